@@ -1,0 +1,39 @@
+# Two commands: `make train` and `make test`. Both set up what they need.
+PY ?= python3
+V  := .venv
+# One torch thread per process: more were never faster on small networks.
+export OMP_NUM_THREADS := 1
+# Hand pip's local wheel folder, if any, to uv; empty elsewhere, which is harmless.
+export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PY) -m pip config get global.find-links 2>/dev/null))
+
+.PHONY: train test check slow mutants clean help
+
+train: $(V)/.ok ## set up if needed, train Tamiyo on the simulated world, print the table
+	$(V)/bin/esper train
+
+test: check ## set up if needed, lint, check types and borders, run the tests
+	$(V)/bin/pytest -q -n 2 -m "not slow"
+
+check: $(V)/.ok ## ruff, mypy and import-linter
+	$(V)/bin/ruff check -q
+	$(V)/bin/ruff format --check -q
+	$(V)/bin/mypy
+	$(V)/bin/lint-imports
+
+slow: $(V)/.ok ## the tests that take minutes
+	$(V)/bin/pytest -q -n 2 -m slow
+
+mutants: $(V)/.ok ## break the core in twenty ways and see each one caught
+	$(V)/bin/python -m tests.mutants
+
+$(V)/.ok: pyproject.toml constraints.txt
+	$(PY) -m venv $(V)
+	$(V)/bin/pip install -q -c constraints.txt uv
+	$(V)/bin/uv pip install -q -p $(V) -c constraints.txt -e . --group dev
+	touch $@
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(V) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 12

@@ -1,0 +1,1 @@
+"""The shared vocabulary: what every other package may speak of, and no logic."""

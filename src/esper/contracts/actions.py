@@ -1,0 +1,164 @@
+"""What a controller can say: ops, heads, choices, and which op uses which head.
+
+One sentence is eight choices: *do this, in that slot, with this blueprint, blended in
+this way*. `HEADS` is the one table: a head's name, its choices with their meaning
+as numbers, and the ops that use it. `RELEVANT[op, head]` is derived from it; masks,
+log-probabilities, entropy, KL and telemetry all read it. `ActionSpec` is what one run
+may say.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from enum import IntEnum
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from esper.contracts.blueprints import BLUEPRINTS, Blueprint
+from esper.contracts.errors import BadInput
+from esper.contracts.slots import SlotConfig
+
+
+class Op(IntEnum):
+    """The verb of the sentence."""
+
+    WAIT = 0
+    GERMINATE = 1
+    ADVANCE = 2
+    SET_ALPHA = 3
+    PRUNE = 4
+    FOSSILIZE = 5
+
+
+ALL: Final = frozenset(Op)
+PLANT: Final = frozenset({Op.GERMINATE})
+PLANT_OR_SET: Final = frozenset({Op.GERMINATE, Op.SET_ALPHA})
+FADE: Final = frozenset({Op.SET_ALPHA, Op.PRUNE})
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """One choice of the sentence.
+
+    `choices` maps a name to its meaning as a number: a style's or curve's index, a
+    tempo's or speed's length in steps, a target's alpha. It is empty for `slot` and
+    `blueprint`, whose choices a run declares.
+    """
+
+    name: str
+    used_by: frozenset[Op]
+    choices: Mapping[str, float] = field(default_factory=dict)
+
+
+HEADS: Final[tuple[Head, ...]] = (
+    Head("op", ALL, {op.name: op for op in Op}),
+    Head("slot", ALL - {Op.WAIT}),
+    Head("blueprint", PLANT),
+    Head("style", PLANT_OR_SET, {"ADD": 0, "SCALE": 1}),
+    Head("tempo", PLANT, {"FAST": 1, "STANDARD": 2, "SLOW": 4}),
+    Head("alpha_target", PLANT_OR_SET, {"HALF": 0.5, "MOST": 0.7, "FULL": 1.0}),
+    Head("alpha_speed", FADE, {"INSTANT": 1, "FAST": 2, "SLOW": 4}),
+    Head("alpha_curve", FADE, {"LINEAR": 0, "COSINE": 1, "SIGMOID": 2}),
+)
+
+HEAD_NAMES: Final = tuple(head.name for head in HEADS)
+NUM_HEADS: Final = len(HEADS)
+HEAD: Final[Mapping[str, int]] = MappingProxyType(
+    {name: index for index, name in enumerate(HEAD_NAMES)}
+)
+"""Where a head stands on the head axis."""
+
+RELEVANT: Final[Tensor] = torch.tensor(
+    [[op in head.used_by for head in HEADS] for op in Op]
+)
+"""Whether an op uses a head, bool [op, head]."""
+
+
+@dataclass(frozen=True)
+class ActionSpec:
+    """The action space of one run; stored in every checkpoint.
+
+    Args:
+        slots: How many slots there are, and how long seeds must live before ops.
+        blueprints: What can be planted; indices of the blueprint head.
+        narrowed: For some heads, the only choices allowed. A head narrowed to one
+            choice costs nothing: log-probability 0, entropy 0, no gradient.
+    """
+
+    slots: SlotConfig = field(default_factory=SlotConfig)
+    blueprints: tuple[Blueprint, ...] = BLUEPRINTS
+    narrowed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse an action space in which a head has no or unknown choices."""
+        if not self.blueprints:
+            raise BadInput("blueprints is empty; name at least one blueprint.")
+        names = [blueprint.name for blueprint in self.blueprints]
+        if len(set(names)) != len(names):
+            raise BadInput(f"blueprints has a name twice: {', '.join(names)}.")
+        for name, chosen in self.narrowed.items():
+            if name not in HEAD or not HEADS[HEAD[name]].choices:
+                known = [head.name for head in HEADS if head.choices]
+                raise BadInput(
+                    f"cannot narrow {name!r}; narrow one of {', '.join(known)}."
+                )
+            choices = HEADS[HEAD[name]].choices
+            if not chosen:
+                raise BadInput(f"{name!r} is narrowed to nothing; leave one choice.")
+            for choice in chosen:
+                if choice not in choices:
+                    near = get_close_matches(choice, choices, n=1) or [*choices]
+                    raise BadInput(
+                        f"head {name!r} has no choice {choice!r}; did you mean "
+                        f"{near[0]!r}?"
+                    )
+        if "WAIT" not in self.narrowed.get("op", ("WAIT",)):
+            raise BadInput("the op head must keep WAIT, which is always legal.")
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """How many choices each head has, narrowed or not."""
+        declared = {
+            "slot": self.slots.max_slots,
+            "blueprint": len(self.blueprints),
+        }
+        return tuple(declared.get(head.name, len(head.choices)) for head in HEADS)
+
+    @cached_property
+    def width(self) -> int:
+        """Choices of the largest head: the length of a padded mask row."""
+        return max(self.sizes)
+
+    @cached_property
+    def allowed(self) -> Tensor:
+        """What the run ever allows, bool [head, choice], False on padding."""
+        rows = torch.zeros(NUM_HEADS, self.width, dtype=torch.bool)
+        for index, (head, size) in enumerate(zip(HEADS, self.sizes, strict=True)):
+            names = self.narrowed.get(head.name)
+            if names is None:
+                rows[index, :size] = True
+            else:
+                order = list(head.choices)
+                rows[index, [order.index(name) for name in names]] = True
+        return rows
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data that says what this action space is, for checkpoints."""
+        return {
+            "max_slots": self.slots.max_slots,
+            "min_age": self.slots.min_age,
+            "blueprints": [blueprint.name for blueprint in self.blueprints],
+            "heads": {
+                head.name: [
+                    choice
+                    for choice in head.choices
+                    if choice in self.narrowed.get(head.name, head.choices)
+                ]
+                for head in HEADS
+                if head.choices
+            },
+        }

@@ -1,0 +1,1 @@
+"""The shell: collects, trains, measures and tells; everything below is quiet."""

@@ -1,0 +1,1 @@
+"""From rollouts to better policies."""

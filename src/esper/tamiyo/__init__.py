@@ -1,0 +1,1 @@
+"""The controller: what she sees, what she may do, how she decides."""

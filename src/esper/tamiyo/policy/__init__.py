@@ -1,0 +1,1 @@
+"""From observation and masks to a decision."""
