@@ -1,1 +1,180 @@
-"""The command line."""
+"""The command line: parses, refuses in one line, and hands over.
+
+Nothing heavy is imported before a command is known, so `esper --help` is instant.
+"""
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NoReturn
+
+BENCHMARKS = ("gae", "masks", "features", "buffer", "policy", "update", "simulated")
+
+COMMANDS = ("train", "bench")
+OPTIONS = ("--rounds", "--envs", "--rng-seed", "--repeats", "--ablations", "--json")
+WORDS = (*COMMANDS, *BENCHMARKS, *OPTIONS, "--processes", "--help")
+
+EXAMPLES = """\
+examples:
+  esper train                          train Tamiyo on the simulated world
+  esper train --repeats 5 --ablations  five random seeds, and the same without
+                                       memory and without relevance masks
+  esper bench gae                      the naive loop beside ours, in one process
+  esper bench update --json            the same as data
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        if options.command == "train":
+            return _train(options)
+        return _bench(options)
+    except KeyboardInterrupt:
+        print("esper: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        return _explain(error)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from esper.experiment.study import StudyConfig, run_study
+
+    run_study(
+        StudyConfig(
+            rounds=options.rounds,
+            envs=options.envs,
+            rng_seed=options.rng_seed,
+            repeats=options.repeats,
+            ablations=options.ablations,
+            processes=options.processes,
+        )
+    )
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    """Run a benchmark of the source checkout, where the naive twins live."""
+    from importlib import import_module
+
+    from esper.contracts.errors import BadInput
+
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "benchmarks" / "timing.py").is_file():
+        raise BadInput("benchmarks need a source checkout; clone the repository.")
+    sys.path.insert(0, str(root))
+    report = import_module(f"benchmarks.{options.name}").run()
+    report.show(as_json=options.json)
+    return 0
+
+
+def _explain(error: Exception) -> int:
+    """One line for people; the traceback of our own bugs goes to a file."""
+    from esper.contracts.errors import EsperError
+
+    if isinstance(error, EsperError):
+        print(f"esper: {error}", file=sys.stderr)
+        return 2
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="esper-", suffix=".txt", delete=False, encoding="utf-8"
+    ) as file:
+        traceback.print_exception(error, file=file)
+    print(
+        f"esper: a bug in Esper: {type(error).__name__}; details in {file.name}",
+        file=sys.stderr,
+    )
+    return 70
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """One line with the nearest right word, exit code 2."""
+        named = re.search(r"(?:choice: '|arguments: )(-*[\w-]+)", message)
+        near = get_close_matches(named[1], WORDS, n=1, cutoff=0.5) if named else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        self.exit(2, f"esper: {message}{hint} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="esper",
+        description="A controller that watches a neural network train and grows it.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    train = commands.add_parser(
+        "train",
+        help="train Tamiyo on the simulated world",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    train.add_argument(
+        "--rounds", type=_Whole(1, 1_000_000), default=None, help="rollouts and updates"
+    )
+    train.add_argument(
+        "--envs", type=_Whole(1, 65_536), default=256, help="environments at once"
+    )
+    train.add_argument(
+        "--rng-seed",
+        type=_Whole(0, 2**62),
+        default=0,
+        help="start of every random stream",
+    )
+    train.add_argument(
+        "--repeats",
+        type=_Whole(1, 1_000),
+        default=1,
+        help="train this many times, each from its own random seed",
+    )
+    train.add_argument(
+        "--ablations",
+        action="store_true",
+        help="also train without memory and without relevance masks",
+    )
+    train.add_argument(
+        "--processes", type=_Whole(1, 64), default=2, help="trainings at the same time"
+    )
+    bench = commands.add_parser("bench", help="measure a hot path beside a naive twin")
+    bench.add_argument("name", choices=BENCHMARKS, help="what to measure")
+    bench.add_argument("--json", action="store_true", help="print data, not a table")
+    return parser
+
+
+class _Whole:
+    """Parses a whole number in a range, in plain ASCII digits."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self._low, self._high = low, high
+
+    def __call__(self, text: str) -> int:
+        digits = text.removeprefix("-")
+        if digits.isascii() and digits.isdigit() and len(digits) < 20:
+            number = int(text)
+            if self._low <= number <= self._high:
+                return number
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from {self._low} to {self._high}, got {text!r}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

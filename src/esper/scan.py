@@ -1,1 +1,400 @@
-"""x"""
+"""The one recurrence of the project: y_t = decay_t * y_{t-1} + inputs_t.
+
+Run forwards it is the memory of the policy, run backwards it is generalized
+advantage estimation, and its own gradient is the same recurrence the other way
+round. A boundary between episodes is decay 0: nothing passes it, not even NaN or inf.
+
+On the CPU the loops are compiled (along the row for few lanes, SIMD across lanes for
+many); elsewhere the steps are combined in pairs, in a depth of log2(time).
+Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 16; Blelloch 1990.
+"""
+
+import inspect
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import numba
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.contracts.errors import BadInput
+
+Array = NDArray[Any]
+Gradients = tuple[Tensor, Tensor, Tensor, None, None]
+Rollout = namedtuple(
+    "Rollout", "rewards values dones truncated step_counts final_values last_values"
+)
+FLOATS: Final = (torch.float32, torch.float64)
+FEW_LANES: Final = 24  # Below this many environments, SIMD costs more than it saves.
+
+
+def kernel(function: Callable[..., object]) -> Callable[..., Any]:
+    """Compile a plain loop over numpy arrays to machine code, on its first call.
+
+    The test hook wraps annotated functions; the compiler needs what is inside.
+    """
+    compile_loops = numba.njit(cache=True, nogil=True, error_model="numpy")
+    return cast(Callable[..., Any], compile_loops(inspect.unwrap(function)))
+
+
+def scan(
+    decay: Float[Tensor, "env time *hidden"],
+    inputs: Float[Tensor, "env time *hidden"],
+    initial: Float[Tensor, " env *hidden"] | None = None,
+    *,
+    reverse: bool = False,
+) -> Float[Tensor, "env time *hidden"]:
+    """y_t = decay_t * y_{t-1} + inputs_t along time, differentiable in all arguments.
+
+    Where decay is exactly 0, y_t is inputs_t whatever came before, and so are its
+    gradients: a NaN or inf neither passes forwards nor comes back. Half precision is
+    refused, since errors add up along the row: call `.float()` first.
+
+    Args:
+        decay: What is kept of the y before.
+        inputs: What is added; float32 or float64, `[env, time]` or
+            `[env, time, hidden]`, in any memory layout.
+        initial: The y before the first step taken; None is zero.
+        reverse: Run from the last step to the first.
+    """
+    _require_recurrence(decay, inputs, initial)
+    if inputs.numel() == 0:
+        return decay * inputs  # As empty, and still part of the graph.
+    if initial is None:
+        initial = inputs.new_zeros(inputs.shape[:1] + inputs.shape[2:])
+    if inputs.shape[1] == 1 and not torch.is_grad_enabled():
+        return _step(decay, initial.unsqueeze(1), inputs)
+    on_cpu = inputs.device.type == "cpu"
+    if inputs.ndim == 3:
+        return _recur(decay, inputs, initial, reverse, on_cpu)
+    # Environments become the hidden axis of a single row: that axis is the fast one.
+    return _recur(decay.T[None], inputs.T[None], initial[None], reverse, on_cpu)[0].T
+
+
+def gae(
+    rewards: Float[Tensor, "env time"],
+    values: Float[Tensor, "env time"],
+    dones: Bool[Tensor, "env time"],
+    truncated: Bool[Tensor, "env time"],
+    step_counts: Int[Tensor, " env"],
+    final_values: Float[Tensor, "env time"],
+    last_values: Float[Tensor, " env"],
+    *,
+    gamma: float,
+    lam: float,
+    out: tuple[Float[Tensor, "env time"], Float[Tensor, "env time"]] | None = None,
+) -> tuple[Float[Tensor, "env time"], Float[Tensor, "env time"]]:
+    """Advantages and returns of rows that hold several episodes; zero on padding.
+
+        delta_t = r_t + gamma * next_t - V(s_t)
+        A_t     = delta_t + gamma * lam * A_{t+1}, the last term only within an episode
+
+    `next_t` is 0 where the episode terminated, `final_values` where it was truncated,
+    `last_values` where the rollout was cut, and V(s_{t+1}) elsewhere. Results are
+    targets: no gradient flows. Physically time-major tensors are fastest.
+
+    Args:
+        rewards: Reward received after acting at each step.
+        values: V(s_t) under the policy that collected the rollout.
+        dones: The episode ended at this step, for whatever reason.
+        truncated: It was cut off at this step and would have gone on.
+        step_counts: Steps each row holds; what lies behind them is never used.
+        final_values: V of the observation an episode was truncated at; else ignored.
+        last_values: V of the observation after a row's last step, if it did not end.
+        gamma: Discount factor.
+        lam: Trace decay; 0 is one-step TD, 1 is Monte Carlo.
+        out: Tensors to write advantages and returns into, apart from the inputs.
+    """
+    rollout = Rollout(
+        rewards, values, dones, truncated, step_counts, final_values, last_values
+    )
+    advantages, returns = out or (torch.empty_like(values), torch.empty_like(values))
+    _require_rollout(rollout, advantages, returns, gamma, lam)
+    if rewards.numel() == 0:
+        return advantages, returns
+    if rewards.device.type != "cpu":
+        results = _gae_log_depth(rollout, gamma, lam)
+        return advantages.copy_(results[0]), returns.copy_(results[1])
+    tensors = [*(x.detach() for x in rollout), advantages, returns]
+    if all(x.T.is_contiguous() for x in tensors if x.ndim == 2):
+        arrays = [x.numpy().T for x in tensors]
+        gae_time_major(*arrays[:7], gamma, lam, *arrays[7:])
+        return advantages, returns
+    tensors = [x.contiguous() for x in tensors]
+    arrays = [x.numpy().T for x in tensors]
+    _gae_rows(Rollout(*arrays[:7]), gamma, lam, *arrays[7:])
+    return advantages.copy_(tensors[7]), returns.copy_(tensors[8])
+
+
+class _Scan(torch.autograd.Function):
+    """The recurrence and its gradient: the same recurrence, run the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        decay: Float[Tensor, "env time hidden"],
+        inputs: Float[Tensor, "env time hidden"],
+        initial: Float[Tensor, "env hidden"],
+        reverse: bool,
+        compiled: bool,
+    ) -> Float[Tensor, "env time hidden"]:
+        """Return y, and keep it."""
+        if compiled:
+            y = inputs.new_empty(inputs.shape)
+            _recur_rows(*map(_packed, (decay, inputs, initial, y)), reverse, False)
+        else:
+            y = _log_depth(decay, inputs, initial, reverse)
+        ctx.save_for_backward(decay, y, initial)
+        ctx.reverse, ctx.compiled = reverse, compiled
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Gradients:  # noqa: ANN401
+        """Gradients of decay, inputs and initial."""
+        decay, y, initial = ctx.saved_tensors
+        reverse, compiled = ctx.reverse, ctx.compiled
+        zero = torch.zeros_like(initial)
+        if compiled and not torch.is_grad_enabled():
+            total, grad_decay = y.new_empty(y.shape), y.new_empty(y.shape)
+            _recur_rows(*map(_packed, (decay, grad, zero, total)), not reverse, True)
+            first, early, late = -1 if reverse else 0, slice(None, -1), slice(1, None)
+            now, then = (early, late) if reverse else (late, early)
+            torch.mul(total[:, now], y[:, then], out=grad_decay[:, now])
+            torch.mul(total[:, first], initial, out=grad_decay[:, first])
+            grad_initial = _step(decay[:, first], total[:, first], zero)
+            return grad_decay, total, grad_initial, None, None
+
+        # As if `initial` had been the input of a step before the first.
+        start, gap = initial.unsqueeze(1), zero.unsqueeze(1)
+        ahead, sums, before = (decay, gap), (gap, grad), (start, y[:, :-1])
+        if reverse:
+            ahead, sums, before = (gap, decay), (grad, gap), (y[:, 1:], start)
+        total = _recur(
+            torch.cat(ahead, 1), torch.cat(sums, 1), zero, not reverse, compiled
+        )
+        grad_initial = total[:, -1] if reverse else total[:, 0]
+        total = total[:, :-1] if reverse else total[:, 1:]
+        return total * torch.cat(before, 1), total, grad_initial, None, None
+
+
+_recur: Final[Callable[..., Tensor]] = _Scan.apply
+
+
+def _packed(x: Tensor) -> Array:
+    """A tensor as a contiguous array, copied only if need be."""
+    return x.detach().contiguous().numpy()
+
+
+@kernel
+def _recur_rows(
+    decay: Array, inputs: Array, initial: Array, y: Array, reverse: bool, late: bool
+) -> None:
+    """The recurrence on `[row, time, lane]`; `late` takes the decay of `before`."""
+    rows, time, lanes = inputs.shape
+    for row in range(rows):
+        for step in range(time):
+            now = time - 1 - step if reverse else step
+            before = now + 1 if reverse else now - 1
+            kept = before if late and step > 0 else now
+            for lane in range(lanes):
+                carried = initial[row, lane] if step == 0 else y[row, before, lane]
+                keep, value = decay[row, kept, lane], inputs[row, now, lane]
+                carried = keep * carried + value
+                y[row, now, lane] = value if keep == 0 else carried
+
+
+def _step(decay: Tensor, before: Tensor, inputs: Tensor) -> Tensor:
+    """One step of the recurrence; selected, so that 0 * NaN is 0."""
+    return torch.where(decay == 0, inputs, decay * before + inputs)
+
+
+def _log_depth(decay: Tensor, inputs: Tensor, initial: Tensor, reverse: bool) -> Tensor:
+    """The recurrence in about 2 log2(time) parallel steps."""
+    if reverse:
+        decay, inputs = decay.flip(1), inputs.flip(1)
+    start = _step(decay[:, :1], initial.unsqueeze(1), inputs[:, :1])
+    y = _combine_pairs(decay, torch.cat((start, inputs[:, 1:]), dim=1))
+    return y.flip(1) if reverse else y
+
+
+def _combine_pairs(decay: Tensor, inputs: Tensor) -> Tensor:
+    """Two steps of the recurrence make one: solve the odd ones, fill in the even."""
+    time = inputs.shape[1]
+    if time == 1:
+        return inputs
+    even, odd, third = slice(0, time // 2 * 2, 2), slice(1, None, 2), slice(2, None, 2)
+    both = _step(decay[:, odd], decay[:, even], torch.zeros_like(decay[:, odd]))
+    paired = _step(decay[:, odd], inputs[:, even], inputs[:, odd])
+    y = inputs.clone()
+    y[:, odd] = _combine_pairs(both, paired)
+    between = slice(1, time - 1, 2)
+    y[:, third] = _step(decay[:, third], y[:, between], inputs[:, third])
+    return y
+
+
+def _gae_log_depth(rollout: Rollout, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """`gae` as whole-tensor operations, without a read to the host."""
+    rewards, values, dones, truncated, step_counts, final_values, last_values = rollout
+    with torch.no_grad():
+        time, cut_values = rewards.shape[1], last_values.unsqueeze(1)
+        steps = torch.arange(time, device=rewards.device)
+        counts = step_counts.clamp(max=time).unsqueeze(1)
+        valid, is_last = steps < counts, steps == counts - 1
+        following = torch.cat((values[:, 1:], cut_values), dim=1)
+        following = torch.where(is_last, cut_values, following)
+        following = torch.where(dones, 0.0, following)
+        following = torch.where(truncated, final_values, following)
+        deltas = torch.where(valid, rewards + gamma * following - values, 0.0)
+        goes_on = valid & ~(dones | truncated | is_last)
+        decay = torch.where(goes_on, torch.full_like(deltas, gamma * lam), 0.0)
+        advantages = _log_depth(decay, deltas, torch.zeros_like(last_values), True)
+        return advantages, torch.where(valid, advantages + values, 0.0)
+
+
+@kernel
+def gae_time_major(
+    rewards: Array,
+    values: Array,
+    dones: Array,
+    truncated: Array,
+    step_counts: Array,
+    final_values: Array,
+    last_values: Array,
+    gamma: float,
+    lam: float,
+    advantages: Array,
+    returns: Array,
+) -> None:
+    """`gae` on contiguous arrays `[time, env]`, unchecked: what the buffer calls."""
+    time, envs = rewards.shape
+    rollout = Rollout(
+        rewards, values, dones, truncated, step_counts, final_values, last_values
+    )
+    if envs < FEW_LANES:
+        _gae_rows(rollout, gamma, lam, advantages, returns)
+        return
+    following, trace = last_values.copy(), np.zeros_like(last_values)
+    shortest = step_counts.min()
+    for step in range(time):
+        now = time - 1 - step
+        _gae_lanes(now, rollout, gamma, lam, following, trace, advantages, returns)
+        if now >= shortest:
+            # Padding in some rows: undo the step there, their last one comes next.
+            for env in range(envs):
+                if now >= step_counts[env]:
+                    following[env] = last_values[env]
+                    trace[env] = advantages[now, env] = returns[now, env] = 0
+
+
+@kernel
+def _gae_rows(
+    rollout: Rollout, gamma: float, lam: float, advantages: Array, returns: Array
+) -> None:
+    """One environment after the other, each from its last step to its first."""
+    kind = advantages.dtype.type
+    scale, fade, zero = kind(gamma), kind(gamma * lam), kind(0)
+    length, envs = advantages.shape
+    for env in range(envs):
+        count = min(max(rollout.step_counts[env], 0), length)
+        advantages[count:, env] = zero
+        returns[count:, env] = zero
+        following, trace = rollout.last_values[env], zero
+        for time in range(count - 1, -1, -1):
+            if rollout.truncated[time, env]:
+                following, trace = rollout.final_values[time, env], zero
+            elif rollout.dones[time, env]:
+                following, trace = zero, zero
+            value = rollout.values[time, env]
+            delta = rollout.rewards[time, env] + scale * following - value
+            following, trace = value, delta + fade * trace
+            advantages[time, env] = trace
+            returns[time, env] = trace + value
+
+
+@kernel
+def _gae_lanes(
+    time: int,
+    rollout: Rollout,
+    gamma: float,
+    lam: float,
+    following: Array,
+    trace: Array,
+    advantages: Array,
+    returns: Array,
+) -> None:
+    """One step of all environments `[time, env]`, as if it were valid in all.
+
+    A function of its own and free of branches, or the compiler does not vectorise.
+    """
+    kind = advantages.dtype.type
+    scale, fade, zero = kind(gamma), kind(gamma * lam), kind(0)
+    for env in range(trace.shape[0]):
+        done, truncated = rollout.dones[time, env], rollout.truncated[time, env]
+        value, final = rollout.values[time, env], rollout.final_values[time, env]
+        bootstrap = zero if done else following[env]
+        bootstrap = final if truncated else bootstrap
+        carried = fade * trace[env]
+        carried = zero if done | truncated else carried
+        delta = rollout.rewards[time, env] + scale * bootstrap - value
+        following[env] = value
+        trace[env] = delta + carried
+        advantages[time, env] = delta + carried
+        returns[time, env] = delta + carried + value
+
+
+def _require_recurrence(decay: Tensor, inputs: Tensor, initial: Tensor | None) -> None:
+    """Refuse tensors that `scan` cannot mean."""
+    shape = inputs.shape
+    if len(shape) not in (2, 3):
+        raise BadInput(
+            "inputs must be [env, time] or [env, time, hidden], got shape "
+            f"{tuple(shape)}: reshape them."
+        )
+    _require_kind("inputs", inputs, inputs, shape, *FLOATS)
+    _require_kind("decay", decay, inputs, shape, inputs.dtype)
+    if initial is not None:
+        _require_kind("initial", initial, inputs, shape[:1] + shape[2:], inputs.dtype)
+
+
+def _require_rollout(
+    rollout: Rollout, advantages: Tensor, returns: Tensor, gamma: float, lam: float
+) -> None:
+    """Refuse tensors and factors that `gae` cannot mean."""
+    for name, factor in (("gamma", gamma), ("lam", lam)):
+        if not 0.0 <= factor <= 1.0:
+            raise BadInput(f"{name} must lie in [0, 1], got {factor}.")
+    values, shape = rollout.values, rollout.values.shape
+    if len(shape) != 2:
+        raise BadInput(f"values must be [env, time], got shape {tuple(shape)}.")
+    _require_kind("values", values, values, shape, *FLOATS)
+    row, kind = shape[:1], values.dtype
+    _require_kind("rewards", rollout.rewards, values, shape, kind)
+    _require_kind("dones", rollout.dones, values, shape, torch.bool)
+    _require_kind("truncated", rollout.truncated, values, shape, torch.bool)
+    counts = rollout.step_counts
+    _require_kind("step_counts", counts, values, row, torch.int64, torch.int32)
+    _require_kind("final_values", rollout.final_values, values, shape, kind)
+    _require_kind("last_values", rollout.last_values, values, row, kind)
+    taken = {x.data_ptr() for x in rollout}
+    for name, tensor in (("out[0]", advantages), ("out[1]", returns)):
+        _require_kind(name, tensor, values, shape, kind)
+        if 0 != tensor.data_ptr() in taken:
+            raise BadInput(f"{name} is used twice: pass a tensor of its own.")
+        taken.add(tensor.data_ptr())
+
+
+def _require_kind(
+    name: str, tensor: Tensor, like: Tensor, shape: torch.Size, *dtypes: torch.dtype
+) -> None:
+    """Refuse a tensor whose dtype, shape or device does not fit its neighbours."""
+    fits = tensor.dtype in dtypes and tensor.shape == shape
+    if not fits or tensor.device != like.device:
+        wanted = " or ".join(map(str, dtypes))
+        raise BadInput(
+            f"{name} must be {wanted} {tuple(shape)} on {like.device}, got "
+            f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: convert it."
+        )

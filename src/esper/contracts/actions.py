@@ -51,7 +51,7 @@ class Head:
 
     name: str
     used_by: frozenset[Op]
-    choices: Mapping[str, float] = field(default_factory=dict)
+    choices: Mapping[str, int | float] = field(default_factory=dict)
 
 
 HEADS: Final[tuple[Head, ...]] = (

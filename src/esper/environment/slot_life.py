@@ -1,0 +1,325 @@
+r"""The life of one simulated slot as tables: what can be, what follows, what it gives.
+
+    DORMANT -> TRAINING (age 0..3) -> BLENDING (alpha climbs) -> HOLDING -> FOSSILIZED
+       ^           \______________________\____________________\
+       +------------- one chain of four cooling steps, entered late by a prune
+
+A *life* is all that the future of a seed depends on, apart from its blueprint; an
+*act* is all of an action that moves it. `passed` and `acted` are the rules; the
+tables are their closure, so a step of the world is a few lookups. Every number is a
+small multiple of a power of two: sums are exact in float32, and the optimum is met to
+the bit.
+"""
+
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import product
+from math import prod
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
+from esper.contracts.blueprints import BLUEPRINTS
+from esper.contracts.slots import SlotConfig
+from esper.contracts.stages import Stage
+
+SPEC: Final = ActionSpec(
+    slots=SlotConfig(max_slots=2, min_age=1),
+    blueprints=tuple(
+        blueprint
+        for blueprint in BLUEPRINTS
+        if blueprint.name in ("low_rank_4", "widen_16", "widen_32")
+    ),
+    narrowed={
+        "tempo": ("FAST", "STANDARD"),
+        "alpha_target": ("HALF", "FULL"),
+        "alpha_speed": ("INSTANT", "FAST"),
+        "alpha_curve": ("LINEAR", "SIGMOID"),
+    },
+)
+"""What can be said in the simulated world."""
+
+MATURITY: Final = (0.0, 0.375, 0.75, 1.0)
+"""Share of its gain that a seed has learnt, by its age in TRAINING."""
+UNFOSSILIZED: Final = 0.75
+"""Share of its gain that a seed is worth until it is fossilised."""
+LONGEST_FADE: Final = 4
+"""Cooling steps of an inherited seed; prunes enter the chain at 1 or 2 from its end."""
+WRONG_STYLE: Final = 1 / 16
+"""Damage of a style that does not suit the slot's depth."""
+WRONG_CURVE: Final = 1 / 16
+"""Damage of a curve that does not suit the slot's liveness."""
+HASTE: Final = 3 / 32
+"""Damage of a one-step blend or fade in a slot of low capacity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """Where a seed is in its life."""
+
+    stage: Stage
+    age: int = 0
+    """Steps in the stage, as far as they matter; in COOLING the place in the chain."""
+    alpha: float = 0.0
+    target: float = 0.0
+    steps: int = 0
+    """Steps of the blend to come (TRAINING), until alpha or the slot has settled."""
+    maturity: float = 0.0
+
+    @property
+    def settled(self) -> bool:
+        """Whether alpha stands still."""
+        if self.stage is Stage.COOLING:
+            return self.alpha == 0.0
+        return self.steps == 0 or self.stage is Stage.TRAINING
+
+    @property
+    def measured(self) -> bool:
+        """Whether the contribution is seen: while the host feels a living seed."""
+        return self.alpha > 0.0 and self.stage is not Stage.FOSSILIZED
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """What of an action moves a slot; 0 where the op does not use the head."""
+
+    op: Op
+    tempo: int = 0
+    target: float = 0.0
+    speed: int = 0
+
+    @property
+    def hasty(self) -> bool:
+        """Whether alpha goes all the way in one step."""
+        return self.tempo == 1 or self.speed == 1
+
+
+def passed(life: Life) -> Life:
+    """The life after one step in which nothing is done to it."""
+    match life.stage:
+        case Stage.TRAINING:
+            return replace(life, age=min(life.age + 1, len(MATURITY) - 1))
+        case Stage.BLENDING | Stage.HOLDING:
+            older = replace(life, age=SPEC.slots.min_age)
+            if life.steps == 0:
+                return older
+            moved = life.alpha + (life.target - life.alpha) / life.steps
+            return replace(older, alpha=moved, steps=life.steps - 1)
+        case Stage.COOLING:
+            return cooling(life.steps - 1) if life.steps > 1 else Life(Stage.DORMANT)
+        case _:
+            return life
+
+
+def acted(life: Life, act: Act) -> Life | None:
+    """The life after an act; None if the act is illegal."""
+    grown = life.age >= SPEC.slots.min_age and life.settled
+    match act.op, life.stage:
+        case Op.WAIT, _:
+            return passed(life)
+        case Op.GERMINATE, Stage.DORMANT:
+            return Life(Stage.TRAINING, target=act.target, steps=act.tempo)
+        case Op.ADVANCE, Stage.TRAINING if grown:
+            return replace(
+                life, stage=Stage.BLENDING, age=0, maturity=MATURITY[life.age]
+            )
+        case Op.ADVANCE, Stage.BLENDING if grown:
+            return replace(life, stage=Stage.HOLDING, age=0)
+        case Op.SET_ALPHA, Stage.BLENDING | Stage.HOLDING if life.settled:
+            steps = 0 if act.target == life.alpha else act.speed
+            return passed(replace(life, target=act.target, steps=steps))
+        case Op.PRUNE, Stage.TRAINING | Stage.BLENDING | Stage.HOLDING if grown:
+            return cooling(act.speed)
+        case Op.FOSSILIZE, Stage.HOLDING if life.settled:
+            return replace(life, stage=Stage.FOSSILIZED, age=0)
+        case _:
+            return None
+
+
+def cooling(steps: int) -> Life:
+    """A seed that leaves its slot after so many steps; at the last two it is unfelt."""
+    return Life(
+        Stage.COOLING,
+        age=LONGEST_FADE - steps,
+        alpha=max(0.0, (steps - 2) / LONGEST_FADE),
+        steps=steps,
+        maturity=1.0,
+    )
+
+
+def mature(stage: Stage, alpha: float) -> Life:
+    """A fully trained seed whose alpha stands still."""
+    age = 0 if stage is Stage.FOSSILIZED else SPEC.slots.min_age
+    return Life(stage, age=age, alpha=alpha, target=alpha, maturity=1.0)
+
+
+def felt(life: Life, *, wants_half: bool) -> float:
+    """Share of its blueprint's gain that the host has from a seed."""
+    effect = life.alpha
+    if wants_half:
+        effect = 2 * life.alpha if life.alpha < 0.5 else 1.5 - life.alpha
+    stay = 1.0 if life.stage is Stage.FOSSILIZED else UNFOSSILIZED
+    return stay * life.maturity * effect
+
+
+def suiting_style(deep: bool) -> str:
+    """The style that does no damage."""
+    return "SCALE" if deep else "ADD"
+
+
+def suiting_curve(lively: bool) -> str:
+    """The curve that does no damage."""
+    return "LINEAR" if lively else "SIGMOID"
+
+
+def damage(
+    act: Act,
+    style: str | None,
+    curve: str | None,
+    deep: bool,
+    fragile: bool,
+    lively: bool,
+) -> float:
+    """Lasting damage of choices that do not suit the slot; None does none."""
+    return (
+        WRONG_STYLE * (style is not None and style != suiting_style(deep))
+        + WRONG_CURVE * (curve is not None and curve != suiting_curve(lively))
+        + HASTE * (fragile and act.hasty)
+    )
+
+
+def every_act() -> tuple[Act, ...]:
+    """Every way to move a slot; WAIT is the first."""
+    acts = []
+    for op in Op:
+        numbers = [
+            [HEADS[HEAD[name]].choices[choice] for choice in SPEC.narrowed[name]]
+            if op in HEADS[HEAD[name]].used_by
+            else [0.0]
+            for name in ("tempo", "alpha_target", "alpha_speed")
+        ]
+        acts += [
+            Act(op, int(tempo), target, int(speed))
+            for tempo, target, speed in product(*numbers)
+        ]
+    return tuple(acts)
+
+
+def every_life(acts: tuple[Act, ...]) -> tuple[Life, ...]:
+    """Every life that can be reached; DORMANT is the first."""
+    found = [Life(Stage.DORMANT), cooling(LONGEST_FADE)]
+    found += [
+        mature(stage, alpha)
+        for stage in (Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
+        for alpha in (0.5, 1.0)
+    ]
+    for life in found:  # grows while it is read
+        for act in acts:
+            after = acted(life, act)
+            if after is not None and after not in found:
+                found.append(after)
+    return tuple(found)
+
+
+ACTS: Final = every_act()
+NO_ACT: Final = len(ACTS)
+"""Stands for an act that no slot allows."""
+LIVES: Final = every_life(ACTS)
+LIFE: Final = {life: index for index, life in enumerate(LIVES)}
+"""Where a life stands on the life axis."""
+EMPTY: Final = LIFE[Life(Stage.DORMANT)]
+
+CODED: Final = ("op", "style", "tempo", "alpha_target", "alpha_speed", "alpha_curve")
+"""Heads that a code counts through: all but where and what to plant."""
+NATURES: Final = tuple(product((False, True), repeat=3))
+"""What a slot may be: (deep, fragile, lively)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTables:
+    """The rules as tensors; a two-axis table is flat, its last axis running fastest."""
+
+    stage: Int64[Tensor, " life"]
+    age: Int64[Tensor, " life"]
+    alpha: Float[Tensor, " life"]
+    target: Float[Tensor, " life"]
+    settled: Bool[Tensor, " life"]
+    measured: Bool[Tensor, " life"]
+    """Whether the contribution of a seed is seen."""
+    felt: Float[Tensor, " life_half"]
+    """What the host has from a seed, by life and by whether the slot wants half."""
+    following: Int64[Tensor, " life_act"]
+    """The next life; that of WAIT where the act is illegal. The last is `NO_ACT`."""
+    legal: Bool[Tensor, " life_act"]
+    """Whether the slot's own life allows the act."""
+    act: Int64[Tensor, " code"]
+    """The act of a code; `NO_ACT` where a relevant head's choice is not allowed."""
+    damage: Float[Tensor, " code_nature"]
+    """Damage of a code in a slot of each nature."""
+    strides: Int64[Tensor, " head"]
+    """`(actions * strides).sum(-1)` is the code of an action."""
+
+    def to(self, device: str) -> "SlotTables":
+        """The same tables on another device."""
+        return SlotTables(*(getattr(self, f.name).to(device) for f in fields(self)))
+
+
+@cache
+def slot_tables() -> SlotTables:
+    """Write the rules down, once."""
+    after = [[*(acted(life, act) for act in ACTS), None] for life in LIVES]
+    acts, damages = [], []
+    for choices in product(*(HEADS[HEAD[name]].choices for name in CODED)):
+        op = Op[choices[0]]
+        said = {
+            name: choice
+            for name, choice in zip(CODED, choices, strict=True)
+            if op in HEADS[HEAD[name]].used_by
+        }
+        number = {name: HEADS[HEAD[name]].choices[said[name]] for name in said}
+        act = Act(
+            op,
+            int(number.get("tempo", 0)),
+            number.get("alpha_target", 0.0),
+            int(number.get("alpha_speed", 0)),
+        )
+        allowed = all(
+            said[name] in SPEC.narrowed.get(name, said.values()) for name in said
+        )
+        acts.append(ACTS.index(act) if allowed else NO_ACT)
+        damages += [
+            damage(act, said.get("style"), said.get("alpha_curve"), *nature)
+            for nature in NATURES
+        ]
+    return SlotTables(
+        stage=torch.tensor([int(life.stage) for life in LIVES]),
+        age=torch.tensor([life.age for life in LIVES]),
+        alpha=torch.tensor([life.alpha for life in LIVES]),
+        target=torch.tensor([life.target for life in LIVES]),
+        settled=torch.tensor([life.settled for life in LIVES]),
+        measured=torch.tensor([life.measured for life in LIVES]),
+        felt=torch.tensor(
+            [felt(life, wants_half=half) for life in LIVES for half in (False, True)]
+        ),
+        following=torch.tensor(
+            [
+                LIFE[passed(life) if then is None else then]
+                for life, row in zip(LIVES, after, strict=True)
+                for then in row
+            ]
+        ),
+        legal=torch.tensor([then is not None for row in after for then in row]),
+        act=torch.tensor(acts),
+        damage=torch.tensor(damages),
+        strides=torch.tensor([stride(head.name) for head in HEADS]),
+    )
+
+
+def stride(head: str) -> int:
+    """How many codes lie between two neighbouring choices of a head; 0 if not coded."""
+    if head not in CODED:
+        return 0
+    return prod(SPEC.sizes[HEAD[name]] for name in CODED[CODED.index(head) + 1 :])

@@ -1,0 +1,105 @@
+"""Training: collect, update, tell; round after round.
+
+The loop knows neither what the world is nor who listens. A round is one rollout and one
+update; what it did is handed to `on_round` as a record.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Generator
+
+from esper.contracts.errors import BadInput
+from esper.contracts.step import VectorWorld
+from esper.experiment.collect import collect, start
+from esper.simic.agent.metrics import UpdateRecord
+from esper.simic.agent.ppo import PPOAgent, PPOConfig
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """How long, how wide, and with which settings to train."""
+
+    rounds: int = 200
+    """Rollouts, each followed by an update."""
+    steps: int = 16
+    """Decisions per environment and rollout."""
+    rng_seed: int = 0
+    """Start of every random stream of the run."""
+    gamma: float = 1.0
+    """Discount per decision; 1 makes the return the final score minus rent."""
+    gae_lambda: float = 0.95
+    """Trace decay of the advantages: 0 is one-step TD, 1 is Monte Carlo."""
+    final_share: float = 0.1
+    """Share of learning rate and entropy weight that is left in the last round."""
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse a loop that would do nothing."""
+        for name in ("rounds", "steps"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if not 0.0 <= self.final_share <= 1.0:
+            raise BadInput(f"final_share must lie in [0, 1], got {self.final_share}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRecord:
+    """What one round did."""
+
+    round: int
+    """Counted from 1."""
+    rounds: int
+    env_steps: int
+    """Decisions taken since the start, over all environments."""
+    seconds: float
+    """Time since the start."""
+    mean_return: float
+    """Mean return of the episodes that ended in this rollout; NaN if none did."""
+    update: UpdateRecord
+
+
+def train(
+    world: VectorWorld,
+    config: LoopConfig,
+    on_round: Callable[[RoundRecord], None] = lambda record: None,
+) -> TamiyoPolicy:
+    """Train a new policy in `world` and return it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.rng_seed)
+        policy = TamiyoPolicy(world.spec, config.policy)
+    generator = Generator().manual_seed(config.rng_seed + 1)
+    buffer = TamiyoRolloutBuffer(
+        world.num_envs,
+        config.steps,
+        world.spec,
+        state_shape=policy.state_shape,
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
+    )
+    agent = PPOAgent(policy, buffer, config.ppo, rng_seed=config.rng_seed + 2)
+    live = start(world, policy)
+    began = time.monotonic()
+    for index in range(config.rounds):
+        done = index / max(config.rounds - 1, 1)
+        agent.anneal(1.0 - (1.0 - config.final_share) * done)
+        live, finished = collect(
+            world, policy, buffer, live, generator, policy_version=agent.version
+        )
+        update = agent.update()
+        on_round(
+            RoundRecord(
+                round=index + 1,
+                rounds=config.rounds,
+                env_steps=(index + 1) * config.steps * world.num_envs,
+                seconds=time.monotonic() - began,
+                mean_return=finished.mean_return(),
+                update=update,
+            )
+        )
+    return policy

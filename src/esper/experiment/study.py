@@ -1,0 +1,159 @@
+"""Training Tamiyo on the simulated world, as often and in as many ways as asked.
+
+A job is one training of one variant from one random seed, judged on instances that no
+training saw. Jobs are independent and run in processes of one thread each.
+"""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from queue import Queue
+from typing import Any, Final
+
+import torch
+
+from esper.contracts.errors import BadInput
+from esper.environment.instances import HORIZON
+from esper.environment.simulated import SimulatedWorld
+from esper.experiment.evaluate import control_returns, held_out, returns_of
+from esper.experiment.loop import LoopConfig, RoundRecord, train
+from esper.experiment.progress import Progress
+from esper.experiment.statistics import Floats
+from esper.experiment.tables import print_study
+from esper.simic.agent.ppo import PPOConfig
+from esper.tamiyo.policy.likeliest import Likeliest
+from esper.tamiyo.policy.network import PolicyConfig
+
+VARIANTS: Final = {
+    "Tamiyo": PolicyConfig(),
+    "without memory": PolicyConfig(memory="none"),
+    "without relevance": PolicyConfig(causal=False),
+}
+HELD_OUT: Final = 1024
+"""Instances of each kind on which every arm is judged."""
+HIDDEN_SHARE: Final = 0.3
+"""Share of hidden instances in training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyConfig:
+    """What to train, how often and how long."""
+
+    rounds: int | None = None
+    """Rounds per training; None: as many as the default loop."""
+    envs: int = 256
+    """Environments that step together."""
+    rng_seed: int = 0
+    """Random seed of the first training; the others count up."""
+    repeats: int = 1
+    """Trainings of each variant."""
+    ablations: bool = False
+    """Whether to train without memory and without relevance masks too."""
+    processes: int = 2
+    """Trainings at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training."""
+
+    variant: str
+    rng_seed: int
+    envs: int
+    loop: LoopConfig
+
+    @property
+    def name(self) -> str:
+        """How the job is called on screen."""
+        return f"{self.variant}, seed {self.rng_seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one training: returns on held-out instances."""
+
+    variant: str
+    rng_seed: int
+    visible: Floats
+    hidden: Floats
+
+
+def run_study(config: StudyConfig) -> None:
+    """Train, judge and print the tables."""
+    jobs = plan(config)
+    with Progress([job.name for job in jobs]) as progress:
+        outcomes = list(_outcomes(jobs, config.processes, progress.show))
+    kinds = {"visible": False, "hidden": True}
+    controls = {
+        kind: control_returns(held_out(HELD_OUT, hidden=hidden))
+        for kind, hidden in kinds.items()
+    }
+    print_study(outcomes, controls)
+
+
+def plan(config: StudyConfig) -> list[Job]:
+    """The jobs of a study, in the order in which they start."""
+    if config.envs < PPOConfig().minibatches:
+        raise BadInput(
+            f"envs must be at least {PPOConfig().minibatches}, the number of "
+            f"minibatches; got {config.envs}."
+        )
+    loop = LoopConfig(steps=HORIZON)
+    if config.rounds is not None:
+        loop = replace(loop, rounds=config.rounds)
+    variants = list(VARIANTS) if config.ablations else ["Tamiyo"]
+    return [
+        Job(
+            variant,
+            rng_seed,
+            config.envs,
+            replace(loop, rng_seed=rng_seed, policy=VARIANTS[variant]),
+        )
+        for rng_seed in range(config.rng_seed, config.rng_seed + config.repeats)
+        for variant in variants
+    ]
+
+
+def run_job(job: Job, tell: Callable[[str, RoundRecord], None]) -> Outcome:
+    """Train and judge one policy."""
+    torch.set_num_threads(1)
+    world = SimulatedWorld(job.envs, rng_seed=job.rng_seed, hidden_share=HIDDEN_SHARE)
+    policy = train(world, job.loop, lambda record: tell(job.name, record))
+    judged = Likeliest(policy)
+    return Outcome(
+        job.variant,
+        job.rng_seed,
+        returns_of(judged, held_out(HELD_OUT, hidden=False), 1),
+        returns_of(judged, held_out(HELD_OUT, hidden=True), 1),
+    )
+
+
+def _outcomes(
+    jobs: list[Job], processes: int, show: Callable[[str, RoundRecord], None]
+) -> Iterable[Outcome]:
+    if processes == 1 or len(jobs) == 1:
+        yield from (run_job(job, show) for job in jobs)
+        return
+    context = get_context("spawn")
+    with (
+        context.Manager() as manager,
+        ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool,
+    ):
+        news: Queue[Any] = manager.Queue()
+        futures = [pool.submit(_run_and_tell, job, news) for job in jobs]
+        waiting = len(futures)
+        while waiting:
+            message = news.get()
+            if message is None:
+                waiting -= 1
+            else:
+                show(*message)
+        yield from (future.result() for future in futures)
+
+
+def _run_and_tell(job: Job, news: "Queue[Any]") -> Outcome:
+    try:
+        return run_job(job, lambda name, record: news.put((name, record)))
+    finally:
+        news.put(None)

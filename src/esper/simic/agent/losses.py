@@ -1,0 +1,161 @@
+r"""The terms of PPO's objective over padded sequences and masked, factored actions.
+
+    d_h   = log π(a_h | a_<h, s) - log π_old(a_h | a_<h, s)     per head
+    ratio = exp(Σ_h d_h)                                        joint (default)
+    gain  = min(ratio · A, clip(ratio, 1 - ε, 1 + ε) · A)
+
+A head is *open* on a step when its stored row left more than one choice. A head that
+the op does not use was forced to one choice, so open implies relevant, and a head that
+is not open has log-ratio, entropy, KL and gradient exactly 0.
+
+Normalisers: every term is a sum over steps divided by the number of valid steps. So KL
+is Σ_heads Σ_steps kl / Σ_steps 1, and an open head weighs its entropy (in units of the
+log of the legal count) against its advantage in the same way whether it is open
+always or on one step in a thousand: rare heads neither shout nor fall silent.
+Padding is selected away before any arithmetic: NaN times 0 is NaN.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from esper.simic.agent.sequence_batch import SequenceBatch
+from esper.tamiyo.policy.distribution import entropy, kl_divergence
+from esper.tamiyo.policy.network import Evaluation
+
+LARGEST_LOG_RATIO: Final = 20.0  # exp stays finite in float32; clamped ones are counted
+CLIP_MODES: Final = ("joint", "per_head", "mixed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossWeights:
+    """What the terms weigh."""
+
+    clip: float
+    clip_mode: str
+    value: float
+    value_clip: float | None
+    entropy: Float[Tensor, " head"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """One minibatch's objective and what to report of it, all on the device."""
+
+    loss: Float[Tensor, ""]
+    policy_loss: Float[Tensor, ""]
+    value_loss: Float[Tensor, ""]
+    clip_fraction: Float[Tensor, ""]
+    clamped: Float[Tensor, ""]
+    """Steps whose log-ratio was clamped to keep its exponential finite."""
+    kl: Float[Tensor, " head"]
+    """Each head's share of KL(old || new); the sum estimates the joint KL."""
+    entropy: Float[Tensor, " head"]
+    """Mean entropy of each head where open, from 0 (certain) to 1 (uniform)."""
+    openness: Float[Tensor, " head"]
+    """Share of valid steps on which each head had a choice."""
+
+
+def ppo_terms(
+    new: Evaluation,
+    batch: SequenceBatch,
+    targets: Float[Tensor, "env time"],
+    old_values: Float[Tensor, "env time"],
+    weights: LossWeights,
+) -> Terms:
+    """PPO's objective of `new` on `batch`.
+
+    Args:
+        new: The current policy on the stored observations and choices.
+        batch: What was collected; its advantages are normalised already.
+        targets: Returns in the units of the value statistics.
+        old_values: Values at collection in the same units, for value clipping.
+        weights: Clip range and weights of the terms.
+    """
+    valid = batch.valid_mask
+    legal = batch.rows.sum(dim=-1)
+    is_open = (legal > 1) & valid.unsqueeze(-1)
+    raw = torch.where(is_open, new.log_probs - batch.log_probs, 0.0)
+    log_ratio = raw.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+    gain, clipped = surrogate(log_ratio, batch.advantages, weights)
+    policy_loss = -masked_mean(gain, valid)
+    value_loss = masked_mean(
+        value_error(new.normalized_values, targets, old_values, weights.value_clip),
+        valid,
+    )
+    nats = entropy(new.distribution, batch.rows)
+    share = torch.where(is_open, nats / legal.clamp(min=2).log(), 0.0)
+    steps = valid.sum().clamp(min=1)
+    bonus = (weights.entropy * share.sum(dim=(0, 1))).sum() / steps
+    loss = policy_loss + weights.value * value_loss - bonus
+
+    with torch.no_grad():
+        open_steps = is_open.sum(dim=(0, 1))
+        kl = kl_divergence(batch.distribution, new.distribution, batch.rows)
+        return Terms(
+            loss=loss,
+            policy_loss=policy_loss.detach(),
+            value_loss=value_loss.detach(),
+            clip_fraction=masked_mean(clipped, valid),
+            clamped=_is_extreme(raw).sum().to(loss.dtype),
+            kl=torch.where(is_open, kl, 0.0).sum(dim=(0, 1)) / steps,
+            entropy=share.sum(dim=(0, 1)) / open_steps.clamp(min=1),
+            openness=open_steps / steps,
+        )
+
+
+def surrogate(
+    log_ratio: Float[Tensor, "env time head"],
+    advantages: Float[Tensor, "env time"],
+    weights: LossWeights,
+) -> tuple[Float[Tensor, "env time"], Float[Tensor, "env time"]]:
+    """Clipped gain of every step, and whether its (joint) ratio left the range."""
+    joint = log_ratio.sum(dim=-1).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    joint_ratio = joint.exp()
+    outside = ((joint_ratio - 1.0).abs() > weights.clip).to(joint_ratio.dtype)
+    whole = _clipped_gain(joint_ratio, advantages, weights.clip)
+    if weights.clip_mode == "joint":
+        return whole, outside
+    # The gain of a head at ratio one is a constant; without it, one head is the joint.
+    parts = _clipped_gain(log_ratio.exp(), advantages.unsqueeze(-1), weights.clip)
+    constant = advantages.unsqueeze(-1)
+    per_head = (parts - constant).sum(dim=-1) + advantages
+    if weights.clip_mode == "per_head":
+        return per_head, outside
+    return 0.5 * (whole + per_head), outside
+
+
+def value_error(
+    values: Float[Tensor, "env time"],
+    targets: Float[Tensor, "env time"],
+    old_values: Float[Tensor, "env time"],
+    clip: float | None,
+) -> Float[Tensor, "env time"]:
+    """Half the squared error; with a clip, the worse of clipped and unclipped."""
+    error = (values - targets).square()
+    if clip is not None:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        error = error.maximum((near - targets).square())
+    return 0.5 * error
+
+
+def masked_mean(
+    values: Float[Tensor, "env time"], valid: Bool[Tensor, "env time"]
+) -> Float[Tensor, ""]:
+    """Mean over valid steps; 0 if there are none."""
+    return torch.where(valid, values, 0.0).sum() / valid.sum().clamp(min=1)
+
+
+def _is_extreme(log_ratio: Tensor) -> Tensor:
+    """Whether a head's log-ratio, or their sum, had to be clamped on a step."""
+    one = (log_ratio.abs() > LARGEST_LOG_RATIO).any(dim=-1)
+    return one | (log_ratio.sum(dim=-1).abs() > LARGEST_LOG_RATIO)
+
+
+def _clipped_gain(ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
+    clipped = ratio.clamp(1.0 - clip, 1.0 + clip)
+    return (ratio * advantages).minimum(clipped * advantages)

@@ -1,0 +1,222 @@
+"""PPO for policies that remember, may only do some things, and choose several at once.
+
+Whole sequences, minibatches by environment, several epochs (Schulman et al. 2017,
+https://arxiv.org/abs/1707.06347). Before each step the exact KL of the old policy to
+the new one, averaged over the epoch so far, decides whether to go on. A stop or a
+non-finite gradient reaches the fused optimiser as `found_inf`: the refused step changes
+no bit of weights, moments or statistics and nothing is read back to find that out. One
+read per update brings the record home.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor, nn
+
+from esper.contracts.actions import HEAD_NAMES
+from esper.contracts.errors import BadInput, CallOrder
+from esper.simic.agent.advantages import normalize_advantages
+from esper.simic.agent.guard import Guard, Undo
+from esper.simic.agent.losses import CLIP_MODES, LossWeights, masked_mean, ppo_terms
+from esper.simic.agent.metrics import UpdateRecord, read_record, step_row
+from esper.simic.agent.normalization import ReturnMoments, rescale_head
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.agent.sequence_batch import SequenceBatch
+from esper.tamiyo.policy.network import TamiyoPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PPOConfig:
+    """How the policy is improved from one rollout."""
+
+    learning_rate: float = 1e-3
+    """Step size of Adam."""
+    epochs: int = 4
+    """Passes over one rollout."""
+    minibatches: int = 4
+    """Parts the environments are split into per pass; sequences stay whole."""
+    clip: float = 0.2
+    """Largest change of a probability ratio that still earns gain."""
+    clip_mode: str = "joint"
+    """Clip the joint ratio, each head's (per_head), or the mean of both (mixed)."""
+    target_kl: float = 0.03
+    """Stop the update when KL(old || new) passes this; inf never stops."""
+    entropy: float = 0.01
+    """Weight of each head's normalised entropy."""
+    head_entropy: Mapping[str, float] = field(default_factory=dict)
+    """For some heads, another weight."""
+    value: float = 0.5
+    """Weight of the value loss."""
+    value_clip: float | None = None
+    """Range of the value clip in normalised units; off by default."""
+    value_fading: float = 0.95
+    """Share of the return statistics that is kept at each update."""
+    max_grad_norm: float = 0.5
+    """Gradients longer than this are shortened to it."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that PPO cannot mean."""
+        positive = ("learning_rate", "clip", "target_kl", "max_grad_norm")
+        for name in positive:
+            if not getattr(self, name) > 0.0:
+                raise BadInput(f"{name} must be positive, got {getattr(self, name)}.")
+        if self.learning_rate > 1e4:
+            raise BadInput(f"learning_rate {self.learning_rate} cannot be meant.")
+        for name in ("epochs", "minibatches"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("entropy", "value"):
+            if not getattr(self, name) >= 0.0:
+                raise BadInput(f"{name} must not be negative: {getattr(self, name)}.")
+        if not 0.0 <= self.value_fading <= 1.0:
+            raise BadInput(f"value_fading must lie in [0, 1], got {self.value_fading}.")
+        if self.clip_mode not in CLIP_MODES:
+            raise BadInput(
+                f"clip_mode must be one of {', '.join(CLIP_MODES)}, got "
+                f"{self.clip_mode!r}."
+            )
+        for name, weight in self.head_entropy.items():
+            if name not in HEAD_NAMES:
+                raise BadInput(
+                    f"head_entropy names {name!r}; heads are {', '.join(HEAD_NAMES)}."
+                )
+            if not weight >= 0.0:
+                raise BadInput(f"head_entropy of {name!r} is negative: {weight}.")
+        if self.value_clip is not None and not self.value_clip > 0.0:
+            raise BadInput(
+                f"value_clip must be positive, got {self.value_clip}; None is off."
+            )
+
+
+class PPOAgent:
+    """Improves a policy on what its buffer holds."""
+
+    def __init__(
+        self,
+        policy: TamiyoPolicy,
+        buffer: TamiyoRolloutBuffer,
+        config: PPOConfig | None = None,
+        *,
+        rng_seed: int = 0,
+    ) -> None:
+        self.policy = policy
+        self.buffer = buffer
+        self.config = config = config or PPOConfig()
+        if config.minibatches > buffer.num_envs:
+            raise BadInput(
+                f"minibatches is {config.minibatches} but the buffer has "
+                f"{buffer.num_envs} environments; sequences are not split."
+            )
+        self.device = policy.value_mean.device
+        self.parameters = [p for p in policy.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.Adam(
+            self.parameters, lr=config.learning_rate, eps=1e-5, fused=True
+        )
+        self.generator = Generator().manual_seed(rng_seed)
+        self.moments = ReturnMoments.none(self.device)
+        self.version = 0
+        self._weights = self._full_weights = LossWeights(
+            clip=config.clip,
+            clip_mode=config.clip_mode,
+            value=config.value,
+            value_clip=config.value_clip,
+            entropy=torch.tensor(
+                [config.head_entropy.get(name, config.entropy) for name in HEAD_NAMES],
+                device=self.device,
+            ),
+        )
+
+    def anneal(self, share: float) -> None:
+        """Use this share of the configured learning rate and entropy weights."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = share * self.config.learning_rate
+        self._weights = replace(
+            self._full_weights, entropy=share * self._full_weights.entropy
+        )
+
+    def update(self) -> UpdateRecord:
+        """Improve the policy on one rollout, empty the buffer, say what happened."""
+        config = self.config
+        batch = self._take_rollout()
+        guard = Guard(config.target_kl, self.device)
+        undo = self._adopt_statistics(batch)
+        explained = explained_variance(batch)
+        rows: list[Tensor] = []
+        for _ in range(config.epochs):
+            guard.start_epoch()
+            for part in batch.minibatches(config.minibatches, self.generator):
+                rows.append(self.step(part, guard))
+            if guard.known_stopped():
+                break
+        self.moments = undo(self.moments, unless=guard.any_taken)
+        self.buffer.reset()
+        self.version += 1
+        return read_record(rows, explained, config.epochs * config.minibatches)
+
+    def _take_rollout(self) -> SequenceBatch:
+        if self.buffer.policy_version != self.version:
+            raise CallOrder(
+                f"the buffer holds steps of policy version "
+                f"{self.buffer.policy_version}, this policy is version {self.version}; "
+                "collect again."
+            )
+        self.buffer.compute_advantages_and_returns()
+        batch = self.buffer.get_batched_sequences(self.device)
+        advantages = normalize_advantages(batch.advantages, batch.valid_mask)
+        return replace(batch, advantages=advantages)
+
+    def step(self, part: SequenceBatch, guard: Guard) -> Float[Tensor, " metric"]:
+        """One optimiser step, or none if the guard refuses."""
+        mean, scale = self.policy.value_mean, self.policy.value_scale
+        new = self.policy.evaluate(
+            part.features, part.rows, part.actions, part.first, part.state
+        )
+        new.logits.retain_grad()
+        terms = ppo_terms(
+            new,
+            part,
+            targets=(part.returns - mean) / scale,
+            old_values=(part.values - mean) / scale,
+            weights=self._weights,
+        )
+        self.optimizer.zero_grad(set_to_none=True)
+        terms.loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
+        steps, loss = part.valid_mask.sum(), terms.loss.detach()
+        flags = guard.judge(terms.kl.sum(), steps, loss, grad_norm)
+        # Fused Adam leaves weights, moments and step counters alone where this is 1.
+        self.optimizer.found_inf = (~flags[0]).to(torch.float32)  # type: ignore[attr-defined]
+        self.optimizer.step()
+        reached = new.logits.grad
+        assert reached is not None
+        return step_row(
+            terms, grad_norm, reached.square().sum(dim=(0, 1, 3)).sqrt(), flags
+        )
+
+    def _adopt_statistics(self, batch: SequenceBatch) -> Undo:
+        """Move the value's units to the new returns; keep what is needed to go back."""
+        policy, head = self.policy, self.policy.value_out
+        undo = Undo(self.policy, self.moments)
+        self.moments = self.moments.with_returns(
+            batch.returns, batch.valid_mask, self.config.value_fading
+        )
+        old = policy.value_mean.clone(), policy.value_scale.clone()
+        new = self.moments.mean, self.moments.scale()
+        rescale_head(head, old, new)
+        policy.value_mean.copy_(new[0])
+        policy.value_scale.copy_(new[1])
+        return undo
+
+
+def explained_variance(batch: SequenceBatch) -> Float[Tensor, ""]:
+    """1 - Var(returns - values) / Var(returns) over valid steps; NaN if constant."""
+    valid = batch.valid_mask
+
+    def variance(values: Tensor) -> Tensor:
+        return masked_mean((values - masked_mean(values, valid)).square(), valid)
+
+    total = variance(batch.returns)
+    unexplained = variance(batch.returns - batch.values) / total
+    return torch.where(total > 0.0, 1.0 - unexplained, torch.nan)

@@ -1,0 +1,266 @@
+"""Which sentences are possible now. Merit plays no part: merit is observed.
+
+`NEEDS` is the whole law. It says at which stages of a slot an op makes sense and
+whether the seed must have reached its minimum age and its alpha its target; GERMINATE
+needs a blueprint that fits and can be paid for besides; WAIT needs no slot and is
+always legal. The law is unrolled once into a table over every state a slot can be in,
+so a batch costs a handful of tensor operations however many environments it has.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from types import MappingProxyType, NoneType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from esper.contracts.actions import HEAD, ActionSpec, Op
+from esper.contracts.blueprints import NUM_BLUEPRINTS
+from esper.contracts.errors import BadInput
+from esper.contracts.masks import ActionMasks
+from esper.contracts.observation import Observation
+from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
+from esper.contracts.stages import Stage
+
+__all__ = [
+    "NUM_BLUEPRINTS",
+    "ActionMasks",
+    "SlotConfig",
+    "SlotMaskState",
+    "compute_action_masks",
+    "compute_batch_masks",
+    "compute_masks",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a slot must be for an op to be possible there."""
+
+    stages: frozenset[Stage]
+    min_age: bool = False
+    """Whether the seed must have spent its minimum age in this stage."""
+    settled: bool = False
+    """Whether alpha must have arrived at its target."""
+
+
+NEEDS: Final = MappingProxyType(
+    {
+        Op.WAIT: Need(frozenset()),
+        Op.GERMINATE: Need(frozenset({Stage.DORMANT})),
+        Op.ADVANCE: Need(
+            frozenset({Stage.TRAINING, Stage.BLENDING}), min_age=True, settled=True
+        ),
+        Op.SET_ALPHA: Need(frozenset({Stage.BLENDING, Stage.HOLDING}), settled=True),
+        Op.PRUNE: Need(
+            frozenset({Stage.TRAINING, Stage.BLENDING, Stage.HOLDING}),
+            min_age=True,
+            settled=True,
+        ),
+        Op.FOSSILIZE: Need(frozenset({Stage.HOLDING}), settled=True),
+    }
+)
+
+EMPTY: Final = SlotMaskState(Stage.DORMANT, age=0, alpha_settled=True)
+
+
+def compute_masks(observation: Observation, spec: ActionSpec) -> ActionMasks:
+    """What is possible in every environment, on the observation's device."""
+    slots, offers = observation.slots, observation.offers
+    return _masks(
+        slots.stage,
+        slots.age,
+        slots.alpha_settled,
+        spec,
+        offers.fits,
+        offers.parameters,
+        observation.host.budget_left,
+    )
+
+
+def compute_batch_masks(
+    batch_slot_states: SlotStates | Sequence[Sequence[SlotMaskState | None]],
+    slot_config: SlotConfig,
+    device: torch.device | str = "cpu",
+    *,
+    spec: ActionSpec | None = None,
+    fits: Bool[Tensor, "env slot blueprint"] | None = None,
+    costs: Float[Tensor, "env slot blueprint"] | None = None,
+    budget_left: Float[Tensor, " env"] | None = None,
+) -> ActionMasks:
+    """What is possible in every environment, from slot states alone.
+
+    Args:
+        batch_slot_states: All slots as arrays, or one row of slots per environment,
+            in which an empty slot is None.
+        slot_config: How many slots a row has, and the minimum age.
+        device: Where the masks shall be.
+        spec: The action space; every op and all blueprints if None.
+        fits: Whether a blueprint can serve a slot; everywhere if None.
+        costs: What a blueprint would take of the budget; nothing if None.
+        budget_left: What may still be spent; unlimited if None.
+    """
+    if spec is None:
+        spec = _whole_spec(slot_config)
+    elif spec.slots != slot_config:
+        raise BadInput(
+            f"spec and slot_config must agree, got {spec.slots} and {slot_config}; "
+            "pass slot_config=spec.slots."
+        )
+    if budget_left is not None and costs is None:
+        raise BadInput("budget_left needs costs to be compared with; pass both.")
+    if isinstance(batch_slot_states, SlotStates):
+        states = batch_slot_states
+        slots = (states.stage, states.age, states.alpha_settled)
+    else:
+        slots = _from_rows(batch_slot_states, slot_config.max_slots)
+    stage, age, settled = (value.to(device) for value in slots)
+    return _masks(stage, age, settled, spec, fits, costs, budget_left)
+
+
+def compute_action_masks(
+    slot_states: Sequence[SlotMaskState | None],
+    slot_config: SlotConfig,
+    device: torch.device | str = "cpu",
+) -> ActionMasks:
+    """What is possible in one environment: a batch of one."""
+    return compute_batch_masks([slot_states], slot_config, device)
+
+
+def _masks(
+    stage: Int64[Tensor, "env slot"],
+    age: Int64[Tensor, "env slot"],
+    settled: Bool[Tensor, "env slot"],
+    spec: ActionSpec,
+    fits: Bool[Tensor, "env slot blueprint"] | None,
+    costs: Float[Tensor, "env slot blueprint"] | None,
+    budget_left: Float[Tensor, " env"] | None,
+) -> ActionMasks:
+    envs, slots, blueprints = stage.shape[0], spec.slots.max_slots, len(spec.blueprints)
+    for name, value, dtype, *shape in (
+        ("stage", stage, torch.int64, envs, slots),
+        ("age", age, torch.int64, envs, slots),
+        ("alpha_settled", settled, torch.bool, envs, slots),
+        ("fits", fits, torch.bool, envs, slots, blueprints),
+        ("costs", costs, None, envs, slots, blueprints),
+        ("budget_left", budget_left, None, envs),
+    ):
+        if value is not None and (
+            [*value.shape] != shape
+            or value.dtype != (dtype or value.dtype)
+            or value.device != stage.device
+        ):
+            raise BadInput(
+                f"{name} must be {shape} {dtype or 'float'} on {stage.device} in this "
+                f"action space, got {[*value.shape]} {value.dtype} on {value.device}."
+            )
+    law, fixed = _law(spec, stage.device)
+    old = age >= spec.slots.min_age
+    state = torch.add(settled, stage, alpha=4).add_(old, alpha=2)
+    try:
+        slot = embedding(state, law).transpose(1, 2)  # [env, op, slot]
+    except IndexError as error:  # known at once on the CPU only
+        raise BadInput(
+            f"stage must lie in 0..{len(Stage) - 1}, got {stage.min()}..{stage.max()}."
+        ) from error
+    germinate = slot[:, Op.GERMINATE]
+    if fits is None:
+        fits = germinate.new_ones(()).expand(envs, slots, blueprints)
+    blueprint = germinate.unsqueeze(2) & fits
+    if costs is not None and budget_left is not None:
+        blueprint &= costs <= budget_left.view(-1, 1, 1)
+    torch.any(blueprint, dim=2, out=germinate)
+    op = slot.any(dim=2)
+    op[:, Op.WAIT] = True
+    return ActionMasks(op, slot, blueprint, fixed)
+
+
+_LAWS: Final[dict[Hashable, tuple[Tensor, Tensor]]] = {}
+
+
+def _law(spec: ActionSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Legal ops of every slot state, and what the run ever allows.
+
+    Both are built once per action space and device. A slot state is the number
+    4 * stage + 2 * (old enough) + settled.
+    """
+    narrowed = tuple((head, tuple(names)) for head, names in spec.narrowed.items())
+    key = (spec.sizes, narrowed, device)
+    if key not in _LAWS:
+        law = [
+            [
+                stage in need.stages
+                and (old or not need.min_age)
+                and (settled or not need.settled)
+                for need in NEEDS.values()
+            ]
+            for stage in Stage
+            for old in (False, True)
+            for settled in (False, True)
+        ]
+        ops = spec.allowed[HEAD["op"], : len(Op)]
+        _LAWS[key] = (torch.tensor(law) & ops).to(device), spec.allowed.to(device)
+    return _LAWS[key]
+
+
+@cache
+def _whole_spec(slot_config: SlotConfig) -> ActionSpec:
+    return ActionSpec(slots=slot_config)
+
+
+def _from_rows(
+    rows: Sequence[Sequence[Any]], max_slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Stage, age and settledness of a list of rows, as `[env, slot]` tensors."""
+    for env, row in enumerate(rows):
+        if len(row) != max_slots:
+            raise BadInput(
+                f"environment {env} has {len(row)} slots, expected {max_slots}; give "
+                "every slot, None where it is empty."
+            )
+    flat = list(chain.from_iterable(rows))
+    if unknown := {*map(type, flat)} - {SlotMaskState, NoneType}:
+        index = next(i for i, state in enumerate(flat) if type(state) in unknown)
+        raise BadInput(
+            f"slot {index % max_slots} of environment {index // max_slots} must be a "
+            f"SlotMaskState or None, got {flat[index]!r}."
+        )
+    if not flat:
+        empty = torch.empty(0, max_slots, dtype=torch.int64)
+        return empty, empty, empty.bool()
+    states = [EMPTY if state is None else state for state in flat]
+    stage = np.array([state.stage for state in states])
+    age = np.array([state.age for state in states])
+    settled = np.array([state.alpha_settled for state in states])
+    # A value of a wrong type changes the type of its whole array.
+    if (stage.dtype.kind, age.dtype.kind, settled.dtype.kind) != ("i", "i", "b") or (
+        stage.min() < 0 or stage.max() >= len(Stage) or age.min() < 0
+    ):
+        index = next(i for i, state in enumerate(states) if not _is_sound(state))
+        raise BadInput(
+            f"slot {index % max_slots} of environment {index // max_slots} must have "
+            "a Stage, an age that is not negative and a bool alpha_settled, got "
+            f"{states[index]!r}."
+        )
+    shape = (-1, max_slots)
+    return (
+        torch.from_numpy(stage.reshape(shape)),
+        torch.from_numpy(age.reshape(shape)),
+        torch.from_numpy(settled.reshape(shape)),
+    )
+
+
+def _is_sound(state: SlotMaskState) -> bool:
+    return (
+        isinstance(state.stage, int | np.integer)
+        and state.stage in range(len(Stage))
+        and isinstance(state.age, int | np.integer)
+        and state.age >= 0
+        and isinstance(state.alpha_settled, bool | np.bool_)
+    )

@@ -1,0 +1,261 @@
+r"""What the policy sees: every number of an observation, bounded and scale-free.
+
+The tables name every column. Shares and flags lie in [0, 1] by nature and are only
+clamped. A size, which has no bounds, becomes
+
+    y = x / (half + |x|),
+
+the logistic function of log(|x| / half) with the sign of x: every doubling is seen,
+most clearly around `half`, and 1e30 is just 1. (tanh is flat soon after its scale, so
+it tells sizes of one decade apart; contributions, promises and rents span two.)
+What was not measured reads 0 and has a flag beside it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from math import inf, log2, prod
+from typing import Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from esper.contracts.actions import ActionSpec
+from esper.contracts.blueprints import Form
+from esper.contracts.errors import BadInput
+from esper.contracts.observation import BlueprintOffers, HostStates, Observation
+from esper.contracts.slots import SlotStates
+from esper.contracts.stages import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One feature, read from the field of its name or computed from several."""
+
+    name: str
+    half: float | None = None
+    """The size that reads 1/2; None for shares and flags."""
+
+
+HOST_COLUMNS: Final = (
+    Column("progress"),
+    Column("budget_left", half=0.5),
+    Column("budget_unlimited"),
+    Column("rent", half=0.1),
+    Column("added", half=0.5),
+    Column("score"),
+    Column("score_slope", half=0.01),
+    Column("loss", half=0.5),
+    Column("loss_slope", half=0.05),
+    Column("plateau"),
+)
+
+STAGE_COLUMNS: Final = tuple(f"stage_{stage.name.lower()}" for stage in Stage)
+
+SLOT_COLUMNS: Final = (
+    *(Column(name) for name in STAGE_COLUMNS),
+    Column("age", half=4.0),
+    Column("alpha"),
+    Column("alpha_target"),
+    Column("alpha_settled"),
+    Column("style"),
+    Column("parameters", half=0.1),
+    Column("depth"),
+    Column("capacity"),
+    Column("liveness"),
+    Column("gradient_share"),
+    Column("contribution", half=0.1),
+    Column("net_contribution", half=0.1),
+    Column("contribution_measured"),
+)
+
+OFFER_COLUMNS: Final = (
+    Column("fits"),
+    Column("affordable"),
+    Column("planted"),
+    Column("parameters", half=0.1),
+    Column("macs", half=0.1),
+    Column("rent", half=0.1),
+    Column("promise", half=0.1),
+    Column("net_promise", half=0.1),
+    Column("promise_known"),
+)
+
+BLUEPRINT_COLUMNS: Final = (
+    Column("log2_size", half=3.0),
+    Column("merges"),
+    *(Column(f"form_{form.name.lower()}") for form in Form),
+)
+
+HUGE: Final = 1e8
+"""Rents and budgets are cut here: squashed it is 1, and its products stay finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What the policy reads; `[env]` when acting, `[env, time]` in training."""
+
+    host: Float[Tensor, "*batch host"]
+    """`HOST_COLUMNS` of every environment."""
+    slots: Float[Tensor, "*batch slot column"]
+    """`SLOT_COLUMNS` of every slot."""
+    offers: Float[Tensor, "*batch slot blueprint offer"]
+    """`OFFER_COLUMNS` of every blueprint at every slot."""
+
+
+def compute_features(observation: Observation, spec: ActionSpec) -> Features:
+    """All features of all environments in one pass, each in [-1, 1].
+
+    Args:
+        observation: What is seen. Values of any finite size are welcome; NaN in a
+            value that counts stays NaN, for the buffer to refuse.
+        spec: How many slots and blueprints there must be.
+    """
+    host, slots, offers = observation.host, observation.slots, observation.offers
+    envs, places = observation.first.shape[0], spec.slots.max_slots
+    blueprints = len(spec.blueprints)
+    for name, value, shape in (
+        ("host.rent", host.rent, (envs,)),
+        ("slots.stage", slots.stage, (envs, places)),
+        ("offers.fits", offers.fits, (envs, places, blueprints)),
+    ):
+        if value.shape != shape:
+            raise BadInput(
+                f"{name} must be {list(shape)} in this action space, got "
+                f"{list(value.shape)}; take observation and spec from one world."
+            )
+    layout = _layout(envs, places, blueprints, host.rent.device)
+    # The tables lie behind each other in one tensor: one squash serves them all.
+    flat = torch.empty_like(layout.plain)
+    tables = [flat.as_strided(*geometry) for geometry in layout.tables]
+    try:
+        for table, columns in zip(
+            tables,
+            (
+                _read(HOST_COLUMNS, host, _of_host(host)),
+                _read(SLOT_COLUMNS, slots, _of_slots(slots, host, layout)),
+                _read(OFFER_COLUMNS, offers, _of_offers(offers, slots, host, layout)),
+            ),
+            strict=True,
+        ):
+            torch.stack(columns, dim=-1, out=table)
+    except RuntimeError as error:
+        _refuse_uneven(observation, error)
+        raise
+    flat.div_(torch.addcmul(layout.plain, layout.bend, flat.abs())).clamp_(-1.0, 1.0)
+    return Features(*tables)
+
+
+def blueprint_table(spec: ActionSpec) -> Float[Tensor, "blueprint column"]:
+    """What is declared of each blueprint: `BLUEPRINT_COLUMNS`, on the CPU."""
+    rows = [
+        [log2(blueprint.size), blueprint.merges, *(blueprint.form is f for f in Form)]
+        for blueprint in spec.blueprints
+    ]
+    plain, bend = _curve(BLUEPRINT_COLUMNS)
+    table = torch.tensor(rows, dtype=torch.float32)
+    return table.div(plain + bend * table.abs())
+
+
+def _of_host(host: HostStates) -> dict[str, Tensor]:
+    return {
+        "budget_left": host.budget_left.clamp(max=HUGE),
+        "budget_unlimited": host.budget_left == inf,
+    }
+
+
+def _of_slots(
+    slots: SlotStates, host: HostStates, layout: "_Layout"
+) -> dict[str, Tensor]:
+    measured, contribution = slots.contribution_measured, slots.contribution
+    rent = host.rent.clamp(-HUGE, HUGE).view(-1, 1)
+    net = torch.addcmul(contribution, slots.parameters, rent, value=-1.0)
+    at_stage = slots.stage == layout.stages
+    return {
+        "contribution": torch.where(measured, contribution, 0.0),
+        "net_contribution": torch.where(measured, net, 0.0),
+        **dict(zip(STAGE_COLUMNS, at_stage.unbind(), strict=True)),
+    }
+
+
+def _of_offers(
+    offers: BlueprintOffers, slots: SlotStates, host: HostStates, layout: "_Layout"
+) -> dict[str, Tensor]:
+    known, parameters = offers.promise_known, offers.parameters
+    rent = parameters * host.rent.clamp(-HUGE, HUGE).view(-1, 1, 1)
+    return {
+        "affordable": parameters <= host.budget_left.view(-1, 1, 1),
+        "planted": slots.blueprint.unsqueeze(2) == layout.blueprints,
+        "rent": rent,
+        "promise": torch.where(known, offers.promise, 0.0),
+        "net_promise": torch.where(known, offers.promise - rent, 0.0),
+    }
+
+
+def _read(
+    columns: tuple[Column, ...], record: object, computed: Mapping[str, Tensor]
+) -> list[Tensor]:
+    names = [column.name for column in columns]
+    return [computed[n] if n in computed else getattr(record, n) for n in names]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the tables lie in the flat tensor, and what squashes each number."""
+
+    tables: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    """Size, stride and offset of the host, slot and offer tables."""
+    plain: Tensor
+    """With `bend`: y = x / (plain + bend |x|), where sizes have `half` and 1, the
+    rest 1 and 0."""
+    bend: Tensor
+    stages: Tensor
+    """Every stage, [stage, 1, 1]."""
+    blueprints: Tensor
+    """Every blueprint's index."""
+
+
+@lru_cache(maxsize=32)
+def _layout(envs: int, slots: int, blueprints: int, device: torch.device) -> _Layout:
+    tables, curves, offset = [], [], 0
+    for columns, *leading in (
+        (HOST_COLUMNS, envs),
+        (SLOT_COLUMNS, envs, slots),
+        (OFFER_COLUMNS, envs, slots, blueprints),
+    ):
+        size = (*leading, len(columns))
+        tables.append((size, torch.empty(size, device="meta").stride(), offset))
+        curves.append(_curve(columns).repeat(1, prod(leading)))
+        offset += prod(size)
+    plain, bend = torch.cat(curves, dim=1).to(device)
+    return _Layout(
+        tuple(tables),
+        plain,
+        bend,
+        stages=torch.arange(len(Stage), device=device).view(-1, 1, 1),
+        blueprints=torch.arange(blueprints, device=device),
+    )
+
+
+def _curve(columns: tuple[Column, ...]) -> Float[Tensor, "2 column"]:
+    return torch.tensor(
+        [(1.0, 0.0) if c.half is None else (c.half, 1.0) for c in columns]
+    ).T
+
+
+def _refuse_uneven(see: Observation, cause: RuntimeError) -> None:
+    """Name the field that does not go with its neighbours, if that was the cause."""
+    for record, model in (
+        (see.host, see.host.rent),
+        (see.slots, see.slots.stage),
+        (see.offers, see.offers.fits),
+    ):
+        for field in fields(record):
+            value = getattr(record, field.name)
+            if value.shape != model.shape or value.device != model.device:
+                raise BadInput(
+                    f"{type(record).__name__}.{field.name} must be "
+                    f"{list(model.shape)} on {model.device}, got "
+                    f"{list(value.shape)} on {value.device}."
+                ) from cause

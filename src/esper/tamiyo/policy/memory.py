@@ -1,0 +1,113 @@
+r"""What Tamiyo remembers: a recurrence over time with episode resets inside a row.
+
+MinGRU (Feng et al. 2024, https://arxiv.org/abs/2410.01201):
+
+    z_t = sigmoid(W_z x_t)        h_t = (1 - z_t) h_{t-1} + z_t (W_h x_t)
+
+The gates do not see h, so a whole sequence is two matrix products and one `scan`; an
+episode boundary is a decay of 0. The LSTM is kept for comparison. Every memory maps
+`inputs [env, time, width]`, `first [env, time]` and `state [env, layer, state]` to
+outputs and the next state; where `first` is set the state is dropped *before* use.
+"""
+
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from esper.contracts.errors import BadInput
+from esper.scan import scan
+
+
+class MinGRU(nn.Module):
+    """Minimal gated recurrent units; each layer adds to its input."""
+
+    def __init__(self, width: int, layers: int = 1) -> None:
+        super().__init__()
+        self.state_shape = (layers, width)
+        self.gates = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(layers))
+
+    def forward(
+        self,
+        inputs: Float[Tensor, "env time width"],
+        first: Bool[Tensor, "env time"],
+        state: Float[Tensor, "env layer state"],
+    ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
+        """Run over `inputs` from `state`."""
+        keep = ~first.unsqueeze(-1)
+        last = []
+        for layer, gates in enumerate(self.gates):
+            gate, candidate = gates(inputs).chunk(2, dim=-1)
+            update = torch.sigmoid(gate)
+            hidden = scan((1.0 - update) * keep, update * candidate, state[:, layer])
+            inputs = inputs + hidden
+            last.append(hidden[:, -1])
+        return inputs, torch.stack(last, dim=1)
+
+
+class LSTM(nn.Module):
+    """A long short-term memory, stepped one decision at a time."""
+
+    def __init__(self, width: int, layers: int = 1) -> None:
+        super().__init__()
+        self.state_shape = (layers, 2 * width)
+        self.cells = nn.ModuleList(nn.LSTMCell(width, width) for _ in range(layers))
+
+    def forward(
+        self,
+        inputs: Float[Tensor, "env time width"],
+        first: Bool[Tensor, "env time"],
+        state: Float[Tensor, "env layer state"],
+    ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
+        """Run over `inputs` from `state`."""
+        last = []
+        for layer, cell in enumerate(self.cells):
+            hidden, inner = state[:, layer].chunk(2, dim=-1)
+            outputs = []
+            for time in range(inputs.shape[1]):
+                # Select, do not multiply: a stale state may hold anything.
+                fresh = first[:, time, None]
+                hidden, inner = cell(
+                    inputs[:, time],
+                    (
+                        torch.where(fresh, 0.0, hidden),
+                        torch.where(fresh, 0.0, inner),
+                    ),
+                )
+                outputs.append(hidden)
+            inputs = inputs + torch.stack(outputs, dim=1)
+            last.append(torch.cat((hidden, inner), dim=-1))
+        return inputs, torch.stack(last, dim=1)
+
+
+class NoMemory(nn.Module):
+    """Decides by what is seen now: the ablation."""
+
+    def __init__(self, width: int, layers: int = 1) -> None:
+        super().__init__()
+        self.state_shape = (1, 1)
+
+    def forward(
+        self,
+        inputs: Float[Tensor, "env time width"],
+        first: Bool[Tensor, "env time"],
+        state: Float[Tensor, "env layer state"],
+    ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
+        """Return the inputs as they are."""
+        return inputs, torch.zeros_like(state)
+
+
+AnyMemory = MinGRU | LSTM | NoMemory
+MEMORIES: Final[dict[str, type[AnyMemory]]] = {
+    "mingru": MinGRU,
+    "lstm": LSTM,
+    "none": NoMemory,
+}
+
+
+def make_memory(name: str, width: int, layers: int) -> AnyMemory:
+    """The memory of that name."""
+    if name not in MEMORIES:
+        raise BadInput(f"no memory {name!r}; choose one of {', '.join(MEMORIES)}.")
+    return MEMORIES[name](width, layers)
