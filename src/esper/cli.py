@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument(
         "--rng-seed",
-        type=_Whole(0, 2**62),
+        type=_Whole(0, 2**32 - 1),
         default=0,
         help="start of every random stream",
     )

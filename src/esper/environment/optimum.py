@@ -225,8 +225,9 @@ class Task:
                 for nature in NATURES
             ]
         )
-        gain = instances.gain.double().numpy()[:, :, kinds]
-        parameters = instances.parameters.double().numpy()[:, :, kinds] * planted
+        gain = np.take(instances.gain.double().numpy(), kinds, axis=2)
+        sizes = np.take(instances.parameters.double().numpy(), kinds, axis=2)
+        parameters = sizes * planted
         contribution = share[instances.wants_half.numpy()] * gain
         rent = instances.rent.double().numpy()[:, None, None]
         start = instances.life * KINDS + instances.blueprint.clamp(min=0)
@@ -235,10 +236,10 @@ class Task:
             shown=contribution * seen,
             parameters=parameters,
             damage=least[instances.nature.numpy()],
-            fits=instances.fits.numpy(),
-            budget=instances.budget.double().numpy(),
-            start=start.numpy(),
-            clock=instances.clock.numpy(),
+            fits=np.ascontiguousarray(instances.fits.numpy()),
+            budget=np.ascontiguousarray(instances.budget.double().numpy()),
+            start=np.ascontiguousarray(start.numpy()),
+            clock=np.ascontiguousarray(instances.clock.numpy()),
         )
 
 

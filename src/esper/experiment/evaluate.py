@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Generator
 
 from esper.contracts.controller import Controller
 from esper.environment.instances import Instances, draw_instances
@@ -17,6 +16,7 @@ from esper.environment.optimum import best_memoryless_returns, optimal_returns
 from esper.environment.simulated import SimulatedWorld
 from esper.experiment.collect import play
 from esper.experiment.statistics import Floats, Interval, bootstrap, mean_interval
+from esper.experiment.streams import stream
 from esper.tamiyo.controls import Never, Random
 from esper.tamiyo.heuristic import PromiseGreedy
 
@@ -38,22 +38,22 @@ class Score:
     """Percent of the way from the better of never and random to the optimum."""
 
 
-def held_out(num: int, *, hidden: bool, rng_seed: int = 2**40) -> Instances:
+def held_out(num: int, *, hidden: bool) -> Instances:
     """Instances from a random stream that no training draws from."""
-    generator = Generator().manual_seed(rng_seed + hidden)
+    generator = stream(0, f"held out, hidden {hidden}")
     return draw_instances(num, generator, torch.full((num,), hidden))
 
 
-def returns_of(controller: Controller, instances: Instances, rng_seed: int) -> Floats:
+def returns_of(controller: Controller, instances: Instances) -> Floats:
     """Return of `controller` on each instance."""
     world = SimulatedWorld.from_instances(instances)
-    returns = play(world, controller, Generator().manual_seed(rng_seed))
+    returns = play(world, controller, stream(0, "judging"))
     return returns.double().numpy()
 
 
 def control_returns(instances: Instances) -> dict[str, Floats]:
     """Returns of the controllers that do not learn, and the bounds."""
-    arms = {name: returns_of(arm, instances, 1) for name, arm in CONTROLS.items()}
+    arms = {name: returns_of(arm, instances) for name, arm in CONTROLS.items()}
     if bool(instances.hidden.all()):
         arms[MEMORYLESS] = best_memoryless_returns(instances).numpy()
     arms[OPTIMUM] = optimal_returns(instances).numpy()

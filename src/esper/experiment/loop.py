@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Generator
 
 from esper.contracts.errors import BadInput
 from esper.contracts.step import VectorWorld
 from esper.experiment.collect import collect, start
+from esper.experiment.streams import stream, stream_seed
 from esper.simic.agent.metrics import UpdateRecord
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
@@ -71,9 +71,9 @@ def train(
 ) -> TamiyoPolicy:
     """Train a new policy in `world` and return it."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.rng_seed)
+        torch.manual_seed(stream_seed(config.rng_seed, "weights"))
         policy = TamiyoPolicy(world.spec, config.policy)
-    generator = Generator().manual_seed(config.rng_seed + 1)
+    generator = stream(config.rng_seed, "choices")
     buffer = TamiyoRolloutBuffer(
         world.num_envs,
         config.steps,
@@ -82,7 +82,9 @@ def train(
         gamma=config.gamma,
         gae_lambda=config.gae_lambda,
     )
-    agent = PPOAgent(policy, buffer, config.ppo, rng_seed=config.rng_seed + 2)
+    agent = PPOAgent(
+        policy, buffer, config.ppo, rng_seed=stream_seed(config.rng_seed, "order")
+    )
     live = start(world, policy)
     began = time.monotonic()
     for index in range(config.rounds):

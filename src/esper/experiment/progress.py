@@ -52,7 +52,9 @@ class Progress:
             every = max(record.rounds // LINES_PER_JOB, 1)
             if record.round % every == 0 or record.round == record.rounds:
                 place = f"{name}: round {record.round}/{record.rounds}"
-                self._console.print(f"{place}, {headline(record)}", highlight=False)
+                self._console.print(
+                    f"{place}, {headline(record)}", highlight=False, soft_wrap=True
+                )
             return
         task = self._tasks[name]
         if record.round == 1:

@@ -6,9 +6,10 @@ training saw. Jobs are independent and run in processes of one thread each.
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from queue import Queue
+from queue import Empty, Queue
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,7 @@ from esper.experiment.evaluate import control_returns, held_out, returns_of
 from esper.experiment.loop import LoopConfig, RoundRecord, train
 from esper.experiment.progress import Progress
 from esper.experiment.statistics import Floats
+from esper.experiment.streams import stream_seed
 from esper.experiment.tables import print_study
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.likeliest import Likeliest
@@ -66,7 +68,7 @@ class Job:
     @property
     def name(self) -> str:
         """How the job is called on screen."""
-        return f"{self.variant}, seed {self.rng_seed}"
+        return f"{self.variant}, rng_seed {self.rng_seed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +120,18 @@ def plan(config: StudyConfig) -> list[Job]:
 def run_job(job: Job, tell: Callable[[str, RoundRecord], None]) -> Outcome:
     """Train and judge one policy."""
     torch.set_num_threads(1)
-    world = SimulatedWorld(job.envs, rng_seed=job.rng_seed, hidden_share=HIDDEN_SHARE)
+    world = SimulatedWorld(
+        job.envs,
+        rng_seed=stream_seed(job.rng_seed, "world"),
+        hidden_share=HIDDEN_SHARE,
+    )
     policy = train(world, job.loop, lambda record: tell(job.name, record))
     judged = Likeliest(policy)
     return Outcome(
         job.variant,
         job.rng_seed,
-        returns_of(judged, held_out(HELD_OUT, hidden=False), 1),
-        returns_of(judged, held_out(HELD_OUT, hidden=True), 1),
+        returns_of(judged, held_out(HELD_OUT, hidden=False)),
+        returns_of(judged, held_out(HELD_OUT, hidden=True)),
     )
 
 
@@ -142,18 +148,12 @@ def _outcomes(
     ):
         news: Queue[Any] = manager.Queue()
         futures = [pool.submit(_run_and_tell, job, news) for job in jobs]
-        waiting = len(futures)
-        while waiting:
-            message = news.get()
-            if message is None:
-                waiting -= 1
-            else:
-                show(*message)
+        # A killed process says nothing more, so do not wait for a last word.
+        while not (all(future.done() for future in futures) and news.empty()):
+            with suppress(Empty):
+                show(*news.get(timeout=0.5))
         yield from (future.result() for future in futures)
 
 
 def _run_and_tell(job: Job, news: "Queue[Any]") -> Outcome:
-    try:
-        return run_job(job, lambda name, record: news.put((name, record)))
-    finally:
-        news.put(None)
+    return run_job(job, lambda name, record: news.put((name, record)))

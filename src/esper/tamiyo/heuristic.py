@@ -42,12 +42,12 @@ class PromiseGreedy:
         op, slot = choice // slots.stage.shape[1], choice % slots.stage.shape[1]
 
         envs, device = op.shape[0], op.device
-        # The last allowed choice of each fixed head is its gentlest or fullest one.
+        # The last allowed choice of each head is its gentlest or fullest one.
         width = masks.fixed.shape[1]
         order = torch.arange(width, device=device)
         last = torch.where(masks.fixed, order, -1).amax(dim=1)
         actions = last.expand(envs, NUM_HEADS).clone()
-        actions[:, HEAD["style"]] = 0
+        actions[:, HEAD["style"]] = masks.fixed[HEAD["style"]].to(torch.int8).argmax()
         actions[:, HEAD["op"]] = op
         actions[:, HEAD["slot"]] = slot
         actions[:, HEAD["blueprint"]] = best_blueprint[torch.arange(envs), slot]

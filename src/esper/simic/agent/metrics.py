@@ -6,7 +6,6 @@ taken, never over those that were planned; a mean over nothing is NaN, not 0.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -122,12 +121,10 @@ def read_record(
         steps_taken=int(taken.sum()),
         stopped_at=stopped_at,
         refused=int((~finite & ~stopped).sum()),
-        heads=MappingProxyType(
-            {
-                name: HeadRecord(*heads[:, index].tolist())
-                for index, name in enumerate(HEAD_NAMES)
-            }
-        ),
+        heads={
+            name: HeadRecord(*heads[:, index].tolist())
+            for index, name in enumerate(HEAD_NAMES)
+        },
     )
 
 

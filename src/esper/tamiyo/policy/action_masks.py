@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import embedding
 
@@ -134,14 +134,15 @@ def compute_action_masks(
 
 
 def _masks(
-    stage: Int64[Tensor, "env slot"],
-    age: Int64[Tensor, "env slot"],
-    settled: Bool[Tensor, "env slot"],
+    stage: Tensor,
+    age: Tensor,
+    settled: Tensor,
     spec: ActionSpec,
-    fits: Bool[Tensor, "env slot blueprint"] | None,
-    costs: Float[Tensor, "env slot blueprint"] | None,
-    budget_left: Float[Tensor, " env"] | None,
+    fits: Tensor | None,
+    costs: Tensor | None,
+    budget_left: Tensor | None,
 ) -> ActionMasks:
+    """The one implementation; checks what it is given, as it may come from outside."""
     envs, slots, blueprints = stage.shape[0], spec.slots.max_slots, len(spec.blueprints)
     for name, value, dtype, *shape in (
         ("stage", stage, torch.int64, envs, slots),
@@ -215,13 +216,20 @@ def _whole_spec(slot_config: SlotConfig) -> ActionSpec:
 
 
 def _from_rows(
-    rows: Sequence[Sequence[Any]], max_slots: int
+    rows: Any,  # noqa: ANN401
+    max_slots: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Stage, age and settledness of a list of rows, as `[env, slot]` tensors."""
-    for env, row in enumerate(rows):
-        if len(row) != max_slots:
+    try:
+        lengths = [len(row) for row in rows]
+    except TypeError:
+        raise BadInput(
+            f"slot states must be one row of slots per environment, got {rows!r:.99}."
+        ) from None
+    for env, length in enumerate(lengths):
+        if length != max_slots:
             raise BadInput(
-                f"environment {env} has {len(row)} slots, expected {max_slots}; give "
+                f"environment {env} has {length} slots, expected {max_slots}; give "
                 "every slot, None where it is empty."
             )
     flat = list(chain.from_iterable(rows))
@@ -250,17 +258,19 @@ def _from_rows(
         )
     shape = (-1, max_slots)
     return (
-        torch.from_numpy(stage.reshape(shape)),
-        torch.from_numpy(age.reshape(shape)),
+        torch.from_numpy(stage.astype(np.int64, copy=False).reshape(shape)),
+        torch.from_numpy(age.astype(np.int64, copy=False).reshape(shape)),
         torch.from_numpy(settled.reshape(shape)),
     )
 
 
 def _is_sound(state: SlotMaskState) -> bool:
     return (
-        isinstance(state.stage, int | np.integer)
+        all(
+            isinstance(value, int | np.integer) and not isinstance(value, bool)
+            for value in (state.stage, state.age)
+        )
         and state.stage in range(len(Stage))
-        and isinstance(state.age, int | np.integer)
-        and state.age >= 0
+        and state.age in range(2**63)
         and isinstance(state.alpha_settled, bool | np.bool_)
     )

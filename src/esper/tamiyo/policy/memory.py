@@ -35,12 +35,14 @@ class MinGRU(nn.Module):
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
         """Run over `inputs` from `state`."""
-        keep = ~first.unsqueeze(-1)
+        fresh = first.unsqueeze(-1)
         last = []
         for layer, gates in enumerate(self.gates):
             gate, candidate = gates(inputs).chunk(2, dim=-1)
             update = torch.sigmoid(gate)
-            hidden = scan((1.0 - update) * keep, update * candidate, state[:, layer])
+            # Select, do not multiply: a stale state may hold anything.
+            decay = torch.where(fresh, 0.0, 1.0 - update)
+            hidden = scan(decay, update * candidate, state[:, layer])
             inputs = inputs + hidden
             last.append(hidden[:, -1])
         return inputs, torch.stack(last, dim=1)
