@@ -58,7 +58,7 @@ def alternate(
 
 @dataclass
 class Report:
-    """One table with a title, printed for people or as JSON."""
+    """One table with a title."""
 
     title: str
     columns: Sequence[str]
@@ -78,11 +78,8 @@ class Report:
             "notes": self.notes,
         }
 
-    def show(self, *, as_json: bool) -> None:
+    def show(self) -> None:
         """Print the table."""
-        if as_json:
-            print(json.dumps(self.as_data(), indent=2))
-            return
         console = Console()
         table = Table(title=self.title, title_justify="left")
         for index, column in enumerate(self.columns):
@@ -92,6 +89,16 @@ class Report:
         console.print(table)
         for note in [*self.notes, machine()]:
             console.print(note, highlight=False)
+
+
+def show(reports: Report | Sequence[Report], *, as_json: bool) -> None:
+    """Print what a benchmark found: tables for people, or one JSON document."""
+    reports = [reports] if isinstance(reports, Report) else reports
+    if as_json:
+        print(json.dumps([report.as_data() for report in reports], indent=2))
+        return
+    for report in reports:
+        report.show()
 
 
 def readable(cell: Cell) -> str:

@@ -78,8 +78,8 @@ def _bench(options: argparse.Namespace) -> int:
     if not (root / "benchmarks" / "timing.py").is_file():
         raise BadInput("benchmarks need a source checkout; clone the repository.")
     sys.path.insert(0, str(root))
-    report = import_module(f"benchmarks.{options.name}").run()
-    report.show(as_json=options.json)
+    show = import_module("benchmarks.timing").show
+    show(import_module(f"benchmarks.{options.name}").run(), as_json=options.json)
     return 0
 
 

@@ -101,7 +101,7 @@ def gae(
         rewards: Reward received after acting at each step.
         values: V(s_t) under the policy that collected the rollout.
         dones: The episode ended at this step, for whatever reason.
-        truncated: It was cut off at this step and would have gone on.
+        truncated: It was cut off at this step; never set where it terminated.
         step_counts: Steps each row holds; what lies behind them is never used.
         final_values: V of the observation an episode was truncated at; else ignored.
         last_values: V of the observation after a row's last step, if it did not end.
@@ -240,9 +240,9 @@ def _gae_log_depth(rollout: Rollout, gamma: float, lam: float) -> tuple[Tensor, 
     """`gae` as whole-tensor operations, without a read to the host."""
     rewards, values, dones, truncated, step_counts, final_values, last_values = rollout
     with torch.no_grad():
-        time, cut_values = rewards.shape[1], last_values.unsqueeze(1)
-        steps = torch.arange(time, device=rewards.device)
-        counts = step_counts.clamp(max=time).unsqueeze(1)
+        cut_values = last_values.unsqueeze(1)
+        steps = torch.arange(rewards.shape[1], device=rewards.device)
+        counts = step_counts.unsqueeze(1)
         valid, is_last = steps < counts, steps == counts - 1
         following = torch.cat((values[:, 1:], cut_values), dim=1)
         following = torch.where(is_last, cut_values, following)

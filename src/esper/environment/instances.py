@@ -11,7 +11,7 @@ seen later, carries this over: only memory does. The small blueprint is safe and
 Everything that adds up is drawn on a grid of powers of two, so sums are exact.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Final
 
 import torch
@@ -29,7 +29,7 @@ INHERITED_SHARE: Final = 0.4
 """Share of visible slots that start with a seed."""
 SIZES: Final = ((6, 10), (12, 20), (24, 40))
 """Parameters of each blueprint, in 64ths of the host's: least and most."""
-SAFE, GOOD, BAD = 0.1875, 0.5, -0.5
+SAFE, GOOD, BAD = 0.25, 0.5, -0.25
 """Gains in hidden instances: of the small blueprint, and of the two large ones."""
 
 
@@ -116,6 +116,8 @@ def draw_instances(
 ) -> Instances:
     """Draw so many instances on the CPU, hidden where asked."""
     visible = draw_visible(num, generator)
+    if not hidden.any():
+        return visible
     return visible.replaced(hidden, hide(visible, generator))
 
 
@@ -130,10 +132,8 @@ def draw_visible(num: int, generator: Generator) -> Instances:
     def grid(low: int, high: int, unit: int, *shape: int) -> Tensor:
         return torch.randint(low, high + 1, shape, generator=generator) / unit
 
-    def trait() -> Tensor:
-        low = 0.1 + 0.3 * torch.rand(num, slots, generator=generator)
-        return low + 0.5 * chance(0.5, num, slots)
-
+    low = 0.1 + 0.3 * torch.rand(4, num, slots, generator=generator)
+    traits = low + 0.5 * chance(0.5, 4, num, slots)  # clearly on one side
     barren = chance(BARREN_SHARE, num, 1, 1)
     gain = torch.where(barren, grid(-112, 0, 256, *pairs), grid(-80, 160, 256, *pairs))
     parameters = torch.stack([grid(*s, 64, num, slots) for s in SIZES], dim=2)
@@ -147,8 +147,7 @@ def draw_visible(num: int, generator: Generator) -> Instances:
     )
     inherits = chance(INHERITED_SHARE, num, slots)
     start = starts[torch.randint(len(starts), (num, slots), generator=generator)]
-    some = torch.randint(blueprints, (num, slots), generator=generator)
-    planted = torch.where(chance(0.5, num, slots), gain.argmax(dim=2), some)
+    planted = torch.where(chance(0.5, num, slots), gain.argmax(2), gain.argmin(2))
     style = torch.randint(2, (num, slots), generator=generator)
     added = (parameters.gather(2, planted.unsqueeze(2)).squeeze(2) * inherits).sum(1)
 
@@ -159,10 +158,10 @@ def draw_visible(num: int, generator: Generator) -> Instances:
         parameters=parameters,
         budget=grid(24, 80, 64, num).maximum(added),
         rent=grid(4, 20, 64, num),
-        depth=trait(),
-        capacity=trait(),
-        liveness=trait(),
-        gradient_share=trait(),
+        depth=traits[0],
+        capacity=traits[1],
+        liveness=traits[2],
+        gradient_share=traits[3],
         life=torch.where(inherits, start, EMPTY),
         blueprint=torch.where(inherits, planted, -1),
         style=torch.where(inherits, style, 0),
@@ -206,7 +205,4 @@ def twins(instances: Instances) -> Instances:
     """The same hidden instances with the good and the bad blueprint exchanged."""
     swapped = instances.gain[:, :, [0, 2, 1]]
     gain = torch.where(instances.hidden.view(-1, 1, 1), swapped, instances.gain)
-    return Instances(
-        **{f.name: getattr(instances, f.name) for f in fields(instances)}
-        | {"gain": gain}
-    )
+    return replace(instances, gain=gain)

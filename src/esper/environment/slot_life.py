@@ -44,15 +44,17 @@ SPEC: Final = ActionSpec(
 
 MATURITY: Final = (0.0, 0.375, 0.75, 1.0)
 """Share of its gain that a seed has learnt, by its age in TRAINING."""
+LEARNT: Final = 0.25
+"""Share of its gain that a mature seed is worth before the host feels it."""
 UNFOSSILIZED: Final = 0.75
-"""Share of its gain that a seed is worth until it is fossilised."""
+"""Share of its gain that a mature seed at the best alpha is worth in HOLDING."""
 LONGEST_FADE: Final = 4
 """Cooling steps of an inherited seed; prunes enter the chain at 1 or 2 from its end."""
-WRONG_STYLE: Final = 1 / 16
+WRONG_STYLE: Final = 1 / 32
 """Damage of a style that does not suit the slot's depth."""
-WRONG_CURVE: Final = 1 / 16
+WRONG_CURVE: Final = 1 / 32
 """Damage of a curve that does not suit the slot's liveness."""
-HASTE: Final = 3 / 32
+HASTE: Final = 3 / 64
 """Damage of a one-step blend or fade in a slot of low capacity."""
 
 
@@ -157,12 +159,17 @@ def mature(stage: Stage, alpha: float) -> Life:
 
 
 def felt(life: Life, *, wants_half: bool) -> float:
-    """Share of its blueprint's gain that the host has from a seed."""
+    """Share of its blueprint's gain that a seed is worth."""
     effect = life.alpha
     if wants_half:
         effect = 2 * life.alpha if life.alpha < 0.5 else 1.5 - life.alpha
-    stay = 1.0 if life.stage is Stage.FOSSILIZED else UNFOSSILIZED
-    return stay * life.maturity * effect
+    match life.stage:
+        case Stage.TRAINING:
+            return LEARNT * MATURITY[life.age]
+        case Stage.BLENDING | Stage.HOLDING:
+            return life.maturity * (LEARNT + (UNFOSSILIZED - LEARNT) * effect)
+        case _:
+            return life.maturity * effect
 
 
 def suiting_style(deep: bool) -> str:

@@ -53,7 +53,7 @@ class Undo:
     """Puts statistics and value head back, to the bit, if no step was taken."""
 
     def __init__(self, policy: TamiyoPolicy, moments: ReturnMoments) -> None:
-        self._moments = moments
+        self.moments = moments
         head = policy.value_out
         self._held = [
             (tensor, tensor.detach().clone())
@@ -70,4 +70,4 @@ class Undo:
         with torch.no_grad():
             for tensor, before in self._held:
                 tensor.copy_(torch.where(unless, tensor, before))
-        return moments.where(unless, self._moments)
+        return moments.where(unless, self.moments)

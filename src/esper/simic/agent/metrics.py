@@ -130,6 +130,7 @@ def read_record(
 
 def _mean(steps: NDArray[np.float32]) -> NDArray[np.float32]:
     """Mean over the first axis; NaN, without a warning, over nothing."""
-    if len(steps):
-        return steps.mean(axis=0)
-    return np.full(steps.shape[1:], np.nan, dtype=steps.dtype)
+    if not len(steps):
+        return np.full(steps.shape[1:], np.nan, dtype=np.float32)
+    means: NDArray[np.float32] = steps.mean(axis=0)
+    return means

@@ -202,8 +202,14 @@ class PPOAgent:
         self.moments = self.moments.with_returns(
             batch.returns, batch.valid_mask, self.config.value_fading
         )
-        old = policy.value_mean.clone(), policy.value_scale.clone()
         new = self.moments.mean, self.moments.scale()
+        # The first statistics have no prediction to preserve: begin at their mean, not
+        # as far from it as its size in deviations.
+        known = undo.moments.weight > 0
+        old = (
+            torch.where(known, policy.value_mean, new[0]),
+            torch.where(known, policy.value_scale, new[1]),
+        )
         rescale_head(head, old, new)
         policy.value_mean.copy_(new[0])
         policy.value_scale.copy_(new[1])

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.blueprints import NUM_BLUEPRINTS
@@ -66,6 +65,10 @@ NEEDS: Final = MappingProxyType(
         Op.FOSSILIZE: Need(frozenset({Stage.HOLDING}), settled=True),
     }
 )
+
+# Plain numbers: torch takes microseconds to see that an enum's member is one.
+DORMANT: Final = Stage.DORMANT.value
+GERMINATE: Final = Op.GERMINATE.value
 
 EMPTY: Final = SlotMaskState(Stage.DORMANT, age=0, alpha_settled=True)
 
@@ -143,71 +146,97 @@ def _masks(
     budget_left: Tensor | None,
 ) -> ActionMasks:
     """The one implementation; checks what it is given, as it may come from outside."""
-    envs, slots, blueprints = stage.shape[0], spec.slots.max_slots, len(spec.blueprints)
-    for name, value, dtype, *shape in (
-        ("stage", stage, torch.int64, envs, slots),
-        ("age", age, torch.int64, envs, slots),
-        ("alpha_settled", settled, torch.bool, envs, slots),
-        ("fits", fits, torch.bool, envs, slots, blueprints),
-        ("costs", costs, None, envs, slots, blueprints),
-        ("budget_left", budget_left, None, envs),
+    envs, device = stage.shape[0], stage.device
+    places = (envs, spec.slots.max_slots)
+    offers = (*places, len(spec.blueprints))
+    for name, value, shape, dtype in (
+        ("stage", stage, places, torch.int64),
+        ("age", age, places, torch.int64),
+        ("alpha_settled", settled, places, torch.bool),
+        ("fits", fits, offers, torch.bool),
+        ("costs", costs, offers, None),
+        ("budget_left", budget_left, (envs,), None),
     ):
         if value is not None and (
-            [*value.shape] != shape
-            or value.dtype != (dtype or value.dtype)
-            or value.device != stage.device
+            value.shape != shape
+            or value.device != device
+            or (dtype is not None and value.dtype is not dtype)
         ):
             raise BadInput(
-                f"{name} must be {shape} {dtype or 'float'} on {stage.device} in this "
+                f"{name} must be {[*shape]} {dtype or 'float'} on {device} in this "
                 f"action space, got {[*value.shape]} {value.dtype} on {value.device}."
             )
-    law, fixed = _law(spec, stage.device)
+    law = _law(spec, device)
+    blueprint = (stage == DORMANT).unsqueeze(2)
+    blueprint = blueprint & (law.all_fit.expand(offers) if fits is None else fits)
+    if costs is not None and budget_left is not None:
+        blueprint &= costs <= budget_left.view(-1, 1, 1)
+    if not law.germinates:
+        blueprint.zero_()
     old = age >= spec.slots.min_age
     state = torch.add(settled, stage, alpha=4).add_(old, alpha=2)
     try:
-        slot = embedding(state, law).transpose(1, 2)  # [env, op, slot]
+        slot = torch.embedding(law.table, state)  # [env, slot, op]
     except IndexError as error:  # known at once on the CPU only
         raise BadInput(
             f"stage must lie in 0..{len(Stage) - 1}, got {stage.min()}..{stage.max()}."
         ) from error
-    germinate = slot[:, Op.GERMINATE]
-    if fits is None:
-        fits = germinate.new_ones(()).expand(envs, slots, blueprints)
-    blueprint = germinate.unsqueeze(2) & fits
-    if costs is not None and budget_left is not None:
-        blueprint &= costs <= budget_left.view(-1, 1, 1)
-    torch.any(blueprint, dim=2, out=germinate)
-    op = slot.any(dim=2)
-    op[:, Op.WAIT] = True
-    return ActionMasks(op, slot, blueprint, fixed)
+    torch.any(blueprint, dim=2, out=slot.select(2, GERMINATE))
+    op = slot.any(dim=1).logical_or_(law.always)
+    return ActionMasks(op, slot.transpose(1, 2), blueprint, law.fixed)
 
 
-_LAWS: Final[dict[Hashable, tuple[Tensor, Tensor]]] = {}
+@dataclass(frozen=True, slots=True)
+class _Law:
+    """The law of one action space on one device."""
+
+    table: Tensor
+    """Legal ops of every slot state, bool [state, op]; GERMINATE depends on more. A
+    state is the number 4 * stage + 2 * (old enough) + settled."""
+    always: Tensor
+    """Ops that need no slot, bool [op]."""
+    germinates: bool
+    """Whether anything can ever be planted."""
+    fixed: Tensor
+    """What the run ever allows, bool [head, choice]."""
+    all_fit: Tensor
+    """True."""
 
 
-def _law(spec: ActionSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Legal ops of every slot state, and what the run ever allows.
+_LAWS: Final[dict[Hashable, _Law]] = {}
 
-    Both are built once per action space and device. A slot state is the number
-    4 * stage + 2 * (old enough) + settled.
-    """
-    narrowed = tuple((head, tuple(names)) for head, names in spec.narrowed.items())
-    key = (spec.sizes, narrowed, device)
-    if key not in _LAWS:
-        law = [
-            [
-                stage in need.stages
-                and (old or not need.min_age)
-                and (settled or not need.settled)
-                for need in NEEDS.values()
-            ]
-            for stage in Stage
-            for old in (False, True)
-            for settled in (False, True)
+
+def _law(spec: ActionSpec, device: torch.device) -> _Law:
+    """The law of an action space, unrolled once per device."""
+    key = (device, spec.sizes, *spec.narrowed.items())
+    law = _LAWS.get(key)
+    if law is None:
+        with torch.inference_mode(False):  # whoever asks first, gradients may follow
+            law = _LAWS[key] = _unroll(spec, device)
+    return law
+
+
+def _unroll(spec: ActionSpec, device: torch.device) -> _Law:
+    table = [
+        [
+            stage in need.stages
+            and (old or not need.min_age)
+            and (settled or not need.settled)
+            for need in NEEDS.values()
         ]
-        ops = spec.allowed[HEAD["op"], : len(Op)]
-        _LAWS[key] = (torch.tensor(law) & ops).to(device), spec.allowed.to(device)
-    return _LAWS[key]
+        for stage in Stage
+        for old in (False, True)
+        for settled in (False, True)
+    ]
+    fixed = spec.allowed.clone()
+    ops = fixed[HEAD["op"], : len(Op)]
+    return _Law(
+        table=(torch.tensor(table) & ops).to(device),
+        always=torch.tensor([op is Op.WAIT for op in Op], device=device),
+        germinates=bool(ops[Op.GERMINATE]),
+        fixed=fixed.to(device),
+        all_fit=torch.tensor(True, device=device),
+    )
 
 
 @cache

@@ -126,19 +126,17 @@ def compute_features(observation: Observation, spec: ActionSpec) -> Features:
                 f"{list(value.shape)}; take observation and spec from one world."
             )
     layout = _layout(envs, places, blueprints, host.rent.device)
-    # The tables lie behind each other in one tensor: one squash serves them all.
+    # The tables lie behind each other in one tensor, so that one squash serves all.
     flat = torch.empty_like(layout.plain)
     tables = [flat.as_strided(*geometry) for geometry in layout.tables]
     try:
-        for table, columns in zip(
-            tables,
-            (
-                _read(HOST_COLUMNS, host, _of_host(host)),
-                _read(SLOT_COLUMNS, slots, _of_slots(slots, host, layout)),
-                _read(OFFER_COLUMNS, offers, _of_offers(offers, slots, host, layout)),
-            ),
-            strict=True,
-        ):
+        rent = host.rent.clamp(-HUGE, HUGE)
+        values = (
+            _read(HOST_COLUMNS, host, _of_host(host)),
+            _read(SLOT_COLUMNS, slots, _of_slots(slots, rent, layout)),
+            _read(OFFER_COLUMNS, offers, _of_offers(offers, slots, host, rent, layout)),
+        )
+        for table, columns in zip(tables, values, strict=True):
             torch.stack(columns, dim=-1, out=table)
     except RuntimeError as error:
         _refuse_uneven(observation, error)
@@ -158,38 +156,47 @@ def blueprint_table(spec: ActionSpec) -> Float[Tensor, "blueprint column"]:
     return table.div(plain + bend * table.abs())
 
 
+# Host and slot flags become floats here, since stacking columns of one type is much
+# faster; the many offers are stacked faster as they are.
+
+
 def _of_host(host: HostStates) -> dict[str, Tensor]:
     return {
         "budget_left": host.budget_left.clamp(max=HUGE),
-        "budget_unlimited": host.budget_left == inf,
+        "budget_unlimited": (host.budget_left == inf).float(),
     }
 
 
-def _of_slots(
-    slots: SlotStates, host: HostStates, layout: "_Layout"
-) -> dict[str, Tensor]:
+def _of_slots(slots: SlotStates, rent: Tensor, layout: "_Layout") -> dict[str, Tensor]:
     measured, contribution = slots.contribution_measured, slots.contribution
-    rent = host.rent.clamp(-HUGE, HUGE).view(-1, 1)
-    net = torch.addcmul(contribution, slots.parameters, rent, value=-1.0)
-    at_stage = slots.stage == layout.stages
+    net = torch.addcmul(contribution, slots.parameters, rent.view(-1, 1), value=-1.0)
+    at_stage = (slots.stage == layout.stages).float()
     return {
-        "contribution": torch.where(measured, contribution, 0.0),
-        "net_contribution": torch.where(measured, net, 0.0),
+        "age": slots.age.float(),
+        "alpha_settled": slots.alpha_settled.float(),
+        "style": slots.style.float(),
+        "contribution": torch.where(measured, contribution, layout.zero),
+        "net_contribution": torch.where(measured, net, layout.zero),
+        "contribution_measured": measured.float(),
         **dict(zip(STAGE_COLUMNS, at_stage.unbind(), strict=True)),
     }
 
 
 def _of_offers(
-    offers: BlueprintOffers, slots: SlotStates, host: HostStates, layout: "_Layout"
+    offers: BlueprintOffers,
+    slots: SlotStates,
+    host: HostStates,
+    rent: Tensor,
+    layout: "_Layout",
 ) -> dict[str, Tensor]:
     known, parameters = offers.promise_known, offers.parameters
-    rent = parameters * host.rent.clamp(-HUGE, HUGE).view(-1, 1, 1)
+    charged = parameters * rent.view(-1, 1, 1)
     return {
         "affordable": parameters <= host.budget_left.view(-1, 1, 1),
         "planted": slots.blueprint.unsqueeze(2) == layout.blueprints,
-        "rent": rent,
-        "promise": torch.where(known, offers.promise, 0.0),
-        "net_promise": torch.where(known, offers.promise - rent, 0.0),
+        "rent": charged,
+        "promise": torch.where(known, offers.promise, layout.zero),
+        "net_promise": torch.where(known, offers.promise - charged, layout.zero),
     }
 
 
@@ -214,9 +221,11 @@ class _Layout:
     """Every stage, [stage, 1, 1]."""
     blueprints: Tensor
     """Every blueprint's index."""
+    zero: Tensor
 
 
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)  # whoever asks first, gradients may follow
 def _layout(envs: int, slots: int, blueprints: int, device: torch.device) -> _Layout:
     tables, curves, offset = [], [], 0
     for columns, *leading in (
@@ -225,7 +234,8 @@ def _layout(envs: int, slots: int, blueprints: int, device: torch.device) -> _La
         (OFFER_COLUMNS, envs, slots, blueprints),
     ):
         size = (*leading, len(columns))
-        tables.append((size, torch.empty(size, device="meta").stride(), offset))
+        stride = tuple(prod(size[axis + 1 :]) for axis in range(len(size)))
+        tables.append((size, stride, offset))
         curves.append(_curve(columns).repeat(1, prod(leading)))
         offset += prod(size)
     plain, bend = torch.cat(curves, dim=1).to(device)
@@ -235,6 +245,7 @@ def _layout(envs: int, slots: int, blueprints: int, device: torch.device) -> _La
         bend,
         stages=torch.arange(len(Stage), device=device).view(-1, 1, 1),
         blueprints=torch.arange(blueprints, device=device),
+        zero=torch.zeros((), device=device),
     )
 
 

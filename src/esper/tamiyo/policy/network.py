@@ -14,6 +14,7 @@ the same encoder and the same heads, the first drawing the actions that the seco
 given.
 """
 
+from collections.abc import Generator as Coroutine
 from dataclasses import dataclass
 
 import torch
@@ -170,11 +171,13 @@ class TamiyoPolicy(nn.Module):
         context = Context(context.core[:, 0], context.slots[:, 0], context.offers[:, 0])
         actions = first.new_zeros(first.shape[0], NUM_HEADS, dtype=torch.int64)
         rows, distributions = [], []
+        groups = self.head_logits(context)
         for group, heads in enumerate(HEAD_GROUPS):
+            logits = groups.send(actions) if group else next(groups)
             row = rows_of_group(masks, group, actions, causal=self.config.causal)
             if row.device.type == "cpu":
                 require_choice(row, [HEAD_NAMES[head] for head in heads])
-            log_probs = masked_log_softmax(self.logits(context, group, actions), row)
+            log_probs = masked_log_softmax(logits, row)
             actions[:, heads[0] : heads[-1] + 1] = sample(log_probs, row, generator)
             rows.append(row)
             distributions.append(log_probs)
@@ -198,10 +201,9 @@ class TamiyoPolicy(nn.Module):
     ) -> Evaluation:
         """The current distribution of every head, given the stored choices."""
         context, _ = self.encode(features, first, state)
-        logits = torch.cat(
-            [self.logits(context, group, actions) for group in range(len(HEAD_GROUPS))],
-            dim=-2,
-        )
+        groups = self.head_logits(context)
+        parts = [next(groups), *(groups.send(actions) for _ in HEAD_GROUPS[1:])]
+        logits = torch.cat(parts, dim=-2)
         distribution = masked_log_softmax(logits, rows)
         return Evaluation(
             logits=logits,
@@ -258,36 +260,34 @@ class TamiyoPolicy(nn.Module):
         values: Tensor = self.value_out(torch.relu(self.value_hidden(core)))
         return values.squeeze(-1)
 
-    def logits(
-        self,
-        context: Context,
-        group: int,
-        actions: Int64[Tensor, "*batch head"],
-    ) -> Float[Tensor, "*batch group choice"]:
-        """Logits of one group of heads, padded to the widest head."""
+    def head_logits(self, context: Context) -> Coroutine[Tensor, Tensor, None]:
+        """Logits of one group of heads after the other, padded to the widest head.
+
+        A coroutine: it yields a group's logits and is sent the actions
+        `[*batch, head]` chosen so far, on which the next group depends.
+        """
         core = context.core
-        if group == 0:
-            logits = self.op_out(torch.relu(self.op_hidden(core)))
-            return self._pad(logits)
+        ops = self.op_out(torch.relu(self.op_hidden(core)))
+        actions = yield self._pad(ops)
+
         core = torch.relu(core + self.op_embedding(actions[..., HEAD["op"]]))
-        if group == 1:
-            query = self.slot_query(core).unsqueeze(-2)
-            hidden = torch.relu(query + self.slot_key(context.slots))
-            return self._pad(self.slot_score(hidden).squeeze(-1))
-        slot_index = actions[..., HEAD["slot"]]
-        slot = _pick(context.slots, slot_index)
-        offers = _pick(context.offers, slot_index)
-        if group == 2:
-            query = self.offer_query(torch.cat((core, slot), dim=-1)).unsqueeze(-2)
-            hidden = torch.relu(query + self.offer_key(offers))
-            return self._pad(self.offer_score(hidden).squeeze(-1))
+        query = self.slot_query(core).unsqueeze(-2)
+        hidden = torch.relu(query + self.slot_key(context.slots))
+        actions = yield self._pad(self.slot_score(hidden).squeeze(-1))
+
+        slot = _pick(context.slots, actions[..., HEAD["slot"]])
+        offers = _pick(context.offers, actions[..., HEAD["slot"]])
+        query = self.offer_query(torch.cat((core, slot), dim=-1)).unsqueeze(-2)
+        hidden = torch.relu(query + self.offer_key(offers))
+        actions = yield self._pad(self.offer_score(hidden).squeeze(-1))
+
         offer = _pick(offers, actions[..., HEAD["blueprint"]])
         hidden = torch.relu(self.rest_hidden(torch.cat((core, slot, offer), dim=-1)))
-        flat: Tensor = self.rest_out(hidden)
+        flat = self.rest_out(hidden)
         heads = len(HEAD_GROUPS[-1])
         padded = flat.new_zeros(*flat.shape[:-1], heads * self.spec.width)
         padded = padded.index_copy(-1, self._rest_at, flat)
-        return padded.view(*flat.shape[:-1], heads, self.spec.width)
+        yield padded.view(*flat.shape[:-1], heads, self.spec.width)
 
     def _pad(
         self, logits: Float[Tensor, "*batch choices"]

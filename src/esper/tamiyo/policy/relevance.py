@@ -22,5 +22,6 @@ def relevant(
 
 @cache
 def _relevant_on(device: torch.device) -> Tensor:
-    # One copy per device, not one per call.
-    return RELEVANT.to(device)
+    # One copy per device, usable with gradients even if inference asks for it first.
+    with torch.inference_mode(False):
+        return RELEVANT.to(device)

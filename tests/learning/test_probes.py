@@ -1,0 +1,179 @@
+"""A ladder of tiny worlds: the lowest rung that fails names the broken part."""
+
+import pytest
+import torch
+from torch import Generator
+
+from esper.contracts.actions import HEAD, Op
+from esper.experiment.collect import collect, play, start
+from esper.experiment.loop import LoopConfig, train
+from esper.simic.agent.ppo import PPOAgent, PPOConfig
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tamiyo.policy.features import compute_features
+from esper.tamiyo.policy.likeliest import Likeliest
+from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
+from tests.worlds import ProbeWorld
+
+pytestmark = pytest.mark.learns
+
+SMALL = PolicyConfig(width=32, slot_width=16, offer_width=8)
+
+
+def learn(world, *, rounds=40, steps=8, gamma=1.0, policy=SMALL, **ppo):
+    settings = {"learning_rate": 3e-3, "minibatches": 2} | ppo
+    config = LoopConfig(
+        rounds=rounds,
+        steps=steps,
+        gamma=gamma,
+        policy=policy,
+        ppo=PPOConfig(**settings),
+    )
+    return train(world, config)
+
+
+def values(world, policy):
+    observation = world.reset()
+    with torch.inference_mode():
+        return policy.value(
+            compute_features(observation, world.spec),
+            observation.first,
+            policy.initial_state(world.num_envs),
+        )
+
+
+def mean_return(world, policy):
+    return float(play(world, Likeliest(policy), Generator().manual_seed(5)).mean())
+
+
+def plants(actions):
+    return actions[:, HEAD["op"]] == Op.GERMINATE
+
+
+def test_the_value_of_a_constant_reward_is_that_reward():
+    world = ProbeWorld(16, pay=lambda time, bit, actions: torch.ones(16))
+    assert (values(world, learn(world)) - 1).abs().max() < 0.05
+
+
+def test_the_value_depends_on_what_is_seen():
+    world = ProbeWorld(32, pay=lambda time, bit, actions: 2.0 * bit - 1.0)
+    predicted = values(world, learn(world))
+    assert (predicted - (2.0 * world.bit - 1.0)).abs().max() < 0.1
+
+
+def test_the_value_of_a_later_reward_is_discounted():
+    world = ProbeWorld(
+        32, pay=lambda time, bit, actions: (time == 1).float() * bit, length=2
+    )
+    predicted = values(world, learn(world, gamma=0.5, rounds=60))
+    assert (predicted - 0.5 * world.bit).abs().max() < 0.08
+
+
+def test_a_choice_is_learnt():
+    world = ProbeWorld(32, pay=lambda time, bit, actions: plants(actions))
+    assert mean_return(world, learn(world)) == 1.0
+
+
+def test_a_choice_that_depends_on_what_is_seen_is_learnt():
+    world = ProbeWorld(32, pay=lambda time, bit, actions: plants(actions) == bit.bool())
+    assert mean_return(world, learn(world)) == 1.0
+
+
+def recall_world():
+    """The bit is shown at the first of three steps and asked for at the last."""
+    return ProbeWorld(
+        64,
+        show=lambda time, bit: torch.where(time == 0, bit.float(), 0.5),
+        pay=lambda time, bit, actions: (time == 2) & (plants(actions) == bit.bool()),
+        length=3,
+    )
+
+
+@pytest.mark.parametrize("memory", ["mingru", "lstm"])
+def test_a_choice_that_needs_memory_is_learnt(memory):
+    policy = PolicyConfig(width=32, slot_width=16, offer_width=8, memory=memory)
+    world = recall_world()
+    trained = learn(world, rounds=80, steps=9, policy=policy)
+    assert mean_return(world, trained) > 0.98
+
+
+def test_a_choice_that_needs_memory_is_not_learnt_without():
+    policy = PolicyConfig(width=32, slot_width=16, offer_width=8, memory="none")
+    world = recall_world()
+    assert mean_return(world, learn(world, rounds=40, steps=9, policy=policy)) < 0.75
+
+
+def test_the_best_legal_arm_is_learnt_where_the_best_arm_is_illegal():
+    worth = torch.tensor([0.0, 0.5, 1.0])
+    world = ProbeWorld(
+        32,
+        pay=lambda time, bit, actions: (
+            plants(actions) * worth[actions[:, HEAD["blueprint"]]]
+        ),
+        fits=torch.tensor([True, True, False]),
+    )
+    assert mean_return(world, learn(world, rounds=60)) == 0.5
+
+
+def test_t12_a_head_that_matters_on_one_step_in_a_hundred_stays_open_and_is_learnt():
+    """Planting is only paid at one time in a hundred, and only in the right style."""
+    world = ProbeWorld(
+        32,
+        length=100,
+        show=lambda time, bit: (time == 50).float(),
+        pay=lambda time, bit, actions: torch.where(
+            time == 50,
+            (plants(actions) & (actions[:, HEAD["style"]] == 1)).float() * 10.0,
+            -plants(actions).float(),
+        ),
+    )
+    config = PPOConfig(learning_rate=3e-3, minibatches=2)
+    policy = TamiyoPolicy(world.spec, SMALL)
+    buffer = TamiyoRolloutBuffer(
+        32, 100, world.spec, state_shape=policy.state_shape, gamma=1.0
+    )
+    agent = PPOAgent(policy, buffer, config)
+    live, generator = start(world, policy), Generator().manual_seed(1)
+    openness, entropies = [], []
+    for _ in range(60):
+        live, _ = collect(
+            world, policy, buffer, live, generator, policy_version=agent.version
+        )
+        record = agent.update()
+        openness.append(record.heads["style"].openness)
+        entropies.append(record.heads["style"].entropy)
+    assert openness[-1] < 0.03
+    assert min(entropies[:10]) > 0.5
+    assert mean_return(world, policy) > 9.5
+
+
+@pytest.mark.parametrize("limit", [4, 16])
+def test_t27_the_value_of_an_endless_reward_does_not_depend_on_the_time_limit(limit):
+    """Truncation bootstraps: V = 1 / (1 - gamma) whatever the limit."""
+    world = ProbeWorld(
+        16,
+        pay=lambda time, bit, actions: torch.ones(16),
+        show=lambda time, bit: torch.zeros(16),
+        limit=limit,
+    )
+    trained = learn(world, gamma=0.8, rounds=150, steps=16, learning_rate=3e-3)
+    assert (values(world, trained) - 5.0).abs().max() < 0.35
+
+
+def test_masks_are_respected_on_every_step_of_a_trained_policy():
+    """T8: evaluation emits no illegal action."""
+    world = ProbeWorld(
+        32,
+        pay=lambda time, bit, actions: plants(actions),
+        fits=torch.tensor([[True, False, True], [False, False, False]]),
+    )
+    trained = learn(world, rounds=10)
+    observation = world.reset()
+    masks = compute_masks(observation, world.spec)
+    for draw in range(20):
+        actions, _ = trained.decide(
+            observation, masks, None, Generator().manual_seed(draw)
+        )
+        planted = plants(actions)
+        assert (actions[planted, HEAD["slot"]] == 0).all()
+        assert (actions[planted, HEAD["blueprint"]] != 1).all()

@@ -1,0 +1,224 @@
+"""Break the core in twenty ways, one at a time, and see each break caught.
+
+    python -m tests.mutants            all of them, two at a time
+    python -m tests.mutants 3 7        some of them
+
+Each mutant is a copy of the source with one edit; the named tests must fail on it. A
+mutant that survives is a hole in the tests.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SCAN, BUFFER = "tests/test_scan.py", "tests/simic/test_rollout_buffer.py"
+LOSSES, PPO = "tests/simic/test_losses.py", "tests/simic/test_ppo.py"
+CHOICE, MASKS = "tests/tamiyo/test_distribution.py", "tests/tamiyo/test_action_masks.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One edit and the tests that must notice."""
+
+    what: str
+    file: str
+    before: str
+    after: str
+    tests: str
+
+
+MUTANTS = (
+    Mutant(
+        "a terminal state bootstraps",
+        "scan.py",
+        "bootstrap = zero if done else following[env]",
+        "bootstrap = following[env]",
+        SCAN,
+    ),
+    Mutant(
+        "the trace runs through the end of an episode",
+        "scan.py",
+        "carried = zero if done | truncated else carried",
+        "carried = carried",
+        SCAN,
+    ),
+    Mutant(
+        "a truncation bootstraps from the next episode",
+        "scan.py",
+        "following, trace = rollout.final_values[time, env], zero",
+        "trace = zero",
+        SCAN,
+    ),
+    Mutant(
+        "NaN passes an episode boundary",
+        "scan.py",
+        "y[row, now, lane] = value if keep == 0 else carried",
+        "y[row, now, lane] = carried",
+        SCAN,
+    ),
+    Mutant(
+        "both flags set counts as truncated",
+        "simic/agent/rollout_buffer.py",
+        "cut_short = truncated > terminated",
+        "cut_short = truncated",
+        BUFFER,
+    ),
+    Mutant(
+        "padding is left as it is",
+        "simic/agent/sequence_batch.py",
+        "        if padding:\n            whole.masked",
+        "        if False:\n            whole.masked",
+        BUFFER,
+    ),
+    Mutant(
+        "advantages are normalised over padding too",
+        "simic/agent/advantages.py",
+        "count = valid.sum().clamp(min=1)",
+        "count = valid.numel()",
+        "tests/simic/test_advantages.py",
+    ),
+    Mutant(
+        "the optimistic side of the clip",
+        "simic/agent/losses.py",
+        "return (ratio * advantages).minimum(",
+        "return (ratio * advantages).maximum(",
+        LOSSES,
+    ),
+    Mutant(
+        "the sign of the policy loss",
+        "simic/agent/losses.py",
+        "policy_loss = -masked_mean",
+        "policy_loss = masked_mean",
+        LOSSES,
+    ),
+    Mutant(
+        "the sign of the entropy bonus",
+        "simic/agent/losses.py",
+        "value_loss - bonus",
+        "value_loss + bonus",
+        LOSSES,
+    ),
+    Mutant(
+        "padded steps count in means",
+        "simic/agent/losses.py",
+        "torch.where(valid, values, 0.0).sum()",
+        "values.sum()",
+        LOSSES,
+    ),
+    Mutant(
+        "the learner ignores the masks",
+        "tamiyo/policy/distribution.py",
+        "torch.log_softmax(torch.where(rows, logits, lowest), dim=-1)",
+        "torch.log_softmax(logits, dim=-1)",
+        CHOICE,
+    ),
+    Mutant(
+        "illegal choices can be drawn",
+        "tamiyo/policy/distribution.py",
+        "cumulative = probabilities(log_probs, rows).cumsum(dim=-1)",
+        "cumulative = log_probs.exp().cumsum(dim=-1)",
+        CHOICE,
+    ),
+    Mutant(
+        "the slot is drawn without regard to the op",
+        "tamiyo/policy/distribution.py",
+        "table = masks.slot[env, op]",
+        "table = masks.slot.any(dim=1)",
+        CHOICE,
+    ),
+    Mutant(
+        "memory is carried into the next episode",
+        "tamiyo/policy/memory.py",
+        "decay = torch.where(fresh, 0.0, 1.0 - update)",
+        "decay = 1.0 - update",
+        "tests/tamiyo/test_memory.py",
+    ),
+    Mutant(
+        "a stopped update goes on",
+        "simic/agent/guard.py",
+        "taken = finite & ~self._stopped",
+        "taken = finite",
+        PPO,
+    ),
+    Mutant(
+        "a non-finite gradient is applied",
+        "simic/agent/guard.py",
+        "finite = known & torch.isfinite(loss) & torch.isfinite(grad_norm)",
+        "finite = torch.ones_like(self._stopped)",
+        PPO,
+    ),
+    Mutant(
+        "statistics move without the value head",
+        "simic/agent/normalization.py",
+        "add_(old_mean - new_mean)",
+        "add_(new_mean - old_mean)",
+        "tests/simic/test_normalization.py",
+    ),
+    Mutant(
+        "a young seed may be pruned",
+        "tamiyo/policy/action_masks.py",
+        "            frozenset({Stage.TRAINING, Stage.BLENDING, Stage.HOLDING}),\n"
+        "            min_age=True,",
+        "            frozenset({Stage.TRAINING, Stage.BLENDING, Stage.HOLDING}),\n"
+        "            min_age=False,",
+        MASKS,
+    ),
+    Mutant(
+        "an ended episode keeps its return",
+        "experiment/collect.py",
+        "returns = torch.where(ended, 0.0, returns)",
+        "returns = returns + 0.0",
+        "tests/experiment/test_collect.py",
+    ),
+)
+
+
+def caught(mutant: Mutant) -> bool:
+    """Whether the named tests fail on a copy with this edit."""
+    with tempfile.TemporaryDirectory(prefix="esper-mutant-") as folder:
+        copy = Path(folder)
+        for name in ("src", "tests"):
+            shutil.copytree(
+                ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        edited = copy / "src" / "esper" / mutant.file
+        text = edited.read_text(encoding="utf-8")
+        if text.count(mutant.before) != 1:
+            raise SystemExit(f"mutants: {mutant.file} no longer has {mutant.before!r}.")
+        edited.write_text(text.replace(mutant.before, mutant.after), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-qx", mutant.tests],
+            cwd=copy,
+            env=os.environ
+            | {"PYTHONPATH": str(copy / "src"), "NUMBA_CACHE_DIR": str(copy / "numba")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"mutants: the tests did not run:\n{done.stdout}")
+    return done.returncode == 1
+
+
+def main() -> int:
+    """Try the chosen mutants; the exit code counts survivors."""
+    chosen = [int(word) - 1 for word in sys.argv[1:]] or range(len(MUTANTS))
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda index: caught(MUTANTS[index]), chosen))
+    for index, was_caught in zip(chosen, results, strict=True):
+        verdict = "caught  " if was_caught else "SURVIVED"
+        print(f"{index + 1:3d}  {verdict}  {MUTANTS[index].what}")
+    survivors = results.count(False)
+    print(f"{len(results) - survivors} of {len(results)} mutants caught")
+    return survivors
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Rollouts in which every head, every mask and every way to end occurs."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Generator, Tensor
+
+from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
+from esper.contracts.blueprints import BLUEPRINTS
+from esper.contracts.observation import BlueprintOffers, HostStates, Observation
+from esper.contracts.slots import SlotConfig, SlotStates
+from esper.contracts.stages import Stage
+from esper.contracts.step import StepResult
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.agent.sequence_batch import SequenceBatch
+from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tamiyo.policy.features import compute_features
+from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
+
+SPEC = ActionSpec(slots=SlotConfig(max_slots=3), blueprints=BLUEPRINTS[:7])
+TINY = PolicyConfig(width=16, slot_width=8, offer_width=4)
+
+
+def random_observation(
+    envs: int,
+    spec: ActionSpec,
+    generator: Generator,
+    *,
+    density: float = 0.7,
+    first: Tensor | None = None,
+) -> Observation:
+    """Hosts in any state; `density` is how much of what masks ask for is true."""
+    slots, kinds = spec.slots.max_slots, len(spec.blueprints)
+
+    def share(*axes: int) -> Tensor:
+        return torch.rand(envs, *axes, generator=generator)
+
+    def whole(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (envs, slots), generator=generator)
+
+    def flag(chance: float, *axes: int) -> Tensor:
+        return share(*axes) < chance
+
+    grid, offers = (slots,), (slots, kinds)
+    return Observation(
+        first=torch.zeros(envs, dtype=torch.bool) if first is None else first,
+        host=HostStates(
+            progress=share(),
+            budget_left=torch.where(flag(0.5), torch.inf, share()),
+            rent=share(),
+            added=share(),
+            score=share(),
+            score_slope=share() - 0.5,
+            loss=share(),
+            loss_slope=share() - 0.5,
+            plateau=share(),
+        ),
+        slots=SlotStates(
+            stage=whole(0, len(Stage)),
+            age=torch.where(flag(density, *grid), whole(1, 9), 0),
+            alpha=share(*grid),
+            alpha_target=share(*grid),
+            alpha_settled=flag(density, *grid),
+            blueprint=whole(0, kinds),
+            style=whole(0, 2),
+            parameters=share(*grid),
+            depth=share(*grid),
+            capacity=share(*grid),
+            liveness=share(*grid),
+            gradient_share=share(*grid),
+            contribution=share(*grid) - 0.5,
+            contribution_measured=flag(0.5, *grid),
+        ),
+        offers=BlueprintOffers(
+            fits=flag(density, *offers),
+            parameters=share(*offers) * 0.5,
+            macs=share(*offers),
+            promise=share(*offers) - 0.5,
+            promise_known=flag(0.5, *offers),
+        ),
+    )
+
+
+@dataclass
+class HashWorld:
+    """Anything may happen at any step; what was shown and said is kept."""
+
+    num_envs: int
+    spec: ActionSpec = SPEC
+    density: float = 0.7
+    ends: float = 0.2
+    reward_scale: float = 1.0
+    rng_seed: int = 0
+    shown: list[Observation] = field(default_factory=list)
+    finals: list[Observation] = field(default_factory=list)
+    said: list[Tensor] = field(default_factory=list)
+    results: list[StepResult] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._generator = Generator().manual_seed(self.rng_seed)
+
+    def reset(self) -> Observation:
+        return self._show(torch.ones(self.num_envs, dtype=torch.bool))
+
+    def step(self, actions: Tensor) -> StepResult:
+        require_legal(self.shown[-1], self.spec, actions)
+        self.said.append(actions)
+        terminated, truncated = random_ends(self.num_envs, self.ends, self._generator)
+        noise = torch.randn(self.num_envs, generator=self._generator)
+        final = random_observation(self.num_envs, self.spec, self._generator)
+        self.finals.append(final)
+        result = StepResult(
+            observation=self._show(terminated | truncated),
+            reward=self.reward_scale * (actions[:, 0] + noise),
+            terminated=terminated,
+            truncated=truncated,
+            final=final if bool(truncated.any()) else None,
+        )
+        self.results.append(result)
+        return result
+
+    def _show(self, first: Tensor) -> Observation:
+        seen = random_observation(
+            self.num_envs,
+            self.spec,
+            self._generator,
+            density=self.density,
+            first=first,
+        )
+        self.shown.append(seen)
+        return seen
+
+
+def random_ends(
+    envs: int, chance: float, generator: Generator
+) -> tuple[Tensor, Tensor]:
+    """Who terminated and who was truncated; never both."""
+    ended = torch.rand(envs, generator=generator) < chance
+    coin = torch.rand(envs, generator=generator) < 0.5
+    return ended & coin, ended & ~coin
+
+
+def require_legal(observation: Observation, spec: ActionSpec, actions: Tensor) -> None:
+    """Look at one environment and one head at a time."""
+    masks = compute_masks(observation, spec)
+    for env, sentence in enumerate(actions.tolist()):
+        op, slot, blueprint = sentence[:3]
+        assert masks.op[env, op]
+        for index, (head, choice) in enumerate(zip(HEADS, sentence, strict=True)):
+            if Op(op) not in head.used_by:
+                assert choice == 0, f"{head.name} is not used by {Op(op).name}"
+            elif index == HEAD["slot"]:
+                assert masks.slot[env, op, slot]
+            elif index == HEAD["blueprint"]:
+                assert masks.blueprint[env, slot, blueprint]
+            elif index > HEAD["blueprint"]:
+                assert spec.allowed[index, choice]
+
+
+def make_policy(
+    spec: ActionSpec = SPEC,
+    config: PolicyConfig = TINY,
+    *,
+    strength: float = 1.0,
+    rng_seed: int = 0,
+) -> TamiyoPolicy:
+    """A policy whose heads and value differ strongly between situations."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(rng_seed)
+        policy = TamiyoPolicy(spec, config)
+        for last in (policy.op_out, policy.slot_score, policy.offer_score):
+            last.weight.normal_(std=strength)
+        policy.rest_out.weight.normal_(std=strength)
+        policy.value_out.weight.normal_(std=strength)
+        policy.value_out.bias.normal_(std=strength)
+    return policy
+
+
+def make_buffer(policy: TamiyoPolicy, envs: int, steps: int, **settings: float):
+    """An empty buffer for that policy."""
+    return TamiyoRolloutBuffer(
+        envs, steps, policy.spec, state_shape=policy.state_shape, **settings
+    )
+
+
+@torch.inference_mode()
+def fill_ragged(
+    policy: TamiyoPolicy,
+    buffer: TamiyoRolloutBuffer,
+    *,
+    acted: float = 1.0,
+    ends: float = 0.2,
+    density: float = 0.7,
+    standing: tuple[Tensor, Tensor] | None = None,
+    policy_version: int = 0,
+    rng_seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Fill rows of different lengths; return where memory stands afterwards.
+
+    Args:
+        acted: Chance that an environment acts at a step.
+        ends: Chance that an episode ends at a step.
+        density: How much is legal.
+        standing: What the call before returned; None starts anew.
+    """
+    envs, generator = buffer.num_envs, Generator().manual_seed(rng_seed)
+    if standing is None:
+        standing = torch.ones(envs, dtype=torch.bool), policy.initial_state(envs)
+    first, state = standing
+    buffer.begin(state, policy_version)
+    for _ in range(buffer.max_steps):
+        observation = random_observation(
+            envs, policy.spec, generator, density=density, first=first
+        )
+        features = compute_features(observation, policy.spec)
+        masks = compute_masks(observation, policy.spec)
+        decision = policy.act(features, masks, first, state, generator)
+        who = torch.rand(envs, generator=generator) < acted
+        terminated, truncated = random_ends(envs, ends, generator)
+        buffer.add(
+            features=features,
+            first=first,
+            rows=decision.rows,
+            actions=decision.actions,
+            log_probs=decision.log_probs,
+            distribution=decision.distribution,
+            values=decision.values,
+            rewards=torch.randn(envs, generator=generator),
+            terminated=terminated,
+            truncated=truncated,
+            final_values=torch.randn(envs, generator=generator),
+            acted=who if acted < 1.0 else None,
+        )
+        first = torch.where(who, terminated | truncated, first)
+        state = torch.where(who[:, None, None], decision.state, state)
+    buffer.cut(torch.randn(envs, generator=generator))
+    return first, state
+
+
+def take(buffer: TamiyoRolloutBuffer) -> SequenceBatch:
+    """What an update would see of a filled buffer."""
+    buffer.compute_advantages_and_returns()
+    return buffer.get_batched_sequences("cpu")

@@ -1,0 +1,118 @@
+"""Random minibatches for the objective, and what the reference says of them."""
+
+import torch
+from torch import Generator
+
+from esper.contracts.actions import NUM_HEADS
+from esper.simic.agent.losses import LossWeights, ppo_terms
+from esper.simic.agent.sequence_batch import SequenceBatch
+from esper.tamiyo.policy.distribution import chosen, masked_log_softmax, sample
+from esper.tamiyo.policy.features import Features
+from esper.tamiyo.policy.network import Evaluation
+from tests.references import ppo as reference
+
+CHOICES = 6
+
+
+def weights(mode="joint", value=0.5, value_clip=None, entropy=0.01, clip=0.2):
+    return LossWeights(
+        clip=clip,
+        clip_mode=mode,
+        value=value,
+        value_clip=value_clip,
+        entropy=entropy * (1.0 + torch.arange(NUM_HEADS)),
+    )
+
+
+class Case:
+    """A random minibatch; `view(logits)` is what a policy with them would say."""
+
+    def __init__(self, rng_seed, envs=2, time=3, scale=0.3, open_share=0.5, **fixed):
+        generator = Generator().manual_seed(rng_seed)
+        shape = (envs, time, NUM_HEADS, CHOICES)
+
+        def noise(*axes):
+            return torch.randn(envs, time, *axes, generator=generator)
+
+        legal = torch.rand(shape, generator=generator) < 0.6
+        forced = torch.rand(shape[:3], generator=generator) > open_share
+        legal = fixed.get("rows", legal & ~forced.unsqueeze(-1))
+        nothing = ~legal.any(dim=-1)
+        place = torch.randint(CHOICES, shape[:3], generator=generator)
+        legal = legal | torch.nn.functional.one_hot(place, CHOICES).bool() & (
+            nothing.unsqueeze(-1)
+        )
+        old_logits = noise(NUM_HEADS, CHOICES)
+        old = masked_log_softmax(old_logits, legal)
+        actions = sample(old, legal, generator)
+        self.logits = old_logits + scale * noise(NUM_HEADS, CHOICES)
+        self.values, self.targets, self.old_values = noise(), noise(), noise()
+        valid = torch.rand(envs, time, generator=generator) < 0.8
+        self.batch = SequenceBatch(
+            features=Features(noise(1), noise(1, 1), noise(1, 1, 1)),
+            first=torch.zeros(envs, time, dtype=torch.bool),
+            rows=legal,
+            actions=actions,
+            log_probs=chosen(old, actions),
+            distribution=old,
+            values=self.old_values,
+            advantages=fixed.get("advantages", noise()),
+            returns=self.targets,
+            valid_mask=fixed.get("valid", valid),
+            state=torch.zeros(envs, 1, 1),
+        )
+
+    def terms(self, settings, logits=None, values=None):
+        logits = self.logits if logits is None else logits
+        distribution = masked_log_softmax(logits, self.batch.rows)
+        new = Evaluation(
+            logits=logits,
+            distribution=distribution,
+            log_probs=chosen(distribution, self.batch.actions),
+            normalized_values=self.values if values is None else values,
+        )
+        return ppo_terms(new, self.batch, self.targets, self.old_values, settings)
+
+    def append(self, other):
+        """Take the environments of another batch in, too; the policy says the same."""
+        seen = vars_of(self.batch.features)
+        self.batch = SequenceBatch(
+            features=Features(*(torch.cat((x, x)) for x in seen.values())),
+            **{
+                name: torch.cat((mine, getattr(other, name)))
+                for name, mine in vars_of(self.batch).items()
+                if name != "features"
+            },
+        )
+        for name in ("logits", "values", "targets", "old_values"):
+            setattr(self, name, torch.cat((getattr(self, name),) * 2))
+
+    def expected(self, settings):
+        """The same objective from the reference, one real step at a time."""
+        batch, steps = self.batch, []
+        for env, time in batch.valid_mask.nonzero().tolist():
+            here, choices = (env, time), []
+            for head in range(NUM_HEADS):
+                row = batch.rows[env, time, head]
+                legal = [i for i in range(CHOICES) if row[i]]
+                if len(legal) > 1:
+                    new = self.logits[env, time, head, legal].tolist()
+                    old = batch.distribution[env, time, head, legal].tolist()
+                    taken = legal.index(int(batch.actions[env, time, head]))
+                    choices.append(reference.Choice(head, new, old, taken))
+            numbers = (batch.advantages, self.values, self.targets, self.old_values)
+            steps.append(reference.Step(choices, *(float(x[here]) for x in numbers)))
+        return reference.objective(
+            steps,
+            heads=NUM_HEADS,
+            clip=settings.clip,
+            mode=settings.clip_mode,
+            value_clip=settings.value_clip,
+            value_weight=settings.value,
+            entropy_weights=settings.entropy.tolist(),
+        )
+
+
+def vars_of(record):
+    """The fields of a slotted dataclass."""
+    return {name: getattr(record, name) for name in record.__slots__}

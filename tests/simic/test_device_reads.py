@@ -1,0 +1,112 @@
+"""An update asks the device once, at its end, however many steps it takes."""
+
+import traceback
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from esper.simic.agent import metrics
+from esper.simic.agent.ppo import PPOAgent, PPOConfig
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.tamiyo.policy.features import Features
+from tests.device_reads import ReadCounter
+from tests.rollouts import TINY, fill_ragged, make_buffer, make_policy, take
+
+
+def reads_of(update):
+    """What `update` reads from the device."""
+    with ReadCounter() as counter:
+        update()
+    return counter.reads
+
+
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (3, 2), (5, 4)])
+@pytest.mark.parametrize("acted", [1.0, 0.6])
+def test_an_update_reads_the_device_once_whatever_its_length(
+    epochs, minibatches, acted
+):
+    policy = make_policy()
+    buffer = make_buffer(policy, 4, 6)
+    config = PPOConfig(epochs=epochs, minibatches=minibatches, learning_rate=1e-4)
+    agent = PPOAgent(policy, buffer, config)
+    fill_ragged(policy, buffer, acted=acted)
+    record = []
+    reads = reads_of(lambda: record.append(agent.update()))
+    assert record[0].steps_taken == epochs * minibatches
+    assert reads == ["_to_copy"]
+
+
+def test_the_counter_notices_what_it_is_there_for():
+    x = torch.ones(3)
+    assert reads_of(lambda: x.sum().item()) == ["_local_scalar_dense"]
+    assert reads_of(lambda: bool(x.any())) == ["_local_scalar_dense"]
+    assert reads_of(lambda: x.nonzero()) == ["nonzero"]
+    assert reads_of(lambda: torch.equal(x, x)) == ["equal"]
+    assert reads_of(lambda: x.to("cpu", copy=True)) == ["_to_copy"]
+
+
+def agent_without_data(memory: str, *, ragged: bool):
+    """An agent on a device from which nothing can be read."""
+    config = replace(TINY, memory=memory)
+    policy = make_policy(config=config)
+    here = make_buffer(policy, 4, 6)
+    fill_ragged(policy, here)
+    batch = take(here)
+    policy = policy.to("meta")
+    buffer = TamiyoRolloutBuffer(
+        4, 6, policy.spec, state_shape=policy.state_shape, device="meta"
+    )
+    agent = PPOAgent(policy, buffer, PPOConfig(epochs=3, minibatches=2))
+    for p in agent.parameters:  # Adam itself would refuse to start on this device.
+        zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+        agent.optimizer.state[p] = {"step": torch.zeros((), device="meta")} | zeros
+    acted = torch.ones(4, dtype=torch.bool, device="meta") if ragged else None
+    for time in range(6):
+        step = {
+            name: batch[name][:, time].to("meta")
+            for name in (
+                "first",
+                "rows",
+                "actions",
+                "log_probs",
+                "distribution",
+                "values",
+            )
+        }
+        seen = {
+            field.name: getattr(batch.features, field.name)[:, time].to("meta")
+            for field in fields(Features)
+        }
+        ended = torch.zeros(4, dtype=torch.bool, device="meta")
+        buffer.add(
+            features=Features(**seen),
+            **step,
+            rewards=step["values"],
+            terminated=ended,
+            truncated=ended,
+            acted=acted,
+        )
+    buffer.cut(torch.zeros(4, device="meta"))
+    return agent
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("memory", ["mingru", "lstm", "none"])
+def test_on_a_device_without_data_only_the_record_cannot_be_read(memory, ragged):
+    """The meta device holds shapes and nothing else: any earlier read would raise.
+
+    Filling the buffer, advantages, statistics, every step and the decisions of the
+    guard all go through; what raises is the one copy that brings the record home.
+    """
+    agent = agent_without_data(memory, ragged=ragged)
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta") as caught:
+        agent.update()
+    frames = [
+        frame
+        for frame in traceback.extract_tb(caught.tb)
+        if frame.filename.endswith(metrics.__file__.rsplit("/", 1)[-1])
+    ]
+    assert frames[-1].name == "read_record"
+    assert "the one read of an update" in frames[-1].line
+    assert agent.version == 1

@@ -1,0 +1,122 @@
+"""When an update stops, what it refuses, and that refusing changes no bit."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from esper.simic.agent.guard import Guard
+from tests.rollouts import fill_ragged
+from tests.simic.agents import agent_with_rollout, snapshot, unequal
+
+
+@pytest.mark.parametrize("learning_rate", [1.0, 1e3])
+def test_t34_a_wild_step_is_the_last_one(learning_rate):
+    agent = agent_with_rollout(learning_rate=learning_rate)
+    record = agent.update()
+    assert record.steps_taken == 1
+    assert record.stopped_at == 1
+    assert record.refused == 0
+    assert not record.last_kl <= agent.config.target_kl
+    assert all(x.isfinite().all() for x in agent.policy.state_dict().values())
+    assert {float(s["step"]) for s in agent.optimizer.state.values()} == {1.0}
+
+
+def test_without_a_target_nothing_stops():
+    agent = agent_with_rollout(learning_rate=0.1, target_kl=math.inf)
+    record = agent.update()
+    assert record.steps_taken == record.steps_planned
+    assert record.stopped_at is None
+
+
+def test_t34_a_partial_stop_keeps_the_steps_before_and_takes_none_after():
+    """Stop in mid-epoch: the weights are those of an agent that planned no more."""
+    agent = agent_with_rollout(learning_rate=0.01, target_kl=0.02, epochs=6)
+    record = agent.update()
+    taken = record.steps_taken
+    assert 1 < taken < record.steps_planned
+    assert record.stopped_at == taken
+    assert record.last_kl > 0.0
+    free = agent_with_rollout(learning_rate=0.01, target_kl=math.inf, epochs=6)
+    batch, guard = free._take_rollout(), Guard(math.inf, free.device)
+    free._adopt_statistics(batch)
+    rows = []
+    while len(rows) < taken:
+        for part in batch.minibatches(2, free.generator):
+            if len(rows) < taken:
+                rows.append(free.step(part, guard))
+    assert not unequal(snapshot(free), snapshot(agent))
+    # T35: what is reported is the mean of what ran, and of nothing else.
+    mean = torch.stack(rows).mean(dim=0).tolist()
+    named = (
+        record.policy_loss,
+        record.value_loss,
+        record.clip_fraction,
+        record.clamped,
+    )
+    assert_close(torch.tensor(named), torch.tensor(mean[:4]))
+    assert_close(record.kl, sum(mean[5:13]), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("field", "rot"),
+    [
+        ("features.host", math.nan),
+        ("features.offers", math.inf),
+        ("rewards", math.inf),
+        ("log_probs", math.nan),
+        ("distribution", math.nan),
+    ],
+)
+def test_an_update_on_rotten_data_changes_no_bit_and_counts_its_refusals(field, rot):
+    agent = agent_with_rollout()
+    agent.update()
+    fill_ragged(agent.policy, agent.buffer, policy_version=1, rng_seed=5)
+    agent.buffer._storage[field][:, :] = rot
+    before = snapshot(agent)
+    record = agent.update()
+    assert record.refused == record.steps_planned
+    assert record.steps_taken == 0
+    assert record.stopped_at is None
+    assert math.isnan(record.policy_loss)
+    assert not unequal(before, snapshot(agent))
+    fill_ragged(agent.policy, agent.buffer, policy_version=2, rng_seed=6)
+    assert agent.update().steps_taken > 0
+
+
+def test_the_very_first_update_may_be_refused_as_well():
+    agent = agent_with_rollout()
+    agent.buffer._storage["features.slots"][:, :] = math.nan
+    before = snapshot(agent)
+    record = agent.update()
+    assert record.refused == record.steps_planned
+    assert not unequal(before, {**before, **snapshot(agent)})
+    assert all(
+        (x == 0).all() for s in agent.optimizer.state.values() for x in s.values()
+    )
+
+
+def test_a_refused_step_leaves_the_others_their_guard():
+    """One rotten environment must not blind the KL stop for the rest."""
+    guard = Guard(0.1, torch.device("cpu"))
+    steps, one = torch.tensor(10), torch.tensor(1.0)
+    nan, small, large = torch.tensor(math.nan), torch.tensor(0.0), torch.tensor(0.3)
+    taken, stopped, finite = guard.judge(nan, steps, nan, nan)
+    assert not taken
+    assert not stopped
+    assert not finite
+    assert guard.judge(small, steps, one, one)[0]
+    taken, stopped, _ = guard.judge(large, steps, one, one)
+    assert not taken
+    assert stopped
+    guard.start_epoch()
+    assert not guard.judge(small, steps, one, one)[0]
+
+
+def test_the_stop_weighs_minibatches_by_their_steps():
+    guard = Guard(0.1, torch.device("cpu"))
+    one = torch.tensor(1.0)
+    assert guard.judge(torch.tensor(0.0), torch.tensor(90), one, one)[0]
+    assert guard.judge(torch.tensor(0.9), torch.tensor(10), one, one)[0]
+    assert not guard.judge(torch.tensor(0.9), torch.tensor(10), one, one)[0]

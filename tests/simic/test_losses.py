@@ -1,0 +1,244 @@
+"""PPO's objective against plain float64 sums, and what must not move it."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Generator
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+
+from esper.contracts.actions import NUM_HEADS
+from esper.simic.agent.losses import (
+    CLIP_MODES,
+    masked_mean,
+    surrogate,
+    value_error,
+)
+from esper.tamiyo.policy.distribution import (
+    chosen,
+    kl_divergence,
+    masked_log_softmax,
+    sample,
+)
+from tests.simic.minibatches import CHOICES, Case, weights
+
+
+@pytest.mark.parametrize("value_clip", [None, 0.3])
+@pytest.mark.parametrize("mode", CLIP_MODES)
+def test_the_objective_equals_the_float64_sums(mode, value_clip):
+    for rng_seed in range(70):
+        envs, time = 1 + rng_seed % 3, 1 + rng_seed % 5
+        case = Case(rng_seed, envs, time, scale=[0.05, 0.3, 1.0][rng_seed % 3])
+        settings = weights(mode, value_clip=value_clip, value=0.7)
+        terms, expected = case.terms(settings), case.expected(settings)
+        for name in vars(expected):
+            assert_close(
+                getattr(terms, name),
+                torch.tensor(getattr(expected, name)),
+                rtol=1e-5,
+                atol=1e-5,
+                msg=lambda text, name=name, at=rng_seed: f"{name} of case {at}: {text}",
+            )
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "expected"),
+    [
+        (0.0, 2.0, 2.0),  # first epoch: the ratio is exactly one
+        (1.0, 1.0, 1.2),  # too far in a good direction: gain capped
+        (1.0, -1.0, -math.e),  # too far in a bad direction: not capped
+        (-1.0, -1.0, -0.8),  # already moved away: gain capped
+        (-1.0, 1.0, 1 / math.e),  # moved away from a good choice: not capped
+    ],
+)
+@pytest.mark.parametrize("mode", CLIP_MODES)
+def test_the_clip_by_hand(log_ratio, advantage, expected, mode):
+    ratio = torch.zeros(1, 1, NUM_HEADS)
+    ratio[..., 3] = log_ratio
+    gain, outside = surrogate(ratio, torch.tensor([[advantage]]), weights(mode))
+    assert_close(gain, torch.tensor([[expected]]))
+    assert bool(outside) == (log_ratio != 0.0)
+
+
+@pytest.mark.parametrize("mode", CLIP_MODES)
+def test_gradients_of_the_objective_are_those_of_its_value(mode):
+    """T36: the entropy bonus included, whose sampled estimate has no gradient."""
+    case = Case(5, envs=2, time=2, scale=0.02)
+    logits = case.logits.double().requires_grad_()
+    values = case.values.double().requires_grad_()
+    settings = weights(mode, entropy=0.3)
+    assert gradcheck(
+        lambda x, v: case.terms(settings, x, v).loss, (logits, values), atol=1e-5
+    )
+
+
+def test_t36_the_entropy_bonus_alone_has_the_gradient_of_finite_differences():
+    quiet = torch.zeros(2, 2)
+    case = Case(6, envs=2, time=2, advantages=quiet, open_share=1.0)
+    logits = case.logits.double().requires_grad_()
+    settings = weights(value=0.0, entropy=1.0)
+    assert gradcheck(lambda x: case.terms(settings, x).loss, logits, atol=1e-5)
+    case.terms(settings, logits).loss.backward()
+    assert logits.grad.abs().max() > 1e-3
+
+
+def test_t11_steps_on_which_a_head_is_closed_weigh_its_gain_and_entropy_alike():
+    """Twice the steps, the head closed on the added ones: half of both gradients."""
+    settings = replace(weights(value=0.0), entropy=torch.eye(NUM_HEADS)[4])
+    lone = Case(0, envs=3, time=20, open_share=0.9, valid=torch.ones(3, 20) > 0)
+    both = Case(0, envs=3, time=20, open_share=0.9, valid=torch.ones(3, 20) > 0)
+    closed = both.batch.rows.clone()
+    closed[:, :, 4] = torch.arange(CHOICES) == 0
+    both.append(replace(both.batch, rows=closed))
+    grads, terms = [], []
+    for case in (lone, both):
+        logits = case.logits.requires_grad_()
+        terms.append(case.terms(settings, logits))
+        terms[-1].loss.backward()
+        grads.append(logits.grad[:3, :, 4])
+    assert grads[0].abs().max() > 1e-3
+    assert_close(grads[1], grads[0] / 2)
+    assert_close(terms[1].entropy[4], terms[0].entropy[4])
+    assert_close(terms[1].openness[4], terms[0].openness[4] / 2)
+
+
+def test_t11_a_head_open_on_one_step_in_thousands_does_not_shout():
+    """Its entropy pulls as hard on that step as if it were open on all."""
+    settings = replace(weights(value=0.0), entropy=torch.eye(NUM_HEADS)[5])
+    quiet = {"advantages": torch.zeros(16, 256), "valid": torch.ones(16, 256) > 0}
+    grads = []
+    for once in (False, True):
+        rows = torch.ones(16, 256, NUM_HEADS, CHOICES, dtype=torch.bool)
+        if once:
+            rows[:, :, 5] = torch.arange(CHOICES) == 0
+            rows[7, 99, 5] = True
+        case = Case(0, envs=16, time=256, rows=rows, **quiet)
+        logits = torch.arange(CHOICES).expand_as(rows).float().clone().requires_grad_()
+        case.terms(settings, logits).loss.backward()
+        grads.append(logits.grad[:, :, 5])
+    often, once = grads
+    assert_close(once[7, 99], often[7, 99])
+    assert_close(once.norm(), often.norm() / 64, rtol=1e-4, atol=0)
+
+
+def test_t13_with_one_open_head_the_three_clips_agree_to_the_bit():
+    rows = torch.zeros(4, 5, NUM_HEADS, CHOICES) > 0
+    rows[..., 0] = True
+    rows[:, :, 2] = True
+    case = Case(1, envs=4, time=5, scale=1.0, rows=rows)
+    losses = [case.terms(weights(mode)).policy_loss for mode in CLIP_MODES]
+    assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-7)
+    assert_close(losses[2], losses[0], rtol=1e-6, atol=1e-7)
+
+
+def test_t13_the_joint_ratio_is_the_product_of_the_heads_ratios():
+    log_ratio = 0.2 * torch.randn(3, 4, NUM_HEADS)
+    ones = torch.ones(3, 4)
+    gain, _ = surrogate(log_ratio, ones, weights(clip=1e6))
+    assert_close(gain, log_ratio.exp().prod(dim=-1))
+    separate, _ = surrogate(log_ratio, ones, weights("per_head", clip=1e6))
+    assert_close(separate, log_ratio.exp().sum(dim=-1) - NUM_HEADS + 1)
+
+
+def test_t14_kl_is_the_joint_kl_of_independent_heads_and_each_head_has_its_share():
+    rows = torch.zeros(1, 1, NUM_HEADS, CHOICES) > 0
+    rows[..., 0] = True
+    for head, size in ((0, 3), (2, 4), (6, 2)):
+        rows[:, :, head, :size] = True
+    case = Case(2, envs=1, time=1, rows=rows, valid=torch.ones(1, 1) > 0)
+    new = masked_log_softmax(case.logits, rows)[0, 0].double()
+    old = case.batch.distribution[0, 0].double()
+    joint = 0.0
+    for a in range(3):
+        for b in range(4):
+            for c in range(2):
+                was = old[0, a] + old[2, b] + old[6, c]
+                now = new[0, a] + new[2, b] + new[6, c]
+                joint += float(was.exp() * (was - now))
+    kl = case.terms(weights()).kl
+    assert_close(kl.sum(), torch.tensor(joint), rtol=1e-4, atol=1e-6)
+    assert (kl > 0).tolist() == [head in (0, 2, 6) for head in range(NUM_HEADS)]
+    closed = rows.clone()
+    closed[:, :, 1:] = torch.arange(CHOICES) == 0
+    alone = Case(2, envs=1, time=1, rows=closed, valid=torch.ones(1, 1) > 0)
+    assert_close(alone.terms(weights()).kl.sum(), alone.terms(weights()).kl[0])
+
+
+def test_t16_heads_forced_on_every_step_give_finite_terms_and_no_gradient():
+    rows = (torch.arange(CHOICES) == 0).expand(2, 3, NUM_HEADS, CHOICES)
+    case = Case(3, envs=2, time=3, scale=2.0, rows=rows)
+    logits = case.logits.requires_grad_()
+    terms = case.terms(weights(), logits, case.values.requires_grad_())
+    terms.loss.backward()
+    for name in terms.__slots__:
+        assert getattr(terms, name).isfinite().all(), name
+    assert (logits.grad == 0).all()
+    assert (terms.openness == 0).all()
+    assert (terms.entropy == 0).all()
+
+
+def test_t33_exact_kl_is_positive_zero_without_a_change_and_k3_agrees():
+    case = Case(4, envs=1, time=1, open_share=1.0, valid=torch.ones(1, 1) > 0)
+    same = case.terms(weights(), logits=case.batch.distribution)
+    assert (same.kl.abs() < 1e-6).all()
+    moved = case.terms(weights())
+    assert (moved.kl >= 0).all()
+    draws, generator = 40_000, Generator().manual_seed(1)
+    old, rows = case.batch.distribution[0, 0], case.batch.rows[0, 0]
+    new = masked_log_softmax(case.logits[0, 0], rows)
+    actions = sample(old.expand(draws, -1, -1), rows.expand(draws, -1, -1), generator)
+    d = chosen((new - old).expand(draws, -1, -1), actions).double()
+    k3 = d.exp() - 1.0 - d
+    error = k3.std(dim=0) / math.sqrt(draws)
+    assert ((k3.mean(dim=0) - moved.kl).abs() <= 4.0 * error + 1e-7).all()
+    assert_close(moved.kl, kl_divergence(old, new, rows))
+
+
+@pytest.mark.parametrize("mode", CLIP_MODES)
+@pytest.mark.parametrize("size", [89.0, 1e4, 1e30])
+def test_t37_ratios_beyond_float32_stay_finite_and_are_counted(mode, size):
+    case = Case(7, open_share=1.0, valid=torch.ones(2, 3) > 0)
+    logits = (size * case.logits).requires_grad_()
+    terms = case.terms(weights(mode), logits)
+    terms.loss.backward()
+    assert terms.loss.isfinite()
+    assert logits.grad.isfinite().all()
+    assert terms.clamped > 0
+    assert Case(7).terms(weights(mode)).clamped == 0
+
+
+def test_t37_a_joint_ratio_that_had_to_be_clamped_is_counted_too():
+    """Eight heads that moved by four each: exp(32) although no head is extreme."""
+    rows = torch.ones(1, 1, NUM_HEADS, CHOICES) > 0
+    case = Case(8, envs=1, time=1, rows=rows, valid=torch.ones(1, 1) > 0)
+    towards = torch.nn.functional.one_hot(case.batch.actions, CHOICES) * 40.0
+    low = replace(case.batch, log_probs=torch.full((1, 1, NUM_HEADS), -4.0))
+    case.batch = low
+    assert case.terms(weights(), logits=towards).clamped == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "clip", "error", "slope"),
+    [
+        (0.9, 1.0, None, 0.005, -0.1),  # no clip: the plain error
+        (0.1, 1.0, 0.2, 0.405, -0.9),  # inside the range: the plain error
+        (-5.0, 1.0, 0.2, 18.0, -6.0),  # strayed from the target: must come back
+        (5.0, 1.0, 0.2, 8.0, 4.0),  # overshot by far: must come back
+        (0.9, 1.0, 0.2, 0.32, 0.0),  # came close beyond the range: no more reward
+    ],
+)
+def test_t38_the_value_clip_by_hand(value, target, clip, error, slope):
+    values = torch.tensor([[value]], requires_grad=True)
+    result = value_error(values, torch.tensor([[target]]), torch.zeros(1, 1), clip)
+    result.sum().backward()
+    assert_close(result, torch.tensor([[error]]))
+    assert_close(values.grad, torch.tensor([[slope]]))
+
+
+def test_t24_means_are_over_valid_steps_whatever_stands_elsewhere():
+    values = torch.tensor([[1.0, math.nan, 5.0], [math.inf, 1e30, 3.0]])
+    valid = torch.tensor([[True, False, True], [False, False, True]])
+    assert masked_mean(values, valid) == 3.0
+    assert masked_mean(values, torch.zeros_like(valid)) == 0.0

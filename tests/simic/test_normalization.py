@@ -1,0 +1,125 @@
+"""Value statistics: exact moments, and predictions that do not move with them."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing import assert_close
+
+from esper.simic.agent.normalization import (
+    SMALLEST_SCALE,
+    ReturnMoments,
+    rescale_head,
+)
+
+HERE = torch.device("cpu")
+
+
+def moments_of(*rollouts, fading=1.0):
+    moments = ReturnMoments.none(HERE)
+    for returns in rollouts:
+        grid = torch.tensor([returns])
+        moments = moments.with_returns(grid, torch.ones_like(grid) > 0, fading)
+    return moments
+
+
+def test_before_any_return_values_have_the_unit_one():
+    nothing = ReturnMoments.none(HERE)
+    assert nothing.scale() == 1.0
+    assert nothing.mean == 0.0
+
+
+@given(
+    st.lists(
+        st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_nothing_fades_moments_are_those_of_all_returns(rollouts):
+    moments = moments_of(*rollouts)
+    everything = [value for rollout in rollouts for value in rollout]
+    mean, spread = statistics.fmean(everything), statistics.pstdev(everything)
+    assert_close(moments.mean, torch.tensor(mean), rtol=1e-5, atol=1e-4)
+    floor = SMALLEST_SCALE * (1 + abs(mean))
+    assert_close(
+        moments.scale(), torch.tensor(max(spread, floor)), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_old_returns_fade():
+    """Weights 1/4, 1/2, 1 of three rollouts whose returns are constant."""
+    moments = moments_of([0.0, 0.0], [2.0, 2.0], [6.0, 6.0], fading=0.5)
+    mean = (0.25 * 0 + 0.5 * 2 + 1.0 * 6) / 1.75
+    square = (0.25 * 0 + 0.5 * 4 + 1.0 * 36) / 1.75
+    assert_close(moments.mean, torch.tensor(mean))
+    assert_close(moments.scale(), torch.tensor(math.sqrt(square - mean**2)))
+
+
+@pytest.mark.parametrize("filler", [math.nan, math.inf, 1e30])
+def test_t24_padding_is_not_counted(filler):
+    valid = torch.tensor([[True, True, False], [True, False, False]])
+    returns = torch.where(
+        valid, torch.tensor([[1.0, 2.0, 0.0], [6.0, 0.0, 0.0]]), filler
+    )
+    padded = ReturnMoments.none(HERE).with_returns(returns, valid, 0.9)
+    plain = moments_of([1.0, 2.0, 6.0])
+    assert_close((padded.mean, padded.scale()), (plain.mean, plain.scale()))
+
+
+def test_a_rollout_without_steps_changes_nothing():
+    before = moments_of([1.0, 5.0])
+    none = torch.zeros(1, 2, dtype=torch.bool)
+    after = before.with_returns(torch.tensor([[math.nan, 7.0]]), none, 0.5)
+    for name in ("weight", "mean", "variance"):
+        assert torch.equal(getattr(after, name), getattr(before, name))
+
+
+def test_large_returns_that_differ_little_keep_their_spread():
+    returns = [10_000.0 + 4.0 * (step % 2) for step in range(64)]
+    assert_close(
+        moments_of(returns, returns).scale(), torch.tensor(2.0), rtol=1e-3, atol=0
+    )
+
+
+def test_t29_the_unit_of_the_reward_leaves_no_bit():
+    """Times a power of two, everything scales exactly."""
+    first, second = torch.randn(8).tolist(), torch.randn(8).tolist()
+    small = moments_of(first, second, fading=0.9)
+    large = moments_of(
+        [1024 * x for x in first], [1024 * x for x in second], fading=0.9
+    )
+    assert torch.equal(large.mean, 1024 * small.mean)
+    assert torch.equal(large.scale(), 1024 * small.scale())
+
+
+def test_constant_returns_do_not_become_noise():
+    assert_close(moments_of([3.0, 3.0]).scale(), torch.tensor(4.0 * SMALLEST_SCALE))
+
+
+@given(
+    st.tuples(*[st.floats(-50, 50, width=32)] * 2),
+    st.tuples(*[st.floats(0.125, 64, width=32)] * 2),
+)
+def test_changing_units_does_not_change_a_prediction(means, scales):
+    torch.manual_seed(0)
+    head, inputs = nn.Linear(5, 1), torch.randn(7, 5)
+    before = means[0] + scales[0] * head(inputs)
+    tensors = [
+        (torch.tensor(m), torch.tensor(s)) for m, s in zip(means, scales, strict=True)
+    ]
+    rescale_head(head, tensors[0], tensors[1])
+    after = means[1] + scales[1] * head(inputs)
+    assert_close(after, before, rtol=1e-4, atol=1e-3)
+
+
+def test_where_chooses_whole_records():
+    one, two = moments_of([1.0, 2.0]), moments_of([5.0, 9.0], [1.0, 3.0])
+    yes = torch.tensor(True)
+    assert one.where(yes, two).mean == one.mean
+    assert one.where(~yes, two).variance == two.variance
+    assert one.where(~yes, two).weight == two.weight

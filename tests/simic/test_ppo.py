@@ -1,0 +1,269 @@
+"""An update: what it must not depend on, when it stops, what it refuses and reports."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Generator
+from torch.testing import assert_close
+
+from esper.contracts.actions import HEAD, HEAD_NAMES
+from esper.contracts.errors import BadInput, CallOrder
+from esper.experiment.collect import collect, start
+from esper.simic.agent.losses import LossWeights, ppo_terms
+from esper.simic.agent.ppo import PPOAgent, PPOConfig, explained_variance
+from tests.rollouts import (
+    SPEC,
+    TINY,
+    HashWorld,
+    fill_ragged,
+    make_buffer,
+    make_policy,
+    take,
+)
+from tests.simic.agents import agent_with_rollout, flat, snapshot, unequal
+
+
+def terms_of(agent, batch):
+    policy = agent.policy
+    new = policy.evaluate(
+        batch.features, batch.rows, batch.actions, batch.first, batch.state
+    )
+    weights = LossWeights(
+        clip=0.2,
+        clip_mode="joint",
+        value=0.5,
+        value_clip=None,
+        entropy=torch.full((8,), 0.1),
+    )
+    return ppo_terms(new, batch, batch.returns, batch.values, weights)
+
+
+def test_an_update_moves_every_weight_and_reports_what_ran():
+    agent = agent_with_rollout(target_kl=math.inf, envs=16, steps=32)
+    before = snapshot(agent)
+    record = agent.update()
+    moved = unequal(before, {**before, **snapshot(agent)})
+    assert set(dict(agent.policy.named_parameters())) <= set(moved)
+    assert record.steps_planned == record.steps_taken == 8
+    assert record.stopped_at is None
+    assert record.refused == 0
+    assert tuple(record.heads) == HEAD_NAMES
+    assert all(math.isfinite(x) for x in flat(record).values() if x is not None)
+    assert record.kl > 0
+    assert record.grad_norm > 0
+    assert agent.version == 1
+    assert (agent.buffer.step_counts == 0).all()
+
+
+def test_the_same_seed_gives_the_same_update_and_another_one_does_not():
+    def after(rng_seed):
+        policy = make_policy(strength=0.5)
+        agent = PPOAgent(
+            policy,
+            make_buffer(policy, 6, 12),
+            PPOConfig(minibatches=3),
+            rng_seed=rng_seed,
+        )
+        fill_ragged(policy, agent.buffer)
+        return flat(agent.update()), snapshot(agent)
+
+    record, weights = after(1)
+    assert record == after(1)[0]
+    assert not unequal(weights, after(1)[1])
+    assert unequal(weights, after(2)[1])
+
+
+def test_t10_weights_of_a_head_that_no_op_used_move_nothing_and_get_no_gradient():
+    spec = replace(SPEC, narrowed={"op": ("WAIT", "ADVANCE", "FOSSILIZE")})
+    policy = make_policy(spec, strength=0.5)
+    agent = agent_with_rollout(policy)
+    batch = take(agent.buffer)
+    before = terms_of(agent, batch)
+    before.loss.backward()
+    unused = [
+        policy.offer_score,
+        policy.offer_query,
+        policy.rest_out,
+        policy.rest_hidden,
+    ]
+    for layer in unused:
+        assert (layer.weight.grad == 0).all()
+        assert (layer.bias.grad == 0).all()
+    assert (policy.op_out.weight.grad != 0).any()
+    assert (before.openness[HEAD["blueprint"] :] == 0).all()
+    with torch.no_grad():
+        for layer in unused:
+            layer.weight.add_(torch.randn_like(layer.weight))
+    after = terms_of(agent, batch)
+    for name in before.__slots__:
+        assert torch.equal(getattr(before, name), getattr(after, name)), name
+
+
+def test_t10_without_causality_the_same_weights_do_inflate_kl():
+    """What relevance is for: the ablation counts heads that never mattered."""
+    spec = replace(SPEC, narrowed={"op": ("WAIT", "ADVANCE")})
+    policy = make_policy(spec, replace(TINY, causal=False), strength=0.5)
+    agent = agent_with_rollout(policy)
+    batch = take(agent.buffer)
+    with torch.no_grad():
+        policy.rest_out.weight.add_(torch.randn_like(policy.rest_out.weight))
+    assert terms_of(agent, batch).kl[HEAD["style"] :].sum() > 0.01
+
+
+@pytest.mark.parametrize("filler", [math.nan, 1e30, -math.inf])
+def test_t24_whatever_stands_on_padding_changes_no_bit(filler):
+    results = []
+    for fill in (None, filler):
+        agent = agent_with_rollout(acted=0.6)
+        buffer = agent.buffer
+        assert buffer.step_counts.min() < buffer.step_counts.max()
+        if fill is not None:
+            times = torch.arange(buffer.max_steps + 1)[:, None]
+            for stored in buffer._storage.values():
+                beyond = (times >= buffer.step_counts).expand(stored.shape[:2])
+                stored[beyond] = True if stored.dtype == torch.bool else 77
+                if stored.is_floating_point():
+                    stored[beyond] = fill
+        results.append((flat(agent.update()), snapshot(agent)))
+    (clean, weights), (dirty, same) = results
+    assert dirty == clean
+    assert not unequal(weights, same)
+
+
+def test_t29_the_unit_of_the_reward_does_not_matter_to_the_bit():
+    results = []
+    for unit in (1.0, 1024.0):
+        policy = make_policy(strength=0.5)
+        with torch.no_grad():
+            policy.value_out.weight.zero_()
+            policy.value_out.bias.zero_()
+        world = HashWorld(6, reward_scale=unit)
+        agent = PPOAgent(policy, make_buffer(policy, 6, 12), PPOConfig(minibatches=2))
+        live, generator = start(world, policy), Generator().manual_seed(0)
+        records = []
+        for _ in range(4):
+            live, _ = collect(
+                world,
+                policy,
+                agent.buffer,
+                live,
+                generator,
+                policy_version=agent.version,
+            )
+            records.append(flat(agent.update()))
+        results.append((records, dict(policy.named_parameters()), policy.value_scale))
+    (small, weights, scale), (large, same, large_scale) = results
+    assert small == large
+    assert not unequal(weights, same)
+    assert large_scale == 1024 * scale
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_t31_updates_on_one_or_two_steps_stay_finite(steps):
+    agent = agent_with_rollout(envs=1, steps=steps, minibatches=1)
+    record = agent.update()
+    assert record.steps_taken > 0
+    assert all(x.isfinite().all() for x in agent.policy.state_dict().values())
+
+
+def test_t31_equal_advantages_teach_the_policy_nothing_and_stay_finite():
+    agent = agent_with_rollout(entropy=0.0, value=0.0)
+    agent.buffer.rewards.zero_()
+    agent.buffer.values.zero_()
+    agent.buffer.dones.fill_(True)
+    agent.buffer.truncated.zero_()
+    before = snapshot(agent)
+    record = agent.update()
+    assert record.grad_norm == 0.0
+    assert math.isnan(record.explained_variance)
+    weights = [name for name in unequal(before, snapshot(agent)) if "value" not in name]
+    assert not [
+        name for name in weights if name in dict(agent.policy.named_parameters())
+    ]
+
+
+def test_t35_a_heads_entropy_is_the_mean_over_the_steps_on_which_it_was_open():
+    """Minibatches in which a head is hardly ever open must not pull it to 0."""
+    agent = agent_with_rollout(learning_rate=1e-9, epochs=1, minibatches=6, steps=5)
+    batch = take(agent.buffer)
+    terms = terms_of(agent, batch)
+    agent.buffer._is_computed = False
+    record = agent.update()
+    for index, name in enumerate(HEAD_NAMES):
+        expected = float(terms.entropy[index])
+        assert record.heads[name].entropy == pytest.approx(expected, rel=1e-4)
+    opened = (batch.rows.sum(dim=-1) > 1).any(dim=1)
+    assert (opened.any(dim=0) & ~opened.all(dim=0)).any()
+
+
+def test_explained_variance_by_hand():
+    agent = agent_with_rollout()
+    batch = take(agent.buffer)
+    perfect = replace(batch, values=batch.returns)
+    assert_close(explained_variance(perfect), torch.tensor(1.0))
+    constant = replace(batch, values=torch.full_like(batch.returns, 3.0))
+    assert_close(explained_variance(constant), torch.tensor(0.0), rtol=0, atol=1e-5)
+    assert explained_variance(replace(batch, returns=batch.returns * 0)).isnan()
+
+
+def test_annealing_scales_learning_rate_and_entropy_of_the_configuration():
+    agent = agent_with_rollout(learning_rate=0.5, head_entropy={"slot": 0.3})
+    agent.anneal(0.5)
+    agent.anneal(0.1)
+    assert agent.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+    expected = [0.001] * 8
+    expected[HEAD["slot"]] = 0.03
+    assert_close(agent._weights.entropy, torch.tensor(expected))
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ({"learning_rate": 0.0}, "learning_rate must be positive, got 0.0"),
+        ({"learning_rate": math.nan}, "learning_rate must be positive, got nan"),
+        ({"learning_rate": 1e5}, "learning_rate 100000.0 cannot be meant"),
+        ({"clip": -0.1}, "clip must be positive"),
+        ({"target_kl": 0.0}, "target_kl must be positive"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"minibatches": 0}, "minibatches must be at least 1, got 0"),
+        ({"entropy": -0.1}, "entropy must not be negative"),
+        ({"value": math.nan}, "value must not be negative"),
+        ({"value_fading": 1.5}, r"value_fading must lie in \[0, 1\], got 1.5"),
+        ({"value_clip": 0.0}, "value_clip must be positive, got 0.0; None is off"),
+        ({"clip_mode": "both"}, "clip_mode must be one of joint, per_head, mixed"),
+        ({"head_entropy": {"ops": 0.1}}, "head_entropy names 'ops'; heads are op"),
+        ({"head_entropy": {"op": -1.0}}, "head_entropy of 'op' is negative: -1.0"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(bad, match):
+    with pytest.raises(BadInput, match=match):
+        PPOConfig(**bad)
+
+
+def test_more_minibatches_than_environments_are_refused():
+    policy = make_policy()
+    with pytest.raises(BadInput, match="minibatches is 4 but the buffer has 3"):
+        PPOAgent(policy, make_buffer(policy, 3, 2), PPOConfig(minibatches=4))
+
+
+def test_steps_of_another_policy_version_are_refused_and_nothing_changes():
+    agent = agent_with_rollout()
+    agent.buffer.policy_version = 3
+    before = snapshot(agent)
+    with pytest.raises(
+        CallOrder, match="steps of policy version 3, this policy is vers"
+    ):
+        agent.update()
+    assert not unequal(before, snapshot(agent))
+    agent.buffer.policy_version = 0
+    assert agent.update().steps_taken > 0
+
+
+def test_updating_twice_on_one_rollout_is_refused():
+    agent = agent_with_rollout()
+    agent.update()
+    with pytest.raises(CallOrder, match="collect again"):
+        agent.update()

@@ -1,0 +1,246 @@
+"""What is left of the rollout before, when calls may come, and where they run."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from esper.contracts.errors import BadInput, CallOrder
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from tests.device_reads import count_device_reads
+from tests.simic.steps import (
+    SEEN,
+    STATE,
+    Steps,
+    a_step,
+    assert_same,
+    fields,
+    fill,
+    flags,
+    make_buffer,
+    take,
+)
+
+# --- Use again, and leftovers ------------------------------------------------------
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("poison", [float("nan"), 1e30])
+def test_t24_leftovers_in_storage_change_nothing(ragged, poison):
+    buffer = make_buffer(steps=5)
+    for stored in buffer._storage.values():
+        stored.fill_(poison if stored.is_floating_point() else 77)
+    assert_same(fill(buffer, ragged=ragged), fill(make_buffer(steps=5), ragged=ragged))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_buffer_used_again_equals_a_fresh_one(ragged):
+    buffer, steps = make_buffer(steps=3), Steps(rng_seed=9)
+    for _ in range(3):
+        buffer.add(**steps(rewards=torch.full((2,), 1e30)))
+    buffer.cut(torch.full((2,), 1e30))
+    buffer.compute_advantages_and_returns()
+    buffer.reset()
+    assert buffer.step_counts.tolist() == [0, 0]
+    assert_same(fill(buffer, ragged=ragged), fill(make_buffer(steps=3), ragged=ragged))
+
+
+def test_a_partly_filled_buffer_is_trimmed_to_its_longest_row():
+    buffer = make_buffer(steps=50)
+    assert fill(buffer, ragged=False).valid_mask.tolist() == [[True] * 3] * 2
+    buffer.reset()
+    assert fill(buffer, ragged=True).valid_mask.tolist() == [
+        [True, True, True],
+        [True, False, False],
+    ]
+
+
+@pytest.mark.parametrize(("envs", "steps"), [(1, 3), (3, 1), (1, 1)])
+def test_a_batch_is_a_copy_whatever_its_shape(envs, steps):
+    """With one row or one step a transposed tensor is contiguous: no copy by luck."""
+    buffer, source = make_buffer(envs, steps), Steps(envs)
+    for _ in range(steps):
+        buffer.add(**source())
+    buffer.cut(torch.zeros(envs))
+    batch = take(buffer)
+    before = {name: field.clone() for name, field in fields(batch).items()}
+    buffer.reset()
+    other = Steps(envs, rng_seed=1)
+    for _ in range(steps):
+        buffer.add(**other())
+    for name, field in fields(batch).items():
+        assert torch.equal(field, before[name])
+
+
+def test_step_counts_belong_to_the_caller():
+    buffer = make_buffer()
+    buffer.add(**a_step())
+    counts = buffer.step_counts
+    counts.zero_()
+    assert buffer.step_counts.tolist() == [1, 1]
+
+
+# --- The order of calls ------------------------------------------------------------
+
+
+def filled() -> TamiyoRolloutBuffer:
+    buffer, steps = make_buffer(steps=2), Steps()
+    buffer.add(**steps())
+    buffer.add(**steps())
+    return buffer
+
+
+def cut() -> TamiyoRolloutBuffer:
+    buffer = filled()
+    buffer.cut(torch.zeros(2))
+    return buffer
+
+
+def computed() -> TamiyoRolloutBuffer:
+    buffer = cut()
+    buffer.compute_advantages_and_returns()
+    return buffer
+
+
+def compute(buffer):
+    buffer.compute_advantages_and_returns()
+
+
+def add(buffer):
+    buffer.add(**a_step(first=flags(2)))
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "match"),
+    [
+        (make_buffer, compute, "nothing to compute"),
+        (make_buffer, lambda b: b.cut(torch.zeros(2)), "empty buffer"),
+        (make_buffer, lambda b: b.get_batched_sequences(), "advantages are missing"),
+        (filled, add, "every row has 2 steps"),
+        (filled, lambda b: b.begin(), r"begin\(\) after 2 steps"),
+        (filled, compute, "environment 0 goes on"),
+        (filled, lambda b: b.get_batched_sequences(), "advantages are missing"),
+        (cut, add, r"add\(\) after cut"),
+        (cut, lambda b: b.cut(torch.zeros(2)), r"cut\(\) after cut"),
+        (cut, lambda b: b.begin(), r"begin\(\) after 2 steps"),
+        (computed, add, r"add\(\) after compute"),
+        (computed, lambda b: b.cut(torch.zeros(2)), r"cut\(\) after compute"),
+        (filled, pickle.dumps, "cannot be pickled"),
+        (filled, copy.deepcopy, "cannot be pickled"),
+    ],
+)
+def test_a_call_at_the_wrong_moment_is_refused(make, call, match):
+    with pytest.raises(CallOrder, match=match):
+        call(make())
+
+
+def test_a_full_row_is_named_and_the_others_may_go_on():
+    buffer, steps = make_buffer(envs=3, steps=1), Steps(3)
+    buffer.add(**steps(acted=flags(3, 1, 2)))
+    with pytest.raises(CallOrder, match="row of environment 1 is full"):
+        buffer.add(**steps(acted=flags(3, 0, 1)))
+    assert not buffer.is_full
+    buffer.add(**Steps(3)(acted=flags(3, 0)))
+    assert buffer.is_full
+    assert buffer.step_counts.tolist() == [1, 1, 1]
+
+
+def test_after_a_partial_step_everyone_may_act_again():
+    buffer, steps = make_buffer(envs=2, steps=2), Steps()
+    buffer.add(**steps(acted=flags(2, 1)))
+    buffer.add(**steps())
+    assert buffer.step_counts.tolist() == [1, 2]
+    with pytest.raises(CallOrder, match="row of environment 1 is full"):
+        buffer.add(**steps())
+
+
+def test_a_row_that_goes_on_is_named_before_advantages_are_computed():
+    buffer, steps = make_buffer(envs=3, steps=2), Steps(3)
+    buffer.add(**steps(terminated=flags(3, 0, 1), acted=flags(3, 0, 1)))
+    buffer.add(**steps(terminated=flags(3, 0), acted=flags(3, 0, 1)))
+    with pytest.raises(CallOrder, match="environment 1 goes on"):
+        buffer.compute_advantages_and_returns()
+    buffer.cut(torch.zeros(3))
+    buffer.compute_advantages_and_returns()
+
+
+def test_a_row_without_steps_needs_no_cut():
+    buffer = make_buffer()
+    buffer.add(**a_step(terminated=flags(2, 0), acted=flags(2, 0)))
+    assert take(buffer).valid_mask.tolist() == [[True], [False]]
+
+
+# --- Sizes and devices -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("envs", "steps", "settings", "match"),
+    [
+        (0, 1, {}, "num_envs must be at least 1, got 0"),
+        (1, -1, {}, "max_steps must be at least 1, got -1"),
+        (1, 1, {"gamma": 1.5}, r"gamma must lie in \[0, 1\], got 1.5"),
+        (1, 1, {"gamma": float("nan")}, "gamma must lie in"),
+        (1, 1, {"gae_lambda": -0.1}, "gae_lambda must lie in"),
+        (10**6, 10**3, {}, r"need \d+,\d+,\d+,\d+ bytes, more than max_bytes"),
+        (2, 2, {"max_bytes": 1000}, "more than max_bytes = 1,000"),
+        (10**6, 1, {"state_shape": (100, 1000)}, "more than max_bytes"),
+    ],
+)
+def test_a_buffer_that_cannot_be_meant_is_refused(envs, steps, settings, match):
+    with pytest.raises(BadInput, match=match):
+        make_buffer(envs, steps, **settings)
+
+
+def test_the_byte_count_is_that_of_the_storage():
+    buffer = make_buffer(3, 4)
+    stored = sum(field.nbytes for field in buffer._storage.values())
+    stored += buffer._state.nbytes
+    assert make_buffer(3, 4, max_bytes=stored).nbytes == stored
+    with pytest.raises(BadInput, match=f"{stored:,} bytes"):
+        make_buffer(3, 4, max_bytes=stored - 1)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_cut_rollout_never_makes_the_device_wait(ragged):
+    assert count_device_reads(lambda: fill(make_buffer(), ragged=ragged)) == 0
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_other_devices_compute_the_same_without_looking_at_values(ragged):
+    buffer = make_buffer(steps=4)
+    buffer._check = None
+    actual, expected = fill(buffer, ragged=ragged), fill(make_buffer(), ragged=ragged)
+    length = expected.valid_mask.shape[1]
+    for name, field in fields(actual).items():
+        here = field if name == "state" else field[:, :length]
+        assert_close(here, fields(expected)[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_on_a_device_without_values_only_shapes_matter(ragged):
+    """The meta device refuses any read, as a stalled one would only be slow."""
+    buffer, steps = make_buffer(steps=3, device="meta"), Steps()
+    for _ in range(3):
+        step = steps(final_values=torch.zeros(2))
+        features = step.pop("features")
+        step = {name: tensor.to("meta") for name, tensor in step.items()}
+        seen = type(features)(*(getattr(features, name).to("meta") for name in SEEN))
+        acted = flags(2).to("meta") if ragged else None
+        buffer.add(features=seen, **step, acted=acted)
+    buffer.cut(torch.zeros(2, device="meta"))
+    buffer.compute_advantages_and_returns()
+    batch = buffer.get_batched_sequences("meta")
+    assert batch.advantages.shape == (2, 3)
+    assert batch.rows.device.type == "meta"
+
+
+def test_steps_taken_in_inference_mode_can_be_learned_from():
+    buffer = make_buffer()
+    with torch.inference_mode():
+        buffer.begin(torch.ones(2, *STATE))
+        buffer.add(**a_step(acted=flags(2, 0)))
+        buffer.cut(torch.zeros(2))
+    for field in fields(take(buffer)).values():
+        assert not field.is_inference()

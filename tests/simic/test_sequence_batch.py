@@ -1,0 +1,89 @@
+import pytest
+import torch
+from torch import Generator
+from torch.testing import assert_close
+
+from esper.contracts.errors import BadInput
+from esper.simic.agent.sequence_batch import SequenceBatch
+from tests.simic.steps import Steps, fields, make_buffer
+
+
+def make_batch(envs: int = 5, steps: int = 3) -> SequenceBatch:
+    """Values of environment `e` are 10 e + t."""
+    buffer, source = make_buffer(envs, steps), Steps(envs)
+    for t in range(steps):
+        buffer.add(**source(values=10.0 * torch.arange(envs) + t))
+    buffer.cut(torch.zeros(envs))
+    buffer.compute_advantages_and_returns()
+    return buffer.get_batched_sequences()
+
+
+def names(batch: SequenceBatch) -> list[int]:
+    return [int(value) // 10 for value in batch.values[:, 0]]
+
+
+def test_fields_are_found_by_name():
+    batch = make_batch()
+    assert batch["valid_mask"] is batch.valid_mask
+    assert batch["features"] is batch.features
+    with pytest.raises(KeyError, match="no field 'valid'; there are features, first"):
+        batch["valid"]
+
+
+def test_a_batch_is_contiguous_though_storage_is_time_major():
+    assert all(field.is_contiguous() for field in fields(make_batch()).values())
+
+
+def test_selected_rows_are_whole_contiguous_and_in_the_order_asked():
+    batch = make_batch()
+    chosen = batch.select(torch.tensor([3, 1]))
+    assert chosen.num_envs == 2
+    whole = fields(batch)
+    for name, part in fields(chosen).items():
+        assert_close(part, whole[name][[3, 1]], rtol=0, atol=0)
+        assert part.is_contiguous()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_minibatches_hold_every_environment_once_in_even_parts(count):
+    parts = [*make_batch().minibatches(count, Generator().manual_seed(1))]
+    sizes = [part.num_envs for part in parts]
+    assert len(parts) == count
+    assert max(sizes) - min(sizes) <= 1
+    assert sorted(env for part in parts for env in names(part)) == [0, 1, 2, 3, 4]
+
+
+def test_minibatches_depend_on_the_generator_alone():
+    batch = make_batch(envs=20)
+
+    def orders(rng_seed: int) -> list[list[int]]:
+        generator = Generator().manual_seed(rng_seed)
+        return [
+            [env for part in batch.minibatches(4, generator) for env in names(part)]
+            for _ in range(2)
+        ]
+
+    torch.manual_seed(1)
+    first = orders(1)
+    torch.manual_seed(2)
+    assert first == orders(1)
+    assert first != orders(2)
+    assert first[0] != first[1]
+    assert first[0] != sorted(first[0])
+
+
+@pytest.mark.parametrize("count", [-1, 0, 6])
+def test_a_count_of_minibatches_that_cannot_be_is_refused_at_the_call(count):
+    generator = Generator().manual_seed(0)
+    before = generator.get_state()
+    with pytest.raises(BadInput, match=rf"count must lie in 1..5, .* got {count}"):
+        make_batch().minibatches(count, generator)
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_two_iterators_do_not_disturb_each_other():
+    batch, generator = make_batch(), Generator().manual_seed(0)
+    alone = [names(part) for part in batch.minibatches(2, Generator().manual_seed(0))]
+    one, two = batch.minibatches(2, generator), batch.minibatches(3, generator)
+    mixed = [names(next(one)), names(next(two)), names(next(one))]
+    assert [mixed[0], mixed[2]] == alone

@@ -1,0 +1,132 @@
+"""Hypothesis strategies for what several packages are tested with."""
+
+import random
+from contextlib import contextmanager
+from math import inf
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from esper.contracts.actions import HEADS, ActionSpec, Op
+from esper.contracts.blueprints import BLUEPRINTS
+from esper.contracts.observation import BlueprintOffers, HostStates, Observation
+from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
+from esper.contracts.stages import Stage
+
+COSTS = (0.0, 0.125, 0.25, 0.5, 2.0)
+"""Few values, so that a cost often equals the budget."""
+
+
+@contextmanager
+def undisturbed():
+    """Keep Python's random state: the type checker samples containers with it."""
+    state = random.getstate()
+    yield
+    random.setstate(state)
+
+
+def tensors(shape, elements, dtype):
+    """Tensors of a shape with independently drawn elements."""
+    drawn = arrays.arrays(dtype, shape, elements=elements, fill=st.nothing())
+    return drawn.map(lambda values: torch.from_numpy(values.copy()))
+
+
+def floats(bound=1e30):
+    """Finite float32 numbers up to a bound, small ones more often than not."""
+    return st.one_of(
+        st.floats(-1.0, 1.0, width=32),
+        st.floats(-float(np.float32(bound)), float(np.float32(bound)), width=32),
+    )
+
+
+@st.composite
+def action_specs(draw, max_slots=4):
+    """Action spaces: any slots and blueprints, heads narrowed at random."""
+    narrowed = {}
+    for head in HEADS:
+        if head.choices and draw(st.integers(0, 3)) == 0:
+            names = st.lists(st.sampled_from([*head.choices]), min_size=1, unique=True)
+            chosen = draw(names)
+            if head.name == "op" and Op.WAIT.name not in chosen:
+                chosen.append(Op.WAIT.name)
+            narrowed[head.name] = tuple(chosen)
+    count = draw(st.integers(1, 4))
+    first = draw(st.integers(0, len(BLUEPRINTS) - count))
+    slots = SlotConfig(draw(st.integers(1, max_slots)), draw(st.integers(0, 3)))
+    with undisturbed():
+        return ActionSpec(slots, BLUEPRINTS[first : first + count], narrowed)
+
+
+@st.composite
+def slot_states(draw, envs, spec, values=None):
+    """All slots of some environments; floats are shares unless `values` is given."""
+    shape = (envs, spec.slots.max_slots)
+    shares = st.floats(0.0, 1.0, width=32) if values is None else values
+    flags = tensors(shape, st.booleans(), np.bool_)
+    numbers = tensors(shape, shares, np.float32)
+    return SlotStates(
+        stage=draw(tensors(shape, st.sampled_from([*map(int, Stage)]), np.int64)),
+        age=draw(tensors(shape, st.integers(0, 5), np.int64)),
+        alpha=draw(numbers),
+        alpha_target=draw(numbers),
+        alpha_settled=draw(flags),
+        blueprint=draw(
+            tensors(shape, st.integers(-1, len(spec.blueprints) - 1), np.int64)
+        ),
+        style=draw(tensors(shape, st.integers(0, 1), np.int64)),
+        parameters=draw(numbers),
+        depth=draw(numbers),
+        capacity=draw(numbers),
+        liveness=draw(numbers),
+        gradient_share=draw(numbers),
+        contribution=draw(numbers),
+        contribution_measured=draw(flags),
+    )
+
+
+@st.composite
+def observations(draw, spec, envs=None, values=None):
+    """What could be seen in an action space; floats are small unless `values`."""
+    envs = draw(st.integers(1, 3)) if envs is None else envs
+    numbers = st.floats(-1.0, 1.0, width=32) if values is None else values
+    costs = st.sampled_from(COSTS) if values is None else values
+    shape = (envs, spec.slots.max_slots, len(spec.blueprints))
+    host = tensors((envs,), numbers, np.float32)
+    offers = tensors(shape, numbers, np.float32)
+    flags = tensors(shape, st.booleans(), np.bool_)
+    budget = st.one_of(st.just(inf), costs)
+    return Observation(
+        first=draw(tensors((envs,), st.booleans(), np.bool_)),
+        host=HostStates(
+            progress=draw(host),
+            budget_left=draw(tensors((envs,), budget, np.float32)),
+            rent=draw(host),
+            added=draw(host),
+            score=draw(host),
+            score_slope=draw(host),
+            loss=draw(host),
+            loss_slope=draw(host),
+            plateau=draw(host),
+        ),
+        slots=draw(slot_states(envs, spec, values)),
+        offers=BlueprintOffers(
+            fits=draw(flags),
+            parameters=draw(tensors(shape, costs, np.float32)),
+            macs=draw(offers),
+            promise=draw(offers),
+            promise_known=draw(flags),
+        ),
+    )
+
+
+def slot_rows(max_slots):
+    """One environment's slots as a list, None where empty."""
+    seed = st.builds(
+        SlotMaskState,
+        stage=st.sampled_from(Stage),
+        age=st.integers(0, 5),
+        alpha_settled=st.booleans(),
+    )
+    return st.lists(st.none() | seed, min_size=max_slots, max_size=max_slots)

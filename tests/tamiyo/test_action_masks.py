@@ -1,0 +1,464 @@
+"""Masks forbid exactly the impossible, for one environment as for a thousand."""
+
+from inspect import unwrap
+from itertools import product
+from math import inf
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from esper.contracts.actions import HEAD, HEADS, RELEVANT, ActionSpec, Op
+from esper.contracts.blueprints import BLUEPRINTS, NUM_BLUEPRINTS
+from esper.contracts.errors import BadInput
+from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
+from esper.contracts.stages import NEXT_STAGES, Stage
+from esper.tamiyo.policy import action_masks
+from esper.tamiyo.policy.action_masks import (
+    NEEDS,
+    ActionMasks,
+    compute_action_masks,
+    compute_batch_masks,
+    compute_masks,
+)
+from tests.device_reads import count_device_reads
+from tests.references.masks import (
+    Slot,
+    is_legal,
+    masks_of,
+    naive_batch_masks,
+    slots_from,
+    slots_from_row,
+)
+from tests.strategies import action_specs, observations, slot_rows
+
+STATES = [*product(Stage, (0, 1, 2, 3), (False, True))]
+"""Every stage, age and settledness that a rule could tell apart."""
+
+
+def assert_same(actual: ActionMasks, expected: ActionMasks) -> None:
+    for field in ("op", "slot", "blueprint", "fixed"):
+        assert_close(getattr(actual, field), getattr(expected, field))
+
+
+def assert_says(masks: ActionMasks, env: int, expected: dict) -> None:
+    for field, rows in expected.items():
+        assert getattr(masks, field)[env].tolist() == rows, (field, env)
+
+
+def states_of(rows: list[list[SlotMaskState | None]]) -> SlotStates:
+    """The same slots as arrays; what masks do not read is noise."""
+    filled = [
+        [seed or SlotMaskState(Stage.DORMANT, 7, alpha_settled=False) for seed in row]
+        for row in rows
+    ]
+    stage, age, settled = (
+        torch.tensor([[getattr(seed, name) for seed in row] for row in filled])
+        for name in ("stage", "age", "alpha_settled")
+    )
+    noise = torch.rand(stage.shape)
+    return SlotStates(
+        stage=stage,
+        age=age,
+        alpha=noise,
+        alpha_target=noise,
+        alpha_settled=settled,
+        blueprint=stage,
+        style=stage,
+        parameters=noise,
+        depth=noise,
+        capacity=noise,
+        liveness=noise,
+        gradient_share=noise,
+        contribution=noise,
+        contribution_measured=settled,
+    )
+
+
+# What is legal where
+
+
+@pytest.mark.parametrize(
+    ("stage", "age", "settled", "ops"),
+    [
+        (Stage.DORMANT, 0, True, {"GERMINATE"}),
+        (Stage.DORMANT, 0, False, {"GERMINATE"}),  # an empty slot has no alpha
+        (Stage.TRAINING, 0, True, set()),  # too young
+        (Stage.TRAINING, 1, True, {"ADVANCE", "PRUNE"}),
+        (Stage.TRAINING, 1, False, set()),
+        (Stage.BLENDING, 9, False, set()),  # alpha is on its way
+        (Stage.BLENDING, 0, True, {"SET_ALPHA"}),
+        (Stage.BLENDING, 1, True, {"ADVANCE", "SET_ALPHA", "PRUNE"}),
+        (Stage.HOLDING, 0, True, {"SET_ALPHA", "FOSSILIZE"}),
+        (Stage.HOLDING, 1, True, {"SET_ALPHA", "PRUNE", "FOSSILIZE"}),
+        (Stage.HOLDING, 1, False, set()),
+        (Stage.FOSSILIZED, 9, True, set()),  # it stays for good
+        (Stage.COOLING, 9, True, set()),  # it is going already
+    ],
+)
+def test_a_single_slot_allows_what_its_stage_age_and_alpha_allow(
+    stage, age, settled, ops
+):
+    config = SlotConfig(max_slots=1, min_age=1)
+    masks = compute_action_masks([SlotMaskState(stage, age, settled)], config)
+    legal = {op.name for op in Op if masks.op[0, op]}
+    assert legal == {"WAIT"} | ops
+    assert {op.name for op in Op if masks.slot[0, op, 0]} == ops
+
+
+@pytest.mark.parametrize("min_age", [0, 1, 2, 4])
+def test_every_slot_state_is_judged_as_the_rules_say(min_age):
+    spec = ActionSpec(SlotConfig(max_slots=1, min_age=min_age), BLUEPRINTS[:1])
+    rows = [[SlotMaskState(*state)] for state in STATES]
+    free = torch.zeros(len(rows), 1, 1)
+    masks = compute_batch_masks(rows, spec.slots, spec=spec, fits=free == 0, costs=free)
+    for env, (stage, age, settled) in enumerate(STATES):
+        slot = Slot(stage.name, age, settled, [True], [0.0])
+        assert_says(masks, env, masks_of([slot], inf, spec))
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_masks_of_arrays_are_those_of_plain_rules(data):
+    spec = data.draw(action_specs())
+    observation = data.draw(observations(spec))
+    masks = compute_masks(observation, spec)
+    for env in range(len(observation.first)):
+        assert_says(masks, env, masks_of(*slots_from(observation, env), spec))
+    assert_close(masks.fixed, spec.allowed)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_masks_of_lists_are_those_of_plain_rules_and_of_arrays(data):
+    config = SlotConfig(data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3)))
+    rows = data.draw(st.lists(slot_rows(config.max_slots), min_size=1, max_size=4))
+    masks = compute_batch_masks(rows, config)
+    for env, row in enumerate(rows):
+        spec = ActionSpec(config)
+        assert_says(masks, env, masks_of(*slots_from_row(row), spec))
+    assert_same(masks, compute_batch_masks(states_of(rows), config))
+
+
+@settings(max_examples=40)
+@given(st.lists(slot_rows(3), min_size=1, max_size=4))
+def test_the_ticket_s_construction_gives_the_same_unions(rows):
+    masks = compute_batch_masks(rows, SlotConfig())
+    for head, expected in naive_batch_masks(rows, SlotConfig()).items():
+        assert_close(masks[head], expected)
+
+
+# One environment as many
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_a_batch_is_its_environments_bit_for_bit(data):
+    rows = data.draw(st.lists(slot_rows(3), min_size=1, max_size=5))
+    batch = compute_batch_masks(rows, SlotConfig())
+    for env, row in enumerate(rows):
+        single = compute_action_masks(slot_states=row, slot_config=SlotConfig())
+        for field in ("op", "slot", "blueprint"):
+            assert_close(getattr(single, field)[0], getattr(batch, field)[env])
+        for head, row_of_head in single.items():
+            assert_close(row_of_head[0], batch[head][env])
+
+
+def test_strided_states_are_read_as_what_they_say():
+    rows = [[SlotMaskState(*state)] * 2 for state in STATES]
+    states = states_of(rows)
+    for name in ("stage", "age", "alpha_settled"):
+        turned = getattr(states, name).T.contiguous().T
+        assert not turned.is_contiguous()
+        object.__setattr__(states, name, turned)
+    config = SlotConfig(max_slots=2)
+    assert_same(compute_batch_masks(states, config), compute_batch_masks(rows, config))
+
+
+def test_no_environments_give_empty_masks():
+    masks = compute_batch_masks([], SlotConfig(max_slots=2))
+    assert {head: tuple(rows.shape) for head, rows in masks.items()} == {
+        "op": (0, 6),
+        "slot": (0, 2),
+        "blueprint": (0, NUM_BLUEPRINTS),
+        "style": (0, 2),
+        "tempo": (0, 3),
+        "alpha_target": (0, 3),
+        "alpha_speed": (0, 3),
+        "alpha_curve": (0, 3),
+    }
+
+
+def test_all_eight_heads_can_be_asked_for_by_name():
+    rows = [[None, SlotMaskState(Stage.HOLDING, 5, True), None]] * 4
+    masks = compute_batch_masks(rows, SlotConfig(), device="cpu")
+    assert [*masks] == [*masks.keys()] == [head.name for head in HEADS]
+    assert len(masks) == 8
+    for head in masks:
+        assert masks[head].dtype is torch.bool
+        assert masks[head].shape[0] == 4
+    assert masks["slot"].shape == (4, 3)
+    assert masks["blueprint"].shape == (4, NUM_BLUEPRINTS)
+
+
+def test_writing_into_masks_changes_no_later_mask():
+    rows = [[None, SlotMaskState(Stage.HOLDING, 5, True), None]]
+    before = compute_batch_masks(rows, SlotConfig())
+    for field in ("op", "slot", "blueprint"):
+        spoiled = getattr(compute_batch_masks(rows, SlotConfig()), field)
+        spoiled.logical_not_()
+    assert_same(compute_batch_masks(rows, SlotConfig()), before)
+
+
+# Budget, fit and narrowing
+
+
+def germinate_masks(fits, costs, budget) -> ActionMasks:
+    """Two empty slots, two blueprints, one environment."""
+    spec = ActionSpec(SlotConfig(max_slots=2), BLUEPRINTS[:2])
+    return compute_batch_masks(
+        [[None, None]],
+        spec.slots,
+        spec=spec,
+        fits=torch.tensor([fits]),
+        costs=torch.tensor([costs]),
+        budget_left=torch.tensor([budget]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fits", "costs", "budget", "plantable"),
+    [
+        ([[1, 1], [1, 1]], [[1.0, 2.0], [3.0, 4.0]], inf, [[1, 1], [1, 1]]),
+        ([[1, 1], [1, 1]], [[1.0, 2.0], [3.0, 4.0]], 2.0, [[1, 1], [0, 0]]),
+        ([[0, 1], [1, 0]], [[0.0, 0.0], [0.0, 0.0]], 0.0, [[0, 1], [1, 0]]),
+        ([[1, 0], [0, 1]], [[9.0, 0.0], [0.0, 9.0]], 1.0, [[0, 0], [0, 0]]),
+        ([[1, 1], [1, 1]], [[inf, 1.0], [1.0, inf]], 1.0, [[0, 1], [1, 0]]),
+    ],
+)
+def test_a_seed_needs_a_blueprint_that_fits_and_can_be_paid(
+    fits, costs, budget, plantable
+):
+    expected = torch.tensor(plantable).bool()
+    masks = germinate_masks([[bool(f) for f in row] for row in fits], costs, budget)
+    assert_close(masks.blueprint[0], expected)
+    assert_close(masks.slot[0, Op.GERMINATE], expected.any(dim=1))
+    assert masks.op[0, Op.GERMINATE] == expected.any()
+    assert masks.op[0, Op.WAIT]
+
+
+def test_costs_without_a_budget_forbid_nothing():
+    spec = ActionSpec(SlotConfig(max_slots=1))
+    costs = torch.full((1, 1, NUM_BLUEPRINTS), 1e30)
+    masks = compute_batch_masks([[None]], spec.slots, spec=spec, costs=costs)
+    assert masks.blueprint.all()
+
+
+def test_an_op_that_the_run_leaves_out_is_never_legal():
+    spec = ActionSpec(narrowed={"op": ("WAIT", "PRUNE"), "style": ("SCALE",)})
+    rows = [[SlotMaskState(stage, 5, True)] * 3 for stage in Stage]
+    masks = compute_batch_masks(rows, spec.slots, spec=spec)
+    living = [stage in (1, 2, 3) for stage in Stage]
+    assert masks.op[:, Op.PRUNE].tolist() == living
+    left_out = [Op.GERMINATE, Op.ADVANCE, Op.SET_ALPHA, Op.FOSSILIZE]
+    assert not masks.op[:, left_out].any()
+    assert not masks.slot[:, left_out].any()
+    assert not masks.blueprint.any()  # nothing can be planted in such a run
+    assert masks["style"].tolist() == [[False, True]] * len(rows)
+
+
+def test_two_action_spaces_keep_their_own_law():
+    rows = [[None, SlotMaskState(Stage.TRAINING, 1, True), None]]
+    strict = ActionSpec(narrowed={"op": ("WAIT",)})
+    for spec, legal in ((ActionSpec(), 4), (strict, 1), (ActionSpec(), 4)):
+        masks = compute_batch_masks(rows, spec.slots, spec=spec)
+        assert masks.op.sum() == legal
+
+
+# The tables
+
+
+def test_the_law_covers_every_op_in_order():
+    assert [*NEEDS] == [*Op]
+
+
+def test_every_legal_op_leads_where_a_seed_can_go():
+    leads_to = {
+        Op.GERMINATE: {Stage.TRAINING},
+        Op.ADVANCE: {Stage.BLENDING, Stage.HOLDING},
+        Op.PRUNE: {Stage.COOLING},
+        Op.FOSSILIZE: {Stage.FOSSILIZED},
+    }
+    for op, goals in leads_to.items():
+        for stage in NEEDS[op].stages:
+            assert goals & NEXT_STAGES[stage], (op, stage)
+    for stage, successors in NEXT_STAGES.items():
+        prunable = Stage.COOLING in successors
+        assert (stage in NEEDS[Op.PRUNE].stages) == prunable
+
+
+def test_only_ops_that_use_the_slot_head_have_slots():
+    for op in Op:
+        needs_slot = bool(NEEDS[op].stages)
+        assert needs_slot == bool(RELEVANT[op, HEAD["slot"]])
+
+
+def test_the_plain_rules_know_every_op():
+    slot = Slot("HOLDING", 9, True, [True], [0.0])
+    judged = [is_legal(op.name, slot, min_age=1, budget=inf) for op in Op]
+    assert judged == [False, False, False, True, True, True]
+
+
+# Devices
+
+
+def example(spec: ActionSpec, envs: int = 3, device: str = "cpu"):
+    """Any observation, on any device."""
+    shape = (envs, spec.slots.max_slots)
+    offers = (*shape, len(spec.blueprints))
+    rows = [[SlotMaskState(*state)] * shape[1] for state in STATES[:envs]]
+    slots = states_of(rows)
+    return {
+        "batch_slot_states": SlotStates(
+            **{name: getattr(slots, name).to(device) for name in slots.__slots__}
+        ),
+        "fits": torch.ones(offers, dtype=torch.bool, device=device),
+        "costs": torch.zeros(offers, device=device),
+        "budget_left": torch.zeros(envs, device=device),
+    }
+
+
+def test_masks_can_be_computed_on_a_device_that_holds_no_values():
+    spec = ActionSpec()
+    masks = compute_batch_masks(
+        slot_config=spec.slots, spec=spec, device="meta", **example(spec, device="meta")
+    )
+    assert masks.op.shape == (3, 6)
+    assert masks.slot.shape == (3, 6, 3)
+    assert masks.blueprint.shape == (3, 3, NUM_BLUEPRINTS)
+    for field in ("op", "slot", "blueprint", "fixed"):
+        assert getattr(masks, field).device.type == "meta"
+
+
+def test_lists_reach_the_device_that_was_asked_for():
+    masks = compute_batch_masks([[None] * 3], SlotConfig(), device="meta")
+    assert masks.op.device.type == masks.fixed.device.type == "meta"
+
+
+def test_masks_first_asked_for_in_inference_serve_training_too():
+    spec = ActionSpec(SlotConfig(max_slots=7))
+    with torch.inference_mode():
+        compute_batch_masks([[None] * 7], spec.slots, spec=spec)
+    masks = compute_batch_masks([[None] * 7], spec.slots, spec=spec)
+    for field in ("op", "slot", "blueprint", "fixed"):
+        assert not getattr(masks, field).is_inference()
+
+
+def test_masks_make_no_device_wait():
+    spec, arguments = ActionSpec(), example(ActionSpec())
+
+    def masks() -> ActionMasks:
+        return compute_batch_masks(slot_config=spec.slots, spec=spec, **arguments)
+
+    assert count_device_reads(masks) == 0
+
+
+# Bad input. Annotations are checked in tests, so what they would catch first is
+# passed to the function underneath.
+
+batch_masks = unwrap(compute_batch_masks)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[None] * 3, [None] * 2], "environment 1 has 2 slots, expected 3"),
+        ([[None] * 4], "environment 0 has 4 slots, expected 3"),
+        ([[None] * 3, [None, "seed", None]], "slot 1 of environment 1 .* got 'seed'"),
+        ([None], "one row of slots per environment, got \\[None\\]"),
+        (3, "one row of slots per environment, got 3"),
+        ([SlotMaskState(Stage.TRAINING, 1, True)], "one row of slots"),
+    ],
+)
+def test_rows_that_are_no_slots_are_refused(rows, message):
+    with pytest.raises(BadInput, match=message):
+        batch_masks(rows, SlotConfig())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stage", 6),
+        ("stage", -1),
+        ("stage", 1.0),
+        ("stage", None),
+        ("age", -1),
+        ("age", 1.5),
+        ("age", 2**63),
+        ("age", True),
+        ("alpha_settled", 1),
+        ("alpha_settled", "yes"),
+    ],
+)
+def test_a_slot_state_that_cannot_be_is_named(field, value):
+    seed = SlotMaskState(Stage.TRAINING, 1, True)
+    object.__setattr__(seed, field, value)
+    rows = [[seed] * 3] if value is True else [[None] * 3, [None, None, seed]]
+    place = "slot 0 of environment 0" if value is True else "slot 2 of environment 1"
+    with pytest.raises(BadInput, match=f"{place} must have a Stage.*{field}={value!r}"):
+        batch_masks(rows, SlotConfig())
+
+
+@pytest.mark.parametrize(
+    ("field", "spoil", "message"),
+    [
+        ("stage", lambda x: x.int(), r"stage must be .*int64 on cpu .* got .*int32"),
+        ("stage", lambda x: x[:, :2], r"stage must be \[3, 3\] .* got \[3, 2\]"),
+        ("age", lambda x: x.float(), r"age must be .*int64 on cpu .* got .*float32"),
+        ("age", lambda x: x[:1], r"age must be \[3, 3\] .* got \[1, 3\]"),
+        ("alpha_settled", lambda x: x.int(), "alpha_settled must be .*bool on"),
+        ("alpha_settled", lambda x: x.to("meta"), "alpha_settled .* on cpu .* on meta"),
+        ("stage", lambda x: x + 6, r"stage must lie in 0\.\.5, got 6\.\.6"),
+        ("stage", lambda x: x - 1, r"stage must lie in 0\.\.5, got -1\.\.-1"),
+    ],
+)
+def test_states_of_a_wrong_kind_are_refused(field, spoil, message):
+    states = example(ActionSpec())["batch_slot_states"]
+    bad = spoil(getattr(states, field))
+    if bad.device.type != "meta":
+        object.__setattr__(states, field, bad)
+        with pytest.raises(BadInput, match=message):
+            batch_masks(states, SlotConfig())
+        return
+    with pytest.raises(BadInput, match=message):
+        action_masks._masks(
+            states.stage, states.age, bad, ActionSpec(), None, None, None
+        )
+
+
+@pytest.mark.parametrize(
+    ("field", "spoil", "message"),
+    [
+        ("fits", lambda x: x.float(), "fits must be .*bool on .* got .*float32"),
+        ("fits", lambda x: x[:, :, :1], r"fits must be \[3, 3, 12\] .* \[3, 3, 1\]"),
+        ("costs", lambda x: x[:1], r"costs must be \[3, 3, 12\] .* got \[1, 3, 12\]"),
+        ("budget_left", lambda x: x[:, None], r"budget_left must be \[3\] .* \[3, 1\]"),
+    ],
+)
+def test_offers_of_a_wrong_kind_are_refused(field, spoil, message):
+    arguments = example(ActionSpec())
+    arguments[field] = spoil(arguments[field])
+    with pytest.raises(BadInput, match=message):
+        batch_masks(slot_config=SlotConfig(), **arguments)
+
+
+def test_a_slot_config_that_contradicts_the_spec_is_refused():
+    with pytest.raises(BadInput, match=r"max_slots=3.* and .*max_slots=2.*spec\.slots"):
+        compute_batch_masks([[None] * 2], SlotConfig(max_slots=2), spec=ActionSpec())
+
+
+def test_a_budget_without_costs_is_refused():
+    with pytest.raises(BadInput, match="budget_left needs costs"):
+        compute_batch_masks([[None] * 3], SlotConfig(), budget_left=torch.ones(1))

@@ -1,0 +1,308 @@
+"""Masked choices: exact against float64 sums, in value, gradient and chance."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Generator
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+
+from esper.contracts.actions import HEAD, HEAD_NAMES, Op
+from esper.contracts.errors import BadInput, NoLegalAction
+from esper.contracts.masks import ActionMasks
+from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tamiyo.policy.distribution import (
+    HEAD_GROUPS,
+    chosen,
+    entropy,
+    kl_divergence,
+    masked_log_softmax,
+    pick,
+    probabilities,
+    require_choice,
+    require_masks,
+    rows_of_group,
+    sample,
+)
+from tests.references import ppo as reference
+from tests.rollouts import SPEC, random_observation
+
+
+def random_rows(*shape, generator, chance=0.5):
+    """Rows of every density; the first legal choice is at a random place."""
+    rows = torch.rand(shape, generator=generator) < chance
+    place = torch.randint(shape[-1], shape[:-1], generator=generator)
+    return rows.scatter(-1, place.unsqueeze(-1), True)
+
+
+def random_masks(envs=5, density=0.6, rng_seed=0):
+    generator = Generator().manual_seed(rng_seed)
+    return compute_masks(
+        random_observation(envs, SPEC, generator, density=density), SPEC
+    )
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0, 60.0])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_everything_equals_the_sums_over_legal_choices(scale, kind):
+    generator = Generator().manual_seed(int(scale * 10))
+    rows = random_rows(150, 6, generator=generator)
+    old, new = (scale * torch.randn(150, 6, generator=generator) for _ in range(2))
+    old, new = old.to(kind), new.to(kind)
+    was, now = masked_log_softmax(old, rows), masked_log_softmax(new, rows)
+    for case in range(150):
+        legal = rows[case]
+        before = reference.log_softmax(old[case, legal].tolist())
+        after = reference.log_softmax(new[case, legal].tolist())
+        close = {"rtol": 1e-5, "atol": 1e-6, "check_dtype": False}
+        double = torch.float64
+        assert_close(now[case, legal], torch.tensor(after, dtype=double), **close)
+        assert (now[case, ~legal] == 0).all()
+        assert_close(
+            entropy(now, rows)[case],
+            torch.tensor(reference.entropy(after), dtype=double),
+            **close,
+        )
+        assert_close(
+            kl_divergence(was, now, rows)[case],
+            torch.tensor(reference.kl(before, after), dtype=double),
+            rtol=1e-5,
+            atol=1e-5,
+            check_dtype=False,
+        )
+
+
+def test_illegal_choices_have_probability_and_gradient_exactly_zero():
+    logits = torch.randn(64, 7, requires_grad=True)
+    rows = random_rows(64, 7, generator=Generator().manual_seed(1))
+    log_probs = masked_log_softmax(logits, rows)
+    assert (probabilities(log_probs, rows)[~rows] == 0).all()
+    assert_close(probabilities(log_probs, rows).sum(-1), torch.ones(64))
+    (log_probs * torch.randn(64, 7)).sum().backward()
+    assert (logits.grad[~rows] == 0).all()
+    several = rows & (rows.sum(-1, keepdim=True) > 1)
+    assert (logits.grad[several] != 0).all()
+
+
+@pytest.mark.parametrize("legal", range(1, 6))
+def test_t1_t2_gradients_of_masked_log_softmax_entropy_and_kl_are_exact(legal):
+    generator = Generator().manual_seed(legal)
+    logits, other = (
+        torch.randn(3, 6, dtype=torch.float64, generator=generator) for _ in range(2)
+    )
+    logits.requires_grad_()
+    rows = torch.zeros(3, 6, dtype=torch.bool)
+    for case in range(3):
+        rows[case, torch.randperm(6, generator=generator)[:legal]] = True
+    old = masked_log_softmax(other, rows)
+    assert gradcheck(lambda x: masked_log_softmax(x, rows), logits)
+    assert gradcheck(lambda x: entropy(masked_log_softmax(x, rows), rows), logits)
+    assert gradcheck(
+        lambda x: kl_divergence(old, masked_log_softmax(x, rows), rows), logits
+    )
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("legal", range(1, 7))
+def test_t2_t37_half_precision_is_finite_and_as_good_as_its_logits(kind, legal):
+    logits = (8 * torch.randn(16, 7)).to(kind).requires_grad_()
+    rows = (torch.arange(7) < legal).expand(16, 7)
+    log_probs = masked_log_softmax(logits, rows)
+    assert log_probs.dtype == torch.float32
+    assert_close(log_probs, masked_log_softmax(logits.detach().float(), rows))
+    entropy(log_probs, rows).sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+def test_t3_a_row_with_nothing_to_choose_names_environment_and_head():
+    rows = torch.ones(4, 5, 3, dtype=torch.bool)
+    require_choice(rows, HEAD_NAMES[3:])
+    rows[2, 1] = False
+    with pytest.raises(NoLegalAction, match="'tempo' of environment 2 has no legal"):
+        require_choice(rows, HEAD_NAMES[3:])
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4, 1e30])
+def test_t4_ten_thousand_choices_and_extreme_logits_stay_a_distribution(scale):
+    generator = Generator().manual_seed(0)
+    logits = scale * torch.randn(20, 10_000, generator=generator)
+    rows = random_rows(20, 10_000, generator=generator)
+    log_probs = masked_log_softmax(logits, rows)
+    assert log_probs.isfinite().all()
+    assert (log_probs <= 0).all()
+    total = probabilities(log_probs, rows).double().sum(-1)
+    assert_close(total, torch.ones(20, dtype=torch.float64), rtol=1e-4, atol=0)
+    for _ in range(20):
+        actions = sample(log_probs, rows, generator)
+        assert rows.gather(-1, actions[:, None]).all()
+    assert entropy(log_probs, rows).isfinite().all()
+
+
+def test_t5_a_million_draws_are_legal_and_fit_the_exact_probabilities():
+    generator = Generator().manual_seed(3)
+    rows = random_rows(50, 7, generator=generator)
+    logits = -3.0 + 1.5 * torch.randn(50, 7, generator=generator)
+    log_probs = masked_log_softmax(logits, rows)
+    draws = 20_000
+    many = sample(log_probs.expand(draws, 50, 7), rows.expand(draws, 50, 7), generator)
+    counts = torch.nn.functional.one_hot(many, 7).sum(0)
+    assert (counts[~rows] == 0).all()
+    worst = 1.0
+    for case in range(50):
+        legal = rows[case]
+        if legal.sum() == 1:
+            continue
+        exact = [
+            math.exp(x) for x in reference.log_softmax(logits[case, legal].tolist())
+        ]
+        observed = counts[case, legal].double().numpy()
+        test = chisquare(observed, [draws * share / sum(exact) for share in exact])
+        worst = min(worst, test.pvalue)
+    assert worst > 1e-4
+
+
+@pytest.mark.parametrize("draw", [0.0, 2**-24, 0.5, 1 - 2**-12, 1 - 2**-24])
+def test_t5_no_draw_however_extreme_picks_what_is_illegal(draw):
+    generator = Generator().manual_seed(4)
+    rows = random_rows(20_000, 12, generator=generator, chance=0.3)
+    logits = 20 * torch.randn(20_000, 12, generator=generator)
+    log_probs = masked_log_softmax(logits, rows)
+    picked = pick(log_probs, rows, torch.full((20_000,), draw))
+    assert rows.gather(-1, picked[:, None]).all()
+    assert (probabilities(log_probs, rows).gather(-1, picked[:, None]) > 0).all()
+
+
+def test_the_smallest_draw_picks_the_first_and_the_largest_the_last_legal_choice():
+    rows = torch.tensor([[False, True, False, True, True, False]])
+    even = masked_log_softmax(torch.zeros(1, 6), rows)
+    draws = [0.0, 0.32, 0.34, 0.66, 0.67, 1 - 2**-24]
+    picked = [int(pick(even, rows, torch.tensor([draw]))) for draw in draws]
+    assert picked == [1, 1, 3, 3, 4, 4]
+
+
+def test_without_a_generator_the_likeliest_legal_choice_is_taken():
+    rows = random_rows(100, 5, generator=Generator().manual_seed(5))
+    logits = torch.randn(100, 5) - 9.0
+    actions = sample(masked_log_softmax(logits, rows), rows, None)
+    for case in range(100):
+        legal = [i for i in range(5) if rows[case, i]]
+        assert actions[case] == max(legal, key=lambda i: float(logits[case, i]))
+
+
+def test_t6_each_row_and_head_has_its_own_mask():
+    """Heads of 2, 3, 5 and 7 choices side by side, each row another mask."""
+    generator = Generator().manual_seed(6)
+    sizes, envs, width = [2, 3, 5, 7], 40, 7
+    rows = torch.zeros(envs, 4, width, dtype=torch.bool)
+    for head, size in enumerate(sizes):
+        rows[:, head, :size] = random_rows(envs, size, generator=generator)
+    logits = torch.randn(envs, 4, width, generator=generator)
+    log_probs = masked_log_softmax(logits, rows)
+    actions = sample(log_probs, rows, generator)
+    taken = chosen(log_probs, actions)
+    for env in range(envs):
+        for head, size in enumerate(sizes):
+            legal = [i for i in range(size) if rows[env, head, i]]
+            exact = reference.log_softmax([float(logits[env, head, i]) for i in legal])
+            action = int(actions[env, head])
+            assert action in legal
+            expected = torch.tensor(exact[legal.index(action)])
+            assert_close(taken[env, head], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_t9_kl_skips_illegal_choices_and_is_zero_only_for_equals():
+    rows = random_rows(200, 6, generator=Generator().manual_seed(9))
+    old = masked_log_softmax(torch.randn(200, 6), rows)
+    new = masked_log_softmax(torch.randn(200, 6), rows)
+    open_rows = rows.sum(-1) > 1
+    assert (kl_divergence(old, old, rows) == 0).all()
+    assert (kl_divergence(old, new, rows)[open_rows] > 0).all()
+    assert (kl_divergence(old, new, rows)[~open_rows] == 0).all()
+
+
+def test_t16_a_single_legal_choice_costs_nothing_and_teaches_nothing():
+    logits = (50 * torch.randn(30, 6)).requires_grad_()
+    rows = torch.eye(6, dtype=torch.bool).repeat(5, 1)
+    log_probs = masked_log_softmax(logits, rows)
+    assert (log_probs == 0).all()
+    assert (entropy(log_probs, rows) == 0).all()
+    (entropy(log_probs, rows).sum() + (log_probs * torch.randn(30, 6)).sum()).backward()
+    assert (logits.grad == 0).all()
+
+
+def test_rows_are_conditional_on_the_heads_before_and_irrelevant_heads_are_forced():
+    masks = random_masks(envs=40)
+    generator = Generator().manual_seed(0)
+    actions = torch.stack(
+        [torch.randint(size, (40,), generator=generator) for size in SPEC.sizes], dim=1
+    )
+    rows = torch.cat(
+        [rows_of_group(masks, group, actions) for group in range(len(HEAD_GROUPS))],
+        dim=1,
+    )
+    uses = {
+        "slot": set(Op) - {Op.WAIT},
+        "blueprint": {Op.GERMINATE},
+        "style": {Op.GERMINATE, Op.SET_ALPHA},
+        "tempo": {Op.GERMINATE},
+        "alpha_target": {Op.GERMINATE, Op.SET_ALPHA},
+        "alpha_speed": {Op.SET_ALPHA, Op.PRUNE},
+        "alpha_curve": {Op.SET_ALPHA, Op.PRUNE},
+    }
+    for env in range(40):
+        op, slot = Op(int(actions[env, 0])), int(actions[env, 1])
+        expected = torch.zeros(8, SPEC.width, dtype=torch.bool)
+        expected[0, :6] = masks.op[env]
+        for name, head in list(HEAD.items())[1:]:
+            if op not in uses[name]:
+                expected[head, 0] = True
+            elif name == "slot":
+                expected[head, :3] = masks.slot[env, op]
+            elif name == "blueprint":
+                expected[head, :7] = masks.blueprint[env, slot]
+            else:
+                expected[head] = SPEC.allowed[head]
+        assert torch.equal(rows[env], expected)
+
+
+def test_without_causality_heads_that_the_op_does_not_use_are_open():
+    masks = random_masks(envs=3)
+    waits = torch.zeros(3, 8, dtype=torch.int64)
+    for group, heads in enumerate(HEAD_GROUPS[1:], start=1):
+        rows = rows_of_group(masks, group, waits, causal=False)
+        assert torch.equal(rows, SPEC.allowed[list(heads)].expand(3, -1, -1))
+
+
+def as_is(masks: ActionMasks, **fields: torch.Tensor) -> ActionMasks:
+    """Masks that the type checks of the test run would not let through."""
+    odd = replace(masks)
+    for name, value in fields.items():
+        object.__setattr__(odd, name, value)
+    return odd
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int64, torch.float32])
+@pytest.mark.parametrize("name", ["op", "slot", "blueprint", "fixed"])
+def test_masks_that_are_not_bool_are_refused(name, kind):
+    masks = random_masks()
+    odd = as_is(masks, **{name: getattr(masks, name).to(kind)})
+    with pytest.raises(BadInput, match=f"mask '{name}' must be bool, got {kind}"):
+        require_masks(odd, 5, SPEC)
+
+
+def test_masks_of_another_shape_are_refused_even_if_they_would_broadcast():
+    masks = random_masks()
+    require_masks(masks, 5, SPEC)
+    with pytest.raises(BadInput, match=r"'op' must be \[6, 6\].*got \[5, 6\]"):
+        require_masks(masks, 6, SPEC)
+    for name, value in {
+        "op": masks.op[:1],
+        "slot": masks.slot.transpose(1, 2),
+        "blueprint": masks.blueprint[..., :1],
+        "fixed": masks.fixed[:1],
+    }.items():
+        with pytest.raises(BadInput, match=f"mask '{name}' must be"):
+            require_masks(as_is(masks, **{name: value}), 5, SPEC)

@@ -1,0 +1,497 @@
+"""Features are bounded, say what their source says, and keep the unknown unknown."""
+
+from dataclasses import fields, replace
+from inspect import unwrap
+from math import inf, nan
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from esper.contracts.actions import ActionSpec
+from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
+from esper.contracts.errors import BadInput
+from esper.contracts.observation import BlueprintOffers, HostStates, Observation
+from esper.contracts.slots import SlotConfig, SlotStates
+from esper.contracts.stages import Stage
+from esper.tamiyo.policy.features import (
+    BLUEPRINT_COLUMNS,
+    HOST_COLUMNS,
+    OFFER_COLUMNS,
+    SLOT_COLUMNS,
+    Features,
+    blueprint_table,
+    compute_features,
+)
+from tests.device_reads import count_device_reads
+from tests.references.features import (
+    features_of,
+    listed_features,
+    naive_features,
+    reports_of,
+)
+from tests.strategies import action_specs, floats, observations
+
+SPEC = ActionSpec(SlotConfig(max_slots=2), BLUEPRINTS[:3])
+
+
+def quiet(device: str = "cpu", envs: int = 2) -> Observation:
+    """Two empty hosts of which nothing is known."""
+    places, offers = (envs, 2), (envs, 2, 3)
+    zeros = torch.zeros(places, device=device)
+    ints, flags = zeros.long(), zeros.bool()
+    numbers, known = (
+        torch.zeros(offers, device=device),
+        torch.zeros(offers, dtype=torch.bool, device=device),
+    )
+    hosts = torch.zeros(envs, device=device)
+    return Observation(
+        first=hosts.bool(),
+        host=HostStates(**{field.name: hosts for field in fields(HostStates)}),
+        slots=SlotStates(
+            stage=ints,
+            age=ints,
+            alpha=zeros,
+            alpha_target=zeros,
+            alpha_settled=flags,
+            blueprint=ints - 1,
+            style=ints,
+            parameters=zeros,
+            depth=zeros,
+            capacity=zeros,
+            liveness=zeros,
+            gradient_share=zeros,
+            contribution=zeros,
+            contribution_measured=flags,
+        ),
+        offers=BlueprintOffers(
+            fits=known,
+            parameters=numbers,
+            macs=numbers,
+            promise=numbers,
+            promise_known=known,
+        ),
+    )
+
+
+def change(observation: Observation, record: str, **values) -> Observation:
+    """The observation with fields of one record filled with given values."""
+    old = getattr(observation, record)
+    new = {
+        name: torch.full_like(getattr(old, name), value)
+        for name, value in values.items()
+    }
+    return replace(observation, **{record: replace(old, **new)})
+
+
+def column(features: Features, table: str, name: str) -> torch.Tensor:
+    columns = {"host": HOST_COLUMNS, "slots": SLOT_COLUMNS, "offers": OFFER_COLUMNS}
+    names = [column.name for column in columns[table]]
+    return getattr(features, table)[..., names.index(name)]
+
+
+def rearrange(observation: Observation, index, dim: int) -> Observation:
+    """Pick environments (`dim` 0) or slots (`dim` 1)."""
+
+    def picked(record):
+        tensors = {field.name: getattr(record, field.name) for field in fields(record)}
+        return replace(
+            record, **{n: x.index_select(dim, index) for n, x in tensors.items()}
+        )
+
+    slots, offers = picked(observation.slots), picked(observation.offers)
+    if dim == 1:
+        return replace(observation, slots=slots, offers=offers)
+    first = observation.first.index_select(0, index)
+    host = picked(observation.host)
+    return Observation(first=first, host=host, slots=slots, offers=offers)
+
+
+# The numbers
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_features_are_those_of_a_loop_over_environments_slots_and_blueprints(data):
+    spec = data.draw(action_specs())
+    observation = data.draw(observations(spec))
+    features = compute_features(observation, spec)
+    reports = reports_of(observation)
+    for env, report in enumerate(reports):
+        host, slots, offers = (torch.tensor(rows) for rows in features_of(report))
+        assert_close(features.host[env], host, rtol=1e-5, atol=1e-6)
+        assert_close(features.slots[env], slots, rtol=1e-5, atol=1e-6)
+        assert_close(features.offers[env], offers, rtol=1e-5, atol=1e-6)
+    for twin in (naive_features, listed_features):
+        for name, stacked in twin(reports).items():
+            assert_close(getattr(features, name), stacked, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_features_of_values_up_to_1e30_are_finite_and_bounded(data):
+    spec = data.draw(action_specs(max_slots=2))
+    observation = data.draw(observations(spec, values=floats(1e30)))
+    features = compute_features(observation, spec)
+    for table in (features.host, features.slots, features.offers):
+        assert table.dtype is torch.float32
+        assert table.isfinite().all()
+        assert table.abs().max() <= 1.0
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_rent_and_size_together_stay_finite(sign):
+    seen = change(quiet(), "host", rent=sign * 1e30)
+    seen = change(seen, "slots", parameters=1e30, contribution=1e30)
+    seen = change(seen, "slots", contribution_measured=True)
+    seen = change(seen, "offers", parameters=1e30, promise=-1e30, promise_known=True)
+    features = compute_features(seen, SPEC)
+    assert (column(features, "slots", "net_contribution") == -sign).all()
+    assert (column(features, "offers", "net_promise") == -sign).all()
+
+
+# Column by column
+
+PLAIN = [
+    *[("host", name, {name: 0.5}, {}) for name in ("progress", "score", "plateau")],
+    *[
+        ("host", name, {name: 0.5}, {})
+        for name in ("rent", "added", "score_slope", "loss", "loss_slope")
+    ],
+    ("host", "budget_left", {"budget_left": 0.5}, {}),
+    ("host", "budget_unlimited", {"budget_left": inf}, {}),
+    *[
+        ("slots", f"stage_{stage.name.lower()}", {"stage": stage.value}, {})
+        for stage in Stage
+        if stage is not Stage.DORMANT
+    ],
+    ("slots", "age", {"age": 3}, {}),
+    ("slots", "style", {"style": 1}, {}),
+    *[
+        ("slots", name, {name: 0.5}, {})
+        for name in ("alpha", "alpha_target", "parameters", "depth", "capacity")
+    ],
+    *[("slots", name, {name: 0.5}, {}) for name in ("liveness", "gradient_share")],
+    ("slots", "alpha_settled", {"alpha_settled": True}, {}),
+    ("slots", "contribution_measured", {"contribution_measured": True}, {}),
+    ("slots", "contribution", {"contribution": 0.5, "contribution_measured": True}, {}),
+    (
+        "slots",
+        "net_contribution",
+        {"contribution": 0.5, "contribution_measured": True},
+        {},
+    ),
+    ("offers", "fits", {"fits": True}, {}),
+    ("offers", "parameters", {"parameters": 0.5}, {}),
+    ("offers", "macs", {"macs": 0.5}, {}),
+    ("offers", "rent", {"parameters": 0.5}, {"rent": 0.5}),
+    ("offers", "promise", {"promise": 0.5, "promise_known": True}, {}),
+    ("offers", "net_promise", {"promise": 0.5, "promise_known": True}, {}),
+    ("offers", "promise_known", {"promise_known": True}, {}),
+]
+
+
+@pytest.mark.parametrize(("table", "name", "source", "host"), PLAIN)
+def test_a_column_rises_with_its_source(table, name, source, host):
+    before = compute_features(change(quiet(), "host", **host), SPEC)
+    seen = change(change(quiet(), "host", **host), table, **source)
+    after = compute_features(seen, SPEC)
+    assert (column(before, table, name) == 0.0).all()
+    assert (column(after, table, name) > 0.0).all()
+
+
+def test_every_column_has_been_tried():
+    tried = {(table, name) for table, name, _, _ in PLAIN}
+    tried |= {("slots", "stage_dormant"), ("offers", "affordable")}
+    tried |= {("offers", "planted")}
+    declared = {
+        (table, column.name)
+        for table, columns in (
+            ("host", HOST_COLUMNS),
+            ("slots", SLOT_COLUMNS),
+            ("offers", OFFER_COLUMNS),
+        )
+        for column in columns
+    }
+    assert tried == declared
+
+
+@pytest.mark.parametrize(
+    "columns", [HOST_COLUMNS, SLOT_COLUMNS, OFFER_COLUMNS, BLUEPRINT_COLUMNS]
+)
+def test_column_names_are_unique(columns):
+    names = [column.name for column in columns]
+    assert len({*names}) == len(names)
+
+
+def test_the_tables_are_as_wide_as_they_say():
+    features = compute_features(quiet(), SPEC)
+    assert features.host.shape == (2, len(HOST_COLUMNS))
+    assert features.slots.shape == (2, 2, len(SLOT_COLUMNS))
+    assert features.offers.shape == (2, 2, 3, len(OFFER_COLUMNS))
+    assert blueprint_table(SPEC).shape == (3, len(BLUEPRINT_COLUMNS))
+
+
+def test_a_slot_is_at_one_stage():
+    for stage in Stage:
+        features = compute_features(change(quiet(), "slots", stage=stage.value), SPEC)
+        marks = [
+            column(features, "slots", f"stage_{other.name.lower()}") for other in Stage
+        ]
+        assert (torch.stack(marks).sum(dim=0) == 1.0).all()
+        assert (marks[stage] == 1.0).all()
+
+
+def test_a_blueprint_is_affordable_up_to_the_whole_budget():
+    seen = quiet()
+    costs = torch.tensor([0.5, 0.6, 0.4]).expand(2, 2, 3)
+    seen = replace(seen, offers=replace(seen.offers, parameters=costs))
+    affordable = [
+        column(
+            compute_features(change(seen, "host", budget_left=budget), SPEC),
+            "offers",
+            "affordable",
+        )[0, 0].tolist()
+        for budget in (0.0, 0.5, inf)
+    ]
+    assert affordable == [[0.0, 0.0, 0.0], [1.0, 0.0, 1.0], [1.0, 1.0, 1.0]]
+
+
+def test_the_planted_blueprint_is_marked_and_an_empty_slot_marks_none():
+    seen = quiet()
+    planted = torch.tensor([[-1, 0], [2, 1]])
+    seen = replace(seen, slots=replace(seen.slots, blueprint=planted))
+    marks = column(compute_features(seen, SPEC), "offers", "planted")
+    assert marks.tolist() == [[[0, 0, 0], [1, 0, 0]], [[0, 0, 1], [0, 1, 0]]]
+
+
+def test_rent_is_charged_per_size_and_taken_off_what_a_seed_gives():
+    seen = change(quiet(), "host", rent=0.2)
+    seen = change(seen, "slots", parameters=0.5, contribution=0.3)
+    seen = change(seen, "slots", contribution_measured=True)
+    seen = change(seen, "offers", parameters=0.5, promise=0.05, promise_known=True)
+    features = compute_features(seen, SPEC)
+
+    def squashed(x: float) -> torch.Tensor:
+        return torch.tensor(x / (0.1 + abs(x)))
+
+    net = column(features, "slots", "net_contribution")[0, 0]
+    assert_close(net, squashed(0.3 - 0.1), rtol=1e-5, atol=0.0)
+    assert_close(
+        column(features, "offers", "rent")[0, 0, 0], squashed(0.1), rtol=1e-5, atol=0.0
+    )
+    net = column(features, "offers", "net_promise")[0, 0, 0]
+    assert_close(net, squashed(0.05 - 0.1), rtol=1e-5, atol=0.0)
+
+
+def test_small_and_large_gains_can_be_told_apart():
+    gains = torch.tensor([0.005, 0.01, 0.02, 0.1, 0.2, 1.0, 2.0])
+    seen = [
+        change(quiet(), "offers", promise=gain, promise_known=True)
+        for gain in gains.tolist()
+    ]
+    read = torch.stack(
+        [
+            column(compute_features(one, SPEC), "offers", "promise")[0, 0, 0]
+            for one in seen
+        ]
+    )
+    assert (read.diff() > 0.04).all()
+
+
+def test_a_budget_without_limit_is_full_and_flagged():
+    features = compute_features(change(quiet(), "host", budget_left=inf), SPEC)
+    assert (column(features, "host", "budget_left") == 1.0).all()
+    assert (column(features, "host", "budget_unlimited") == 1.0).all()
+    features = compute_features(change(quiet(), "host", budget_left=1e30), SPEC)
+    assert (column(features, "host", "budget_unlimited") == 0.0).all()
+
+
+# The unknown
+
+
+@pytest.mark.parametrize("noise", [0.3, -1e30, inf, nan])
+def test_what_was_not_measured_changes_nothing(noise):
+    seen = change(quiet(), "host", rent=0.5)
+    seen = change(seen, "slots", parameters=0.5)
+    seen = change(seen, "offers", parameters=0.5)
+    noisy = change(seen, "slots", contribution=noise)
+    noisy = change(noisy, "offers", promise=noise)
+    before, after = compute_features(seen, SPEC), compute_features(noisy, SPEC)
+    for table in ("host", "slots", "offers"):
+        assert_close(getattr(after, table), getattr(before, table), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("table", "field"),
+    [
+        ("host", "score"),
+        ("host", "rent"),
+        ("slots", "alpha"),
+        ("slots", "parameters"),
+        ("offers", "macs"),
+    ],
+)
+def test_nan_in_what_counts_stays_visible(table, field):
+    features = compute_features(change(quiet(), table, **{field: nan}), SPEC)
+    assert column(features, table, field).isnan().all()
+
+
+def test_measured_zero_differs_from_not_measured():
+    known = change(quiet(), "slots", contribution_measured=True)
+    before, after = compute_features(quiet(), SPEC), compute_features(known, SPEC)
+    assert not torch.equal(before.slots, after.slots)
+
+
+# Order, purity, devices
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_reordered_slots_or_environments_have_reordered_features(data):
+    spec = data.draw(action_specs())
+    observation = data.draw(observations(spec, envs=3))
+    features = compute_features(observation, spec)
+    slots = torch.tensor(data.draw(st.permutations(range(spec.slots.max_slots))))
+    turned = compute_features(rearrange(observation, slots, 1), spec)
+    assert_close(turned.host, features.host, rtol=0, atol=0)
+    assert_close(turned.slots, features.slots[:, slots], rtol=0, atol=0)
+    assert_close(turned.offers, features.offers[:, slots], rtol=0, atol=0)
+    envs = torch.tensor(data.draw(st.permutations(range(3))))
+    turned = compute_features(rearrange(observation, envs, 0), spec)
+    for table in ("host", "slots", "offers"):
+        expected = getattr(features, table)[envs]
+        assert_close(getattr(turned, table), expected, rtol=0, atol=0)
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_a_batch_is_its_environments_bit_for_bit(data):
+    spec = data.draw(action_specs())
+    observation = data.draw(observations(spec))
+    batch = compute_features(observation, spec)
+    for env in range(len(observation.first)):
+        single = compute_features(rearrange(observation, torch.tensor([env]), 0), spec)
+        for table in ("host", "slots", "offers"):
+            expected = getattr(batch, table)[env : env + 1]
+            assert_close(getattr(single, table), expected, rtol=0, atol=0)
+
+
+def test_features_are_fresh_and_contiguous_and_leave_the_observation_alone():
+    seen = change(quiet(), "slots", contribution=3.0, parameters=2.0)
+    first = compute_features(seen, SPEC)
+    kept = replace(first, **{n: getattr(first, n).clone() for n in first.__slots__})
+    assert (seen.slots.contribution == 3.0).all()
+    assert (seen.slots.parameters == 2.0).all()
+    compute_features(change(seen, "host", rent=9.0), SPEC).offers.fill_(nan)
+    for table in ("host", "slots", "offers"):
+        assert getattr(first, table).is_contiguous()
+        assert_close(getattr(first, table), getattr(kept, table), rtol=0, atol=0)
+
+
+def test_no_environments_give_empty_features():
+    features = compute_features(quiet(envs=0), SPEC)
+    assert features.host.shape == (0, len(HOST_COLUMNS))
+    assert features.offers.shape == (0, 2, 3, len(OFFER_COLUMNS))
+
+
+def test_features_can_be_computed_on_a_device_that_holds_no_values():
+    features = compute_features(quiet("meta"), SPEC)
+    for name, shape in (
+        ("host", (2, 10)),
+        ("slots", (2, 2, 19)),
+        ("offers", (2, 2, 3, 9)),
+    ):
+        assert getattr(features, name).shape == shape
+        assert getattr(features, name).device.type == "meta"
+
+
+def test_features_first_asked_for_in_inference_serve_training_too():
+    seen = quiet(envs=7)
+    with torch.inference_mode():
+        compute_features(seen, SPEC)
+    features = compute_features(seen, SPEC)
+    weight = torch.ones((), requires_grad=True)
+    (weight * features.host.sum()).backward()
+    assert not features.host.is_inference()
+
+
+def test_features_make_no_device_wait():
+    seen = quiet()
+    assert count_device_reads(lambda: compute_features(seen, SPEC)) == 0
+
+
+# Blueprints
+
+
+def test_a_blueprint_is_described_by_form_size_and_whether_it_merges():
+    spec = ActionSpec(
+        blueprints=(
+            Blueprint("one", Form.CONV, 1, merges=False),
+            Blueprint("eight", Form.WIDEN, 8, merges=True),
+        )
+    )
+    names = [column.name for column in BLUEPRINT_COLUMNS]
+    rows = [
+        dict(zip(names, row, strict=True)) for row in blueprint_table(spec).tolist()
+    ]
+    for row, form, size, merges in zip(
+        rows, ("form_conv", "form_widen"), (0.0, 0.5), (0.0, 1.0), strict=True
+    ):
+        assert row.pop("log2_size") == size
+        assert row.pop("merges") == merges
+        assert {name for name, value in row.items() if value == 1.0} == {form}
+        assert sum(row.values()) == 1.0
+
+
+def test_larger_blueprints_read_larger_and_stay_bounded():
+    sizes = [1, 2, 3, 4, 8, 64, 10**6]
+    spec = ActionSpec(
+        blueprints=tuple(Blueprint(f"w{n}", Form.WIDEN, n, merges=True) for n in sizes)
+    )
+    table = blueprint_table(spec)
+    assert (table[:, 0].diff() > 0.03).all()
+    assert table.min() >= 0.0
+    assert table.max() <= 1.0
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (ActionSpec(), r"slots.stage must be \[2, 3\] .* got \[2, 2\]"),
+        (
+            ActionSpec(SlotConfig(2), BLUEPRINTS[:5]),
+            r"offers.fits must be \[2, 2, 5\] .* got \[2, 2, 3\]",
+        ),
+    ],
+)
+def test_an_observation_of_another_action_space_is_refused(spec, message):
+    with pytest.raises(BadInput, match=message):
+        compute_features(quiet(), spec)
+
+
+def test_a_host_of_other_environments_is_refused():
+    seen = unwrap(replace)(quiet(), host=quiet(envs=1).host)
+    with pytest.raises(BadInput, match=r"host.rent must be \[2\] .* got \[1\]"):
+        compute_features(seen, SPEC)
+
+
+@pytest.mark.parametrize(
+    ("record", "field", "message"),
+    [
+        ("host", "loss", r"HostStates.loss must be \[2\] on cpu, got \[1\]"),
+        ("slots", "depth", r"SlotStates.depth must be \[2, 2\] on cpu, got \[1, 2\]"),
+        ("offers", "macs", r"BlueprintOffers.macs must be \[2, 2, 3\] on cpu, got"),
+    ],
+)
+def test_a_field_unlike_its_neighbours_is_named(record, field, message):
+    seen = quiet()
+    short = getattr(getattr(seen, record), field)[:1]
+    object.__setattr__(getattr(seen, record), field, short)
+    with pytest.raises(BadInput, match=message):
+        compute_features(seen, SPEC)

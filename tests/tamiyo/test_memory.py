@@ -1,0 +1,159 @@
+"""Memory: one recurrence, whether run at once, step by step or in pieces."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from esper.contracts.errors import BadInput
+from esper.tamiyo.policy.memory import LSTM, MinGRU, make_memory
+
+KINDS = [(name, layers) for name in ("mingru", "lstm") for layers in (1, 2, 3)]
+ALL = [*KINDS, ("none", 1)]
+WIDTH, ENVS, TIME = 6, 4, 11
+
+
+def setting(name, layers, *, resets=0.3, rng_seed=0):
+    torch.manual_seed(rng_seed)
+    memory = make_memory(name, WIDTH, layers)
+    inputs = torch.randn(ENVS, TIME, WIDTH)
+    first = torch.rand(ENVS, TIME) < resets
+    state = torch.randn(ENVS, *memory.state_shape)
+    return memory, inputs, first, state
+
+
+def mingru_by_hand(memory, inputs, first, state):
+    """One number at a time in float64."""
+    sequence = inputs.double().tolist()
+    hidden = state.double().tolist()
+    for layer, gates in enumerate(memory.gates):
+        weight, bias = gates.weight.double().tolist(), gates.bias.double().tolist()
+        for env in range(ENVS):
+            for time in range(TIME):
+                x = list(sequence[env][time])
+                if first[env, time]:
+                    hidden[env][layer] = [0.0] * WIDTH
+                for unit in range(WIDTH):
+                    gate, candidate = (
+                        bias[row]
+                        + math.fsum(w * v for w, v in zip(weight[row], x, strict=True))
+                        for row in (unit, unit + WIDTH)
+                    )
+                    z = 1.0 / (1.0 + math.exp(-gate))
+                    before = hidden[env][layer][unit]
+                    hidden[env][layer][unit] = (1.0 - z) * before + z * candidate
+                    sequence[env][time][unit] = x[unit] + hidden[env][layer][unit]
+    return torch.tensor(sequence), torch.tensor(hidden)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_t22_mingru_equals_the_formula_with_resets(layers):
+    memory, inputs, first, state = setting("mingru", layers)
+    outputs, last = memory(inputs, first, state)
+    by_hand = mingru_by_hand(memory, inputs, first, state)
+    assert_close((outputs, last), by_hand, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_lstm_equals_torchs_where_nothing_resets(layers):
+    memory, inputs, _, state = setting("lstm", layers)
+    never = torch.zeros(ENVS, TIME, dtype=torch.bool)
+    outputs, last = memory(inputs, never, state)
+    hidden, inner = state.chunk(2, dim=-1)
+    for layer, cell in enumerate(memory.cells):
+        whole = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        whole.load_state_dict({f"{k}_l0": v for k, v in cell.state_dict().items()})
+        start = (
+            hidden[:, layer][None].contiguous(),
+            inner[:, layer][None].contiguous(),
+        )
+        out, end = whole(inputs, start)
+        inputs = inputs + out
+        assert_close(last[:, layer], torch.cat(end, dim=-1)[0], rtol=1e-5, atol=1e-6)
+    assert_close(outputs, inputs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "layers"), ALL)
+def test_step_by_step_equals_the_whole_sequence(name, layers):
+    memory, inputs, first, state = setting(name, layers)
+    outputs, last = memory(inputs, first, state)
+    for time in range(TIME):
+        here = slice(time, time + 1)
+        with torch.no_grad():
+            one, state = memory(inputs[:, here], first[:, here], state)
+        assert_close(one, outputs[:, here], rtol=1e-6, atol=1e-6)
+    assert_close(state, last, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "layers"), ALL)
+def test_t21_two_halves_equal_the_whole(name, layers):
+    memory, inputs, first, state = setting(name, layers)
+    outputs, last = memory(inputs, first, state)
+    left, middle = memory(inputs[:, :5], first[:, :5], state)
+    right, end = memory(inputs[:, 5:], first[:, 5:], middle)
+    assert_close(torch.cat((left, right), dim=1), outputs, rtol=1e-6, atol=1e-6)
+    assert_close(end, last, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "layers"), KINDS)
+def test_t17_the_state_a_row_starts_from_matters(name, layers):
+    memory, inputs, _, state = setting(name, layers)
+    never = torch.zeros(ENVS, TIME, dtype=torch.bool)
+    stored, _ = memory(inputs, never, state)
+    zeroed, _ = memory(inputs, never, torch.zeros_like(state))
+    assert (stored - zeroed).abs().amax(dim=(0, 2))[0] > 1e-2
+
+
+@pytest.mark.parametrize("sentinel", [1e6, -1e30, math.inf, math.nan])
+@pytest.mark.parametrize(("name", "layers"), ALL)
+def test_t18_the_last_step_of_an_episode_leaves_no_bit_in_the_next(
+    name, layers, sentinel
+):
+    memory, inputs, first, state = setting(name, layers, resets=0.0)
+    first[:, 4] = True
+    clean, last = memory(inputs, first, state)
+    inputs[:, 3] = sentinel
+    dirty, dirty_last = memory(inputs, first, state)
+    assert torch.equal(dirty[:, 4:], clean[:, 4:])
+    assert torch.equal(dirty_last, last)
+    assert torch.equal(dirty[:, :3], clean[:, :3])
+    if name != "none":
+        early = first.roll(-1, dims=1)
+        assert not torch.equal(memory(inputs, early, state)[0][:, 4:], clean[:, 4:])
+
+
+@pytest.mark.parametrize(("name", "layers"), ALL)
+def test_a_stale_state_is_dropped_whatever_it_holds(name, layers):
+    memory, inputs, first, state = setting(name, layers)
+    first[:, 0] = True
+    fresh, _ = memory(inputs, first, torch.zeros_like(state))
+    stale, _ = memory(inputs, first, torch.full_like(state, math.nan))
+    assert torch.equal(stale, fresh)
+
+
+@pytest.mark.parametrize(("name", "layers"), KINDS)
+def test_gradients_stop_at_an_episodes_start(name, layers):
+    memory, inputs, first, state = setting(name, layers, resets=0.0)
+    first[:, 4] = True
+    inputs.requires_grad_()
+    outputs, _ = memory(inputs, first, state)
+    outputs[:, 4:].sum().backward()
+    assert (inputs.grad[:, :4] == 0).all()
+    assert (inputs.grad[:, 4:] != 0).any(dim=-1).all()
+
+
+def test_no_memory_returns_what_it_sees():
+    memory, inputs, first, state = setting("none", 1)
+    outputs, last = memory(inputs, first, state)
+    assert torch.equal(outputs, inputs)
+    assert (last == 0).all()
+
+
+def test_an_unknown_memory_is_refused_by_name():
+    with pytest.raises(BadInput, match=r"no memory 'gru'; choose one of mingru, lstm"):
+        make_memory("gru", 4, 1)
+    assert isinstance(make_memory("lstm", 4, 2), LSTM)
+    assert make_memory("mingru", 4, 2).state_shape == (2, 4)
+    assert isinstance(make_memory("mingru", 4, 2), MinGRU)

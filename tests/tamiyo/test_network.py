@@ -1,0 +1,300 @@
+"""The policy: any number of slots and blueprints, one code path, memory in and out."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Generator
+from torch.testing import assert_close
+
+from esper.contracts.actions import HEAD, ActionSpec
+from esper.contracts.blueprints import BLUEPRINTS
+from esper.contracts.errors import BadInput, NoLegalAction
+from esper.contracts.observation import Observation
+from esper.contracts.slots import SlotConfig
+from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tamiyo.policy.distribution import HEAD_GROUPS, sample
+from esper.tamiyo.policy.features import Features, compute_features
+from esper.tamiyo.policy.likeliest import Likeliest
+from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
+from tests.rollouts import (
+    SPEC,
+    TINY,
+    make_policy,
+    random_observation,
+    require_legal,
+)
+
+ENVS, TIME = 5, 6
+
+
+def seen(spec=SPEC, envs=ENVS, rng_seed=0, **settings):
+    generator = Generator().manual_seed(rng_seed)
+    observation = random_observation(envs, spec, generator, **settings)
+    return (
+        observation,
+        compute_features(observation, spec),
+        compute_masks(observation, spec),
+    )
+
+
+def sequence(policy, rng_seed=0):
+    """Random features, choices and episode starts over time."""
+    steps = [seen(policy.spec, rng_seed=rng_seed + time) for time in range(TIME)]
+    features = Features(
+        *(
+            torch.stack([getattr(step[1], field.name) for step in steps], dim=1)
+            for field in fields(Features)
+        )
+    )
+    generator = Generator().manual_seed(rng_seed)
+    state = torch.randn(ENVS, *policy.state_shape, generator=generator)
+    first = torch.rand(ENVS, TIME, generator=generator) < 0.3
+    here, rows, actions = state, [], []
+    for time, (_, one, masks) in enumerate(steps):
+        decision = policy.act(one, masks, first[:, time], here, generator)
+        here = decision.state
+        rows.append(decision.rows)
+        actions.append(decision.actions)
+    return features, torch.stack(rows, 1), torch.stack(actions, 1), first, state
+
+
+def part(features, where):
+    """Some steps of a sequence."""
+    return Features(features.host[where], features.slots[where], features.offers[where])
+
+
+@pytest.mark.parametrize("memory", ["mingru", "lstm", "none"])
+def test_acting_is_evaluating_a_sequence_of_length_one(memory):
+    policy = make_policy(config=replace(TINY, memory=memory, layers=2), strength=2.0)
+    _, features, masks = seen()
+    state = torch.randn(ENVS, *policy.state_shape)
+    first = torch.tensor([True, False, True, False, False])
+    acted = policy.act(features, masks, first, state, Generator().manual_seed(1))
+    one = Features(*(getattr(features, f.name)[:, None] for f in fields(Features)))
+    new = policy.evaluate(
+        one, acted.rows[:, None], acted.actions[:, None], first[:, None], state
+    )
+    close = {"rtol": 1e-6, "atol": 1e-6}
+    assert_close(new.log_probs[:, 0], acted.log_probs, **close)
+    assert_close(new.distribution[:, 0], acted.distribution, **close)
+    assert_close(new.normalized_values[:, 0], acted.values, **close)
+    assert_close(policy.value(features, first, state), acted.values, **close)
+
+
+@pytest.mark.parametrize("memory", ["mingru", "lstm", "none"])
+def test_step_by_step_and_in_halves_equals_the_whole_sequence(memory):
+    policy = make_policy(config=replace(TINY, memory=memory, layers=2), strength=2.0)
+    features, rows, actions, first, state = sequence(policy)
+    whole = policy.evaluate(features, rows, actions, first, state)
+    for cuts in (range(TIME), (0, 4)):
+        here, parts = state, []
+        for begin, end in zip(cuts, [*cuts[1:], TIME], strict=True):
+            at = (slice(None), slice(begin, end))
+            parts.append(
+                policy.evaluate(
+                    part(features, at), rows[at], actions[at], first[at], here
+                )
+            )
+            _, here = policy.encode(part(features, at), first[at], here)
+        for name in ("log_probs", "normalized_values", "distribution"):
+            joined = torch.cat([getattr(each, name) for each in parts], dim=1)
+            assert_close(joined, getattr(whole, name), rtol=1e-6, atol=2e-6)
+
+
+def test_t20_asking_for_a_value_does_not_advance_memory():
+    policy = make_policy()
+    _, features, masks = seen()
+    state = torch.randn(ENVS, *policy.state_shape)
+    before, first = state.clone(), torch.zeros(ENVS, dtype=torch.bool)
+    once, again = (policy.value(features, first, state) for _ in range(2))
+    assert torch.equal(once, again)
+    assert torch.equal(state, before)
+    after = policy.act(features, masks, first, state, None).state
+    assert not torch.equal(after, before)
+    assert not torch.equal(policy.value(features, first, after), once)
+
+
+def test_t15_later_heads_depend_on_the_choices_before():
+    policy = make_policy(strength=2.0)
+    features, rows, actions, first, state = sequence(policy)
+    rows = SPEC.allowed.expand_as(rows)
+    base = policy.evaluate(features, rows, actions, first, state).logits
+    for head, later in ((0, range(1, 8)), (1, range(2, 8)), (2, range(3, 8))):
+        other = actions.clone()
+        other[..., head] = (other[..., head] + 1) % SPEC.sizes[head]
+        moved = policy.evaluate(features, rows, other, first, state).logits - base
+        allowed = SPEC.allowed.expand_as(moved)
+        assert (moved[..., : head + 1, :] == 0).all()
+        for reached in later:
+            change = moved[..., reached, :][allowed[..., reached, :]]
+            assert change.abs().max() > 1e-3, (head, reached)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ActionSpec(slots=SlotConfig(max_slots=5), blueprints=BLUEPRINTS[3:5]),
+        ActionSpec(slots=SlotConfig(max_slots=1), blueprints=BLUEPRINTS),
+        ActionSpec(slots=SlotConfig(max_slots=14), blueprints=BLUEPRINTS[:1]),
+    ],
+    ids=["five slots", "one slot", "fourteen slots"],
+)
+def test_one_set_of_weights_controls_any_slots_and_blueprints(other):
+    trained, stranger = make_policy(strength=2.0), TamiyoPolicy(other, TINY)
+    stranger.load_state_dict(trained.state_dict())
+    for rng_seed in range(5):
+        observation, _, masks = seen(other, rng_seed=rng_seed)
+        actions, _ = stranger.decide(
+            observation, masks, None, Generator().manual_seed(rng_seed)
+        )
+        require_legal(observation, other, actions)
+
+
+def test_slot_logits_follow_their_slots_when_slots_change_places():
+    policy = make_policy(strength=2.0)
+    features, rows, actions, first, state = sequence(policy)
+    order = torch.tensor([2, 0, 1])
+    moved = Features(
+        features.host, features.slots[:, :, order], features.offers[:, :, order]
+    )
+    there = actions.clone()
+    there[..., 1] = order.argsort()[actions[..., 1]]
+    new = policy.evaluate(moved, rows, there, first, state)
+    old = policy.evaluate(features, rows, actions, first, state)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    assert_close(new.logits[..., 1, :3], old.logits[..., 1, order], **close)
+    others = [0, *range(2, 8)]
+    assert_close(new.logits[..., others, :], old.logits[..., others, :], **close)
+    assert_close(new.normalized_values, old.normalized_values, **close)
+    spread = old.logits[..., 1, :3].std(dim=-1)
+    assert spread.min() > 1e-3
+
+
+def test_blueprint_logits_follow_their_blueprints_when_these_change_places():
+    policy = make_policy(strength=2.0)
+    order = torch.tensor([3, 6, 0, 5, 1, 4, 2])
+    spec = replace(SPEC, blueprints=tuple(BLUEPRINTS[index] for index in order))
+    other = TamiyoPolicy(spec, TINY)
+    other.load_state_dict(policy.state_dict())
+    features, rows, actions, first, state = sequence(policy)
+    moved = replace(features, offers=features.offers[:, :, :, order])
+    there = actions.clone()
+    there[..., 2] = order.argsort()[actions[..., 2]]
+    new = other.evaluate(moved, rows, there, first, state)
+    old = policy.evaluate(features, rows, actions, first, state)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    assert_close(new.logits[..., 2, :7], old.logits[..., 2, order], **close)
+    others = [0, 1, *range(3, 8)]
+    assert_close(new.logits[..., others, :], old.logits[..., others, :], **close)
+    assert old.logits[..., 2, :7].std(dim=-1).min() > 1e-3
+
+
+def test_a_new_policy_is_nearly_even_and_its_value_is_exactly_zero():
+    policy = TamiyoPolicy(SPEC)
+    features, rows, actions, first, state = sequence(policy)
+    new = policy.evaluate(features, rows, actions, first, state)
+    assert (new.normalized_values == 0).all()
+    even = -rows.sum(dim=-1, keepdim=True).log().expand_as(new.distribution)
+    assert_close(new.distribution[rows], even[rows], rtol=0, atol=0.05)
+    assert sum(p.numel() for p in policy.parameters()) < 400_000
+
+
+@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+def test_t8_sampled_and_likeliest_decisions_are_legal(density):
+    policy = make_policy(strength=5.0)
+    generator, state, greedy_state = Generator().manual_seed(0), None, None
+    ops = set()
+    for rng_seed in range(10):
+        observation, _, masks = seen(envs=32, rng_seed=rng_seed, density=density)
+        actions, state = policy.decide(observation, masks, state, generator)
+        require_legal(observation, SPEC, actions)
+        ops |= set(actions[:, HEAD["op"]].tolist())
+        for controller in (Likeliest(policy), Likeliest(policy)):
+            greedy, after = controller.decide(
+                observation, masks, greedy_state, generator
+            )
+            require_legal(observation, SPEC, greedy)
+        greedy_state = after
+    assert len(ops) >= {0.0: 1, 0.3: 3, 1.0: 6}[density]
+
+
+def test_the_likeliest_sentence_needs_no_chance_and_is_the_argmax():
+    policy = make_policy(strength=2.0)
+    observation, features, masks = seen()
+    state = policy.initial_state(ENVS)
+    decision = policy.act(features, masks, observation.first, state, None)
+    top = sample(decision.distribution, decision.rows, None)
+    assert torch.equal(decision.actions, top)
+
+
+def test_values_come_in_units_of_reward():
+    policy = make_policy()
+    _, features, masks = seen()
+    first, state = torch.ones(ENVS, dtype=torch.bool), policy.initial_state(ENVS)
+    plain = policy.value(features, first, state)
+    policy.value_mean.fill_(7.0)
+    policy.value_scale.fill_(3.0)
+    assert_close(policy.value(features, first, state), 7.0 + 3.0 * plain)
+    acted = policy.act(features, masks, first, state, None)
+    assert_close(acted.values, 7.0 + 3.0 * plain)
+
+
+@pytest.mark.parametrize("memory", ["mingru", "lstm", "none"])
+def test_shapes_hold_without_data(memory):
+    """On the meta device nothing can be read: evaluation is data-independent."""
+    policy = make_policy(config=replace(TINY, memory=memory, layers=2)).to("meta")
+    parts = [x.to("meta") for x in sequence(make_policy(config=TINY))[1:4]]
+    features = sequence(make_policy(config=TINY))[0]
+    features = Features(
+        *(getattr(features, f.name).to("meta") for f in fields(Features))
+    )
+    state = policy.initial_state(ENVS)
+    new = policy.evaluate(features, *parts, state)
+    assert new.logits.shape == (ENVS, TIME, 8, SPEC.width)
+    assert new.log_probs.shape == (ENVS, TIME, 8)
+    assert new.normalized_values.shape == (ENVS, TIME)
+
+
+def test_t3_an_environment_without_a_legal_op_is_refused_before_sampling():
+    policy = make_policy()
+    observation, _, masks = seen()
+    masks.op[3] = False
+    with pytest.raises(NoLegalAction, match="head 'op' of environment 3"):
+        policy.decide(observation, masks, None, Generator())
+
+
+def test_t3_an_op_without_a_legal_slot_is_refused_before_sampling():
+    policy = make_policy()
+    observation, _, masks = seen()
+    masks.op[:, 1:] = False
+    masks.op[1, 0], masks.op[1, 4] = False, True
+    masks.slot[1, 4] = False
+    with pytest.raises(NoLegalAction, match="head 'slot' of environment 1"):
+        policy.decide(observation, masks, None, Generator())
+
+
+def test_masks_for_another_number_of_environments_are_refused():
+    policy = make_policy()
+    observation, _, _ = seen(envs=4)
+    with pytest.raises(BadInput, match=r"mask 'op' must be \[4, 6\].*got \[5, 6\]"):
+        policy.decide(observation, seen()[2], None, Generator())
+
+
+def test_a_state_that_is_not_the_policys_is_refused():
+    observation, _, masks = seen()
+    with pytest.raises(BadInput, match="state must be a tensor or None, got"):
+        make_policy().decide(observation, masks, (torch.zeros(1),), Generator())
+
+
+@pytest.mark.parametrize("name", ["width", "slot_width", "offer_width", "layers"])
+def test_sizes_that_are_none_are_refused(name):
+    with pytest.raises(BadInput, match=f"{name} must be at least 1, got 0"):
+        PolicyConfig(**{name: 0})
+    with pytest.raises(BadInput, match="no memory 'gru'"):
+        TamiyoPolicy(SPEC, PolicyConfig(memory="gru"))
+
+
+def test_heads_are_grouped_in_their_order():
+    assert [head for group in HEAD_GROUPS for head in group] == list(range(8))
+    assert isinstance(seen()[0], Observation)

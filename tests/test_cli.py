@@ -1,0 +1,70 @@
+"""The command line refuses in one line and costs nothing before it is asked."""
+
+import subprocess
+import sys
+
+import pytest
+
+from esper.cli import main
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    return stop.value.code, capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "the following arguments are required: command"),
+        (("tran",), "did you mean 'train'"),
+        (("bench", "gea"), "did you mean 'gae'"),
+        (("train", "--ablatios"), "did you mean '--ablations'"),
+        (("train", "--env", "4"), "did you mean '--envs'"),
+        (("train", "--envs", "0"), "from 1 to 65536, got '0'"),
+        (("train", "--envs", "-1"), "got '-1'"),
+        (("train", "--envs", "4.0"), "got '4.0'"),
+        (("train", "--envs", "1e9"), "got '1e9'"),
+        (("train", "--envs", "٤"), "got '٤'"),
+        (("train", "--envs", ""), "got ''"),
+        (("train", "--envs", "nan"), "got 'nan'"),
+        (("train", "--rng-seed", "-1"), "whole number from 0"),
+        (("train", "--rng-seed", str(2**64)), "whole number from 0"),
+    ],
+)
+def test_bad_input_gets_one_line_and_exit_code_two(capsys, arguments, complaint):
+    code, said = run(capsys, *arguments)
+    assert code == 2
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert complaint in said.err
+
+
+def test_an_error_of_ours_is_one_line_without_a_traceback(capsys):
+    assert main(["train", "--envs", "2"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("esper: envs must be at least")
+    assert said.err.count("\n") == 1
+
+
+def test_help_imports_nothing_heavy():
+    script = (
+        "import sys, esper.cli\n"
+        "try: esper.cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'numba', 'rich', 'scipy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "esper train" in done.stdout
+
+
+def test_a_short_training_ends_with_its_tables(capsys):
+    assert main(["train", "--rounds", "1", "--envs", "8"]) == 0
+    said = capsys.readouterr().out
+    for word in ("round 1/1", "Visible", "Hidden", "Tamiyo", "optimum", "never"):
+        assert word in said

@@ -1,0 +1,671 @@
+"""The recurrence against sums in float64, and every way in which it must not leak."""
+
+import inspect
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import grad, gradcheck, gradgradcheck
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from esper import scan as module
+from esper.contracts.errors import BadInput
+from esper.scan import FEW_LANES, gae, gae_time_major, scan
+from tests.references.recurrence import (
+    gae_reference,
+    leaky_gae_loop,
+    naive_gae_loop,
+    scan_reference,
+    time_gae_loop,
+)
+
+DTYPES = [torch.float32, torch.float64]
+TOLERANCE = {
+    torch.float32: {"rtol": 1e-5, "atol": 2e-5},
+    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
+}
+EXACT = {"rtol": 0.0, "atol": 0.0}
+ROLLOUT = module.Rollout._fields
+# Behind the annotations that the test run enforces: what a user's call would meet.
+bare_scan, bare_gae = inspect.unwrap(scan), inspect.unwrap(gae)
+
+
+def recurrence(shape, rng_seed, *, zeros=0.3, dtype=torch.float64):
+    """Random decay, inputs and initial; some decays are exactly zero."""
+    generator = torch.Generator().manual_seed(rng_seed)
+    decay = torch.rand(shape, generator=generator, dtype=dtype) * 2.4 - 1.2
+    decay[torch.rand(shape, generator=generator) < zeros] = 0.0
+    inputs = torch.randn(shape, generator=generator, dtype=dtype)
+    initial = torch.randn(shape[:1] + shape[2:], generator=generator, dtype=dtype)
+    return decay, inputs, initial
+
+
+def on_cpu(decay, inputs, initial, reverse):
+    return scan(decay, inputs, initial, reverse=reverse)
+
+
+def on_other_devices(decay, inputs, initial, reverse):
+    """The road of every device but the CPU, taken on the CPU."""
+    if inputs.ndim == 2:
+        tensors = (decay.T[None], inputs.T[None], initial[None])
+        return module._recur(*tensors, reverse, False)[0].T
+    return module._recur(decay, inputs, initial, reverse, False)
+
+
+def step_by_step(decay, inputs, initial, reverse):
+    """Differentiable, plain: what autograd makes of the definition."""
+    y, rows = initial, [None] * inputs.shape[1]
+    order = range(inputs.shape[1])
+    for t in reversed(order) if reverse else order:
+        y = rows[t] = decay[:, t] * y + inputs[:, t]
+    return torch.stack(rows, dim=1)
+
+
+ROADS = pytest.mark.parametrize("road", [on_cpu, on_other_devices])
+DIRECTIONS = pytest.mark.parametrize("reverse", [False, True])
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 17)) | st.tuples(
+    st.integers(1, 3), st.integers(1, 17), st.integers(1, 10)
+)
+
+
+@ROADS
+@pytest.mark.parametrize(
+    ("reverse", "expected"),
+    [
+        (False, [5.0, 4.5, 3.0, 10.0]),  # 8 fades, the zero forgets it, 2 doubles 3
+        (True, [2.75, 3.5, 3.0, 20.0]),  # 2 doubles 8, the zero forgets it
+    ],
+)
+def test_four_steps_by_hand(road, reverse, expected):
+    decay = torch.tensor([[0.5, 0.5, 0.0, 2.0]])
+    inputs = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+
+    y = road(decay, inputs, torch.tensor([8.0]), reverse)
+
+    assert_close(y, torch.tensor([expected]), **EXACT)
+
+
+@ROADS
+@given(shapes, st.booleans(), st.sampled_from(DTYPES), st.integers(0, 99))
+def test_scan_is_the_sum_of_decayed_inputs(road, shape, reverse, dtype, rng_seed):
+    decay, inputs, initial = recurrence(shape, rng_seed, dtype=dtype)
+
+    y = road(decay, inputs, initial, reverse)
+
+    expected = scan_reference(decay, inputs, initial, reverse=reverse)
+    assert y.dtype == dtype
+    assert_close(y.double(), torch.from_numpy(expected), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (2, 5, 3)])
+def test_without_initial_the_recurrence_starts_from_zero(shape):
+    decay, inputs, initial = recurrence(shape, 0)
+    expected = scan(decay, inputs, torch.zeros_like(initial))
+    assert_close(scan(decay, inputs), expected, **EXACT)
+
+
+@ROADS
+@given(shapes, st.booleans(), st.integers(0, 99))
+def test_gradients_are_those_of_the_plain_loop(road, shape, reverse, rng_seed):
+    leaves = [x.requires_grad_() for x in recurrence(shape, rng_seed)]
+    weights = torch.randn(shape, dtype=torch.float64)
+
+    actual = grad((road(*leaves, reverse) * weights).sum(), leaves)
+
+    expected = grad((step_by_step(*leaves, reverse) * weights).sum(), leaves)
+    assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@ROADS
+@DIRECTIONS
+@pytest.mark.parametrize("shape", [(2, 4), (2, 3, 2), (1, 1), (2, 1, 2)])
+def test_first_and_second_derivatives_agree_with_differences(road, reverse, shape):
+    leaves = [x.requires_grad_() for x in recurrence(shape, 1)]
+    assert gradcheck(lambda *x: road(*x, reverse), leaves)
+    assert gradgradcheck(lambda *x: road(*x, reverse), leaves)
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (3, 7, 2), (3, 7, 16)])
+@DIRECTIONS
+def test_memory_layout_does_not_matter(shape, reverse):
+    decay, inputs, initial = recurrence(shape, 2)
+    spread = torch.full((*shape, 2), torch.nan, dtype=torch.float64)
+    spread[..., 0] = inputs
+    layouts = (
+        decay.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(),
+        spread[..., 0].requires_grad_(),
+        initial.repeat_interleave(2, dim=0)[::2].requires_grad_(),
+    )
+
+    y = scan(*layouts, reverse=reverse)
+    gradients = grad(y.sum(), layouts)  # an expanded gradient comes back
+
+    plain = [x.clone().requires_grad_() for x in (decay, inputs, initial)]
+    expected = scan(*plain, reverse=reverse)
+    assert_close(y, expected, **EXACT)
+    assert_close(gradients, grad(expected.sum(), plain), **EXACT)
+
+
+def test_no_memory_layout_is_compiled_for_separately():
+    tensors = recurrence((3, 7, 16), 2)
+    scan(*(x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors))
+    signatures = module._recur_rows.signatures
+    assert signatures
+    assert {array.layout for kinds in signatures for array in kinds[:4]} == {"C"}
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_empty_recurrences_give_empty_results_and_gradients(shape):
+    decay, inputs, initial = (x.requires_grad_() for x in recurrence(shape, 0))
+    y = scan(decay, inputs, initial)
+    assert y.shape == shape
+    y.sum().backward()
+    assert inputs.grad.shape == decay.grad.shape == shape
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("shape", [(3, 1), (3, 1, 16), (3, 4), (3, 4, 16)])
+def test_scan_is_the_same_without_gradients(mode, shape):
+    tensors = recurrence(shape, 3, dtype=torch.float32)
+    expected = scan(*(x.clone().requires_grad_() for x in tensors)).detach()
+    with mode():
+        assert_close(scan(*tensors), expected, **EXACT)
+
+
+@pytest.mark.parametrize("shape", [(3, 9), (3, 9, 16)])
+def test_t18_acting_step_by_step_is_the_whole_sequence_bit_for_bit(shape):
+    decay, inputs, initial = recurrence(shape, 4, dtype=torch.float32)
+    whole, state = scan(decay, inputs, initial), initial
+    with torch.no_grad():
+        for t in range(shape[1]):
+            now = slice(t, t + 1)
+            state = scan(decay[:, now], inputs[:, now], state)[:, 0]
+            assert_close(state, whole[:, t], **EXACT)
+
+
+@given(shapes, st.integers(0, 17), st.booleans(), st.integers(0, 99))
+def test_t21_two_halves_with_the_state_carried_over_are_the_whole(
+    shape, cut, reverse, rng_seed
+):
+    decay, inputs, initial = recurrence(shape, rng_seed, dtype=torch.float32)
+    halves = [slice(0, cut), slice(cut, None)]
+    parts, state = [], initial
+    for half in reversed(halves) if reverse else halves:
+        part = scan(decay[:, half], inputs[:, half], state, reverse=reverse)
+        if part.shape[1]:
+            state = part[:, 0 if reverse else -1]
+        parts.append(part)
+
+    y = torch.cat(parts[::-1] if reverse else parts, dim=1)
+
+    assert_close(y, scan(decay, inputs, initial, reverse=reverse), **EXACT)
+
+
+@ROADS
+@DIRECTIONS
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_t18_nothing_passes_a_boundary_in_value_or_gradient(road, reverse, poison):
+    decay, inputs, initial = recurrence((2, 9, 8), 5, zeros=0.0)
+    decay[:, 4] = 0.0
+    before = slice(5, None) if reverse else slice(0, 4)
+    after = slice(0, 5) if reverse else slice(4, None)
+    expected = road(decay, inputs, initial, reverse)[:, after]
+    inputs[:, before] = poison
+    inputs.requires_grad_()
+
+    y = road(decay, inputs, initial * poison, reverse)
+
+    assert_close(y[:, after], expected, **EXACT)
+    (gradient,) = grad(y[:, after].sum() + 2.0 * y[:, before].sum(), inputs)
+    assert gradient.isfinite().all()
+    (own,) = grad(road(decay, inputs, initial, reverse)[:, before].sum(), inputs)
+    assert_close(gradient[:, before], 2.0 * own[:, before], rtol=1e-12, atol=0.0)
+
+
+@DIRECTIONS
+def test_t18_no_gradient_comes_back_over_a_boundary(reverse):
+    decay, inputs, initial = recurrence((2, 9, 8), 6, zeros=0.0)
+    decay[:, 4] = 0.0
+    leaves = [x.requires_grad_() for x in (inputs, initial)]
+    after = slice(0, 5) if reverse else slice(4, None)
+    poison = torch.zeros_like(inputs)
+    poison[:, after] = torch.nan
+
+    gradients = grad(scan(decay, *leaves, reverse=reverse), leaves, poison)
+
+    before = slice(5, None) if reverse else slice(0, 4)
+    assert gradients[0][:, before].eq(0.0).all()
+    assert gradients[1].eq(0.0).all()
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 4), (2, 5), (2, 5, 4)])
+def test_scan_knows_shapes_on_a_device_without_numbers(shape):
+    decay, inputs, initial = (x.to("meta") for x in recurrence(shape, 0))
+    inputs.requires_grad_()
+    y = scan(decay, inputs, initial, reverse=True)
+    assert (y.shape, y.device.type) == (shape, "meta")
+    assert grad(y.sum(), inputs)[0].shape == shape
+
+
+@pytest.mark.parametrize(
+    ("decay", "inputs", "initial", "message"),
+    [
+        (torch.ones(3), torch.ones(3), None, r"\[env, time\] or .* got shape \(3,\)"),
+        (torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), None, "reshape"),
+        (
+            torch.ones(2, 3),
+            torch.ones(2, 4),
+            None,
+            r"decay must be .*\(2, 4\).*\(2, 3\)",
+        ),
+        (
+            torch.ones(2, 3),
+            torch.ones(2, 3),
+            torch.ones(3),
+            r"initial .*\(2,\).*\(3,\)",
+        ),
+        (
+            torch.ones(2, 3, 4),
+            torch.ones(2, 3, 4),
+            torch.ones(2),
+            r"initial .*\(2, 4\).*got .*\(2,\)",
+        ),
+        (torch.ones(2, 3).half(), torch.ones(2, 3).half(), None, "inputs .* got .*16"),
+        (torch.ones(2, 3).int(), torch.ones(2, 3).int(), None, "inputs .* got .*int32"),
+        (torch.ones(2, 3).double(), torch.ones(2, 3), None, "decay .* got .*float64"),
+        (
+            torch.ones(2, 3),
+            torch.ones(2, 3),
+            torch.ones(2).double(),
+            "initial .* got .*float64",
+        ),
+        (torch.ones(2, 3, device="meta"), torch.ones(2, 3), None, "on cpu.* on meta"),
+    ],
+)
+def test_scan_refuses_what_does_not_fit(decay, inputs, initial, message):
+    with pytest.raises(BadInput, match=message):
+        bare_scan(decay, inputs, initial)
+
+
+# Advantages
+
+
+def rollout(
+    rng_seed, envs, time, *, ends=0.2, cuts=0.5, full=False, dtype=torch.float64
+):
+    """Random rows of several episodes; `ends` per step, `cuts` of them truncations."""
+    generator = torch.Generator().manual_seed(rng_seed)
+
+    def rand(*shape):
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    dones = rand(envs, time) < ends
+    counts = (rand(envs) * (time + 1)).long()
+    return {
+        "rewards": (4.0 * rand(envs, time) - 2.0).to(dtype),
+        "values": (4.0 * rand(envs, time) - 2.0).to(dtype),
+        "dones": dones,
+        "truncated": dones & (rand(envs, time) < cuts),
+        "step_counts": torch.full_like(counts, time) if full else counts,
+        "final_values": (4.0 * rand(envs, time) - 2.0).to(dtype),
+        "last_values": (4.0 * rand(envs) - 2.0).to(dtype),
+    }
+
+
+def padding_of(steps):
+    return torch.arange(steps["rewards"].shape[1]) >= steps["step_counts"][:, None]
+
+
+def stored_by_time(steps):
+    return {name: x.T.contiguous().T if x.ndim == 2 else x for name, x in steps.items()}
+
+
+def env_major(steps, **factors):
+    return gae(**{name: x.contiguous() for name, x in steps.items()}, **factors)
+
+
+def time_major(steps, **factors):
+    return gae(**stored_by_time(steps), **factors)
+
+
+def pairwise(steps, *, gamma, lam):
+    """The road of every device but the CPU, taken on the CPU."""
+    return module._gae_log_depth(module.Rollout(**steps), gamma, lam)
+
+
+GAE_ROADS = pytest.mark.parametrize("road", [env_major, time_major, pairwise])
+# On both sides of the border between serial and SIMD.
+sizes = st.tuples(st.sampled_from([1, 3, FEW_LANES, 37]), st.integers(1, 12))
+
+
+@GAE_ROADS
+def test_t26_three_endings_by_hand(road):
+    """Two steps that terminate, two that are truncated, two that are cut, padding."""
+    steps = {
+        "rewards": torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 9.0]]),
+        "values": torch.tensor([[4.0, 2.0, 4.0, 2.0, 4.0, 2.0, 9.0]]),
+        "dones": torch.tensor([[0, 1, 0, 1, 0, 0, 0]]).bool(),
+        "truncated": torch.tensor([[0, 0, 0, 1, 0, 0, 0]]).bool(),
+        "step_counts": torch.tensor([6]),
+        "final_values": torch.tensor([[9.0, 9.0, 9.0, 8.0, 9.0, 9.0, 9.0]]),
+        "last_values": torch.tensor([16.0]),
+    }
+
+    advantages, returns = road(steps, gamma=0.5, lam=0.5)
+
+    # delta of a first step: 1 + 0.5 * 2 - 4 = -2; the trace adds a quarter of the next.
+    expected = [
+        *(-2.0 + 0.25 * 0.0, 0.0),  # terminated: 2 + 0 - 2
+        *(-2.0 + 0.25 * 4.0, 4.0),  # truncated: 2 + 0.5 * 8 - 2
+        *(-2.0 + 0.25 * 8.0, 8.0),  # cut: 2 + 0.5 * 16 - 2
+        0.0,
+    ]
+    assert_close(advantages, torch.tensor([expected]), **EXACT)
+    assert_close(returns, torch.tensor([[2.0, 2.0, 3.0, 6.0, 4.0, 10.0, 0.0]]), **EXACT)
+
+
+@GAE_ROADS
+@given(
+    st.integers(0, 999),
+    sizes,
+    st.sampled_from([0.0, 0.2, 1.0]),
+    st.sampled_from(DTYPES),
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 1.0),
+)
+def test_t27_advantages_are_the_sum_over_each_episode(
+    road, rng_seed, size, ends, dtype, gamma, lam
+):
+    steps = rollout(rng_seed, *size, ends=ends, dtype=dtype)
+
+    actual = road(steps, gamma=gamma, lam=lam)
+
+    expected = gae_reference(**steps, gamma=gamma, lam=lam)
+    for result, reference in zip(actual, expected, strict=True):
+        assert result.dtype == dtype
+        assert_close(result.double(), torch.from_numpy(reference), **TOLERANCE[dtype])
+
+
+@given(st.integers(0, 999), st.integers(1, 60), st.integers(1, 12))
+def test_serial_and_simd_agree_bit_for_bit(rng_seed, envs, time):
+    steps = rollout(rng_seed, envs, time, dtype=torch.float32)
+    serial = env_major(steps, gamma=0.9, lam=0.8)
+    assert_close(time_major(steps, gamma=0.9, lam=0.8), serial, **EXACT)
+
+
+@GAE_ROADS
+@given(st.integers(0, 999), sizes)
+def test_t24_padding_holds_anything_and_changes_nothing(road, rng_seed, size):
+    steps = rollout(rng_seed, *size)
+    padding = padding_of(steps)
+    expected = road(steps, gamma=0.9, lam=0.8)
+    for stale in (torch.nan, 1e30, torch.inf):
+        for flag in (False, True):
+            dirty = {
+                name: x.masked_fill(padding, flag if x.dtype == torch.bool else stale)
+                if x.ndim == 2
+                else x
+                for name, x in steps.items()
+            }
+            assert_close(road(dirty, gamma=0.9, lam=0.8), expected, **EXACT)
+    assert expected[0][padding].eq(0.0).all()
+    assert expected[1][padding].eq(0.0).all()
+
+
+@GAE_ROADS
+@given(st.integers(0, 999), sizes)
+def test_values_that_no_ending_asks_for_are_never_read(road, rng_seed, size):
+    steps = rollout(rng_seed, *size)
+    expected = road(steps, gamma=0.9, lam=0.8)
+    last = (steps["step_counts"] - 1).clamp(min=0)[:, None]
+    ended = steps["dones"].gather(1, last).squeeze(1) | (steps["step_counts"] == 0)
+    dirty = steps | {
+        "final_values": steps["final_values"].masked_fill(
+            ~steps["truncated"], torch.nan
+        ),
+        "last_values": steps["last_values"].masked_fill(ended, torch.nan),
+    }
+    assert_close(road(dirty, gamma=0.9, lam=0.8), expected, **EXACT)
+
+
+@GAE_ROADS
+@given(st.integers(0, 999), sizes, st.sampled_from([7.0, torch.nan]))
+def test_t26_other_episodes_never_change_this_one(road, rng_seed, size, other):
+    steps = rollout(rng_seed, *size, full=True)
+    expected = road(steps, gamma=0.9, lam=0.8)
+    episode = steps["dones"].cumsum(dim=1) - steps["dones"].long()
+    mine = episode == episode[:, size[1] // 2, None]
+    changed = steps | {
+        name: torch.where(mine, steps[name], steps[name].flip(1) * other)
+        for name in ("rewards", "values", "final_values")
+    }
+
+    actual = road(changed, gamma=0.9, lam=0.8)
+
+    for result, reference in zip(actual, expected, strict=True):
+        assert_close(result[mine], reference[mine], **EXACT)
+
+
+@GAE_ROADS
+@given(st.integers(0, 999), sizes, st.floats(0.0, 1.0))
+def test_t27_value_of_a_constant_reward_does_not_depend_on_the_time_limit(
+    road, rng_seed, size, lam
+):
+    """r / (1 - gamma) for ever: truncations and cuts are no surprise at all."""
+    steps = rollout(rng_seed, *size, cuts=1.0)
+    for name in ("values", "final_values", "last_values"):
+        steps[name] = torch.full_like(steps[name], 3.0 / (1.0 - 0.75))
+    steps["rewards"] = torch.full_like(steps["rewards"], 3.0)
+
+    advantages, returns = road(steps, gamma=0.75, lam=lam)
+
+    assert advantages.eq(0.0).all()
+    assert returns[~padding_of(steps)].eq(12.0).all()
+
+
+def test_t27_the_leaky_trace_is_wrong_exactly_before_a_truncation_in_mid_row():
+    steps = rollout(3, 6, 12, full=True, ends=0.15)
+    right = env_major(steps, gamma=0.9, lam=0.8)[0]
+    leaky = leaky_gae_loop(*steps.values(), gamma=0.9, lam=0.8)[0]
+
+    # Wrong from a truncation back to its episode's start, unless it is the last step.
+    expected = torch.zeros_like(steps["dones"])
+    for env, time in steps["truncated"][:, :-1].nonzero().tolist():
+        ends = steps["dones"][env, :time].nonzero().flatten().tolist()
+        expected[env, max(ends, default=-1) + 1 : time + 1] = True
+    assert expected.any()
+    assert not expected.all()
+    assert torch.equal((leaky - right).abs() > 1e-9, expected)
+
+
+def test_t27_a_truncation_taken_for_a_termination_is_wrong():
+    steps = rollout(3, 6, 12, full=True, ends=0.15)
+    right = env_major(steps, gamma=0.9, lam=0.8)[0]
+    confused = steps | {"truncated": torch.zeros_like(steps["truncated"])}
+    wrong = env_major(confused, gamma=0.9, lam=0.8)[0]
+    differs = (wrong - right).abs() > 1e-9
+    assert differs[steps["truncated"]].all()
+    assert not differs[steps["dones"] & ~steps["truncated"]].any()
+
+
+@GAE_ROADS
+def test_a_truncation_without_its_done_flag_ends_the_episode_too(road):
+    steps = rollout(0, 30, 9)
+    unmarked = steps | {"dones": steps["dones"] & ~steps["truncated"]}
+    expected = road(steps, gamma=0.9, lam=0.8)
+    assert_close(road(unmarked, gamma=0.9, lam=0.8), expected, **EXACT)
+
+
+@GAE_ROADS
+def test_t28_bootstrapping_equals_an_edited_reward_and_edits_none(road):
+    steps = rollout(1, 30, 9)
+    kept = {name: x.clone() for name, x in steps.items()}
+    advantages, _ = road(steps, gamma=0.9, lam=0.8)
+
+    assert all(torch.equal(steps[name], kept[name]) for name in steps)
+    bonus = torch.where(steps["truncated"], 0.9 * steps["final_values"], 0.0)
+    edited = steps | {
+        "rewards": steps["rewards"] + bonus,
+        "truncated": torch.zeros_like(steps["truncated"]),
+    }
+    expected, _ = road(edited, gamma=0.9, lam=0.8)
+    assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
+
+
+@GAE_ROADS
+def test_lambda_zero_is_one_step_and_lambda_one_is_the_sum_of_rewards(road):
+    steps = rollout(2, 30, 9, ends=0.0, full=True)
+    following = torch.cat((steps["values"][:, 1:], steps["last_values"][:, None]), 1)
+
+    _, one_step = road(steps, gamma=0.9, lam=0.0)
+    _, everything = road(steps, gamma=1.0, lam=1.0)
+
+    assert_close(one_step, steps["rewards"] + 0.9 * following)
+    to_go = steps["rewards"].flip(1).cumsum(1).flip(1)
+    assert_close(everything, to_go + steps["last_values"][:, None])
+
+
+@GAE_ROADS
+@pytest.mark.parametrize("envs", [2, 30])
+def test_counts_beyond_the_row_mean_all_of_it_and_negative_ones_none(road, envs):
+    steps = rollout(4, envs, 9)
+    for odd, plain in ((99, 9), (-3, 0)):
+        counts = torch.full((envs,), odd)
+        actual = road(steps | {"step_counts": counts}, gamma=0.9, lam=0.8)
+        counts = torch.full((envs,), plain)
+        expected = road(steps | {"step_counts": counts}, gamma=0.9, lam=0.8)
+        assert_close(actual, expected, **EXACT)
+
+
+def test_counts_may_be_narrow_integers():
+    steps = rollout(4, 30, 9)
+    narrow = steps | {"step_counts": steps["step_counts"].int()}
+    expected = time_major(steps, gamma=0.9, lam=0.8)
+    assert_close(time_major(narrow, gamma=0.9, lam=0.8), expected, **EXACT)
+
+
+def test_any_layout_of_inputs_and_results_gives_the_same_advantages():
+    steps = rollout(5, 30, 9)
+    spread = {
+        name: x.repeat_interleave(2, dim=-1)[..., ::2] for name, x in steps.items()
+    }
+    out = (torch.empty(30, 18).double()[:, ::2], torch.empty(30, 18).double()[:, ::2])
+
+    actual = gae(**spread, gamma=0.9, lam=0.8, out=out)
+
+    assert actual[0] is out[0]
+    assert actual[1] is out[1]
+    assert_close(out, env_major(steps, gamma=0.9, lam=0.8), **EXACT)
+
+
+class ForbidNewTensors(TorchDispatchMode):
+    """Only views of what there is already."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function.__name__.split(".")[0] in ("detach", "permute"), function
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("envs", [4, 30])
+def test_results_are_written_in_place_without_a_new_tensor(envs):
+    peaks = []
+    for time in (10, 10, 2000):  # the first call wakes things up
+        steps = stored_by_time(rollout(0, envs, time))
+        out = tuple(torch.full((time, envs), torch.nan).double().T for _ in range(2))
+        tracemalloc.start()
+        with ForbidNewTensors():
+            advantages, returns = gae(**steps, gamma=0.9, lam=0.8, out=out)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert advantages is out[0]
+        assert returns is out[1]
+        assert_close(out, env_major(steps, gamma=0.9, lam=0.8), **EXACT)
+    assert peaks[2] <= peaks[1] + 16 * 1024  # one array of 2000 steps has 64 KiB
+
+
+def test_no_gradient_flows_into_the_targets():
+    steps = rollout(0, 3, 5)
+    steps["values"].requires_grad_()
+    for road in (env_major, time_major, pairwise):
+        advantages, returns = road(steps, gamma=0.9, lam=0.8)
+        assert not advantages.requires_grad
+        assert not returns.requires_grad
+
+
+@pytest.mark.parametrize("size", [(0, 5), (5, 0), (0, 0)])
+def test_empty_rollouts_give_empty_advantages(size):
+    advantages, returns = gae(**rollout(0, *size), gamma=0.9, lam=0.8)
+    assert advantages.shape == returns.shape == size
+
+
+def test_gae_knows_shapes_on_a_device_without_numbers():
+    steps = {name: x.to("meta") for name, x in rollout(0, 3, 5).items()}
+    out = (torch.empty(3, 5, device="meta").double() for _ in range(2))
+    for result in gae(**steps, gamma=0.9, lam=0.8, out=tuple(out)):
+        assert (result.shape, result.device.type) == ((3, 5), "meta")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gamma": 1.5}, r"gamma must lie in \[0, 1\], got 1.5"),
+        ({"lam": float("nan")}, r"lam must lie in \[0, 1\], got nan"),
+        ({"values": torch.ones(3)}, r"values must be \[env, time\], got shape \(3,\)"),
+        ({"values": torch.ones(3, 5).half()}, "values must be .* got .*float16"),
+        ({"rewards": torch.ones(3, 4)}, r"rewards must be .*\(3, 5\).*\(3, 4\)"),
+        ({"rewards": torch.ones(3, 5).double()}, "rewards .* got torch.float64"),
+        ({"dones": torch.ones(3, 5)}, "dones must be torch.bool .* got torch.float32"),
+        ({"truncated": torch.ones(5, 3).bool()}, r"truncated .* \(5, 3\)"),
+        ({"step_counts": torch.ones(3)}, "step_counts must be torch.int64 or .*int32"),
+        ({"final_values": torch.ones(3, 5, device="meta")}, "final_values .* on meta"),
+        ({"last_values": torch.ones(3, 5)}, r"last_values must be .*\(3,\)"),
+        ({"out": (torch.ones(3, 5), torch.ones(5, 3))}, r"out\[1\] .* \(5, 3\)"),
+    ],
+)
+def test_gae_refuses_what_does_not_fit(changes, message):
+    steps = rollout(0, 3, 5, dtype=torch.float32) | {"gamma": 0.9, "lam": 0.8}
+    with pytest.raises(BadInput, match=message):
+        bare_gae(**(steps | changes))
+
+
+def test_gae_refuses_to_write_over_its_inputs_or_twice():
+    steps = rollout(0, 3, 5)
+    kept = steps["rewards"].clone()
+    fresh = torch.empty(3, 5).double()
+    with pytest.raises(BadInput, match=r"out\[0\] is used twice"):
+        gae(**steps, gamma=0.9, lam=0.8, out=(steps["rewards"], fresh))
+    with pytest.raises(BadInput, match=r"out\[1\] is used twice"):
+        gae(**steps, gamma=0.9, lam=0.8, out=(fresh, fresh))
+    assert torch.equal(steps["rewards"], kept)
+
+
+@pytest.mark.parametrize("envs", [4, 30])
+def test_the_unchecked_entry_is_gae(envs):
+    steps = rollout(0, envs, 11, dtype=torch.float32)
+    arrays = [np.ascontiguousarray(x.numpy().T) for x in steps.values()]
+    results = [np.full((11, envs), np.nan, np.float32) for _ in range(2)]
+    gae_time_major(*arrays, 0.9, 0.8, *results)
+    expected = env_major(steps, gamma=0.9, lam=0.8)
+    for result, reference in zip(results, expected, strict=True):
+        assert_close(torch.from_numpy(result.T), reference, **EXACT)
+
+
+def test_the_loops_to_compare_with_compute_the_same():
+    steps = rollout(7, 5, 9)
+    expected = gae_reference(**steps, gamma=0.9, lam=0.8)
+    actual = naive_gae_loop(*steps.values(), gamma=0.9, lam=0.8)
+    for result, reference in zip(actual, expected, strict=True):
+        assert_close(result, torch.from_numpy(reference), rtol=1e-12, atol=1e-12)
+
+    steps = rollout(7, 5, 9, full=True)
+    expected = naive_gae_loop(*steps.values(), gamma=0.9, lam=0.8)
+    steps.pop("step_counts")
+    actual = time_gae_loop(
+        *(x.mT if x.ndim == 2 else x for x in steps.values()), gamma=0.9, lam=0.8
+    )
+    for result, reference in zip(actual, expected, strict=True):
+        assert_close(result.T, reference, rtol=1e-12, atol=1e-12)
