@@ -25,7 +25,7 @@ def run() -> Report:
     """Time the masks of growing batches."""
     report = Report(
         f"Masks, {SPEC.slots.max_slots} slots, 8 heads",
-        ("envs", "naive µs", "arrays µs", "ratio", "lists µs", "ratio ", "growth"),
+        ("envs", "naive µs", "arrays µs", "ratio", "lists µs", "lists ratio", "growth"),
         notes=[
             "From arrays, ours weighs fit and budget of every blueprint as well.",
             "Growth: our time from arrays against that of the smallest batch.",

@@ -262,7 +262,7 @@ def test_damage_is_felt_and_never_seen():
     better = torch.where(
         lively, linear.reward - sigmoid.reward, sigmoid.reward - linear.reward
     )
-    assert_close(better, torch.full((32,), 1 / 16), rtol=0, atol=0)
+    assert_close(better, torch.full((32,), 1 / 32), rtol=0, atol=0)
 
 
 def test_promises_are_the_gains_where_visible_and_unknown_where_hidden():

@@ -125,7 +125,7 @@ def slot_features(host: HostReport, slot: SlotReport) -> list[float]:
     if slot.contribution_measured:
         rent = min(max(host.rent, -HUGE), HUGE)
         contribution = size(slot.contribution, 0.1)
-        net = size(slot.contribution - rent * slot.parameters, 0.1)
+        net = size(slot.contribution - rent * slot.parameters, 0.4)
     return [
         *row,
         size(slot.age, 4.0),
@@ -152,7 +152,7 @@ def offer_features(
     promise = net = 0.0
     if offer.promise_known:
         promise = size(offer.promise, 0.1)
-        net = size(offer.promise - rent, 0.1)
+        net = size(offer.promise - rent, 0.4)
     return [
         1.0 if offer.fits else 0.0,
         1.0 if offer.parameters <= host.budget_left else 0.0,

@@ -43,15 +43,18 @@ class PlainSlot:
     def settled(self):
         return not self.path
 
-    def felt(self):
-        """What the host has from the seed."""
+    def worth(self):
+        """What the seed adds to phi, without its rent."""
         if self.stage == DORMANT:
             return 0.0
+        if self.stage == TRAINING:
+            return 0.25 * LEARNT[min(self.age, 3)] * self.gains[self.blueprint]
         effect = self.alpha
         if self.traits["gradient_share"] < 0.5:
             effect = {0.0: 0.0, 0.25: 0.5, 0.5: 1.0, 0.75: 0.75, 1.0: 0.5}[self.alpha]
-        kept = 1.0 if self.stage == FOSSILIZED else 0.75
-        return kept * self.maturity * effect * self.gains[self.blueprint]
+        if self.stage in (BLENDING, HOLDING):
+            effect = 0.25 + 0.5 * effect
+        return self.maturity * effect * self.gains[self.blueprint]
 
     def may(self, op):
         aged = self.age >= 1 and self.settled()
@@ -102,12 +105,12 @@ class PlainSlot:
     def damage(self, op, style, tempo, speed, curve):
         total = 0.0
         if op in (GERMINATE, SET_ALPHA) and style != (self.traits["depth"] > 0.5):
-            total += 1 / 16
+            total += 1 / 32
         if op in (SET_ALPHA, PRUNE):
-            total += (curve != (0 if self.traits["liveness"] > 0.5 else 2)) / 16
+            total += (curve != (0 if self.traits["liveness"] > 0.5 else 2)) / 32
         hasty = TEMPOS[tempo] if op == GERMINATE else SPEEDS.get(speed)
         if op in (GERMINATE, SET_ALPHA, PRUNE) and self.traits["capacity"] < 0.5:
-            total += (hasty == 1) * 3 / 32
+            total += (hasty == 1) * 3 / 64
         return total
 
     def seen(self):
@@ -125,7 +128,7 @@ class PlainSlot:
             "blueprint": self.blueprint,
             "style": self.style,
             "parameters": self.parameters(),
-            "contribution": self.felt() if shown else 0.0,
+            "contribution": self.worth() if shown else 0.0,
             "contribution_measured": shown,
             **self.traits,
         }
@@ -149,7 +152,7 @@ class PlainHost:
         return sum(slot.parameters() for slot in self.slots)
 
     def phi(self):
-        return sum(slot.felt() for slot in self.slots) - self.rent * self.added()
+        return sum(slot.worth() for slot in self.slots) - self.rent * self.added()
 
     def is_legal(self, action):
         op, where, blueprint = action[:3]

@@ -13,6 +13,7 @@ from esper.contracts.errors import BadInput, CallOrder
 from esper.experiment.collect import collect, start
 from esper.simic.agent.losses import LossWeights, ppo_terms
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, explained_variance
+from esper.tamiyo.policy.network import TamiyoPolicy
 from tests.rollouts import (
     SPEC,
     TINY,
@@ -38,6 +39,12 @@ def terms_of(agent, batch):
         entropy=torch.full((8,), 0.1),
     )
     return ppo_terms(new, batch, batch.returns, batch.values, weights)
+
+
+def refilled(agent):
+    """The next rollout, of the policy as it is now."""
+    fill_ragged(agent.policy, agent.buffer, policy_version=agent.version, rng_seed=7)
+    return take(agent.buffer)
 
 
 def test_an_update_moves_every_weight_and_reports_what_ran():
@@ -206,6 +213,31 @@ def test_explained_variance_by_hand():
     constant = replace(batch, values=torch.full_like(batch.returns, 3.0))
     assert_close(explained_variance(constant), torch.tensor(0.0), rtol=0, atol=1e-5)
     assert explained_variance(replace(batch, returns=batch.returns * 0)).isnan()
+
+
+def test_the_first_statistics_begin_at_their_mean():
+    """Not as many deviations from it as it is large."""
+    agent = agent_with_rollout(TamiyoPolicy(SPEC, TINY), learning_rate=1e-9)
+    agent.buffer.rewards.add_(50.0)
+    agent.update()
+    mean, batch = agent.policy.value_mean, refilled(agent)
+    assert mean > 50
+    assert_close(batch.values, mean.expand_as(batch.values), rtol=1e-4, atol=0)
+
+
+def test_later_statistics_move_no_prediction():
+    agent = agent_with_rollout()
+    agent.update()
+    batch = refilled(agent)
+    scale = agent.policy.value_scale.clone()
+    agent._adopt_statistics(replace(batch, returns=5.0 * batch.returns + 20.0))
+    assert agent.policy.value_scale > 1.5 * scale
+    policy = agent.policy
+    new = policy.evaluate(
+        batch.features, batch.rows, batch.actions, batch.first, batch.state
+    )
+    values = policy.value_mean + policy.value_scale * new.normalized_values
+    assert_close(values, batch.values, rtol=1e-4, atol=1e-4)
 
 
 def test_annealing_scales_learning_rate_and_entropy_of_the_configuration():

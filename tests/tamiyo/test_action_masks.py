@@ -144,7 +144,7 @@ def test_masks_of_lists_are_those_of_plain_rules_and_of_arrays(data):
 
 @settings(max_examples=40)
 @given(st.lists(slot_rows(3), min_size=1, max_size=4))
-def test_the_ticket_s_construction_gives_the_same_unions(rows):
+def test_stacking_environments_one_by_one_gives_the_same_unions(rows):
     masks = compute_batch_masks(rows, SlotConfig())
     for head, expected in naive_batch_masks(rows, SlotConfig()).items():
         assert_close(masks[head], expected)

@@ -29,8 +29,10 @@ INHERITED_SHARE: Final = 0.4
 """Share of visible slots that start with a seed."""
 SIZES: Final = ((6, 10), (12, 20), (24, 40))
 """Parameters of each blueprint, in 64ths of the host's: least and most."""
-SAFE, GOOD, BAD = 0.25, 0.5, -0.25
+SAFE, GOOD, BAD = 0.125, 0.5625, -0.25
 """Gains in hidden instances: of the small blueprint, and of the two large ones."""
+WRONG_ALPHA_SHARE: Final = 0.75
+"""Share of inherited seeds whose alpha does not suit their slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +125,8 @@ def draw_instances(
 
 def draw_visible(num: int, generator: Generator) -> Instances:
     """Instances that show everything the optimum uses."""
-    slots, blueprints = SPEC.slots.max_slots, len(SPEC.blueprints)
-    pairs = (num, slots, blueprints)
+    slots = SPEC.slots.max_slots
+    pairs = (num, slots, len(SPEC.blueprints))
 
     def chance(share: float, *shape: int) -> Tensor:
         return torch.rand(shape, generator=generator) < share
@@ -140,13 +142,13 @@ def draw_visible(num: int, generator: Generator) -> Instances:
 
     starts = torch.tensor(
         [
-            LIFE[mature(stage, alpha)]
+            [LIFE[mature(stage, alpha)] for alpha in (0.5, 1.0)]
             for stage in (Stage.BLENDING, Stage.HOLDING)
-            for alpha in (0.5, 1.0)
         ]
     )
     inherits = chance(INHERITED_SHARE, num, slots)
-    start = starts[torch.randint(len(starts), (num, slots), generator=generator)]
+    is_full = (traits[3] > 0.5) ^ chance(WRONG_ALPHA_SHARE, num, slots)
+    start = starts[chance(0.5, num, slots).long(), is_full.long()]
     planted = torch.where(chance(0.5, num, slots), gain.argmax(2), gain.argmin(2))
     style = torch.randint(2, (num, slots), generator=generator)
     added = (parameters.gather(2, planted.unsqueeze(2)).squeeze(2) * inherits).sum(1)
@@ -187,7 +189,7 @@ def hide(instances: Instances, generator: Generator) -> Instances:
         hidden=torch.ones(num, dtype=torch.bool),
         gain=gain,
         fits=torch.ones_like(instances.fits),
-        parameters=instances.parameters,
+        parameters=instances.parameters[:, :, [0, 1, 1]],  # neither is the cheaper bet
         budget=torch.full_like(instances.budget, 2.0),
         rent=instances.rent,
         depth=instances.depth,

@@ -37,9 +37,9 @@ from esper.environment.slot_life import (
     Act,
     acted,
     damage,
-    felt,
     suiting_curve,
     suiting_style,
+    worth,
 )
 
 
@@ -217,7 +217,7 @@ class Task:
         planted = np.array([life.stage is not Stage.DORMANT for life, _ in STATES])
         seen = np.array([life.measured for life, _ in STATES])
         share = np.array(
-            [[felt(life, wants_half=h) for life, _ in STATES] for h in (False, True)]
+            [[worth(life, wants_half=h) for life, _ in STATES] for h in (False, True)]
         )
         least = np.array(
             [

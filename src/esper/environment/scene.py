@@ -104,8 +104,8 @@ def appraise(setting: Setting, seeds: Seeds, tables: SlotTables) -> Scene:
     """Weigh the seeds."""
     instances = setting.instances
     entry = setting.empty + seeds.blueprint + 1
-    felt = tables.felt.take(2 * seeds.life + setting.wants_half)
-    contribution = felt * setting.gain.take(entry)
+    share = tables.worth.take(2 * seeds.life + setting.wants_half)
+    contribution = share * setting.gain.take(entry)
     parameters = setting.parameters.take(entry)
     added = parameters.sum(dim=1)
     budget_left = instances.budget - added

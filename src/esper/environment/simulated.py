@@ -1,6 +1,6 @@
 r"""An analytic growth world: two slots per host, all hosts one tensor program.
 
-    phi    = sum over slots of felt(life) * gain[blueprint]  -  rent * parameters
+    phi    = sum over slots of worth(life) * gain[blueprint]  -  rent * parameters
     reward = phi' - phi - damage
 
 The return is the last phi minus the first, minus the damage of choices that did not

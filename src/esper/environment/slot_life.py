@@ -158,7 +158,7 @@ def mature(stage: Stage, alpha: float) -> Life:
     return Life(stage, age=age, alpha=alpha, target=alpha, maturity=1.0)
 
 
-def felt(life: Life, *, wants_half: bool) -> float:
+def worth(life: Life, *, wants_half: bool) -> float:
     """Share of its blueprint's gain that a seed is worth."""
     effect = life.alpha
     if wants_half:
@@ -256,8 +256,8 @@ class SlotTables:
     settled: Bool[Tensor, " life"]
     measured: Bool[Tensor, " life"]
     """Whether the contribution of a seed is seen."""
-    felt: Float[Tensor, " life_half"]
-    """What the host has from a seed, by life and by whether the slot wants half."""
+    worth: Float[Tensor, " life_half"]
+    """Share of the gain, by life and by whether the slot wants half."""
     following: Int64[Tensor, " life_act"]
     """The next life; that of WAIT where the act is illegal. The last is `NO_ACT`."""
     legal: Bool[Tensor, " life_act"]
@@ -308,8 +308,8 @@ def slot_tables() -> SlotTables:
         target=torch.tensor([life.target for life in LIVES]),
         settled=torch.tensor([life.settled for life in LIVES]),
         measured=torch.tensor([life.measured for life in LIVES]),
-        felt=torch.tensor(
-            [felt(life, wants_half=half) for life in LIVES for half in (False, True)]
+        worth=torch.tensor(
+            [worth(life, wants_half=half) for life in LIVES for half in (False, True)]
         ),
         following=torch.tensor(
             [

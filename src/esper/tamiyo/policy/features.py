@@ -8,7 +8,8 @@ clamped. A size, which has no bounds, becomes
 the logistic function of log(|x| / half) with the sign of x: every doubling is seen,
 most clearly around `half`, and 1e30 is just 1. (tanh is flat soon after its scale, so
 it tells sizes of one decade apart; contributions, promises and rents span two.)
-What was not measured reads 0 and has a flag beside it.
+Gross and net gains have different halves, so that both hundredths and halves of a
+score are told apart. What was not measured reads 0 and has a flag beside it.
 """
 
 from collections.abc import Mapping
@@ -66,7 +67,7 @@ SLOT_COLUMNS: Final = (
     Column("liveness"),
     Column("gradient_share"),
     Column("contribution", half=0.1),
-    Column("net_contribution", half=0.1),
+    Column("net_contribution", half=0.4),
     Column("contribution_measured"),
 )
 
@@ -78,7 +79,7 @@ OFFER_COLUMNS: Final = (
     Column("macs", half=0.1),
     Column("rent", half=0.1),
     Column("promise", half=0.1),
-    Column("net_promise", half=0.1),
+    Column("net_promise", half=0.4),
     Column("promise_known"),
 )
 
