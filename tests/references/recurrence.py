@@ -127,7 +127,7 @@ def _loop_over_environments(
             )
             last_gae = delta + gamma * lam * next_non_terminal * last_gae
             advantages[env, t] = last_gae
-            returns[env, t] = last_gae + row_values[t]
+        returns[env, :steps] = advantages[env, :steps] + row_values[:steps]
     return advantages, returns
 
 

@@ -57,7 +57,7 @@ def agent_without_data(memory: str, *, ragged: bool):
     buffer = TamiyoRolloutBuffer(
         4, 6, policy.spec, state_shape=policy.state_shape, device="meta"
     )
-    agent = PPOAgent(policy, buffer, PPOConfig(epochs=3, minibatches=2))
+    agent = PPOAgent(policy, buffer, PPOConfig(epochs=2, minibatches=2))
     for p in agent.parameters:  # Adam itself would refuse to start on this device.
         zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
         agent.optimizer.state[p] = {"step": torch.zeros((), device="meta")} | zeros
@@ -91,8 +91,9 @@ def agent_without_data(memory: str, *, ragged: bool):
     return agent
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("memory", ["mingru", "lstm", "none"])
+@pytest.mark.parametrize(
+    ("memory", "ragged"), [("mingru", False), ("mingru", True), ("lstm", False)]
+)
 def test_on_a_device_without_data_only_the_record_cannot_be_read(memory, ragged):
     """The meta device holds shapes and nothing else: any earlier read would raise.
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from esper.contracts.errors import BadInput
 from esper.scan import scan
 
+LONGEST_SPAN: Final = 32.0  # about the decisions of one episode
+
 
 class MinGRU(nn.Module):
     """Minimal gated recurrent units; each layer adds to its input."""
@@ -26,7 +28,11 @@ class MinGRU(nn.Module):
     def __init__(self, width: int, layers: int = 1) -> None:
         super().__init__()
         self.state_shape = (layers, width)
-        self.gates = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(layers))
+        gates = [nn.Linear(width, 2 * width) for _ in range(layers)]
+        with torch.no_grad():
+            for linear in gates:
+                linear.bias[:width] = -_log_spans(width)
+        self.gates = nn.ModuleList(gates)
 
     def forward(
         self,
@@ -54,7 +60,12 @@ class LSTM(nn.Module):
     def __init__(self, width: int, layers: int = 1) -> None:
         super().__init__()
         self.state_shape = (layers, 2 * width)
-        self.cells = nn.ModuleList(nn.LSTMCell(width, width) for _ in range(layers))
+        cells = [nn.LSTMCell(width, width) for _ in range(layers)]
+        with torch.no_grad():
+            for cell in cells:
+                cell.bias_ih[:width] = -_log_spans(width)  # input gate
+                cell.bias_ih[width : 2 * width] = _log_spans(width)  # forget gate
+        self.cells = nn.ModuleList(cells)
 
     def forward(
         self,
@@ -98,6 +109,15 @@ class NoMemory(nn.Module):
     ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
         """Return the inputs as they are."""
         return inputs, torch.zeros_like(state)
+
+
+def _log_spans(width: int) -> Float[Tensor, " width"]:
+    """Gate biases that make units remember for 1 to `LONGEST_SPAN` steps at the start.
+
+    With biases of 0 a MinGRU halves what it knows at every step, and what it has
+    forgotten sends no gradient (Tallec & Ollivier 2018, arXiv:1804.11188).
+    """
+    return torch.linspace(1.0, LONGEST_SPAN, width).log()
 
 
 AnyMemory = MinGRU | LSTM | NoMemory
