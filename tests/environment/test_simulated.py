@@ -22,6 +22,7 @@ from tests.references.simulated import EVERY_ACTION, PlainHost, plain_instances
 
 ACTIONS = torch.tensor(EVERY_ACTION)
 WAIT = ACTIONS[0]
+_, SECOND, THIRD = (blueprint.name for blueprint in SPEC.blueprints)
 
 
 def drawn(num, rng_seed=0, *, hidden=False):
@@ -329,7 +330,7 @@ def test_heads_that_the_op_does_not_use_are_ignored():
 
 
 def barely():
-    """Two empty hosts; widen_16 fits nowhere and widen_32 is beyond the budget."""
+    """Two empty hosts; one blueprint fits nowhere, one is beyond the budget."""
     return dataclasses.replace(
         drawn(2, 0),
         life=torch.zeros(2, 2, dtype=torch.int64),
@@ -347,8 +348,8 @@ def barely():
         ("op", 6, "environment 1: head 'op' must choose from 0 to 5, got 6"),
         ("slot", -1, "environment 1: head 'slot' must choose from 0 to 1, got -1"),
         ("tempo", 2, "environment 1: SLOW of head 'tempo' is not allowed here"),
-        ("blueprint", 1, "environment 1: widen_16 does not fit slot 1"),
-        ("blueprint", 2, "widen_32 in slot 1 needs 0.5 .* budget left is 0.25"),
+        ("blueprint", 1, f"environment 1: {SECOND} does not fit slot 1"),
+        ("blueprint", 2, f"{THIRD} in slot 1 needs 0.5 .* budget left is 0.25"),
         ("op", Op.ADVANCE, "ADVANCE is illegal in slot 1, which is DORMANT at age 0"),
     ],
 )

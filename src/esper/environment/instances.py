@@ -3,10 +3,11 @@
 *Visible*: gains are shown as promises. A quarter of the hosts punish all growth, and
 a slot may inherit a seed: good or harmful, at the right or the wrong alpha.
 
-*Hidden*: no promise is shown. One slot is fossilised; in the other a seed fades away,
-and while it is still felt its contribution shows which of the two large blueprints is
-good here and which is bad. Nothing that can be done meanwhile, and nothing that is
-seen later, carries this over: only memory does. The small blueprint is safe and poor.
+*Hidden*: no promise is shown. One slot is fossilised; in the other a seed of the first
+large blueprint fades away, and while it is still felt its contribution shows whether
+that one is good here and the second bad, or the reverse. Nothing that can be done
+meanwhile, and nothing that is seen later, carries this over: only memory does. The
+small blueprint is safe and poor.
 
 Everything that adds up is drawn on a grid of powers of two, so sums are exact.
 """
@@ -174,8 +175,8 @@ def draw_visible(num: int, generator: Generator) -> Instances:
 def hide(instances: Instances, generator: Generator) -> Instances:
     """Hidden instances with the traits, sizes and rents of these."""
     num = len(instances)
-    draws = torch.randint(2, (num, 6), generator=generator)
-    usable, one_is_good, planted, late, style, full = draws.unbind(1)
+    draws = torch.randint(2, (num, 5), generator=generator)
+    usable, one_is_good, late, style, full = draws.unbind(1)
     here = usable.unsqueeze(1) == torch.arange(SPEC.slots.max_slots)  # [env, slot]
 
     gain = torch.full_like(instances.gain, SAFE)
@@ -197,7 +198,7 @@ def hide(instances: Instances, generator: Generator) -> Instances:
         liveness=instances.liveness,
         gradient_share=instances.gradient_share,
         life=torch.where(here, fading.unsqueeze(1), kept[full].unsqueeze(1)),
-        blueprint=torch.where(here, 1 + planted.unsqueeze(1), 0),
+        blueprint=here.long(),
         style=style.unsqueeze(1).expand(num, SPEC.slots.max_slots),
         clock=instances.clock,
     )

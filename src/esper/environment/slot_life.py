@@ -31,7 +31,7 @@ SPEC: Final = ActionSpec(
     blueprints=tuple(
         blueprint
         for blueprint in BLUEPRINTS
-        if blueprint.name in ("low_rank_4", "widen_16", "widen_32")
+        if blueprint.name in ("low_rank_4", "widen_16", "residual_mlp")
     ),
     narrowed={
         "tempo": ("FAST", "STANDARD"),

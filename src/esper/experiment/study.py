@@ -33,7 +33,7 @@ VARIANTS: Final = {
     "without relevance": PolicyConfig(causal=False),
 }
 LOOP: Final = LoopConfig(
-    rounds=300,
+    rounds=240,
     steps=HORIZON,
     final_share=0.03,
     ppo=PPOConfig(
@@ -42,7 +42,7 @@ LOOP: Final = LoopConfig(
         entropy=0.02,
         # Most random sentences do harm, so waiting looks best before the others are
         # learnt: op and blueprint must be tried for longer than they seem worth.
-        head_entropy={"op": 0.2, "blueprint": 0.1},
+        head_entropy={"op": 0.15, "blueprint": 0.1},
     ),
 )
 """Settings that learn the simulated world in about two minutes."""

@@ -10,6 +10,7 @@ episode boundary is a decay of 0. The LSTM is kept for comparison. Every memory 
 outputs and the next state; where `first` is set the state is dropped *before* use.
 """
 
+import math
 from typing import Final
 
 import torch
@@ -48,7 +49,9 @@ class MinGRU(nn.Module):
             update = torch.sigmoid(gate)
             # Select, do not multiply: a stale state may hold anything.
             decay = torch.where(fresh, 0.0, 1.0 - update)
-            hidden = scan(decay, update * candidate, state[:, layer])
+            # The write of (1 - keep²)^½ holds the size of h whatever its span.
+            write = (update * (2.0 - update)).sqrt() * candidate
+            hidden = scan(decay, write, state[:, layer])
             inputs = inputs + hidden
             last.append(hidden[:, -1])
         return inputs, torch.stack(last, dim=1)
@@ -117,7 +120,7 @@ def _log_spans(width: int) -> Float[Tensor, " width"]:
     With biases of 0 a MinGRU halves what it knows at every step, and what it has
     forgotten sends no gradient (Tallec & Ollivier 2018, arXiv:1804.11188).
     """
-    return torch.linspace(1.0, LONGEST_SPAN, width).log()
+    return torch.linspace(0.0, math.log(LONGEST_SPAN), width)
 
 
 AnyMemory = MinGRU | LSTM | NoMemory

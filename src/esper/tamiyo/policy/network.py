@@ -14,6 +14,7 @@ the same encoder and the same heads, the first drawing the actions that the seco
 given.
 """
 
+import math
 from collections.abc import Generator as Coroutine
 from dataclasses import dataclass
 
@@ -311,6 +312,12 @@ class TamiyoPolicy(nn.Module):
         unit of the reward never matters.
         """
         with torch.no_grad():
+            for module in self.children():
+                if isinstance(module, nn.Linear):
+                    # Relu halves the signal; this gain keeps its size through layers.
+                    nn.init.orthogonal_(module.weight, gain=math.sqrt(2.0))
+                    if module.bias is not None:
+                        module.bias.zero_()
             for last in (
                 self.op_out,
                 self.slot_score,
