@@ -6,13 +6,17 @@ export OMP_NUM_THREADS := 1
 # Hand pip's local wheel folder, if any, to uv; empty elsewhere, which is harmless.
 export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PY) -m pip config get global.find-links 2>/dev/null))
 
+# Checking every annotation at run time would make learning several times slower.
+WITHOUT_SHAPE_CHECKS := -o addopts="-ra --strict-markers --strict-config"
+
 .PHONY: train test check slow mutants clean help
 
 train: $(V)/.ok ## set up if needed, train Tamiyo on the simulated world, print the table
 	$(V)/bin/esper train
 
 test: check ## set up if needed, lint, check types and borders, run the tests
-	$(V)/bin/pytest -q -n 2 -m "not slow"
+	$(V)/bin/pytest -q -n 2 -m "not slow and not learns"
+	$(V)/bin/pytest -q -n 2 -m learns $(WITHOUT_SHAPE_CHECKS)
 
 check: $(V)/.ok ## ruff, mypy and import-linter
 	$(V)/bin/ruff check -q

@@ -21,11 +21,11 @@ class ReadCounter(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401
-        types: Any,  # noqa: ANN401
-        args: Any = (),  # noqa: ANN401
-        kwargs: Any = None,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         """Note the operation and run it."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__

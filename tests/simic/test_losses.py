@@ -198,15 +198,20 @@ def test_t33_exact_kl_is_positive_zero_without_a_change_and_k3_agrees():
 
 @pytest.mark.parametrize("mode", CLIP_MODES)
 @pytest.mark.parametrize("size", [89.0, 1e4, 1e30])
-def test_t37_ratios_beyond_float32_stay_finite_and_are_counted(mode, size):
+@pytest.mark.parametrize("likelier", [False, True])
+def test_t37_ratios_beyond_float32_stay_finite_and_are_counted(mode, size, likelier):
+    """The policy now all but excludes what it chose, or it chose the all but excluded."""
     case = Case(7, open_share=1.0, valid=torch.ones(2, 3) > 0)
-    logits = (size * case.logits).requires_grad_()
-    terms = case.terms(weights(mode), logits)
+    assert case.terms(weights(mode)).clamped == 0
+    logits = case.logits if likelier else size * case.logits
+    if likelier:
+        unlikely = torch.full_like(case.batch.log_probs, -size)
+        case.batch = replace(case.batch, log_probs=unlikely)
+    terms = case.terms(weights(mode), logits.requires_grad_())
     terms.loss.backward()
     assert terms.loss.isfinite()
     assert logits.grad.isfinite().all()
     assert terms.clamped > 0
-    assert Case(7).terms(weights(mode)).clamped == 0
 
 
 def test_t37_a_joint_ratio_that_had_to_be_clamped_is_counted_too():

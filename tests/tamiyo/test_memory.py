@@ -43,7 +43,8 @@ def mingru_by_hand(memory, inputs, first, state):
                     )
                     z = 1.0 / (1.0 + math.exp(-gate))
                     before = hidden[env][layer][unit]
-                    hidden[env][layer][unit] = (1.0 - z) * before + z * candidate
+                    write = math.sqrt(z * (2.0 - z)) * candidate
+                    hidden[env][layer][unit] = (1.0 - z) * before + write
                     sequence[env][time][unit] = x[unit] + hidden[env][layer][unit]
     return torch.tensor(sequence), torch.tensor(hidden)
 
@@ -142,6 +143,17 @@ def test_gradients_stop_at_an_episodes_start(name, layers):
     outputs[:, 4:].sum().backward()
     assert (inputs.grad[:, :4] == 0).all()
     assert (inputs.grad[:, 4:] != 0).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("gate", [-1e4, -200.0, 200.0, 1e4])
+def test_gates_shut_or_open_for_good_have_finite_gradients(gate):
+    memory, inputs, first, state = setting("mingru", 2)
+    with torch.no_grad():
+        for linear in memory.gates:
+            linear.bias[:WIDTH] = gate
+    memory(inputs, first, state)[0].sum().backward()
+    for parameter in memory.parameters():
+        assert parameter.grad.isfinite().all()
 
 
 def test_no_memory_returns_what_it_sees():

@@ -33,8 +33,9 @@ VARIANTS: Final = {
     "without relevance": PolicyConfig(causal=False),
 }
 LOOP: Final = LoopConfig(
-    rounds=240,
+    rounds=280,
     steps=HORIZON,
+    gae_lambda=0.85,
     final_share=0.03,
     ppo=PPOConfig(
         learning_rate=3e-3,
@@ -48,7 +49,7 @@ LOOP: Final = LoopConfig(
 """Settings that learn the simulated world in about two minutes."""
 HELD_OUT: Final = 1024
 """Instances of each kind on which every arm is judged."""
-HIDDEN_SHARE: Final = 0.35
+HIDDEN_SHARE: Final = 0.2
 """Share of hidden instances in training."""
 
 
