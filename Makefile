@@ -3,6 +3,8 @@ PY ?= python3
 V  := .venv
 # One torch thread per process: more were never faster on small networks.
 export OMP_NUM_THREADS := 1
+# Compiled modules are kept: torch and numba take seconds to compile in each process.
+unexport PYTHONDONTWRITEBYTECODE
 # Hand pip's local wheel folder, if any, to uv; empty elsewhere, which is harmless.
 export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PY) -m pip config get global.find-links 2>/dev/null))
 
@@ -33,7 +35,7 @@ mutants: $(V)/.ok ## break the core in twenty ways and see each one caught
 $(V)/.ok: pyproject.toml constraints.txt
 	$(PY) -m venv $(V)
 	$(V)/bin/pip install -q -c constraints.txt uv
-	$(V)/bin/uv pip install -q -p $(V) -c constraints.txt -e . --group dev
+	$(V)/bin/uv pip install -q --compile-bytecode -p $(V) -c constraints.txt -e . --group dev
 	touch $@
 
 clean: ## remove the virtual environment and caches

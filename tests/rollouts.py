@@ -168,9 +168,10 @@ def make_policy(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(rng_seed)
         policy = TamiyoPolicy(spec, config)
-        for last in (policy.op_out, policy.slot_score, policy.offer_score):
-            last.weight.normal_(std=strength)
-        policy.rest_out.weight.normal_(std=strength)
+        policy.op_out.weight.normal_(std=0.05 * strength)  # every op must happen
+        for last in (policy.slot_score, policy.offer_score):
+            last.weight.normal_(std=0.25 * strength)
+        policy.rest_out.weight.normal_(std=0.25 * strength)
         policy.value_out.weight.normal_(std=strength)
         policy.value_out.bias.normal_(std=strength)
     return policy

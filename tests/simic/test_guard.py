@@ -32,13 +32,13 @@ def test_without_a_target_nothing_stops():
 
 def test_t34_a_partial_stop_keeps_the_steps_before_and_takes_none_after():
     """Stop in mid-epoch: the weights are those of an agent that planned no more."""
-    agent = agent_with_rollout(learning_rate=0.01, target_kl=0.02, epochs=6)
+    agent = agent_with_rollout(learning_rate=0.004, target_kl=0.02, epochs=6)
     record = agent.update()
     taken = record.steps_taken
     assert 1 < taken < record.steps_planned
     assert record.stopped_at == taken
     assert record.last_kl > 0.0
-    free = agent_with_rollout(learning_rate=0.01, target_kl=math.inf, epochs=6)
+    free = agent_with_rollout(learning_rate=0.004, target_kl=math.inf, epochs=6)
     batch, guard = free._take_rollout(), Guard(math.inf, free.device)
     free._adopt_statistics(batch)
     rows = []

@@ -200,7 +200,7 @@ def test_t33_exact_kl_is_positive_zero_without_a_change_and_k3_agrees():
 @pytest.mark.parametrize("size", [89.0, 1e4, 1e30])
 @pytest.mark.parametrize("likelier", [False, True])
 def test_t37_ratios_beyond_float32_stay_finite_and_are_counted(mode, size, likelier):
-    """The policy now all but excludes what it chose, or it chose the all but excluded."""
+    """What was chosen is now all but excluded, or was so when it was chosen."""
     case = Case(7, open_share=1.0, valid=torch.ones(2, 3) > 0)
     assert case.terms(weights(mode)).clamped == 0
     logits = case.logits if likelier else size * case.logits

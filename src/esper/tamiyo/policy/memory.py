@@ -4,10 +4,11 @@ MinGRU (Feng et al. 2024, https://arxiv.org/abs/2410.01201):
 
     z_t = sigmoid(W_z x_t)        h_t = (1 - z_t) h_{t-1} + (z_t (2 - z_t))^½ (W_h x_t)
 
-where the paper writes z_t W_h x_t, which fades as spans grow. The gates do not see h, so a whole sequence is two matrix products and one `scan`; an
-episode boundary is a decay of 0. The LSTM is kept for comparison. Every memory maps
-`inputs [env, time, width]`, `first [env, time]` and `state [env, layer, state]` to
-outputs and the next state; where `first` is set the state is dropped *before* use.
+where the paper writes z_t W_h x_t, which fades as spans grow. The gates do not see h,
+so a whole sequence is two matrix products and one `scan`; an episode boundary is a
+decay of 0. The LSTM is kept for comparison. Every memory maps `inputs
+[env, time, width]`, `first [env, time]` and `state [env, layer, state]` to outputs and
+the next state; where `first` is set the state is dropped *before* use.
 """
 
 import math
@@ -49,8 +50,8 @@ class MinGRU(nn.Module):
             update = torch.sigmoid(gate)
             # Select, do not multiply: a stale state may hold anything.
             decay = torch.where(fresh, 0.0, 1.0 - update)
-            # The write of (1 - keep²)^½ holds the size of h whatever its span; the floor
-            # spares a shut gate the infinite slope of the root at 0.
+            # The write of (1 - keep²)^½ holds the size of h whatever its span; its
+            # floor spares a shut gate the infinite slope of the root.
             write = (update * (2.0 - update)).clamp(min=1e-30).sqrt() * candidate
             hidden = scan(decay, write, state[:, layer])
             inputs = inputs + hidden
