@@ -21,12 +21,13 @@ pytestmark = pytest.mark.learns
 SMALL = PolicyConfig(width=32, slot_width=16, offer_width=8)
 
 
-def learn(world, *, rounds=15, steps=8, learning_rate=1e-2, on_round=None, **config):
+def learn(world, *, rounds=15, steps=8, on_round=None, ppo=None, **config):
     """Few but large rounds: small ones cost as much and teach less."""
+    settings = {"learning_rate": 1e-2, "minibatches": 1} | (ppo or {})
     config = LoopConfig(
         rounds=rounds,
         steps=steps,
-        ppo=PPOConfig(learning_rate=learning_rate, minibatches=1),
+        ppo=PPOConfig(**settings),
         **({"policy": SMALL} | config),
     )
     return train(world, config, on_round or (lambda record: None))
@@ -129,7 +130,11 @@ class RareWorld(ProbeWorld):
 
 
 def test_t12_a_head_that_matters_on_one_step_in_a_hundred_stays_open_and_is_learnt():
-    """Only planting in the second style is paid; how fast it blends does not matter."""
+    """Only planting in the second style is paid; how fast it blends does not matter.
+
+    Its reward is noise to the tempo: what keeps that head open is its entropy weight,
+    which must count no less for being asked for so seldom.
+    """
     noise = Generator().manual_seed(9)
 
     def right(actions):
@@ -145,12 +150,12 @@ def test_t12_a_head_that_matters_on_one_step_in_a_hundred_stays_open_and_is_lear
     trained = learn(
         world,
         rounds=20,
-        learning_rate=3e-3,
+        ppo={"learning_rate": 3e-3, "head_entropy": {"tempo": 0.3}},
         on_round=lambda record: heads.append(record.update.heads),
     )
     assert max(head["style"].openness for head in heads) < 0.02
-    assert min(head["style"].entropy for head in heads[:4]) > 0.5
-    assert min(head["tempo"].entropy for head in heads) > 0.3
+    assert min(head["style"].entropy for head in heads[:3]) > 0.5
+    assert min(head["tempo"].entropy for head in heads) > 0.75
     world.reset()
     world.rare[:] = True
     observation = world._observe()
