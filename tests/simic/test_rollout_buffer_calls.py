@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from esper.contracts.actions import ActionSpec
 from esper.contracts.errors import BadInput, CallOrder
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from tests.device_reads import count_device_reads
@@ -244,3 +245,10 @@ def test_steps_taken_in_inference_mode_can_be_learned_from():
         buffer.cut(torch.zeros(2))
     for field in fields(take(buffer)).values():
         assert not field.is_inference()
+
+
+def test_a_buffer_made_in_inference_mode_can_be_used_outside():
+    with torch.inference_mode():
+        buffer = TamiyoRolloutBuffer(2, 3, ActionSpec(), state_shape=(1, 4))
+    buffer.reset()
+    assert not buffer.rewards.is_inference()

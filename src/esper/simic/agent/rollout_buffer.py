@@ -50,6 +50,7 @@ class TamiyoRolloutBuffer:
         max_bytes: A buffer larger than this is refused.
     """
 
+    @torch.inference_mode(False)  # storage outlives the mode it is made in
     def __init__(
         self,
         num_envs: int,
