@@ -31,8 +31,8 @@ def run() -> Report:
         _read_row(report, envs, 150)
     parameters = sum(p.numel() for p in TamiyoPolicy(SPEC).parameters())
     report.notes.append(
-        "elsewhere: a per-environment PPO, LSTM policy of 4 M parameters, 4×150 steps, 2 "
-        "threads, measured on another day; its reads are 267 items and 132 truth tests"
+        "elsewhere: a per-environment PPO with an LSTM policy of 4 M parameters, 4×150 "
+        "steps, 2 threads, another machine; its reads: 267 items and 132 truth tests"
     )
     report.notes.append(
         f"policy: {parameters:,} parameters, 3 slots, 12 blueprints, 8 heads; an epoch "
