@@ -35,7 +35,7 @@ mutants: $(V)/.ok ## break the core in twenty ways and see each one caught
 $(V)/.ok: pyproject.toml constraints.txt
 	$(PY) -m venv $(V)
 	$(V)/bin/pip install -q -c constraints.txt uv
-	$(V)/bin/uv pip install -q --compile-bytecode -p $(V) -c constraints.txt -e . --group dev
+	$(V)/bin/uv pip install -q -p $(V) -c constraints.txt -e . --group dev
 	touch $@
 
 clean: ## remove the virtual environment and caches
