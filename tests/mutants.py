@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SCAN, BUFFER = "tests/test_scan.py", "tests/simic/test_rollout_buffer.py"
 LOSSES, PPO = "tests/simic/test_losses.py", "tests/simic/test_ppo.py"
+GUARD = "tests/simic/test_guard.py"
 CHOICE, MASKS = "tests/tamiyo/test_distribution.py", "tests/tamiyo/test_action_masks.py"
 
 
@@ -74,7 +75,7 @@ MUTANTS = (
         "simic/agent/sequence_batch.py",
         "        if padding:\n            whole.masked",
         "        if False:\n            whole.masked",
-        BUFFER,
+        PPO,
     ),
     Mutant(
         "advantages are normalised over padding too",
@@ -144,14 +145,14 @@ MUTANTS = (
         "simic/agent/guard.py",
         "taken = finite & ~self._stopped",
         "taken = finite",
-        PPO,
+        GUARD,
     ),
     Mutant(
         "a non-finite gradient is applied",
         "simic/agent/guard.py",
         "finite = known & torch.isfinite(loss) & torch.isfinite(grad_norm)",
         "finite = torch.ones_like(self._stopped)",
-        PPO,
+        GUARD,
     ),
     Mutant(
         "statistics move without the value head",
