@@ -233,7 +233,7 @@ def _unroll(spec: ActionSpec, device: torch.device) -> _Law:
     return _Law(
         table=(torch.tensor(table) & ops).to(device),
         always=torch.tensor([op is Op.WAIT for op in Op], device=device),
-        germinates=bool(ops[Op.GERMINATE]),
+        germinates="GERMINATE" in spec.narrowed.get("op", ("GERMINATE",)),
         fixed=fixed.to(device),
         all_fit=torch.tensor(True, device=device),
     )
