@@ -1,0 +1,1 @@
+"""Real tasks that need no network: data, and what is to be learnt from it."""

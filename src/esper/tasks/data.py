@@ -1,0 +1,130 @@
+r"""Labelled rows, and their split into what trains, what decides and what tests.
+
+    z = (x - mean) / max(deviation, 0.1 * rms(deviation))
+
+Mean and deviation are those of each column of the training rows alone. The floor keeps
+a nearly constant column nearly constant: without it, a pixel that is lit once in a
+thousand images becomes the largest input of all. It is a share of the root mean square
+over all columns, so the columns of one data set are taken to be of one unit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import fsum
+from typing import Final
+from zlib import crc32
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from esper.contracts.errors import BadInput
+
+SHARES: Final = (0.6, 0.2, 0.2)
+"""Shares of the rows that train, that decide and that test."""
+LEAST_DEVIATION: Final = 0.1
+"""Floor of a column's deviation, as a share of the deviation of all columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Rows of features, each with the class it belongs to."""
+
+    name: str
+    features: Float[Tensor, "row ..."]
+    labels: Int64[Tensor, " row"]
+    classes: int
+
+    def __post_init__(self) -> None:
+        """Refuse what no loss could be computed from."""
+        rows = self.features.shape[0] if self.features.ndim else 0
+        if rows == 0 or self.labels.shape != (rows,):
+            raise BadInput(
+                f"{self.name}: expected one label for each of at least one row; got "
+                f"features {tuple(self.features.shape)} and labels "
+                f"{tuple(self.labels.shape)}"
+            )
+        least, most = int(self.labels.min()), int(self.labels.max())
+        if least < 0 or most >= self.classes:
+            raise BadInput(
+                f"{self.name}: expected labels in 0..{self.classes - 1}; got "
+                f"{least}..{most}; count the classes again"
+            )
+        if not self.features.isfinite().all():
+            raise BadInput(
+                f"{self.name}: expected finite features; got NaN or infinity; "
+                f"drop or fill those rows"
+            )
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return self.labels.shape[0]
+
+    def to(self, device: torch.device | str) -> "Data":
+        """The same rows on another device."""
+        return replace(
+            self, features=self.features.to(device), labels=self.labels.to(device)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Three disjoint sets of rows, standardised by the statistics of the first."""
+
+    train: Data
+    """The rows a network learns from."""
+    decisions: Data
+    """The rows that decide whether and how it grows."""
+    test: Data
+    """The rows that are looked at once, at the end."""
+
+
+def split(data: Data, rng_seed: int, shares: Sequence[float] = SHARES) -> Splits:
+    """Deal out the rows at random; the same number deals the same hands."""
+    first, second = borders(len(data), shares)
+    order = random_source(rng_seed, "split").permutation(len(data))
+    rows = torch.from_numpy(order).to(data.labels.device)
+    parts = [
+        replace(data, features=data.features[part], labels=data.labels[part])
+        for part in (rows[:first], rows[first:second], rows[second:])
+    ]
+    mean, deviation = _statistics(parts[0].features)
+    train, decisions, test = (
+        replace(part, features=((part.features - mean) / deviation).float())
+        for part in parts
+    )
+    return Splits(train, decisions, test)
+
+
+def borders(count: int, shares: Sequence[float]) -> tuple[int, int]:
+    """Where the second and the third of three parts begin."""
+    if len(shares) != 3 or min(shares) <= 0 or abs(fsum(shares) - 1) > 1e-6:
+        raise BadInput(
+            f"expected three positive shares that add up to 1; got {tuple(shares)}"
+        )
+    first = round(count * shares[0])
+    second = round(count * (shares[0] + shares[1]))
+    if not 0 < first < second < count:
+        raise BadInput(
+            f"expected enough rows for every share of {tuple(shares)}; got {count}"
+        )
+    return first, second
+
+
+def random_source(rng_seed: int, purpose: str) -> np.random.Generator:
+    """A random source of its own: one for each number and each purpose."""
+    if rng_seed < 0:
+        raise BadInput(f"expected rng_seed to be 0 or more; got {rng_seed}")
+    mixed = np.random.SeedSequence([rng_seed, crc32(purpose.encode())])
+    return np.random.default_rng(mixed)
+
+
+def _statistics(
+    features: Float[Tensor, "row ..."],
+) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+    """Mean and floored deviation of each column, in double precision."""
+    variance, mean = torch.var_mean(features.double(), dim=0, correction=0)
+    floor = LEAST_DEVIATION * variance.mean().sqrt()
+    floor = torch.where(floor > 0, floor, torch.ones_like(floor))
+    return mean, variance.sqrt().maximum(floor)

@@ -1,0 +1,144 @@
+"""Rows are dealt out once each, and only training rows are measured."""
+
+import jaxtyping
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esper.contracts.errors import BadInput
+from esper.tasks.data import Data, split
+
+
+def numbered(rows, columns=3):
+    """Every row is known by its label; the columns have different statistics."""
+    labels = torch.arange(rows)
+    features = torch.randn(rows, columns) * torch.tensor([1.0, 4.0, 2.0])[:columns]
+    return Data("numbered", features + 7, labels, rows)
+
+
+@pytest.fixture
+def _as_users_call():
+    """Without the test run's own look at annotations, which would come first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def parts(splits):
+    return splits.train, splits.decisions, splits.test
+
+
+@given(rows=st.integers(10, 300), rng_seed=st.integers(0, 2**64))
+def test_every_row_is_in_exactly_one_part(rows, rng_seed):
+    hands = [part.labels for part in parts(split(numbered(rows), rng_seed))]
+    assert torch.cat(hands).sort().values.tolist() == list(range(rows))
+    for hand, share in zip(hands, (0.6, 0.2, 0.2), strict=True):
+        assert abs(len(hand) - share * rows) <= 1
+
+
+def test_features_stay_with_their_labels():
+    data = numbered(200)
+    splits = split(data, 3)
+    train = data.features[splits.train.labels]
+    mean, deviation = train.mean(0), train.std(0, correction=0)
+    for part in parts(splits):
+        restored = part.features * deviation + mean
+        expected = data.features[part.labels]
+        torch.testing.assert_close(restored, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_training_rows_have_mean_zero_and_deviation_one():
+    train = split(numbered(500), 0).train.features.double()
+    torch.testing.assert_close(
+        train.mean(0), torch.zeros(3).double(), atol=1e-6, rtol=0
+    )
+    torch.testing.assert_close(
+        train.std(0, correction=0), torch.ones(3).double(), atol=1e-6, rtol=0
+    )
+
+
+def test_other_rows_do_not_change_the_statistics():
+    data = numbered(100)
+    before = split(data, 5)
+    loud = data.features.clone()
+    loud[before.test.labels] *= 1000
+    after = split(Data("loud", loud, data.labels, 100), 5)
+    torch.testing.assert_close(after.train.features, before.train.features)
+    torch.testing.assert_close(after.decisions.features, before.decisions.features)
+
+
+def test_the_same_number_deals_the_same_hands_and_another_deals_others():
+    data = numbered(100)
+    first, again, other = (split(data, seed).train.labels for seed in (1, 1, 2))
+    assert first.equal(again)
+    assert not first.equal(other)
+
+
+def test_numbers_that_share_their_low_32_bits_deal_different_hands():
+    data = numbered(100)
+    small, large = (split(data, seed).train.labels for seed in (1, 1 + 2**32))
+    assert not small.equal(large)
+
+
+def test_splitting_leaves_the_global_random_state_alone():
+    data, state = numbered(50), torch.get_rng_state()
+    split(data, 0)
+    assert state.equal(torch.get_rng_state())
+
+
+def test_a_nearly_constant_column_stays_small():
+    data = numbered(1000)
+    features = data.features.clone()
+    features[:, 1] = 0
+    rare = split(data, 0).train.labels[0]
+    features[rare, 1] = 0.5  # a deviation of 0.02, where others have 1 and 2
+    features[split(data, 0).test.labels[0], 1] = 0.5
+    for part in parts(split(Data("rare", features, data.labels, 1000), 0)):
+        assert part.features[:, 1].abs().max() < 5
+
+
+def test_columns_that_never_change_become_zero():
+    constant = Data("constant", torch.full((10, 2), 3.0), torch.arange(10), 10)
+    for part in parts(split(constant, 0)):
+        assert (part.features == 0).all()
+
+
+def test_images_keep_their_shape():
+    images = Data("images", torch.rand(20, 1, 8, 8), torch.zeros(20).long(), 1)
+    assert split(images, 0).test.features.shape == (4, 1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    "shares", [(0.5, 0.5), (0.5, 0.5, 0.0), (0.6, 0.6, -0.2), (0.6, 0.2, 0.1)]
+)
+def test_shares_must_be_three_positive_parts_of_one(shares):
+    with pytest.raises(BadInput, match="three positive shares"):
+        split(numbered(50), 0, shares)
+
+
+def test_every_part_needs_a_row():
+    with pytest.raises(BadInput, match=r"enough rows .* got 2"):
+        split(numbered(2), 0)
+
+
+def test_negative_numbers_are_refused():
+    with pytest.raises(BadInput, match=r"0 or more; got -1"):
+        split(numbered(50), -1)
+
+
+@pytest.mark.parametrize(
+    ("features", "labels", "message"),
+    [
+        (torch.zeros(3, 2), torch.zeros(4).long(), r"\(3, 2\) and labels \(4,\)"),
+        (torch.zeros(0, 2), torch.zeros(0).long(), "at least one row"),
+        (torch.zeros(2, 2), torch.tensor([0, 5]), r"0\.\.4; got 0\.\.5"),
+        (torch.zeros(2, 2), torch.tensor([-1, 0]), r"0\.\.4; got -1\.\.0"),
+        (torch.tensor([[0.0], [torch.nan]]), torch.tensor([0, 1]), "finite"),
+    ],
+)
+@pytest.mark.usefixtures("_as_users_call")
+def test_data_that_cannot_be_meant_is_refused_in_one_line(features, labels, message):
+    with pytest.raises(BadInput, match=message) as caught:
+        Data("wrong", features, labels, 5)
+    assert "\n" not in str(caught.value)

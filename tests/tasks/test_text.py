@@ -1,0 +1,90 @@
+"""Python's help texts become ids, and windows come from where they say."""
+
+import sys
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Generator
+
+from esper.contracts.errors import BadInput
+from esper.tasks.text import ALPHABET, decode, encode, text, windows
+
+
+def paragraphs(ids):
+    return [" ".join(part.split()) for part in decode(ids).split("\n\n")]
+
+
+def test_the_alphabet_is_newline_and_printable_ascii():
+    assert ALPHABET[0] == "\n"
+    assert ALPHABET[1:] == bytes(range(32, 127)).decode("ascii")
+
+
+@given(st.text(ALPHABET))
+def test_decoding_undoes_encoding(characters):
+    ids = encode(characters)
+    assert ids.dtype == torch.int64
+    assert decode(ids) == characters
+
+
+def test_typographic_signs_become_plain_and_others_a_question_mark():
+    assert decode(encode("“it’s” – 20°…")) == '"it\'s" - 20?...'
+
+
+def test_the_stretches_follow_one_another_and_leave_nothing_out():
+    whole = text()
+    joined = torch.cat([whole.train, whole.decisions, whole.test])
+    assert len(whole.train) == round(0.6 * len(joined))
+    assert len(whole.decisions) == pytest.approx(0.2 * len(joined), abs=1)
+    source = encode("".join(topics[name] for name in sorted(topics)))
+    assert decode(joined[:1000]) == decode(source[:1000])
+    assert paragraphs(joined) == list(dict.fromkeys(paragraphs(source)))
+
+
+def test_no_paragraph_comes_twice():
+    whole = text()
+    found = paragraphs(torch.cat([whole.train, whole.decisions, whole.test]))
+    assert len(found) == len(set(found))
+
+
+def test_each_target_is_the_character_after_its_input():
+    ids = torch.arange(1000)
+    inputs, targets = windows(ids, count=50, length=8, generator=Generator())
+    assert inputs.shape == targets.shape == (50, 8)
+    assert targets.equal(inputs + 1)
+    assert inputs.equal(inputs[:, :1] + torch.arange(8))
+
+
+def test_windows_reach_the_first_and_the_last_character():
+    inputs, targets = windows(
+        torch.arange(6), count=200, length=4, generator=Generator().manual_seed(0)
+    )
+    assert inputs[:, 0].unique().tolist() == [0, 1]
+    assert targets.max() == 5
+
+
+def test_the_generator_alone_decides_the_windows():
+    ids, state = text().train, torch.get_rng_state()
+    first, again, other = (
+        windows(ids, count=4, length=9, generator=Generator().manual_seed(seed))[0]
+        for seed in (1, 1, 2)
+    )
+    assert first.equal(again)
+    assert not first.equal(other)
+    assert state.equal(torch.get_rng_state())
+
+
+@pytest.mark.parametrize(("count", "length"), [(0, 4), (4, 0), (4, 10), (4, 11)])
+def test_windows_must_fit(count, length):
+    with pytest.raises(BadInput, match=f"got count {count} and length {length}"):
+        windows(torch.arange(10), count=count, length=length, generator=Generator())
+
+
+def test_missing_help_texts_are_named_in_one_line(monkeypatch):
+    for name in ("pydoc_data", "pydoc_data.topics"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(BadInput, match="full standard library") as caught:
+        text()
+    assert "\n" not in str(caught.value)
