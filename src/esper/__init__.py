@@ -11,12 +11,19 @@ __version__ = "0.1.0"
 _HOMES: Final = {
     "ActionSpec": "esper.contracts.actions",
     "EsperError": "esper.contracts.errors",
+    "Geometry": "esper.growth.blueprints.geometry",
+    "Grower": "esper.grower",
+    "GrowingModel": "esper.growth.model",
     "PPOAgent": "esper.simic.agent.ppo",
     "PPOConfig": "esper.simic.agent.ppo",
     "SimulatedWorld": "esper.environment.simulated",
     "SlotConfig": "esper.contracts.slots",
     "TamiyoPolicy": "esper.tamiyo.policy.network",
     "TamiyoRolloutBuffer": "esper.simic.agent.rollout_buffer",
+    "blueprint": "esper.growth.blueprints.registry",
+    "check_blueprint": "esper.growth.blueprints.kit",
+    "fit": "esper.experiment.fit",
+    "suggest_slots": "esper.growth.suggest",
 }
 
 __all__ = [*_HOMES, "__version__"]

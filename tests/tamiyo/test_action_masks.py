@@ -13,11 +13,11 @@ from torch.testing import assert_close
 from esper.contracts.actions import HEAD, HEADS, RELEVANT, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS, NUM_BLUEPRINTS
 from esper.contracts.errors import BadInput
+from esper.contracts.needs import NEEDS
 from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
 from esper.contracts.stages import NEXT_STAGES, Stage
 from esper.tamiyo.policy import action_masks
 from esper.tamiyo.policy.action_masks import (
-    NEEDS,
     ActionMasks,
     compute_action_masks,
     compute_batch_masks,

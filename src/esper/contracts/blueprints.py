@@ -22,6 +22,7 @@ class Form(IntEnum):
     BOTTLENECK = 6
     CONV = 7
     ATTENTION = 8
+    CUSTOM = 9
 
 
 @dataclass(frozen=True, slots=True)

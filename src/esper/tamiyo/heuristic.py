@@ -1,26 +1,48 @@
-"""A sensible hand-written controller: plant what promises most, keep what contributes.
+"""Hand-written controllers that look: at a plateau, or at what is promised.
 
-One table of scores over (op, slot), highest legal one first: keep a holding seed that
-earns its rent, prune one that does not, move grown seeds on, plant the best offer
-whose promise exceeds its rent, and otherwise wait. Blends are gentle: slow and full.
+Both tend their seeds like the schedules do. *When* to plant is the question of the one:
+when the score has stopped improving. *What* and *where* is the question of the other:
+the offer with the largest first-order gain per parameter, among those that promise more
+than their rent.
 """
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch import Generator, Tensor
 
-from esper.contracts.actions import HEAD, NUM_HEADS, RELEVANT, Op
+from esper.contracts.actions import ActionSpec
 from esper.contracts.controller import ControllerState
+from esper.contracts.errors import BadInput
 from esper.contracts.masks import ActionMasks
 from esper.contracts.observation import Observation
+from esper.contracts.stages import Stage
+from esper.tamiyo.gardening import PATIENCE, SLOW, Preference, by_size, tend
+
+_FREE = 1e-12  # stands for no parameters at all: such an offer costs next to nothing
 
 
-class PromiseGreedy:
-    """Plants by promise, keeps by contribution."""
+class Plateau:
+    """Plants when the score has not improved for a while and no seed is on its way.
 
-    def __init__(self, patience: int = 2) -> None:
-        self.patience = patience
-        """Steps a seed may train or blend before it is moved on."""
+    Args:
+        spec: The action space.
+        patience: Share of the horizon without improvement.
+        blueprint: The only one to plant; the largest widening that fits if None.
+        seed_patience: Steps a seed trains before it is blended in.
+    """
+
+    def __init__(
+        self,
+        spec: ActionSpec,
+        patience: float = 0.1,
+        *,
+        blueprint: str | None = None,
+        seed_patience: int = PATIENCE,
+    ) -> None:
+        if not 0.0 <= patience <= 1.0:
+            raise BadInput(f"patience must be a share in [0, 1], got {patience}.")
+        self.patience, self.seed_patience = patience, seed_patience
+        self._preference = Preference(spec, blueprint)
 
     def decide(
         self,
@@ -29,44 +51,45 @@ class PromiseGreedy:
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """The best-scored legal (op, slot), with gentle settings."""
-        offers, slots, host = observation.offers, observation.slots, observation.host
-        net = offers.promise - host.rent[:, None, None] * offers.parameters
-        net = torch.where(offers.promise_known, net, 0.01)  # unknown: worth a trial
-        net = torch.where(masks.blueprint, net, -torch.inf)
-        best_net, best_blueprint = net.max(dim=-1)  # [env, slot]
-        scores = self._scores(observation, best_net)
-        scores = torch.where(masks.slot, scores, -torch.inf)
-        scores[:, Op.WAIT, 0] = 0.0
-        choice = scores.flatten(1).argmax(dim=1)
-        op, slot = choice // slots.stage.shape[1], choice % slots.stage.shape[1]
+        """Tend, and plant on a plateau."""
+        stage = observation.slots.stage
+        growing = (stage == Stage.TRAINING.value) | (stage == Stage.BLENDING.value)
+        due = (observation.host.plateau >= self.patience) & ~growing.any(dim=1)
+        wish = self._preference.wish(observation.offers, due)
+        return tend(observation, masks, wish, patience=self.seed_patience), None
 
-        envs, device = op.shape[0], op.device
-        # The last allowed choice of each head is its gentlest or fullest one.
-        width = masks.fixed.shape[1]
-        order = torch.arange(width, device=device)
-        last = torch.where(masks.fixed, order, -1).amax(dim=1)
-        actions = last.expand(envs, NUM_HEADS).clone()
-        actions[:, HEAD["style"]] = masks.fixed[HEAD["style"]].to(torch.int8).argmax()
-        actions[:, HEAD["op"]] = op
-        actions[:, HEAD["slot"]] = slot
-        actions[:, HEAD["blueprint"]] = best_blueprint[torch.arange(envs), slot]
-        return torch.where(RELEVANT.to(device)[op], actions, 0), None
 
-    def _scores(
-        self, observation: Observation, best_net: Float[Tensor, "env slot"]
-    ) -> Float[Tensor, "env op slot"]:
-        slots, rent = observation.slots, observation.host.rent
-        earns = slots.contribution > rent[:, None] * slots.parameters
-        judged = slots.contribution_measured
-        grown = slots.age >= self.patience
-        never = torch.full_like(best_net, -1.0)
-        scores = {
-            Op.WAIT: never,
-            Op.GERMINATE: best_net.clamp(-1.0, 1.0),
-            Op.ADVANCE: torch.where(grown, 2.0, never),
-            Op.SET_ALPHA: never,
-            Op.PRUNE: torch.where(judged & ~earns, 3.0, never),
-            Op.FOSSILIZE: torch.where(judged & earns, 4.0, never),
-        }
-        return torch.stack([scores[op] for op in Op], dim=1)
+class PromiseGreedy:
+    """Plants by promise, keeps by contribution; blends slowly and fully.
+
+    An offer of which no promise is known is worth a trial when nothing else pays.
+
+    Args:
+        spec: The action space; says which trials are of widening, and these come
+            first. If None, the largest do.
+        patience: Steps a seed trains before it is blended in.
+    """
+
+    def __init__(
+        self, spec: ActionSpec | None = None, *, patience: int = PATIENCE
+    ) -> None:
+        self.patience = patience
+        self._preference = None if spec is None else Preference(spec)
+
+    def decide(
+        self,
+        observation: Observation,
+        masks: ActionMasks,
+        state: ControllerState,
+        generator: Generator,
+    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
+        """Tend, and plant what promises most per parameter."""
+        offers, rent = observation.offers, observation.host.rent[:, None, None]
+        pays = offers.promise - rent * offers.parameters > 0.0
+        gain = offers.promise / offers.parameters.clamp_min(_FREE)
+        known = torch.where(pays, gain, -torch.inf)
+        liked = self._preference.scores if self._preference else by_size
+        trial = liked(offers) - 3.0  # below every gain that pays
+        wish = torch.where(offers.promise_known, known, trial)
+        actions = tend(observation, masks, wish, patience=self.patience, manner=SLOW)
+        return actions, None

@@ -1,17 +1,16 @@
 """Which sentences are possible now. Merit plays no part: merit is observed.
 
-`NEEDS` is the whole law. It says at which stages of a slot an op makes sense and
-whether the seed must have reached its minimum age and its alpha its target; GERMINATE
-needs a blueprint that fits and can be paid for besides; WAIT needs no slot and is
-always legal. The law is unrolled once into a table over every state a slot can be in,
-so a batch costs a handful of tensor operations however many environments it has.
+`contracts.needs.NEEDS` is the whole law; GERMINATE needs a blueprint that fits and can
+be paid for besides; WAIT needs no slot and is always legal. The law is unrolled once
+into a table over every state a slot can be in, so a batch costs a handful of tensor
+operations however many environments it has.
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +22,7 @@ from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.blueprints import NUM_BLUEPRINTS
 from esper.contracts.errors import BadInput
 from esper.contracts.masks import ActionMasks
+from esper.contracts.needs import NEEDS
 from esper.contracts.observation import Observation
 from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
 from esper.contracts.stages import Stage
@@ -37,34 +37,6 @@ __all__ = [
     "compute_masks",
 ]
 
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What a slot must be for an op to be possible there."""
-
-    stages: frozenset[Stage]
-    min_age: bool = False
-    """Whether the seed must have spent its minimum age in this stage."""
-    settled: bool = False
-    """Whether alpha must have arrived at its target."""
-
-
-NEEDS: Final = MappingProxyType(
-    {
-        Op.WAIT: Need(frozenset()),
-        Op.GERMINATE: Need(frozenset({Stage.DORMANT})),
-        Op.ADVANCE: Need(
-            frozenset({Stage.TRAINING, Stage.BLENDING}), min_age=True, settled=True
-        ),
-        Op.SET_ALPHA: Need(frozenset({Stage.BLENDING, Stage.HOLDING}), settled=True),
-        Op.PRUNE: Need(
-            frozenset({Stage.TRAINING, Stage.BLENDING, Stage.HOLDING}),
-            min_age=True,
-            settled=True,
-        ),
-        Op.FOSSILIZE: Need(frozenset({Stage.HOLDING}), settled=True),
-    }
-)
 
 # Plain numbers: torch takes microseconds to see that an enum's member is one.
 DORMANT: Final = Stage.DORMANT.value

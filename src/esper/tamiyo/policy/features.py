@@ -149,7 +149,11 @@ def compute_features(observation: Observation, spec: ActionSpec) -> Features:
 def blueprint_table(spec: ActionSpec) -> Float[Tensor, "blueprint column"]:
     """What is declared of each blueprint: `BLUEPRINT_COLUMNS`, on the CPU."""
     rows = [
-        [log2(blueprint.size), blueprint.merges, *(blueprint.form is f for f in Form)]
+        [
+            log2(max(1, blueprint.size)),
+            blueprint.merges,
+            *(blueprint.form is f for f in Form),
+        ]
         for blueprint in spec.blueprints
     ]
     plain, bend = _curve(BLUEPRINT_COLUMNS)

@@ -1,0 +1,1 @@
+"""Seeds and slots: what a network grows with. Nothing here decides."""

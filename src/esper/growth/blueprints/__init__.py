@@ -1,0 +1,1 @@
+"""What can be planted: few forms, each at several sizes."""

@@ -1,0 +1,101 @@
+"""The tensors at a place, as a form needs to know them.
+
+A seed reads the tensor at its slot's inlet and writes to the one at its outlet. Four
+layouts are served: vector `[B, D]`, sequence `[B, T, D]`, signal `[B, C, L]` and image
+`[B, C, H, W]`. Width is the number of channels, wherever the layout keeps them.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from math import prod
+
+
+class Layout(IntEnum):
+    """How a tensor is laid out; the batch comes first."""
+
+    VECTOR = 0
+    SEQUENCE = 1
+    SIGNAL = 2
+    IMAGE = 3
+
+    @property
+    def channels_first(self) -> bool:
+        """Whether channels come before positions."""
+        return self in (Layout.SIGNAL, Layout.IMAGE)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """How a convolution walks over positions; one number per spatial axis."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    @classmethod
+    def same(cls, size: int, axes: int) -> "Kernel":
+        """A kernel that keeps the positions."""
+        one = (1,) * axes
+        return cls((size,) * axes, one, (size // 2,) * axes, one)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Where a seed would stand: shapes at its inlet and outlet, without the batch."""
+
+    inlet_layout: Layout
+    outlet_layout: Layout
+    inlet_shape: tuple[int, ...]
+    outlet_shape: tuple[int, ...]
+    residual: bool
+    """Whether inlet and outlet are the same tensor."""
+    inlet_kernel: Kernel | None = None
+    """Of the convolution that the inlet leads into; None if it is no convolution."""
+    outlet_kernel: Kernel | None = None
+    """Of the convolution that the outlet comes from; None if it is no convolution."""
+    beside: bool = False
+    """Whether the slot stands beside one linear or convolution layer."""
+    spans: bool = False
+    """Whether the slot spans two layers and only channel-wise work between them, so
+    that new hidden units can be put there."""
+    hidden_shape: tuple[int, ...] = ()
+    """Shape of the tensor between the two layers of a span, as the second reads it."""
+    unit_inputs: int = 1
+    """Inputs of the second layer that come from one unit of the first (positions that
+    a flatten lines up); 1 unless a convolution is flattened into a linear layer."""
+    why_no_span: str = ""
+    """What stands in the way of new hidden units, if anything."""
+
+    @property
+    def inlet_width(self) -> int:
+        """Channels at the inlet."""
+        return width(self.inlet_shape, self.inlet_layout)
+
+    @property
+    def outlet_width(self) -> int:
+        """Channels at the outlet."""
+        return width(self.outlet_shape, self.outlet_layout)
+
+    @property
+    def outlet_positions(self) -> int:
+        """Positions at the outlet: 1 for a vector."""
+        return prod(self.outlet_shape) // self.outlet_width
+
+    @property
+    def inlet_positions(self) -> int:
+        """Positions at the inlet: 1 for a vector."""
+        return prod(self.inlet_shape) // self.inlet_width
+
+    @property
+    def keeps_shape(self) -> bool:
+        """Whether the inlet's tensor can be added to the outlet's as it is."""
+        return (
+            self.inlet_layout is self.outlet_layout
+            and self.inlet_shape == self.outlet_shape
+        )
+
+
+def width(shape: tuple[int, ...], layout: Layout) -> int:
+    """Channels of a tensor of this shape (without its batch axis)."""
+    return shape[0] if layout.channels_first else shape[-1]

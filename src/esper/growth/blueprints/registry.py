@@ -1,0 +1,276 @@
+"""All blueprints by name: the built-in ones and a user's own.
+
+    @blueprint("tiny_mlp")
+    def tiny_mlp(geometry: Geometry) -> nn.Module:
+        return nn.Sequential(nn.Linear(...), nn.GELU(), nn.Linear(...))
+
+A factory makes a plain module for a place. It is tried on random inputs before it is
+planted; one that does not begin at zero is multiplied by a gate that does. It runs as
+code of this process: register only what is trusted.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
+from esper.contracts.errors import BadInput
+from esper.growth.blueprints.gates import Gated
+from esper.growth.blueprints.geometry import Geometry
+
+Factory = Callable[[Geometry], nn.Module]
+Fits = Callable[[Geometry], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A user's own blueprint."""
+
+    blueprint: Blueprint
+    factory: Factory
+    fits: Fits | None
+
+
+_BUILT_IN: Mapping[str, Blueprint] = MappingProxyType({b.name: b for b in BLUEPRINTS})
+_REGISTERED: dict[str, Registered] = {}
+
+
+def blueprint(
+    name: str, *, merges: bool = False, fits: Fits | None = None
+) -> Callable[[Factory], Factory]:
+    """Register the decorated factory under a name.
+
+    Args:
+        name: What it is called everywhere.
+        merges: Must be False: a module of one's own stays a branch when exported.
+        fits: Says why a place does not suit it, or "" if it does; None means that
+            every place suits it.
+    """
+    if not name.isidentifier():
+        raise BadInput(
+            f"A blueprint's name must be made of letters, digits and underscores, "
+            f"got {name!r}."
+        )
+    if merges:
+        raise BadInput(
+            f"Blueprint {name!r} cannot merge: only built-in forms can be folded into "
+            "the host's weights. Leave merges=False."
+        )
+    if name in _BUILT_IN:
+        raise BadInput(f"Blueprint {name!r} is built in; choose another name.")
+
+    def register(factory: Factory) -> Factory:
+        known = _REGISTERED.get(name)
+        if known is not None and not _same(known.factory, factory):
+            raise BadInput(
+                f"Blueprint {name!r} is already registered with another factory; "
+                f"choose another name or call forget({name!r}) first."
+            )
+        record = Blueprint(name, Form.CUSTOM, size=0, merges=False)
+        _REGISTERED[name] = Registered(record, factory, fits)
+        return factory
+
+    return register
+
+
+def blueprints() -> Mapping[str, Blueprint]:
+    """Every blueprint by name, the built-in ones first."""
+    own = {name: entry.blueprint for name, entry in _REGISTERED.items()}
+    return MappingProxyType({**_BUILT_IN, **own})
+
+
+def find(name: str) -> Blueprint:
+    """The blueprint of this name."""
+    known = blueprints()
+    if name not in known:
+        raise BadInput(f"There is no blueprint {name!r}{_nearest(name, known)}")
+    return known[name]
+
+
+def forget(name: str) -> None:
+    """Take a user's own blueprint out; seeds grown from it stay as they are."""
+    if name not in _REGISTERED:
+        raise BadInput(
+            f"There is no registered blueprint {name!r}{_nearest(name, _REGISTERED)}"
+        )
+    del _REGISTERED[name]
+
+
+def registered(name: str) -> Registered:
+    """A user's own blueprint by name."""
+    if name not in _REGISTERED:
+        raise BadInput(
+            f"Blueprint {name!r} is not registered in this process; import the module "
+            "that registers it first."
+        )
+    return _REGISTERED[name]
+
+
+def raise_module(
+    name: str, geometry: Geometry, generator: torch.Generator
+) -> nn.Module:
+    """Make a user's module for a place, try it and gate it if it is not zero.
+
+    The factory and the trial draw from torch's global streams as they please; these
+    are seeded from `generator` for the time and put back afterwards.
+    """
+    entry = registered(name)
+    with lent_random_state(generator):
+        try:
+            module = entry.factory(geometry)
+        except Exception as error:
+            raise BadInput(
+                f"Blueprint {name!r} failed: {first_line(error)}."
+            ) from error
+        _require_module(name, module)
+        if _begins_at_zero(name, module, geometry):
+            return module
+    return Gated(module, geometry.outlet_width, geometry.outlet_layout)
+
+
+def _require_module(name: str, module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise BadInput(
+            f"Blueprint {name!r} must make an nn.Module, it made a "
+            f"{type(module).__name__}."
+        )
+    if any(isinstance(p, nn.UninitializedParameter) for p in module.parameters()):
+        raise BadInput(
+            f"Blueprint {name!r} made a lazy module; give its layers their sizes from "
+            "the geometry."
+        )
+    if not any(p.requires_grad and p.numel() for p in module.parameters()):
+        raise BadInput(
+            f"Blueprint {name!r} made a module without trainable parameters; it could "
+            "never learn."
+        )
+
+
+def _begins_at_zero(name: str, module: nn.Module, geometry: Geometry) -> bool:
+    """Whether every output of the trial was zero; refuses what cannot be planted."""
+    # The copy is tried, since a forward in training may change buffers.
+    try:
+        trial = copy.deepcopy(module)
+    except Exception as error:
+        raise BadInput(
+            f"Blueprint {name!r} made a module that cannot be copied: "
+            f"{first_line(error)}."
+        ) from error
+    inputs = torch.randn(3, *geometry.inlet_shape)
+    others = torch.cat([inputs[:1], torch.randn(2, *geometry.inlet_shape)])
+    zero = True
+    for training in (True, False):
+        trial.train(training)
+        for batch in (1, 2, 3):
+            result = _run(name, trial, inputs[:batch], geometry)
+            zero = zero and not bool(result.count_nonzero())
+        seeded = torch.get_rng_state()
+        alone = _run(name, trial, inputs, geometry)[0]
+        if not training and not torch.equal(seeded, torch.get_rng_state()):
+            raise BadInput(
+                f"Blueprint {name!r} draws random numbers in eval mode; draw them in "
+                "training only."
+            )
+        torch.set_rng_state(seeded)
+        if not torch.equal(alone, _run(name, trial, others, geometry)[0]):
+            raise BadInput(
+                f"Blueprint {name!r} gives a sample another output with other samples "
+                f"in its batch ({'training' if training else 'eval'} mode); use a norm "
+                "over channels instead of one over the batch."
+            )
+    if zero:
+        _require_gradients(name, trial.train(), inputs, geometry)
+    return zero
+
+
+def _run(name: str, module: nn.Module, inputs: Tensor, geometry: Geometry) -> Tensor:
+    try:
+        result: Any = module(inputs.clone())
+    except Exception as error:
+        raise BadInput(
+            f"Blueprint {name!r} failed on an input of shape {tuple(inputs.shape)}: "
+            f"{first_line(error)}."
+        ) from error
+    expected = (inputs.shape[0], *geometry.outlet_shape)
+    if not isinstance(result, Tensor):
+        raise BadInput(
+            f"Blueprint {name!r} must give a tensor, it gave a {type(result).__name__}."
+        )
+    if tuple(result.shape) != expected:
+        raise BadInput(
+            f"Blueprint {name!r} must give shape {expected} for an input of shape "
+            f"{tuple(inputs.shape)}, it gave {tuple(result.shape)}."
+        )
+    if result.dtype != inputs.dtype or result.device != inputs.device:
+        raise BadInput(
+            f"Blueprint {name!r} must keep {inputs.dtype} on {inputs.device}, it gave "
+            f"{result.dtype} on {result.device}."
+        )
+    if not bool(result.isfinite().all()):
+        raise BadInput(
+            f"Blueprint {name!r} gave values that are not finite for an input of shape "
+            f"{tuple(inputs.shape)}."
+        )
+    return result
+
+
+def _require_gradients(
+    name: str, module: nn.Module, inputs: Tensor, geometry: Geometry
+) -> None:
+    """A zero at birth must be one that it can leave."""
+    result = _run(name, module, inputs, geometry)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    gradients: tuple[Tensor | None, ...] = ()
+    if result.requires_grad:
+        loss = (result * torch.randn_like(result)).sum()
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    live = [gradient for gradient in gradients if gradient is not None]
+    if not all(bool(gradient.isfinite().all()) for gradient in live):
+        raise BadInput(f"Blueprint {name!r} has gradients that are not finite.")
+    if not any(bool(gradient.count_nonzero()) for gradient in live):
+        raise BadInput(
+            f"Blueprint {name!r} is zero at birth and so are all its gradients; let "
+            "the zero be its last operation."
+        )
+
+
+@contextmanager
+def lent_random_state(generator: torch.Generator) -> Iterator[None]:
+    """Torch's global streams, seeded from a generator for as long as this lasts."""
+    drawn = torch.randint(2**62, (), generator=generator, device=generator.device)
+    with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
+        torch.manual_seed(int(drawn))
+        yield
+
+
+def _same(one: Factory, other: Factory) -> bool:
+    """Whether a factory is one and the same, or was only defined a second time."""
+    if one is other:
+        return True
+    marks = [
+        (getattr(f, "__code__", None), getattr(f, "__defaults__", None))
+        for f in (one, other)
+    ]
+    # A closure may hold other values with the same code.
+    closed = any(getattr(f, "__closure__", None) for f in (one, other))
+    return marks[0][0] is not None and marks[0] == marks[1] and not closed
+
+
+def _nearest(name: str, known: Mapping[str, object]) -> str:
+    near = get_close_matches(name, known, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; there are {', '.join(sorted(known))}." if known else "."
+
+
+def first_line(error: Exception) -> str:
+    """An error's kind and the first line of what it says."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0].rstrip('.')}" if said else repr(error)

@@ -1,0 +1,131 @@
+"""A seed: a blueprint's form with weights of its own, as a module.
+
+`build` makes one from a blueprint and a place, `misfit` says in words why one cannot
+stand there, and `cost` says what it would add. A seed begins in float32 on the CPU;
+whoever plants it moves it to its host.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from esper.contracts.blueprints import Blueprint, Form
+from esper.contracts.errors import BadInput
+from esper.growth.blueprints.forms import FORMS
+from esper.growth.blueprints.geometry import Geometry
+from esper.growth.blueprints.registry import Factory, raise_module, registered
+
+
+class FormSeed(nn.Module):
+    """Parameters of a form, applied."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        geometry: Geometry,
+        params: dict[str, Tensor],
+        middle: nn.Module,
+    ) -> None:
+        super().__init__()
+        expected = FORMS[blueprint.form].shapes(geometry, blueprint.size)
+        given = {name: tuple(value.shape) for name, value in params.items()}
+        if given != expected:
+            raise BadInput(
+                f"A seed of {blueprint.name!r} has parameters {expected} here, got "
+                f"{given}."
+            )
+        self.blueprint = blueprint
+        self.geometry = geometry
+        self.weights = nn.ParameterDict(params)
+        self.middle = middle
+
+    def forward(self, h: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """What the seed adds to the outlet."""
+        apply = FORMS[self.blueprint.form].apply
+        return apply(dict(self.weights.items()), h, self.geometry, self.middle)
+
+    def extra_repr(self) -> str:
+        """The blueprint's name."""
+        return self.blueprint.name
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a seed adds to its host."""
+
+    parameters: int
+    macs: int
+    """Multiply-adds per sample."""
+
+
+def build(
+    blueprint: Blueprint,
+    geometry: Geometry,
+    generator: torch.Generator,
+    middle: nn.Module,
+) -> nn.Module:
+    """A newborn seed for a place; zero at birth, by chance from `generator` alone.
+
+    Args:
+        blueprint: A form at a size, or a user's own by its name.
+        geometry: The place.
+        generator: Source of the first weights, on the CPU.
+        middle: What the host does between the two layers of a span; only a widening
+            seed uses it, and it must be the seed's own where it has state.
+    """
+    if reason := misfit(blueprint, geometry):
+        raise BadInput(f"Blueprint {blueprint.name!r} does not fit here: {reason}.")
+    if blueprint.form is Form.CUSTOM:
+        return raise_module(blueprint.name, geometry, generator)
+    params = FORMS[blueprint.form].init(geometry, blueprint.size, generator)
+    return FormSeed(blueprint, geometry, params, middle)
+
+
+def misfit(blueprint: Blueprint, geometry: Geometry) -> str:
+    """Why a blueprint cannot stand at a place; empty if it can."""
+    if blueprint.form is Form.CUSTOM:
+        fits = registered(blueprint.name).fits
+        return "" if fits is None else fits(geometry)
+    if blueprint.size < 1:
+        raise BadInput(
+            f"Blueprint {blueprint.name!r} must have a size of at least 1, got "
+            f"{blueprint.size}."
+        )
+    return FORMS[blueprint.form].fits(geometry, blueprint.size)
+
+
+def cost(blueprint: Blueprint, geometry: Geometry) -> Cost:
+    """Parameters and multiply-adds of a blueprint at a place that it fits."""
+    if blueprint.form is Form.CUSTOM:
+        return _counted(blueprint.name, registered(blueprint.name).factory, geometry)
+    spec = FORMS[blueprint.form]
+    shapes = spec.shapes(geometry, blueprint.size).values()
+    parameters = sum(torch.Size(shape).numel() for shape in shapes)
+    return Cost(parameters, spec.macs(geometry, blueprint.size))
+
+
+@lru_cache(maxsize=256)
+def _counted(name: str, factory: Factory, geometry: Geometry) -> Cost:
+    """Cost of a user's module, by building and running one; the factory is a key."""
+    del factory
+    module = raise_module(name, geometry, torch.Generator().manual_seed(0)).eval()
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    # Scaling by a weight is not counted as a product of matrices, but it is work.
+    return Cost(parameters, max(count_macs(module, geometry), parameters))
+
+
+def count_macs(module: nn.Module, geometry: Geometry) -> int:
+    """Multiply-adds of the products of matrices and convolutions for one sample."""
+    # Fused attention is not counted on every device; spelled out it is.
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+        torch.no_grad(),
+    ):
+        module(torch.zeros(1, *geometry.inlet_shape))
+    return int(counter.get_total_flops()) // 2

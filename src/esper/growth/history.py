@@ -1,0 +1,144 @@
+"""What happened to a growing model, decision by decision, and its story on one page."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from esper.contracts.events import StageChanged
+from esper.contracts.stages import Stage
+from esper.growth.model import GrowingModel
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What one op did to the model's answer on its example."""
+
+    op: str
+    slot: str
+    blueprint: str
+    jump: float
+    """Largest change of any number of the answer, in eval mode."""
+    note: str = ""
+
+    def __str__(self) -> str:
+        """One line."""
+        what = f" {self.blueprint}" if self.blueprint else ""
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.op} {self.slot}{what}: output changed by {self.jump:.3g}{note}"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One decision and what was known and done then."""
+
+    step: int
+    metric: float
+    loss: float
+    """Mean training loss since the decision before; NaN if `grower.loss` is unused."""
+    said: str
+    """The controller's sentence, in words."""
+    grew: bool
+    """Whether anything in the network's topology or blending changed."""
+    why_not: str
+    """Why it did not plant, in words; empty if it did."""
+    parameters: int
+    macs: int
+    receipts: tuple[Receipt, ...] = ()
+    events: tuple[StageChanged, ...] = ()
+    incidents: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether anything changed."""
+        return self.grew
+
+
+def summary(
+    model: GrowingModel, history: Sequence[Decision], notes: Sequence[str] = ()
+) -> str:
+    """One page: what grew, what it cost, and why nothing grew when nothing did."""
+    host, added = model.survey.parameters, model.parameters_added
+    lines = [
+        f"{len(history)} decisions; parameters {host:,} -> {host + added:,} "
+        f"({1 + added / host:.2f} x), multiply-adds per row {model.survey.macs:,} -> "
+        f"{model.macs:,}"
+    ]
+    if history:
+        first, last = history[0], history[-1]
+        best = max(history, key=lambda decision: decision.metric)
+        lines.append(
+            f"metric {first.metric:.4g} at first, {last.metric:.4g} at last, "
+            f"largest {best.metric:.4g} at decision {best.step}"
+        )
+    lines.append("")
+    lines += _seeds(model)
+    changes = [decision for decision in history if decision.grew]
+    if changes:
+        lines += ["", "what changed:"]
+        for decision in changes[-12:]:
+            lines.append(f"  {decision.step:>4}  {decision.said}")
+            lines += [f"        {receipt}" for receipt in decision.receipts]
+        if len(changes) > 12:
+            lines.append(f"  ({len(changes) - 12} earlier changes are in history)")
+    reasons: dict[str, int] = {}
+    for decision in history:
+        if decision.why_not:
+            reasons[decision.why_not] = reasons.get(decision.why_not, 0) + 1
+    if reasons:
+        lines += ["", "why nothing was planted:"]
+        often = sorted(reasons.items(), key=lambda pair: -pair[1])
+        lines += [f"  {count:>4} x  {reason}" for reason, count in often[:6]]
+    troubles = [i for decision in history for i in decision.incidents]
+    if troubles:
+        lines += ["", "what was not let through:"]
+        lines += [f"  {trouble}" for trouble in troubles[-6:]]
+    lines += [f"\nnote: {note}" for note in notes]
+    return "\n".join(lines)
+
+
+def _seeds(model: GrowingModel) -> list[str]:
+    """One line for every seed."""
+    lives = model.lives
+    wide = max(map(len, model.slots))
+    lines = []
+    for slot, name in enumerate(model.slots):
+        stage = model.stage(name)
+        if stage is not Stage.DORMANT:
+            kind = model.spec.blueprints[int(lives.blueprint[0, slot])].name
+            alpha = float(lives.alpha[0, slot])
+            lines.append(
+                f"  {name:<{wide}}  {stage.name:<10}  {kind:<14}  alpha {alpha:.2f}"
+            )
+    return lines or ["  no seed is planted"]
+
+
+def to_plain(decision: Decision) -> dict[str, Any]:
+    """A decision as plain data, for saving."""
+    plain = asdict(decision)
+    plain["receipts"] = [asdict(receipt) for receipt in decision.receipts]
+    plain["events"] = [
+        {**asdict(event), "before": int(event.before), "after": int(event.after)}
+        for event in decision.events
+    ]
+    plain["incidents"] = [*decision.incidents]
+    return plain
+
+
+def from_plain(plain: Mapping[str, Any]) -> Decision:
+    """A decision from plain data."""
+    return Decision(
+        **{
+            **plain,
+            "receipts": tuple(Receipt(**receipt) for receipt in plain["receipts"]),
+            "events": tuple(
+                StageChanged(
+                    **{
+                        **event,
+                        "before": Stage(event["before"]),
+                        "after": Stage(event["after"]),
+                    }
+                )
+                for event in plain["events"]
+            ),
+            "incidents": tuple(plain["incidents"]),
+        }
+    )

@@ -1,0 +1,254 @@
+"""How a newborn seed starts, from what passed its place before.
+
+    zero_out   as built, zero at its end; new hidden units as large as the host's own
+    gradmax    outgoing weights that give the incoming ones the largest gradient
+               (Evci et al. 2022, https://arxiv.org/abs/2201.05125)
+    tiny       both, along the best linear map from what is given to what is asked
+               (Verbockhaven et al. 2024, https://arxiv.org/abs/2405.19816)
+
+A start that a place or a form cannot have becomes zero_out, and the note says why. With
+an activation in between a direction takes two units, of opposite signs, whose sum is
+linear for ReLU, GELU and SiLU alike.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from esper.contracts.blueprints import Form
+from esper.contracts.errors import BadInput
+from esper.growth.blueprints.seed import FormSeed
+from esper.growth.calls import shielded
+from esper.growth.junction import Sample
+from esper.growth.places import Place, is_layer
+from esper.growth.promise import (
+    Statistics,
+    directions,
+    statistics,
+    top_singular,
+    trained_on,
+    view,
+)
+from esper.growth.trace import NORMS
+
+Initialiser = Callable[[nn.Module, Place, list[Sample]], str]
+
+HUSH: Final = 1e-3
+"""What gradmax leaves of the incoming weights: enough to tell units apart."""
+LOUDNESS: Final = 0.1
+"""Size of what a tiny seed says at birth, relative to its outlet."""
+NOTHING: Final = 1e-9
+"""Directions smaller than this part of the largest are none."""
+DROPOUT: Final = nn.modules.dropout._DropoutNd
+STRAIGHT: Final = (nn.Identity, nn.Flatten, nn.Sequential, DROPOUT, *NORMS)
+"""What may lie between two maps and leave no bend in their product."""
+
+
+def start(
+    seed: nn.Module,
+    place: Place,
+    samples: Iterable[Sample],
+    initialiser: str,
+    generator: torch.Generator,
+) -> str:
+    """Give a newborn its first weights in place; says in words what was done.
+
+    Args:
+        seed: As built: float32, on the CPU.
+        place: Where it will stand.
+        samples: What passed the place in training.
+        initialiser: A name in `INITIALISERS`.
+        generator: Source of chance; none of those here needs more than the seed has.
+    """
+    del generator
+    with torch.no_grad():
+        return find_initialiser(initialiser)(seed, place, [*samples])
+
+
+def find_initialiser(name: str) -> Initialiser:
+    """The initialiser of this name."""
+    if name not in INITIALISERS:
+        near = get_close_matches(name, INITIALISERS, n=1, cutoff=0.0)
+        raise BadInput(f"there is no initialiser {name!r}; did you mean {near[0]!r}?")
+    return INITIALISERS[name]
+
+
+def zero_out(seed: nn.Module, place: Place, samples: list[Sample]) -> str:
+    """As built, but that new hidden units are as large as the host's own."""
+    del samples
+    if isinstance(seed, FormSeed) and seed.blueprint.form is Form.WIDEN:
+        own = _spread(place.inlet.get_parameter("weight"))
+        built = _spread(seed.weights["first"])
+        if math.isfinite(own) and own > 0.0 and built > 0.0:
+            seed.weights["first"].mul_(own / built)
+    return "zero_out"
+
+
+def gradmax(seed: nn.Module, place: Place, samples: list[Sample]) -> str:
+    """Outgoing weights along the largest singular vectors of asked times given."""
+    zero_out(seed, place, samples)
+    known, trouble = _look(seed, place, samples)
+    if known is None or not isinstance(seed, FormSeed):
+        return f"zero_out (gradmax {trouble})"
+    size = seed.blueprint.size
+    given = known.features[:, :-1] if known.view.bias else known.features
+    outgoing, strengths, _ = top_singular(known.wishes.T @ given, size)
+    outgoing = outgoing[:, _is_something(strengths)]
+    count = outgoing.shape[1]
+    if count == 0:
+        return "zero_out (gradmax found no gradient)"
+    _put_incoming(seed, HUSH * _incoming(seed)[:, :count], bias=torch.zeros(count))
+    _put_outgoing(seed, outgoing * _column_norm(place.outlet, size))
+    return f"gradmax: {count} directions"
+
+
+def tiny(seed: nn.Module, place: Place, samples: list[Sample]) -> str:
+    """Both maps along the best directions, so small that the outlet stays itself."""
+    zero_out(seed, place, samples)
+    known, trouble = _look(seed, place, samples)
+    if known is None or not isinstance(seed, FormSeed):
+        return f"zero_out (tiny {trouble})"
+    size = seed.blueprint.size
+    paired = seed.blueprint.form is Form.RESIDUAL_MLP or _bends(seed.middle)
+    best = directions(known, max(1, size // 2) if paired else size)
+    kept = _is_something(best.sizes)
+    strength = best.sizes[kept].sqrt()
+    incoming, outgoing = (
+        weights[:, kept] * strength for weights in (best.incoming, best.outgoing)
+    )
+    if paired:
+        incoming, outgoing = (
+            torch.stack([weights, -weights], dim=2).flatten(1)[:, :size]
+            for weights in (incoming, outgoing)
+        )
+    given = torch.cat([sample.given.cpu().float() for sample in trained_on(samples)])
+    if not _put_at_loudness(seed, given, incoming, outgoing, known):
+        return "zero_out (tiny found no direction to go)"
+    return f"tiny: {len(strength)} directions"
+
+
+INITIALISERS: Final[Mapping[str, Initialiser]] = MappingProxyType(
+    {"zero_out": zero_out, "gradmax": gradmax, "tiny": tiny}
+)
+"""All starts by name."""
+
+
+def _look(
+    seed: nn.Module, place: Place, samples: list[Sample]
+) -> tuple[Statistics | None, str]:
+    """What is known of the place as this seed sees it, or what is in the way."""
+    served = (Form.WIDEN, Form.LOW_RANK, Form.RESIDUAL_MLP)
+    if not isinstance(seed, FormSeed) or seed.blueprint.form not in served:
+        return None, "serves seeds of two maps only"
+    seen = view(place.geometry, seed.blueprint.form)
+    if seen is None:
+        return None, "cannot look through pooling or flattening"
+    if not trained_on(samples):
+        return None, "needs a batch that was trained on"
+    known = statistics(samples, place.geometry, seen)
+    return known, "" if known else "met values that are not finite"
+
+
+def _put_at_loudness(
+    seed: FormSeed,
+    given: Float[Tensor, "..."],
+    incoming: Float[Tensor, "feature unit"],
+    outgoing: Float[Tensor, "wish unit"],
+    known: Statistics,
+) -> bool:
+    """Set units so that what they say has its size; False, and nothing, if none does.
+
+    The two maps share the factor; where something between them does not scale, such
+    as a norm, the second makes up for it.
+    """
+    before = {name: value.clone() for name, value in seed.weights.items()}
+    wanted = LOUDNESS * known.outlet_rms
+    for shares in ((0.5, 0.5), (0.0, 1.0)):
+        weights = incoming[:-1] if known.view.bias else incoming
+        bias = incoming[-1] if known.view.bias else None
+        _put_incoming(seed, weights / known.feature_rms, bias)
+        _put_outgoing(seed, outgoing)
+        said = _loudness(seed, given)
+        factor = wanted / said if said > 0.0 else 0.0
+        if not (math.isfinite(factor) and factor > 0.0):
+            for name, value in before.items():
+                seed.weights[name].copy_(value)
+            return False
+        incoming, outgoing = (
+            incoming * factor ** shares[0],
+            outgoing * factor ** shares[1],
+        )
+    _put_outgoing(seed, outgoing)
+    return True
+
+
+def _loudness(seed: FormSeed, given: Float[Tensor, "..."]) -> float:
+    """Root mean square of what a seed says in training, with nothing dropped."""
+    with shielded(seed, training=True):
+        for module in seed.modules():
+            if isinstance(module, DROPOUT):
+                module.eval()
+        return float(seed(given).double().square().mean().sqrt())
+
+
+def _incoming(seed: FormSeed) -> Float[Tensor, "feature unit"]:
+    """The first map's weights, one column per unit."""
+    weight: Tensor = seed.weights["first"]
+    return weight.clone() if weight.dim() == 2 else weight.flatten(1).T.clone()
+
+
+def _put_incoming(
+    seed: FormSeed,
+    weights: Float[Tensor, "feature unit"],
+    bias: Float[Tensor, " unit"] | None,
+) -> None:
+    """Set what the first units read."""
+    weight, count = seed.weights["first"], weights.shape[1]
+    if weight.dim() == 2:
+        weight[:, :count] = weights.to(weight)
+    else:
+        weight[:count] = weights.T.reshape(count, *weight.shape[1:]).to(weight)
+    if bias is not None and "first_bias" in seed.weights:
+        seed.weights["first_bias"][:count] = bias.to(weight)
+
+
+def _put_outgoing(seed: FormSeed, weights: Float[Tensor, "wish unit"]) -> None:
+    """Set where the first units write."""
+    weight, count = seed.weights["last"], weights.shape[1]
+    if weight.dim() == 2:
+        weight[:count] = weights.T.to(weight)
+    else:
+        taps = weights.unflatten(0, (weight.shape[0], *weight.shape[2:]))
+        weight[:, :count] = taps.movedim(-1, 1).to(weight)
+
+
+def _column_norm(outlet: nn.Module, size: int) -> float:
+    """Mean length of what one input of a layer writes; 1/sqrt(size) without a layer."""
+    if is_layer(outlet):
+        columns = outlet.get_parameter("weight").double().transpose(0, 1).flatten(1)
+        norm = float(columns.square().sum(1).sqrt().mean())
+        if math.isfinite(norm) and norm > 0.0:
+            return norm
+    return 1.0 / math.sqrt(size)
+
+
+def _is_something(sizes: Float[Tensor, " direction"]) -> Tensor:
+    """Which directions are there at all."""
+    return sizes > NOTHING * sizes.max()
+
+
+def _bends(middle: nn.Module) -> bool:
+    """Whether there is an activation, or what may be one, on the way."""
+    leaves = [module for module in middle.modules() if not [*module.children()]]
+    return not all(isinstance(leaf, STRAIGHT) for leaf in leaves)
+
+
+def _spread(weight: Tensor) -> float:
+    """Standard deviation of weights."""
+    return float(weight.double().std(correction=0))

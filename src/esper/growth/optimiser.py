@@ -1,0 +1,364 @@
+"""Optimiser surgery: parameters join and leave an optimiser that is in use.
+
+A newborn is appended to the parameter group of the layer it grows beside, so every
+scheduler and every hyperparameter is right at once; nobody else's state is touched.
+Its own learning rate is a stated multiple of the group's and decays to it:
+
+    p <- p_old + f (p_new - p_old),    f = 1 + (factor - 1) max(0, 1 - age / steps)
+
+The step itself is stretched, whatever the optimiser computed, so the rule needs no
+knowledge of it. Ages are counts of optimiser steps; no tensor is read.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adagrad, Muon, Optimizer, SparseAdam
+
+from esper.contracts.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Newborn:
+    """How much faster than its neighbours a parameter learns after it joined."""
+
+    factor: float = 3.0
+    """Learning rate of the first step, as a multiple of the group's."""
+    steps: int = 200
+    """Optimiser steps until the multiple has decayed, linearly, to 1."""
+
+    def __post_init__(self) -> None:
+        """Refuse a rule that is none."""
+        if not (math.isfinite(self.factor) and self.factor > 0.0):
+            raise BadInput(
+                f"factor must be positive and finite, got {self.factor}; "
+                "1 gives newborns the learning rate of their group."
+            )
+        if self.steps < 1:
+            raise BadInput(f"steps must be at least 1, got {self.steps}.")
+
+    def at(self, age: int) -> float:
+        """Multiple of the group's learning rate after `age` steps."""
+        return 1.0 + (self.factor - 1.0) * max(0.0, 1.0 - age / self.steps)
+
+
+class Surgeon:
+    """Lets parameters join and leave one optimiser over one host."""
+
+    def __init__(
+        self, optimizer: object, host: nn.Module, newborn: Newborn | None = None
+    ) -> None:
+        self._optimizer = _operable(optimizer)
+        self._rule = Newborn() if newborn is None else newborn
+        self._host = {p: name for name, p in host.named_parameters()}
+        self._joined: dict[nn.Parameter, str] = {}
+        self._ages: dict[nn.Parameter, int] = {}
+        self._held: dict[nn.Parameter, Tensor] = {}
+        _refuse_strangers(self._optimizer, self._host)
+        self._optimizer.register_step_pre_hook(self._before_step)
+        self._optimizer.register_step_post_hook(self._after_step)
+
+    def join(
+        self, named: Mapping[str, nn.Parameter], beside: nn.Parameter | None = None
+    ) -> None:
+        """Append newborns to the group of the parameter they grow `beside`.
+
+        Args:
+            named: The newborns by the names they will be saved under. A parameter
+                that comes under two names joins once, under the first.
+            beside: Decides the group. None, or a frozen parameter of the host that
+                the optimiser was not given, means the first group.
+        """
+        group = self._group_of(beside)
+        taken = {*self._host.values(), *self._joined.values()}
+        newborns: dict[nn.Parameter, str] = {}
+        for name, parameter in named.items():
+            if name in taken:
+                raise BadInput(
+                    f"the name {name!r} is taken by another parameter; "
+                    "join the newborn under a name of its own."
+                )
+            if parameter in self._host or parameter in self._joined:
+                known = self._joined.get(parameter) or self._host[parameter]
+                raise BadInput(f"{name!r} has joined already, as {known!r}.")
+            self._refuse_unfit(name, parameter)
+            newborns.setdefault(parameter, name)
+        group["params"].extend(newborns)
+        if "param_names" in group:
+            group["param_names"] = [*group["param_names"], *newborns.values()]
+        for parameter, name in newborns.items():
+            self._welcome(parameter, name, group)
+
+    def leave(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Remove joined parameters from their groups and from all state."""
+        leaving = dict.fromkeys(parameters)
+        for parameter in leaving:
+            if parameter not in self._joined:
+                name = self._host.get(parameter, "unknown")
+                raise BadInput(
+                    f"only a parameter that has joined can leave, got one of shape "
+                    f"{tuple(parameter.shape)} (host name: {name})."
+                )
+        for group in self._optimizer.param_groups:
+            stays = [parameter not in leaving for parameter in group["params"]]
+            if all(stays):
+                continue
+            for key in ("params", "param_names"):
+                if key in group:
+                    pairs = zip(group[key], stays, strict=True)
+                    group[key] = [value for value, stay in pairs if stay]
+        for parameter in leaving:
+            self._forget(parameter)
+
+    def names(self) -> list[list[str]]:
+        """Names of the parameters of every group, in the optimiser's order."""
+        known = {**self._host, **self._joined}
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        for number, parameters in enumerate(groups):
+            for parameter in parameters:
+                if parameter not in known:
+                    raise BadInput(
+                        f"group {number} of the optimiser holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that was added from outside; "
+                        "let it join instead."
+                    )
+        return [[known[parameter] for parameter in group] for group in groups]
+
+    def restore(
+        self,
+        names: Sequence[Sequence[str]],
+        named_parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        """Give every group the parameters of `names`, in that order.
+
+        Loading is then `optimizer.load_state_dict` and `load_state_dict` of this
+        object. Parameters that are not named leave; those that come are newborn.
+
+        Args:
+            names: What `names()` returned when the optimiser was saved.
+            named_parameters: Every parameter that may be meant, by name.
+        """
+        groups = self._optimizer.param_groups
+        wanted = self._wanted(names, named_parameters)
+        stays = {parameter for group in wanted for parameter in group}
+        for parameter in [p for p in self._joined if p not in stays]:
+            self._forget(parameter)
+        for group, parameters, given in zip(groups, wanted, names, strict=True):
+            group["params"] = parameters
+            if "param_names" in group:
+                group["param_names"] = list(given)
+            for parameter, name in zip(parameters, given, strict=True):
+                if parameter in self._joined:
+                    self._joined[parameter] = name
+                elif parameter not in self._host:
+                    self._welcome(parameter, name, group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Ages of the newborns that still learn at a rate of their own, by name."""
+        return {"ages": {self._joined[p]: age for p, age in self._ages.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the ages; whoever has joined and is not named is grown up."""
+        joined = {name: parameter for parameter, name in self._joined.items()}
+        ages: Mapping[str, int] = state["ages"]
+        for name, age in ages.items():
+            if name not in joined:
+                raise BadInput(
+                    f"an age was saved for {name!r}, which has not joined; "
+                    "restore the groups before the ages."
+                )
+            if isinstance(age, bool) or not isinstance(age, int) or age < 0:
+                raise BadInput(f"the age of {name!r} must be a count, got {age!r}.")
+        grown = 0 if self._rule.factor == 1.0 else self._rule.steps
+        self._ages = {joined[name]: age for name, age in ages.items() if age < grown}
+        self._held.clear()
+
+    def _before_step(self, *_: object) -> None:
+        """Keep the weights of the newborns, in memory that is used again."""
+        if isinstance(self._optimizer, SGD) and self._joined:
+            self._complete_buffers(self._optimizer)
+        if not self._ages:
+            return
+        with torch.no_grad():
+            for parameter in self._ages:
+                held = self._held.get(parameter)
+                if held is None or not _alike(held, parameter):
+                    self._held[parameter] = parameter.detach().clone()
+                else:
+                    held.copy_(parameter)
+
+    def _after_step(self, *_: object) -> None:
+        """Stretch the newborns' step; who did not move keeps every bit."""
+        if not self._ages:
+            return
+        with torch.no_grad():
+            for parameter, held in self._held.items():
+                factor = self._rule.at(self._ages[parameter])
+                moved = (parameter - held).mul_(factor).add_(held)
+                parameter.copy_(torch.where(parameter == held, parameter, moved))
+        for parameter in self._held:
+            self._ages[parameter] += 1
+        for parameter in [p for p, a in self._ages.items() if a >= self._rule.steps]:
+            del self._ages[parameter]
+            self._held.pop(parameter, None)
+
+    def _complete_buffers(self, optimizer: SGD) -> None:
+        """Zero momentum for newborns among others: fused SGD needs all or none."""
+        for group in optimizer.param_groups:
+            if not group["fused"] or group["momentum"] == 0.0:
+                continue
+            kept = {
+                parameter: optimizer.state.get(parameter, {}).get("momentum_buffer")
+                for parameter in group["params"]
+                if parameter.requires_grad
+            }
+            if all(buffer is None for buffer in kept.values()):
+                continue
+            for parameter, buffer in kept.items():
+                if buffer is None and parameter in self._joined:
+                    zero = torch.zeros_like(parameter.detach())
+                    optimizer.state[parameter]["momentum_buffer"] = zero
+
+    def _welcome(
+        self, parameter: nn.Parameter, name: str, group: dict[str, Any]
+    ) -> None:
+        self._joined[parameter] = name
+        if self._rule.factor != 1.0:
+            self._ages[parameter] = 0
+        if isinstance(self._optimizer, Adagrad):
+            start = float(self._optimizer.defaults["initial_accumulator_value"])
+            self._optimizer.state[parameter] = _adagrad_state(parameter, group, start)
+
+    def _forget(self, parameter: nn.Parameter) -> None:
+        del self._joined[parameter]
+        self._ages.pop(parameter, None)
+        self._held.pop(parameter, None)
+        self._optimizer.state.pop(parameter, None)
+
+    def _group_of(self, beside: nn.Parameter | None) -> dict[str, Any]:
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        if beside is None:
+            return groups[0]
+        for group in groups:
+            if any(parameter is beside for parameter in group["params"]):
+                return group
+        if beside in self._host:
+            return groups[0]
+        raise BadInput(
+            f"`beside` must be a parameter of the host or one that has joined, got "
+            f"another of shape {tuple(beside.shape)}."
+        )
+
+    def _refuse_unfit(self, name: str, parameter: nn.Parameter) -> None:
+        if not parameter.is_leaf:
+            raise BadInput(f"{name!r} must be a leaf tensor to be trained.")
+        if isinstance(self._optimizer, Muon) and parameter.ndim != 2:
+            raise BadInput(
+                f"Muon trains matrices only, {name!r} has shape "
+                f"{tuple(parameter.shape)}; use another optimiser."
+            )
+
+    def _wanted(
+        self,
+        names: Sequence[Sequence[str]],
+        named_parameters: Mapping[str, nn.Parameter],
+    ) -> list[list[nn.Parameter]]:
+        """The parameters that `names` mean, or a refusal before anything changed."""
+        groups = self._optimizer.param_groups
+        if len(names) != len(groups):
+            raise BadInput(
+                f"{len(names)} parameter groups were saved, the optimiser has "
+                f"{len(groups)}; build it with the same groups."
+            )
+        host = {name: parameter for parameter, name in self._host.items()}
+        seen: dict[nn.Parameter, str] = {}
+        for name in (name for group in names for name in group):
+            parameter = host.get(name, named_parameters.get(name))
+            if parameter is None:
+                raise BadInput(
+                    f"the optimiser was saved with a parameter {name!r} that does not "
+                    "exist; rebuild the network as it was when it was saved."
+                )
+            if named_parameters.get(name, parameter) is not parameter:
+                raise BadInput(f"{name!r} is not the host's own parameter.")
+            if parameter in seen:
+                raise BadInput(
+                    f"{name!r} and {seen[parameter]!r} name the same parameter; each "
+                    "must be saved once."
+                )
+            if name not in host:
+                self._refuse_unfit(name, parameter)
+            seen[parameter] = name
+        for parameter in (p for group in groups for p in group["params"]):
+            if parameter in self._host and parameter not in seen:
+                raise BadInput(
+                    f"the saved groups lack {self._host[parameter]!r}, which the "
+                    "optimiser trains; load into the optimiser that was saved."
+                )
+        found = {name: parameter for parameter, name in seen.items()}
+        return [[found[name] for name in group] for group in names]
+
+
+def _operable(optimizer: object) -> Optimizer:
+    """The optimiser, or why it cannot be operated on."""
+    if not isinstance(optimizer, Optimizer):
+        raise BadInput(
+            f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
+            "build one over the host's parameters first."
+        )
+    if isinstance(optimizer, LBFGS):
+        raise BadInput(
+            "LBFGS keeps one flat history of all parameters, so none can join or "
+            "leave; use a first-order optimiser such as AdamW."
+        )
+    if isinstance(optimizer, SparseAdam):
+        raise BadInput(
+            "SparseAdam takes sparse gradients only and newborns have dense ones; "
+            "use Adam."
+        )
+    return optimizer
+
+
+def _refuse_strangers(optimizer: Optimizer, host: Mapping[nn.Parameter, str]) -> None:
+    """Host and optimiser must mean the same parameters, each once."""
+    seen: set[Tensor] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if parameter not in host:
+                raise BadInput(
+                    f"parameter {place} of group {number} of the optimiser, of shape "
+                    f"{tuple(parameter.shape)}, is not the host's; give the optimiser "
+                    "the parameters of this host only."
+                )
+            if parameter in seen:
+                raise BadInput(
+                    f"{host[parameter]!r} is in the optimiser twice; give it once."
+                )
+            seen.add(parameter)
+    for parameter, name in host.items():
+        if parameter.requires_grad and parameter not in seen:
+            raise BadInput(
+                f"{name!r} is trainable but not in the optimiser; add it, or freeze "
+                "it with requires_grad_(False)."
+            )
+
+
+def _adagrad_state(
+    parameter: nn.Parameter, group: Mapping[str, Any], start: float
+) -> dict[str, Any]:
+    """The zero state Adagrad gives in its constructor; others give it when needed."""
+    alone = Adagrad([parameter], initial_accumulator_value=start, fused=group["fused"])
+    state: dict[str, Any] = alone.state[parameter]
+    return state
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (
+        other.shape,
+        other.dtype,
+        other.device,
+    )

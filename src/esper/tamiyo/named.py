@@ -1,0 +1,35 @@
+"""Controllers by name, for people who do not want to import one."""
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Final
+
+from esper.contracts.actions import ActionSpec
+from esper.contracts.controller import Controller
+from esper.contracts.errors import BadInput
+from esper.tamiyo.controls import Early, Never, Periodic, Random
+from esper.tamiyo.heuristic import Plateau, PromiseGreedy
+
+CONTROLLERS: Final[Mapping[str, Callable[[ActionSpec], Controller]]] = MappingProxyType(
+    {
+        "never": lambda spec: Never(),
+        "random": lambda spec: Random(),
+        "early": Early,
+        "periodic": Periodic,
+        "plateau": Plateau,
+        "promise": PromiseGreedy,
+    }
+)
+"""What makes each controller for an action space."""
+
+
+def named(name: str, spec: ActionSpec) -> Controller:
+    """The controller of that name, with its default settings."""
+    if name not in CONTROLLERS:
+        near = get_close_matches(name, CONTROLLERS, n=1, cutoff=0.0)
+        raise BadInput(
+            f"no controller {name!r}; did you mean {near[0]!r}? There are "
+            f"{', '.join(CONTROLLERS)}."
+        )
+    return CONTROLLERS[name](spec)

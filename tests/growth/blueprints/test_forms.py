@@ -1,0 +1,366 @@
+"""The forms against loops, against themselves one by one, and by their promises."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from esper.contracts.blueprints import Form
+from esper.growth.blueprints.forms import FORMS
+from esper.growth.blueprints.geometry import Geometry, Kernel, Layout
+from esper.growth.blueprints.kit import STANDARD
+from tests.growth.blueprints.places import (
+    FORM_PLANTINGS,
+    NAMES,
+    PLANTINGS,
+    awake,
+    middle,
+    middle_of_one_sample,
+    residual,
+)
+from tests.references.forms import form_of_one_sample
+
+SMALL = list(FORM_PLANTINGS.values())
+SMALL_NAMES = [f"{b.name}-{STANDARD.index(g)}" for b, g in SMALL]
+each_form = pytest.mark.parametrize(("blueprint", "geometry"), SMALL, ids=SMALL_NAMES)
+each_planting = pytest.mark.parametrize(("blueprint", "geometry"), PLANTINGS, ids=NAMES)
+SEQUENCES = [(b, g) for b, g in SMALL if g.inlet_layout is Layout.SEQUENCE]
+
+
+def double(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def test_every_form_but_the_users_own_is_in_the_table():
+    assert set(FORMS) == set(Form) - {Form.CUSTOM}
+
+
+def test_every_layout_is_served_by_what_its_forms_need():
+    served = {
+        layout: {b.form for b, g in PLANTINGS if g.inlet_layout is layout}
+        for layout in Layout
+    }
+    without_positions = {Form.DEPTHWISE, Form.CONV, Form.ATTENTION}
+    everything = set(Form) - {Form.CUSTOM}
+    assert served[Layout.VECTOR] == everything - without_positions
+    for layout in (Layout.SEQUENCE, Layout.SIGNAL, Layout.IMAGE):
+        assert served[layout] == everything
+
+
+@each_form
+def test_a_form_is_what_its_definition_says(blueprint, geometry):
+    params = awake(blueprint.form, blueprint.size, geometry)
+    h = double(2, *geometry.inlet_shape)
+    apply = FORMS[blueprint.form].apply
+    ours = apply(params, h, geometry, middle(geometry))
+    plain = {name: value.numpy() for name, value in params.items()}
+    one = middle_of_one_sample(geometry)
+    theirs = [
+        form_of_one_sample(blueprint.form, plain, sample, geometry, one)
+        for sample in h.numpy()
+    ]
+    assert ours.shape == (2, *geometry.outlet_shape)
+    torch.testing.assert_close(
+        ours, torch.from_numpy(np.array(theirs)), rtol=1e-10, atol=1e-10
+    )
+
+
+@each_form
+def test_many_models_at_once_equal_each_alone(blueprint, geometry):
+    params = awake(blueprint.form, blueprint.size, geometry, 3)
+    for value in params.values():
+        value.requires_grad_()
+    h = double(3, 2, *geometry.inlet_shape).requires_grad_()
+    weigh = double(3, 2, *geometry.outlet_shape)
+    apply, between = FORMS[blueprint.form].apply, middle(geometry)
+
+    together = apply(params, h, geometry, between)
+    alone = torch.stack(
+        [
+            apply({k: v[env] for k, v in params.items()}, h[env], geometry, between)
+            for env in range(3)
+        ]
+    )
+    assert together.shape == (3, 2, *geometry.outlet_shape)
+    torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-9)
+    inputs = [h, *params.values()]
+    ours = torch.autograd.grad((together * weigh).sum(), inputs)
+    theirs = torch.autograd.grad((alone * weigh).sum(), inputs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@each_planting
+def test_a_newborn_is_exactly_zero_and_its_last_layer_feels_gradients(
+    blueprint, geometry
+):
+    spec = FORMS[blueprint.form]
+    params = spec.init(geometry, blueprint.size, torch.Generator().manual_seed(0))
+    shapes = {name: tuple(value.shape) for name, value in params.items()}
+    assert shapes == spec.shapes(geometry, blueprint.size)
+    for name, value in params.items():
+        assert value.dtype == torch.float32
+        assert bool(value.count_nonzero()) is not name.startswith("last")
+        value.requires_grad_()
+    h = torch.randn(3, *geometry.inlet_shape)
+    out = spec.apply(params, h, geometry, middle(geometry))
+    assert not out.count_nonzero()
+    (out * torch.randn_like(out)).sum().backward()
+    # The only hidden unit of a narrow squeeze-excite may be off; its bias never is.
+    sure = "last_bias" if "last_bias" in params else "last"
+    assert params[sure].grad.count_nonzero()
+    if blueprint.form is not Form.SQUEEZE_EXCITE:
+        assert params["last"].grad.count_nonzero()
+
+
+@each_form
+def test_first_weights_come_from_the_generator_alone(blueprint, geometry):
+    def born(rng_seed):
+        generator = torch.Generator().manual_seed(rng_seed)
+        return FORMS[blueprint.form].init(geometry, blueprint.size, generator)
+
+    before = torch.get_rng_state()
+    one, again, other = born(1), born(1), born(2)
+    assert torch.equal(before, torch.get_rng_state())
+    for name, value in one.items():
+        assert torch.equal(value, again[name])
+        assert torch.equal(value, other[name]) is name.startswith("last")
+
+
+@pytest.mark.parametrize(
+    ("layer", "kernel", "layout", "shape"),
+    [
+        (nn.Linear(7, 4000), None, Layout.VECTOR, (7,)),
+        (nn.Conv1d(3, 4000, 5), Kernel.same(5, 1), Layout.SIGNAL, (3, 9)),
+        (nn.Conv2d(3, 4000, 3), Kernel.same(3, 2), Layout.IMAGE, (3, 5, 5)),
+    ],
+)
+def test_new_units_are_born_as_torch_begins_the_hosts_own_layer(
+    layer, kernel, layout, shape
+):
+    geometry = Geometry(
+        inlet_layout=layout,
+        outlet_layout=layout,
+        inlet_shape=shape,
+        outlet_shape=shape,
+        residual=False,
+        inlet_kernel=kernel,
+        outlet_kernel=kernel,
+        spans=True,
+    )
+    born = FORMS[Form.WIDEN].init(geometry, 4000, torch.Generator().manual_seed(0))
+    for ours, theirs in (
+        (born["first"], layer.weight),
+        (born["first_bias"], layer.bias),
+    ):
+        # The standard deviation of 4,000 uniform numbers is known to about 1 %.
+        torch.testing.assert_close(ours.std(), theirs.std(), rtol=0.05, atol=0.0)
+        torch.testing.assert_close(
+            ours.abs().max(), theirs.abs().max(), rtol=0.01, atol=0.0
+        )
+
+
+@pytest.mark.parametrize(
+    ("blueprint", "geometry"), SEQUENCES, ids=[b.name for b, _ in SEQUENCES]
+)
+def test_on_a_sequence_nothing_looks_ahead(blueprint, geometry):
+    params = awake(blueprint.form, blueprint.size, geometry)
+    apply, between = FORMS[blueprint.form].apply, middle(geometry)
+    h = double(2, *geometry.inlet_shape)
+    for cut in range(1, geometry.inlet_shape[0]):
+        changed = torch.cat([h[:, :cut], double(2, *geometry.inlet_shape)[:, cut:]], 1)
+        was = apply(params, h, geometry, between)
+        now = apply(params, changed, geometry, between)
+        assert torch.equal(was[:, :cut], now[:, :cut])
+        assert not torch.equal(was[:, cut:], now[:, cut:])
+
+
+@each_form
+def test_batch_mates_do_not_matter(blueprint, geometry):
+    params = awake(blueprint.form, blueprint.size, geometry)
+    apply, between = FORMS[blueprint.form].apply, middle(geometry)
+    h = double(4, *geometry.inlet_shape)
+    others = torch.cat([h[:1], 3 * double(3, *geometry.inlet_shape)])
+    one = apply(params, h, geometry, between)
+    two = apply(params, others, geometry, between)
+    assert torch.equal(one[0], two[0])
+    assert not torch.equal(one[1:], two[1:])
+
+
+SPAN = STANDARD[2]
+
+
+@pytest.mark.parametrize(
+    ("form", "size", "geometry", "reason"),
+    [
+        (Form.SCALE_SHIFT, 1, SPAN, "outlet shaped like the inlet"),
+        (Form.SQUEEZE_EXCITE, 4, SPAN, "outlet shaped like the inlet"),
+        (Form.DEPTHWISE, 3, residual(Layout.VECTOR, 8), "the outlet is a vector"),
+        (Form.CONV, 3, residual(Layout.VECTOR, 8), "the outlet is a vector"),
+        (Form.CONV, 3, STANDARD[7], "outlet shaped like the inlet"),
+        (Form.CONV, 4, residual(Layout.SIGNAL, 8, 9), "odd kernel"),
+        (Form.ATTENTION, 2, residual(Layout.VECTOR, 8), "the outlet is a vector"),
+        (Form.ATTENTION, 2, residual(Layout.IMAGE, 7, 4, 4), "width that 2 heads"),
+        (Form.ATTENTION, 2, residual(Layout.IMAGE, 8, 33, 32), "at most 1024"),
+        (Form.WIDEN, 8, residual(Layout.VECTOR, 8), "two layers"),
+        (Form.RESIDUAL_MLP, 8, STANDARD[7], "differ in channels alone"),
+        (Form.BOTTLENECK, 8, STANDARD[12], "differ in channels alone"),
+        (Form.LOW_RANK, 4, STANDARD[12], "differ in channels alone"),
+    ],
+)
+def test_a_form_says_why_it_does_not_fit(form, size, geometry, reason):
+    assert reason in FORMS[form].fits(geometry, size)
+
+
+def test_what_stands_in_the_way_of_hidden_units_is_said_as_the_place_says_it():
+    geometry = Geometry(
+        inlet_layout=Layout.VECTOR,
+        outlet_layout=Layout.VECTOR,
+        inlet_shape=(4,),
+        outlet_shape=(4,),
+        residual=False,
+        why_no_span="a softmax mixes the channels",
+    )
+    assert FORMS[Form.WIDEN].fits(geometry, 8) == "a softmax mixes the channels"
+
+
+def test_hidden_units_need_layers_over_channels():
+    geometry = Geometry(
+        inlet_layout=Layout.SIGNAL,
+        outlet_layout=Layout.SIGNAL,
+        inlet_shape=(4, 6),
+        outlet_shape=(4, 6),
+        residual=False,
+        spans=True,
+    )
+    assert "layer over channels at its inlet" in FORMS[Form.WIDEN].fits(geometry, 8)
+
+
+def test_an_adapter_needs_the_convolutions_own_outlet():
+    geometry = Geometry(
+        inlet_layout=Layout.SIGNAL,
+        outlet_layout=Layout.SIGNAL,
+        inlet_shape=(4, 6),
+        outlet_shape=(4, 6),
+        residual=False,
+        beside=True,
+        inlet_kernel=Kernel((3,), (2,), (1,), (1,)),
+        outlet_kernel=Kernel((3,), (2,), (1,), (1,)),
+    )
+    assert "positions (3,)" in FORMS[Form.LOW_RANK].fits(geometry, 4)
+
+
+@st.composite
+def convolutions(draw):
+    """Outputs and numbers of a convolution, and a shape it can walk over."""
+    axes = draw(st.integers(1, 2))
+    numbers = [
+        tuple(draw(st.integers(low, high)) for _ in range(axes))
+        for low, high in ((1, 4), (1, 3), (0, 2), (1, 2))
+    ]
+    spots = tuple(draw(st.integers(7, 9)) for _ in range(axes))
+    inputs, outputs = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    return outputs, numbers, (inputs, *spots)
+
+
+@given(convolutions())
+def test_an_adapter_of_a_convolution_is_a_convolution_of_low_rank(case):
+    outputs, numbers, shape = case
+    kernel = Kernel(*numbers)
+    kind = nn.Conv1d if len(shape) == 2 else nn.Conv2d
+    layer = kind(shape[0], outputs, *numbers).double()
+    h = double(2, *shape)
+    out = layer(h)
+    layout = Layout.SIGNAL if len(shape) == 2 else Layout.IMAGE
+    geometry = Geometry(
+        inlet_layout=layout,
+        outlet_layout=layout,
+        inlet_shape=shape,
+        outlet_shape=tuple(out.shape[1:]),
+        residual=False,
+        beside=True,
+        inlet_kernel=kernel,
+        outlet_kernel=kernel,
+    )
+    spec = FORMS[Form.LOW_RANK]
+    assert spec.fits(geometry, 2) == ""
+    params = awake(Form.LOW_RANK, 2, geometry)
+    grown = out + spec.apply(params, h, geometry, nn.Identity())
+    product = torch.einsum(
+        "or,ri...->oi...", params["last"].flatten(1), params["first"]
+    )
+    with torch.no_grad():
+        layer.weight += product
+    torch.testing.assert_close(grown, layer(h), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["linear", "sequence", "signal", "image", "flattened"])
+def test_widening_is_a_wider_host(kind):
+    """A host of 5 + 3 hidden units equals its first 5 plus a seed of the other 3."""
+    make = {
+        "linear": (nn.Linear(4, 8), nn.Linear(8, 2), (4,)),
+        "sequence": (nn.Linear(4, 8), nn.Linear(8, 2), (6, 4)),
+        "signal": (
+            nn.Conv1d(4, 8, 3, stride=2),
+            nn.Conv1d(8, 2, 2, padding=1),
+            (4, 9),
+        ),
+        "image": (
+            nn.Conv2d(4, 8, (3, 1), padding=(1, 0)),
+            nn.Conv2d(8, 2, 2, dilation=2),
+            (4, 5, 6),
+        ),
+        "flattened": (nn.Conv2d(4, 8, 3), nn.Linear(8 * 6, 2), (4, 4, 5)),
+    }
+    first, second, shape = make[kind]
+    first, second = first.double(), second.double()
+    flattened = kind == "flattened"
+    layouts = {
+        "linear": (Layout.VECTOR, Layout.VECTOR),
+        "sequence": (Layout.SEQUENCE, Layout.SEQUENCE),
+        "signal": (Layout.SIGNAL, Layout.SIGNAL),
+        "image": (Layout.IMAGE, Layout.IMAGE),
+        "flattened": (Layout.IMAGE, Layout.VECTOR),
+    }[kind]
+
+    def between(h):
+        return F.relu(h).flatten(1) if flattened else F.relu(h)
+
+    def kernel(layer):
+        if isinstance(layer, nn.Linear):
+            return None
+        return Kernel(layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+
+    h = double(2, *shape)
+    wide = second(between(first(h)))
+    geometry = Geometry(
+        inlet_layout=layouts[0],
+        outlet_layout=layouts[1],
+        inlet_shape=shape,
+        outlet_shape=tuple(wide.shape[1:]),
+        residual=False,
+        inlet_kernel=kernel(first),
+        outlet_kernel=kernel(second),
+        spans=True,
+        unit_inputs=6 if flattened else 1,
+    )
+    spec = FORMS[Form.WIDEN]
+    assert spec.fits(geometry, 3) == ""
+    cut = 5 * geometry.unit_inputs
+    params = {
+        "first": first.weight[5:].T if kernel(first) is None else first.weight[5:],
+        "first_bias": first.bias[5:],
+        "last": second.weight[:, cut:].T
+        if kernel(second) is None
+        else second.weight[:, cut:],
+    }
+    shapes = {name: tuple(value.shape) for name, value in params.items()}
+    assert shapes == spec.shapes(geometry, 3)
+    seed = spec.apply(params, h, geometry, between)
+    with torch.no_grad():
+        first.weight[5:], first.bias[5:] = 0.0, 0.0
+    torch.testing.assert_close(
+        second(between(first(h))) + seed, wide, rtol=1e-9, atol=1e-9
+    )

@@ -1,0 +1,245 @@
+"""A user's own blueprints: registered, tried before planting, gated or refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
+from esper.contracts.errors import BadInput
+from esper.growth.blueprints import registry
+from esper.growth.blueprints.gates import Gated
+from esper.growth.blueprints.geometry import Layout
+from esper.growth.blueprints.registry import (
+    blueprint,
+    blueprints,
+    find,
+    forget,
+    raise_module,
+)
+from esper.growth.blueprints.seed import build, misfit
+from tests.growth.blueprints.places import residual
+
+VECTOR = residual(Layout.VECTOR, 6)
+IMAGE = residual(Layout.IMAGE, 4, 5, 5)
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+
+
+def raised(factory, geometry=VECTOR, rng_seed=0):
+    blueprint("mine")(factory)
+    return raise_module("mine", geometry, torch.Generator().manual_seed(rng_seed))
+
+
+def module(forward, *, parameters=True):
+    """A module with one scalar weight and this forward of (module, h)."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            if parameters:
+                self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, h):
+            return forward(self, h)
+
+    return Own()
+
+
+def test_a_registered_blueprint_is_found_beside_the_built_in_ones():
+    @blueprint("mine")
+    def factory(geometry):
+        return nn.Linear(geometry.inlet_width, geometry.outlet_width)
+
+    assert find("mine") == Blueprint("mine", Form.CUSTOM, 0, merges=False)
+    assert list(blueprints()) == [*(b.name for b in BLUEPRINTS), "mine"]
+    assert find("conv") is next(b for b in BLUEPRINTS if b.name == "conv")
+    seed = build(find("mine"), VECTOR, torch.Generator(), nn.Identity())
+    assert not seed(torch.randn(2, 6)).count_nonzero()
+
+
+@pytest.mark.parametrize(
+    ("geometry", "make"),
+    [
+        (VECTOR, lambda: nn.Linear(6, 6)),
+        (residual(Layout.SEQUENCE, 5, 6), lambda: nn.Linear(6, 6)),
+        (residual(Layout.SIGNAL, 4, 9), lambda: nn.Conv1d(4, 4, 3, padding=1)),
+        (IMAGE, lambda: nn.Conv2d(4, 4, 3, padding=1)),
+    ],
+)
+def test_a_module_that_is_not_zero_is_gated_per_channel(geometry, make):
+    seed = raised(lambda _: make(), geometry)
+    assert isinstance(seed, Gated)
+    h = torch.randn(2, *geometry.inlet_shape)
+    assert not seed(h).count_nonzero()
+    with torch.no_grad():
+        seed.gate[1] = 2.0
+    outputs, inner = seed(h), seed.module(h)
+    axis = 1 if geometry.inlet_layout.channels_first else -1
+    for channel in range(geometry.outlet_width):
+        expected = inner.select(axis, channel) * (2.0 if channel == 1 else 0.0)
+        assert torch.equal(outputs.select(axis, channel), expected)
+
+
+def test_a_module_that_is_zero_at_birth_is_taken_as_it_is():
+    def factory(geometry):
+        last = nn.Linear(8, 6)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        return nn.Sequential(nn.Linear(6, 8), nn.GELU(), last)
+
+    assert isinstance(raised(factory), nn.Sequential)
+
+
+def test_chance_in_a_factory_comes_from_the_generator_alone():
+    def factory(geometry):
+        return nn.Linear(6, 6)
+
+    before = torch.get_rng_state()
+    one, again, other = raised(factory), raised(factory), raised(factory, rng_seed=1)
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(one.module.weight, again.module.weight)
+    assert not torch.equal(one.module.weight, other.module.weight)
+
+
+def test_trying_a_module_leaves_no_trace_in_it():
+    def count(self, h):
+        self.calls += 1
+        return h * self.weight
+
+    made = module(count)
+    made.register_buffer("calls", torch.zeros(()))
+    made.train()
+    seed = raised(lambda _: made)
+    assert int(seed.module.calls) == 0
+    assert made.training
+
+
+def test_dropout_in_training_is_allowed():
+    assert raised(lambda _: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)))
+
+
+def noisy(self, h):
+    return self.weight * h * torch.rand(())
+
+
+REFUSED = [
+    (lambda: "a string", "must make an nn.Module, it made a str"),
+    (lambda: nn.Identity(), "without trainable parameters"),
+    (lambda: nn.Linear(6, 6).requires_grad_(False), "without trainable parameters"),
+    (lambda: nn.LazyLinear(6), "lazy module"),
+    (lambda: nn.Linear(6, 5), r"must give shape \(1, 6\) .* it gave \(1, 5\)"),
+    (lambda: module(lambda m, h: m.weight * h[:1]), r"it gave \(1, 6\)"),
+    (lambda: nn.Linear(7, 6), r"failed on an input of shape \(1, 6\): RuntimeError"),
+    (lambda: module(lambda m, h: (h,)), "must give a tensor, it gave a tuple"),
+    (lambda: module(lambda m, h: (m.weight * h).double()), "it gave torch.float64"),
+    (lambda: module(lambda m, h: m.weight * h / 0.0), "not finite"),
+    (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)),
+        "ValueError|in its bat",
+    ),
+    (lambda: module(lambda m, h: m.weight * (h - h.mean(0))), "samples in its batch"),
+    (lambda: module(noisy), "random numbers in eval mode"),
+    (lambda: module(lambda m, h: m.weight * h * 0.0), "all its gradients"),
+    (lambda: module(lambda m, h: torch.zeros_like(h)), "all its gradients"),
+    (
+        lambda: module(lambda m, h: h * 0.0 * (m.weight - 1).sqrt()),
+        "gradients that are not finite",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), REFUSED, ids=[said for _, said in REFUSED])
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_what_cannot_be_planted_is_refused_in_one_line(make, said):
+    before = torch.get_rng_state()
+    with pytest.raises(BadInput, match=said) as caught:
+        raised(lambda _: make())
+    assert "'mine'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_batch_norm_is_refused_for_its_batch():
+    made = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+    with pytest.raises(BadInput, match=r"samples in its batch \(training mode\)"):
+        raised(lambda _: made, IMAGE)
+    assert int(made[1].num_batches_tracked) == 0
+
+
+def test_a_factory_that_fails_is_named():
+    def factory(geometry):
+        raise KeyError("width")
+
+    with pytest.raises(BadInput, match="'mine' failed: KeyError: 'width'"):
+        raised(factory)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(BadInput, match=r"no blueprint 'widen_9'; did you mean 'widen_"):
+        find("widen_9")
+    with pytest.raises(BadInput, match="there are attention, bottleneck, conv"):
+        find("qqqq")
+
+
+def test_a_name_is_used_once():
+    blueprint("mine")(lambda _: nn.Linear(6, 6))
+    with pytest.raises(BadInput, match="already registered with another factory"):
+        blueprint("mine")(lambda _: nn.Linear(6, 7))
+    assert raise_module("mine", VECTOR, torch.Generator()).module.out_features == 6
+    forget("mine")
+    blueprint("mine")(lambda _: nn.Bilinear(6, 6, 6))
+
+
+def test_the_same_definition_may_be_run_twice_unless_it_closes_over_values():
+    code = "def factory(geometry):\n    return nn.Linear(6, 6)\n"
+    for _ in range(2):
+        names = {"nn": nn}
+        exec(compile(code, "cell", "exec"), names)
+        blueprint("mine")(names["factory"])
+
+    def closing(hidden):
+        def factory(geometry):
+            return nn.Linear(6, hidden)
+
+        return factory
+
+    blueprint("closed")(closing(5))
+    with pytest.raises(BadInput, match="another factory"):
+        blueprint("closed")(closing(6))
+
+
+@pytest.mark.parametrize(
+    ("name", "merges", "said"),
+    [
+        ("conv", False, "is built in"),
+        ("", False, "letters, digits and underscores"),
+        ("a b", False, "letters, digits and underscores"),
+        ("mine", True, "cannot merge"),
+    ],
+)
+def test_a_name_that_cannot_be_registered_is_refused(name, merges, said):
+    with pytest.raises(BadInput, match=said):
+        blueprint(name, merges=merges)
+    assert len(blueprints()) == len(BLUEPRINTS)
+
+
+def test_a_blueprint_of_another_process_is_named():
+    gone = Blueprint("gone", Form.CUSTOM, 0, merges=False)
+    with pytest.raises(BadInput, match="'gone' is not registered in this process"):
+        build(gone, VECTOR, torch.Generator(), nn.Identity())
+    with pytest.raises(BadInput, match="no registered blueprint 'gone'"):
+        forget("gone")
+
+
+def test_a_users_reason_for_not_fitting_is_passed_on():
+    @blueprint("mine", fits=lambda place: "" if place.inlet_width > 6 else "too narrow")
+    def factory(geometry):
+        return nn.Linear(geometry.inlet_width, geometry.outlet_width)
+
+    assert misfit(find("mine"), VECTOR) == "too narrow"
+    assert misfit(find("mine"), residual(Layout.VECTOR, 7)) == ""
+    with pytest.raises(BadInput, match="'mine' does not fit here: too narrow"):
+        build(find("mine"), VECTOR, torch.Generator(), nn.Identity())

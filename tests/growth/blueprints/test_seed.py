@@ -1,0 +1,99 @@
+"""Seeds as modules: built from a blueprint, weighed, moved, copied and refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
+from esper.contracts.errors import BadInput
+from esper.growth.blueprints.forms import FORMS
+from esper.growth.blueprints.geometry import Layout
+from esper.growth.blueprints.kit import Between
+from esper.growth.blueprints.registry import blueprint, forget
+from esper.growth.blueprints.seed import FormSeed, build, cost, misfit
+from tests.growth.blueprints.places import NAMES, PLANTINGS, residual
+
+VECTOR = residual(Layout.VECTOR, 6)
+MLP = Blueprint("small", Form.RESIDUAL_MLP, 4, merges=False)
+
+
+def generator(rng_seed=0):
+    return torch.Generator().manual_seed(rng_seed)
+
+
+@pytest.mark.parametrize(("planted", "geometry"), PLANTINGS, ids=NAMES)
+def test_a_seed_is_its_form_with_its_own_weights(planted, geometry):
+    seed = build(planted, geometry, generator(), Between(geometry)).double()
+    for parameter in seed.parameters():
+        nn.init.normal_(parameter)
+    h = torch.randn(2, *geometry.inlet_shape, dtype=torch.float64)
+    weights = dict(seed.weights.items())
+    expected = FORMS[planted.form].apply(weights, h, geometry, Between(geometry))
+    assert torch.equal(seed(h), expected)
+    assert seed(h).dtype == torch.float64
+    assert seed(h).count_nonzero()
+    assert (
+        sum(p.numel() for p in seed.parameters()) == cost(planted, geometry).parameters
+    )
+
+
+def test_a_seed_is_saved_loaded_and_copied_to_the_bit():
+    seed = build(MLP, VECTOR, generator(1), nn.Identity())
+    nn.init.normal_(seed.weights["last"])
+    other = build(MLP, VECTOR, generator(2), nn.Identity())
+    other.load_state_dict(seed.state_dict())
+    h = torch.randn(3, 6)
+    assert torch.equal(seed(h), other(h))
+    assert torch.equal(seed(h), copy.deepcopy(seed)(h))
+
+
+def test_the_middle_belongs_to_the_seed():
+    place = next(g for b, g in PLANTINGS if b.form is Form.WIDEN)
+    widen = Blueprint("w", Form.WIDEN, 5, merges=True)
+    seed = build(widen, place, generator(), nn.Sequential(nn.BatchNorm1d(5), nn.ReLU()))
+    assert "middle.0.running_mean" in seed.state_dict()
+
+
+def test_a_seed_with_other_parameters_is_refused():
+    params = FORMS[Form.RESIDUAL_MLP].init(VECTOR, 5, generator())
+    with pytest.raises(BadInput, match=r"'small' has parameters .*\(6, 4\).*\(6, 5\)"):
+        FormSeed(MLP, VECTOR, params, nn.Identity())
+
+
+def test_a_seed_that_does_not_fit_is_refused_with_the_reason():
+    conv = Blueprint("conv", Form.CONV, 3, merges=False)
+    with pytest.raises(BadInput, match="'conv' does not fit here: needs positions"):
+        build(conv, VECTOR, generator(), nn.Identity())
+
+
+def test_a_size_below_one_is_refused():
+    with pytest.raises(BadInput, match="size of at least 1, got 0"):
+        misfit(Blueprint("none", Form.LOW_RANK, 0, merges=True), VECTOR)
+
+
+def test_costs_are_those_of_the_definition():
+    """By hand: 6 x 4 + 4 + 4 x 6 + 6 weights; 6 x 4 + 4 x 6 products."""
+    assert (cost(MLP, VECTOR).parameters, cost(MLP, VECTOR).macs) == (58, 48)
+    image = residual(Layout.IMAGE, 8, 5, 5)
+    by_name = {b.name: cost(b, image).macs for b in BLUEPRINTS if not misfit(b, image)}
+    assert by_name["scale_shift"] == 8 * 25
+    assert by_name["squeeze_excite"] == 8 * 2 + 2 * 8 + 8 * 25
+    assert by_name["depthwise"] == 8 * 9 * 25
+    assert by_name["conv"] == 8 * 8 * 9 * 25
+    assert by_name["attention"] == 25 * 8 * 24 + 2 * 25 * 25 * 8 + 25 * 8 * 8
+
+
+def test_a_users_module_is_weighed_by_building_it():
+    @blueprint("weighed")
+    def factory(geometry):
+        return nn.Linear(geometry.inlet_width, geometry.outlet_width)
+
+    try:
+        own = Blueprint("weighed", Form.CUSTOM, 0, merges=False)
+        assert cost(own, VECTOR).parameters == 6 * 6 + 6 + 6  # and the gate
+        assert cost(own, VECTOR).macs == 48  # more than its 36 products
+        assert cost(own, residual(Layout.SEQUENCE, 9, 6)).macs == 9 * 36
+    finally:
+        forget("weighed")

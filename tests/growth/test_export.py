@@ -1,0 +1,674 @@
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from esper.contracts.blueprints import BLUEPRINTS
+from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.stages import Stage
+from esper.growth import export as exporting
+from esper.growth.blueprints.registry import blueprint
+from esper.growth.blueprints.seed import misfit
+from esper.growth.export import export, export_with_report
+from esper.growth.grown import Grown
+from esper.growth.model import GrowingModel
+
+SPANNING = ("widen_8", "widen_16", "widen_32")
+LINEAR = ("low_rank_4", "low_rank_16", "scale_shift")
+
+
+class Mlp(nn.Module):
+    """Vectors."""
+
+    def __init__(self, norm=nn.Identity, bias=True):
+        super().__init__()
+        self.fc1 = nn.Linear(8, 8, bias=bias)
+        self.norm = norm()
+        self.fc2 = nn.Linear(8, 8, bias=bias)
+        self.fc3 = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.fc1(x)))
+        return self.fc3(F.dropout(F.gelu(self.fc2(x)), 0.2, self.training))
+
+
+class Tokens(nn.Module):
+    """Sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(4, 8)
+        self.fc2 = nn.Linear(8, 8, bias=False)
+        self.norm = nn.LayerNorm(8, bias=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(self.fc2(self.fc1(x).relu())))
+
+
+class Signals(nn.Module):
+    """One spatial axis, a stride and a norm between the layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv1d(3, 8, 3, stride=2, padding=1, bias=False)
+        self.norm = nn.BatchNorm1d(8)
+        self.conv2 = nn.Conv1d(8, 8, 3, padding=2, dilation=2)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.conv2(F.relu(self.norm(self.conv1(x))))
+        return self.head(x.mean(-1))
+
+
+class Images(nn.Module):
+    """Two spatial axes, a norm and pooling between, and a flatten to the head."""
+
+    def __init__(self, flatten=None, norm=None):
+        super().__init__()
+        self.conv1 = nn.Conv2d(2, 8, 3, padding=1)
+        self.norm = norm or nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 4, 3, padding=1, bias=False)
+        self.last = nn.BatchNorm2d(4)
+        self.head = nn.Linear(36, 3)
+        self.flatten = flatten or nn.Flatten()
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.norm(self.conv1(x))), 2)
+        return self.head(self.flatten(self.last(self.conv2(x))))
+
+
+def flatten_by_hand(x):
+    return x.view(-1, 36)
+
+
+class ByHand(nn.Module):
+    """A convolution whose size the forward writes out."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.fc1 = nn.Linear(36, 8)
+        self.fc2 = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.fc2(self.fc1(self.conv(x).relu().view(-1, 36)).relu())
+
+
+HOSTS = {
+    "mlp": (Mlp, (5, 8)),
+    "mlp without bias": (lambda: Mlp(bias=False), (5, 8)),
+    "tokens": (Tokens, (5, 7, 4)),
+    "signals": (Signals, (5, 3, 12)),
+    "images": (Images, (5, 2, 6, 6)),
+    "by hand": (ByHand, (5, 2, 5, 5)),
+}
+PLACES = [
+    ("mlp", "fc1->fc2"),
+    ("mlp", "fc2->fc2"),
+    ("mlp", "fc2"),
+    ("mlp without bias", "fc1->fc2"),
+    ("mlp without bias", "fc2->fc2"),
+    ("mlp without bias", "fc2"),
+    ("tokens", "fc1->fc2"),
+    ("tokens", "fc2->fc2"),
+    ("tokens", "fc2"),
+    ("tokens", "norm"),
+    ("signals", "conv1->conv2"),
+    ("signals", "conv1->conv1"),
+    ("signals", "conv2->conv2"),
+    ("signals", "conv2"),
+    ("signals", "norm"),
+    ("images", "conv1->conv2"),
+    ("images", "conv1->conv1"),
+    ("images", "conv2"),
+    ("images", "last"),
+]
+
+
+def grow(make, shape, slots, **options):
+    torch.manual_seed(1)
+    host = make().double()
+    for module in host.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            randomise(module)
+    return GrowingModel(
+        host, slots, torch.randn(shape, dtype=torch.float64), **options
+    ).eval()
+
+
+def host_of(name, slots, **options):
+    return grow(*HOSTS[name], slots, **options)
+
+
+def randomise(module):
+    """Weights and running figures that are neither zero nor one."""
+    for parameter in module.parameters():
+        parameter.data.normal_(std=0.5)
+    for key, buffer in module.named_buffers():
+        if buffer.is_floating_point():
+            buffer.uniform_(0.5, 1.5) if "var" in key else buffer.normal_()
+
+
+def hold(model, slot, name, style="ADD", target="MOST"):
+    model.plant(slot, name, style=style, alpha_target=target, tempo="FAST")
+    randomise(model.seeds[f"slot_{model.index(slot)}"])
+    model.tick()
+    for _ in range(2):
+        model.advance(slot)
+        model.tick()
+    assert model.stage(slot) is Stage.HOLDING
+
+
+def bits(module):
+    """All tensors and hooks of a module, by identity and by value."""
+    tensors = [
+        (k, id(t), t.clone())
+        for k, t in module.state_dict(keep_vars=True).items()
+        if isinstance(t, torch.Tensor)
+    ]
+    hooks = [
+        [*m._forward_hooks.items(), *m._forward_pre_hooks.items(), m.training]
+        for m in module.modules()
+    ]
+    return tensors, hooks
+
+
+def assert_same_bits(before, after):
+    for (key, number, old), (other, same, new) in zip(before[0], after[0], strict=True):
+        assert (key, number) == (other, same)
+        assert torch.equal(old, new)
+    assert before[1] == after[1]
+
+
+def assert_agrees(model, plain, rtol=1e-6):
+    """Both answer alike; says how much of the answer is the seeds' doing."""
+    shape = (9, *model.example.shape[1:])
+    x = torch.randn(shape, dtype=model.example.dtype)
+    kept = [junction.branches for junction in model.junctions]
+    with torch.no_grad():
+        expected, found = model(x), plain(x)
+        for junction in model.junctions:
+            junction.branches = {}
+        bare = model(x)
+    for junction, branches in zip(model.junctions, kept, strict=True):
+        junction.branches = branches
+    assert (expected - found).abs().max() <= rtol * expected.abs().max()
+    return (expected - bare).abs().max() / expected.abs().max()
+
+
+def assert_plain(plain, host):
+    assert type(plain) is type(host)
+    ours = {id(p) for p in host.parameters()} | {id(b) for b in host.buffers()}
+    stored = {t.untyped_storage().data_ptr() for t in host.state_dict().values()}
+    for module in plain.modules():
+        assert not type(module).__module__.startswith("esper")
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    for tensor in plain.state_dict(keep_vars=True).values():
+        assert id(tensor) not in ours
+        assert tensor.untyped_storage().data_ptr() not in stored
+    assert b"esper" not in pickle.dumps(plain)
+
+
+def parameters(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+def folds(name, place):
+    """Whether this blueprint disappears at this place, by the form's own maths."""
+    if name in SPANNING:
+        return True
+    if name not in LINEAR:
+        return False
+    if place.site.residual:
+        norm = isinstance(place.outlet, nn.LayerNorm | nn.BatchNorm1d | nn.BatchNorm2d)
+        return not norm or name == "scale_shift"
+    linear = isinstance(place.outlet, nn.Linear)
+    return place.geometry.beside and (linear or name != "scale_shift")
+
+
+@pytest.mark.parametrize(("host", "slot"), PLACES)
+def test_every_blueprint_is_exported_wherever_it_fits(host, slot):
+    model = host_of(host, [slot])
+    place = model.survey.places[0]
+    names = [one.name for one in BLUEPRINTS if not misfit(one, place.geometry)]
+    assert len(names) >= 2
+    for name in names:
+        hold(model, f"{slot}#0", name)
+        before = bits(model)
+        plain, report = export_with_report(model)
+        apart = export(model, merge=False)
+        assert_same_bits(before, bits(model))
+        assert assert_agrees(model, plain) > 1e-3
+        assert_agrees(model, apart)
+        assert isinstance(apart, Grown)
+        assert parameters(apart) == parameters(model)
+        if folds(name, place):
+            assert_plain(plain, model.host)
+            assert report.merged == (f"{slot}#0",)
+            assert parameters(plain) == expected_parameters(model, place, name)
+        else:
+            assert isinstance(plain, Grown)
+            assert [line.split(":")[0] for line in report.branches] == [f"{slot}#0"]
+            assert parameters(plain) == parameters(model)
+        model.remove(0)
+
+
+def expected_parameters(model, place, name):
+    host = parameters(model.host)
+    if name in SPANNING:
+        # A layer without bias is given one, zero for its old units.
+        made = place.inlet.weight.shape[0] if place.inlet.bias is None else 0
+        return parameters(model) + made
+    made = place.outlet.weight.shape[0] if place.outlet.bias is None else 0
+    return host + (made if name == "scale_shift" else 0)
+
+
+def test_a_flattened_convolution_is_widened_by_columns_at_the_end():
+    model = host_of("images", ["conv2->head"])
+    hold(model, "conv2->head#0", "widen_8")
+    plain = export(model)
+    assert_plain(plain, model.host)
+    assert assert_agrees(model, plain) > 1e-3
+    assert (plain.conv2.out_channels, plain.last.num_features) == (12, 12)
+    assert plain.head.in_features == 12 * 9
+    assert parameters(plain) == parameters(model) + 4
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_seeds_of_one_place_append_one_after_the_other(slots):
+    model = host_of("images", ["conv1->conv2"])
+    for slot in range(slots):
+        target = ("HALF", "FULL", "MOST")[slot]
+        hold(model, f"conv1->conv2#{slot}", "widen_8", target=target)
+    plain = export(model)
+    assert_plain(plain, model.host)
+    assert assert_agrees(model, plain) > 1e-3
+    assert plain.conv1.out_channels == plain.norm.num_features == 8 + 8 * slots
+    assert plain.conv2.in_channels == plain.norm.running_mean.numel() == 8 + 8 * slots
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_places_that_share_a_layer_are_both_widened(order):
+    model = host_of("mlp", ["fc1->fc2", "fc2->fc3"][::order])
+    hold(model, "fc1->fc2#0", "widen_8")
+    hold(model, "fc2->fc3#0", "widen_16")
+    hold(model, "fc1->fc2#1", "widen_8", target="HALF")
+    plain = export(model)
+    assert_plain(plain, model.host)
+    assert assert_agrees(model, plain) > 1e-3
+    assert (plain.fc2.out_features, plain.fc2.in_features) == (24, 24)
+    # The new units of fc2 do not read those of fc1: weights of zero.
+    assert parameters(plain) == parameters(model) + 16 * 16
+
+
+@pytest.mark.parametrize("slots", [
+    ["fc2", "fc2->fc2", "fc1->fc2"],
+    ["fc1->fc2", "fc2->fc2", "fc2"],
+    ["fc2->fc2", "fc2", "fc1->fc2"],
+])  # fmt: skip
+def test_what_a_residual_seed_reads_depends_on_who_spoke_before(slots):
+    model = host_of("mlp", slots)
+    hold(model, "fc2#0", "low_rank_4")
+    hold(model, "fc2#1", "scale_shift")
+    hold(model, "fc2->fc2#0", "low_rank_4")
+    hold(model, "fc2->fc2#1", "scale_shift")
+    hold(model, "fc1->fc2#0", "widen_8")
+    plain, report = export_with_report(model)
+    assert_plain(plain, model.host)
+    assert assert_agrees(model, plain) > 1e-3
+    assert len(report.merged) == 5
+
+
+@pytest.mark.parametrize("slots", [
+    ["fc2", "fc2->fc2", "fc1->fc2"],
+    ["fc1->fc2", "fc2->fc2", "fc2"],
+    ["fc2->fc2", "fc2", "fc1->fc2"],
+])  # fmt: skip
+@pytest.mark.parametrize("branch", ["fc2", "fc2->fc2", "fc1->fc2"])
+@pytest.mark.parametrize("style", ["ADD", "SCALE"])
+def test_a_branch_goes_on_reading_and_scaling_what_it_did(
+    slots, branch, style, monkeypatch
+):
+    # A wrong plan must show itself, so nothing that was merged is taken back.
+    monkeypatch.setattr(exporting, "TOLERANCE", 1e9)
+    model = host_of("mlp", slots)
+    forms = {"fc2": "low_rank_4", "fc2->fc2": "low_rank_4", "fc1->fc2": "widen_8"}
+    for slot, name in forms.items():
+        hold(model, f"{slot}#0", name, target="FULL")
+    hold(model, f"{branch}#1", BRANCHES[branch][style], style=style)
+    hold(model, f"{branch}#2", forms[branch])
+    plain, report = export_with_report(model)
+    assert assert_agrees(model, plain, rtol=1e-9) > 1e-3
+    assert any(line.startswith(f"{branch}#1") for line in report.branches)
+    # Who speaks before a branch, or is not read by it, still disappears.
+    first = f"{slots[0]}#0"
+    assert first in report.merged or slots[0] == branch == "fc2"
+
+
+BRANCHES = {
+    "fc2": {"ADD": "residual_mlp", "SCALE": "scale_shift"},
+    "fc2->fc2": {"ADD": "residual_mlp", "SCALE": "residual_mlp"},
+    "fc1->fc2": {"ADD": "scale_shift", "SCALE": "widen_8"},
+}
+"""What stays a branch at a place."""
+
+
+def test_seeds_that_read_or_write_a_widened_layer_stay_where_they_were():
+    model = host_of("images", ["conv1->conv2", "conv1", "norm", "conv2->conv2"])
+    hold(model, "conv1->conv2#0", "widen_8")
+    hold(model, "conv1#0", "squeeze_excite")
+    hold(model, "norm#0", "conv", style="SCALE")
+    hold(model, "conv2->conv2#0", "bottleneck")
+    plain, report = export_with_report(model)
+    assert report.merged == ("conv1->conv2#0",)
+    assert len(report.branches) == 3
+    assert plain.host.conv1.out_channels == 16
+    assert assert_agrees(model, plain) > 1e-3
+
+
+def test_a_norm_is_scaled_and_then_widened():
+    model = host_of("images", ["norm", "conv1->conv2"])
+    hold(model, "norm#0", "scale_shift")
+    hold(model, "conv1->conv2#0", "widen_8")
+    plain = export(model)
+    assert_plain(plain, model.host)
+    assert assert_agrees(model, plain) > 1e-3
+
+
+def test_a_merged_norm_trains_as_the_branch_did():
+    model = host_of("images", ["conv1->conv2"])
+    hold(model, "conv1->conv2#0", "widen_8")
+    model.train()
+    plain = export(model)
+    assert plain.training
+    x = torch.randn(6, 2, 6, 6, dtype=torch.float64)
+    torch.testing.assert_close(plain(x), model(x), rtol=1e-9, atol=1e-9)
+    seed = model.seeds["slot_0"].middle[0]
+    merged = torch.cat([model.host.norm.running_var, seed.running_var])
+    torch.testing.assert_close(plain.norm.running_var, merged, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_whole_groups_are_appended(groups):
+    model = grow(
+        lambda: Images(norm=nn.GroupNorm(groups, 8)), (4, 2, 6, 6), ["conv1->conv2"]
+    )
+    hold(model, "conv1->conv2#0", "widen_8")
+    plain = export(model)
+    assert_plain(plain, model.host)
+    assert plain.norm.num_groups == 2 * groups
+    assert assert_agrees(model, plain) > 1e-3
+
+
+@pytest.mark.parametrize("norm", [
+    lambda: nn.LayerNorm(8),
+    lambda: nn.GroupNorm(2, 12),
+])  # fmt: skip
+def test_units_that_a_norm_mixes_stay_a_branch(norm):
+    def make():
+        host = Mlp(norm)
+        if isinstance(host.norm, nn.GroupNorm):  # 8 new units are no groups of 6
+            host.fc1, host.fc2 = nn.Linear(8, 12), nn.Linear(12, 8)
+        return host
+
+    model = grow(make, (5, 8), ["fc1->fc2"])
+    hold(model, "fc1->fc2#0", "widen_8")
+    plain, report = export_with_report(model)
+    assert isinstance(plain, Grown)
+    assert "Norm between the layers" in report.branches[0]
+    assert_agrees(model, plain)
+
+
+def test_a_seed_that_scales_stays_a_branch():
+    model = host_of("mlp", ["fc1->fc2", "fc2"])
+    hold(model, "fc1->fc2#0", "widen_8")
+    hold(model, "fc1->fc2#1", "widen_8", style="SCALE")
+    hold(model, "fc1->fc2#2", "widen_8")
+    hold(model, "fc2#0", "low_rank_4")
+    plain, report = export_with_report(model)
+    assert report.merged == ("fc1->fc2#0",)
+    assert [line.split(": ")[0] for line in report.branches] == [
+        "fc1->fc2#1",
+        "fc1->fc2#2",
+        "fc2#0",
+    ]
+    assert assert_agrees(model, plain) > 1e-3
+
+
+def test_a_host_that_writes_out_its_sizes_keeps_branches_there_alone():
+    model = host_of("by hand", ["conv->fc1", "fc1->fc2"])
+    hold(model, "conv->fc1#0", "widen_8")
+    hold(model, "fc1->fc2#0", "widen_8")
+    plain, report = export_with_report(model)
+    assert report.merged == ("fc1->fc2#0",)
+    assert report.branches[0].startswith("conv->fc1#0: it would fail, RuntimeError")
+    assert assert_agrees(model, plain) > 1e-3
+
+
+def test_only_what_the_host_feels_is_taken():
+    model = host_of("mlp", ["fc1->fc2"])
+    hold(model, "fc1->fc2#0", "widen_8")
+    model.keep("fc1->fc2#0")
+    model.plant("fc1->fc2#1", "widen_8", tempo="SLOW")
+    randomise(model.seeds["slot_1"])
+    plain, report = export_with_report(model)
+    assert plain.fc1.out_features == 16
+    assert report.left_out == ("fc1->fc2#1: it is still in training",)
+    model.tick()
+    model.advance("fc1->fc2#1")
+    _, report = export_with_report(model)
+    assert report.left_out == ("fc1->fc2#1: its alpha is 0",)
+    model.tick()
+    assert 0 < model.lives.alpha[0, 1] < 1
+    plain, report = export_with_report(model)
+    assert plain.fc1.out_features == 24
+    assert assert_agrees(model, plain) > 1e-3
+    for _ in range(4):
+        model.tick()
+    model.prune("fc1->fc2#1", speed="SLOW")
+    model.tick()
+    assert model.stage("fc1->fc2#1") is Stage.COOLING
+    assert assert_agrees(model, export(model)) > 1e-3
+
+
+def test_an_ungrown_model_is_exported_as_its_host():
+    model = host_of("tokens", ["fc2"])
+    for merge in (True, False):
+        plain, report = export_with_report(model, merge=merge)
+        assert_plain(plain, model.host)
+        assert_agrees(model, plain, rtol=0)
+        assert report.merged == report.branches == report.left_out == ()
+
+
+@blueprint("test_export_double")
+def double(geometry):
+    return nn.Linear(geometry.inlet_width, geometry.outlet_width)
+
+
+def test_a_module_of_the_users_own_stays_a_branch():
+    model = host_of("mlp", ["fc2"], blueprints=["test_export_double"])
+    hold(model, "fc2#0", "test_export_double")
+    plain, report = export_with_report(model)
+    assert report.branches == ("fc2#0: it is a module of its own",)
+    assert assert_agrees(model, plain) > 1e-3
+
+
+def mixed():
+    model = host_of("mlp", ["fc1->fc2", "fc2"])
+    hold(model, "fc1->fc2#0", "widen_8")
+    hold(model, "fc2#0", "squeeze_excite")
+    return model
+
+
+def test_a_branched_export_is_copied_saved_moved_and_trained():
+    model = mixed()
+    plain = export(model)
+    assert [name for name, _ in plain.named_children()] == ["host", "seeds"]
+    file = io.BytesIO()
+    torch.save(plain, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    copied = copy.deepcopy(plain)
+    x = model.example
+    expected = plain(x)
+    # They must answer by their own seeds, not by the first one's.
+    for parameter in plain.parameters():
+        parameter.data.zero_()
+    for other in (loaded, copied):
+        assert torch.equal(other(x), expected)
+    single = copied.to(torch.float32)(x.float())
+    assert single.dtype == torch.float32
+    torch.testing.assert_close(single.double(), expected, rtol=1e-4, atol=1e-4)
+    loaded.train()(x).sum().backward()
+    assert all(p.grad is not None for p in loaded.parameters())
+
+
+def test_a_loaded_export_leaves_room_for_further_hooks(monkeypatch):
+    file = io.BytesIO()
+    torch.save(export(mixed()), file)
+    file.seek(0)
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)  # as in another process
+    loaded = torch.load(file, weights_only=False)
+    assert RemovableHandle.next_id > max(loaded.host.fc2._forward_hooks)
+
+
+def test_a_failed_call_leaves_nothing_behind():
+    plain = export(mixed(), merge=False)
+    plain.host.norm = nn.Linear(3, 3).double()
+    with pytest.raises(RuntimeError):
+        plain(torch.randn(2, 8, dtype=torch.float64))
+    copy.deepcopy(plain)
+
+
+class Doubling:
+    """A hook of the user's own."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def __call__(self, module, args, answer):
+        self.seen += 1
+        return 2 * answer
+
+
+@pytest.mark.parametrize("when", ["before", "after", "first"])
+@pytest.mark.parametrize("merge", [True, False])
+def test_the_users_own_hooks_are_kept_in_their_order(when, merge):
+    torch.manual_seed(1)
+    host, x = Mlp().double(), torch.randn(5, 8, dtype=torch.float64)
+    if when == "before":
+        host.fc2.register_forward_hook(Doubling())
+    model = GrowingModel(host, ["fc1->fc2", "fc2"], x).eval()
+    if when != "before":
+        host.fc2.register_forward_hook(Doubling(), prepend=when == "first")
+    hold(model, "fc1->fc2#0", "widen_8")
+    hold(model, "fc2#0", "low_rank_4")
+    plain, report = export_with_report(model, merge=merge)
+    assert assert_agrees_with_hooks(model, plain)
+    assert len(report.merged) == (0 if not merge else 2 if when == "after" else 0)
+
+
+def assert_agrees_with_hooks(model, plain):
+    x = torch.randn(9, 8, dtype=torch.float64)
+    return torch.allclose(model(x), plain(x), rtol=1e-9, atol=1e-9)
+
+
+def test_a_detached_model_is_refused():
+    model = mixed()
+    model.detach()
+    with pytest.raises(CallOrder, match="detach"):
+        export(model)
+
+
+class Outside(nn.Module):
+    """A host that calls a module through a closure."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.call = lambda x: self.fc(x)
+
+    def forward(self, x):
+        return self.call(x)
+
+
+def test_a_host_whose_copy_would_not_answer_like_it_is_refused():
+    model = grow(Outside, (3, 4), ["fc"])
+    hold(model, "fc#0", "low_rank_4")
+    before = bits(model)
+    with pytest.raises(BadInput, match="does not answer like the host"):
+        export(model, merge=False)
+    assert_same_bits(before, bits(model))
+
+
+def test_a_host_that_cannot_be_copied_is_refused_and_unchanged():
+    model = mixed()
+    model.host.kept = model.host.fc1(model.example)
+    before = bits(model)
+    with pytest.raises(BadInput, match="cannot be copied"):
+        export(model)
+    assert_same_bits(before, bits(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_of_less_precision_merges_too(dtype):
+    model = mixed().to(dtype)
+    plain, report = export_with_report(model)
+    assert report.merged == ("fc1->fc2#0",)
+    assert {p.dtype for p in plain.parameters()} == {dtype}
+
+
+TRACED = [
+    ("mlp", "fc1->fc2", "widen_8", True),
+    ("mlp", "fc2", "squeeze_excite", True),
+    ("tokens", "fc2", "attention", True),
+    ("images", "conv1->conv2", "widen_8", False),
+]
+
+
+@pytest.mark.parametrize(("host", "slot", "name", "merge"), TRACED)
+def test_torch_export_takes_it_with_any_batch(host, slot, name, merge):
+    model = host_of(host, [slot])
+    hold(model, f"{slot}#0", name)
+    plain = export(model, merge=merge)
+    shapes = any_batch(plain)
+    traced = torch.export.export(plain, (model.example,), dynamic_shapes=shapes)
+    assert assert_agrees(model, traced.module(), rtol=1e-5) > 1e-3
+
+
+def any_batch(plain):
+    batch = {0: torch.export.Dim("batch", min=2, max=64)}
+    return ((batch,),) if isinstance(plain, Grown) else (batch,)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(("host", "slot", "name", "merge"), TRACED[::2])
+def test_onnx_runtime_answers_alike(host, slot, name, merge, tmp_path):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model = host_of(host, [slot])
+    hold(model, f"{slot}#0", name)
+    model.float()
+    plain = export(model, merge=merge)
+    file = str(tmp_path / "model.onnx")
+    torch.onnx.export(
+        plain,
+        (model.example.float(),),
+        file,
+        dynamo=True,
+        dynamic_shapes=any_batch(plain),
+        verbose=False,
+    )
+    session = runtime.InferenceSession(file)
+    x = torch.randn(9, *model.example.shape[1:])
+    given = {session.get_inputs()[0].name: x.numpy()}
+    found = torch.from_numpy(session.run(None, given)[0])
+    expected = model(x).detach()
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()

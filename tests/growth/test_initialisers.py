@@ -1,0 +1,358 @@
+import pytest
+import torch
+from torch import nn
+
+from esper.contracts.blueprints import Blueprint, Form
+from esper.contracts.errors import BadInput
+from esper.growth.blueprints.seed import build
+from esper.growth.initialisers import HUSH, LOUDNESS, find_initialiser, start
+from esper.growth.junction import Flow, Junction
+from esper.growth.places import survey
+from esper.growth.sites import find_sites
+from esper.growth.trace import fresh_middle
+
+
+def blueprint(form, size=4):
+    return Blueprint(f"{form.name.lower()}_{size}", form, size, merges=False)
+
+
+class Net(nn.Sequential):
+    """Named layers one after the other."""
+
+    def __init__(self, **layers):
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+
+def dense(activation=nn.GELU):
+    return Net(a=nn.Linear(10, 16), act=activation(), b=nn.Linear(16, 7))
+
+
+def over_time():
+    return Net(a=nn.Linear(10, 16), act=nn.GELU(), b=nn.Linear(16, 10))
+
+
+def over_lines():
+    first = nn.Conv1d(4, 8, 5, padding=2)
+    second = nn.Conv1d(8, 6, 3, stride=2, padding=1)
+    return Net(a=first, norm=nn.BatchNorm1d(8), act=nn.ReLU(), b=second)
+
+
+def over_images():
+    first = nn.Conv2d(3, 8, 3, padding=1)
+    second = nn.Conv2d(8, 5, (3, 2), stride=(2, 1), padding=(1, 0))
+    return Net(a=first, act=nn.ReLU(), b=second)
+
+
+def pooled():
+    flat = nn.Sequential(nn.ReLU(), nn.AvgPool1d(2), nn.Flatten())
+    return Net(a=nn.Conv1d(4, 8, 3, padding=1), act=flat, b=nn.Linear(40, 6))
+
+
+KINDS = {
+    "linear span": (dense, (10,), "a->b", Form.WIDEN),
+    "sequence span": (over_time, (5, 10), "a->b", Form.WIDEN),
+    "conv1d span": (over_lines, (4, 10), "a->b", Form.WIDEN),
+    "conv2d span": (over_images, (3, 6, 5), "a->b", Form.WIDEN),
+    "beside linear": (dense, (10,), "b->b", Form.LOW_RANK),
+    "across linear": (dense, (10,), "a->b", Form.LOW_RANK),
+    "beside conv1d": (over_lines, (4, 10), "b->b", Form.LOW_RANK),
+    "beside conv2d": (over_images, (3, 6, 5), "b->b", Form.LOW_RANK),
+    "residual vector": (dense, (10,), "act", Form.RESIDUAL_MLP),
+    "residual sequence": (over_time, (5, 10), "act", Form.RESIDUAL_MLP),
+    "residual signal": (over_lines, (4, 10), "act", Form.RESIDUAL_MLP),
+    "residual image": (over_images, (3, 6, 5), "act", Form.RESIDUAL_MLP),
+}
+STARTED = ("gradmax", "tiny")
+
+
+class Bed:
+    """A host that was trained on one batch, and a place in it."""
+
+    def __init__(self, make, shape, slot, rows=128, trained=True):
+        torch.manual_seed(5)
+        self.host = make()
+        self.inputs = torch.randn(rows, *shape)
+        # The target is another host: a gradient that follows the inputs.
+        with torch.no_grad():
+            self.target = 2.0 * make()(self.inputs)
+        sites = find_sites(self.host, [slot])
+        self.place = survey(self.host, sites, self.inputs[:4]).places[0]
+        self.junction = Junction(self.place, Flow())
+        self.junction.attach()
+        if trained:
+            self.loss().backward()
+        self.junction.keeping = False
+        self.host.eval()
+
+    def loss(self):
+        return nn.functional.mse_loss(self.host(self.inputs), self.target)
+
+    def seed(self, kind, initialiser, rng_seed=0):
+        generator = torch.Generator().manual_seed(rng_seed)
+        middle = nn.Identity()
+        if kind.form is Form.WIDEN:
+            units = self.place.inlet.weight.shape[0]
+            middle, _ = fresh_middle(self.place.middle, kind.size, units)
+        seed = build(kind, self.place.geometry, generator, middle)
+        note = start(seed, self.place, self.junction.samples, initialiser, generator)
+        return seed, note
+
+    def said(self, seed):
+        given = self.junction.samples[-1].given
+        return seed(given).detach()
+
+
+def bed(name, **more):
+    make, shape, slot, form = KINDS[name]
+    return Bed(make, shape, slot, **more), blueprint(form)
+
+
+def rms(tensor):
+    return float(tensor.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_zero_out_says_exactly_nothing(name):
+    grown, kind = bed(name)
+    seed, note = grown.seed(kind, "zero_out")
+    assert note == "zero_out"
+    assert not grown.said(seed).any()
+    assert seed.weights["first"].any()
+
+
+def test_zero_out_makes_new_units_as_large_as_the_old_ones():
+    grown, kind = bed("conv1d span")
+    with torch.no_grad():
+        grown.host.a.weight.mul_(7.0)
+    seed, _ = grown.seed(kind, "zero_out")
+    built = seed.weights["first"].std(correction=0)
+    torch.testing.assert_close(built, grown.host.a.weight.std(correction=0))
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_zero_out_keeps_new_units_as_built_where_old_ones_are_no_measure(value):
+    grown, kind = bed("linear span")
+    with torch.no_grad():
+        grown.host.a.weight.fill_(value)
+    seed, _ = grown.seed(kind, "zero_out")
+    assert 0.0 < float(seed.weights["first"].detach().std(correction=0)) < 1.0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tiny_speaks_at_a_tenth_of_its_outlet_and_in_its_direction(name):
+    grown, kind = bed(name)
+    seed, note = grown.seed(kind, "tiny")
+    sample = grown.junction.samples[-1]
+    said = grown.said(seed)
+    assert said.shape == sample.answer.shape
+    assert rms(said) == pytest.approx(LOUDNESS * rms(sample.answer), rel=1e-4)
+    assert float((said * sample.gradient).sum()) < 0.0
+    paired = kind.form is not Form.LOW_RANK
+    assert note == f"tiny: {kind.size // 2 if paired else kind.size} directions"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_tiny_seed_lowers_the_loss_more_than_chance_of_the_same_size(name):
+    grown, kind = bed(name)
+    seed, _ = grown.seed(kind, "tiny")
+    sample = grown.junction.samples[-1]
+    said = grown.said(seed)
+    drop = -float((said * sample.gradient).sum())
+    by_chance = []
+    for rng_seed in range(5):
+        other, _ = grown.seed(kind, "zero_out", rng_seed)
+        with torch.no_grad():
+            other.weights["last"].normal_()
+        its = grown.said(other)
+        its = its * rms(said) / rms(its)
+        by_chance.append(abs(float((its * sample.gradient).sum())))
+    assert drop > 1.5 * max(by_chance)
+
+
+def test_the_host_with_a_tiny_seed_does_better_on_the_same_batch():
+    for name in ("linear span", "conv2d span", "residual vector"):
+        grown, kind = bed(name)
+        before = float(grown.loss().detach())
+        seed, _ = grown.seed(kind, "tiny")
+        given = None if grown.place.geometry.residual else grown.inputs
+
+        def add(module, args, answer, seed=seed, given=given):
+            return answer + seed(answer if given is None else given)
+
+        grown.place.outlet.register_forward_hook(add)
+        assert float(grown.loss().detach()) < before
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU, nn.SiLU])
+def test_pairs_of_units_are_opposite_and_linear_together(activation):
+    grown = Bed(lambda: dense(activation), (10,), "a->b")
+    seed, _ = grown.seed(blueprint(Form.WIDEN), "tiny")
+    first, last = seed.weights["first"].detach(), seed.weights["last"].detach()
+    torch.testing.assert_close(first[:, 0::2], -first[:, 1::2], rtol=0.0, atol=0.0)
+    torch.testing.assert_close(last[0::2], -last[1::2], rtol=0.0, atol=0.0)
+    h, zero = torch.randn(4, 10), torch.zeros(4, 10)
+    torch.testing.assert_close(seed(h) + seed(-h), 2 * seed(zero), rtol=0.0, atol=1e-6)
+    assert float((seed(h) - seed(zero)).detach().abs().max()) > 1e-3
+
+
+def test_without_an_activation_every_unit_is_a_direction_of_its_own():
+    grown = Bed(lambda: dense(nn.Identity), (10,), "a->b")
+    _, note = grown.seed(blueprint(Form.WIDEN), "tiny")
+    assert note == "tiny: 4 directions"
+
+
+@pytest.mark.parametrize("size", [1, 5, 40])
+def test_units_that_tiny_has_no_direction_for_start_at_zero_out(size):
+    grown, _ = bed("linear span")
+    kind = blueprint(Form.WIDEN, size)
+    seed, note = grown.seed(kind, "tiny")
+    plain, _ = grown.seed(kind, "zero_out")
+    directions = {1: 1, 5: 2, 40: 7}[size]
+    assert note == f"tiny: {directions} directions"
+    used = min(size, 2 * directions)
+    assert seed.weights["last"][:used].abs().amax(1).min() > 0.0
+    assert not seed.weights["last"][used:].any()
+    assert torch.equal(
+        seed.weights["first"][:, used:], plain.weights["first"][:, used:]
+    )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_gradmax_gives_incoming_weights_a_larger_gradient_than_chance_does(name):
+    grown, kind = bed(name)
+    seed, note = grown.seed(blueprint(kind.form, 2), "gradmax")
+    assert note == "gradmax: 2 directions"
+    sample = grown.junction.samples[-1]
+    chosen = seed.weights["last"].detach().clone()
+    units = 0 if chosen.dim() == 2 else 1
+    columns = chosen.movedim(units, -1)
+
+    def pull(last):
+        seed.zero_grad()
+        with torch.no_grad():
+            seed.weights["last"].copy_(last)
+        (seed.eval()(sample.given) * sample.gradient).sum().backward()
+        return float(seed.weights["first"].grad.norm())
+
+    best, by_chance = pull(chosen), []
+    for rng_seed in range(5):
+        chance = torch.Generator().manual_seed(rng_seed)
+        other = torch.randn(columns.numel() // 2, 2, generator=chance)
+        other, _ = torch.linalg.qr(other)  # of the same lengths and as far apart
+        other = other.reshape(columns.shape).movedim(-1, units)
+        by_chance.append(pull(other * chosen.norm() / other.norm()))
+    assert best > max(by_chance)
+    assert best > 1.1 * sum(by_chance) / len(by_chance)
+
+
+def test_gradmax_whispers_into_columns_as_long_as_the_hosts():
+    grown, kind = bed("conv2d span")
+    seed, _ = grown.seed(kind, "gradmax")
+    plain, _ = grown.seed(kind, "zero_out")
+    torch.testing.assert_close(
+        seed.weights["first"], HUSH * plain.weights["first"], rtol=1e-5, atol=0.0
+    )
+    assert not seed.weights["first_bias"].any()
+    norms = seed.weights["last"].detach().transpose(0, 1).flatten(1).norm(dim=1)
+    host = grown.host.b.weight.detach().transpose(0, 1).flatten(1).norm(dim=1).mean()
+    torch.testing.assert_close(norms, host.expand(4), rtol=1e-5, atol=0.0)
+
+
+def test_gradmax_without_a_layer_writes_columns_of_one_over_the_root_of_its_size():
+    grown, kind = bed("residual vector")
+    seed, _ = grown.seed(kind, "gradmax")
+    norms = seed.weights["last"].detach().norm(dim=1)
+    torch.testing.assert_close(norms, torch.full((4,), 0.5), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("initialiser", STARTED)
+def test_a_start_that_is_not_possible_is_zero_out_and_says_why(initialiser):
+    widen = blueprint(Form.WIDEN)
+    cases = [
+        (bed("linear span", trained=False)[0], widen, "needs a batch that was trained"),
+        (Bed(pooled, (4, 10), "a->b"), widen, "cannot look through pooling"),
+        (
+            bed("residual signal")[0],
+            blueprint(Form.CONV, 3),
+            "serves seeds of two maps",
+        ),
+    ]
+    for grown, kind, why in cases:
+        seed, note = grown.seed(kind, initialiser)
+        plain, _ = grown.seed(kind, "zero_out")
+        assert note.startswith(f"zero_out ({initialiser} {why}")
+        for name, value in plain.weights.items():
+            assert torch.equal(seed.weights[name], value)
+
+
+@pytest.mark.parametrize("initialiser", STARTED)
+def test_gradients_of_zero_or_nan_leave_a_seed_at_zero_out(initialiser):
+    grown, kind = bed("linear span")
+    plain, _ = grown.seed(kind, "zero_out")
+    for value in (0.0, float("nan")):
+        grown.junction.samples[-1].gradient.fill_(value)
+        seed, note = grown.seed(kind, initialiser)
+        assert note.startswith(f"zero_out ({initialiser} ")
+        for name, weight in plain.weights.items():
+            assert torch.equal(seed.weights[name], weight)
+
+
+def test_an_activation_that_cancels_pairs_leaves_a_seed_at_zero_out():
+    class Even(nn.Module):
+        def forward(self, h):
+            return h.square()
+
+    grown = Bed(lambda: dense(Even), (10,), "a->b")
+    seed, note = grown.seed(blueprint(Form.WIDEN), "tiny")
+    plain, _ = grown.seed(blueprint(Form.WIDEN), "zero_out")
+    assert note == "zero_out (tiny found no direction to go)"
+    assert torch.equal(seed.weights["first"], plain.weights["first"])
+    assert not seed.weights["last"].any()
+
+
+@pytest.mark.parametrize("initialiser", ["zero_out", *STARTED])
+def test_a_module_of_ones_own_stays_as_it_was_built(initialiser):
+    grown, _ = bed("linear span")
+    own = nn.Linear(10, 7)
+    before = own.weight.detach().clone()
+    generator = torch.Generator()
+    note = start(own, grown.place, grown.junction.samples, initialiser, generator)
+    assert note.startswith("zero_out")
+    assert torch.equal(own.weight, before)
+
+
+@pytest.mark.parametrize("initialiser", ["zero_out", *STARTED])
+def test_a_start_leaves_chance_norms_and_gradients_alone(initialiser):
+    grown, kind = bed("conv1d span")
+    before = torch.get_rng_state()
+    seed, _ = grown.seed(kind, initialiser)
+    assert torch.equal(before, torch.get_rng_state())
+    norm = next(m for m in seed.modules() if isinstance(m, nn.BatchNorm1d))
+    assert int(norm.num_batches_tracked) == 0
+    assert seed.training
+    assert all(p.requires_grad and p.grad is None for p in seed.parameters())
+
+
+def test_dropout_does_not_make_tiny_random():
+    def dropping():
+        middle = nn.Sequential(nn.ReLU(), nn.Dropout(0.5))
+        return Net(a=nn.Linear(10, 16), act=middle, b=nn.Linear(16, 7))
+
+    grown = Bed(dropping, (10,), "a->b")
+    seeds = []
+    for global_seed in (1, 2):
+        torch.manual_seed(global_seed)
+        seeds.append(grown.seed(blueprint(Form.WIDEN), "tiny")[0])
+    assert torch.equal(seeds[0].weights["last"], seeds[1].weights["last"])
+
+
+def test_an_unknown_initialiser_is_refused_with_the_nearest_name():
+    grown, _ = bed("linear span")
+    own = nn.Linear(10, 7)
+    with pytest.raises(BadInput, match="'gradmx'; did you mean 'gradmax'"):
+        start(own, grown.place, [], "gradmx", torch.Generator())
+    with pytest.raises(BadInput, match="did you mean 'tiny'"):
+        find_initialiser("tinny")
+    find_initialiser("tiny")

@@ -1,0 +1,457 @@
+import copy
+import io
+from functools import partial
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler as schedules
+
+from esper.contracts.errors import BadInput
+from esper.growth.optimiser import Newborn, Surgeon
+
+OPTIMISERS = {
+    "sgd": partial(optim.SGD, lr=0.1),
+    "sgd momentum": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "sgd fused": partial(optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "adam": partial(optim.Adam, lr=0.01),
+    "adamw loop": partial(optim.AdamW, lr=0.01, foreach=False),
+    "adamw foreach": partial(optim.AdamW, lr=0.01, foreach=True),
+    "adamw fused": partial(optim.AdamW, lr=0.01, fused=True),
+    "adamw amsgrad": partial(optim.AdamW, lr=0.01, amsgrad=True),
+    "adamw tensor lr": lambda groups: optim.AdamW(groups, lr=torch.tensor(0.01)),
+    "rmsprop": partial(optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "adagrad": partial(optim.Adagrad, lr=0.05, initial_accumulator_value=0.1),
+    "adagrad fused": partial(optim.Adagrad, lr=0.05, fused=True),
+    "nadam": partial(optim.NAdam, lr=0.01),
+    "radam": partial(optim.RAdam, lr=0.01),
+    "adadelta": partial(optim.Adadelta, lr=1.0),
+    "adamax": partial(optim.Adamax, lr=0.01),
+    "asgd": partial(optim.ASGD, lr=0.05),
+    "rprop": partial(optim.Rprop, lr=0.01),
+    "adafactor": partial(optim.Adafactor, lr=0.05),
+}
+LINEAR_IN_LR = [name for name in OPTIMISERS if name not in ("asgd", "rprop")]
+
+
+def sequential(optimizer):
+    warm = schedules.LinearLR(optimizer, 0.1, total_iters=5)
+    cosine = schedules.CosineAnnealingLR(optimizer, 20)
+    return schedules.SequentialLR(optimizer, [warm, cosine], milestones=[5])
+
+
+def chained(optimizer):
+    return schedules.ChainedScheduler(
+        [
+            schedules.ConstantLR(optimizer, 0.5, total_iters=7),
+            schedules.ExponentialLR(optimizer, 0.9),
+        ]
+    )
+
+
+SCHEDULES = {
+    "step": partial(schedules.StepLR, step_size=7),
+    "multistep": partial(schedules.MultiStepLR, milestones=[3, 9]),
+    "exponential": partial(schedules.ExponentialLR, gamma=0.9),
+    "polynomial": partial(schedules.PolynomialLR, total_iters=22),
+    "cosine": partial(schedules.CosineAnnealingLR, T_max=25),
+    "warm restarts": partial(schedules.CosineAnnealingWarmRestarts, T_0=6),
+    "one cycle": partial(schedules.OneCycleLR, max_lr=0.1, total_steps=40),
+    "one cycle, many rates": partial(
+        schedules.OneCycleLR, max_lr=[0.1, 0.3], total_steps=40
+    ),
+    "cyclic": partial(
+        schedules.CyclicLR,
+        base_lr=0.01,
+        max_lr=0.1,
+        step_size_up=4,
+        cycle_momentum=False,
+    ),
+    "lambda": partial(schedules.LambdaLR, lr_lambda=lambda epoch: 0.95**epoch),
+    "multiplicative": partial(
+        schedules.MultiplicativeLR, lr_lambda=lambda epoch: 1.0 / (1.0 + epoch)
+    ),
+    "plateau": partial(schedules.ReduceLROnPlateau, patience=1),
+    "sequential": sequential,
+    "chained": chained,
+}
+
+
+class Host(nn.Module):
+    """Two layers in two groups, a tied decoder and a frozen scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 3)
+        self.tied = nn.Linear(6, 8, bias=False)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(6), requires_grad=False)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x * self.frozen) + self.tied(x))
+        return self.second(hidden)
+
+
+def host_and_optimiser(build):
+    torch.manual_seed(3)
+    host = Host()
+    groups = [
+        {"params": [*host.first.parameters(), host.frozen], "weight_decay": 0.01},
+        {"params": host.second.parameters(), "lr": 0.02},
+    ]
+    return host, build(groups)
+
+
+def a_seed():
+    generator = torch.Generator().manual_seed(11)
+    return {
+        "seed.w": nn.Parameter(torch.randn(4, 5, generator=generator)),
+        "seed.b": nn.Parameter(torch.randn(4, generator=generator)),
+    }
+
+
+def train(host, optimizer, steps, *, start=0, seed=None, schedule=None):
+    """Real gradients for the host, noise of any size for the seed."""
+    rates = []
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(16, 6, generator=generator)
+        y = torch.randn(16, 3, generator=generator)
+        optimizer.zero_grad()
+        loss = (host(x) - y).square().mean()
+        loss.backward()
+        for parameter in (seed or {}).values():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = (noise * 10.0 ** (step % 5)).to(parameter.dtype)
+        optimizer.step()
+        if isinstance(schedule, schedules.ReduceLROnPlateau):
+            schedule.step(1.0)
+        elif schedule is not None:
+            schedule.step()
+        rates.append([float(group["lr"]) for group in optimizer.param_groups])
+    return rates
+
+
+def bits(value):
+    """A comparable, bit-exact picture of any state."""
+    if isinstance(value, torch.Tensor):
+        buffer = io.BytesIO()
+        buffer.write(value.detach().contiguous().numpy().tobytes())
+        return (str(value.dtype), tuple(value.shape), buffer.getvalue())
+    if isinstance(value, dict):
+        return {key: bits(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits(inner) for inner in value]
+    return value
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_the_host_does_not_feel_a_newborn_and_keeps_no_trace_of_it(name):
+    host, optimizer = host_and_optimiser(OPTIMISERS[name])
+    twin, twins = host_and_optimiser(OPTIMISERS[name])
+    surgeon = Surgeon(optimizer, host)
+    train(host, optimizer, 5)
+    train(twin, twins, 5)
+
+    seed = a_seed()
+    before = copy.deepcopy(optimizer.state_dict())
+    surgeon.join(seed, beside=host.second.weight)
+    surgeon.leave(seed.values())
+    assert bits(optimizer.state_dict()) == bits(before)
+
+    surgeon.join(seed, beside=host.first.bias)
+    old = bits(seed)
+    rates = train(host, optimizer, 20, start=5, seed=seed)
+    assert rates == train(twin, twins, 20, start=5)
+    assert bits(host.state_dict()) == bits(twin.state_dict())
+    for parameter, other in zip(host.parameters(), twin.parameters(), strict=True):
+        assert bits(optimizer.state.get(parameter)) == bits(twins.state.get(other))
+    assert all(bits(seed[key]) != old[key] for key in seed)
+    surgeon.leave(seed.values())
+    assert bits(optimizer.state_dict()) == bits(twins.state_dict())
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_a_newborn_may_join_first_and_learn_later(name):
+    host, optimizer = host_and_optimiser(OPTIMISERS[name])
+    twin, twins = host_and_optimiser(OPTIMISERS[name])
+    seed = a_seed()
+    Surgeon(optimizer, host).join(seed, beside=host.first.weight)
+    old = bits(seed)
+    train(host, optimizer, 2)
+    assert bits(seed) == old
+    train(host, optimizer, 2, start=2, seed=seed)
+    train(twin, twins, 4)
+    assert all(bits(seed[key]) != old[key] for key in seed)
+    assert bits(host.state_dict()) == bits(twin.state_dict())
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_scheduler_goes_on_as_if_nobody_had_joined(name):
+    build = partial(optim.SGD, lr=0.1, momentum=0.9)
+    host, optimizer = host_and_optimiser(build)
+    twin, twins = host_and_optimiser(build)
+    surgeon = Surgeon(optimizer, host)
+    schedule, other = SCHEDULES[name](optimizer), SCHEDULES[name](twins)
+    train(host, optimizer, 3, schedule=schedule)
+    train(twin, twins, 3, schedule=other)
+    seed = a_seed()
+    surgeon.join(seed, beside=host.second.bias)
+    rates = train(host, optimizer, 20, start=3, seed=seed, schedule=schedule)
+    assert rates == train(twin, twins, 20, start=3, schedule=other)
+    assert len({rate for step in rates for rate in step}) > 2
+    assert bits(host.state_dict()) == bits(twin.state_dict())
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_newborn_follows_the_rate_of_the_group_it_joined(name):
+    cycle = {"cycle_momentum": False} if name.startswith("one cycle") else {}
+    host, optimizer = host_and_optimiser(partial(optim.SGD, lr=0.1))
+    surgeon = Surgeon(optimizer, host, Newborn(factor=1.0))
+    schedule = SCHEDULES[name](optimizer, **cycle)
+    newborn = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    surgeon.join({"seed": newborn}, beside=host.second.weight)
+    for step in range(20):
+        rate = float(optimizer.param_groups[1]["lr"])
+        old = newborn.detach().clone()
+        train(host, optimizer, 1, start=step, seed={"": newborn}, schedule=schedule)
+        wanted = old - rate * newborn.grad
+        torch.testing.assert_close(newborn.detach(), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LINEAR_IN_LR)
+def test_a_newborn_learns_at_the_stated_multiple_of_its_groups_rate(name):
+    rule = Newborn(factor=3.0, steps=4)
+    host, optimizer = host_and_optimiser(OPTIMISERS[name])
+    seed, alone = a_seed(), a_seed()
+    surgeon = Surgeon(optimizer, host, rule)
+    train(host, optimizer, 3)
+    surgeon.join(seed, beside=host.second.weight)
+    rate = float(optimizer.param_groups[1]["lr"])
+    reference = OPTIMISERS[name]([{"params": list(alone.values()), "lr": rate}])
+    for step, factor in enumerate([3.0, 2.5, 2.0, 1.5, 1.0, 1.0]):
+        train(host, optimizer, 1, start=step, seed=seed)
+        reference.param_groups[0]["lr"] = rate * factor
+        for mine, theirs in zip(seed.values(), alone.values(), strict=True):
+            theirs.grad = mine.grad.clone()
+        reference.step()
+        for mine, theirs in zip(seed.values(), alone.values(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("rule", [Newborn(factor=1.0), Newborn(factor=3.0, steps=1)])
+def test_a_grown_up_takes_exactly_the_optimisers_step(rule):
+    host, optimizer = host_and_optimiser(OPTIMISERS["adam"])
+    surgeon = Surgeon(optimizer, host, rule)
+    seed, plain = a_seed(), a_seed()
+    surgeon.join(seed)
+    twins = OPTIMISERS["adam"]([{"params": list(plain.values()), "weight_decay": 0.01}])
+    for step in range(3):
+        train(host, optimizer, 1, start=step, seed=seed)
+        for mine, theirs in zip(seed.values(), plain.values(), strict=True):
+            theirs.grad = mine.grad.clone()
+        twins.step()
+        if step == 0 and rule.factor != 1.0:  # the one step that is stretched
+            for mine, theirs in zip(seed.values(), plain.values(), strict=True):
+                assert not torch.equal(mine, theirs)
+                theirs.data.copy_(mine.data)
+        assert bits(seed) == bits(plain)
+    assert surgeon.state_dict() == {"ages": {}}
+
+
+def test_a_newborn_that_did_not_move_keeps_every_bit():
+    host, optimizer = host_and_optimiser(OPTIMISERS["sgd"])
+    surgeon = Surgeon(optimizer, host)
+    odd = torch.tensor([-0.0, 0.0, torch.inf, -torch.inf, 1e-45, 3e38, torch.nan])
+    still, waiting = nn.Parameter(odd.clone()), nn.Parameter(odd.clone())
+    surgeon.join({"still": still, "waiting": waiting}, beside=host.second.weight)
+    still.grad = torch.zeros_like(still)
+    optimizer.step()
+    assert bits(still.data) == bits(odd - 0.02 * torch.zeros(7))
+    assert bits(waiting.data) == bits(odd)
+
+
+def test_ages_count_steps_and_are_forgotten_when_the_newborn_leaves():
+    host, optimizer = host_and_optimiser(OPTIMISERS["adam"])
+    surgeon = Surgeon(optimizer, host, Newborn(steps=5))
+    seed, late = a_seed(), {"late": nn.Parameter(torch.zeros(2))}
+    surgeon.join(seed)
+    train(host, optimizer, 2)
+    surgeon.join(late)
+    train(host, optimizer, 1)
+    assert surgeon.state_dict() == {"ages": {"seed.w": 3, "seed.b": 3, "late": 1}}
+    surgeon.leave(seed.values())
+    assert surgeon.state_dict() == {"ages": {"late": 1}}
+    surgeon.join(seed)
+    assert surgeon.state_dict()["ages"]["seed.w"] == 0
+    train(host, optimizer, 4)
+    assert surgeon.state_dict() == {"ages": {"seed.w": 4, "seed.b": 4}}
+
+
+@pytest.mark.parametrize("name", ["sgd momentum", "adamw fused", "adagrad", "nadam"])
+def test_a_saved_run_goes_on_bit_for_bit_in_a_rebuilt_network(name):
+    host, optimizer = host_and_optimiser(OPTIMISERS[name])
+    surgeon = Surgeon(optimizer, host)
+    gone, seed = {"gone": nn.Parameter(torch.ones(2))}, a_seed()
+    surgeon.join(gone, beside=host.first.weight)
+    train(host, optimizer, 2, seed=gone)
+    surgeon.join(seed, beside=host.first.weight)
+    surgeon.leave(gone.values())
+    train(host, optimizer, 2, start=2, seed=seed)
+    saved = copy.deepcopy(
+        (
+            surgeon.names(),
+            optimizer.state_dict(),
+            surgeon.state_dict(),
+            host.state_dict(),
+            {key: value.detach() for key, value in seed.items()},
+        )
+    )
+    train(host, optimizer, 4, start=4, seed=seed)
+
+    twin, twins = host_and_optimiser(OPTIMISERS[name])
+    again, other = Surgeon(twins, twin), a_seed()
+    stale = {"stale": nn.Parameter(torch.ones(1))}
+    again.join(stale)
+    names, moments, ages, weights, seeds = saved
+    again.restore(names, dict(twin.named_parameters()) | other)
+    twins.load_state_dict(moments)
+    again.load_state_dict(ages)
+    twin.load_state_dict(weights)
+    for key, value in seeds.items():
+        other[key].data.copy_(value)
+    assert again.names() == names
+    assert again.state_dict() == {"ages": {"seed.w": 2, "seed.b": 2}}
+    train(twin, twins, 4, start=4, seed=other)
+    assert bits(twin.state_dict()) == bits(host.state_dict())
+    assert bits(other) == bits(seed)
+    assert bits(twins.state_dict()) == bits(optimizer.state_dict())
+    again.leave(other.values())
+
+
+def test_names_follow_the_groups_and_tied_parameters_appear_once():
+    host, optimizer = host_and_optimiser(OPTIMISERS["sgd"])
+    surgeon = Surgeon(optimizer, host)
+    shared = nn.Parameter(torch.zeros(2))
+    surgeon.join({"a": shared, "b": shared}, beside=host.first.weight)
+    surgeon.join({"c": nn.Parameter(torch.zeros(1))}, beside=shared)
+    surgeon.join({"d": nn.Parameter(torch.zeros(1))}, beside=host.second.bias)
+    assert surgeon.names() == [
+        ["first.weight", "first.bias", "frozen", "a", "c"],
+        ["second.weight", "second.bias", "d"],
+    ]
+
+
+def test_names_given_to_the_optimiser_are_kept_in_step():
+    host = Host()
+    optimizer = optim.Adam(list(host.named_parameters()), lr=0.1)
+    surgeon = Surgeon(optimizer, host)
+    before = list(optimizer.param_groups[0]["param_names"])
+    seed = a_seed()
+    surgeon.join(seed)
+    assert optimizer.param_groups[0]["param_names"] == [*before, *seed]
+    saved = surgeon.names()
+    surgeon.leave([seed["seed.w"]])
+    assert optimizer.param_groups[0]["param_names"] == [*before, "seed.b"]
+    surgeon.restore(saved, seed)
+    assert optimizer.param_groups[0]["param_names"] == [*before, *seed]
+
+
+def test_frozen_parameters_may_be_anywhere():
+    host = Host()
+    trained = [p for p in host.parameters() if p.requires_grad]
+    optimizer = optim.Adam(trained)
+    surgeon = Surgeon(optimizer, host)
+    seed = {"scale": nn.Parameter(torch.ones(2), requires_grad=False)}
+    surgeon.join(seed, beside=host.frozen)
+    assert surgeon.names()[0][-1] == "scale"
+    train(host, optimizer, 2)
+    assert torch.equal(seed["scale"], torch.ones(2))
+
+
+def refusal(call):
+    with pytest.raises(BadInput) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) <= 200
+    return message
+
+
+def test_what_cannot_be_operated_on_is_refused():
+    host = Host()
+    every = list(host.parameters())
+    assert "list" in refusal(lambda: Surgeon(every, host))
+    assert "LBFGS" in refusal(lambda: Surgeon(optim.LBFGS(every), host))
+    assert "SparseAdam" in refusal(lambda: Surgeon(optim.SparseAdam(every), host))
+    assert "'second.bias'" in refusal(lambda: Surgeon(optim.SGD(every[:-1]), host))
+    stranger = nn.Parameter(torch.zeros(7))
+    assert "(7,)" in refusal(lambda: Surgeon(optim.SGD([*every, stranger]), host))
+    with pytest.warns(UserWarning, match="duplicate"):
+        twice = optim.SGD([*every, every[1]])
+    assert "twice" in refusal(lambda: Surgeon(twice, host))
+
+
+def test_a_refused_join_or_leave_changes_nothing():
+    host, optimizer = host_and_optimiser(OPTIMISERS["adam"])
+    surgeon = Surgeon(optimizer, host)
+    seed = a_seed()
+    surgeon.join(seed)
+    train(host, optimizer, 2, seed=seed)
+    before = bits([optimizer.state_dict(), surgeon.state_dict(), surgeon.names()])
+    good, stranger = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    join = surgeon.join
+    assert "taken" in refusal(lambda: join({"x": good, "first.bias": stranger}))
+    assert "taken" in refusal(lambda: join({"x": good, "seed.w": stranger}))
+    assert "already" in refusal(lambda: join({"x": good, "y": seed["seed.w"]}))
+    assert "already" in refusal(lambda: join({"x": good, "y": host.first.bias}))
+    assert "(3,)" in refusal(lambda: join({"x": good}, beside=stranger))
+    assert "(3,)" in refusal(lambda: surgeon.leave([seed["seed.w"], stranger]))
+    leave = surgeon.leave
+    assert "first.bias" in refusal(lambda: leave([seed["seed.w"], host.first.bias]))
+    after = bits([optimizer.state_dict(), surgeon.state_dict(), surgeon.names()])
+    assert after == before
+
+
+def test_a_refused_restore_changes_nothing():
+    host, optimizer = host_and_optimiser(OPTIMISERS["adam"])
+    surgeon = Surgeon(optimizer, host)
+    seed = a_seed()
+    surgeon.join(seed)
+    train(host, optimizer, 2, seed=seed)
+    before = bits([optimizer.state_dict(), surgeon.state_dict(), surgeon.names()])
+    (first, second), everything = surgeon.names(), dict(host.named_parameters()) | seed
+    restore = surgeon.restore
+    assert "'ghost'" in refusal(
+        lambda: restore([first, [*second, "ghost"]], everything)
+    )
+    assert "2" in refusal(lambda: restore([first], everything))
+    assert "'second.bias'" in refusal(lambda: restore([first, second[:-1]], everything))
+    assert "same" in refusal(lambda: restore([first, [*second, first[0]]], everything))
+    other = everything | {"first.bias": nn.Parameter(torch.zeros(8))}
+    assert "host's own" in refusal(lambda: restore([first, second], other))
+    assert "joined" in refusal(lambda: surgeon.load_state_dict({"ages": {"ghost": 1}}))
+    assert "count" in refusal(lambda: surgeon.load_state_dict({"ages": {"seed.w": -1}}))
+    after = bits([optimizer.state_dict(), surgeon.state_dict(), surgeon.names()])
+    assert after == before
+
+
+def test_a_parameter_added_from_outside_is_named_when_groups_are_asked_for():
+    host, optimizer = host_and_optimiser(OPTIMISERS["adam"])
+    surgeon = Surgeon(optimizer, host)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(9))]})
+    assert "(9,)" in refusal(surgeon.names)
+
+
+def test_muon_is_given_matrices_only():
+    host = nn.Linear(3, 2, bias=False)
+    surgeon = Surgeon(optim.Muon(host.parameters()), host)
+    assert "Muon" in refusal(lambda: surgeon.join({"b": nn.Parameter(torch.ones(2))}))
+    surgeon.join({"w": nn.Parameter(torch.ones(2, 2))})
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_rule_that_is_none_is_refused(factor):
+    refusal(lambda: Newborn(factor=factor))
+    refusal(lambda: Newborn(steps=0))

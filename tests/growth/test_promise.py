@@ -1,0 +1,390 @@
+import numpy as np
+import pytest
+import torch
+
+from esper.contracts.blueprints import Blueprint, Form
+from esper.growth.blueprints.convolutions import convolve
+from esper.growth.blueprints.geometry import Geometry, Kernel, Layout
+from esper.growth.junction import Sample
+from esper.growth.promise import (
+    RIDGE,
+    directions,
+    gains,
+    promise,
+    promises,
+    statistics,
+    top_singular,
+    view,
+)
+from tests.references.promise import promise as slow_promise
+
+LINE = Kernel((3,), (2,), (1,), (1,))
+WIDE = Kernel((3,), (1,), (2,), (2,))
+TALL = Kernel((3, 2), (2, 1), (1, 0), (1, 1))
+SQUARE = Kernel.same(3, 2)
+
+
+def low_rank(size):
+    return Blueprint(f"low_rank_{size}", Form.LOW_RANK, size, merges=True)
+
+
+def widen(size):
+    return Blueprint(f"widen_{size}", Form.WIDEN, size, merges=True)
+
+
+def mlp(size):
+    return Blueprint(f"mlp_{size}", Form.RESIDUAL_MLP, size, merges=False)
+
+
+def place(layout, inlet, outlet=None, kernels=(None, None), hidden=(), **more):
+    return Geometry(
+        inlet_layout=layout,
+        outlet_layout=more.pop("outlet_layout", layout),
+        inlet_shape=inlet,
+        outlet_shape=outlet or inlet,
+        residual=outlet is None,
+        inlet_kernel=kernels[0],
+        outlet_kernel=kernels[1],
+        beside=outlet is not None and not hidden,
+        spans=bool(hidden),
+        hidden_shape=hidden,
+        **more,
+    )
+
+
+def vector(inputs=12, outputs=8):
+    return place(Layout.VECTOR, (inputs,), (outputs,))
+
+
+def passed(geometry, examples=96, seed=0, batch=None):
+    """Noise at a place, with gradients that partly follow what was given."""
+    chance = torch.Generator().manual_seed(seed)
+    given, answer, gradient = (
+        torch.randn(examples, *shape, generator=chance)
+        for shape in (geometry.inlet_shape, *(geometry.outlet_shape,) * 2)
+    )
+    if geometry.inlet_positions == geometry.outlet_positions:
+        least = min(geometry.inlet_width, geometry.outlet_width)
+        axis = 1 if geometry.outlet_layout.channels_first else -1
+        gradient.narrow(axis, 0, least).sub_(given.narrow(axis, 0, least))
+    elif geometry.spans and geometry.outlet_kernel is not None:
+        said, widths = given, (geometry.inlet_width, 2, geometry.outlet_width)
+        for at, kernel in enumerate((geometry.inlet_kernel, geometry.outlet_kernel)):
+            shape = (widths[at + 1], widths[at], *kernel.size)
+            weight = torch.randn(shape, generator=chance)
+            said = convolve(said, weight, None, kernel)
+        if said.shape == gradient.shape:
+            gradient -= said
+    rows = batch or examples
+    return Sample(given, 3.0 * answer, rows, gradient / rows)
+
+
+def planted(rank, noise, examples=400, inputs=12, outputs=8, seed=0):
+    """A vector place whose desired change is a map of a rank, in noise."""
+    chance = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=chance)
+
+    given = normal(examples, inputs)
+    left, _ = torch.linalg.qr(normal(inputs, rank))
+    right, _ = torch.linalg.qr(normal(outputs, rank))
+    wish = given @ left @ right.T + noise * normal(examples, outputs)
+    answer = normal(examples, outputs)
+    return Sample(given, answer, examples, -wish / examples)
+
+
+KINDS = {
+    "vector": (vector(), low_rank(3), (None, None), False),
+    "vector with bias": (vector(), mlp(3), (None, None), True),
+    "sequence": (place(Layout.SEQUENCE, (5, 6), (5, 4)), mlp(2), (None, None), True),
+    "signal": (place(Layout.SIGNAL, (6, 5)), mlp(2), (None, None), True),
+    "image": (place(Layout.IMAGE, (4, 3, 2)), low_rank(2), (None, None), False),
+    "linear span": (
+        place(Layout.VECTOR, (6,), (5,), hidden=(9,)),
+        widen(3),
+        (None, None),
+        True,
+    ),
+    "beside conv1d": (
+        place(Layout.SIGNAL, (3, 9), (4, 5), (LINE, LINE)),
+        low_rank(3),
+        (LINE, None),
+        False,
+    ),
+    "beside conv2d": (
+        place(Layout.IMAGE, (2, 5, 4), (3, 3, 3), (TALL, TALL)),
+        low_rank(2),
+        (TALL, None),
+        False,
+    ),
+    "conv1d span": (
+        place(Layout.SIGNAL, (3, 8), (4, 4), (WIDE, LINE), hidden=(5, 8)),
+        widen(3),
+        (WIDE, LINE),
+        True,
+    ),
+    "conv2d span": (
+        place(Layout.IMAGE, (2, 5, 4), (3, 3, 3), (SQUARE, TALL), hidden=(5, 5, 4)),
+        widen(3),
+        (SQUARE, TALL),
+        True,
+    ),
+}
+
+
+def as_numpy(tensor, layout):
+    array = tensor.double().numpy()
+    return array if layout.channels_first else np.moveaxis(array, -1, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_promise_is_what_the_slow_twin_says(kind):
+    geometry, blueprint, kernels, bias = KINDS[kind]
+    sample = passed(geometry, examples=70, batch=100)
+    spelled = [
+        None if k is None else (k.size, k.stride, k.padding, k.dilation)
+        for k in kernels
+    ]
+    expected = slow_promise(
+        *(
+            as_numpy(t, geometry.outlet_layout)
+            for t in (sample.given, sample.answer, sample.gradient)
+        ),
+        rows=100,
+        loss=1000.0,
+        size=blueprint.size,
+        kernels=spelled,
+        bias=bias,
+        ridge=RIDGE,
+    )
+    found = promise([sample], geometry, blueprint, loss=1000.0)
+    assert 0.0 < expected < 1.0
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_drop_that_is_promised_comes_true():
+    # The loss is linear in the outlet here, so first order is all there is.
+    geometry = KINDS["conv1d span"][0]
+    chance = torch.Generator().manual_seed(3)
+    first = torch.nn.Conv1d(3, 2, 3, 1, 2, 2, bias=False).double()
+    second = torch.nn.Conv1d(2, 4, 3, 2, 1, bias=False).double()
+    given = torch.randn(80, 3, 8, generator=chance, dtype=torch.float64)
+    said = second(first(given)).detach()
+    noise = torch.randn(said.shape, generator=chance, dtype=torch.float64)
+    slope = -(said + 0.1 * noise)
+    sample = Sample(given, torch.ones_like(said), 80, slope / 80)
+    (part,) = promises([sample], geometry, [widen(8)], loss=100.0)
+    judge = slice(1, None, 2)
+    step = said[judge] / said[judge].square().mean().sqrt()
+    best = float(-(slope[judge] * step).sum() / 40) / 100.0
+    assert 0.9 * best < part < best
+
+
+def test_scales_of_features_outlet_and_loss_do_not_matter():
+    sample, geometry = planted(3, noise=1.0), vector()
+    kinds = [low_rank(2), mlp(4)]
+    plain = promises([sample], geometry, kinds, loss=50.0)
+    assert all(0.0 < part < 1.0 for part in plain)
+    louder = Sample(10 * sample.given, sample.answer, 400, 7 * sample.gradient)
+    assert promises([louder], geometry, kinds, loss=350.0) == pytest.approx(plain)
+    wider = Sample(sample.given, 10 * sample.answer, 400, sample.gradient / 10)
+    assert promises([wider], geometry, kinds, loss=50.0) == pytest.approx(plain)
+
+
+def test_a_longer_batch_of_the_same_rows_promises_the_same():
+    sample = planted(3, noise=1.0)
+    part = promise([sample], vector(), mlp(4), loss=50.0)
+    of_more = Sample(sample.given, sample.answer, 800, sample.gradient / 2)
+    assert promise([of_more], vector(), mlp(4), loss=50.0) == pytest.approx(part)
+
+
+def test_one_batch_promises_as_much_as_its_parts():
+    sample = planted(3, noise=1.0)
+    parts = [
+        Sample(sample.given[at], sample.answer[at], 200, 2 * sample.gradient[at])
+        for at in (slice(0, 200), slice(200, 400))
+    ]
+    whole = promise([sample], vector(), mlp(4), loss=50.0)
+    assert promise(parts, vector(), mlp(4), loss=50.0) == pytest.approx(whole)
+
+
+def test_noise_promises_next_to_nothing():
+    kinds = [low_rank(1), low_rank(4), low_rank(16)]
+    geometry = vector(64, 32)
+    for seed in range(4):
+        noise = planted(3, 1.0, 512, 64, 32, seed)
+        chance = torch.Generator().manual_seed(seed)
+        noise.gradient = noise.gradient[torch.randperm(512, generator=chance)]
+        signal = planted(3, 1.0, 512, 64, 32, seed)
+        nothing = promises([noise], geometry, kinds, loss=20.0)
+        something = promises([signal], geometry, kinds, loss=20.0)
+        assert max(nothing) < 0.05
+        assert min(something) > 5 * max(nothing)
+
+
+def test_promises_grow_up_to_the_rank_that_is_planted():
+    kinds = [low_rank(size) for size in (1, 2, 3, 4, 8)]
+    one, two, three, four, eight = promises(
+        [planted(3, noise=0.3)], vector(), kinds, loss=50.0
+    )
+    assert one < 0.9 * two < 0.9 * three
+    assert three == pytest.approx(four, rel=0.02)
+    assert three == pytest.approx(eight, rel=0.02)
+    assert four >= three
+    assert eight >= four
+
+
+def test_a_place_whose_gradient_is_explained_better_promises_more():
+    parts = [
+        promise([planted(3, noise)], vector(), low_rank(4), loss=50.0)
+        # Of equal size, so that only the explained part differs.
+        for noise in (0.1, 1.0, 3.0)
+    ]
+    sizes = [
+        float(planted(3, noise).gradient.square().mean().sqrt())
+        for noise in (0.1, 1.0, 3.0)
+    ]
+    best, middling, worst = (
+        part / size for part, size in zip(parts, sizes, strict=True)
+    )
+    assert best > 1.2 * middling
+    assert middling > 1.2 * worst
+
+
+def test_more_features_than_rows_change_nothing_but_the_way():
+    sample, geometry = planted(2, 0.3, 80, 60, 20), vector(60, 20)
+    seen = view(geometry, Form.LOW_RANK)
+    few = statistics([sample], geometry, seen).half(0)
+    assert few.features.shape[0] < few.features.shape[1]
+    best = directions(few, 3)
+    h, g = few.features, few.wishes
+    ridge = RIDGE * h.square().mean() * torch.eye(60, dtype=torch.float64)
+    full = torch.linalg.solve(h.T @ h / len(h) + ridge, h.T @ g / len(h))
+    all_of_it = directions(few, 20)
+    rebuilt = all_of_it.incoming * all_of_it.sizes @ all_of_it.outgoing.T
+    torch.testing.assert_close(rebuilt, full, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(best.sizes, all_of_it.sizes[:3], rtol=1e-9, atol=0.0)
+
+
+def test_the_search_in_large_matrices_finds_what_the_full_decomposition_does():
+    chance = torch.Generator().manual_seed(1)
+    matrix = torch.randn(300, 5, generator=chance, dtype=torch.float64)
+    matrix = matrix @ torch.randn(5, 280, generator=chance, dtype=torch.float64)
+    matrix += 0.1 * torch.randn(300, 280, generator=chance, dtype=torch.float64)
+    left, sizes, right = top_singular(matrix, 4)
+    _, expected, _ = torch.linalg.svd(matrix)
+    torch.testing.assert_close(sizes, expected[:4], rtol=1e-9, atol=0.0)
+    torch.testing.assert_close(matrix @ right, left * sizes, rtol=1e-7, atol=1e-6)
+    eye = torch.eye(4, dtype=torch.float64)
+    torch.testing.assert_close(left.T @ left, eye, rtol=0.0, atol=1e-9)
+
+
+def test_chance_is_left_alone():
+    before = torch.get_rng_state()
+    promise([planted(3, 1.0, 600, 300, 300)], vector(300, 300), mlp(4), loss=1.0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("form", [Form.CONV, Form.ATTENTION, Form.SCALE_SHIFT])
+def test_forms_that_are_not_two_maps_promise_nothing_known(form):
+    geometry = place(Layout.SIGNAL, (6, 8))
+    kinds = [Blueprint("other", form, 3, merges=False), mlp(2)]
+    other, known = promises([passed(geometry)], geometry, kinds, loss=1.0)
+    assert other is None
+    assert known is not None
+
+
+def test_pooling_or_flattening_between_makes_a_promise_unknown():
+    pooled = place(
+        Layout.SIGNAL, (3, 8), (4, 2), (Kernel.same(3, 1), LINE), hidden=(5, 4)
+    )
+    assert promise([passed(pooled)], pooled, widen(4), loss=1.0) is None
+    flattened = place(
+        Layout.SIGNAL,
+        (3, 8),
+        (4,),
+        (Kernel.same(3, 1), None),
+        hidden=(40,),
+        outlet_layout=Layout.VECTOR,
+        unit_inputs=8,
+    )
+    assert promise([passed(flattened)], flattened, widen(4), loss=1.0) is None
+
+
+def test_a_blueprint_that_does_not_fit_promises_nothing_known():
+    assert promise([planted(3, 1.0)], vector(), widen(4), loss=1.0) is None
+
+
+def test_a_promise_needs_thirty_two_rows_to_be_judged_by():
+    geometry, sample = vector(), planted(3, noise=0.1)
+    for rows, known in ((63, False), (64, True)):
+        few = Sample(
+            sample.given[:rows], sample.answer[:rows], 400, sample.gradient[:rows]
+        )
+        assert (promise([few], geometry, mlp(4), 50.0) is not None) is known
+
+
+def test_one_example_cannot_be_split_however_many_positions_it_has():
+    geometry = place(Layout.IMAGE, (4, 16, 16))
+    assert promise([passed(geometry, examples=1)], geometry, mlp(2), 1.0) is None
+    assert promise([passed(geometry, examples=2)], geometry, mlp(2), 1.0) is not None
+
+
+def test_what_has_not_come_back_is_not_counted():
+    sample, geometry = planted(3, noise=1.0), vector()
+    ahead = Sample(100 * sample.given, 100 * sample.answer, 400)
+    assert promise([ahead], geometry, mlp(4), 50.0) is None
+    alone = promise([sample], geometry, mlp(4), 50.0)
+    assert promise([sample, ahead], geometry, mlp(4), 50.0) == alone
+
+
+def test_batches_of_other_lengths_than_the_latest_are_left_out():
+    geometry = place(Layout.SEQUENCE, (5, 6))
+    latest = passed(geometry)
+    longer = passed(place(Layout.SEQUENCE, (7, 6)))
+    alone = promise([latest], geometry, mlp(2), 50.0)
+    assert alone is not None
+    assert promise([longer, latest], geometry, mlp(2), 50.0) == alone
+
+
+@pytest.mark.parametrize("loss", [0.0, -1.0, float("nan"), float("inf")])
+def test_without_a_loss_there_is_no_promise(loss):
+    assert promise([planted(3, 1.0)], vector(), mlp(4), loss) is None
+
+
+@pytest.mark.parametrize("what", ["given", "answer", "gradient"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_make_a_promise_unknown(what, value):
+    sample = planted(3, 1.0)
+    getattr(sample, what)[5, 2] = value
+    assert promise([sample], vector(), mlp(4), loss=1.0) is None
+
+
+def test_a_gradient_of_zero_promises_zero():
+    sample = planted(3, 1.0)
+    sample.gradient.zero_()
+    assert promise([sample], vector(), mlp(4), loss=1.0) == 0.0
+
+
+def test_an_outlet_of_zero_has_no_relative_change():
+    sample = planted(3, 1.0)
+    sample.answer.zero_()
+    assert promise([sample], vector(), mlp(4), loss=1.0) is None
+
+
+def test_features_of_zero_are_no_trouble():
+    sample = planted(3, 1.0)
+    sample.given.zero_()
+    assert promise([sample], vector(), low_rank(4), loss=1.0) == 0.0
+
+
+def test_promises_stay_within_one():
+    assert promise([planted(3, 0.1)], vector(), mlp(4), loss=1e-6) == 1.0
+
+
+def test_gains_of_sizes_beyond_the_rank_are_those_of_the_rank():
+    seen = view(vector(), Form.LOW_RANK)
+    known = statistics([planted(3, 0.3)], vector(), seen)
+    at_rank, beyond = gains(known, [8, 100]).tolist()
+    assert at_rank == beyond > 0.0
