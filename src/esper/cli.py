@@ -14,7 +14,17 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
-BENCHMARKS = ("gae", "masks", "features", "buffer", "policy", "update", "simulated")
+BENCHMARKS = (
+    "gae",
+    "masks",
+    "features",
+    "buffer",
+    "policy",
+    "update",
+    "simulated",
+    "growth",
+    "widening",
+)
 
 COMMANDS = ("train", "bench")
 OPTIONS = ("--rounds", "--envs", "--rng-seed", "--repeats", "--ablations", "--json")

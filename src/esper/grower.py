@@ -264,7 +264,7 @@ class Grower:
         self._losses, self._pending = [], []
         self._used_loss, self._rollbacks = False, 0
         for junction in self.model.junctions:
-            junction.samples.clear()
+            junction.forget()
         if self.guard is not None:
             self.guard.take()
         return decision
@@ -340,6 +340,7 @@ class Grower:
             "first_metric": self._ruler.first,
             "losses": [*self._losses],
             "flags": [self._used_loss, self._skipped_training],
+            "passed": [junction.passed for junction in self.model.junctions],
             "samples": [
                 [[s.given, s.answer, s.rows, s.gradient] for s in junction.samples]
                 for junction in self.model.junctions
@@ -366,10 +367,11 @@ class Grower:
         self._ruler.first = state["first_metric"]
         self._losses = [*state["losses"]]
         self._used_loss, self._skipped_training = state["flags"]
-        for junction, samples in zip(
-            self.model.junctions, state["samples"], strict=True
+        for junction, passed, samples in zip(
+            self.model.junctions, state["passed"], state["samples"], strict=True
         ):
-            junction.samples.clear()
+            junction.forget()
+            junction.passed = passed
             junction.samples.extend(Sample(*sample) for sample in samples)
         self.hand.step = len(state["history"])
         self.history = [from_plain(decision) for decision in state["history"]]

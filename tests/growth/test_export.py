@@ -487,6 +487,26 @@ def test_an_ungrown_model_is_exported_as_its_host():
         assert report.merged == report.branches == report.left_out == ()
 
 
+class Named(Mlp):
+    """A host that is called by keywords and answers with several tensors."""
+
+    def forward(self, *, x, scale):
+        answer = super().forward(x)
+        return {"answer": scale * answer, "sizes": (answer.square().sum(-1), 3)}
+
+
+def test_a_host_may_be_called_and_answer_in_any_way():
+    x = torch.randn(5, 8, dtype=torch.float64)
+    given = {"x": x, "scale": 2.0}
+    model = GrowingModel(Named().double(), ["fc1->fc2", "fc2"], given).eval()
+    hold(model, "fc1->fc2#0", "widen_8")
+    hold(model, "fc2#0", "squeeze_excite")
+    plain, report = export_with_report(model)
+    assert report.merged == ("fc1->fc2#0",)
+    found, expected = plain(**given), model(**given)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
 @blueprint("test_export_double")
 def double(geometry):
     return nn.Linear(geometry.inlet_width, geometry.outlet_width)
@@ -540,11 +560,13 @@ def test_a_loaded_export_leaves_room_for_further_hooks(monkeypatch):
 
 
 def test_a_failed_call_leaves_nothing_behind():
-    plain = export(mixed(), merge=False)
-    plain.host.norm = nn.Linear(3, 3).double()
+    model = host_of("mlp", ["fc2->fc3"])
+    hold(model, "fc2->fc3#0", "widen_8")
+    plain = export(model, merge=False)
+    plain.host.fc3 = nn.Linear(3, 3).double()
     with pytest.raises(RuntimeError):
-        plain(torch.randn(2, 8, dtype=torch.float64))
-    copy.deepcopy(plain)
+        plain(model.example)
+    copy.deepcopy(plain)  # a tensor with a history could not be copied
 
 
 class Doubling:

@@ -29,7 +29,7 @@ class Ledger(Generic[Job, Result]):
         work: Does one job. With several workers it must be a function of a module.
         kind: The class of its results.
         workers: Processes; with 1, jobs are done in this one.
-        tell: Called with every job, its result, and whether it was done just now.
+        tell: Called once with every job, its result, and whether it was done now.
     """
 
     def __init__(
@@ -44,19 +44,22 @@ class Ledger(Generic[Job, Result]):
         self._file, self._work, self._kind = file, work, kind
         self._workers, self._tell = workers, tell
         self._known = dict(self._read())
+        self._told: set[str] = set()
 
     def __call__(self, jobs: Sequence[Job]) -> list[Result]:
         """The results of jobs, in their order."""
         missing: dict[str, Job] = {}
         for job in jobs:
             key = _key(asdict(job))
-            if key in self._known:
-                self._tell(job, self._known[key], False)
-            else:
+            if key not in self._known:
                 missing.setdefault(key, job)
+            elif key not in self._told:
+                self._told.add(key)
+                self._tell(job, self._known[key], False)
         for key, result in self._do(missing):
             self._known[key] = result
             self._write(missing[key], result)
+            self._told.add(key)
             self._tell(missing[key], result, True)
         return [self._known[_key(asdict(job))] for job in jobs]
 

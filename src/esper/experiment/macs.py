@@ -44,11 +44,15 @@ def promise_macs(rows: int, features: int, wishes: int, size: int) -> int:
 class Meter:
     """Adds up what training a growing model costs."""
 
-    def __init__(self, model: GrowingModel, decision_rows: int, example_rows: int):  # noqa: ANN204
+    def __init__(
+        self, model: GrowingModel, decision_rows: int, example_rows: int
+    ) -> None:
         self.spent = 0
         self._model = model
         self._rows, self._example = decision_rows, example_rows
-        self._layers = [n for n, module in model.host.named_modules() if is_layer(module)]
+        self._layers = [
+            n for n, module in model.host.named_modules() if is_layer(module)
+        ]
         largest = max(blueprint.size for blueprint in model.spec.blueprints)
         costs = []
         for place in model.survey.places:

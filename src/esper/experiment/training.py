@@ -1,7 +1,7 @@
 """One training of a small network, grown or not, through one and the same loop."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -69,7 +69,7 @@ class Outcome:
     cpu_seconds: float
     incidents: int = 0
     """Batches that the guard refused."""
-    story: tuple[str, ...] = ()
+    story: Sequence[str] = ()
     """Decisions that changed something."""
 
 
@@ -91,7 +91,9 @@ def run(what: Run, data: Data) -> Outcome:
     every = what.steps // max(1, what.epochs)
     orders = stream(what.rng_seed, "batches")
     batches = _batches(parts.train, what.batch, orders)
-    for step, (features, labels) in zip(range(1, what.steps + 1), batches, strict=False):
+    for step, (features, labels) in zip(
+        range(1, what.steps + 1), batches, strict=False
+    ):
         closure = partial(_loss, net, features, labels)
         loss = grower.loss(closure) if grower else closure()
         optimizer.zero_grad()
@@ -163,7 +165,9 @@ def _grower(
     return grower
 
 
-def _batches(data: Data, size: int, orders: Generator) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(
+    data: Data, size: int, orders: Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Whole batches for ever, in a new order each epoch."""
     count = len(data) // size
     while True:

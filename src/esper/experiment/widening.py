@@ -56,6 +56,8 @@ PLAIN_CHANGES: Final[tuple[Mapping[str, Any], ...]] = (
     {"decay": 1e-3},
     {"decay": 0.1},
 )
+PILOT: Final = 3
+"""Epochs of the short runs that tell how long the long ones will take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +245,22 @@ def study(protocol: Protocol, work: Workers) -> Study:
     plain = plan.outcomes(PLAIN, protocol.counted, counted=True)
     outcomes = {task: {**early[task], **plain[task]} for task in protocol.tasks}
     return Study(protocol, plan.settings, outcomes)
+
+
+def project(protocol: Protocol) -> float:
+    """Seconds that all runs would take one after the other, from short ones."""
+    plan = _Plan(protocol, lambda runs: [carry_out(one) for one in runs])
+    seconds = 0.0
+    for task in protocol.tasks:
+        long = plan.run(task, EARLY, protocol.tuning[0], {"rate": protocol.rates[0]})
+        steps = PILOT * long.steps // protocol.epochs
+        short = replace(long, steps=steps, epochs=PILOT)
+        growing, plain = plan.work([short, replace(short, budget=None)])
+        # Equal multiply-adds are about as many more steps as the host has grown.
+        times = len(PLAIN) + protocol.budget
+        each = growing.seconds + times * plain.seconds
+        seconds += each * long.steps / steps
+    return seconds * protocol.runs / len(protocol.tasks) / (1 + len(PLAIN))
 
 
 def carry_out(run_: Run) -> Outcome:

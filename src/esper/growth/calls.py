@@ -5,7 +5,7 @@ dictionary of keyword arguments. `shielded` gives everything back that a call ma
 change: buffers, training mode and torch's random state.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,18 +45,21 @@ def batch_size(example: Example) -> int:
 
 
 @contextmanager
-def swapped_buffers(*modules: nn.Module) -> Iterator[None]:
-    """Let the block work on copies of all buffers.
+def swapped_buffers(
+    *modules: nn.Module, but: Iterable[nn.Module] = ()
+) -> Iterator[None]:
+    """Let the block work on copies of all buffers, but those of some modules.
 
     The buffers themselves are never written, so a graph that saved one can still be
     walked backwards.
     """
+    skip = {id(module) for root in but for module in root.modules()}
     kept = [
         (module, name, buffer)
         for root in modules
         for module in root.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None
+        if buffer is not None and id(module) not in skip
     ]
     for module, name, buffer in kept:
         module._buffers[name] = buffer.clone()

@@ -50,20 +50,19 @@ class Grown(nn.Module):
         self.seeds = nn.ModuleDict({f"slot_{f.slot}": deepcopy(f.seed) for f in felt})
         self.training = self.seeds.training = host.training
         self.joints: dict[str, Joint] = {}
-        # Loaded from a file, handles keep later hooks from taking the same numbers.
-        self.handles: list[RemovableHandle] = []
         for one in felt:
             site = one.place.site
             if site.name not in self.joints:
                 self.joints[site.name] = joint = Joint(one.place)
                 inlet, outlet = map(host.get_submodule, (site.inlet, site.outlet))
                 if not site.residual:
-                    self.handles.append(
-                        inlet.register_forward_pre_hook(joint.read, with_kwargs=True)
-                    )
-                self.handles.append(outlet.register_forward_hook(joint.write))
+                    inlet.register_forward_pre_hook(joint.read, with_kwargs=True)
+                outlet.register_forward_hook(joint.write)
             seed = self.seeds[f"slot_{one.slot}"]
             self.joints[site.name].branches.append((seed, one.alpha, one.style))
+        # Loaded in another process, the youngest handle keeps torch from giving the
+        # numbers of these hooks to others.
+        self.youngest = RemovableHandle(self._forward_hooks)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """The host's answer, its seeds included."""

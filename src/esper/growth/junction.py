@@ -2,7 +2,8 @@
 
 The inlet's hook keeps the tensor that the seeds read; the outlet's hook adds what they
 say to the tensor there. An empty place costs two calls of a few instructions; the
-host's own modules, names and weights stay as they are.
+host's own modules, names and weights stay as they are. A seed whose code raises is left
+out from then on and `Flow.failed` says so.
 
     ADD     z + alpha * s
     SCALE   z * (1 + alpha * s)
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from esper.growth.blueprints.registry import first_line
 from esper.growth.places import Place, first_tensor
 
 ADD: Final = 0
@@ -29,16 +31,13 @@ ROWS: Final = 1024
 """Rows (or positions) of a place that are kept for its promise."""
 EXAMPLES: Final = 16
 """Examples that are kept at least, however many positions each has."""
+LARGE: Final = 2**15
+"""Numbers in a batch at a place from which only some batches are kept: what is kept
+cannot be used again by the next batch, and large memory is dear to come by."""
+STRIDE: Final = 16
+"""Every which batch is kept of large ones."""
 SAMPLES: Final = 16
 """Batches of a place that are kept at most."""
-
-
-class SeedFailed(RuntimeError):  # noqa: N818
-    """A seed's own code raised; names the slot."""
-
-    def __init__(self, slot: int, error: Exception) -> None:
-        super().__init__(f"{type(error).__name__}: {error}")
-        self.slot = slot
 
 
 @dataclass(slots=True)
@@ -64,6 +63,8 @@ class Flow:
     """A slot whose seed is not felt in this pass."""
     tried: int | None = None
     """A slot whose seed is felt at alpha 1 in this pass."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Slots whose seeds' own code failed, and how: they are not felt any more."""
 
 
 @dataclass(slots=True)
@@ -88,6 +89,8 @@ class Junction:
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     keeping: bool = True
     """Whether rows are kept for the place's promise."""
+    passed: int = 0
+    """Batches that passed since the last decision."""
     _given: Tensor | None = None
     _handles: list[RemovableHandle] = field(default_factory=list)
 
@@ -109,6 +112,7 @@ class Junction:
     def forget(self) -> None:
         """Drop whatever was kept of earlier batches."""
         self._given = None
+        self.passed = 0
         self.samples.clear()
 
     def read(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
@@ -127,9 +131,10 @@ class Junction:
             if branch.seed.training != module.training:
                 branch.seed.train(module.training)
             try:
-                said = branch.seed(given)
-            except Exception as error:
-                raise SeedFailed(slot, error) from error
+                said = _said(branch.seed, given, answer)
+            except Exception as error:  # a seed is code of others; the host goes on
+                self.flow.failed[slot] = f"its forward failed ({first_line(error)})"
+                continue
             said = said if alpha == 1.0 else alpha * said
             result = result + said if branch.style == ADD else result * (1 + said)
         if (
@@ -144,7 +149,7 @@ class Junction:
         return result
 
     def _alpha(self, slot: int, branch: Branch) -> float:
-        if slot == self.flow.left_out:
+        if slot == self.flow.left_out or slot in self.flow.failed:
             return 0.0
         if slot == self.flow.tried or (branch.shadow and self.flow.shadow):
             return 1.0
@@ -152,6 +157,10 @@ class Junction:
 
     def _keep(self, given: Tensor, answer: Tensor) -> None:
         rows = answer.shape[0]
+        large = given.numel() + answer.numel() > LARGE
+        self.passed += 1
+        if large and self.passed % STRIDE and self.samples:
+            return
         positions = max(1, self.place.geometry.outlet_positions)
         enough = max(EXAMPLES, ROWS // positions)
         some = min(rows, enough)
@@ -164,6 +173,14 @@ class Junction:
             sample.gradient = _some(gradient, some)
 
         answer.register_hook(came_back)
+
+
+def _said(seed: nn.Module, given: Tensor, answer: Tensor) -> Tensor:
+    """What a seed says, which must not be broadcast by accident."""
+    said: Tensor = seed(given)
+    if said.shape != answer.shape:
+        raise ValueError(f"it gave {[*said.shape]} for {[*answer.shape]}")
+    return said
 
 
 def _some(tensor: Tensor, rows: int) -> Tensor:

@@ -69,7 +69,7 @@ def plan(
             why = own[seed.slot]
             if not why and at.reader and not site.residual:
                 why = f"branch {at.reader} reads the tensor before it"
-            if False and at.scaler:
+            if not why and at.scaler:
                 why = f"branch {at.scaler} scales the tensor before it"
             reasons[seed.slot] = why
             if why:

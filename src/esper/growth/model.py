@@ -204,14 +204,21 @@ class GrowingModel(nn.Module):
         """Parameters of all seeds by name."""
         return {f"seeds.{name}": p for name, p in self.seeds.named_parameters()}
 
+    def training_seeds(self) -> dict[int, nn.Module]:
+        """The seeds that learn in shadow passes, by slot number."""
+        return {
+            slot: branch.seed
+            for junction in self.junctions
+            for slot, branch in junction.branches.items()
+            if branch.shadow
+        }
+
     def training_parameters(self) -> list[nn.Parameter]:
         """Parameters of the seeds that learn in shadow passes."""
         return [
             p
-            for junction in self.junctions
-            for branch in junction.branches.values()
-            if branch.shadow
-            for p in branch.seed.parameters()
+            for seed in self.training_seeds().values()
+            for p in seed.parameters()
             if p.requires_grad
         ]
 
@@ -312,6 +319,7 @@ class GrowingModel(nn.Module):
                 )
         if assign or not strict:
             raise BadInput("a growing model loads strictly and in place only.")
+        self._refuse_other_host(state_dict)
         for slot in range(len(self.slots)):
             index = int(saved["lives"]["blueprint"][0, slot])
             self._uproot(slot)
@@ -351,7 +359,8 @@ class GrowingModel(nn.Module):
             blueprint, place.geometry, self.generator, _middle(place, blueprint)
         )
         self.note = start(seed, place, junction.samples, initialiser, self.generator)
-        like = next(p for p in self.host.parameters() if p.is_floating_point())
+        near = (place.outlet, place.inlet, self.host)
+        like = next(p for m in near for p in m.parameters() if p.is_floating_point())
         seed = seed.to(device=like.device, dtype=like.dtype)
         seed.train(self.host.training)
         self.seeds[f"slot_{slot}"] = seed
@@ -362,6 +371,22 @@ class GrowingModel(nn.Module):
         if f"slot_{slot}" in self.seeds:
             del self.seeds[f"slot_{slot}"]
             self.junction(slot).branches.pop(slot, None)
+            self.flow.failed.pop(slot, None)
+
+    def _refuse_other_host(self, state: Mapping[str, Any]) -> None:
+        here = {f"host.{n}": [*t.shape] for n, t in self.host.state_dict().items()}
+        saved = {
+            name: [*value.shape]
+            for name, value in state.items()
+            if name.startswith("host.") and isinstance(value, Tensor)
+        }
+        names = sorted({*here, *saved})
+        odd = [name for name in names if here.get(name) != saved.get(name)][:3]
+        if odd:
+            shapes = [
+                f"{n} {saved.get(n, 'absent')} here {here.get(n, 'absent')}" for n in odd
+            ]
+            raise BadInput(f"the saved host is another one: {', '.join(shapes)}.")
 
     def _why_not(self, op: Op, slot: int) -> str:
         stage = Stage(int(self.lives.stage[0, slot])).name

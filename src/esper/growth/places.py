@@ -33,7 +33,10 @@ SIGNAL_LAYERS: Final = (
     nn.AdaptiveAvgPool1d,
     nn.AdaptiveMaxPool1d,
     nn.InstanceNorm1d,
+    nn.GroupNorm,
 )
+TELLING: Final = (*SIGNAL_LAYERS, nn.Linear, nn.LayerNorm, nn.Embedding)
+"""Layers whose output tells where its channels are."""
 LAYERS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d)
 """Layers that a seed can stand beside, span, and merge into."""
 
@@ -140,7 +143,8 @@ def _watch(
         if not [*module.children()]:
             watch.running.append(module)
             count["leaves"] += 1
-            last[:] = [module]
+            if isinstance(module, TELLING):
+                last[:] = [module]
         for name in names:
             if modules[name] is module:
                 sight = sights[name]

@@ -7,7 +7,7 @@ The seeds' gradients are exact; they wait inside the loss that is returned and r
 the seeds when the user walks it backwards, scaled as the user scales it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ def shadow_gradients(
     host: nn.Module,
     frozen: nn.Module,
     learning: Sequence[nn.Parameter],
+    seeds: Iterable[nn.Module] = (),
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The loss with the training seeds at alpha 1, and its gradients to them.
 
@@ -33,19 +34,22 @@ def shadow_gradients(
         host: Whose random state is kept.
         frozen: Everything whose buffers must not change.
         learning: The parameters of the training seeds.
+        seeds: The training seeds; their norms follow the data while they train.
     """
     mine = {id(p) for p in learning}
     others = [p for p in frozen.parameters() if p.requires_grad and id(p) not in mine]
     flow.shadow = True
     try:
         with (
-            swapped_buffers(frozen),
+            swapped_buffers(frozen, but=seeds),
             kept_randomness(host),
             _without_gradients(others),
             torch.enable_grad(),
         ):
             loss = closure()
-            found = torch.autograd.grad(loss, [*learning], allow_unused=True)
+            found: Sequence[Tensor | None] = [None] * len(learning)
+            if loss.requires_grad:  # not if the host left the seeds' places out
+                found = torch.autograd.grad(loss, [*learning], allow_unused=True)
     finally:
         flow.shadow = False
     gradients = tuple(

@@ -71,6 +71,26 @@ class Snapshot:
         self._random = _random_state(live)
         self._taken = True
 
+    def follow(self, modules: nn.Module, optimizer: Optimizer) -> None:
+        """Let what is kept have the present topology; its values stay.
+
+        Whoever has come is kept as it is now, whoever has left is forgotten. Call it
+        after every change, or one of another name cannot be told from a newcomer.
+        """
+        if not self._taken:
+            raise CallOrder("nothing was kept yet; call take() before follow().")
+        live, groups = _tensors_of(modules), _names(modules, optimizer)
+        state = _named_state(groups, optimizer)
+        come = {name for name in live if name not in self._tensors}
+        self._tensors = {
+            name: tensor.detach().clone() if name in come else self._tensors[name]
+            for name, tensor in live.items()
+        }
+        kept = {name: held for name, held in self._state.items() if name in live}
+        born = {name: held for name, held in state.items() if name in come}
+        self._state = {**kept, **copy.deepcopy(born)}
+        self._groups = groups
+
     def restore(self, modules: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Put everything back in place and return a copy of the plain data.
 

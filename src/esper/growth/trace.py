@@ -217,8 +217,9 @@ def fresh_middle(
     for module in middle:
         made = deepcopy(module)
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            # After a flatten a unit has several features.
             made = type(module)(
-                units,
+                units * (module.num_features // width),
                 eps=module.eps,
                 momentum=module.momentum,
                 affine=module.affine,
@@ -231,9 +232,10 @@ def fresh_middle(
             made = nn.GroupNorm(groups, units, eps=module.eps, affine=module.affine)
         elif isinstance(module, nn.LayerNorm):
             merges = False
-            shape = (*module.normalized_shape[:-1], units)
             made = nn.LayerNorm(
-                shape, eps=module.eps, elementwise_affine=module.elementwise_affine
+                units * (module.normalized_shape[-1] // width),
+                eps=module.eps,
+                elementwise_affine=module.elementwise_affine,
             )
         modules.append(made)
     return nn.Sequential(*modules), merges

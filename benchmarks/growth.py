@@ -1,0 +1,135 @@
+"""What does a slot cost a host's training step, empty, training and blended in?
+
+One process, alternating: the host's own step beside the same step with hooks, with the
+guard, with a seed that is blended in, and with one that trains in a shadow pass. The
+host is large enough for a step of ten milliseconds and more.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.timing import Report, alternate
+from esper.grower import Grower
+from esper.growth.model import GrowingModel
+
+ROWS, INPUTS, HIDDEN, CLASSES = 256, 256, 768, 10
+SLOT, BLUEPRINT = "0->2", "widen_32"
+
+
+def host() -> nn.Sequential:
+    """A plain network of three layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(INPUTS, HIDDEN),
+        nn.ReLU(),
+        nn.Linear(HIDDEN, HIDDEN),
+        nn.ReLU(),
+        nn.Linear(HIDDEN, CLASSES),
+    )
+
+
+def run() -> Report:
+    x, y = torch.randn(ROWS, INPUTS), torch.randint(0, CLASSES, (ROWS,))
+    plain = host()
+    sides = {"host alone": step_of(plain, x, y)}
+    with_hooks = host()
+    GrowingModel(with_hooks, [SLOT], x[:8])
+    sides["an empty slot"] = step_of(with_hooks, x, y)
+    sides["an empty slot and the guard"] = grower_step(x, y, "DORMANT")[0]
+    blended, grower = grower_step(x, y, "HOLDING")
+    sides["a seed blended in, and the guard"] = blended
+    sides["a seed training, and the guard"] = grower_step(x, y, "TRAINING")[0]
+    sides["forward of the host"] = forward_of(plain, x)
+    sides["backward to the outlet"] = backward_of(plain, x, y)
+    took = alternate(sides, seconds=4.0, rounds=12, budget=60.0)
+    alone = took["host alone"]
+    report = Report(
+        f"One training step, {plain[0].in_features}-{HIDDEN}-{HIDDEN}-{CLASSES}, "
+        f"batch {ROWS}, {BLUEPRINT}",
+        ("step", "ms", "of the host's", "more than the host"),
+    )
+    for name, seconds in took.items():
+        report.add(name, seconds * 1e3, seconds / alone, seconds / alone - 1)
+    guard = took["an empty slot and the guard"]
+    own = grower.model.macs / grower.model.survey.macs - 1
+    extra = (took["a seed blended in, and the guard"] - guard) / alone
+    report.notes.append(
+        f"An empty slot: {100 * (took['an empty slot'] / alone - 1):+.2f} % of the step."
+    )
+    report.notes.append(
+        f"A blended seed has {100 * own:.1f} % of the host's multiply-adds and takes "
+        f"{100 * extra:.1f} % of its step more: own multiply-adds "
+        f"{100 * (extra - own):+.1f} % of the step."
+    )
+    shadow = took["a seed training, and the guard"] - guard
+    bound = took["forward of the host"] + took["backward to the outlet"]
+    report.notes.append(
+        f"A training seed takes {shadow * 1e3:.2f} ms more; one forward and one "
+        f"backward of the activations downstream take {bound * 1e3:.2f} ms "
+        f"({shadow / bound:.2f} of it)."
+    )
+    return report
+
+
+def step_of(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
+    """The user's own step."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+
+    def step() -> None:
+        loss = cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def grower_step(x: Tensor, y: Tensor, stage: str) -> tuple[Callable[[], None], Grower]:
+    """The same step through a Grower with one seed in a stage."""
+    model = host()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    grower = Grower(model, optimizer, [SLOT], example=x[:8], controller="never")
+    name = f"{SLOT}#0"
+    if stage != "DORMANT":
+        grower.plant(name, BLUEPRINT, tempo="FAST")
+        grower.model.tick()
+    if stage == "HOLDING":
+        for _ in range(2):
+            grower.advance(name)
+            grower.model.tick()
+
+    def step() -> None:
+        loss = grower.loss(lambda: cross_entropy(model(x), y))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        grower._losses.clear()
+
+    return step, grower
+
+
+def forward_of(model: nn.Module, x: Tensor) -> Callable[[], None]:
+    """One forward pass of a frozen host."""
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(x)
+
+    return forward
+
+
+def backward_of(model: nn.Sequential, x: Tensor, y: Tensor) -> Callable[[], None]:
+    """The way back from the loss to the outlet, for activations alone."""
+    with torch.no_grad():
+        outlet = model[:3](x)
+    frozen = host()[3:].requires_grad_(False)
+    outlet.requires_grad_(True)
+    loss = cross_entropy(frozen(outlet), y)
+
+    def backward() -> None:
+        torch.autograd.grad(loss, outlet, retain_graph=True)
+
+    return backward
