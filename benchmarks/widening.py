@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ from esper.experiment.statistics import mean_interval
 from esper.experiment.training import Outcome, Run
 from esper.experiment.widening import (
     EARLY,
+    GROWING_CHANGES,
     PLAIN,
+    PLAIN_CHANGES,
     Protocol,
     Study,
     carry_out,
@@ -39,8 +41,6 @@ from esper.experiment.widening import (
     project,
     study,
 )
-
-Said = Callable[[str], None]
 
 
 def run(
@@ -132,6 +132,8 @@ def _tables(found: Study, task: str) -> list[Report]:
     arms.notes += [
         f"host: {host:,} parameters; grown to {grown.parameters:,}, which an export "
         f"writes as {grown.exported:,} numbers with the zeros between seeds",
+        f"offered in tuning besides learning rates: {_offers(GROWING_CHANGES)} to "
+        f"{EARLY}, {_offers(PLAIN_CHANGES)} to the others",
         f"batches refused by the guard: {refused}; GMAC: 10^9 multiply-adds in all of "
         "training, with shadow passes, decisions and promises; seconds: medians",
     ]
@@ -155,6 +157,10 @@ def _tables(found: Study, task: str) -> list[Report]:
         )
         gaps.notes.append(in_words(one, f"On {task}, {EARLY}"))
     return [arms, gaps]
+
+
+def _offers(changes: Sequence[Mapping[str, Any]]) -> str:
+    return " | ".join(f"{k} {v}" for change in changes for k, v in change.items())
 
 
 class _Progress:

@@ -95,7 +95,7 @@ NOISE = np.random.default_rng(1).normal(0.0, 0.01, size=10)
 
 @pytest.mark.parametrize(
     ("gap", "says"),
-    [(0.02, "beats [theirs] by 2."), (-0.02, "loses to [theirs] by 1.")],
+    [(0.02, "beats 'theirs' by 2."), (-0.02, "loses to 'theirs' by 1.")],
 )
 def test_a_clear_difference_is_said_in_points_and_with_its_sign(gap, says):
     ours = 0.5 + NOISE + gap + np.linspace(0.0, 0.002, 10)
@@ -120,3 +120,5 @@ def test_more_comparisons_need_more_evidence():
     assert alone.p == pytest.approx(2 / 64)
     assert alone.shown
     assert not any(one.shown for one in both)
+    assert "is ahead of 'a' by 0." in in_words(both[0], "Ours")
+    assert "do not settle it" in in_words(both[0], "Ours")

@@ -69,12 +69,19 @@ def in_words(comparison: Comparison, subject: str) -> str:
         f"ahead on {comparison.won} of {comparison.pairs} random seeds, "
         f"p = {comparison.adjusted:.2g}"
     )
-    against = f"[{comparison.name}]"
+    against = f"'{comparison.name}'"
     if comparison.shown:
         verb = "beats" if gap.estimate > 0 else "loses to"
         return (
             f"{subject} {verb} {against} by {abs(100 * gap.estimate):.1f} points "
             f"({low:+.1f} to {high:+.1f}; {record})."
+        )
+    if low > 0.0 or high < 0.0:
+        side = "ahead of" if gap.estimate > 0 else "behind"
+        return (
+            f"{subject} is {side} {against} by {abs(100 * gap.estimate):.1f} points on "
+            f"these seeds ({low:+.1f} to {high:+.1f}), but the ranks do not settle it "
+            f"({record})."
         )
     return (
         f"{subject} against {against}: no difference is shown; it may lie anywhere "

@@ -13,10 +13,22 @@ LINES_PER_JOB = 10
 
 
 class Progress:
-    """Shows how each training is doing."""
+    """Shows how each training is doing.
 
-    def __init__(self, names: Sequence[str], console: Console | None = None) -> None:
-        self._console = console or Console()
+    Args:
+        names: What the trainings are called.
+        console: Where to show it.
+        unit: What is counted.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        console: Console | None = None,
+        *,
+        unit: str = "round",
+    ) -> None:
+        self._console, self._unit = console or Console(), unit
         self._bars: Bars | None = None
         if self._console.is_terminal:
             self._bars = Bars(
@@ -48,20 +60,22 @@ class Progress:
 
     def show(self, name: str, record: RoundRecord) -> None:
         """Tell of one round of one training."""
+        self.tell(name, record.round, record.rounds, headline(record))
+
+    def tell(self, name: str, done: int, total: int, news: str) -> None:
+        """Tell how far one training is, counted from 1."""
         if self._bars is None:
-            every = max(record.rounds // LINES_PER_JOB, 1)
-            if record.round % every == 0 or record.round == record.rounds:
-                place = f"{name}: round {record.round}/{record.rounds}"
+            every = max(total // LINES_PER_JOB, 1)
+            if done % every == 0 or done == total:
+                place = f"{name}: {self._unit} {done}/{total}"
                 self._console.print(
-                    f"{place}, {headline(record)}", highlight=False, soft_wrap=True
+                    f"{place}, {news}", highlight=False, soft_wrap=True, markup=False
                 )
             return
         task = self._tasks[name]
-        if record.round == 1:
+        if done == 1:
             self._bars.start_task(task)
-        self._bars.update(
-            task, completed=record.round, total=record.rounds, news=headline(record)
-        )
+        self._bars.update(task, completed=done, total=total, news=news)
 
 
 def headline(record: RoundRecord) -> str:
