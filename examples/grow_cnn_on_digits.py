@@ -2,9 +2,9 @@
 
     python examples/grow_cnn_on_digits.py
 
-It starts with four channels in each of its two convolutions. New channels come with their own batch norm, go
-through the same activation and pooling as the others, and merge into the layers that
-the network has. The lines marked `esper` are all it takes.
+It starts with four channels in both convolutions. New channels come with a batch norm
+of their own, go through the same activation and pooling as the others, and merge into
+the layers that the network has. The lines marked `esper` are all it takes.
 """
 
 import torch

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from _export import compare, hand_over
 from torch import Tensor, nn
 
-import esper
+from esper import Grower
 from esper.tasks.text import ALPHABET, text, windows
 
 LENGTH = 32
@@ -32,8 +32,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, time, width] -> the same."""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, 2, -1)).unbind(2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        qkv = self.qkv(self.norm1(x)).unflatten(2, (3, 2, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -47,27 +47,26 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(len(ALPHABET), WIDTH)
         self.place = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
         self.blocks = nn.Sequential(Block(), Block())
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, len(ALPHABET))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(ALPHABET))
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits of the character after each."""
         return self.head(self.norm(self.blocks(self.embed(ids) + self.place)))
 
 
-def train(controller: str, ids: Tensor, held_out: Tensor, epochs: int) -> esper.Grower:
+def train(who: str, ids: Tensor, held_out: Tensor, epochs: int, steps: int) -> Grower:
     """An ordinary training loop; with the controller "never" nothing grows in it."""
     torch.manual_seed(0)
     chance = torch.Generator().manual_seed(0)
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
-    grower = esper.Grower(  # esper
+    grower = Grower(  # esper
         model,
         optimizer,
         slots=["blocks.0.up->blocks.0.down", "blocks.1.up->blocks.1.down"],
         example=ids[None, :LENGTH],
-        controller=controller,
+        controller=who,
         budget=1.0,  # it may add as many parameters as it has
         decisions=epochs,
         mode="min",
@@ -81,7 +80,7 @@ def train(controller: str, ids: Tensor, held_out: Tensor, epochs: int) -> esper.
         optimizer.step()
 
     for epoch in range(epochs):
-        for _ in range(40):
+        for _ in range(steps):
             learn(*windows(ids, count=32, length=LENGTH, generator=chance))
         schedule.step()
         decision = grower.step(metric=bits(model, held_out))  # esper
@@ -100,20 +99,20 @@ def bits(model: nn.Module, ids: Tensor) -> float:
 def main(*, quick: bool = False) -> dict[str, float]:
     """Train without and with growth; returns the figures that are printed."""
     torch.set_num_threads(1)
-    epochs = 6 if quick else 20
+    often = (6, 8) if quick else (20, 40)  # epochs, and steps of each
     parts = text()
     print("never grown:")
-    never = train("never", parts.train, parts.decisions, epochs)
+    never = train("never", parts.train, parts.decisions, *often)
     print("grown early:")
-    grower = train("early", parts.train, parts.decisions, epochs)
+    grower = train("early", parts.train, parts.decisions, *often)
     print(f"\n{grower.summary()}")  # esper
     figures = compare(
         "bits per character",
         (never, bits(never.model, parts.test)),
         (grower, bits(grower.model, parts.test)),
     )
-    rows = parts.test[: 32 * LENGTH].unflatten(0, (32, LENGTH))
-    return figures | hand_over(grower, {"ids": rows})  # esper
+    rows = {"ids": parts.test[: 32 * LENGTH].unflatten(0, (32, LENGTH))}
+    return figures | hand_over(grower, rows)  # esper
 
 
 if __name__ == "__main__":

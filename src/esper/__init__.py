@@ -21,7 +21,7 @@ _HOMES: Final = {
     "TamiyoPolicy": "esper.tamiyo.policy.network",
     "TamiyoRolloutBuffer": "esper.simic.agent.rollout_buffer",
     "blueprint": "esper.growth.blueprints.registry",
-    "check_blueprint": "esper.growth.blueprints.kit",
+    "check_blueprint": "esper.growth.contract",
     "fit": "esper.experiment.fit",
     "suggest_slots": "esper.growth.suggest",
 }

@@ -48,8 +48,9 @@ GROWING = Run(
 
 
 def _pretend(what: Run) -> Outcome:
-    """An outcome without training: the host likes rate 0.01, and early patience 1."""
-    score = 0.5 + 0.1 * (what.rate == 1e-2) + 0.1 * (what.patience == 1)
+    """An outcome without training: the host likes rate 0.01, and early newborn 1."""
+    score = 0.5 + 0.1 * (what.rate == 1e-2) + 0.1 * (what.newborn == 1.0)
+    score -= 0.01 * (what.decay == 0.1)
     return Outcome(
         decisions=score,
         test=0.25 if what.judged else None,
@@ -99,12 +100,12 @@ def test_every_arm_is_tuned_equally_long(pretended):
 def test_what_was_best_on_the_decision_rows_is_what_is_counted(pretended):
     found, runs = pretended
     chosen = found.settings["mnist1d"]
-    assert chosen[EARLY].chosen == {"rate": 1e-2, "patience": 1}
+    assert chosen[EARLY].chosen == {"rate": 1e-2, "newborn": 1.0}
     assert chosen[NEVER].chosen == {"rate": 1e-2}
     for what in runs:
         if what.judged:
             assert what.rate == 1e-2
-            assert what.patience == (1 if what.arm == EARLY else 2)
+            assert what.newborn == (1.0 if what.arm == EARLY else 3.0)
             assert what.decay == 1e-2
 
 
@@ -178,7 +179,7 @@ def test_all_that_was_found_is_in_the_document(pretended):
     document = as_data(found, [])
     assert len(document["outcomes"]["mnist1d"][EARLY]) == 2
     scores = document["settings"]["mnist1d"][STATIC]["scores"]
-    assert scores["rate 0.01, decay 0.1"] == pytest.approx(0.6)
+    assert scores["rate 0.01, decay 0.1"] == pytest.approx(0.59)
 
 
 def test_a_projection_is_of_the_order_of_the_whole():

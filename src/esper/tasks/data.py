@@ -11,12 +11,12 @@ over all columns, so the columns of one data set are taken to be of one unit.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import fsum
-from typing import Final
+from typing import Final, NamedTuple
 from zlib import crc32
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from esper.contracts.errors import BadInput
@@ -38,6 +38,7 @@ class Data:
 
     def __post_init__(self) -> None:
         """Refuse what no loss could be computed from."""
+        _check_kinds(self)
         rows = self.features.shape[0] if self.features.ndim else 0
         if rows == 0 or self.labels.shape != (rows,):
             raise BadInput(
@@ -47,14 +48,17 @@ class Data:
             )
         least, most = int(self.labels.min()), int(self.labels.max())
         if least < 0 or most >= self.classes:
+            wrong = (self.labels < 0) | (self.labels >= self.classes)
             raise BadInput(
                 f"{self.name}: expected labels in 0..{self.classes - 1}; got "
-                f"{least}..{most}; count the classes again"
+                f"{least}..{most}, first in row {_first(wrong)}; count the classes "
+                f"again"
             )
-        if not self.features.isfinite().all():
+        finite = self.features.isfinite()
+        if not finite.all():
             raise BadInput(
-                f"{self.name}: expected finite features; got NaN or infinity; "
-                f"drop or fill those rows"
+                f"{self.name}: expected finite features; got NaN or infinity, first "
+                f"at {_first(~finite)}; drop or fill those rows"
             )
 
     def __len__(self) -> int:
@@ -68,8 +72,7 @@ class Data:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Splits:
+class Splits(NamedTuple):
     """Three disjoint sets of rows, standardised by the statistics of the first."""
 
     train: Data
@@ -78,6 +81,24 @@ class Splits:
     """The rows that decide whether and how it grows."""
     test: Data
     """The rows that are looked at once, at the end."""
+
+
+def check_data(data: Data, *, batch: int = 1) -> Data:
+    """The same data, if a network can learn something from it.
+
+    A class without a row is allowed: it can only be guessed wrongly.
+    """
+    if len(data) < batch:
+        raise BadInput(
+            f"{data.name}: expected at least one batch of {batch} rows; got "
+            f"{len(data)}; choose a smaller batch or find more rows"
+        )
+    if bool((data.labels == data.labels[0]).all()):
+        raise BadInput(
+            f"{data.name}: expected rows of at least two classes; all {len(data)} are "
+            f"of class {int(data.labels[0])}; accuracy would say nothing"
+        )
+    return data
 
 
 def split(data: Data, rng_seed: int, shares: Sequence[float] = SHARES) -> Splits:
@@ -128,3 +149,29 @@ def _statistics(
     floor = LEAST_DEVIATION * variance.mean().sqrt()
     floor = torch.where(floor > 0, floor, torch.ones_like(floor))
     return mean, variance.sqrt().maximum(floor)
+
+
+def _check_kinds(data: Data) -> None:
+    """Refuse what is no tensor, or a tensor of the wrong kind."""
+    for word, value in (("features", data.features), ("labels", data.labels)):
+        if not isinstance(value, Tensor):
+            raise BadInput(
+                f"{data.name}: expected {word} as a tensor; got "
+                f"{type(value).__name__}; call torch.as_tensor"
+            )
+    if not data.features.is_floating_point():
+        raise BadInput(
+            f"{data.name}: expected floating-point features; got "
+            f"{data.features.dtype}; call .float()"
+        )
+    if data.labels.dtype != torch.int64:
+        raise BadInput(
+            f"{data.name}: expected labels as int64; got {data.labels.dtype}; number "
+            f"the classes from 0 and call .long()"
+        )
+
+
+def _first(wrong: Bool[Tensor, "*place"]) -> str:
+    """Where the first true element stands, such as `12` or `[12, 0, 3]`."""
+    place = wrong.nonzero()[0].tolist()
+    return str(place[0] if len(place) == 1 else place)
