@@ -16,6 +16,7 @@ it did, and why it did not grow when it did not.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict
 from math import isfinite, nan
 from typing import Any, Final
@@ -31,24 +32,27 @@ from esper.contracts.stages import Stage
 from esper.growth.calls import Example
 from esper.growth.export import export
 from esper.growth.governor import GovernorConfig
-from esper.growth.guard import Guard, Incident
+from esper.growth.guard import Guard
 from esper.growth.hand import Hand
 from esper.growth.history import (
     Decision,
     Receipt,
     from_plain,
+    pending,
     summary,
     to_plain,
 )
 from esper.growth.initialisers import find_initialiser
-from esper.growth.junction import Sample, SeedFailed
-from esper.growth.measure import FELT, Ruler
+from esper.growth.junction import Sample
+from esper.growth.measure import Ruler
 from esper.growth.model import GrowingModel
 from esper.growth.observe import Track, observe
 from esper.growth.optimiser import Newborn
+from esper.growth.quarantine import Quarantine
 from esper.growth.shadow import carry, shadow_gradients
+from esper.growth.snapshots import random_state, set_random_state
 from esper.growth.suggest import suggest_slots
-from esper.growth.words import in_words
+from esper.growth.words import in_words, refuse_illegal
 from esper.tamiyo.gardening import explain
 from esper.tamiyo.named import named
 from esper.tamiyo.policy.action_masks import compute_masks
@@ -91,7 +95,7 @@ class Grower:
         *,
         example: Example,
         controller: str | Controller = "early",
-        budget: float = 2.0,
+        budget: float | int = 2.0,
         decisions: int = 30,
         rent: float = 0.0,
         blueprints: Sequence[str] | None = None,
@@ -121,22 +125,31 @@ class Grower:
             min_age=min_age,
             rng_seed=rng_seed,
         )
+        self.guard: Guard | None = None
+        self.quarantine = Quarantine(self.model)
         try:
+            self._ruler = Ruler(self.model, mode)
             self.controller: Controller = (
                 named(controller, self.model.spec)
                 if isinstance(controller, str)
                 else controller
             )
-            self.guard: Guard | None = None
             # The guard's hook comes first: what it refuses, nobody else shall see.
             if governor is not None and isinstance(optimizer, Optimizer):
                 self.guard = Guard(
-                    self.model, optimizer, governor, self._note, self._give_up
+                    self.model,
+                    optimizer,
+                    governor,
+                    self.quarantine.report,
+                    self.quarantine.give_up,
                 )
             self.hand = Hand(self.model, optimizer, newborn)
         except BaseException:
             self.model.detach()
+            if self.guard is not None:
+                self.guard.detach()
             raise
+        self.quarantine.guard, self.quarantine.hand = self.guard, self.hand
         host = self.model.survey.parameters
         self.budget: float = budget if isinstance(budget, float) else budget / host
         self.decisions, self.rent = decisions, rent
@@ -146,14 +159,12 @@ class Grower:
         self._generator = torch.Generator().manual_seed(rng_seed)
         self._remembered: ControllerState = None
         self._track = Track.fresh(1)
-        self._ruler = Ruler(self.model, mode)
         self._losses: list[Tensor] = []
         self._used_loss = False
         self._skipped_training = False
-        self._pending: list[str] = []
-        self._rollbacks = 0
         like = next(model.parameters())
         self._home = (like.device, like.dtype)
+        self._own = [id(parameter) for parameter in model.parameters()]
 
     # In the batch loop.
 
@@ -168,27 +179,28 @@ class Grower:
         self._refuse_moved()
         if self.guard is not None:
             self.guard.before_batch()
-        try:
-            loss = closure()
-        except SeedFailed as failure:
-            self._quarantine(failure.slot, f"its forward failed ({failure})")
-            loss = closure()
+        loss = closure()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise BadInput("the closure must return one number, as a tensor.")
+        self.quarantine.remove_failed()
+        if not torch.is_grad_enabled():
+            return loss
         if self.guard is not None:
             self.guard.after_batch(loss)
         self._used_loss = True
         self._losses.append(loss.detach())
         learning = self.model.training_parameters()
-        if not learning or not torch.is_grad_enabled():
+        if not learning:
             return loss
-        try:
-            _, gradients = shadow_gradients(
-                closure, self.model.flow, self.model.host, self.model, learning
-            )
-        except SeedFailed as failure:
-            self._quarantine(failure.slot, f"its forward failed ({failure})")
-            return loss
+        _, gradients = shadow_gradients(
+            closure,
+            self.model.flow,
+            self.model.host,
+            self.model,
+            learning,
+            self.model.training_seeds().values(),
+        )
+        self.quarantine.remove_failed()
         return carry(loss, learning, gradients)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -213,37 +225,44 @@ class Grower:
             What was decided; true if anything changed.
         """
         self._refuse_moved()
+        self._refuse_replaced()
+        healed = self.guard is not None and self.guard.decision()
         measured = self._ruler.measure(metric)
+        if healed and not callable(metric) and not isfinite(measured) and self.history:
+            measured = self.history[-1].metric  # this one was of the broken model
         score = self._ruler.score(measured)
+        self.quarantine.remove_failed()
         loss = nan
         if self._losses:
             loss = float(
                 torch.stack([x.float().reshape(()) for x in self._losses]).mean()
             )
-        if self.guard is not None:
-            self.guard.decision()
-        self._track = self._track.after(
+        track = self._track.after(
             torch.tensor([score]), torch.tensor([loss], dtype=torch.float32)
         )
+        self.quarantine.remove_broken()
         contributions = self._ruler.contributions(metric, score)
+        self.quarantine.remove_failed()
         if not self._used_loss:
             self._pass_training()
         observation = observe(
             self.model,
-            self._track,
+            track,
             horizon=self.decisions,
             budget=self.budget,
             rent=self.rent,
             contributions=contributions,
         )
         masks = compute_masks(observation, self.model.spec)
-        actions, self._remembered = self.controller.decide(
+        actions, remembered = self.controller.decide(
             observation, masks, self._remembered, self._generator
         )
+        refuse_illegal(actions, masks)
         op = Op(int(actions[0, HEAD["op"]]))
         why_not = explain(observation, masks) if op is Op.WAIT else ""
         said = in_words(actions, self.model.slots, self.model.spec)
         self.hand.act(actions, self.initialiser)
+        self._track, self._remembered = track, remembered
         self.hand.let_pass()
         receipts, events = self.hand.collect()
         decision = Decision(
@@ -257,16 +276,16 @@ class Grower:
             macs=self.model.macs,
             receipts=receipts,
             events=events,
-            incidents=tuple(self._pending),
+            incidents=tuple(self.quarantine.incidents),
         )
         self.history.append(decision)
         self.hand.step = len(self.history)
-        self._losses, self._pending = [], []
-        self._used_loss, self._rollbacks = False, 0
+        self._losses, self._used_loss = [], False
+        self.quarantine.incidents = []
         for junction in self.model.junctions:
             junction.forget()
         if self.guard is not None:
-            self.guard.take()
+            self.guard.follow()
         return decision
 
     # By hand: the same ops, with the optimiser following.
@@ -274,29 +293,27 @@ class Grower:
     def plant(self, slot: str, blueprint: str, **manner: str) -> Receipt:
         """Plant a seed now; see `GrowingModel.plant`."""
         manner = {"initialiser": self.initialiser, **manner}
-        return self.hand.change(
+        return self._change(
             lambda: self.model.plant(slot, blueprint, **manner), Op.GERMINATE, slot
         )
 
     def advance(self, slot: str) -> Receipt:
         """Move a seed on; see `GrowingModel.advance`."""
-        return self.hand.change(lambda: self.model.advance(slot), Op.ADVANCE, slot)
+        return self._change(lambda: self.model.advance(slot), Op.ADVANCE, slot)
 
     def set_alpha(self, slot: str, target: str, **manner: str) -> Receipt:
         """Let alpha travel; see `GrowingModel.set_alpha`."""
-        return self.hand.change(
+        return self._change(
             lambda: self.model.set_alpha(slot, target, **manner), Op.SET_ALPHA, slot
         )
 
     def prune(self, slot: str, **manner: str) -> Receipt:
         """Fade a seed out; see `GrowingModel.prune`."""
-        return self.hand.change(
-            lambda: self.model.prune(slot, **manner), Op.PRUNE, slot
-        )
+        return self._change(lambda: self.model.prune(slot, **manner), Op.PRUNE, slot)
 
     def keep(self, slot: str) -> Receipt:
         """Keep a seed for good; see `GrowingModel.keep`."""
-        return self.hand.change(lambda: self.model.keep(slot), Op.FOSSILIZE, slot)
+        return self._change(lambda: self.model.keep(slot), Op.FOSSILIZE, slot)
 
     # What came of it.
 
@@ -318,13 +335,21 @@ class Grower:
         """The story on one page."""
         return self.summary()
 
+    def detach(self) -> None:
+        """Take all hooks off the host and the optimiser; seeds are not felt then."""
+        self.model.detach()
+        self.hand.surgeon.detach()
+        if self.guard is not None:
+            self.guard.detach()
+
     # Saving and resuming.
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on to the bit, as plain data and tensors.
 
         Build the same model, optimiser and Grower from your own factory in the new
-        process, then `load_state_dict`. A scheduler and a data loader are yours.
+        process, then `load_state_dict`. A scheduler and a data loader are yours. The
+        guard's snapshot is not saved: after loading, there is one of that moment.
         """
         return {
             "format": FORMAT,
@@ -336,7 +361,7 @@ class Grower:
             "track": asdict(self._track),
             "remembered": self._remembered,
             "generator": self._generator.get_state(),
-            "random": torch.get_rng_state(),
+            "random": random_state(dict(self.model.named_parameters())),
             "first_metric": self._ruler.first,
             "losses": [*self._losses],
             "flags": [self._used_loss, self._skipped_training],
@@ -346,6 +371,9 @@ class Grower:
                 for junction in self.model.junctions
             ],
             "history": [to_plain(decision) for decision in self.history],
+            "pending": to_plain(
+                pending(*self.hand.pending(), tuple(self.quarantine.incidents))
+            ),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -357,7 +385,8 @@ class Grower:
             )
         self.model.load_state_dict(state["model"])
         self.hand.surgeon.restore(state["groups"], self.hand.named_parameters())
-        self._optimizer.load_state_dict(state["optimizer"])
+        # Torch's optimisers go on in the very tensors that they are given.
+        self._optimizer.load_state_dict(deepcopy(state["optimizer"]))
         self.hand.surgeon.load_state_dict(state["surgeon"])
         if self.guard is not None and state["governor"] is not None:
             self.guard.governor.load_state_dict(state["governor"])
@@ -375,9 +404,12 @@ class Grower:
             junction.samples.extend(Sample(*sample) for sample in samples)
         self.hand.step = len(state["history"])
         self.history = [from_plain(decision) for decision in state["history"]]
-        torch.set_rng_state(state["random"])
-        if self.guard is not None:
-            self.guard.take()
+        unfinished = from_plain(state["pending"])
+        self.hand.restore(unfinished.receipts, unfinished.events)
+        self.quarantine.incidents = [*unfinished.incidents]
+        set_random_state(state["random"])
+        if self.guard is not None and not self.guard.take():
+            self.guard.follow()
 
     # Inside.
 
@@ -389,35 +421,18 @@ class Grower:
                 self._skipped_training = True
                 self.advance(name)
 
-    def _note(self, incident: Incident) -> None:
-        what = "rolled back" if incident.rolled_back else "refused"
-        self._pending.append(f"{what}: {incident.reason}")
-        if incident.rolled_back:
-            self._rollbacks += 1
-            if self._rollbacks >= 2:
-                self._remove_youngest()
-
-    def _remove_youngest(self) -> None:
-        """What failed twice would fail again: take the newest felt seed out."""
-        lives = self.model.lives
-        felt = [
-            s for s, n in enumerate(self.model.slots) if self.model.stage(n) in FELT
-        ]
-        if felt:
-            youngest = min(felt, key=lambda slot: int(lives.age[0, slot]))
-            self._quarantine(youngest, "training kept failing with it")
-
-    def _give_up(self, reason: str) -> None:
-        """Take out every training seed that is broken."""
-        for slot, name in enumerate(self.model.slots):
-            if self.model.stage(name) is Stage.TRAINING:
-                self._quarantine(slot, reason)
-
-    def _quarantine(self, slot: int, reason: str) -> None:
-        self.hand.remove(slot, reason)
-        self._pending.append(f"removed {self.model.slots[slot]}: {reason}")
+    def _change(self, change: Callable[[], None], op: Op, slot: str) -> Receipt:
+        receipt = self.hand.change(change, op, slot)
         if self.guard is not None:
-            self.guard.take()
+            self.guard.follow()
+        return receipt
+
+    def _refuse_replaced(self) -> None:
+        if self._own != [id(parameter) for parameter in self.model.host.parameters()]:
+            raise CallOrder(
+                "the host's parameters are other objects than when the Grower was "
+                "built; load weights into them in place (without assign=True)."
+            )
 
     def _refuse_moved(self) -> None:
         like = next(self.model.host.parameters())

@@ -1,13 +1,12 @@
 """Rows are dealt out once each, and only training rows are measured."""
 
-import jaxtyping
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from esper.contracts.errors import BadInput
-from esper.tasks.data import Data, split
+from esper.tasks.data import Data, check_data, split
 
 
 def numbered(rows, columns=3):
@@ -15,14 +14,6 @@ def numbered(rows, columns=3):
     labels = torch.arange(rows)
     features = torch.randn(rows, columns) * torch.tensor([1.0, 4.0, 2.0])[:columns]
     return Data("numbered", features + 7, labels, rows)
-
-
-@pytest.fixture
-def _as_users_call():
-    """Without the test run's own look at annotations, which would come first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def parts(splits):
@@ -134,7 +125,14 @@ def test_negative_numbers_are_refused():
         (torch.zeros(0, 2), torch.zeros(0).long(), "at least one row"),
         (torch.zeros(2, 2), torch.tensor([0, 5]), r"0\.\.4; got 0\.\.5"),
         (torch.zeros(2, 2), torch.tensor([-1, 0]), r"0\.\.4; got -1\.\.0"),
-        (torch.tensor([[0.0], [torch.nan]]), torch.tensor([0, 1]), "finite"),
+        (torch.zeros(2, 2), torch.tensor([0, 5]), "first in row 1"),
+        (torch.tensor([[0.0], [torch.nan]]), torch.tensor([0, 1]), r"at \[1, 0\]"),
+        (torch.tensor([[0.0, torch.inf]]), torch.tensor([0]), r"at \[0, 1\]"),
+        (torch.zeros(2, 2).byte(), torch.tensor([0, 1]), r"torch\.uint8; call \.fl"),
+        (torch.zeros(2, 2), torch.tensor([0.0, 1.0]), r"int64; got torch\.float32"),
+        (torch.zeros(2, 2), torch.full((2,), torch.nan), r"int64; got torch\.float32"),
+        (torch.zeros(2, 2).numpy(), torch.tensor([0, 1]), "features .* ndarray"),
+        (torch.zeros(2, 2), [0, 1], "labels as a tensor; got list"),
     ],
 )
 @pytest.mark.usefixtures("_as_users_call")
@@ -142,3 +140,27 @@ def test_data_that_cannot_be_meant_is_refused_in_one_line(features, labels, mess
     with pytest.raises(BadInput, match=message) as caught:
         Data("wrong", features, labels, 5)
     assert "\n" not in str(caught.value)
+
+
+def test_data_that_can_be_learnt_from_are_handed_on():
+    data = numbered(64)
+    assert check_data(data, batch=64) is data
+
+
+def test_fewer_rows_than_a_batch_are_refused():
+    with pytest.raises(BadInput, match=r"one batch of 64 rows; got 63"):
+        check_data(numbered(63), batch=64)
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_rows_of_one_class_are_refused(rows):
+    alike = Data("alike", torch.rand(rows, 2), torch.full((rows,), 3), 5)
+    with pytest.raises(BadInput, match=f"two classes; all {rows} are of class 3"):
+        check_data(alike)
+
+
+def test_flat_rows_hold_the_same_numbers():
+    images = Data("images", torch.rand(20, 2, 3, 4), torch.arange(20), 20)
+    assert images.flat().features.shape == (20, 24)
+    assert images.flat().features[7].equal(images.features[7].flatten())
+    assert images.flat().labels.equal(images.labels)

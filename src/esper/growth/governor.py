@@ -179,12 +179,19 @@ def judge_batch(
 
 def judge_decision(record: Record, config: GovernorConfig) -> Int64[Tensor, " env"]:
     """WORSE_THAN_GUESSING where what was learnt is lost again, else HEALTHY."""
+    (_, middle, _), _ = _quartiles(record.ring[:1])
+    lost = unlearnt(middle[0], record, config)
+    return torch.where(lost, int(Verdict.WORSE_THAN_GUESSING), 0)
+
+
+def unlearnt(
+    loss: Float[Tensor, " env"], record: Record, config: GovernorConfig
+) -> Bool[Tensor, " env"]:
+    """Where a loss is back above that of the first window, after it had fallen."""
     start = record.first_window
     limit = start + (config.guessing - 1.0) * start.abs()
     limit = limit + config.slack * record.first[0].abs()
-    (_, middle, _), _ = _quartiles(record.ring[:1])
-    lost = (record.best < start) & (middle[0] > limit)
-    return torch.where(lost, int(Verdict.WORSE_THAN_GUESSING), 0)
+    return (record.best < start) & (loss > limit)
 
 
 class Governor:
@@ -322,8 +329,8 @@ def describe(verdict: Verdict, figures: Figures) -> str:
             )
 
 
-def all_finite(tensors: Sequence[Tensor]) -> Bool[Tensor, ""]:
-    """Whether no number in any tensor is NaN or infinite; one small result."""
+def all_finite(tensors: Sequence[Tensor], limit: float = math.inf) -> Bool[Tensor, ""]:
+    """Whether no number is NaN, infinite or beyond the limit; one small result."""
     numbers = [
         tensor.detach()
         for tensor in tensors
@@ -332,7 +339,8 @@ def all_finite(tensors: Sequence[Tensor]) -> Bool[Tensor, ""]:
     if not numbers:
         return torch.ones((), dtype=torch.bool)
     # The largest magnitude cannot overflow, as a sum of squares would.
-    return torch.isfinite(torch.stack(torch._foreach_norm(numbers, torch.inf))).all()
+    largest = torch.stack(torch._foreach_norm(numbers, torch.inf))
+    return (torch.isfinite(largest) & (largest <= limit)).all()
 
 
 def _magnitude(value: float) -> float:

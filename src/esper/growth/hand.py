@@ -5,7 +5,7 @@ optimiser, the change of the model's answer on its example is measured, and what
 happened is noted as receipts and events until somebody collects them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 
 from jaxtyping import Int64
@@ -80,9 +80,19 @@ class Hand:
         self._follow(lambda: self.model.remove(slot), slot)
         self._tell(stages, reason)
 
+    def pending(self) -> tuple[tuple[Receipt, ...], tuple[StageChanged, ...]]:
+        """What would be collected now."""
+        return tuple(self._receipts), tuple(self._events)
+
+    def restore(
+        self, receipts: Sequence[Receipt], events: Sequence[StageChanged]
+    ) -> None:
+        """What was pending when this was saved."""
+        self._receipts, self._events = [*receipts], [*events]
+
     def collect(self) -> tuple[tuple[Receipt, ...], tuple[StageChanged, ...]]:
         """What happened since the last time."""
-        found = tuple(self._receipts), tuple(self._events)
+        found = self.pending()
         self._receipts, self._events = [], []
         return found
 

@@ -2,11 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from math import nan
+from typing import Any, Final
 
 from esper.contracts.events import StageChanged
 from esper.contracts.stages import Stage
 from esper.growth.model import GrowingModel
+
+SEEDS: Final = 16
+CHANGES: Final = 8
+"""Seeds and changes that are told of on one page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +69,24 @@ def summary(
     ]
     if history:
         first, last = history[0], history[-1]
-        best = max(history, key=lambda decision: decision.metric)
+        least, most = (
+            pick(history, key=lambda decision: decision.metric) for pick in (min, max)
+        )
         lines.append(
-            f"metric {first.metric:.4g} at first, {last.metric:.4g} at last, "
-            f"largest {best.metric:.4g} at decision {best.step}"
+            f"metric {first.metric:.4g} at first, {last.metric:.4g} at last; least "
+            f"{least.metric:.4g} at decision {least.step}, largest {most.metric:.4g} "
+            f"at decision {most.step}"
         )
     lines.append("")
     lines += _seeds(model)
     changes = [decision for decision in history if decision.grew]
     if changes:
         lines += ["", "what changed:"]
-        for decision in changes[-12:]:
+        for decision in changes[-CHANGES:]:
             lines.append(f"  {decision.step:>4}  {decision.said}")
-            lines += [f"        {receipt}" for receipt in decision.receipts]
-        if len(changes) > 12:
-            lines.append(f"  ({len(changes) - 12} earlier changes are in history)")
+            lines += [f"        {receipt}" for receipt in decision.receipts[:2]]
+        if len(changes) > CHANGES:
+            lines.append(f"  ({len(changes) - CHANGES} earlier ones are in history)")
     reasons: dict[str, int] = {}
     for decision in history:
         if decision.why_not:
@@ -86,11 +94,11 @@ def summary(
     if reasons:
         lines += ["", "why nothing was planted:"]
         often = sorted(reasons.items(), key=lambda pair: -pair[1])
-        lines += [f"  {count:>4} x  {reason}" for reason, count in often[:6]]
+        lines += [f"  {count:>4} x  {reason}" for reason, count in often[:4]]
     troubles = [i for decision in history for i in decision.incidents]
     if troubles:
         lines += ["", "what was not let through:"]
-        lines += [f"  {trouble}" for trouble in troubles[-6:]]
+        lines += [f"  {trouble}" for trouble in troubles[-4:]]
     lines += [f"\nnote: {note}" for note in notes]
     return "\n".join(lines)
 
@@ -108,7 +116,30 @@ def _seeds(model: GrowingModel) -> list[str]:
             lines.append(
                 f"  {name:<{wide}}  {stage.name:<10}  {kind:<14}  alpha {alpha:.2f}"
             )
+    if len(lines) > SEEDS:
+        lines[SEEDS:] = [f"  ({len(lines) - SEEDS} more)"]
     return lines or ["  no seed is planted"]
+
+
+def pending(
+    receipts: tuple[Receipt, ...],
+    events: tuple[StageChanged, ...],
+    incidents: tuple[str, ...],
+) -> Decision:
+    """What has happened since the last decision, before there is another one."""
+    return Decision(
+        step=-1,
+        metric=nan,
+        loss=nan,
+        said="",
+        grew=False,
+        why_not="",
+        parameters=0,
+        macs=0,
+        receipts=receipts,
+        events=events,
+        incidents=incidents,
+    )
 
 
 def to_plain(decision: Decision) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from esper.contracts.errors import BadInput
 from esper.growth.blueprints.registry import first_line
 from esper.growth.places import Place, first_tensor
 
@@ -96,6 +97,13 @@ class Junction:
 
     def attach(self) -> None:
         """Put the hooks on the host."""
+        for hook in self.place.outlet._forward_hooks.values():
+            other = getattr(hook, "__self__", None)
+            if isinstance(other, Junction) and other.flow is not self.flow:
+                raise BadInput(
+                    f"{self.place.site.outlet!r} has slots of another Grower; call "
+                    "its detach() first."
+                )
         if not self.place.site.residual:
             self._handles.append(
                 self.place.inlet.register_forward_pre_hook(self.read, with_kwargs=True)

@@ -32,9 +32,14 @@ class Ruler:
     def measure(self, metric: Metric) -> float:
         """The metric; a function's side effects on the model are undone."""
         if not callable(metric):
-            return float(metric)
-        with shielded(self._model, training=self._model.host.training):
-            return float(metric())
+            return _number(metric)
+        flow = self._model.flow
+        flow.quiet = True
+        try:
+            with shielded(self._model, training=self._model.host.training):
+                return _number(metric())
+        finally:
+            flow.quiet = False
 
     def score(self, metric: float) -> float:
         """The metric as a score."""
@@ -63,8 +68,20 @@ class Ruler:
             stage = self._model.stage(name)
             if stage in FELT:
                 with self._model.without(slot):
-                    found[slot] = score - self.score(self.measure(metric))
+                    found[slot] = score - self._score_or_none(metric)
             elif stage is Stage.TRAINING:
                 with self._model.trying(slot):
-                    found[slot] = self.score(self.measure(metric)) - score
+                    found[slot] = self._score_or_none(metric) - score
         return found
+
+    def _score_or_none(self, metric: Metric) -> float:
+        """A score of 0 where a broken seed spoils the metric."""
+        measured = self.measure(metric)
+        return self.score(measured) if isfinite(measured) else 0.0
+
+
+def _number(metric: object) -> float:
+    try:
+        return float(metric)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"the metric must be a number, got {metric!r}.") from error

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from difflib import get_close_matches
-from typing import Any, Final
+from typing import Any
 
 import torch
 from jaxtyping import Int64
@@ -31,12 +31,10 @@ from esper.growth.initialisers import start
 from esper.growth.junction import Branch, Flow, Junction
 from esper.growth.lifecycle import Lives
 from esper.growth.places import Place, Survey, survey
+from esper.growth.saved import FORMAT, topology
 from esper.growth.sites import find_sites
 from esper.growth.trace import fresh_middle
 from esper.growth.words import sentence
-
-FORMAT: Final = 1
-"""Version of what `state_dict` holds besides weights."""
 
 
 class GrowingModel(nn.Module):
@@ -87,8 +85,13 @@ class GrowingModel(nn.Module):
         self.note = ""
         """How the last seed was started, in words."""
         self._costs: dict[tuple[str, str], tuple[int, int]] = {}
-        for junction in self.junctions:
-            junction.attach()
+        self._prices: dict[tuple[str, str], tuple[int, int] | None] = {}
+        try:
+            for junction in self.junctions:
+                junction.attach()
+        except BadInput:
+            self.detach()
+            raise
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """The grown host's answer."""
@@ -237,6 +240,17 @@ class GrowingModel(nn.Module):
             self._costs[key] = (known.parameters + norms, known.macs)
         return self._costs[key]
 
+    def price(self, slot: int, blueprint: Blueprint) -> tuple[int, int] | None:
+        """The cost of a blueprint in a slot; None if it cannot stand there."""
+        key = (self.place(slot).site.name, blueprint.name)
+        if key not in self._prices:
+            try:
+                fits = not misfit(blueprint, self.place(slot).geometry)
+                self._prices[key] = self.cost(slot, blueprint) if fits else None
+            except BadInput:  # a user's own that does not know where it fits
+                self._prices[key] = None
+        return self._prices[key]
+
     @property
     def macs(self) -> int:
         """Multiply-adds per row of the host with every seed that it feels."""
@@ -300,26 +314,10 @@ class GrowingModel(nn.Module):
         The host must come from the same factory and the slots and blueprints must be
         those of the saved model.
         """
-        saved = state_dict.get("_extra_state")
-        if not isinstance(saved, Mapping) or saved.get("format") != FORMAT:
-            raise BadInput(
-                "this is no saved GrowingModel, or one of another version; pass what "
-                "state_dict() returned."
-            )
-        for what, here in (
-            ("slots", [*self.slots]),
-            ("blueprints", [blueprint.name for blueprint in self.spec.blueprints]),
-        ):
-            if saved[what] != here:
-                gone = [name for name in saved[what] if name not in here]
-                raise BadInput(
-                    f"the saved model has other {what}: "
-                    f"{', '.join(gone) or ', '.join(saved[what])}; build this one "
-                    "with the same."
-                )
         if assign or not strict:
             raise BadInput("a growing model loads strictly and in place only.")
-        self._refuse_other_host(state_dict)
+        names = [blueprint.name for blueprint in self.spec.blueprints]
+        saved = topology(state_dict, self.host, self.slots, names)
         for slot in range(len(self.slots)):
             index = int(saved["lives"]["blueprint"][0, slot])
             self._uproot(slot)
@@ -372,21 +370,6 @@ class GrowingModel(nn.Module):
             del self.seeds[f"slot_{slot}"]
             self.junction(slot).branches.pop(slot, None)
             self.flow.failed.pop(slot, None)
-
-    def _refuse_other_host(self, state: Mapping[str, Any]) -> None:
-        here = {f"host.{n}": [*t.shape] for n, t in self.host.state_dict().items()}
-        saved = {
-            name: [*value.shape]
-            for name, value in state.items()
-            if name.startswith("host.") and isinstance(value, Tensor)
-        }
-        names = sorted({*here, *saved})
-        odd = [name for name in names if here.get(name) != saved.get(name)][:3]
-        if odd:
-            shapes = [
-                f"{n} {saved.get(n, 'absent')} here {here.get(n, 'absent')}" for n in odd
-            ]
-            raise BadInput(f"the saved host is another one: {', '.join(shapes)}.")
 
     def _why_not(self, op: Op, slot: int) -> str:
         stage = Stage(int(self.lives.stage[0, slot])).name

@@ -17,7 +17,6 @@ from torch import Tensor
 from esper.contracts.observation import BlueprintOffers, HostStates, Observation
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
-from esper.growth.blueprints.seed import misfit
 from esper.growth.junction import Junction
 from esper.growth.model import GrowingModel
 from esper.growth.promise import promises
@@ -182,10 +181,10 @@ def offers(model: GrowingModel, loss: float) -> BlueprintOffers:
     for index, place in enumerate(places):
         said = promises(model.junctions[index].samples, place.geometry, kinds, loss)
         for kind, blueprint in enumerate(kinds):
-            if misfit(blueprint, place.geometry):
+            cost = model.price(index, blueprint)
+            if cost is None:
                 continue
             fits[index, kind] = True
-            cost = model.cost(index, blueprint)
             parameters[index, kind] = cost[0] / host.parameters
             macs[index, kind] = cost[1] / max(1, host.macs)
             gain = said[kind]

@@ -59,8 +59,15 @@ class Surgeon:
         self._ages: dict[nn.Parameter, int] = {}
         self._held: dict[nn.Parameter, Tensor] = {}
         _refuse_strangers(self._optimizer, self._host)
-        self._optimizer.register_step_pre_hook(self._before_step)
-        self._optimizer.register_step_post_hook(self._after_step)
+        self._handles = (
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        )
+
+    def detach(self) -> None:
+        """Take the hooks off the optimiser; newborns have no rate of their own then."""
+        for handle in self._handles:
+            handle.remove()
 
     def join(
         self, named: Mapping[str, nn.Parameter], beside: nn.Parameter | None = None

@@ -68,7 +68,7 @@ class Snapshot:
         ]
         copies.make()
         self._groups, self._extra = groups, kept_extra
-        self._random = _random_state(live)
+        self._random = random_state(live)
         self._taken = True
 
     def follow(self, modules: nn.Module, optimizer: Optimizer) -> None:
@@ -119,7 +119,7 @@ class Snapshot:
         copies.make()
         optimizer.state.clear()
         optimizer.state.update(state)
-        _set_random_state(self._random)
+        set_random_state(self._random)
         return copy.deepcopy(self._extra)
 
     def _refuse_differences(
@@ -239,7 +239,7 @@ def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _random_state(live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def random_state(live: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Torch's own streams: the CPU's and those of the devices in use."""
     devices = {str(tensor.device) for tensor in live.values() if tensor.is_cuda}
     return {
@@ -248,7 +248,8 @@ def _random_state(live: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _set_random_state(streams: Mapping[str, Tensor]) -> None:
+def set_random_state(streams: Mapping[str, Tensor]) -> None:
+    """Put torch's own streams back."""
     for device, state in streams.items():
         if device == "cpu":
             torch.set_rng_state(state)

@@ -8,7 +8,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionSpec, Op
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, IllegalAction
+from esper.contracts.masks import ActionMasks
 
 
 def in_words(
@@ -35,6 +36,26 @@ def in_words(
         Op.FOSSILIZE: "keep",
     }[op]
     return f"{verb} {slot}{how}"
+
+
+def refuse_illegal(actions: Int64[Tensor, "env head"], masks: ActionMasks) -> None:
+    """A controller may be anybody's: what its masks forbid is not done."""
+    if actions.shape != (1, NUM_HEADS):
+        raise IllegalAction(
+            f"a decision must be int64 [1, {NUM_HEADS}], got {[*actions.shape]}."
+        )
+    op, slot, kind = actions[0, : HEAD["blueprint"] + 1].tolist()
+    legal = 0 <= op < len(Op) and bool(masks.op[0, op])
+    if legal and op != Op.WAIT:
+        legal = 0 <= slot < masks.slot.shape[2] and bool(masks.slot[0, op, slot])
+    if legal and op == Op.GERMINATE:
+        kinds = masks.blueprint.shape[2]
+        legal = 0 <= kind < kinds and bool(masks.blueprint[0, slot, kind])
+    if not legal:
+        raise IllegalAction(
+            f"the controller said what its masks forbid: op {op}, slot {slot}, "
+            f"blueprint {kind}."
+        )
 
 
 def sentence(op: Op, said: Mapping[str, int | str]) -> Int64[Tensor, "1 head"]:

@@ -71,6 +71,10 @@ class Data:
             self, features=self.features.to(device), labels=self.labels.to(device)
         )
 
+    def flat(self) -> "Data":
+        """The same rows, each as a flat list of numbers."""
+        return replace(self, features=self.features.flatten(1))
+
 
 class Splits(NamedTuple):
     """Three disjoint sets of rows, standardised by the statistics of the first."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from esper.contracts.errors import BadInput
-from esper.tasks.data import Data
+from esper.tasks.data import Data, check_data
 
 
 def digits() -> Data:
@@ -24,4 +24,4 @@ def digits() -> Data:
     bunch = datasets.load_digits()
     images = torch.from_numpy(bunch.images.astype(np.float32)).unsqueeze(1)
     labels = torch.from_numpy(bunch.target.astype(np.int64))
-    return Data("digits", images, labels, 10)
+    return check_data(Data("digits", images, labels, 10))

@@ -20,7 +20,7 @@ from jaxtyping import Float64, Int64
 from numpy.typing import NDArray
 
 from esper.contracts.errors import BadInput
-from esper.tasks.data import Data, random_source
+from esper.tasks.data import Data, check_data, random_source
 
 CURVES: Final = (
     (5, 6, 6.5, 6.75, 7, 7, 7, 7, 6.75, 6.5, 6, 5),
@@ -84,11 +84,9 @@ def mnist1d(
     random = random_source(rng_seed, "mnist1d")
     labels = random.permutation(np.arange(rows, dtype=np.int64) % len(CURVES))
     features = _draw(labels, random, distortion)
-    return Data(
-        "mnist1d",
-        torch.from_numpy(features.astype(np.float32)),
-        torch.from_numpy(labels),
-        len(CURVES),
+    rows_drawn = torch.from_numpy(features.astype(np.float32))
+    return check_data(
+        Data("mnist1d", rows_drawn, torch.from_numpy(labels), len(CURVES))
     )
 
 

@@ -1,0 +1,451 @@
+r"""The real world: many hosts train on a task while controllers grow them.
+
+    phi    = score - rent * added parameters / host parameters
+    reward = phi' - phi
+
+A step is one decision: the sentence is carried out, every host trains `decision_every`
+minibatches, and the score is taken on the decision rows. The return is what the network
+is worth at the end, less what it was worth at the start, and nothing can be farmed. The
+horizon terminates. A host whose numbers are no longer finite panics: phi becomes -1 and
+its episode ends, in the same formula. A sentence that is not possible is a WAIT,
+flagged and charged `penalty`. Test rows are read when an episode ends, for the report.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Final
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Generator, Tensor, nn
+
+from esper.contracts.actions import HEAD, ActionSpec, Op
+from esper.contracts.blueprints import Blueprint, Form
+from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.observation import Observation
+from esper.contracts.slots import SlotConfig, SlotStates
+from esper.contracts.stages import Stage
+from esper.contracts.step import StepResult
+from esper.environment.cohort import Cohort, Pass, Plan
+from esper.environment.looking import contributions, see_places
+from esper.environment.offers import find_blueprints, offers_of, span, spread
+from esper.environment.rows import Rows
+from esper.growth import lifecycle
+from esper.growth.blueprints.forms import FORMS as FORM_SPECS
+from esper.growth.lifecycle import Lives, select
+from esper.growth.observe import Track, host_states
+from esper.tasks.data import Splits
+from esper.tasks.hosts import MlpHost
+from esper.tasks.task import Task, accuracy
+
+OFFERED: Final = ("low_rank_4", "widen_8", "widen_16", "widen_32", "residual_mlp")
+"""Blueprints of the world unless others are named."""
+JUDGED: Final = 512
+"""Decision rows that a score is taken on, at most."""
+RISE: Final = 0.1
+"""Share of an episode over which the learning rate rises."""
+FLOOR: Final = 0.02
+"""Share of the learning rate that is left at the end."""
+TRIED: Final = 256
+"""Decision rows that a contribution is taken on, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What may differ from environment to environment: ranges to draw from."""
+
+    rent: tuple[float, float] = (0.01, 0.01)
+    """Score charged per added multiple of the host's parameters."""
+    budget: tuple[float, float] = (4.0, 4.0)
+    """Parameters that may be added, as a multiple of the host's."""
+    rate: tuple[float, float] = (1.0, 1.0)
+    """Learning rate against the task's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What became of the episodes that ended in a step."""
+
+    env: Int64[Tensor, " ended"]
+    score: Float[Tensor, " ended"]
+    """On all decision rows that are looked at."""
+    test: Float[Tensor, " ended"]
+    """On the test rows; no decision and no reward ever sees it."""
+    added: Float[Tensor, " ended"]
+    """Parameters added, as a multiple of the host's."""
+    macs: Float[Tensor, " ended"]
+    """Multiply-adds per row, as a multiple of the host's."""
+    panicked: Bool[Tensor, " ended"]
+
+
+class GrowingWorld:
+    """Hosts of one task that train and grow together; a `VectorWorld`.
+
+    Args:
+        task: What the hosts learn.
+        num_envs: How many hosts.
+        rng_seed: Decides data, hosts, batches and terms, with environment and episode.
+        blueprints: What may be planted; two-matrix forms only.
+        seeds_per_slot: Seeds that each place can hold.
+        terms: Ranges of what may differ from environment to environment.
+        measure_every: Decisions between two looks at contributions and promises.
+        penalty: Reward taken for a sentence that is not possible.
+        device: Where everything lives.
+    """
+
+    _track: Track
+    _phi: Float[Tensor, " env"]
+    _rent: Float[Tensor, " env"]
+    _budget: Float[Tensor, " env"]
+    _rate: Float[Tensor, " env"]
+
+    def __init__(
+        self,
+        task: Task,
+        num_envs: int,
+        rng_seed: int = 0,
+        *,
+        blueprints: tuple[str, ...] = OFFERED,
+        seeds_per_slot: int = 2,
+        terms: Terms | None = None,
+        measure_every: int = 4,
+        penalty: float = 0.01,
+        device: str = "cpu",
+    ) -> None:
+        if num_envs < 1:
+            raise BadInput(f"num_envs must be at least 1, got {num_envs}.")
+        if measure_every < 1:
+            raise BadInput(f"measure_every must be at least 1, got {measure_every}.")
+        if not isinstance(task.host, MlpHost):
+            raise BadInput(
+                f"task {task.name!r} has a {task.host}; this world grows MLP hosts."
+            )
+        self.task, self.host = task, task.host
+        self._envs, self._run = num_envs, rng_seed
+        self._terms, self._penalty = terms or Terms(), penalty
+        self._measure_every, self._device = measure_every, torch.device(device)
+        chosen = find_blueprints(blueprints)
+        self.cohort = Cohort(
+            num_envs,
+            self.host.widths,
+            chosen,
+            seeds_per_slot=seeds_per_slot,
+            decay=task.weight_decay,
+            device=device,
+        )
+        slots = self.cohort.places * seeds_per_slot
+        self._spec = ActionSpec(
+            SlotConfig(max_slots=slots, min_age=1), chosen, {"style": ("ADD",)}
+        )
+        self._geometry = [span(self.host, p) for p in range(self.cohort.places)]
+        offers = offers_of(self.host, self._geometry, chosen, seeds_per_slot)
+        self._offers = spread(offers, num_envs, device)
+        self._episodes = np.zeros(num_envs, dtype=np.int64)
+        self._started = False
+        self.ended: Ended | None = None
+        """What became of the episodes that ended in the last step."""
+        self.illegal = torch.zeros(num_envs, dtype=torch.bool, device=device)
+        """Where the last sentence was not possible."""
+
+    @property
+    def spec(self) -> ActionSpec:
+        """What can be said in this world."""
+        return self._spec
+
+    @property
+    def num_envs(self) -> int:
+        """How many environments step together."""
+        return self._envs
+
+    def reset(self) -> Observation:
+        """Start a new episode everywhere."""
+        if not self._started:
+            self._allocate()
+        self._started = True
+        self._begin(range(self._envs))
+        return self._observe()
+
+    def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
+        """Act, train until the next decision, look; ended episodes start anew."""
+        if not self._started:
+            raise CallOrder("step() before reset(); call reset() first.")
+        self._act(actions.to(self._device))
+        losses, last = self._train()
+        score = self._score(JUDGED)
+        finite = torch.isfinite(losses) & torch.isfinite(score)
+        phi = torch.where(finite, score - self._rent * self._added(), -1.0)
+        reward = phi - self._phi - self._penalty * self.illegal
+        self._phi = phi
+        self._track = self._track.after(torch.where(finite, score, 0.0), losses)
+        over = ~finite | (self._track.decisions > self.task.horizon)
+        self.ended = None
+        if bool(over.any()):
+            self.ended = self._report(over, score, ~finite)
+            self._begin(torch.nonzero(over).flatten().tolist())
+        self._look(last, ~over)
+        return StepResult(
+            observation=self._observe(),
+            reward=reward,
+            terminated=over,
+            truncated=torch.zeros_like(over),
+        )
+
+    # An episode begins.
+
+    def _allocate(self) -> None:
+        """Make room for what every episode has of its own."""
+        envs, task, device = self._envs, self.task, self._device
+        steps = task.horizon * task.decision_every
+        self._batches = torch.zeros(envs, steps, task.batch, dtype=torch.int64)
+        self._lives = Lives.empty(envs, self._spec.slots.max_slots, device)
+        self._track = Track.fresh(envs)
+        self._phi = torch.zeros(envs, device=device)
+        self._rent = torch.zeros_like(self._phi)
+        self._budget = torch.zeros_like(self._phi)
+        self._rate = torch.zeros_like(self._phi)
+        shape = tuple(self._lives.stage.shape)
+        self._contribution = torch.zeros(shape, device=device)
+        self._measured = torch.zeros(shape, dtype=torch.bool, device=device)
+        self._flow = torch.ones(envs, self.cohort.places, device=device)
+        self._lively = torch.ones(envs, self.cohort.places, device=device)
+        self._data: list[Splits] = []
+
+    def _begin(self, envs: Iterable[int]) -> None:
+        """Start new episodes: data, host, order of batches and terms are drawn anew."""
+        fresh = torch.zeros(self._envs, dtype=torch.bool, device=self._device)
+        for env in envs:
+            fresh[env] = True
+            chance = np.random.SeedSequence(
+                (self._run, env, int(self._episodes[env]))
+            ).spawn(4)
+            self._episodes[env] += 1
+            self._give_data(env, chance[0])
+            self._give_host(env, chance[1])
+            self._give_batches(env, chance[2])
+            self._give_terms(env, chance[3])
+        whole = fresh.unsqueeze(1).expand(self._lives.stage.shape)
+        slots = self._spec.slots.max_slots
+        nobody = Lives.empty(self._envs, slots, self._device)
+        self._lives = select(whole, nobody, self._lives)
+        self._plan = Plan.of(self.cohort, self._lives)
+        self._track = _mixed(fresh, Track.fresh(self._envs), self._track)
+        self._measured = self._measured & ~whole
+        self._offers = replace(
+            self._offers,
+            promise_known=self._offers.promise_known & ~fresh[:, None, None],
+        )
+        score = self._score(JUDGED)
+        self._phi = torch.where(fresh, score, self._phi)
+        start = self._track.after(score, torch.full_like(score, torch.nan))
+        self._track = _mixed(fresh, start, self._track)
+
+    def _give_data(self, env: int, chance: np.random.SeedSequence) -> None:
+        if self.task.varied:
+            number = int(chance.generate_state(1)[0])
+            splits = self.task.splits(number)
+            if not self._data:
+                self._data = [splits] * self._envs
+            self._data[env] = splits
+        elif not self._data:
+            self._data = [self.task.splits(self._run)]
+        else:
+            return
+        self._rows = Rows.of(self._data, self._device)
+
+    def _give_host(self, env: int, chance: np.random.SeedSequence) -> None:
+        number = int(chance.generate_state(1, np.uint64)[0] >> np.uint64(1))
+        generator = self._seeds_of(env, number)
+        built = self.host.build(generator)
+        layers = [module for module in built if isinstance(module, nn.Linear)]
+        self.cohort.plant_host(env, layers)
+
+    def _seeds_of(self, env: int, number: int) -> Generator:
+        """The stream that an environment's weights come from in this episode."""
+        if not hasattr(self, "_streams"):
+            self._streams = [Generator() for _ in range(self._envs)]
+        # Torch's CPU generator keeps 32 bits of its seed.
+        return self._streams[env].manual_seed(number % 2**32)
+
+    def _give_batches(self, env: int, chance: np.random.SeedSequence) -> None:
+        order = np.random.default_rng(chance)
+        rows, needed = self._rows.train, self._batches[env].numel()
+        passes = -(-needed // rows)
+        drawn = np.concatenate([order.permutation(rows) for _ in range(passes)])
+        self._batches[env] = torch.from_numpy(drawn[:needed]).view_as(
+            self._batches[env]
+        )
+
+    def _give_terms(self, env: int, chance: np.random.SeedSequence) -> None:
+        drawn = np.random.default_rng(chance)
+        for values, (low, high) in (
+            (self._rent, self._terms.rent),
+            (self._budget, self._terms.budget),
+            (self._rate, self._terms.rate),
+        ):
+            values[env] = float(drawn.uniform(low, high))
+
+    # A decision.
+
+    def _act(self, actions: Int64[Tensor, "env head"]) -> None:
+        """Carry out what is possible; the rest is a WAIT and is flagged."""
+        op, slot = actions[:, HEAD["op"]], actions[:, HEAD["slot"]]
+        kind = actions[:, HEAD["blueprint"]]
+        everyone = torch.arange(self._envs, device=self._device)
+        cost = self._offers.parameters[everyone, slot, kind]
+        affordable = cost <= self._budget - self._added()
+        plants = op == Op.GERMINATE
+        wrong = plants & ~(affordable & self._offers.fits[everyone, slot, kind])
+        spoken = torch.where(wrong.unsqueeze(1), 0, actions)
+        before = self._lives
+        acted, done = lifecycle.act(before, spoken, self._spec.slots.min_age)
+        self.illegal = wrong | ~done
+        for env in torch.nonzero(plants & done & ~wrong).flatten().tolist():
+            self._plant(env, int(slot[env]), self._spec.blueprints[int(kind[env])])
+        self._lives = lifecycle.tick(acted)
+        gone = (before.stage != Stage.DORMANT) & (self._lives.stage == Stage.DORMANT)
+        for env, index in torch.nonzero(gone).tolist():
+            self.cohort.uproot(env, index)
+        self._measured = self._measured & (self._lives.stage == before.stage)
+        self._plan = Plan.of(self.cohort, self._lives)
+
+    def _plant(self, env: int, slot: int, blueprint: Blueprint) -> None:
+        """New units as large as the host's own, saying nothing yet."""
+        place = slot % self.cohort.places
+        spec = FORM_SPECS[blueprint.form]
+        made = spec.init(self._geometry[place], blueprint.size, self._streams[env])
+        first = made["first"]
+        if blueprint.form is Form.WIDEN:
+            own = self.cohort.weights[place][env].detach()
+            first = first * (own.std(correction=0) / first.std(correction=0))
+        bias = made.get("first_bias", torch.zeros(blueprint.size))
+        self.cohort.plant(env, slot, blueprint, first, bias)
+
+    def _train(self) -> tuple[Float[Tensor, " env"], Pass]:
+        """All minibatches until the next decision; the mean losses, and the last."""
+        every, task = self.task.decision_every, self.task
+        everyone = torch.arange(self._envs)
+        begun = (self._track.decisions - 1) * every
+        total = torch.zeros(self._envs, device=self._device)
+        for number in range(every):
+            rows = self._batches[everyone, begun + number]
+            x, y = self._rows.batch(rows)
+            rate = task.learning_rate * self._rate * self._pace(begun + number)
+            wanted = number == every - 1 and self._looks()
+            last = self.cohort.train_step(x, y, self._plan, rate, keep=wanted)
+            total += last.losses
+        return total / every, last
+
+    def _pace(self, done: Int64[Tensor, " env"]) -> Float[Tensor, " env"]:
+        """A short rise and a long fall of the learning rate, as in one cycle."""
+        share = done / (self.task.horizon * self.task.decision_every)
+        rise = (share / RISE).clamp(max=1.0)
+        fall = (1 + torch.cos(torch.pi * ((share - RISE) / (1 - RISE)).clamp(0, 1))) / 2
+        return (FLOOR + (1 - FLOOR) * torch.minimum(rise, fall)).to(self._device)
+
+    # Looking.
+
+    def _score(self, rows: int) -> Float[Tensor, " env"]:
+        x, y = self._rows.decisions(rows)
+        return accuracy(self.cohort.answer(x, self._plan.felt), y)
+
+    def _looks(self) -> bool:
+        """Whether contributions and promises are due after this decision."""
+        return int(self._track.decisions.max()) % self._measure_every == 0
+
+    def _look(self, last: Pass, going: Bool[Tensor, " env"]) -> None:
+        """Measure what seeds contribute and what places promise."""
+        if last.gradients is None:
+            return
+        seen = see_places(last, [b.size for b in self._spec.blueprints])
+        there, per = going[:, None], self.cohort.seeds_per_slot
+        promise = seen.promise.repeat(1, per, 1)
+        known = torch.isfinite(promise) & there[..., None] & self._offers.fits
+        self._offers = replace(
+            self._offers,
+            promise=torch.where(known, promise, self._offers.promise),
+            promise_known=self._offers.promise_known | known,
+        )
+        sound = there & torch.isfinite(seen.flow)
+        self._flow = torch.where(sound, seen.flow, self._flow)
+        self._lively = torch.where(there, seen.lively, self._lively)
+        x, y = self._rows.decisions(TRIED)
+        gain, measured = contributions(self.cohort, self._lives, self._plan, x, y)
+        measured = measured & there
+        self._contribution = torch.where(measured, gain, self._contribution)
+        self._measured = self._measured | measured
+
+    def _added(self) -> Float[Tensor, " env"]:
+        """Parameters of all seeds, as a multiple of the host's."""
+        return self._sizes(self._offers.parameters).sum(dim=1)
+
+    def _sizes(self, table: Float[Tensor, "env slot blueprint"]) -> Tensor:
+        kind = self._lives.blueprint.clamp(min=0).unsqueeze(2)
+        sizes = table.gather(2, kind).squeeze(2)
+        return torch.where(self._lives.blueprint >= 0, sizes, 0.0)
+
+    def _report(
+        self,
+        over: Bool[Tensor, " env"],
+        score: Float[Tensor, " env"],
+        panicked: Bool[Tensor, " env"],
+    ) -> Ended:
+        x, y = self._rows.tests()
+        test = accuracy(self.cohort.answer(x, self._plan.felt), y)
+        macs = 1 + self._sizes(self._offers.macs).sum(dim=1)
+        return Ended(
+            env=torch.nonzero(over).flatten(),
+            score=score[over],
+            test=test[over],
+            added=self._added()[over],
+            macs=macs[over],
+            panicked=panicked[over],
+        )
+
+    def _observe(self) -> Observation:
+        lives, per = self._lives, self.cohort.seeds_per_slot
+        depth = torch.arange(1, self.cohort.places + 1) / self.cohort.places
+        widths = torch.tensor(self.host.widths[2:]).float()
+        shape = lives.stage.shape
+
+        def fixed(values: Tensor) -> Tensor:
+            return values.to(self._device).repeat(per).expand(shape)
+
+        return Observation(
+            first=self._track.decisions <= 1,
+            host=host_states(
+                self._track,
+                horizon=self.task.horizon,
+                budget_left=self._budget - self._added(),
+                rent=self._rent,
+                added=self._added(),
+            ),
+            slots=SlotStates(
+                stage=lives.stage,
+                age=lives.age,
+                alpha=lives.alpha,
+                alpha_target=lives.alpha_target,
+                alpha_settled=lives.settled,
+                blueprint=lives.blueprint,
+                style=lives.style,
+                parameters=self._sizes(self._offers.parameters),
+                depth=fixed(depth),
+                capacity=fixed(widths / widths.max()),
+                liveness=self._lively.repeat(1, per),
+                gradient_share=self._flow.repeat(1, per),
+                contribution=torch.where(self._measured, self._contribution, 0.0),
+                contribution_measured=self._measured,
+            ),
+            offers=self._offers,
+        )
+
+
+def _mixed(where: Bool[Tensor, " env"], new: Track, old: Track) -> Track:
+    return Track(
+        **{
+            field.name: torch.where(
+                where, getattr(new, field.name), getattr(old, field.name)
+            )
+            for field in fields(Track)
+        }
+    )

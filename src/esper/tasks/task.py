@@ -1,0 +1,127 @@
+"""A task: data, the host that learns it, and the terms on which it learns.
+
+A task is plain data and one function: a number goes in, three sets of rows come out.
+An episode is `horizon` decisions, with `decision_every` batches of training between
+them. The score is the share of rows that were guessed right, from 0 to 1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite, prod
+from typing import Any, Literal
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from esper.contracts.errors import BadInput
+from esper.tasks.data import Data, Splits, check_data
+from esper.tasks.hosts import CnnHost, MlpHost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is to be learnt, by what, and for how long."""
+
+    name: str
+    description: str
+    """A few words for a list of tasks."""
+    data: Callable[[int], Splits]
+    """The rows that a number stands for; `splits` also checks them."""
+    host: MlpHost | CnnHost
+    batch: int = 64
+    decision_every: int = 16
+    """Batches between two decisions."""
+    horizon: int = 30
+    """Decisions of an episode."""
+    learning_rate: float = 4e-3
+    weight_decay: float = 0.01
+    loss: Literal["cross_entropy"] = "cross_entropy"
+    score: Literal["accuracy"] = "accuracy"
+    varied: bool = False
+    """Whether every environment is to have data of its own."""
+
+    def __post_init__(self) -> None:
+        """Refuse terms on which nothing can be learnt."""
+        if not isinstance(self.name, str) or not self.name:
+            raise BadInput(f"expected a task's name; got {self.name!r}")
+        if not isinstance(self.host, MlpHost | CnnHost):
+            raise BadInput(
+                f"{self.name}: expected an MlpHost or a CnnHost; got "
+                f"{type(self.host).__name__}; hosts are declared, not built"
+            )
+        if not callable(self.data):
+            raise BadInput(
+                f"{self.name}: expected data as a function of rng_seed; got "
+                f"{type(self.data).__name__}"
+            )
+        for word in ("batch", "decision_every", "horizon"):
+            count = getattr(self, word)
+            if not isinstance(count, int) or count < 1:
+                raise BadInput(
+                    f"{self.name}: expected {word} to be a whole number from 1; got "
+                    f"{count!r}"
+                )
+        rate, decay = self.learning_rate, self.weight_decay
+        if not (rate > 0 and isfinite(rate) and decay >= 0 and isfinite(decay)):
+            raise BadInput(
+                f"{self.name}: expected learning_rate > 0 and weight_decay >= 0, both "
+                f"finite; got {rate} and {decay}"
+            )
+        if (self.loss, self.score) != ("cross_entropy", "accuracy"):
+            raise BadInput(
+                f"{self.name}: expected loss 'cross_entropy' and score 'accuracy'; got "
+                f"{self.loss!r} and {self.score!r}"
+            )
+
+    @property
+    def classes(self) -> int:
+        """How many classes are told apart."""
+        return self.host.classes
+
+    def splits(self, rng_seed: int) -> Splits:
+        """The rows of this number, if they are what the host can learn from."""
+        splits = self.data(rng_seed)
+        if not isinstance(splits, Splits):
+            raise BadInput(
+                f"{self.name}: expected data to return Splits(train, decisions, test); "
+                f"got {type(splits).__name__}"
+            )
+        for word, part in zip(Splits._fields, splits, strict=True):
+            self._check_part(word, part)
+        check_data(splits.train, batch=self.batch)
+        return splits
+
+    def summary(self) -> dict[str, Any]:
+        """The task in one row of a table."""
+        return {
+            "name": self.name,
+            "description": self.description,
+            "inputs": prod(self.host.shape),
+            "classes": self.classes,
+            "host": str(self.host),
+            "parameters": self.host.parameters,
+            "macs": self.host.macs,
+            "slots": len(self.host.slots),
+            "batch": self.batch,
+            "decision_every": self.decision_every,
+            "horizon": self.horizon,
+            "learning_rate": self.learning_rate,
+        }
+
+    def _check_part(self, word: str, part: Data) -> None:
+        """Refuse rows that the host cannot read, or that tell nothing."""
+        shape = tuple(part.features.shape[1:])
+        if shape != self.host.shape or part.classes != self.classes:
+            raise BadInput(
+                f"{self.name}: expected rows of shape {self.host.shape} in "
+                f"{self.classes} classes, as {self.host} reads them; {word} has "
+                f"{shape} in {part.classes}"
+            )
+        check_data(part)
+
+
+def accuracy(
+    logits: Float[Tensor, "*env row class"], labels: Int64[Tensor, "*env row"]
+) -> Float[Tensor, "*env"]:
+    """Share of the rows whose largest logit is that of their label."""
+    return (logits.argmax(-1) == labels).to(logits.dtype).mean(-1)

@@ -1,0 +1,125 @@
+"""What the hooks of a place do to the tensors that pass it."""
+
+import pytest
+import torch
+from torch import nn
+
+from esper.growth.junction import ROWS
+from esper.growth.shadow import shadow_gradients
+from tests.growth.hosts import grow, make_batch, move_to, shake
+
+SLOT = "second#0"
+
+
+@pytest.mark.parametrize("style", ["ADD", "SCALE"])
+@pytest.mark.parametrize(("target", "alpha"), [("HALF", 0.5), ("FULL", 1.0)])
+def test_a_seed_is_added_or_scales_by_its_alpha(style, target, alpha):
+    model = grow("vector")
+    move_to(model, SLOT, "residual_mlp", "HOLDING", style=style, alpha_target=target)
+    shake(model)
+    seed, host = model.seeds[f"slot_{model.index(SLOT)}"], model.host.eval()
+    x = make_batch("vector", 4)[0]
+    seen = []
+    handle = host.second.register_forward_hook(lambda m, a, out: seen.append(out))
+    host(x)
+    handle.remove()
+    with model.without(model.index(SLOT)):
+        bare = host.second(torch.relu(host.norm(host.first(x))))
+    said = seed(bare)
+    wanted = bare + alpha * said if style == "ADD" else bare * (1 + alpha * said)
+    assert not torch.allclose(bare, seen[0])
+    torch.testing.assert_close(seen[0], wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_a_training_seed_is_felt_when_tried_and_a_felt_one_can_be_left_out():
+    model = grow("vector")
+    bare = model.answer()[0]
+    move_to(model, SLOT, "residual_mlp", "TRAINING")
+    shake(model)
+    assert torch.equal(bare, model.answer()[0])
+    with model.trying(model.index(SLOT)):
+        tried = model.answer()[0]
+    assert not torch.equal(bare, tried)
+    model.advance(SLOT)
+    model.tick()
+    assert torch.equal(tried, model.answer()[0])
+    with model.without(model.index(SLOT)):
+        assert torch.equal(bare, model.answer()[0])
+    assert torch.equal(tried, model.answer()[0])
+
+
+def test_rows_are_kept_in_training_only_and_not_too_many():
+    model = grow("vector")
+    junction = model.junctions[0]
+    x, y = make_batch("vector", 700)
+    model.host.eval()
+    model.host(x)
+    model.host.train()
+    with torch.no_grad():
+        model.host(x)
+    assert len(junction.samples) == 0
+    for _ in range(5):
+        nn.functional.cross_entropy(model.host(x), y).backward()
+    kept = sum(len(sample.given) for sample in junction.samples)
+    assert ROWS <= kept < ROWS + 700
+    assert all(sample.gradient is not None for sample in junction.samples)
+
+
+def test_the_gradient_kept_is_that_of_the_place():
+    model = grow("vector", min_age=0)
+    x, y = make_batch("vector", 8)
+    host = model.host.train()
+    host.drop.p = 0.0
+    seen = []
+    host.second.register_forward_hook(
+        lambda m, a, out: (out.retain_grad(), seen.append(out))[0]
+    )
+    nn.functional.cross_entropy(host(x), y).backward()
+    junction = model.junction(model.index(SLOT))
+    assert torch.equal(junction.samples[-1].gradient, seen[0].grad)
+    assert torch.equal(junction.samples[-1].answer, seen[0])
+
+
+def test_full_places_keep_nothing():
+    model = grow("vector", seeds_per_slot=1)
+    model.plant(SLOT, "residual_mlp")
+    x, y = make_batch("vector", 8)
+    nn.functional.cross_entropy(model.host(x), y).backward()
+    assert len(model.junction(model.index(SLOT)).samples) == 0
+    assert len(model.junctions[0].samples) == 1
+
+
+def test_shadow_gradients_are_those_of_the_seed_in_place():
+    model = grow("vector")
+    model.plant("second->last#0", "widen_8")
+    shake(model)
+    model.host.drop.p = 0.0
+    x, y = make_batch("vector", 16)
+
+    def closure():
+        return nn.functional.cross_entropy(model.host(x), y)
+
+    learning = model.training_parameters()
+    loss, found = shadow_gradients(closure, model.flow, model.host, model, learning)
+    with model.trying(model.index("second->last#0")):
+        straight = closure()
+        wanted = torch.autograd.grad(straight, learning)
+    torch.testing.assert_close(loss, straight.detach(), rtol=0, atol=0)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_seed_that_fails_is_left_out_from_then_on_and_told_of():
+    model = grow("vector")
+    bare = model.answer()[0]
+    move_to(model, SLOT, "residual_mlp", "HOLDING")
+    shake(model)
+    seed = model.seeds[f"slot_{model.index(SLOT)}"]
+    seed.forward = lambda h: h[:, :1]
+    assert torch.equal(bare, model.answer()[0])
+    (reason,) = model.flow.failed.values()
+    assert reason == "its forward failed (ValueError: it gave [4, 1] for [4, 12])"
+    model.remove(model.index(SLOT))
+    assert model.flow.failed == {}

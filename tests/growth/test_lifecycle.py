@@ -1,0 +1,107 @@
+"""Seeds live by the table, in every environment and slot at once."""
+
+from dataclasses import fields
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, Op
+from esper.contracts.stages import NEXT_STAGES, Stage
+from esper.growth import lifecycle
+from esper.growth.alpha import CURVES, travel
+from esper.growth.lifecycle import Lives
+from tests.references.lifecycle import Slot
+
+SLOTS = 2
+SETTINGS = ("style", "tempo", "alpha_target", "alpha_speed", "alpha_curve")
+SAID = {"blueprint": 3} | {
+    head.name: len(head.choices) for head in HEADS if head.name in SETTINGS
+}
+
+
+@st.composite
+def sentences(draw):
+    """What one environment is told at one decision."""
+    said = {head: draw(st.integers(0, size - 1)) for head, size in SAID.items()}
+    # Seeds that move on are rarer than chance if every op is as likely.
+    op = draw(st.sampled_from([*Op, Op.ADVANCE, Op.ADVANCE, Op.GERMINATE]))
+    return op, draw(st.integers(0, SLOTS - 1)), said
+
+
+def together(told):
+    actions = torch.zeros(len(told), NUM_HEADS, dtype=torch.int64)
+    for row, (op, slot, said) in zip(actions, told, strict=True):
+        row[HEAD["op"]], row[HEAD["slot"]] = op, slot
+        for head, choice in said.items():
+            row[HEAD[head]] = choice
+    return actions
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 2),
+    st.lists(st.tuples(sentences(), sentences(), sentences()), max_size=24),
+)
+def test_all_slots_at_once_live_as_each_slot_would_alone(min_age, story):
+    lives = Lives.empty(3, SLOTS)
+    alone = [[Slot() for _ in range(SLOTS)] for _ in range(3)]
+    for told in story:
+        before = lives.stage
+        lives, done = lifecycle.act(lives, together(told), min_age)
+        for env, (op, slot, said) in enumerate(told):
+            assert bool(done[env]) == alone[env][slot].act(op.name, said, min_age)
+        for was, now in zip(before.flatten(), lives.stage.flatten(), strict=True):
+            assert was == now or Stage(int(now)) in NEXT_STAGES[Stage(int(was))]
+        lives = lifecycle.tick(lives)
+        for env in range(3):
+            for index, slot in enumerate(alone[env]):
+                slot.tick()
+                assert Stage(int(lives.stage[env, index])).name == slot.stage
+                assert int(lives.age[env, index]) == slot.age
+                assert int(lives.blueprint[env, index]) == slot.blueprint
+                assert int(lives.style[env, index]) == slot.style
+                assert bool(lives.settled[env, index]) == (slot.moved >= slot.length)
+                alpha = float(lives.alpha[env, index])
+                assert alpha == pytest.approx(slot.alpha, abs=1e-6)
+
+
+def test_what_is_not_possible_changes_nothing():
+    lives = Lives.empty(1, 2)
+    for op in (Op.ADVANCE, Op.SET_ALPHA, Op.PRUNE, Op.FOSSILIZE):
+        after, done = lifecycle.act(lives, together([(op, 1, {})]), 0)
+        assert not bool(done)
+        for field in fields(Lives):
+            assert torch.equal(getattr(lives, field.name), getattr(after, field.name))
+
+
+def test_a_life_is_the_same_on_another_device():
+    lives = Lives.empty(2, 3, device="meta")
+    actions = torch.zeros(2, NUM_HEADS, dtype=torch.int64, device="meta")
+    acted, done = lifecycle.act(lives, actions, 1)
+    assert lifecycle.tick(acted).alpha.device.type == "meta"
+    assert done.shape == (2,)
+
+
+@given(
+    st.floats(0, 1, width=32),
+    st.floats(0, 1, width=32),
+    st.integers(1, 8),
+    st.integers(0, len(CURVES) - 1),
+)
+def test_alpha_travels_monotonically_and_arrives_exactly(start, end, length, curve):
+    def whole(value):
+        return torch.full((1, 1), value, dtype=torch.int64)
+
+    a, b = torch.full((1, 1), start), torch.full((1, 1), end)
+    way = [
+        float(travel(a, b, whole(moved), whole(length), whole(curve)))
+        for moved in range(length + 1)
+    ]
+    assert way[-1] == b
+    assert way[0] == pytest.approx(start, abs=1e-6)
+    signs = [later - earlier for earlier, later in pairwise(way)]
+    up = end >= start
+    assert all(step >= -1e-7 if up else step <= 1e-7 for step in signs)

@@ -1,0 +1,155 @@
+"""What a controller is shown, and how metrics become scores."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from esper.contracts.errors import BadInput
+from esper.growth.measure import Ruler
+from esper.growth.observe import MEMORY, Track, host_states, observe, together
+from tests.growth.hosts import grow, make_batch, move_to, shake
+
+LOSSES = st.floats(0.01, 10) | st.just(math.nan)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), LOSSES), min_size=1, max_size=12))
+def test_a_track_is_what_a_loop_over_decisions_gives(seen):
+    track = Track.fresh(1)
+    for score, loss in seen:
+        track = track.after(torch.tensor([score]), torch.tensor([loss]))
+    known, slope, rise, best, best_at = 1.0, 0.0, 0.0, -1.0, 0
+    first = seen[0][1] if math.isfinite(seen[0][1]) else 1.0
+    for step, (score, loss) in enumerate(seen):
+        now = loss if math.isfinite(loss) else known
+        fall = 0.0 if step == 0 else (now - known) / abs(known)
+        slope = MEMORY * slope + (1 - MEMORY) * fall
+        gain = 0.0 if step == 0 else score - seen[step - 1][0]
+        rise = MEMORY * rise + (1 - MEMORY) * gain
+        score32 = float(torch.tensor(score))
+        if score32 > best:
+            best, best_at = score32, step
+        known = now
+    close = {"rel": 1e-4, "abs": 1e-5}
+    assert float(track.loss) == pytest.approx(known, **close)
+    assert float(track.first_loss) == pytest.approx(first, **close)
+    assert float(track.loss_slope) == pytest.approx(slope, rel=1e-3, abs=1e-3)
+    assert float(track.score_slope) == pytest.approx(rise, **close)
+    assert (float(track.best), int(track.best_at)) == (best, best_at)
+    one = torch.ones(1)
+    host = host_states(track, horizon=20, budget_left=one, rent=one, added=one)
+    assert float(host.progress) == pytest.approx((len(seen) - 1) / 20)
+    assert float(host.plateau) == pytest.approx((len(seen) - 1 - best_at) / 20)
+    assert float(host.loss) == pytest.approx(known / first, **close)
+
+
+def look(model, budget=2.0, contributions=None):
+    track = Track.fresh(1).after(torch.tensor([0.4]), torch.tensor([1.5]))
+    return observe(
+        model,
+        track,
+        horizon=10,
+        budget=budget,
+        rent=0.1,
+        contributions=contributions or {},
+    )
+
+
+def test_an_observation_tells_of_budget_slots_and_offers():
+    model = grow("vector")
+    empty = look(model)
+    move_to(model, "first->second#0", "widen_8", "HOLDING", alpha_target="MOST")
+    seen = look(model, contributions={0: 0.25})
+    share = model.parameters_added / model.survey.parameters
+    assert float(seen.host.budget_left) == pytest.approx(2.0 - share)
+    assert float(seen.host.added) == pytest.approx(share)
+    assert float(seen.slots.parameters[0, 0]) == pytest.approx(share)
+    assert float(seen.slots.alpha[0, 0]) == pytest.approx(0.7)
+    assert seen.slots.contribution_measured[0].tolist() == [True] + [False] * 7
+    assert float(seen.slots.contribution[0, 0]) == 0.25
+    assert not bool(empty.slots.contribution_measured.any())
+    names = [blueprint.name for blueprint in model.spec.blueprints]
+    widen = names.index("widen_8")
+    assert seen.offers.fits[0, :, widen].tolist() == [True, True, False, False] * 2
+    assert float(seen.offers.parameters[0, 0, widen]) == pytest.approx(share)
+    assert float(seen.slots.depth[0, 0]) < float(seen.slots.depth[0, 1])
+    assert bool(seen.first)
+
+
+def test_promises_are_known_after_training_and_liveness_sees_dead_units():
+    model = grow("vector")
+    assert not bool(look(model).offers.promise_known.any())
+    x, y = make_batch("vector", 256)
+    with torch.no_grad():
+        model.host.second.weight[:6] = 0.0
+    nn.functional.cross_entropy(model.host(x), y).backward()
+    seen = look(model)
+    assert bool(seen.offers.promise_known.any())
+    assert float(seen.offers.promise.max()) > 0
+    slot = model.index("second#0")
+    assert float(seen.slots.liveness[0, slot]) == pytest.approx(0.5)
+    assert float(seen.slots.gradient_share[0, :4].sum()) == pytest.approx(1.0)
+
+
+def test_several_models_make_one_batch():
+    models = [grow("vector"), grow("vector")]
+    models[1].plant("second#0", "residual_mlp")
+    both = together([look(model) for model in models])
+    assert both.slots.stage.shape == (2, 8)
+    assert int(both.slots.stage[0].sum()) == 0
+    assert int(both.slots.stage[1].sum()) == 1
+    assert both.offers.fits.shape[0] == both.host.rent.shape[0] == 2
+
+
+def test_scores_of_losses_begin_at_a_half_and_rise_as_the_loss_falls():
+    ruler = Ruler(grow("vector"), "min")
+    assert ruler.score(4.0) == 0.5
+    assert ruler.score(1.0) == pytest.approx(0.8)
+    assert ruler.score(0.0) == 1.0
+    assert Ruler(grow("vector"), "max").score(0.3) == 0.3
+    with pytest.raises(BadInput, match="must be a number, got None"):
+        ruler.measure(lambda: None)
+
+
+def test_a_contribution_is_the_score_lost_without_the_seed():
+    model = grow("vector")
+    move_to(model, "first->second#0", "widen_8", "HOLDING")
+    move_to(model, "second#0", "residual_mlp", "TRAINING")
+    shake(model)
+    x, y = make_batch("vector", 64)
+
+    def metric():
+        with torch.no_grad():
+            loss = nn.functional.cross_entropy(model.host.eval()(x), y)
+        model.host.train()
+        return float(torch.exp(-loss))
+
+    ruler = Ruler(model, "max")
+    score = ruler.measure(metric)
+    found = ruler.contributions(metric, score)
+    felt, trained = model.index("first->second#0"), model.index("second#0")
+    assert set(found) == {felt, trained}
+    with model.without(felt):
+        assert found[felt] == pytest.approx(score - metric())
+    with model.trying(trained):
+        assert found[trained] == pytest.approx(metric() - score)
+    assert ruler.contributions(0.5, 0.5) == {}
+
+
+def test_measuring_leaves_no_trace():
+    model = grow("vector")
+    x = make_batch("vector", 8)[0]
+
+    def metric():
+        model.host.train()
+        return float(model.host(x).sigmoid().mean().detach())
+
+    before = {name: t.clone() for name, t in model.host.state_dict().items()}
+    streams = torch.get_rng_state()
+    Ruler(model, "max").measure(metric)
+    assert all(torch.equal(before[n], t) for n, t in model.host.state_dict().items())
+    assert torch.equal(streams, torch.get_rng_state())
+    assert all(len(junction.samples) == 0 for junction in model.junctions)

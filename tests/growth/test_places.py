@@ -1,0 +1,161 @@
+"""Places of a host are seen as they are: layouts, ways between layers, suggestions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from esper.contracts.errors import BadInput
+from esper.growth.blueprints.geometry import Layout
+from esper.growth.places import survey
+from esper.growth.sites import find_sites, parse
+from esper.growth.suggest import suggest_slots
+from esper.growth.trace import fresh_middle
+from tests.growth.hosts import HOSTS, make_batch, make_host
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Between(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self, between, width=12):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 12), nn.Linear(width, 5)
+        self.between = between
+
+    def forward(self, x):
+        return self.second(self.between(self.first(x)))
+
+
+def look(host, *slots, example=X):
+    return survey(host, find_sites(host, slots), example)
+
+
+def place(host, slot="first->second", example=X):
+    return look(host, slot, example=example).places[0]
+
+
+def test_a_name_says_where_seeds_read_and_write():
+    assert parse("a.b -> c").inlet == "a.b"
+    assert parse("a.b->c").outlet == "c"
+    assert not parse("a->a").residual
+    assert parse("block").residual
+    assert parse("block").name == "block"
+    assert parse("a->b").name == "a->b"
+    for bad in ("", "->b", "a->", "a->b->c"):
+        with pytest.raises(BadInput):
+            parse(bad)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        nn.ReLU(),
+        nn.ReLU(inplace=True),
+        nn.Sequential(nn.GELU(), nn.Dropout(0.3)),
+        nn.BatchNorm1d(12),
+        nn.LayerNorm(12),
+        lambda h: F.dropout(torch.tanh(h), 0.2, training=False),
+        lambda h: F.leaky_relu(h, 0.2),
+        lambda h: h.clamp(min=0).mul(2.0),
+    ],
+)
+def test_channel_wise_work_between_two_layers_lets_units_in(between):
+    found = place(Between(between))
+    assert found.geometry.why_no_span == ""
+    assert found.geometry.spans
+    assert found.geometry.hidden_shape == (12,)
+    units, _ = fresh_middle(found.middle, 3, 12)
+    assert units(torch.randn(4, 3)).shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("between", "reason"),
+    [
+        (lambda h: torch.softmax(h, dim=1), "mixes channels"),
+        (lambda h: h + h.mean(dim=1, keepdim=True), "hidden tensor"),
+        (lambda h: h + X.sum(), "mixes the hidden tensor with another"),
+        (nn.Linear(12, 12), "linear mixes the hidden tensor with another"),
+        (lambda h: h.flip(1), "mixes channels"),
+    ],
+)
+def test_work_that_mixes_channels_does_not(between, reason):
+    found = place(Between(between))
+    assert not found.geometry.spans
+    assert reason in found.geometry.why_no_span
+
+
+def test_a_hidden_tensor_that_is_used_elsewhere_too_has_no_room_for_units():
+    class Fork(Between):
+        def forward(self, x):
+            hidden = torch.relu(self.first(x))
+            return self.second(hidden) + hidden[:, :5]
+
+    assert not place(Fork(nn.ReLU())).geometry.spans
+
+
+@pytest.mark.parametrize(
+    ("kind", "slot", "layout"),
+    [
+        ("vector", "second", Layout.VECTOR),
+        ("sequence", "norm", Layout.SEQUENCE),
+        ("signal", "first", Layout.SIGNAL),
+        ("image", "second", Layout.IMAGE),
+    ],
+)
+def test_layouts_are_told_apart(kind, slot, layout):
+    found = place(make_host(kind), slot, make_batch(kind, 4)[0])
+    assert found.geometry.outlet_layout is layout
+
+
+def test_a_flattened_convolution_gives_every_unit_its_inputs():
+    found = place(make_host("image"), "second->last", make_batch("image", 4)[0])
+    assert found.geometry.spans
+    assert found.geometry.unit_inputs == 16
+
+
+def test_looking_leaves_no_trace():
+    host = make_host("vector")
+    host.train()
+    host.norm.eval()
+    before = {name: t.clone() for name, t in host.state_dict().items()}
+    streams = torch.get_rng_state()
+    look(host, *HOSTS["vector"].slots, example=make_batch("vector", 4)[0])
+    assert all(torch.equal(before[n], t) for n, t in host.state_dict().items())
+    assert torch.equal(streams, torch.get_rng_state())
+    assert host.training
+    assert not host.norm.training
+    assert all(p.grad is None for p in host.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in host.modules())
+
+
+def test_depths_rise_and_parameters_and_macs_are_counted():
+    seen = look(
+        make_host("vector"), "first", "second", "last", example=make_batch("vector")[0]
+    )
+    depths = [found.depth for found in seen.places]
+    assert depths == sorted(depths)
+    assert 0 < depths[0] < depths[-1] <= 1
+    assert seen.parameters == 8 * 12 + 12 + 24 + 12 * 12 + 12 + 12 * 5 + 5
+    assert seen.macs == 8 * 12 + 12 * 12 + 12 * 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "slots"),
+    [
+        ("vector", ("first->second", "second->last")),
+        ("sequence", ("up->down",)),
+        ("signal", ("first->second",)),
+        ("image", ("first->second", "second->last")),
+    ],
+)
+def test_places_between_layers_are_suggested_from_input_to_output(kind, slots):
+    assert suggest_slots(make_host(kind), make_batch(kind, 4)[0]) == slots
+
+
+def test_a_host_without_such_places_is_offered_those_beside_its_layers():
+    host = Between(lambda h: torch.softmax(h, dim=1))
+    assert suggest_slots(host, X) == ("first->first", "second->second")
+    with pytest.raises(BadInput, match="name slots by hand"):
+        suggest_slots(nn.Sequential(nn.Embedding(4, 3)), torch.zeros(2, 3).long())

@@ -1,0 +1,94 @@
+"""One slot's life in plain Python: if and else, one decision at a time."""
+
+from dataclasses import dataclass
+from math import cos, exp, pi
+
+TEMPO = [1, 2, 4]
+TARGET = [0.5, 0.7, 1.0]
+SPEED = [1, 2, 4]
+
+
+@dataclass
+class Slot:
+    """A slot and the seed in it, if there is one."""
+
+    stage: str = "DORMANT"
+    age: int = 0
+    blueprint: int = -1
+    style: int = 0
+    tempo: int = 0
+    alpha: float = 0.0
+    start: float = 0.0
+    target: float = 0.0
+    moved: int = 0
+    length: int = 0
+    curve: int = 0
+
+    def act(self, op: str, said: dict[str, int], min_age: int) -> bool:
+        """Do what was said if it is possible; whether it was."""
+        if op == "WAIT":
+            return True
+        old = self.age >= min_age
+        rests = self.moved >= self.length
+        if op == "GERMINATE" and self.stage == "DORMANT":
+            self._enter("TRAINING")
+            self.blueprint, self.style = said["blueprint"], said["style"]
+            self.tempo = TEMPO[said["tempo"]]
+            self.target = TARGET[said["alpha_target"]]
+            return True
+        if op == "ADVANCE" and self.stage == "TRAINING" and old and rests:
+            self._enter("BLENDING")
+            self._move(self.target, self.tempo, 0)
+            return True
+        if op == "ADVANCE" and self.stage == "BLENDING" and old and rests:
+            self._enter("HOLDING")
+            return True
+        if op == "SET_ALPHA" and self.stage in ("BLENDING", "HOLDING") and rests:
+            self.style = said["style"]
+            self._fade(TARGET[said["alpha_target"]], said)
+            return True
+        living = self.stage in ("TRAINING", "BLENDING", "HOLDING")
+        if op == "PRUNE" and living and old and rests:
+            self._enter("COOLING")
+            self._fade(0.0, said)
+            return True
+        if op == "FOSSILIZE" and self.stage == "HOLDING" and rests:
+            self._enter("FOSSILIZED")
+            return True
+        return False
+
+    def tick(self) -> None:
+        """Let one decision pass."""
+        if self.stage == "DORMANT":
+            return
+        self.age += 1
+        if self.moved < self.length:
+            self.moved += 1
+            share = self.moved / self.length
+            way = [share, (1 - cos(pi * share)) / 2, _sigmoid(share)][self.curve]
+            self.alpha = self.start + (self.target - self.start) * way
+            if self.moved == self.length:
+                self.alpha = self.target
+        if self.stage == "COOLING" and self.moved >= self.length:
+            self.__init__()
+
+    def _enter(self, stage: str) -> None:
+        self.stage, self.age = stage, 0
+
+    def _fade(self, target: float, said: dict[str, int]) -> None:
+        """Nothing to fade takes no time."""
+        there = abs(self.alpha - target) < 1e-9
+        length = 0 if there else SPEED[said["alpha_speed"]]
+        self._move(target, length, said["alpha_curve"])
+
+    def _move(self, target: float, length: int, curve: int) -> None:
+        self.start, self.target, self.curve = self.alpha, target, curve
+        self.moved, self.length = 0, length
+
+
+def _sigmoid(share: float) -> float:
+    def plain(x: float) -> float:
+        return 1 / (1 + exp(-x))
+
+    low, high = plain(-6.0), plain(6.0)
+    return (plain(6.0 * (2 * share - 1)) - low) / (high - low)

@@ -1,0 +1,120 @@
+"""A training run that can be saved; run as a script it saves itself and dies.
+
+    python -m tests.resume_script CONTROLLER BATCH PATH
+
+trains so many batches, saves to PATH and kills itself.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from esper.grower import Grower
+from tests.growth.hosts import make_batch, make_host
+
+SLOTS = ("first->second", "second->last", "second->second")
+BATCHES, PER_DECISION = 40, 5
+BY_HAND = {
+    # batch: (what, slot, manner); at batch 25 every stage is there.
+    0: [("plant", "first->second#0", {"blueprint": "widen_8", "tempo": "FAST"})],
+    1: [("plant", "second->last#0", {"blueprint": "widen_8", "tempo": "FAST"})],
+    2: [("plant", "second->second#0", {"blueprint": "low_rank_4", "tempo": "FAST"})],
+    5: [("advance", "first->second#0", {}), ("advance", "second->last#0", {})],
+    6: [("advance", "second->second#0", {})],
+    10: [
+        ("advance", "first->second#0", {}),
+        ("advance", "second->last#0", {}),
+        ("advance", "second->second#0", {}),
+        ("plant", "first->second#1", {"blueprint": "widen_8", "tempo": "SLOW"}),
+    ],
+    15: [
+        ("keep", "first->second#0", {}),
+        ("prune", "second->last#0", {"speed": "SLOW", "curve": "COSINE"}),
+        ("advance", "first->second#1", {}),
+        ("plant", "second->last#1", {"blueprint": "residual_mlp"}),
+    ],
+}
+
+
+class Training:
+    """A host with dropout and batch norm, AdamW, a scheduler and a Grower."""
+
+    def __init__(self, controller: str) -> None:
+        self.host = make_host("vector")
+        self.optimizer = torch.optim.AdamW(self.host.parameters(), 3e-3)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+            self.optimizer, BATCHES
+        )
+        self.by_hand = controller == "never"
+        self.grower = Grower(
+            self.host,
+            self.optimizer,
+            SLOTS,
+            example=make_batch("vector", 4)[0],
+            controller=controller,
+            decisions=BATCHES // PER_DECISION,
+            blueprints=["widen_8", "low_rank_4", "residual_mlp"],
+            seeds_per_slot=2,
+            initialiser="gradmax",
+        )
+        self.batch = 0
+        torch.manual_seed(7)
+
+    def run(self, until: int) -> None:
+        """Train on, with a decision after every few batches."""
+        while self.batch < until:
+            for what, slot, manner in BY_HAND.get(self.batch, ()):
+                if self.by_hand:
+                    getattr(self.grower, what)(slot, **manner)
+            x, y = make_batch("vector", 48, rng_seed=self.batch)
+            x = x + 0.01 * torch.randn_like(x)
+            loss = self.grower.loss(
+                lambda x=x, y=y: nn.functional.cross_entropy(self.host(x), y)
+            )
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.batch += 1
+            if self.batch % PER_DECISION == 0:
+                self.grower.step(metric=self.accuracy)
+
+    def accuracy(self) -> float:
+        """On rows of its own."""
+        x, y = make_batch("vector", 64, rng_seed=999)
+        self.host.eval()
+        with torch.no_grad():
+            right = (self.host(x).argmax(dim=1) == y).float().mean()
+        self.host.train()
+        return float(right)
+
+    def state_dict(self) -> dict:
+        model = self.grower.model
+        return {
+            "grower": self.grower.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "batch": self.batch,
+            "stages": [model.stage(slot).name for slot in model.slots],
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self.grower.load_state_dict(state["grower"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.batch = state["batch"]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    controller, batch, path = sys.argv[1:]
+    training = Training(controller)
+    training.run(int(batch))
+    torch.save(training.state_dict(), Path(path))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

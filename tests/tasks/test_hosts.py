@@ -1,0 +1,132 @@
+"""Declared hosts become the networks that PyTorch would make, from one generator."""
+
+import pickle
+from dataclasses import asdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Generator, nn
+
+from esper.contracts.errors import BadInput
+from esper.growth.places import survey
+from esper.growth.sites import find_sites
+from esper.tasks.hosts import CnnHost, MlpHost
+
+MLP = MlpHost((16, 12, 10, 26))
+CNN = CnnHost((1, 28, 28), (4, 8), 10)
+
+
+def written_mlp():
+    return nn.Sequential(
+        nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 26)
+    )
+
+
+def written_cnn():
+    return nn.Sequential(
+        *(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(8 * 7 * 7, 10)),
+    )
+
+
+BOTH = pytest.mark.parametrize(
+    ("host", "written"), [(MLP, written_mlp), (CNN, written_cnn)]
+)
+EACH = pytest.mark.parametrize("host", [MLP, CNN], ids=str)
+
+
+@BOTH
+def test_a_host_is_the_network_that_pytorch_makes_from_the_same_number(host, written):
+    torch.manual_seed(5)
+    expected = written()
+    built = host.build(Generator().manual_seed(5))
+    assert str(built) == str(expected)
+    for key, value in expected.state_dict().items():
+        assert built.state_dict()[key].equal(value), key
+    images = torch.rand(3, *host.shape)
+    assert built(images).equal(expected(images))
+
+
+@EACH
+def test_building_leaves_the_global_random_state_alone(host):
+    state = torch.get_rng_state()
+    first, other = (host.build(Generator().manual_seed(n)) for n in (1, 2))
+    assert state.equal(torch.get_rng_state())
+    assert not first[0].weight.equal(other[0].weight)
+    assert all(weight.requires_grad for weight in first.parameters())
+
+
+def test_slots_span_consecutive_layers():
+    assert MLP.slots == ("0->2", "2->4")
+    assert CNN.slots == ("0->3", "3->7")
+    assert CnnHost((3, 8, 8), (4,), 2).slots == ("0->4",)
+    assert (MLP.layers, CNN.layers) == (3, 3)
+
+
+@EACH
+def test_parameters_macs_and_spans_are_those_that_growing_sees(host):
+    built = host.build(Generator())
+    seen = survey(built, find_sites(built, host.slots), torch.rand(2, *host.shape))
+    assert (host.parameters, host.macs) == (seen.parameters, seen.macs)
+    assert all(place.geometry.spans for place in seen.places)
+
+
+@settings(max_examples=30)
+@given(
+    image=st.tuples(st.integers(1, 3), st.integers(8, 21), st.integers(8, 21)),
+    channels=st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple),
+)
+def test_sizes_are_right_for_every_image(image, channels):
+    """A layer multiplies each weight once for each place of its output."""
+    host = CnnHost(image, channels, 3)
+    signal, macs = torch.rand(2, *image), 0
+    built = host.build(Generator())
+    for module in built:
+        signal = module(signal)
+        places = signal[0, 0].numel()
+        macs += sum(w.numel() * places for w in module.parameters() if w.ndim > 1)
+    assert signal.shape == (2, 3)
+    assert host.macs == macs
+    assert host.parameters == sum(weight.numel() for weight in built.parameters())
+    assert host.flattened == built[-1].in_features
+
+
+@EACH
+def test_a_host_is_plain_data(host):
+    assert pickle.loads(pickle.dumps(host)) == host
+    assert asdict(host)["kind"] == str(host).split()[0]
+    assert hash(host) == hash(pickle.loads(pickle.dumps(host)))
+
+
+def test_names_show_the_sizes():
+    assert str(MLP) == "mlp 16-12-10-26"
+    assert str(CNN) == "cnn 1x28x28-4-8-10"
+
+
+@pytest.mark.parametrize("widths", [(16, 26), (), (16, 0, 3), (16, 2.5, 3), [4, 4, 4]])
+@pytest.mark.usefixtures("_as_users_call")
+def test_widths_must_be_three_or_more_whole_numbers(widths):
+    with pytest.raises(BadInput, match="expected widths as a tuple of at least 3"):
+        MlpHost(widths)
+
+
+@pytest.mark.parametrize(
+    ("image", "channels", "classes", "message"),
+    [
+        ((1, 3, 28), (4, 8), 10, r"halved 2 times; got image \(1, 3, 28\)"),
+        ((1, 28, 28, 28), (4, 8), 10, "expected an image"),
+        ((28, 28), (4, 8), 10, "expected image as a tuple of at least 3"),
+        ((1, 28, 28), (), 10, "expected channels as a tuple of at least 1"),
+        ((1, 28, 28), (4, -8), 10, r"got \(4, -8\)"),
+        ((1, 28, 28), (4, 8), 1, "at least 2 classes; got 1"),
+    ],
+)
+@pytest.mark.usefixtures("_as_users_call")
+def test_an_image_network_that_cannot_be_meant_is_refused(
+    image, channels, classes, message
+):
+    with pytest.raises(BadInput, match=message):
+        CnnHost(image, channels, classes)

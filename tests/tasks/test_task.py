@@ -1,0 +1,93 @@
+"""A task refuses terms and rows that its host could not learn from."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from esper.contracts.errors import BadInput
+from esper.tasks.data import Data, Splits
+from esper.tasks.hosts import MlpHost
+from esper.tasks.task import Task, accuracy
+
+
+def rows(count, inputs=3, classes=2):
+    return Data("rows", torch.rand(count, inputs), torch.arange(count) % 2, classes)
+
+
+def rings(**changes):
+    terms = {
+        "name": "rings",
+        "description": "two rings",
+        "data": lambda rng_seed: Splits(rows(64), rows(10), rows(10)),
+        "host": MlpHost((3, 4, 2)),
+    }
+    return Task(**(terms | changes))
+
+
+def test_rows_that_fit_are_handed_on_with_their_number():
+    numbers = []
+
+    def data(rng_seed):
+        numbers.append(rng_seed)
+        return Splits(rows(64), rows(10), rows(12))
+
+    splits = rings(data=data).splits(7)
+    assert [len(part) for part in splits] == [64, 10, 12]
+    assert numbers == [7]
+
+
+def test_the_summary_is_one_row():
+    summary = rings().summary()
+    expected = {"name": "rings", "inputs": 3, "classes": 2, "host": "mlp 3-4-2"}
+    assert expected.items() <= summary.items()
+    assert summary["parameters"] == 3 * 4 + 4 + 4 * 2 + 2
+    assert summary["macs"] == 3 * 4 + 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        (Splits(rows(63), rows(9), rows(9)), "one batch of 64 rows; got 63"),
+        (Splits(rows(64, 5), rows(9), rows(9)), r"shape \(3,\).*train has \(5,\) in 2"),
+        (Splits(rows(64), rows(9), rows(9, 3, 4)), r"test has \(3,\) in 4"),
+        (Splits(rows(64), rows(1), rows(9)), "two classes; all 1 are of class 0"),
+        ((rows(64), rows(9), rows(9)), "Splits.*got tuple"),
+        (None, "Splits.*got NoneType"),
+    ],
+)
+@pytest.mark.usefixtures("_as_users_call")
+def test_rows_that_do_not_fit_are_refused_in_one_line(splits, message):
+    with pytest.raises(BadInput, match=message) as caught:
+        rings(data=lambda rng_seed: splits).splits(0)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": ""}, "expected a task's name"),
+        ({"data": None}, "data as a function of rng_seed; got NoneType"),
+        ({"host": torch.nn.Linear(2, 2)}, "MlpHost or a CnnHost; got Linear"),
+        ({"batch": 0}, "expected batch to be a whole number from 1; got 0"),
+        ({"decision_every": 0}, "expected decision_every"),
+        ({"horizon": 2.5}, "expected horizon .* got 2.5"),
+        ({"learning_rate": 0.0}, "learning_rate > 0 .* got 0.0 and 0.01"),
+        ({"learning_rate": float("nan")}, "got nan"),
+        ({"learning_rate": float("inf")}, "got inf"),
+        ({"weight_decay": -1.0}, "got 0.004 and -1.0"),
+        ({"loss": "squares"}, "got 'squares' and 'accuracy'"),
+    ],
+)
+@pytest.mark.usefixtures("_as_users_call")
+def test_terms_that_cannot_be_meant_are_refused_in_one_line(change, message):
+    with pytest.raises(BadInput, match=message) as caught:
+        replace(rings(), **change)
+    assert "\n" not in str(caught.value)
+
+
+def test_accuracy_is_the_share_of_right_guesses_of_each_environment():
+    logits = torch.tensor([[[1.0, 0], [0, 1]], [[1, 0], [1, 0]]])
+    labels = torch.tensor([[0, 1], [1, 0]])
+    assert accuracy(logits, labels).tolist() == [1.0, 0.5]
+    assert accuracy(logits[1], labels[1]).item() == 0.5

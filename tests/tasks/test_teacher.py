@@ -1,0 +1,120 @@
+"""Teachers differ, their classes are balanced, and their labels can be learnt."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Generator, nn
+
+from esper.contracts.errors import BadInput
+from esper.tasks.hosts import MlpHost
+from esper.tasks.teacher import Teacher, drawn, teacher
+
+
+def labels(splits):
+    return torch.cat([part.labels for part in splits])
+
+
+@settings(max_examples=40)
+@given(rng_seed=st.integers(0, 2**40))
+def test_every_teacher_has_the_same_shapes_and_no_rare_class(rng_seed):
+    splits = teacher(rng_seed)
+    assert [tuple(part.features.shape) for part in splits] == [
+        (3600, 16),
+        (1200, 16),
+        (1200, 16),
+    ]
+    assert all(part.classes == 8 for part in splits)
+    shares = labels(splits).bincount(minlength=8) / 6000
+    assert shares.min() > 0.02
+    assert shares.max() < 0.3
+
+
+@pytest.mark.parametrize("rng_seed", range(5))
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_narrowest_teachers_know_every_class(depth, rng_seed):
+    splits = teacher(rng_seed, kind=Teacher(width=4, depth=depth, noise=0.0))
+    assert labels(splits).bincount(minlength=8).min() > 0.02 * 6000
+
+
+def test_the_kinds_fill_their_ranges():
+    kinds = [drawn(rng_seed) for rng_seed in range(1000)]
+    widths = [kind.width for kind in kinds]
+    assert (min(widths), max(widths)) == (4, 48)
+    assert sorted({kind.depth for kind in kinds}) == [1, 2, 3]
+    noise = torch.tensor([kind.noise for kind in kinds])
+    assert 0 <= noise.min() < 0.01
+    assert 0.19 < noise.max() <= 0.2
+
+
+def test_the_number_alone_decides_everything():
+    state = torch.get_rng_state()
+    first, again, other = (teacher(seed).train for seed in (1, 1, 2))
+    assert first.features.equal(again.features)
+    assert first.labels.equal(again.labels)
+    assert not first.labels.equal(other.labels)
+    assert state.equal(torch.get_rng_state())
+
+
+def test_noise_is_the_share_of_labels_that_change():
+    clean, noisy = (
+        labels(teacher(4, kind=Teacher(width=16, depth=2, noise=noise)))
+        for noise in (0.0, 0.2)
+    )
+    assert (clean != noisy).double().mean() == pytest.approx(0.2, abs=0.02)
+    moved = (noisy - clean)[clean != noisy] % 8
+    shares = moved.bincount(minlength=8) / len(moved)
+    assert shares[0] == 0
+    assert shares[1:].min() > 0.1
+
+
+def test_without_hidden_layers_a_linear_student_learns_nearly_everything():
+    splits = teacher(0, kind=Teacher(width=16, depth=0, noise=0.0))
+    assert score(nn.Linear(16, 8), splits) > 0.9
+
+
+def test_a_hidden_layer_makes_it_hard_for_a_linear_student_but_not_for_a_wide_one():
+    splits = teacher(0, kind=Teacher(width=16, depth=1, noise=0.0))
+    wide = MlpHost((16, 64, 64, 8)).build(Generator().manual_seed(0))
+    assert score(nn.Linear(16, 8), splits) < score(wide, splits) - 0.04
+
+
+def score(network, splits):
+    """Share of the test rows that a network guesses right after 300 batches."""
+    optimiser = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    order = Generator().manual_seed(0)
+    train, test = splits.train, splits.test
+    for _ in range(300):
+        rows = torch.randint(len(train), (128,), generator=order)
+        loss = nn.functional.cross_entropy(
+            network(train.features[rows]), train.labels[rows]
+        )
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    with torch.inference_mode():
+        return (network(test.features).argmax(1) == test.labels).double().mean()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"width": 0, "depth": 1, "noise": 0.0},
+        {"width": 4, "depth": -1, "noise": 0.0},
+        {"width": 4, "depth": 1, "noise": -0.1},
+        {"width": 4, "depth": 1, "noise": 0.9},
+    ],
+)
+def test_a_teacher_that_cannot_be_meant_is_refused(wrong):
+    with pytest.raises(BadInput, match=r"expected width >= 1.*got width"):
+        Teacher(**wrong)
+
+
+def test_a_teacher_too_narrow_for_eight_classes_is_refused():
+    with pytest.raises(BadInput, match=r"width=1.*make it wider"):
+        teacher(0, kind=Teacher(width=1, depth=1, noise=0.0))
+
+
+def test_few_rows_are_refused():
+    with pytest.raises(BadInput, match="at least 80; got 79"):
+        teacher(0, 79)

@@ -1,0 +1,543 @@
+"""The Grower in a training loop: every controller, every way of writing the loop."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from esper.contracts.actions import HEAD, NUM_HEADS, Op
+from esper.contracts.errors import BadInput, CallOrder, IllegalAction
+from esper.contracts.stages import Stage
+from esper.grower import Grower
+from esper.growth.blueprints.registry import blueprint, forget
+from esper.tamiyo.named import CONTROLLERS
+from tests.growth.hosts import HOSTS, make_batch, make_host
+
+
+def begin(kind="vector", host=None, optimizer=torch.optim.AdamW, **options):
+    host = make_host(kind) if host is None else host
+    options = {"controller": "never", "seeds_per_slot": 2, **options}
+    options.setdefault("slots", HOSTS[kind].slots)
+    return Grower(
+        host,
+        optimizer(host.parameters(), 3e-3),
+        example=make_batch(kind, 4)[0],
+        **options,
+    )
+
+
+def loss_of(grower, batch=0, kind="vector"):
+    x, y = make_batch(kind, 16, rng_seed=batch)
+    return lambda: nn.functional.cross_entropy(grower.model.host(x), y)
+
+
+def train(grower, batches, kind="vector"):
+    """Train as the README does; the losses."""
+    losses = []
+    for batch in batches:
+        loss = grower.loss(loss_of(grower, batch, kind))
+        grower._optimizer.zero_grad()
+        loss.backward()
+        grower._optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def bits(module, optimizer=None):
+    found = [t.detach().clone() for t in (*module.parameters(), *module.buffers())]
+    if optimizer is not None:
+        for parameter in module.parameters():
+            values = optimizer.state.get(parameter, {}).values()
+            found += [torch.as_tensor(value).clone() for value in values]
+    return found
+
+
+def same(one, other):
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("kind", ["vector", "signal"])
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_whole_life_with_every_controller(kind, controller):
+    budget = 1.5
+    grower = begin(
+        kind,
+        controller=controller,
+        decisions=40,
+        budget=budget,
+        slots=HOSTS[kind].slots[:2],
+        blueprints=["scale_shift", "low_rank_4", "widen_8", "residual_mlp"],
+    )
+    model, host = grower.model, grower.model.host
+    x, y = make_batch(kind, 32, rng_seed=77)
+
+    def accuracy():
+        host.eval()
+        with torch.no_grad():
+            right = (host(x).argmax(dim=1) == y).float().mean()
+        host.train()
+        return float(right)
+
+    for decision in range(40):
+        train(grower, (decision,), kind)
+        said = grower.step(metric=accuracy if decision % 4 == 0 else accuracy())
+        assert said.step == decision
+        assert said.said
+        assert bool(said.why_not) == (said.said == "wait")
+        assert model.parameters_added <= budget * model.survey.parameters
+        groups = grower._optimizer.param_groups
+        trained = [id(p) for group in groups for p in group["params"]]
+        assert sorted(trained) == sorted(id(p) for p in model.parameters())
+    assert len(grower.history) == 40
+    changes = [e for decision in grower.history for e in decision.events]
+    assert (controller == "never") == (not changes)
+    page = grower.summary()
+    assert page == str(grower)
+    assert page.isprintable() or page.replace("\n", "").isprintable()
+    assert len(page.splitlines()) < 60
+    assert "40 decisions" in page
+    stages = {slot: Stage.DORMANT for slot in range(len(model.slots))}
+    for event in changes:  # the history tells every slot's whole life
+        assert stages[event.slot] is event.before
+        stages[event.slot] = event.after
+    assert stages == {s: model.stage(n) for s, n in enumerate(model.slots)}
+
+
+def test_a_page_stays_one_page_however_much_happens():
+    grower = begin(seeds_per_slot=8)
+    for slot in grower.model.slots:
+        grower.plant(slot, "residual_mlp")
+    for _ in range(20):
+        train(grower, range(1))
+        grower.quarantine.incidents += ["refused: something"] * 5
+        grower.step(metric=0.5)
+        grower.prune(grower.model.slots[len(grower.history)])
+    assert len(grower.summary().splitlines()) < 60
+
+
+# Ways of writing the loop.
+
+
+def test_a_training_seed_is_not_noticed_in_the_users_loop():
+    ends = []
+    for plant in (False, True):
+        torch.manual_seed(3)
+        grower = begin()
+        if plant:
+            grower.plant("first->second#0", "widen_8")
+            grower.plant("second#0", "residual_mlp")
+        train(grower, range(12))
+        grower.step(metric=0.5)
+        train(grower, range(12, 20))
+        ends.append(bits(grower.model.host, grower._optimizer))
+    assert same(*ends)
+
+
+def test_norms_of_a_training_seed_follow_the_data():
+    grower = begin()
+    grower.plant("first->second#0", "widen_8")
+    modules = grower.model.seeds.modules()
+    norm = next(m for m in modules if isinstance(m, nn.BatchNorm1d))
+    train(grower, range(5))
+    assert int(norm.num_batches_tracked) == 5
+    assert bool(norm.running_mean.any())
+
+
+def test_gradients_may_be_cleared_between_loss_and_backward():
+    grower = begin()
+    grower.plant("first->second#0", "widen_8")
+    loss = grower.loss(loss_of(grower))
+    grower._optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    seeds = grower.model.seed_parameters().values()
+    assert any(bool(p.grad.any()) for p in seeds)
+
+
+def test_two_halves_of_a_loss_are_one_batch():
+    """Accumulated halves of the same batch lead where the whole batch leads."""
+    ends = []
+    for parts in (1, 2):
+        torch.manual_seed(0)
+        host = make_host("vector")
+        host.drop.p = 0.0
+        grower = begin(host=host, optimizer=torch.optim.SGD)
+        grower.plant("second->last#0", "widen_8")
+        for batch in range(4):
+            grower._optimizer.zero_grad()
+            for _ in range(parts):
+                (grower.loss(loss_of(grower, batch)) / parts).backward()
+            grower._optimizer.step()
+        ends.append([p.detach().clone() for p in grower.model.parameters()])
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_bad_half_refuses_the_whole_step_and_both_halves_of_the_buffers():
+    grower = begin()
+    train(grower, range(4))
+    before = bits(grower.model, grower._optimizer)
+    grower._optimizer.zero_grad()
+    x, y = make_batch("vector", 16)
+    host = grower.model.host
+    for half in (x * torch.nan, x):
+        loss = grower.loss(lambda half=half: nn.functional.cross_entropy(host(half), y))
+        (loss / 2).backward()
+    grower._optimizer.step()
+    assert same(before, bits(grower.model, grower._optimizer))
+    assert len(grower.quarantine.incidents) == 1
+    assert grower.quarantine.incidents[0].startswith("refused: the loss is not finite")
+
+
+def test_scaled_losses_train_seeds_as_unscaled_ones_do():
+    ends = []
+    for scale in (1.0, 1024.0):
+        torch.manual_seed(0)
+        grower = begin(optimizer=torch.optim.SGD)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        grower.plant("first->second#0", "widen_8")
+        for batch in range(4):
+            loss = grower.loss(loss_of(grower, batch))
+            grower._optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(grower._optimizer)
+            scaler.update()
+        ends.append(bits(grower.model))
+    assert same(*ends)  # powers of two
+
+
+def test_clipping_leaves_training_seeds_out():
+    grower = begin()
+    grower.plant("first->second#0", "widen_8")
+    clipped = {id(p) for p in grower.parameters()}
+    assert clipped == {id(p) for p in grower.model.host.parameters()}
+    grower.loss(loss_of(grower)).backward()
+    nn.utils.clip_grad_norm_(grower.parameters(), 0.1)
+    grower._optimizer.step()
+    grower.step(metric=0.5)
+    grower.advance("first->second#0")
+    assert len({id(p) for p in grower.parameters()} - clipped) > 0
+
+
+def test_without_grower_loss_training_passes_and_the_page_says_so():
+    grower = begin(controller="early", decisions=10)
+    for batch in range(10):
+        grower._optimizer.zero_grad()
+        loss_of(grower, batch)().backward()
+        grower._optimizer.step()
+        decision = grower.step(metric=0.5)
+        assert math.isnan(decision.loss)
+        trained = [
+            int(age)
+            for age, stage in zip(
+                grower.model.lives.age[0], grower.model.lives.stage[0], strict=True
+            )
+            if stage == Stage.TRAINING
+        ]
+        assert max(trained, default=0) <= 1
+    stages = {grower.model.stage(slot) for slot in grower.model.slots}
+    assert Stage.FOSSILIZED in stages
+    assert "note: grower.loss was not used" in grower.summary()
+
+
+def test_a_metric_that_is_none_is_refused_and_nothing_happens():
+    grower = begin(controller="early")
+    train(grower, range(2))
+    before, track = bits(grower.model, grower._optimizer), grower._track
+    for metric in (1.5, -0.1, math.nan, "good"):
+        with pytest.raises(BadInput, match="metric must") as refused:
+            grower.step(metric=lambda metric=metric: metric)
+        assert "\n" not in str(refused.value)
+    low = begin(mode="min")
+    for metric in (-1.0, math.inf, math.nan):
+        with pytest.raises(BadInput, match="a loss must be finite"):
+            low.step(metric=metric)
+    assert same(before, bits(grower.model, grower._optimizer))
+    assert grower._track is track
+    assert grower.history == low.history == []
+    assert bool(grower.step(metric=0.5))
+
+
+def test_a_closure_that_raises_or_returns_many_numbers_changes_nothing():
+    grower = begin()
+    grower.plant("first->second#0", "widen_8")
+    host = grower.model.host
+    train(grower, range(3))
+    before = bits(grower.model, grower._optimizer)
+
+    def broken():
+        raise KeyError("label")
+
+    with pytest.raises(KeyError):
+        grower.loss(broken)
+    assert same(before, bits(grower.model, grower._optimizer))
+
+    calls = []
+
+    def broken_in_the_shadow():
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyError("label")
+        return loss_of(grower)()
+
+    state = grower.model.flow
+    with pytest.raises(KeyError):
+        grower.loss(broken_in_the_shadow)
+    assert not state.shadow
+    assert all(p.requires_grad for p in host.parameters())
+    x = make_batch("vector")[0]
+    with pytest.raises(BadInput, match="must return one number"):
+        grower.loss(lambda: host(x))
+    assert all(math.isfinite(loss) for loss in train(grower, range(3)))
+
+
+def test_a_step_that_computes_its_own_gradients_is_refused():
+    grower = begin()
+    with pytest.raises(CallOrder, match="governor=None"):
+        grower._optimizer.step(loss_of(grower))
+    free = begin(governor=None, optimizer=torch.optim.SGD)
+
+    def closure():
+        loss = free.loss(loss_of(free))
+        loss.backward()
+        return loss
+
+    assert float(free._optimizer.step(closure).detach()) > 0
+
+
+def test_evaluating_through_grower_loss_leaves_no_trace():
+    grower = begin()
+    train(grower, range(3))
+    with torch.no_grad():
+        grower.loss(lambda: loss_of(grower)() * torch.nan)
+    train(grower, range(3))
+    assert grower.quarantine.incidents == []
+
+
+# Controllers of others.
+
+
+class Says:
+    """Always the same sentence."""
+
+    def __init__(self, **said):
+        self.row = torch.zeros(1, NUM_HEADS, dtype=torch.int64)
+        for head, choice in said.items():
+            self.row[0, HEAD[head]] = choice
+
+    def decide(self, observation, masks, state, generator):
+        return self.row, None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"op": Op.ADVANCE, "slot": 0},
+        {"op": Op.GERMINATE, "slot": 99},
+        {"op": Op.GERMINATE, "slot": 3, "blueprint": 5},  # widens between layers only
+        {"op": 17},
+    ],
+)
+def test_what_masks_forbid_is_refused_and_changes_nothing(said):
+    grower = begin(controller=Says(**said))
+    train(grower, range(2))
+    track = grower._track
+    with pytest.raises(IllegalAction, match="said what its masks forbid"):
+        grower.step(metric=0.5)
+    assert not grower.model.seeds
+    assert grower.history == []
+    assert grower._track is track
+
+
+def test_a_controller_cannot_spend_more_than_the_budget():
+    grower = begin(controller=Says(op=Op.GERMINATE, slot=0, blueprint=5), budget=10)
+    with pytest.raises(IllegalAction):
+        grower.step(metric=0.5)
+
+
+# Seeds whose code fails.
+
+
+@pytest.fixture
+def unreliable():
+    """A blueprint that turns bad after some calls."""
+    trouble = {"calls": 0, "from": 10**9, "how": "raise"}
+
+    class Unreliable(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.map = nn.Linear(width, width)
+            nn.init.zeros_(self.map.weight)
+            nn.init.zeros_(self.map.bias)
+
+        def forward(self, h):
+            trouble["calls"] += 1
+            if trouble["calls"] <= trouble["from"]:
+                return self.map(h)
+            if trouble["how"] == "raise":
+                raise RuntimeError("out of ideas\nafter a while")
+            if trouble["how"] == "shape":
+                return self.map(h)[:, :1]
+            if trouble["how"] == "none":
+                return None
+            return self.map(h) * torch.nan
+
+    blueprint("unreliable")(lambda geometry: Unreliable(geometry.outlet_width))
+    yield trouble
+    forget("unreliable")
+
+
+@pytest.mark.parametrize("how", ["raise", "shape", "none", "nan"])
+@pytest.mark.parametrize("stage", ["TRAINING", "BLENDING"])
+def test_a_seed_that_turns_bad_is_removed_and_the_host_goes_on(unreliable, how, stage):
+    torch.manual_seed(0)
+    grower = begin(blueprints=["unreliable", "residual_mlp"])
+    grower.plant("second#0", "unreliable", tempo="FAST")
+    grower.plant("second#1", "residual_mlp", tempo="FAST")
+    train(grower, range(10))
+    grower.step(metric=0.5)
+    if stage == "BLENDING":
+        grower.advance("second#0")
+        grower.advance("second#1")
+    for batch in range(10, 30, 5):
+        train(grower, range(batch, batch + 5))
+        grower.step(metric=0.5)
+    assert grower.model.stage("second#0") is Stage[stage]
+    unreliable.update({"from": unreliable["calls"] + 2, "how": how})
+    losses = train(grower, range(30, 42))
+    decision = grower.step(metric=0.5)
+    assert grower.model.stage("second#0") is Stage.DORMANT
+    assert grower.model.stage("second#1") is Stage[stage]
+    (event,) = [e for e in decision.events if e.after is Stage.DORMANT]
+    assert event.slot == grower.model.index("second#0")
+    told = [line for line in decision.incidents if line.startswith("removed second#0")]
+    assert len(told) == 1
+    assert "\n" not in told[0]
+    assert all(math.isfinite(loss) for loss in losses[-3:])
+    owned = {id(p) for p in grower.model.parameters()}
+    groups = grower._optimizer.param_groups
+    assert {id(p) for group in groups for p in group["params"]} == owned
+
+
+@pytest.mark.parametrize("how", ["raise", "shape", "none", "nan"])
+def test_a_host_does_not_notice_a_training_seed_that_turns_bad(unreliable, how):
+    ends = []
+    for plant in (False, True):
+        torch.manual_seed(0)
+        grower = begin(blueprints=["unreliable"])
+        if plant:
+            grower.plant("second#0", "unreliable")
+            unreliable.update({"from": unreliable["calls"] + 7, "how": how})
+        train(grower, range(20))
+        ends.append(bits(grower.model.host, grower._optimizer))
+    assert not grower.model.seeds
+    assert same(*ends)
+
+
+def test_a_seed_that_fails_in_the_users_own_evaluation_is_left_out(unreliable):
+    grower = begin(blueprints=["unreliable"])
+    grower.plant("second#0", "unreliable", tempo="FAST")
+    train(grower, range(3))
+    grower.step(metric=0.5)
+    grower.advance("second#0")
+    grower.step(metric=0.5)
+    unreliable["from"] = 0
+    x = make_batch("vector")[0]
+    assert bool(torch.isfinite(grower.model.host(x)).all())
+    decision = grower.step(metric=0.5)
+    assert grower.model.stage("second#0") is Stage.DORMANT
+    assert "RuntimeError: out of ideas" in decision.incidents[0]
+
+
+def test_a_broken_training_seed_does_not_spoil_its_own_trial():
+    grower = begin(mode="min")
+    grower.plant("second#0", "residual_mlp")
+    train(grower, range(3))
+    x, y = make_batch("vector", 32)
+
+    def validation():
+        with torch.no_grad():
+            return float(nn.functional.cross_entropy(grower.model.host(x), y))
+
+    with torch.no_grad():
+        for parameter in grower.model.seeds.parameters():
+            parameter.fill_(1e30)
+    decision = grower.step(metric=validation)
+    assert math.isfinite(decision.metric)
+
+
+def test_a_blueprint_whose_factory_fails_is_refused_and_changes_nothing():
+    @blueprint("hopeless")
+    def hopeless(geometry):
+        raise OSError("no such file")
+
+    try:
+        grower = begin(blueprints=["hopeless"])
+        before = bits(grower.model, grower._optimizer)
+        with pytest.raises(BadInput, match="no such file") as refused:
+            grower.plant("second#0", "hopeless")
+        assert "\n" not in str(refused.value)
+        assert same(before, bits(grower.model, grower._optimizer))
+        assert grower.model.stage("second#0") is Stage.DORMANT
+        train(grower, range(2))
+    finally:
+        forget("hopeless")
+
+
+# The guard, from outside.
+
+
+def test_going_back_works_after_changes_by_hand():
+    grower = begin()
+    train(grower, range(12))
+    grower.step(metric=0.5)
+    train(grower, range(3))
+    kept = copy.deepcopy(grower.guard.snapshot._tensors)
+    grower.plant("first->second#0", "widen_8")
+    with torch.no_grad():
+        grower.model.host.first.weight.fill_(torch.nan)
+    train(grower, range(1))
+    assert "rolled back" in grower.quarantine.incidents[0]
+    for name, tensor in grower.model.host.named_parameters():
+        assert torch.equal(kept[f"host.{name}"], tensor)
+    assert grower.model.stage("first->second#0") is Stage.TRAINING
+    assert all(math.isfinite(loss) for loss in train(grower, range(5)))
+
+
+def test_a_damaged_state_is_never_the_one_gone_back_to():
+    """Large but finite weights at a decision are found by the batches after it."""
+    grower = begin()
+    train(grower, range(24))
+    grower.step(metric=0.5)
+    usual = max(train(grower, range(24, 30)))
+    with torch.no_grad():
+        grower.model.host.last.weight.mul_(1e6)
+    grower.step(metric=0.5)
+    losses = train(grower, range(30, 40))
+    assert losses[0] > 100 * usual
+    assert max(losses[4:]) < 2 * usual
+    assert "bad batches in a row" in grower.quarantine.incidents[-1]
+
+
+def test_going_back_does_not_undo_the_users_learning_rates():
+    grower = begin()
+    train(grower, range(12))
+    grower._optimizer.param_groups[0]["lr"] = 1e-4
+    with torch.no_grad():
+        grower.model.host.first.weight.fill_(torch.nan)
+    train(grower, range(1))
+    assert "rolled back" in grower.quarantine.incidents[0]
+    assert grower._optimizer.param_groups[0]["lr"] == 1e-4
+
+
+def test_a_broken_model_with_a_broken_metric_is_healed_at_the_decision():
+    grower = begin(mode="min")
+    train(grower, range(12))
+    grower.step(metric=1.0)
+    with torch.no_grad():
+        grower.model.host.first.weight.fill_(torch.nan)
+    decision = grower.step(metric=math.nan)
+    assert decision.metric == 1.0
+    assert "rolled back" in decision.incidents[0]
+    assert bool(torch.isfinite(grower.model.answer()[0]).all())
