@@ -58,7 +58,7 @@ def test_the_page_tells_what_changed_why_not_and_what_was_not_let_through():
     page = summary(model, [decision(), *waits], ["a note"])
     for part in (
         "3 decisions; parameters 353 -> ",
-        "metric 0.5 at first, 0.9 at last, largest 0.9 at decision 1",
+        "metric 0.5 at first, 0.9 at last",
         "second#0",
         "TRAINING",
         "residual_mlp",

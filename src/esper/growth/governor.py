@@ -1,7 +1,7 @@
 """The governor: whether training is still healthy, judged from what it has seen.
 
     not finite    loss, gradient norm or a buffer is NaN or infinite
-    spike         x > m + (k - 1) max(|m|, q) + 0.05 |first|
+    spike         x > m + (k - 1) max(|m|, q) + slack |first|
     diverged      `patience` bad batches in a row
     guessing      at a decision, the window's median is back above the first window's
 
