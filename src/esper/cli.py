@@ -26,8 +26,16 @@ BENCHMARKS = (
     "widening",
 )
 
-COMMANDS = ("train", "bench")
-OPTIONS = ("--rounds", "--envs", "--rng-seed", "--repeats", "--ablations", "--json")
+COMMANDS = ("train", "bench", "tasks")
+OPTIONS = (
+    "--task",
+    "--rounds",
+    "--envs",
+    "--rng-seed",
+    "--repeats",
+    "--ablations",
+    "--json",
+)
 WORDS = (*COMMANDS, *BENCHMARKS, *OPTIONS, "--processes", "--help")
 
 EXAMPLES = """\
@@ -35,6 +43,8 @@ examples:
   esper train                          train Tamiyo on the simulated world
   esper train --repeats 5 --ablations  five random seeds, and the same without
                                        memory and without relevance masks
+  esper train --task letter            train Tamiyo on real networks and real data
+  esper tasks                          what she can be trained on
   esper bench gae                      the naive loop beside ours, in one process
   esper bench update --json            the same as data
 """
@@ -49,9 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
 
         torch.set_num_threads(1)
-        if options.command == "train":
-            return _train(options)
-        return _bench(options)
+        run = {"train": _train, "bench": _bench, "tasks": _tasks}[options.command]
+        return run(options)
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         return 130
@@ -63,12 +72,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
+    if options.task is not None:
+        from esper.experiment.real import RealConfig, run_real
+
+        run_real(
+            RealConfig(
+                task=options.task,
+                rounds=options.rounds,
+                envs=16 if options.envs is None else options.envs,
+                rng_seed=options.rng_seed,
+            )
+        )
+        return 0
     from esper.experiment.study import StudyConfig, run_study
 
     run_study(
         StudyConfig(
             rounds=options.rounds,
-            envs=options.envs,
+            envs=256 if options.envs is None else options.envs,
             rng_seed=options.rng_seed,
             repeats=options.repeats,
             ablations=options.ablations,
@@ -91,6 +112,32 @@ def _bench(options: argparse.Namespace) -> int:
     show = import_module("benchmarks.timing").show
     show(import_module(f"benchmarks.{options.name}").run(), as_json=options.json)
     return 0
+
+
+def _tasks(options: argparse.Namespace) -> int:
+    """What there is to learn, with sizes, or what to install for it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from esper.tasks.catalogue import table
+
+    shown = Table()
+    columns = ("name", "rows", "inputs", "classes", "host", "parameters", "macs")
+    for column in columns:
+        shown.add_column(
+            column, justify="left" if column in ("name", "host") else "right"
+        )
+    for row in table():
+        if row["missing"]:
+            shown.add_row(row["name"], "-", row["missing"])
+        else:
+            shown.add_row(*(_number(row[column]) for column in columns))
+    Console().print(shown)
+    return 0
+
+
+def _number(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _explain(error: Exception) -> int:
@@ -133,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     train = commands.add_parser(
         "train",
-        help="train Tamiyo on the simulated world",
+        help="train Tamiyo on the simulated world, or on a real task",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -141,7 +188,13 @@ def _parser() -> argparse.ArgumentParser:
         "--rounds", type=_Whole(1, 1_000_000), default=None, help="rollouts and updates"
     )
     train.add_argument(
-        "--envs", type=_Whole(1, 65_536), default=256, help="environments at once"
+        "--envs",
+        type=_Whole(1, 65_536),
+        default=None,
+        help="environments at once; 256 in the simulated world, 16 real hosts",
+    )
+    train.add_argument(
+        "--task", default=None, help="a real task (see esper tasks), not the simulation"
     )
     train.add_argument(
         "--rng-seed",
@@ -166,6 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure a hot path beside a naive twin")
     bench.add_argument("name", choices=BENCHMARKS, help="what to measure")
     bench.add_argument("--json", action="store_true", help="print data, not a table")
+    commands.add_parser("tasks", help="list what networks can be grown on")
     return parser
 
 

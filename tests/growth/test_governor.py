@@ -181,7 +181,7 @@ def test_a_loss_near_zero_or_below_it_may_jitter():
 
 
 def test_learning_that_was_lost_is_worse_than_guessing():
-    rows = [[(value, 1.0, True)] for value in [1.0] * 16 + [0.5] * 16 + [2.0] * 9]
+    rows = [[(value, 1.0, True)] for value in [1.0] * 16 + [0.5] * 16 + [2.5] * 9]
     _, decisions = governed(rows)
     assert decisions[31] == [Verdict.HEALTHY]
     assert decisions[-1] == [Verdict.WORSE_THAN_GUESSING]

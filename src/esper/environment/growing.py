@@ -158,6 +158,7 @@ class GrowingWorld:
         """How many environments step together."""
         return self._envs
 
+    @torch.inference_mode(False)
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
         if not self._started:
@@ -166,11 +167,13 @@ class GrowingWorld:
         self._begin(range(self._envs))
         return self._observe()
 
+    @torch.inference_mode(False)
+    @torch.enable_grad()
     def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
         """Act, train until the next decision, look; ended episodes start anew."""
         if not self._started:
             raise CallOrder("step() before reset(); call reset() first.")
-        self._act(actions.to(self._device))
+        self._act(actions.clone().to(self._device))
         losses, last = self._train()
         score = self._score(JUDGED)
         finite = torch.isfinite(losses) & torch.isfinite(score)

@@ -147,7 +147,7 @@ def act(
     speed = said("alpha_speed").to(torch.int64)
     still = lives.alpha == target  # nothing to fade, nothing to wait for
     length = torch.where(blends, lives.tempo, lives.length)
-    length = torch.where(sets | prunes, speed, length)
+    length = torch.where(sets | prunes, torch.where(still, 0, speed), length)
     curve = torch.where(sets | prunes, said("alpha_curve").to(torch.int64), lives.curve)
     acted = Lives(
         stage=stage,
