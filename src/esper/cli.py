@@ -24,6 +24,7 @@ BENCHMARKS = (
     "simulated",
     "growth",
     "widening",
+    "cohort",
 )
 
 COMMANDS = ("train", "bench", "tasks")

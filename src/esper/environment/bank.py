@@ -184,7 +184,10 @@ class _TwoMaps(torch.autograd.Function):
         (given,) = grads
         h, first, last, kind, units, hidden = ctx.saved_tensors
         felt = slope(torch.bmm(given, last.mT), units, kind)
-        back = torch.bmm(felt, first.mT) if ctx.needs_input_grad[0] else None
+        back = None
+        if ctx.needs_input_grad[0]:
+            first = first.masked_fill((kind == DEAD).unsqueeze(1), 0.0)
+            back = torch.bmm(felt, first.mT)
         return (
             back,
             torch.bmm(h.mT, felt),

@@ -29,11 +29,11 @@ class Pass:
     """What one pass left behind."""
 
     losses: Float[Tensor, " env"]
-    inputs: list[Float[Tensor, "env row width"]]
+    inputs: list[Float[Tensor, "env row _width"]]
     """What each layer read."""
-    outputs: list[Float[Tensor, "env row width"]]
+    outputs: list[Float[Tensor, "env row _width"]]
     """What each layer and the seeds at it said, before the activation."""
-    gradients: list[Float[Tensor, "env row width"]] | None = None
+    gradients: list[Float[Tensor, "env row _width"]] | None = None
     """Of the losses with respect to each place's outlet, if asked for."""
 
 
@@ -172,21 +172,22 @@ class Cohort:
         felt: Sequence[Felt | None],
         training: Sequence[Felt | None],
     ) -> Float[Tensor, "env row classes"]:
-        """The hosts' answers with their TRAINING seeds at alpha 1, hosts frozen."""
+        """The hosts' answers with their TRAINING seeds at alpha 1, hosts frozen.
+
+        The outlet where it starts is computed anew: adding newborns to what was said
+        there would round differently from a start further in front, and where it
+        starts is for the neighbours to decide.
+        """
         start = next(p for p, place in enumerate(training) if place is not None)
         inputs = [h.detach() for h in passed.inputs[: start + 2]]
-        newborn = training[start]
-        assert newborn is not None
-        z = passed.outputs[start + 1].detach()
-        z = z + self.banks[start].say(inputs[start], newborn)
-        for layer in range(start + 2, len(self.weights)):
-            inputs.append(torch.relu(z))
+        for layer in range(start + 1, len(self.weights)):
             z = torch.baddbmm(
                 self.biases[layer].detach(), inputs[layer], self.weights[layer].detach()
             )
             place = felt[layer - 1]
             if place is not None:
                 z = z + self.banks[layer - 1].say(inputs[layer - 1], place)
+            inputs.append(torch.relu(z))
         return z
 
     def answer(
@@ -308,7 +309,7 @@ class Plan:
             felt=cohort.feel(lives, shadow=False),
             shadow=cohort.feel(lives, shadow=True),
             training=only,
-            active=cohort.by_place(lives.stage != Stage.DORMANT),
+            active=cohort.by_place(training | (lives.alpha > 0)),
             unfelt=cohort.by_place(training),
             trains=any(place is not None for place in only),
         )

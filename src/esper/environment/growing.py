@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor, nn
 
-from esper.contracts.actions import HEAD, ActionSpec, Op
+from esper.contracts.actions import HEAD, RELEVANT, ActionSpec, Op
 from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.observation import Observation
@@ -174,7 +174,8 @@ class GrowingWorld:
         if not self._started:
             raise CallOrder("step() before reset(); call reset() first.")
         self._act(actions.clone().to(self._device))
-        losses, last = self._train()
+        due = self._track.decisions % self._measure_every == 0
+        losses, last = self._train(keep=bool(due.any()))
         score = self._score(JUDGED)
         finite = torch.isfinite(losses) & torch.isfinite(score)
         phi = torch.where(finite, score - self._rent * self._added(), -1.0)
@@ -186,7 +187,7 @@ class GrowingWorld:
         if bool(over.any()):
             self.ended = self._report(over, score, ~finite)
             self._begin(torch.nonzero(over).flatten().tolist())
-        self._look(last, ~over)
+        self._look(last, ~over & due.to(over.device))
         return StepResult(
             observation=self._observe(),
             reward=reward,
@@ -292,13 +293,20 @@ class GrowingWorld:
 
     def _act(self, actions: Int64[Tensor, "env head"]) -> None:
         """Carry out what is possible; the rest is a WAIT and is flagged."""
+        sizes = torch.tensor(self._spec.sizes, device=self._device)
+        known = ((actions >= 0) & (actions < sizes)).all(dim=1)
+        actions = torch.where(known.unsqueeze(1), actions, 0)
         op, slot = actions[:, HEAD["op"]], actions[:, HEAD["slot"]]
+        heads = torch.arange(len(sizes), device=self._device)
+        offered = self._spec.allowed.to(self._device)[heads, actions]
+        offered = (offered | ~RELEVANT.to(self._device)[op]).all(dim=1)
         kind = actions[:, HEAD["blueprint"]]
         everyone = torch.arange(self._envs, device=self._device)
         cost = self._offers.parameters[everyone, slot, kind]
         affordable = cost <= self._budget - self._added()
         plants = op == Op.GERMINATE
         wrong = plants & ~(affordable & self._offers.fits[everyone, slot, kind])
+        wrong |= ~(known & offered)
         spoken = torch.where(wrong.unsqueeze(1), 0, actions)
         before = self._lives
         acted, done = lifecycle.act(before, spoken, self._spec.slots.min_age)
@@ -324,7 +332,7 @@ class GrowingWorld:
         bias = made.get("first_bias", torch.zeros(blueprint.size))
         self.cohort.plant(env, slot, blueprint, first, bias)
 
-    def _train(self) -> tuple[Float[Tensor, " env"], Pass]:
+    def _train(self, *, keep: bool) -> tuple[Float[Tensor, " env"], Pass]:
         """All minibatches until the next decision; the mean losses, and the last."""
         every, task = self.task.decision_every, self.task
         everyone = torch.arange(self._envs)
@@ -334,7 +342,7 @@ class GrowingWorld:
             rows = self._batches[everyone, begun + number]
             x, y = self._rows.batch(rows)
             rate = task.learning_rate * self._rate * self._pace(begun + number)
-            wanted = number == every - 1 and self._looks()
+            wanted = keep and number == every - 1
             last = self.cohort.train_step(x, y, self._plan, rate, keep=wanted)
             total += last.losses
         return total / every, last
@@ -352,16 +360,12 @@ class GrowingWorld:
         x, y = self._rows.decisions(rows)
         return accuracy(self.cohort.answer(x, self._plan.felt), y)
 
-    def _looks(self) -> bool:
-        """Whether contributions and promises are due after this decision."""
-        return int(self._track.decisions.max()) % self._measure_every == 0
-
-    def _look(self, last: Pass, going: Bool[Tensor, " env"]) -> None:
-        """Measure what seeds contribute and what places promise."""
+    def _look(self, last: Pass, due: Bool[Tensor, " env"]) -> None:
+        """Measure what seeds contribute and what places promise, where it is due."""
         if last.gradients is None:
             return
         seen = see_places(last, [b.size for b in self._spec.blueprints])
-        there, per = going[:, None], self.cohort.seeds_per_slot
+        there, per = due[:, None], self.cohort.seeds_per_slot
         promise = seen.promise.repeat(1, per, 1)
         known = torch.isfinite(promise) & there[..., None] & self._offers.fits
         self._offers = replace(
@@ -420,7 +424,7 @@ class GrowingWorld:
                 self._track,
                 horizon=self.task.horizon,
                 budget_left=self._budget - self._added(),
-                rent=self._rent,
+                rent=self._rent.clone(),  # rewritten when an episode begins
                 added=self._added(),
             ),
             slots=SlotStates(

@@ -54,6 +54,9 @@ def promises(
 ) -> Float[Tensor, "env size"]:
     """Relative drop of the loss per relative change of the outlet, in [0, 1].
 
+    NaN where the numbers of a host are not finite: one such host would make the
+    factorisation of all of them fail.
+
     Args:
         given: What the place's inlet was given.
         answer: What its outlet said.
@@ -62,7 +65,12 @@ def promises(
         sizes: Ranks asked for.
     """
     rows = given.shape[1]
+    sound = (given.isfinite().all(dim=2) & gradient.isfinite().all(dim=2)).all(dim=1)
+    given, gradient = (
+        torch.where(sound[:, None, None], part, 0.0) for part in (given, gradient)
+    )
     found = gains(given, -rows * gradient, sizes)
+    found = torch.where(sound[:, None], found, torch.nan)
     size = answer.double().square().mean(dim=(1, 2)).sqrt()
     wide = float(answer.shape[2]) ** 0.5  # rms over rows of the whole vector
     relative = found * (size * wide / loss.double().clamp(min=TINY)).unsqueeze(1)

@@ -36,10 +36,7 @@ def speak(
         said = torch.empty_like(pre)
         _speak(pre.numpy(), kind.numpy(), said.numpy())
         return said
-    kinds = kind.unsqueeze(1)
-    said = torch.where(kinds == LINEAR, pre, torch.relu(pre))
-    said = torch.where(kinds == GELU, torch.nn.functional.gelu(pre), said)
-    return torch.where(kinds == DEAD, 0.0, said)
+    return _speak_anywhere(pre, kind)
 
 
 def slope(
@@ -52,12 +49,7 @@ def slope(
         back = torch.empty_like(pre)
         _slope(given.contiguous().numpy(), pre.numpy(), kind.numpy(), back.numpy())
         return back
-    kinds = kind.unsqueeze(1)
-    bell = ROOT_TURN * torch.exp(-0.5 * pre.square())
-    curved = 0.5 * (1 + torch.erf(pre * ROOT_HALF)) + pre * bell
-    back = torch.where((pre > 0) | (kinds == LINEAR), given, 0.0)
-    back = torch.where(kinds == GELU, given * curved, back)
-    return torch.where(kinds == DEAD, 0.0, back)
+    return _slope_anywhere(given, pre, kind)
 
 
 @kernel
@@ -78,7 +70,7 @@ def _speak(pre: Any, kind: Any, said: Any) -> None:  # noqa: ANN401
                 v, a, b = x[unit], up[unit], down[unit]
                 high = v * a if a > zero else zero
                 low = v * b if b > zero else zero
-                y[unit] = high if v > zero else low
+                y[unit] = low if v <= zero else high  # NaN is high, as in torch
             if curved:
                 for unit in range(units):
                     if kind[env, unit] == GELU:
@@ -104,7 +96,7 @@ def _slope(given: Any, pre: Any, kind: Any, back: Any) -> None:  # noqa: ANN401
                 v, w, a, b = x[unit], g[unit], up[unit], down[unit]
                 high = w * a if a > zero else zero
                 low = w * b if b > zero else zero
-                y[unit] = high if v > zero else low
+                y[unit] = low if v <= zero else high  # NaN is high, as in torch
             if curved:
                 for unit in range(units):
                     if kind[env, unit] == GELU:
@@ -112,3 +104,21 @@ def _slope(given: Any, pre: Any, kind: Any, back: Any) -> None:  # noqa: ANN401
                         bell = ROOT_TURN * math.exp(-0.5 * v * v)
                         rise = 0.5 * (1.0 + math.erf(v * ROOT_HALF)) + v * bell
                         y[unit] = g[unit] * rise
+
+
+def _speak_anywhere(pre: Tensor, kind: Tensor) -> Tensor:
+    """The same, as tensors."""
+    kinds = kind.unsqueeze(1)
+    said = torch.where(kinds == LINEAR, pre, torch.relu(pre))
+    said = torch.where(kinds == GELU, torch.nn.functional.gelu(pre), said)
+    return torch.where(kinds == DEAD, 0.0, said)
+
+
+def _slope_anywhere(given: Tensor, pre: Tensor, kind: Tensor) -> Tensor:
+    """The same, as tensors."""
+    kinds = kind.unsqueeze(1)
+    bell = ROOT_TURN * torch.exp(-0.5 * pre.square())
+    curved = 0.5 * (1 + torch.erf(pre * ROOT_HALF)) + pre * bell
+    back = torch.where((pre <= 0) & (kinds != LINEAR), 0.0, given)
+    back = torch.where(kinds == GELU, given * curved, back)
+    return torch.where(kinds == DEAD, 0.0, back)

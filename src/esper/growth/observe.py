@@ -36,6 +36,7 @@ class Track:
     best_at: Int64[Tensor, " env"]
     """The decision at which the best score was seen."""
     first_loss: Float[Tensor, " env"]
+    """The first loss that was known; NaN before."""
     loss: Float[Tensor, " env"]
     loss_slope: Float[Tensor, " env"]
 
@@ -49,7 +50,7 @@ class Track:
             score_slope=real,
             best=real - 1,
             best_at=whole,
-            first_loss=real + 1,
+            first_loss=real + torch.nan,
             loss=real + 1,
             loss_slope=real,
         )
@@ -58,13 +59,13 @@ class Track:
         self, score: Float[Tensor, " env"], loss: Float[Tensor, " env"]
     ) -> "Track":
         """One decision later; a loss that is not finite leaves the loss as it was."""
-        new = self.decisions == 0
+        new, unseen = self.decisions == 0, torch.isnan(self.first_loss)
         known = torch.isfinite(loss)
         loss = torch.where(known, loss, self.loss)
-        first = torch.where(new, torch.where(known, loss, 1.0), self.first_loss)
+        first = torch.where(unseen & known, loss, self.first_loss)
         rise = torch.where(new, 0.0, score - self.score)
         fall = (loss - self.loss) / self.loss.abs().clamp(min=1e-12)
-        fall = torch.where(new, 0.0, fall)
+        fall = torch.where(unseen, 0.0, fall)
         better = score > self.best
         return Track(
             decisions=self.decisions + 1,
@@ -95,7 +96,11 @@ def host_states(
         added=added,
         score=track.score,
         score_slope=track.score_slope,
-        loss=track.loss / track.first_loss.abs().clamp(min=1e-12),
+        loss=torch.where(
+            torch.isnan(track.first_loss),
+            1.0,
+            track.loss / track.first_loss.abs().clamp(min=1e-12),
+        ),
         loss_slope=track.loss_slope,
         plateau=((seen - track.best_at) / horizon).clamp(0.0, 1.0),
     )

@@ -121,7 +121,7 @@ class Task:
 
 
 def accuracy(
-    logits: Float[Tensor, "*env row class"], labels: Int64[Tensor, "*env row"]
+    logits: Float[Tensor, "*env row class"], labels: Int64[Tensor, "*#env row"]
 ) -> Float[Tensor, "*env"]:
     """Share of the rows whose largest logit is that of their label."""
     return (logits.argmax(-1) == labels).to(logits.dtype).mean(-1)

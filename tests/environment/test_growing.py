@@ -1,0 +1,395 @@
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from esper.contracts.actions import HEAD, NUM_HEADS, Op
+from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.stages import Stage
+from esper.environment.growing import GrowingWorld, Terms
+from esper.tamiyo.controls import Never, Random
+from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tamiyo.policy.features import compute_features
+from esper.tasks.data import Data, split
+from esper.tasks.hosts import CnnHost, MlpHost
+from esper.tasks.task import Task
+
+HORIZON, CLASSES = 4, 3
+EXACT = {"rtol": 0.0, "atol": 1e-5}
+
+
+def blobs(rng_seed):
+    """Points around a few centres."""
+    chance = torch.Generator().manual_seed(rng_seed)
+    labels = torch.arange(150) % CLASSES
+    centres = torch.randn(CLASSES, 5, generator=chance)
+    noise = torch.randn(150, 5, generator=chance)
+    return split(Data("blobs", centres[labels] + noise, labels, CLASSES), rng_seed)
+
+
+TINY = Task(
+    name="blobs",
+    description="points around a few centres",
+    data=blobs,
+    host=MlpHost((5, 6, 6, CLASSES)),
+    batch=16,
+    decision_every=2,
+    horizon=HORIZON,
+    learning_rate=2e-2,
+)
+VARIED = replace(TINY, varied=True)
+TERMS = Terms(rent=(0.01, 0.1), budget=(2.0, 20.0), rate=(0.5, 2.0))
+LONG = replace(TINY, horizon=14)
+
+
+def make(envs=3, rng_seed=0, task=TINY, **more):
+    return GrowingWorld(task, envs, rng_seed, **{"terms": TERMS, **more})
+
+
+def sentence(op, slot=0, blueprint=0, **heads):
+    said = torch.zeros(NUM_HEADS, dtype=torch.int64)
+    said[:3] = torch.tensor([int(op), slot, blueprint])
+    for name, choice in heads.items():
+        said[HEAD[name]] = choice
+    return said
+
+
+def waits(world):
+    return torch.zeros(world.num_envs, NUM_HEADS, dtype=torch.int64)
+
+
+def play(world, steps, rng_seed=0, controller=None):
+    """Observations, actions and results of some random steps."""
+    chance, controller = torch.Generator().manual_seed(rng_seed), controller or Random()
+    observation = world.reset()
+    for _ in range(steps):
+        masks = compute_masks(observation, world.spec)
+        actions, _ = controller.decide(observation, masks, None, chance)
+        result = world.step(actions)
+        yield observation, actions, result
+        observation = result.observation
+
+
+def flat(record, prefix=""):
+    """All tensors of nested records by name."""
+    found = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        name = f"{prefix}{field.name}"
+        found |= (
+            flat(value, f"{name}.") if not torch.is_tensor(value) else {name: value}
+        )
+    return found
+
+
+def assert_same(one, other, envs=slice(None)):
+    there = flat(other)
+    for name, value in flat(one).items():
+        assert torch.equal(value[envs], there[name][envs]), name
+
+
+def weights(world, env):
+    cohort = world.cohort
+    banks = [m.value[env] for bank in cohort.banks for m in bank.moments.values()]
+    host = [leaf[env].detach() for leaf in (*cohort.weights, *cohort.biases)]
+    return [value.clone() for value in (*host, *banks)]
+
+
+def same_weights(one, other, env):
+    pairs = zip(weights(one, env), weights(other, env), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("task", [TINY, VARIED, LONG], ids=["shared", "varied", "long"])
+def test_whatever_masks_allow_is_carried_out(task):
+    world, said = make(4, task=task, measure_every=2), set()
+    for before, actions, _ in play(world, 3 * task.horizon):
+        assert not world.illegal.any()
+        said |= {Op(op) for op in actions[:, 0].tolist()}
+        assert before.slots.stage.max() <= Stage.COOLING
+    assert said == set(Op) or task is not LONG
+
+
+@pytest.mark.parametrize("task", [TINY, VARIED], ids=["shared", "varied"])
+def test_what_is_shown_can_be_read_and_is_bounded(task):
+    world = make(4, task=task, measure_every=1)
+    for observation, _, result in play(world, 2 * HORIZON):
+        features = compute_features(observation, world.spec)
+        for name, value in flat(features).items():
+            assert value.isfinite().all(), name
+            assert value.float().abs().max() <= 1.0, name
+        assert result.reward.isfinite().all()
+
+
+def test_an_episode_is_as_many_decisions_as_the_horizon():
+    world = make()
+    for time, (observation, _, result) in enumerate(play(world, 3 * HORIZON)):
+        last = time % HORIZON == HORIZON - 1
+        assert bool(observation.first.all()) is (time % HORIZON == 0)
+        assert bool(observation.first.any()) is (time % HORIZON == 0)
+        assert result.terminated.tolist() == [last] * 3
+        assert not result.truncated.any()
+        assert (world.ended is not None) is last
+
+
+def worth(observation):
+    return observation.host.score - observation.host.rent * observation.host.added
+
+
+def test_rewards_add_up_to_what_the_network_gained():
+    world = make(penalty=0.25)
+    start, total, charged = None, torch.zeros(3), torch.zeros(3)
+    for time, (observation, _, result) in enumerate(play(world, 2 * HORIZON)):
+        if time % HORIZON == 0:
+            start, total = worth(observation), torch.zeros(3)
+            rent = observation.host.rent
+        total, charged = total + result.reward, charged + world.illegal
+        if world.ended is None:
+            torch.testing.assert_close(
+                result.reward, worth(result.observation) - worth(observation), **EXACT
+            )
+        else:
+            end = world.ended.score - rent * world.ended.added
+            torch.testing.assert_close(total, end - start, **EXACT)
+    assert not charged.any()
+
+
+def test_what_was_shown_stays_as_it_was_shown():
+    world, shown = make(measure_every=1), []
+    for observation, _, _ in play(world, 2 * HORIZON):
+        copy = {name: value.clone() for name, value in flat(observation).items()}
+        shown.append((flat(observation), copy))
+    for now, then in shown:
+        for name, value in then.items():
+            assert torch.equal(now[name], value), name
+
+
+def illegal_sentences():
+    return {
+        "advance nobody": sentence(Op.ADVANCE, 1),
+        "prune nobody": sentence(Op.PRUNE, 2),
+        "keep nobody": sentence(Op.FOSSILIZE, 0),
+        "fade nobody": sentence(Op.SET_ALPHA, 3),
+        "plant upon another": sentence(Op.GERMINATE, 0, 1),
+        "plant what is too dear": sentence(Op.GERMINATE, 1, 3),
+        "plant in a style that is not offered": sentence(Op.GERMINATE, 1, 0, style=1),
+        "speak of a slot that is not there": sentence(Op.PRUNE, 9),
+        "use no word": sentence(-1),
+    }
+
+
+@pytest.mark.parametrize("kind", illegal_sentences())
+def test_an_illegal_sentence_is_flagged_charged_once_and_is_a_wait(kind):
+    terms = Terms(budget=(1.5, 1.5))
+    asked, waited = (make(2, terms=terms, penalty=0.25) for _ in range(2))
+    for world in (asked, waited):
+        world.reset()
+        plant = waits(world)
+        plant[:] = sentence(Op.GERMINATE, 0, 0)
+        world.step(plant)
+        assert not world.illegal.any()
+    if kind == "plant upon another":
+        assert asked._lives.stage[0, 0] == Stage.TRAINING
+    actions = waits(asked)
+    actions[1] = illegal_sentences()[kind]
+    result, plain = asked.step(actions), waited.step(waits(waited))
+    assert asked.illegal.tolist() == [False, True]
+    assert not waited.illegal.any()
+    torch.testing.assert_close(
+        result.reward, plain.reward - torch.tensor([0.0, 0.25]), **EXACT
+    )
+    assert_same(result.observation, plain.observation)
+    assert all(same_weights(asked, waited, env) for env in range(2))
+    result, plain = asked.step(waits(asked)), waited.step(waits(waited))
+    assert torch.equal(result.reward, plain.reward)
+
+
+def test_test_rows_are_reported_and_never_shown():
+    def other_tests(rng_seed):
+        parts = blobs(rng_seed)
+        wrong = (parts.test.labels + 1) % CLASSES
+        return parts._replace(test=replace(parts.test, labels=wrong))
+
+    usual, other = make(), make(task=replace(TINY, data=other_tests))
+    for (seen, _, result), (same, _, again) in zip(
+        play(usual, HORIZON), play(other, HORIZON), strict=True
+    ):
+        assert_same(seen, same)
+        assert torch.equal(result.reward, again.reward)
+    assert torch.equal(usual.ended.score, other.ended.score)
+    assert not torch.equal(usual.ended.test, other.ended.test)
+    assert usual.ended.env.tolist() == [0, 1, 2]
+    assert ((usual.ended.test >= 0) & (usual.ended.test <= 1)).all()
+    assert (usual.ended.macs >= 1).all()
+
+
+@pytest.mark.parametrize("task", [TINY, VARIED], ids=["shared", "varied"])
+def test_worlds_of_one_number_agree_to_the_bit(task):
+    one, two, other = (make(rng_seed=n, task=task) for n in (5, 5, 6))
+    runs = (play(world, HORIZON + 2) for world in (one, two, other))
+    differs = False
+    for first, second, third in zip(*runs, strict=True):
+        assert_same(first[0], second[0])
+        assert torch.equal(first[1], second[1])
+        assert torch.equal(first[2].reward, second[2].reward)
+        differs |= not torch.equal(first[2].reward, third[2].reward)
+    assert all(same_weights(one, two, env) for env in range(3))
+    assert differs
+
+
+def test_another_episode_has_another_host_and_another_order():
+    world = make()
+    world.reset()
+    before, order = weights(world, 0), world._batches.clone()
+    world.reset()
+    assert not torch.equal(before[0], weights(world, 0)[0])
+    assert not torch.equal(order, world._batches)
+
+
+@pytest.mark.parametrize("task", [TINY, VARIED], ids=["shared", "varied"])
+def test_environments_share_data_unless_the_task_varies(task):
+    world = make(task=task)
+    world.reset()
+    x, _ = world._rows.batch(torch.arange(8).expand(3, -1))
+    for one, other in ((0, 1), (1, 2), (0, 2)):
+        assert torch.equal(x[one], x[other]) is (task is TINY)
+    kept = x[1].clone()
+    for _ in range(HORIZON):
+        world.step(waits(world))
+    x, _ = world._rows.batch(torch.arange(8).expand(3, -1))
+    assert torch.equal(x[1], kept) is (task is TINY)
+
+
+def test_a_broken_host_ends_its_own_episode_and_touches_no_neighbour():
+    sound, broken = (make(penalty=0.0, measure_every=1) for _ in range(2))
+    runs = [play(world, 2 * HORIZON, controller=Never()) for world in (sound, broken)]
+    others = torch.tensor([0, 2])
+    for time in range(2 * HORIZON):
+        if time == 1:
+            broken.cohort.weights[1].data[1, 0, 0] = torch.nan
+        (_, _, plain), (seen, _, result) = (next(run) for run in runs)
+        if time == 1:
+            assert result.terminated.tolist() == [False, True, False]
+            assert broken.ended.env.tolist() == [1]
+            assert broken.ended.panicked.tolist() == [True]
+            torch.testing.assert_close(result.reward[1], -1 - worth(seen)[1], **EXACT)
+            assert result.observation.first.tolist() == [False, True, False]
+            compute_features(result.observation, broken.spec)
+        for env in others.tolist():
+            assert same_weights(sound, broken, env)
+        assert_same(plain.observation, result.observation, others)
+        assert torch.equal(plain.reward[others], result.reward[others])
+        assert result.reward.isfinite().all()
+    assert all(w.isfinite().all() for w in weights(broken, 1))
+
+
+def test_an_episode_looks_by_its_own_clock_whatever_happened_to_neighbours():
+    sound, broken = (make(2, task=LONG, measure_every=3) for _ in range(2))
+    for world in (sound, broken):
+        world.reset()
+    for time in range(2 * LONG.horizon):
+        if time == 1:
+            broken.cohort.weights[1].data[1] = torch.nan
+        plain, result = (world.step(waits(world)) for world in (sound, broken))
+        assert_same(plain.observation, result.observation, 0)
+        assert torch.equal(plain.reward[0], result.reward[0])
+    assert plain.observation.first[0]
+
+
+def test_what_one_environment_says_does_not_reach_another():
+    quiet, busy = (make(3, task=LONG, measure_every=2) for _ in range(2))
+    seen = {quiet: quiet.reset(), busy: busy.reset()}
+    chance = torch.Generator().manual_seed(3)
+    for _ in range(LONG.horizon):
+        masks = compute_masks(seen[busy], busy.spec)
+        actions, _ = Random().decide(seen[busy], masks, None, chance)
+        silent = actions.clone()
+        silent[1:] = 0
+        plain, result = quiet.step(silent), busy.step(actions)
+        assert_same(plain.observation, result.observation, 0)
+        assert torch.equal(plain.reward[0], result.reward[0])
+        assert same_weights(quiet, busy, 0)
+        seen = {quiet: plain.observation, busy: result.observation}
+
+
+def test_terms_differ_between_environments_within_their_ranges():
+    world = make(16)
+    host = world.reset().host
+    for value, (low, high) in ((host.rent, TERMS.rent), (host.budget_left, (2, 20))):
+        assert len(set(value.tolist())) == 16
+        assert (value >= low).all()
+        assert (value <= high).all()
+
+
+def test_a_seed_costs_what_was_offered():
+    world = make()
+    offers = world.reset().offers
+    actions = waits(world)
+    actions[0] = sentence(Op.GERMINATE, 2, 1)
+    shown = world.step(actions).observation
+    assert shown.slots.stage[0].tolist() == [0, 0, int(Stage.TRAINING), 0]
+    assert shown.host.added.tolist() == [float(offers.parameters[0, 2, 1]), 0.0, 0.0]
+    seed = [p[0, ..., 1, :] for p in (world.cohort.banks[0].used.unsqueeze(1),)]
+    assert int(seed[0].sum()) == world.spec.blueprints[1].size
+
+
+def test_a_budget_is_for_all_seeds_together():
+    world = make(1, terms=Terms(budget=(1.5, 1.5)))
+    offers = world.reset().offers
+    assert 0.75 < float(offers.parameters[0, 1, 1]) < 1.5
+    shown = world.step(sentence(Op.GERMINATE, 1, 1).unsqueeze(0)).observation
+    assert not world.illegal.any()
+    assert not compute_masks(shown, world.spec).blueprint[0, 3, 1]
+    world.step(sentence(Op.GERMINATE, 3, 1).unsqueeze(0))
+    assert world.illegal.all()
+
+
+def test_a_contribution_is_known_until_the_seed_enters_another_stage():
+    world = make(1, measure_every=2)
+    world.reset()
+    known = [
+        bool(
+            world.step(said.unsqueeze(0)).observation.slots.contribution_measured[0, 1]
+        )
+        for said in (
+            sentence(Op.GERMINATE, 1, 1),
+            sentence(Op.WAIT),
+            sentence(Op.ADVANCE, 1),
+        )
+    ]
+    assert not world.illegal.any()
+    assert known == [False, True, False]
+
+
+def test_a_score_is_the_share_of_decision_rows_that_the_host_gets_right():
+    world = make(2)
+    shown = world.reset().host.score
+    rows = blobs(0).decisions
+    for env in range(2):
+        h = rows.features
+        for layer, weight in enumerate(world.cohort.weights):
+            h = torch.relu(h) if layer else h
+            h = h @ weight[env].detach() + world.cohort.biases[layer][env].detach()
+        right = (h.argmax(1) == rows.labels).float().mean()
+        torch.testing.assert_close(shown[env], right, rtol=0, atol=1e-6)
+
+
+def test_a_world_is_not_stepped_before_its_first_reset():
+    world = make()
+    with pytest.raises(CallOrder, match="reset"):
+        world.step(waits(world))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"envs": 0}, "num_envs"),
+        ({"measure_every": 0}, "measure_every"),
+        ({"blueprints": ("widen_9",)}, "widen_8"),
+        ({"blueprints": ("attention",)}, "cannot plant 'attention'"),
+        ({"task": replace(TINY, host=CnnHost((1, 8, 8), (2,), 3))}, "MLP hosts"),
+    ],
+)
+def test_what_cannot_be_grown_is_refused(changed, words):
+    with pytest.raises(BadInput, match=words):
+        make(**changed)

@@ -1,0 +1,491 @@
+"""The growing world through Gymnasium, as agents of other libraries meet it."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from math import inf, nan
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from sb3_contrib import MaskablePPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_checker import check_env as sb3_check_env
+
+from esper.contracts.actions import HEAD, ActionSpec, Op
+from esper.contracts.errors import BadInput, CallOrder
+from esper.environment.flat import FlatActions, feature_names, flatten
+from esper.environment.gym import GrowEnv, GrowVectorEnv
+from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tasks import catalogue
+from esper.tasks.catalogue import register_task
+from esper.tasks.data import Data, Splits, split
+from esper.tasks.hosts import MlpHost
+from esper.tasks.task import Task
+from tests.worlds import PROBE_SPEC, blank_observation
+
+ID = "esper.environment.gym:esper/Grow-v0"
+HORIZON = 4
+
+
+def clouds(rng_seed: int) -> Splits:
+    """Three clouds of points."""
+    chance = np.random.default_rng(0)
+    labels = np.arange(90) % 3
+    points = chance.normal(size=(90, 4)) + np.eye(4)[labels]
+    data = Data("tiny", torch.from_numpy(points), torch.from_numpy(labels), 3)
+    return split(data, rng_seed)
+
+
+def tiny() -> Task:
+    return Task(
+        name="tiny",
+        description="three clouds",
+        data=clouds,
+        host=MlpHost((4, 6, 3)),
+        batch=8,
+        decision_every=2,
+        horizon=HORIZON,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _tiny_task():
+    before = dict(catalogue._BUILDERS)
+    register_task("tiny")(tiny)
+    yield
+    catalogue._BUILDERS.clear()
+    catalogue._BUILDERS.update(before)
+
+
+def number(env: GrowEnv | GrowVectorEnv, name: str) -> int:
+    return env.actions.names.index(name)
+
+
+def play(env: GrowEnv, seed: int, steps: int, options: dict | None = None) -> list:
+    """A trajectory of possible actions, chosen by chance."""
+    chance = np.random.default_rng(5)
+    row, info = env.reset(seed=seed, options=options)
+    seen = [(row, 0.0, False, info)]
+    for _ in range(steps):
+        action = chance.choice(np.flatnonzero(info["action_mask"]))
+        row, reward, over, cut, info = env.step(action)
+        assert not cut
+        seen.append((row, reward, over, info))
+        if over:
+            row, info = env.reset()
+            seen.append((row, 0.0, False, info))
+    return seen
+
+
+def assert_same(one: object, other: object) -> None:
+    """Equal to the bit, arrays in dicts included."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same(mine, theirs)
+    elif isinstance(one, np.ndarray) and one.dtype == object:
+        assert_same(list(one), list(other))
+    elif isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    else:
+        assert one == other
+
+
+TASKS = pytest.mark.parametrize(
+    "settings",
+    [{"task": "tiny"}, {"task": "digits", "horizon": 3, "decision_every": 2}],
+    ids=["tiny", "digits"],
+)
+
+
+@TASKS
+def test_gymnasium_finds_nothing_to_complain_of(settings):
+    check_env(gymnasium.make(ID, **settings).unwrapped)
+
+
+@TASKS
+def test_stable_baselines_finds_nothing_to_complain_of(settings):
+    sb3_check_env(gymnasium.make(ID, **settings).unwrapped)
+
+
+class Invalid(BaseCallback):
+    """Counts the actions that were not possible, and the episodes."""
+
+    invalid = 0
+    episodes = 0
+
+    def _on_step(self) -> bool:
+        infos = self.locals["infos"]
+        self.invalid += sum(info["invalid"] for info in infos)
+        self.episodes += sum("test_score" in info for info in infos)
+        return True
+
+
+@pytest.mark.learns
+def test_maskable_ppo_trains_unmodified_and_never_errs():
+    env = gymnasium.make(ID, task="tiny")
+    agent = MaskablePPO(
+        "MlpPolicy", env, n_steps=64, batch_size=64, n_epochs=1, seed=0, device="cpu"
+    )
+    counts = Invalid()
+    agent.learn(256, callback=counts)
+    assert counts.episodes == 256 // HORIZON
+    assert counts.invalid == 0
+
+
+def test_equal_seeds_give_equal_trajectories_and_others_do_not():
+    env = GrowEnv(task="tiny")
+    first = play(env, 3, 2 * HORIZON)
+    assert_same(first, play(env, 3, 2 * HORIZON))
+    assert_same(first, play(GrowEnv(task="tiny"), 3, 2 * HORIZON))
+    other = play(env, 4, 2 * HORIZON)
+    assert any(
+        not np.array_equal(a[0], b[0]) for a, b in zip(first, other, strict=True)
+    )
+
+
+def waiting(env: GrowEnv) -> list[float]:
+    """The rewards of an episode, up to its end, in which nothing is done."""
+    rewards, over = [], False
+    while not over:
+        _, reward, over, _, _ = env.step(0)
+        rewards.append(reward)
+    return rewards
+
+
+def test_without_a_seed_the_run_goes_on_with_another_host():
+    env = GrowEnv(task="tiny")
+    env.reset(seed=3)
+    first = waiting(env)
+    env.reset()
+    assert waiting(env) != first
+
+
+def test_an_episode_cut_short_is_followed_by_the_same_as_a_whole_one():
+    env = GrowEnv(task="tiny")
+    env.reset(seed=3)
+    waiting(env)
+    after_whole = env.reset(), env.step(0)
+    env.reset(seed=3)
+    env.step(0)
+    after_cut = env.reset(), env.step(0)
+    assert_same(after_whole, after_cut)
+
+
+def test_the_horizon_terminates_and_only_then_the_test_score_is_told():
+    env = GrowEnv(task="tiny")
+    seen = play(env, 0, HORIZON)[:-1]
+    assert [over for _, _, over, _ in seen] == [False] * HORIZON + [True]
+    progress = [row[env.features.index("host progress")] for row, _, _, _ in seen]
+    np.testing.assert_allclose(progress, np.arange(HORIZON + 1) / HORIZON)
+    told = {"score", "test_score", "added", "macs", "panicked"}
+    for _, _, over, info in seen:
+        assert info.keys() - {"action_mask", "invalid"} == (told if over else set())
+    last = seen[-1]
+    assert last[3]["score"] == last[0][env.features.index("host score")]
+    assert 0.0 <= last[3]["test_score"] <= 1.0
+    assert not last[3]["panicked"]
+
+
+def test_the_last_row_of_an_episode_knows_nothing_of_the_next():
+    env = GrowVectorEnv(2, task="tiny", rent=(0.0, 1.0))
+    first, _ = env.reset(seed=0)
+    for _ in range(HORIZON):
+        rows, *_, info = env.step([0, 0])
+    rent = env.features.index("host rent")
+    assert [row[rent] for row in info["final_obs"]] == first[:, rent].tolist()
+    assert (rows[:, rent] != first[:, rent]).all()
+
+
+def test_a_host_that_breaks_ends_its_episode_within_bounds():
+    env = GrowEnv(task="tiny", rate=1e30)
+    env.reset(seed=0)
+    over, row, info = False, None, {}
+    for _ in range(HORIZON - 1):
+        row, reward, over, _, info = env.step(0)
+        if over:
+            break
+    assert over
+    assert info["panicked"]
+    assert reward < -1.0
+    assert env.observation_space.contains(row)
+
+
+def test_an_impossible_action_is_a_wait_that_costs_the_penalty():
+    env = GrowEnv(task="tiny", penalty=0.25)
+    env.reset(seed=1)
+    waited = env.step(number(env, "WAIT"))
+    env.reset(seed=1)
+    refused = env.step(number(env, "FOSSILIZE 0"))
+    np.testing.assert_array_equal(waited[0], refused[0])
+    assert refused[1] == pytest.approx(waited[1] - 0.25, abs=1e-6)
+    assert (waited[4]["invalid"], refused[4]["invalid"]) == (False, True)
+
+
+@pytest.mark.parametrize("action", [-1, 23, 1.5, None, "WAIT", [0, 1]])
+def test_what_is_no_action_is_refused_and_changes_nothing(action):
+    env, untouched = GrowEnv(task="tiny"), GrowEnv(task="tiny")
+    env.reset(seed=1)
+    untouched.reset(seed=1)
+    with pytest.raises(BadInput, match=r"whole number in 0\.\.22, got"):
+        env.step(action)
+    assert_same(env.step(1), untouched.step(1))
+
+
+def test_calls_out_of_order_are_refused():
+    env = GrowEnv(task="tiny")
+    for early in (lambda: env.step(0), env.action_masks):
+        with pytest.raises(CallOrder, match="before reset"):
+            early()
+    play(env, 0, HORIZON - 1)
+    env.step(0)
+    with pytest.raises(CallOrder, match="after the last one; call reset"):
+        env.step(0)
+    together = GrowVectorEnv(2, task="tiny")
+    for early in (lambda: together.step([0, 0]), together.action_masks):
+        with pytest.raises(CallOrder, match="before reset"):
+            early()
+
+
+def test_options_change_the_terms_of_a_run():
+    env = GrowEnv(task="tiny")
+    rent = env.features.index("host rent")
+    cheap, dear = (env.reset(seed=2, options={"rent": r})[0] for r in (0.1, 0.3))
+    assert (cheap[rent], dear[rent]) == (pytest.approx(0.5), pytest.approx(0.75))
+    none, _ = env.reset(seed=2, options={"budget": 0})
+    assert env.action_masks().sum() == 1
+    assert none[env.features.index("host budget_left")] == 0.0
+    options = {"rent": (0.0, 1.0)}
+    assert_same(play(env, 6, HORIZON, options), play(env, 6, HORIZON, options))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"colour": 1}, r"rent, budget, rate; got 'colour'"),
+        ({"rent": nan}, r"rent must be a finite number or a range .* got nan"),
+        ({"rent": (2, 1)}, r"got \(2, 1\)"),
+        ({"rate": "fast"}, r"rate must be a finite number from 0 .* got 'fast'"),
+        ({"budget": -1}, r"budget must be a finite number from 0 .* got -1"),
+        ({"budget": (1, 2, 3)}, r"got \(1, 2, 3\)"),
+    ],
+)
+def test_terms_that_cannot_be_meant_are_refused(options, words):
+    env = GrowEnv(task="tiny")
+    for refused in (lambda: env.reset(options=options), lambda: env.reset(seed=-1)):
+        with pytest.raises(BadInput):
+            refused()
+    with pytest.raises(BadInput, match=words):
+        env.reset(seed=0, options=options)
+    with pytest.raises(CallOrder):
+        env.action_masks()
+
+
+def test_an_unknown_task_or_render_mode_is_refused():
+    with pytest.raises(BadInput, match="did you mean 'tiny'"):
+        GrowEnv(task="tinny")
+    with pytest.raises(BadInput, match="render_mode must be None or 'ansi'"):
+        GrowEnv(task="tiny", render_mode="human")
+
+
+def test_rendering_says_where_the_host_is():
+    env = GrowEnv(task="tiny", render_mode="ansi")
+    env.reset(seed=0)
+    env.step(number(env, "GERMINATE 1 widen_8"))
+    line = env.render()
+    assert line.startswith("25% score 0.")
+    assert line.endswith("slots dormant training")
+
+
+def test_one_environment_of_the_vector_is_the_single_one():
+    settings = {"task": "tiny", "horizon": 3}
+    ours = gymnasium.make_vec(
+        ID, num_envs=1, vectorization_mode="vector_entry_point", **settings
+    )
+    theirs = SyncVectorEnv(
+        [lambda: GrowEnv(**settings)], autoreset_mode=AutoresetMode.SAME_STEP
+    )
+    assert ours.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    assert ours.observation_space == theirs.observation_space
+    assert ours.action_space == theirs.action_space
+    chance = np.random.default_rng(1)
+    assert_same(ours.reset(seed=9), theirs.reset(seed=9))
+    ends = 0
+    for _ in range(7):
+        actions = chance.integers(len(ours.unwrapped.actions), size=1)
+        mine, other = ours.step(actions), theirs.step(actions)
+        assert_same(mine, other)
+        ends += "final_obs" in mine[4]
+    assert ends == 2
+
+
+def test_a_vector_tells_the_end_of_every_episode():
+    env = GrowVectorEnv(3, task="tiny")
+    first, info = env.reset(seed=0)
+    assert first in env.observation_space
+    assert info["action_mask"].shape == (3, len(env.actions))
+    assert len({row.tobytes() for row in first}) == 3
+    for _ in range(HORIZON):
+        rows, rewards, over, cut, info = env.step([0, 1, 2])
+        assert rows in env.observation_space
+        assert (rewards.shape, cut.any()) == ((3,), False)
+    assert over.all()
+    progress = env.features.index("host progress")
+    assert [row[progress] for row in info["final_obs"]] == [1.0] * 3
+    assert not rows[:, progress].any()
+    final = info["final_info"]
+    assert final["test_score"].shape == (3,)
+    assert final["added"][0] == 0.0
+    assert final["added"][1:].all()
+    assert final["invalid"].tolist() == [False, True, True]
+    assert not info["invalid"].any()
+
+
+@pytest.mark.parametrize("actions", [[0], [0, -1], [0, 23], [0.0, 1.0], "00"])
+def test_a_vector_refuses_what_are_no_actions(actions):
+    env = GrowVectorEnv(2, task="tiny")
+    env.reset(seed=0)
+    with pytest.raises(BadInput, match=r"2 whole numbers in 0\.\.22, got"):
+        env.step(actions)
+
+
+def test_masks_say_what_is_carried_out():
+    """Possible actions and arbitrary ones, until every op was done and refused."""
+    env = GrowVectorEnv(8, task="tiny", horizon=16, budget=2.0)
+    _, info = env.reset(seed=0)
+    chance, envs = np.random.default_rng(0), np.arange(8)
+    ops = env.actions.sentences[:, HEAD["op"]].numpy()
+    done, refused = set(), set()
+    for step in range(48):
+        masks = info["action_mask"] == 1
+        np.testing.assert_array_equal(masks, env.action_masks())
+        wishes = chance.random(masks.shape)
+        if step % 3 < 2:  # else arbitrary; ops that lead nowhere are less liked
+            wishes[:, (ops == Op.WAIT) | (ops == Op.PRUNE)] /= 4
+            wishes *= masks
+        actions = wishes.argmax(1)
+        carried = masks[envs, actions]
+        *_, over, _, info = env.step(actions)
+        invalid = info["invalid"].copy()
+        if over.any():
+            invalid[over] = info["final_info"]["invalid"][over]
+        np.testing.assert_array_equal(invalid, ~carried)
+        done |= set(ops[actions[carried]])
+        refused |= set(ops[actions[~carried]])
+    assert done == set(Op)
+    assert refused == set(Op) - {Op.WAIT}
+
+
+def test_masks_are_those_of_the_factored_sentences():
+    env = GrowVectorEnv(8, task="tiny", horizon=16, budget=2.0)
+    env.reset(seed=0)
+    chance = np.random.default_rng(0)
+    op, slot, kind = (
+        env.actions.sentences[:, HEAD[name]] for name in ("op", "slot", "blueprint")
+    )
+    for _ in range(12):
+        masks = compute_masks(env._see, env._world.spec)
+        expected = masks.slot[:, op, slot]
+        planting = masks.blueprint[:, slot, kind] | (op != Op.GERMINATE)
+        expected = (expected & planting) | (op == Op.WAIT)
+        np.testing.assert_array_equal(env.action_masks(), expected.numpy())
+        env.step((chance.random(expected.shape) * expected.numpy()).argmax(1))
+
+
+def test_every_op_slot_and_choice_has_one_number():
+    names = FlatActions.of(PROBE_SPEC).names
+    kinds = [blueprint.name for blueprint in PROBE_SPEC.blueprints]
+    assert names[0] == "WAIT"
+    assert sorted(names) == sorted(
+        ["WAIT"]
+        + [f"{op} {s}" for op in ("ADVANCE", "PRUNE", "FOSSILIZE") for s in (0, 1)]
+        + [f"GERMINATE {s} {kind}" for s in (0, 1) for kind in kinds]
+        + [f"SET_ALPHA {s} {to}" for s in (0, 1) for to in ("HALF", "MOST", "FULL")]
+    )
+
+
+def test_a_narrowed_action_space_is_never_left():
+    narrowed = {
+        "op": ("WAIT", "GERMINATE", "SET_ALPHA"),
+        "tempo": ("FAST",),
+        "alpha_target": ("HALF",),
+        "alpha_curve": ("LINEAR", "SIGMOID"),
+    }
+    actions = FlatActions.of(ActionSpec(PROBE_SPEC.slots, narrowed=narrowed))
+    spec = actions.spec
+    heads = torch.arange(actions.sentences.shape[1])
+    from_spec = spec.allowed[heads, actions.sentences]
+    op = actions.sentences[:, HEAD["op"]]
+    plants, sets = op == Op.GERMINATE, op == Op.SET_ALPHA
+    assert set(op.tolist()) == {Op.WAIT, Op.GERMINATE, Op.SET_ALPHA}
+    assert from_spec[plants][:, [HEAD["tempo"], HEAD["alpha_target"]]].all()
+    assert from_spec[sets][:, [HEAD["alpha_target"], HEAD["alpha_curve"]]].all()
+    assert len(actions) == 1 + 2 * len(spec.blueprints) + 2
+
+
+def test_rows_stay_in_bounds_whatever_is_seen():
+    blank = blank_observation(5)
+    wild = torch.tensor([nan, inf, -inf, 3e38, -3e38])
+    see = replace(
+        blank,
+        host=replace(blank.host, loss=wild, score_slope=wild, rent=wild, score=wild),
+        slots=replace(blank.slots, parameters=wild[:, None].expand(5, 2)),
+        offers=replace(blank.offers, macs=wild[:, None, None].expand(5, 2, 3)),
+    )
+    rows = flatten(see)
+    assert rows.shape == (5, len(feature_names(PROBE_SPEC)))
+    assert rows.dtype is torch.float32
+    assert (rows.abs() <= 1.0).all()
+    loss = rows[:, feature_names(PROBE_SPEC).index("host loss")]
+    torch.testing.assert_close(loss, torch.tensor([0.0, 1, -1, 1, -1]))
+
+
+def test_what_is_not_known_reads_zero_beside_its_flag():
+    blank, names = blank_observation(1), feature_names(PROBE_SPEC)
+    promise = torch.full_like(blank.offers.promise, 0.1)
+    gain = torch.full_like(blank.slots.contribution, -0.1)
+    known = torch.zeros_like(blank.offers.promise_known)
+    known[0, 1, 2] = True
+    measured = torch.tensor([[False, True]])
+    see = replace(
+        blank,
+        slots=replace(blank.slots, contribution=gain, contribution_measured=measured),
+        offers=replace(blank.offers, promise=promise, promise_known=known),
+    )
+    row = dict(zip(names, flatten(see)[0].tolist(), strict=True))
+    kinds = [blueprint.name for blueprint in PROBE_SPEC.blueprints]
+    assert (row["host budget_left"], row["host budget_unlimited"]) == (0.0, 1.0)
+    assert (row["slot 0 contribution"], row["slot 1 contribution"]) == (0.0, -0.5)
+    assert row["slot 1 contribution_measured"] == 1.0
+    for slot in (0, 1):
+        for kind in kinds:
+            there = (slot, kind) == (1, kinds[2])
+            assert row[f"slot {slot} {kind} promise"] == 0.5 * there
+            assert row[f"slot {slot} {kind} promise_known"] == there
+
+
+def test_gymnasium_is_asked_for_only_by_its_own_module():
+    script = (
+        "import sys; sys.modules['gymnasium'] = None\n"
+        "import esper.environment, esper.environment.settings\n"
+        "from esper.contracts.errors import BadInput\n"
+        "try:\n    import esper.environment.gym\n"
+        "except BadInput as error:\n    print(error)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == (
+        "esper/Grow-v0 needs gymnasium, which is not installed; "
+        "pip install esper-lite[rl]\n"
+    )
