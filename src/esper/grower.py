@@ -29,6 +29,7 @@ from esper.contracts.actions import HEAD, Op
 from esper.contracts.controller import Controller, ControllerState
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
+from esper.growth.by_hand import ByHand
 from esper.growth.calls import Example
 from esper.growth.export import export
 from esper.growth.governor import GovernorConfig
@@ -36,7 +37,6 @@ from esper.growth.guard import Guard
 from esper.growth.hand import Hand
 from esper.growth.history import (
     Decision,
-    Receipt,
     from_plain,
     pending,
     summary,
@@ -61,7 +61,7 @@ FORMAT: Final = 1
 """Version of what `state_dict` holds."""
 
 
-class Grower:
+class Grower(ByHand):
     """Grows a host while the user trains it.
 
     Args:
@@ -288,33 +288,6 @@ class Grower:
             self.guard.follow()
         return decision
 
-    # By hand: the same ops, with the optimiser following.
-
-    def plant(self, slot: str, blueprint: str, **manner: str) -> Receipt:
-        """Plant a seed now; see `GrowingModel.plant`."""
-        manner = {"initialiser": self.initialiser, **manner}
-        return self._change(
-            lambda: self.model.plant(slot, blueprint, **manner), Op.GERMINATE, slot
-        )
-
-    def advance(self, slot: str) -> Receipt:
-        """Move a seed on; see `GrowingModel.advance`."""
-        return self._change(lambda: self.model.advance(slot), Op.ADVANCE, slot)
-
-    def set_alpha(self, slot: str, target: str, **manner: str) -> Receipt:
-        """Let alpha travel; see `GrowingModel.set_alpha`."""
-        return self._change(
-            lambda: self.model.set_alpha(slot, target, **manner), Op.SET_ALPHA, slot
-        )
-
-    def prune(self, slot: str, **manner: str) -> Receipt:
-        """Fade a seed out; see `GrowingModel.prune`."""
-        return self._change(lambda: self.model.prune(slot, **manner), Op.PRUNE, slot)
-
-    def keep(self, slot: str) -> Receipt:
-        """Keep a seed for good; see `GrowingModel.keep`."""
-        return self._change(lambda: self.model.keep(slot), Op.FOSSILIZE, slot)
-
     # What came of it.
 
     def export(self, *, merge: bool = True) -> nn.Module:
@@ -420,12 +393,6 @@ class Grower:
             if self.model.stage(name) is Stage.TRAINING and grown:
                 self._skipped_training = True
                 self.advance(name)
-
-    def _change(self, change: Callable[[], None], op: Op, slot: str) -> Receipt:
-        receipt = self.hand.change(change, op, slot)
-        if self.guard is not None:
-            self.guard.follow()
-        return receipt
 
     def _refuse_replaced(self) -> None:
         if self._own != [id(parameter) for parameter in self.model.host.parameters()]:

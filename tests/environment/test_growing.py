@@ -6,7 +6,8 @@ import torch
 from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
-from esper.environment.growing import GrowingWorld, Terms
+from esper.environment.growing import GrowingWorld
+from esper.environment.terms import Terms
 from esper.tamiyo.controls import Never, Random
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features

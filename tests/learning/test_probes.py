@@ -94,7 +94,8 @@ def recall_world():
 def test_a_choice_that_needs_memory_is_learnt(memory):
     policy = PolicyConfig(width=32, slot_width=16, offer_width=8, memory=memory)
     world = recall_world()
-    trained = learn(world, rounds=25, steps=9, policy=policy)
+    gently = {"learning_rate": 3e-3, "minibatches": 4}  # faster, one in five gets stuck
+    trained = learn(world, rounds=30, steps=9, policy=policy, ppo=gently)
     assert mean_return(world, trained) > 0.98
 
 

@@ -12,7 +12,7 @@ flagged and charged `penalty`. Test rows are read when an episode ends, for the 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -31,6 +31,7 @@ from esper.environment.cohort import Cohort, Pass, Plan
 from esper.environment.looking import contributions, see_places
 from esper.environment.offers import find_blueprints, offers_of, span, spread
 from esper.environment.rows import Rows
+from esper.environment.terms import Ended, Terms
 from esper.growth import lifecycle
 from esper.growth.blueprints.forms import FORMS as FORM_SPECS
 from esper.growth.lifecycle import Lives, select
@@ -49,34 +50,6 @@ FLOOR: Final = 0.02
 """Share of the learning rate that is left at the end."""
 TRIED: Final = 256
 """Decision rows that a contribution is taken on, at most."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What may differ from environment to environment: ranges to draw from."""
-
-    rent: tuple[float, float] = (0.01, 0.01)
-    """Score charged per added multiple of the host's parameters."""
-    budget: tuple[float, float] = (4.0, 4.0)
-    """Parameters that may be added, as a multiple of the host's."""
-    rate: tuple[float, float] = (1.0, 1.0)
-    """Learning rate against the task's own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """What became of the episodes that ended in a step."""
-
-    env: Int64[Tensor, " ended"]
-    score: Float[Tensor, " ended"]
-    """On all decision rows that are looked at."""
-    test: Float[Tensor, " ended"]
-    """On the test rows; no decision and no reward ever sees it."""
-    added: Float[Tensor, " ended"]
-    """Parameters added, as a multiple of the host's."""
-    macs: Float[Tensor, " ended"]
-    """Multiply-adds per row, as a multiple of the host's."""
-    panicked: Bool[Tensor, " ended"]
 
 
 class GrowingWorld:
@@ -233,7 +206,7 @@ class GrowingWorld:
         nobody = Lives.empty(self._envs, slots, self._device)
         self._lives = select(whole, nobody, self._lives)
         self._plan = Plan.of(self.cohort, self._lives)
-        self._track = _mixed(fresh, Track.fresh(self._envs), self._track)
+        self._track = self._track.replaced(fresh, Track.fresh(self._envs))
         self._measured = self._measured & ~whole
         self._offers = replace(
             self._offers,
@@ -242,7 +215,7 @@ class GrowingWorld:
         score = self._score(JUDGED)
         self._phi = torch.where(fresh, score, self._phi)
         start = self._track.after(score, torch.full_like(score, torch.nan))
-        self._track = _mixed(fresh, start, self._track)
+        self._track = self._track.replaced(fresh, start)
 
     def _give_data(self, env: int, chance: np.random.SeedSequence) -> None:
         if self.task.varied:
@@ -445,14 +418,3 @@ class GrowingWorld:
             ),
             offers=self._offers,
         )
-
-
-def _mixed(where: Bool[Tensor, " env"], new: Track, old: Track) -> Track:
-    return Track(
-        **{
-            field.name: torch.where(
-                where, getattr(new, field.name), getattr(old, field.name)
-            )
-            for field in fields(Track)
-        }
-    )

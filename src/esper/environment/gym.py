@@ -22,8 +22,8 @@ from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.observation import Observation
 from esper.contracts.stages import Stage
 from esper.environment.flat import FlatActions, feature_names, flatten
-from esper.environment.growing import Ended
 from esper.environment.settings import GrowSettings
+from esper.environment.terms import Ended
 
 try:
     import gymnasium

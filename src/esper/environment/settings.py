@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from esper.contracts.errors import BadInput
 from esper.contracts.observation import Observation
-from esper.environment.growing import OFFERED, GrowingWorld, Terms
+from esper.environment.growing import OFFERED, GrowingWorld
+from esper.environment.terms import Terms
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.task import Task
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from esper.contracts.observation import BlueprintOffers, HostStates, Observation
@@ -76,6 +76,17 @@ class Track:
             first_loss=first,
             loss=loss,
             loss_slope=MEMORY * self.loss_slope + (1 - MEMORY) * fall,
+        )
+
+    def replaced(self, where: Bool[Tensor, " env"], other: "Track") -> "Track":
+        """This track, or the other where the mask is set."""
+        return Track(
+            **{
+                field.name: torch.where(
+                    where, getattr(other, field.name), getattr(self, field.name)
+                )
+                for field in fields(Track)
+            }
         )
 
 
