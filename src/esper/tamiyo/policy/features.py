@@ -86,7 +86,8 @@ OFFER_COLUMNS: Final = (
 BLUEPRINT_COLUMNS: Final = (
     Column("log2_size", half=3.0),
     Column("merges"),
-    *(Column(f"form_{form.name.lower()}") for form in Form),
+    # A user's own form is none of these: no column says nothing of it.
+    *(Column(f"form_{form.name.lower()}") for form in Form if form is not Form.CUSTOM),
 )
 
 HUGE: Final = 1e8
@@ -152,7 +153,7 @@ def blueprint_table(spec: ActionSpec) -> Float[Tensor, "blueprint column"]:
         [
             log2(max(1, blueprint.size)),
             blueprint.merges,
-            *(blueprint.form is f for f in Form),
+            *(blueprint.form is f for f in Form if f is not Form.CUSTOM),
         ]
         for blueprint in spec.blueprints
     ]
