@@ -97,14 +97,6 @@ def run_real(config: RealConfig) -> None:
     print_arms(console, task, arms)
 
 
-def run_controls(tasks: list[str]) -> None:
-    """Every controller that does not learn on every task, and nobody else."""
-    console = Console()
-    for name in tasks:
-        task = find_task(name)
-        print_arms(console, task, dict(judge_controls(task)))
-
-
 def judge_controls(task: Task) -> Iterator[tuple[str, Judged]]:
     """Every controller that does not learn."""
     world = GrowingWorld(task, 1)
