@@ -68,3 +68,17 @@ def test_a_short_training_ends_with_its_tables(capsys):
     said = capsys.readouterr().out
     for word in ("round 1/1", "Visible", "Hidden", "Tamiyo", "optimum", "never"):
         assert word in said
+
+
+def test_tasks_are_listed(capsys):
+    assert main(["tasks"]) == 0
+    printed = capsys.readouterr().out
+    assert "letter" in printed
+    assert "20,000" in printed
+
+
+def test_an_unknown_task_is_refused_in_one_line(capsys):
+    assert main(["train", "--task", "leter"]) == 2
+    error = capsys.readouterr().err
+    assert "letter" in error
+    assert error.count("\n") == 1

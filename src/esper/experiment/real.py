@@ -16,7 +16,7 @@ from rich.table import Table
 
 from esper.contracts.controller import Controller
 from esper.environment.growing import GrowingWorld
-from esper.experiment.loop import LoopConfig, train
+from esper.experiment.loop import LoopConfig, RoundRecord, train
 from esper.experiment.progress import Progress
 from esper.experiment.statistics import Floats, mean_interval
 from esper.experiment.streams import stream, stream_seed
@@ -81,9 +81,9 @@ def run_real(config: RealConfig) -> None:
     returns: list[float] = []
     with Progress([name]) as progress:
 
-        def tell(record: object) -> None:
-            returns.append(record.mean_return)  # type: ignore[attr-defined]
-            progress.show(name, record)  # type: ignore[arg-type]
+        def tell(record: RoundRecord) -> None:
+            returns.append(record.mean_return)
+            progress.show(name, record)
 
         policy = train(world, loop, tell)
     console = Console()
