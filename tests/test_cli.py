@@ -1,11 +1,25 @@
 """The command line refuses in one line and costs nothing before it is asked."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
 from esper.cli import main
+from esper.tasks import catalogue
+from tests.experiment.test_judging import lost, tiny
+
+
+@pytest.fixture
+def _few_tasks():
+    """Tasks of a moment: one that can be judged and one whose data are missing."""
+    before = dict(catalogue._BUILDERS)
+    catalogue._BUILDERS.clear()
+    catalogue._BUILDERS.update(tiny=tiny, lost=lost)
+    yield
+    catalogue._BUILDERS.clear()
+    catalogue._BUILDERS.update(before)
 
 
 def run(capsys, *arguments):
@@ -19,6 +33,9 @@ def run(capsys, *arguments):
     [
         ((), "the following arguments are required: command"),
         (("tran",), "did you mean 'train'"),
+        (("evalute",), "did you mean 'evaluate'"),
+        (("evaluate", "--controler", "never"), "did you mean '--controller'"),
+        (("evaluate", "--hosts", "0"), "from 1 to 65536, got '0'"),
         (("bench", "gea"), "did you mean 'gae'"),
         (("train", "--ablatios"), "did you mean '--ablations'"),
         (("train", "--env", "4"), "did you mean '--envs'"),
@@ -82,3 +99,59 @@ def test_an_unknown_task_is_refused_in_one_line(capsys):
     error = capsys.readouterr().err
     assert "letter" in error
     assert error.count("\n") == 1
+
+
+EVALUATE = ("evaluate", "--hosts", "2", "--processes", "1")
+
+
+@pytest.mark.usefixtures("_few_tasks")
+def test_an_evaluation_ends_with_a_table_and_says_what_was_left_out(capsys):
+    assert main([*EVALUATE, "--controller", "never", "--controller", "early"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("tiny: 2 hosts (mlp 4-6-3)" in line for line in lines)
+    (never,) = (line for line in lines if "never" in line and "1.00 x" in line)
+    assert never.count("1.00 x") == 2
+    assert "51 (1.00 x)" in never
+    assert "42 (1.00 x)" in never
+    assert any("tiny: controller 2/2, early: return" in line for line in lines)
+    assert lines[-1].startswith("lost: skipped: expected a package;")
+    assert lines[-1].endswith("something[extra]")
+
+
+@pytest.mark.usefixtures("_few_tasks")
+def test_an_evaluation_as_data_is_one_document_with_every_controller(capsys):
+    assert main([*EVALUATE, "--json"]) == 0
+    said = capsys.readouterr()
+    data = json.loads(said.out)
+    assert (data["hosts"], data["rng_seed"]) == (2, 0)
+    assert data["tasks"].keys() == {"tiny"}
+    assert data["tasks"]["tiny"]["controllers"].keys() >= {"never", "early", "promise"}
+    assert data["skipped"].keys() == {"lost"}
+    assert "controller 1/" in said.err
+
+
+@pytest.mark.usefixtures("_few_tasks")
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--task", "tinny"), "did you mean 'tiny'"),
+        (("--task", "tiny", "--task", "lost"), "pip install something[extra]"),
+        (("--controller", "nevr"), "did you mean 'never'"),
+    ],
+)
+def test_who_cannot_be_evaluated_is_refused_in_one_line(capsys, arguments, complaint):
+    assert main([*EVALUATE, *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert complaint in said.err
+
+
+@pytest.mark.usefixtures("_few_tasks")
+def test_a_short_training_on_a_task_ends_with_a_table_of_everybody(capsys):
+    assert main(["train", "--task", "tiny", "--rounds", "1", "--envs", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "Tamiyo on tiny: round 1/1" in said
+    for word in ("tiny: 16 hosts", "never", "promise", "panics", "1.00 x"):
+        assert word in said
+    assert said.count("Tamiyo ") > 1

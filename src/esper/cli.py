@@ -25,11 +25,14 @@ BENCHMARKS = (
     "growth",
     "widening",
     "cohort",
+    "env",
 )
 
-COMMANDS = ("train", "bench", "tasks")
+COMMANDS = ("train", "evaluate", "bench", "tasks")
 OPTIONS = (
     "--task",
+    "--controller",
+    "--hosts",
     "--rounds",
     "--envs",
     "--rng-seed",
@@ -45,9 +48,23 @@ examples:
   esper train --repeats 5 --ablations  five random seeds, and the same without
                                        memory and without relevance masks
   esper train --task letter            train Tamiyo on real networks and real data
+  esper evaluate                       every task with every controller that does
+                                       not learn
   esper tasks                          what she can be trained on
   esper bench gae                      the naive loop beside ours, in one process
   esper bench update --json            the same as data
+"""
+
+EVALUATE_DESCRIPTION = """\
+Judge controllers that do not learn on real tasks, all of them on the same hosts.
+The return is the score that was gained, less rent for what was added; the test
+score is that of rows which no decision and no reward has seen."""
+EVALUATE_EXAMPLES = """\
+examples:
+  esper evaluate                       every task, every controller
+  esper evaluate --task letter --task digits --hosts 32
+  esper evaluate --controller never --controller early
+  esper evaluate --json > figures.json the same as data, host by host
 """
 
 
@@ -60,8 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
 
         torch.set_num_threads(1)
-        run = {"train": _train, "bench": _bench, "tasks": _tasks}[options.command]
-        return run(options)
+        commands = {
+            "train": _train,
+            "evaluate": _evaluate,
+            "bench": _bench,
+            "tasks": _tasks,
+        }
+        return commands[options.command](options)
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         return 130
@@ -96,6 +118,22 @@ def _train(options: argparse.Namespace) -> int:
             ablations=options.ablations,
             processes=options.processes,
         )
+    )
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from esper.experiment.evaluating import EvaluateConfig, run_evaluation
+
+    run_evaluation(
+        EvaluateConfig(
+            tasks=tuple(options.task),
+            controllers=tuple(options.controller),
+            hosts=options.hosts,
+            rng_seed=options.rng_seed,
+            processes=options.processes,
+        ),
+        as_json=options.json,
     )
     return 0
 
@@ -217,11 +255,59 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--processes", type=_Whole(1, 64), default=2, help="trainings at the same time"
     )
+    _add_evaluate(commands)
     bench = commands.add_parser("bench", help="measure a hot path beside a naive twin")
     bench.add_argument("name", choices=BENCHMARKS, help="what to measure")
     bench.add_argument("--json", action="store_true", help="print data, not a table")
     commands.add_parser("tasks", help="list what networks can be grown on")
     return parser
+
+
+def _add_evaluate(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="judge controllers that do not learn on real tasks",
+        description=EVALUATE_DESCRIPTION,
+        epilog=EVALUATE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    evaluate.add_argument(
+        "--task",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a task (see esper tasks), as often as wanted; none: all of them",
+    )
+    evaluate.add_argument(
+        "--controller",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="who decides, such as never or early; none: all of them",
+    )
+    evaluate.add_argument(
+        "--hosts",
+        type=_Whole(1, 65_536),
+        default=16,
+        metavar="N",
+        help="hosts of each task (default: 16)",
+    )
+    evaluate.add_argument(
+        "--rng-seed",
+        type=_Whole(0, 2**32 - 1),
+        default=0,
+        metavar="N",
+        help="decides which hosts (default: 0)",
+    )
+    evaluate.add_argument(
+        "--processes",
+        type=_Whole(1, 64),
+        default=2,
+        metavar="N",
+        help="controllers judged at the same time (default: 2)",
+    )
+    evaluate.add_argument("--json", action="store_true", help="print data, not tables")
 
 
 class _Whole:

@@ -9,12 +9,10 @@ many); elsewhere the steps are combined in pairs, in a depth of log2(time).
 Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 16; Blelloch 1990.
 """
 
-import inspect
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final
 
-import numba
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.errors import BadInput
+from esper.kernels import kernel
 
 Array = NDArray[Any]
 Gradients = tuple[Tensor, Tensor, Tensor, None, None]
@@ -30,15 +29,6 @@ Rollout = namedtuple(
 )
 FLOATS: Final = (torch.float32, torch.float64)
 FEW_LANES: Final = 24  # Below this many environments, SIMD costs more than it saves.
-
-
-def kernel(function: Callable[..., object]) -> Callable[..., Any]:
-    """Compile a plain loop over numpy arrays to machine code, on its first call.
-
-    The test hook wraps annotated functions; the compiler needs what is inside.
-    """
-    compile_loops = numba.njit(cache=True, nogil=True, error_model="numpy")
-    return cast(Callable[..., Any], compile_loops(inspect.unwrap(function)))
 
 
 def scan(

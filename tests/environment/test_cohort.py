@@ -1,21 +1,28 @@
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from esper.contracts.blueprints import BLUEPRINTS, Form
+from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
-from esper.environment.bank import FORMS
-from esper.environment.cohort import Cohort, Plan
+from esper.environment.cohort import ACTS, Cohort, Plan
 from esper.growth.lifecycle import Lives
+from esper.tasks.hosts import CnnHost, MlpHost
 from tests.references.cohort import PlainHost
 
 KNOWN = {b.name: b for b in BLUEPRINTS}
-CHOSEN = [KNOWN[name] for name in ("widen_8", "low_rank_4", "residual_mlp")]
-WIDTHS = (5, 7, 6, 4)
-PLACES, PER_PLACE, ROWS = 2, 2, 16
-SLOTS = PLACES * PER_PLACE
+CHOSEN = {
+    "mlp": [KNOWN[name] for name in ("widen_8", "low_rank_4", "residual_mlp")],
+    "cnn": [KNOWN["widen_8"], replace(KNOWN["widen_8"], name="small", size=3)],
+}
+MLP, CNN = MlpHost((5, 7, 6, 4)), CnnHost((2, 9, 7), (3, 4), 4)
+"""The images have odd sides: pooling leaves a line and a column unread."""
+HOSTS = {"mlp": MLP, "cnn": CNN}
+PER_PLACE, ROWS, EXAMPLES = 2, 16, 90
+SLOTS = 2 * PER_PLACE
 FELT = (Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED, Stage.COOLING)
 ALPHA = {
     Stage.DORMANT: 0.0,
@@ -31,34 +38,46 @@ RATE = 1e-2
 class Garden:
     """A cohort, with or without the same hosts one by one."""
 
-    def __init__(self, envs, dtype=torch.float64, *, plain=True, places=WIDTHS):
-        self.envs, self.dtype = envs, dtype
+    def __init__(
+        self, envs, dtype=torch.float64, host=MLP, *, plain=True, engine="auto"
+    ):
+        self.envs, self.dtype, self.kind = envs, dtype, host
+        self.chosen = CHOSEN[host.kind]
         self.cohort = Cohort(
-            envs, places, CHOSEN, seeds_per_slot=PER_PLACE, dtype=dtype
+            envs,
+            host,
+            self.chosen,
+            seeds_per_slot=PER_PLACE,
+            batch=ROWS,
+            dtype=dtype,
+            engine=engine,
         )
-        self.lives = Lives.empty(envs, self.cohort.places * PER_PLACE)
-        for index, leaf in enumerate([*self.cohort.weights, *self.cohort.biases]):
-            for env in range(envs):
-                leaf.data[env] = noise(leaf[env].shape, env, index, dtype=dtype)
-        self.hosts = [self._alone(env) for env in range(envs)] if plain else []
-
-    def _alone(self, env):
-        return PlainHost(
-            [weight[env] for weight in self.cohort.weights],
-            [bias[env, 0] for bias in self.cohort.biases],
-            rate=RATE,
-            decay=self.cohort.decay,
-        )
+        self.lives = Lives.empty(envs, SLOTS)
+        self.hosts = []
+        for env in range(envs):
+            network = host.build(torch.Generator().manual_seed(env)).to(dtype)
+            self.cohort.plant_host(env, network)
+            if plain:
+                decay = self.cohort.decay
+                self.hosts.append(PlainHost(network, rate=RATE, decay=decay))
+        chance = torch.Generator().manual_seed(77)
+        shape = (1, EXAMPLES, torch.Size(host.shape).numel())
+        self.x = torch.randn(shape, generator=chance, dtype=torch.float64).to(dtype)
+        self.y = torch.randint(0, host.classes, (1, EXAMPLES), generator=chance)
 
     def plant(self, env, slot, blueprint):
-        inputs = self.cohort.widths[slot % self.cohort.places]
-        first = noise((inputs, blueprint.size), env, slot, 7, dtype=self.dtype)
-        bias = noise((blueprint.size,), env, slot, 8, dtype=self.dtype)
-        if blueprint.form is Form.LOW_RANK:
-            bias = torch.zeros_like(bias)
-        self.cohort.plant(env, slot, blueprint, first, bias)
+        own = self.cohort.chart.maps[slot % self.cohort.places]
+        shape = (own.inputs, blueprint.size)
+        if own.taps > 1:
+            shape = (blueprint.size, own.inputs, 3, 3)
+        params = {"first": noise(shape, env, slot, 7, dtype=self.dtype)}
+        if blueprint.form is not Form.LOW_RANK:
+            params["first_bias"] = noise(
+                (blueprint.size,), env, slot, 8, dtype=self.dtype
+            )
+        self.cohort.plant(env, slot, blueprint, params)
         if self.hosts:
-            self.hosts[env].plant(slot, blueprint, first, bias)
+            self.hosts[env].plant(slot, blueprint, params)
         self.live(env, slot, Stage.TRAINING)
 
     def live(self, env, slot, stage, alpha=None):
@@ -66,60 +85,68 @@ class Garden:
         stages, alphas = self.lives.stage.clone(), self.lives.alpha.clone()
         stages[env, slot], alphas[env, slot] = int(stage), alpha
         self.lives = replace(self.lives, stage=stages, alpha=alphas)
-        if self.hosts:
+        if self.hosts and stage is not Stage.DORMANT:
             self.hosts[env].live(slot, stage, float(alphas[env, slot]))
 
-    def train(self, steps, start=0):
-        plan = Plan.of(self.cohort, self.lives)
-        rate = torch.full((self.envs,), RATE, dtype=self.dtype)
-        for time in range(start, start + steps):
-            batches = [rows(env, time, self.dtype, WIDTHS) for env in range(self.envs)]
-            x, y = (torch.stack(part) for part in zip(*batches, strict=True))
-            passed = self.cohort.train_step(x, y, plan, rate)
-            for env, host in enumerate(self.hosts):
-                loss = host.train_step(*batches[env])
-                torch.testing.assert_close(
-                    passed.losses[env], loss, rtol=1e-6, atol=1e-9
-                )
+    def train(self, steps, start=0, *, keep=False):
+        picked = torch.stack(
+            [
+                torch.stack([rows(env, time) for time in range(start, start + steps)])
+                for env in range(self.envs)
+            ]
+        )
+        trained = self.cohort.train(
+            self.x,
+            self.y,
+            picked,
+            Plan.of(self.lives),
+            torch.full((self.envs, steps), RATE, dtype=torch.float64),
+            keep=keep,
+        )
+        for env, host in enumerate(self.hosts):
+            losses = []
+            for step in range(steps):
+                x, y = self.x[0, picked[env, step]], self.y[0, picked[env, step]]
+                losses.append(host.train_step(x.view(-1, *self.kind.shape), y))
+            loss = torch.stack(losses).mean()
+            torch.testing.assert_close(trained.losses[env], loss, rtol=1e-6, atol=1e-9)
+        return trained
 
-    def of(self, env):
-        """All weights of one environment, by name."""
-        held = {
-            f"{kind} {index}": leaf[env].detach().clone()
-            for kind in ("weights", "biases")
-            for index, leaf in enumerate(getattr(self.cohort, kind))
-        }
-        for place, bank in enumerate(self.cohort.banks):
-            for name, moments in bank.moments.items():
-                held[f"{name} at {place}"] = moments.value[env].clone()
-        return held
+    def part(self, env, what, slot=None):
+        """All weights of a host, or one part of a seed."""
+        chart, values = self.cohort.chart, self.cohort.values[env]
+        if slot is None:
+            return values[: chart.host]
+        begin = int(chart.seeds[slot][what])
+        later = [int(chart.seeds[slot][name]) for name in PARTS]
+        ends = [at for at in (*later, chart.extent(slot)[1]) if at > begin]
+        return values[begin : min(ends)]
 
     def assert_like_plain(self, rtol=1e-6):
         for env, host in enumerate(self.hosts):
-            for index in range(len(host.weights)):
-                near(self.cohort.weights[index][env], host.weights[index], rtol)
-                near(self.cohort.biases[index][env, 0], host.biases[index], rtol)
-            for slot, seed in host.seeds.items():
-                place, own = int(slot) % PLACES, int(slot) // PLACES
-                size, outputs = seed.last.shape
-                values = {
-                    name: moments.value[env, :, own]
-                    for name, moments in self.cohort.banks[place].moments.items()
-                }
-                near(values["first"][:, :size], seed.first, rtol)
-                near(values["last"][0].view(-1, outputs)[:size], seed.last, rtol)
-                if seed.bias is not None:
-                    near(values["first_bias"][0, :size], seed.bias, rtol)
-                if seed.last_bias is not None:
-                    near(values["last_bias"][0], seed.last_bias, rtol)
+            expected = torch.nn.utils.parameters_to_vector(host.layers.parameters())
+            near(self.part(env, "host"), expected, rtol)
+            for name, seed in host.seeds.items():
+                slot = int(name)
+                first, last = seed.first.weight, seed.last.weight
+                near(self.part(env, "first", slot)[: first.numel()], first, rtol)
+                # Unit by unit: what it tells the second layer.
+                turned = last.transpose(0, 1)
+                near(self.part(env, "last", slot)[: last.numel()], turned, rtol)
+                for what, layer in (("first", seed.first), ("last", seed.last)):
+                    if layer.bias is not None:
+                        held = self.part(env, f"{what}_bias", slot)
+                        near(held[: layer.bias.numel()], layer.bias, rtol)
+
+
+PARTS = ("first", "first_bias", "last", "last_bias")
 
 
 def near(found, expected, rtol):
     """Equal relative to the largest weight of the tensor."""
-    scale = float(expected.detach().abs().max())
-    torch.testing.assert_close(
-        found.detach(), expected.detach(), rtol=rtol, atol=rtol * scale
-    )
+    expected = expected.detach().reshape(-1)
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol * scale)
 
 
 def noise(shape, *numbers, dtype):
@@ -129,84 +156,148 @@ def noise(shape, *numbers, dtype):
     return (0.4 * drawn).to(dtype)
 
 
-def rows(env, time, dtype, widths):
+def rows(env, time):
     chance = torch.Generator().manual_seed(1000 * env + time)
-    x = torch.randn(ROWS, widths[0], generator=chance, dtype=torch.float64)
-    y = torch.randint(0, widths[-1], (ROWS,), generator=chance)
-    return x.to(dtype), y
+    return torch.randint(0, EXAMPLES, (ROWS,), generator=chance)
 
 
-@pytest.mark.parametrize("blueprint", CHOSEN, ids=lambda b: b.name)
-def test_a_cohort_is_n_hosts_trained_one_by_one_in_every_stage_of_every_form(blueprint):
-    garden = Garden(envs=6)
+@pytest.fixture(params=HOSTS)
+def host(request):
+    return HOSTS[request.param]
+
+
+ENGINES = pytest.mark.parametrize("engine", ["kernels", "tensors"])
+
+
+@ENGINES
+@pytest.mark.parametrize("turn", range(3))
+def test_a_cohort_is_n_hosts_trained_one_by_one_in_every_stage_of_every_form(
+    host, turn, engine
+):
+    garden = Garden(envs=6, host=host, engine=engine)
+    chosen = garden.chosen
     garden.train(4)
     for env, slot in product(range(1, 6), range(SLOTS)):
-        garden.plant(env, slot, CHOSEN[(CHOSEN.index(blueprint) + slot) % len(CHOSEN)])
-    garden.train(14, start=4)
+        garden.plant(env, slot, chosen[(turn + slot) % len(chosen)])
+    garden.train(9, start=4)
     for env, stage in enumerate((Stage.TRAINING, *FELT), start=1):
         garden.live(env, 0, stage)
         garden.live(env, 3, stage)
-    garden.train(14, start=18)
+    garden.train(9, start=13)
     garden.assert_like_plain()
 
 
-def test_every_seed_has_moved_once_it_was_planted():
-    garden = Garden(envs=1)
-    for slot, blueprint in enumerate(CHOSEN):
-        garden.plant(0, slot, blueprint)
+def test_both_engines_count_the_same_rows(host):
+    gardens = [
+        Garden(3, host=host, plain=False, engine=e) for e in ("kernels", "tensors")
+    ]
+    counts = []
+    for garden in gardens:
+        for slot in range(SLOTS):
+            garden.plant(1, slot, garden.chosen[slot % len(garden.chosen)])
+        garden.train(6)
+        for slot in range(SLOTS):
+            garden.live(1, slot, FELT[slot])
+        garden.train(6, start=6)
+        felt = Plan.of(garden.lives).felt
+        counts.append(garden.cohort.count(garden.x, garden.y, felt))
+        asked = torch.tensor([True, False, True])
+        some = garden.cohort.count(garden.x, garden.y, felt, asked)
+        assert some.tolist() == [counts[-1][0], 0, counts[-1][2]]
+    assert torch.equal(*counts)
+    assert counts[0].min() > EXAMPLES // host.classes
+
+
+def test_the_rows_that_are_counted_are_those_that_the_host_guesses_right(host):
+    garden = Garden(2, host=host)
+    garden.plant(1, 1, garden.chosen[0])
+    garden.live(1, 1, Stage.HOLDING)
+    garden.train(20)
+    found = garden.cohort.count(garden.x, garden.y, Plan.of(garden.lives).felt)
+    for env, plain in enumerate(garden.hosts):
+        answer = plain(garden.x[0].view(-1, *host.shape))
+        assert int((answer.argmax(1) == garden.y[0]).sum()) == int(found[env])
+
+
+def test_every_seed_has_moved_once_it_was_planted(host):
+    garden = Garden(envs=1, host=host, plain=False)
+    for slot in range(SLOTS):
+        garden.plant(0, slot, garden.chosen[slot % len(garden.chosen)])
     garden.train(3)
-    for slot in range(len(CHOSEN)):
-        last = garden.cohort.banks[slot % PLACES].moments["last"].value
-        assert last[0, 0, slot // PLACES].abs().max() > 1e-3
+    for slot in range(SLOTS):
+        assert garden.part(0, "last", slot).abs().max() > 1e-3
 
 
-def test_seeds_may_come_and_go_while_their_neighbours_train():
-    garden = Garden(envs=3)
-    garden.plant(0, 1, CHOSEN[0])
-    garden.plant(1, 0, CHOSEN[1])
-    garden.plant(2, 3, CHOSEN[2])
+def test_seeds_may_come_and_go_while_their_neighbours_train(host):
+    garden = Garden(envs=3, host=host)
+    one, other = garden.chosen[:2]
+    garden.plant(0, 1, one)
+    garden.plant(1, 0, other)
+    garden.plant(2, 3, one)
     garden.train(10)
     garden.live(0, 1, Stage.BLENDING)
-    garden.plant(0, 3, CHOSEN[1])
+    garden.plant(0, 3, other)
     garden.live(1, 0, Stage.COOLING)
     garden.train(10, start=10)
     garden.cohort.uproot(1, 0)
     garden.hosts[1].uproot(0)
-    stages, alphas = garden.lives.stage.clone(), garden.lives.alpha.clone()
-    stages[1, 0], alphas[1, 0] = int(Stage.DORMANT), 0.0
-    garden.lives = replace(garden.lives, stage=stages, alpha=alphas)
+    garden.live(1, 0, Stage.DORMANT)
     garden.train(5, start=20)
-    garden.plant(1, 0, CHOSEN[2])
+    garden.plant(1, 0, garden.chosen[-1])
     garden.live(0, 1, Stage.HOLDING)
     garden.train(10, start=25)
     garden.assert_like_plain()
 
 
-def test_a_pruned_newborn_stands_still_while_it_waits_to_leave():
-    garden = Garden(envs=1)
-    garden.plant(0, 1, CHOSEN[0])
-    garden.plant(0, 3, CHOSEN[0])
+def test_in_single_precision_an_episode_ends_near_the_hosts_trained_alone(host):
+    garden = Garden(envs=3, host=host, dtype=torch.float32)
+    exact = Garden(envs=3, host=host)
+    for each in (garden, exact):
+        each.hosts = []
+        each.train(10)
+        for env, slot in product(range(3), range(SLOTS)):
+            if (env + slot) % 3:
+                each.plant(env, slot, each.chosen[slot % len(each.chosen)])
+        each.train(10, start=10)
+        each.live(1, 0, Stage.BLENDING)
+        each.live(2, 2, Stage.HOLDING)
+        each.train(10, start=20)
+    for env in range(3):
+        found, expected = garden.cohort.values[env].double(), exact.cohort.values[env]
+        off = (found - expected).norm() / expected.norm()
+        assert off < 1e-4
+
+
+def test_a_pruned_newborn_stands_still_while_it_waits_to_leave(host):
+    garden = Garden(envs=1, host=host)
+    garden.plant(0, 1, garden.chosen[0])
+    garden.plant(0, 3, garden.chosen[0])
     garden.train(5)
     garden.live(0, 1, Stage.COOLING, alpha=0.0)
     garden.live(0, 3, Stage.HOLDING)
+    kept = garden.cohort.values[0, slice(*garden.cohort.chart.extent(1))].clone()
     garden.train(5, start=5)
     garden.assert_like_plain()
+    now = garden.cohort.values[0, slice(*garden.cohort.chart.extent(1))]
+    assert torch.equal(kept, now)
 
 
-def grown(neighbours):
+def grown(neighbours, envs, host):
     """What becomes of environment 0 beside such neighbours."""
-    garden = Garden(envs=4, dtype=torch.float32, plain=False)
-    garden.plant(0, 0, CHOSEN[0])
-    garden.plant(0, 1, CHOSEN[1])
-    garden.plant(0, 3, CHOSEN[0])
+    garden = Garden(envs=envs, dtype=torch.float32, host=host, plain=False)
+    one, other = garden.chosen[:2]
+    garden.plant(0, 0, one)
+    garden.plant(0, 1, other)
+    garden.plant(0, 3, one)
     garden.live(0, 1, Stage.HOLDING)
-    for env, (slot, blueprint, stage) in product(range(1, 4), neighbours):
-        garden.plant(env, slot, CHOSEN[blueprint])
+    for env, (slot, blueprint, stage) in product(range(1, envs), neighbours):
+        garden.plant(env, slot, garden.chosen[blueprint % len(garden.chosen)])
         garden.live(env, slot, stage)
     garden.train(10)
     garden.live(0, 0, Stage.COOLING, alpha=0.0)
-    garden.train(10, start=10)
-    return garden.of(0)
+    trained = garden.train(10, start=10)
+    state = (garden.cohort.values, garden.cohort.mean, garden.cohort.square)
+    return [*(part[0].clone() for part in state), trained.losses[0]]
 
 
 NEIGHBOURS = {
@@ -218,82 +309,142 @@ NEIGHBOURS = {
 
 
 @pytest.mark.parametrize("kind", NEIGHBOURS)
-def test_an_environment_is_equal_to_the_bit_whatever_its_neighbours_planted(kind):
-    alone, beside = grown([]), grown(NEIGHBOURS[kind])
-    for name, value in alone.items():
-        assert torch.equal(value, beside[name]), name
+def test_an_environment_is_equal_to_the_bit_whatever_its_neighbours_planted(kind, host):
+    alone, beside = grown([], 4, host), grown(NEIGHBOURS[kind], 4, host)
+    assert all(map(torch.equal, alone, beside))
 
 
-def test_a_host_with_only_newborns_is_equal_to_the_bit_to_one_without():
-    bare, planted = (Garden(2, torch.float32, plain=False) for _ in range(2))
+def test_an_environment_is_equal_to_the_bit_in_a_cohort_of_any_size(host):
+    alone, beside = grown([], 1, host), grown(NEIGHBOURS["everything"], 7, host)
+    assert all(map(torch.equal, alone, beside))
+
+
+def test_a_host_with_only_newborns_is_equal_to_the_bit_to_one_without(host):
+    bare, planted = (Garden(2, torch.float32, host, plain=False) for _ in range(2))
     for slot in range(SLOTS):
-        planted.plant(0, slot, CHOSEN[slot % 3])
+        planted.plant(0, slot, planted.chosen[slot % len(planted.chosen)])
     bare.train(12)
     planted.train(12)
-    for name, value in bare.of(0).items():
-        if name.startswith(("weights", "biases")):
-            assert torch.equal(value, planted.of(0)[name]), name
+    assert torch.equal(bare.part(0, "host"), planted.part(0, "host"))
+    assert torch.equal(bare.part(1, "host"), planted.part(1, "host"))
 
 
-def test_a_broken_newborn_breaks_no_bit_of_its_host():
-    sound, broken = (Garden(2, torch.float32, plain=False) for _ in range(2))
+@ENGINES
+def test_a_broken_newborn_breaks_no_bit_of_its_host(host, engine):
+    sound, broken = (
+        Garden(2, torch.float32, host, plain=False, engine=engine) for _ in range(2)
+    )
     for garden in (sound, broken):
-        garden.plant(0, 1, CHOSEN[0])
+        garden.plant(0, 1, garden.chosen[0])
         garden.live(0, 1, Stage.HOLDING)
-        garden.plant(0, 3, CHOSEN[0])
-    for moments in broken.cohort.banks[1].moments.values():
-        moments.value[0, :, 1] = torch.nan
+        garden.plant(0, 3, garden.chosen[0])
+    broken.cohort.values[0, slice(*broken.cohort.chart.extent(3))] = torch.nan
+    ends = [garden.train(6) for garden in (sound, broken)]
+    assert torch.equal(sound.part(0, "host"), broken.part(0, "host"))
+    assert torch.equal(sound.part(0, "first", 1), broken.part(0, "first", 1))
+    assert torch.equal(sound.cohort.values[1], broken.cohort.values[1])
+    assert torch.equal(ends[0].losses, ends[1].losses)
+    assert ends[1].beside.isnan().tolist() == [True, False]
+
+
+def test_a_broken_host_breaks_no_bit_of_its_neighbours(host):
+    sound, broken = (Garden(3, torch.float32, host, plain=False) for _ in range(2))
+    broken.cohort.values[1] = torch.inf
     sound.train(6)
-    broken.train(6)
-    for name, value in sound.of(0).items():
-        if name.startswith(("weights", "biases")):
-            assert torch.equal(value, broken.of(0)[name]), name
-    held = broken.cohort.banks[1].moments["first"].value[0, :, 0]
-    assert torch.equal(held, sound.cohort.banks[1].moments["first"].value[0, :, 0])
+    assert broken.train(6).losses.isfinite().tolist() == [True, False, True]
+    for env in (0, 2):
+        assert torch.equal(sound.cohort.values[env], broken.cohort.values[env])
 
 
-def test_a_new_host_leaves_nothing_of_the_old():
-    garden = Garden(2, torch.float32, plain=False)
+def test_a_new_host_leaves_nothing_of_the_old(host):
+    garden = Garden(2, torch.float32, host, plain=False)
     for slot in range(SLOTS):
-        garden.plant(1, slot, CHOSEN[slot % 3])
+        garden.plant(1, slot, garden.chosen[slot % len(garden.chosen)])
     garden.train(4)
-    kept = garden.of(0)
-    layers = [torch.nn.Linear(a, b) for a, b in pairwise(WIDTHS)]
-    garden.cohort.plant_host(1, layers)
-    for index, layer in enumerate(layers):
-        assert torch.equal(garden.cohort.weights[index][1], layer.weight.T)
-        assert torch.equal(garden.cohort.biases[index][1, 0], layer.bias)
-    for moments in garden.cohort.moments:
-        assert not moments.mean[1].any()
-        assert not moments.square[1].any()
-        assert moments.mean[0].any()
-    for bank in garden.cohort.banks:
-        assert not bank.used[1].any()
-        assert not any(m.value[1].any() for m in bank.moments.values())
-    assert garden.cohort.host_clock.flatten().tolist() == [4, 0]
-    assert all(torch.equal(value, garden.of(0)[name]) for name, value in kept.items())
+    kept = [part[0].clone() for part in (garden.cohort.values, garden.cohort.mean)]
+    network = host.build(torch.Generator().manual_seed(9))
+    garden.cohort.plant_host(1, network)
+    expected = torch.nn.utils.parameters_to_vector(network.parameters())
+    assert torch.equal(garden.part(1, "host"), expected)
+    assert not garden.cohort.values[1, garden.cohort.chart.host :].any()
+    assert not garden.cohort.mean[1].any()
+    assert not garden.cohort.square[1].any()
+    assert not garden.cohort.size[1].any()
+    assert garden.cohort.clocks[:, 0].tolist() == [4, 0]
+    assert torch.equal(kept[0], garden.cohort.values[0])
+    assert torch.equal(kept[1], garden.cohort.mean[0])
 
 
-def test_the_gradients_that_are_kept_are_those_of_the_loss_at_each_outlet():
-    garden = Garden(envs=2)
-    garden.plant(0, 0, CHOSEN[0])
-    garden.live(0, 0, Stage.HOLDING)
-    weights = [w.detach().clone() for w in garden.cohort.weights]
-    biases = [b.detach().clone() for b in garden.cohort.biases]
-    batches = [rows(env, 0, torch.float64, WIDTHS) for env in range(2)]
-    x, y = (torch.stack(part) for part in zip(*batches, strict=True))
-    plan = Plan.of(garden.cohort, garden.lives)
-    rate = torch.full((2,), RATE, dtype=torch.float64)
-    passed = garden.cohort.train_step(x, y, plan, rate, keep=True)
+@ENGINES
+def test_what_a_place_showed_is_what_was_said_there_and_its_gradient(host, engine):
+    garden = Garden(2, host=host, engine=engine)
+    garden.plant(0, 0, garden.chosen[0])
+    garden.train(4)
+    garden.live(0, 0, Stage.BLENDING)
+    held = []
+    for env, plain in enumerate(garden.hosts):
+        x = garden.x[0, rows(env, 4)].view(-1, *host.shape)
+        inputs, said = [x], []
+        for n, layer in enumerate(plain.layers):
+            z = layer(inputs[n])
+            if env == 0 and n == 1:
+                z = z + ALPHA[Stage.BLENDING] * plain.seeds["0"](inputs[0])
+            z.retain_grad()
+            said.append(z)
+            inputs.append(plain.between[n](z))
+        F.cross_entropy(said[-1], garden.y[0, rows(env, 4)]).backward()
+        held.append((inputs, said))
+    garden.hosts = []
+    places = garden.train(1, start=4, keep=True).places
+    for env, (inputs, said) in enumerate(held):
+        for p, place in enumerate(places):
+            close(place.given[env], inputs[p].flatten(1))
+            close(place.answer[env].flatten(1), said[p + 1].flatten(1))
+            close(place.gradient[env].flatten(1), said[p + 1].grad.flatten(1))
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-12)
+
+
+def test_every_form_that_can_be_planted_was_planted_here():
+    assert {blueprint.form for blueprint in CHOSEN["mlp"]} == set(ACTS)
+
+
+def test_rows_of_each_environments_own_are_read_by_their_owner(host):
+    garden = Garden(2, host=host)
+    garden.x = torch.cat([garden.x, -garden.x])
+    garden.y = garden.y.repeat(2, 1)
+    garden.hosts = []
+    apart = garden.cohort
+    picked = torch.stack([rows(0, 0)[None]] * 2)
+    rates = torch.full((2, 1), RATE, dtype=torch.float64)
+    plan = Plan.of(garden.lives)
+    losses = apart.train(garden.x, garden.y, picked, plan, rates).losses
     for env in range(2):
-        z = passed.outputs[1][env].detach().requires_grad_()
-        answer = torch.relu(z) @ weights[2][env] + biases[2][env]
-        loss = torch.nn.functional.cross_entropy(answer, y[env])
-        (expected,) = torch.autograd.grad(loss, z)
-        torch.testing.assert_close(
-            passed.gradients[0][env], expected, rtol=1e-10, atol=1e-14
-        )
+        network = host.build(torch.Generator().manual_seed(env)).double()
+        x = garden.x[env, picked[env, 0]].view(-1, *host.shape)
+        expected = F.cross_entropy(network(x), garden.y[env, picked[env, 0]])
+        close(losses[env], expected)
 
 
-def test_every_form_a_bank_can_hold_was_planted_here():
-    assert {blueprint.form for blueprint in CHOSEN} == set(FORMS)
+def test_kernels_are_refused_where_they_cannot_run():
+    with pytest.raises(BadInput, match="'kernels' runs on the CPU, the device is meta"):
+        Cohort(2, MLP, CHOSEN["mlp"], device="meta", engine="kernels")
+
+
+def test_elsewhere_than_on_the_cpu_tensors_are_used(host):
+    cohort = Cohort(3, host, CHOSEN[host.kind], batch=ROWS, device="meta")
+    numbers = {"dtype": torch.int64, "device": "meta"}
+    trained = cohort.train(
+        torch.empty(1, EXAMPLES, torch.Size(host.shape).numel(), device="meta"),
+        torch.empty(1, EXAMPLES, **numbers),
+        torch.empty(3, 2, ROWS, **numbers),
+        Plan(*(torch.zeros(3, SLOTS, device="meta") for _ in range(3))),
+        torch.empty(3, 2, device="meta"),
+        keep=True,
+    )
+    assert trained.losses.device.type == "meta"
+    assert [place.answer.shape[2] for place in trained.places] == [
+        own.outputs for own in cohort.chart.maps[1:]
+    ]

@@ -1,4 +1,5 @@
 from dataclasses import fields, replace
+from math import inf, nan
 
 import pytest
 import torch
@@ -7,12 +8,13 @@ from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
 from esper.environment.growing import GrowingWorld
-from esper.environment.terms import Terms
+from esper.environment.rows import Rows
+from esper.environment.terms import Terms, check_actions, check_choices
 from esper.tamiyo.controls import Never, Random
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
 from esper.tasks.data import Data, split
-from esper.tasks.hosts import CnnHost, MlpHost
+from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
 
 HORIZON, CLASSES = 4, 3
@@ -91,9 +93,7 @@ def assert_same(one, other, envs=slice(None)):
 
 def weights(world, env):
     cohort = world.cohort
-    banks = [m.value[env] for bank in cohort.banks for m in bank.moments.values()]
-    host = [leaf[env].detach() for leaf in (*cohort.weights, *cohort.biases)]
-    return [value.clone() for value in (*host, *banks)]
+    return [part[env].clone() for part in (cohort.values, cohort.mean, cohort.square)]
 
 
 def same_weights(one, other, env):
@@ -251,14 +251,14 @@ def test_another_episode_has_another_host_and_another_order():
 def test_environments_share_data_unless_the_task_varies(task):
     world = make(task=task)
     world.reset()
-    x, _ = world._rows.batch(torch.arange(8).expand(3, -1))
+    x = world._rows.features[0]
+    assert len(x) == (1 if task is TINY else 3)
     for one, other in ((0, 1), (1, 2), (0, 2)):
-        assert torch.equal(x[one], x[other]) is (task is TINY)
-    kept = x[1].clone()
+        assert task is TINY or not torch.equal(x[one], x[other])
+    kept = x[-1].clone()
     for _ in range(HORIZON):
         world.step(waits(world))
-    x, _ = world._rows.batch(torch.arange(8).expand(3, -1))
-    assert torch.equal(x[1], kept) is (task is TINY)
+    assert torch.equal(world._rows.features[0][-1], kept) is (task is TINY)
 
 
 def test_a_broken_host_ends_its_own_episode_and_touches_no_neighbour():
@@ -267,7 +267,7 @@ def test_a_broken_host_ends_its_own_episode_and_touches_no_neighbour():
     others = torch.tensor([0, 2])
     for time in range(2 * HORIZON):
         if time == 1:
-            broken.cohort.weights[1].data[1, 0, 0] = torch.nan
+            broken.cohort.values[1, 0] = torch.nan
         (_, _, plain), (seen, _, result) = (next(run) for run in runs)
         if time == 1:
             assert result.terminated.tolist() == [False, True, False]
@@ -290,7 +290,7 @@ def test_an_episode_looks_by_its_own_clock_whatever_happened_to_neighbours():
         world.reset()
     for time in range(2 * LONG.horizon):
         if time == 1:
-            broken.cohort.weights[1].data[1] = torch.nan
+            broken.cohort.values[1, 0] = torch.nan
         plain, result = (world.step(waits(world)) for world in (sound, broken))
         assert_same(plain.observation, result.observation, 0)
         assert torch.equal(plain.reward[0], result.reward[0])
@@ -330,8 +330,8 @@ def test_a_seed_costs_what_was_offered():
     shown = world.step(actions).observation
     assert shown.slots.stage[0].tolist() == [0, 0, int(Stage.TRAINING), 0]
     assert shown.host.added.tolist() == [float(offers.parameters[0, 2, 1]), 0.0, 0.0]
-    seed = [p[0, ..., 1, :] for p in (world.cohort.banks[0].used.unsqueeze(1),)]
-    assert int(seed[0].sum()) == world.spec.blueprints[1].size
+    planted = [0, 0, world.spec.blueprints[1].size, 0]
+    assert world.cohort.size[0].tolist() == planted
 
 
 def test_a_budget_is_for_all_seeds_together():
@@ -363,16 +363,15 @@ def test_a_contribution_is_known_until_the_seed_enters_another_stage():
 
 
 def test_a_score_is_the_share_of_decision_rows_that_the_host_gets_right():
-    world = make(2)
-    shown = world.reset().host.score
-    rows = blobs(0).decisions
-    for env in range(2):
-        h = rows.features
-        for layer, weight in enumerate(world.cohort.weights):
-            h = torch.relu(h) if layer else h
-            h = h @ weight[env].detach() + world.cohort.biases[layer][env].detach()
-        right = (h.argmax(1) == rows.labels).float().mean()
-        torch.testing.assert_close(shown[env], right, rtol=0, atol=1e-6)
+    world, chance = make(2), torch.Generator().manual_seed(0)
+    world.reset()
+    rows, networks = blobs(0).decisions, [TINY.host.build(chance) for _ in range(2)]
+    for env, network in enumerate(networks):
+        world.cohort.plant_host(env, network)
+    shown = world._score(len(rows))
+    with torch.no_grad():
+        right = [(n(rows.features).argmax(1) == rows.labels).float() for n in networks]
+    torch.testing.assert_close(shown, torch.stack(right).mean(1), rtol=0, atol=1e-6)
 
 
 def test_a_world_is_not_stepped_before_its_first_reset():
@@ -388,9 +387,130 @@ def test_a_world_is_not_stepped_before_its_first_reset():
         ({"measure_every": 0}, "measure_every"),
         ({"blueprints": ("widen_9",)}, "widen_8"),
         ({"blueprints": ("attention",)}, "cannot plant 'attention'"),
-        ({"task": replace(TINY, host=CnnHost((1, 8, 8), (2,), 3))}, "MLP hosts"),
     ],
 )
 def test_what_cannot_be_grown_is_refused(changed, words):
     with pytest.raises(BadInput, match=words):
         make(**changed)
+
+
+CPU = torch.device("cpu")
+
+
+def rows_of(splits):
+    return [(part.features, part.labels) for part in splits]
+
+
+def test_rows_of_one_are_replaced_where_they_stand_and_nobody_elses():
+    first, other = blobs(0), blobs(1)
+    rows = Rows.of(first, CPU, apart=3)
+    places = [part.data_ptr() for part in (*rows.features, *rows.labels)]
+    rows.give(1, other)
+    assert [p.data_ptr() for p in (*rows.features, *rows.labels)] == places
+    for env, splits in enumerate((first, other, first)):
+        for part, (x, y) in enumerate(rows_of(splits)):
+            assert torch.equal(rows.features[part][env], x)
+            assert torch.equal(rows.labels[part][env], y)
+    x, y = rows.decisions(4)
+    assert torch.equal(x[1], other.decisions.features[:4])
+    assert torch.equal(y[2], first.decisions.labels[:4])
+
+
+@pytest.mark.parametrize("envs", [1, 3])
+def test_what_a_task_gave_is_never_written_to(envs):
+    first = blobs(0)
+    kept = [(x.clone(), y.clone()) for x, y in rows_of(first)]
+    Rows.of(first, CPU, apart=envs).give(0, blobs(1))
+    for (x, y), (was_x, was_y) in zip(rows_of(first), kept, strict=True):
+        assert torch.equal(x, was_x)
+        assert torch.equal(y, was_y)
+
+
+def test_rows_that_are_shared_are_kept_once():
+    first = blobs(0)
+    rows = Rows.of(first, CPU)
+    assert [len(part) for part in (*rows.features, *rows.labels)] == [1] * 6
+    assert torch.equal(rows.features[0][0], first.train.features)
+    assert torch.equal(rows.labels[2][0], first.test.labels)
+    assert rows.train == len(first.train)
+
+
+def test_a_number_that_gives_fewer_rows_than_the_first_is_refused():
+    rows, first = Rows.of(blobs(0), CPU, apart=2), blobs(0)
+    test = replace(
+        first.test, features=first.test.features[1:], labels=first.test.labels[1:]
+    )
+    with pytest.raises(BadInput, match=r"test rows of shape \(30, 5\) .* \(29, 5\)"):
+        rows.give(1, blobs(1)._replace(test=test))
+    assert torch.equal(rows.features[0][1], first.train.features)
+
+
+@pytest.mark.parametrize(
+    ("terms", "words"),
+    [
+        ({"rent": (nan, nan)}, r"rent must be a finite number or a range"),
+        ({"rent": (0.0, inf)}, r"got \(0\.0, inf\)"),
+        ({"rent": (0.2, 0.1)}, r"got \(0\.2, 0\.1\)"),
+        ({"budget": (-0.5, 1.0)}, r"budget must be a finite number from 0 or"),
+        ({"rate": (0.0, 1.0)}, r"rate must be a finite number above 0 or"),
+        ({"rate": (-1.0, 1.0)}, r"rate must be a finite number above 0 or"),
+    ],
+)
+def test_terms_that_cannot_be_drawn_from_are_refused(terms, words):
+    with pytest.raises(BadInput, match=words) as caught:
+        Terms(**terms)
+    assert "\n" not in str(caught.value)
+
+
+def test_terms_may_be_free_and_rent_may_be_paid_back():
+    terms = Terms(rent=(-0.1, 0.0), budget=(0.0, 0.0))
+    assert (terms.rent, terms.budget) == ((-0.1, 0.0), (0.0, 0.0))
+
+
+CHOICES = {
+    "num_envs": 2,
+    "rng_seed": 0,
+    "measure_every": 4,
+    "penalty": 0.01,
+    "device": "cpu",
+    "blueprints": ("widen_8",),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("num_envs", 0, "num_envs must be a whole number of at least 1, got 0"),
+        ("num_envs", 2.0, r"got 2\.0"),
+        ("num_envs", True, "got True"),
+        ("rng_seed", -1, "rng_seed must be a whole number of at least 0, got -1"),
+        ("measure_every", 1.5, r"measure_every must be .* got 1\.5"),
+        ("penalty", nan, "penalty must be a finite number from 0, got nan"),
+        ("penalty", -0.1, r"got -0\.1"),
+        ("penalty", "dear", "got 'dear'"),
+        ("device", "cuda:99", r"device must be one of cpu.*; got 'cuda:99'"),
+        ("device", "abacus", "got 'abacus'"),
+        ("blueprints", (), r"at least one name in a tuple, got \(\)"),
+        ("blueprints", "widen_8", "got 'widen_8'"),
+    ],
+)
+def test_choices_that_no_world_can_be_made_of_are_refused(name, value, words):
+    check_choices(**CHOICES)
+    with pytest.raises(BadInput, match=words) as caught:
+        check_choices(**{**CHOICES, name: value})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("actions", "words"),
+    [
+        (torch.zeros(3, NUM_HEADS).long(), r"shape \(2, 8\), got .* shape \(3, 8\)"),
+        (torch.zeros(2, 3).long(), r"shape \(2, 3\)"),
+        (torch.zeros(2, NUM_HEADS), "int64 .* got torch.float32"),
+        ([[0] * NUM_HEADS] * 2, "must be a tensor, got list"),
+    ],
+)
+def test_what_are_no_sentences_for_everybody_is_refused(actions, words):
+    check_actions(torch.zeros(2, NUM_HEADS).long(), 2)
+    with pytest.raises(BadInput, match=words):
+        check_actions(actions, 2)

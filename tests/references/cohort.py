@@ -1,53 +1,68 @@
 """One host after the other in plain PyTorch: what a cohort must be equal to.
 
-A host is its layers and its seeds as plain parameters. A seed that the host does not
-feel learns from a second forward pass, in which it has alpha 1 and the host is
-detached. One `torch.optim.AdamW` per host; a newborn's step is stretched by the rule of
-growing models.
+A host is the network itself, its seeds are modules. A seed that the host does not feel
+learns from a second forward pass, in which it has alpha 1 and the host is detached. One
+`torch.optim.AdamW` per host; a newborn's step is stretched by the rule of growing
+models.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 from esper.contracts.blueprints import Form
 from esper.contracts.stages import Stage
 
-ACTIVATIONS = {Form.WIDEN: torch.relu, Form.LOW_RANK: None, Form.RESIDUAL_MLP: F.gelu}
-
 
 class PlainSeed(nn.Module):
-    """`B act(A h + a) + b`; a and b only if the form has them."""
+    """`last(act(first(h)))`, with the kinds of layers that the host has there."""
 
-    def __init__(self, blueprint, first, bias, outputs):
+    def __init__(self, blueprint, params, before, own, middle):
         super().__init__()
-        self.form = blueprint.form
-        self.act = ACTIVATIONS[self.form]
-        zeros = torch.zeros(blueprint.size, outputs, dtype=first.dtype)
-        self.first, self.last = nn.Parameter(first.clone()), nn.Parameter(zeros)
-        self.bias = self.last_bias = None
-        if self.form is not Form.LOW_RANK:
-            self.bias = nn.Parameter(bias.clone())
-        if self.form is Form.RESIDUAL_MLP:
-            self.last_bias = nn.Parameter(zeros[0].clone())
+        self.form, units = blueprint.form, blueprint.size
+        biased = self.form is not Form.LOW_RANK
+        dtype = own.weight.dtype
+        if isinstance(before, nn.Conv2d):
+            self.first = nn.Conv2d(before.in_channels, units, 3, padding=1, dtype=dtype)
+            weight, width = params["first"], before.out_channels
+        else:
+            self.first = nn.Linear(before.in_features, units, biased, dtype=dtype)
+            weight, width = params["first"].T, before.out_features
+        ends = self.form is Form.RESIDUAL_MLP
+        if isinstance(own, nn.Conv2d):
+            self.last = nn.Conv2d(
+                units, own.out_channels, 3, padding=1, bias=ends, dtype=dtype
+            )
+        else:
+            inputs = own.in_features // width * units
+            self.last = nn.Linear(inputs, own.out_features, ends, dtype=dtype)
+        with torch.no_grad():
+            self.first.weight.copy_(weight)
+            if biased:
+                self.first.bias.copy_(params["first_bias"])
+            for parameter in self.last.parameters():
+                parameter.zero_()
+        self.middle = {
+            Form.WIDEN: middle,
+            Form.LOW_RANK: nn.Identity(),
+            Form.RESIDUAL_MLP: nn.GELU(),
+        }[self.form]
         self.stage, self.alpha, self.age = Stage.TRAINING, 0.0, 0
 
     def forward(self, h):
-        if self.bias is None:
-            return (h @ self.first) @ self.last
-        hidden = self.act(torch.addmm(self.bias, h, self.first))
-        if self.last_bias is None:
-            return hidden @ self.last
-        return torch.addmm(self.last_bias, hidden, self.last)
+        return self.last(self.middle(self.first(h)))
 
 
 class PlainHost(nn.Module):
-    """Layers with ReLU between them, and seeds by slot."""
+    """A network with seeds by slot, and its optimiser."""
 
-    def __init__(self, weights, biases, *, rate, decay, newborn=(3.0, 200), **more):
+    def __init__(self, network, *, rate, decay, newborn=(3.0, 200), **more):
         super().__init__()
-        self.weights = nn.ParameterList([w.detach().clone() for w in weights])
-        self.biases = nn.ParameterList([b.detach().clone() for b in biases])
+        marks = [i for i, m in enumerate(network) if any(True for _ in m.parameters())]
+        self.layers = nn.ModuleList(network[i] for i in marks)
+        ends = [*marks[1:], len(network)]
+        self.between = [network[a + 1 : b] for a, b in zip(marks, ends, strict=True)]
         self.seeds = nn.ModuleDict()
         self.newborn = newborn
         self.optimizer = torch.optim.AdamW(
@@ -56,11 +71,12 @@ class PlainHost(nn.Module):
 
     @property
     def places(self):
-        return len(self.weights) - 1
+        return len(self.layers) - 1
 
-    def plant(self, slot, blueprint, first, bias):
-        outputs = self.weights[slot % self.places + 1].shape[1]
-        seed = PlainSeed(blueprint, first, bias, outputs)
+    def plant(self, slot, blueprint, params):
+        place = slot % self.places
+        before, own = self.layers[place], self.layers[place + 1]
+        seed = PlainSeed(blueprint, params, before, own, self.between[place])
         self.seeds[str(slot)] = seed
         self.optimizer.param_groups[0]["params"].extend(seed.parameters())
 
@@ -76,18 +92,18 @@ class PlainHost(nn.Module):
 
     def forward(self, x, *, shadow=False):
         inputs = [x]
-        for layer, (weight, bias) in enumerate(
-            zip(self.weights, self.biases, strict=True)
-        ):
+        for n, layer in enumerate(self.layers):
             if shadow:
-                weight, bias = weight.detach(), bias.detach()
-            z = torch.addmm(bias, inputs[layer], weight)
+                frozen = {k: v.detach() for k, v in layer.named_parameters()}
+                z = functional_call(layer, frozen, (inputs[n],))
+            else:
+                z = layer(inputs[n])
             for slot, seed in self.seeds.items():
                 training = seed.stage is Stage.TRAINING
                 alpha = float(shadow) if training else seed.alpha
-                if int(slot) % self.places == layer - 1 and alpha > 0:
-                    z = z + alpha * seed(inputs[layer - 1])
-            inputs.append(torch.relu(z))
+                if int(slot) % self.places == n - 1 and alpha > 0:
+                    z = z + alpha * seed(inputs[n - 1])
+            inputs.append(self.between[n](z))
         return z
 
     def train_step(self, x, y):

@@ -1,11 +1,16 @@
 """Rows are dealt out once each, and only training rows are measured."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from esper.contracts.errors import BadInput
+from esper.tasks import catalogue
+from esper.tasks.catalogue import TASKS
 from esper.tasks.data import Data, check_data, split
 
 
@@ -133,6 +138,10 @@ def test_negative_numbers_are_refused():
         (torch.zeros(2, 2), torch.full((2,), torch.nan), r"int64; got torch\.float32"),
         (torch.zeros(2, 2).numpy(), torch.tensor([0, 1]), "features .* ndarray"),
         (torch.zeros(2, 2), [0, 1], "labels as a tensor; got list"),
+        ([torch.zeros(2), torch.zeros(3)], torch.tensor([0, 1]), "features .* list"),
+        (torch.tensor(1.0), torch.tensor([0]), r"features \(\) and labels \(1,\)"),
+        (torch.zeros(2, 2), torch.zeros(2, 1).long(), r"labels \(2, 1\)"),
+        (torch.zeros(1, 3, 2, 2) - torch.inf, torch.tensor([0]), r"at \[0, 0, 0, 0\]"),
     ],
 )
 @pytest.mark.usefixtures("_as_users_call")
@@ -164,3 +173,60 @@ def test_flat_rows_hold_the_same_numbers():
     assert images.flat().features.shape == (20, 24)
     assert images.flat().features[7].equal(images.features[7].flatten())
     assert images.flat().labels.equal(images.labels)
+
+
+def test_a_class_without_a_training_row_is_allowed():
+    labels = torch.tensor([0, 2] * 40)
+    data = Data("gap", torch.rand(80, 2), labels, 3)
+    assert check_data(split(data, 0).train, batch=32).classes == 3
+
+
+def test_a_number_of_rows_that_leaves_a_part_without_any_is_refused():
+    for rows in (1, 2, 3):
+        with pytest.raises(BadInput, match=f"enough rows .* got {rows}"):
+            split(numbered(rows), 0)
+    assert [len(part) for part in parts(split(numbered(4), 0))] == [2, 1, 1]
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "tasks.md"
+
+
+@pytest.fixture
+def _own_names():
+    """What a test registers is forgotten afterwards."""
+    before = dict(catalogue._BUILDERS)
+    yield
+    catalogue._BUILDERS.clear()
+    catalogue._BUILDERS.update(before)
+
+
+@pytest.mark.learns
+@pytest.mark.usefixtures("_own_names")
+def test_the_examples_of_the_page_run_as_they_stand(capsys):
+    text = PAGE.read_text(encoding="utf-8")
+    for example in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        exec(compile(example, "docs/tasks.md", "exec"), {})
+    never, early = (
+        int(line.split()[1].rstrip("%"))
+        for line in capsys.readouterr().out.splitlines()[:2]
+    )
+    assert early > never + 10
+    printed = [
+        int(number) for number in re.findall(r"^\w+ +(\d+)%$", text, re.MULTILINE)
+    ]
+    assert printed == pytest.approx([never, early], abs=5)
+
+
+def test_the_page_lists_the_tasks_as_they_are():
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    start = lines.index("|---|---:|---:|---:|---|---:|---:|") + 1
+    listed = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines[start : start + len(TASKS)]
+    ]
+    columns = ("name", "rows", "inputs", "classes", "host", "parameters", "macs")
+    for cells, row in zip(listed, catalogue.table(), strict=True):
+        expected = [f"{row[c]:,}" if type(row[c]) is int else row[c] for c in columns]
+        if row["missing"]:
+            cells[1] = expected[1] = ""
+        assert cells == expected

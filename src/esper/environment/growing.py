@@ -13,35 +13,37 @@ flagged and charged `penalty`. Test rows are read when an episode ends, for the 
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from esper.contracts.actions import HEAD, RELEVANT, ActionSpec, Op
 from esper.contracts.blueprints import Blueprint, Form
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import CallOrder
 from esper.contracts.observation import Observation
 from esper.contracts.slots import SlotConfig, SlotStates
 from esper.contracts.stages import Stage
 from esper.contracts.step import StepResult
-from esper.environment.cohort import Cohort, Pass, Plan
+from esper.environment.cohort import Cohort, Engine, Plan, Trained
 from esper.environment.looking import contributions, see_places
 from esper.environment.offers import find_blueprints, offers_of, span, spread
 from esper.environment.rows import Rows
-from esper.environment.terms import Ended, Terms
+from esper.environment.terms import Ended, Terms, check_actions, check_choices
 from esper.growth import lifecycle
 from esper.growth.blueprints.forms import FORMS as FORM_SPECS
 from esper.growth.lifecycle import Lives, select
 from esper.growth.observe import Track, host_states
-from esper.tasks.data import Splits
-from esper.tasks.hosts import MlpHost
-from esper.tasks.task import Task, accuracy
+from esper.tasks.task import Task
 
-OFFERED: Final = ("low_rank_4", "widen_8", "widen_16", "widen_32", "residual_mlp")
-"""Blueprints of the world unless others are named."""
+OFFERED: Final = {
+    "mlp": ("low_rank_4", "widen_8", "widen_16", "widen_32", "residual_mlp"),
+    "cnn": ("widen_8", "widen_16"),
+}
+"""Blueprints of the world unless others are named, by kind of host."""
 JUDGED: Final = 512
 """Decision rows that a score is taken on, at most."""
 RISE: Final = 0.1
@@ -59,12 +61,14 @@ class GrowingWorld:
         task: What the hosts learn.
         num_envs: How many hosts.
         rng_seed: Decides data, hosts, batches and terms, with environment and episode.
-        blueprints: What may be planted; two-matrix forms only.
+        blueprints: What may be planted, two-matrix forms only; if None, those that are
+            offered to hosts of this kind.
         seeds_per_slot: Seeds that each place can hold.
         terms: Ranges of what may differ from environment to environment.
         measure_every: Decisions between two looks at contributions and promises.
         penalty: Reward taken for a sentence that is not possible.
         device: Where everything lives.
+        engine: What trains the hosts, see `Cohort`.
     """
 
     _track: Track
@@ -79,43 +83,40 @@ class GrowingWorld:
         num_envs: int,
         rng_seed: int = 0,
         *,
-        blueprints: tuple[str, ...] = OFFERED,
+        blueprints: tuple[str, ...] | None = None,
         seeds_per_slot: int = 2,
         terms: Terms | None = None,
         measure_every: int = 4,
         penalty: float = 0.01,
         device: str = "cpu",
+        engine: Engine = "auto",
     ) -> None:
-        if num_envs < 1:
-            raise BadInput(f"num_envs must be at least 1, got {num_envs}.")
-        if measure_every < 1:
-            raise BadInput(f"measure_every must be at least 1, got {measure_every}.")
-        if not isinstance(task.host, MlpHost):
-            raise BadInput(
-                f"task {task.name!r} has a {task.host}; this world grows MLP hosts."
-            )
+        check_choices(num_envs, rng_seed, measure_every, penalty, device, blueprints)
         self.task, self.host = task, task.host
         self._envs, self._run = num_envs, rng_seed
         self._terms, self._penalty = terms or Terms(), penalty
         self._measure_every, self._device = measure_every, torch.device(device)
-        chosen = find_blueprints(blueprints)
+        chosen = find_blueprints(blueprints or OFFERED[self.host.kind])
         self.cohort = Cohort(
             num_envs,
-            self.host.widths,
+            self.host,
             chosen,
             seeds_per_slot=seeds_per_slot,
+            batch=task.batch,
             decay=task.weight_decay,
             device=device,
+            engine=engine,
         )
         slots = self.cohort.places * seeds_per_slot
         self._spec = ActionSpec(
             SlotConfig(max_slots=slots, min_age=1), chosen, {"style": ("ADD",)}
         )
-        self._geometry = [span(self.host, p) for p in range(self.cohort.places)]
+        self._geometry = [span(*pair) for pair in pairwise(self.cohort.chart.maps)]
         offers = offers_of(self.host, self._geometry, chosen, seeds_per_slot)
         self._offers = spread(offers, num_envs, device)
         self._episodes = np.zeros(num_envs, dtype=np.int64)
         self._started = False
+        self._rows: Rows | None = None
         self.ended: Ended | None = None
         """What became of the episodes that ended in the last step."""
         self.illegal = torch.zeros(num_envs, dtype=torch.bool, device=device)
@@ -146,11 +147,12 @@ class GrowingWorld:
         """Act, train until the next decision, look; ended episodes start anew."""
         if not self._started:
             raise CallOrder("step() before reset(); call reset() first.")
+        check_actions(actions, self._envs)
         self._act(actions.clone().to(self._device))
         due = self._track.decisions % self._measure_every == 0
-        losses, last = self._train(keep=bool(due.any()))
-        score = self._score(JUDGED)
-        finite = torch.isfinite(losses) & torch.isfinite(score)
+        trained = self._train(keep=bool(due.any()))
+        losses, score = trained.losses, self._score(JUDGED)
+        finite = torch.isfinite(losses) & torch.isfinite(trained.beside)
         phi = torch.where(finite, score - self._rent * self._added(), -1.0)
         reward = phi - self._phi - self._penalty * self.illegal
         self._phi = phi
@@ -160,13 +162,18 @@ class GrowingWorld:
         if bool(over.any()):
             self.ended = self._report(over, score, ~finite)
             self._begin(torch.nonzero(over).flatten().tolist())
-        self._look(last, ~over & due.to(over.device))
+        self._look(trained, ~over & due.to(over.device))
         return StepResult(
             observation=self._observe(),
             reward=reward,
             terminated=over,
             truncated=torch.zeros_like(over),
         )
+
+    @property
+    def _data(self) -> Rows:
+        assert self._rows is not None
+        return self._rows
 
     # An episode begins.
 
@@ -186,7 +193,6 @@ class GrowingWorld:
         self._measured = torch.zeros(shape, dtype=torch.bool, device=device)
         self._flow = torch.ones(envs, self.cohort.places, device=device)
         self._lively = torch.ones(envs, self.cohort.places, device=device)
-        self._data: list[Splits] = []
 
     def _begin(self, envs: Iterable[int]) -> None:
         """Start new episodes: data, host, order of batches and terms are drawn anew."""
@@ -205,7 +211,7 @@ class GrowingWorld:
         slots = self._spec.slots.max_slots
         nobody = Lives.empty(self._envs, slots, self._device)
         self._lives = select(whole, nobody, self._lives)
-        self._plan = Plan.of(self.cohort, self._lives)
+        self._plan = Plan.of(self._lives)
         self._track = self._track.replaced(fresh, Track.fresh(self._envs))
         self._measured = self._measured & ~whole
         self._offers = replace(
@@ -218,24 +224,18 @@ class GrowingWorld:
         self._track = self._track.replaced(fresh, start)
 
     def _give_data(self, env: int, chance: np.random.SeedSequence) -> None:
-        if self.task.varied:
-            number = int(chance.generate_state(1)[0])
-            splits = self.task.splits(number)
-            if not self._data:
-                self._data = [splits] * self._envs
-            self._data[env] = splits
-        elif not self._data:
-            self._data = [self.task.splits(self._run)]
-        else:
+        if not self.task.varied:
+            if self._rows is None:
+                self._rows = Rows.of(self.task.splits(self._run), self._device)
             return
-        self._rows = Rows.of(self._data, self._device)
+        splits = self.task.splits(int(chance.generate_state(1)[0]))
+        if self._rows is None:
+            self._rows = Rows.of(splits, self._device, apart=self._envs)
+        self._rows.give(env, splits)
 
     def _give_host(self, env: int, chance: np.random.SeedSequence) -> None:
         number = int(chance.generate_state(1, np.uint64)[0] >> np.uint64(1))
-        generator = self._seeds_of(env, number)
-        built = self.host.build(generator)
-        layers = [module for module in built if isinstance(module, nn.Linear)]
-        self.cohort.plant_host(env, layers)
+        self.cohort.plant_host(env, self.host.build(self._seeds_of(env, number)))
 
     def _seeds_of(self, env: int, number: int) -> Generator:
         """The stream that an environment's weights come from in this episode."""
@@ -246,7 +246,7 @@ class GrowingWorld:
 
     def _give_batches(self, env: int, chance: np.random.SeedSequence) -> None:
         order = np.random.default_rng(chance)
-        rows, needed = self._rows.train, self._batches[env].numel()
+        rows, needed = self._data.train, self._batches[env].numel()
         passes = -(-needed // rows)
         drawn = np.concatenate([order.permutation(rows) for _ in range(passes)])
         self._batches[env] = torch.from_numpy(drawn[:needed]).view_as(
@@ -291,36 +291,35 @@ class GrowingWorld:
         for env, index in torch.nonzero(gone).tolist():
             self.cohort.uproot(env, index)
         self._measured = self._measured & (self._lives.stage == before.stage)
-        self._plan = Plan.of(self.cohort, self._lives)
+        self._plan = Plan.of(self._lives)
 
     def _plant(self, env: int, slot: int, blueprint: Blueprint) -> None:
         """New units as large as the host's own, saying nothing yet."""
         place = slot % self.cohort.places
         spec = FORM_SPECS[blueprint.form]
         made = spec.init(self._geometry[place], blueprint.size, self._streams[env])
-        first = made["first"]
         if blueprint.form is Form.WIDEN:
-            own = self.cohort.weights[place][env].detach()
-            first = first * (own.std(correction=0) / first.std(correction=0))
-        bias = made.get("first_bias", torch.zeros(blueprint.size))
-        self.cohort.plant(env, slot, blueprint, first, bias)
+            own, first = self.cohort.first_layer(env, place).cpu(), made["first"]
+            made["first"] = first * (own.std(correction=0) / first.std(correction=0))
+        self.cohort.plant(env, slot, blueprint, made)
 
-    def _train(self, *, keep: bool) -> tuple[Float[Tensor, " env"], Pass]:
-        """All minibatches until the next decision; the mean losses, and the last."""
+    def _train(self, *, keep: bool) -> Trained:
+        """All minibatches until the next decision."""
         every, task = self.task.decision_every, self.task
-        everyone = torch.arange(self._envs)
         begun = (self._track.decisions - 1) * every
-        total = torch.zeros(self._envs, device=self._device)
-        for number in range(every):
-            rows = self._batches[everyone, begun + number]
-            x, y = self._rows.batch(rows)
-            rate = task.learning_rate * self._rate * self._pace(begun + number)
-            wanted = keep and number == every - 1
-            last = self.cohort.train_step(x, y, self._plan, rate, keep=wanted)
-            total += last.losses
-        return total / every, last
+        steps = begun[:, None] + torch.arange(every)
+        picked = self._batches[torch.arange(self._envs)[:, None], steps]
+        rates = task.learning_rate * self._rate[:, None] * self._pace(steps)
+        return self.cohort.train(
+            self._data.features[0],
+            self._data.labels[0],
+            picked.to(self._device),
+            self._plan,
+            rates,
+            keep=keep,
+        )
 
-    def _pace(self, done: Int64[Tensor, " env"]) -> Float[Tensor, " env"]:
+    def _pace(self, done: Int64[Tensor, "env step"]) -> Float[Tensor, "env step"]:
         """A short rise and a long fall of the learning rate, as in one cycle."""
         share = done / (self.task.horizon * self.task.decision_every)
         rise = (share / RISE).clamp(max=1.0)
@@ -330,14 +329,14 @@ class GrowingWorld:
     # Looking.
 
     def _score(self, rows: int) -> Float[Tensor, " env"]:
-        x, y = self._rows.decisions(rows)
-        return accuracy(self.cohort.answer(x, self._plan.felt), y)
+        x, y = self._data.decisions(rows)
+        return self.cohort.count(x, y, self._plan.felt) / y.shape[1]
 
-    def _look(self, last: Pass, due: Bool[Tensor, " env"]) -> None:
+    def _look(self, trained: Trained, due: Bool[Tensor, " env"]) -> None:
         """Measure what seeds contribute and what places promise, where it is due."""
-        if last.gradients is None:
+        if trained.places is None:
             return
-        seen = see_places(last, [b.size for b in self._spec.blueprints])
+        seen = see_places(trained.places, trained.losses, self._spec.blueprints)
         there, per = due[:, None], self.cohort.seeds_per_slot
         promise = seen.promise.repeat(1, per, 1)
         known = torch.isfinite(promise) & there[..., None] & self._offers.fits
@@ -349,9 +348,8 @@ class GrowingWorld:
         sound = there & torch.isfinite(seen.flow)
         self._flow = torch.where(sound, seen.flow, self._flow)
         self._lively = torch.where(there, seen.lively, self._lively)
-        x, y = self._rows.decisions(TRIED)
-        gain, measured = contributions(self.cohort, self._lives, self._plan, x, y)
-        measured = measured & there
+        x, y = self._data.decisions(TRIED)
+        gain, measured = contributions(self.cohort, self._lives, due, x, y)
         self._contribution = torch.where(measured, gain, self._contribution)
         self._measured = self._measured | measured
 
@@ -370,8 +368,8 @@ class GrowingWorld:
         score: Float[Tensor, " env"],
         panicked: Bool[Tensor, " env"],
     ) -> Ended:
-        x, y = self._rows.tests()
-        test = accuracy(self.cohort.answer(x, self._plan.felt), y)
+        x, y = self._data.features[2], self._data.labels[2]
+        test = self.cohort.count(x, y, self._plan.felt, over) / y.shape[1]
         macs = 1 + self._sizes(self._offers.macs).sum(dim=1)
         return Ended(
             env=torch.nonzero(over).flatten(),
@@ -385,7 +383,8 @@ class GrowingWorld:
     def _observe(self) -> Observation:
         lives, per = self._lives, self.cohort.seeds_per_slot
         depth = torch.arange(1, self.cohort.places + 1) / self.cohort.places
-        widths = torch.tensor(self.host.widths[2:]).float()
+        widths = torch.tensor([own.outputs for own in self.cohort.chart.maps[1:]])
+        widths = widths.float()
         shape = lives.stage.shape
 
         def fixed(values: Tensor) -> Tensor:

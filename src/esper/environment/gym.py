@@ -59,7 +59,7 @@ class GrowEnv(gymnasium.Env[Row, object]):
         if render_mode not in (None, "ansi"):
             raise BadInput(f"render_mode must be None or 'ansi', got {render_mode!r}.")
         self.render_mode = render_mode
-        self._settings = GrowSettings(**settings)
+        self._settings = GrowSettings.named(settings)
         self._world = self._settings.world(1, 0)
         self.actions = FlatActions.of(self._world.spec)
         """What every action means."""
@@ -156,7 +156,7 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
     }
 
     def __init__(self, num_envs: int = 1, **settings: Any) -> None:  # noqa: ANN401
-        self._settings = GrowSettings(**settings)
+        self._settings = GrowSettings.named(settings)
         self._world = self._settings.world(num_envs, 0)
         self.num_envs = num_envs
         self.actions = FlatActions.of(self._world.spec)
@@ -267,8 +267,8 @@ def _draw(env: GrowEnv | GrowVectorEnv, seed: int | None) -> int:
     """The number of a new run: the seed, else one that chance gives."""
     if seed is None:
         return int(env.np_random.integers(2**31))
-    if seed < 0:
-        raise BadInput(f"seed must be 0 or more, got {seed}.")
+    if not isinstance(seed, int) or seed < 0:
+        raise BadInput(f"seed must be a whole number from 0, got {seed!r:.99}.")
     return int(seed)
 
 

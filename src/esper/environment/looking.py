@@ -1,19 +1,18 @@
 """Looking at hosts between trainings: what seeds contribute, what places promise."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from esper.contracts.errors import CallOrder
+from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.stages import Stage
-from esper.environment.cohort import Cohort, Pass, Plan
+from esper.environment.cohort import Cohort, Place, Plan
 from esper.environment.promising import promises
 from esper.growth.lifecycle import Lives
 from esper.growth.observe import LIVING
-from esper.tasks.task import accuracy
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +26,25 @@ class Seen:
     """Share of the channels that respond to inputs."""
 
 
-def see_places(last: Pass, sizes: Sequence[int]) -> Seen:
+def see_places(
+    places: Sequence[Place],
+    losses: Float[Tensor, " env"],
+    blueprints: Sequence[Blueprint],
+) -> Seen:
     """What the last batch of a decision says of every place."""
-    if last.gradients is None:
-        raise CallOrder("the pass kept no gradients; train with keep=True.")
+    sizes = [blueprint.size for blueprint in blueprints]
+    biased = [blueprint.form is not Form.LOW_RANK for blueprint in blueprints]
     found, flows, lively = [], [], []
-    for place, gradient in enumerate(last.gradients[: len(last.inputs) - 1]):
-        given, answer = last.inputs[place].detach(), last.outputs[place + 1].detach()
-        found.append(promises(given, answer, gradient, last.losses, sizes))
-        size = answer.square().mean(dim=(1, 2)).sqrt()
-        flows.append(size * gradient.square().mean(dim=(1, 2)).sqrt())
-        spread = answer.std(dim=1)
+    for place in places:
+        answer, gradient = place.answer.flatten(3), place.gradient.flatten(3)
+        if place.plain:
+            rows = (answer.squeeze(3), gradient.squeeze(3))
+            found.append(promises(place.given, *rows, losses, sizes, biased))
+        else:
+            found.append(losses.new_full((len(losses), len(sizes)), torch.nan))
+        size = answer.square().mean(dim=(1, 2, 3)).sqrt()
+        flows.append(size * gradient.square().mean(dim=(1, 2, 3)).sqrt())
+        spread = answer.transpose(1, 2).flatten(2).std(dim=2)
         top = spread.amax(dim=1, keepdim=True)
         lively.append((spread > 0.01 * top).float().mean(dim=1))
     flow = torch.stack(flows, dim=1)
@@ -51,28 +58,25 @@ def see_places(last: Pass, sizes: Sequence[int]) -> Seen:
 def contributions(
     cohort: Cohort,
     lives: Lives,
-    plan: Plan,
-    x: Float[Tensor, "*env row inputs"],
-    y: Int64[Tensor, "*env row"],
+    due: Bool[Tensor, " env"],
+    x: Float[Tensor, "_ row input"],
+    y: Int64[Tensor, "_ row"],
 ) -> tuple[Float[Tensor, "env slot"], Bool[Tensor, "env slot"]]:
-    """Score lost without each living seed, and where there is one.
+    """Score lost without each living seed, and where that was looked at.
 
-    A seed in training is tried at alpha 1 instead of being left out. One look at all
-    environments per slot that anybody uses.
+    A seed in training is tried at alpha 1 instead of being left out. Only environments
+    that are due and have a seed in the slot are asked.
     """
     stages = torch.tensor(LIVING, device=lives.stage.device)
-    living = (lives.stage[..., None] == stages).any(dim=2)
+    living = (lives.stage[..., None] == stages).any(dim=2) & due[:, None]
     training = lives.stage == Stage.TRAINING
-    base = accuracy(cohort.answer(x, plan.felt), y)
+    felt, rows = Plan.of(lives).felt, y.shape[1]
+    base = cohort.count(x, y, felt, living.any(dim=1))
     gain = torch.zeros_like(lives.alpha)
     for slot in torch.nonzero(living.any(dim=0)).flatten().tolist():
-        here = torch.zeros_like(living)
-        here[:, slot] = True
-        turned = replace(
-            lives,
-            alpha=torch.where(here, training.float(), lives.alpha),
-            stage=torch.where(here & training, int(Stage.HOLDING), lives.stage),
-        )
-        other = accuracy(cohort.answer(x, cohort.feel(turned, shadow=False)), y)
-        gain[:, slot] = torch.where(training[:, slot], other - base, base - other)
+        turned = felt.clone()
+        turned[:, slot] = training[:, slot].to(felt.dtype)
+        other = cohort.count(x, y, turned, living[:, slot])
+        lost = torch.where(training[:, slot], other - base, base - other)
+        gain[:, slot] = lost / rows
     return gain, living

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.scan import kernel
+from esper.kernels import kernel
 
 Array = NDArray[Any]
 

@@ -1,48 +1,28 @@
-"""What every place of every host promises: `growth.promise` with a leading env axis.
+r"""What every place of every host promises: `growth.promise` with a leading env axis.
 
-Fitted on every other row and judged on the rest, in float64; one batched factorisation
-per place. Rows are plain vectors here, so there is nothing to unfold.
+    H'H + ridge = LL'        W = L^-1 H'G        the best units: L^-T W V in, V out
+
+of features H and changes G that the loss asks for, where V are the eigenvectors of W'W.
+With more changes than features the units are L^-T U and W'U, where U are those of WW',
+and with more features than rows the same units come from HH'. Sums over rows stand for
+means: they scale what goes in and what comes out alike. Rows are vectors, in float64:
+of a span that pools or flattens `growth.promise` knows nothing, so nothing is unfolded.
 """
 
 from collections.abc import Sequence
 from typing import Final
 
 import torch
-from jaxtyping import Float
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from esper.growth.promise import RIDGE
+from esper.growth.promise import LEAST_ROWS, RIDGE
 
-TINY: Final = 1e-30
+TINY: Final = 1e-300
+"""Ridge of features that are all zero, which then say nothing."""
 
-
-def gains(
-    given: Float[Tensor, "env row feature"],
-    wishes: Float[Tensor, "env row wish"],
-    sizes: Sequence[int],
-) -> Float[Tensor, "env size"]:
-    """Drop of the loss per change of the outlet along the best map of each rank."""
-    given, wishes = given.double(), wishes.double()
-    scale = given.square().mean(dim=(1, 2), keepdim=True).sqrt().clamp(min=TINY)
-    features = torch.cat([given / scale, torch.ones_like(given[..., :1])], dim=2)
-    fitted, judged = features[:, 0::2], features[:, 1::2]
-    rows, width = fitted.shape[1:]
-    ridge = RIDGE * fitted.square().sum(dim=(1, 2)) / (rows * width)
-    square = fitted.mT @ fitted / rows
-    square.diagonal(dim1=1, dim2=2).add_(ridge.unsqueeze(1))
-    lower = torch.linalg.cholesky(square)
-    product = fitted.mT @ wishes[:, 0::2] / rows
-    white = torch.linalg.solve_triangular(lower, product, upper=False)
-    left, values, right = torch.linalg.svd(white, full_matrices=False)
-    incoming = torch.linalg.solve_triangular(lower.mT, left, upper=True)
-    units = judged @ incoming * values.unsqueeze(1)  # [env, row, direction]
-    felt = wishes[:, 1::2] @ right.mT
-    drop = (units * felt).mean(dim=1).cumsum(dim=1)
-    change = units.square().mean(dim=1).cumsum(dim=1).sqrt()
-    gained = torch.where(change > 0, drop / change.clamp(min=TINY), 0.0).clamp(min=0.0)
-    gained = gained.cummax(dim=1).values
-    last = gained.shape[1] - 1
-    return gained[:, [min(size - 1, last) for size in sizes]]
+PerUnit = Float64[Tensor, "case direction"]
 
 
 def promises(
@@ -51,11 +31,12 @@ def promises(
     gradient: Float[Tensor, "env row wish"],
     loss: Float[Tensor, " env"],
     sizes: Sequence[int],
+    biased: Sequence[bool] | None = None,
 ) -> Float[Tensor, "env size"]:
     """Relative drop of the loss per relative change of the outlet, in [0, 1].
 
-    NaN where the numbers of a host are not finite: one such host would make the
-    factorisation of all of them fail.
+    NaN where it is unknown: too few rows, a number of the host that is not finite, an
+    outlet that says nothing, no loss.
 
     Args:
         given: What the place's inlet was given.
@@ -63,16 +44,112 @@ def promises(
         gradient: Of the mean loss of each host with respect to the answer.
         loss: Mean loss of each host.
         sizes: Ranks asked for.
+        biased: Whether the units of each have a bias; all of them if None.
     """
-    rows = given.shape[1]
-    sound = (given.isfinite().all(dim=2) & gradient.isfinite().all(dim=2)).all(dim=1)
-    given, gradient = (
-        torch.where(sound[:, None, None], part, 0.0) for part in (given, gradient)
+    rows, width = given.shape[1:]
+    if rows // 2 < LEAST_ROWS:
+        return answer.new_full((answer.shape[0], len(sizes)), torch.nan)
+    # The norm of numbers that are not all finite is not finite.
+    length, said, asked = (
+        torch.linalg.vector_norm(part, dim=(1, 2), dtype=torch.float64)
+        for part in (given, answer, gradient)
     )
-    found = gains(given, -rows * gradient, sizes)
-    found = torch.where(sound[:, None], found, torch.nan)
-    size = answer.double().square().mean(dim=(1, 2)).sqrt()
-    wide = float(answer.shape[2]) ** 0.5  # rms over rows of the whole vector
-    relative = found * (size * wide / loss.double().clamp(min=TINY)).unsqueeze(1)
-    bounded: Tensor = relative.clamp(0.0, 1.0).float()
-    return bounded
+    known = (length + said + asked + loss).isfinite() & (said > 0) & (loss > 0)
+    scale = torch.where(length > 0, length / (rows * width) ** 0.5, 1.0)[:, None, None]
+    wanted = [True] * len(sizes) if biased is None else biased
+    kinds = sorted({*wanted}, reverse=True)
+    find = _by_features if width < rows // 2 else _by_rows
+    drop, change = find(
+        [given[:, first::2].double() / scale for first in (0, 1)],
+        [gradient[:, first::2].double() for first in (0, 1)],
+        known,
+        kinds,
+    )
+    drop, change = drop.cumsum(dim=1), change.cumsum(dim=1).clamp(min=0.0).sqrt()
+    gained = torch.where(change > 0, drop / change, 0.0).clamp(min=0.0)
+    # A larger seed can be what a smaller one would be.
+    gained = gained.cummax(dim=1).values.unflatten(0, (len(kinds), -1))
+    last = gained.shape[2] - 1
+    which = [kinds.index(bias) for bias in wanted]
+    found = gained[which, :, [min(size - 1, last) for size in sizes]]  # [size, env]
+    part = found * (said / loss.double()) * (rows / (rows // 2)) ** 0.5
+    return torch.where(known, part.clamp(max=1.0), torch.nan).mT.to(answer.dtype)
+
+
+def _by_features(
+    given: list[Float64[Tensor, "env _ feature"]],
+    asked: list[Float64[Tensor, "env _ wish"]],
+    known: Bool[Tensor, " env"],
+    kinds: Sequence[bool],
+) -> tuple[PerUnit, PerUnit]:
+    """Drop of the loss and square at the outlet of each of the best units.
+
+    A case is a host with a bias or without; rows that fit come before rows that judge.
+    """
+    features = given[0].shape[2]
+    inputs = [F.pad(part, (0, 1), value=1.0) for part in given]
+    square, judged = (_cases(part.mT @ part, kinds) for part in inputs)
+    product, felt = (
+        _cases(part.mT @ wish, kinds) for part, wish in zip(inputs, asked, strict=True)
+    )
+    if False in kinds:  # instead of the bias, a feature that is nothing
+        plain = slice(-known.shape[0], None)
+        square[plain, -1] = square[plain, :, -1] = product[plain, -1] = 0.0
+    lower = _root(square, features, kinds)
+    white = torch.linalg.solve_triangular(lower, product, upper=False)
+    if white.shape[2] <= white.shape[1]:
+        outgoing, _ = _eigen(white.mT @ white, known)
+        incoming, sizes = white @ outgoing, None
+    else:
+        incoming, sizes = _eigen(white @ white.mT, known)
+        outgoing = white.mT @ incoming
+    incoming = torch.linalg.solve_triangular(lower.mT, incoming, upper=True)
+    drop = (incoming * (felt @ outgoing)).sum(dim=1)
+    change = (incoming * (judged @ incoming)).sum(dim=1)
+    return drop, change if sizes is None else change * sizes
+
+
+def _by_rows(
+    given: list[Float64[Tensor, "env _ feature"]],
+    asked: list[Float64[Tensor, "env _ wish"]],
+    known: Bool[Tensor, " env"],
+    kinds: Sequence[bool],
+) -> tuple[PerUnit, PerUnit]:
+    """The same in fewer steps where there are more features than rows."""
+    bias = known.new_tensor(kinds).repeat_interleave(len(known))[:, None, None]
+    square, across = (_cases(part @ given[0].mT, kinds) + bias for part in given)
+    wishes, felt = (_cases(part, kinds) for part in asked)
+    lower = _root(square.clone(), given[0].shape[2], kinds)
+    best = torch.cholesky_solve(wishes, lower)
+    outgoing, _ = _eigen(wishes.mT @ (square @ best), known)
+    units = across @ (best @ outgoing)  # [case, row, direction]
+    return (units * (felt @ outgoing)).sum(dim=1), units.square().sum(dim=1)
+
+
+def _cases(
+    hosts: Float64[Tensor, "env ..."], kinds: Sequence[bool]
+) -> Float64[Tensor, "case ..."]:
+    return hosts if len(kinds) == 1 else torch.cat([hosts] * len(kinds))
+
+
+def _root(
+    square: Float64[Tensor, "case side side"], features: int, kinds: Sequence[bool]
+) -> Float64[Tensor, "case side side"]:
+    """Cholesky factor of products with their ridge, which is added in place."""
+    parts = square.new_tensor([RIDGE / (features + bias) for bias in kinds])
+    diagonal = square.diagonal(dim1=1, dim2=2)
+    hosts = square.shape[0] // len(kinds)
+    ridge = diagonal.sum(dim=1) * parts.repeat_interleave(hosts)
+    diagonal.add_(ridge.clamp(min=TINY).unsqueeze(1))
+    # Of a broken host it is a broken factor, and no error.
+    lower: Tensor = torch.linalg.cholesky_ex(square).L
+    return lower
+
+
+def _eigen(
+    square: Float64[Tensor, "case side side"], known: Bool[Tensor, " env"]
+) -> tuple[Float64[Tensor, "case side side"], PerUnit]:
+    """Eigenvectors and eigenvalues, the largest first; of zero for broken hosts."""
+    known = known.repeat(square.shape[0] // known.shape[0])[:, None, None]
+    values, vectors = torch.linalg.eigh(torch.where(known, square, 0.0))
+    return vectors.flip(2), values.flip(1)

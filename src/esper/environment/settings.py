@@ -6,21 +6,21 @@ A term is a number or a range to draw from anew in every episode.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from math import inf, isfinite
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any, Final
 
 from esper.contracts.errors import BadInput
 from esper.contracts.observation import Observation
-from esper.environment.growing import OFFERED, GrowingWorld
-from esper.environment.terms import Terms
+from esper.environment.growing import GrowingWorld
+from esper.environment.terms import Terms, as_range
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.task import Task
 
 Term = float | tuple[float, float]
 
-TERMS: Final[Mapping[str, float]] = {"rent": -inf, "budget": 0.0, "rate": 0.0}
-"""What an episode can be told, and the least it can be."""
+TERMS: Final = tuple(field.name for field in fields(Terms))
+"""What an episode can be told."""
 
 
 class RememberingWorld(GrowingWorld):
@@ -45,8 +45,8 @@ class GrowSettings:
     """Decisions of an episode; the task's own if None."""
     decision_every: int | None = None
     """Batches between two decisions; the task's own if None."""
-    blueprints: tuple[str, ...] = OFFERED
-    """What may be planted."""
+    blueprints: tuple[str, ...] | None = None
+    """What may be planted; None: what is offered to hosts of the task's kind."""
     seeds_per_slot: int = 2
     """Seeds that each place can hold."""
     rent: Term = 0.01
@@ -62,6 +62,19 @@ class GrowSettings:
     device: str = "cpu"
     """Where the networks live."""
 
+    @classmethod
+    def named(cls, settings: Mapping[str, Any]) -> "GrowSettings":
+        """Settings by name, as keywords of others; refuses names that are unknown."""
+        known = [field.name for field in fields(cls)]
+        for name in settings:
+            if name not in known:
+                near = get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+                raise BadInput(
+                    f"expected settings out of {', '.join(known)}; got {name!r}; did "
+                    f"you mean {near!r}?"
+                )
+        return cls(**settings)
+
     def world(
         self,
         num_envs: int,
@@ -75,12 +88,16 @@ class GrowSettings:
             rng_seed: Decides data, hosts, batches and terms.
             options: Terms (rent, budget, rate) that replace the settings' own.
         """
+        if not isinstance(options, Mapping | None):
+            raise BadInput(f"options must be a dict of terms, got {options!r:.99}.")
         told = {name: getattr(self, name) for name in TERMS} | dict(options or {})
-        if unknown := told.keys() - TERMS.keys():
+        if unknown := told.keys() - {*TERMS}:
             raise BadInput(
                 f"options may have {', '.join(TERMS)}; got {min(map(repr, unknown))}."
             )
         task = find_task(self.task) if isinstance(self.task, str) else self.task
+        if not isinstance(task, Task):
+            raise BadInput(f"task must be a Task or the name of one, got {task!r:.99}.")
         changed = {
             name: value
             for name in ("horizon", "decision_every")
@@ -90,32 +107,10 @@ class GrowSettings:
             replace(task, **changed),
             num_envs,
             rng_seed,
-            blueprints=tuple(self.blueprints),
+            blueprints=None if self.blueprints is None else tuple(self.blueprints),
             seeds_per_slot=self.seeds_per_slot,
-            terms=Terms(**{name: _range(name, told[name]) for name in TERMS}),
+            terms=Terms(**{name: as_range(name, told[name]) for name in TERMS}),
             measure_every=self.measure_every,
             penalty=self.penalty,
             device=self.device,
         )
-
-
-def _range(name: str, term: Any) -> tuple[float, float]:  # noqa: ANN401
-    """A term as a range; refuses what cannot be drawn from."""
-    try:
-        low, high = (float(part) for part in _pair(term))
-    except (TypeError, ValueError):
-        low, high = inf, -inf
-    if not (isfinite(low) and isfinite(high) and TERMS[name] <= low <= high):
-        least = "" if TERMS[name] == -inf else f" from {TERMS[name]:g}"
-        raise BadInput(
-            f"{name} must be a finite number{least} or a range (low, high); got "
-            f"{term!r}."
-        )
-    return low, high
-
-
-def _pair(term: Any) -> tuple[Any, Any]:  # noqa: ANN401
-    if isinstance(term, tuple | list):
-        low, high = term
-        return low, high
-    return term, term

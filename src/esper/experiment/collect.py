@@ -5,10 +5,11 @@ through one episode everywhere. Both run all environments at once, and neither k
 which world it is in.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
 from esper.contracts.controller import Controller, ControllerState
@@ -112,8 +113,18 @@ def play(
     generator: Generator,
     *,
     max_steps: int = 10_000,
+    on_end: Callable[[Bool[Tensor, " env"]], None] | None = None,
 ) -> Float[Tensor, " env"]:
-    """Return of one whole episode per environment under `controller`."""
+    """Return of one whole episode per environment under `controller`.
+
+    Args:
+        world: Where to play; it is reset.
+        controller: Who decides.
+        generator: The controller's only source of chance.
+        max_steps: Decisions within which every episode must end.
+        on_end: Told, right after such a step, whose episode has just ended; each
+            environment once, though worlds go on with another episode.
+    """
     observation = world.reset()
     returns = torch.zeros(world.num_envs, device=observation.first.device)
     running = torch.ones_like(observation.first)
@@ -123,7 +134,10 @@ def play(
         actions, state = controller.decide(observation, masks, state, generator)
         result = world.step(actions)
         returns = returns + torch.where(running, result.reward, 0.0)
-        running = running & ~(result.terminated | result.truncated)
+        ended = running & (result.terminated | result.truncated)
+        if on_end is not None and bool(ended.any()):
+            on_end(ended)
+        running = running & ~ended
         observation = result.observation
         if not bool(running.any()):
             return returns

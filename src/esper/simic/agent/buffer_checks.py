@@ -18,7 +18,7 @@ from torch import Tensor
 
 from esper.contracts.actions import HEAD_NAMES, NUM_HEADS, ActionSpec
 from esper.contracts.errors import BadInput, IllegalAction, NoLegalAction
-from esper.scan import kernel
+from esper.kernels import kernel
 from esper.tamiyo.policy.features import HOST_COLUMNS, OFFER_COLUMNS, SLOT_COLUMNS
 
 FINITE = (
