@@ -448,3 +448,19 @@ def test_elsewhere_than_on_the_cpu_tensors_are_used(host):
     assert [place.answer.shape[2] for place in trained.places] == [
         own.outputs for own in cohort.chart.maps[1:]
     ]
+
+
+@pytest.mark.learns  # the compiler cannot look through checked annotations
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_tensors_do_what_tensors_do():
+    plain, compiled = (
+        Garden(3, torch.float32, plain=False, engine=e) for e in ("tensors", "compile")
+    )
+    for garden in (plain, compiled):
+        garden.plant(0, 0, garden.chosen[0])
+        garden.plant(1, 3, garden.chosen[2])
+        garden.live(1, 3, Stage.HOLDING)
+        garden.train(6, keep=True)
+    torch.testing.assert_close(
+        compiled.cohort.values, plain.cohort.values, rtol=1e-4, atol=1e-5
+    )

@@ -112,6 +112,22 @@ class Chart:
         """What compiled code needs to know."""
         return self.layers, self.seeds, self.host
 
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of the parts of an environment's weights, in their order."""
+        found = [n for own in self.maps for n in (own.weights, own.outputs)]
+        for slot in range(self.slots):
+            place = slot % self.places
+            first, last = self.maps[place], self.maps[place + 1]
+            each = each_unit(first, last)
+            found += [
+                self.units * first.inputs * first.taps,
+                self.units,
+                self.units * each * last.outputs * last.taps,
+                last.outputs,
+            ]
+        return found
+
     def extent(self, slot: int) -> tuple[int, int]:
         """Where the weights of a slot's seed begin and end."""
         begin = int(self.seeds[slot]["first"])

@@ -327,16 +327,24 @@ class Cohort:
         grow = torch.nn.functional.pad(active & (self.size > 0), (1, 0), value=True)
         everyone = torch.arange(self.envs, device=device).unsqueeze(1) % len(features)
         total = beside = torch.zeros(self.envs, device=device, dtype=kind)
-        find = (
-            tensors.compiled(tensors.gradients) if self.compiles else tensors.gradients
-        )
         factor, youth = self.newborn
         for number in range(picked.shape[1]):
             rows = picked[:, number]
             x = self._shaped(features[everyone, rows])
             y = labels[everyone, rows]
-            found, loss, ghost, passed, said = find(
-                self.chart, self.values, x, y, seeds, felt, shadow, training
+            looks = keep and number == picked.shape[1] - 1
+            found, loss, ghost, passed, said = tensors.gradients(
+                self.chart,
+                self.values,
+                x,
+                y,
+                seeds,
+                felt,
+                shadow,
+                training,
+                tensors.compiled_losses()
+                if self.compiles and not looks
+                else tensors.losses,
             )
             total, beside = total + loss, beside + ghost
             stretch = 1 + (factor - 1) * (1 - self.clocks.double() / youth).clamp(

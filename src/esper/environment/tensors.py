@@ -9,7 +9,7 @@ removed by selection, never by a zero factor, so a broken seed reaches nobody. W
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ def forward(
     chart: Chart, values: Values, x: Tensor, seeds: Seeds, felt: PerSlot
 ) -> Passed:
     """Answers of all hosts to `x [env, row, ...]`, seeds felt with these alphas."""
-    parts = iter(values.split(_lengths(chart), dim=1))
+    parts = iter(values.split(chart.lengths, dim=1))
     host = [(next(parts), next(parts)) for _ in chart.maps]
     slots = [tuple(next(parts) for _ in range(4)) for _ in range(chart.slots)]
     inputs, outputs = [x], []
@@ -124,28 +124,28 @@ def _shape(own: Map) -> tuple[int, ...]:
     return (own.outputs, own.inputs, *square)
 
 
-@cache
-def _lengths(chart: Chart) -> list[int]:
-    """Lengths of the parts of an environment's weights, in their order."""
-    found = [n for own in chart.maps for n in (own.weights, own.outputs)]
-    for q in range(chart.slots):
-        before, own = chart.maps[q % chart.places], chart.maps[q % chart.places + 1]
-        each = each_unit(before, own)
-        found += [
-            chart.units * before.inputs * before.taps,
-            chart.units,
-            chart.units * each * own.outputs * own.taps,
-            own.outputs,
-        ]
-    return found
-
-
 def losses(
-    answer: Float[Tensor, "env row classes"], y: Int64[Tensor, "env row"]
-) -> Float[Tensor, " env"]:
-    """Mean cross-entropy of every host."""
-    each = F.cross_entropy(answer.flatten(0, 1), y.flatten(), reduction="none")
-    return each.view(y.shape).mean(dim=1)
+    chart: Chart,
+    values: Values,
+    x: Tensor,
+    y: Int64[Tensor, "env row"],
+    seeds: Seeds,
+    felt: PerSlot,
+) -> tuple[Float[Tensor, " env"], Passed]:
+    """Mean cross-entropy of every host, and what was said."""
+    passed = forward(chart, values, x, seeds, felt)
+    each = F.cross_entropy(passed.answer.flatten(0, 1), y.flatten(), reduction="none")
+    return each.view(y.shape).mean(dim=1), passed
+
+
+@cache
+def compiled_losses() -> Callable[..., tuple[Tensor, Passed]]:
+    """`losses` through `torch.compile`, for fixed shapes; says only the losses."""
+    compiled = torch.compile(lambda *given: losses(*given)[0], dynamic=False)
+    return lambda *given: (compiled(*given), _NOTHING)
+
+
+_NOTHING: Final = Passed(torch.empty(0, 0, 0), [], [])
 
 
 def gradients(
@@ -157,36 +157,25 @@ def gradients(
     felt: PerSlot,
     shadow: PerSlot,
     training: PerSlot,
+    find: Callable[..., tuple[Tensor, Passed]] = losses,
 ) -> tuple[Values, Tensor, Tensor, Passed, list[Tensor]]:
     """Gradients, losses of both passes, what was said and the gradients at it."""
     leaf = values.detach().requires_grad_()
-    passed = forward(chart, leaf, x, seeds, felt)
-    loss = losses(passed.answer, y)
+    loss, passed = find(chart, leaf, x, y, seeds, felt)
     own, *said = torch.autograd.grad(loss.sum(), [leaf, *passed.outputs])
-    host = leaf[:, : chart.host].detach()
-    beside = losses(
-        forward(
-            chart, torch.cat([host, leaf[:, chart.host :]], 1), x, seeds, shadow
-        ).answer,
-        y,
-    )
+    frozen = torch.cat([leaf[:, : chart.host].detach(), leaf[:, chart.host :]], dim=1)
+    beside, _ = find(chart, frozen, x, y, seeds, shadow)
     (ghost,) = torch.autograd.grad(beside.sum(), [leaf])
     trains = F.pad(training, (1, 0))[:, _owners(chart).to(values.device)] > 0
     found = torch.where(trains, ghost, own)
-    anybody = training.any(dim=1)
-    return (
-        found,
-        loss.detach(),
-        torch.where(anybody, beside.detach(), 0.0),
-        passed,
-        said,
-    )
+    ghosts = torch.where(training.any(dim=1), beside.detach(), 0.0)
+    return found, loss.detach(), ghosts, passed, said
 
 
 @cache
 def _owners(chart: Chart) -> Int64[Tensor, " parameter"]:
     """Whose each weight is: 0 the host's, 1 + slot a seed's."""
-    lengths = _lengths(chart)[2 * len(chart.maps) :]
+    lengths = chart.lengths[2 * len(chart.maps) :]
     whose = torch.arange(1, chart.slots + 1).repeat_interleave(4)
     seeds = whose.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     return torch.cat([torch.zeros(chart.host, dtype=torch.int64), seeds])
@@ -205,7 +194,7 @@ def moves(
         size, act = seeds.size[:, q, None], seeds.act[:, q, None]
         there = (size > 0) & active[:, q, None]
         used = (numbers < size) & there
-        first, _, last, outputs = _lengths(chart)[2 * len(chart.maps) + 4 * q :][:4]
+        first, _, last, outputs = chart.lengths[2 * len(chart.maps) + 4 * q :][:4]
         parts += [
             used.repeat_interleave(first // chart.units, dim=1),
             used & (act != LINEAR),
@@ -238,9 +227,3 @@ def adamw(
     values.copy_(torch.where(move, values - step, values))
     mean.copy_(torch.where(move, m, mean))
     square.copy_(torch.where(move, q, square))
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A pass compiled by `torch.compile`, for fixed shapes."""
-    return torch.compile(function, dynamic=False)
