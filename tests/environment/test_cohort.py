@@ -52,7 +52,7 @@ class Garden:
             dtype=dtype,
             engine=engine,
         )
-        self.lives = Lives.empty(envs, SLOTS)
+        self.lives = Lives.empty(envs, self.cohort.chart.slots)
         self.hosts = []
         for env in range(envs):
             network = host.build(torch.Generator().manual_seed(env)).to(dtype)
@@ -453,13 +453,15 @@ def test_elsewhere_than_on_the_cpu_tensors_are_used(host):
 @pytest.mark.learns  # the compiler cannot look through checked annotations
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_tensors_do_what_tensors_do():
+    small = MlpHost((5, 7, 4))  # compiling takes seconds per slot
     plain, compiled = (
-        Garden(3, torch.float32, plain=False, engine=e) for e in ("tensors", "compile")
+        Garden(3, torch.float32, small, plain=False, engine=e)
+        for e in ("tensors", "compile")
     )
     for garden in (plain, compiled):
         garden.plant(0, 0, garden.chosen[0])
-        garden.plant(1, 3, garden.chosen[2])
-        garden.live(1, 3, Stage.HOLDING)
+        garden.plant(1, 1, garden.chosen[2])
+        garden.live(1, 1, Stage.HOLDING)
         garden.train(6, keep=True)
     torch.testing.assert_close(
         compiled.cohort.values, plain.cohort.values, rtol=1e-4, atol=1e-5

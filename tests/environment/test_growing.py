@@ -241,24 +241,24 @@ def test_worlds_of_one_number_agree_to_the_bit(task):
 def test_another_episode_has_another_host_and_another_order():
     world = make()
     world.reset()
-    before, order = weights(world, 0), world._batches.clone()
+    before, order = weights(world, 0), world._episodes.batches.clone()
     world.reset()
     assert not torch.equal(before[0], weights(world, 0)[0])
-    assert not torch.equal(order, world._batches)
+    assert not torch.equal(order, world._episodes.batches)
 
 
 @pytest.mark.parametrize("task", [TINY, VARIED], ids=["shared", "varied"])
 def test_environments_share_data_unless_the_task_varies(task):
     world = make(task=task)
     world.reset()
-    x = world._rows.features[0]
+    x = world._episodes.rows.features[0]
     assert len(x) == (1 if task is TINY else 3)
     for one, other in ((0, 1), (1, 2), (0, 2)):
         assert task is TINY or not torch.equal(x[one], x[other])
     kept = x[-1].clone()
     for _ in range(HORIZON):
         world.step(waits(world))
-    assert torch.equal(world._rows.features[0][-1], kept) is (task is TINY)
+    assert torch.equal(world._episodes.rows.features[0][-1], kept) is (task is TINY)
 
 
 def test_a_broken_host_ends_its_own_episode_and_touches_no_neighbour():
@@ -368,7 +368,7 @@ def test_a_score_is_the_share_of_decision_rows_that_the_host_gets_right():
     rows, networks = blobs(0).decisions, [TINY.host.build(chance) for _ in range(2)]
     for env, network in enumerate(networks):
         world.cohort.plant_host(env, network)
-    shown = world._score(len(rows))
+    shown = world._score()
     with torch.no_grad():
         right = [(n(rows.features).argmax(1) == rows.labels).float() for n in networks]
     torch.testing.assert_close(shown, torch.stack(right).mean(1), rtol=0, atol=1e-6)

@@ -16,10 +16,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
-from torch import Generator, Tensor
+from torch import Tensor
 
 from esper.contracts.actions import HEAD, RELEVANT, ActionSpec, Op
 from esper.contracts.blueprints import Blueprint, Form
@@ -29,9 +28,9 @@ from esper.contracts.slots import SlotConfig, SlotStates
 from esper.contracts.stages import Stage
 from esper.contracts.step import StepResult
 from esper.environment.cohort import Cohort, Engine, Plan, Trained
+from esper.environment.episodes import Episodes
 from esper.environment.looking import contributions, see_places
 from esper.environment.offers import find_blueprints, offers_of, span, spread
-from esper.environment.rows import Rows
 from esper.environment.terms import Ended, Terms, check_actions, check_choices
 from esper.growth import lifecycle
 from esper.growth.blueprints.forms import FORMS as FORM_SPECS
@@ -46,12 +45,9 @@ OFFERED: Final = {
 """Blueprints of the world unless others are named, by kind of host."""
 JUDGED: Final = 512
 """Decision rows that a score is taken on, at most."""
-RISE: Final = 0.1
-"""Share of an episode over which the learning rate rises."""
-FLOOR: Final = 0.02
-"""Share of the learning rate that is left at the end."""
 TRIED: Final = 256
 """Decision rows that a contribution is taken on, at most."""
+PerEnv = Float[Tensor, " env"]
 
 
 class GrowingWorld:
@@ -72,10 +68,7 @@ class GrowingWorld:
     """
 
     _track: Track
-    _phi: Float[Tensor, " env"]
-    _rent: Float[Tensor, " env"]
-    _budget: Float[Tensor, " env"]
-    _rate: Float[Tensor, " env"]
+    _phi: PerEnv
 
     def __init__(
         self,
@@ -93,9 +86,10 @@ class GrowingWorld:
     ) -> None:
         check_choices(num_envs, rng_seed, measure_every, penalty, device, blueprints)
         self.task, self.host = task, task.host
-        self._envs, self._run = num_envs, rng_seed
-        self._terms, self._penalty = terms or Terms(), penalty
+        self._envs, self._penalty = num_envs, penalty
         self._measure_every, self._device = measure_every, torch.device(device)
+        terms = terms or Terms()
+        self._episodes = Episodes(task, num_envs, rng_seed, terms, self._device)
         chosen = find_blueprints(blueprints or OFFERED[self.host.kind])
         self.cohort = Cohort(
             num_envs,
@@ -114,9 +108,7 @@ class GrowingWorld:
         self._geometry = [span(*pair) for pair in pairwise(self.cohort.chart.maps)]
         offers = offers_of(self.host, self._geometry, chosen, seeds_per_slot)
         self._offers = spread(offers, num_envs, device)
-        self._episodes = np.zeros(num_envs, dtype=np.int64)
         self._started = False
-        self._rows: Rows | None = None
         self.ended: Ended | None = None
         """What became of the episodes that ended in the last step."""
         self.illegal = torch.zeros(num_envs, dtype=torch.bool, device=device)
@@ -151,9 +143,9 @@ class GrowingWorld:
         self._act(actions.clone().to(self._device))
         due = self._track.decisions % self._measure_every == 0
         trained = self._train(keep=bool(due.any()))
-        losses, score = trained.losses, self._score(JUDGED)
+        losses, score = trained.losses, self._score()
         finite = torch.isfinite(losses) & torch.isfinite(trained.beside)
-        phi = torch.where(finite, score - self._rent * self._added(), -1.0)
+        phi = torch.where(finite, score - self._episodes.rent * self._added(), -1.0)
         reward = phi - self._phi - self._penalty * self.illegal
         self._phi = phi
         self._track = self._track.after(torch.where(finite, score, 0.0), losses)
@@ -170,24 +162,14 @@ class GrowingWorld:
             truncated=torch.zeros_like(over),
         )
 
-    @property
-    def _data(self) -> Rows:
-        assert self._rows is not None
-        return self._rows
-
     # An episode begins.
 
     def _allocate(self) -> None:
         """Make room for what every episode has of its own."""
-        envs, task, device = self._envs, self.task, self._device
-        steps = task.horizon * task.decision_every
-        self._batches = torch.zeros(envs, steps, task.batch, dtype=torch.int64)
+        envs, device = self._envs, self._device
         self._lives = Lives.empty(envs, self._spec.slots.max_slots, device)
         self._track = Track.fresh(envs)
         self._phi = torch.zeros(envs, device=device)
-        self._rent = torch.zeros_like(self._phi)
-        self._budget = torch.zeros_like(self._phi)
-        self._rate = torch.zeros_like(self._phi)
         shape = tuple(self._lives.stage.shape)
         self._contribution = torch.zeros(shape, device=device)
         self._measured = torch.zeros(shape, dtype=torch.bool, device=device)
@@ -199,14 +181,9 @@ class GrowingWorld:
         fresh = torch.zeros(self._envs, dtype=torch.bool, device=self._device)
         for env in envs:
             fresh[env] = True
-            chance = np.random.SeedSequence(
-                (self._run, env, int(self._episodes[env]))
-            ).spawn(4)
-            self._episodes[env] += 1
-            self._give_data(env, chance[0])
-            self._give_host(env, chance[1])
-            self._give_batches(env, chance[2])
-            self._give_terms(env, chance[3])
+            self._episodes.begin(env)
+            network = self.host.build(self._episodes.streams[env])
+            self.cohort.plant_host(env, network)
         whole = fresh.unsqueeze(1).expand(self._lives.stage.shape)
         slots = self._spec.slots.max_slots
         nobody = Lives.empty(self._envs, slots, self._device)
@@ -218,49 +195,10 @@ class GrowingWorld:
             self._offers,
             promise_known=self._offers.promise_known & ~fresh[:, None, None],
         )
-        score = self._score(JUDGED)
+        score = self._score(fresh)
         self._phi = torch.where(fresh, score, self._phi)
         start = self._track.after(score, torch.full_like(score, torch.nan))
         self._track = self._track.replaced(fresh, start)
-
-    def _give_data(self, env: int, chance: np.random.SeedSequence) -> None:
-        if not self.task.varied:
-            if self._rows is None:
-                self._rows = Rows.of(self.task.splits(self._run), self._device)
-            return
-        splits = self.task.splits(int(chance.generate_state(1)[0]))
-        if self._rows is None:
-            self._rows = Rows.of(splits, self._device, apart=self._envs)
-        self._rows.give(env, splits)
-
-    def _give_host(self, env: int, chance: np.random.SeedSequence) -> None:
-        number = int(chance.generate_state(1, np.uint64)[0] >> np.uint64(1))
-        self.cohort.plant_host(env, self.host.build(self._seeds_of(env, number)))
-
-    def _seeds_of(self, env: int, number: int) -> Generator:
-        """The stream that an environment's weights come from in this episode."""
-        if not hasattr(self, "_streams"):
-            self._streams = [Generator() for _ in range(self._envs)]
-        # Torch's CPU generator keeps 32 bits of its seed.
-        return self._streams[env].manual_seed(number % 2**32)
-
-    def _give_batches(self, env: int, chance: np.random.SeedSequence) -> None:
-        order = np.random.default_rng(chance)
-        rows, needed = self._data.train, self._batches[env].numel()
-        passes = -(-needed // rows)
-        drawn = np.concatenate([order.permutation(rows) for _ in range(passes)])
-        self._batches[env] = torch.from_numpy(drawn[:needed]).view_as(
-            self._batches[env]
-        )
-
-    def _give_terms(self, env: int, chance: np.random.SeedSequence) -> None:
-        drawn = np.random.default_rng(chance)
-        for values, (low, high) in (
-            (self._rent, self._terms.rent),
-            (self._budget, self._terms.budget),
-            (self._rate, self._terms.rate),
-        ):
-            values[env] = float(drawn.uniform(low, high))
 
     # A decision.
 
@@ -276,7 +214,7 @@ class GrowingWorld:
         kind = actions[:, HEAD["blueprint"]]
         everyone = torch.arange(self._envs, device=self._device)
         cost = self._offers.parameters[everyone, slot, kind]
-        affordable = cost <= self._budget - self._added()
+        affordable = cost <= self._episodes.budget - self._added()
         plants = op == Op.GERMINATE
         wrong = plants & ~(affordable & self._offers.fits[everyone, slot, kind])
         wrong |= ~(known & offered)
@@ -297,7 +235,9 @@ class GrowingWorld:
         """New units as large as the host's own, saying nothing yet."""
         place = slot % self.cohort.places
         spec = FORM_SPECS[blueprint.form]
-        made = spec.init(self._geometry[place], blueprint.size, self._streams[env])
+        made = spec.init(
+            self._geometry[place], blueprint.size, self._episodes.streams[env]
+        )
         if blueprint.form is Form.WIDEN:
             own, first = self.cohort.first_layer(env, place).cpu(), made["first"]
             made["first"] = first * (own.std(correction=0) / first.std(correction=0))
@@ -305,32 +245,18 @@ class GrowingWorld:
 
     def _train(self, *, keep: bool) -> Trained:
         """All minibatches until the next decision."""
-        every, task = self.task.decision_every, self.task
-        begun = (self._track.decisions - 1) * every
-        steps = begun[:, None] + torch.arange(every)
-        picked = self._batches[torch.arange(self._envs)[:, None], steps]
-        rates = task.learning_rate * self._rate[:, None] * self._pace(steps)
+        rows = self._episodes.rows
+        picked, rates = self._episodes.minibatches(self._track.decisions - 1)
         return self.cohort.train(
-            self._data.features[0],
-            self._data.labels[0],
-            picked.to(self._device),
-            self._plan,
-            rates,
-            keep=keep,
+            rows.features[0], rows.labels[0], picked, self._plan, rates, keep=keep
         )
-
-    def _pace(self, done: Int64[Tensor, "env step"]) -> Float[Tensor, "env step"]:
-        """A short rise and a long fall of the learning rate, as in one cycle."""
-        share = done / (self.task.horizon * self.task.decision_every)
-        rise = (share / RISE).clamp(max=1.0)
-        fall = (1 + torch.cos(torch.pi * ((share - RISE) / (1 - RISE)).clamp(0, 1))) / 2
-        return (FLOOR + (1 - FLOOR) * torch.minimum(rise, fall)).to(self._device)
 
     # Looking.
 
-    def _score(self, rows: int) -> Float[Tensor, " env"]:
-        x, y = self._data.decisions(rows)
-        return self.cohort.count(x, y, self._plan.felt) / y.shape[1]
+    def _score(self, asked: Bool[Tensor, " env"] | None = None) -> PerEnv:
+        """Share of decision rows that each host guesses right."""
+        x, y = self._episodes.rows.decisions(JUDGED)
+        return self.cohort.count(x, y, self._plan.felt, asked) / y.shape[1]
 
     def _look(self, trained: Trained, due: Bool[Tensor, " env"]) -> None:
         """Measure what seeds contribute and what places promise, where it is due."""
@@ -348,7 +274,7 @@ class GrowingWorld:
         sound = there & torch.isfinite(seen.flow)
         self._flow = torch.where(sound, seen.flow, self._flow)
         self._lively = torch.where(there, seen.lively, self._lively)
-        x, y = self._data.decisions(TRIED)
+        x, y = self._episodes.rows.decisions(TRIED)
         gain, measured = contributions(self.cohort, self._lives, due, x, y)
         self._contribution = torch.where(measured, gain, self._contribution)
         self._measured = self._measured | measured
@@ -368,7 +294,7 @@ class GrowingWorld:
         score: Float[Tensor, " env"],
         panicked: Bool[Tensor, " env"],
     ) -> Ended:
-        x, y = self._data.features[2], self._data.labels[2]
+        x, y = self._episodes.rows.tests()
         test = self.cohort.count(x, y, self._plan.felt, over) / y.shape[1]
         macs = 1 + self._sizes(self._offers.macs).sum(dim=1)
         return Ended(
@@ -395,8 +321,8 @@ class GrowingWorld:
             host=host_states(
                 self._track,
                 horizon=self.task.horizon,
-                budget_left=self._budget - self._added(),
-                rent=self._rent.clone(),  # rewritten when an episode begins
+                budget_left=self._episodes.budget - self._added(),
+                rent=self._episodes.rent.clone(),  # rewritten when an episode begins
                 added=self._added(),
             ),
             slots=SlotStates(

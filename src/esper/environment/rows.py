@@ -57,6 +57,10 @@ class Rows:
         """The first decision rows."""
         return self.features[1][:, :count], self.labels[1][:, :count]
 
+    def tests(self) -> tuple[Features, Labels]:
+        """All test rows."""
+        return self.features[2], self.labels[2]
+
 
 def _check_alike(name: str, part: Data, there: Tensor) -> None:
     """Refuse rows that do not fit into the place of others."""
