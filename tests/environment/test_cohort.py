@@ -466,3 +466,20 @@ def test_compiled_tensors_do_what_tensors_do():
     torch.testing.assert_close(
         compiled.cohort.values, plain.cohort.values, rtol=1e-4, atol=1e-5
     )
+
+
+def test_an_episode_with_growth_in_it_ends_as_plain_training_does(host):
+    steps, every = 480, 16
+    garden = Garden(3, host=host)
+    for decision in range(steps // every):
+        if decision in (2, 6, 9):
+            for env in range(3):
+                slot = (decision + env) % SLOTS
+                blueprint = garden.chosen[(decision + env) % len(garden.chosen)]
+                garden.plant(env, slot, blueprint)
+        if decision in (5, 9, 12):
+            stage = FELT[decision % len(FELT)]
+            for env in range(3):
+                garden.live(env, (decision - 3 + env) % SLOTS, stage)
+        garden.train(every, start=decision * every)
+    garden.assert_like_plain(rtol=1e-5)
