@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
+from esper.contracts.state import Stateful
 from esper.environment import engine, tensors
 from esper.environment.chart import CONV, DENSE, Chart
 from esper.environment.products import GELU, LINEAR, RELU
@@ -83,7 +84,7 @@ class Trained:
     places: list[Place] | None = None
 
 
-class Cohort:
+class Cohort(Stateful):
     """Hosts with slots of room for the largest blueprint.
 
     Args:
@@ -99,6 +100,9 @@ class Cohort:
         engine: `kernels` on the CPU, `tensors` anywhere, `compile` for tensors through
             `torch.compile`; `auto` takes kernels where they can run.
     """
+
+    STATE = ("values", "mean", "square", "size", "act", "clocks")
+    DERIVED = ("_room",)
 
     def __init__(
         self,

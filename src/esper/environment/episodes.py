@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Generator, Tensor
 
+from esper.contracts.state import Stateful
 from esper.environment.rows import Rows
 from esper.environment.terms import Terms
 from esper.tasks.task import Task
@@ -22,7 +23,7 @@ FLOOR: Final = 0.02
 """Share of the learning rate that is left at the end."""
 
 
-class Episodes:
+class Episodes(Stateful):
     """Data, batches and terms of every environment.
 
     Args:
@@ -32,6 +33,9 @@ class Episodes:
         terms: Ranges to draw from.
         device: Where rows and terms live.
     """
+
+    STATE = ("begun", "batches", "rent", "budget", "rate", "streams")
+    DERIVED = ("_rows",)
 
     rent: Float[Tensor, " env"]
     budget: Float[Tensor, " env"]
@@ -61,8 +65,7 @@ class Episodes:
 
     def begin(self, env: int) -> None:
         """Draw the next episode of an environment."""
-        number = (self._run, env, int(self.begun[env]))
-        data, weights, order, terms = np.random.SeedSequence(number).spawn(4)
+        data, weights, order, terms = self._chances(env, int(self.begun[env]))
         self.begun[env] += 1
         self._give_rows(env, data)
         # Torch's CPU generator keeps 32 bits of its seed.
@@ -70,6 +73,17 @@ class Episodes:
         self.streams[env].manual_seed(drawn % 2**32)
         self._give_batches(env, order)
         self._give_terms(env, terms)
+
+    def loaded(self) -> None:
+        """The rows of the running episodes follow from their numbers."""
+        self._rows = None
+        for env, begun in enumerate(self.begun.tolist()):
+            if begun:
+                self._give_rows(env, self._chances(env, begun - 1)[0])
+
+    def _chances(self, env: int, episode: int) -> list[np.random.SeedSequence]:
+        """Streams of data, weights, order and terms of an episode."""
+        return np.random.SeedSequence((self._run, env, episode)).spawn(4)
 
     def minibatches(
         self, decision: Int64[Tensor, " env"]

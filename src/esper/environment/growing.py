@@ -26,6 +26,7 @@ from esper.contracts.errors import CallOrder
 from esper.contracts.observation import Observation
 from esper.contracts.slots import SlotConfig, SlotStates
 from esper.contracts.stages import Stage
+from esper.contracts.state import Stateful
 from esper.contracts.step import StepResult
 from esper.environment.cohort import Cohort, Engine, Plan, Trained
 from esper.environment.episodes import Episodes
@@ -50,7 +51,7 @@ TRIED: Final = 256
 PerEnv = Float[Tensor, " env"]
 
 
-class GrowingWorld:
+class GrowingWorld(Stateful):
     """Hosts of one task that train and grow together; a `VectorWorld`.
 
     Args:
@@ -66,6 +67,22 @@ class GrowingWorld:
         device: Where everything lives.
         engine: What trains the hosts, see `Cohort`.
     """
+
+    STATE = (
+        "cohort",
+        "illegal",
+        "_episodes",
+        "_lives",
+        "_track",
+        "_phi",
+        "_offers",
+        "_contribution",
+        "_measured",
+        "_flow",
+        "_lively",
+        "_started",
+    )
+    DERIVED = ("_plan", "ended")
 
     _track: Track
     _phi: PerEnv
@@ -113,6 +130,7 @@ class GrowingWorld:
         """What became of the episodes that ended in the last step."""
         self.illegal = torch.zeros(num_envs, dtype=torch.bool, device=device)
         """Where the last sentence was not possible."""
+        self._allocate()
 
     @property
     def spec(self) -> ActionSpec:
@@ -127,8 +145,6 @@ class GrowingWorld:
     @torch.inference_mode(False)
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
-        if not self._started:
-            self._allocate()
         self._started = True
         self._begin(range(self._envs))
         return self._observe()
@@ -163,6 +179,10 @@ class GrowingWorld:
         )
 
     # An episode begins.
+
+    def loaded(self) -> None:
+        """What the hosts feel follows from their seeds' lives."""
+        self._plan, self.ended = Plan.of(self._lives), None
 
     def _allocate(self) -> None:
         """Make room for what every episode has of its own."""
