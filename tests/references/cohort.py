@@ -9,7 +9,6 @@ models.
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call
 
 from esper.contracts.blueprints import Form
 from esper.contracts.stages import Stage
@@ -54,6 +53,14 @@ class PlainSeed(nn.Module):
         return self.last(self.middle(self.first(h)))
 
 
+def frozen(layer, h):
+    """What a layer says, learning nothing."""
+    weight, bias = layer.weight.detach(), layer.bias.detach()
+    if isinstance(layer, nn.Conv2d):
+        return F.conv2d(h, weight, bias, padding=1)
+    return F.linear(h, weight, bias)
+
+
 class PlainHost(nn.Module):
     """A network with seeds by slot, and its optimiser."""
 
@@ -93,11 +100,7 @@ class PlainHost(nn.Module):
     def forward(self, x, *, shadow=False):
         inputs = [x]
         for n, layer in enumerate(self.layers):
-            if shadow:
-                frozen = {k: v.detach() for k, v in layer.named_parameters()}
-                z = functional_call(layer, frozen, (inputs[n],))
-            else:
-                z = layer(inputs[n])
+            z = frozen(layer, inputs[n]) if shadow else layer(inputs[n])
             for slot, seed in self.seeds.items():
                 training = seed.stage is Stage.TRAINING
                 alpha = float(shadow) if training else seed.alpha
