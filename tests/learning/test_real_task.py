@@ -1,0 +1,104 @@
+"""On a real task the return rises, and the run says so only if it did."""
+
+import numpy as np
+import pytest
+
+from esper.experiment.judging import judge
+from esper.experiment.real import LEAST, RealConfig, sparkline, train_on, verdict
+from esper.tamiyo.policy.likeliest import Likeliest
+from esper.tasks.hosts import MlpHost
+from esper.tasks.task import Task
+from esper.tasks.teacher import Teacher, teacher
+
+ROUNDS = 5 * LEAST
+
+
+def wide_teacher(rng_seed):
+    """Rows that three hidden units cannot tell apart and sixteen can."""
+    return teacher(rng_seed, 1_200, kind=Teacher(width=16, depth=1, noise=0.0))
+
+
+TOO_NARROW = Task(
+    name="too narrow",
+    description="a host that must grow",
+    data=wide_teacher,
+    host=MlpHost((16, 3, 8)),
+    batch=32,
+    decision_every=8,
+    horizon=8,
+    learning_rate=2e-2,
+)
+
+
+@pytest.mark.learns
+def test_the_return_rises_where_growing_pays():
+    returns = []
+    policy = train_on(
+        TOO_NARROW,
+        RealConfig(task=TOO_NARROW.name, rounds=ROUNDS, rng_seed=0),
+        lambda record: returns.append(record.mean_return),
+    )
+    assert np.mean(returns[-LEAST:]) > np.mean(returns[:LEAST]) + 0.06
+    assert verdict(returns).startswith("The return rose:")
+    never, chance, tamiyo = (
+        judge(controller, TOO_NARROW, 16, 0).returns.mean()
+        for controller in ("never", "random", Likeliest(policy))
+    )
+    assert tamiyo > max(never, chance) + 0.1
+
+
+def noisy(start, end, rounds=ROUNDS):
+    """A course of returns with noise that does not depend on its ends."""
+    noise = np.random.default_rng(0).normal(scale=0.01, size=rounds)
+    return (np.linspace(start, end, rounds) + noise).tolist()
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (0.8, "The return rose: "),
+        (0.6, "The return fell: "),
+        (0.7, "The return did not change clearly: "),
+    ],
+)
+def test_the_verdict_follows_the_returns(end, words):
+    assert verdict(noisy(0.7, end)).startswith(words)
+
+
+def test_the_verdict_names_both_fifths_and_their_difference():
+    returns = [0.25] * LEAST + [0.0] * (3 * LEAST) + [0.75] * LEAST
+    assert verdict(returns) == (
+        "The return rose: 0.2500 in the first 8 rounds, 0.7500 in the last 8, by "
+        "+0.5000 [+0.5000, +0.5000] (95 % over rounds)."
+    )
+
+
+def test_the_interval_holds_no_change_in_about_95_of_100_runs():
+    """Percentile bootstrap of eight rounds is a little too narrow: at least 85."""
+    chance = np.random.default_rng(1)
+    runs = chance.normal(size=(200, ROUNDS))
+    held = ["did not change" in verdict(run.tolist()) for run in runs]
+    assert 0.85 < np.mean(held) < 0.99
+
+
+def test_few_rounds_get_no_verdict():
+    assert verdict(noisy(0.0, 1.0, ROUNDS - 1)) == (
+        f"Too few rounds to tell whether the return rose: {ROUNDS - 1}, and {ROUNDS} "
+        "are needed."
+    )
+
+
+def test_rounds_without_an_ended_episode_do_not_count():
+    course = noisy(0.7, 0.8)
+    assert verdict([np.nan, *course, np.nan]) == verdict(course)
+    assert sparkline([np.nan, 0.0, 1.0]) == "▁█"
+    assert sparkline([np.nan]) == ""
+
+
+def test_a_sparkline_goes_from_the_least_to_the_largest():
+    assert sparkline([0.0, 1.0, 2.0, 7.0, 3.5]) == "▁▂▃█▅"
+    assert len(sparkline([float(number) for number in range(1_000)])) == 60
+
+
+def test_a_sparkline_of_equal_values_is_flat():
+    assert sparkline([0.3, 0.3, 0.3]) == "▁▁▁"
