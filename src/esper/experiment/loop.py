@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from esper.contracts.errors import BadInput
+from esper.contracts.state import Stateful
 from esper.contracts.step import VectorWorld
 from esper.experiment.collect import collect, start
 from esper.experiment.streams import stream, stream_seed
@@ -70,38 +71,65 @@ def train(
     on_round: Callable[[RoundRecord], None] = lambda record: None,
 ) -> TamiyoPolicy:
     """Train a new policy in `world` and return it."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stream_seed(config.rng_seed, "weights"))
-        policy = TamiyoPolicy(world.spec, config.policy)
-    generator = stream(config.rng_seed, "choices")
-    buffer = TamiyoRolloutBuffer(
-        world.num_envs,
-        config.steps,
-        world.spec,
-        state_shape=policy.state_shape,
-        gamma=config.gamma,
-        gae_lambda=config.gae_lambda,
-    )
-    agent = PPOAgent(
-        policy, buffer, config.ppo, rng_seed=stream_seed(config.rng_seed, "order")
-    )
-    live = start(world, policy)
-    began = time.monotonic()
-    for index in range(config.rounds):
-        done = index / max(config.rounds - 1, 1)
+    training = Training(world, config)
+    while training.round < config.rounds:
+        on_round(training.play_round())
+    return training.agent.policy
+
+
+class Training(Stateful):
+    """A world, the policy that lives in it and its learner, between two rounds.
+
+    Args:
+        world: Where the policy lives; it is reset.
+        config: How to train.
+    """
+
+    STATE = ("world", "agent", "live", "generator", "round", "seconds")
+
+    def __init__(self, world: VectorWorld, config: LoopConfig) -> None:
+        self.world, self.config = world, config
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream_seed(config.rng_seed, "weights"))
+            policy = TamiyoPolicy(world.spec, config.policy)
+        self.generator = stream(config.rng_seed, "choices")
+        buffer = TamiyoRolloutBuffer(
+            world.num_envs,
+            config.steps,
+            world.spec,
+            state_shape=policy.state_shape,
+            gamma=config.gamma,
+            gae_lambda=config.gae_lambda,
+        )
+        order = stream_seed(config.rng_seed, "order")
+        self.agent = PPOAgent(policy, buffer, config.ppo, rng_seed=order)
+        self.live = start(world, policy)
+        self.round = 0
+        """Rounds that were played."""
+        self.seconds = 0.0
+        """Time that they took."""
+
+    def play_round(self) -> RoundRecord:
+        """Collect a rollout and learn from it."""
+        began, config, agent = time.monotonic(), self.config, self.agent
+        done = self.round / max(config.rounds - 1, 1)
         agent.anneal(1.0 - (1.0 - config.final_share) * done)
-        live, finished = collect(
-            world, policy, buffer, live, generator, policy_version=agent.version
+        self.live, finished = collect(
+            self.world,
+            agent.policy,
+            agent.buffer,
+            self.live,
+            self.generator,
+            policy_version=agent.version,
         )
         update = agent.update()
-        on_round(
-            RoundRecord(
-                round=index + 1,
-                rounds=config.rounds,
-                env_steps=(index + 1) * config.steps * world.num_envs,
-                seconds=time.monotonic() - began,
-                mean_return=finished.mean_return(),
-                update=update,
-            )
+        self.round += 1
+        self.seconds += time.monotonic() - began
+        return RoundRecord(
+            round=self.round,
+            rounds=config.rounds,
+            env_steps=self.round * config.steps * self.world.num_envs,
+            seconds=self.seconds,
+            mean_return=finished.mean_return(),
+            update=update,
         )
-    return policy

@@ -17,6 +17,7 @@ from torch import Generator, Tensor, nn
 
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.state import Stateful
 from esper.simic.agent.advantages import normalize_advantages
 from esper.simic.agent.guard import Guard, Undo
 from esper.simic.agent.losses import CLIP_MODES, LossWeights, masked_mean, ppo_terms
@@ -90,8 +91,11 @@ class PPOConfig:
             )
 
 
-class PPOAgent:
+class PPOAgent(Stateful):
     """Improves a policy on what its buffer holds."""
+
+    STATE = ("policy", "optimizer", "generator", "moments", "version")
+    DERIVED = ("buffer", "_weights")  # filled anew and annealed in every round
 
     def __init__(
         self,
@@ -114,6 +118,12 @@ class PPOAgent:
         self.optimizer = torch.optim.Adam(
             self.parameters, lr=config.learning_rate, eps=1e-5, fused=True
         )
+        for parameter in self.parameters:  # so that there is always something to save
+            self.optimizer.state[parameter] = {
+                "step": torch.zeros((), device=self.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
         self.generator = Generator().manual_seed(rng_seed)
         self.moments = ReturnMoments.none(self.device)
         self.version = 0
