@@ -98,10 +98,12 @@ def _fill(value: Any, tensors: Mapping[str, Tensor], path: str) -> Any:  # noqa:
         }
         return replace(value, **parts)
     if isinstance(value, list | tuple):
-        return type(value)(
+        filled = [
             _fill(part, tensors, _join(path, str(index)))
             for index, part in enumerate(value)
-        )
+        ]
+        named = hasattr(value, "_fields")
+        return type(value)(*filled) if named else type(value)(filled)
     return _like(value, tensors[path])
 
 

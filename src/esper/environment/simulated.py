@@ -20,6 +20,7 @@ from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, RELEVANT, ActionSpec
 from esper.contracts.errors import BadInput, CallOrder, IllegalAction
 from esper.contracts.observation import Observation
 from esper.contracts.stages import Stage
+from esper.contracts.state import Stateful
 from esper.contracts.step import StepResult
 from esper.environment.instances import HORIZON, Instances, draw_instances
 from esper.environment.scene import Scene, Seeds, Setting, appraise, observe
@@ -33,7 +34,7 @@ from esper.environment.slot_life import (
 )
 
 
-class SimulatedWorld:
+class SimulatedWorld(Stateful):
     """Many analytic hosts that step together; a `VectorWorld`.
 
     Heads that the op does not use are ignored.
@@ -47,6 +48,8 @@ class SimulatedWorld:
         check: Whether an illegal action raises `IllegalAction` and changes nothing;
             otherwise it is a WAIT. None: on the CPU only, elsewhere it would stall.
     """
+
+    STATE = ("_generator", "_scene", "_clock")
 
     def __init__(
         self,
