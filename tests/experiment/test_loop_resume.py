@@ -46,7 +46,7 @@ def test_a_training_goes_on_to_the_bit_from_what_was_saved(kind, at):
     assert digest(other) == digest(whole)
     for _ in range(3):
         first, second = whole.play_round(), other.play_round()
-        assert repr(replace(first, seconds=0)) == repr(replace(second, seconds=0))
+        assert repr(replace(first, seconds=0.0)) == repr(replace(second, seconds=0.0))
         assert digest(other) == digest(whole)
 
 
