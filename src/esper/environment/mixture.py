@@ -1,0 +1,101 @@
+"""Several worlds side by side, as one: environments of the first come first.
+
+A policy that is to serve many tasks lives in all of them at once. What can be said must
+be the same everywhere; hosts, data, horizons and terms may differ.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import TypeVar
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from esper.contracts.actions import ActionSpec
+from esper.contracts.errors import BadInput
+from esper.contracts.observation import Observation
+from esper.contracts.state import Stateful
+from esper.contracts.step import StepResult, VectorWorld
+from esper.environment.terms import check_actions
+
+Record = TypeVar("Record")
+
+
+class Mixture(Stateful):
+    """A `VectorWorld` made of others.
+
+    Args:
+        worlds: At least one; all with the same action space.
+    """
+
+    STATE = ("worlds",)
+
+    def __init__(self, worlds: Sequence[VectorWorld]) -> None:
+        if not worlds:
+            raise BadInput("a mixture needs at least one world, got none.")
+        for number, world in enumerate(worlds):
+            if world.spec != worlds[0].spec:
+                raise BadInput(
+                    f"all worlds of a mixture must have one action space; number "
+                    f"{number} differs from the first: {_say(world.spec)}, not "
+                    f"{_say(worlds[0].spec)}."
+                )
+        self.worlds = list(worlds)
+        self._counts = [world.num_envs for world in worlds]
+
+    @property
+    def spec(self) -> ActionSpec:
+        """What can be said in every world."""
+        return self.worlds[0].spec
+
+    @property
+    def num_envs(self) -> int:
+        """Environments of all worlds."""
+        return sum(self._counts)
+
+    def reset(self) -> Observation:
+        """Start a new episode everywhere."""
+        return joined([world.reset() for world in self.worlds])
+
+    def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
+        """Act everywhere, each world with its share of the actions."""
+        check_actions(actions, self.num_envs)
+        results = [
+            world.step(part)
+            for world, part in zip(
+                self.worlds, actions.split(self._counts), strict=True
+            )
+        ]
+        final = None
+        if any(result.final is not None for result in results):
+            # Read only where an episode was truncated: what stands elsewhere is free.
+            final = joined([r.final or r.observation for r in results])
+        return StepResult(
+            observation=joined([result.observation for result in results]),
+            reward=torch.cat([result.reward for result in results]),
+            terminated=torch.cat([result.terminated for result in results]),
+            truncated=torch.cat([result.truncated for result in results]),
+            final=final,
+        )
+
+
+def joined(parts: Sequence[Record]) -> Record:
+    """Records of tensors, one after the other along the environments."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)  # type: ignore[arg-type, return-value]
+    assert is_dataclass(first)
+    assert not isinstance(first, type)
+    return replace(
+        first,
+        **{
+            field.name: joined([getattr(part, field.name) for part in parts])
+            for field in fields(first)
+        },
+    )
+
+
+def _say(spec: ActionSpec) -> str:
+    names = ", ".join(blueprint.name for blueprint in spec.blueprints)
+    return f"{spec.slots.max_slots} slots and {names}"

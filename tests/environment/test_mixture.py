@@ -1,0 +1,81 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from esper.contracts.errors import BadInput
+from esper.contracts.state import load, save
+from esper.environment.growing import GrowingWorld
+from esper.environment.mixture import Mixture
+from esper.tamiyo.controls import Random
+from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tasks.hosts import MlpHost
+from tests.environment.test_growing import TINY, VARIED
+
+WIDER = replace(TINY, name="wider", host=MlpHost((5, 9, 8, 3)), horizon=3)
+
+
+def worlds():
+    return [
+        GrowingWorld(TINY, 2, 1),
+        GrowingWorld(WIDER, 3, 2),
+        GrowingWorld(VARIED, 1, 3),
+    ]
+
+
+def play(world, observation, chance, steps):
+    seen = []
+    for _ in range(steps):
+        masks = compute_masks(observation, world.spec)
+        actions, _ = Random().decide(observation, masks, None, chance)
+        result = world.step(actions)
+        observation = result.observation
+        seen.append((actions, result))
+    return observation, seen
+
+
+def flat(value):
+    return list(save(value).values())
+
+
+def test_a_mixture_is_its_worlds_side_by_side():
+    alone, mixture = worlds(), Mixture(worlds())
+    assert mixture.num_envs == 6
+    begun = mixture.reset()
+    assert torch.equal(
+        begun.host.score, torch.cat([w.reset().host.score for w in alone])
+    )
+    _, seen = play(mixture, begun, torch.Generator().manual_seed(0), 9)
+    for actions, result in seen:
+        parts = [
+            world.step(part)
+            for world, part in zip(alone, actions.split([2, 3, 1]), strict=True)
+        ]
+        assert torch.equal(result.reward, torch.cat([p.reward for p in parts]))
+        assert torch.equal(result.terminated, torch.cat([p.terminated for p in parts]))
+        for whole, *few in zip(
+            flat(result.observation), *(flat(p.observation) for p in parts), strict=True
+        ):
+            assert torch.equal(whole, torch.cat(few))
+    assert [r.terminated.any().item() for _, r in seen].count(True) > 2
+
+
+def test_a_mixture_goes_on_to_the_bit_from_what_was_saved():
+    mixture, chance = Mixture(worlds()), torch.Generator().manual_seed(0)
+    observation, _ = play(mixture, mixture.reset(), chance, 5)
+    saved, drawn = save(mixture), chance.get_state()
+    _, expected = play(mixture, observation, chance, 6)
+    other = Mixture(worlds())
+    load(other, saved)
+    chance.set_state(drawn)
+    _, found = play(other, observation, chance, 6)
+    for (_, one), (_, two) in zip(expected, found, strict=True):
+        assert torch.equal(one.reward, two.reward)
+
+
+def test_worlds_in_which_other_things_can_be_said_are_refused():
+    other = GrowingWorld(TINY, 2, blueprints=("widen_8",))
+    with pytest.raises(BadInput, match="number 1 differs from the first: 4 slots and"):
+        Mixture([worlds()[0], other])
+    with pytest.raises(BadInput, match="at least one world, got none"):
+        Mixture([])
