@@ -155,3 +155,23 @@ def test_a_short_training_on_a_task_ends_with_a_table_of_everybody(capsys):
     for word in ("tiny: 16 hosts", "never", "promise", "panics", "1.00 x"):
         assert word in said
     assert said.count("Tamiyo ") > 1
+
+
+def test_blueprints_are_listed(capsys):
+    assert main(["blueprints"]) == 0
+    shown = capsys.readouterr().out
+    assert "widen_16" in shown
+    assert "depthwise" in shown
+
+
+@pytest.mark.parametrize("budget", ["x", "0", "-1", "nan", "inf"])
+def test_a_budget_that_is_no_amount_is_refused(budget, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["grow", "--task", "letter", "--budget", budget])
+    assert stop.value.code == 2
+    assert "expected a number above 0" in capsys.readouterr().err
+
+
+def test_growing_on_a_mistyped_task_names_the_right_one(capsys):
+    assert main(["grow", "--task", "lettre"]) == 2
+    assert "did you mean 'letter'?" in capsys.readouterr().err

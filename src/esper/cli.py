@@ -28,7 +28,7 @@ BENCHMARKS = (
     "env",
 )
 
-COMMANDS = ("train", "evaluate", "bench", "tasks")
+COMMANDS = ("train", "grow", "evaluate", "bench", "tasks", "blueprints")
 OPTIONS = (
     "--task",
     "--controller",
@@ -48,6 +48,7 @@ examples:
   esper train --repeats 5 --ablations  five random seeds, and the same without
                                        memory and without relevance masks
   esper train --task letter            train Tamiyo on real networks and real data
+  esper grow --task letter             grow one network and tell its story
   esper evaluate                       every task with every controller that does
                                        not learn
   esper tasks                          what she can be trained on
@@ -59,6 +60,13 @@ EVALUATE_DESCRIPTION = """\
 Judge controllers that do not learn on real tasks, all of them on the same hosts.
 The return is the score that was gained, less rent for what was added; the test
 score is that of rows which no decision and no reward has seen."""
+GROW_EXAMPLES = """\
+examples:
+  esper grow --task letter
+  esper grow --task mnist1d --controller promise --out grown.pt2
+
+The file loads without Esper: torch.export.load("grown.pt2").module()
+"""
 EVALUATE_EXAMPLES = """\
 examples:
   esper evaluate                       every task, every controller
@@ -79,9 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)
         commands = {
             "train": _train,
+            "grow": _grow,
             "evaluate": _evaluate,
             "bench": _bench,
             "tasks": _tasks,
+            "blueprints": _blueprints,
         }
         return commands[options.command](options)
     except KeyboardInterrupt:
@@ -119,6 +129,38 @@ def _train(options: argparse.Namespace) -> int:
             processes=options.processes,
         )
     )
+    return 0
+
+
+def _grow(options: argparse.Namespace) -> int:
+    from esper.experiment.grow import GrowConfig, run_grow
+
+    run_grow(
+        GrowConfig(
+            task=options.task,
+            controller=options.controller,
+            budget=options.budget,
+            rng_seed=options.rng_seed,
+            out=options.out,
+        )
+    )
+    return 0
+
+
+def _blueprints(options: argparse.Namespace) -> int:
+    """What can be planted."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from esper.contracts.blueprints import BLUEPRINTS
+
+    shown = Table()
+    for column in ("name", "form", "size", "folds into the host"):
+        shown.add_column(column, justify="right" if column == "size" else "left")
+    for blueprint in BLUEPRINTS:
+        form, merges = blueprint.form.name.lower(), "yes" if blueprint.merges else "no"
+        shown.add_row(blueprint.name, form, str(blueprint.size), merges)
+    Console().print(shown)
     return 0
 
 
@@ -256,10 +298,36 @@ def _parser() -> argparse.ArgumentParser:
         "--processes", type=_Whole(1, 64), default=2, help="trainings at the same time"
     )
     _add_evaluate(commands)
+    grow = commands.add_parser(
+        "grow",
+        help="grow one network of a task and write it",
+        epilog=GROW_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    grow.add_argument("--task", required=True, help="what it learns (see esper tasks)")
+    grow.add_argument(
+        "--controller",
+        default="early",
+        help="who decides: never, random, early, periodic, plateau, promise",
+    )
+    grow.add_argument(
+        "--budget",
+        type=_positive,
+        default=4.0,
+        help="parameters that may be added, as a multiple of the host's (4)",
+    )
+    grow.add_argument(
+        "--out", type=Path, default=None, help="file for the grown network, NAME.pt2"
+    )
+    grow.add_argument(
+        "--rng-seed", type=_Whole(0, 2**32 - 1), default=0, help="decides everything"
+    )
     bench = commands.add_parser("bench", help="measure a hot path beside a naive twin")
     bench.add_argument("name", choices=BENCHMARKS, help="what to measure")
     bench.add_argument("--json", action="store_true", help="print data, not a table")
     commands.add_parser("tasks", help="list what networks can be grown on")
+    commands.add_parser("blueprints", help="list what can be planted")
     return parser
 
 
@@ -308,6 +376,17 @@ def _add_evaluate(commands: "argparse._SubParsersAction[_Parser]") -> None:
         help="controllers judged at the same time (default: 2)",
     )
     evaluate.add_argument("--json", action="store_true", help="print data, not tables")
+
+
+def _positive(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0.0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return number
 
 
 class _Whole:

@@ -1,0 +1,67 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from esper.contracts.errors import BadInput
+from esper.experiment.grow import GrowConfig, Turns, grow, run_grow, write
+from tests.environment.test_growing import LONG, blobs
+
+CONFIG = GrowConfig(task="blobs", budget=20.0)
+
+
+def test_a_grown_network_is_larger_and_loads_without_us(tmp_path):
+    grown = grow(LONG, CONFIG, progress=False)
+    file = tmp_path / "grown.pt2"
+    write(grown.fitted.model, LONG, file)
+    rows = blobs(0).test.features
+    program = torch.export.load(file).module()
+    with torch.no_grad():
+        expected = grown.fitted.model(rows)
+        torch.testing.assert_close(program(rows), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            program(rows[:1]), expected[:1], rtol=1e-5, atol=1e-6
+        )
+    size = sum(parameter.numel() for parameter in grown.fitted.model.parameters())
+    assert size > LONG.host.parameters
+    assert [path.name for path in tmp_path.iterdir()] == ["grown.pt2"]
+    right = (expected.argmax(1) == blobs(0).test.labels).float().mean()
+    assert grown.test == pytest.approx(float(right))
+
+
+def test_the_same_number_grows_the_same_network():
+    one, two = (grow(LONG, CONFIG, progress=False) for _ in range(2))
+    pairs = zip(
+        one.fitted.model.parameters(), two.fitted.model.parameters(), strict=True
+    )
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert one.test == two.test
+
+
+def test_every_row_is_seen_once_before_one_is_seen_again():
+    data = blobs(0).train
+    batches = len(data) // 16
+    turns = Turns(data, 16, batches, torch.Generator().manual_seed(0))
+    rows = torch.cat([x for x, _ in turns])
+    assert len(turns) == batches
+    assert len(rows.unique(dim=0)) == 16 * batches
+    again = torch.cat([x for x, _ in turns])
+    assert not torch.equal(rows, again)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("grown.bin", "must end in .pt2, got 'grown.bin'"),
+        ("there.pt2", "there.pt2 is there already"),
+        ("nowhere/grown.pt2", "is no folder that can be written to"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path, name, words
+):
+    (tmp_path / "there.pt2").write_text("precious")
+    out = tmp_path / Path(name)
+    with pytest.raises(BadInput, match=words):
+        run_grow(GrowConfig(task="no such task", out=out))
+    assert (tmp_path / "there.pt2").read_text() == "precious"
