@@ -1,10 +1,45 @@
-"""Intervals agree with SciPy and hold what they should."""
+"""Estimates, intervals and tests agree with SciPy, brute force and their words."""
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from scipy import stats
 
-from esper.experiment.statistics import Interval, bootstrap, mean_interval
+from esper.contracts.errors import BadInput
+from esper.experiment import statistics
+from esper.experiment.statistics import (
+    Interval,
+    bootstrap,
+    hierarchical_bootstrap,
+    iqm,
+    iqm_of_each,
+    mean_interval,
+    paired_improvement,
+    probability_of_improvement,
+    stratified_bootstrap,
+)
+from esper.experiment.verdict import compare, holm, in_words, paired_wilcoxon
+from tests.references import statistics as reference
+
+shapes = st.tuples(st.integers(1, 3), st.integers(2, 9))
+# Whole numbers: ties and zeros are frequent, and sums are exact.
+tables = shapes.flatmap(lambda s: arrays(np.float64, s, elements=st.integers(-4, 4)))
+pairs = shapes.flatmap(
+    lambda s: st.tuples(*[arrays(np.float64, s, elements=st.integers(-4, 4))] * 2)
+)
+
+# Heights of crossed less self-fertilised maize, in eighths of an inch (Darwin 1876).
+MAIZE = np.array([6, 8, 14, 16, 23, 24, 28, 29, 41, -48, 49, 56, 60, -67, 75.0])
+
+
+def _means(drawn):
+    return drawn.reshape(len(drawn), -1).mean(axis=1)
+
+
+def _exact(resamples, statistic):
+    return np.percentile([statistic(drawn) for drawn in resamples], [2.5, 97.5])
 
 
 def test_the_interval_of_a_mean_agrees_with_scipy():
@@ -40,3 +75,385 @@ def test_the_same_random_seed_gives_the_same_interval():
 
 def test_an_interval_is_written_with_its_range():
     assert f"{Interval(1.0, 0.5, 1.5):.1f}" == "1.0 [0.5, 1.5]"
+
+
+# --- Interquartile mean
+
+
+@given(tables)
+def test_the_interquartile_mean_is_scipys_and_the_one_by_hand(scores):
+    expected = stats.trim_mean(scores, 0.25, axis=None)
+    assert iqm(scores) == pytest.approx(expected, abs=1e-12)
+    assert iqm(scores) == pytest.approx(
+        reference.interquartile_mean(scores.tolist()), abs=1e-12
+    )
+
+
+@given(tables, st.randoms(use_true_random=False))
+def test_the_order_of_seeds_and_tasks_does_not_matter(scores, random):
+    values = scores.ravel().tolist()
+    random.shuffle(values)
+    assert iqm(np.array(values)) == pytest.approx(iqm(scores), abs=1e-12)
+
+
+@given(tables)
+def test_the_interquartile_mean_lies_between_the_quartiles(scores):
+    low, high = np.percentile(scores, [25, 75])
+    assert low - 1e-12 <= iqm(scores) <= high + 1e-12
+
+
+def test_a_quarter_that_is_no_whole_number_is_rounded_down():
+    assert iqm(np.array([100.0, 1.0, 2.0, 3.0, 4.0, 5.0, -100.0])) == 3.0
+    assert iqm(np.array([0.0, 0.0, 9.0])) == 3.0
+
+
+# --- Intervals over tasks, seeds and controllers
+
+
+def test_with_one_task_the_interval_is_scipys_to_the_bit():
+    values = np.random.default_rng(0).normal(size=11)
+    theirs = stats.bootstrap(
+        (values,),
+        lambda drawn, axis: stats.trim_mean(drawn, 0.25, axis=axis),
+        method="percentile",
+        n_resamples=1_000,
+        confidence_level=0.9,
+        rng=np.random.default_rng(5),
+    ).confidence_interval
+    ours = stratified_bootstrap(values, draws=1_000, confidence=0.9, rng_seed=5)
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-14)
+    assert ours.estimate == iqm(values)
+
+
+def test_the_stratified_interval_is_that_of_every_possible_draw():
+    scores = np.random.default_rng(1).normal(size=(2, 4))
+    every = reference.stratified_resamples(scores.tolist())  # 65,536
+    low, high = _exact(every, reference.interquartile_mean)
+    ours = stratified_bootstrap(scores, draws=40_000)
+    assert (ours.low, ours.high) == pytest.approx((low, high), abs=0.03 * (high - low))
+
+
+def test_seeds_are_drawn_within_their_task():
+    """Tasks that differ but hold no luck have no interval."""
+    scores = np.array([[0.0] * 5, [10.0] * 5])
+    assert stratified_bootstrap(scores) == Interval(5.0, 5.0, 5.0)
+
+
+def test_one_draw_of_seeds_serves_both_arms():
+    noise = np.random.default_rng(0).normal(size=(2, 6))
+    gap = stratified_bootstrap(
+        np.stack([noise + 1.0, noise]),
+        lambda drawn: _means(drawn[:, 0]) - _means(drawn[:, 1]),
+    )
+    assert (gap.low, gap.estimate, gap.high) == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_the_stratified_interval_holds_the_truth_about_as_often_as_it_says():
+    generator = np.random.default_rng(0)
+    tasks = np.array([[0.0], [3.0]])
+    held = []
+    for _ in range(300):
+        scores = tasks + generator.normal(size=(2, 30))
+        it = stratified_bootstrap(scores, _means, draws=1_000)
+        held.append(it.low <= 1.5 <= it.high)
+    assert 0.91 <= np.mean(held) <= 0.98
+
+
+@pytest.mark.parametrize(
+    ("same_seeds", "resamples", "shape"),
+    [
+        (False, reference.hierarchical_resamples, (2, 1, 3)),
+        (True, reference.hierarchical_resamples_of_shared_seeds, (3, 1, 3)),
+    ],
+)
+def test_the_hierarchical_interval_is_that_of_every_possible_draw(
+    same_seeds, resamples, shape
+):
+    scores = np.random.default_rng(2).normal(size=shape)
+    low, high = _exact(resamples(scores.tolist()), np.mean)
+    ours = hierarchical_bootstrap(scores, _means, same_seeds=same_seeds, draws=40_000)
+    assert (ours.low, ours.high) == pytest.approx((low, high), abs=0.03 * (high - low))
+    assert ours.estimate == pytest.approx(scores.mean())
+
+
+def test_luck_of_training_widens_the_interval():
+    generator = np.random.default_rng(3)
+    trained = generator.normal(size=(5, 1, 1))
+    scores = trained + 0.1 * generator.normal(size=(5, 2, 10))
+    inner, outer = stratified_bootstrap(scores, _means), hierarchical_bootstrap(scores)
+    assert outer.high - outer.low > 5 * (inner.high - inner.low)
+
+
+def test_luck_that_controllers_share_does_not_average_out():
+    hosts = np.random.default_rng(4).normal(size=(1, 2, 10))
+    scores = np.repeat(hosts, 5, axis=0)
+    apart = hierarchical_bootstrap(scores, _means)
+    shared = hierarchical_bootstrap(scores, _means, same_seeds=True)
+    assert shared.high - shared.low > 1.8 * (apart.high - apart.low)
+
+
+@pytest.mark.parametrize("draw_anew", [stratified_bootstrap, hierarchical_bootstrap])
+def test_memory_stays_bounded_and_parts_change_nothing(draw_anew, monkeypatch):
+    scores = np.random.default_rng(0).normal(size=(3, 2, 5))
+    at_once = []
+
+    def statistic(drawn):
+        at_once.append(drawn.size)
+        return iqm_of_each(drawn)
+
+    whole = draw_anew(scores, statistic, draws=1_001)
+    monkeypatch.setattr(statistics, "_AT_ONCE", 300)
+    at_once.clear()
+    assert draw_anew(scores, statistic, draws=1_001) == whole
+    assert max(at_once) == 300
+    assert sum(at_once) == (1 + 1_001) * scores.size  # the estimate is one more
+
+
+# --- Probability of improvement
+
+
+@given(pairs)
+def test_improvement_is_mann_whitney_averaged_over_tasks(both):
+    x, y = both
+    expected = [
+        stats.mannwhitneyu(a, b, method="asymptotic").statistic / (len(a) * len(b))
+        for a, b in zip(x, y, strict=True)
+        if len({*a, *b}) > 1  # SciPy's p-value warns without any difference
+    ]
+    expected += [0.5] * (len(x) - len(expected))
+    found = probability_of_improvement(x, y, draws=1).estimate
+    assert found == pytest.approx(np.mean(expected), abs=1e-12)
+    assert found == pytest.approx(
+        reference.probability_of_improvement(x.tolist(), y.tolist()), abs=1e-12
+    )
+
+
+@given(pairs)
+def test_improvement_one_way_is_what_the_other_way_leaves(both):
+    x, y = both
+    for improvement in (probability_of_improvement, paired_improvement):
+        there, back = improvement(x, y, draws=1), improvement(y, x, draws=1)
+        assert there.estimate + back.estimate == pytest.approx(1.0, abs=1e-12)
+
+
+@given(pairs)
+def test_paired_improvement_counts_only_partners(both):
+    x, y = both
+    assert paired_improvement(x, y, draws=1).estimate == pytest.approx(
+        reference.paired_improvement(x.tolist(), y.tolist()), abs=1e-12
+    )
+
+
+def test_the_interval_of_improvement_is_that_of_every_possible_draw():
+    x = np.array([[0.3, 0.5, 0.9], [0.2, 0.2, 0.4]])
+    y = np.array([[0.1, 0.5], [0.3, 0.1]])  # other seeds, and fewer
+    every = [
+        reference.probability_of_improvement(a, b)
+        for a in reference.stratified_resamples(x.tolist())
+        for b in reference.stratified_resamples(y.tolist())
+    ]
+    low, high = np.percentile(every, [10.0, 90.0])
+    ours = probability_of_improvement(x, y, draws=20_000, confidence=0.8)
+    assert (ours.low, ours.high) == pytest.approx((low, high), abs=0.03)
+
+
+def test_the_interval_of_improvement_agrees_with_scipy():
+    generator = np.random.default_rng(6)
+    x, y = generator.normal(0.5, 1.0, 12), generator.normal(0.0, 1.0, 15)
+
+    def wins(a, b, axis):
+        assert axis == -1
+        return (a[..., :, None] > b[..., None, :]).mean(axis=(-2, -1))
+
+    theirs = stats.bootstrap(
+        (x, y), wins, method="percentile", n_resamples=8_000, rng=1
+    ).confidence_interval
+    ours = probability_of_improvement(x, y)
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.02)
+
+
+# --- Tests
+
+
+def test_darwins_maize_has_its_known_p_value():
+    assert paired_wilcoxon(MAIZE, np.zeros(15)) == pytest.approx(0.041259765625)
+
+
+@given(pairs.filter(lambda both: both[0].size <= 10))
+def test_signed_ranks_count_every_choice_of_signs(both):
+    x, y = both
+    expected = reference.signed_ranks((x - y).ravel().tolist())
+    assert paired_wilcoxon(x, y) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 9, 14, 25, 26, 50, 51, 200])
+@pytest.mark.parametrize("kind", ["clean", "tied", "with zeros"])
+def test_signed_ranks_are_scipys(kind, count):
+    generator = np.random.default_rng(count)
+    x, y = generator.normal(0.3, 1.0, count), generator.normal(0.0, 1.0, count)
+    if kind != "clean":
+        x, y = (8 * x).round(), (8 * y).round()
+        y[:1] = x[:1] - 3.0
+        if kind == "tied":
+            y -= x == y
+        else:
+            y[1:3] = x[1:3]
+    expected = stats.wilcoxon(x, y).pvalue
+    assert paired_wilcoxon(x, y) == pytest.approx(expected, rel=1e-9)
+
+
+def test_thirteen_pairs_that_share_ranks_are_still_counted():
+    differences = np.array([3, 3, -2, 5, 0, 1, 1, -1, 4, 4, -4, 7, 0.0])
+    assert paired_wilcoxon(differences, np.zeros(13)) == pytest.approx(
+        reference.signed_ranks(differences.tolist()), abs=1e-12
+    )
+
+
+def test_differences_of_ratios_that_are_equal_share_their_rank():
+    """0.3 - 0.2 and 0.2 - 0.1 differ in floats."""
+    x, y = np.array([0.3, 0.2, 0.4, 0.1]), np.array([0.2, 0.1, 0.2, 0.5])
+    whole = paired_wilcoxon((10 * x).round(), (10 * y).round())
+    assert paired_wilcoxon(x, y) == whole
+
+
+def test_arms_without_any_difference_are_alike():
+    assert paired_wilcoxon(np.ones(60), np.ones(60)) == 1.0
+
+
+p_lists = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6)
+
+
+@given(p_lists)
+def test_holm_is_closed_testing(p_values):
+    assert holm(p_values) == pytest.approx(reference.holm(p_values), abs=1e-12)
+
+
+@given(p_lists)
+def test_holm_lowers_no_p_value_and_keeps_their_order(p_values):
+    adjusted = holm(p_values)
+    assert all(a >= p for a, p in zip(adjusted, p_values, strict=True))
+    assert sorted(adjusted) == [
+        a for _, a in sorted(zip(p_values, adjusted, strict=True))
+    ]
+
+
+# --- The table and its words
+
+
+def _arms(seeds, tasks=2):
+    noise = np.random.default_rng(0).normal(scale=0.01, size=(4, tasks, seeds))
+    base = 0.8 + noise[0]
+    return {
+        "tamiyo": base + 0.05 + noise[1],
+        "never": base,
+        "random": base + 0.5 * (noise[2] - noise[2].mean()),
+        "harm": base - 0.05 + noise[3],
+    }
+
+
+def test_the_table_holds_what_each_function_says():
+    arms = _arms(10)
+    verdict = compare(arms, "never", draws=500)
+    assert [arm.name for arm in verdict.arms] == ["never", "tamiyo", "random", "harm"]
+    assert (verdict.tasks, verdict.seeds) == (2, 10)
+    assert verdict.arms[0].against is None
+    p_values = [
+        stats.wilcoxon((arms[arm.name] - arms["never"]).ravel()).pvalue
+        for arm in verdict.arms[1:]
+    ]
+    adjusted = reference.holm(p_values)
+    for arm, p, corrected in zip(verdict.arms[1:], p_values, adjusted, strict=True):
+        x, y, row = arms[arm.name], arms["never"], arm.against
+        assert arm.iqm == stratified_bootstrap(x, draws=500)
+        assert row.difference.estimate == pytest.approx(iqm(x) - iqm(y))
+        assert row.improvement == probability_of_improvement(x, y, draws=500)
+        assert row.paired == paired_improvement(x, y, draws=500)
+        assert (row.p, row.adjusted) == pytest.approx((p, corrected), rel=1e-9)
+
+
+def test_luck_that_arms_share_is_not_in_their_difference():
+    luck = np.random.default_rng(0).normal(size=12)
+    verdict = compare({"base": luck, "other": luck + 0.25}, "base", draws=500)
+    gap = verdict.arms[1].against.difference
+    assert (gap.low, gap.high) == pytest.approx((0.25, 0.25))
+    assert verdict.arms[1].iqm.high - verdict.arms[1].iqm.low > 0.5
+
+
+def test_words_tell_what_is_shown_from_what_is_not():
+    shown, open_, limits = in_words(compare(_arms(10), "never")).split(". ")
+    assert shown.startswith("Shown against 'never': 'tamiyo' is above it by +0.0")
+    assert "'harm' is below it by -0.0" in shown
+    assert "random" not in shown
+    assert open_.startswith("Not shown to differ from 'never', nor to equal it: 'rand")
+    assert limits.startswith("This rests on 10 random seeds on each of 2 tasks; it")
+    assert "nothing about other tasks" in limits
+
+
+def test_words_say_when_the_seeds_could_not_have_shown_anything():
+    """Five wins of five: the interval leaves out zero, but p cannot fall below 1/16."""
+    base = np.array([0.70, 0.72, 0.69, 0.71, 0.73])
+    win = base + np.array([0.05, 0.06, 0.07, 0.08, 0.09])
+    verdict = compare({"base": base, "win": win}, "base")
+    assert verdict.arms[1].against.difference.low > 0.0
+    assert verdict.arms[1].against.p == verdict.smallest_p == 0.0625
+    words = in_words(verdict)
+    assert words.startswith("Not shown to differ from 'base', nor to equal it: 'win'")
+    assert "With 5 pairs and 1 arm compared no adjusted p can be below 0.062," in words
+
+
+def test_words_warn_of_intervals_from_few_seeds():
+    words = in_words(compare(_arms(9, tasks=1), "never"))
+    assert "on each of 1 task and the intervals are narrower than they should" in words
+
+
+def test_a_mean_that_most_pairs_contradict_is_not_shown():
+    """Few large gains on one task, many small losses on another: mean against ranks."""
+    base = np.zeros((2, 40))
+    mixed = np.concatenate([np.full((1, 40), -0.1), np.full((1, 40), -0.2)])
+    mixed[1, :39] = 5.0 + np.arange(39) / 100
+    row = compare({"base": base, "mixed": mixed}, "base").arms[1].against
+    assert row.difference.low > 0.0
+    assert row.adjusted < 0.05
+    assert row.paired.estimate < 0.5
+    assert not row.shown
+
+
+# --- Bad input
+
+GOOD, BAD = np.ones((2, 3)), np.array([[1.0, 2.0, 3.0], [1.0, np.nan, 3.0]])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: iqm(BAD), r"finite, got nan at \[1, 1\]"),
+        (lambda: iqm(np.zeros((2, 0))), r"not be empty, got shape \(2, 0\)"),
+        (lambda: iqm(np.zeros((2, 2, 2))), r"1 or 2 axes.*got shape \(2, 2, 2\)"),
+        (lambda: stratified_bootstrap(np.ones((3, 1))), r"2 seeds.*\(3, 1\)"),
+        (
+            lambda: stratified_bootstrap(GOOD, draws=0),
+            "at least 1, got 0",
+        ),
+        (lambda: stratified_bootstrap(GOOD, confidence=1.0), r"in \(0, 1\), got 1.0"),
+        (lambda: stratified_bootstrap(GOOD, lambda d: d[:, 0, 0:1]), "one figure per"),
+        (lambda: hierarchical_bootstrap(GOOD), r"3 axes.*got shape \(2, 3\)"),
+        (lambda: hierarchical_bootstrap(GOOD[None]), "at least 2, got 1; train more"),
+        (lambda: probability_of_improvement(GOOD, GOOD[0]), "same tasks, got 2 and 1"),
+        (lambda: probability_of_improvement(GOOD, BAD), "finite"),
+        (lambda: paired_improvement(GOOD, GOOD[:, :2]), r"\(2, 3\) and \(2, 2\)"),
+        (lambda: paired_improvement(GOOD[:, :1], GOOD[:, :1]), "at least 2 seeds"),
+        (lambda: paired_wilcoxon(GOOD, BAD), "finite"),
+        (lambda: paired_wilcoxon(GOOD[0], GOOD[0, :2]), r"\(3,\) and \(2,\)"),
+        (lambda: holm([]), r"got shape \(0,\)"),
+        (lambda: holm([0.1, float("nan")]), r"in \[0, 1\], got \[0.1, nan\]"),
+        (lambda: holm([1.1]), r"in \[0, 1\]"),
+        (lambda: compare({"a": GOOD}, "a"), "at least one other, got"),
+        (lambda: compare({"a": GOOD, "b": GOOD}, "c"), r"'c'.*got \['a', 'b'\]"),
+        (lambda: compare({"a": GOOD, "b": BAD}, "a"), "finite"),
+        (lambda: compare({"a": GOOD, "b": GOOD[:, :2]}, "a"), "same tasks and seeds"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused_in_one_line(call, message):
+    with pytest.raises(BadInput, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
