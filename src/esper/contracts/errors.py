@@ -4,7 +4,9 @@
     ├── BadInput (ValueError)             a value that cannot be meant
     │   ├── NoLegalAction                 a head with nothing to choose
     │   └── IllegalAction                 a choice its mask forbids
-    └── CallOrder (RuntimeError)          the right call at the wrong moment
+    ├── CallOrder (RuntimeError)          the right call at the wrong moment
+    ├── RunTaken (RuntimeError)           a run's name or folder is in use
+    └── StorageTrouble (OSError)          the disk refused; what was saved is intact
 
 Every message is one line: what was expected, what came, what to do.
 """
@@ -28,3 +30,11 @@ class IllegalAction(BadInput):
 
 class CallOrder(EsperError, RuntimeError):  # noqa: N818
     """A call that comes too early, too late or twice; nothing was changed."""
+
+
+class RunTaken(EsperError, RuntimeError):  # noqa: N818
+    """A run of this name exists, or another process is at work in it."""
+
+
+class StorageTrouble(EsperError, OSError):  # noqa: N818
+    """The disk refused or lied; what was saved before is still there."""

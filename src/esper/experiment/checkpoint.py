@@ -1,0 +1,305 @@
+"""Checkpoints that are whole or not there, and are believed only when they verify.
+
+    checkpoints/000123/state.safetensors    every number of the run
+                       manifest.json        step, score, facts, size and SHA-256
+
+A checkpoint is made in a hidden folder, the manifest last, and gets its name in one
+rename. It is read again and compared before an older one is removed. There is no file
+that names the newest: it is the highest step that verifies, so nothing can disagree.
+"""
+
+import hashlib
+import re
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from esper.contracts.errors import BadInput, StorageTrouble
+from esper.contracts.state import Tensors
+from esper.experiment.disk import (
+    Disk,
+    beside,
+    discard,
+    said,
+    short,
+    storage,
+    unfinished,
+)
+from esper.experiment.manifest import (
+    MAX_MANIFEST,
+    MAX_STEP,
+    STATE,
+    Manifest,
+    made_by,
+    read_manifest,
+    write_manifest,
+)
+from esper.experiment.tensor_file import (
+    OPENING,
+    check_header,
+    pack,
+    recognise,
+    unpack,
+)
+
+MANIFEST: Final = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A checkpoint that verified."""
+
+    path: Path
+    manifest: Manifest
+    tensors: Tensors = field(repr=False)
+    rejected: tuple[str, ...] = ()
+    """Why newer ones were passed over, one line each."""
+
+
+class CheckpointFolder:
+    """The checkpoints of one run; one process writes, any may read.
+
+    Args:
+        path: The folder; it is made when the first checkpoint is.
+        disk: What writes.
+        keep: How many of the newest are kept, besides the one with the best score.
+        may_be_nan: Names, or patterns such as `*/first_loss`, of tensors that may hold
+            numbers that are not finite; in all others they are refused.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        disk: Disk | None = None,
+        *,
+        keep: int = 3,
+        may_be_nan: Collection[str] = (),
+    ) -> None:
+        if keep < 1:
+            raise BadInput(f"keep must be at least 1, got {keep}.")
+        self.path, self._disk = path, disk or Disk()
+        self._keep, self._may_be_nan = keep, tuple(may_be_nan)
+
+    def publish(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+        *,
+        score: float | None = None,
+    ) -> Path:
+        """Save a state; when this returns it survives a loss of power.
+
+        Args:
+            step: How far the run is; later than every checkpoint that verifies. The
+                same state at the same step is not written twice.
+            tensors: The state by name.
+            facts: What JSON can hold, given back by `load`.
+            score: How good this state is, if that was measured.
+        """
+        state = pack(tensors, self._may_be_nan)
+        sha256 = hashlib.sha256(state).hexdigest()
+        manifest = write_manifest(
+            Manifest(
+                step=step,
+                score=score,
+                facts=facts,
+                made_by=made_by(),
+                size=len(state),
+                sha256=sha256,
+            )
+        )
+        target = self._folder(step)
+        with storage(target, "save"):
+            if not self._is_there(step, sha256):
+                self._clean()
+                self._write(target, {STATE: state, MANIFEST: manifest})
+            self._disk.sync_folder(self.path)
+            self._read_again(step)
+            self._prune(step)
+            self._clean()
+        return target
+
+    def latest(self) -> Loaded | None:
+        """The newest that verifies, with what was passed over; None if there is none.
+
+        Refuses if there are some but none verifies.
+        """
+        rejected: list[str] = []
+        for step in reversed(self.steps()):
+            try:
+                return replace(self.load(step), rejected=tuple(rejected))
+            except (BadInput, StorageTrouble) as error:
+                rejected.append(str(error))
+        if rejected:
+            line = f"none of {len(rejected)} checkpoints verifies: {rejected[0]}"
+            raise BadInput(line if len(line) <= 200 else f"{line[:199]}…")
+        return None
+
+    def best(self) -> Loaded | None:
+        """The one with the highest score that verifies, the earliest of equals."""
+        rejected: list[str] = []
+        for manifest in sorted(self.manifests(), key=_rank, reverse=True):
+            if manifest.score is None:
+                break
+            try:
+                return replace(self.load(manifest.step), rejected=tuple(rejected))
+            except (BadInput, StorageTrouble) as error:
+                rejected.append(str(error))
+        return None
+
+    def load(self, which: int | Path) -> Loaded:
+        """One checkpoint, by step or by its folder; refuses unless all verifies."""
+        folder = self._folder(which)
+        with storage(folder, "read"):
+            manifest = self._verified(which)
+            state = self._disk.read(folder / STATE, manifest.size)
+        name = short(folder / STATE)
+        if hashlib.sha256(state).hexdigest() != manifest.sha256:
+            raise BadInput(f"{name} changed while it was read; try again.")
+        tensors = unpack(name, state, self._may_be_nan)
+        return Loaded(path=folder, manifest=manifest, tensors=tensors)
+
+    def names(self) -> list[str]:
+        """Folders that should be checkpoints, oldest first."""
+        return [name_of(step) for step in self.steps()]
+
+    def steps(self) -> list[int]:
+        """Steps at which there should be a checkpoint, in order."""
+        if not self.path.is_dir():
+            return []
+        with storage(self.path, "list"):
+            names = [path.name for path in self.path.iterdir()]
+        return sorted(
+            int(name)
+            for name in names
+            if re.fullmatch("[0-9]{6,13}", name) and name == name_of(int(name))
+        )
+
+    def manifests(self) -> list[Manifest]:
+        """What those say that have a good manifest, oldest first; cheap."""
+        found = []
+        for step in self.steps():
+            with suppress(BadInput), storage(self._folder(step), "read"):
+                found.append(self._manifest(step))
+        return found
+
+    def _is_there(self, step: int, sha256: str) -> bool:
+        """Whether this very state is there; refuses to go back behind a good one."""
+        for later in [there for there in self.steps() if there >= step]:
+            try:
+                manifest = self._verified(later)
+            except BadInput:
+                continue
+            if later > step or manifest.sha256 != sha256:
+                raise BadInput(
+                    f"{short(self.path)} has another state at step {later}, which is "
+                    f"not before {step}; resume from it or start another run."
+                )
+            return True
+        return False
+
+    def _write(self, target: Path, files: Mapping[str, bytes]) -> None:
+        """Make a folder with files, and give it its name in one move."""
+        disk, temporary = self._disk, beside(target)
+        if not self.path.is_dir():
+            disk.mkdir(self.path)
+            disk.sync_folder(self.path.parent)
+        try:
+            disk.mkdir(temporary)
+            for name, data in files.items():
+                disk.create(temporary / name, data)
+                disk.sync_file(temporary / name)
+            disk.sync_folder(temporary)
+            if target.exists():  # a damaged one; a good one was refused before
+                disk.rename(target, beside(target.with_name(f"{target.name}.bad")))
+            disk.rename(temporary, target)
+        except OSError:
+            with suppress(OSError):
+                discard(disk, temporary)
+            raise
+
+    def _read_again(self, step: int) -> None:
+        try:
+            self._verified(step)
+        except BadInput as error:
+            raise StorageTrouble(
+                f"{short(self._folder(step))} does not read back as it was written; "
+                "nothing older was removed. Check the disk."
+            ) from error
+
+    def _prune(self, newest: int) -> None:
+        """Remove what is older than the last `keep` good ones, except the best."""
+        good = [entry for entry in self.manifests() if entry.step <= newest]
+        first = good[-self._keep :][0].step
+        best = max(good, key=_rank)
+        for step in self.steps():
+            if step < first and (best.score is None or step != best.step):
+                folder = self._folder(step)
+                hidden = beside(folder.with_name(f"{folder.name}.old"))
+                self._disk.rename(folder, hidden)
+                self._disk.sync_folder(self.path)
+                discard(self._disk, hidden)
+
+    def _clean(self) -> None:
+        """Remove what an interrupted save or removal left behind."""
+        if self.path.is_dir():
+            for leftover in unfinished(self.path):
+                discard(self._disk, leftover)
+
+    def _verified(self, which: int | Path) -> Manifest:
+        """The manifest, after size, digest and header of the state agreed with it."""
+        manifest, file = self._manifest(which), self._folder(which) / STATE
+        opening, size = self._disk.read(file, OPENING), self._disk.size(file)
+        if size != manifest.size:
+            why = f"damaged: it has {size:,} bytes, expected {manifest.size:,}"
+            raise _refusal(file, recognise(opening) or why)
+        if self._disk.digest(file) != manifest.sha256:
+            why = "damaged: its content is not what was saved"
+            raise _refusal(file, recognise(opening) or why)
+        check_header(short(file), opening, size)
+        return manifest
+
+    def _manifest(self, which: int | Path) -> Manifest:
+        folder = self._folder(which)
+        if not folder.is_dir():
+            raise BadInput(f"{short(folder)} is no checkpoint; expected a folder.")
+        there = sorted(path.name for path in folder.iterdir())
+        if there != [MANIFEST, STATE]:
+            odd = sorted({*there} ^ {MANIFEST, STATE})
+            raise BadInput(
+                f"{short(folder)} must hold {MANIFEST} and {STATE} only; missing or "
+                f"odd: {said(odd[0])}. Use another checkpoint."
+            )
+        file = folder / MANIFEST
+        data = self._disk.read(file, MAX_MANIFEST + 1)
+        manifest = read_manifest(short(file), data)
+        if isinstance(which, int) and manifest.step != which:
+            raise BadInput(
+                f"{short(folder)} holds step {manifest.step}; folders were renamed or "
+                "mixed up. Use another checkpoint."
+            )
+        return manifest
+
+    def _folder(self, which: int | Path) -> Path:
+        return self.path / name_of(which) if isinstance(which, int) else which
+
+
+def name_of(step: int) -> str:
+    """The folder's name of a step."""
+    if not 0 <= step <= MAX_STEP:
+        raise BadInput(f"step must lie in 0 to {MAX_STEP:,}, got {step}.")
+    return f"{step:06d}"
+
+
+def _rank(manifest: Manifest) -> tuple[float, int]:
+    score = manifest.score
+    return (-float("inf") if score is None else score, -manifest.step)
+
+
+def _refusal(file: Path, what: str) -> BadInput:
+    return BadInput(f"{short(file)} is {what}; use another checkpoint.")

@@ -1,0 +1,327 @@
+"""A run's folder: one name, one configuration, one process at a time.
+
+    runs/<name>/config.toml      what was asked for, resolved
+                versions.json    what it was made with
+                checkpoints/
+                lock             who is at work in it
+                finished.json    there once the run is complete
+
+A folder appears whole or not at all, and a name is never used twice. The lock is held
+by the system (`flock`), so it is free as soon as its process is gone, however it went.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import platform
+import re
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from esper import __version__
+from esper.contracts.errors import BadInput, CallOrder, RunTaken, StorageTrouble
+from esper.experiment.checkpoint import CheckpointFolder
+from esper.experiment.disk import (
+    Disk,
+    beside,
+    discard,
+    publish,
+    said,
+    short,
+    storage,
+)
+from esper.experiment.lock import Lock, is_locked
+
+CONFIG, VERSIONS, FINISHED = "config.toml", "versions.json", "finished.json"
+CHECKPOINTS: Final = "checkpoints"
+MAX_TEXT: Final = 1 << 20
+OCCUPIED: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+RESERVED: Final = frozenset({"latest", "best", "con", "prn", "aux", "nul"})
+FIRST: Final = ("amber", "bold", "calm", "deep", "fair", "green", "keen", "mild")
+LAST: Final = ("alder", "birch", "cedar", "fern", "hazel", "larch", "maple", "reed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """One line of a list of runs."""
+
+    name: str
+    state: str
+    """running, finished, stopped or damaged."""
+    step: int | None
+    """Of the newest checkpoint."""
+    score: float | None
+    """Of the newest checkpoint that has one."""
+    size: int
+    """Bytes on disk."""
+    trouble: str = ""
+    """What is wrong with a damaged run."""
+
+
+class Run:
+    """A run that this process may write, until it is closed.
+
+    Made by `create`, `open` or, without the lock and for reading only, `read`.
+    """
+
+    def __init__(self, path: Path, disk: Disk, lock: Lock | None) -> None:
+        self.path, self.name = path, path.name
+        self._disk, self._lock = disk, lock
+
+    @classmethod
+    def create(
+        cls,
+        root: Path,
+        name: str | None,
+        config_toml: str,
+        facts: Mapping[str, Any],
+        *,
+        disk: Disk | None = None,
+    ) -> "Run":
+        """Begin a run that is not there, and lock it.
+
+        Args:
+            root: Where runs are; it is made if its parent is there.
+            name: What it is called; None for a name made of date and time.
+            config_toml: The resolved configuration.
+            facts: What else `versions.json` should say, such as the random seed.
+            disk: What writes.
+        """
+        disk = disk or Disk()
+        name = invented_name() if name is None else checked_name(name)
+        path = root / name
+        temporary = beside(path)
+        files = {
+            CONFIG: _encoded(config_toml),
+            VERSIONS: _encoded({**versions_now(config_toml), **facts}),
+        }
+        with storage(path, "create"):
+            if not root.exists():
+                if not root.parent.is_dir():
+                    raise BadInput(f"{short(root.parent)} is not there; make it first.")
+                with suppress(FileExistsError):  # another run began just now
+                    disk.mkdir(root)
+                disk.sync_folder(root.parent)
+            if not root.is_dir():
+                raise BadInput(f"{short(root)} is no folder; runs need one.")
+            discard(disk, temporary)
+            disk.mkdir(temporary)
+            lock = Lock(temporary, path)
+            try:
+                disk.mkdir(temporary / CHECKPOINTS)
+                for file, data in files.items():
+                    disk.create(temporary / file, data)
+                    disk.sync_file(temporary / file)
+                disk.sync_folder(temporary)
+                _take(disk, temporary, path)
+                disk.sync_folder(root)
+            except (OSError, RunTaken):
+                lock.release()
+                with suppress(OSError):
+                    discard(disk, temporary)
+                raise
+        return cls(path, disk, lock)
+
+    @classmethod
+    def open(cls, path: Path, *, disk: Disk | None = None) -> "Run":
+        """Go on with a run that is there, and lock it."""
+        run = cls.read(path, disk=disk)
+        run._lock = Lock(path)
+        return run
+
+    @classmethod
+    def read(cls, path: Path, *, disk: Disk | None = None) -> "Run":
+        """Look at a run, also while another process is at work in it."""
+        if not path.is_dir():
+            raise BadInput(
+                f"{short(path)} is no run; expected a folder. See esper runs."
+            )
+        if not (path / CONFIG).is_file():
+            raise BadInput(f"{short(path)} is no run: it has no {CONFIG}.")
+        return cls(path, disk or Disk(), None)
+
+    @staticmethod
+    def list(root: Path) -> Sequence[RunSummary]:
+        """Every run of a folder, by name; damaged ones say what is wrong."""
+        if not root.is_dir():
+            return []
+        with storage(root, "list"):
+            paths = sorted(path for path in root.iterdir() if path.name[0] != ".")
+        return [_summary(path) for path in paths if path.is_dir()]
+
+    @property
+    def config_toml(self) -> str:
+        """The configuration it was begun with."""
+        return self._text(CONFIG)
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        """What it was begun with: versions, machine, facts of the caller."""
+        return _json(self.path / VERSIONS, self._text(VERSIONS))
+
+    @property
+    def finished(self) -> dict[str, Any] | None:
+        """What was said when it was complete, or None."""
+        if not (self.path / FINISHED).exists():
+            return None
+        return _json(self.path / FINISHED, self._text(FINISHED))
+
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        """Say that this run is complete."""
+        if self._lock is None:
+            raise CallOrder(f"{short(self.path)} is only read here; use Run.open.")
+        publish(self._disk, self.path / FINISHED, _encoded(facts))
+
+    def checkpoints(
+        self, *, keep: int = 3, may_be_nan: Collection[str] = ()
+    ) -> CheckpointFolder:
+        """Its checkpoints; the arguments are those of `CheckpointFolder`."""
+        return CheckpointFolder(
+            self.path / CHECKPOINTS, self._disk, keep=keep, may_be_nan=may_be_nan
+        )
+
+    def close(self) -> None:
+        """Let another process have it."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _text(self, name: str) -> str:
+        file = self.path / name
+        with storage(file, "read"):
+            data = self._disk.read(file, MAX_TEXT + 1)
+        try:
+            if len(data) <= MAX_TEXT:
+                return data.decode()
+        except UnicodeDecodeError:
+            pass
+        raise BadInput(f"{short(file)} is no text of at most {MAX_TEXT:,} bytes.")
+
+
+def checked_name(name: str) -> str:
+    """A name that is one safe word of a path on every system, or an error."""
+    if (
+        not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name)
+        or name.endswith(".")
+        or name.split(".")[0].lower() in RESERVED
+    ):
+        raise BadInput(
+            f"a run cannot be called {said(name)}; use 1 to 64 of a-z, 0-9, '_', '-', "
+            "'.', beginning with a letter or digit."
+        )
+    return name
+
+
+def invented_name(now: datetime | None = None) -> str:
+    """A name that sorts by time and can be said aloud."""
+    now = now or datetime.now(UTC)
+    words = f"{secrets.choice(FIRST)}-{secrets.choice(LAST)}"
+    return f"{now:%Y%m%d-%H%M%S}-{words}"
+
+
+def versions_now(config_toml: str) -> dict[str, Any]:
+    """All that must be equal for a resumed run to go on to the bit."""
+    return {
+        "esper": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "config_sha256": hashlib.sha256(config_toml.encode()).hexdigest(),
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _take(disk: Disk, temporary: Path, path: Path) -> None:
+    """Give a new run its name; an empty folder may be replaced, nothing else."""
+    try:
+        disk.rename(temporary, path)
+    except OSError as error:
+        if error.errno not in OCCUPIED:
+            raise
+        raise RunTaken(
+            f"{short(path)} exists; choose another name, or resume it."
+        ) from error
+
+
+def _encoded(value: str | Mapping[str, Any]) -> bytes:
+    """Bytes of a text file that can be read again."""
+    try:
+        if not isinstance(value, str):
+            value = json.dumps(dict(value), allow_nan=False, indent=1) + "\n"
+        data = value.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadInput(
+            f"what a run says of itself is no text: {said(str(error))}."
+        ) from error
+    if len(data) > MAX_TEXT:
+        raise BadInput(f"expected at most {MAX_TEXT:,} bytes, got {len(data):,}.")
+    return data
+
+
+def _json(file: Path, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise BadInput(f"{short(file)} is damaged: expected a JSON object.")
+    return found
+
+
+def _summary(path: Path) -> RunSummary:
+    state, trouble = "stopped", ""
+    try:
+        run = Run.read(path)
+        _ = run.config_toml, run.versions
+        if is_locked(path):
+            state = "running"
+        elif run.finished is not None:
+            state = "finished"
+        manifests = run.checkpoints().manifests()
+        if len(manifests) != len(run.checkpoints().steps()):
+            trouble = "a checkpoint is damaged"
+    except (BadInput, StorageTrouble) as error:
+        state, trouble, manifests = "damaged", str(error), []
+    scores = [entry.score for entry in manifests if entry.score is not None]
+    return RunSummary(
+        name=short(Path(path.name)),
+        state=state,
+        step=manifests[-1].step if manifests else None,
+        score=scores[-1] if scores else None,
+        size=_size(path),
+        trouble=trouble,
+    )
+
+
+def _size(path: Path) -> int:
+    total = 0
+    for folder, _, files in os.walk(path):
+        for file in files:
+            with suppress(OSError):  # removed since it was listed
+                total += os.lstat(Path(folder) / file).st_size
+    return total

@@ -1,0 +1,372 @@
+import errno
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import torch
+
+from esper.contracts.errors import BadInput, CallOrder, RunTaken, StorageTrouble
+from esper.experiment.lock import Lock, is_locked
+from esper.experiment.run import Run, checked_name, invented_name
+from tests.experiment.disks import CountingDisk, Died, DyingDisk, RefusingDisk
+
+CONFIG = 'task = "letter"  # ü\n'
+
+
+def create(root, name="one", **options):
+    return Run.create(root, name, CONFIG, {"rng_seed": 3}, **options)
+
+
+def test_a_run_is_begun_closed_and_opened_again(tmp_path):
+    with create(tmp_path / "runs") as run:
+        assert run.path == tmp_path / "runs" / "one"
+        run.checkpoints().publish(5, {"a": torch.ones(2)}, {}, score=0.5)
+    assert sorted(os.listdir(run.path)) == [
+        "checkpoints",
+        "config.toml",
+        "lock",
+        "versions.json",
+    ]
+    with Run.open(run.path) as again:
+        assert again.config_toml == CONFIG
+        assert again.versions["rng_seed"] == 3
+        assert again.versions["torch"] == torch.__version__
+        assert again.finished is None
+        assert torch.equal(again.checkpoints().latest().tensors["a"], torch.ones(2))
+        again.finish({"why": "budget"})
+    assert Run.read(run.path).finished == {"why": "budget"}
+
+
+def test_a_name_is_never_used_twice(tmp_path):
+    create(tmp_path).close()
+    before = (tmp_path / "one" / "versions.json").read_bytes()
+    with pytest.raises(RunTaken, match="one exists; choose another name, or resume it"):
+        create(tmp_path)
+    assert (tmp_path / "one" / "versions.json").read_bytes() == before
+    assert os.listdir(tmp_path) == ["one"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_what_is_already_there_is_not_overwritten(tmp_path, kind):
+    place = tmp_path / "one"
+    if kind == "file":
+        place.write_text("mine")
+    elif kind == "folder":
+        place.mkdir()
+        (place / "mine").write_text("mine")
+    else:
+        (tmp_path / "elsewhere").mkdir()
+        place.symlink_to(tmp_path / "elsewhere")
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(RunTaken):
+        create(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == before
+    assert kind != "link" or os.listdir(tmp_path / "elsewhere") == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        ".hidden",
+        "-rf",
+        "a/b",
+        "a\\b",
+        "../x",
+        "/etc",
+        "a\nb",
+        "a\x1b[2J",
+        "a b",
+        "ü",
+        "٤",
+        "x" * 65,
+        "a\0",
+        "end.",
+        "a\n",
+        "latest",
+        "NUL",
+        "con.txt",
+        "<script>",
+        "${x}",
+        "😀" * 300,
+        "\u202eabc",
+    ],
+)
+def test_unsafe_names_are_refused_in_one_line(tmp_path, name):
+    with pytest.raises(BadInput, match="a run cannot be called") as error:
+        create(tmp_path, name)
+    assert len(str(error.value)) <= 200
+    assert str(error.value).isprintable()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["a", "Letter-3.2_b", "x" * 64, "7", "console"])
+def test_safe_names_are_taken(name):
+    assert checked_name(name) == name
+
+
+def test_invented_names_are_safe_and_sort_by_time():
+    start = datetime(2026, 1, 31, 23, 59, 58, tzinfo=UTC)
+    names = [invented_name(start + timedelta(seconds=n)) for n in range(5)]
+    assert names == sorted(names)
+    for name in names:
+        assert re.fullmatch(r"\d{8}-\d{6}-[a-z]+-[a-z]+", checked_name(name))
+
+
+def test_a_run_without_a_name_gets_one(tmp_path):
+    with Run.create(tmp_path, None, CONFIG, {}) as run:
+        assert os.listdir(tmp_path) == [run.name]
+
+
+@pytest.mark.parametrize("when", ["before", "torn", "after"])
+def test_a_death_while_a_run_is_begun_leaves_a_whole_run_or_none(tmp_path, when):
+    for at in range(100):
+        root = tmp_path / str(at)
+        try:
+            create(root, disk=DyingDisk(at, when)).close()
+        except Died:
+            for row in Run.list(root):
+                assert (row.name, row.trouble) == ("one", "")
+            continue
+        break
+    assert at >= 10
+
+
+def test_a_disk_that_refuses_while_a_run_is_begun_leaves_nothing(tmp_path):
+    open_files = len(os.listdir("/proc/self/fd"))
+    for at in range(100):
+        root = tmp_path / str(at)
+        disk = RefusingDisk(at, errno.ENOSPC)
+        try:
+            create(root, disk=disk).close()
+        except StorageTrouble:
+            assert [row.name for row in Run.list(root)] in ([], ["one"])
+            assert not root.exists() or os.listdir(root) in ([], ["one"])
+            assert len(os.listdir("/proc/self/fd")) == open_files
+            continue
+        break
+    assert at >= 10
+
+
+def test_bad_places_are_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(BadInput, match="file is no folder; runs need one"):
+        create(tmp_path / "file")
+    with pytest.raises(BadInput, match="missing is not there; make it first"):
+        create(tmp_path / "missing" / "runs")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(BadInput, match="loop is no folder"):
+        create(tmp_path / "loop")
+    assert sorted(os.listdir(tmp_path)) == ["file", "loop"]
+
+
+@pytest.mark.parametrize(
+    ("config", "facts", "why"),
+    [
+        ("x" * (1 << 21), {}, "at most 1,048,576 bytes, got 2,097,152"),
+        ("\ud800", {}, "no text"),
+        ("", {"a": float("nan")}, "no text"),
+        ("", {"a": object()}, "no text"),
+    ],
+)
+def test_what_could_not_be_read_again_is_not_stored(tmp_path, config, facts, why):
+    with pytest.raises(BadInput, match=why):
+        Run.create(tmp_path, "one", config, facts)
+    assert os.listdir(tmp_path) == []
+
+
+def test_only_runs_are_opened(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "other").mkdir()
+    for name in ("missing", "file"):
+        with pytest.raises(BadInput, match=f"{name} is no run; expected a folder"):
+            Run.open(tmp_path / name)
+    with pytest.raises(BadInput, match=r"other is no run: it has no config\.toml"):
+        Run.open(tmp_path / "other")
+    assert os.listdir(tmp_path / "other") == []
+
+
+def test_only_who_holds_a_run_can_finish_it(tmp_path):
+    run = create(tmp_path)
+    with pytest.raises(CallOrder, match="one is only read here"):
+        Run.read(run.path).finish({})
+    run.close()
+    with pytest.raises(CallOrder):
+        run.finish({})
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from esper.experiment.run import Run
+run = Run.open(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_process_is_told_who_is_there_until_that_one_is_killed(tmp_path):
+    create(tmp_path).close()
+    path = tmp_path / "one"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE
+    )
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        begun = time.monotonic()
+        with pytest.raises(RunTaken) as error:
+            Run.open(path)
+        assert time.monotonic() - begun < 2.0
+        assert f"one is in use by process {holder.pid} on '" in str(error.value)
+        assert re.search(r" since '20\d\d-", str(error.value))
+        assert len(str(error.value)) <= 200
+        assert [row.state for row in Run.list(tmp_path)] == ["running"]
+        assert Run.read(path).config_toml == CONFIG
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+    assert [row.state for row in Run.list(tmp_path)] == ["stopped"]
+    Run.open(path).close()
+
+
+def test_a_lock_is_held_until_it_is_released(tmp_path):
+    assert not is_locked(tmp_path)
+    lock = Lock(tmp_path)
+    assert is_locked(tmp_path)
+    with pytest.raises(RunTaken, match=f"in use by process {os.getpid()} on"):
+        Lock(tmp_path)
+    lock.release()
+    lock.release()
+    assert not is_locked(tmp_path)
+    assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b'{"pid": "x"}', b"[" * 4096])
+def test_a_lock_file_that_says_nothing_still_locks(tmp_path, text):
+    lock = Lock(tmp_path)
+    (tmp_path / "lock").write_bytes(text)
+    with pytest.raises(RunTaken, match="in use by another process"):
+        Lock(tmp_path)
+    lock.release()
+
+
+def test_an_old_lock_file_locks_nothing(tmp_path):
+    (tmp_path / "lock").write_text('{"pid": 1, "host": "x", "since": "then"}')
+    assert not is_locked(tmp_path)
+    Lock(tmp_path).release()
+
+
+def test_a_moment_of_looking_keeps_nobody_out(tmp_path):
+    Lock(tmp_path).release()
+    number = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(number, fcntl.LOCK_SH)
+    looking = threading.Timer(0.1, os.close, [number])
+    looking.start()
+    Lock(tmp_path).release()
+    looking.join()
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(StorageTrouble, match="cannot lock"):
+        Lock(tmp_path)
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_runs_are_listed_with_what_is_known_of_them(tmp_path):
+    assert Run.list(tmp_path / "missing") == []
+    going = create(tmp_path, "going")
+    with create(tmp_path, "done") as done:
+        done.finish({})
+    with create(tmp_path, "stopped") as stopped:
+        folder = stopped.checkpoints()
+        folder.publish(3, {"a": torch.ones(1)}, {}, score=0.5)
+        folder.publish(4, {"a": torch.zeros(1)}, {})
+    (tmp_path / "file").write_text("no run")
+    (tmp_path / ".hidden").mkdir()
+    rows = {row.name: row for row in Run.list(tmp_path)}
+    going.close()
+    assert {name: row.state for name, row in rows.items()} == {
+        "done": "finished",
+        "going": "running",
+        "stopped": "stopped",
+    }
+    row = rows["stopped"]
+    assert (row.step, row.score, row.trouble) == (4, 0.5, "")
+    files = [path for path in stopped.path.rglob("*") if path.is_file()]
+    assert row.size == sum(path.stat().st_size for path in files)
+    assert (rows["done"].step, rows["done"].score) == (None, None)
+
+
+def no_config(path):
+    (path / "config.toml").unlink()
+
+
+def config_is_noise(path):
+    (path / "config.toml").write_bytes(b"\xff\xfe")
+
+
+def config_is_huge(path):
+    os.truncate(path / "config.toml", 1 << 34)
+
+
+def versions_are_cut_off(path):
+    (path / "versions.json").write_text('{"esper"')
+
+
+def no_versions(path):
+    (path / "versions.json").unlink()
+
+
+def finished_is_a_list(path):
+    (path / "finished.json").write_text("[1]")
+
+
+@pytest.mark.parametrize(
+    ("damage", "trouble"),
+    [
+        (no_config, "has no config.toml"),
+        (config_is_noise, "config.toml is no text"),
+        (config_is_huge, "config.toml is no text of at most"),
+        (versions_are_cut_off, "versions.json is damaged"),
+        (no_versions, "cannot read"),
+        (finished_is_a_list, "finished.json is damaged"),
+    ],
+)
+def test_a_damaged_run_is_listed_as_such_beside_the_others(tmp_path, damage, trouble):
+    for name in ("bad", "good"):
+        create(tmp_path, name, disk=CountingDisk()).close()
+    damage(tmp_path / "bad")
+    bad, good = Run.list(tmp_path)
+    assert (bad.name, bad.state) == ("bad", "damaged")
+    assert trouble in bad.trouble
+    assert len(bad.trouble) <= 200
+    assert (good.name, good.state) == ("good", "stopped")
+
+
+def test_a_damaged_checkpoint_is_mentioned(tmp_path):
+    with create(tmp_path) as run:
+        for step in (1, 2):
+            run.checkpoints().publish(step, {"a": torch.ones(1)}, {})
+    (run.path / "checkpoints" / "000002" / "manifest.json").write_text("{}")
+    (row,) = Run.list(tmp_path)
+    assert (row.state, row.step) == ("stopped", 1)
+    assert row.trouble == "a checkpoint is damaged"
+
+
+def test_names_made_by_others_are_shown_without_escapes(tmp_path):
+    (tmp_path / "\x1b[2J").mkdir()
+    (row,) = Run.list(tmp_path)
+    assert (row.name, row.state) == ("?[2J", "damaged")
+    assert row.trouble.isprintable()
