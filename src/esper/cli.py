@@ -26,6 +26,7 @@ BENCHMARKS = (
     "widening",
     "cohort",
     "env",
+    "store",
 )
 
 COMMANDS = ("train", "grow", "evaluate", "bench", "tasks", "blueprints")

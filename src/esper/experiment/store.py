@@ -1,0 +1,369 @@
+"""The event store of a run: one SQLite database, written by one process.
+
+Rows are queued and written in one transaction when `flush` is called or a thousand of
+them wait. After a durable flush they survive a loss of power, so that a checkpoint that
+is published after it never knows more than the store. A store that cannot be written
+does not stop a run: rows wait, and when too many do, the oldest figures of steps and
+heads are dropped and counted. What happened to seeds is never dropped.
+
+Readers use `database.open_store`: only this connection ever writes or checkpoints.
+"""
+
+import json
+import os
+import sqlite3
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from esper.contracts.errors import BadInput, CallOrder, StorageTrouble
+from esper.contracts.stages import Stage
+from esper.experiment.batch import Batch, Column, whole
+from esper.experiment.database import columns_of, open_writer, transaction
+from esper.experiment.judging import Judged
+from esper.experiment.lifecycle_events import WORDS, Changes
+from esper.experiment.loop import RoundRecord
+from esper.experiment.schema import TABLES
+
+BATCH: Final = 1_000
+"""Rows that wait before they are written unasked."""
+LIMIT: Final = 100_000
+"""Rows that may wait while the store cannot be written: about 50 MiB."""
+DROPPABLE: Final = frozenset({"steps", "heads"})
+
+
+class Store:
+    """Writes what a run does; `begin_attempt` comes first.
+
+    Args:
+        path: The database; it is made if there is none.
+        limit: Rows that may wait while it cannot be written.
+    """
+
+    def __init__(self, path: Path | str, *, limit: int = LIMIT) -> None:
+        self.path, self._limit = Path(path), limit
+        self.dropped = 0
+        """Rows that were given up since the store was opened."""
+        self.failures = 0
+        """Times that waiting rows could not be written."""
+        self._queue: deque[Batch] = deque()
+        self._waiting, self._retry_at = 0, BATCH
+        self._attempt, self._seq, self._round, self._untold = 0, 0, 0, 0
+        self._db = open_writer(self.path)
+        self._file = os.stat(self.path).st_ino
+        self._columns = {name: columns_of(self._db, name) for name in TABLES}
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def begin_attempt(
+        self,
+        resume_round: int | None = None,
+        versions: Mapping[str, str] | None = None,
+    ) -> int:
+        """Start to write; what others wrote beyond `resume_round` no longer counts.
+
+        Args:
+            resume_round: The round that the run goes on from; None: from the start.
+            versions: What it runs on.
+
+        Returns:
+            The number of the attempt, from 1.
+        """
+        if self._attempt:
+            raise CallOrder("begin_attempt() was called before; open another Store.")
+        keeps = -1 if resume_round is None else whole("resume_round", resume_round)
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        about = json.dumps(dict(versions or {}), sort_keys=True)
+        try:
+            self._db.execute("PRAGMA synchronous = FULL")
+            with transaction(self._db):
+                self._db.execute(
+                    "UPDATE attempts SET last_round = min(ifnull(last_round, ?1), ?1)",
+                    (keeps,),
+                )
+                found = self._db.execute(
+                    "INSERT INTO attempts (started, resumed_after, rows, versions) "
+                    "VALUES (?, ?, 0, ?) RETURNING attempt",
+                    (started, resume_round, about),
+                ).fetchall()
+                known = self._db.execute("SELECT count(*) FROM live_rounds").fetchone()
+        except sqlite3.DatabaseError as error:
+            raise self._trouble(error) from None
+        self._attempt, self._round = int(found[0][0]), max(keeps, 0)
+        if known[0] < keeps:
+            lost = (
+                f"{keeps - known[0]} of the rounds 1 to {keeps} are not in this store"
+            )
+            self.add_note(self._round, "gap", lost)
+        return self._attempt
+
+    def add_round(
+        self,
+        record: RoundRecord,
+        *,
+        mean_score: float | None = None,
+        added: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """One round and its update, head by head."""
+        update = asdict(record.update)
+        heads: Mapping[str, Mapping[str, float]] = update.pop("heads")
+        self._add(
+            "rounds",
+            1,
+            round=record.round,
+            env_steps=record.env_steps,
+            seconds=record.seconds,
+            mean_return=record.mean_return,
+            mean_score=mean_score,
+            added=added,
+            learning_rate=learning_rate,
+            **update,
+        )
+        figures = next(iter(heads.values()), {})
+        self._add(
+            "heads",
+            len(heads),
+            round=record.round,
+            head=[*heads],
+            **{name: [head[name] for head in heads.values()] for name in figures},
+        )
+
+    def add_steps(
+        self,
+        *,
+        round: int,
+        step: int,
+        task: str,
+        episode: Int64[Tensor, " env"],
+        reward: Float[Tensor, " env"],
+        score: Float[Tensor, " env"] | None = None,
+        loss: Float[Tensor, " env"] | None = None,
+        added: Float[Tensor, " env"] | None = None,
+        budget_left: Float[Tensor, " env"] | None = None,
+    ) -> None:
+        """One decision of every environment of a task; None is stored as missing."""
+        self._add(
+            "steps",
+            len(reward),
+            round=round,
+            step=whole("step", step),
+            env=range(len(reward)),
+            task=task,
+            episode=episode,
+            reward=reward,
+            score=score,
+            loss=loss,
+            added=added,
+            budget_left=budget_left,
+        )
+
+    def add_events(
+        self,
+        changes: Changes,
+        *,
+        round: int,
+        step: int,
+        task: str,
+        episode: Int64[Tensor, " env"],
+        blueprints: Sequence[str],
+    ) -> None:
+        """What happened to seeds in one step.
+
+        Args:
+            changes: As `events_between` found them.
+            round: Of the run.
+            step: The decision that they followed.
+            task: Of the environments.
+            episode: Number of the episode of every environment before the step.
+            blueprints: Names of the run's blueprints.
+        """
+        if not len(changes):
+            return
+        stages = [stage.name for stage in Stage]
+        names = [*blueprints, None]  # index -1: no seed
+        self._add(
+            "events",
+            len(changes),
+            round=round,
+            step=whole("step", step),
+            env=changes.env,
+            task=task,
+            episode=episode[changes.env],
+            slot=changes.slot,
+            what=[WORDS[index] for index in changes.what.tolist()],
+            stage_from=[stages[index] for index in changes.before.tolist()],
+            stage_to=[stages[index] for index in changes.after.tolist()],
+            blueprint=[names[index] for index in changes.blueprint.tolist()],
+            alpha=changes.alpha,
+        )
+
+    def add_episodes(
+        self,
+        *,
+        round: int,
+        step: int,
+        task: str,
+        env: Int64[Tensor, " ended"],
+        episode: Int64[Tensor, " ended"],
+        returns: Float[Tensor, " ended"],
+        score: Float[Tensor, " ended"] | None = None,
+        test: Float[Tensor, " ended"] | None = None,
+        added: Float[Tensor, " ended"] | None = None,
+        macs: Float[Tensor, " ended"] | None = None,
+        panicked: Bool[Tensor, " ended"] | None = None,
+    ) -> None:
+        """How the episodes that ended in one step ended."""
+        self._add(
+            "episodes",
+            len(env),
+            round=round,
+            step=whole("step", step),
+            env=env,
+            task=task,
+            episode=episode,
+            **{"return": returns},
+            score=score,
+            test=test,
+            added=added,
+            macs=macs,
+            panicked=panicked,
+        )
+
+    def add_evaluation(
+        self, judged: Judged, *, round: int, controller: str, task: str
+    ) -> None:
+        """What became of every host under one controller."""
+        self._add(
+            "evaluations",
+            len(judged.returns),
+            round=round,
+            controller=controller,
+            task=task,
+            host=range(len(judged.returns)),
+            **{"return": torch.from_numpy(judged.returns)},
+            test=torch.from_numpy(judged.test),
+            added=torch.from_numpy(judged.added),
+            macs=torch.from_numpy(judged.macs),
+            panicked=torch.from_numpy(judged.panicked),
+        )
+
+    def add_note(self, round: int, kind: str, text: str) -> None:
+        """Something worth saying in words."""
+        self._add("notes", 1, round=round, kind=kind, text=text)
+
+    def flush(self, *, durable: bool = True) -> int:
+        """Write all that waits.
+
+        Args:
+            durable: Whether it must survive a loss of power. Raises StorageTrouble if
+                it cannot; nothing is lost then, and may be tried again. If not durable,
+                trouble is counted and the rows go on waiting.
+
+        Returns:
+            Rows of this attempt that are written.
+        """
+        if not self._attempt:
+            raise CallOrder("flush() before begin_attempt(); call that first.")
+        if self._untold:
+            text = f"{self._untold} rows of steps or heads could not be written in time"
+            self._untold = 0
+            note: dict[str, Column] = {"kind": "dropped", "text": text}
+            self._put(Batch("notes", 1, {"round": self._round, **note}))
+        try:
+            self._write(durable=durable)
+        except sqlite3.IntegrityError:
+            raise
+        except (sqlite3.DatabaseError, OSError) as error:
+            self.failures += 1
+            self._retry_at = self._waiting + BATCH
+            self._shed()
+            if durable:
+                raise self._trouble(error) from None
+        return self._seq
+
+    def close(self) -> None:
+        """Write all that waits, durably, and let go of the file."""
+        try:
+            if self._attempt:
+                self.flush()
+        finally:
+            self._db.close()
+
+    def _add(self, table: str, count: int, **columns: Column) -> None:
+        """Queue rows; refuses before anything is changed."""
+        if not self._attempt:
+            raise CallOrder("rows came before begin_attempt(); call that first.")
+        unknown = columns.keys() - self._columns[table].keys()
+        if unknown:
+            raise BadInput(f"the table {table} has no column {min(unknown)!r}.")
+        number = whole("round", columns["round"])
+        batch = Batch.of(table, count, columns)
+        self._round = number
+        self._put(batch)
+        if self._waiting >= self._retry_at:
+            self.flush(durable=False)
+
+    def _put(self, batch: Batch) -> None:
+        self._queue.append(batch)
+        self._waiting += batch.count
+
+    def _write(self, *, durable: bool) -> None:
+        """One transaction with all that waits; a full sync makes it durable."""
+        if durable and os.stat(self.path).st_ino != self._file:
+            raise OSError("it was replaced by another file")
+        rows: dict[str, list[tuple[Any, ...]]] = {}
+        seq = self._seq
+        for batch in self._queue:
+            made = batch.rows(self._columns[batch.table], self._attempt, seq + 1)
+            rows.setdefault(batch.table, []).extend(made)
+            seq += batch.count
+        # In WAL mode FULL syncs the log at every commit, NORMAL does not.
+        self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+        with transaction(self._db):
+            for table, lines in rows.items():
+                marks = ", ".join("?" * len(self._columns[table]))
+                self._db.executemany(f"INSERT INTO {table} VALUES ({marks})", lines)
+            # Changes a page even if nothing waits: no commit, no sync.
+            self._db.execute(
+                "UPDATE attempts SET rows = ? WHERE attempt = ?", (seq, self._attempt)
+            )
+        self._seq = seq
+        self._queue.clear()
+        self._waiting, self._retry_at = 0, BATCH
+
+    def _shed(self) -> None:
+        """Give up the oldest figures until what waits is bearable."""
+        excess, kept = self._waiting - self._limit, deque[Batch]()
+        for batch in self._queue:
+            if excess > 0 and batch.table in DROPPABLE:
+                excess -= batch.count
+                self._waiting -= batch.count
+                self.dropped += batch.count
+                self._untold += batch.count
+            else:
+                kept.append(batch)
+        self._queue = kept
+
+    def _trouble(self, error: Exception) -> StorageTrouble:
+        return StorageTrouble(
+            f"cannot write {self.path}: {error}; {self._waiting} rows wait. Make room "
+            "or end whoever else writes there."
+        )
