@@ -1,61 +1,71 @@
-"""Plain loops over numpy arrays, compiled to machine code on their first call."""
+"""Plain loops over numpy arrays, compiled to machine code on their first call.
+
+    kernel   its bits are those of the loop as it is written
+    fused    products may be fused with sums
+    summed   and sums may be split over lanes
+
+Same input, same bits, in all three. Compiled code is kept on disk until the file of its
+function changes. What else it depends on, its flags and the modules that it takes
+constants or other kernels from, is put into a free variable, which is part of its key.
+"""
 
 import inspect
 from collections.abc import Callable
 from hashlib import sha256
 from types import CellType, FunctionType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numba
 
 Function = Callable[..., Any]
+Decorator = Callable[[Function], Function]
+FUSED = ("contract",)
+SUMMED = ("contract", "reassoc", "nsz")
 
 
 def kernel(function: Function) -> Function:
-    """Compile a loop; its bits are those of the loop as it is written."""
-    return _compiled(function)
+    """Compile a loop as it is written."""
+    return _compiled(function, (), ())
 
 
-def fused(function: Function) -> Function:
-    """Compile a loop that may fuse products with sums.
-
-    Same input, same bits, but not those of the loop as it is written.
-    """
-    return _compiled(function, fastmath={"contract"})
+def fused_with(*modules: ModuleType) -> Decorator:
+    """Compile a loop that depends on these modules; products may be fused with sums."""
+    return lambda function: _compiled(function, modules, FUSED)
 
 
-def summed(function: Function) -> Function:
-    """Compile a loop that may also split its sums over lanes."""
-    return _compiled(function, fastmath={"contract", "reassoc", "nsz"})
+def summed_with(*modules: ModuleType) -> Decorator:
+    """Compile a loop that depends on these modules; sums may be split over lanes."""
+    return lambda function: _compiled(function, modules, SUMMED)
 
 
-def fused_with(*modules: ModuleType) -> Callable[[Function], Function]:
-    """`fused`, for what calls kernels of other modules.
-
-    Compiled code is kept on disk until the file of its function changes. A free
-    variable, which is part of its key, makes it new when one of their files does.
-    """
-    source = "".join(inspect.getsource(module) for module in modules)
-    digest = sha256(source.encode()).hexdigest()
-
-    def decorate(function: Function) -> Function:
-        plain = inspect.unwrap(function)
-        assert isinstance(plain, FunctionType)
-        bound = FunctionType(
-            plain.__code__.replace(co_freevars=("digest",)),
-            plain.__globals__,
-            plain.__name__,
-            plain.__defaults__,
-            (CellType(digest),),
-        )
-        bound.__module__, bound.__qualname__ = plain.__module__, plain.__qualname__
-        bound.__doc__ = plain.__doc__
-        return fused(bound)
-
-    return decorate
+fused = fused_with()
+summed = summed_with()
 
 
-def _compiled(function: Function, **more: Any) -> Function:  # noqa: ANN401
+def _compiled(
+    function: Function, modules: tuple[ModuleType, ...], flags: tuple[str, ...]
+) -> Function:
     # The test hook wraps annotated functions; the compiler needs what is inside.
-    compiler = numba.njit(cache=True, nogil=True, error_model="numpy", **more)
-    return cast(Function, compiler(inspect.unwrap(function)))
+    plain = inspect.unwrap(function)
+    assert isinstance(plain, FunctionType)
+    source = "".join(inspect.getsource(module) for module in modules)
+    digest = sha256(f"{flags}{source}".encode()).hexdigest()
+    bound = FunctionType(
+        plain.__code__.replace(co_freevars=("digest",)),
+        plain.__globals__,
+        plain.__name__,
+        plain.__defaults__,
+        (CellType(digest),),
+    )
+    bound.__module__, bound.__qualname__ = plain.__module__, plain.__qualname__
+    bound.__doc__ = plain.__doc__
+    options: dict[str, Any] = {
+        "nogil": True,
+        "error_model": "numpy",
+        "fastmath": set(flags),
+    }
+    try:
+        compiled: Function = numba.njit(cache=True, **options)(bound)
+    except RuntimeError:  # nowhere to keep it: every process compiles anew
+        compiled = numba.njit(**options)(bound)
+    return compiled

@@ -483,3 +483,17 @@ def test_an_episode_with_growth_in_it_ends_as_plain_training_does(host):
                 garden.live(env, (decision - 3 + env) % SLOTS, stage)
         garden.train(every, start=decision * every)
     garden.assert_like_plain(rtol=1e-5)
+
+
+def test_an_unknown_engine_is_refused():
+    with pytest.raises(BadInput, match="engine must be one of auto, kernels, tensors"):
+        Cohort(2, MLP, CHOSEN["mlp"], engine="kernel")
+
+
+@ENGINES
+def test_minibatches_of_another_size_are_refused(engine):
+    garden = Garden(2, plain=False, engine=engine)
+    picked = torch.zeros(2, 1, ROWS // 2, dtype=torch.int64)
+    rates = torch.ones(2, 1, dtype=torch.float64)
+    with pytest.raises(BadInput, match="minibatches of 16 rows, got 8"):
+        garden.cohort.train(garden.x, garden.y, picked, Plan.of(garden.lives), rates)

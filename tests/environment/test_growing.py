@@ -514,3 +514,56 @@ def test_what_are_no_sentences_for_everybody_is_refused(actions, words):
     check_actions(torch.zeros(2, NUM_HEADS).long(), 2)
     with pytest.raises(BadInput, match=words):
         check_actions(actions, 2)
+
+
+def test_a_wait_may_name_anything_in_the_heads_it_does_not_use():
+    world = make(2)
+    world.reset()
+    actions = torch.stack([sentence(Op.WAIT, slot=-1), sentence(Op.WAIT, blueprint=99)])
+    world.step(actions)
+    assert not world.illegal.any()
+    world.step(torch.stack([sentence(99), sentence(-1)]))
+    assert world.illegal.all()
+
+
+def test_what_costs_the_whole_budget_is_affordable():
+    cost = float(make(1).reset().offers.parameters[0, 0, 0])
+    world = make(1, terms=Terms(budget=(3 * cost, 3 * cost)))
+    world.reset()
+    for slot in range(3):
+        world.step(sentence(Op.GERMINATE, slot=slot)[None])
+        kinds = world.cohort.size[0, : slot + 1]
+        if slot in (0, 2):  # slots of the same place cost the same
+            assert bool((kinds[::2] > 0).all())
+
+
+def test_a_panic_never_pays():
+    world = make(1, terms=Terms(rent=(1.0, 1.0), budget=(20.0, 20.0)), task=LONG)
+    world.reset()
+    worth = float(world.step(sentence(Op.GERMINATE, blueprint=3)[None]).reward)
+    assert worth < -1.0
+    world.cohort.values[0] = torch.nan
+    result = world.step(sentence(Op.WAIT)[None])
+    assert bool(result.terminated[0])
+    assert float(result.reward[0]) == 0.0
+
+
+def test_a_host_that_breaks_in_the_last_minibatch_panics():
+    world = make(2)
+    world.reset()
+    train = world.cohort.train
+
+    def breaking(*given, **more):
+        trained = train(*given, **more)
+        world.cohort.values[0, 0] = torch.inf
+        return trained
+
+    world.cohort.train = breaking
+    result = world.step(torch.stack([sentence(Op.WAIT)] * 2))
+    assert result.terminated.tolist() == [True, False]
+    assert world.ended.panicked.tolist() == [True]
+
+
+def test_bad_counts_of_seeds_are_refused():
+    with pytest.raises(BadInput, match="seeds_per_slot must be a whole number"):
+        make(1, seeds_per_slot=0)

@@ -9,10 +9,11 @@ environment's numbers do not depend on what its neighbours do.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -118,6 +119,10 @@ class Cohort(Stateful):
         dtype: torch.dtype = torch.float32,
         engine: Engine = "auto",
     ) -> None:
+        if engine not in get_args(Engine):
+            raise BadInput(
+                f"engine must be one of {', '.join(get_args(Engine))}; got {engine!r}."
+            )
         on_cpu = torch.device(device).type == "cpu"
         if engine == "kernels" and not on_cpu:
             raise BadInput(f"engine 'kernels' runs on the CPU, the device is {device}.")
@@ -209,6 +214,11 @@ class Cohort(Stateful):
             rates: Learning rate of every minibatch.
             keep: Whether to look at the places in the last minibatch.
         """
+        if picked.shape[2] != self.batch:
+            raise BadInput(
+                f"this cohort was made for minibatches of {self.batch} rows, got "
+                f"{picked.shape[2]}."
+            )
         if not self.kernels:
             return self._train_tensors(features, labels, picked, plan, rates, keep=keep)
         chart, kind = self.chart, self.values.dtype
@@ -328,7 +338,10 @@ class Cohort(Stateful):
         seeds = Seeds(self.size, self.act)
         active = (felt > 0) | (training > 0)
         move = tensors.moves(self.chart, seeds, active)
-        grow = torch.nn.functional.pad(active & (self.size > 0), (1, 0), value=True)
+        whose = tensors.owners(self.chart).to(device)
+        anybody = device.type == "meta" or bool((training > 0).any())
+        trains = F.pad(training, (1, 0))[:, whose] > 0 if anybody else None
+        grow = F.pad(active & (self.size > 0), (1, 0), value=True)
         everyone = torch.arange(self.envs, device=device).unsqueeze(1) % len(features)
         total = beside = torch.zeros(self.envs, device=device, dtype=kind)
         factor, youth = self.newborn
@@ -345,7 +358,7 @@ class Cohort(Stateful):
                 seeds,
                 felt,
                 shadow,
-                training,
+                trains,
                 tensors.compiled_losses()
                 if self.compiles and not looks
                 else tensors.losses,
@@ -357,7 +370,7 @@ class Cohort(Stateful):
             stretch[:, 0] = 1.0
             self.clocks += grow
             tensors.adamw(
-                self.chart,
+                whose,
                 self.values,
                 found,
                 self.mean,

@@ -15,6 +15,7 @@ import math
 import numpy as np
 
 from esper.environment import adamw as optimiser
+from esper.environment import chart as charts
 from esper.environment import products
 from esper.environment.adamw import adamw
 from esper.environment.chart import CONV
@@ -35,7 +36,7 @@ from esper.environment.products import (
 from esper.kernels import fused_with
 
 LOG2E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.4286068203094172e-6
-together = fused_with(products, optimiser)
+together = fused_with(charts, products, optimiser)
 TAYLOR = tuple(1 / math.factorial(n) for n in range(11, -1, -1))
 
 # ruff: noqa: ANN001, ANN201, ANN202

@@ -19,6 +19,8 @@ from esper.tasks.task import Task
 
 RISE: Final = 0.1
 """Share of an episode over which the learning rate rises."""
+SLACK: Final = 1e-6
+"""Share of a budget by which it may be passed."""
 FLOOR: Final = 0.02
 """Share of the learning rate that is left at the end."""
 
@@ -34,8 +36,8 @@ class Episodes(Stateful):
         device: Where rows and terms live.
     """
 
-    STATE = ("begun", "batches", "rent", "budget", "rate", "streams")
-    DERIVED = ("_rows",)
+    STATE = ("begun", "rent", "budget", "rate", "streams")
+    DERIVED = ("_rows", "batches")
 
     rent: Float[Tensor, " env"]
     budget: Float[Tensor, " env"]
@@ -75,11 +77,13 @@ class Episodes(Stateful):
         self._give_terms(env, terms)
 
     def loaded(self) -> None:
-        """The rows of the running episodes follow from their numbers."""
+        """Rows and batches of the running episodes follow from their numbers."""
         self._rows = None
         for env, begun in enumerate(self.begun.tolist()):
             if begun:
-                self._give_rows(env, self._chances(env, begun - 1)[0])
+                data, _, order, _ = self._chances(env, begun - 1)
+                self._give_rows(env, data)
+                self._give_batches(env, order)
 
     def _chances(self, env: int, episode: int) -> list[np.random.SeedSequence]:
         """Streams of data, weights, order and terms of an episode."""
@@ -90,7 +94,7 @@ class Episodes(Stateful):
     ) -> tuple[Int64[Tensor, "env step row"], Float[Tensor, "env step"]]:
         """Rows and learning rates of the minibatches after a decision (from 0)."""
         every = self.task.decision_every
-        steps = decision[:, None] * every + torch.arange(every)
+        steps = decision.cpu()[:, None] * every + torch.arange(every)
         picked = self.batches[torch.arange(self._envs)[:, None], steps]
         rates = self.task.learning_rate * self.rate[:, None] * self._pace(steps)
         return picked.to(self._device), rates
@@ -127,3 +131,5 @@ class Episodes(Stateful):
             (self.rate, self._terms.rate),
         ):
             values[env] = float(drawn.uniform(low, high))
+        # What costs exactly the budget is affordable, whatever sums round to.
+        self.budget[env] *= 1 + SLACK

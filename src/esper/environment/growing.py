@@ -6,9 +6,10 @@ r"""The real world: many hosts train on a task while controllers grow them.
 A step is one decision: the sentence is carried out, every host trains `decision_every`
 minibatches, and the score is taken on the decision rows. The return is what the network
 is worth at the end, less what it was worth at the start, and nothing can be farmed. The
-horizon terminates. A host whose numbers are no longer finite panics: phi becomes -1 and
-its episode ends, in the same formula. A sentence that is not possible is a WAIT,
-flagged and charged `penalty`. Test rows are read when an episode ends, for the report.
+horizon terminates. A host or seed whose numbers are no longer finite panics: phi
+becomes -1, or stays where it was if that was less, and the episode ends. A sentence
+that is not possible is a WAIT, flagged and charged `penalty`. Test rows are read when
+an episode ends, for the report.
 """
 
 from collections.abc import Iterable
@@ -32,7 +33,13 @@ from esper.environment.cohort import Cohort, Engine, Plan, Trained
 from esper.environment.episodes import Episodes
 from esper.environment.looking import contributions, see_places
 from esper.environment.offers import find_blueprints, offers_of, span, spread
-from esper.environment.terms import Ended, Terms, check_actions, check_choices
+from esper.environment.terms import (
+    Ended,
+    Terms,
+    check_actions,
+    check_choices,
+    check_count,
+)
 from esper.growth import lifecycle
 from esper.growth.blueprints.forms import FORMS as FORM_SPECS
 from esper.growth.lifecycle import Lives, select
@@ -102,6 +109,7 @@ class GrowingWorld(Stateful):
         engine: Engine = "auto",
     ) -> None:
         check_choices(num_envs, rng_seed, measure_every, penalty, device, blueprints)
+        check_count("seeds_per_slot", seeds_per_slot, 1)
         self.task, self.host = task, task.host
         self._envs, self._penalty = num_envs, penalty
         self._measure_every, self._device = measure_every, torch.device(device)
@@ -158,10 +166,14 @@ class GrowingWorld(Stateful):
         check_actions(actions, self._envs)
         self._act(actions.clone().to(self._device))
         due = self._track.decisions % self._measure_every == 0
-        trained = self._train(keep=bool(due.any()))
+        lives_on = self._track.decisions < self.task.horizon
+        trained = self._train(keep=bool((due & lives_on).any()))
         losses, score = trained.losses, self._score()
-        finite = torch.isfinite(losses) & torch.isfinite(trained.beside)
-        phi = torch.where(finite, score - self._episodes.rent * self._added(), -1.0)
+        # One sum tells whether any weight is broken, of the host or of a seed.
+        sums = (losses, trained.beside, self.cohort.values.sum(dim=1))
+        finite = torch.stack(sums).isfinite().all(dim=0)
+        worth = score - self._episodes.rent * self._added()
+        phi = torch.where(finite, worth, self._phi.clamp(max=-1.0))
         reward = phi - self._phi - self._penalty * self.illegal
         self._phi = phi
         self._track = self._track.after(torch.where(finite, score, 0.0), losses)
@@ -188,7 +200,7 @@ class GrowingWorld(Stateful):
         """Make room for what every episode has of its own."""
         envs, device = self._envs, self._device
         self._lives = Lives.empty(envs, self._spec.slots.max_slots, device)
-        self._track = Track.fresh(envs)
+        self._track = Track.fresh(envs, device)
         self._phi = torch.zeros(envs, device=device)
         shape = tuple(self._lives.stage.shape)
         self._contribution = torch.zeros(shape, device=device)
@@ -209,8 +221,10 @@ class GrowingWorld(Stateful):
         nobody = Lives.empty(self._envs, slots, self._device)
         self._lives = select(whole, nobody, self._lives)
         self._plan = Plan.of(self._lives)
-        self._track = self._track.replaced(fresh, Track.fresh(self._envs))
+        self._track = self._track.replaced(fresh, Track.fresh(self._envs, self._device))
         self._measured = self._measured & ~whole
+        self._flow = torch.where(fresh[:, None], 1.0, self._flow)
+        self._lively = torch.where(fresh[:, None], 1.0, self._lively)
         self._offers = replace(
             self._offers,
             promise_known=self._offers.promise_known & ~fresh[:, None, None],
@@ -225,19 +239,20 @@ class GrowingWorld(Stateful):
     def _act(self, actions: Int64[Tensor, "env head"]) -> None:
         """Carry out what is possible; the rest is a WAIT and is flagged."""
         sizes = torch.tensor(self._spec.sizes, device=self._device)
-        known = ((actions >= 0) & (actions < sizes)).all(dim=1)
-        actions = torch.where(known.unsqueeze(1), actions, 0)
+        known = (actions >= 0) & (actions < sizes)
+        actions = torch.where(known, actions, 0)
         op, slot = actions[:, HEAD["op"]], actions[:, HEAD["slot"]]
         heads = torch.arange(len(sizes), device=self._device)
-        offered = self._spec.allowed.to(self._device)[heads, actions]
-        offered = (offered | ~RELEVANT.to(self._device)[op]).all(dim=1)
+        offered = known & self._spec.allowed.to(self._device)[heads, actions]
+        unused = ~RELEVANT.to(self._device)[op]
+        offered = (offered | unused).all(dim=1) & known[:, HEAD["op"]]
         kind = actions[:, HEAD["blueprint"]]
         everyone = torch.arange(self._envs, device=self._device)
         cost = self._offers.parameters[everyone, slot, kind]
         affordable = cost <= self._episodes.budget - self._added()
         plants = op == Op.GERMINATE
         wrong = plants & ~(affordable & self._offers.fits[everyone, slot, kind])
-        wrong |= ~(known & offered)
+        wrong |= ~offered
         spoken = torch.where(wrong.unsqueeze(1), 0, actions)
         before = self._lives
         acted, done = lifecycle.act(before, spoken, self._spec.slots.min_age)

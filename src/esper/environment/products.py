@@ -10,13 +10,16 @@ import math
 
 import numpy as np
 
+from esper.environment import chart
 from esper.environment.chart import CONV
-from esper.kernels import fused, summed
+from esper.kernels import fused_with, summed_with
 
 RELU, LINEAR, GELU = 1, 2, 3
 """What a unit does between two maps."""
 ROOT_HALF = math.sqrt(0.5)
 ROOT_TURN = 1 / math.sqrt(2 * math.pi)
+
+fused, summed = fused_with(chart), summed_with(chart)
 
 # ruff: noqa: ANN001, ANN201, ANN202
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"

@@ -35,7 +35,7 @@ class Rows:
         """
         parts = [part.to(device) for part in splits]
         train, decisions, test = (
-            part.features.flatten(1).repeat(apart, 1, 1) for part in parts
+            part.features.float().flatten(1).repeat(apart, 1, 1) for part in parts
         )
         y, judged, unseen = (part.labels.repeat(apart, 1) for part in parts)
         return cls((train, decisions, test), (y, judged, unseen))

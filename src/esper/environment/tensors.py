@@ -156,24 +156,27 @@ def gradients(
     seeds: Seeds,
     felt: PerSlot,
     shadow: PerSlot,
-    training: PerSlot,
+    trains: Bool[Tensor, "env parameter"] | None,
     find: Callable[..., tuple[Tensor, Passed]] = losses,
 ) -> tuple[Values, Tensor, Tensor, Passed, list[Tensor]]:
-    """Gradients, losses of both passes, what was said and the gradients at it."""
+    """Gradients, losses of both passes, what was said and the gradients at it.
+
+    `trains` says which weights take theirs from the shadow pass; None skips it.
+    """
     leaf = values.detach().requires_grad_()
     loss, passed = find(chart, leaf, x, y, seeds, felt)
     own, *said = torch.autograd.grad(loss.sum(), [leaf, *passed.outputs])
+    if trains is None:
+        return own, loss.detach(), torch.zeros_like(loss), passed, said
     frozen = torch.cat([leaf[:, : chart.host].detach(), leaf[:, chart.host :]], dim=1)
     beside, _ = find(chart, frozen, x, y, seeds, shadow)
     (ghost,) = torch.autograd.grad(beside.sum(), [leaf])
-    trains = F.pad(training, (1, 0))[:, _owners(chart).to(values.device)] > 0
     found = torch.where(trains, ghost, own)
-    ghosts = torch.where(training.any(dim=1), beside.detach(), 0.0)
+    ghosts = torch.where(trains.any(dim=1), beside.detach(), 0.0)
     return found, loss.detach(), ghosts, passed, said
 
 
-@cache
-def _owners(chart: Chart) -> Int64[Tensor, " parameter"]:
+def owners(chart: Chart) -> Int64[Tensor, " parameter"]:
     """Whose each weight is: 0 the host's, 1 + slot a seed's."""
     lengths = chart.lengths[2 * len(chart.maps) :]
     whose = torch.arange(1, chart.slots + 1).repeat_interleave(4)
@@ -205,7 +208,7 @@ def moves(
 
 
 def adamw(
-    chart: Chart,
+    whose: Int64[Tensor, " parameter"],
     values: Values,
     found: Values,
     mean: Values,
@@ -216,7 +219,6 @@ def adamw(
     decay: float,
 ) -> None:
     """One step in place; groups are the host and its slots."""
-    whose = _owners(chart).to(values.device)
     time = clock.clamp(min=1).double()
     scale1 = (1 / (1 - B1**time)).to(values.dtype)[:, whose]
     scale2 = (1 - B2**time).rsqrt().to(values.dtype)[:, whose]

@@ -77,16 +77,9 @@ def check_choices(
     blueprints: Any,  # noqa: ANN401
 ) -> None:
     """Refuse what no world can be made of."""
-    for name, count, least in (
-        ("num_envs", num_envs, 1),
-        ("rng_seed", rng_seed, 0),
-        ("measure_every", measure_every, 1),
-    ):
-        whole = isinstance(count, Integral) and not isinstance(count, bool)
-        if not whole or count < least:
-            raise BadInput(
-                f"{name} must be a whole number of at least {least}, got {count!r:.99}."
-            )
+    check_count("num_envs", num_envs, 1)
+    check_count("rng_seed", rng_seed, 0)
+    check_count("measure_every", measure_every, 1)
     if not (_is_number(penalty) and isfinite(penalty) and penalty >= 0):
         raise BadInput(f"penalty must be a finite number from 0, got {penalty!r:.99}.")
     if isinstance(blueprints, str) or (blueprints is not None and not [*blueprints]):
@@ -100,6 +93,15 @@ def check_choices(
         raise BadInput(
             f"device must be one of {', '.join(['cpu', *found])}; got {device!r:.99}."
         ) from error
+
+
+def check_count(name: str, count: Any, least: int) -> None:  # noqa: ANN401
+    """Refuse what is no whole number, or too small a one."""
+    whole = isinstance(count, Integral) and not isinstance(count, bool)
+    if not whole or count < least:
+        raise BadInput(
+            f"{name} must be a whole number of at least {least}, got {count!r:.99}."
+        )
 
 
 def check_actions(actions: Any, envs: int) -> None:  # noqa: ANN401

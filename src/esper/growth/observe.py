@@ -41,9 +41,10 @@ class Track:
     loss_slope: Float[Tensor, " env"]
 
     @classmethod
-    def fresh(cls, envs: int) -> "Track":
+    def fresh(cls, envs: int, device: torch.device | str = "cpu") -> "Track":
         """Nothing seen yet."""
-        real, whole = torch.zeros(envs), torch.zeros(envs, dtype=torch.int64)
+        real = torch.zeros(envs, device=device)
+        whole = torch.zeros(envs, dtype=torch.int64, device=device)
         return cls(
             decisions=whole,
             score=real,
