@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_array_equal
+from rich.console import Console
 
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput
-from esper.experiment.evaluating import EvaluateConfig, as_data, evaluate
+from esper.experiment.evaluating import EvaluateConfig, as_data, evaluate, print_arms
 from esper.experiment.judging import Judged, judge, judged_world
 from esper.tamiyo.controls import Early, Never
 from esper.tasks import catalogue
@@ -189,3 +190,26 @@ def test_nothing_left_to_judge_is_an_error_with_the_reasons():
     del catalogue._BUILDERS["tiny"]
     with pytest.raises(BadInput, match="lost: expected a package; pip install"):
         evaluate(EvaluateConfig())
+
+
+def test_a_table_says_how_far_each_is_above_never_host_by_host():
+    def arm(returns):
+        nothing = np.zeros(len(returns))
+        return Judged(
+            returns=np.array(returns),
+            test=nothing,
+            added=nothing,
+            macs=nothing + 1,
+            panicked=nothing > 0,
+        )
+
+    def shown(arms):
+        console = Console(record=True, width=160)
+        print_arms(console, tiny(), arms)
+        return console.export_text()
+
+    noisy = {"never": arm([0.1, 0.5, 0.9]), "early": arm([0.2, 0.6, 1.0])}
+    assert "+0.1000 [+0.1000, +0.1000]" in shown(noisy)
+    alone = shown({"never": arm([0.3]), "early": arm([0.4])})
+    assert "+0.1000" in alone
+    assert "0.4000 [" not in alone

@@ -23,13 +23,13 @@ from rich.text import Text
 from esper.contracts.errors import BadInput
 from esper.experiment.judging import Judged, judge, judged_world
 from esper.experiment.progress import Progress
-from esper.experiment.statistics import mean_interval
+from esper.experiment.statistics import Floats, mean_interval
 from esper.tamiyo.named import CONTROLLERS, named
 from esper.tasks.catalogue import TASKS
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.task import Task
 
-WIDTH = 112
+WIDTH = 140
 """Columns of a table that is not shown in a terminal."""
 
 
@@ -184,17 +184,21 @@ def print_arms(console: Console, task: Task, arms: Mapping[str, Judged]) -> None
     table.add_column("controller")
     for column in (
         "return [95 %]",
+        "above never [95 %]",
         "test score, % [95 %]",
         "parameters",
         "MACs per row",
         "panics",
     ):
         table.add_column(column, justify="right")
+    never = arms.get("never")
     for name, arm in sorted(arms.items(), key=lambda pair: pair[1].returns.mean()):
+        above = "" if never is None or arm is never else _above(arm, never)
         table.add_row(
             name,
-            f"{mean_interval(arm.returns):.4f}",
-            f"{mean_interval(100 * arm.test):.1f}",
+            _mean(arm.returns, ".4f"),
+            above,
+            _mean(100 * arm.test, ".1f"),
             _size(task.host.parameters, 1 + arm.added.mean()),
             _size(task.host.macs, arm.macs.mean()),
             str(int(arm.panicked.sum())),
@@ -203,6 +207,18 @@ def print_arms(console: Console, task: Task, arms: Mapping[str, Judged]) -> None
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     console.print(table)
+
+
+def _above(arm: Judged, other: Judged) -> str:
+    """How much more is returned, host by host: they are paired."""
+    return _mean(arm.returns - other.returns, "+.4f")
+
+
+def _mean(values: Floats, spec: str) -> str:
+    """The mean over hosts, with its interval if there is more than one."""
+    if len(values) < 2:
+        return f"{values.mean():{spec}}"
+    return f"{mean_interval(values):{spec}}"
 
 
 def _size(host: int, multiple: float) -> str:
