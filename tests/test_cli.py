@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from esper.cli import main
+from esper.contracts.errors import BadInput, RunTaken, StorageTrouble
 from esper.tasks import catalogue
 from tests.experiment.test_judging import lost, tiny
 
@@ -175,3 +176,20 @@ def test_a_budget_that_is_no_amount_is_refused(budget, capsys):
 def test_growing_on_a_mistyped_task_names_the_right_one(capsys):
     assert main(["grow", "--task", "lettre"]) == 2
     assert "did you mean 'letter'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BadInput("wrong"), 2),
+        (RunTaken("taken"), 3),
+        (StorageTrouble("full"), 5),
+    ],
+)
+def test_every_kind_of_trouble_has_its_exit_code(error, code, monkeypatch, capsys):
+    def refuse(options):
+        raise error
+
+    monkeypatch.setattr("esper.cli._tasks", refuse)
+    assert main(["tasks"]) == code
+    assert capsys.readouterr().err == f"esper: {error}\n"

@@ -224,11 +224,14 @@ def _number(value: object) -> str:
 
 def _explain(error: Exception) -> int:
     """One line for people; the traceback of our own bugs goes to a file."""
-    from esper.contracts.errors import EsperError
+    from esper.contracts.errors import EsperError, RunTaken, StorageTrouble
 
     if isinstance(error, EsperError):
         print(f"esper: {error}", file=sys.stderr)
-        return 2
+        codes = {RunTaken: 3, StorageTrouble: 5}
+        return next(
+            (code for kind, code in codes.items() if isinstance(error, kind)), 2
+        )
     with tempfile.NamedTemporaryFile(
         "w", prefix="esper-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
