@@ -5,8 +5,6 @@ be the same everywhere; hosts, data, horizons and terms may differ.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
-from typing import TypeVar
 
 import torch
 from jaxtyping import Int64
@@ -18,8 +16,7 @@ from esper.contracts.observation import Observation
 from esper.contracts.state import Stateful
 from esper.contracts.step import StepResult, VectorWorld
 from esper.environment.terms import check_actions
-
-Record = TypeVar("Record")
+from esper.growth.observe import together
 
 
 class Mixture(Stateful):
@@ -56,7 +53,7 @@ class Mixture(Stateful):
 
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
-        return joined([world.reset() for world in self.worlds])
+        return together([world.reset() for world in self.worlds])
 
     def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
         """Act everywhere, each world with its share of the actions."""
@@ -70,30 +67,14 @@ class Mixture(Stateful):
         final = None
         if any(result.final is not None for result in results):
             # Read only where an episode was truncated: what stands elsewhere is free.
-            final = joined([r.final or r.observation for r in results])
+            final = together([r.final or r.observation for r in results])
         return StepResult(
-            observation=joined([result.observation for result in results]),
+            observation=together([result.observation for result in results]),
             reward=torch.cat([result.reward for result in results]),
             terminated=torch.cat([result.terminated for result in results]),
             truncated=torch.cat([result.truncated for result in results]),
             final=final,
         )
-
-
-def joined(parts: Sequence[Record]) -> Record:
-    """Records of tensors, one after the other along the environments."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(parts)  # type: ignore[arg-type, return-value]
-    assert is_dataclass(first)
-    assert not isinstance(first, type)
-    return replace(
-        first,
-        **{
-            field.name: joined([getattr(part, field.name) for part in parts])
-            for field in fields(first)
-        },
-    )
 
 
 def _say(spec: ActionSpec) -> str:
