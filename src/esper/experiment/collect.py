@@ -15,11 +15,13 @@ from torch import Generator, Tensor
 from esper.contracts.controller import Controller, ControllerState
 from esper.contracts.errors import CallOrder
 from esper.contracts.observation import Observation
-from esper.contracts.step import VectorWorld
+from esper.contracts.step import StepResult, VectorWorld
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
 from esper.tamiyo.policy.network import TamiyoPolicy
+
+Listener = Callable[[Observation, Tensor, StepResult], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,12 @@ def collect(
     generator: Generator,
     *,
     policy_version: int,
+    on_step: Listener | None = None,
 ) -> tuple[Live, Finished]:
-    """Fill `buffer` with steps of `policy` and go on from where `live` stands."""
+    """Fill `buffer` with steps of `policy` and go on from where `live` stands.
+
+    `on_step` is told of every step: what was seen, what was said, what came of it.
+    """
     observation, state, returns = live.observation, live.state, live.returns
     spec = world.spec
     buffer.begin(state, policy_version)
@@ -75,6 +81,8 @@ def collect(
         masks = compute_masks(observation, spec)
         decision = policy.act(features, masks, observation.first, state, generator)
         result = world.step(decision.actions)
+        if on_step is not None:
+            on_step(observation, decision.actions, result)
         final_values = None
         if result.final is not None:
             final_values = policy.value(

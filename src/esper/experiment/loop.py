@@ -13,7 +13,7 @@ import torch
 from esper.contracts.errors import BadInput
 from esper.contracts.state import Stateful
 from esper.contracts.step import VectorWorld
-from esper.experiment.collect import collect, start
+from esper.experiment.collect import Listener, collect, start
 from esper.experiment.streams import stream, stream_seed
 from esper.simic.agent.metrics import UpdateRecord
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
@@ -83,12 +83,18 @@ class Training(Stateful):
     Args:
         world: Where the policy lives; it is reset.
         config: How to train.
+        on_step: Is told of every step, see `collect`.
     """
 
     STATE = ("world", "agent", "live", "generator", "round", "seconds")
 
-    def __init__(self, world: VectorWorld, config: LoopConfig) -> None:
-        self.world, self.config = world, config
+    def __init__(
+        self,
+        world: VectorWorld,
+        config: LoopConfig,
+        on_step: Listener | None = None,
+    ) -> None:
+        self.world, self.config, self._on_step = world, config, on_step
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(config.rng_seed, "weights"))
             policy = TamiyoPolicy(world.spec, config.policy)
@@ -121,6 +127,7 @@ class Training(Stateful):
             self.live,
             self.generator,
             policy_version=agent.version,
+            on_step=self._on_step,
         )
         update = agent.update()
         self.round += 1

@@ -1,0 +1,105 @@
+import signal
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from esper.contracts.errors import BadInput, RunTaken
+from esper.experiment.config import from_toml
+from esper.experiment.run import Run
+from esper.experiment.trainer import MAY_BE_NAN, STORE, begin_run, resume_run
+from tests.experiment.training_script import config
+
+ROUNDS, SCRIPT = 6, "tests.experiment.training_script"
+
+
+def state(path):
+    """The newest checkpoint, but for the time it took."""
+    found = Run.read(path).checkpoints(may_be_nan=MAY_BE_NAN).latest()
+    tensors = dict(found.tensors)
+    del tensors["training/seconds"]
+    return found.manifest.step, tensors
+
+
+def assert_equal(one, other):
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    for name, value in one[1].items():
+        same = torch.equal(value.nan_to_num(7.5), other[1][name].nan_to_num(7.5))
+        assert same, name
+
+
+def rows(path, question):
+    with sqlite3.connect(path / STORE) as db:
+        return db.execute(question).fetchall()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("runs")
+    told = []
+    ending = begin_run(config(folder, "whole", ROUNDS), told.append)
+    assert (ending.rounds, ending.signal) == (ROUNDS, None)
+    assert [record.round for record in told] == [*range(1, ROUNDS + 1)]
+    return ending.path
+
+
+def process(folder, name):
+    return subprocess.Popen(
+        [sys.executable, "-m", SCRIPT, str(folder), name, str(ROUNDS)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def interrupted(folder, how, after):
+    """A run that a signal hits after some round, and that then goes on."""
+    with process(folder, "hit") as first:
+        for line in first.stdout:
+            if line.strip() == f"round {after}":
+                first.send_signal(how)
+                break
+        code = first.wait()
+    with process(folder, "hit") as second:
+        told = second.stdout.read().split("\n")
+        assert second.wait() == 0
+    return folder / "hit", code, told[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
+)
+def test_a_run_that_was_interrupted_goes_on_to_the_bit(tmp_path, whole, how, code):
+    path, ended, went_on = interrupted(tmp_path, how, after=3)
+    assert ended == code
+    assert went_on.startswith("round ")
+    assert_equal(state(path), state(whole))
+    for question in (
+        "SELECT round, mean_return FROM live_rounds ORDER BY round",
+        "SELECT step, env, task, reward FROM live_steps ORDER BY step, task, env",
+        'SELECT step, env, task, "return" FROM live_episodes ORDER BY step, task, env',
+    ):
+        assert rows(path, question) == rows(whole, question)
+    assert len(rows(path, "SELECT 1 FROM live_steps")) == ROUNDS * 4 * 4
+
+
+def test_a_run_says_what_it_was_made_of(whole):
+    run = Run.read(whole)
+    assert from_toml(run.config_toml) == config(whole.parent, "whole", ROUNDS)
+    assert run.finished == {"rounds": ROUNDS, "env_steps": ROUNDS * 4 * 4}
+    assert state(whole)[0] == ROUNDS
+
+
+def test_a_complete_run_is_not_gone_on_with(whole):
+    with pytest.raises(BadInput, match="run whole is complete"):
+        resume_run(whole)
+
+
+def test_a_run_is_never_begun_twice(whole):
+    before = state(whole)
+    with pytest.raises(RunTaken):
+        begin_run(config(whole.parent, "whole", ROUNDS))
+    assert_equal(state(whole), before)

@@ -1,0 +1,38 @@
+"""Begins or resumes a run in a process of its own, to be killed from outside.
+
+python -m tests.experiment.training_script FOLDER NAME ROUNDS
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from esper.experiment.config import Budget, Keeping, TrainConfig, World
+from esper.experiment.trainer import begin_run, resume_run
+
+
+def config(folder, name, rounds):
+    return TrainConfig(
+        tasks=("teacher", "digits"),
+        envs=2,
+        name=name,
+        runs=str(folder),
+        budget=Budget(rounds=rounds),
+        world=World(horizon=4, decision_every=2),
+        keeping=Keeping(every=2),
+    )
+
+
+def tell(record):
+    print(f"round {record.round}", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder, name, rounds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    if (folder / name).exists():
+        ending = resume_run(folder / name, tell)
+    else:
+        ending = begin_run(config(folder, name, rounds), tell)
+    sys.exit(0 if ending.signal is None else 128 + ending.signal)
