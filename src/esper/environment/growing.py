@@ -29,7 +29,7 @@ from esper.contracts.slots import SlotConfig, SlotStates
 from esper.contracts.stages import Stage
 from esper.contracts.state import Stateful
 from esper.contracts.step import StepResult
-from esper.environment.cohort import Cohort, Engine, Plan, Trained
+from esper.environment.cohort import Cohort, Plan, Trained
 from esper.environment.episodes import Episodes
 from esper.environment.looking import contributions, see_places
 from esper.environment.offers import find_blueprints, offers_of, span, spread
@@ -106,7 +106,7 @@ class GrowingWorld(Stateful):
         measure_every: int = 4,
         penalty: float = 0.01,
         device: str = "cpu",
-        engine: Engine = "auto",
+        engine: str = "auto",
     ) -> None:
         check_choices(num_envs, rng_seed, measure_every, penalty, device, blueprints)
         check_count("seeds_per_slot", seeds_per_slot, 1)
