@@ -11,12 +11,11 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from math import ceil
+from math import ceil, isfinite
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from esper.contracts.errors import BadInput
@@ -230,4 +229,4 @@ def _listening() -> Iterator[list[int]]:
 
 
 def _known(value: float) -> float | None:
-    return value if torch.isfinite(torch.tensor(value)) else None
+    return value if isfinite(value) else None
