@@ -118,7 +118,7 @@ def _train(options: argparse.Namespace) -> int:
             )
         )
         return 0
-    from esper.experiment.study import StudyConfig, run_study
+    from esper.experiment.studies.study import StudyConfig, run_study
 
     run_study(
         StudyConfig(
@@ -166,7 +166,7 @@ def _blueprints(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from esper.experiment.evaluating import EvaluateConfig, run_evaluation
+    from esper.experiment.evaluate import EvaluateConfig, run_evaluation
 
     run_evaluation(
         EvaluateConfig(

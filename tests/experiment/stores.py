@@ -1,17 +1,18 @@
 """What tests write into stores, and how they look at it."""
 
 from contextlib import closing
+from dataclasses import fields
 
 import numpy as np
 import torch
 
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.stages import Stage
-from esper.experiment.database import open_store
 from esper.experiment.judging import Judged
-from esper.experiment.lifecycle_events import WORDS, Changes
 from esper.experiment.loop import RoundRecord
 from esper.experiment.reading import rows
+from esper.experiment.storage.database import open_store
+from esper.experiment.storage.lifecycle_events import WORDS, Changes
 from esper.experiment.store import Store
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 
@@ -38,7 +39,12 @@ def record(number: int, **changed) -> RoundRecord:
         "refused": 0,
         "heads": heads,
     }
+    known = {
+        name: changed.pop(name) for name in {"mean_score", "added"} & changed.keys()
+    }
     return RoundRecord(
+        **known,
+        learning_rate=1e-3,
         round=number,
         rounds=10,
         env_steps=number * ENVS,
@@ -123,7 +129,7 @@ def fill(path):
         store.begin_attempt(versions={"torch": "2.10"})
         add_steps(store, 1)
         add_event(store, 1, "planted", Stage.DORMANT, Stage.TRAINING)
-        store.add_round(record(1), mean_score=0.5, added=1.0, learning_rate=1e-3)
+        store.add_round(record(1, mean_score=0.5, added=1.0))
         add_steps(store, 2)
         add_event(store, 2, "pruned", Stage.TRAINING, Stage.DORMANT)
         store.add_round(record(2))
@@ -139,11 +145,13 @@ def fill(path):
         store.add_round(record(2))
         figures = np.array([0.1, 0.2])
         judged = Judged(
-            returns=figures,
-            test=figures,
-            added=figures,
-            macs=figures,
+            **{
+                field.name: figures
+                for field in fields(Judged)
+                if field.name != "panicked"
+            },
             panicked=np.array([False, True]),
         )
-        store.add_evaluation(judged, round=2, controller="early", task="letter")
+        about = {"stage": "judged", "controller": "early", "task": "letter"}
+        store.add_evaluation(judged, round=2, **about)
         store.add_note(2, "host", "resumed on another machine")

@@ -12,11 +12,11 @@ import torch
 
 from esper.contracts.errors import BadInput
 from esper.experiment.checkpoint import CheckpointFolder
-from esper.experiment.disk import Disk
-from esper.experiment.manifest import Manifest, made_by, write_manifest
+from esper.experiment.storage.disk import Disk
+from esper.experiment.storage.manifest import Manifest, made_by, write_manifest
 from tests.experiment.checkpoints import FACTS, filled, same, state
-from tests.experiment.disks import RefusingDisk
-from tests.experiment.test_manifest import body_of, sealed
+from tests.experiment.storage.disks import RefusingDisk
+from tests.experiment.storage.test_manifest import body_of, sealed
 
 
 class Bomb:

@@ -16,13 +16,6 @@ from hypothesis import strategies as st
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput
-from esper.experiment import typed
-from esper.experiment.arguments import (
-    parse_options,
-    parse_train,
-    read_config,
-    train_parser,
-)
 from esper.experiment.config import (
     RULES,
     Budget,
@@ -35,7 +28,14 @@ from esper.experiment.config import (
     digest,
     from_toml,
 )
-from esper.experiment.presets import PRESETS, preset
+from esper.experiment.settings import typed
+from esper.experiment.settings.arguments import (
+    parse_options,
+    parse_train,
+    read_config,
+    train_parser,
+)
+from esper.experiment.settings.presets import PRESETS, preset
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.named import CONTROLLERS
 from esper.tamiyo.policy.network import PolicyConfig

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput
-from esper.experiment.evaluating import EvaluateConfig, as_data, evaluate, print_arms
+from esper.experiment.evaluate import EvaluateConfig, as_data, evaluate, print_arms
 from esper.experiment.judging import Judged, judge, judged_world
 from esper.tamiyo.controls import Early, Never
 from esper.tasks import catalogue

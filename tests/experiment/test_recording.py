@@ -9,8 +9,8 @@ import torch
 from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
 from esper.environment.simulated import SimulatedWorld
-from esper.experiment.database import open_store
 from esper.experiment.recording import Recorder
+from esper.experiment.storage.database import open_store
 from esper.experiment.store import Store
 from esper.experiment.streams import stream
 from esper.tamiyo.controls import Random

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from esper.contracts.errors import BadInput, CallOrder, RunTaken, StorageTrouble
-from esper.experiment.lock import Lock, is_locked
 from esper.experiment.run import Run, checked_name, invented_name
-from tests.experiment.disks import CountingDisk, Died, DyingDisk, RefusingDisk
+from esper.experiment.storage.lock import Lock, is_locked
+from tests.experiment.storage.disks import CountingDisk, Died, DyingDisk, RefusingDisk
 
 CONFIG = 'task = "letter"  # ü\n'
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from esper.contracts.errors import BadInput, CallOrder
-from esper.experiment.database import columns_of, open_store
 from esper.experiment.loop import RoundRecord
-from esper.experiment.schema import VERSION
+from esper.experiment.storage.database import columns_of, open_store
+from esper.experiment.storage.schema import VERSION
 from esper.experiment.store import Store
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 from tests.experiment.stores import (
@@ -45,7 +45,7 @@ def test_every_field_of_an_update_and_of_its_heads_has_a_column(path):
 def test_a_round_comes_back_as_it_was_told(path):
     with Store(path) as store:
         store.begin_attempt()
-        store.add_round(record(3, stopped_at=5), mean_score=0.25, learning_rate=1e-3)
+        store.add_round(record(3, stopped_at=5, mean_score=0.25))
     (row,) = read(path, "rounds")
     assert row["round"] == 3
     assert row["mean_return"] == pytest.approx(0.3)
@@ -76,7 +76,7 @@ def test_missing_nan_and_infinite_stay_apart(path):
     with Store(path) as store:
         store.begin_attempt()
         add_steps(store, 1, loss=odd, score=odd.roll(1), added=None)
-        store.add_round(record(1, kl=nan, stopped_at=None), mean_score=inf)
+        store.add_round(record(1, kl=nan, stopped_at=None, mean_score=inf))
     found = read(path, "steps")
     assert isnan(found[0]["loss"])
     assert [row["loss"] for row in found[1:]] == [inf, -inf, 0.5]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from esper.contracts.stages import Stage
-from esper.experiment.database import columns_of, open_store
-from esper.experiment.schema import TABLES, VIEWS
+from esper.experiment.storage.database import columns_of, open_store
+from esper.experiment.storage.schema import TABLES, VIEWS
 from esper.experiment.store import Store
 from tests.experiment.stores import (
     add_event,

@@ -8,8 +8,9 @@ import torch
 
 from esper.contracts.errors import BadInput, RunTaken
 from esper.experiment.config import from_toml
-from esper.experiment.run import Run
-from esper.experiment.trainer import MAY_BE_NAN, STORE, begin_run, resume_run
+from esper.experiment.learned import MAY_BE_NAN
+from esper.experiment.run import STORE, Run
+from esper.experiment.trainer import begin_run, resume_run
 from tests.experiment.training_script import config
 
 ROUNDS, SCRIPT = 6, "tests.experiment.training_script"

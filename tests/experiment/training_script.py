@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from esper.experiment.config import Budget, Keeping, TrainConfig, World
+from esper.experiment.config import Budget, Judging, Keeping, TrainConfig, World
 from esper.experiment.trainer import begin_run, resume_run
 
 
@@ -20,6 +20,7 @@ def config(folder, name, rounds):
         runs=str(folder),
         budget=Budget(rounds=rounds),
         world=World(horizon=4, decision_every=2),
+        judging=Judging(every=3, hosts=2, controllers=("never",)),
         keeping=Keeping(every=2),
     )
 

@@ -1,10 +1,16 @@
 """On a real task the return rises, and the run says so only if it did."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from esper.environment.growing import GrowingWorld
+from esper.experiment.config import Budget, TrainConfig
+from esper.experiment.curve import LEAST, course, sparkline
 from esper.experiment.judging import judge
-from esper.experiment.real import LEAST, RealConfig, sparkline, train_on, verdict
+from esper.experiment.loop import train
+from esper.experiment.worlds import loop_of
 from esper.tamiyo.policy.likeliest import Likeliest
 from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
@@ -33,13 +39,12 @@ TOO_NARROW = Task(
 @pytest.mark.learns
 def test_the_return_rises_where_growing_pays():
     returns = []
-    policy = train_on(
-        TOO_NARROW,
-        RealConfig(task=TOO_NARROW.name, rounds=ROUNDS, rng_seed=0),
-        lambda record: returns.append(record.mean_return),
-    )
+    world = GrowingWorld(TOO_NARROW, 16, rng_seed=1)
+    config = TrainConfig(budget=Budget(rounds=ROUNDS))
+    loop = replace(loop_of(config, world), steps=TOO_NARROW.horizon)
+    policy = train(world, loop, lambda record: returns.append(record.mean_return))
     assert np.mean(returns[-LEAST:]) > np.mean(returns[:LEAST]) + 0.06
-    assert verdict(returns).startswith("The return rose:")
+    assert course(returns).startswith("The return rose:")
     never, chance, tamiyo = (
         judge(controller, TOO_NARROW, 16, 0).returns.mean()
         for controller in ("never", "random", Likeliest(policy))
@@ -62,12 +67,12 @@ def noisy(start, end, rounds=ROUNDS):
     ],
 )
 def test_the_verdict_follows_the_returns(end, words):
-    assert verdict(noisy(0.7, end)).startswith(words)
+    assert course(noisy(0.7, end)).startswith(words)
 
 
 def test_the_verdict_names_both_fifths_and_their_difference():
     returns = [0.25] * LEAST + [0.0] * (3 * LEAST) + [0.75] * LEAST
-    assert verdict(returns) == (
+    assert course(returns) == (
         "The return rose: 0.2500 in the first 8 rounds, 0.7500 in the last 8, by "
         "+0.5000 [+0.5000, +0.5000] (95 % over rounds)."
     )
@@ -77,12 +82,12 @@ def test_the_interval_holds_no_change_in_about_95_of_100_runs():
     """Percentile bootstrap of eight rounds is a little too narrow: at least 85."""
     chance = np.random.default_rng(1)
     runs = chance.normal(size=(200, ROUNDS))
-    held = ["did not change" in verdict(run.tolist()) for run in runs]
+    held = ["did not change" in course(run.tolist()) for run in runs]
     assert 0.85 < np.mean(held) < 0.99
 
 
-def test_few_rounds_get_no_verdict():
-    assert verdict(noisy(0.0, 1.0, ROUNDS - 1)) == (
+def test_few_rounds_get_no_course():
+    assert course(noisy(0.0, 1.0, ROUNDS - 1)) == (
         f"Too few rounds to tell whether the return rose: {ROUNDS - 1}, and {ROUNDS} "
         "are needed."
     )
@@ -90,7 +95,7 @@ def test_few_rounds_get_no_verdict():
 
 def test_rounds_without_an_ended_episode_do_not_count():
     course = noisy(0.7, 0.8)
-    assert verdict([np.nan, *course, np.nan]) == verdict(course)
+    assert course([np.nan, *course, np.nan]) == course(course)
     assert sparkline([np.nan, 0.0, 1.0]) == "▁█"
     assert sparkline([np.nan]) == ""
 

@@ -5,6 +5,7 @@
     │   ├── NoLegalAction                 a head with nothing to choose
     │   └── IllegalAction                 a choice its mask forbids
     ├── CallOrder (RuntimeError)          the right call at the wrong moment
+    ├── NumericsTrouble (ArithmeticError) training cannot go on in numbers
     ├── RunTaken (RuntimeError)           a run's name or folder is in use
     └── StorageTrouble (OSError)          the disk refused; what was saved is intact
 
@@ -30,6 +31,10 @@ class IllegalAction(BadInput):
 
 class CallOrder(EsperError, RuntimeError):  # noqa: N818
     """A call that comes too early, too late or twice; nothing was changed."""
+
+
+class NumericsTrouble(EsperError, ArithmeticError):  # noqa: N818
+    """Updates were refused again and again; what was saved before is still there."""
 
 
 class RunTaken(EsperError, RuntimeError):  # noqa: N818

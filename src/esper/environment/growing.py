@@ -89,7 +89,7 @@ class GrowingWorld(Stateful):
         "_lively",
         "_started",
     )
-    DERIVED = ("_plan", "ended")
+    DERIVED = ("_plan", "ended", "lived")
 
     _track: Track
     _phi: PerEnv
@@ -136,6 +136,8 @@ class GrowingWorld(Stateful):
         self._started = False
         self.ended: Ended | None = None
         """What became of the episodes that ended in the last step."""
+        self.lived: Lives | None = None
+        """Seeds as they were in the last training, also where an episode ended."""
         self.illegal = torch.zeros(num_envs, dtype=torch.bool, device=device)
         """Where the last sentence was not possible."""
         self._allocate()
@@ -194,7 +196,7 @@ class GrowingWorld(Stateful):
 
     def loaded(self) -> None:
         """What the hosts feel follows from their seeds' lives."""
-        self._plan, self.ended = Plan.of(self._lives), None
+        self._plan, self.ended, self.lived = Plan.of(self._lives), None, None
 
     def _allocate(self) -> None:
         """Make room for what every episode has of its own."""
@@ -259,7 +261,7 @@ class GrowingWorld(Stateful):
         self.illegal = wrong | ~done
         for env in torch.nonzero(plants & done & ~wrong).flatten().tolist():
             self._plant(env, int(slot[env]), self._spec.blueprints[int(kind[env])])
-        self._lives = lifecycle.tick(acted)
+        self._lives = self.lived = lifecycle.tick(acted)
         gone = (before.stage != Stage.DORMANT) & (self._lives.stage == Stage.DORMANT)
         for env, index in torch.nonzero(gone).tolist():
             self.cohort.uproot(env, index)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.contracts.state import Tensors
-from esper.experiment.disk import (
+from esper.experiment.storage.disk import (
     Disk,
     beside,
     discard,
@@ -29,7 +29,7 @@ from esper.experiment.disk import (
     storage,
     unfinished,
 )
-from esper.experiment.manifest import (
+from esper.experiment.storage.manifest import (
     MAX_MANIFEST,
     MAX_STEP,
     STATE,
@@ -38,7 +38,7 @@ from esper.experiment.manifest import (
     read_manifest,
     write_manifest,
 )
-from esper.experiment.tensor_file import (
+from esper.experiment.storage.tensor_file import (
     OPENING,
     check_header,
     pack,

@@ -17,7 +17,7 @@ from esper.contracts.actions import HEAD_NAMES
 from esper.environment.settings import Term
 from esper.environment.terms import BOUNDS, as_range
 from esper.experiment.run import checked_name
-from esper.experiment.typed import (
+from esper.experiment.settings.typed import (
     Between,
     OneOf,
     Rules,

@@ -4,21 +4,32 @@ The number and the task decide data, first weights and order of batches, whoever
 controls: controllers that are judged with the same number are paired, host by host.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
+from esper.contracts.actions import ActionSpec
 from esper.contracts.controller import Controller
+from esper.contracts.observation import Observation
+from esper.contracts.step import StepResult
 from esper.environment.growing import GrowingWorld
 from esper.experiment.collect import play
+from esper.experiment.config import World
+from esper.experiment.spending import Spending
 from esper.experiment.statistics import Floats
 from esper.experiment.streams import stream, stream_seed
+from esper.experiment.worlds import world_of
 from esper.tamiyo.named import named
 from esper.tasks.task import Task
+
+Maker = Callable[[ActionSpec], Controller]
+"""What makes a controller for an action space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,50 +38,152 @@ class Judged:
 
     returns: Floats
     """Score that was gained on the decision rows, less rent."""
+    score: Floats
+    """Share of decision rows that the final network guesses right."""
     test: Floats
     """Share of test rows that the final network guesses right."""
+    area: Floats
+    """Mean share of decision rows that were guessed right, over the decisions."""
     added: Floats
     """Parameters added, as a multiple of the host's."""
     macs: Floats
     """Multiply-adds per row, as a multiple of the host's."""
+    training_macs: Floats
+    """Multiply-adds that the training took, with every pass that was only a look."""
+    seconds: Floats
+    """Time that the training took, hosts side by side."""
     panicked: NDArray[np.bool_]
     """Whether the host's numbers were no longer finite."""
 
 
 def judge(
-    controller: Controller | str, task: Task, hosts: int, rng_seed: int
+    controller: Controller | Maker | str,
+    task: Task,
+    hosts: int,
+    rng_seed: int,
+    settings: World | None = None,
+    *,
+    stage: str = "judged",
 ) -> Judged:
     """One episode of a controller on every host.
 
     Args:
-        controller: Who decides, or the name of one that does not learn.
+        controller: Who decides, what makes one, or the name of one that does not learn.
         task: What the hosts learn.
         hosts: How many.
         rng_seed: Decides which hosts.
+        settings: On what terms they grow; None: the default ones.
+        stage: What it is done for; another word stands for other hosts.
     """
-    world = judged_world(task, hosts, rng_seed)
+    world = judged_world(task, hosts, rng_seed, settings, stage=stage)
     if isinstance(controller, str):
         controller = named(controller, world.spec)
-    final = {name: torch.zeros(hosts) for name in ("test", "added", "macs", "panicked")}
-
-    def keep(ended: Bool[Tensor, " env"]) -> None:
-        report = world.ended
-        assert report is not None  # the world's own word for `ended`
-        # A host that ended before does so again if its next episode panics.
-        counts = ended[report.env]
-        for name, values in final.items():
-            values[report.env[counts]] = getattr(report, name)[counts].float()
-
-    returns = play(world, controller, stream(rng_seed, "judging"), on_end=keep)
+    if not isinstance(controller, Controller):
+        controller = controller(world.spec)
+    journal = watch(world, controller, rng_seed)
+    final = journal.final
+    panicked = final["panicked"].bool()
+    spending = Spending(
+        task=world.task,
+        blueprints=world.spec.blueprints,
+        decision_rows=len(world.task.splits(rng_seed).decisions),
+        measure_every=(settings or World()).measure_every,
+    )
     return Judged(
-        returns=returns.double().numpy(),
-        test=final["test"].double().numpy(),
-        added=final["added"].double().numpy(),
-        macs=final["macs"].double().numpy(),
-        panicked=final["panicked"].bool().numpy(),
+        returns=journal.returns,
+        score=final["score"].numpy(),
+        test=final["test"].numpy(),
+        area=journal.area,
+        added=final["added"].numpy(),
+        macs=final["macs"].numpy(),
+        training_macs=spending.total(*journal.lives(), panicked),
+        seconds=journal.seconds,
+        panicked=panicked.numpy(),
     )
 
 
-def judged_world(task: Task, hosts: int, rng_seed: int) -> GrowingWorld:
+def judged_world(
+    task: Task,
+    hosts: int,
+    rng_seed: int,
+    settings: World | None = None,
+    *,
+    stage: str = "judged",
+) -> GrowingWorld:
     """The hosts of a task that a number stands for."""
-    return GrowingWorld(task, hosts, stream_seed(rng_seed, f"judged, {task.name}"))
+    number = stream_seed(rng_seed, f"{stage}, {task.name}")
+    return world_of(task, hosts, number, settings or World())
+
+
+def watch(world: GrowingWorld, controller: Controller, rng_seed: int) -> "Journal":
+    """Let a controller live through one episode everywhere, and note it all."""
+    journal = Journal(world)
+    began = perf_counter()
+    returns = play(journal, controller, stream(rng_seed, "judging"))
+    journal.seconds[:] = (perf_counter() - began) / world.num_envs
+    journal.returns[:] = returns.numpy()
+    return journal
+
+
+class Journal:
+    """A world, and what became of the first episode of every host in it."""
+
+    def __init__(self, world: GrowingWorld) -> None:
+        self.world = world
+        names = ("score", "test", "added", "macs", "panicked")
+        hosts = world.num_envs
+        self.final = {n: torch.zeros(hosts, dtype=torch.float64) for n in names}
+        """What the world reported of each host at its end."""
+        self.returns, self.seconds = np.zeros(hosts), np.zeros(hosts)
+        self._scores = torch.zeros(hosts, dtype=torch.float64)
+        self._running = torch.ones(hosts, dtype=torch.bool)
+        self._pages: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    @property
+    def spec(self) -> ActionSpec:
+        """What can be said in this world."""
+        return self.world.spec
+
+    @property
+    def num_envs(self) -> int:
+        """How many hosts."""
+        return self.world.num_envs
+
+    @property
+    def area(self) -> Floats:
+        """Mean score after a decision; 0 since a panic."""
+        means: Floats = self._scores.numpy() / self.world.task.horizon
+        return means
+
+    def reset(self) -> Observation:
+        """Start a new episode everywhere."""
+        return self.world.reset()
+
+    def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
+        """Step the world and note what came of it."""
+        result = self.world.step(actions)
+        lived, report = self.world.lived, self.world.ended
+        assert lived is not None  # there was a step
+        self._pages.append((lived.stage, lived.blueprint, self._running))
+        # Where an episode has ended, what is seen next is of another one.
+        score = result.observation.host.score.double()
+        if report is not None:
+            score[report.env] = torch.where(report.panicked, 0.0, report.score.double())
+            # A host that ended before does so again if its next episode panics.
+            first = self._running[report.env]
+            for name, values in self.final.items():
+                values[report.env[first]] = getattr(report, name)[first].double()
+        self._scores += torch.where(self._running, score, 0.0)
+        self._running = self._running & ~(result.terminated | result.truncated)
+        return result
+
+    def lives(
+        self,
+    ) -> tuple[
+        Int64[Tensor, "decision env slot"],
+        Int64[Tensor, "decision env slot"],
+        Bool[Tensor, "decision env"],
+    ]:
+        """Stage and blueprint of every seed in every training, and who still lived."""
+        stage, blueprint, lived = zip(*self._pages, strict=True)
+        return torch.stack(stage), torch.stack(blueprint), torch.stack(lived)

@@ -62,6 +62,12 @@ class RoundRecord:
     """Time since the start."""
     mean_return: float
     """Mean return of the episodes that ended in this rollout; NaN if none did."""
+    learning_rate: float
+    """Of the update."""
+    mean_score: float | None = None
+    """Mean final score of the episodes that ended, where the world knows one."""
+    added: float | None = None
+    """Parameters that they added, as a multiple of the host's, mean."""
     update: UpdateRecord
 
 
@@ -115,11 +121,18 @@ class Training(Stateful):
         self.seconds = 0.0
         """Time that they took."""
 
-    def play_round(self) -> RoundRecord:
-        """Collect a rollout and learn from it."""
+    def play_round(self, done: float | None = None) -> RoundRecord:
+        """Collect a rollout and learn from it.
+
+        Args:
+            done: Share of the training that lies behind, which sets learning rate and
+                entropy; None: that of the rounds.
+        """
         began, config, agent = time.monotonic(), self.config, self.agent
-        done = self.round / max(config.rounds - 1, 1)
-        agent.anneal(1.0 - (1.0 - config.final_share) * done)
+        if done is None:
+            done = self.round / max(config.rounds - 1, 1)
+        share = 1.0 - (1.0 - config.final_share) * done
+        agent.anneal(share)
         self.live, finished = collect(
             self.world,
             agent.policy,
@@ -138,5 +151,6 @@ class Training(Stateful):
             env_steps=self.round * config.steps * self.world.num_envs,
             seconds=self.seconds,
             mean_return=finished.mean_return(),
+            learning_rate=share * config.ppo.learning_rate,
             update=update,
         )

@@ -15,8 +15,8 @@ from sqlite3 import Error as SQLiteError
 from typing import Any, Final, Literal
 
 from esper.contracts.errors import BadInput, StorageTrouble
-from esper.experiment.database import columns_of, open_store
-from esper.experiment.schema import TABLES
+from esper.experiment.storage.database import columns_of, open_store
+from esper.experiment.storage.schema import TABLES
 
 Format = Literal["parquet", "csv"]
 KINDS: Final = {"INTEGER": "BIGINT", "REAL": "DOUBLE", "TEXT": "VARCHAR"}

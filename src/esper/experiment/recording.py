@@ -16,7 +16,7 @@ from esper.contracts.observation import Observation
 from esper.contracts.state import Stateful
 from esper.contracts.step import StepResult
 from esper.environment.terms import Ended
-from esper.experiment.lifecycle_events import events_between
+from esper.experiment.storage.lifecycle_events import events_between
 from esper.experiment.store import Store
 
 

@@ -2,6 +2,7 @@
 
     runs/<name>/config.toml      what was asked for, resolved
                 versions.json    what it was made with
+                events.sqlite    all that happened
                 checkpoints/
                 lock             who is at work in it
                 finished.json    there once the run is complete
@@ -31,7 +32,7 @@ import torch
 from esper import __version__
 from esper.contracts.errors import BadInput, CallOrder, RunTaken, StorageTrouble
 from esper.experiment.checkpoint import CheckpointFolder
-from esper.experiment.disk import (
+from esper.experiment.storage.disk import (
     Disk,
     beside,
     discard,
@@ -40,10 +41,11 @@ from esper.experiment.disk import (
     short,
     storage,
 )
-from esper.experiment.lock import Lock, is_locked
+from esper.experiment.storage.lock import Lock, is_locked
 
 CONFIG, VERSIONS, FINISHED = "config.toml", "versions.json", "finished.json"
 CHECKPOINTS: Final = "checkpoints"
+STORE: Final = "events.sqlite"
 MAX_TEXT: Final = 1 << 20
 OCCUPIED: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 RESERVED: Final = frozenset({"latest", "best", "con", "prn", "aux", "nul"})
@@ -254,6 +256,15 @@ def versions_now(config_toml: str) -> dict[str, Any]:
         "config_sha256": hashlib.sha256(config_toml.encode()).hexdigest(),
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What is not as it was, of all that must be equal to go on to the bit."""
+    return [
+        f"{name} was {said(str(before.get(name)))} and is {said(str(value))}"
+        for name, value in now.items()
+        if name != "began" and before.get(name) != value
+    ]
 
 
 def _take(disk: Disk, temporary: Path, path: Path) -> None:

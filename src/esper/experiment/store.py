@@ -14,7 +14,7 @@ import os
 import sqlite3
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -26,12 +26,12 @@ from torch import Tensor
 
 from esper.contracts.errors import BadInput, CallOrder, StorageTrouble
 from esper.contracts.stages import Stage
-from esper.experiment.batch import Batch, Column, whole
-from esper.experiment.database import columns_of, open_writer, transaction
 from esper.experiment.judging import Judged
-from esper.experiment.lifecycle_events import WORDS, Changes
 from esper.experiment.loop import RoundRecord
-from esper.experiment.schema import TABLES
+from esper.experiment.storage.batch import Batch, Column, whole
+from esper.experiment.storage.database import columns_of, open_writer, transaction
+from esper.experiment.storage.lifecycle_events import WORDS, Changes
+from esper.experiment.storage.schema import TABLES
 
 BATCH: Final = 1_000
 """Rows that wait before they are written unasked."""
@@ -114,14 +114,7 @@ class Store:
             self.add_note(self._round, "gap", lost)
         return self._attempt
 
-    def add_round(
-        self,
-        record: RoundRecord,
-        *,
-        mean_score: float | None = None,
-        added: float | None = None,
-        learning_rate: float | None = None,
-    ) -> None:
+    def add_round(self, record: RoundRecord) -> None:
         """One round and its update, head by head."""
         update = asdict(record.update)
         heads: Mapping[str, Mapping[str, float]] = update.pop("heads")
@@ -132,9 +125,9 @@ class Store:
             env_steps=record.env_steps,
             seconds=record.seconds,
             mean_return=record.mean_return,
-            mean_score=mean_score,
-            added=added,
-            learning_rate=learning_rate,
+            mean_score=record.mean_score,
+            added=record.added,
+            learning_rate=record.learning_rate,
             **update,
         )
         figures = next(iter(heads.values()), {})
@@ -248,21 +241,20 @@ class Store:
         )
 
     def add_evaluation(
-        self, judged: Judged, *, round: int, controller: str, task: str
+        self, judged: Judged, *, round: int, stage: str, controller: str, task: str
     ) -> None:
         """What became of every host under one controller."""
+        figures = {item.name: getattr(judged, item.name) for item in fields(judged)}
+        figures["return"] = figures.pop("returns")
         self._add(
             "evaluations",
             len(judged.returns),
             round=round,
+            stage=stage,
             controller=controller,
             task=task,
             host=range(len(judged.returns)),
-            **{"return": torch.from_numpy(judged.returns)},
-            test=torch.from_numpy(judged.test),
-            added=torch.from_numpy(judged.added),
-            macs=torch.from_numpy(judged.macs),
-            panicked=torch.from_numpy(judged.panicked),
+            **{name: torch.from_numpy(values) for name, values in figures.items()},
         )
 
     def add_note(self, round: int, kind: str, text: str) -> None:

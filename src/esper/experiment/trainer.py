@@ -1,49 +1,51 @@
-"""A run: a training that is recorded, kept, and can be gone on with to the bit.
+"""A run: a training that is recorded, watched, kept, and gone on with to the bit.
 
     round  ->  rows in the store  ->  every so often: flush, then a checkpoint
 
 A checkpoint of round r is published after all rows up to r are durable, so a store is
 never behind the checkpoint that a run goes on from. A signal ends the run after its
-round: rows and state are saved first.
+round: rows and state are saved first. A disk that refuses is tried again at the next
+checkpoint, three times in a row. Three rounds in a row whose updates are all refused
+take the run back to its last checkpoint, with chances drawn anew.
 """
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from math import ceil, isfinite
 from pathlib import Path
+from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, NumericsTrouble, StorageTrouble
 from esper.contracts.observation import Observation
 from esper.contracts.state import Stateful, load, save
-from esper.contracts.step import StepResult, VectorWorld
-from esper.environment.growing import GrowingWorld
-from esper.environment.instances import HORIZON
+from esper.contracts.step import StepResult
 from esper.environment.mixture import Mixture
-from esper.environment.simulated import SimulatedWorld
-from esper.environment.terms import Terms, as_range
+from esper.experiment.checkpoint import Loaded
+from esper.experiment.conclusion import conclude
 from esper.experiment.config import SIMULATED, TrainConfig, as_toml, digest, from_toml
-from esper.experiment.loop import LoopConfig, RoundRecord, Training
+from esper.experiment.learned import MAY_BE_NAN, load_controller
+from esper.experiment.loop import RoundRecord, Training
+from esper.experiment.news import News, Said, Watched
 from esper.experiment.recording import Recorder
-from esper.experiment.run import Run, versions_now
+from esper.experiment.run import STORE, Run, changes_since, versions_now
+from esper.experiment.sinks import TensorBoardSink
 from esper.experiment.store import Store
 from esper.experiment.streams import stream_seed
-from esper.experiment.study import HIDDEN_SHARE
-from esper.tasks.catalogue import task as find_task
-from esper.tasks.task import Task
+from esper.experiment.warm import WARM, warm_policy
+from esper.experiment.watching import watch
+from esper.experiment.worlds import loop_of, worlds_of
 
-STORE: Final = "events.sqlite"
-MAY_BE_NAN: Final = ("*first_loss",)
-"""Unknown before the first loss of an episode."""
-ENDLESS: Final = 1_000_000
-"""Rounds of a training that only time ends."""
+PATIENCE: Final = 3
+"""Failures in a row that are borne: of saving, of updates, of going back."""
 
 Tell = Callable[[RoundRecord], None]
+Hear = Callable[[News], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +59,36 @@ class Ending:
     """The signal that ended it early, if one did."""
 
 
-def begin_run(config: TrainConfig, tell: Tell = lambda record: None) -> Ending:
-    """Begin a run and train until its budget is used up, or a signal comes."""
+def begin_run(
+    config: TrainConfig,
+    tell: Tell = lambda record: None,
+    hear: Hear = lambda news: None,
+) -> Ending:
+    """Begin a run and train until its budget is used up, or a signal comes.
+
+    Args:
+        config: All that decides how it goes.
+        tell: Told of every round.
+        hear: Told of what else there is to know.
+    """
     facts = {"rng_seed": config.rng_seed, "tasks": [*config.tasks]}
+    if config.start_from not in (None, WARM):
+        load_controller(config.start_from)  # refuses before anything is made
     root = Path(config.runs)
     with Run.create(root, config.name, as_toml(config), facts) as run:
-        return _train(config, run, tell)
+        return _carry_on(config, run, tell, hear)
 
 
-def resume_run(path: Path, tell: Tell = lambda record: None) -> Ending:
+def resume_run(
+    path: Path,
+    tell: Tell = lambda record: None,
+    hear: Hear = lambda news: None,
+) -> Ending:
     """Go on with a run from its newest good checkpoint."""
     with Run.open(path) as run:
         if run.finished is not None:
             raise BadInput(f"run {run.name} is complete; begin another one.")
-        return _train(from_toml(run.config_toml), run, tell)
+        return _carry_on(from_toml(run.config_toml), run, tell, hear)
 
 
 class Trainer(Stateful):
@@ -92,6 +110,41 @@ class Trainer(Stateful):
         ]
         whole = self.worlds[0] if len(self.worlds) == 1 else Mixture(self.worlds)
         self.training = Training(whole, loop_of(config, whole), self._record)
+        self._minutes = config.budget.minutes
+        self._ended: list[tuple[Tensor, Tensor]] = []
+
+    def play_round(self) -> RoundRecord:
+        """One round; the record has what became of the hosts too."""
+        self._ended.clear()
+        record = self.training.play_round(self.done)
+        if not self._ended:
+            return record
+        score, added = (torch.cat(parts) for parts in zip(*self._ended, strict=True))
+        return replace(
+            record, mean_score=float(score.mean()), added=float(added.mean())
+        )
+
+    @property
+    def done(self) -> float:
+        """Share of the budget that is used up, from 0 to 1."""
+        training = self.training
+        share = training.round / max(training.config.rounds - 1, 1)
+        if self._minutes is not None:
+            share = max(share, training.seconds / (60 * self._minutes))
+        return min(share, 1.0)
+
+    @property
+    def over(self) -> bool:
+        """Whether the budget is used up."""
+        training = self.training
+        late = self._minutes is not None and training.seconds >= 60 * self._minutes
+        return late or training.round >= training.config.rounds
+
+    def draw_anew(self, times: int) -> None:
+        """Give choices and minibatches other chances, after going back so often."""
+        seed, training = self.training.config.rng_seed, self.training
+        training.generator.manual_seed(stream_seed(seed, f"choices, again {times}"))
+        training.agent.generator.manual_seed(stream_seed(seed, f"order, again {times}"))
 
     def _record(self, seen: Observation, actions: Tensor, result: StepResult) -> None:
         """Tell every world's recorder of its share of a step."""
@@ -99,102 +152,158 @@ class Trainer(Stateful):
         for world, recorder in zip(self.worlds, self.recorders, strict=True):
             here = slice(start, start + world.num_envs)
             start += world.num_envs
+            report = getattr(world, "ended", None)
+            if report is not None:
+                self._ended.append((report.score, report.added))
             recorder.add(
                 number,
                 cut(seen, here),
                 actions[here],
                 cut(result, here),
                 illegal=getattr(world, "illegal", None),
-                report=getattr(world, "ended", None),
+                report=report,
             )
 
 
-def _train(config: TrainConfig, run: Run, tell: Tell) -> Ending:
-    keeping, budget = config.keeping, config.budget
-    checkpoints = run.checkpoints(keep=keeping.last, may_be_nan=MAY_BE_NAN)
-    toml = as_toml(config)
-    with Store(run.path / STORE) as store, _listening() as heard:
+def _carry_on(config: TrainConfig, run: Run, tell: Tell, hear: Hear) -> Ending:
+    """Train, go back and draw anew if numbers break, then judge."""
+    with _listening() as heard:
+        for times in range(PATIENCE + 1):
+            ending = _train(config, run, tell, hear, heard, times)
+            if ending is not None:
+                return ending
+            hear(Said("updates were refused; back to the last checkpoint.", True))
+    raise NumericsTrouble(
+        f"run {run.name}: every update was refused as not finite, after going back "
+        f"{PATIENCE} times; lower learner.ppo.learning_rate. Its store says when."
+    )
+
+
+def _train(
+    config: TrainConfig, run: Run, tell: Tell, hear: Hear, heard: list[int], times: int
+) -> Ending | None:
+    """Train to the end or a signal; None: numbers broke, and going back may help."""
+    checkpoints = run.checkpoints(keep=config.keeping.last, may_be_nan=MAY_BE_NAN)
+    with Store(run.path / STORE) as store:
         trainer = Trainer(config, store)
         training = trainer.training
         found = checkpoints.latest()
         if found is not None:
             load(trainer, found.tensors)
-        store.begin_attempt(
-            None if found is None else training.round, versions_now(toml)
-        )
-        for line in () if found is None else found.rejected:
-            store.add_note(training.round, "rejected", line)
-        while training.round < training.config.rounds and not heard:
-            record = training.play_round()
-            store.add_round(record)
-            tell(record)
-            spent = budget.minutes is not None and training.seconds >= (
-                60 * budget.minutes
-            )
-            last = spent or training.round == training.config.rounds
-            if last or heard or training.round % keeping.every == 0:
-                store.flush()
-                checkpoints.publish(
-                    training.round,
-                    save(trainer),
-                    {"config": digest(config)},
-                    score=_known(record.mean_return),
-                )
-            if last:
-                run.finish({"rounds": training.round, "env_steps": record.env_steps})
-                break
+        elif config.start_from is not None:
+            _start_from(config, training, hear, lambda: bool(heard))
+        if times:
+            trainer.draw_anew(times)
+        versions = versions_now(as_toml(config))
+        kept = None if found is None else training.round
+        store.begin_attempt(kept, versions)
+        if found is not None:
+            _note_changes(run, versions, found, store, hear)
+        saving = _Saving(config, run, store, trainer, hear)
+        if kept is None and not heard:
+            saving.watch(0)
+        refused = 0
+        with _sink(config, run, kept) as sink:
+            while not trainer.over and not heard:
+                record = trainer.play_round()
+                store.add_round(record)
+                sink(record)
+                tell(record)
+                update = record.update
+                broken = update.refused > 0 and update.steps_taken == 0
+                refused = refused + 1 if broken else 0
+                if refused == PATIENCE:
+                    text = f"{PATIENCE} rounds in a row had no update that was finite"
+                    store.add_note(training.round, "refused", text)
+                    return None
+                saving.after(record, last=trainer.over or bool(heard))
+        if not heard:
+            conclude(config, run, store, training.round, hear, lambda: bool(heard))
+        if not heard:
+            steps = training.round * training.config.steps * training.world.num_envs
+            run.finish({"rounds": training.round, "env_steps": steps})
         return Ending(run.path, training.round, heard[0] if heard else None)
 
 
-def worlds_of(config: TrainConfig) -> list[VectorWorld]:
-    """The worlds that a run lives in, one for each task."""
-    if SIMULATED in config.tasks:
-        seed = stream_seed(config.rng_seed, "world")
-        return [SimulatedWorld(config.envs, seed, hidden_share=HIDDEN_SHARE)]
-    return [_world(config, task) for task in map(find_task, config.tasks)]
+class _Saving:
+    """Checkpoints every so often, after the rows up to them are durable."""
+
+    def __init__(
+        self, config: TrainConfig, run: Run, store: Store, trainer: Trainer, hear: Hear
+    ) -> None:
+        self._config, self._store, self._trainer = config, store, trainer
+        self._hear, self._failed = hear, 0
+        self._checkpoints = run.checkpoints(
+            keep=config.keeping.last, may_be_nan=MAY_BE_NAN
+        )
+        spec = trainer.training.world.spec.describe()
+        self._facts = {"config": digest(config), "actions": spec}
+
+    def after(self, record: RoundRecord, *, last: bool) -> None:
+        """Watch and save if it is time to."""
+        config, number = self._config, record.round
+        score = None
+        if number % config.judging.every == 0 or last:
+            score = self.watch(number)
+        if score is None and not last and number % config.keeping.every:
+            return
+        try:
+            self._store.flush()
+            self._checkpoints.publish(
+                number, save(self._trainer), self._facts, score=score
+            )
+            self._failed = 0
+        except StorageTrouble as trouble:
+            self._failed += 1
+            if last or self._failed == PATIENCE:
+                raise
+            self._hear(Said(f"{trouble} Training goes on.", warning=True))
+
+    def watch(self, number: int) -> float | None:
+        """How good the policy is on the same hosts as ever."""
+        if SIMULATED in self._config.tasks:
+            return None
+        seen = Watched(number, watch(self._trainer.training.agent.policy, self._config))
+        for task, judged in seen.tasks.items():
+            self._store.add_evaluation(
+                judged, round=number, stage="watched", controller="Tamiyo", task=task
+            )
+        self._hear(seen)
+        return seen.mean_return
 
 
-def _world(config: TrainConfig, task: Task) -> GrowingWorld:
-    own, settings = config.world, {}
-    for name in ("horizon", "decision_every"):
-        if getattr(own, name) is not None:
-            settings[name] = getattr(own, name)
-    return GrowingWorld(
-        replace(task, **settings),
-        config.envs,
-        stream_seed(config.rng_seed, f"world, {task.name}"),
-        blueprints=own.blueprints,
-        seeds_per_slot=own.seeds_per_slot,
-        terms=Terms(
-            rent=as_range("rent", own.rent),
-            budget=as_range("budget", own.budget),
-            rate=as_range("rate", own.rate),
-        ),
-        measure_every=own.measure_every,
-        penalty=own.penalty,
-    )
+def _start_from(
+    config: TrainConfig, training: Training, hear: Hear, stop: Callable[[], bool]
+) -> None:
+    """Give a new policy the weights that the run was told to start from."""
+    assert config.start_from is not None
+    if config.start_from == WARM:
+        weights = warm_policy(config, hear, stop)
+    else:
+        weights = load_controller(config.start_from).weights
+    policy = training.agent.policy
+    # Statistics of returns belong to a world: another's are of no use here.
+    own = {"value_mean": policy.value_mean, "value_scale": policy.value_scale}
+    if weights is not None:
+        load(policy, {**weights, **own})
 
 
-def loop_of(config: TrainConfig, world: VectorWorld) -> LoopConfig:
-    """How to train: a rollout is about one episode of every environment."""
-    learner, budget = config.learner, config.budget
-    steps = HORIZON
-    if SIMULATED not in config.tasks:
-        horizons = [find_task(name).horizon for name in config.tasks]
-        steps = config.world.horizon or max(horizons)
-    rounds = [ENDLESS if budget.rounds is None else budget.rounds]
-    if budget.env_steps is not None:
-        rounds.append(ceil(budget.env_steps / (steps * world.num_envs)))
-    return LoopConfig(
-        rounds=min(rounds),
-        steps=steps,
-        rng_seed=config.rng_seed,
-        gamma=learner.gamma,
-        gae_lambda=learner.gae_lambda,
-        final_share=learner.final_share,
-        ppo=learner.ppo,
-        policy=learner.policy,
-    )
+def _note_changes(
+    run: Run,
+    versions: Mapping[str, Any],
+    found: Loaded,
+    store: Store,
+    hear: Hear,
+) -> None:
+    """Say and store why a run may not go on to the bit, or from where it was."""
+    changed = [
+        f"{line}; what follows may differ in some bits."
+        for line in changes_since(run.versions, versions)
+    ]
+    for kind, lines in (("rejected", found.rejected), ("inexact", changed)):
+        for line in lines:
+            store.add_note(found.manifest.step, kind, line)
+            hear(Said(line, warning=True))
 
 
 def cut(record: Any, here: slice) -> Any:  # noqa: ANN401
@@ -210,23 +319,35 @@ def cut(record: Any, here: slice) -> Any:  # noqa: ANN401
 
 
 @contextmanager
+def _sink(config: TrainConfig, run: Run, kept: int | None) -> Iterator[Tell]:
+    """TensorBoard's files, if they are wanted."""
+    if not config.keeping.tensorboard:
+        yield lambda record: None
+        return
+    sink = TensorBoardSink(run.path / "tensorboard", kept)
+    try:
+        yield sink.add_round
+    finally:
+        sink.close()
+
+
+@contextmanager
 def _listening() -> Iterator[list[int]]:
     """Signals that ask for an end, as they come; the second one is not waited for."""
     heard: list[int] = []
+    if current_thread() is not main_thread():  # only there can signals be heard
+        yield heard
+        return
 
     def hear(number: int, frame: FrameType | None) -> None:
         heard.append(number)
         if len(heard) > 1:
             raise KeyboardInterrupt
 
-    kinds = (signal.SIGINT, signal.SIGTERM)
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before: Sequence[Any] = [signal.signal(kind, hear) for kind in kinds]
     try:
         yield heard
     finally:
         for kind, handler in zip(kinds, before, strict=True):
             signal.signal(kind, handler)
-
-
-def _known(value: float) -> float | None:
-    return value if isfinite(value) else None

@@ -1,4 +1,4 @@
-r"""Several arms beside one baseline on the same random seeds: a table, and its words.
+r"""Arms beside each other on the same random seeds: figures, and their words.
 
 Signed ranks (Wilcoxon 1945): the ranks of |x - y| are summed where x > y. If both are
 alike, each of the 2^n choices of signs is equally likely, so n pairs can give no p
@@ -8,9 +8,9 @@ below 5 %, its interval leaves out zero and most pairs agree with its sign.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,18 +37,23 @@ _FEW: Final = 10  # seeds below which a percentile interval is markedly too narr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """One arm less the baseline."""
+    """One arm less another."""
 
     difference: Interval
     """Of the interquartile means; one draw of seeds serves both."""
     improvement: Interval
-    """How often a seed of the arm is above any seed of the baseline."""
+    """How often a seed of the arm is above any seed of the other."""
     paired: Interval
-    """How often the arm is above the baseline on the very same seed."""
+    """How often the arm is above the other on the very same seed."""
+    ahead: int
+    """Pairs in which the arm is above the other."""
+    behind: int
+    """Pairs in which it is below."""
+    pairs: int
     p: float
     """Of the signed ranks of all pairs of all tasks."""
     adjusted: float
-    """The same, corrected for how many arms were compared."""
+    """The same, corrected for how many comparisons were made."""
 
     @property
     def shown(self) -> bool:
@@ -110,38 +115,63 @@ def compare(
         )
     base = checked(arms[baseline], seeds=2)
     others = {name: arms[name] for name in arms if name != baseline}
-    p_values = [paired_wilcoxon(scores, base) for scores in others.values()]
+    found = compare_pairs(
+        {name: (scores, base) for name, scores in others.items()},
+        draws=draws,
+        confidence=confidence,
+        rng_seed=rng_seed,
+    )
     tasks, seeds = np.atleast_2d(base).shape
-
-    def spread(scores: Floats) -> Interval:
-        return stratified_bootstrap(
-            scores, draws=draws, confidence=confidence, rng_seed=rng_seed
+    rows = tuple(
+        Arm(
+            name=name,
+            iqm=stratified_bootstrap(
+                arms[name], draws=draws, confidence=confidence, rng_seed=rng_seed
+            ),
+            against=found.get(name),
         )
+        for name in (baseline, *others)
+    )
+    return Verdict(baseline=baseline, arms=rows, tasks=tasks, seeds=seeds)
 
-    def against(scores: Floats, p: float, adjusted: float) -> Against:
-        both = np.stack([np.atleast_2d(scores), np.atleast_2d(base)])
-        return Against(
-            difference=stratified_bootstrap(
-                both, _gap, draws=draws, confidence=confidence, rng_seed=rng_seed
-            ),
-            improvement=probability_of_improvement(
-                scores, base, draws=draws, confidence=confidence, rng_seed=rng_seed
-            ),
-            paired=paired_improvement(
-                scores, base, draws=draws, confidence=confidence, rng_seed=rng_seed
-            ),
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def compare_pairs(
+    pairs: Mapping[Key, tuple[Floats, Floats]],
+    *,
+    draws: int = 10_000,
+    confidence: float = 0.95,
+    rng_seed: int = 0,
+) -> dict[Key, Against]:
+    """Compare arms two by two; p-values are corrected for all of them at once.
+
+    Args:
+        pairs: An arm and the one that it is measured against, `[seed]` or
+            `[task, seed]` each, paired by position.
+        draws: How often seeds are drawn anew.
+        confidence: Share of repetitions that the intervals should hold.
+        rng_seed: Start of the random stream.
+    """
+    chance: Any = {"draws": draws, "confidence": confidence, "rng_seed": rng_seed}
+    p_values = [paired_wilcoxon(x, y) for x, y in pairs.values()]
+    found = {}
+    for (key, both), p, adjusted in zip(
+        pairs.items(), p_values, holm(p_values) if p_values else [], strict=True
+    ):
+        x, y = (np.atleast_2d(checked(scores, seeds=2)) for scores in both)
+        found[key] = Against(
+            difference=stratified_bootstrap(np.stack([x, y]), _gap, **chance),
+            improvement=probability_of_improvement(x, y, **chance),
+            paired=paired_improvement(x, y, **chance),
+            ahead=int((x > y).sum()),
+            behind=int((x < y).sum()),
+            pairs=x.size,
             p=p,
             adjusted=adjusted,
         )
-
-    rows = [Arm(name=baseline, iqm=spread(base), against=None)]
-    rows += [
-        Arm(name=name, iqm=spread(scores), against=against(scores, p, adjusted))
-        for (name, scores), p, adjusted in zip(
-            others.items(), p_values, holm(p_values), strict=True
-        )
-    ]
-    return Verdict(baseline=baseline, arms=tuple(rows), tasks=tasks, seeds=seeds)
+    return found
 
 
 def in_words(verdict: Verdict, spec: str = "+.3g") -> str:
@@ -151,24 +181,35 @@ def in_words(verdict: Verdict, spec: str = "+.3g") -> str:
         verdict: The table.
         spec: Format of a difference.
     """
-    rows = [(arm.name, arm.against) for arm in verdict.arms if arm.against is not None]
+    rows = {arm.name: arm.against for arm in verdict.arms if arm.against is not None}
+    return " ".join([*sentences(rows, verdict.baseline, spec), _limits(verdict)])
+
+
+def sentences(rows: Mapping[str, Against], other: str, spec: str = "+.3g") -> list[str]:
+    """What is shown, and what is not, of arms against one other.
+
+    Args:
+        rows: By the arms' names.
+        other: What each of them was measured against.
+        spec: Format of a difference.
+    """
     shown, open_ = [], []
-    for name, row in rows:
-        gap = f"{row.difference:{spec}}"
+    for name, row in rows.items():
+        told = f"{row.difference:{spec}}, p = {row.adjusted:.2g}"
         if row.shown:
             side = "above" if row.difference.estimate > 0.0 else "below"
-            shown.append(f"{name!r} is {side} it by {gap}, p = {row.adjusted:.2g}")
+            shown.append(f"{name!r} is {side} it by {told}")
         else:
-            open_.append(f"{name!r} {gap}, p = {row.adjusted:.2g}")
+            open_.append(f"{name!r} ({told})")
     said = []
     if shown:
-        said.append(f"Shown against {verdict.baseline!r}: {'; '.join(shown)}.")
+        said.append(f"Shown against {other!r}: {'; '.join(shown)}.")
     if open_:
         said.append(
-            f"Not shown to differ from {verdict.baseline!r}, nor to equal it: "
-            f"{'; '.join(open_)}."
+            f"This does not show a difference from {other!r}, nor that there is none, "
+            f"for {'; '.join(open_)}."
         )
-    return " ".join([*said, _limits(verdict)])
+    return said
 
 
 def paired_wilcoxon(x: Floats, y: Floats) -> float:

@@ -1,0 +1,91 @@
+"""A policy that a run has learnt, as a controller of any world.
+
+    controller = load_controller("runs/quiet-fern")
+    esper.Grower(model, optimizer, controller=controller, ...)
+
+No weight of a policy knows how many slots or blueprints there are, so what is loaded
+fits every action space. Numbers are read from a checkpoint that verifies; nothing is
+executed.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from esper.contracts.actions import ActionSpec
+from esper.contracts.controller import Controller
+from esper.contracts.errors import BadInput
+from esper.contracts.state import Tensors, load
+from esper.experiment.checkpoint import CheckpointFolder, Loaded
+from esper.experiment.config import from_toml
+from esper.experiment.run import CHECKPOINTS, Run
+from esper.experiment.storage.disk import short
+from esper.tamiyo.policy.likeliest import Likeliest
+from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
+
+POLICY: Final = "training/agent/policy/"
+"""What the names of a policy's numbers begin with in a checkpoint."""
+MAY_BE_NAN: Final = ("*first_loss",)
+"""Unknown before the first loss of an episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """A trained policy, which becomes a controller once it is told what it may say."""
+
+    name: str
+    config: PolicyConfig
+    weights: Tensors = field(repr=False)
+
+    def __call__(self, spec: ActionSpec) -> Controller:
+        """A controller of this action space, which takes the likeliest choices."""
+        return Likeliest(self.policy(spec))
+
+    def policy(self, spec: ActionSpec) -> TamiyoPolicy:
+        """The policy itself."""
+        policy = TamiyoPolicy(spec, self.config)
+        load(policy, self.weights)
+        return policy
+
+
+def load_controller(path: Path | str) -> Learned:
+    """What a run has learnt: its best checkpoint, or the one that is named.
+
+    Args:
+        path: A run's folder, or the folder of one of its checkpoints.
+    """
+    folder = Path(path)
+    one = folder.parent.name == CHECKPOINTS and folder.parent.is_dir()
+    run = Run.read(folder.parent.parent if one else folder)
+    checkpoints = run.checkpoints(may_be_nan=MAY_BE_NAN)
+    found = checkpoints.load(folder) if one else _best(checkpoints, folder)
+    config = from_toml(run.config_toml).learner.policy
+    weights = {
+        name.removeprefix(POLICY): tensor
+        for name, tensor in found.tensors.items()
+        if name.startswith(POLICY)
+    }
+    return Learned(run.name, config, weights)
+
+
+def _best(checkpoints: CheckpointFolder, folder: Path) -> Loaded:
+    found = checkpoints.best() or checkpoints.latest()
+    if found is None:
+        raise BadInput(f"{short(folder)} has no checkpoint yet; let it train first.")
+    return found
+
+
+def newest_controller(root: Path) -> Learned:
+    """What the last run of a folder that was completed has learnt."""
+    ended = [
+        (run.versions.get("began", ""), run.path)
+        for run in (
+            Run.read(root / each.name)
+            for each in Run.list(root)
+            if each.state == "finished"
+        )
+        if (run.path / CHECKPOINTS).is_dir() and any((run.path / CHECKPOINTS).iterdir())
+    ]
+    if not ended:
+        raise BadInput(f"no finished training in {short(root)}; run esper train first.")
+    return load_controller(max(ended)[1])

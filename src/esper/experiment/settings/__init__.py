@@ -1,0 +1,1 @@
+"""How settings are written, checked, layered and parsed."""

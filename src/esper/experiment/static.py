@@ -1,0 +1,139 @@
+"""Controls that nobody grows: what a plain network of equal size or cost would reach.
+
+    static    the host with all hidden layers wider, from the start: as many parameters
+              as the reference ended with on average, or the most that are not more
+    longer    the host as it is, trained on until it has cost as many multiply-adds as
+              the reference; the learning rate's rise and fall are stretched along
+
+Both have the hosts' data, order of batches, random stream and terms, and pay rent for
+what they have more than the host. The learning rate is the task's own, tuned for
+neither. Nobody decides, so nothing is looked at and only training steps are counted:
+three forward passes per row. The reference is the learned controller, or `early`.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import count
+from typing import Final
+
+import numpy as np
+
+from esper.contracts.errors import BadInput
+from esper.experiment.config import World
+from esper.experiment.judging import Judged, Journal, judged_world, watch
+from esper.experiment.statistics import Floats
+from esper.experiment.studies.macs import step_macs
+from esper.tamiyo.controls import Never
+from esper.tamiyo.named import CONTROLLERS
+from esper.tasks.hosts import CnnHost, Host, MlpHost
+from esper.tasks.task import Task
+
+STATIC: Final = ("static", "longer")
+"""Arms that are no controllers."""
+NO_LOOK: Final = 10_000
+"""Decisions between two looks: more than any episode has."""
+LONGEST: Final = 10_000
+"""Decisions of an episode, at most."""
+
+
+def reference_of(names: Iterable[str]) -> str | None:
+    """The arm that static ones are measured by: a learned one, else `early`."""
+    known = list(names)
+    learned = [n for n in known if n not in CONTROLLERS and n not in STATIC]
+    return next(iter(learned), "early" if "early" in known else None)
+
+
+def judge_static(
+    name: str,
+    task: Task,
+    hosts: int,
+    rng_seed: int,
+    reference: Judged,
+    settings: World | None = None,
+    *,
+    stage: str = "judged",
+) -> Judged:
+    """One static arm on the hosts that the reference was judged on.
+
+    Args:
+        name: Which of `STATIC`.
+        task: What the hosts learn.
+        hosts: How many.
+        rng_seed: Decides which hosts.
+        reference: What became of them under the arm to be measured by.
+        settings: On what terms they grow; None: the default ones.
+        stage: As for `judge`.
+    """
+    if name not in STATIC:
+        raise BadInput(f"no static arm {name!r}; there are {', '.join(STATIC)}.")
+    settings = settings or World()
+    plain = judged_world(task, hosts, rng_seed, settings, stage=stage)
+    host, own = task.host, plain.task
+    # Everybody begins with the worth of the same plain host.
+    before = plain.reset().host
+    horizon = own.horizon
+    if name == "static":
+        size = host.parameters * (1.0 + float(reference.added.mean()))
+        task = replace(task, host=widened(host, size))
+    else:
+        decision = own.decision_every * own.batch * step_macs(host.macs)
+        wanted = round(float(reference.training_macs.mean()) / decision)
+        horizon = min(max(wanted, own.horizon), LONGEST)
+    terms = replace(settings, horizon=horizon, measure_every=NO_LOOK)
+    world = judged_world(task, hosts, rng_seed, terms, stage=stage)
+    journal = watch(world, Never(), rng_seed)
+    final, panicked = journal.final, journal.final["panicked"].bool().numpy()
+    added = world.host.parameters / host.parameters - 1.0
+    score, start = final["score"].numpy(), before.score.double().numpy()
+    worth = score - before.rent.double().numpy() * added
+    return Judged(
+        returns=np.where(panicked, -1.0, worth) - start,
+        score=score,
+        test=final["test"].numpy(),
+        area=journal.area,
+        added=np.full(hosts, added),
+        macs=np.full(hosts, world.host.macs / host.macs),
+        training_macs=_steps(journal) * step_macs(world.host.macs),
+        seconds=journal.seconds,
+        panicked=panicked,
+    )
+
+
+def widened(host: Host, parameters: float) -> Host:
+    """The host with hidden layers as wide as so many parameters allow, in proportion.
+
+    It is never narrower than it was.
+    """
+    match host:
+        case MlpHost():
+            hidden, ends = host.widths[1:-1], (host.widths[0], host.widths[-1])
+            return _largest(
+                hidden, lambda wide: MlpHost((ends[0], *wide, ends[1])), parameters
+            )
+        case CnnHost():
+            return _largest(
+                host.channels, lambda wide: replace(host, channels=wide), parameters
+            )
+
+
+def _largest(
+    hidden: tuple[int, ...],
+    make: Callable[[tuple[int, ...]], Host],
+    parameters: float,
+) -> Host:
+    best = make(hidden)
+    narrowest = min(hidden)
+    for more in count(1):
+        wide = make(tuple(n * (narrowest + more) // narrowest for n in hidden))
+        if wide.parameters > parameters:
+            return best
+        best = wide
+    raise AssertionError  # count() does not end
+
+
+def _steps(journal: Journal) -> Floats:
+    """Rows that each host was trained on."""
+    task = journal.world.task
+    decisions = journal.lives()[2].sum(dim=0).double().numpy()
+    rows: Floats = decisions * task.decision_every * task.batch
+    return rows

@@ -1,0 +1,1 @@
+"""Bytes on disk: files that are whole or not there, locks, tables."""

@@ -1,0 +1,1 @@
+"""Questions that take many trainings: what is learnt, and what growing is worth."""

@@ -1,0 +1,79 @@
+"""The worlds and loops that settings stand for."""
+
+from dataclasses import replace
+from math import ceil
+from typing import Final
+
+from esper.contracts.step import VectorWorld
+from esper.environment.growing import GrowingWorld
+from esper.environment.instances import HORIZON
+from esper.environment.simulated import SimulatedWorld
+from esper.environment.terms import Terms, as_range
+from esper.experiment.config import SIMULATED, TrainConfig, World
+from esper.experiment.loop import LoopConfig
+from esper.experiment.streams import stream_seed
+from esper.tasks.catalogue import task as find_task
+from esper.tasks.task import Task
+
+ENDLESS: Final = 1_000_000
+"""Rounds of a training that only time ends."""
+HIDDEN_SHARE: Final = 0.2
+"""Share of hidden instances in the simulated world."""
+
+
+def worlds_of(config: TrainConfig) -> list[VectorWorld]:
+    """The worlds that a run lives in, one for each task."""
+    if SIMULATED in config.tasks:
+        seed = stream_seed(config.rng_seed, "world")
+        return [SimulatedWorld(config.envs, seed, hidden_share=HIDDEN_SHARE)]
+    return [
+        world_of(
+            find_task(name),
+            config.envs,
+            stream_seed(config.rng_seed, f"world, {name}"),
+            config.world,
+        )
+        for name in config.tasks
+    ]
+
+
+def world_of(task: Task, envs: int, rng_seed: int, settings: World) -> GrowingWorld:
+    """Hosts of a task that train and grow on these terms."""
+    own = {name: getattr(settings, name) for name in ("horizon", "decision_every")}
+    given = {name: value for name, value in own.items() if value is not None}
+    return GrowingWorld(
+        replace(task, **given),
+        envs,
+        rng_seed,
+        blueprints=settings.blueprints,
+        seeds_per_slot=settings.seeds_per_slot,
+        terms=Terms(
+            rent=as_range("rent", settings.rent),
+            budget=as_range("budget", settings.budget),
+            rate=as_range("rate", settings.rate),
+        ),
+        measure_every=settings.measure_every,
+        penalty=settings.penalty,
+    )
+
+
+def loop_of(config: TrainConfig, world: VectorWorld) -> LoopConfig:
+    """How to train: a rollout is about one episode of every environment."""
+    learner, budget = config.learner, config.budget
+    steps = HORIZON
+    if SIMULATED not in config.tasks:
+        horizons = [find_task(name).horizon for name in config.tasks]
+        steps = config.world.horizon or max(horizons)
+    rounds = [ENDLESS if budget.rounds is None else budget.rounds]
+    if budget.env_steps is not None:
+        rounds.append(ceil(budget.env_steps / (steps * world.num_envs)))
+    return LoopConfig(
+        rounds=min(rounds),
+        steps=steps,
+        rng_seed=config.rng_seed,
+        gamma=learner.gamma,
+        gae_lambda=learner.gae_lambda,
+        final_share=learner.final_share,
+        ppo=learner.ppo,
+        policy=learner.policy,
+    )

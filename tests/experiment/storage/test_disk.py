@@ -1,0 +1,150 @@
+import errno
+import os
+
+import pytest
+
+from esper.contracts.errors import BadInput, StorageTrouble
+from esper.experiment.storage.disk import (
+    Disk,
+    beside,
+    discard,
+    publish,
+    short,
+    storage,
+    unfinished,
+)
+from tests.experiment.storage.disks import Died, DyingDisk, PowerCut, RecordingDisk
+
+
+def test_a_file_is_published_over_an_older_one(tmp_path):
+    for data in (b"one", b"two"):
+        publish(Disk(), tmp_path / "file", data)
+        assert (tmp_path / "file").read_bytes() == data
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_file_and_folder_are_synced_before_and_after_the_rename(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number)))
+    publish(Disk(), tmp_path / "file", b"data")
+    inodes = [(tmp_path / "file").stat().st_ino, tmp_path.stat().st_ino]
+    assert [status.st_ino for status in synced] == inodes
+
+
+@pytest.mark.parametrize("when", ["before", "torn", "after"])
+def test_a_process_that_dies_anywhere_leaves_the_old_or_the_new_file(tmp_path, when):
+    file, at, seen = tmp_path / "file", 0, set()
+    while True:
+        file.write_bytes(b"the old one")
+        disk = DyingDisk(at, when)
+        try:
+            publish(disk, file, b"the new one")
+        except Died:
+            seen.add(file.read_bytes())
+            for leftover in unfinished(tmp_path):
+                discard(Disk(), leftover)
+            at += 1
+            continue
+        break
+    assert at == 4
+    assert seen == {b"the old one", b"the new one"}
+
+
+def written_in_place(disk, file, data):
+    """The bad twin: no other name."""
+    disk.unlink(file)
+    disk.create(file, data)
+    disk.sync_file(file)
+    disk.sync_folder(file.parent)
+
+
+class ForgetfulDisk(RecordingDisk):
+    """The bad twin that does not sync files."""
+
+    def sync_file(self, file):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("disk", "write", "holds"),
+    [
+        (RecordingDisk, publish, True),
+        (RecordingDisk, written_in_place, False),
+        (ForgetfulDisk, publish, False),
+    ],
+)
+def test_power_loss_anywhere_leaves_the_old_or_the_new_file(
+    tmp_path, disk, write, holds
+):
+    old, new = b"the old one", b"the new one"
+    live = tmp_path / "live"
+    live.mkdir()
+    (live / "file").write_bytes(old)
+    recorder, before, left = disk(), PowerCut(live), set()
+    write(recorder, live / "file", new)
+    for length in range(len(recorder.log) + 1):
+        cut = before.after(recorder.log[:length])
+        for loss in ("none", "all", *range(8)):
+            target = tmp_path / f"{length}-{loss}"
+            cut.restore(target, loss)
+            file = target / "file"
+            left.add(file.read_bytes() if file.exists() else None)
+    assert (left == {old, new}) is holds
+
+
+@pytest.mark.parametrize(
+    "code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT, errno.EACCES]
+)
+def test_what_the_system_says_becomes_one_line(tmp_path, code):
+    with (
+        pytest.raises(StorageTrouble, match=r"cannot write .*x: ") as error,
+        storage(tmp_path / "x", "write"),
+    ):
+        raise OSError(code, os.strerror(code))
+    assert os.strerror(code) in str(error.value)
+    assert len(str(error.value)) <= 200
+    assert isinstance(error.value, OSError)
+
+
+def test_only_the_first_bytes_are_read_and_all_are_digested(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(bytes(3_000_000))
+    assert Disk().read(file, 10) == bytes(10)
+    assert len(Disk().read(file, 1 << 40)) == Disk().size(file) == 3_000_000
+    # head -c 3000000 /dev/zero | sha256sum
+    assert Disk().digest(file).startswith("35bce4eae54ec8e6cc2868baa8d15791")
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_nothing_but_a_regular_file_is_read(tmp_path, kind):
+    odd = tmp_path / "odd"
+    if kind == "pipe":
+        os.mkfifo(odd)
+    elif kind == "link":
+        (tmp_path / "secret").write_bytes(b"secret")
+        odd.symlink_to(tmp_path / "secret")
+    else:
+        odd.mkdir()
+    for call in (Disk().size, Disk().digest, lambda file: Disk().read(file, 9)):
+        with pytest.raises(BadInput, match="odd is not a regular file"):
+            call(odd)
+
+
+def test_a_link_is_removed_and_what_it_leads_to_stays(tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_bytes(b"x")
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "link").symlink_to(tmp_path / "kept")
+    (tmp_path / "gone" / "inner").mkdir()
+    discard(Disk(), tmp_path / "gone")
+    discard(Disk(), tmp_path / "gone")
+    assert not (tmp_path / "gone").exists()
+    assert (tmp_path / "kept" / "file").read_bytes() == b"x"
+
+
+def test_a_path_is_shown_by_its_end_without_control_characters(tmp_path):
+    assert short(tmp_path / "runs" / "a" / "b").endswith("runs/a/b")
+    assert short(tmp_path / "\x1b[2J\n") == short(tmp_path / "?[2J?")
+    assert len(short(tmp_path / ("x" * 200))) == 72
+    assert beside(tmp_path / "x").parent == tmp_path
