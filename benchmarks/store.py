@@ -13,8 +13,8 @@ import torch
 from benchmarks.timing import Report, alternate
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.stages import Stage
-from esper.experiment.lifecycle_events import WORDS, Changes
 from esper.experiment.loop import RoundRecord
+from esper.experiment.storage.lifecycle_events import WORDS, Changes
 from esper.experiment.store import Store
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 from tests.references.store import FIGURES, RowByRow
@@ -91,6 +91,7 @@ def _record() -> RoundRecord:
         env_steps=ENVS * DECISIONS,
         seconds=1.0,
         mean_return=0.5,
+        learning_rate=1e-3,
         update=UpdateRecord(
             policy_loss=0.0,
             value_loss=0.0,

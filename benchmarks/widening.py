@@ -1,9 +1,9 @@
 """Does growing a small network early, by widening it, pay?
 
 Early widening beside its host and beside plain static networks: equal epochs, equal
-multiply-adds, equal parameters; see `esper.experiment.widening` for the protocol. The
-whole takes about half an hour on one core. Results are kept line by line in a file, so
-an interrupted run continues if it is given the same one:
+multiply-adds, equal parameters; see `esper.experiment.studies.widening` for the
+protocol. The whole takes about half an hour on one core. Results are kept line by line
+in a file, so an interrupted run continues if it is given the same one:
 
     python -c "from benchmarks.widening import main; main('widening.jsonl', workers=2)"
 """
@@ -20,16 +20,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.timing import Report, machine, show
-from esper.experiment.comparison import (
-    compare,
-    in_words,
-    interquartile_mean,
-    interval,
-)
-from esper.experiment.ledger import Ledger
-from esper.experiment.statistics import mean_interval
-from esper.experiment.training import Outcome, Run
-from esper.experiment.widening import (
+from esper.experiment.statistics import mean_interval, stratified_bootstrap
+from esper.experiment.studies.ledger import Ledger
+from esper.experiment.studies.training import Outcome, Run
+from esper.experiment.studies.widening import (
     EARLY,
     GROWING_CHANGES,
     PLAIN,
@@ -37,7 +31,9 @@ from esper.experiment.widening import (
     Protocol,
     Study,
     carry_out,
+    compare,
     host_size,
+    in_words,
     project,
     study,
 )
@@ -119,7 +115,7 @@ def _tables(found: Study, task: str) -> list[Report]:
         arms.add(
             arm,
             f"{mean_interval(100 * values):.1f}",
-            f"{interval(100 * values, interquartile_mean):.1f}",
+            f"{stratified_bootstrap(100 * values):.1f}",
             f"{np.mean([one.parameters for one in each]):,.0f}",
             f"{np.mean([one.training_macs for one in each]) / 1e9:.2f}",
             f"{np.median([one.seconds for one in each]):.1f}",

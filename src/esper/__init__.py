@@ -23,6 +23,7 @@ _HOMES: Final = {
     "blueprint": "esper.growth.blueprints.registry",
     "check_blueprint": "esper.growth.contract",
     "fit": "esper.experiment.fit",
+    "load_controller": "esper.experiment.learned",
     "suggest_slots": "esper.growth.suggest",
 }
 

@@ -54,7 +54,7 @@ from esper.growth.snapshots import random_state, set_random_state
 from esper.growth.suggest import suggest_slots
 from esper.growth.words import in_words, refuse_illegal
 from esper.tamiyo.gardening import explain
-from esper.tamiyo.named import named
+from esper.tamiyo.named import Maker, controller_for
 from esper.tamiyo.policy.action_masks import compute_masks
 
 FORMAT: Final = 1
@@ -71,7 +71,7 @@ class Grower(ByHand):
             layers, "fc2->fc2" beside one layer, "block" for residual seeds; or "auto".
         example: What the model is called with: a tensor, a tuple or a dictionary.
         controller: "never", "random", "early", "periodic", "plateau", "promise", or
-            any `Controller`.
+            any `Controller`, or what makes one: `load_controller(run)`.
         budget: How much may be added: a float is a multiple of the host's
             parameters, an int a number of parameters.
         decisions: How often `step` will be called; schedules need to know.
@@ -94,7 +94,7 @@ class Grower(ByHand):
         slots: Sequence[str] | str,
         *,
         example: Example,
-        controller: str | Controller = "early",
+        controller: str | Controller | Maker = "early",
         budget: float | int = 2.0,
         decisions: int = 30,
         rent: float = 0.0,
@@ -129,11 +129,7 @@ class Grower(ByHand):
         self.quarantine = Quarantine(self.model)
         try:
             self._ruler = Ruler(self.model, mode)
-            self.controller: Controller = (
-                named(controller, self.model.spec)
-                if isinstance(controller, str)
-                else controller
-            )
+            self.controller = controller_for(controller, self.model.spec)
             # The guard's hook comes first: what it refuses, nobody else shall see.
             if governor is not None and isinstance(optimizer, Optimizer):
                 self.guard = Guard(

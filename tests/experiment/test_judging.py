@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_array_equal
-from rich.console import Console
 
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput
-from esper.experiment.evaluate import EvaluateConfig, as_data, evaluate, print_arms
+from esper.experiment.config import World
 from esper.experiment.judging import Judged, judge, judged_world
 from esper.tamiyo.controls import Early, Never
 from esper.tasks import catalogue
@@ -84,7 +83,10 @@ class Watched:
 
 
 def assert_same(one: Judged, other: Judged) -> None:
+    """All but the time that it took."""
     for field in fields(Judged):
+        if field.name == "seconds":
+            continue
         assert_array_equal(getattr(one, field.name), getattr(other, field.name))
 
 
@@ -158,58 +160,62 @@ def test_a_host_that_panics_counts_once_though_the_world_goes_on():
     assert np.abs(judged.returns - expected)[fell].max() < 1e-6
 
 
-@pytest.mark.usefixtures("_few_tasks")
-def test_processes_find_what_one_process_finds():
-    """The task is not in the catalogue of the other processes; it is sent to them."""
-    config = EvaluateConfig(controllers=("random", "early"), hosts=2, rng_seed=3)
-    together = evaluate(config)
-    alone = evaluate(replace(config, processes=1))
-    assert [*together.judged] == ["tiny"]
-    assert [*together.judged["tiny"]] == ["random", "early"]
-    for name, judged in alone.judged["tiny"].items():
-        assert_same(together.judged["tiny"][name], judged)
-    assert together.skipped.keys() == {"lost"}
+def test_the_area_is_the_mean_of_the_scores_after_every_decision():
+    task = replace(tiny(), decision_every=10, learning_rate=0.03)
+    watched = Watched(Never())
+    judged = judge(watched, task, HOSTS, 0)
+    # What was seen before a decision is the score after the one before.
+    after = [*watched.scores[1:], torch.from_numpy(judged.score)]
+    expected = torch.stack([one.double() for one in after]).mean(dim=0)
+    assert np.abs(judged.area - expected.numpy()).max() < 1e-12
+    assert np.ptp(torch.stack(watched.scores).numpy()) > 0.1
 
 
-@pytest.mark.usefixtures("_few_tasks")
-def test_data_are_the_judged_figures_and_absolute_sizes():
-    config = EvaluateConfig(tasks=("tiny", "tiny"), controllers=("early",), hosts=2)
-    evaluation = evaluate(config)
-    arm, data = evaluation.judged["tiny"]["early"], as_data(evaluation)["tasks"]["tiny"]
-    assert (data["parameters"], data["macs"]) == (4 * 6 + 6 + 6 * 3 + 3, 4 * 6 + 6 * 3)
-    told = data["controllers"]["early"]
-    assert arm.added.mean() > 0
-    assert told["parameters"] == pytest.approx(51 * (1 + arm.added.mean()))
-    assert told["macs"] == pytest.approx(42 * arm.macs.mean())
-    assert told["per_host"]["return"] == arm.returns.tolist()
-    assert told["return"]["low"] <= told["return"]["estimate"]
+def test_a_host_that_panicked_has_no_score_from_then_on():
+    task = replace(tiny(), data=often_too_large, varied=True, batch=128, horizon=2)
+    judged = judge("never", task, 8, 0)
+    assert judged.panicked.any()
+    assert_array_equal(judged.area[judged.panicked], 0.0)
+    assert (judged.area[~judged.panicked] > 0.0).all()
 
 
-@pytest.mark.usefixtures("_few_tasks")
-def test_nothing_left_to_judge_is_an_error_with_the_reasons():
-    del catalogue._BUILDERS["tiny"]
-    with pytest.raises(BadInput, match="lost: expected a package; pip install"):
-        evaluate(EvaluateConfig())
+def test_time_is_that_of_the_episode_and_is_shared_by_its_hosts():
+    judged = judge("never", tiny(), HOSTS, 0)
+    assert judged.seconds.shape == (HOSTS,)
+    assert 0.0 < judged.seconds[0] < 60.0
 
 
-def test_a_table_says_how_far_each_is_above_never_host_by_host():
-    def arm(returns):
-        nothing = np.zeros(len(returns))
-        return Judged(
-            returns=np.array(returns),
-            test=nothing,
-            added=nothing,
-            macs=nothing + 1,
-            panicked=nothing > 0,
-        )
+def test_a_run_is_judged_on_its_own_terms():
+    settings = World(horizon=2, rent=0.5, budget=1.0, blueprints=("low_rank_4",))
+    watched = Watched(Never())
+    judge(watched, tiny(), HOSTS, 0, settings)
+    assert len(watched.scores) == 2
+    dear, cheap = (
+        judge("early", tiny(), HOSTS, 0, World(rent=rent)) for rent in (0.5, 0.0)
+    )
+    assert dear.added.min() > 0
+    assert np.abs(cheap.returns - dear.returns - 0.5 * dear.added).max() < 1e-6
 
-    def shown(arms):
-        console = Console(record=True, width=160)
-        print_arms(console, tiny(), arms)
-        return console.export_text()
 
-    noisy = {"never": arm([0.1, 0.5, 0.9]), "early": arm([0.2, 0.6, 1.0])}
-    assert "+0.1000 [+0.1000, +0.1000]" in shown(noisy)
-    alone = shown({"never": arm([0.3]), "early": arm([0.4])})
-    assert "+0.1000" in alone
-    assert "0.4000 [" not in alone
+def test_what_makes_a_controller_is_as_good_as_one():
+    assert_same(judge(Early, tiny(), HOSTS, 0), judge("early", tiny(), HOSTS, 0))
+
+
+def test_hosts_that_are_watched_are_others():
+    first, second = Watched(Never()), Watched(Never())
+    judge(first, tiny(), HOSTS, 0)
+    judge(second, tiny(), HOSTS, 0, stage="watched")
+    assert not torch.equal(first.scores[0], second.scores[0])
+
+
+def test_everybody_has_the_same_data_first_weights_and_batches():
+    task = replace(tiny(), varied=True)
+    one, other = (judged_world(task, HOSTS, 7) for _ in range(2))
+    one.reset()
+    other.reset()
+    assert torch.equal(one.cohort.values, other.cohort.values)
+    assert torch.equal(one._episodes.batches, other._episodes.batches)
+    for mine, yours in zip(
+        one._episodes.rows.features, other._episodes.rows.features, strict=True
+    ):
+        assert torch.equal(mine, yours)

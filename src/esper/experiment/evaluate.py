@@ -1,114 +1,184 @@
-"""Every task with every controller that does not learn: `esper evaluate`.
+"""Everybody on the same hosts of some tasks: `esper evaluate`.
 
-A job is one controller on one task. Jobs are independent and run in processes of one
-thread each. Controllers of a task are paired, so rows of one table may be compared
-host by host; intervals are over hosts.
+A job is one arm on one task. Jobs run in processes of one thread each; static arms wait
+for the one that they are measured by. An evaluation is a run: a folder with its
+configuration and a store whose rows are durable as soon as an arm is judged. Tables and
+words are made of those rows. One that is interrupted stays readable, and unfinished.
 """
 
 import json
 import signal
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from multiprocessing import active_children, get_context
+from pathlib import Path
 from threading import current_thread, main_thread
-from typing import Any
+from typing import Annotated, Final
 
 import torch
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from esper.contracts.actions import NUM_HEADS
 from esper.contracts.errors import BadInput
-from esper.experiment.judging import Judged, judge, judged_world
+from esper.experiment.config import Checked, Count, World
+from esper.experiment.judging import Judged, Maker, judge, judged_world
 from esper.experiment.progress import Progress
-from esper.experiment.statistics import Floats, mean_interval
-from esper.tamiyo.named import CONTROLLERS, named
+from esper.experiment.reading import rows
+from esper.experiment.run import STORE, Run, checked_name, versions_now
+from esper.experiment.settings.typed import Between, OneOf, nearest, refusal, written
+from esper.experiment.static import STATIC, judge_static, reference_of
+from esper.experiment.storage.database import open_store
+from esper.experiment.store import Store
+from esper.experiment.summary import Summary, summarise
+from esper.experiment.summary_tables import print_line, print_summary
+from esper.tamiyo.named import CONTROLLERS
 from esper.tasks.catalogue import TASKS
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.task import Task
 
-WIDTH = 140
-"""Columns of a table that is not shown in a terminal."""
+KIND: Final = "evaluation"
+"""What `versions.json` calls such a run."""
+
+TaskName = Annotated[str, OneOf("task", lambda: TASKS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(Checked):
     """Who is judged on what."""
 
-    tasks: tuple[str, ...] = ()
-    """Names; none: every task that can be judged here."""
-    controllers: tuple[str, ...] = ()
-    """Names; none: every controller that does not learn."""
-    hosts: int = 16
+    tasks: tuple[TaskName, ...] = ()
+    """What the hosts learn; none: every task that can be judged here."""
+    controllers: tuple[str, ...] = (*CONTROLLERS, "static")
+    """Names of controllers and static controls, or folders of runs that learnt."""
+    hosts: Count = 16
     """Hosts of each task."""
-    rng_seed: int = 0
+    rng_seed: Annotated[int, Between(0, 2**32 - 1)] = 0
     """Decides which hosts."""
-    processes: int = 2
-    """Jobs at the same time."""
+    processes: Annotated[int, Between(1, 256)] = 2
+    """Arms that are judged at the same time."""
+    name: str | None = None
+    """What the run is called; none: a name is made up."""
+    runs: str = "runs"
+    """Folder in which runs are kept."""
+    world: World = field(default_factory=World)
+    """On what terms hosts grow."""
+
+    def __post_init__(self) -> None:
+        """Refuse who cannot be judged."""
+        Checked.__post_init__(self)
+        if self.name is not None:
+            checked_name(self.name)
+        if not self.controllers:
+            raise refusal("controllers is empty; name at least one.")
+        for controller in self.controllers:
+            known = controller in CONTROLLERS or controller in STATIC
+            if not known and not is_folder(controller):
+                near = nearest(controller, (*CONTROLLERS, *STATIC))
+                raise refusal(
+                    f"controllers: there is no {controller!r}; did you mean {near!r}? "
+                    f"There are {', '.join((*CONTROLLERS, *STATIC))}, and folders of "
+                    "runs."
+                )
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One controller on one task."""
+    """One arm on one task."""
 
+    arm: str
     task: Task
-    controller: str
     hosts: int
     rng_seed: int
+    world: World
+    maker: Maker | None = None
+    """Of a learned controller."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """What came of it, by the names of tasks and controllers."""
-
-    config: EvaluateConfig
-    tasks: Mapping[str, Task]
-    judged: Mapping[str, Mapping[str, Judged]]
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    """Why a task was left out."""
+Results = Generator[tuple[Job, Judged], None, None]
 
 
-def run_evaluation(config: EvaluateConfig, *, as_json: bool = False) -> None:
-    """Judge everybody and print the tables, or one document of data."""
-    evaluation = evaluate(config, Console(stderr=as_json))
+def run_evaluation(config: EvaluateConfig, *, as_json: bool = False) -> Path:
+    """Judge everybody, store it and print it; the folder of the run."""
+    console = Console(stderr=as_json)
+    path, skipped = evaluate(config, console)
+    summary = summary_of(path)
     if as_json:
-        print(json.dumps(as_data(evaluation), indent=2, allow_nan=False))
-        return
-    console = Console()
-    for name, arms in evaluation.judged.items():
-        print_arms(console, evaluation.tasks[name], arms)
-    for name, reason in evaluation.skipped.items():
-        console.print(
-            f"{name}: skipped: {reason}", highlight=False, markup=False, soft_wrap=True
-        )
+        document = {"run": str(path), **summary.as_data(), "skipped": dict(skipped)}
+        print(json.dumps(document, indent=2, allow_nan=False))
+        return path
+    print_summary(console, summary)
+    for name, reason in skipped.items():
+        print_line(console, f"{name}: skipped: {reason}")
+    print_line(console, f"Stored in {path}")
+    return path
 
 
-def evaluate(config: EvaluateConfig, console: Console | None = None) -> Evaluation:
-    """Judge everybody; progress is shown on `console`."""
+def evaluate(
+    config: EvaluateConfig, console: Console | None = None
+) -> tuple[Path, Mapping[str, str]]:
+    """Judge everybody and store what came of it.
+
+    Args:
+        config: Who is judged on what.
+        console: Where progress is shown.
+
+    Returns:
+        The folder of the run, and why tasks were left out.
+    """
     tasks, skipped = _ready(config)
-    controllers = tuple(dict.fromkeys(config.controllers or CONTROLLERS))
-    jobs = [
-        Job(task, controller, config.hosts, config.rng_seed)
+    arms = _arms(config)
+    ahead = [
+        Job(arm, task, config.hosts, config.rng_seed, config.world, maker)
         for task in tasks.values()
-        for controller in controllers
+        for arm, maker in arms.items()
     ]
-    found: dict[str, dict[str, Judged]] = {name: {} for name in tasks}
+    toml = as_toml(config)
+    facts = {"kind": KIND, "rng_seed": config.rng_seed, "tasks": [*tasks]}
+    done = dict.fromkeys(tasks, 0)
     with (
-        closing(_results(jobs, config.processes)) as results,
-        Progress([*tasks], console, unit="controller") as progress,
+        Run.create(Path(config.runs), config.name, toml, facts) as run,
+        Store(run.path / STORE) as store,
+        closing(_results(ahead, config.processes)) as results,
+        Progress([*tasks], console, unit="arm") as progress,
     ):
+        store.begin_attempt(None, versions_now(toml))
         for job, judged in results:
-            arms = found[job.task.name]
-            arms[job.controller] = judged
-            news = f"{job.controller}: return {judged.returns.mean():.4f}"
-            progress.tell(job.task.name, len(arms), len(controllers), news)
-    ordered = {
-        name: {controller: arms[controller] for controller in controllers}
-        for name, arms in found.items()
-    }
-    return Evaluation(config, tasks, ordered, skipped)
+            task = job.task.name
+            store.add_evaluation(
+                judged, round=0, stage="judged", controller=job.arm, task=task
+            )
+            store.flush()
+            done[task] += 1
+            progress.tell(task, done[task], len(arms), _news(job, judged))
+        for name, reason in skipped.items():
+            store.add_note(0, "skipped", f"{name}: {reason}")
+        store.flush()
+        run.finish({"arms": len(ahead), "hosts": config.hosts})
+        return run.path, skipped
+
+
+def summary_of(path: Path) -> Summary:
+    """What the store of a run says of what was judged in it."""
+    with closing(open_store(path / STORE)) as db:
+        return summarise(rows(db, "live_evaluations"))
+
+
+def is_folder(controller: str) -> bool:
+    """Whether a controller's name is that of a folder with a run."""
+    return "/" in controller or Path(controller).is_dir()
+
+
+def as_toml(config: EvaluateConfig) -> str:
+    """The whole configuration as text."""
+    own = [item.name for item in fields(config) if item.name != "world"]
+    lines = [f"{name} = {written(getattr(config, name))}" for name in own]
+    terms = [
+        f"{item.name} = {written(getattr(config.world, item.name))}"
+        for item in fields(World)
+    ]
+    return "\n".join([*lines, "", "[world]", *terms]) + "\n"
 
 
 def _ready(config: EvaluateConfig) -> tuple[dict[str, Task], dict[str, str]]:
@@ -117,7 +187,7 @@ def _ready(config: EvaluateConfig) -> tuple[dict[str, Task], dict[str, str]]:
     skipped: dict[str, str] = {}
     for task in [find_task(name) for name in config.tasks or TASKS]:
         try:
-            spec = judged_world(task, 1, config.rng_seed).spec
+            judged_world(task, 1, config.rng_seed, config.world)
             task.splits(config.rng_seed)
         except BadInput as error:
             if config.tasks:
@@ -125,29 +195,76 @@ def _ready(config: EvaluateConfig) -> tuple[dict[str, Task], dict[str, str]]:
             skipped[task.name] = str(error)
             continue
         ready[task.name] = task
-        for controller in config.controllers:
-            named(controller, spec)
     if not ready:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
         raise BadInput(f"expected a task that can be judged here; {reasons}")
     return ready, skipped
 
 
-def _results(
-    jobs: Sequence[Job], processes: int
-) -> Generator[tuple[Job, Judged], None, None]:
+def _arms(config: EvaluateConfig) -> dict[str, Maker | None]:
+    """Every arm by its name; learned ones with what makes them."""
+    from esper.experiment.learned import load_controller
+
+    arms: dict[str, Maker | None] = {}
+    for given in dict.fromkeys(config.controllers):
+        maker = None if not is_folder(given) else load_controller(given)
+        name = given if maker is None else maker.name
+        if name in arms or (maker is not None and name in (*CONTROLLERS, *STATIC)):
+            raise refusal(f"controllers has {name!r} twice; name it once.")
+        arms[name] = maker
+    waiting = [name for name in arms if name in STATIC]
+    if waiting and reference_of(arms) is None:
+        raise refusal(
+            f"controllers: {waiting[0]!r} is measured by a learned controller or by "
+            "'early'; name one of them too."
+        )
+    return arms
+
+
+def _results(jobs: Sequence[Job], processes: int) -> Results:
     """What came of each job, in the order in which they end."""
+    ready = [job for job in jobs if job.arm not in STATIC]
+    waiting = [job for job in jobs if job.arm in STATIC]
+    reference = reference_of(job.arm for job in jobs)
+    # What others wait for comes first.
+    ready.sort(key=lambda job: job.arm != reference)
+
+    def freed(job: Job) -> list[Job]:
+        same = job.arm == reference
+        return [one for one in waiting if same and one.task.name == job.task.name]
+
     if processes == 1 or len(jobs) == 1:
-        yield from ((job, _carry_out(job)) for job in jobs)
+        for job in ready:
+            judged = _carry_out(job)
+            yield job, judged
+            for after in freed(job):
+                yield after, _carry_out(after, judged)
         return
+    with _pool(min(processes, len(jobs))) as submit:
+        running = {submit(job, None): job for job in ready}
+        while running:
+            ended, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in ended:
+                job, judged = running.pop(future), future.result()
+                running |= {submit(after, judged): after for after in freed(job)}
+                yield job, judged
+
+
+@contextmanager
+def _pool(
+    processes: int,
+) -> Iterator[Callable[[Job, Judged | None], "Future[Judged]"]]:
+    """Processes that carry out jobs; ended at once if something goes wrong."""
     others = set(active_children())
     context = get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
-        try:
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+
+        def submit(job: Job, reference: Judged | None) -> "Future[Judged]":
             with _deaf_to_interrupts():
-                futures = {pool.submit(_carry_out, job): job for job in jobs}
-            for future in as_completed(futures):
-                yield futures[future], future.result()
+                return pool.submit(_carry_out, job, reference)
+
+        try:
+            yield submit
         except BaseException:
             # Leaving the pool waits for its processes, which may be busy for long.
             pool.shutdown(wait=False, cancel_futures=True)
@@ -156,9 +273,25 @@ def _results(
             raise
 
 
-def _carry_out(job: Job) -> Judged:
+def _carry_out(job: Job, reference: Judged | None = None) -> Judged:
     torch.set_num_threads(1)
-    return judge(job.controller, job.task, job.hosts, job.rng_seed)
+    _warm(job.task, job.rng_seed)
+    task, hosts, number = job.task, job.hosts, job.rng_seed
+    if reference is None:
+        return judge(job.maker or job.arm, task, hosts, number, job.world)
+    return judge_static(job.arm, task, hosts, number, reference, job.world)
+
+
+_WARM: Final[set[str]] = set()
+
+
+def _warm(task: Task, rng_seed: int) -> None:
+    """Load what is compiled before anything is timed, once in a process."""
+    if task.host.kind not in _WARM:
+        world = judged_world(task, 1, rng_seed)
+        world.reset()
+        world.step(torch.zeros(1, NUM_HEADS, dtype=torch.int64))
+        _WARM.add(task.host.kind)
 
 
 @contextmanager
@@ -174,93 +307,8 @@ def _deaf_to_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def print_arms(console: Console, task: Task, arms: Mapping[str, Judged]) -> None:
-    """One table of everybody on one task, best return last."""
-    hosts = len(next(iter(arms.values())).returns)
-    table = Table(
-        title=Text(f"{task.name}: {hosts} hosts ({task.host}) that no training saw"),
-        title_justify="left",
+def _news(job: Job, judged: Judged) -> str:
+    return (
+        f"{job.arm}: return {judged.returns.mean():.4f}, test score "
+        f"{100 * judged.test.mean():.1f} %"
     )
-    table.add_column("controller")
-    for column in (
-        "return [95 %]",
-        "above never [95 %]",
-        "test score, % [95 %]",
-        "parameters",
-        "MACs per row",
-        "panics",
-    ):
-        table.add_column(column, justify="right")
-    never = arms.get("never")
-    for name, arm in sorted(arms.items(), key=lambda pair: pair[1].returns.mean()):
-        above = "" if never is None or arm is never else _above(arm, never)
-        table.add_row(
-            name,
-            _mean(arm.returns, ".4f"),
-            above,
-            _mean(100 * arm.test, ".1f"),
-            _size(task.host.parameters, 1 + arm.added.mean()),
-            _size(task.host.macs, arm.macs.mean()),
-            str(int(arm.panicked.sum())),
-            style="bold" if name == "Tamiyo" else "",
-        )
-    if not console.is_terminal:
-        console.width = max(console.width, WIDTH)
-    console.print(table)
-
-
-def _above(arm: Judged, other: Judged) -> str:
-    """How much more is returned, host by host: they are paired."""
-    return _mean(arm.returns - other.returns, "+.4f")
-
-
-def _mean(values: Floats, spec: str) -> str:
-    """The mean over hosts, with its interval if there is more than one."""
-    if len(values) < 2:
-        return f"{values.mean():{spec}}"
-    return f"{mean_interval(values):{spec}}"
-
-
-def _size(host: int, multiple: float) -> str:
-    return f"{host * multiple:,.0f} ({multiple:.2f} x)"
-
-
-def as_data(evaluation: Evaluation) -> dict[str, Any]:
-    """Everything in words and numbers that JSON knows."""
-    return {
-        "hosts": evaluation.config.hosts,
-        "rng_seed": evaluation.config.rng_seed,
-        "tasks": {
-            name: {
-                "host": str(task.host),
-                "parameters": task.host.parameters,
-                "macs": task.host.macs,
-                "controllers": {
-                    controller: _arm(task, arm)
-                    for controller, arm in evaluation.judged[name].items()
-                },
-            }
-            for name, task in evaluation.tasks.items()
-        },
-        "skipped": dict(evaluation.skipped),
-    }
-
-
-def _arm(task: Task, arm: Judged) -> dict[str, Any]:
-    parameters, macs = 1 + float(arm.added.mean()), float(arm.macs.mean())
-    return {
-        "return": asdict(mean_interval(arm.returns)),
-        "test": asdict(mean_interval(arm.test)),
-        "parameters": task.host.parameters * parameters,
-        "parameters_multiple": parameters,
-        "macs": task.host.macs * macs,
-        "macs_multiple": macs,
-        "panics": int(arm.panicked.sum()),
-        "per_host": {
-            "return": arm.returns.tolist(),
-            "test": arm.test.tolist(),
-            "added": arm.added.tolist(),
-            "macs_multiple": arm.macs.tolist(),
-            "panicked": arm.panicked.tolist(),
-        },
-    }

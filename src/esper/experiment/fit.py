@@ -28,6 +28,7 @@ from esper.grower import Grower
 from esper.growth.blueprints.registry import first_line
 from esper.growth.calls import Example, shielded
 from esper.growth.history import Decision
+from esper.tamiyo.named import Maker
 
 EXAMPLE: Final = 32
 """Rows of the first training batch that the model is watched with, at most."""
@@ -62,7 +63,7 @@ def fit(
     example: Example | None = None,
     optimizer: Optimizer | None = None,
     learning_rate: float = 3e-3,
-    controller: str | Controller = "early",
+    controller: str | Controller | Maker = "early",
     metric: Callable[[nn.Module], float] | None = None,
     budget: float = 2.0,
     progress: bool = True,

@@ -9,6 +9,7 @@ network is written as a `torch.export` program, which loads without Esper:
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -20,11 +21,15 @@ from torch.nn.functional import cross_entropy
 from esper.contracts.errors import BadInput
 from esper.experiment.fit import Fitted, fit
 from esper.experiment.fit import accuracy as share_right
+from esper.experiment.learned import find_controller, newest_controller
 from esper.experiment.streams import stream
+from esper.tamiyo.named import CONTROLLERS, Maker
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.data import Data
 from esper.tasks.task import Task
 
+NEWEST: Final = "tamiyo"
+"""Who decides, if it is what the newest training learnt."""
 ROWS: Final = 512
 """Rows of a batch that is only looked at."""
 
@@ -35,11 +40,14 @@ class GrowConfig:
 
     task: str
     controller: str = "early"
+    """One that does not learn, a run, or "tamiyo": the newest finished training."""
     budget: float = 4.0
     """Parameters that may be added, as a multiple of the host's."""
     rng_seed: int = 0
     out: Path | None = None
-    """File of the exported network; it must not exist. None: it is not written."""
+    """File of the exported network; it must not exist. None: a name is made up."""
+    runs: str = "runs"
+    """Where runs are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +90,11 @@ class Turns:
 
 def run_grow(config: GrowConfig) -> None:
     """Grow a network, tell its story, write it."""
-    if config.out is not None:
-        _check_free(config.out)
     task, console = find_task(config.task), Console()
-    grown = grow(task, config)
+    who = _who(config)
+    out = config.out or _free_name(f"{task.name}-{_label(config)}")
+    _check_free(out)
+    grown = grow(task, config, who)
     host = task.host.parameters
     after = sum(parameter.numel() for parameter in grown.fitted.model.parameters())
     console.print(grown.fitted.summary, highlight=False, markup=False)
@@ -93,13 +102,29 @@ def run_grow(config: GrowConfig) -> None:
         f"Test score {grown.test:.1%}; {host:,} parameters became {after:,}.",
         highlight=False,
     )
-    if config.out is not None:
-        write(grown.fitted.model, task, config.out)
-        console.print(f"The network is in {config.out}.", highlight=False)
+    write(grown.fitted.model, task, out)
+    console.print(
+        f"The network is in {out}; it loads without Esper: torch.export.load.",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
-def grow(task: Task, config: GrowConfig, *, progress: bool = True) -> Grown:
-    """Train a host of the task from scratch and let a controller grow it."""
+def grow(
+    task: Task,
+    config: GrowConfig,
+    who: Maker | str | None = None,
+    *,
+    progress: bool = True,
+) -> Grown:
+    """Train a host of the task from scratch and let a controller grow it.
+
+    Args:
+        task: What it learns.
+        config: How.
+        who: Who decides; None: the one that `config` names.
+        progress: Whether to show how it goes.
+    """
     splits = task.splits(config.rng_seed)
     model = task.host.build(stream(config.rng_seed, "host"))
     turns = Turns(
@@ -113,7 +138,7 @@ def grow(task: Task, config: GrowConfig, *, progress: bool = True) -> Grown:
         epochs=task.horizon,
         slots=list(task.host.slots),
         learning_rate=task.learning_rate,
-        controller=config.controller,
+        controller=_who(config) if who is None else who,
         budget=config.budget,
         progress=progress,
     )
@@ -137,6 +162,31 @@ def write(model: nn.Module, task: Task, out: Path) -> None:
 
 def _parts(data: Data) -> list[tuple[Tensor, Tensor]]:
     return list(zip(data.features.split(ROWS), data.labels.split(ROWS), strict=True))
+
+
+def _who(config: GrowConfig) -> Maker | str:
+    """The controller that a name stands for."""
+    name, root = config.controller, Path(config.runs)
+    if name in CONTROLLERS:
+        return name
+    if name == NEWEST:
+        return newest_controller(root)
+    try:
+        return find_controller(name, root)
+    except BadInput as error:
+        known = ", ".join((*CONTROLLERS, NEWEST))
+        raise BadInput(f"{error} Who else decides: {known}.") from None
+
+
+def _label(config: GrowConfig) -> str:
+    """A word for the controller that a file can be named after."""
+    return Path(config.controller).name or "run"
+
+
+def _free_name(stem: str) -> Path:
+    """A file here that is not there yet."""
+    names = (f"{stem}{'' if n == 1 else f'-{n}'}.pt2" for n in count(1))
+    return next(path for path in map(Path, names) if not path.exists())
 
 
 def _check_free(out: Path) -> None:

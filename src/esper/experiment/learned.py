@@ -16,8 +16,9 @@ from esper.contracts.actions import ActionSpec
 from esper.contracts.controller import Controller
 from esper.contracts.errors import BadInput
 from esper.contracts.state import Tensors, load
-from esper.experiment.checkpoint import CheckpointFolder, Loaded
+from esper.experiment.checkpoint import MANIFEST, CheckpointFolder, Loaded
 from esper.experiment.config import from_toml
+from esper.experiment.lookup import find_run
 from esper.experiment.run import CHECKPOINTS, Run
 from esper.experiment.storage.disk import short
 from esper.tamiyo.policy.likeliest import Likeliest
@@ -46,6 +47,18 @@ class Learned:
         policy = TamiyoPolicy(spec, self.config)
         load(policy, self.weights)
         return policy
+
+
+def find_controller(text: str, root: Path) -> Learned:
+    """What a run has learnt.
+
+    Args:
+        text: The name of a run in `root`, its folder, or that of a checkpoint.
+        root: Where runs are.
+    """
+    if (Path(text) / MANIFEST).is_file():
+        return load_controller(text)
+    return load_controller(find_run(text, root))
 
 
 def load_controller(path: Path | str) -> Learned:

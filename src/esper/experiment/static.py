@@ -20,7 +20,7 @@ import numpy as np
 
 from esper.contracts.errors import BadInput
 from esper.experiment.config import World
-from esper.experiment.judging import Judged, Journal, judged_world, watch
+from esper.experiment.judging import Journal, Judged, judged_world, watch
 from esper.experiment.statistics import Floats
 from esper.experiment.studies.macs import step_macs
 from esper.tamiyo.controls import Never
@@ -37,10 +37,10 @@ LONGEST: Final = 10_000
 
 
 def reference_of(names: Iterable[str]) -> str | None:
-    """The arm that static ones are measured by: a learned one, else `early`."""
+    """The arm that static ones are measured by: the first learned one, else `early`."""
     known = list(names)
     learned = [n for n in known if n not in CONTROLLERS and n not in STATIC]
-    return next(iter(learned), "early" if "early" in known else None)
+    return min(learned, default="early" if "early" in known else None)
 
 
 def judge_static(

@@ -3,10 +3,7 @@ r"""Intervals: what a figure is worth when luck is counted.
 Interquartile mean: of all figures of all tasks without the lowest and the highest
 floor(n / 4), as `rliable` and `scipy.stats.trim_mean(0.25)` define it. Intervals:
 percentile bootstrap (Efron 1979); seeds are drawn anew, with replacement, within each
-task. Of a mean it is too narrow, as is the plug-in variance, so its tails are those of
-Student's t (Hesterberg 2015, https://doi.org/10.1080/00031305.2015.1089789): of 10
-normal figures it holds the truth in 94 of 100 cases instead of 90, of an interquartile
-mean it does so in 93 as it is. Probability of improvement: mean over tasks of P(x > y) + P(x = y) / 2 (Mann and
+task. Probability of improvement: mean over tasks of P(x > y) + P(x = y) / 2 (Mann and
 Whitney 1947; Agarwal et al. 2021, https://arxiv.org/abs/2108.13264).
 """
 
@@ -75,8 +72,9 @@ def mean_interval(values: Floats) -> Interval:
 def expanded_tail(tail: float, count: int) -> float:
     """The tail of drawn means that stands for a tail of means of `count` figures.
 
-    Drawn means vary by (count - 1) / count of what they should, and are normal where
-    Student's t is due; its quantile is expanded in powers of 1 / (count - 1).
+    Drawn means vary by (count - 1) / count of what they should, and are about normal
+    where Student's t is due (Hesterberg 2015); t is expanded in 1 / (count - 1). Of 10
+    normal figures 94 % of the intervals then hold the truth, instead of 90.
     """
     if count < 2:
         return tail

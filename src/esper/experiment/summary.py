@@ -15,13 +15,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from esper.experiment.statistics import Floats, Interval, stratified_bootstrap
 from esper.experiment.static import STATIC, reference_of
+from esper.experiment.statistics import Floats, Interval, stratified_bootstrap
 from esper.experiment.verdict import (
     LEVEL,
     Against,
     compare_pairs,
-    sentences,
+    told,
 )
 from esper.tamiyo.named import CONTROLLERS
 
@@ -132,6 +132,7 @@ def summarise(rows: Iterable[Row], *, draws: int = DRAWS) -> Summary:
     for arms in found.values():
         for each in arms.values():
             each.sort(key=lambda row: row["host"])
+    found = {task: found[task] for task in sorted(found)}
     tasks = tuple(_table(name, {name: found[name]}, draws) for name in found)
     whole = None
     if len(tasks) > 1 and _alike(found.values()):
@@ -261,36 +262,45 @@ def _paragraphs(title: str, table: TaskSummary) -> list[str]:
     for figure, rows in families.items():
         known = {name: row for name, row in rows.items() if row is not None}
         if known:
-            text = " ".join(sentences(known, BASELINE, "+.4f"))
-            said.append(f"{title}, {figure}: {text}")
+            said.append(f"{title}, {figure}: {_against_never(known)}")
     for ours in dict.fromkeys(duel.name for duel in table.duels):
-        for figure in ("returns", "test"):
-            rows = {
-                duel.other: getattr(duel, figure)
-                for duel in table.duels
-                if duel.name == ours
+        own = [duel for duel in table.duels if duel.name == ours]
+        for word in ("return", "test score"):
+            duels = {
+                duel.other: duel.returns if word == "return" else duel.test
+                for duel in own
             }
-            word = "return" if figure == "returns" else "test score"
-            said.append(f"{title}, {word} of {ours!r}: {_of_learned(ours, rows)}")
+            said.append(f"{title}, {word} of {ours!r}: {_of_learned(ours, duels)}")
     return said
 
 
-def _of_learned(ours: str, rows: Mapping[str, Against]) -> str:
-    """Whom a learned arm is shown to be above, below, or neither."""
-    sides: dict[str, list[str]] = {"above": [], "below": [], "open": []}
-    for other, row in rows.items():
-        side = "above" if row.difference.estimate > 0.0 else "below"
-        told = f"{other!r} ({row.difference:+.4f}, p = {row.adjusted:.2g})"
-        sides[side if row.shown else "open"].append(told)
+def _against_never(rows: Mapping[str, Against]) -> str:
+    sides = told(rows, "+.4f")
     said = [
-        f"shown to be {side} {', '.join(sides[side])}."
+        f"shown {side} {BASELINE!r}: {', '.join(sides[side])}."
         for side in ("above", "below")
         if sides[side]
     ]
     if sides["open"]:
         said.append(
-            f"This does not show a difference from {', '.join(sides['open'])}, nor "
-            "that there is none."
+            f"This does not show a difference from {BASELINE!r}, nor that there is "
+            f"none, for {', '.join(sides['open'])}."
+        )
+    return " ".join(said)
+
+
+def _of_learned(ours: str, rows: Mapping[str, Against]) -> str:
+    """Whom a learned arm is shown to be above, below, or neither."""
+    sides = told(rows, "+.4f")
+    said = [
+        f"shown {side} {', '.join(sides[side])}."
+        for side in ("above", "below")
+        if sides[side]
+    ]
+    if sides["open"]:
+        said.append(
+            f"This does not show that {ours!r} differs from "
+            f"{', '.join(sides['open'])}, nor that it does not."
         )
     return " ".join(said)
 

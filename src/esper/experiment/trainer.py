@@ -29,7 +29,7 @@ from esper.environment.mixture import Mixture
 from esper.experiment.checkpoint import Loaded
 from esper.experiment.conclusion import conclude
 from esper.experiment.config import SIMULATED, TrainConfig, as_toml, digest, from_toml
-from esper.experiment.learned import MAY_BE_NAN, load_controller
+from esper.experiment.learned import MAY_BE_NAN, find_controller
 from esper.experiment.loop import RoundRecord, Training
 from esper.experiment.news import News, Said, Watched
 from esper.experiment.recording import Recorder
@@ -41,6 +41,8 @@ from esper.experiment.warm import WARM, warm_policy
 from esper.experiment.watching import watch
 from esper.experiment.worlds import loop_of, worlds_of
 
+KIND: Final = "training"
+"""What a run is, among others."""
 PATIENCE: Final = 3
 """Failures in a row that are borne: of saving, of updates, of going back."""
 
@@ -71,10 +73,10 @@ def begin_run(
         tell: Told of every round.
         hear: Told of what else there is to know.
     """
-    facts = {"rng_seed": config.rng_seed, "tasks": [*config.tasks]}
-    if config.start_from not in (None, WARM):
-        load_controller(config.start_from)  # refuses before anything is made
+    facts = {"kind": KIND, "rng_seed": config.rng_seed, "tasks": [*config.tasks]}
     root = Path(config.runs)
+    if config.start_from not in (None, WARM):
+        find_controller(config.start_from, root)  # refuses before anything is made
     with Run.create(root, config.name, as_toml(config), facts) as run:
         return _carry_on(config, run, tell, hear)
 
@@ -88,7 +90,14 @@ def resume_run(
     with Run.open(path) as run:
         if run.finished is not None:
             raise BadInput(f"run {run.name} is complete; begin another one.")
-        return _carry_on(from_toml(run.config_toml), run, tell, hear)
+        return _carry_on(settings_of(run), run, tell, hear)
+
+
+def settings_of(run: Run) -> TrainConfig:
+    """The settings that a training was begun with."""
+    if run.versions.get("kind", KIND) != KIND:
+        raise BadInput(f"run {run.name} is no training, so there is nothing to resume.")
+    return from_toml(run.config_toml)
 
 
 class Trainer(Stateful):
@@ -280,7 +289,7 @@ def _start_from(
     if config.start_from == WARM:
         weights = warm_policy(config, hear, stop)
     else:
-        weights = load_controller(config.start_from).weights
+        weights = find_controller(config.start_from, Path(config.runs)).weights
     policy = training.agent.policy
     # Statistics of returns belong to a world: another's are of no use here.
     own = {"value_mean": policy.value_mean, "value_scale": policy.value_scale}

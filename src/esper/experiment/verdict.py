@@ -29,10 +29,10 @@ from esper.experiment.statistics import (
 
 LEVEL: Final = 0.05
 """Adjusted p-value below which a difference is taken for shown."""
+Key = TypeVar("Key", bound=Hashable)
 _DIGITS: Final = 12  # of a difference; what follows is rounding, not a rank
 _EXACT: Final = 50  # pairs up to which all signs are counted, if no ranks are shared
 _EXACT_TIED: Final = 13  # the same, if some are; both as SciPy has them
-_FEW: Final = 10  # seeds below which a percentile interval is markedly too narrow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,80 +62,6 @@ class Against:
         higher = gap.low > 0.0 and self.paired.estimate > 0.5
         lower = gap.high < 0.0 and self.paired.estimate < 0.5
         return self.adjusted < LEVEL and (higher or lower)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """One row of the table."""
-
-    name: str
-    iqm: Interval
-    against: Against | None
-    """None for the baseline itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The table: the baseline first, the others as they came."""
-
-    baseline: str
-    arms: tuple[Arm, ...]
-    tasks: int
-    seeds: int
-    """Per task."""
-
-    @property
-    def smallest_p(self) -> float:
-        """The smallest adjusted p-value that so many pairs and arms can give."""
-        return min(1.0, (len(self.arms) - 1) * 2.0 ** (1 - self.tasks * self.seeds))
-
-
-def compare(
-    arms: Mapping[str, Floats],
-    baseline: str,
-    *,
-    draws: int = 10_000,
-    confidence: float = 0.95,
-    rng_seed: int = 0,
-) -> Verdict:
-    """Compare each arm with the baseline.
-
-    Args:
-        arms: Scores `[seed]` or `[task, seed]` of each, higher is better; paired by
-            position, and on one scale if there are several tasks.
-        baseline: The name of the arm that the others are measured against.
-        draws: How often seeds are drawn anew; one draw serves every arm.
-        confidence: Share of repetitions that the intervals should hold.
-        rng_seed: Start of the random stream.
-    """
-    if baseline not in arms or len(arms) < 2:
-        raise BadInput(
-            f"arms must hold the baseline {baseline!r} and at least one other, "
-            f"got {sorted(arms)}."
-        )
-    base = checked(arms[baseline], seeds=2)
-    others = {name: arms[name] for name in arms if name != baseline}
-    found = compare_pairs(
-        {name: (scores, base) for name, scores in others.items()},
-        draws=draws,
-        confidence=confidence,
-        rng_seed=rng_seed,
-    )
-    tasks, seeds = np.atleast_2d(base).shape
-    rows = tuple(
-        Arm(
-            name=name,
-            iqm=stratified_bootstrap(
-                arms[name], draws=draws, confidence=confidence, rng_seed=rng_seed
-            ),
-            against=found.get(name),
-        )
-        for name in (baseline, *others)
-    )
-    return Verdict(baseline=baseline, arms=rows, tasks=tasks, seeds=seeds)
-
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 def compare_pairs(
@@ -174,42 +100,19 @@ def compare_pairs(
     return found
 
 
-def in_words(verdict: Verdict, spec: str = "+.3g") -> str:
-    """What the table does and does not show, in two or three sentences.
+def told(rows: Mapping[str, Against], spec: str = "+.3g") -> dict[str, list[str]]:
+    """Names with their differences, by what is shown: above, below, or open.
 
     Args:
-        verdict: The table.
+        rows: By name.
         spec: Format of a difference.
     """
-    rows = {arm.name: arm.against for arm in verdict.arms if arm.against is not None}
-    return " ".join([*sentences(rows, verdict.baseline, spec), _limits(verdict)])
-
-
-def sentences(rows: Mapping[str, Against], other: str, spec: str = "+.3g") -> list[str]:
-    """What is shown, and what is not, of arms against one other.
-
-    Args:
-        rows: By the arms' names.
-        other: What each of them was measured against.
-        spec: Format of a difference.
-    """
-    shown, open_ = [], []
+    sides: dict[str, list[str]] = {"above": [], "below": [], "open": []}
     for name, row in rows.items():
-        told = f"{row.difference:{spec}}, p = {row.adjusted:.2g}"
-        if row.shown:
-            side = "above" if row.difference.estimate > 0.0 else "below"
-            shown.append(f"{name!r} is {side} it by {told}")
-        else:
-            open_.append(f"{name!r} ({told})")
-    said = []
-    if shown:
-        said.append(f"Shown against {other!r}: {'; '.join(shown)}.")
-    if open_:
-        said.append(
-            f"This does not show a difference from {other!r}, nor that there is none, "
-            f"for {'; '.join(open_)}."
-        )
-    return said
+        side = "above" if row.difference.estimate > 0.0 else "below"
+        words = f"{name!r} ({row.difference.estimate:{spec}})"
+        sides[side if row.shown else "open"].append(words)
+    return sides
 
 
 def paired_wilcoxon(x: Floats, y: Floats) -> float:
@@ -267,24 +170,3 @@ def _counted(ranks: NDArray[np.int64], seen: int) -> float:
 def _gap(drawn: Floats) -> Floats:
     gaps: Floats = iqm_of_each(drawn[:, 0]) - iqm_of_each(drawn[:, 1])
     return gaps
-
-
-def _limits(verdict: Verdict) -> str:
-    least = verdict.smallest_p
-    if least >= LEVEL:
-        pairs = _many(verdict.tasks * verdict.seeds, "pair")
-        return (
-            f"With {pairs} and {_many(len(verdict.arms) - 1, 'arm')} compared no "
-            f"adjusted p can be below {least:.2g}, so nothing could have been shown: "
-            "run more random seeds."
-        )
-    narrow = " and the intervals are narrower than they should be"
-    return (
-        f"This rests on {verdict.seeds} random seeds on each of "
-        f"{_many(verdict.tasks, 'task')}{narrow if verdict.seeds < _FEW else ''}; it "
-        "says nothing about other tasks or about controllers trained anew."
-    )
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

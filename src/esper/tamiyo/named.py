@@ -11,7 +11,10 @@ from esper.contracts.errors import BadInput
 from esper.tamiyo.controls import Early, Never, Periodic, Random
 from esper.tamiyo.heuristic import Plateau, PromiseGreedy
 
-CONTROLLERS: Final[Mapping[str, Callable[[ActionSpec], Controller]]] = MappingProxyType(
+Maker = Callable[[ActionSpec], Controller]
+"""What makes a controller for an action space."""
+
+CONTROLLERS: Final[Mapping[str, Maker]] = MappingProxyType(
     {
         "never": lambda spec: Never(),
         "random": lambda spec: Random(),
@@ -22,6 +25,18 @@ CONTROLLERS: Final[Mapping[str, Callable[[ActionSpec], Controller]]] = MappingPr
     }
 )
 """What makes each controller for an action space."""
+
+
+def controller_for(who: Controller | Maker | str, spec: ActionSpec) -> Controller:
+    """A controller of an action space.
+
+    Args:
+        who: It, what makes it, or its name.
+        spec: What it may say.
+    """
+    if isinstance(who, str):
+        return named(who, spec)
+    return who if isinstance(who, Controller) else who(spec)
 
 
 def named(name: str, spec: ActionSpec) -> Controller:

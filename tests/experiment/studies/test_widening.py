@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,8 @@ from esper.experiment.studies.widening import (
     STATIC_MACS,
     Protocol,
     carry_out,
+    compare,
+    in_words,
     project,
     study,
 )
@@ -156,7 +159,7 @@ def test_random_seeds_are_runs_of_their_own():
 
 
 def test_the_benchmark_continues_where_it_was_interrupted(tmp_path, capsys):
-    tiny = replace(TINY, epochs=2, rates=(3e-2,), batch=60, counted=(0,))
+    tiny = replace(TINY, epochs=2, rates=(3e-2,), batch=60)
     file = tmp_path / "results.jsonl"
     tables = run(file, protocol=tiny, save=tmp_path / "all.json")
     lines = file.read_text().splitlines(keepends=True)
@@ -194,3 +197,37 @@ def test_a_projection_is_of_the_order_of_the_whole():
 def test_a_protocol_that_shows_nothing_is_refused(wrong):
     with pytest.raises(BadInput):
         replace(TINY, **wrong)
+
+
+NOISE = np.random.default_rng(1).normal(0.0, 0.01, size=10)
+
+
+@pytest.mark.parametrize(
+    ("gap", "says"),
+    [(0.02, "beats 'theirs' by 2."), (-0.02, "loses to 'theirs' by 1.")],
+)
+def test_a_clear_difference_is_said_in_points_and_with_its_sign(gap, says):
+    ours = 0.5 + NOISE + gap + np.linspace(0.0, 0.002, 10)
+    (found,) = compare(ours, {"theirs": 0.5 + NOISE})
+    assert found.shown
+    assert (found.won, found.lost) == ((10, 0) if gap > 0 else (0, 10))
+    assert found.difference.estimate == pytest.approx(gap + 0.001)
+    assert says in in_words(found, "Ours")
+
+
+def test_what_may_be_luck_is_called_no_difference():
+    (found,) = compare(0.5 + NOISE, {"theirs": 0.5 + NOISE[::-1]})
+    assert not found.shown
+    assert "no difference is shown" in in_words(found, "Ours")
+
+
+def test_more_comparisons_need_more_evidence():
+    ours = 0.5 + np.arange(1, 7) / 1000  # six wins of six: p = 2 / 64
+    base = np.full(6, 0.5)
+    (alone,) = compare(ours, {"a": base})
+    both = compare(ours, {"a": base, "b": base})
+    assert alone.p == pytest.approx(2 / 64)
+    assert alone.shown
+    assert not any(one.shown for one in both)
+    assert "is ahead of 'a' by 0." in in_words(both[0], "Ours")
+    assert "do not settle it" in in_words(both[0], "Ours")

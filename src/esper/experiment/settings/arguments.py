@@ -8,10 +8,12 @@ written as in a file, but text needs no quotes and a list of words no brackets:
 """
 
 import re
+import secrets
 import tomllib
 from argparse import SUPPRESS, ArgumentError, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
+from math import isfinite, nan
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Union, get_args, get_origin
@@ -56,28 +58,32 @@ examples:
 """
 
 
-def parse_train(argv: Sequence[str]) -> TrainConfig:
+def parse_train(argv: Sequence[str], command: str = "esper train") -> TrainConfig:
     """The configuration that a command line asks for.
 
     Args:
-        argv: What follows `esper train`; `--help` prints the options and exits.
+        argv: What follows the command; `--help` prints the options and exits.
+        command: What they follow.
     """
-    return resolve(parse_options(train_parser(), argv))
+    return resolve(parse_options(train_parser(command), argv))
 
 
-def resolve(options: Mapping[str, Any]) -> TrainConfig:
+def resolve(options: Mapping[str, Any], *, draw: bool = False) -> TrainConfig:
     """Layer preset, files and options.
 
     Args:
         options: As `parse_options` returns them; names that are no settings, such as
             those of options that a caller added, must be taken out before.
+        draw: Whether to draw a random seed if none is given.
     """
     rest = dict(options)
     table = as_table(preset(rest.pop("preset", DEFAULT)))
-    for file in rest.pop("config", ()):
-        table = _layered(TrainConfig, table, read_table(Path(file)))
-    given = _valued(TrainConfig, rest)
-    table = _layered(TrainConfig, table, checked_table(TrainConfig, given, RULES, "--"))
+    layers = [read_table(Path(file)) for file in rest.pop("config", ())]
+    layers.append(checked_table(TrainConfig, _valued(TrainConfig, rest), RULES, "--"))
+    if draw and not any("rng_seed" in layer for layer in layers):
+        layers.append({"rng_seed": secrets.randbelow(2**32)})
+    for layer in layers:
+        table = _layered(TrainConfig, table, layer)
     made = construct(TrainConfig, table, RULES)
     assert isinstance(made, TrainConfig)
     return made
@@ -115,11 +121,22 @@ def parse_options(parser: ArgumentParser, argv: Sequence[str]) -> dict[str, Any]
     return found
 
 
-def train_parser() -> ArgumentParser:
+def number(option: str, text: str) -> float:
+    """A finite number, or a refusal that names the option."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = nan
+    if not isfinite(value):
+        raise refusal(f"{option} must be a finite number; got {shown(text)}.")
+    return value
+
+
+def train_parser(command: str = "esper train") -> ArgumentParser:
     """A parser that knows every setting; what was not given is not in its answer."""
     parser = ArgumentParser(
-        prog="esper train",
-        usage="esper train [--help] [--preset NAME] [--config FILE] [--SETTING VALUE]",
+        prog=command,
+        usage=f"{command} [--help] [--preset NAME] [--config FILE] [--SETTING VALUE]",
         description="Train Tamiyo, watch her, and judge her beside those that do not "
         "learn.",
         epilog=EXAMPLES,

@@ -29,8 +29,10 @@ from typing import Any, Final
 import numpy as np
 
 from esper.contracts.errors import BadInput
+from esper.experiment.statistics import Floats, Interval, mean_interval
 from esper.experiment.studies.macs import mlp_macs, mlp_parameters, width_for
 from esper.experiment.studies.training import Outcome, Run, run
+from esper.experiment.verdict import LEVEL, holm, paired_wilcoxon
 from esper.tasks.data import Data
 from esper.tasks.letter import letter
 from esper.tasks.mnist1d import mnist1d
@@ -246,6 +248,69 @@ def study(protocol: Protocol, work: Workers) -> Study:
     plain = plan.outcomes(PLAIN, protocol.counted, counted=True)
     outcomes = {task: {**early[task], **plain[task]} for task in protocol.tasks}
     return Study(protocol, plan.settings, outcomes)
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """One arm less another, paired by random seed."""
+
+    name: str
+    """The other arm."""
+    difference: Interval
+    p: float
+    adjusted: float
+    """The p-value, corrected for how many comparisons were made."""
+    won: int
+    lost: int
+    pairs: int
+
+    @property
+    def shown(self) -> bool:
+        """Whether the difference is more than luck would explain."""
+        low, high = self.difference.low, self.difference.high
+        return self.adjusted < LEVEL and (low > 0.0 or high < 0.0)
+
+
+def compare(ours: Floats, others: Mapping[str, Floats]) -> list[Gap]:
+    """Compare one arm with each of the others; values are paired by position."""
+    p_values = [paired_wilcoxon(ours, theirs) for theirs in others.values()]
+    return [
+        Gap(
+            name,
+            mean_interval(ours - theirs),
+            p,
+            adjusted,
+            won=int((ours > theirs).sum()),
+            lost=int((ours < theirs).sum()),
+            pairs=len(ours),
+        )
+        for (name, theirs), p, adjusted in zip(
+            others.items(), p_values, holm(p_values), strict=True
+        )
+    ]
+
+
+def in_words(gap: Gap, subject: str) -> str:
+    """What a comparison shows or does not show, in one sentence; figures in points."""
+    points = abs(100 * gap.difference.estimate)
+    low, high = 100 * gap.difference.low, 100 * gap.difference.high
+    record = f"ahead on {gap.won} of {gap.pairs} random seeds, p = {gap.adjusted:.2g}"
+    against, better = f"'{gap.name}'", gap.difference.estimate > 0
+    if gap.shown:
+        return (
+            f"{subject} {'beats' if better else 'loses to'} {against} by {points:.1f} "
+            f"points ({low:+.1f} to {high:+.1f}; {record})."
+        )
+    if low > 0.0 or high < 0.0:
+        return (
+            f"{subject} is {'ahead of' if better else 'behind'} {against} by "
+            f"{points:.1f} points on these seeds ({low:+.1f} to {high:+.1f}), but the "
+            f"ranks do not settle it ({record})."
+        )
+    return (
+        f"{subject} against {against}: no difference is shown; it may lie anywhere "
+        f"from {low:+.1f} to {high:+.1f} points ({record})."
+    )
 
 
 def project(protocol: Protocol) -> float:

@@ -1,0 +1,163 @@
+"""Where does the time of a round go?
+
+A run on `letter` with 16 environments and default settings: rollout, update, rows and
+checkpoints. Time is told apart by a stopwatch at the calls of each part; what an inner
+call takes is not the outer one's too. All rounds count but the first, which compiles,
+and as many follow as lie between two checkpoints. Instead of a naive twin there are
+bars: control, update and store at most 10 %, observing at most 20 %.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import process_time
+from unittest.mock import patch
+
+from benchmarks.env import PARTS, Stopwatch, timed
+from benchmarks.timing import Report
+from esper.environment import growing
+from esper.environment.growing import GrowingWorld
+from esper.experiment import collect, trainer
+from esper.experiment.checkpoint import CheckpointFolder
+from esper.experiment.config import Budget, Judging, TrainConfig
+from esper.experiment.loop import RoundRecord
+from esper.experiment.store import Store
+from esper.experiment.trainer import Trainer, begin_run
+from esper.simic.agent.ppo import PPOAgent
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.tamiyo.policy.network import TamiyoPolicy
+
+Calls = Iterable[tuple[object, str, str]]
+NEVER = 1_000_000
+
+KEEPING: Calls = (
+    (Trainer, "_record", "store"),
+    (Store, "add_round", "store"),
+    (Store, "flush", "store"),
+    (trainer, "save", "checkpoint"),
+    (CheckpointFolder, "publish", "checkpoint"),
+)
+"""Who is called, by which name, and for what: what a run keeps."""
+PLAYING: Calls = (
+    *((GrowingWorld, name, part) for name, part in PARTS.items()),
+    (growing, "contributions", "leaving out"),
+    (collect, "compute_features", "features"),
+    (collect, "compute_masks", "masks"),
+    (TamiyoPolicy, "act", "policy"),
+    (TamiyoPolicy, "value", "policy"),
+    (TamiyoRolloutBuffer, "add", "buffer"),
+    (TamiyoRolloutBuffer, "cut", "buffer"),
+    (PPOAgent, "update", "update"),
+)
+"""The same: rollout and update."""
+ROWS = {
+    "training hosts": ("training",),
+    "observing": ("score", "leaving out", "promise"),
+    "carrying out": ("acting",),
+    "resets": ("beginning", "reporting"),
+    "control": ("features", "masks", "policy", "buffer"),
+    "update": ("update",),
+    "store": ("store",),
+    "checkpoint": ("checkpoint",),
+    "rest": ("showing", "rest"),
+}
+"""Rows of the table, and the parts that each of them sums up."""
+BARS = {
+    "control + update + store": ("control", "update", "store"),
+    "observing": ("observing",),
+}
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What some rounds took."""
+
+    count: int
+    seconds: dict[str, float]
+    computed: float
+    """Seconds that the process was computing; less than all if it had to wait."""
+
+    @property
+    def total(self) -> float:
+        """All seconds."""
+        return sum(self.seconds.values())
+
+    def took(self, row: str) -> float:
+        """Seconds of a row of the table."""
+        return sum(self.seconds.get(part, 0.0) for part in ROWS[row])
+
+    def share(self, *rows: str) -> float:
+        """Percent of the time that these rows took."""
+        return 100 * sum(map(self.took, rows)) / self.total
+
+
+def run() -> list[Report]:
+    """Time the rounds between two checkpoints."""
+    config = TrainConfig(tasks=("letter",))
+    every = config.keeping.every
+    return reports(config, measure(replace(config, budget=Budget(rounds=1 + every))))
+
+
+def measure(config: TrainConfig) -> Rounds:
+    """What the parts of all rounds but the first take."""
+    watch, last = Stopwatch(), config.budget.rounds
+    assert last is not None
+    assert last > 1
+    found: list[Rounds] = []
+    began = 0.0
+
+    def tell(record: RoundRecord) -> None:
+        nonlocal began
+        if record.round == last:
+            found.append(Rounds(last - 1, watch.stop(), process_time() - began))
+        elif record.round == 1:
+            began = process_time()
+            watch.start()
+
+    with TemporaryDirectory() as folder, on_the_watch(watch, (*PLAYING, *KEEPING)):
+        begin_run(unjudged(config, Path(folder)), tell)
+    return found[0]
+
+
+def unjudged(config: TrainConfig, folder: Path) -> TrainConfig:
+    """The same run in a folder of its own, with nothing but rounds."""
+    judging = Judging(every=NEVER, hosts=1, controllers=())
+    return replace(
+        config, name="timed", runs=str(folder), start_from=None, judging=judging
+    )
+
+
+@contextmanager
+def on_the_watch(watch: Stopwatch, calls: Calls) -> Iterator[None]:
+    """Time these calls while this lasts."""
+    with ExitStack() as stack:
+        for owner, name, part in calls:
+            call = timed(watch, part, getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, call))
+        yield
+
+
+def reports(config: TrainConfig, rounds: Rounds) -> list[Report]:
+    """The table of parts and that of bars."""
+    tasks, core = " and ".join(config.tasks), 100 * rounds.computed / rounds.total
+    parts = Report(
+        f"A round of {config.envs} environments on {tasks}",
+        ("part", "ms per round", "%"),
+        notes=[
+            f"{rounds.count} rounds, with {core:.0f} % of a core; trust no time far "
+            "below 100.",
+            "Observing: scores, leaving out, promises. Carrying out: sentences, "
+            "planting, lifecycle.",
+            "Control: features, masks, policy, and storing the step to learn from.",
+            "Rest: rewards, tracks and putting the observation together.",
+        ],
+    )
+    for row in ROWS:
+        parts.add(row, 1e3 * rounds.took(row) / rounds.count, rounds.share(row))
+    parts.add("together", 1e3 * rounds.total / rounds.count, 100.0)
+    bars = Report("Held against the bars", ("what", "%", "at most"))
+    for (what, rows), most in zip(BARS.items(), (10.0, 20.0), strict=True):
+        bars.add(what, rounds.share(*rows), most)
+    return [parts, bars]

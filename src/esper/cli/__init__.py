@@ -1,0 +1,120 @@
+"""The command line: parses, refuses in one line, and hands over.
+
+Nothing heavy is imported before a command is known, so `esper --help` is instant. Each
+command is a module with `HELP`, `add`, which gives a parser its options, and `run`.
+"""
+
+import os
+import sys
+from argparse import Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Final
+
+from esper.cli import (
+    bench,
+    blueprints,
+    completion,
+    config,
+    evaluate,
+    export,
+    grow,
+    report,
+    runs,
+    tasks,
+    train,
+)
+from esper.cli.failures import explain
+from esper.cli.outlet import lasting
+from esper.cli.words import Parser
+
+COMMANDS: Final[dict[str, ModuleType]] = {
+    "train": train,
+    "grow": grow,
+    "evaluate": evaluate,
+    "report": report,
+    "runs": runs,
+    "export": export,
+    "config": config,
+    "tasks": tasks,
+    "blueprints": blueprints,
+    "bench": bench,
+    "completion": completion,
+}
+SETTINGS: Final = ("train", "config")
+"""Commands whose options are the settings of a run, which take torch to know."""
+
+EXAMPLES: Final = """\
+examples:
+  esper train                          train Tamiyo on real networks, about five minutes
+  esper train --resume NAME            go on with a run that was interrupted
+  esper train --preset simulated       on the simulated world, two minutes
+  esper report NAME                    a run as one page
+  esper grow --task letter --controller tamiyo
+                                       grow one network and tell its story
+  esper evaluate --task letter         every controller that does not learn
+  esper bench gae                      the naive loop beside ours, in one process
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    with lasting() as outlet:
+        code = _run(given)
+    return outlet.exit_code(code)
+
+
+def _run(given: list[str]) -> int:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        if given and given[0] in SETTINGS:
+            _one_thread()
+            return int(COMMANDS[given[0]].run_words(given[1:]))
+        options = parser().parse_args(given)
+        command = COMMANDS[options.command]
+        if getattr(command, "NEEDS_TORCH", True):
+            _one_thread()
+        return int(command.run(options))
+    except KeyboardInterrupt:
+        print("esper: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        return explain(error)
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def parser() -> Parser:
+    """Every command with its options, but for the settings of a run."""
+    whole = Parser(
+        prog="esper",
+        description="A controller that watches a neural network train and grows it.",
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    whole.set_defaults(run=lambda options: 2)
+    commands = whole.add_subparsers(dest="command", required=True, metavar="command")
+    for name, module in COMMANDS.items():
+        own = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=getattr(module, "DESCRIPTION", module.HELP),
+            epilog=getattr(module, "EXAMPLES", None),
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add(own)
+    return whole
+
+
+__all__ = ["COMMANDS", "Namespace", "main", "parser"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,7 @@
+"""`python -m esper.cli`."""
+
+import sys
+
+from esper.cli import main
+
+sys.exit(main())

@@ -1,0 +1,26 @@
+"""`esper blueprints`: what can be planted."""
+
+from argparse import ArgumentParser, Namespace
+
+HELP = "list what can be planted"
+
+
+def add(parser: ArgumentParser) -> None:
+    """There is nothing to say."""
+
+
+def run(options: Namespace) -> int:
+    """Print the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from esper.contracts.blueprints import BLUEPRINTS
+
+    shown = Table()
+    for column in ("name", "form", "size", "folds into the host"):
+        shown.add_column(column, justify="right" if column == "size" else "left")
+    for blueprint in BLUEPRINTS:
+        form, merges = blueprint.form.name.lower(), "yes" if blueprint.merges else "no"
+        shown.add_row(blueprint.name, form, str(blueprint.size), merges)
+    Console().print(shown)
+    return 0

@@ -1,0 +1,32 @@
+"""`esper report`: a run as one page."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from esper.cli.words import add_runs
+
+HELP = "write a run as one page that a browser opens"
+EXAMPLES = """\
+examples:
+  esper report NAME                    writes runs/NAME/report.html, plots beside it
+  esper report runs/NAME --out page.html
+"""
+
+
+def add(parser: ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("run", metavar="RUN", help="name or folder (see esper runs)")
+    parser.add_argument(
+        "--out", type=Path, default=None, metavar="FILE", help="where the page goes"
+    )
+    add_runs(parser)
+
+
+def run(options: Namespace) -> int:
+    """Write it and say where it is."""
+    from esper.experiment.lookup import find_run
+    from esper.experiment.report import write_report
+
+    page = write_report(find_run(options.run, Path(options.runs)), options.out)
+    print(f"The report is in {page}.")
+    return 0

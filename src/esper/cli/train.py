@@ -1,0 +1,77 @@
+"""`esper train`: a run from its settings to its report, or the rest of one."""
+
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from esper.experiment.trainer import Ending
+
+HELP = "train Tamiyo, watch her and judge her; or go on with a run"
+
+
+def add(parser: ArgumentParser) -> None:
+    """Its options are the settings of a run, which take torch to know."""
+    parser.add_argument("settings", nargs="*", help="see esper train --help")
+
+
+def run_words(words: Sequence[str]) -> int:
+    """Begin a run, or go on with one."""
+    from esper.experiment.run_progress import RunProgress
+    from esper.experiment.settings.arguments import parse_options, resolve, train_parser
+
+    parser = train_parser()
+    parser.add_argument(
+        "--resume",
+        default=SUPPRESS,
+        metavar="RUN",
+        help="go on with a run that was interrupted, by its name or folder",
+    )
+    options = parse_options(parser, words)
+    if "resume" in options:
+        return _resume(options)
+    config = resolve(options, draw=True)
+    with RunProgress() as progress:
+        progress.begin(config)
+        from esper.experiment.trainer import begin_run
+
+        ending = begin_run(config, progress.show, progress.hear)
+    return _end(ending)
+
+
+def _resume(options: dict[str, object]) -> int:
+    from esper.contracts.errors import BadInput
+    from esper.experiment.lookup import find_run
+    from esper.experiment.run import Run
+    from esper.experiment.run_progress import RunProgress
+    from esper.experiment.trainer import resume_run, settings_of
+
+    name, root = str(options.pop("resume")), Path(str(options.pop("runs", "runs")))
+    if options:
+        other = next(iter(options))
+        raise BadInput(
+            f"--resume goes on with the run's own settings, but --{other} was given; "
+            f"leave it out, or begin another run with --start_from {name!r:.60}."
+        )
+    path = find_run(name, root)
+    run = Run.read(path)
+    if run.finished is not None:
+        print(f"Run {run.name} is already complete. See esper report {run.name}.")
+        return 0
+    with RunProgress() as progress:
+        progress.begin(settings_of(run), run.name)
+        ending = resume_run(path, progress.show, progress.hear)
+    return _end(ending)
+
+
+def _end(ending: "Ending") -> int:
+    """Say what came of it, and where it is."""
+    from esper.experiment.report import write_report
+    from esper.experiment.telling import tell_ending
+
+    tell_ending(ending)
+    if ending.signal is not None:
+        return 128 + ending.signal
+    print(f"The report is in {write_report(ending.path)}.")
+    return 0

@@ -1,0 +1,97 @@
+"""What was judged, as tables and words for people."""
+
+from collections.abc import Sequence
+from math import isnan
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from esper.experiment.statistics import Interval
+from esper.experiment.summary import Summary, TaskSummary
+from esper.experiment.verdict import Against
+
+WIDTH: Final = 130
+"""Columns of a table that is not shown in a terminal."""
+
+
+def print_summary(console: Console, summary: Summary) -> None:
+    """Print a table for each task and one of all, then what they show."""
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+    for table in summary.tasks:
+        console.print(_worth(table, f"{table.task}: {table.hosts} unseen hosts"))
+        console.print(_costs(table, f"{table.task}: what it took"))
+    if summary.aggregate is not None:
+        whole = summary.aggregate
+        title = f"all {whole.tasks} tasks: {whole.hosts} unseen hosts of each"
+        console.print(_worth(whole, title))
+    if summary.tasks:
+        print_line(
+            console,
+            "Interquartile means over hosts [95 % interval]; p: paired Wilcoxon, Holm "
+            "over its column; parameters and MACs (multiply-adds per row) as a "
+            "multiple of the host's; area: mean score over the decisions.",
+        )
+    for paragraph in summary.words:
+        print_line(console, paragraph)
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print a line of words as it is."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _worth(summary: TaskSummary, title: str) -> Table:
+    above = ("above never", "p")
+    columns = ("return", *above, "test score, %", *above, "parameters")
+    table = _begun(title, columns)
+    for arm in summary.arms:
+        table.add_row(
+            arm.name,
+            _interval(arm.returns, ".3f"),
+            *_above(arm.above_never, "+.3f", 1.0),
+            _interval(arm.test, ".1f", 100.0),
+            *_above(arm.test_above_never, "+.1f", 100.0),
+            f"{arm.parameters:.2f} x",
+            style="bold" if arm.learned else "",
+        )
+    return table
+
+
+def _costs(summary: TaskSummary, title: str) -> Table:
+    columns = ("parameters", "MACs", "training GMAC", "seconds", "area, %", "panics")
+    table = _begun(title, columns)
+    for arm in summary.arms:
+        table.add_row(
+            arm.name,
+            f"{arm.parameters:.2f} x",
+            f"{arm.macs:.2f} x",
+            f"{arm.training_macs / 1e9:.3f}",
+            f"{arm.seconds:.2f}",
+            _interval(arm.area, ".1f", 100.0),
+            str(arm.panics),
+            style="bold" if arm.learned else "",
+        )
+    return table
+
+
+def _begun(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=Text(title), title_justify="left")
+    table.add_column("controller")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _above(row: Against | None, spec: str, scale: float) -> tuple[str, str]:
+    if row is None:
+        return "", ""
+    return _interval(row.difference, spec, scale), f"{row.adjusted:.2g}"
+
+
+def _interval(it: Interval, spec: str, scale: float = 1.0) -> str:
+    """An interval, or the estimate alone if there was one host."""
+    scaled = Interval(scale * it.estimate, scale * it.low, scale * it.high)
+    return f"{scaled.estimate:{spec}}" if isnan(it.low) else f"{scaled:{spec}}"

@@ -1,0 +1,33 @@
+"""What came of a run, in a terminal: its course, tables, words, and where it is."""
+
+from contextlib import closing
+
+from rich.console import Console
+
+from esper.experiment.curve import course, sparkline
+from esper.experiment.evaluate import summary_of
+from esper.experiment.run import STORE
+from esper.experiment.storage.database import open_store
+from esper.experiment.summary_tables import print_line, print_summary
+from esper.experiment.trainer import Ending
+
+
+def tell_ending(ending: Ending, console: Console | None = None) -> None:
+    """Print all that is known at the end of a run, or why it ended early."""
+    console = console or Console()
+    if ending.signal is not None:
+        print_line(
+            console,
+            f"Interrupted after round {ending.rounds}; all is saved. Go on with: "
+            f"esper train --resume {ending.path}",
+        )
+        return
+    with closing(open_store(ending.path / STORE)) as db:
+        found = db.execute("SELECT mean_return FROM live_rounds ORDER BY round")
+        returns = [float("nan") if value is None else value for (value,) in found]
+    print_line(console, f"Mean return per round: {sparkline(returns)}")
+    print_line(console, course(returns))
+    summary = summary_of(ending.path)
+    if summary.tasks:
+        print_summary(console, summary)
+    print_line(console, f"The run is in {ending.path}.")

@@ -1,0 +1,163 @@
+"""Multiply-adds of a training are those that the world asked for, call by call."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from esper.contracts.actions import HEAD, NUM_HEADS, Op
+from esper.contracts.stages import Stage
+from esper.experiment.config import World
+from esper.experiment.judging import Journal, judge, judged_world
+from esper.experiment.spending import Spending
+from esper.experiment.studies.macs import promise_macs
+from esper.tasks.hosts import MlpHost
+from tests.experiment.test_judging import tiny
+
+WIDTHS = (4, 6, 5, 7, 3)
+HOSTS, HORIZON = 2, 9
+LAYERS = [a * b for a, b in pairwise(WIDTHS)]
+
+
+def deep():
+    return replace(
+        tiny(), host=MlpHost(WIDTHS), batch=64, decision_every=2, horizon=HORIZON
+    )
+
+
+class Tally:
+    """A cohort whose calls are counted, host by host and layer by layer."""
+
+    def __init__(self, world):
+        self.cohort, self.spent, self.calls, self.looks = world.cohort, [], [], 0
+        self.train, self.count = world.cohort.train, world.cohort.count
+        world.cohort.train, world.cohort.count = self.on_train, self.on_count
+
+    def seeds(self, env, felt):
+        """Place and multiply-adds of each seed that is felt."""
+        found = []
+        for slot, size in enumerate(self.cohort.size[env].tolist()):
+            place = slot % (len(WIDTHS) - 2)
+            if size and felt[env, slot] > 0:
+                found.append((place, size * (WIDTHS[place] + WIDTHS[place + 2])))
+        return found
+
+    def forward(self, env, felt):
+        return sum(LAYERS) + sum(macs for _, macs in self.seeds(env, felt))
+
+    def on_count(self, x, y, felt, asked=None):
+        rows = x.shape[1]
+        self.calls.append(
+            [
+                rows * self.forward(env, felt) if asked is None or asked[env] else 0
+                for env in range(HOSTS)
+            ]
+        )
+        return self.count(x, y, felt, asked)
+
+    def on_train(self, features, labels, picked, plan, rates, *, keep=False):
+        spent = []
+        for env in range(HOSTS):
+            each = 3 * self.forward(env, plan.felt)
+            young = self.seeds(env, plan.training)
+            if young:
+                outlet = min(place for place, _ in young) + 1
+                each += self.forward(env, plan.felt) + sum(macs for _, macs in young)
+                each += 2 * sum(macs for _, macs in young)
+                each += sum(LAYERS[outlet + 1 :])
+                everyone = self.seeds(env, plan.felt) + young
+                each += sum(macs for place, macs in everyone if place > outlet)
+            spent.append(each * picked.shape[1] * picked.shape[2])
+        self.looks += keep
+        self.calls.append(spent)
+        return self.train(features, labels, picked, plan, rates, keep=keep)
+
+
+def sentence(**words):
+    said = torch.zeros(HOSTS, NUM_HEADS, dtype=torch.int64)
+    for head, value in words.items():
+        said[:, HEAD[head]] = value
+    return said
+
+
+def played(script):
+    """What a world was asked for, and its journal."""
+    world = judged_world(deep(), HOSTS, 0)
+    tally = Tally(world)
+    journal = Journal(world)
+    journal.reset()
+    total = np.array(tally.calls, dtype=np.float64).sum(axis=0)
+    for number in range(1, HORIZON + 1):
+        tally.calls.clear()
+        journal.step(sentence(**script.get(number, {})))
+        # At the end come test rows, and the score of the next episode's host.
+        calls = tally.calls[:2] if number == HORIZON else tally.calls
+        total += np.array(calls, dtype=np.float64).sum(axis=0)
+    promise = sum(
+        2 * promise_macs(64, inputs + 1, outputs, 32)
+        for inputs, outputs in zip(WIDTHS, WIDTHS[2:], strict=False)
+    )
+    return total + tally.looks * promise, journal, world
+
+
+def spending(world):
+    return Spending(
+        task=world.task,
+        blueprints=world.spec.blueprints,
+        decision_rows=len(world.task.splits(0).decisions),
+        measure_every=4,
+    )
+
+
+GROWING = {
+    1: {"op": Op.GERMINATE, "slot": 2, "blueprint": 1},
+    2: {"op": Op.GERMINATE, "slot": 0, "blueprint": 0},
+    4: {"op": Op.ADVANCE, "slot": 2},
+    5: {"op": Op.ADVANCE, "slot": 0},
+    6: {"op": Op.GERMINATE, "slot": 4, "blueprint": 4},
+    7: {"op": Op.PRUNE, "slot": 0},
+}
+
+
+@pytest.mark.parametrize("script", [{}, GROWING], ids=["never", "growing"])
+def test_counts_what_the_world_asked_for(script):
+    expected, journal, world = played(script)
+    stage, blueprint, lived = journal.lives()
+    found = spending(world).total(stage, blueprint, lived, torch.zeros(HOSTS).bool())
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    if script:
+        assert {Stage.TRAINING, Stage.BLENDING} <= {*stage.flatten().tolist()}
+        assert (stage == Stage.COOLING).any() or (stage == Stage.HOLDING).any()
+
+
+def test_a_host_that_is_left_alone_counted_by_hand():
+    task = replace(tiny(), batch=8, decision_every=2, horizon=3)  # 4-6-3: 42 per row
+    judged = judge("never", task, HOSTS, 0)
+    rows = len(task.splits(0).decisions)
+    # Three decisions of two batches of eight rows, and four scores; nothing to look at:
+    # so few rows promise nothing, and there is no seed to try.
+    assert judged.training_macs.tolist() == [3 * 2 * 8 * 3 * 42 + 4 * rows * 42] * HOSTS
+
+
+def test_what_grows_costs_more_and_so_does_looking_often():
+    task = deep()
+    never, early = (judge(name, task, HOSTS, 0) for name in ("never", "early"))
+    assert (early.training_macs > 1.5 * never.training_macs).all()
+    often = judge("never", task, HOSTS, 0, World(measure_every=1))
+    assert (often.training_macs > never.training_macs).all()
+
+
+def test_a_host_that_ended_costs_nothing_any_more():
+    _, journal, world = played({})
+    stage, blueprint, lived = journal.lives()
+    short = lived.clone()
+    short[4:, 0] = False
+    panicked = torch.tensor([True, False])
+    prices = spending(world)
+    found = prices.total(stage, blueprint, short, panicked)
+    empty = tuple((Stage.DORMANT, -1) for _ in range(stage.shape[2]))
+    # Four decisions; the fourth would be looked at, had it not ended in a panic.
+    assert found[0] == prices.start + 4 * prices.decision(empty, look=False)
+    assert found[1] == prices.total(stage, blueprint, lived, ~panicked)[1]

@@ -1,0 +1,136 @@
+"""Static controls have the size and the cost that they are said to have."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Generator
+
+from esper.contracts.errors import BadInput
+from esper.experiment.config import World
+from esper.experiment.judging import judge, judged_world
+from esper.experiment.static import judge_static, reference_of, widened
+from esper.tasks.catalogue import task as find_task
+from esper.tasks.hosts import CnnHost, MlpHost
+from tests.experiment.test_judging import HOSTS, often_too_large, tiny
+
+TASK = replace(tiny(), decision_every=8, learning_rate=0.02)
+
+
+@pytest.fixture(scope="module")
+def early():
+    return judge("early", TASK, HOSTS, 0)
+
+
+hidden = st.lists(st.integers(1, 20), min_size=1, max_size=3)
+
+
+@given(hidden, st.floats(0.0, 20.0))
+def test_no_wider_host_would_do(widths, more):
+    host = MlpHost((5, *widths, 4))
+    target = host.parameters * (1 + more)
+    found = widened(host, target)
+    assert host.parameters <= found.parameters <= target
+    least = min(widths)
+    grown = min(found.widths[1:-1]) + 1
+    wider = MlpHost((5, *(n * grown // least for n in widths), 4))
+    assert wider.parameters > target
+
+
+def test_every_hidden_layer_is_wider_in_proportion():
+    assert widened(MlpHost((40, 12, 24, 10)), 5_000).widths == (40, 39, 78, 10)
+    images = CnnHost((1, 28, 28), (4, 8), 10)
+    found = widened(images, 4.0 * images.parameters)
+    assert found.channels == (13, 26)
+    assert (found.image, found.classes) == (images.image, images.classes)
+
+
+def test_static_really_has_the_parameters_of_the_reference(early):
+    found = judge_static("static", TASK, HOSTS, 0, early)
+    host = TASK.host
+    wide = widened(host, host.parameters * (1 + early.added.mean()))
+    network = wide.build(Generator())
+    size = sum(p.numel() for p in network.parameters())
+    assert size == pytest.approx(host.parameters * (1 + found.added[0]))
+    assert 1 < 1 + found.added[0] <= 1 + early.added.mean()
+    assert found.macs.tolist() == [wide.macs / host.macs] * HOSTS
+    rows = TASK.horizon * TASK.decision_every * TASK.batch
+    assert found.training_macs.tolist() == [rows * 3 * wide.macs] * HOSTS
+
+
+def test_static_pays_rent_and_begins_with_the_worth_of_the_plain_host(early):
+    rent = 0.3
+    found = judge_static("static", TASK, HOSTS, 0, early, World(rent=rent))
+    start = judged_world(TASK, HOSTS, 0).reset().host.score.double().numpy()
+    expected = found.score - start - rent * found.added
+    assert np.abs(found.returns - expected).max() < 1e-6
+
+
+def test_static_without_anything_more_is_the_host_itself(early):
+    nothing = replace(early, added=np.zeros(HOSTS))
+    found = judge_static("static", TASK, HOSTS, 0, nothing)
+    never = judge("never", TASK, HOSTS, 0)
+    np.testing.assert_array_equal(found.test, never.test)
+    assert np.abs(found.returns - never.returns).max() < 1e-6
+    np.testing.assert_array_equal(found.area, never.area)
+
+
+def test_longer_costs_what_the_reference_cost(early):
+    found = judge_static("longer", TASK, HOSTS, 0, early)
+    decision = TASK.decision_every * TASK.batch * 3 * TASK.host.macs
+    gap = found.training_macs - early.training_macs.mean()
+    assert np.abs(gap).max() <= decision / 2
+    assert (found.training_macs > TASK.horizon * decision).all()
+    assert found.added.tolist() == [0.0] * HOSTS
+    never = judge("never", TASK, HOSTS, 0)
+    assert not np.array_equal(found.score, never.score)
+
+
+def test_longer_is_never_shorter(early):
+    cheap = replace(early, training_macs=np.ones(HOSTS))
+    found = judge_static("longer", TASK, HOSTS, 0, cheap, World(horizon=2))
+    rows = 2 * TASK.decision_every * TASK.batch
+    assert found.training_macs.tolist() == [rows * 3 * TASK.host.macs] * HOSTS
+
+
+def test_data_and_order_of_batches_are_the_reference_s(early):
+    plain = judged_world(TASK, HOSTS, 0)
+    wide = judged_world(replace(TASK, host=MlpHost((4, 9, 3))), HOSTS, 0)
+    longer = judged_world(TASK, HOSTS, 0, World(horizon=2 * TASK.horizon))
+    for world in (plain, wide, longer):
+        world.reset()
+    steps = TASK.horizon * TASK.decision_every
+    mine = plain._episodes
+    for world in (wide, longer):
+        theirs = world._episodes
+        assert (mine.batches == theirs.batches[:, :steps]).all()
+        assert (mine.rows.features[0] == theirs.rows.features[0]).all()
+
+
+def test_a_static_host_that_panics_is_worth_what_any_is(early):
+    task = replace(tiny(), data=often_too_large, varied=True, batch=128, horizon=2)
+    reference = replace(early, added=np.full(HOSTS, 2.0))
+    found = judge_static("static", task, 8, 0, reference)
+    start = judged_world(task, 8, 0).reset().host.score.double().numpy()
+    assert found.panicked.any()
+    gap = found.returns - (-1.0 - start)
+    assert np.abs(gap[found.panicked]).max() < 1e-6
+
+
+def test_who_static_arms_are_measured_by():
+    assert reference_of(["never", "early", "static"]) == "early"
+    assert reference_of(["early", "quiet-fern", "calm-reed"]) == "calm-reed"
+    assert reference_of(["never", "random"]) is None
+
+
+def test_an_unknown_static_arm_is_refused(early):
+    with pytest.raises(BadInput, match="no static arm 'wide'; there are static, long"):
+        judge_static("wide", TASK, HOSTS, 0, early)
+
+
+@pytest.mark.parametrize("name", ["mnist5k", "text", "letter", "teacher"])
+def test_hosts_of_every_kind_can_be_widened(name):
+    host = find_task(name).host
+    assert 2 * host.parameters < widened(host, 3 * host.parameters).parameters
