@@ -11,30 +11,43 @@ export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PY) -m pip config get g
 # Checking every annotation at run time would make learning several times slower.
 WITHOUT_SHAPE_CHECKS := -o addopts="-ra --strict-markers --strict-config"
 
-.PHONY: train test check slow mutants clean help
+.PHONY: train test check browser slow mutants clean help
 
-train: $(V)/.ok ## set up if needed, train Tamiyo on the simulated world, print the table
-	$(V)/bin/esper train
+train: $(V)/.ok ## set up if needed, train Tamiyo on real networks, judge her, write the report
+	$(V)/bin/esper train --rng_seed 0
 
-test: check ## set up if needed, lint, check types and borders, run the tests
+test: check browser ## set up if needed, lint, check types and borders, run the tests
 	$(V)/bin/pytest -q -n 2 -m "not slow and not learns"
 	$(V)/bin/pytest -q -n 2 -m learns $(WITHOUT_SHAPE_CHECKS)
 
-check: $(V)/.ok ## ruff, mypy and import-linter
+check: $(V)/.dev ## ruff, mypy and import-linter
 	$(V)/bin/ruff check -q
 	$(V)/bin/ruff format --check -q
 	$(V)/bin/mypy
 	$(V)/bin/lint-imports
 
-slow: $(V)/.ok ## the tests that take minutes
+browser: ## Chromium for the tests that open a page; without one they are skipped
+	@command -v chromium >/dev/null || $(INSTALL_CHROMIUM) || \
+		echo "No Chromium here: tests that open a page are skipped."
+
+INSTALL_CHROMIUM := { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	&& apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
+	--no-install-recommends chromium >/dev/null; }
+
+slow: $(V)/.dev ## the tests that take minutes
 	$(V)/bin/pytest -q -n 2 -m slow
 
-mutants: $(V)/.ok ## break the core in twenty ways and see each one caught
+mutants: $(V)/.dev ## break the core in twenty ways and see each one caught
 	$(V)/bin/python -m tests.mutants
 
+# What a user needs; what a developer needs beside it.
 $(V)/.ok: pyproject.toml constraints.txt
 	$(PY) -m venv $(V)
 	$(V)/bin/pip install -q -c constraints.txt uv
+	$(V)/bin/uv pip install -q -p $(V) -c constraints.txt -e .
+	touch $@
+
+$(V)/.dev: $(V)/.ok
 	$(V)/bin/uv pip install -q -p $(V) -c constraints.txt -e . --group dev
 	touch $@
 

@@ -180,9 +180,13 @@ class Run:
 
     def finish(self, facts: Mapping[str, Any]) -> None:
         """Say that this run is complete."""
+        self.write(FINISHED, facts)
+
+    def write(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Put a file of facts into the run, whole or not at all."""
         if self._lock is None:
             raise CallOrder(f"{short(self.path)} is only read here; use Run.open.")
-        publish(self._disk, self.path / FINISHED, _encoded(facts))
+        publish(self._disk, self.path / name, _encoded(facts))
 
     def checkpoints(
         self, *, keep: int = 3, may_be_nan: Collection[str] = ()

@@ -43,6 +43,8 @@ from esper.experiment.worlds import loop_of, worlds_of
 
 KIND: Final = "training"
 """What a run is, among others."""
+DIAGNOSIS: Final = "diagnosis.json"
+"""What a run leaves behind when numbers gave up."""
 PATIENCE: Final = 3
 """Failures in a row that are borne: of saving, of updates, of going back."""
 
@@ -183,8 +185,8 @@ def _carry_on(config: TrainConfig, run: Run, tell: Tell, hear: Hear) -> Ending:
                 return ending
             hear(Said("updates were refused; back to the last checkpoint.", True))
     raise NumericsTrouble(
-        f"run {run.name}: every update was refused as not finite, after going back "
-        f"{PATIENCE} times; lower learner.ppo.learning_rate. Its store says when."
+        f"run {run.name}: updates were refused as not finite, also after going back "
+        f"{PATIENCE} times; lower learner.ppo.learning_rate. See {DIAGNOSIS} there."
     )
 
 
@@ -224,8 +226,11 @@ def _train(
                 if refused == PATIENCE:
                     text = f"{PATIENCE} rounds in a row had no update that was finite"
                     store.add_note(training.round, "refused", text)
+                    run.write(DIAGNOSIS, {"trouble": text, "last": str(record)})
                     return None
-                saving.after(record, last=trainer.over or bool(heard))
+                last = trainer.over or bool(heard)
+                if last or not broken:  # what is gone back to should be sound
+                    saving.after(record, last=last)
         if not heard:
             conclude(config, run, store, training.round, hear, lambda: bool(heard))
         if not heard:

@@ -9,12 +9,16 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from pathlib import Path
 from queue import Empty, Queue
 from typing import Any, Final
 
 import torch
 
+from esper.contracts.controller import Controller
+from esper.environment.simulated import SimulatedWorld
 from esper.experiment.config import SIMULATED, Budget, TrainConfig
+from esper.experiment.learned import load_controller
 from esper.experiment.loop import RoundRecord, train
 from esper.experiment.progress import Progress
 from esper.experiment.settings.presets import preset
@@ -30,6 +34,8 @@ VARIANTS: Final = {
     "without memory": PolicyConfig(memory="none"),
     "without relevance": PolicyConfig(causal=False),
 }
+KINDS: Final = {"visible": False, "hidden": True}
+"""Kinds of instances, and whether their payoffs are hidden."""
 HELD_OUT: Final = 1024
 """Instances of each kind on which every arm is judged."""
 
@@ -80,12 +86,7 @@ def run_study(config: StudyConfig) -> None:
     jobs = plan(config)
     with Progress([job.name for job in jobs]) as progress:
         outcomes = list(_outcomes(jobs, config.processes, progress.show))
-    kinds = {"visible": False, "hidden": True}
-    controls = {
-        kind: control_returns(held_out(HELD_OUT, hidden=hidden))
-        for kind, hidden in kinds.items()
-    }
-    print_study(outcomes, controls)
+    print_study(outcomes, _controls())
 
 
 def plan(config: StudyConfig) -> list[Job]:
@@ -114,13 +115,7 @@ def run_job(job: Job, tell: Callable[[str, RoundRecord], None]) -> Outcome:
     (world,) = worlds_of(job.config)
     loop = loop_of(job.config, world)
     policy = train(world, loop, lambda record: tell(job.name, record))
-    judged = Likeliest(policy)
-    return Outcome(
-        job.variant,
-        job.config.rng_seed,
-        returns_of(judged, held_out(HELD_OUT, hidden=False)),
-        returns_of(judged, held_out(HELD_OUT, hidden=True)),
-    )
+    return Outcome(job.variant, job.config.rng_seed, **_returns(Likeliest(policy)))
 
 
 def _outcomes(
@@ -145,3 +140,27 @@ def _outcomes(
 
 def _run_and_tell(job: Job, news: "Queue[Any]") -> Outcome:
     return run_job(job, lambda name, record: news.put((name, record)))
+
+
+def print_outcome(path: Path) -> None:
+    """Judge what a run learnt as a study would, and print the tables."""
+    learned = load_controller(path)
+    world = SimulatedWorld(1)
+    returns = _returns(learned(world.spec))
+    print_study([Outcome("Tamiyo", 0, **returns)], _controls())
+
+
+def _returns(controller: Controller) -> dict[str, Floats]:
+    """Returns on instances of both kinds that no training saw."""
+    return {
+        kind: returns_of(controller, held_out(HELD_OUT, hidden=hidden))
+        for kind, hidden in KINDS.items()
+    }
+
+
+def _controls() -> dict[str, dict[str, Floats]]:
+    """The same of those that do not learn, and of the bounds."""
+    return {
+        kind: control_returns(held_out(HELD_OUT, hidden=hidden))
+        for kind, hidden in KINDS.items()
+    }
