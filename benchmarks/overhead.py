@@ -66,7 +66,7 @@ def measure(config: TrainConfig) -> Kept:
                 parts.update(watch.stop())
             with watch.part("alone"):
                 same = alone.play_round()
-            if record.update != same.update:
+            if repr(record.update) != repr(same.update):  # NaN is not itself
                 raise RuntimeError(f"round {record.round} is not the same in both.")
             bare.append(perf_counter() - began)
             if record.round == 1:

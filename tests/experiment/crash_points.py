@@ -9,8 +9,8 @@ import shutil
 
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.experiment.checkpoint import CheckpointFolder, name_of
+from esper.experiment.learned import MAY_BE_NAN
 from esper.experiment.storage.disk import discard
-from esper.experiment.trainer import MAY_BE_NAN
 from tests.experiment.killed_runs import digest
 from tests.experiment.storage.disks import (
     CountingDisk,

@@ -27,7 +27,7 @@ def path(tmp_path):
 def test_the_learning_curve_has_one_row_for_each_round(path):
     fill(path)
     query = "SELECT round, mean_return, learning_rate, episodes FROM learning_curve"
-    assert ask(path, query) == [(1, 0.1, 1e-3, 0), (2, 0.2, None, 1)]
+    assert ask(path, query) == [(1, 0.1, 1e-3, 0), (2, 0.2, 1e-3, 1)]
 
 
 def test_the_lives_of_seeds_join_end_to_end_over_attempts(path):

@@ -5,9 +5,10 @@ What was judged before an interruption is in the store and is not judged again.
 
 from collections.abc import Callable
 from contextlib import closing
+from typing import Final
 
-from esper.experiment.config import SIMULATED, TrainConfig
-from esper.experiment.judging import judge
+from esper.experiment.config import SIMULATED, STATIC, TrainConfig
+from esper.experiment.evaluate import Job, results_of
 from esper.experiment.learned import load_controller
 from esper.experiment.news import News, Progressed
 from esper.experiment.run import STORE, Run
@@ -15,7 +16,10 @@ from esper.experiment.storage.database import open_store
 from esper.experiment.store import Store
 from esper.tasks.catalogue import task as find_task
 
-LEARNED = "Tamiyo"
+LEARNED: Final = "Tamiyo"
+"""What the policy is called in tables."""
+HOSTS: Final = 0
+"""The number of the hosts that everybody is judged on, in every run."""
 
 
 def conclude(
@@ -30,30 +34,43 @@ def conclude(
     if SIMULATED in config.tasks or not config.judging.controllers:
         return
     done = _judged(run)
-    jobs = [
-        (task, controller)
-        for task in config.tasks
-        for controller in (LEARNED, *config.judging.controllers)
-    ]
+    jobs = _jobs(config, run, done)
+    if not jobs:
+        return
+    number = 0
+    with closing(results_of(jobs, config.judging.processes, stop)) as results:
+        for job, judged in results:
+            task, arm = job.task.name, job.arm
+            if (task, arm) not in done:
+                store.add_evaluation(
+                    judged, round=round, stage="judged", controller=arm, task=task
+                )
+                store.flush()
+            number += 1
+            news = f"{arm} on {task}: return {judged.returns.mean():.4f}"
+            hear(Progressed("judging", number, len(jobs), news))
+
+
+def _jobs(config: TrainConfig, run: Run, done: set[tuple[str, str]]) -> list[Job]:
+    """What is left to be judged, and the policy again if others are measured by it."""
     best = load_controller(run.path)
-    for number, (task, controller) in enumerate(jobs, start=1):
-        if stop():
-            return
-        if (task, controller) in done:
-            continue
-        judged = judge(
-            best if controller == LEARNED else controller,
+    arms = (LEARNED, *config.judging.controllers)
+    left = {
+        task: [arm for arm in arms if (task, arm) not in done] for task in config.tasks
+    }
+    return [
+        Job(
+            arm,
             find_task(task),
             config.judging.hosts,
-            0,
+            HOSTS,
             config.world,
+            best if arm == LEARNED else None,
         )
-        store.add_evaluation(
-            judged, round=round, stage="judged", controller=controller, task=task
-        )
-        store.flush()
-        news = f"{controller} on {task}: return {judged.returns.mean():.3f}"
-        hear(Progressed("judging", number, len(jobs), news))
+        for task, waiting in left.items()
+        for arm in arms
+        if arm in waiting or (arm == LEARNED and {*waiting} & {*STATIC})
+    ]
 
 
 def _judged(run: Run) -> set[tuple[str, str]]:

@@ -40,6 +40,8 @@ from esper.tasks.catalogue import TASKS
 
 SIMULATED: Final = "simulated"
 """The task that is no network: a formula, a thousand times as fast."""
+STATIC: Final = ("static", "longer")
+"""Those that are judged beside controllers but are none: nobody grows them."""
 MOST_DOTS: Final = 1_024
 """In a line; Python's parser takes minutes over names of many thousand parts."""
 SIZE: Final = Between(1, 4_096)
@@ -71,7 +73,7 @@ RULES: Final[Rules] = {
 }
 
 TaskName = Annotated[str, OneOf("task", lambda: (SIMULATED, *TASKS))]
-ControllerName = Annotated[str, OneOf("controller", lambda: CONTROLLERS)]
+ArmName = Annotated[str, OneOf("controller", lambda: (*CONTROLLERS, *STATIC))]
 BlueprintName = Annotated[str, OneOf("blueprint", blueprints)]
 Count = Annotated[int, Between(1, 65_536)]
 Rounds = Annotated[int, Between(1, 1_000_000)]
@@ -169,8 +171,10 @@ class Judging(Checked):
     """Rounds between two judgements of the policy on the same hosts."""
     hosts: Count = 16
     """Hosts of each task that everybody is judged on."""
-    controllers: tuple[ControllerName, ...] = tuple(CONTROLLERS)
-    """Who is judged beside the policy at the end."""
+    controllers: tuple[ArmName, ...] = (*CONTROLLERS, "static")
+    """Who is judged beside the policy at the end; empty: nobody, not even it."""
+    processes: Annotated[int, Between(1, 256)] = 2
+    """Who is judged at the same time."""
 
     def __post_init__(self) -> None:
         """Refuse a controller that is named twice."""

@@ -10,7 +10,7 @@ import json
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -22,24 +22,27 @@ from rich.console import Console
 
 from esper.contracts.actions import NUM_HEADS
 from esper.contracts.errors import BadInput
-from esper.experiment.config import Checked, Count, World
-from esper.experiment.judging import Judged, Maker, judge, judged_world
+from esper.experiment.config import STATIC, Checked, Count, World
+from esper.experiment.judging import Judged, judge, judged_world
 from esper.experiment.progress import Progress
 from esper.experiment.reading import rows
 from esper.experiment.run import STORE, Run, checked_name, versions_now
 from esper.experiment.settings.typed import Between, OneOf, nearest, refusal, written
-from esper.experiment.static import STATIC, judge_static, reference_of
+from esper.experiment.static import judge_static, reference_of
 from esper.experiment.storage.database import open_store
 from esper.experiment.store import Store
 from esper.experiment.summary import Summary, summarise
 from esper.experiment.summary_tables import print_line, print_summary
-from esper.tamiyo.named import CONTROLLERS
+from esper.tamiyo.named import CONTROLLERS, Maker
 from esper.tasks.catalogue import TASKS
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.task import Task
 
 KIND: Final = "evaluation"
 """What `versions.json` calls such a run."""
+
+PAUSE: Final = 0.5
+"""Seconds after which whoever waits looks up."""
 
 TaskName = Annotated[str, OneOf("task", lambda: TASKS)]
 
@@ -99,6 +102,10 @@ class Job:
 Results = Generator[tuple[Job, Judged], None, None]
 
 
+class _Stopped(Exception):  # noqa: N818
+    """Whoever waits for results wants no more."""
+
+
 def run_evaluation(config: EvaluateConfig, *, as_json: bool = False) -> Path:
     """Judge everybody, store it and print it; the folder of the run."""
     console = Console(stderr=as_json)
@@ -140,7 +147,7 @@ def evaluate(
     with (
         Run.create(Path(config.runs), config.name, toml, facts) as run,
         Store(run.path / STORE) as store,
-        closing(_results(ahead, config.processes)) as results,
+        closing(results_of(ahead, config.processes)) as results,
         Progress([*tasks], console, unit="arm") as progress,
     ):
         store.begin_attempt(None, versions_now(toml))
@@ -221,8 +228,16 @@ def _arms(config: EvaluateConfig) -> dict[str, Maker | None]:
     return arms
 
 
-def _results(jobs: Sequence[Job], processes: int) -> Results:
-    """What came of each job, in the order in which they end."""
+def results_of(
+    jobs: Sequence[Job], processes: int, stop: Callable[[], bool] = lambda: False
+) -> Results:
+    """What came of each job, in the order in which they end.
+
+    Args:
+        jobs: Who is judged on what; static arms after those that they are measured by.
+        processes: Jobs at the same time.
+        stop: Asked every now and then; if it says so, there are no more.
+    """
     ready = [job for job in jobs if job.arm not in STATIC]
     waiting = [job for job in jobs if job.arm in STATIC]
     reference = reference_of(job.arm for job in jobs)
@@ -235,15 +250,19 @@ def _results(jobs: Sequence[Job], processes: int) -> Results:
 
     if processes == 1 or len(jobs) == 1:
         for job in ready:
+            if stop():
+                return
             judged = _carry_out(job)
             yield job, judged
             for after in freed(job):
                 yield after, _carry_out(after, judged)
         return
-    with _pool(min(processes, len(jobs))) as submit:
+    with suppress(_Stopped), _pool(min(processes, len(jobs))) as submit:
         running = {submit(job, None): job for job in ready}
         while running:
-            ended, _ = wait(running, return_when=FIRST_COMPLETED)
+            ended, _ = wait(running, timeout=PAUSE, return_when=FIRST_COMPLETED)
+            if stop():
+                raise _Stopped
             for future in ended:
                 job, judged = running.pop(future), future.result()
                 running |= {submit(after, judged): after for after in freed(job)}

@@ -8,6 +8,7 @@ network is written as a `torch.export` program, which loads without Esper:
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -18,10 +19,11 @@ from rich.console import Console
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, StorageTrouble
 from esper.experiment.fit import Fitted, fit
 from esper.experiment.fit import accuracy as share_right
 from esper.experiment.learned import find_controller, newest_controller
+from esper.experiment.storage.disk import short
 from esper.experiment.streams import stream
 from esper.tamiyo.named import CONTROLLERS, Maker
 from esper.tasks.catalogue import task as find_task
@@ -106,6 +108,7 @@ def run_grow(config: GrowConfig) -> None:
     console.print(
         f"The network is in {out}; it loads without Esper: torch.export.load.",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
 
@@ -152,12 +155,16 @@ def write(model: nn.Module, task: Task, out: Path) -> None:
     rows = torch.export.Dim("rows", min=1)
     example = torch.zeros(2, *task.host.shape)
     program = torch.export.export(model, (example,), dynamic_shapes=({0: rows},))
-    beside = out.with_name(f".{os.getpid()}-{out.name}")
+    beside = out.with_name(f".esper-{os.getpid()}.pt2")
     try:
         torch.export.save(program, beside)
         os.replace(beside, out)
+    except (OSError, RuntimeError) as error:  # torch writes some files by itself
+        why = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise StorageTrouble(f"cannot write {short(out)}: {why:.99}.") from None
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink()
 
 
 def _parts(data: Data) -> list[tuple[Tensor, Tensor]]:
@@ -193,7 +200,7 @@ def _check_free(out: Path) -> None:
     """Refuse a file that is there or cannot be written, before any work."""
     if out.suffix != ".pt2":
         raise BadInput(f"the network's file must end in .pt2, got {out.name!r:.99}.")
-    if out.exists():
-        raise BadInput(f"{out} is there already; choose another name.")
-    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        raise BadInput(f"{out.parent} is no folder that can be written to.")
+    if os.path.lexists(out):
+        raise BadInput(f"{short(out)} is there already; choose another name.")
+    if not os.path.isdir(out.parent) or not os.access(out.parent, os.W_OK):
+        raise BadInput(f"{short(out.parent)} is no folder that can be written to.")

@@ -1,6 +1,6 @@
 """What a learned controller was worth, in one or two sentences."""
 
-from esper.experiment.static import STATIC
+from esper.experiment.config import STATIC
 from esper.experiment.summary import Duel, Summary, TaskSummary
 
 PLAIN = ("never", "random")

@@ -4,7 +4,6 @@ The number and the task decide data, first weights and order of batches, whoever
 controls: controllers that are judged with the same number are paired, host by host.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -25,11 +24,8 @@ from esper.experiment.spending import Spending
 from esper.experiment.statistics import Floats
 from esper.experiment.streams import stream, stream_seed
 from esper.experiment.worlds import world_of
-from esper.tamiyo.named import named
+from esper.tamiyo.named import Maker, controller_for
 from esper.tasks.task import Task
-
-Maker = Callable[[ActionSpec], Controller]
-"""What makes a controller for an action space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +72,7 @@ def judge(
         stage: What it is done for; another word stands for other hosts.
     """
     world = judged_world(task, hosts, rng_seed, settings, stage=stage)
-    if isinstance(controller, str):
-        controller = named(controller, world.spec)
-    if not isinstance(controller, Controller):
-        controller = controller(world.spec)
+    controller = controller_for(controller, world.spec)
     journal = watch(world, controller, rng_seed)
     final = journal.final
     panicked = final["panicked"].bool()

@@ -8,6 +8,7 @@ fits every action space. Numbers are read from a checkpoint that verifies; nothi
 executed.
 """
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -56,7 +57,7 @@ def find_controller(text: str, root: Path) -> Learned:
         text: The name of a run in `root`, its folder, or that of a checkpoint.
         root: Where runs are.
     """
-    if (Path(text) / MANIFEST).is_file():
+    if os.path.isfile(Path(text) / MANIFEST):  # False of what cannot be looked at
         return load_controller(text)
     return load_controller(find_run(text, root))
 
@@ -90,14 +91,11 @@ def _best(checkpoints: CheckpointFolder, folder: Path) -> Loaded:
 
 def newest_controller(root: Path) -> Learned:
     """What the last run of a folder that was completed has learnt."""
+    paths = [root / each.name for each in Run.list(root) if each.state == "finished"]
     ended = [
-        (run.versions.get("began", ""), run.path)
-        for run in (
-            Run.read(root / each.name)
-            for each in Run.list(root)
-            if each.state == "finished"
-        )
-        if (run.path / CHECKPOINTS).is_dir() and any((run.path / CHECKPOINTS).iterdir())
+        (str(Run.read(path).versions.get("began", "")), path)
+        for path in paths
+        if (path / CHECKPOINTS).is_dir() and any((path / CHECKPOINTS).iterdir())
     ]
     if not ended:
         raise BadInput(f"no finished training in {short(root)}; run esper train first.")

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from esper.contracts.errors import BadInput
-from esper.experiment.config import World
+from esper.experiment.config import STATIC, World
 from esper.experiment.judging import Journal, Judged, judged_world, watch
 from esper.experiment.statistics import Floats
 from esper.experiment.studies.macs import step_macs
@@ -28,8 +28,6 @@ from esper.tamiyo.named import CONTROLLERS
 from esper.tasks.hosts import CnnHost, Host, MlpHost
 from esper.tasks.task import Task
 
-STATIC: Final = ("static", "longer")
-"""Arms that are no controllers."""
 NO_LOOK: Final = 10_000
 """Decisions between two looks: more than any episode has."""
 LONGEST: Final = 10_000
@@ -99,7 +97,7 @@ def judge_static(
     )
 
 
-def widened(host: Host, parameters: float) -> Host:
+def widened(host: Host, parameters: int | float) -> Host:
     """The host with hidden layers as wide as so many parameters allow, in proportion.
 
     It is never narrower than it was.
@@ -119,7 +117,7 @@ def widened(host: Host, parameters: float) -> Host:
 def _largest(
     hidden: tuple[int, ...],
     make: Callable[[tuple[int, ...]], Host],
-    parameters: float,
+    parameters: int | float,
 ) -> Host:
     best = make(hidden)
     narrowest = min(hidden)

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from esper.experiment.static import STATIC, reference_of
+from esper.experiment.config import STATIC
+from esper.experiment.static import reference_of
 from esper.experiment.statistics import Floats, Interval, stratified_bootstrap
 from esper.experiment.verdict import (
     LEVEL,
@@ -129,10 +130,14 @@ def summarise(rows: Iterable[Row], *, draws: int = DRAWS) -> Summary:
         if row["round"] == last:
             arms = found.setdefault(row["task"], {})
             arms.setdefault(row["controller"], []).append(row)
-    for arms in found.values():
-        for each in arms.values():
-            each.sort(key=lambda row: row["host"])
-    found = {task: found[task] for task in sorted(found)}
+    # The order in which rows came is chance: processes end when they do.
+    found = {
+        task: {
+            name: sorted(found[task][name], key=lambda row: row["host"])
+            for name in sorted(found[task])
+        }
+        for task in sorted(found)
+    }
     tasks = tuple(_table(name, {name: found[name]}, draws) for name in found)
     whole = None
     if len(tasks) > 1 and _alike(found.values()):
@@ -277,10 +282,11 @@ def _paragraphs(title: str, table: TaskSummary) -> list[str]:
 def _against_never(rows: Mapping[str, Against]) -> str:
     sides = told(rows, "+.4f")
     said = [
-        f"shown {side} {BASELINE!r}: {', '.join(sides[side])}."
+        f"shown {side} {BASELINE!r}: {', '.join(sides[side])}"
         for side in ("above", "below")
         if sides[side]
     ]
+    said = [f"{'; '.join(said)}."] if said else []
     if sides["open"]:
         said.append(
             f"This does not show a difference from {BASELINE!r}, nor that there is "
@@ -293,10 +299,11 @@ def _of_learned(ours: str, rows: Mapping[str, Against]) -> str:
     """Whom a learned arm is shown to be above, below, or neither."""
     sides = told(rows, "+.4f")
     said = [
-        f"shown {side} {', '.join(sides[side])}."
+        f"shown {side} {', '.join(sides[side])}"
         for side in ("above", "below")
         if sides[side]
     ]
+    said = [f"{'; '.join(said)}."] if said else []
     if sides["open"]:
         said.append(
             f"This does not show that {ours!r} differs from "

@@ -12,12 +12,18 @@ from esper.experiment.statistics import Interval
 from esper.experiment.summary import Summary, TaskSummary
 from esper.experiment.verdict import Against
 
-WIDTH: Final = 130
+WIDTH: Final = 150
 """Columns of a table that is not shown in a terminal."""
 
 
-def print_summary(console: Console, summary: Summary) -> None:
-    """Print a table for each task and one of all, then what they show."""
+def print_summary(console: Console, summary: Summary, *, words: bool = True) -> None:
+    """Print a table for each task and one of all, then what they show.
+
+    Args:
+        console: Where to.
+        summary: What to print.
+        words: Whether to say what the tables show.
+    """
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     for table in summary.tasks:
@@ -31,10 +37,11 @@ def print_summary(console: Console, summary: Summary) -> None:
         print_line(
             console,
             "Interquartile means over hosts [95 % interval]; p: paired Wilcoxon, Holm "
-            "over its column; parameters and MACs (multiply-adds per row) as a "
-            "multiple of the host's; area: mean score over the decisions.",
+            "over its column; P: how often a host returns more than any of never's; "
+            "parameters and MACs (multiply-adds per row) as a multiple of the host's; "
+            "area: mean score over the decisions.",
         )
-    for paragraph in summary.words:
+    for paragraph in summary.words if words else ():
         print_line(console, paragraph)
 
 
@@ -45,16 +52,16 @@ def print_line(console: Console, text: str) -> None:
 
 def _worth(summary: TaskSummary, title: str) -> Table:
     above = ("above never", "p")
-    columns = ("return", *above, "test score, %", *above, "parameters")
+    columns = ("return", *above, "P(above never)", "test score, %", *above)
     table = _begun(title, columns)
     for arm in summary.arms:
         table.add_row(
             arm.name,
             _interval(arm.returns, ".3f"),
             *_above(arm.above_never, "+.3f", 1.0),
+            _chance(arm.above_never),
             _interval(arm.test, ".1f", 100.0),
             *_above(arm.test_above_never, "+.1f", 100.0),
-            f"{arm.parameters:.2f} x",
             style="bold" if arm.learned else "",
         )
     return table
@@ -89,6 +96,10 @@ def _above(row: Against | None, spec: str, scale: float) -> tuple[str, str]:
     if row is None:
         return "", ""
     return _interval(row.difference, spec, scale), f"{row.adjusted:.2g}"
+
+
+def _chance(row: Against | None) -> str:
+    return "" if row is None else f"{row.improvement:.2f}"
 
 
 def _interval(it: Interval, spec: str, scale: float = 1.0) -> str:

@@ -4,12 +4,16 @@ from contextlib import closing
 
 from rich.console import Console
 
+from esper.experiment.config import SIMULATED
 from esper.experiment.curve import course, sparkline
 from esper.experiment.evaluate import summary_of
-from esper.experiment.run import STORE
+from esper.experiment.headline import headline
+from esper.experiment.run import STORE, Run
 from esper.experiment.storage.database import open_store
+from esper.experiment.studies.study import print_outcome
+from esper.experiment.summary import Summary
 from esper.experiment.summary_tables import print_line, print_summary
-from esper.experiment.trainer import Ending
+from esper.experiment.trainer import Ending, settings_of
 
 
 def tell_ending(ending: Ending, console: Console | None = None) -> None:
@@ -27,7 +31,11 @@ def tell_ending(ending: Ending, console: Console | None = None) -> None:
         returns = [float("nan") if value is None else value for (value,) in found]
     print_line(console, f"Mean return per round: {sparkline(returns)}")
     print_line(console, course(returns))
-    summary = summary_of(ending.path)
+    if SIMULATED in settings_of(Run.read(ending.path)).tasks:
+        print_outcome(ending.path)
+    summary: Summary = summary_of(ending.path)
     if summary.tasks:
-        print_summary(console, summary)
+        print_summary(console, summary, words=False)
+        for line in headline(summary):
+            print_line(console, line)
     print_line(console, f"The run is in {ending.path}.")

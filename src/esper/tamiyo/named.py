@@ -36,7 +36,9 @@ def controller_for(who: Controller | Maker | str, spec: ActionSpec) -> Controlle
     """
     if isinstance(who, str):
         return named(who, spec)
-    return who if isinstance(who, Controller) else who(spec)
+    if isinstance(who, type) or not isinstance(who, Controller):
+        return who(spec)  # a class of controllers has their methods too
+    return who
 
 
 def named(name: str, spec: ActionSpec) -> Controller:

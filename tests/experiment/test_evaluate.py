@@ -1,0 +1,266 @@
+"""An evaluation is stored as it goes, and refused before anything is written."""
+
+import io
+import json
+import tomllib
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from esper.contracts.errors import BadInput, RunTaken
+from esper.experiment.config import Budget, TrainConfig, World
+from esper.experiment.evaluate import (
+    EvaluateConfig,
+    as_toml,
+    evaluate,
+    run_evaluation,
+    summary_of,
+)
+from esper.experiment.judging import judge
+from esper.experiment.learned import load_controller
+from esper.experiment.reading import rows
+from esper.experiment.run import STORE, Run
+from esper.experiment.settings.typed import checked_table, construct
+from esper.experiment.static import judge_static
+from esper.experiment.storage.database import open_store
+from esper.experiment.trainer import begin_run
+from esper.tasks import catalogue
+from esper.tasks.catalogue import register_task
+from esper.tasks.hosts import MlpHost
+from tests.experiment.test_judging import lost, tiny
+
+
+@pytest.fixture
+def _few_tasks():
+    """A catalogue of one task that can be judged and one that cannot."""
+    before = dict(catalogue._BUILDERS)
+    catalogue._BUILDERS.clear()
+    register_task("tiny")(tiny)
+    register_task("lost")(lost)
+    yield
+    catalogue._BUILDERS.clear()
+    catalogue._BUILDERS.update(before)
+
+
+def config(folder, **changes):
+    some = {
+        "tasks": ("tiny",),
+        "controllers": ("never", "early", "static"),
+        "hosts": 2,
+        "processes": 1,
+        "name": "it",
+        "runs": str(folder / "runs"),
+    }
+    return EvaluateConfig(**some | changes)
+
+
+def stored(path):
+    with closing(open_store(path / STORE)) as db:
+        return list(rows(db, "live_evaluations"))
+
+
+def quiet():
+    return Console(file=io.StringIO())
+
+
+def timeless(found):
+    return sorted(
+        (row["controller"], row["host"], row["return"], row["test"], row["area"])
+        for row in found
+    )
+
+
+pytestmark = pytest.mark.usefixtures("_few_tasks")
+
+
+def test_the_store_holds_what_was_judged(tmp_path):
+    path, skipped = evaluate(config(tmp_path), quiet())
+    found = stored(path)
+    assert skipped == {}
+    assert [row["controller"] for row in found] == ["early"] * 2 + ["static"] * 2 + [
+        "never"
+    ] * 2
+    assert {(row["stage"], row["task"], row["round"]) for row in found} == {
+        ("judged", "tiny", 0)
+    }
+    early = judge("early", tiny(), 2, 0)
+    for host, row in enumerate(found[:2]):
+        assert row["host"] == host
+        assert row["return"] == early.returns[host]
+        assert row["training_macs"] == early.training_macs[host]
+        assert (row["score"], row["area"]) == (early.score[host], early.area[host])
+        assert row["seconds"] > 0
+    run = Run.read(path)
+    assert run.finished == {"arms": 3, "hosts": 2}
+    assert run.versions["kind"] == "evaluation"
+
+
+def test_processes_find_what_one_process_finds(tmp_path):
+    """The task is not in the catalogue of the other processes; it is sent to them."""
+    alone, _ = evaluate(config(tmp_path), quiet())
+    together, _ = evaluate(config(tmp_path, name="two", processes=2), quiet())
+    assert timeless(stored(alone)) == timeless(stored(together))
+
+
+def test_tables_and_words_are_those_of_the_store(tmp_path, capsys):
+    path = run_evaluation(config(tmp_path, hosts=3))
+    out = capsys.readouterr().out
+    assert "tiny: arm 3/3, never: return" in out
+    assert "tiny: 3 unseen hosts" in out
+    for line in summary_of(path).words:
+        assert line in out
+    assert out.splitlines()[-1] == f"Stored in {path}"
+
+
+def test_data_are_one_document(tmp_path, capsys):
+    run_evaluation(config(tmp_path, tasks=()), as_json=True)
+    data = json.loads(capsys.readouterr().out)
+    assert data["run"].endswith("runs/it")
+    assert [task["task"] for task in data["tasks"]] == ["tiny"]
+    assert data["skipped"].keys() == {"lost"}
+
+
+def test_the_configuration_is_written_whole(tmp_path):
+    made = config(tmp_path, world=World(rent=(0.0, 0.02)), name=None)
+    table = tomllib.loads(as_toml(made))
+    assert table["controllers"] == ["never", "early", "static"]
+    assert table["name"] == "none"
+    again = construct(EvaluateConfig, checked_table(EvaluateConfig, table, {}), {})
+    assert again == made
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"controllers": ("erly",)}, "no 'erly'; did you mean 'early'"),
+        ({"controllers": ()}, "controllers is empty"),
+        ({"controllers": ("never", "static")}, "'static' is measured by a learned"),
+        ({"controllers": ("runs/nobody",)}, "nobody is no run"),
+        ({"tasks": ("tinny",)}, "no task 'tinny'; did you mean 'tiny'"),
+        ({"tasks": ("lost",)}, "pip install something"),
+        ({"hosts": 0}, "hosts must be a whole number from 1"),
+        ({"processes": 0}, "processes must be"),
+        ({"rng_seed": -1}, "rng_seed must be"),
+        ({"name": "../x"}, "cannot be called"),
+        ({"world": World(blueprints=("attention",))}, "cannot plant 'attention'"),
+        ({"runs": "not/there/at/all"}, "make it first"),
+    ],
+)
+def test_nothing_is_written_if_an_argument_is_bad(tmp_path, changes, message):
+    before = sorted(Path().iterdir())
+    with pytest.raises(BadInput, match=message) as caught:
+        evaluate(config(tmp_path, **changes), quiet())
+    assert "\n" not in str(caught.value)
+    assert not [*tmp_path.iterdir()]
+    assert sorted(Path().iterdir()) == before
+
+
+def test_nothing_left_to_judge_is_an_error_with_the_reasons(tmp_path):
+    del catalogue._BUILDERS["tiny"]
+    with pytest.raises(BadInput, match="lost: expected a package; pip install"):
+        evaluate(config(tmp_path, tasks=()), quiet())
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_name_is_used_once(tmp_path):
+    path, _ = evaluate(config(tmp_path, controllers=("never",)), quiet())
+    before = (path / STORE).read_bytes()
+    with pytest.raises(RunTaken):
+        evaluate(config(tmp_path, controllers=("never",)), quiet())
+    assert (path / STORE).read_bytes() == before
+
+
+def test_names_given_twice_are_judged_once(tmp_path):
+    made = config(tmp_path, tasks=("tiny", "tiny"), controllers=("never", "never"))
+    path, _ = evaluate(made, quiet())
+    assert len(stored(path)) == 2
+
+
+def test_static_is_measured_by_early_of_its_own_task(tmp_path):
+    wide = replace(tiny(), name="wide", host=MlpHost((4, 12, 3)))
+    register_task("wide")(lambda: wide)
+    path, _ = evaluate(config(tmp_path, tasks=("tiny", "wide")), quiet())
+    found = stored(path)
+    assert len(found) == 2 * 3 * 2
+    for task in (tiny(), wide):
+        reference = judge("early", task, 2, 0)
+        expected = judge_static("static", task, 2, 0, reference)
+        rows_ = [
+            r for r in found if (r["task"], r["controller"]) == (task.name, "static")
+        ]
+        assert [row["added"] for row in rows_] == expected.added.tolist()
+        assert [row["test"] for row in rows_] == expected.test.tolist()
+
+
+class Reading(io.StringIO):
+    """A file that counts the rows of a store whenever something is written."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.seen = path, []
+
+    def write(self, text):
+        if "arm" in text:
+            self.seen.append(len(stored(self.path)))
+        return super().write(text)
+
+
+def test_rows_are_in_the_store_when_their_arm_is_told_of(tmp_path):
+    file = Reading(tmp_path / "runs" / "it")
+    evaluate(config(tmp_path), Console(file=file))
+    assert file.seen == [2, 4, 6]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of one round in the simulated world."""
+    settings = TrainConfig(
+        tasks=("simulated",),
+        envs=2,
+        name="fern",
+        runs=str(tmp_path_factory.mktemp("trained") / "runs"),
+        budget=Budget(rounds=1),
+    )
+    return begin_run(settings).path
+
+
+def test_a_run_that_learnt_is_an_arm_by_its_name_and_the_reference(tmp_path, trained):
+    arms = ("never", str(trained), "early", "static")
+    path, _ = evaluate(config(tmp_path, controllers=arms), quiet())
+    found = {row["controller"]: row["added"] for row in stored(path)}
+    assert found.keys() == {"never", "fern", "early", "static"}
+    expected = judge(load_controller(trained), tiny(), 2, 0).added.mean()
+    mean = np.mean([r["added"] for r in stored(path) if r["controller"] == "fern"])
+    assert mean == expected
+    assert found["static"] <= mean
+    said = " ".join(summary_of(path).words)
+    assert "'static': measured by what 'fern' ended with" in said
+
+
+def test_one_checkpoint_of_a_run_is_as_good(tmp_path, trained):
+    (one,) = (folder for folder in (trained / "checkpoints").iterdir())
+    path, _ = evaluate(config(tmp_path, controllers=(str(one),)), quiet())
+    assert {row["controller"] for row in stored(path)} == {"fern"}
+    with pytest.raises(BadInput, match="'fern' twice"):
+        evaluate(config(tmp_path, controllers=(str(one), str(trained))), quiet())
+
+
+class Interrupting(io.StringIO):
+    """A file in front of which somebody presses Ctrl-C once a line is written."""
+
+    def write(self, text):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_evaluation_is_readable_and_unfinished(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(config(tmp_path), Console(file=Interrupting()))
+    run = Run.read(tmp_path / "runs" / "it")
+    assert run.finished is None
+    assert [row["controller"] for row in stored(run.path)] == ["early"] * 2
+    assert [task.task for task in summary_of(run.path).tasks] == ["tiny"]
+    assert [one.state for one in Run.list(tmp_path / "runs")] == ["stopped"]
