@@ -3,8 +3,10 @@ import types
 
 import numpy as np
 import pytest
+from numba.core.dispatcher import Dispatcher
 
-from esper.kernels import fused, fused_with, kernel, summed
+from esper.environment import adamw, engine, products
+from esper.kernels import fused, fused_with, kernel, summed, summed_with
 
 LOOP = """
 def total(values):
@@ -39,6 +41,58 @@ def test_flags_and_sources_are_part_of_what_code_is_kept_under(monkeypatch):
     monkeypatch.setattr("inspect.getsource", lambda module: module.__name__)
     keys = {
         bits(compiler(written()))
-        for compiler in (kernel, fused, summed, fused_with(one), fused_with(other))
+        for compiler in (
+            kernel,
+            fused,
+            fused_with(part=True),
+            summed,
+            fused_with(one),
+            fused_with(other),
+        )
     }
-    assert len(keys) == 5
+    assert len(keys) == 6
+
+
+PARTS = """
+def part(values, start):
+    found = values.dtype.type(0)
+    for i in range(start, len(values)):
+        if values[i] > 0:
+            found += values[i] * values[i]
+        elif values[i] < -1:
+            found -= values[i] * values[i] * values[i]
+    return found
+
+def whole(values):
+    return part(values, 0) + part(values, 1) * part(values, 2)
+"""
+
+
+def called(parts):
+    """Functions of this file that a compiled caller asks for by their names."""
+    room = {}
+    exec(PARTS, room)
+    room["part"] = parts(room["part"])
+    caller = fused(room["whole"])
+    caller(np.linspace(-2, 2, 64, dtype=np.float32))
+    (code,) = caller.inspect_llvm().values()
+    return [line for line in code.splitlines() if " call " in line and "4part" in line]
+
+
+def test_a_part_is_written_into_its_caller():
+    assert called(summed)
+    assert not called(summed_with(part=True))
+
+
+def test_whatever_the_engine_calls_is_a_part():
+    found = {
+        name: kept.targetoptions["forceinline"]
+        for module in (engine, products, adamw)
+        for name, kept in vars(module).items()
+        if isinstance(kept, Dispatcher) and kept.py_func.__module__ == module.__name__
+    }
+    assert {name for name, is_part in found.items() if not is_part} == {
+        "train",
+        "count",
+    }
+    assert len(found) > 20

@@ -4,9 +4,14 @@
     fused    products may be fused with sums
     summed   and sums may be split over lanes
 
-Same input, same bits, in all three. Compiled code is kept on disk until the file of its
-function changes. What else it depends on, its flags and the modules that it takes
-constants or other kernels from, is put into a free variable, which is part of its key.
+Same input, same bits, in all three. What a fused or summed kernel calls must be a part:
+it is written into its caller. A call by name would find the callee compiled alone in
+the process that compiles both, but the caller's own copy where the caller is loaded
+from disk, and the two may round differently.
+
+Compiled code is kept on disk until the file of its function changes. What else it
+depends on, its flags and the modules that it takes constants or other kernels from, is
+put into a free variable, which is part of its key.
 """
 
 import inspect
@@ -28,14 +33,19 @@ def kernel(function: Function) -> Function:
     return _compiled(function, (), ())
 
 
-def fused_with(*modules: ModuleType) -> Decorator:
-    """Compile a loop that depends on these modules; products may be fused with sums."""
-    return lambda function: _compiled(function, modules, FUSED)
+def fused_with(*modules: ModuleType, part: bool = False) -> Decorator:
+    """Compile a loop that depends on these modules; products may be fused with sums.
+
+    Args:
+        modules: Where it takes constants or other kernels from.
+        part: Whether other kernels call it.
+    """
+    return lambda function: _compiled(function, modules, FUSED, part)
 
 
-def summed_with(*modules: ModuleType) -> Decorator:
-    """Compile a loop that depends on these modules; sums may be split over lanes."""
-    return lambda function: _compiled(function, modules, SUMMED)
+def summed_with(*modules: ModuleType, part: bool = False) -> Decorator:
+    """As `fused_with`; and sums may be split over lanes."""
+    return lambda function: _compiled(function, modules, SUMMED, part)
 
 
 fused = fused_with()
@@ -43,13 +53,16 @@ summed = summed_with()
 
 
 def _compiled(
-    function: Function, modules: tuple[ModuleType, ...], flags: tuple[str, ...]
+    function: Function,
+    modules: tuple[ModuleType, ...],
+    flags: tuple[str, ...],
+    part: bool = False,
 ) -> Function:
     # The test hook wraps annotated functions; the compiler needs what is inside.
     plain = inspect.unwrap(function)
     assert isinstance(plain, FunctionType)
     source = "".join(inspect.getsource(module) for module in modules)
-    digest = sha256(f"{flags}{source}".encode()).hexdigest()
+    digest = sha256(f"{flags}{part}{source}".encode()).hexdigest()
     bound = FunctionType(
         plain.__code__.replace(co_freevars=("digest",)),
         plain.__globals__,
@@ -63,6 +76,7 @@ def _compiled(
         "nogil": True,
         "error_model": "numpy",
         "fastmath": set(flags),
+        "forceinline": part,
     }
     try:
         compiled: Function = numba.njit(cache=True, **options)(bound)

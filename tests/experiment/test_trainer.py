@@ -1,3 +1,4 @@
+import os
 import signal
 import sqlite3
 import subprocess
@@ -48,11 +49,12 @@ def whole(tmp_path_factory):
     return folder / "whole"
 
 
-def process(folder, name):
+def process(folder, name, **environment):
     return subprocess.Popen(
         [sys.executable, "-m", SCRIPT, str(folder), name, str(ROUNDS)],
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, **environment},
     )
 
 
@@ -70,9 +72,13 @@ def interrupted(folder, how, after):
     return folder / "hit", code, told[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
+    ("how", "code"),
+    [
+        (signal.SIGKILL, -9),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_was_interrupted_goes_on_to_the_bit(tmp_path, whole, how, code):
     path, ended, went_on = interrupted(tmp_path, how, after=3)
@@ -86,6 +92,24 @@ def test_a_run_that_was_interrupted_goes_on_to_the_bit(tmp_path, whole, how, cod
     ):
         assert rows(path, question) == rows(whole, question)
     assert len(rows(path, "SELECT 1 FROM live_steps")) == ROUNDS * 4 * 4
+
+
+def test_a_run_is_the_same_among_other_libraries_and_runs(tmp_path, whole):
+    ending = begin_run(config(tmp_path, "here", ROUNDS))
+    assert (ending.rounds, ending.signal) == (ROUNDS, None)
+    assert_equal(state(ending.path), state(whole))
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_where_code_is_compiled_and_where_it_is_loaded(tmp_path):
+    found = []
+    for name in ("compiled", "loaded"):
+        with process(tmp_path, name, NUMBA_CACHE_DIR=str(tmp_path / "kept")) as run:
+            run.communicate()
+            assert run.returncode == 0
+        found.append(state(tmp_path / name))
+    assert any((tmp_path / "kept").rglob("engine.train*.nbc"))
+    assert_equal(*found)
 
 
 def test_a_run_says_what_it_was_made_of(whole):

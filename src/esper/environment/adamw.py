@@ -10,7 +10,7 @@ Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101.
 
 import math
 
-from esper.kernels import fused
+from esper.kernels import fused_with
 
 B1, B2, EPS = 0.9, 0.999, 1e-8
 REST1, REST2 = 1 - B1, 1 - B2
@@ -20,7 +20,7 @@ REST1, REST2 = 1 - B1, 1 - B2
 # mypy: disable-error-code="no-untyped-def"
 
 
-@fused
+@fused_with(part=True)
 def adamw(weights, gradients, means, squares, start, length, rate, clock, decay):
     """Move `length` weights from `start` on; this is their `clock`-th step."""
     real = weights.dtype.type

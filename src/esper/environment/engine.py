@@ -36,14 +36,15 @@ from esper.environment.products import (
 from esper.kernels import fused_with
 
 LOG2E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.4286068203094172e-6
-together = fused_with(charts, products, optimiser)
+whole = fused_with(charts, products, optimiser)
+part = fused_with(charts, products, optimiser, part=True)
 TAYLOR = tuple(1 / math.factorial(n) for n in range(11, -1, -1))
 
 # ruff: noqa: ANN001, ANN201, ANN202
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
 
-@together
+@whole
 def train(
     features, labels, picked, rates, v, mean, square, clocks, g, s, bits, chart,
     size, act, felt, shadow, training, decay, stretch, youth, kept,
@@ -90,17 +91,15 @@ def train(
             for r in range(rows):
                 y[r] = labels[mine, picked[e, n, r]]
             _gather(features[mine], picked[e, n], s, layers[0])
-            _forward(w, s, rows, layers, seeds, k, a, felt[e], bottom)
-            loss[e] += _loss(s, bits, layers[top], rows, y)
-            _backward(w, g, s, rows, layers, seeds, k, a, felt[e], felt[e], bottom)
-            if len(kept) > 0 and n == steps - 1:
-                copy(s[: kept.shape[1]], kept[e], bottom)
-            if start <= top:
-                _forward(w, s, rows, layers, seeds, k, a, shadow[e], start)
-                beside[e] += _loss(s, bits, layers[top], rows, y)
-                _backward(
-                    w, g, s, rows, layers, seeds, k, a, shadow[e], training[e], start
-                )
+            for shade in range(2 if start <= top else 1):
+                alpha, learns, low, total = felt[e], felt[e], bottom, loss
+                if shade == 1:
+                    alpha, learns, low, total = shadow[e], training[e], start, beside
+                _forward(w, s, rows, layers, seeds, k, a, alpha, low)
+                total[e] += _loss(s, bits, layers[top], rows, y)
+                _backward(w, g, s, rows, layers, seeds, k, a, alpha, learns, low)
+                if len(kept) > 0 and n == steps - 1 and shade == 0:
+                    copy(s[: kept.shape[1]], kept[e], bottom)
             rate = rates[e, n]
             clocks[e, 0] += 1
             adamw(w, g, mean[e], square[e], bottom, host, rate, clocks[e, 0], decay)
@@ -118,7 +117,7 @@ def train(
     return loss, beside
 
 
-@together
+@part
 def _move_seed(w, g, mean, square, seed, layers, units, act, rate, clock, decay):
     """One step of a seed; a form without a bias has none to move."""
     before, own = layers[seed.place], layers[seed.place + 1]
@@ -132,7 +131,7 @@ def _move_seed(w, g, mean, square, seed, layers, units, act, rate, clock, decay)
         adamw(w, g, mean, square, seed.last_bias, own.outputs, rate, clock, decay)
 
 
-@together
+@whole
 def count(features, labels, asked, v, s, chart, rows, size, act, felt):
     """Examples that every host guesses right, of those that are asked.
 
@@ -163,7 +162,7 @@ def count(features, labels, asked, v, s, chart, rows, size, act, felt):
     return right
 
 
-@together
+@part
 def _gather(features, picked, s, first):
     """Rows to where the first layer reads them, turned and within its border."""
     rows, start = len(picked), first.x * len(picked)
@@ -179,7 +178,7 @@ def _gather(features, picked, s, first):
                     line[r] = example[picked[r]]
 
 
-@together
+@part
 def _forward(w, s, rows, layers, seeds, size, act, felt, start):
     """What every layer says from `start` on."""
     one, relu = s.dtype.type(1), np.int64(RELU)
@@ -221,7 +220,7 @@ def _forward(w, s, rows, layers, seeds, size, act, felt, start):
             between(s, z, own, own.outputs, relu, after.x * rows, framed, rows)
 
 
-@together
+@part
 def _backward(w, g, s, rows, layers, seeds, size, act, felt, learns, start):
     """Gradients down to layer `start`; the host's own only if that is the first."""
     relu = np.int64(RELU)
@@ -229,8 +228,8 @@ def _backward(w, g, s, rows, layers, seeds, size, act, felt, learns, start):
         own = layers[n]
         at = own.gx * rows
         s[at : at + own.inputs * own.high * own.wide * rows] = 0
-    for n in range(len(layers) - 1, max(start, 1) - 1, -1):
-        own, before = layers[n], layers[n - 1]
+    for n in range(len(layers) - 1, start - 1, -1):
+        own, before = layers[n], layers[max(n - 1, 0)]
         for q in range(len(seeds)):
             heard = seeds[q].place == n - 1 and size[q] > 0 and felt[q] > 0
             if heard and (learns[q] > 0 or n - 1 > start):
@@ -244,11 +243,9 @@ def _backward(w, g, s, rows, layers, seeds, size, act, felt, learns, start):
                 s, own.gx * rows, before.z * rows, before, before.outputs, relu,
                 before.gz * rows, rows,
             )  # fmt: skip
-    if start == 0:
-        _layer_back(w, g, s, rows, layers[0], start == 0, start > 0)
 
 
-@together
+@part
 def _layer_back(w, g, s, rows, own, learns, further):
     """Gradients of one layer and, if asked, of what it read."""
     one, gz, side = s.dtype.type(1), own.gz * rows, own.inputs * own.taps
@@ -265,7 +262,7 @@ def _layer_back(w, g, s, rows, own, learns, further):
         )  # fmt: skip
 
 
-@together
+@part
 def _seed_back(w, g, s, rows, own, before, seed, units, act, alpha, learns, further):
     """Gradients of one seed and, if asked, of its inlet."""
     gz, gu, ghid = own.gz * rows, seed.gu * rows, seed.ghid * rows
@@ -296,7 +293,7 @@ def _seed_back(w, g, s, rows, own, before, seed, units, act, alpha, learns, furt
         )  # fmt: skip
 
 
-@together
+@part
 def _loss(s, bits, last, rows, y):
     """Mean cross-entropy; its gradient goes to where the last layer feels it."""
     real, outputs = s.dtype.type, last.outputs

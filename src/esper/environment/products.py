@@ -19,7 +19,7 @@ RELU, LINEAR, GELU = 1, 2, 3
 ROOT_HALF = math.sqrt(0.5)
 ROOT_TURN = 1 / math.sqrt(2 * math.pi)
 
-fused, summed = fused_with(chart), summed_with(chart)
+fused, summed = fused_with(chart, part=True), summed_with(chart, part=True)
 
 # ruff: noqa: ANN001, ANN201, ANN202
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"

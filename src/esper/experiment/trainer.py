@@ -111,6 +111,7 @@ class Trainer(Stateful):
     """
 
     STATE = ("training", "recorders")
+    DERIVED = ("_ended",)  # of the round that is being played
 
     def __init__(self, config: TrainConfig, store: Store) -> None:
         self.worlds = worlds_of(config)

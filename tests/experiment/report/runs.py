@@ -1,0 +1,141 @@
+"""Small runs to report on: every round is one episode of every environment.
+
+In each episode environment 0 plants the first blueprint in slot 0 at decision 1 and
+keeps it at decision 4, and plants the second in slot 1, which it prunes at decision 3.
+Environment 1 plants the second in slot 1 at decision 2 and does nothing more.
+"""
+
+from dataclasses import fields
+
+import numpy as np
+import torch
+
+from esper.contracts.stages import Stage
+from esper.experiment.judging import Judged
+from esper.experiment.run import Run
+from esper.experiment.storage.lifecycle_events import WORDS, Changes
+from esper.experiment.store import Store
+from tests.experiment.stores import record
+
+STEPS = 5
+ENVS = 2
+TASKS = ("letter", "digits")
+BLUEPRINTS = ("small", "large")
+ARMS = ("Tamiyo", "never", "random", "early", "static")
+D, T, B, H, K = (
+    Stage.DORMANT,
+    Stage.TRAINING,
+    Stage.BLENDING,
+    Stage.HOLDING,
+    Stage.FOSSILIZED,
+)
+EVENTS = (
+    (1, 0, 0, "planted", D, T, 0),
+    (1, 0, 1, "planted", D, T, 1),
+    (2, 0, 0, "blending", T, B, 0),
+    (2, 1, 1, "planted", D, T, 1),
+    (3, 0, 0, "holding", B, H, 0),
+    (3, 0, 1, "pruned", T, D, 1),
+    (4, 0, 0, "kept", H, K, 0),
+)
+"""Decision, environment, slot, word, before, after, blueprint."""
+
+
+def config(tasks=TASKS):
+    names = ", ".join(f'"{task}"' for task in tasks)
+    return f"tasks = [{names}]\nenvs = {ENVS}\n"
+
+
+def make_run(
+    folder,
+    name="fern",
+    *,
+    tasks=TASKS,
+    blueprints=BLUEPRINTS,
+    rounds=6,
+    arms=ARMS,
+    notes=(),
+    toml=None,
+    finished=True,
+):
+    """A run with all that a report shows; returns its folder."""
+    folder.mkdir(exist_ok=True)
+    text = config(tasks) if toml is None else toml
+    with Run.create(folder, name, text, {"rng_seed": 0}) as run:
+        with Store(run.path / "events.sqlite") as store:
+            store.begin_attempt(versions={"esper": "0.1", "torch": "2.10"})
+            play(store, tasks, blueprints, range(1, rounds + 1))
+            judge(store, tasks, arms, rounds)
+            for kind, line in notes:
+                store.add_note(rounds, kind, line)
+        if finished:
+            run.finish({"rounds": rounds})
+    return run.path
+
+
+def play(store, tasks, blueprints, numbers):
+    for number in numbers:
+        for task in tasks:
+            _episode(store, number, task, blueprints)
+        store.add_round(record(number))
+
+
+def judge(store, tasks, arms, last):
+    """Everybody at the end, and the learned arm in between."""
+    stream = np.random.default_rng(0)
+    for task in tasks:
+        luck = stream.normal(0.0, 0.01, 12)
+        for index, arm in enumerate(arms):
+            store.add_evaluation(
+                judged(0.5 - 0.05 * index + luck + stream.normal(0, 0.01, 12)),
+                round=last,
+                stage="judged",
+                controller=arm,
+                task=task,
+            )
+        if arms and last:
+            for number in range(2, last + 1, 2):
+                store.add_evaluation(
+                    judged(0.3 + 0.02 * number + luck),
+                    round=number,
+                    stage="watched",
+                    controller=arms[0],
+                    task=task,
+                )
+
+
+def judged(returns):
+    figures = {item.name: returns + 0.1 for item in fields(Judged)}
+    panicked = np.zeros(len(returns), dtype=bool)
+    return Judged(**(figures | {"returns": returns, "panicked": panicked}))
+
+
+def _episode(store, number, task, blueprints):
+    episode = torch.full((ENVS,), number, dtype=torch.int64)
+    where = {"round": number, "task": task, "episode": episode}
+    start = (number - 1) * STEPS
+    for step, env, slot, word, before, after, blueprint in EVENTS:
+        change = Changes(
+            env=torch.tensor([env]),
+            slot=torch.tensor([slot]),
+            what=torch.tensor([WORDS.index(word)]),
+            before=torch.tensor([int(before)]),
+            after=torch.tensor([int(after)]),
+            blueprint=torch.tensor([blueprint]),
+            alpha=torch.tensor([0.5]),
+        )
+        store.add_events(change, **where, step=start + step, blueprints=blueprints)
+    figure = torch.full((ENVS,), 0.1 * number)
+    store.add_episodes(
+        round=number,
+        task=task,
+        episode=episode,
+        step=start + STEPS,
+        env=torch.arange(ENVS),
+        returns=figure + torch.tensor([0.0, 0.2]),
+        score=figure,
+        test=figure,
+        added=figure,
+        macs=figure,
+        panicked=torch.zeros(ENVS, dtype=torch.bool),
+    )
