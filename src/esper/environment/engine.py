@@ -92,9 +92,10 @@ def train(
                 y[r] = labels[mine, picked[e, n, r]]
             _gather(features[mine], picked[e, n], s, layers[0])
             for shade in range(2 if start <= top else 1):
-                alpha, learns, low, total = felt[e], felt[e], bottom, loss
+                low = start if shade == 1 else bottom
+                alpha, learns, total = felt[e], felt[e], loss
                 if shade == 1:
-                    alpha, learns, low, total = shadow[e], training[e], start, beside
+                    alpha, learns, total = shadow[e], training[e], beside
                 _forward(w, s, rows, layers, seeds, k, a, alpha, low)
                 total[e] += _loss(s, bits, layers[top], rows, y)
                 _backward(w, g, s, rows, layers, seeds, k, a, alpha, learns, low)

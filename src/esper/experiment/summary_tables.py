@@ -14,35 +14,35 @@ from esper.experiment.verdict import Against
 
 WIDTH: Final = 150
 """Columns of a table that is not shown in a terminal."""
+LEGEND: Final = (
+    "Interquartile means over hosts [95 % interval]; p: paired Wilcoxon, Holm over its "
+    "column; P: how often a host returns more than any of never's; parameters and MACs "
+    "(multiply-adds per row) as a multiple of the host's; area: mean score over the "
+    "decisions."
+)
 
 
-def print_summary(console: Console, summary: Summary, *, words: bool = True) -> None:
-    """Print a table for each task and one of all, then what they show.
-
-    Args:
-        console: Where to.
-        summary: What to print.
-        words: Whether to say what the tables show.
-    """
-    if not console.is_terminal:
-        console.width = max(console.width, WIDTH)
+def print_summary(console: Console, summary: Summary) -> None:
+    """Print tables for each task and one of all, then what they show."""
+    _widen(console)
     for table in summary.tasks:
-        console.print(_worth(table, f"{table.task}: {table.hosts} unseen hosts"))
+        console.print(_worth(table))
         console.print(_costs(table, f"{table.task}: what it took"))
     if summary.aggregate is not None:
-        whole = summary.aggregate
-        title = f"all {whole.tasks} tasks: {whole.hosts} unseen hosts of each"
-        console.print(_worth(whole, title))
+        console.print(_worth(summary.aggregate))
     if summary.tasks:
-        print_line(
-            console,
-            "Interquartile means over hosts [95 % interval]; p: paired Wilcoxon, Holm "
-            "over its column; P: how often a host returns more than any of never's; "
-            "parameters and MACs (multiply-adds per row) as a multiple of the host's; "
-            "area: mean score over the decisions.",
-        )
-    for paragraph in summary.words if words else ():
+        print_line(console, LEGEND)
+    for paragraph in summary.words:
         print_line(console, paragraph)
+
+
+def print_worth(console: Console, summary: Summary) -> None:
+    """Print the table of all tasks only, or one of each if they do not fit in one."""
+    _widen(console)
+    tables = summary.tasks if summary.aggregate is None else (summary.aggregate,)
+    for table in tables:
+        console.print(_worth(table))
+    print_line(console, LEGEND)
 
 
 def print_line(console: Console, text: str) -> None:
@@ -50,7 +50,16 @@ def print_line(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _worth(summary: TaskSummary, title: str) -> Table:
+def _widen(console: Console) -> None:
+    """Give tables room where nobody looks at a screen."""
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+
+
+def _worth(summary: TaskSummary) -> Table:
+    title = f"{summary.task}: {summary.hosts} unseen hosts"
+    if summary.tasks > 1:
+        title += " of each"
     above = ("above never", "p")
     columns = ("return", *above, "P(above never)", "test score, %", *above)
     table = _begun(title, columns)

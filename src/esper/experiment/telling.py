@@ -12,7 +12,7 @@ from esper.experiment.run import STORE, Run
 from esper.experiment.storage.database import open_store
 from esper.experiment.studies.study import print_outcome
 from esper.experiment.summary import Summary
-from esper.experiment.summary_tables import print_line, print_summary
+from esper.experiment.summary_tables import print_line, print_worth
 from esper.experiment.trainer import Ending, settings_of
 
 
@@ -35,7 +35,7 @@ def tell_ending(ending: Ending, console: Console | None = None) -> None:
         print_outcome(ending.path)
     summary: Summary = summary_of(ending.path)
     if summary.tasks:
-        print_summary(console, summary, words=False)
+        print_worth(console, summary)
         for line in headline(summary):
             print_line(console, line)
     print_line(console, f"The run is in {ending.path}.")
