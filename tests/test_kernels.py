@@ -1,11 +1,13 @@
+import importlib
 import math
+import pkgutil
 import types
 
 import numpy as np
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from esper.environment import adamw, engine, products
+import esper
 from esper.kernels import fused, fused_with, kernel, summed, summed_with
 
 LOOP = """
@@ -84,15 +86,19 @@ def test_a_part_is_written_into_its_caller():
     assert not called(summed_with(part=True))
 
 
-def test_whatever_the_engine_calls_is_a_part():
-    found = {
-        name: kept.targetoptions["forceinline"]
-        for module in (engine, products, adamw)
-        for name, kept in vars(module).items()
-        if isinstance(kept, Dispatcher) and kept.py_func.__module__ == module.__name__
-    }
-    assert {name for name, is_part in found.items() if not is_part} == {
-        "train",
-        "count",
-    }
-    assert len(found) > 20
+def test_whatever_kernels_call_is_a_part_or_compiled_as_it_is_written():
+    found, wrong = 0, []
+    for entry in pkgutil.walk_packages(esper.__path__, "esper."):
+        if entry.name.startswith("esper.cli"):
+            continue
+        room = vars(importlib.import_module(entry.name))
+        for caller in [kept for kept in room.values() if isinstance(kept, Dispatcher)]:
+            code, names = caller.py_func.__code__, caller.py_func.__globals__
+            for callee in map(names.get, code.co_names):
+                if isinstance(callee, Dispatcher):
+                    options = callee.targetoptions
+                    found += 1
+                    if options["fastmath"] and not options["forceinline"]:
+                        wrong.append(callee.py_func.__qualname__)
+    assert found > 50
+    assert not wrong

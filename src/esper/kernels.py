@@ -21,6 +21,7 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import numba
+from llvmlite import binding as llvm  # type: ignore[import-untyped]
 
 Function = Callable[..., Any]
 Decorator = Callable[[Function], Function]
@@ -50,6 +51,11 @@ def summed_with(*modules: ModuleType, part: bool = False) -> Decorator:
 
 fused = fused_with()
 summed = summed_with()
+
+
+def compiled_for() -> str:
+    """The processor that kernels are compiled for; another one may round otherwise."""
+    return str(llvm.get_host_cpu_name())
 
 
 def _compiled(

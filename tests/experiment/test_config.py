@@ -467,11 +467,12 @@ def mutated(chance, text):
     return "\n".join(lines).encode(errors="surrogateescape")
 
 
-def test_two_thousand_damaged_files_are_read_or_refused(tmp_path):
-    chance, accepted, lines = random.Random(0), 0, []
+@pytest.mark.parametrize("count", [200, pytest.param(2_000, marks=pytest.mark.slow)])
+def test_damaged_files_are_read_or_refused(tmp_path, count):
+    chance, accepted, lines = random.Random(count), 0, []
     texts = [as_toml(config) for config in PRESETS.values()]
     file = tmp_path / "damaged.toml"
-    for _ in range(2_000):
+    for _ in range(count):
         file.write_bytes(mutated(chance, chance.choice(texts)))
         try:
             config = read_config(file)
@@ -480,7 +481,8 @@ def test_two_thousand_damaged_files_are_read_or_refused(tmp_path):
         else:
             accepted += 1
             assert from_toml(as_toml(config)) == config
-    assert 50 < accepted < 1_500
+    assert accepted + len(lines) == count
+    assert 0.01 < accepted / count < 0.75
     assert all(len(line) <= 200 and line.isprintable() for line in lines)
 
 

@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from esper.contracts.errors import BadInput, CallOrder, RunTaken, StorageTrouble
-from esper.experiment.run import Run, checked_name, invented_name
+from esper.experiment.run import (
+    Run,
+    changes_since,
+    checked_name,
+    invented_name,
+    versions_now,
+)
 from esper.experiment.storage.lock import Lock, is_locked
 from tests.experiment.storage.disks import CountingDisk, Died, DyingDisk, RefusingDisk
 
@@ -370,3 +376,15 @@ def test_names_made_by_others_are_shown_without_escapes(tmp_path):
     (row,) = Run.list(tmp_path)
     assert (row.name, row.state) == ("?[2J", "damaged")
     assert row.trouble.isprintable()
+
+
+def test_a_process_that_drops_the_smallest_numbers_says_so():
+    before = versions_now("")
+    torch.set_flush_denormal(True)
+    try:
+        now = versions_now("")
+    finally:
+        torch.set_flush_denormal(False)
+    assert changes_since(before, now) == ["denormals was 'True' and is 'False'"]
+    assert changes_since(before, versions_now("")) == []
+    assert {"numba", "kernels", "threads"} <= before.keys()

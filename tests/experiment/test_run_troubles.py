@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from shutil import rmtree
 
 import pytest
 
@@ -53,7 +54,7 @@ class Blocked:
 
     def __call__(self, record):
         if record.round == 1:
-            self.path.rmdir()
+            rmtree(self.path)
             self.path.touch()
         if record.round == self.until:
             self.path.unlink()
@@ -173,13 +174,15 @@ def test_steps_end_a_run(tmp_path):
 
 def test_the_policy_is_watched_and_the_best_is_kept(tmp_path):
     said = []
-    ending = begin_run(config(tmp_path, "run", 6), hear=said.append)
+    judging = Judging(every=3, hosts=2, controllers=("never",), processes=1)
+    asked = replace(config(tmp_path, "run", 6), judging=judging)
+    ending = begin_run(asked, hear=said.append)
     watched = [news for news in said if isinstance(news, Watched)]
     assert [news.round for news in watched] == [0, 3, 6]
     found = read(ending.path, "live_evaluations")
     rounds = {row["round"] for row in found if row["stage"] == "watched"}
     assert rounds == {0, 3, 6}
-    best = max(watched[1:], key=lambda news: news.mean_return)
+    best = max(watched, key=lambda news: news.mean_return)
     checkpoints = Run.read(ending.path).checkpoints(may_be_nan=MAY_BE_NAN)
     assert checkpoints.best().manifest.step == best.round
     judged = [row for row in found if row["stage"] == "judged"]

@@ -72,13 +72,9 @@ def interrupted(folder, how, after):
     return folder / "hit", code, told[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "code"),
-    [
-        (signal.SIGKILL, -9),
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
-    ],
+    ("how", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
 )
 def test_a_run_that_was_interrupted_goes_on_to_the_bit(tmp_path, whole, how, code):
     path, ended, went_on = interrupted(tmp_path, how, after=3)
@@ -101,6 +97,7 @@ def test_a_run_is_the_same_among_other_libraries_and_runs(tmp_path, whole):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # all kernels are compiled
 def test_a_run_is_the_same_where_code_is_compiled_and_where_it_is_loaded(tmp_path):
     found = []
     for name in ("compiled", "loaded"):

@@ -20,7 +20,7 @@ def config(folder, name, rounds):
         runs=str(folder),
         budget=Budget(rounds=rounds),
         world=World(horizon=4, decision_every=2),
-        judging=Judging(every=3, hosts=2, controllers=("never",)),
+        judging=Judging(every=3, hosts=2, controllers=()),
         keeping=Keeping(every=2),
     )
 

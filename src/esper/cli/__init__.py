@@ -62,11 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     with lasting() as outlet:
         code = _run(given)
-    return outlet.exit_code(code)
+        outlet.flush()
+        return outlet.exit_code(code)
 
 
 def _run(given: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not os.environ.get("COLUMNS", "1").strip("0"):  # a terminal that does not know
+        del os.environ["COLUMNS"]
     try:
         if given and given[0] in SETTINGS:
             _one_thread()
@@ -76,6 +79,8 @@ def _run(given: list[str]) -> int:
         if getattr(command, "NEEDS_TORCH", True):
             _one_thread()
         return int(command.run(options))
+    except SystemExit as stop:  # a parser that helped or refused
+        return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         return 130

@@ -3,6 +3,13 @@
 from argparse import ArgumentParser, Namespace
 
 HELP = "list what can be planted"
+NEEDS_TORCH = False
+EXAMPLES = """\
+examples:
+  esper blueprints
+  esper train --world.blueprints widen_16,conv
+                                       a training in which only these can be planted
+"""
 
 
 def add(parser: ArgumentParser) -> None:

@@ -19,15 +19,16 @@ def run(options: Namespace) -> int:
     """Print the script."""
     import shtab
 
-    from esper.cli import SETTINGS, parser
+    from esper.cli import parser
+    from esper.cli.train import settings_parser
     from esper.experiment.settings.arguments import train_parser
 
     whole = parser()
     below = next(a for a in whole._actions if a.dest == "command").choices
     assert isinstance(below, dict)
-    for action in train_parser()._actions:
-        if action.option_strings and action.dest != "help":
-            for name in SETTINGS:
+    for name, own in (("train", settings_parser()), ("config", train_parser())):
+        for action in own._actions:
+            if action.option_strings and action.dest != "help":
                 below[name].add_argument(*action.option_strings, help=action.help)
     print(shtab.complete(whole, options.shell))
     return 0

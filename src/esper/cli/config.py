@@ -19,7 +19,9 @@ def add(parser: ArgumentParser) -> None:
 def run_words(words: Sequence[str]) -> int:
     """Print what these words stand for."""
     from esper.experiment.config import as_toml
-    from esper.experiment.settings.arguments import parse_train
+    from esper.experiment.settings.arguments import parse_options, resolve, train_parser
 
-    print(as_toml(parse_train(words, command="esper config"), explain=True), end="")
+    parser = train_parser("esper config")
+    parser.description, parser.epilog = f"{HELP}.", EXAMPLES
+    print(as_toml(resolve(parse_options(parser, words)), explain=True), end="")
     return 0

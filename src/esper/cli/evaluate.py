@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from esper.cli.words import RNG_SEED, Whole, add_runs
+from esper.cli.words import RNG_SEED, Whole, add_runs, places
 
 HELP = "judge controllers and static networks on the same hosts"
 DESCRIPTION = """\
@@ -23,6 +23,7 @@ def add(parser: ArgumentParser) -> None:
     """Its options."""
     parser.add_argument(
         "--task",
+        type=places,
         action="append",
         default=[],
         metavar="NAMES",
@@ -30,6 +31,7 @@ def add(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--controller",
+        type=places,
         action="append",
         default=[],
         metavar="NAMES",
@@ -101,7 +103,6 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _names(words: list[str]) -> tuple[str, ...]:
+def _names(lists: list[list[str]]) -> tuple[str, ...]:
     """Every name once, in order."""
-    names = [name.strip() for word in words for name in word.split(",")]
-    return tuple(dict.fromkeys(name for name in names if name))
+    return tuple(dict.fromkeys(name for names in lists for name in names))

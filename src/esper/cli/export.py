@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from esper.cli.words import add_runs
+from esper.cli.words import add_runs, folder, place
 
 HELP = "write what a run recorded as Parquet or CSV"
 EXAMPLES = """\
@@ -15,7 +15,9 @@ examples:
 
 def add(parser: ArgumentParser) -> None:
     """Its options."""
-    parser.add_argument("run", metavar="RUN", help="name or folder (see esper runs)")
+    parser.add_argument(
+        "run", type=place, metavar="RUN", help="name or folder (see esper runs)"
+    )
     parser.add_argument(
         "--format",
         choices=("parquet", "csv"),
@@ -23,7 +25,11 @@ def add(parser: ArgumentParser) -> None:
         help="of the files; parquet needs DuckDB (default: parquet)",
     )
     parser.add_argument(
-        "--out", type=Path, default=None, metavar="FOLDER", help="where files go"
+        "--out",
+        type=folder,
+        default=None,
+        metavar="FOLDER",
+        help="where files go",
     )
     add_runs(parser)
 

@@ -24,6 +24,13 @@ def explain(error: Exception) -> int:
         return next(
             (code for kind, code in codes.items() if isinstance(error, kind)), 2
         )
+    if isinstance(error, OSError) and error.strerror:
+        named = f"{error.filename!r:.99}" if error.filename else "a file"
+        print(
+            f"esper: cannot use {named}: {one_line(error.strerror, 60)}.",
+            file=sys.stderr,
+        )
+        return 5
     name = type(error).__name__
     try:
         with tempfile.NamedTemporaryFile(

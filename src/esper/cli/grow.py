@@ -1,9 +1,8 @@
 """`esper grow`: one network, grown for real and written."""
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
-from esper.cli.words import RNG_SEED, add_runs, positive
+from esper.cli.words import RNG_SEED, add_runs, file, place, positive
 
 HELP = "grow one network of a task and write it"
 EXAMPLES = """\
@@ -23,6 +22,7 @@ def add(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--controller",
+        type=place,
         default="early",
         metavar="WHO",
         help="who decides: never, random, early, periodic, plateau, promise; tamiyo: "
@@ -37,7 +37,7 @@ def add(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=file,
         default=None,
         metavar="FILE",
         help="where the grown network goes, NAME.pt2 (default: TASK-CONTROLLER.pt2)",

@@ -1,4 +1,4 @@
-"""A standard output that may be closed, full or unable to spell, without harm.
+"""Standard streams that may be closed, full or unable to spell, without harm.
 
 Whoever reads us may go away (`esper tasks | head`), and training must not end for it.
 """
@@ -8,7 +8,27 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, Final, Protocol, runtime_checkable
+
+STORAGE: Final = 5
+"""The exit code of output that did not arrive."""
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """What is asked of a standard stream."""
+
+    def write(self, text: str, /) -> int:
+        """Take a text."""
+        ...
+
+    def flush(self) -> None:
+        """Hand over what waits."""
+        ...
+
+    def fileno(self) -> int:
+        """The number that the system knows it by."""
+        ...
 
 
 class Outlet:
@@ -18,7 +38,7 @@ class Outlet:
         stream: Where to.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self.failed: OSError | None = None
 
@@ -45,7 +65,7 @@ class Outlet:
         if code or gone:
             return code
         print(f"esper: cannot write output: {self.failed}", file=sys.stderr)
-        return 5
+        return STORAGE
 
     def _fail(self, error: OSError | ValueError) -> None:
         closed = OSError(errno.EBADF, "closed")
@@ -63,17 +83,22 @@ class Outlet:
 
 @contextmanager
 def lasting() -> Iterator[Outlet]:
-    """Put such an outlet in the place of standard output."""
-    before = sys.stdout
-    if before is None:  # closed before we began
-        before = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    for stream in (before, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-    outlet = Outlet(before)
-    sys.stdout = outlet
+    """Put outlets in the place of standard output and error; yields the former."""
+    before = sys.stdout, sys.stderr
+    outlets = [Outlet(_spelling(stream)) for stream in before]
+    sys.stdout, sys.stderr = outlets
     try:
-        yield outlet
-        outlet.flush()
+        yield outlets[0]
+        for outlet in outlets:
+            outlet.flush()
     finally:
-        sys.stdout = before
+        sys.stdout, sys.stderr = before
+
+
+def _spelling(stream: Stream | None) -> Stream:
+    """A stream that writes what it can of any text; None: it was closed before us."""
+    if stream is None:
+        return open(os.devnull, "w", encoding="utf-8")
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")
+    return stream

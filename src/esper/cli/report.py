@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from esper.cli.words import add_runs
+from esper.cli.words import add_runs, file, place
 
 HELP = "write a run as one page that a browser opens"
 EXAMPLES = """\
@@ -15,9 +15,15 @@ examples:
 
 def add(parser: ArgumentParser) -> None:
     """Its options."""
-    parser.add_argument("run", metavar="RUN", help="name or folder (see esper runs)")
     parser.add_argument(
-        "--out", type=Path, default=None, metavar="FILE", help="where the page goes"
+        "run", type=place, metavar="RUN", help="name or folder (see esper runs)"
+    )
+    parser.add_argument(
+        "--out",
+        type=file,
+        default=None,
+        metavar="FILE",
+        help="where the page goes",
     )
     add_runs(parser)
 

@@ -7,6 +7,11 @@ from pathlib import Path
 from esper.cli.words import add_runs
 
 HELP = "list runs: how far they are, how good, how large"
+EXAMPLES = """\
+examples:
+  esper runs
+  esper runs --json --runs /data/runs  the same as data, of another folder
+"""
 
 
 def add(parser: ArgumentParser) -> None:

@@ -3,6 +3,11 @@
 from argparse import ArgumentParser, Namespace
 
 HELP = "list what networks can be grown on"
+EXAMPLES = """\
+examples:
+  esper tasks
+  esper grow --task letter             one of them, grown for real
+"""
 
 
 def add(parser: ArgumentParser) -> None:

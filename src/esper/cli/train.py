@@ -1,11 +1,13 @@
 """`esper train`: a run from its settings to its report, or the rest of one."""
 
 from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser as SettingsParser
+
     from esper.experiment.trainer import Ending
 
 HELP = "train Tamiyo, watch her and judge her; or go on with a run"
@@ -19,16 +21,9 @@ def add(parser: ArgumentParser) -> None:
 def run_words(words: Sequence[str]) -> int:
     """Begin a run, or go on with one."""
     from esper.experiment.run_progress import RunProgress
-    from esper.experiment.settings.arguments import parse_options, resolve, train_parser
+    from esper.experiment.settings.arguments import parse_options, resolve
 
-    parser = train_parser()
-    parser.add_argument(
-        "--resume",
-        default=SUPPRESS,
-        metavar="RUN",
-        help="go on with a run that was interrupted, by its name or folder",
-    )
-    options = parse_options(parser, words)
+    options = parse_options(settings_parser(), words)
     if "resume" in options:
         return _resume(options)
     config = resolve(options, draw=True)
@@ -40,6 +35,20 @@ def run_words(words: Sequence[str]) -> int:
     return _end(ending)
 
 
+def settings_parser() -> "SettingsParser":
+    """All of its options."""
+    from esper.experiment.settings.arguments import train_parser
+
+    parser = train_parser()
+    parser.add_argument(
+        "--resume",
+        default=SUPPRESS,
+        metavar="RUN",
+        help="go on with a run that was interrupted, by its name or folder",
+    )
+    return parser
+
+
 def _resume(options: dict[str, object]) -> int:
     from esper.contracts.errors import BadInput
     from esper.experiment.lookup import find_run
@@ -49,20 +58,27 @@ def _resume(options: dict[str, object]) -> int:
 
     name, root = str(options.pop("resume")), Path(str(options.pop("runs", "runs")))
     if options:
-        other = next(iter(options))
+        other = _first(options)
         raise BadInput(
             f"--resume goes on with the run's own settings, but --{other} was given; "
             f"leave it out, or begin another run with --start_from {name!r:.60}."
         )
     path = find_run(name, root)
     run = Run.read(path)
+    config = settings_of(run)
     if run.finished is not None:
-        print(f"Run {run.name} is already complete. See esper report {run.name}.")
+        print(f"Run {run.name} is already complete. See: esper report {path}")
         return 0
     with RunProgress() as progress:
-        progress.begin(settings_of(run), run.name)
+        progress.begin(config, run.name)
         ending = resume_run(path, progress.show, progress.hear)
     return _end(ending)
+
+
+def _first(options: Mapping[str, object]) -> str:
+    """The dotted name of one option."""
+    name, value = next(iter(options.items()))
+    return f"{name}.{_first(value)}" if isinstance(value, Mapping) else name
 
 
 def _end(ending: "Ending") -> int:

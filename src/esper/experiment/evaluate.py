@@ -134,8 +134,8 @@ def evaluate(
     Returns:
         The folder of the run, and why tasks were left out.
     """
-    tasks, skipped = _ready(config)
     arms = _arms(config)
+    tasks, skipped = _ready(config)
     ahead = [
         Job(arm, task, config.hosts, config.rng_seed, config.world, maker)
         for task in tasks.values()

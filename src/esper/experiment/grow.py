@@ -92,6 +92,8 @@ class Turns:
 
 def run_grow(config: GrowConfig) -> None:
     """Grow a network, tell its story, write it."""
+    if config.out is not None:
+        _check_free(config.out)
     task, console = find_task(config.task), Console()
     who = _who(config)
     out = config.out or _free_name(f"{task.name}-{_label(config)}")

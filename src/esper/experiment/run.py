@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+import numba
 import numpy as np
 import torch
 
@@ -42,6 +43,7 @@ from esper.experiment.storage.disk import (
     storage,
 )
 from esper.experiment.storage.lock import Lock, is_locked
+from esper.kernels import compiled_for
 
 CONFIG, VERSIONS, FINISHED = "config.toml", "versions.json", "finished.json"
 CHECKPOINTS: Final = "checkpoints"
@@ -155,7 +157,7 @@ class Run:
     @staticmethod
     def list(root: Path) -> Sequence[RunSummary]:
         """Every run of a folder, by name; damaged ones say what is wrong."""
-        if not root.is_dir():
+        if not os.path.isdir(root):  # also of what may not be looked at
             return []
         with storage(root, "list"):
             paths = sorted(path for path in root.iterdir() if path.name[0] != ".")
@@ -253,9 +255,12 @@ def versions_now(config_toml: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
+        "numba": numba.__version__,
         "system": platform.system(),
         "machine": platform.machine(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        "kernels": compiled_for(),
+        "denormals": bool(torch.tensor(1e-40) * 1 != 0),
         "threads": torch.get_num_threads(),
         "config_sha256": hashlib.sha256(config_toml.encode()).hexdigest(),
         "began": datetime.now(UTC).isoformat(timespec="seconds"),

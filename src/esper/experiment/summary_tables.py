@@ -46,8 +46,12 @@ def print_worth(console: Console, summary: Summary) -> None:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a line of words as it is."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    """Print a line of words as it is, without what would move a cursor."""
+    console.print(_plain(text), highlight=False, markup=False, soft_wrap=True)
+
+
+def _plain(text: str) -> str:
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def _widen(console: Console) -> None:
@@ -65,7 +69,7 @@ def _worth(summary: TaskSummary) -> Table:
     table = _begun(title, columns)
     for arm in summary.arms:
         table.add_row(
-            arm.name,
+            Text(_plain(arm.name)),
             _interval(arm.returns, ".3f"),
             *_above(arm.above_never, "+.3f", 1.0),
             _chance(arm.above_never),
@@ -81,7 +85,7 @@ def _costs(summary: TaskSummary, title: str) -> Table:
     table = _begun(title, columns)
     for arm in summary.arms:
         table.add_row(
-            arm.name,
+            Text(_plain(arm.name)),
             f"{arm.parameters:.2f} x",
             f"{arm.macs:.2f} x",
             f"{arm.training_macs / 1e9:.3f}",
@@ -94,7 +98,7 @@ def _costs(summary: TaskSummary, title: str) -> Table:
 
 
 def _begun(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=Text(title), title_justify="left")
+    table = Table(title=Text(_plain(title)), title_justify="left")
     table.add_column("controller")
     for column in columns:
         table.add_column(column, justify="right")

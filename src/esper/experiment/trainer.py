@@ -80,6 +80,7 @@ def begin_run(
     if config.start_from not in (None, WARM):
         find_controller(config.start_from, root)  # refuses before anything is made
     with Run.create(root, config.name, as_toml(config), facts) as run:
+        hear(Said(f"The run is in {run.path}."))
         return _carry_on(config, run, tell, hear)
 
 
@@ -213,7 +214,7 @@ def _train(
             _note_changes(run, versions, found, store, hear)
         saving = _Saving(config, run, store, trainer, hear)
         if kept is None and not heard:
-            saving.watch(0)
+            saving.save(0, saving.watch(0), last=False)
         refused = 0
         with _sink(config, run, kept) as sink:
             while not trainer.over and not heard:
@@ -231,7 +232,7 @@ def _train(
                     return None
                 last = trainer.over or bool(heard)
                 if last or not broken:  # what is gone back to should be sound
-                    saving.after(record, last=last)
+                    saving.after(record, over=trainer.over, last=last)
         if not heard:
             conclude(config, run, store, training.round, hear, lambda: bool(heard))
         if not heard:
@@ -254,14 +255,25 @@ class _Saving:
         spec = trainer.training.world.spec.describe()
         self._facts = {"config": digest(config), "actions": spec}
 
-    def after(self, record: RoundRecord, *, last: bool) -> None:
-        """Watch and save if it is time to."""
+    def after(self, record: RoundRecord, *, over: bool, last: bool) -> None:
+        """Watch and save if it is time to.
+
+        Args:
+            record: The round that was played.
+            over: Whether training is complete.
+            last: Whether no other round follows now, for whatever reason.
+        """
         config, number = self._config, record.round
         score = None
-        if number % config.judging.every == 0 or last:
+        # An interruption must not choose another best checkpoint.
+        if number % config.judging.every == 0 or over:
             score = self.watch(number)
         if score is None and not last and number % config.keeping.every:
             return
+        self.save(number, score, last=last)
+
+    def save(self, number: int, score: float | None, *, last: bool) -> None:
+        """Rows first, then the state; failures are borne for a while."""
         try:
             self._store.flush()
             self._checkpoints.publish(

@@ -11,7 +11,11 @@ from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.stages import NEXT_STAGES, Stage
 from esper.environment.growing import GrowingWorld
 from esper.environment.simulated import SimulatedWorld
-from esper.experiment.storage.lifecycle_events import WORDS, events_between
+from esper.experiment.storage.lifecycle_events import (
+    WORDS,
+    events_between,
+    events_on_any_device,
+)
 from esper.experiment.streams import stream
 from esper.tamiyo.controls import Random
 from esper.tamiyo.policy.action_masks import compute_masks
@@ -193,3 +197,36 @@ def test_stages_replayed_from_events_are_the_stages_of_the_world(make):
         seen = result.observation
     assert {"planted", "pruned", "blending"} <= words
     assert "jumped" not in words
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_whole_tensor_operations_find_the_same(known):
+    generator, envs, found = torch.Generator().manual_seed(0), 40, 0
+
+    def drawn(high, low=0):
+        return torch.randint(low, high, (envs, 3), generator=generator)
+
+    for _ in range(20):
+        before, after = (
+            replace(
+                blank_slots(envs, 3),
+                stage=drawn(len(Stage)),
+                blueprint=drawn(3, -1),
+                alpha_target=drawn(2) / 2,
+                alpha=torch.rand(envs, 3, generator=generator),
+            )
+            for _ in range(2)
+        )
+        ended, illegal = (torch.rand(2, envs, generator=generator) < 0.4).unbind()
+        actions = torch.zeros(envs, NUM_HEADS, dtype=torch.int64)
+        for head, size in (("op", len(Op)), ("slot", 3), ("alpha_target", 3)):
+            actions[:, HEAD[head]] = drawn(size)[:, 0]
+        said = {"actions": actions, "illegal": illegal} if known else {}
+        one = events_between(before, after, ended=ended, **said)
+        other = events_on_any_device(
+            before, after, ended, said.get("actions"), said.get("illegal")
+        )
+        for name in one.__slots__:
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        found += len(one)
+    assert found > 100

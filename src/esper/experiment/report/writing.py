@@ -31,6 +31,8 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     Returns:
         The page.
     """
+    if out is not None and not out.name:
+        raise BadInput(f"expected a file for the page, got {str(out)!r:.60}.")
     facts = read_facts(run)
     file = run / PAGE if out is None else out
     folder = run / PLOTS if out is None else out.with_name(f"{out.stem}-plots")

@@ -1,6 +1,7 @@
 """Rows of one table that came together, column by column, until they are written.
 
-Columns are kept as they came, tensors on their device, and read when they are written.
+Columns are kept as they came, tensors on their device or as arrays, and read when they
+are written.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,6 +9,8 @@ from dataclasses import dataclass
 from operator import ne
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.errors import BadInput
@@ -15,7 +18,7 @@ from esper.contracts.errors import BadInput
 LONGEST: Final = 10_000
 """Characters of a text that are kept."""
 
-Column = Tensor | Sequence[Any] | str | float | int | None
+Column = Tensor | NDArray[Any] | Sequence[Any] | str | float | int | None
 """One value for each row, or one for all."""
 
 
@@ -67,24 +70,30 @@ def _kept(name: str, value: Column, count: int) -> Column:
             raise BadInput(
                 f"{name} must have shape ({count},), got {tuple(value.shape)}."
             )
-        return value.detach().clone()  # worlds go on writing into theirs
+        # Worlds go on writing into theirs.
+        value = value.detach()
+        return value.numpy().copy() if value.device.type == "cpu" else value.clone()
     if isinstance(value, str):
         return _clean(value)
     if isinstance(value, Sequence):
         if len(value) != count:
             raise BadInput(f"{name} must have {count} values, got {len(value)}.")
+        if isinstance(value, range):
+            return value
         return [_clean(each) if isinstance(each, str) else each for each in value]
     return value
 
 
 def _clean(text: str) -> str:
     # SQLite takes no lone surrogates, and nobody reads a novel in a column.
+    if len(text) <= LONGEST and text.isascii():
+        return text
     return text[:LONGEST].encode("utf-8", "replace").decode("utf-8")
 
 
 def _values(column: Column, count: int) -> Sequence[Any]:
     """One value for each row."""
-    if isinstance(column, Tensor):
+    if isinstance(column, Tensor | np.ndarray):
         values: list[Any] = column.tolist()
         return values
     if isinstance(column, Sequence) and not isinstance(column, str):

@@ -7,17 +7,24 @@ last decision did follows from its sentence.
 """
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
+from numpy.typing import NDArray
 from torch import Tensor
 
+from esper.contracts import actions as words
 from esper.contracts.actions import HEAD, HEADS, Op
 from esper.contracts.events import StageChanged
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
 from esper.growth.lifecycle import AFTER
+from esper.kernels import fused_with
+
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
 WORDS: Final = (
     "planted",
@@ -48,6 +55,13 @@ WORD: Final = torch.tensor(
     ]
 )
 """What a change of stage is called, int64 [stage, stage]."""
+AIMED: Final = WORDS.index("aimed")
+NOTHING: Final = np.empty((0, len(HEADS)), np.int64)
+OP, SLOT, BLUEPRINT, TARGET = (
+    HEAD[head] for head in ("op", "slot", "blueprint", "alpha_target")
+)
+WAIT, GERMINATE = int(Op.WAIT), int(Op.GERMINATE)
+SET_ALPHA = int(Op.SET_ALPHA)
 AIMS: Final = torch.tensor([*HEADS[HEAD["alpha_target"]].choices.values()])
 
 
@@ -108,6 +122,19 @@ def events_between(
             told without it.
         illegal: Where the sentence was not carried out.
     """
+    if before.stage.device.type == "cpu":
+        return _found_at_once(before, after, ended, actions, illegal)
+    return events_on_any_device(before, after, ended, actions, illegal)
+
+
+def events_on_any_device(
+    before: SlotStates,
+    after: SlotStates,
+    ended: Tensor | None,
+    actions: Tensor | None,
+    illegal: Tensor | None,
+) -> Changes:
+    """The same as whole-tensor operations."""
     stage, blueprint, target, alpha = (
         after.stage,
         after.blueprint,
@@ -161,3 +188,76 @@ def _last_words(
         torch.where(here & (op == Op.GERMINATE), kind, before.blueprint),
         torch.where(here & (op == Op.SET_ALPHA), aims, before.alpha_target),
     )
+
+
+def _found_at_once(
+    before: SlotStates,
+    after: SlotStates,
+    ended: Tensor | None,
+    actions: Tensor | None,
+    illegal: Tensor | None,
+) -> Changes:
+    """The same in one compiled loop."""
+    envs, slots = before.stage.shape
+    names = ("stage", "blueprint", "alpha_target", "alpha")
+    seen = [
+        _array(getattr(states, name)) for name in names for states in (before, after)
+    ]
+    none = np.zeros(envs, np.bool_)
+    flags = [none if flag is None else _array(flag) for flag in (ended, illegal)]
+    said = NOTHING if actions is None else _array(actions)
+    found = np.empty((6, envs * slots), np.int64)
+    alpha = np.empty(envs * slots, seen[-1].dtype)
+    tables = WORD.numpy(), AFTER.numpy(), AIMS.numpy()
+    count = _compare(*seen, *flags, said, *tables, found, alpha)
+    env, slot, what, left, entered, kind = torch.from_numpy(found[:, :count].copy())
+    return Changes(
+        env=env,
+        slot=slot,
+        what=what,
+        before=left,
+        after=entered,
+        blueprint=kind,
+        alpha=torch.from_numpy(alpha[:count].copy()),
+    )
+
+
+def _array(tensor: Tensor) -> NDArray[Any]:
+    return tensor.detach().contiguous().numpy()
+
+
+@fused_with(words)
+def _compare(
+    stage, next_stage, kind, next_kind, aim, next_aim, alpha, next_alpha,
+    ended, illegal, said, words, outcome, aims, found, alphas,
+):  # fmt: skip
+    """Write what happened; return how much did."""
+    count = 0
+    for env in range(stage.shape[0]):
+        over = ended[env]
+        heard = over and len(said) > 0 and not illegal[env] and said[env, OP] != WAIT
+        for slot in range(stage.shape[1]):
+            left, seed, aimed = stage[env, slot], kind[env, slot], aim[env, slot]
+            entered, grown, aiming = left, seed, aimed
+            if not over:
+                entered, grown = next_stage[env, slot], next_kind[env, slot]
+                aiming = next_aim[env, slot]
+            elif heard and said[env, SLOT] == slot:
+                op = said[env, OP]
+                entered = outcome[op, left]
+                if op == GERMINATE:
+                    grown = said[env, BLUEPRINT]
+                elif op == SET_ALPHA:
+                    aiming = aims[said[env, TARGET]]
+            moved = entered != left
+            if not moved and grown == seed and aiming == aimed:
+                continue
+            word = words[left, entered]
+            if not moved and grown == seed:
+                word = AIMED
+            found[0, count], found[1, count], found[2, count] = env, slot, word
+            found[3, count], found[4, count] = left, entered
+            found[5, count] = grown if grown >= 0 else seed
+            alphas[count] = alpha[env, slot] if over else next_alpha[env, slot]
+            count += 1
+    return count

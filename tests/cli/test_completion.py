@@ -1,0 +1,73 @@
+"""The scripts for shells are scripts, and finish words as a person would."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from tests.cli.calls import call
+
+TRY = """
+source "$1"
+shift
+COMP_WORDS=("$@")
+COMP_CWORD=$(($# - 1))
+_shtab_esper "$1" "${COMP_WORDS[$COMP_CWORD]}"
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+bash = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+
+
+@pytest.fixture
+def script(capsys, tmp_path):
+    said = call(capsys, "completion", "bash")
+    assert (said.code, said.err) == (0, "")
+    file = tmp_path / "esper.bash"
+    file.write_text(said.out)
+    return file
+
+
+@bash
+def test_bash_can_read_its_script(script):
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+@bash
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("tr", {"train"}),
+        ("e", {"evaluate", "export"}),
+        ("train --bud", {"--budget.rounds", "--budget.minutes", "--budget.env_steps"}),
+        ("train --res", {"--resume"}),
+        ("config --res", {""}),
+        ("config --pre", {"--preset"}),
+        ("evaluate --contr", {"--controller"}),
+        ("bench ga", {"gae"}),
+        ("completion z", {"zsh"}),
+    ],
+)
+def test_bash_finishes_words(script, typed, offered):
+    found = subprocess.run(
+        ["bash", "-c", TRY, "bash", script, "esper", *typed.split()],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert {*found.stdout.removesuffix("\n").split("\n")} == offered
+
+
+def test_zsh_knows_commands_and_settings(capsys):
+    said = call(capsys, "completion", "zsh")
+    assert (said.code, said.err) == (0, "")
+    assert said.out.startswith("#compdef esper\n")
+    assert "--budget.minutes" in said.out
+    assert "evaluate" in said.out
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")
+def test_zsh_can_read_its_script(capsys, tmp_path):
+    file = tmp_path / "_esper"
+    file.write_text(call(capsys, "completion", "zsh").out)
+    subprocess.run(["zsh", "-n", file], check=True)

@@ -1,0 +1,71 @@
+"""Every kind of trouble has its exit code and one line; a bug leaves its trace."""
+
+import errno
+import tempfile
+
+import pytest
+
+from esper.cli.failures import explain, one_line
+from esper.contracts.errors import (
+    BadInput,
+    CallOrder,
+    IllegalAction,
+    NumericsTrouble,
+    RunTaken,
+    StorageTrouble,
+)
+from tests.cli.calls import assert_one_line
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BadInput("wrong"), 2),
+        (IllegalAction("wrong"), 2),
+        (CallOrder("too early"), 2),
+        (RunTaken("taken"), 3),
+        (NumericsTrouble("not finite"), 4),
+        (StorageTrouble("full"), 5),
+    ],
+)
+def test_every_kind_of_trouble_has_its_exit_code(error, code, capsys):
+    assert explain(error) == code
+    assert capsys.readouterr().err == f"esper: {error}\n"
+
+
+def test_what_the_system_refuses_is_storage_trouble(capsys):
+    error = PermissionError(errno.EACCES, "Permission denied", "/a/\x1b[2J/b")
+    assert explain(error) == 5
+    said = capsys.readouterr().err
+    assert said == "esper: cannot use '/a/\\x1b[2J/b': Permission denied.\n"
+
+
+def failing():
+    return 1 / 0
+
+
+def test_a_bug_of_ours_leaves_its_traceback_in_a_file(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ZeroDivisionError) as caught:
+        failing()
+    assert explain(caught.value) == 70
+    said = capsys.readouterr()
+    (file,) = tmp_path.iterdir()
+    assert said.out == ""
+    assert said.err == f"esper: a bug in Esper: ZeroDivisionError; details in {file}\n"
+    assert "in failing" in file.read_text()
+
+
+def test_a_bug_is_told_of_even_if_no_file_can_be_written(capsys, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
+    assert explain(ZeroDivisionError("by\nzero")) == 70
+    assert "ZeroDivisionError; by zero" in capsys.readouterr().err
+
+
+def test_lines_of_others_are_cut_and_cleaned(capsys):
+    assert explain(BadInput("a\x1b[2J\r\n" + "b" * 500)) == 2
+    said = capsys.readouterr().err
+    assert_one_line(said)
+    assert said.startswith("esper: a [2J  bbb")
+    assert one_line("abc", 3) == "abc"
+    assert one_line("abcd", 3) == "ab…"

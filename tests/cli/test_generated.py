@@ -1,0 +1,172 @@
+"""Five hundred command lines that nobody would type, and what becomes of them.
+
+Each is refused, or prints help or a list. None of them can begin real work: to
+whatever could, something impossible is added.
+"""
+
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from esper.cli import COMMANDS, main, parser
+from esper.cli.train import settings_parser
+from tests.cli.calls import assert_one_line
+
+WORDS = (
+    *(
+        "",
+        " ",
+        "-",
+        "--",
+        "---",
+        "-x",
+        "-h",
+        "--help",
+        "=",
+        "=x",
+        "--=",
+        "'",
+        '"',
+        "\\",
+    ),
+    *("0", "-1", "1", "16", "4.0", "1e9", "1e999", "nan", "-inf", "٤", "0x10", "1_0"),
+    *("9" * 5_000, "x" * 300, "x" * 100_000, "[" * 2_000, "a." * 3_000, "a," * 3_000),
+    *("none", "true", "[]", "{}", "[0, 1]", "{op = 1}", "1979-05-27", "%s", "{}", "$x"),
+    *(
+        "\0",
+        "a\0b",
+        "\n",
+        "a\nb",
+        "\r",
+        "\x1b[2J",
+        "\x7f",
+        "\u202e",
+        "\ufeff",
+        "\udcff",
+    ),
+    *("é", "日本", "\U0001f600", "e\u0301", "ß", ".", "..", "/", "//", "~", "../../x"),
+    *("letter", "letter,digits", "never", "early", "static", "quick", "simulated"),
+    *("/dev/null", "/dev/zero", "/proc/self/mem", "/etc/passwd", "CON", "nul.txt", "*"),
+    *("gae", "bash", "zsh", "csv", "parquet", "grown.pt2", "runs", "runs/x", "missing"),
+)
+IMPOSSIBLE = {
+    "train": [["--runs", "missing/parent/runs"], ["--envs", "0"], ["--nothing"]],
+    "grow": [["--out", "missing/parent/x.pt2"], ["--rng-seed", "-1"]],
+    "evaluate": [["--task", "nothing"], ["--hosts", "0"], ["--rent", "inf"]],
+    "bench": [["--nothing"]],
+}
+"""What is added last to commands that could go on for long."""
+
+
+def options_of(name):
+    """Every option of a command."""
+    if name in ("train", "config"):
+        return [*settings_parser()._option_string_actions]
+    below = next(a for a in parser()._actions if a.dest == "command").choices
+    found = [*below[name]._option_string_actions]
+    if name == "bench":
+        found += ["--json", "--kills", "--rounds", "--ablations", *("gae", "resume")]
+    return found
+
+
+def twisted(chance, word):
+    """A word with something wrong with it."""
+    at = chance.randrange(len(word) + 1)
+    return chance.choice(
+        (
+            word[:at] + word[at + 1 :],
+            word[:at] + chance.choice("-_.=x \0é") + word[at:],
+            word.upper(),
+            word + word,
+            word.replace("-", "_"),
+            word[:-1],
+        )
+    )
+
+
+def generated(chance, options):
+    """One command line."""
+    names = [name for name in COMMANDS if name != "tasks" or chance.random() < 0.2]
+    name = chance.choice(names)
+    words = [name if chance.random() < 0.9 else twisted(chance, name)]
+    for _ in range(chance.choice((0, 1, 1, 2, 2, 3, 6))):
+        option = chance.choice(options[name])
+        if chance.random() < 0.3:
+            option = twisted(chance, option)
+        value = chance.choice(WORDS)
+        words += chance.choice(
+            ([option, value], [option, value], [f"{option}={value}"], [option], [value])
+        )
+    if chance.random() < 0.05:
+        words.insert(0, chance.choice(WORDS))
+    # A misspelt command is none, and what stands before one is refused or helps.
+    return words + chance.choice(IMPOSSIBLE.get(name, [[]]))
+
+
+class Writes:
+    """Watches what this process opens for writing, makes, renames or removes."""
+
+    def __init__(self):
+        self.on, self.paths = False, []
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event, arguments):
+        if not self.on:
+            return
+        if event == "open":
+            path, mode, flags = arguments
+            if not (mode and set(mode) & set("wax+")) and not flags & 0o103:
+                return
+        elif event in ("os.mkdir", "os.rename", "os.remove", "os.symlink", "os.rmdir"):
+            path = arguments[0]
+        else:
+            return
+        if isinstance(path, str | bytes):
+            self.paths.append(path)
+
+
+@pytest.fixture(scope="module")
+def writes():
+    return Writes()
+
+
+def test_five_hundred_command_lines_do_no_harm(capsys, tmp_path, monkeypatch, writes):
+    here, temporary = tmp_path / "here", tmp_path / "temporary"
+    here.mkdir()
+    temporary.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(here))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    options = {name: options_of(name) for name in COMMANDS}
+    for words in (["train", "--x"], ["grow", "--task=x"], ["tasks"]):
+        main(words)  # imports what it needs
+    capsys.readouterr()
+    chance, codes = random.Random(0), []
+    for _ in range(500):
+        words = generated(chance, options)
+        began = time.process_time()
+        writes.on = True
+        try:
+            code = main(words)
+        finally:
+            writes.on = False
+        said = capsys.readouterr()
+        assert time.process_time() - began < 5, words
+        assert "Traceback" not in said.out + said.err
+        if code == 0:
+            assert said.err == "", words
+            assert said.out, words
+        else:
+            assert code in (2, 5), (words, said)
+            assert_one_line(said.err)
+        codes.append(code)
+    assert codes.count(2) > 200
+    assert codes.count(0) > 50
+    assert not [*here.rglob("*")]
+    assert not [*temporary.rglob("*")]
+    outside = [Path(str(path)) for path in writes.paths if path != "/dev/null"]
+    assert not [path for path in outside if "__pycache__" not in path.parts]

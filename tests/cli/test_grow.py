@@ -1,0 +1,24 @@
+"""A network that cannot be written is trouble of storage, and leaves nothing behind."""
+
+import pytest
+import torch
+
+from esper.cli.failures import explain
+from esper.contracts.errors import StorageTrouble
+from esper.experiment.grow import write
+from tests.cli.calls import assert_one_line
+from tests.experiment.test_judging import tiny
+
+
+def test_a_folder_that_went_away_is_told_of(capsys, tmp_path):
+    task = tiny()
+    model = task.host.build(torch.Generator().manual_seed(0))
+    with pytest.raises(StorageTrouble) as trouble:
+        write(model, task, tmp_path / "gone" / "grown.pt2")
+    assert explain(trouble.value) == 5
+    said = capsys.readouterr().err
+    assert_one_line(said)
+    assert "cannot write " in said
+    assert "gone/grown.pt2: " in said
+    write(model, task, tmp_path / f"{'x' * 250}.pt2")
+    assert [path.name for path in tmp_path.iterdir()] == [f"{'x' * 250}.pt2"]

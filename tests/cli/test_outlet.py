@@ -1,0 +1,109 @@
+"""Streams that are closed, full or cannot spell do no harm: no traceback, ever."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.calls import arguments, process, surroundings
+
+FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+
+
+def piped_to_head(*words):
+    """Exit code and errors of a command whose reader leaves after a line."""
+    reading, writing = os.pipe()
+    with subprocess.Popen(
+        arguments(*words),
+        env=surroundings(),
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as sender:
+        os.close(writing)
+        os.close(reading)
+        return sender.wait(), sender.stderr.read()
+
+
+@pytest.mark.parametrize("words", [("--help",), ("blueprints",), ("config",)])
+def test_a_reader_that_left_is_no_error(words):
+    assert piped_to_head(*words) == (0, "")
+
+
+@FULL
+@pytest.mark.parametrize("words", [("--help",), ("blueprints",)])
+def test_output_that_does_not_fit_is_an_error_of_storage(words):
+    with open("/dev/full", "w") as full:
+        said = process(*words, stdout=full)
+    assert said.code == 5
+    assert said.err == (
+        "esper: cannot write output: [Errno 28] No space left on device\n"
+    )
+
+
+@FULL
+def test_a_refusal_that_cannot_be_printed_is_still_one():
+    with open("/dev/full", "w") as full:
+        said = process("report", "nothing", stderr=full)
+        assert (said.code, said.out) == (2, "")
+        said = process("tran", stderr=full)
+        assert (said.code, said.out) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("closed", "words", "code"),
+    [
+        (">&-", "blueprints", 0),
+        (">&-", "--help", 0),
+        ("2>&-", "report nothing", 2),
+        (">&- 2>&-", "tran", 2),
+        ("<&-", "--help", 0),
+    ],
+)
+def test_streams_may_be_closed_before_we_begin(tmp_path, closed, words, code):
+    done = subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -m esper.cli {words} {closed}'],
+        cwd=tmp_path,
+        env=surroundings(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert done.stdout == "" or words == "--help"
+    assert not [*tmp_path.iterdir()]
+
+
+PLACES = [
+    {"TERM": None, "HOME": None, "COLUMNS": None},
+    {"COLUMNS": "1", "TERM": "dumb"},
+    {"COLUMNS": "0", "LINES": "0", "TERM": ""},
+    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"},
+    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": None},
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_place_is_good_enough(tmp_path, place):
+    said = process("blueprints", cwd=tmp_path, env=place)
+    assert (said.code, said.err) == (0, "")
+    assert said.out.count("\n") > 10
+    assert "Traceback" not in said.out
+
+
+@pytest.mark.parametrize("place", PLACES[1:4])
+def test_help_fits_everywhere(place):
+    said = process("--help", env=place)
+    assert (said.code, said.err) == (0, "")
+    assert "esper train" in said.out
+
+
+def test_what_cannot_be_spelt_is_replaced(tmp_path):
+    place = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    said = process("report", "é" * 300, cwd=tmp_path, env=place)
+    assert said.code == 2
+    assert said.err.isascii()
+    assert said.err.startswith("esper: argument RUN: expected a path")
+    assert said.err.count("\n") == 1

@@ -1,0 +1,267 @@
+"""Runs are begun where they can be, gone on with if they can be, and never harmed."""
+
+import os
+import re
+import signal
+import subprocess
+import tomllib
+
+import pytest
+
+from esper.experiment.config import Budget, TrainConfig
+from esper.experiment.run import Run
+from tests.cli.calls import (
+    arguments,
+    begun,
+    call,
+    contents,
+    process,
+    refused,
+    surroundings,
+)
+
+SIMULATED = TrainConfig(tasks=("simulated",), envs=4, budget=Budget(rounds=1))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder to be in, without runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--env", "4"), "did you mean '--envs'"),
+        *(
+            (("--envs", text), f"whole number from 1 to 65536; got {shown}.")
+            for text, shown in (
+                ("0", "0"),
+                ("-1", "-1"),
+                ("4.0", "4.0"),
+                ("1e9", "1000000000.0"),
+                ("٤", "'٤'"),
+                ("", "''"),
+                ("nan", "nan"),
+            )
+        ),
+        (("--rng-seed", "-1"), "--rng_seed must be a whole number from 0"),
+        (("--rng_seed", str(2**64)), "to 4294967295; got 18446744073709551616."),
+        (("--device", "cuda"), "there is no option '--device'; did you mean '--"),
+        (("--tasks", "leter"), "did you mean 'letter'"),
+        (("--rounds", "3"), "did you mean '--budget.rounds'"),
+        (("--start_from", "nothing"), "there is no run 'nothing' in runs"),
+        (("--start_from", "x" * 300), "there is no run 'xxx"),
+        (("--config", "missing.toml"), "missing.toml cannot be read: No such file"),
+        *(
+            (("--name", name), complaint)
+            for name, complaint in (
+                ("a\nb", "--name must be 1 to 1000 printable"),
+                ("x" * 300, "a run cannot be called 'xxx"),
+                ("..", "a run cannot be called '..'"),
+                ("CON", "a run cannot be called 'CON'"),
+                ("aux.txt", "a run cannot be called 'aux.txt'"),
+                ("a/b", "a run cannot be called 'a/b'"),
+                ("", "--name must be 1 to 1000 printable"),
+            )
+        ),
+        (("--resume",), "--resume: expected one argument"),
+        (("--resume", ""), "expected the name or folder of a run, got ''"),
+        (("--resume", "nothing"), "there is no run 'nothing' in runs"),
+        (("--resume", "x" * 300), "there is no run 'xxx"),
+        (("--resume", "a\0b"), "expected the name or folder of a run"),
+        (("--resume", "a", "--runs", "b"), "there is no run 'a' in b"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_made(
+    capsys, here, words, complaint
+):
+    assert complaint in refused(capsys, "train", *words)
+    assert not [*here.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("words", "both"),
+    [
+        (("--resume", "x", "--envs", "3"), ("--resume", "--envs")),
+        (("--learner.gamma=1", "--resume=x"), ("--resume", "--learner.gamma")),
+        (("--resume", "x", "--preset", "quick"), ("--resume", "--preset")),
+        (("--tasks", "simulated,letter"), ("'simulated'", "'letter'")),
+        (("--tasks=simulated", "--world.rent=1"), ("world.rent", "'simulated'")),
+        (("--envs=1", "--learner.ppo.minibatches=3"), ("minibatches", "envs 1")),
+    ],
+)
+def test_contradictions_name_both_sides(capsys, here, words, both):
+    said = refused(capsys, "train", *words)
+    assert all(side in said for side in both)
+    assert not [*here.iterdir()]
+
+
+def test_a_run_is_never_begun_over_another(capsys, here):
+    begun(here / "runs", "mine", finished=True)
+    (here / "runs" / "odd").mkdir()
+    (here / "runs" / "odd" / "thesis.txt").write_text("mine")
+    (here / "runs" / "file").write_text("mine")
+    before = contents(here)
+    for name in ("mine", "odd", "file"):
+        said = refused(capsys, "train", "--name", name, code=3)
+        assert f"runs/{name} exists; choose another name" in said
+    assert contents(here) == before
+
+
+def test_places_that_cannot_hold_runs_are_refused_at_once(capsys, here):
+    (here / "file").write_text("mine")
+    (here / "loop").symlink_to("loop")
+    before = contents(here)
+    for runs, complaint, code in (
+        ("file", "file is no folder", 2),
+        ("file/runs", "file is not there; make it first", 2),
+        ("loop", "loop is no folder", 2),
+        ("no/such", "no is not there; make it first", 2),
+        ("x" * 300, "File name too long", 5),
+        ("/proc/runs", "cannot create proc/runs", 5),
+    ):
+        said = refused(capsys, "train", "--runs", runs, code=code)
+        assert complaint in said
+    assert contents(here) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_is_only_to_be_read_is_refused(capsys, here):
+    (here / "runs").mkdir(mode=0o555)
+    assert "Permission denied" in refused(capsys, "train", code=5)
+
+
+def test_a_complete_run_is_complete(capsys, here):
+    path = begun(here / "runs", "done", finished=True)
+    before = contents(path)
+    said = call(capsys, "train", "--resume", "done")
+    assert (said.code, said.err) == (0, "")
+    assert said.out.startswith("Run done is already complete.")
+    assert call(capsys, "train", "--resume", str(path)).code == 0
+    assert contents(path) == before
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_an_evaluation_cannot_be_resumed(capsys, here, finished):
+    path = begun(here / "runs", "judged", kind="evaluation", finished=finished)
+    before = contents(path)
+    assert "is no training" in refused(capsys, "train", "--resume", "judged")
+    assert contents(path) == before
+
+
+def test_a_run_in_use_is_left_alone(capsys, here):
+    path = begun(here / "runs", "busy")
+    with Run.open(path):
+        before = contents(path)
+        said = refused(capsys, "train", "--resume", "busy", code=3)
+        assert f"runs/busy is in use by process {os.getpid()} on " in said
+        assert contents(path) == before
+
+
+def damaged_checkpoint(path):
+    (path / "checkpoints" / "000001").mkdir()
+    (path / "checkpoints" / "000001" / "state.safetensors").write_bytes(b"\x80\x04.")
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda path: (path / "config.toml").write_text("envs = -1"), "envs must be"),
+        (lambda path: (path / "config.toml").write_bytes(b"\xff"), "is no text"),
+        (lambda path: (path / "config.toml").unlink(), "it has no config.toml"),
+        (lambda path: (path / "versions.json").write_text("[]"), "a JSON object"),
+        (lambda path: (path / "finished.json").write_text("{"), "a JSON object"),
+        (damaged_checkpoint, "none of 1 checkpoints verifies"),
+    ],
+)
+def test_a_damaged_run_is_refused(capsys, here, damage, complaint):
+    path = begun(here / "runs", "hurt", SIMULATED)
+    damage(path)
+    assert complaint in refused(capsys, "train", "--resume", "hurt")
+
+
+def test_a_run_is_found_from_within_its_folder(capsys, here, monkeypatch):
+    path = begun(here / "runs", "done", finished=True)
+    monkeypatch.chdir(path)
+    assert "Run done is already complete" in call(capsys, "train", "--resume=.").out
+
+
+def test_a_random_seed_that_is_not_given_is_drawn(capsys, here):
+    begun(here / "runs", "mine")
+    said = [call(capsys, "train", "--name", "mine").out for _ in range(2)]
+    drawn = [re.search(r"rng_seed (\d+)\.", text)[1] for text in said]
+    assert drawn[0] != drawn[1]
+    assert all(0 <= int(text) < 2**32 for text in drawn)
+    given = call(capsys, "train", "--name", "mine", "--rng-seed", "7").out
+    assert "rng_seed 7." in given
+
+
+TINY = (
+    "train --tasks teacher --envs 2 --budget.rounds 8 --world.horizon 4 --name tiny "
+    "--world.decision_every 2 --judging.every 8 --judging.hosts 2 --keeping.every 2 "
+    "--judging.controllers []"
+)
+
+
+def interrupted(folder, words, number, *, deaf):
+    """What was said by a training that a signal hits after its next round.
+
+    If nobody listens any more by then, it must not mind.
+    """
+    with subprocess.Popen(
+        arguments(*words),
+        cwd=folder,
+        env=surroundings(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as training:
+        said = ""
+        while not re.search(r"^round \d+/8 .*\n", said, re.M):
+            line = training.stdout.readline()
+            assert line, (said, training.stderr.read())
+            said += line
+        if deaf:
+            training.stdout.close()
+        training.send_signal(number)
+        said += "" if deaf else training.stdout.read()
+        return training.wait(), said, training.stderr.read()
+
+
+def test_a_run_is_interrupted_and_completed(tmp_path, capsys):
+    code, said, errors = interrupted(tmp_path, TINY.split(), signal.SIGINT, deaf=False)
+    assert (code, errors) == (130, ""), said
+    run = tmp_path / "runs" / "tiny"
+    assert not (run / "finished.json").exists()
+    printed = re.search(r"rng_seed (\d+)\.", said)[1]
+    going_on = re.search(r"all is saved. Go on with: esper (.*)\n$", said)
+    assert going_on is not None, said
+    done = process(*going_on[1].split(), cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("Going on with tiny: on teacher, 2 environments each")
+    assert f"rng_seed {printed}." in done.out
+    assert "round 8/8" in done.out
+    assert "The run is in runs/tiny.\n" in done.out
+    assert "The report is in runs/tiny/report.html.\n" in done.out
+    assert (run / "report.html").stat().st_size > 10_000
+    stored = tomllib.loads((run / "config.toml").read_text())
+    assert (stored["rng_seed"], stored["budget"]["rounds"]) == (int(printed), 8)
+    listed = call(capsys, "runs", "--runs", str(run.parent)).out
+    assert re.search(r"tiny +. finished +. +8 ", listed)
+
+
+@pytest.mark.slow
+def test_a_training_minds_a_signal_but_not_that_nobody_listens(tmp_path):
+    code, said, errors = interrupted(tmp_path, TINY.split(), signal.SIGTERM, deaf=True)
+    assert (code, errors) == (143, ""), said
+    run = tmp_path / "runs" / "tiny"
+    assert not (run / "finished.json").exists()
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = process("train", "--resume", "tiny", cwd=tmp_path, stdout=writing)
+    os.close(writing)
+    assert (done.code, done.err) == (0, "")
+    assert (run / "finished.json").exists()
+    assert (run / "report.html").exists()
