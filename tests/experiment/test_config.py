@@ -251,7 +251,10 @@ COUNT = "--envs must be a whole number from 1 to 65536; got "
         (["--tasks", "[]"], "tasks is empty"),
         (["--tasks", "simulated,letter"], "cannot be mixed"),
         (["--tasks", "simulated", "--world.horizon", "3"], "world.horizon is 3"),
-        (["--tasks", "text", "--envs", "1"], "minibatches is 2"),
+        (
+            ["--tasks", "text", "--envs", "1", "--learner.ppo.minibatches", "2"],
+            "minibatches is 2",
+        ),
         (["--judging.controllers", "erly"], "did you mean 'early'"),
         (["--judging.controllers", "early,early"], "'early' twice"),
         (["--world.blueprints", "widen8"], "did you mean 'widen_8'"),

@@ -18,6 +18,7 @@ def config(folder, name, rounds):
         envs=2,
         name=name,
         runs=str(folder),
+        start_from=None,
         budget=Budget(rounds=rounds),
         world=World(horizon=4, decision_every=2),
         judging=Judging(every=3, hosts=2, controllers=()),

@@ -6,17 +6,26 @@ import numpy as np
 import pytest
 
 from esper.environment.growing import GrowingWorld
-from esper.experiment.config import Budget, TrainConfig
+from esper.experiment.config import Budget, Learner, TrainConfig
 from esper.experiment.curve import LEAST, course, sparkline
 from esper.experiment.judging import judge
 from esper.experiment.loop import train
 from esper.experiment.worlds import loop_of
+from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.likeliest import Likeliest
 from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
 from esper.tasks.teacher import Teacher, teacher
 
 ROUNDS = 5 * LEAST
+BOLD = PPOConfig(
+    learning_rate=3e-3,
+    minibatches=2,
+    max_grad_norm=1.0,
+    entropy=0.01,
+    head_entropy={"op": 0.03, "blueprint": 0.02},
+)
+"""Settings for a task on which growing pays at once."""
 
 
 def wide_teacher(rng_seed):
@@ -40,7 +49,7 @@ TOO_NARROW = Task(
 def test_the_return_rises_where_growing_pays():
     returns = []
     world = GrowingWorld(TOO_NARROW, 16, rng_seed=1)
-    config = TrainConfig(budget=Budget(rounds=ROUNDS))
+    config = TrainConfig(budget=Budget(rounds=ROUNDS), learner=Learner(ppo=BOLD))
     loop = replace(loop_of(config, world), steps=TOO_NARROW.horizon)
     policy = train(world, loop, lambda record: returns.append(record.mean_return))
     assert np.mean(returns[-LEAST:]) > np.mean(returns[:LEAST]) + 0.06

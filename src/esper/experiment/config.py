@@ -40,6 +40,8 @@ from esper.tasks.catalogue import TASKS
 
 SIMULATED: Final = "simulated"
 """The task that is no network: a formula, a thousand times as fast."""
+WARM: Final = "warm"
+"""What a run starts from if it starts from the simulated world."""
 STATIC: Final = ("static", "longer")
 """Those that are judged beside controllers but are none: nobody grows them."""
 MOST_DOTS: Final = 1_024
@@ -93,7 +95,7 @@ class Checked:
 class Budget(Checked):
     """When training ends: with whichever of them is used up first."""
 
-    rounds: Rounds | None = 80
+    rounds: Rounds | None = 150
     """Rollouts, each of one episode of every environment, and updates."""
     minutes: Annotated[float, Between(0, 525_600, above=True)] | None = None
     """Time spent on training."""
@@ -119,11 +121,14 @@ class Learner(Checked):
     """Share of learning rate and entropy weight that is left at the end."""
     ppo: PPOConfig = field(
         default_factory=lambda: PPOConfig(
-            learning_rate=3e-3,
-            minibatches=2,
+            # What a decision is worth is small against the noise of a training: few
+            # and small steps on all episodes at once, or the policy drifts away.
+            learning_rate=1e-3,
+            epochs=2,
+            minibatches=1,
             max_grad_norm=1.0,
-            entropy=0.01,
-            head_entropy={"op": 0.03, "blueprint": 0.02},
+            entropy=5e-4,
+            head_entropy={"op": 2e-3, "blueprint": 1e-3},
         )
     )
     """How the policy is improved from one rollout."""
@@ -209,8 +214,8 @@ class TrainConfig(Checked):
     """What the run is called; none: a name is made up."""
     runs: str = "runs"
     """Folder in which runs are kept."""
-    start_from: str | None = None
-    """Run or checkpoint whose policy to start from; "warm": a simulated world's."""
+    start_from: str | None = "warm"
+    """Run whose policy to start from; "warm": half a minute of the simulated world."""
     budget: Budget = field(default_factory=Budget)
     """When training ends."""
     learner: Learner = field(default_factory=Learner)

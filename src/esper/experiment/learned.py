@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from esper.contracts.actions import ActionSpec
 from esper.contracts.controller import Controller
 from esper.contracts.errors import BadInput
@@ -45,7 +47,8 @@ class Learned:
 
     def policy(self, spec: ActionSpec) -> TamiyoPolicy:
         """The policy itself."""
-        policy = TamiyoPolicy(spec, self.config)
+        with torch.random.fork_rng(devices=[]):  # first weights are drawn, and lost
+            policy = TamiyoPolicy(spec, self.config)
         load(policy, self.weights)
         return policy
 

@@ -28,7 +28,14 @@ from esper.contracts.step import StepResult
 from esper.environment.mixture import Mixture
 from esper.experiment.checkpoint import Loaded
 from esper.experiment.conclusion import conclude
-from esper.experiment.config import SIMULATED, TrainConfig, as_toml, digest, from_toml
+from esper.experiment.config import (
+    SIMULATED,
+    WARM,
+    TrainConfig,
+    as_toml,
+    digest,
+    from_toml,
+)
 from esper.experiment.learned import MAY_BE_NAN, find_controller
 from esper.experiment.loop import RoundRecord, Training
 from esper.experiment.news import News, Said, Watched
@@ -37,7 +44,7 @@ from esper.experiment.run import STORE, Run, changes_since, versions_now
 from esper.experiment.sinks import TensorBoardSink
 from esper.experiment.store import Store
 from esper.experiment.streams import stream_seed
-from esper.experiment.warm import WARM, warm_policy
+from esper.experiment.warm import warm_policy
 from esper.experiment.watching import watch
 from esper.experiment.worlds import loop_of, worlds_of
 
@@ -305,6 +312,8 @@ def _start_from(
     """Give a new policy the weights that the run was told to start from."""
     assert config.start_from is not None
     if config.start_from == WARM:
+        if SIMULATED in config.tasks:
+            return  # that is where it is going anyway
         weights = warm_policy(config, hear, stop)
     else:
         weights = find_controller(config.start_from, Path(config.runs)).weights

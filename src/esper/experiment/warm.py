@@ -17,8 +17,6 @@ from esper.experiment.news import Progressed
 from esper.experiment.settings.presets import preset
 from esper.experiment.worlds import loop_of, worlds_of
 
-WARM: Final = "warm"
-"""What a run starts from if it starts from this policy."""
 ROUNDS: Final = 70
 """Rounds of 256 simulated environments: about half a minute."""
 

@@ -26,6 +26,7 @@ PRESETS: Final[Mapping[str, TrainConfig]] = MappingProxyType(
     {
         "quick": TrainConfig(
             budget=Budget(rounds=16),
+            start_from=None,
             judging=Judging(every=8, hosts=8, controllers=("never", "random", "early")),
             keeping=Keeping(every=8),
         ),
@@ -38,6 +39,7 @@ PRESETS: Final[Mapping[str, TrainConfig]] = MappingProxyType(
         ),
         SIMULATED: TrainConfig(
             tasks=(SIMULATED,),
+            start_from=None,
             envs=256,
             budget=Budget(rounds=280),
             learner=Learner(
@@ -52,7 +54,6 @@ PRESETS: Final[Mapping[str, TrainConfig]] = MappingProxyType(
                     head_entropy={"op": 0.15, "blueprint": 0.1},
                 ),
             ),
-            judging=Judging(every=70, hosts=1024),
             keeping=Keeping(every=70),
         ),
     }
