@@ -175,11 +175,12 @@ class Trainer(Stateful):
             report = getattr(world, "ended", None)
             if report is not None:
                 self._ended.append((report.score, report.added))
+            parts = (seen, actions, result)
+            if len(self.worlds) > 1:
+                parts = (cut(seen, here), actions[here], cut(result, here))
             recorder.add(
                 number,
-                cut(seen, here),
-                actions[here],
-                cut(result, here),
+                *parts,
                 illegal=getattr(world, "illegal", None),
                 report=report,
             )

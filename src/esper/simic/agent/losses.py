@@ -24,7 +24,7 @@ from torch import Tensor
 
 from esper.simic.agent.sequence_batch import SequenceBatch
 from esper.tamiyo.policy.distribution import entropy, kl_divergence
-from esper.tamiyo.policy.network import Evaluation
+from esper.tamiyo.policy.records import Evaluation
 
 LARGEST_LOG_RATIO: Final = 20.0  # exp stays finite in float32; clamped ones are counted
 CLIP_MODES: Final = ("joint", "per_head", "mixed")

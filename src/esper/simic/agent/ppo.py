@@ -23,8 +23,10 @@ from esper.simic.agent.guard import Guard, Undo
 from esper.simic.agent.losses import CLIP_MODES, LossWeights, masked_mean, ppo_terms
 from esper.simic.agent.metrics import UpdateRecord, read_record, step_row
 from esper.simic.agent.normalization import ReturnMoments, rescale_head
+from esper.simic.agent.objective import compiled_terms
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.agent.sequence_batch import SequenceBatch
+from esper.tamiyo.policy.distribution import evaluation
 from esper.tamiyo.policy.network import TamiyoPolicy
 
 
@@ -180,17 +182,16 @@ class PPOAgent(Stateful):
     def step(self, part: SequenceBatch, guard: Guard) -> Float[Tensor, " metric"]:
         """One optimiser step, or none if the guard refuses."""
         mean, scale = self.policy.value_mean, self.policy.value_scale
-        new = self.policy.evaluate(
-            part.features, part.rows, part.actions, part.first, part.state
+        logits, values = self.policy.scores(
+            part.features, part.actions, part.first, part.state
         )
-        new.logits.retain_grad()
-        terms = ppo_terms(
-            new,
-            part,
-            targets=(part.returns - mean) / scale,
-            old_values=(part.values - mean) / scale,
-            weights=self._weights,
-        )
+        units = (part.returns - mean) / scale, (part.values - mean) / scale
+        if self.policy.is_compiled(logits):
+            terms, lengths = compiled_terms(logits, values, part, *units, self._weights)
+        else:
+            logits.retain_grad()
+            new = evaluation(logits, values, part.rows, part.actions)
+            terms, lengths = ppo_terms(new, part, *units, self._weights), None
         self.optimizer.zero_grad(set_to_none=True)
         terms.loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
@@ -199,11 +200,10 @@ class PPOAgent(Stateful):
         # Fused Adam leaves weights, moments and step counters alone where this is 1.
         self.optimizer.found_inf = (~flags[0]).to(torch.float32)  # type: ignore[attr-defined]
         self.optimizer.step()
-        reached = new.logits.grad
-        assert reached is not None
-        return step_row(
-            terms, grad_norm, reached.square().sum(dim=(0, 1, 3)).sqrt(), flags
-        )
+        if lengths is None:
+            assert logits.grad is not None
+            lengths = logits.grad.square().sum(dim=(0, 1, 3)).sqrt()
+        return step_row(terms, grad_norm, lengths, flags)
 
     def _adopt_statistics(self, batch: SequenceBatch) -> Undo:
         """Move the value's units to the new returns; keep what is needed to go back."""

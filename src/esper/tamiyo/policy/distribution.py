@@ -24,6 +24,7 @@ from torch import Generator, Tensor
 from esper.contracts.actions import HEAD, NUM_HEADS, ActionSpec, Op
 from esper.contracts.errors import BadInput, NoLegalAction
 from esper.contracts.masks import ActionMasks
+from esper.tamiyo.policy.records import Evaluation
 from esper.tamiyo.policy.relevance import relevant
 
 HEAD_GROUPS: tuple[tuple[int, ...], ...] = (
@@ -79,6 +80,22 @@ def chosen(
     return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
 
+def evaluation(
+    logits: Float[Tensor, "env time head choice"],
+    values: Float[Tensor, "env time"],
+    rows: Bool[Tensor, "env time head choice"],
+    actions: Int64[Tensor, "env time head"],
+) -> Evaluation:
+    """What scores mean, given the rows that choices were drawn from."""
+    distribution = masked_log_softmax(logits, rows)
+    return Evaluation(
+        logits=logits,
+        distribution=distribution,
+        log_probs=chosen(distribution, actions),
+        normalized_values=values,
+    )
+
+
 def sample(
     log_probs: Float[Tensor, "*batch choice"],
     rows: Bool[Tensor, "*batch choice"],
@@ -86,7 +103,7 @@ def sample(
 ) -> Int64[Tensor, " *batch"]:
     """Draw one legal choice per row; the likeliest one if `generator` is None."""
     if generator is None:
-        return torch.where(rows, log_probs, -torch.inf).argmax(dim=-1)
+        return likeliest(log_probs, rows)
     draw = torch.rand(
         rows.shape[:-1],
         generator=generator,
@@ -94,6 +111,13 @@ def sample(
         device=generator.device,
     )
     return pick(log_probs, rows, draw.to(log_probs.device))
+
+
+def likeliest(
+    log_probs: Float[Tensor, "*batch choice"], rows: Bool[Tensor, "*batch choice"]
+) -> Int64[Tensor, " *batch"]:
+    """The likeliest legal choice of every row."""
+    return torch.where(rows, log_probs, -torch.inf).argmax(dim=-1)
 
 
 def pick(

@@ -16,7 +16,7 @@ given.
 
 import math
 from collections.abc import Generator as Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -27,15 +27,19 @@ from esper.contracts.controller import ControllerState
 from esper.contracts.errors import BadInput
 from esper.contracts.masks import ActionMasks
 from esper.contracts.observation import Observation
+from esper.tamiyo.policy import acting
 from esper.tamiyo.policy.distribution import (
     HEAD_GROUPS,
     chosen,
+    evaluation,
+    likeliest,
     masked_log_softmax,
+    pick,
     require_choice,
     require_masks,
     rows_of_group,
-    sample,
 )
+from esper.tamiyo.policy.encoding import Encoded, Seen, encode, encoder_of
 from esper.tamiyo.policy.features import (
     BLUEPRINT_COLUMNS,
     HOST_COLUMNS,
@@ -46,6 +50,8 @@ from esper.tamiyo.policy.features import (
     compute_features,
 )
 from esper.tamiyo.policy.memory import make_memory
+from esper.tamiyo.policy.records import Context, Decision, Evaluation
+from esper.tamiyo.policy.scoring import heads_of, score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,46 +78,11 @@ class PolicyConfig:
                 raise BadInput(f"{name} must be at least 1, got {getattr(self, name)}.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What was chosen, and everything needed to learn from it."""
-
-    actions: Int64[Tensor, "env head"]
-    log_probs: Float[Tensor, "env head"]
-    """Log-probability of each choice given the heads before it."""
-    rows: Bool[Tensor, "env head choice"]
-    """The exact mask rows the choices were drawn from."""
-    distribution: Float[Tensor, "env head choice"]
-    """Log-probabilities of all choices; 0 where illegal."""
-    values: Float[Tensor, " env"]
-    state: Float[Tensor, "env layer state"]
-    """Memory after this decision."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """The current policy's view of choices made before."""
-
-    logits: Float[Tensor, "env time head choice"]
-    distribution: Float[Tensor, "env time head choice"]
-    """Log-probabilities of all choices; 0 where illegal."""
-    log_probs: Float[Tensor, "env time head"]
-    normalized_values: Float[Tensor, "env time"]
-    """V(s) in units of the value statistics."""
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Encodings that all heads read."""
-
-    core: Float[Tensor, "*batch core"]
-    slots: Float[Tensor, "*batch slot slot_width"]
-    offers: Float[Tensor, "*batch slot blueprint offer_width"]
-
-
 class TamiyoPolicy(nn.Module):
     """Recurrent, masked, autoregressive policy with a value."""
 
+    compiled = True
+    """Whether compiled loops serve on the CPU; torch alone says the same."""
     value_mean: Tensor
     value_scale: Tensor
     _blueprints: Tensor
@@ -167,6 +138,9 @@ class TamiyoPolicy(nn.Module):
     ) -> Decision:
         """Decide for every environment; the likeliest choices without a generator."""
         require_masks(masks, first.shape[0], self.spec)
+        draws = self._draws(first.shape[0], generator)
+        if self._acts_compiled(features, first, state):
+            return self._act_compiled(features, masks, first, state, draws)
         context, state = self.encode(one_step(features), first.unsqueeze(1), state)
         values = self._values(context.core)[:, 0]
         context = Context(context.core[:, 0], context.slots[:, 0], context.offers[:, 0])
@@ -179,7 +153,11 @@ class TamiyoPolicy(nn.Module):
             if row.device.type == "cpu":
                 require_choice(row, [HEAD_NAMES[head] for head in heads])
             log_probs = masked_log_softmax(logits, row)
-            actions[:, heads[0] : heads[-1] + 1] = sample(log_probs, row, generator)
+            here = slice(heads[0], heads[-1] + 1)
+            if draws is None:
+                actions[:, here] = likeliest(log_probs, row)
+            else:
+                actions[:, here] = pick(log_probs, row, draws[:, here])
             rows.append(row)
             distributions.append(log_probs)
         distribution = torch.cat(distributions, dim=1)
@@ -201,17 +179,27 @@ class TamiyoPolicy(nn.Module):
         state: Float[Tensor, "env layer state"],
     ) -> Evaluation:
         """The current distribution of every head, given the stored choices."""
+        logits, values = self.scores(features, actions, first, state)
+        return evaluation(logits, values, rows, actions)
+
+    def scores(
+        self,
+        features: Features,
+        actions: Int64[Tensor, "env time head"],
+        first: Bool[Tensor, "env time"],
+        state: Float[Tensor, "env layer state"],
+    ) -> tuple[Float[Tensor, "env time head choice"], Float[Tensor, "env time"]]:
+        """Logits of every head given the stored choices, and normalised values."""
         context, _ = self.encode(features, first, state)
+        if self.is_compiled(first):
+            read = (context.core, context.slots, context.offers)
+            flat = Encoded(*(each.flatten(0, 1) for each in read))
+            said = actions.flatten(0, 1)
+            found = score(heads_of(self._modules), flat, said, self.spec.sizes)
+            return found[0].unflatten(0, first.shape), found[1].view(first.shape)
         groups = self.head_logits(context)
         parts = [next(groups), *(groups.send(actions) for _ in HEAD_GROUPS[1:])]
-        logits = torch.cat(parts, dim=-2)
-        distribution = masked_log_softmax(logits, rows)
-        return Evaluation(
-            logits=logits,
-            distribution=distribution,
-            log_probs=chosen(distribution, actions),
-            normalized_values=self._values(context.core),
-        )
+        return torch.cat(parts, dim=-2), self._values(context.core)
 
     def value(
         self,
@@ -220,6 +208,11 @@ class TamiyoPolicy(nn.Module):
         state: Float[Tensor, "env layer state"],
     ) -> Float[Tensor, " env"]:
         """V(s) of one more observation; memory is read, not advanced."""
+        if self._acts_compiled(features, first, state):
+            seen = self._encoded(features)
+            acting.remember(self.memory, seen.core, first, state)
+            values = acting.value(self._modules, seen.core)
+            return self.value_mean + self.value_scale * values
         context, _ = self.encode(one_step(features), first.unsqueeze(1), state)
         return self.value_mean + self.value_scale * self._values(context.core)[:, 0]
 
@@ -247,6 +240,12 @@ class TamiyoPolicy(nn.Module):
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Context, Float[Tensor, "env layer state"]]:
         """Read whole sequences from `state`; return encodings and the last state."""
+        if self.is_compiled(first):
+            rows = (getattr(features, f.name).flatten(0, 1) for f in fields(features))
+            flat = self._encoded(Features(*rows))
+            core, slots, offers = (x.unflatten(0, first.shape) for x in flat)
+            core, state = self.memory(core, first, state)
+            return Context(core, slots, offers), state
         declared = self.blueprint_in(self._blueprints)
         offers = torch.relu(self.offer_in(features.offers) + declared)
         offers = torch.relu(self.offer_out(offers))
@@ -256,6 +255,54 @@ class TamiyoPolicy(nn.Module):
         core = torch.relu(self.host_in(features.host) + self.pooled_slots(pooled))
         core, state = self.memory(torch.relu(self.core_out(core)), first, state)
         return Context(core, slots, offers), state
+
+    def is_compiled(self, given: Tensor) -> bool:
+        """Whether compiled loops read what is given."""
+        return (
+            self.compiled and given.device.type == self.value_mean.device.type == "cpu"
+        )
+
+    def _acts_compiled(self, features: Features, first: Tensor, state: Tensor) -> bool:
+        kinds = {features.host.dtype, state.dtype, self.value_mean.dtype}
+        return (
+            self.is_compiled(first)
+            and not torch.is_grad_enabled()
+            and self.config.memory != "lstm"
+            and kinds == {torch.float32}
+            and state.shape == (first.shape[0], *self.state_shape)
+        )
+
+    def _act_compiled(
+        self,
+        features: Features,
+        masks: ActionMasks,
+        first: Tensor,
+        state: Tensor,
+        draws: Tensor | None,
+    ) -> Decision:
+        layers, causal = self._modules, self.config.causal
+        seen = self._encoded(features)
+        state = acting.remember(self.memory, seen.core, first, state)
+        values = self.value_mean + self.value_scale * acting.value(layers, seen.core)
+        said = acting.speak(layers, seen, masks, self.spec, draws, causal=causal)
+        return Decision(**said._asdict(), values=values, state=state)
+
+    def _encoded(self, features: Features) -> Encoded:
+        """Encodings of rows without time, before memory, on the CPU."""
+        seen = Seen(features.host, features.slots, features.offers, self._blueprints)
+        return encode(encoder_of(self._modules), seen)
+
+    def _draws(self, envs: int, generator: Generator | None) -> Tensor | None:
+        """Chance for every head, drawn at once; None without a generator."""
+        if generator is None:
+            return None
+        flat = torch.rand(
+            envs * NUM_HEADS, generator=generator, device=generator.device
+        )
+        # One group after the other, as they are chosen.
+        groups = flat.split([envs * len(heads) for heads in HEAD_GROUPS])
+        draws = torch.cat([group.view(envs, -1) for group in groups], dim=1)
+        return draws.to(self.value_mean.device)
 
     def _values(self, core: Float[Tensor, "*batch core"]) -> Float[Tensor, " *batch"]:
         values: Tensor = self.value_out(torch.relu(self.value_hidden(core)))
