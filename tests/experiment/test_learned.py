@@ -17,7 +17,6 @@ from esper.experiment.learned import (
     load_controller,
     newest_controller,
 )
-from esper.experiment.run import Run
 from esper.experiment.telling import tell_ending
 from esper.experiment.trainer import begin_run
 from esper.tamiyo.policy.action_masks import compute_masks
@@ -127,15 +126,15 @@ def test_who_was_judged_before_an_interruption_is_not_judged_again(ending):
     settings = replace(
         settings, judging=Judging(controllers=("never", "early", "static"))
     )
-    run = Run.read(ending.path)
+    best = load_controller(ending.path)
     everybody = {
         (task, arm)
         for task in ("teacher", "digits")
         for arm in ("Tamiyo", "never", "early", "static")
     }
-    assert _jobs(settings, run, everybody) == []
+    assert _jobs(settings, best, everybody) == []
     left = everybody - {("digits", "static"), ("digits", "early")}
-    jobs = _jobs(settings, run, left)
+    jobs = _jobs(settings, best, left)
     # The plain network is measured by Tamiyo, who is judged again but not stored.
     assert [(job.task.name, job.arm) for job in jobs] == [
         ("digits", "Tamiyo"),

@@ -96,8 +96,9 @@ def test_updates_that_are_never_finite_take_the_run_back_and_then_end_it(tmp_pat
     assert [number for number, _ in played] == 4 * [1, 2, 3]
     tries = {tuple(played[start : start + 3]) for start in range(0, 12, 3)}
     assert len(tries) == 4  # chances are drawn anew
-    notes = [row for row in read(tmp_path / "run", "notes") if row["kind"] == "refused"]
-    assert len(notes) == 4
+    notes = read(tmp_path / "run", "live_notes")
+    assert [note["kind"] for note in notes] == 3 * ["refused"]
+    assert "back to round 0" in notes[0]["text"]
     diagnosis = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
     assert "refused=16" in diagnosis["last"]
 

@@ -1,7 +1,7 @@
 """What is said when something went wrong, and with which exit code.
 
 2 bad input   3 a run is in use   4 numbers gave up   5 storage gave up
-70 a bug of ours   130 interrupted   143 terminated
+6 workers gave up   70 a bug of ours   130 interrupted   143 terminated
 """
 
 import sys
@@ -16,11 +16,12 @@ def explain(error: Exception) -> int:
         NumericsTrouble,
         RunTaken,
         StorageTrouble,
+        WorkersTrouble,
     )
 
     if isinstance(error, EsperError):
         print(f"esper: {one_line(str(error))}", file=sys.stderr)
-        codes = {RunTaken: 3, NumericsTrouble: 4, StorageTrouble: 5}
+        codes = {RunTaken: 3, NumericsTrouble: 4, StorageTrouble: 5, WorkersTrouble: 6}
         return next(
             (code for kind, code in codes.items() if isinstance(error, kind)), 2
         )

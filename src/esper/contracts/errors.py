@@ -7,6 +7,7 @@
     ├── CallOrder (RuntimeError)          the right call at the wrong moment
     ├── NumericsTrouble (ArithmeticError) training cannot go on in numbers
     ├── RunTaken (RuntimeError)           a run's name or folder is in use
+    ├── WorkersTrouble (RuntimeError)     processes of ours died
     └── StorageTrouble (OSError)          the disk refused; what was saved is intact
 
 Every message is one line: what was expected, what came, what to do.
@@ -39,6 +40,10 @@ class NumericsTrouble(EsperError, ArithmeticError):  # noqa: N818
 
 class RunTaken(EsperError, RuntimeError):  # noqa: N818
     """A run of this name exists, or another process is at work in it."""
+
+
+class WorkersTrouble(EsperError, RuntimeError):  # noqa: N818
+    """Processes that worked for us ended by themselves; what was stored is there."""
 
 
 class StorageTrouble(EsperError, OSError):  # noqa: N818

@@ -9,7 +9,7 @@ from typing import Final
 
 from esper.experiment.config import SIMULATED, STATIC, TrainConfig
 from esper.experiment.evaluate import Job, results_of
-from esper.experiment.learned import load_controller
+from esper.experiment.learned import Learned, load_controller
 from esper.experiment.news import News, Progressed
 from esper.experiment.run import STORE, Run
 from esper.experiment.storage.database import open_store
@@ -18,8 +18,9 @@ from esper.tasks.catalogue import task as find_task
 
 LEARNED: Final = "Tamiyo"
 """What the policy is called in tables."""
-HOSTS: Final = 0
-"""The number of the hosts that everybody is judged on, in every run."""
+HOSTS: Final = 1
+"""The number of the hosts that everybody is judged on, in every run; `esper evaluate`
+has others unless it is told so."""
 
 
 def conclude(
@@ -34,9 +35,13 @@ def conclude(
     if SIMULATED in config.tasks or not config.judging.controllers:
         return
     done = _judged(run)
-    jobs = _jobs(config, run, done)
+    best = load_controller(run.path)
+    jobs = _jobs(config, best, done)
     if not jobs:
         return
+    if not done:
+        text = f"what is judged is the checkpoint of round {best.round}, the best one"
+        store.add_note(round, "judged", text)
     number = 0
     with closing(results_of(jobs, config.judging.processes, stop)) as results:
         for job, judged in results:
@@ -51,9 +56,8 @@ def conclude(
             hear(Progressed("judging", number, len(jobs), news))
 
 
-def _jobs(config: TrainConfig, run: Run, done: set[tuple[str, str]]) -> list[Job]:
+def _jobs(config: TrainConfig, best: Learned, done: set[tuple[str, str]]) -> list[Job]:
     """What is left to be judged, and the policy again if others are measured by it."""
-    best = load_controller(run.path)
     arms = (LEARNED, *config.judging.controllers)
     left = {
         task: [arm for arm in arms if (task, arm) not in done] for task in config.tasks

@@ -95,7 +95,7 @@ class Checked:
 class Budget(Checked):
     """When training ends: with whichever of them is used up first."""
 
-    rounds: Rounds | None = 150
+    rounds: Rounds | None = None
     """Rollouts, each of one episode of every environment, and updates."""
     minutes: Annotated[float, Between(0, 525_600, above=True)] | None = None
     """Time spent on training."""
@@ -216,7 +216,7 @@ class TrainConfig(Checked):
     """Folder in which runs are kept."""
     start_from: str | None = "warm"
     """Run whose policy to start from; "warm": half a minute of the simulated world."""
-    budget: Budget = field(default_factory=Budget)
+    budget: Budget = field(default_factory=lambda: Budget(rounds=150))
     """When training ends."""
     learner: Learner = field(default_factory=Learner)
     """Who learns, and how."""

@@ -6,10 +6,13 @@ configuration and a store whose rows are durable as soon as an arm is judged. Ta
 words are made of those rows. One that is interrupted stays readable, and unfinished.
 """
 
+import ctypes
 import json
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from multiprocessing import active_children, get_context
@@ -21,7 +24,7 @@ import torch
 from rich.console import Console
 
 from esper.contracts.actions import NUM_HEADS
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, WorkersTrouble
 from esper.experiment.config import STATIC, Checked, Count, World
 from esper.experiment.judging import Judged, judge, judged_world
 from esper.experiment.progress import Progress
@@ -41,6 +44,8 @@ from esper.tasks.task import Task
 KIND: Final = "evaluation"
 """What `versions.json` calls such a run."""
 
+SET_DEATH_SIGNAL: Final = 1
+"""What Linux calls PR_SET_PDEATHSIG."""
 PAUSE: Final = 0.5
 """Seconds after which whoever waits looks up."""
 
@@ -214,7 +219,8 @@ def _arms(config: EvaluateConfig) -> dict[str, Maker | None]:
 
     arms: dict[str, Maker | None] = {}
     for given in dict.fromkeys(config.controllers):
-        maker = None if not is_folder(given) else load_controller(given)
+        plain = given in CONTROLLERS or given in STATIC
+        maker = None if plain else load_controller(given)
         name = given if maker is None else maker.name
         if name in arms or (maker is not None and name in (*CONTROLLERS, *STATIC)):
             raise refusal(f"controllers has {name!r} twice; name it once.")
@@ -276,7 +282,9 @@ def _pool(
     """Processes that carry out jobs; ended at once if something goes wrong."""
     others = set(active_children())
     context = get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+    with ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_end_with_parent
+    ) as pool:
 
         def submit(job: Job, reference: Judged | None) -> "Future[Judged]":
             with _deaf_to_interrupts():
@@ -284,12 +292,23 @@ def _pool(
 
         try:
             yield submit
+        except BrokenProcessPool:
+            raise WorkersTrouble(
+                "a process that judges ended by itself, perhaps for want of memory; "
+                "try fewer processes or hosts."
+            ) from None
         except BaseException:
             # Leaving the pool waits for its processes, which may be busy for long.
             pool.shutdown(wait=False, cancel_futures=True)
             for process in set(active_children()) - others:
                 process.terminate()
             raise
+
+
+def _end_with_parent() -> None:
+    """Have the system end this process when the one that started it is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _carry_out(job: Job, reference: Judged | None = None) -> Judged:

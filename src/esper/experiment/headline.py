@@ -21,7 +21,8 @@ def headline(summary: Summary) -> list[str]:
 def _sentences(name: str, table: TaskSummary) -> list[str]:
     own = {duel.other: duel for duel in table.duels if duel.name == name}
     arm = next(arm for arm in table.arms if arm.name == name)
-    where = f"{table.hosts} unseen hosts of {table.task}"
+    each = "each of " if table.tasks > 1 else ""
+    where = f"{table.hosts} unseen hosts of {each}{table.task}"
     said = [f"{name}'s return on {where}: {arm.returns:.3f}."]
     for other in PLAIN:
         if other in own:

@@ -40,6 +40,8 @@ class Learned:
     name: str
     config: PolicyConfig
     weights: Tensors = field(repr=False)
+    round: int = 0
+    """Of the run, in which it was as it is."""
 
     def __call__(self, spec: ActionSpec) -> Controller:
         """A controller of this action space, which takes the likeliest choices."""
@@ -82,7 +84,8 @@ def load_controller(path: Path | str) -> Learned:
         for name, tensor in found.tensors.items()
         if name.startswith(POLICY)
     }
-    return Learned(run.name, config, weights)
+    name = f"{run.name}@{folder.name}" if one else run.name
+    return Learned(name, config, weights, found.manifest.step)
 
 
 def _best(checkpoints: CheckpointFolder, folder: Path) -> Loaded:

@@ -16,7 +16,9 @@ from esper.experiment.config import TrainConfig
 from esper.experiment.curve import sparkline
 from esper.experiment.loop import RoundRecord
 from esper.experiment.news import News, Progressed, Said, Watched
+from esper.experiment.worlds import ENDLESS
 
+Number = int | float
 LINES: Final = 16
 """Lines about rounds, where there is no terminal."""
 
@@ -75,13 +77,20 @@ class RunProgress:
         left = time_left(record, self._minutes)
         if self._live is None:
             every = max(record.rounds // LINES, 1)
-            due = record.seconds - self._last >= 15 if record.rounds > 5_000 else None
+            timed = record.rounds == ENDLESS
+            due = record.seconds - self._last >= 15 if timed else None
             if due or (due is None and record.round % every == 0) or record.round == 1:
                 self._last = record.seconds
-                place = f"round {record.round}/{record.rounds}"
+                total = "" if record.rounds == ENDLESS else f"/{record.rounds}"
+                place = f"round {record.round}{total}"
                 self._say(f"{place}  {headline(record)}  {left} left")
             return
-        self._bar("training", record.round, record.rounds, f"{left} left")
+        if record.rounds == ENDLESS:
+            assert self._minutes is not None
+            minutes = round(record.seconds / 60, 1), self._minutes
+            self._bar("training, minutes", *minutes, f"{left} left")
+        else:
+            self._bar("training", record.round, record.rounds, f"{left} left")
         self._live.update(Group(self._bars, self._panel(record)))
 
     def hear(self, news: News) -> None:
@@ -99,7 +108,7 @@ class RunProgress:
                 elif done % max(total // 5, 1) == 0 or total <= LINES:
                     self._say(f"{what} {done}/{total}  {text}")
 
-    def _bar(self, what: str, done: int, total: int, news: str) -> None:
+    def _bar(self, what: str, done: Number, total: Number, news: str) -> None:
         if what not in self._tasks:
             self._tasks[what] = self._bars.add_task(what, total=total, news=news)
         self._bars.update(self._tasks[what], completed=done, total=total, news=news)

@@ -40,7 +40,7 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path | str, resume_step: int | None = None) -> None:
         later = None if resume_step is None else resume_step + 1
-        self._writer = _summary_writer()(str(folder), purge_step=later)
+        self._writer = summary_writer()(str(folder), purge_step=later)
 
     def add_round(self, record: RoundRecord) -> None:
         """Write the figures of one round; what is NaN or missing is left out."""
@@ -71,7 +71,8 @@ def scalars(record: RoundRecord) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
-def _summary_writer() -> Any:  # noqa: ANN401
+def summary_writer() -> Any:  # noqa: ANN401
+    """What writes for TensorBoard, or a refusal if it is not there."""
     try:
         return import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError:

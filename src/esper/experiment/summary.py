@@ -172,8 +172,12 @@ def _table(
             scores[figure], [(name, BASELINE) for name in names], draws
         )
         learned = [name for name in names if is_learned(name)]
-        duels[figure] = _family(
-            scores[figure], [(ours, name) for ours in learned for name in names], draws
+        # What is said against the baseline is said once, in one family.
+        others = [name for name in names if name != BASELINE]
+        duels[figure] = {
+            pair: row for pair, row in above[figure].items() if pair[0] in learned
+        } | _family(
+            scores[figure], [(ours, name) for ours in learned for name in others], draws
         )
     arms = [
         _arm(

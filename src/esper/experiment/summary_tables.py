@@ -16,9 +16,9 @@ WIDTH: Final = 150
 """Columns of a table that is not shown in a terminal."""
 LEGEND: Final = (
     "Interquartile means over hosts [95 % interval]; p: paired Wilcoxon, Holm over its "
-    "column; P: how often a host returns more than any of never's; parameters and MACs "
-    "(multiply-adds per row) as a multiple of the host's; area: mean score over the "
-    "decisions."
+    "column; P: how often a host returns more than one of never's, drawn by chance; "
+    "parameters and MACs (multiply-adds per row) as a multiple of the host's; area: "
+    "mean score over the decisions."
 )
 
 

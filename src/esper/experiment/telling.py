@@ -29,6 +29,8 @@ def tell_ending(ending: Ending, console: Console | None = None) -> None:
     with closing(open_store(ending.path / STORE)) as db:
         found = db.execute("SELECT mean_return FROM live_rounds ORDER BY round")
         returns = [float("nan") if value is None else value for (value,) in found]
+        notes = db.execute("SELECT text FROM live_notes WHERE kind = 'judged'")
+        judged = [str(text) for (text,) in notes]
     print_line(console, f"Mean return per round: {sparkline(returns)}")
     print_line(console, course(returns))
     if SIMULATED in settings_of(Run.read(ending.path)).tasks:
@@ -36,6 +38,8 @@ def tell_ending(ending: Ending, console: Console | None = None) -> None:
     summary: Summary = summary_of(ending.path)
     if summary.tasks:
         print_worth(console, summary)
+        for text in judged:
+            print_line(console, f"{text[0].upper()}{text[1:]}.")
         for line in headline(summary):
             print_line(console, line)
     print_line(console, f"The run is in {ending.path}.")

@@ -9,22 +9,19 @@ checkpoint, three times in a row. Three rounds in a row whose updates are all re
 take the run back to its last checkpoint, with chances drawn anew.
 """
 
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from threading import current_thread, main_thread
-from types import FrameType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from esper.contracts.errors import BadInput, NumericsTrouble, StorageTrouble
+from esper.contracts.errors import BadInput, NumericsTrouble
 from esper.contracts.observation import Observation
-from esper.contracts.state import Stateful, load, save
-from esper.contracts.step import StepResult
+from esper.contracts.state import Stateful, load
+from esper.contracts.step import StepResult, VectorWorld
 from esper.environment.mixture import Mixture
 from esper.experiment.checkpoint import Loaded
 from esper.experiment.conclusion import conclude
@@ -33,27 +30,28 @@ from esper.experiment.config import (
     WARM,
     TrainConfig,
     as_toml,
-    digest,
     from_toml,
 )
 from esper.experiment.learned import MAY_BE_NAN, find_controller
 from esper.experiment.loop import RoundRecord, Training
-from esper.experiment.news import News, Said, Watched
+from esper.experiment.news import News, Said
 from esper.experiment.recording import Recorder
 from esper.experiment.run import STORE, Run, changes_since, versions_now
-from esper.experiment.sinks import TensorBoardSink
+from esper.experiment.saving import PATIENCE, Saving, require_same
+from esper.experiment.signals import listening
+from esper.experiment.sinks import TensorBoardSink, summary_writer
 from esper.experiment.store import Store
 from esper.experiment.streams import stream_seed
 from esper.experiment.warm import warm_policy
-from esper.experiment.watching import watch
-from esper.experiment.worlds import loop_of, worlds_of
+from esper.experiment.worlds import loop_of, world_of, worlds_of
+from esper.tasks.catalogue import task as find_task
 
 KIND: Final = "training"
 """What a run is, among others."""
 DIAGNOSIS: Final = "diagnosis.json"
 """What a run leaves behind when numbers gave up."""
-PATIENCE: Final = 3
-"""Failures in a row that are borne: of saving, of updates, of going back."""
+
+BROKEN: Final = f"{PATIENCE} rounds in a row had no update that was finite"
 
 Tell = Callable[[RoundRecord], None]
 Hear = Callable[[News], None]
@@ -84,11 +82,31 @@ def begin_run(
     """
     facts = {"kind": KIND, "rng_seed": config.rng_seed, "tasks": [*config.tasks]}
     root = Path(config.runs)
-    if config.start_from not in (None, WARM):
-        find_controller(config.start_from, root)  # refuses before anything is made
+    _check(config, root)
     with Run.create(root, config.name, as_toml(config), facts) as run:
         hear(Said(f"The run is in {run.path}."))
         return _carry_on(config, run, tell, hear)
+
+
+def _check(config: TrainConfig, root: Path) -> None:
+    """Refuse what cannot be begun before anything is made."""
+    if SIMULATED not in config.tasks:
+        Mixture([_one_host(config, name) for name in config.tasks])
+    if config.start_from not in (None, WARM):
+        learned = find_controller(str(config.start_from), root)
+        if learned.config != config.learner.policy:
+            raise BadInput(
+                f"start_from is {learned.name!r:.60}, whose policy is of another size "
+                "than learner.policy; give the same sizes."
+            )
+    if config.keeping.tensorboard:
+        summary_writer()
+
+
+def _one_host(config: TrainConfig, name: str) -> VectorWorld:
+    task = find_task(name)
+    task.splits(config.rng_seed)
+    return world_of(task, 1, 0, config.world)
 
 
 def resume_run(
@@ -118,7 +136,7 @@ class Trainer(Stateful):
         store: Where rows go.
     """
 
-    STATE = ("training", "recorders")
+    STATE = ("training", "recorders", "times")
     DERIVED = ("_ended",)  # of the round that is being played
 
     def __init__(self, config: TrainConfig, store: Store) -> None:
@@ -131,6 +149,8 @@ class Trainer(Stateful):
         whole = self.worlds[0] if len(self.worlds) == 1 else Mixture(self.worlds)
         self.training = Training(whole, loop_of(config, whole), self._record)
         self._minutes = config.budget.minutes
+        self.times = 0
+        """How often the run went back to a checkpoint because numbers broke."""
         self._ended: list[tuple[Tensor, Tensor]] = []
 
     def play_round(self) -> RoundRecord:
@@ -143,6 +163,12 @@ class Trainer(Stateful):
         return replace(
             record, mean_score=float(score.mean()), added=float(added.mean())
         )
+
+    @property
+    def env_steps(self) -> int:
+        """Decisions since the start, over all environments."""
+        training = self.training
+        return training.round * training.config.steps * training.world.num_envs
 
     @property
     def done(self) -> float:
@@ -160,8 +186,9 @@ class Trainer(Stateful):
         late = self._minutes is not None and training.seconds >= 60 * self._minutes
         return late or training.round >= training.config.rounds
 
-    def draw_anew(self, times: int) -> None:
+    def go_back(self, times: int) -> None:
         """Give choices and minibatches other chances, after going back so often."""
+        self.times = times = max(self.times, times)
         seed, training = self.training.config.rng_seed, self.training
         training.generator.manual_seed(stream_seed(seed, f"choices, again {times}"))
         training.agent.generator.manual_seed(stream_seed(seed, f"order, again {times}"))
@@ -188,12 +215,13 @@ class Trainer(Stateful):
 
 def _carry_on(config: TrainConfig, run: Run, tell: Tell, hear: Hear) -> Ending:
     """Train, go back and draw anew if numbers break, then judge."""
-    with _listening() as heard:
-        for times in range(PATIENCE + 1):
+    times = 0
+    with listening() as heard:
+        while times <= PATIENCE:
             ending = _train(config, run, tell, hear, heard, times)
-            if ending is not None:
+            if isinstance(ending, Ending):
                 return ending
-            hear(Said("updates were refused; back to the last checkpoint.", True))
+            times = ending + 1
     raise NumericsTrouble(
         f"run {run.name}: updates were refused as not finite, also after going back "
         f"{PATIENCE} times; lower learner.ppo.learning_rate. See {DIAGNOSIS} there."
@@ -202,29 +230,34 @@ def _carry_on(config: TrainConfig, run: Run, tell: Tell, hear: Hear) -> Ending:
 
 def _train(
     config: TrainConfig, run: Run, tell: Tell, hear: Hear, heard: list[int], times: int
-) -> Ending | None:
-    """Train to the end or a signal; None: numbers broke, and going back may help."""
+) -> Ending | int:
+    """Train to the end or a signal; if numbers break, how often they did before."""
     checkpoints = run.checkpoints(keep=config.keeping.last, may_be_nan=MAY_BE_NAN)
     with Store(run.path / STORE) as store:
         trainer = Trainer(config, store)
         training = trainer.training
         found = checkpoints.latest()
         if found is not None:
+            require_same(run, config, training, found)
             load(trainer, found.tensors)
         elif config.start_from is not None:
             _start_from(config, training, hear, lambda: bool(heard))
         if times:
-            trainer.draw_anew(times)
+            trainer.go_back(times)
         versions = versions_now(as_toml(config))
         kept = None if found is None else training.round
         store.begin_attempt(kept, versions)
         if found is not None:
             _note_changes(run, versions, found, store, hear)
-        saving = _Saving(config, run, store, trainer, hear)
+        if times:
+            text = f"{BROKEN}; back to round {training.round}, with chances drawn anew."
+            store.add_note(training.round, "refused", text)
+            hear(Said(text, warning=True))
+        saving = Saving(config, trainer, training, store, checkpoints, hear)
         if kept is None and not heard:
             saving.save(0, saving.watch(0), last=False)
         refused = 0
-        with _sink(config, run, kept) as sink:
+        with _sink(config, run, None if kept is None else trainer.env_steps) as sink:
             while not trainer.over and not heard:
                 record = trainer.play_round()
                 store.add_round(record)
@@ -234,77 +267,17 @@ def _train(
                 broken = update.refused > 0 and update.steps_taken == 0
                 refused = refused + 1 if broken else 0
                 if refused == PATIENCE:
-                    text = f"{PATIENCE} rounds in a row had no update that was finite"
-                    store.add_note(training.round, "refused", text)
-                    run.write(DIAGNOSIS, {"trouble": text, "last": str(record)})
-                    return None
-                last = trainer.over or bool(heard)
-                if last or not broken:  # what is gone back to should be sound
-                    saving.after(record, over=trainer.over, last=last)
+                    run.write(DIAGNOSIS, {"trouble": BROKEN, "last": str(record)})
+                    return trainer.times
+                # What is gone back to, or gone on from, should be sound.
+                if trainer.over or not broken:
+                    saving.after(record, over=trainer.over, last=bool(heard))
         if not heard:
             conclude(config, run, store, training.round, hear, lambda: bool(heard))
         if not heard:
-            steps = training.round * training.config.steps * training.world.num_envs
+            steps = trainer.env_steps
             run.finish({"rounds": training.round, "env_steps": steps})
         return Ending(run.path, training.round, heard[0] if heard else None)
-
-
-class _Saving:
-    """Checkpoints every so often, after the rows up to them are durable."""
-
-    def __init__(
-        self, config: TrainConfig, run: Run, store: Store, trainer: Trainer, hear: Hear
-    ) -> None:
-        self._config, self._store, self._trainer = config, store, trainer
-        self._hear, self._failed = hear, 0
-        self._checkpoints = run.checkpoints(
-            keep=config.keeping.last, may_be_nan=MAY_BE_NAN
-        )
-        spec = trainer.training.world.spec.describe()
-        self._facts = {"config": digest(config), "actions": spec}
-
-    def after(self, record: RoundRecord, *, over: bool, last: bool) -> None:
-        """Watch and save if it is time to.
-
-        Args:
-            record: The round that was played.
-            over: Whether training is complete.
-            last: Whether no other round follows now, for whatever reason.
-        """
-        config, number = self._config, record.round
-        score = None
-        # An interruption must not choose another best checkpoint.
-        if number % config.judging.every == 0 or over:
-            score = self.watch(number)
-        if score is None and not last and number % config.keeping.every:
-            return
-        self.save(number, score, last=last)
-
-    def save(self, number: int, score: float | None, *, last: bool) -> None:
-        """Rows first, then the state; failures are borne for a while."""
-        try:
-            self._store.flush()
-            self._checkpoints.publish(
-                number, save(self._trainer), self._facts, score=score
-            )
-            self._failed = 0
-        except StorageTrouble as trouble:
-            self._failed += 1
-            if last or self._failed == PATIENCE:
-                raise
-            self._hear(Said(f"{trouble} Training goes on.", warning=True))
-
-    def watch(self, number: int) -> float | None:
-        """How good the policy is on the same hosts as ever."""
-        if SIMULATED in self._config.tasks:
-            return None
-        seen = Watched(number, watch(self._trainer.training.agent.policy, self._config))
-        for task, judged in seen.tasks.items():
-            self._store.add_evaluation(
-                judged, round=number, stage="watched", controller="Tamiyo", task=task
-            )
-        self._hear(seen)
-        return seen.mean_return
 
 
 def _start_from(
@@ -356,35 +329,13 @@ def cut(record: Any, here: slice) -> Any:  # noqa: ANN401
 
 
 @contextmanager
-def _sink(config: TrainConfig, run: Run, kept: int | None) -> Iterator[Tell]:
-    """TensorBoard's files, if they are wanted."""
+def _sink(config: TrainConfig, run: Run, steps: int | None) -> Iterator[Tell]:
+    """TensorBoard's files, if they are wanted, from a number of env-steps on."""
     if not config.keeping.tensorboard:
         yield lambda record: None
         return
-    sink = TensorBoardSink(run.path / "tensorboard", kept)
+    sink = TensorBoardSink(run.path / "tensorboard", steps)
     try:
         yield sink.add_round
     finally:
         sink.close()
-
-
-@contextmanager
-def _listening() -> Iterator[list[int]]:
-    """Signals that ask for an end, as they come; the second one is not waited for."""
-    heard: list[int] = []
-    if current_thread() is not main_thread():  # only there can signals be heard
-        yield heard
-        return
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
-        if len(heard) > 1:
-            raise KeyboardInterrupt
-
-    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before: Sequence[Any] = [signal.signal(kind, hear) for kind in kinds]
-    try:
-        yield heard
-    finally:
-        for kind, handler in zip(kinds, before, strict=True):
-            signal.signal(kind, handler)

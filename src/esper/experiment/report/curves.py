@@ -176,7 +176,7 @@ def _interval(axes: "Axes", x: Number, at: Interval, marker: str, size: int) -> 
 def _round_axis(axes: "Axes", last: float) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_xlim(0.5 if last < 50 else 0.0, max(last, 1.0) + 0.5)
+    axes.set_xlim(-0.01 * last - 0.2, max(last, 1.0) + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.annotate(
         "round",

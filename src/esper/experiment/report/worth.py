@@ -115,9 +115,10 @@ class Worth:
             found.insert(0, _table(self.summary.aggregate, "All tasks together"))
         key = (
             "Return: score gained on the rows that decide, less rent. Test score: of "
-            "the final network, on rows that nobody saw. Area: mean score over the "
-            "episode. Size and multiply-adds (MACs) per row are multiples of the "
-            "host's; training MACs count every look; seconds are per host."
+            "the final network, on rows that no decision and no reward of it saw. "
+            "Area: mean score over the episode. Size and multiply-adds (MACs) per row "
+            "are multiples of the host's; training MACs count every look; seconds are "
+            "per host."
         )
         found.append(element("p", key, classes="quiet small"))
         words = element(

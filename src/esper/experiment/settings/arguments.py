@@ -80,6 +80,7 @@ def resolve(options: Mapping[str, Any], *, draw: bool = False) -> TrainConfig:
     table = as_table(preset(rest.pop("preset", DEFAULT)))
     layers = [read_table(Path(file)) for file in rest.pop("config", ())]
     layers.append(checked_table(TrainConfig, _valued(TrainConfig, rest), RULES, "--"))
+    layers += _only_these(layers)
     if draw and not any("rng_seed" in layer for layer in layers):
         layers.append({"rng_seed": secrets.randbelow(2**32)})
     for layer in layers:
@@ -87,6 +88,19 @@ def resolve(options: Mapping[str, Any], *, draw: bool = False) -> TrainConfig:
     made = construct(TrainConfig, table, RULES)
     assert isinstance(made, TrainConfig)
     return made
+
+
+def _only_these(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Whoever asks for minutes or steps does not mean the preset's rounds too."""
+    asked = [layer.get("budget", {}) for layer in layers]
+    other = any(
+        budget.get(name) is not None
+        for budget in asked
+        for name in ("minutes", "env_steps")
+    )
+    if other and not any("rounds" in budget for budget in asked):
+        return [{"budget": {"rounds": None}}]
+    return []
 
 
 def read_config(file: Path) -> TrainConfig:

@@ -32,7 +32,7 @@ COLUMNS: Final = {
   env_steps INTEGER NOT NULL,    -- decisions since the start, over all environments
   seconds REAL,                  -- since the start
   mean_return REAL,              -- of the episodes that ended in this round
-  mean_score REAL,               -- of the environments at the end of the round
+  mean_score REAL,               -- of the episodes that ended in this round
   added REAL,                    -- parameters added, as a multiple of the host's, mean
   learning_rate REAL,
   policy_loss REAL, value_loss REAL, clip_fraction REAL, clamped REAL, grad_norm REAL,
