@@ -244,9 +244,20 @@ def test_a_run_that_learnt_is_an_arm_by_its_name_and_the_reference(tmp_path, tra
 def test_one_checkpoint_of_a_run_is_as_good(tmp_path, trained):
     (one,) = (folder for folder in (trained / "checkpoints").iterdir())
     path, _ = evaluate(config(tmp_path, controllers=(str(one),)), quiet())
-    assert {row["controller"] for row in stored(path)} == {"fern"}
+    assert {row["controller"] for row in stored(path)} == {f"fern@{one.name}"}
+
+
+def test_a_run_that_is_named_twice_is_refused(tmp_path, trained):
+    again = f"{trained}/"
     with pytest.raises(BadInput, match="'fern' twice"):
-        evaluate(config(tmp_path, controllers=(str(one), str(trained))), quiet())
+        evaluate(config(tmp_path, controllers=(str(trained), again)), quiet())
+
+
+def test_a_folder_that_is_called_like_a_control_is_not_meant(tmp_path, monkeypatch):
+    (tmp_path / "early").mkdir()
+    monkeypatch.chdir(tmp_path)
+    path, _ = evaluate(config(tmp_path, controllers=("early",)), quiet())
+    assert {row["controller"] for row in stored(path)} == {"early"}
 
 
 class Interrupting(io.StringIO):
