@@ -19,7 +19,7 @@ from benchmarks.env import PARTS, Stopwatch, timed
 from benchmarks.timing import Report
 from esper.environment import growing
 from esper.environment.growing import GrowingWorld
-from esper.experiment import collect, trainer
+from esper.experiment import collect, saving
 from esper.experiment.checkpoint import CheckpointFolder
 from esper.experiment.config import Budget, Judging, TrainConfig
 from esper.experiment.loop import RoundRecord
@@ -36,7 +36,7 @@ KEEPING: Calls = (
     (Trainer, "_record", "store"),
     (Store, "add_round", "store"),
     (Store, "flush", "store"),
-    (trainer, "save", "checkpoint"),
+    (saving, "save", "checkpoint"),
     (CheckpointFolder, "publish", "checkpoint"),
 )
 """Who is called, by which name, and for what: what a run keeps."""

@@ -57,7 +57,8 @@ def small_run(folder, name, rounds=10):
             ppo=PPOConfig(epochs=2, minibatches=2),
             policy=PolicyConfig(width=16, slot_width=8, offer_width=8),
         ),
-        judging=Judging(every=1_000_000, hosts=1, controllers=("never",)),
+        start_from=None,
+        judging=Judging(every=5, hosts=1, controllers=("never",), processes=1),
         keeping=Keeping(every=2),
     )
 
@@ -266,7 +267,7 @@ def audit(path, lives, whole):
         )[0]
         (sound,) = ask("PRAGMA integrity_check")[0]
         resumed = dict(ask("SELECT attempt, ifnull(resumed_after, 0) FROM attempts"))
-        notes = ask("SELECT kind, text FROM live_notes")
+        notes = ask("SELECT kind, text FROM live_notes WHERE kind <> 'judged'")
     troubles = [] if sound == "ok" else [f"the store: {sound}"]
     troubles += [f"note {kind}: {text}" for kind, text in notes]
     troubles += [f"left over: {left}" for left in unfinished(path / "checkpoints")]

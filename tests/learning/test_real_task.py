@@ -103,8 +103,8 @@ def test_few_rounds_get_no_course():
 
 
 def test_rounds_without_an_ended_episode_do_not_count():
-    course = noisy(0.7, 0.8)
-    assert course([np.nan, *course, np.nan]) == course(course)
+    known = noisy(0.7, 0.8)
+    assert course([np.nan, *known, np.nan]) == course(known)
     assert sparkline([np.nan, 0.0, 1.0]) == "▁█"
     assert sparkline([np.nan]) == ""
 

@@ -334,7 +334,8 @@ def _limits(tables: Sequence[TaskSummary], names: Sequence[str]) -> list[str]:
         f"table, is below {LEVEL:g}, its interval leaves out 0 and most hosts agree. "
         f"This rests on {hosts} hosts of each task"
         f"{narrow if hosts < FEW else ''}; it says nothing about other tasks, other "
-        "hosts or longer training."
+        "hosts or longer training. Hosts of one task share a split of its rows (not on "
+        "teacher), so the luck of the split is not in the intervals."
     )
     learned = [name for name in names if is_learned(name)]
     if learned:
