@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from esper.contracts.errors import BadInput
-from esper.experiment.grow import GrowConfig, Turns, grow, run_grow, write
+from esper.experiment.grow import GrowConfig, Turns, grow, run_grow, story, write
 from tests.environment.test_growing import LONG, blobs
 
 CONFIG = GrowConfig(task="blobs", budget=20.0)
@@ -65,3 +65,34 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
     with pytest.raises(BadInput, match=words):
         run_grow(GrowConfig(task="no such task", out=out))
     assert (tmp_path / "there.pt2").read_text() == "precious"
+
+
+def test_a_network_with_seeds_that_do_not_fold_in_is_written_too(tmp_path):
+    class Around(torch.nn.Module):
+        """Takes whatever its host takes, as an export with such seeds does."""
+
+        def __init__(self):
+            super().__init__()
+            self.host = LONG.host.build(torch.Generator().manual_seed(0))
+
+        def forward(self, *args, **kwargs):
+            return self.host(*args, **kwargs)
+
+    model, file = Around().eval(), tmp_path / "around.pt2"
+    write(model, LONG, file)
+    rows = blobs(0).test.features
+    program = torch.export.load(file).module()
+    with torch.no_grad():
+        torch.testing.assert_close(program(rows), model(rows), rtol=1e-5, atol=1e-6)
+
+
+def test_a_story_is_short_and_says_what_was_done():
+    history = grow(LONG, CONFIG, progress=False).fitted.history
+    lines = story(history)
+    assert 1 <= len(lines) <= 8
+    assert "plant" in lines[0]
+    many = [each for each in history if each.said.startswith("plant")] * 12
+    told = story(many)
+    assert len(told) == 8
+    assert told[-1].endswith(f"{len(many) - 7} x plant.")
+    assert story(()) == ["Nothing was planted."]

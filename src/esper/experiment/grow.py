@@ -7,9 +7,11 @@ network is written as a `torch.export` program, which loads without Esper:
 """
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -20,11 +22,13 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from esper.contracts.errors import BadInput, StorageTrouble
+from esper.environment.growing import OFFERED
 from esper.experiment.fit import Fitted, fit
 from esper.experiment.fit import accuracy as share_right
 from esper.experiment.learned import find_controller, newest_controller
 from esper.experiment.storage.disk import short
 from esper.experiment.streams import stream
+from esper.growth.history import Decision
 from esper.tamiyo.named import CONTROLLERS, Maker
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.data import Data
@@ -32,6 +36,8 @@ from esper.tasks.task import Task
 
 NEWEST: Final = "tamiyo"
 """Who decides, if it is what the newest training learnt."""
+LINES: Final = 8
+"""Of a story, at most; two more say what came of it."""
 ROWS: Final = 512
 """Rows of a batch that is only looked at."""
 
@@ -99,20 +105,27 @@ def run_grow(config: GrowConfig) -> None:
     out = config.out or _free_name(f"{task.name}-{_label(config)}")
     _check_free(out)
     grown = grow(task, config, who)
-    host = task.host.parameters
-    after = sum(parameter.numel() for parameter in grown.fitted.model.parameters())
-    console.print(grown.fitted.summary, highlight=False, markup=False)
-    console.print(
-        f"Test score {grown.test:.1%}; {host:,} parameters became {after:,}.",
-        highlight=False,
-    )
     write(grown.fitted.model, task, out)
-    console.print(
+    after = sum(parameter.numel() for parameter in grown.fitted.model.parameters())
+    for line in (
+        *story(grown.fitted.history),
+        f"Test score {grown.test:.1%}; {task.host.parameters:,} parameters became "
+        f"{after:,}.",
         f"The network is in {out}; it loads without Esper: torch.export.load.",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def story(history: Sequence[Decision]) -> list[str]:
+    """What was planted, kept and pruned, in eight lines at most."""
+    told = [d for d in history if d.said.split()[0] in ("plant", "keep", "prune")]
+    shown = told if len(told) <= LINES else told[: LINES - 1]
+    lines = [f"decision {d.step:>3}, score {d.metric:.3f}: {d.said}" for d in shown]
+    if len(shown) < len(told):
+        rest = Counter(d.said.split()[0] for d in told[len(shown) :])
+        words = ", ".join(f"{count} x {word}" for word, count in rest.items())
+        lines.append(f"and then, by decision {told[-1].step}: {words}.")
+    return lines or ["Nothing was planted."]
 
 
 def grow(
@@ -145,6 +158,7 @@ def grow(
         learning_rate=task.learning_rate,
         controller=_who(config) if who is None else who,
         budget=config.budget,
+        blueprints=OFFERED[task.host.kind],
         progress=progress,
     )
     with torch.no_grad():
@@ -155,8 +169,11 @@ def grow(
 def write(model: nn.Module, task: Task, out: Path) -> None:
     """Write a network that loads without Esper; whole or not at all."""
     rows = torch.export.Dim("rows", min=1)
-    example = torch.zeros(2, *task.host.shape)
-    program = torch.export.export(model, (example,), dynamic_shapes=({0: rows},))
+    example, shapes = torch.zeros(2, *task.host.shape), ({0: rows},)
+    kinds = [each.kind for each in signature(model.forward).parameters.values()]
+    # Seeds that cannot be folded in leave a module that takes whatever its host takes.
+    given = (shapes,) if Parameter.VAR_POSITIONAL in kinds else shapes
+    program = torch.export.export(model, (example,), dynamic_shapes=given)
     beside = out.with_name(f".esper-{os.getpid()}.pt2")
     try:
         torch.export.save(program, beside)
