@@ -162,7 +162,8 @@ def killed_runs(trials: Trials, kills: int) -> Report:
         everything.append(trial)
     found["at random, in all"] = everything
     found["right after rows or a save"] = [
-        trials.after("rows 1"),  # rows that no checkpoint knows of
+        trials.after("rows 1"),  # before there is any checkpoint
+        trials.after("saved 0", "rows 2"),  # rows that no checkpoint knows of
         trials.after("saved 4"),
         trials.after("round 3", "rows 2", "saved 6"),
         trials.after(f"saved {trials.rounds}", "ready"),  # only the last word is left
@@ -234,6 +235,7 @@ def bad_twins(trials: Trials) -> Report:
     add("statistics of returns are forgotten", other, "run of other bits")
     found, _ = trials.after("saved 4", twins=[hasty_store])
     add("rows are acknowledged when queued", found.lost, "rows lost")
-    found, _ = trials.after("rows 1", twins=[nullcontext, ghostly_store])
+    twins = [nullcontext, nullcontext, ghostly_store]
+    found, _ = trials.after("saved 0", "rows 2", twins=twins)
     add("rows of the dead go on counting", found.doubled, "rows doubled")
     return report

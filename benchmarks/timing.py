@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 Cell = str | float | int | None
+WIDTH = 140
+"""Columns of a table that is not shown in a terminal."""
 
 
 def alternate(
@@ -81,6 +83,8 @@ class Report:
     def show(self) -> None:
         """Print the table."""
         console = Console()
+        if not console.is_terminal:  # nobody's screen is too narrow
+            console.width = max(console.width, WIDTH)
         table = Table(title=self.title, title_justify="left")
         for index, column in enumerate(self.columns):
             table.add_column(column, justify="left" if index == 0 else "right")
