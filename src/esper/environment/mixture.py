@@ -27,6 +27,7 @@ class Mixture(Stateful):
     """
 
     STATE = ("worlds",)
+    DERIVED = ("results",)
 
     def __init__(self, worlds: Sequence[VectorWorld]) -> None:
         if not worlds:
@@ -40,6 +41,8 @@ class Mixture(Stateful):
                 )
         self.worlds = list(worlds)
         self._counts = [world.num_envs for world in worlds]
+        self.results: list[StepResult] = []
+        """What each world answered in the last step."""
 
     @property
     def spec(self) -> ActionSpec:
@@ -64,6 +67,7 @@ class Mixture(Stateful):
                 self.worlds, actions.split(self._counts), strict=True
             )
         ]
+        self.results = results
         final = None
         if any(result.final is not None for result in results):
             # Read only where an episode was truncated: what stands elsewhere is free.

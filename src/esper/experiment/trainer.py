@@ -12,6 +12,7 @@ take the run back to its last checkpoint, with chances drawn anew.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -137,7 +138,7 @@ class Trainer(Stateful):
     """
 
     STATE = ("training", "recorders", "times")
-    DERIVED = ("_ended",)  # of the round that is being played
+    DERIVED = ("_ended", "_seen")  # of the round that is being played
 
     def __init__(self, config: TrainConfig, store: Store) -> None:
         self.worlds = worlds_of(config)
@@ -152,10 +153,12 @@ class Trainer(Stateful):
         self.times = 0
         """How often the run went back to a checkpoint because numbers broke."""
         self._ended: list[tuple[Tensor, Tensor]] = []
+        self._seen: list[Observation] | None = None
 
     def play_round(self) -> RoundRecord:
         """One round; the record has what became of the hosts too."""
         self._ended.clear()
+        self._seen = None
         record = self.training.play_round(self.done)
         if not self._ended:
             return record
@@ -195,22 +198,27 @@ class Trainer(Stateful):
 
     def _record(self, seen: Observation, actions: Tensor, result: StepResult) -> None:
         """Tell every world's recorder of its share of a step."""
-        start, number = 0, self.training.round + 1
-        for world, recorder in zip(self.worlds, self.recorders, strict=True):
-            here = slice(start, start + world.num_envs)
-            start += world.num_envs
+        whole, number = self.training.world, self.training.round + 1
+        results = whole.results if isinstance(whole, Mixture) else [result]
+        counts = [world.num_envs for world in self.worlds]
+        if self._seen is None:  # the first step of a round
+            ends = list(accumulate(counts))
+            places = [slice(e - n, e) for e, n in zip(ends, counts, strict=True)]
+            self._seen = [cut(seen, here) for here in places]
+        for world, recorder, before, said, after in zip(
+            self.worlds,
+            self.recorders,
+            self._seen,
+            actions.split(counts),
+            results,
+            strict=True,
+        ):
             report = getattr(world, "ended", None)
             if report is not None:
                 self._ended.append((report.score, report.added))
-            parts = (seen, actions, result)
-            if len(self.worlds) > 1:
-                parts = (cut(seen, here), actions[here], cut(result, here))
-            recorder.add(
-                number,
-                *parts,
-                illegal=getattr(world, "illegal", None),
-                report=report,
-            )
+            illegal = getattr(world, "illegal", None)
+            recorder.add(number, before, said, after, illegal=illegal, report=report)
+        self._seen = [each.observation for each in results]
 
 
 def _carry_on(config: TrainConfig, run: Run, tell: Tell, hear: Hear) -> Ending:
