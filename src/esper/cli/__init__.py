@@ -6,7 +6,7 @@ command is a module with `HELP`, `add`, which gives a parser its options, and `r
 
 import os
 import sys
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Final
@@ -103,7 +103,6 @@ def parser() -> Parser:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    whole.set_defaults(run=lambda options: 2)
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
     for name, module in COMMANDS.items():
         own = commands.add_parser(
@@ -118,7 +117,7 @@ def parser() -> Parser:
     return whole
 
 
-__all__ = ["COMMANDS", "Namespace", "main", "parser"]
+__all__ = ["COMMANDS", "main", "parser"]
 
 
 if __name__ == "__main__":

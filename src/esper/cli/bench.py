@@ -67,7 +67,6 @@ examples:
 
 def add(parser: ArgumentParser) -> None:
     """One command for each."""
-    parser.set_defaults(options=())
     names = parser.add_subparsers(dest="name", required=True, metavar="name")
     for name, about in BENCHMARKS.items():
         own = names.add_parser(name, help=about, description=about, allow_abbrev=False)

@@ -284,35 +284,32 @@ def _paragraphs(title: str, table: TaskSummary) -> list[str]:
 
 
 def _against_never(rows: Mapping[str, Against]) -> str:
-    sides = told(rows, "+.4f")
-    said = [
-        f"shown {side} {BASELINE!r}: {', '.join(sides[side])}"
-        for side in ("above", "below")
-        if sides[side]
-    ]
-    said = [f"{'; '.join(said)}."] if said else []
-    if sides["open"]:
-        said.append(
-            f"This does not show a difference from {BASELINE!r}, nor that there is "
-            f"none, for {', '.join(sides['open'])}."
-        )
-    return " ".join(said)
+    return _sides(
+        rows,
+        f" {BASELINE!r}:",
+        f"This does not show a difference from {BASELINE!r}, nor that there is none, "
+        "for {}.",
+    )
 
 
 def _of_learned(ours: str, rows: Mapping[str, Against]) -> str:
     """Whom a learned arm is shown to be above, below, or neither."""
+    open_ones = f"This does not show that {ours!r} differs from {{}}, nor that it does "
+    return _sides(rows, "", f"{open_ones}not.")
+
+
+def _sides(rows: Mapping[str, Against], than: str, open_words: str) -> str:
+    """Who is shown above and below, and of whom nothing is shown."""
     sides = told(rows, "+.4f")
-    said = [
-        f"shown {side} {', '.join(sides[side])}"
+    shown = [
+        f"shown {side}{than} {', '.join(sides[side])}"
         for side in ("above", "below")
         if sides[side]
     ]
-    said = [f"{'; '.join(said)}."] if said else []
+    said = [f"{'; '.join(shown)}."] if shown else []
     if sides["open"]:
-        said.append(
-            f"This does not show that {ours!r} differs from "
-            f"{', '.join(sides['open'])}, nor that it does not."
-        )
+        # Names may hold braces, so they are put in and not formatted.
+        said.append(open_words.replace("{}", ", ".join(sides["open"])))
     return " ".join(said)
 
 
