@@ -13,6 +13,7 @@ from esper.environment.terms import Terms, check_actions, check_choices
 from esper.tamiyo.controls import Never, Random
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
+from esper.tasks.catalogue import task as find_task
 from esper.tasks.data import Data, split
 from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
@@ -567,3 +568,29 @@ def test_a_host_that_breaks_in_the_last_minibatch_panics():
 def test_bad_counts_of_seeds_are_refused():
     with pytest.raises(BadInput, match="seeds_per_slot must be a whole number"):
         make(1, seeds_per_slot=0)
+
+
+def test_twins_share_everything_but_what_is_decided():
+    task = replace(find_task("digits"), horizon=3, decision_every=2)
+    world = GrowingWorld(task, 4, 5, twins=2, terms=Terms(rent=(0.01, 0.1)))
+    world.reset()
+    waits = torch.zeros(4, NUM_HEADS, dtype=torch.int64)
+    for _ in range(5):  # into the next episode
+        host = world.step(waits).observation.host
+        assert torch.equal(host.score[0], host.score[1])
+        assert torch.equal(host.rent[0], host.rent[1])
+        assert host.rent[0] != host.rent[2]
+        assert torch.equal(world.cohort.values[0], world.cohort.values[1])
+    assert not torch.equal(world.cohort.values[1], world.cohort.values[2])
+
+
+def test_rents_are_drawn_evenly_on_a_log_scale():
+    task = replace(find_task("digits"), horizon=1, decision_every=1)
+    world = GrowingWorld(
+        task, 200, 0, terms=Terms(rent=(1e-3, 1e-1), budget=(1.0, 3.0))
+    )
+    host = world.reset().host
+    assert 0.38 < (host.rent < 1e-2).float().mean() < 0.62
+    assert host.rent.min() >= 1e-3
+    assert host.rent.max() <= 1e-1
+    assert 0.38 < (host.budget_left < 2).float().mean() < 0.62

@@ -485,7 +485,7 @@ def test_damaged_files_are_read_or_refused(tmp_path, count):
             accepted += 1
             assert from_toml(as_toml(config)) == config
     assert accepted + len(lines) == count
-    assert 0.01 < accepted / count < 0.75
+    assert 0 < accepted / count < 0.75  # most damage is found, some does no harm
     assert all(len(line) <= 200 and line.isprintable() for line in lines)
 
 

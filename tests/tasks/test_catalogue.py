@@ -11,9 +11,10 @@ from esper.tasks import catalogue
 from esper.tasks.catalogue import TASKS, register_task, table, task
 from esper.tasks.data import Data, Splits
 from esper.tasks.hosts import MlpHost
+from esper.tasks.tables import TABLES
 from esper.tasks.task import Task, accuracy
 
-NAMES = ["digits", "mnist1d", "letter", "satimage", "mnist5k", "text", "teacher"]
+NAMES = ["digits", "mnist1d", *TABLES, "mnist5k", "text", "teacher"]
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_the_host_reads_the_rows_and_is_no_better_than_a_guess(name):
     with torch.inference_mode():
         logits = network(splits.test.features)
     assert logits.shape == (len(splits.test), made.classes)
-    assert 0 <= accuracy(logits, splits.test.labels) < 0.4
+    assert 0 <= accuracy(logits, splits.test.labels) < max(0.4, 1.5 / made.classes)
     assert len(made.host.slots) == 2
 
 
@@ -70,11 +71,18 @@ def test_another_number_gives_other_rows(name):
     assert not first.test.features.equal(other.test.features)
 
 
-@pytest.mark.parametrize("name", ["digits", "letter", "satimage", "mnist1d"])
+@pytest.mark.parametrize("name", ["digits", "letter", "vowel", "mnist1d"])
 def test_dealt_rows_are_not_the_stored_ones(name):
     made, splits = loaded(name)
     splits.train.features.zero_()
     assert made.splits(0).train.features.any()
+
+
+@pytest.mark.parametrize("name", [name for name in TABLES if name != "optdigits"])
+def test_no_column_of_a_table_is_drowned_by_another(name):
+    deviation = task(name).splits(0).train.features.std(0, correction=0)
+    always_nine = 1 if name == "segment" else 0
+    assert (deviation < 0.99).sum() == always_nine
 
 
 def test_only_the_teacher_has_other_data_for_each_environment():

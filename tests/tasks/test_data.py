@@ -100,6 +100,27 @@ def test_columns_that_never_change_become_zero():
         assert (part.features == 0).all()
 
 
+def test_columns_of_different_units_are_each_measured_by_themselves():
+    data = numbered(1000)
+    features = data.features * torch.tensor([1e4, 1.0, 1e-4])
+    features = torch.cat([features, torch.full((1000, 1), 7.0)], dim=1)
+    train = split(
+        Data("units", features, data.labels, 1000), 0, least_deviation=0.0
+    ).train.features.double()
+    torch.testing.assert_close(
+        train.std(0, correction=0),
+        torch.tensor([1.0, 1, 1, 0]).double(),
+        atol=1e-5,
+        rtol=0,
+    )
+
+
+@pytest.mark.parametrize("least", [-0.1, 1.5, float("nan")])
+def test_a_floor_that_is_no_share_is_refused(least):
+    with pytest.raises(BadInput, match=f"least_deviation between 0 and 1; got {least}"):
+        split(numbered(100), 0, least_deviation=least)
+
+
 def test_images_keep_their_shape():
     images = Data("images", torch.rand(20, 1, 8, 8), torch.zeros(20).long(), 1)
     assert split(images, 0).test.features.shape == (4, 1, 8, 8)

@@ -2,7 +2,8 @@
 
 Run, environment and the number of the episode decide its data, first weights, order of
 batches and terms, each by a stream of its own: nothing of one environment depends on
-another, or on how many there are.
+another, or on how many there are. Twins are environments in a row that have the same
+chances: what becomes of them differs only by what was decided.
 """
 
 from typing import Final
@@ -34,6 +35,7 @@ class Episodes(Stateful):
         rng_seed: The run.
         terms: Ranges to draw from.
         device: Where rows and terms live.
+        twins: How many environments in a row have the same chances.
     """
 
     STATE = ("begun", "rent", "budget", "rate", "streams")
@@ -44,10 +46,17 @@ class Episodes(Stateful):
     rate: Float[Tensor, " env"]
 
     def __init__(
-        self, task: Task, envs: int, rng_seed: int, terms: Terms, device: torch.device
+        self,
+        task: Task,
+        envs: int,
+        rng_seed: int,
+        terms: Terms,
+        device: torch.device,
+        *,
+        twins: int = 1,
     ) -> None:
         self.task, self._envs, self._run, self._terms = task, envs, rng_seed, terms
-        self._device = device
+        self._device, self._twins = device, twins
         self.begun = np.zeros(envs, dtype=np.int64)
         """Episodes that each environment has begun."""
         steps = task.horizon * task.decision_every
@@ -87,7 +96,8 @@ class Episodes(Stateful):
 
     def _chances(self, env: int, episode: int) -> list[np.random.SeedSequence]:
         """Streams of data, weights, order and terms of an episode."""
-        return np.random.SeedSequence((self._run, env, episode)).spawn(4)
+        key = (self._run, env // self._twins, episode)
+        return np.random.SeedSequence(key).spawn(4)
 
     def minibatches(
         self, decision: Int64[Tensor, " env"]
@@ -130,6 +140,11 @@ class Episodes(Stateful):
             (self.budget, self._terms.budget),
             (self.rate, self._terms.rate),
         ):
-            values[env] = float(drawn.uniform(low, high))
+            share = float(drawn.random())
+            # Rents and rates differ by factors: evenly on a log scale.
+            factors = values is not self.budget and low > 0
+            values[env] = (
+                low * (high / low) ** share if factors else low + share * (high - low)
+            )
         # What costs exactly the budget is affordable, whatever sums round to.
         self.budget[env] *= 1 + SLACK

@@ -71,6 +71,8 @@ class GrowingWorld(Stateful):
         terms: Ranges of what may differ from environment to environment.
         measure_every: Decisions between two looks at contributions and promises.
         penalty: Reward taken for a sentence that is not possible.
+        twins: How many environments in a row have the same data, host, batches and
+            terms.
         device: Where everything lives.
         engine: What trains the hosts, see `Cohort`.
     """
@@ -105,16 +107,20 @@ class GrowingWorld(Stateful):
         terms: Terms | None = None,
         measure_every: int = 4,
         penalty: float = 0.01,
+        twins: int = 1,
         device: str = "cpu",
         engine: str = "auto",
     ) -> None:
         check_choices(num_envs, rng_seed, measure_every, penalty, device, blueprints)
         check_count("seeds_per_slot", seeds_per_slot, 1)
+        check_count("twins", twins, 1)
         self.task, self.host = task, task.host
         self._envs, self._penalty = num_envs, penalty
         self._measure_every, self._device = measure_every, torch.device(device)
         terms = terms or Terms()
-        self._episodes = Episodes(task, num_envs, rng_seed, terms, self._device)
+        self._episodes = Episodes(
+            task, num_envs, rng_seed, terms, self._device, twins=twins
+        )
         chosen = find_blueprints(blueprints or OFFERED[self.host.kind])
         self.cohort = Cohort(
             num_envs,

@@ -14,7 +14,7 @@ from esper.experiment.news import News, Progressed
 from esper.experiment.run import STORE, Run
 from esper.experiment.storage.database import open_store
 from esper.experiment.store import Store
-from esper.tasks.catalogue import task as find_task
+from esper.experiment.worlds import tasks_of
 
 LEARNED: Final = "Tamiyo"
 """What the policy is called in tables."""
@@ -59,13 +59,12 @@ def conclude(
 def _jobs(config: TrainConfig, best: Learned, done: set[tuple[str, str]]) -> list[Job]:
     """What is left to be judged, and the policy again if others are measured by it."""
     arms = (LEARNED, *config.judging.controllers)
-    left = {
-        task: [arm for arm in arms if (task, arm) not in done] for task in config.tasks
-    }
+    tasks = {task.name: task for task in tasks_of(config, "judged")}
+    left = {task: [arm for arm in arms if (task, arm) not in done] for task in tasks}
     return [
         Job(
             arm,
-            find_task(task),
+            tasks[task],
             config.judging.hosts,
             HOSTS,
             config.world,

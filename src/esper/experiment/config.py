@@ -38,10 +38,14 @@ from esper.tamiyo.policy.memory import MEMORIES
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tasks.catalogue import TASKS
 
+FAMILY: Final = "family"
+"""The task that is many: each drawn at random, see `esper.tasks.family`."""
 SIMULATED: Final = "simulated"
 """The task that is no network: a formula, a thousand times as fast."""
 WARM: Final = "warm"
 """What a run starts from if it starts from the simulated world."""
+MIXED: Final = {SIMULATED: "the simulated world", FAMILY: "a family"}
+"""Tasks that stand alone, and what to call them."""
 STATIC: Final = ("static", "longer")
 """Those that are judged beside controllers but are none: nobody grows them."""
 MOST_DOTS: Final = 1_024
@@ -55,6 +59,7 @@ RULES: Final[Rules] = {
         "learning_rate": Between(0, 1, above=True),
         "epochs": Between(1, 1_000),
         "minibatches": Between(1, 65_536),
+        "twins": Between(1, 65_536),
         "clip": ABOVE_0,
         "clip_mode": OneOf("clip_mode", lambda: CLIP_MODES),
         "target_kl": Between(0, inf, above=True, endless=True),
@@ -74,7 +79,7 @@ RULES: Final[Rules] = {
     },
 }
 
-TaskName = Annotated[str, OneOf("task", lambda: (SIMULATED, *TASKS))]
+TaskName = Annotated[str, OneOf("task", lambda: (SIMULATED, FAMILY, *TASKS))]
 ArmName = Annotated[str, OneOf("controller", lambda: (*CONTROLLERS, *STATIC))]
 BlueprintName = Annotated[str, OneOf("blueprint", blueprints)]
 Count = Annotated[int, Between(1, 65_536)]
@@ -146,6 +151,8 @@ class World(Checked):
     """Batches between two decisions; none: the task's own."""
     seeds_per_slot: Annotated[int, Between(1, 64)] = 2
     """Seeds that each place can hold."""
+    slots: Annotated[int, Between(1, 256)] | None = None
+    """Seeds that a host can hold in all, shared out over its places; none: as above."""
     rent: Term = 0.01
     """Score charged per added multiple of the host's parameters; or a range."""
     budget: Term = 4.0
@@ -205,9 +212,11 @@ class TrainConfig(Checked):
     """A training of Tamiyo."""
 
     tasks: tuple[TaskName, ...] = ("teacher", "mnist1d")
-    """What her hosts learn, side by side; or "simulated" alone."""
+    """What her hosts learn, side by side; or "family" or "simulated" alone."""
     envs: Count = 16
     """Environments of each task."""
+    variants: Count = 7
+    """Tasks that a family is made of."""
     rng_seed: Annotated[int, Between(0, 2**32 - 1)] = 0
     """Start of every random stream of the run."""
     name: str | None = None
@@ -233,22 +242,34 @@ class TrainConfig(Checked):
         _require_names("tasks", self.tasks)
         if self.name is not None:
             checked_name(self.name)
+        for alone in (SIMULATED, FAMILY):
+            if alone in self.tasks:
+                self._require_alone(alone)
         if SIMULATED in self.tasks:
-            self._require_simulated_alone()
-        everywhere, parts = self.envs * len(self.tasks), self.learner.ppo.minibatches
+            self._require_plain_terms()
+        count = self.variants if FAMILY in self.tasks else len(self.tasks)
+        everywhere, parts = self.envs * count, self.learner.ppo.minibatches
         if parts > everywhere:
             raise refusal(
                 f"learner.ppo.minibatches is {parts}, but environments, which are not "
-                f"split, are {everywhere} (envs {self.envs} x tasks {len(self.tasks)})."
+                f"split, are {everywhere} (envs {self.envs} x tasks {count})."
             )
 
-    def _require_simulated_alone(self) -> None:
-        others = [name for name in self.tasks if name != SIMULATED]
+        if self.envs % self.learner.ppo.twins:
+            raise refusal(
+                f"learner.ppo.twins is {self.learner.ppo.twins}, which does not divide "
+                f"envs {self.envs}."
+            )
+
+    def _require_alone(self, name: str) -> None:
+        others = [other for other in self.tasks if other != name]
         if others:
             raise refusal(
-                f"tasks has {SIMULATED!r} and {others[0]!r}; the simulated world "
-                "cannot be mixed with real tasks."
+                f"tasks has {name!r} and {others[0]!r}; {MIXED[name]} cannot be mixed "
+                "with other tasks."
             )
+
+    def _require_plain_terms(self) -> None:
         for setting in fields(World):
             value = getattr(self.world, setting.name)
             if value != setting.default:

@@ -44,8 +44,8 @@ from esper.experiment.sinks import TensorBoardSink, summary_writer
 from esper.experiment.store import Store
 from esper.experiment.streams import stream_seed
 from esper.experiment.warm import warm_policy
-from esper.experiment.worlds import loop_of, world_of, worlds_of
-from esper.tasks.catalogue import task as find_task
+from esper.experiment.worlds import loop_of, tasks_of, world_of, worlds_of
+from esper.tasks.task import Task
 
 KIND: Final = "training"
 """What a run is, among others."""
@@ -92,7 +92,7 @@ def begin_run(
 def _check(config: TrainConfig, root: Path) -> None:
     """Refuse what cannot be begun before anything is made."""
     if SIMULATED not in config.tasks:
-        Mixture([_one_host(config, name) for name in config.tasks])
+        Mixture([_one_host(config, task) for task in tasks_of(config)])
     if config.start_from not in (None, WARM):
         learned = find_controller(str(config.start_from), root)
         if learned.config != config.learner.policy:
@@ -104,8 +104,7 @@ def _check(config: TrainConfig, root: Path) -> None:
         summary_writer()
 
 
-def _one_host(config: TrainConfig, name: str) -> VectorWorld:
-    task = find_task(name)
+def _one_host(config: TrainConfig, task: Task) -> VectorWorld:
     task.splits(config.rng_seed)
     return world_of(task, 1, 0, config.world)
 
@@ -142,7 +141,9 @@ class Trainer(Stateful):
 
     def __init__(self, config: TrainConfig, store: Store) -> None:
         self.worlds = worlds_of(config)
-        names = list(config.tasks)
+        names = [*config.tasks]
+        if SIMULATED not in names:
+            names = [task.name for task in tasks_of(config)]
         self.recorders = [
             Recorder(store, name, world.spec, world.num_envs)
             for name, world in zip(names, self.worlds, strict=True)

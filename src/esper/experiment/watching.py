@@ -7,9 +7,9 @@ from typing import Final
 
 from esper.experiment.config import TrainConfig
 from esper.experiment.judging import Judged, judge
+from esper.experiment.worlds import tasks_of
 from esper.tamiyo.policy.likeliest import Likeliest
 from esper.tamiyo.policy.network import TamiyoPolicy
-from esper.tasks.catalogue import task as find_task
 
 WATCHED: Final = "watched"
 """What these hosts are called; those of the end have another name."""
@@ -19,8 +19,6 @@ def watch(policy: TamiyoPolicy, config: TrainConfig) -> dict[str, Judged]:
     """One episode of the policy's likeliest choices on every host of every task."""
     hosts, settings = config.judging.hosts, config.world
     return {
-        name: judge(
-            Likeliest(policy), find_task(name), hosts, 0, settings, stage=WATCHED
-        )
-        for name in config.tasks
+        task.name: judge(Likeliest(policy), task, hosts, 0, settings, stage=WATCHED)
+        for task in tasks_of(config, WATCHED)
     }

@@ -4,15 +4,17 @@ from dataclasses import replace
 from math import ceil
 from typing import Final
 
+from esper.contracts.errors import BadInput
 from esper.contracts.step import VectorWorld
 from esper.environment.growing import GrowingWorld
 from esper.environment.instances import HORIZON
 from esper.environment.simulated import SimulatedWorld
 from esper.environment.terms import Terms, as_range
-from esper.experiment.config import SIMULATED, TrainConfig, World
+from esper.experiment.config import FAMILY, SIMULATED, TrainConfig, World
 from esper.experiment.loop import LoopConfig
 from esper.experiment.streams import stream_seed
 from esper.tasks.catalogue import task as find_task
+from esper.tasks.family import drawn_task
 from esper.tasks.task import Task
 
 ENDLESS: Final = 1_000_000
@@ -28,16 +30,34 @@ def worlds_of(config: TrainConfig) -> list[VectorWorld]:
         return [SimulatedWorld(config.envs, seed, hidden_share=HIDDEN_SHARE)]
     return [
         world_of(
-            find_task(name),
+            task,
             config.envs,
-            stream_seed(config.rng_seed, f"world, {name}"),
+            stream_seed(config.rng_seed, f"world, {task.name}"),
             config.world,
+            twins=config.learner.ppo.twins,
         )
-        for name in config.tasks
+        for task in tasks_of(config)
     ]
 
 
-def world_of(task: Task, envs: int, rng_seed: int, settings: World) -> GrowingWorld:
+def tasks_of(config: TrainConfig, stage: str = "training") -> list[Task]:
+    """The tasks that a run's hosts learn; those of a family are drawn.
+
+    Args:
+        config: The run's.
+        stage: What they are for; another word draws another family, the same for every
+            run, so that runs can be compared.
+    """
+    if FAMILY not in config.tasks:
+        return [find_task(name) for name in config.tasks]
+    seed = config.rng_seed if stage == "training" else 0
+    number = stream_seed(seed, f"family, {stage}")
+    return [drawn_task(number, each) for each in range(config.variants)]
+
+
+def world_of(
+    task: Task, envs: int, rng_seed: int, settings: World, *, twins: int = 1
+) -> GrowingWorld:
     """Hosts of a task that train and grow on these terms."""
     own = {name: getattr(settings, name) for name in ("horizon", "decision_every")}
     given = {name: value for name, value in own.items() if value is not None}
@@ -46,7 +66,7 @@ def world_of(task: Task, envs: int, rng_seed: int, settings: World) -> GrowingWo
         envs,
         rng_seed,
         blueprints=settings.blueprints,
-        seeds_per_slot=settings.seeds_per_slot,
+        seeds_per_slot=_seeds_per_place(task, settings),
         terms=Terms(
             rent=as_range("rent", settings.rent),
             budget=as_range("budget", settings.budget),
@@ -54,7 +74,20 @@ def world_of(task: Task, envs: int, rng_seed: int, settings: World) -> GrowingWo
         ),
         measure_every=settings.measure_every,
         penalty=settings.penalty,
+        twins=twins,
     )
+
+
+def _seeds_per_place(task: Task, settings: World) -> int:
+    if settings.slots is None:
+        return settings.seeds_per_slot
+    places = len(task.host.slots)
+    if settings.slots % places:
+        raise BadInput(
+            f"world.slots is {settings.slots}, but {task.host} has {places} places, "
+            "which share them evenly; give a multiple."
+        )
+    return settings.slots // places
 
 
 def loop_of(config: TrainConfig, world: VectorWorld) -> LoopConfig:
@@ -62,7 +95,7 @@ def loop_of(config: TrainConfig, world: VectorWorld) -> LoopConfig:
     learner, budget = config.learner, config.budget
     steps = HORIZON
     if SIMULATED not in config.tasks:
-        horizons = [find_task(name).horizon for name in config.tasks]
+        horizons = [task.horizon for task in tasks_of(config)]
         steps = config.world.horizon or max(horizons)
     rounds = [ENDLESS if budget.rounds is None else budget.rounds]
     if budget.env_steps is not None:

@@ -11,19 +11,18 @@ AdamW, 480 batches of 64, mean of three splits.
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from functools import lru_cache, partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, Final
 
 from esper.contracts.errors import BadInput
 from esper.tasks.characters import CLASSES, characters
-from esper.tasks.data import Data, Splits, split
+from esper.tasks.data import LEAST_DEVIATION, Data, Splits, split
 from esper.tasks.digits import digits
 from esper.tasks.hosts import CnnHost, MlpHost
-from esper.tasks.letter import letter
 from esper.tasks.mnist1d import mnist1d
 from esper.tasks.mnist5k import mnist5k
-from esper.tasks.satimage import satimage
+from esper.tasks.tables import TABLES, stored
 from esper.tasks.task import Task
 from esper.tasks.teacher import teacher
 from esper.tasks.text import Text, text
@@ -94,24 +93,47 @@ def _place(builder: Builder) -> tuple[str, str]:
     return builder.__module__, builder.__qualname__
 
 
-@lru_cache(maxsize=4)
+@cache
 def _loaded(load: Callable[[], Data]) -> Data:
-    """Rows as they are stored, read once."""
+    """Rows as they come, read or computed once."""
     return load()
 
 
+@cache
+def _stored(name: str) -> Data:
+    """Rows of a table of the package, read once."""
+    return stored(name)
+
+
 def _images(load: Callable[[], Data], rng_seed: int) -> Splits:
-    """Stored rows, dealt out."""
+    """Rows, dealt out."""
     return split(_loaded(load), rng_seed)
 
 
-def _tables(load: Callable[[], Data], rng_seed: int) -> Splits:
-    """Stored rows as flat lists of numbers, dealt out."""
-    parts = _images(load, rng_seed)
-    return Splits(*(part.flat() for part in parts))
+def _flat(load: Callable[[], Data], rng_seed: int) -> Splits:
+    """Rows as flat lists of numbers, dealt out."""
+    return Splits(*(part.flat() for part in _images(load, rng_seed)))
 
 
-@lru_cache(maxsize=1)
+def _table(name: str, rng_seed: int) -> Splits:
+    """Rows of a table of the package, dealt out."""
+    least = LEAST_DEVIATION if TABLES[name].one_unit else 0.0
+    return split(_stored(name), rng_seed, least_deviation=least)
+
+
+def _table_task(name: str, width: int, learning_rate: float) -> Task:
+    """A table of the package, for a host of two hidden layers of equal width."""
+    known = TABLES[name]
+    return Task(
+        name=name,
+        description=known.description,
+        data=partial(_table, name),
+        host=MlpHost((known.inputs, width, width, known.classes)),
+        learning_rate=learning_rate,
+    )
+
+
+@cache
 def _english() -> Text:
     """The text, read once."""
     return text()
@@ -127,7 +149,7 @@ def _digits() -> Task:
     return Task(
         name="digits",
         description="handwritten digits of 8 by 8 pixels",
-        data=partial(_tables, digits),
+        data=partial(_flat, digits),
         host=MlpHost((64, 8, 8, 10)),
         learning_rate=8e-3,
     )
@@ -138,7 +160,7 @@ def _mnist1d() -> Task:
     return Task(
         name="mnist1d",
         description="distorted curves of ten shapes",
-        data=partial(_tables, mnist1d),
+        data=partial(_flat, mnist1d),
         host=MlpHost((40, 12, 12, 10)),
         learning_rate=16e-3,
     )
@@ -146,24 +168,47 @@ def _mnist1d() -> Task:
 
 @register_task("letter")
 def _letter() -> Task:
-    return Task(
-        name="letter",
-        description="capital letters as sixteen measurements",
-        data=partial(_tables, letter),
-        host=MlpHost((16, 12, 12, 26)),
-        learning_rate=16e-3,
-    )
+    return _table_task("letter", 12, 16e-3)
 
 
 @register_task("satimage")
 def _satimage() -> Task:
-    return Task(
-        name="satimage",
-        description="soils in a satellite image",
-        data=partial(_tables, satimage),
-        host=MlpHost((36, 8, 8, 6)),
-        learning_rate=16e-3,
-    )
+    return _table_task("satimage", 8, 16e-3)
+
+
+@register_task("penbased")
+def _penbased() -> Task:
+    return _table_task("penbased", 4, 32e-3)
+
+
+@register_task("optdigits")
+def _optdigits() -> Task:
+    return _table_task("optdigits", 5, 32e-3)
+
+
+@register_task("texture")
+def _texture() -> Task:
+    return _table_task("texture", 5, 32e-3)
+
+
+@register_task("vowel")
+def _vowel() -> Task:
+    return _table_task("vowel", 6, 32e-3)
+
+
+@register_task("segment")
+def _segment() -> Task:
+    return _table_task("segment", 5, 32e-3)
+
+
+@register_task("phoneme")
+def _phoneme() -> Task:
+    return _table_task("phoneme", 6, 16e-3)
+
+
+@register_task("spambase")
+def _spambase() -> Task:
+    return _table_task("spambase", 4, 4e-3)
 
 
 @register_task("mnist5k")

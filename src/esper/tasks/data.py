@@ -5,7 +5,7 @@ r"""Labelled rows, and their split into what trains, what decides and what tests
 Mean and deviation are those of each column of the training rows alone. The floor keeps
 a nearly constant column nearly constant: without it, a pixel that is lit once in a
 thousand images becomes the largest input of all. It is a share of the root mean square
-over all columns, so the columns of one data set are taken to be of one unit.
+over all columns, so it is for columns of one unit; a share of 0 is for all others.
 """
 
 from collections.abc import Sequence
@@ -105,8 +105,26 @@ def check_data(data: Data, *, batch: int = 1) -> Data:
     return data
 
 
-def split(data: Data, rng_seed: int, shares: Sequence[float] = SHARES) -> Splits:
-    """Deal out the rows at random; the same number deals the same hands."""
+def split(
+    data: Data,
+    rng_seed: int,
+    shares: Sequence[float] = SHARES,
+    *,
+    least_deviation: float = LEAST_DEVIATION,
+) -> Splits:
+    """Deal out the rows at random; the same number deals the same hands.
+
+    Args:
+        data: All rows.
+        rng_seed: Decides who gets which.
+        shares: How large the three parts are.
+        least_deviation: Floor of a column's deviation, as a share of the deviation of
+            all columns; 0 where columns are of different units.
+    """
+    if not 0 <= least_deviation <= 1:
+        raise BadInput(
+            f"expected least_deviation between 0 and 1; got {least_deviation}"
+        )
     first, second = borders(len(data), shares)
     order = random_source(rng_seed, "split").permutation(len(data))
     rows = torch.from_numpy(order).to(data.labels.device)
@@ -114,7 +132,7 @@ def split(data: Data, rng_seed: int, shares: Sequence[float] = SHARES) -> Splits
         replace(data, features=data.features[part], labels=data.labels[part])
         for part in (rows[:first], rows[first:second], rows[second:])
     ]
-    mean, deviation = _statistics(parts[0].features)
+    mean, deviation = _statistics(parts[0].features, least_deviation)
     train, decisions, test = (
         replace(part, features=((part.features - mean) / deviation).float())
         for part in parts
@@ -146,13 +164,12 @@ def random_source(rng_seed: int, purpose: str) -> np.random.Generator:
 
 
 def _statistics(
-    features: Float[Tensor, "row ..."],
+    features: Float[Tensor, "row ..."], least_deviation: float
 ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
     """Mean and floored deviation of each column, in double precision."""
     variance, mean = torch.var_mean(features.double(), dim=0, correction=0)
-    floor = LEAST_DEVIATION * variance.mean().sqrt()
-    floor = torch.where(floor > 0, floor, torch.ones_like(floor))
-    return mean, variance.sqrt().maximum(floor)
+    deviation = variance.sqrt().maximum(least_deviation * variance.mean().sqrt())
+    return mean, torch.where(deviation > 0, deviation, torch.ones_like(deviation))
 
 
 def _check_kinds(data: Data) -> None:

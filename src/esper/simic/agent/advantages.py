@@ -1,4 +1,12 @@
-"""Advantages in units of their own spread, over the steps that happened.
+r"""Advantages in units of their own spread, over the steps that happened.
+
+Where several environments share their chances (twins), what happens to all of them at
+the same step is nobody's merit:
+
+    A_i <- A_i - mean of A_j over the twins j != i.
+
+What the others do does not depend on what i chose, so this is a baseline: it takes the
+luck of host, data and batches away and leaves the policy gradient where it was.
 
 Padding is selected away, never multiplied: NaN * 0 is NaN. The deviation has a floor,
 so that advantages which are all equal become 0 rather than amplified rounding.
@@ -7,6 +15,24 @@ so that advantages which are all equal become 0 rather than amplified rounding.
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+
+def less_of_twins(
+    advantages: Float[Tensor, "env time"], valid: Bool[Tensor, "env time"], twins: int
+) -> Float[Tensor, "env time"]:
+    """Advantages less the mean of an environment's twins at the same step.
+
+    Args:
+        advantages: Of every step.
+        valid: False on padding, which counts for nobody.
+        twins: How many environments in a row are twins; 1: none.
+    """
+    if twins == 1:
+        return advantages
+    known = torch.where(valid, advantages, 0.0).unflatten(0, (-1, twins))
+    count = valid.unflatten(0, (-1, twins)).sum(dim=1, keepdim=True)
+    others = (known.sum(dim=1, keepdim=True) - known) / (count - 1).clamp(min=1)
+    return torch.where(valid, (known - others).flatten(0, 1), advantages)
 
 
 def normalize_advantages(

@@ -18,7 +18,7 @@ from torch import Generator, Tensor, nn
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.state import Stateful
-from esper.simic.agent.advantages import normalize_advantages
+from esper.simic.agent.advantages import less_of_twins, normalize_advantages
 from esper.simic.agent.guard import Guard, Undo
 from esper.simic.agent.losses import CLIP_MODES, LossWeights, masked_mean, ppo_terms
 from esper.simic.agent.metrics import UpdateRecord, read_record, step_row
@@ -50,6 +50,8 @@ class PPOConfig:
     """Weight of each head's normalised entropy."""
     head_entropy: Mapping[str, float] = field(default_factory=dict)
     """For some heads, another weight."""
+    twins: int = 1
+    """Environments in a row that have the same chances: see `less_of_twins`."""
     value: float = 0.5
     """Weight of the value loss."""
     value_clip: float | None = None
@@ -67,7 +69,7 @@ class PPOConfig:
                 raise BadInput(f"{name} must be positive, got {getattr(self, name)}.")
         if self.learning_rate > 1e4:
             raise BadInput(f"learning_rate {self.learning_rate} cannot be meant.")
-        for name in ("epochs", "minibatches"):
+        for name in ("epochs", "minibatches", "twins"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name} must be at least 1, got {getattr(self, name)}.")
         for name in ("entropy", "value"):
@@ -114,6 +116,11 @@ class PPOAgent(Stateful):
             raise BadInput(
                 f"minibatches is {config.minibatches} but the buffer has "
                 f"{buffer.num_envs} environments; sequences are not split."
+            )
+        if buffer.num_envs % config.twins:
+            raise BadInput(
+                f"twins is {config.twins} but the buffer has {buffer.num_envs} "
+                "environments; give a divisor."
             )
         self.device = policy.value_mean.device
         self.parameters = [p for p in policy.parameters() if p.requires_grad]
@@ -176,7 +183,8 @@ class PPOAgent(Stateful):
             )
         self.buffer.compute_advantages_and_returns()
         batch = self.buffer.get_batched_sequences(self.device)
-        advantages = normalize_advantages(batch.advantages, batch.valid_mask)
+        merit = less_of_twins(batch.advantages, batch.valid_mask, self.config.twins)
+        advantages = normalize_advantages(merit, batch.valid_mask)
         return replace(batch, advantages=advantages)
 
     def step(self, part: SequenceBatch, guard: Guard) -> Float[Tensor, " metric"]:
