@@ -128,7 +128,7 @@ class Periodic:
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
         """Tend, and plant if fewer seeds were planted than periods have passed."""
-        planted = _count(state, observation)
+        planted = counted(state, observation)
         # 0.7 / 0.1 falls short of 7 by rounding.
         due = observation.host.progress / self.every + 1e-4 >= planted + 1
         wish = self._preference.wish(observation.offers, due)
@@ -179,7 +179,7 @@ class Replay:
                 f"{envs}; replay as many, or one sequence [time, {NUM_HEADS}] for all."
             )
         self._actions = self._actions.to(device)
-        time = _count(state, observation)
+        time = counted(state, observation)
         row = time.clamp(max=len(self._actions) - 1)
         every = self._actions.expand(-1, envs, -1)
         actions = every[row, torch.arange(envs, device=device)]
@@ -203,7 +203,7 @@ def _legal_or_wait(
     return torch.where(legal.all(dim=1, keepdim=True), inside, 0)
 
 
-def _count(state: ControllerState, observation: Observation) -> Int64[Tensor, " env"]:
+def counted(state: ControllerState, observation: Observation) -> Int64[Tensor, " env"]:
     """What was counted so far in this episode."""
     if not isinstance(state, Tensor):
         return torch.zeros_like(observation.first, dtype=torch.int64)

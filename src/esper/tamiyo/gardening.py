@@ -63,8 +63,9 @@ def tend(
     masks: ActionMasks,
     wish: Float[Tensor, "env slot blueprint"],
     *,
-    patience: int = PATIENCE,
+    patience: int | Int64[Tensor, " env"] = PATIENCE,
     manner: Float[Tensor, "setting choice"] = GENTLE,
+    prunes: Bool[Tensor, " env"] | None = None,
 ) -> Int64[Tensor, "env head"]:
     """The most urgent legal sentence of every environment.
 
@@ -75,6 +76,8 @@ def tend(
         patience: Steps a seed trains before it is blended in. A blended one moves on
             as soon as its alpha has arrived.
         manner: How seeds are blended in and out; the nearest choice that is allowed.
+        prunes: Where seeds that do not earn are removed rather than kept; None:
+            everywhere.
     """
     slots, rent = observation.slots, observation.host.rent
     wanted = masks.blueprint & (wish > -torch.inf)
@@ -85,6 +88,10 @@ def tend(
 
     earns = slots.contribution > rent[:, None] * slots.parameters
     useless = slots.contribution_measured & ~earns
+    if prunes is not None:
+        useless = useless & prunes[:, None]
+    if isinstance(patience, Tensor):
+        patience = patience[:, None]
     holding = slots.stage == Stage.HOLDING.value
     ready = (slots.stage != Stage.TRAINING.value) | (slots.age >= patience)
     never = torch.zeros_like(slots.stage)

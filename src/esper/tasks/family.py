@@ -3,8 +3,8 @@
     kind             one after the other: teachers, curves, small real tables
     hidden layers    one, or with a chance of a quarter two
     width            3 to 16, evenly on a log scale
-    horizon          20 to 40 decisions
-    decision_every   8 to 32 batches, evenly on a log scale
+    horizon          20 to 36 decisions
+    decision_every   8 to 24 batches, evenly on a log scale
     curves           scale, noise and shear of MNIST-1D around the published ones
 
 Teachers differ from episode to episode, everything else from task to task. Data sets
@@ -37,8 +37,8 @@ KINDS: Final = (
 DEEP: Final = 0.25
 """Chance of a second hidden layer."""
 WIDTHS: Final = (3, 16)
-HORIZONS: Final = (20, 40)
-CADENCES: Final = (8, 32)
+HORIZONS: Final = (20, 36)
+CADENCES: Final = (8, 24)
 
 
 def drawn_task(rng_seed: int, number: int) -> Task:

@@ -6,16 +6,19 @@ Times are those of two cores. A preset is the bottom layer: files and options go
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
 from esper.experiment.config import (
+    FAMILY,
     SIMULATED,
     Budget,
     Judging,
     Keeping,
     Learner,
     TrainConfig,
+    World,
 )
 from esper.experiment.settings.typed import nearest, refusal, shown
 from esper.simic.agent.ppo import PPOConfig
@@ -36,6 +39,22 @@ PRESETS: Final[Mapping[str, TrainConfig]] = MappingProxyType(
             budget=Budget(rounds=400),
             judging=Judging(every=50, hosts=64),
             keeping=Keeping(every=25),
+        ),
+        FAMILY: TrainConfig(
+            tasks=(FAMILY,),
+            envs=8,
+            budget=Budget(rounds=100),
+            learner=Learner(ppo=replace(Learner().ppo, twins=4)),
+            # The right answer differs from episode to episode, and can be seen.
+            world=World(
+                slots=4,
+                blueprints=("widen_8", "widen_16", "widen_32"),
+                rent=(0.001, 0.08),
+                budget=(0.5, 5.0),
+                rate=(0.5, 2.0),
+            ),
+            judging=Judging(every=20, hosts=8),
+            keeping=Keeping(every=20),
         ),
         SIMULATED: TrainConfig(
             tasks=(SIMULATED,),
@@ -58,7 +77,8 @@ PRESETS: Final[Mapping[str, TrainConfig]] = MappingProxyType(
         ),
     }
 )
-"""About a minute; about five; about half an hour; two on the simulated world."""
+"""About a minute; five; half an hour; ten on a family of drawn tasks; two on the
+simulated world."""
 
 
 def preset(name: str) -> TrainConfig:

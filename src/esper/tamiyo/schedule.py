@@ -1,0 +1,199 @@
+"""Growth by a timetable: what to plant, how often, when and where, whatever happens.
+
+The n-th seed is due at start + (n - 1) * every, as shares of the horizon; a planting
+that could not be made is made up for later. A schedule is plain data, so that schedules
+can be searched. `Timetable` holds many of them as tensors: every environment may follow
+one of its own, and all of them are one tensor program.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from math import isfinite
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Generator, Tensor
+
+from esper.contracts.actions import HEAD, ActionSpec, Op
+from esper.contracts.blueprints import BLUEPRINTS, Form
+from esper.contracts.controller import ControllerState
+from esper.contracts.errors import BadInput
+from esper.contracts.masks import ActionMasks
+from esper.contracts.observation import Observation
+from esper.tamiyo.controls import counted
+from esper.tamiyo.gardening import PATIENCE, Preference, tend
+
+LARGEST: Final = "largest"
+"""The blueprint of those who plant the largest widening that can be planted."""
+LEAN: Final = {"first": -1.0, "spread": 0.0, "last": 1.0}
+"""Where seeds go: nearest to the input, to all places in turn, or to the output."""
+_ROUNDING: Final = 1e-5  # 0.7 falls short of 7 * 0.1; decisions are further apart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """When to plant what; times are shares of the horizon."""
+
+    blueprint: str = LARGEST
+    """What is planted; "largest": the largest widening that can be."""
+    count: int = 4
+    """Seeds to plant in all."""
+    start: float = 0.0
+    """When the first is due."""
+    every: float = 0.1
+    """From one to the next."""
+    until: float = 1.0
+    """From when on nothing is planted, due or not."""
+    patience: int = PATIENCE
+    """Steps a seed trains before it is blended in."""
+    place: str = "spread"
+    """Which free slot is taken: "first", "last" or "spread"."""
+    prune: bool = True
+    """Whether seeds that were measured not to earn their rent are removed."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be played."""
+        for name, count in (("count", self.count), ("patience", self.patience)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise BadInput(f"{name} must be a whole number from 0, got {count!r}.")
+        for name in ("start", "every", "until"):
+            share = getattr(self, name)
+            if not (isfinite(share) and 0.0 <= share <= 1.0):
+                raise BadInput(f"{name} must be a share in [0, 1], got {share}.")
+        if self.place not in LEAN:
+            raise BadInput(
+                f"place must be one of {', '.join(LEAN)}; got {self.place!r}."
+            )
+
+
+class Scheduled:
+    """Plays a schedule everywhere, or in every environment one of its own.
+
+    What is remembered is the number of plantings of the episode.
+
+    Args:
+        spec: The action space.
+        schedule: What is played; a sequence has one for each environment.
+    """
+
+    def __init__(
+        self, spec: ActionSpec, schedule: Schedule | Sequence[Schedule]
+    ) -> None:
+        given = [schedule] if isinstance(schedule, Schedule) else [*schedule]
+        self._table = Timetable(spec, given)
+        self._plan = torch.arange(len(given))
+
+    def decide(
+        self,
+        observation: Observation,
+        masks: ActionMasks,
+        state: ControllerState,
+        generator: Generator,
+    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
+        """Tend, and plant what is due."""
+        envs = len(observation.first)
+        if len(self._plan) not in (1, envs):
+            raise BadInput(
+                f"there are schedules for {len(self._plan)} environments, got {envs}; "
+                "give as many, or one for all."
+            )
+        self._plan = self._plan.to(masks.op.device)
+        planted = counted(state, observation)
+        actions = self._table.said(observation, masks, self._plan.expand(envs), planted)
+        return actions, planted + plantings(actions)
+
+
+class Timetable:
+    """Schedules as tensors over `[plan]`; a controller says who follows which.
+
+    Args:
+        spec: The action space.
+        schedules: The plans, at least one.
+    """
+
+    def __init__(self, spec: ActionSpec, schedules: Sequence[Schedule]) -> None:
+        if not schedules:
+            raise BadInput("expected at least one schedule, got none.")
+        rows = [[*_wanted(spec, schedule.blueprint)] for schedule in schedules]
+        self._preference = Preference(spec)
+        self._flags = torch.tensor(
+            [[plan.prune, *row] for plan, row in zip(schedules, rows, strict=True)]
+        )
+        self._whole = torch.tensor([[s.count, s.patience] for s in schedules])
+        self._real = torch.tensor(
+            [[s.start, s.every, s.until, LEAN[s.place]] for s in schedules]
+        )
+
+    def said(
+        self,
+        observation: Observation,
+        masks: ActionMasks,
+        plan: Int64[Tensor, " env"],
+        planted: Int64[Tensor, " env"],
+        may: Bool[Tensor, " env"] | None = None,
+    ) -> Int64[Tensor, "env head"]:
+        """What the plans ask for now.
+
+        Args:
+            observation: What is seen.
+            masks: What is possible.
+            plan: The plan that each environment follows.
+            planted: Seeds that each has planted in this episode.
+            may: Where planting is allowed at all; None: everywhere.
+        """
+        device = plan.device
+        self._flags, self._whole, self._real = (
+            table.to(device) for table in (self._flags, self._whole, self._real)
+        )
+        prunes, *_ = (flags := self._flags[plan]).unbind(1)
+        wanted = flags[:, None, 1:]  # [env, 1, blueprint]
+        count, patience = self._whole[plan].unbind(1)
+        start, every, until, lean = self._real[plan].unbind(1)
+        progress = observation.host.progress
+        due = progress + _ROUNDING >= start + every * planted
+        due &= (planted < count) & (progress < until)
+        if may is not None:
+            due &= may
+        free = (masks.blueprint & wanted).any(dim=2)
+        leaning = torch.where(free, lean[:, None] * observation.slots.depth, -torch.inf)
+        best = leaning == leaning.amax(dim=1, keepdim=True)
+        wish = self._preference.wish(observation.offers, due)
+        wish = torch.where(wanted & best[:, :, None], wish, -torch.inf)
+        return tend(observation, masks, wish, patience=patience, prunes=prunes)
+
+
+def plantings(actions: Int64[Tensor, "env head"]) -> Bool[Tensor, " env"]:
+    """Where a seed is planted."""
+    return actions[:, HEAD["op"]] == Op.GERMINATE.value
+
+
+def playable(spec: ActionSpec, blueprint: str) -> str | None:
+    """What is planted in an action space where a schedule says `blueprint`.
+
+    It itself, or if it is not there the largest widening that is not larger; None if
+    there is no such thing.
+    """
+    if blueprint == LARGEST or blueprint in {known.name for known in spec.blueprints}:
+        return blueprint
+    sizes = {b.name: b.size for b in BLUEPRINTS if b.form is Form.WIDEN}
+    smaller = [
+        (known.size, known.name)
+        for known in spec.blueprints
+        if known.form is Form.WIDEN and known.size <= sizes.get(blueprint, -1)
+    ]
+    return max(smaller)[1] if smaller else None
+
+
+def _wanted(spec: ActionSpec, blueprint: str) -> list[bool]:
+    """Which blueprints a schedule may plant."""
+    names = [known.name for known in spec.blueprints]
+    found = playable(spec, blueprint)
+    if found is None:
+        near = get_close_matches(blueprint, [*names, LARGEST], n=1, cutoff=0.0)
+        raise BadInput(
+            f"no blueprint {blueprint!r} and no smaller widening in this action space; "
+            f"did you mean {near[0]!r}?"
+        )
+    return [found in (LARGEST, name) for name in names]
