@@ -70,8 +70,9 @@ class Grower(ByHand):
         slots: Places by module name: "fc1->fc2" for new hidden units between two
             layers, "fc2->fc2" beside one layer, "block" for residual seeds; or "auto".
         example: What the model is called with: a tensor, a tuple or a dictionary.
-        controller: "never", "random", "early", "periodic", "plateau", "promise", or
-            any `Controller`, or what makes one: `load_controller(run)`.
+        controller: "never", "random", "early", "periodic", "plateau", "promise",
+            "tamiyo" (the trained one that comes with Esper), or any `Controller`, or
+            what makes one: `load_controller(run)`.
         budget: How much may be added: a float is a multiple of the host's
             parameters, an int a number of parameters.
         decisions: How often `step` will be called; schedules need to know.
@@ -292,7 +293,7 @@ class Grower(ByHand):
 
     def summary(self) -> str:
         """The story on one page."""
-        notes = []
+        notes: list[str] = [*getattr(self.controller, "notes", ())]
         if self._skipped_training:
             notes.append(
                 "grower.loss was not used, so seeds were not trained beside the host "

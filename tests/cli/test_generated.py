@@ -68,6 +68,8 @@ def options_of(name):
         return [*settings_parser()._option_string_actions]
     below = next(a for a in parser()._actions if a.dest == "command").choices
     found = [*below[name]._option_string_actions]
+    if name == "evidence":
+        found += ["run", "page", "--folder", "--to", "--dry", "--only", "--minutes"]
     if name == "bench":
         found += ["--json", "--kills", "--rounds", "--ablations", *("gae", "resume")]
     return found

@@ -53,7 +53,7 @@ from tests.cli.calls import call, refused
         (("grow", "--task", "lettre"), "did you mean 'letter'?"),
         (("grow", "--task", "x" * 300), "expected one of digits"),
         (("grow", "--task", "letter", "--controller", "erly"), "Who else decides:"),
-        (("grow", "--task", "letter", "--controller", "tamiyo"), "esper train first"),
+        (("grow", "--task", "letter", "--controller", "latest"), "esper train first"),
         (("grow", "--task", "letter", "--out", "grown.onnx"), "must end in .pt2"),
         (("grow", "--task", "letter", "--out", "no/grown.pt2"), "no is no folder"),
         (("grow", "--task", "letter", "--out", "a\0b.pt2"), "expected a path"),

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 
 from esper.contracts.errors import BadInput
 from esper.experiment.grow import GrowConfig, Turns, grow, run_grow, story, write
+from esper.tamiyo.familiar import Familiar
 from tests.environment.test_growing import LONG, blobs
 
 CONFIG = GrowConfig(task="blobs", budget=20.0)
@@ -36,6 +38,21 @@ def test_the_same_number_grows_the_same_network():
     )
     assert all(torch.equal(a, b) for a, b in pairs)
     assert one.test == two.test
+
+
+def test_the_shipped_controller_is_had_by_name():
+    config = replace(CONFIG, controller="tamiyo")
+    grown = grow(replace(LONG, horizon=3), config, progress=False)
+    assert isinstance(grown.fitted.grower.controller, Familiar)
+    assert len(grown.fitted.history) == 3
+
+
+def test_who_is_not_known_is_refused_with_everybody_who_is(tmp_path):
+    config = replace(CONFIG, controller="tamyio", runs=str(tmp_path))
+    with pytest.raises(BadInput, match=r"decides: never, .*promise, tamiyo, latest"):
+        grow(LONG, config, progress=False)
+    with pytest.raises(BadInput, match="run esper train first"):
+        grow(LONG, replace(config, controller="latest"), progress=False)
 
 
 def test_every_row_is_seen_once_before_one_is_seen_again():

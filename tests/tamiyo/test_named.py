@@ -10,8 +10,9 @@ from torch import Generator
 from esper.contracts.controller import Controller
 from esper.contracts.errors import BadInput
 from esper.tamiyo.controls import Early, Never, Periodic, Random
+from esper.tamiyo.familiar import Familiar
 from esper.tamiyo.heuristic import Plateau, PromiseGreedy
-from esper.tamiyo.named import CONTROLLERS, named
+from esper.tamiyo.named import CONTROLLERS, NAMES, named
 from esper.tamiyo.policy.action_masks import compute_masks
 from tests.rollouts import SPEC, require_legal
 from tests.strategies import action_specs, floats, observations
@@ -26,6 +27,7 @@ from tests.strategies import action_specs, floats, observations
         ("periodic", Periodic),
         ("plateau", Plateau),
         ("promise", PromiseGreedy),
+        ("tamiyo", Familiar),
     ],
 )
 def test_a_name_makes_its_controller(name, kind):
@@ -34,7 +36,8 @@ def test_a_name_makes_its_controller(name, kind):
     assert isinstance(controller, Controller)
 
 
-def test_there_are_no_others():
+def test_there_are_no_others_and_only_tamiyo_learnt():
+    assert [*NAMES] == [*CONTROLLERS, "tamiyo"]
     assert [*CONTROLLERS] == [
         "never",
         "random",
@@ -50,6 +53,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_one_and_the_list():
         named("erly", SPEC)
     with pytest.raises(BadInput, match="no controller ''"):
         named("", SPEC)
+    with pytest.raises(BadInput, match=r"did you mean 'tamiyo'\?.*promise, tamiyo\."):
+        named("tamyio", SPEC)
 
 
 @settings(max_examples=40)

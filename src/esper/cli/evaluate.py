@@ -14,6 +14,7 @@ EXAMPLES = """\
 examples:
   esper evaluate                       every task, everybody who does not learn
   esper evaluate --task letter,digits --hosts 32
+  esper evaluate --controller never,early,static,tamiyo
   esper evaluate --controller never,early,static,runs/NAME
   esper evaluate --json > figures.json the same as data
 """
@@ -35,9 +36,10 @@ def add(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAMES",
-        help="never, random, early, periodic, plateau, promise; static: a plain "
-        "network of equal size; longer: never grown, for equal work; or folders of "
-        "runs (default: all but longer)",
+        help="never, random, early, periodic, plateau, promise; tamiyo: the trained "
+        "one that comes with Esper; static: a plain network of equal size; longer: "
+        "never grown, for equal work; or folders of runs (default: all but tamiyo and "
+        "longer)",
     )
     parser.add_argument(
         "--hosts",

@@ -1,15 +1,19 @@
-"""`esper export`: what a run recorded, as tables for other tools."""
+"""`esper export`: what a run recorded, or what it learnt, for use elsewhere."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from esper.cli.words import add_runs, folder, place
 
-HELP = "write what a run recorded as Parquet or CSV"
+HELP = "write what a run recorded as Parquet or CSV, or what it learnt"
 EXAMPLES = """\
 examples:
   esper export NAME                    writes runs/NAME/export/*.parquet
   esper export NAME --format csv --out tables
+  esper export NAME --format controller --out tamiyo
+
+A controller is the policy of the best checkpoint, with a manifest that says how it was
+trained: the two files in which Esper's own Tamiyo comes.
 """
 
 
@@ -20,9 +24,10 @@ def add(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--format",
-        choices=("parquet", "csv"),
+        choices=("parquet", "csv", "controller"),
         default="parquet",
-        help="of the files; parquet needs DuckDB (default: parquet)",
+        help="of the files; parquet needs DuckDB; controller: what the run learnt "
+        "(default: parquet)",
     )
     parser.add_argument(
         "--out",
@@ -42,6 +47,12 @@ def run(options: Namespace) -> int:
 
     path = find_run(options.run, Path(options.runs))
     folder = path / "export" if options.out is None else options.out
+    if options.format == "controller":
+        from esper.experiment.ship import ship
+
+        ship(path, folder)
+        print(f"The controller is in {folder}.")
+        return 0
     files = export(path / STORE, folder, options.format)
     print(f"{len(files)} tables are in {folder}.")
     return 0

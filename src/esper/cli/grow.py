@@ -26,7 +26,8 @@ def add(parser: ArgumentParser) -> None:
         default="early",
         metavar="WHO",
         help="who decides: never, random, early, periodic, plateau, promise; tamiyo: "
-        "what the newest finished training learnt; or a run (default: early)",
+        "the trained one that comes with Esper; latest: what the newest finished "
+        "training learnt; or a run (default: early)",
     )
     parser.add_argument(
         "--budget",

@@ -6,25 +6,19 @@ configuration and a store whose rows are durable as soon as an arm is judged. Ta
 words are made of those rows. One that is interrupted stays readable, and unfinished.
 """
 
-import ctypes
 import json
-import signal
-import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, fields
-from multiprocessing import active_children, get_context
 from pathlib import Path
-from threading import current_thread, main_thread
 from typing import Annotated, Final
 
 import torch
 from rich.console import Console
 
 from esper.contracts.actions import NUM_HEADS
-from esper.contracts.errors import BadInput, WorkersTrouble
+from esper.contracts.errors import BadInput
 from esper.experiment.config import STATIC, Checked, Count, World
 from esper.experiment.judging import Judged, judge, judged_world
 from esper.experiment.progress import Progress
@@ -36,7 +30,8 @@ from esper.experiment.storage.database import open_store
 from esper.experiment.store import Store
 from esper.experiment.summary import Summary, summarise
 from esper.experiment.summary_tables import print_line, print_summary
-from esper.tamiyo.named import CONTROLLERS, Maker
+from esper.experiment.workers import workers
+from esper.tamiyo.named import CONTROLLERS, NAMES, SHIPPED, Maker
 from esper.tasks.catalogue import TASKS
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.task import Task
@@ -44,8 +39,6 @@ from esper.tasks.task import Task
 KIND: Final = "evaluation"
 """What `versions.json` calls such a run."""
 
-SET_DEATH_SIGNAL: Final = 1
-"""What Linux calls PR_SET_PDEATHSIG."""
 PAUSE: Final = 0.5
 """Seconds after which whoever waits looks up."""
 
@@ -81,12 +74,12 @@ class EvaluateConfig(Checked):
         if not self.controllers:
             raise refusal("controllers is empty; name at least one.")
         for controller in self.controllers:
-            known = controller in CONTROLLERS or controller in STATIC
+            known = controller in NAMES or controller in STATIC
             if not known and not is_folder(controller):
-                near = nearest(controller, (*CONTROLLERS, *STATIC))
+                near = nearest(controller, (*NAMES, *STATIC))
                 raise refusal(
                     f"controllers: there is no {controller!r}; did you mean {near!r}? "
-                    f"There are {', '.join((*CONTROLLERS, *STATIC))}, and folders of "
+                    f"There are {', '.join((*NAMES, *STATIC))}, and folders of "
                     "runs."
                 )
 
@@ -216,11 +209,14 @@ def _ready(config: EvaluateConfig) -> tuple[dict[str, Task], dict[str, str]]:
 def _arms(config: EvaluateConfig) -> dict[str, Maker | None]:
     """Every arm by its name; learned ones with what makes them."""
     from esper.experiment.learned import load_controller
+    from esper.tamiyo.shipped.files import shipped
 
     arms: dict[str, Maker | None] = {}
     for given in dict.fromkeys(config.controllers):
         plain = given in CONTROLLERS or given in STATIC
-        maker = None if plain else load_controller(given)
+        maker = None
+        if not plain:
+            maker = shipped() if given == SHIPPED else load_controller(given)
         name = given if maker is None else maker.name
         if name in arms or (maker is not None and name in (*CONTROLLERS, *STATIC)):
             raise refusal(f"controllers has {name!r} twice; name it once.")
@@ -263,57 +259,24 @@ def results_of(
             for after in freed(job):
                 yield after, _carry_out(after, judged)
         return
-    with suppress(_Stopped), _pool(min(processes, len(jobs))) as submit:
-        running = {submit(job, None): job for job in ready}
+    with suppress(_Stopped), workers(min(processes, len(jobs))) as pool:
+        running = {pool.submit(_carry_out, job): job for job in ready}
         while running:
             ended, _ = wait(running, timeout=PAUSE, return_when=FIRST_COMPLETED)
             if stop():
                 raise _Stopped
             for future in ended:
                 job, judged = running.pop(future), future.result()
-                running |= {submit(after, judged): after for after in freed(job)}
+                running |= {
+                    pool.submit(_carry_out, after, judged): after
+                    for after in freed(job)
+                }
                 yield job, judged
-
-
-@contextmanager
-def _pool(
-    processes: int,
-) -> Iterator[Callable[[Job, Judged | None], "Future[Judged]"]]:
-    """Processes that carry out jobs; ended at once if something goes wrong."""
-    others = set(active_children())
-    context = get_context("spawn")
-    with ProcessPoolExecutor(
-        processes, mp_context=context, initializer=_end_with_parent
-    ) as pool:
-
-        def submit(job: Job, reference: Judged | None) -> "Future[Judged]":
-            with _deaf_to_interrupts():
-                return pool.submit(_carry_out, job, reference)
-
-        try:
-            yield submit
-        except BrokenProcessPool:
-            raise WorkersTrouble(
-                "a process that judges ended by itself, perhaps for want of memory; "
-                "try fewer processes or hosts."
-            ) from None
-        except BaseException:
-            # Leaving the pool waits for its processes, which may be busy for long.
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in set(active_children()) - others:
-                process.terminate()
-            raise
-
-
-def _end_with_parent() -> None:
-    """Have the system end this process when the one that started it is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _carry_out(job: Job, reference: Judged | None = None) -> Judged:
     torch.set_num_threads(1)
-    _warm(job.task, job.rng_seed)
+    warm(job.task, job.rng_seed)
     task, hosts, number = job.task, job.hosts, job.rng_seed
     if reference is None:
         return judge(job.maker or job.arm, task, hosts, number, job.world)
@@ -323,26 +286,13 @@ def _carry_out(job: Job, reference: Judged | None = None) -> Judged:
 _WARM: Final[set[str]] = set()
 
 
-def _warm(task: Task, rng_seed: int) -> None:
+def warm(task: Task, rng_seed: int) -> None:
     """Load what is compiled before anything is timed, once in a process."""
     if task.host.kind not in _WARM:
         world = judged_world(task, 1, rng_seed)
         world.reset()
         world.step(torch.zeros(1, NUM_HEADS, dtype=torch.int64))
         _WARM.add(task.host.kind)
-
-
-@contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes that start in here ignore Ctrl-C, so that only their parent speaks."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _news(job: Job, judged: Judged) -> str:

@@ -29,13 +29,13 @@ from esper.experiment.learned import find_controller, newest_controller
 from esper.experiment.storage.disk import short
 from esper.experiment.streams import stream
 from esper.growth.history import Decision
-from esper.tamiyo.named import CONTROLLERS, Maker
+from esper.tamiyo.named import NAMES, Maker
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.data import Data
 from esper.tasks.task import Task
 
-NEWEST: Final = "tamiyo"
-"""Who decides, if it is what the newest training learnt."""
+NEWEST: Final = "latest"
+"""Who decides, if it is what the newest training learnt; no run can be called so."""
 LINES: Final = 8
 """Of a story, at most; two more say what came of it."""
 ROWS: Final = 512
@@ -48,7 +48,7 @@ class GrowConfig:
 
     task: str
     controller: str = "early"
-    """One that does not learn, a run, or "tamiyo": the newest finished training."""
+    """Somebody by name, a run, or "latest": the newest finished training."""
     budget: float = 4.0
     """Parameters that may be added, as a multiple of the host's."""
     rng_seed: int = 0
@@ -193,14 +193,14 @@ def _parts(data: Data) -> list[tuple[Tensor, Tensor]]:
 def _who(config: GrowConfig) -> Maker | str:
     """The controller that a name stands for."""
     name, root = config.controller, Path(config.runs)
-    if name in CONTROLLERS:
+    if name in NAMES:
         return name
     if name == NEWEST:
         return newest_controller(root)
     try:
         return find_controller(name, root)
     except BadInput as error:
-        known = ", ".join((*CONTROLLERS, NEWEST))
+        known = ", ".join((*NAMES, NEWEST))
         raise BadInput(f"{error} Who else decides: {known}.") from None
 
 

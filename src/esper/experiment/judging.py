@@ -4,16 +4,16 @@ The number and the task decide data, first weights and order of batches, whoever
 controls: controllers that are judged with the same number are paired, host by host.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from time import perf_counter
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.contracts.actions import ActionSpec
+from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.controller import Controller
 from esper.contracts.observation import Observation
 from esper.contracts.step import StepResult
@@ -52,6 +52,28 @@ class Judged:
     """Whether the host's numbers were no longer finite."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What was done with every host, decision by decision, and how it went."""
+
+    actions: Int64[Tensor, "decision env head"]
+    """Sentences; WAIT where one was not possible, and after the end."""
+    stage: Int64[Tensor, "decision env slot"]
+    """Of the seeds, in the training after the decision."""
+    blueprint: Int64[Tensor, "decision env slot"]
+    """The same; -1 where there is no seed."""
+    alpha: Float[Tensor, "decision env slot"]
+    score: Float[Tensor, "decision env"]
+    """On the decision rows, after that training; 0 since a panic."""
+    lived: Bool[Tensor, "decision env"]
+    """Whether the episode was still running at the decision."""
+
+    @property
+    def planted(self) -> Int64[Tensor, " env"]:
+        """How many seeds were planted in each host."""
+        return (self.actions[..., HEAD["op"]] == Op.GERMINATE.value).sum(dim=0)
+
+
 def judge(
     controller: Controller | Maker | str,
     task: Task,
@@ -71,6 +93,19 @@ def judge(
         settings: On what terms they grow; None: the default ones.
         stage: What it is done for; another word stands for other hosts.
     """
+    return judge_closely(controller, task, hosts, rng_seed, settings, stage=stage)[0]
+
+
+def judge_closely(
+    controller: Controller | Maker | str,
+    task: Task,
+    hosts: int,
+    rng_seed: int,
+    settings: World | None = None,
+    *,
+    stage: str = "judged",
+) -> tuple[Judged, Recording]:
+    """The same as `judge`, and all that was done."""
     world = judged_world(task, hosts, rng_seed, settings, stage=stage)
     controller = controller_for(controller, world.spec)
     journal = watch(world, controller, rng_seed)
@@ -82,7 +117,7 @@ def judge(
         decision_rows=len(world.task.splits(rng_seed).decisions),
         measure_every=(settings or World()).measure_every,
     )
-    return Judged(
+    judged = Judged(
         returns=journal.returns,
         score=final["score"].numpy(),
         test=final["test"].numpy(),
@@ -93,6 +128,7 @@ def judge(
         seconds=journal.seconds,
         panicked=panicked.numpy(),
     )
+    return judged, journal.recording()
 
 
 def judged_world(
@@ -130,7 +166,7 @@ class Journal:
         self.returns, self.seconds = np.zeros(hosts), np.zeros(hosts)
         self._scores = torch.zeros(hosts, dtype=torch.float64)
         self._running = torch.ones(hosts, dtype=torch.bool)
-        self._pages: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._pages: list[Recording] = []
 
     @property
     def spec(self) -> ActionSpec:
@@ -157,7 +193,6 @@ class Journal:
         result = self.world.step(actions)
         lived, report = self.world.lived, self.world.ended
         assert lived is not None  # there was a step
-        self._pages.append((lived.stage, lived.blueprint, self._running))
         # Where an episode has ended, what is seen next is of another one.
         score = result.observation.host.score.double()
         if report is not None:
@@ -166,7 +201,18 @@ class Journal:
             first = self._running[report.env]
             for name, values in self.final.items():
                 values[report.env[first]] = getattr(report, name)[first].double()
-        self._scores += torch.where(self._running, score, 0.0)
+        score = torch.where(self._running, score, 0.0)
+        done = self._running & ~self.world.illegal
+        page = Recording(
+            actions=torch.where(done[:, None], actions, 0)[None],
+            stage=lived.stage[None],
+            blueprint=lived.blueprint[None],
+            alpha=lived.alpha[None],
+            score=score[None],
+            lived=self._running[None],
+        )
+        self._pages.append(page)
+        self._scores += score
         self._running = self._running & ~(result.terminated | result.truncated)
         return result
 
@@ -178,5 +224,15 @@ class Journal:
         Bool[Tensor, "decision env"],
     ]:
         """Stage and blueprint of every seed in every training, and who still lived."""
-        stage, blueprint, lived = zip(*self._pages, strict=True)
-        return torch.stack(stage), torch.stack(blueprint), torch.stack(lived)
+        whole = self.recording()
+        return whole.stage, whole.blueprint, whole.lived
+
+    def recording(self) -> Recording:
+        """All that was done so far, and what came of it."""
+        pages = self._pages
+        return Recording(
+            **{
+                each.name: torch.cat([getattr(page, each.name) for page in pages])
+                for each in fields(Recording)
+            }
+        )

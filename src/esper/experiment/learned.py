@@ -9,9 +9,10 @@ executed.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -24,8 +25,8 @@ from esper.experiment.config import from_toml
 from esper.experiment.lookup import find_run
 from esper.experiment.run import CHECKPOINTS, Run
 from esper.experiment.storage.disk import short
-from esper.tamiyo.policy.likeliest import Likeliest
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
+from esper.tamiyo.policy.tempered import tempered
 
 POLICY: Final = "training/agent/policy/"
 """What the names of a policy's numbers begin with in a checkpoint."""
@@ -42,10 +43,12 @@ class Learned:
     weights: Tensors = field(repr=False)
     round: int = 0
     """Of the run, in which it was as it is."""
+    actions: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """What it could say when it learnt; see `ActionSpec.describe`."""
 
     def __call__(self, spec: ActionSpec) -> Controller:
-        """A controller of this action space, which takes the likeliest choices."""
-        return Likeliest(self.policy(spec))
+        """A controller of this action space, surer of itself than in training."""
+        return tempered(self.policy(spec))
 
     def policy(self, spec: ActionSpec) -> TamiyoPolicy:
         """The policy itself."""
@@ -85,7 +88,8 @@ def load_controller(path: Path | str) -> Learned:
         if name.startswith(POLICY)
     }
     name = f"{run.name}@{folder.name}" if one else run.name
-    return Learned(name, config, weights, found.manifest.step)
+    actions = found.manifest.facts.get("actions", {})
+    return Learned(name, config, weights, found.manifest.step, actions)
 
 
 def _best(checkpoints: CheckpointFolder, folder: Path) -> Loaded:

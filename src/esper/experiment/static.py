@@ -64,24 +64,55 @@ def judge_static(
     """
     if name not in STATIC:
         raise BadInput(f"no static arm {name!r}; there are {', '.join(STATIC)}.")
+    if name == "static":
+        size = task.host.parameters * (1.0 + float(reference.added.mean()))
+        host, spend = widened(task.host, size), None
+    else:
+        host, spend = task.host, float(reference.training_macs.mean())
+    own = (settings or World()).horizon or task.horizon
+    return judge_plain(
+        host, task, hosts, rng_seed, settings, spend=spend, least=own, stage=stage
+    )
+
+
+def judge_plain(
+    host: Host,
+    task: Task,
+    hosts: int,
+    rng_seed: int,
+    settings: World | None = None,
+    *,
+    spend: float | None = None,
+    least: int = 1,
+    stage: str = "judged",
+) -> Judged:
+    """A network that nobody grows, on the data of the hosts that a number stands for.
+
+    Args:
+        host: Trained in place of the task's own, which rent is measured by.
+        task: What is learnt.
+        hosts: How many.
+        rng_seed: Decides which hosts.
+        settings: On what terms others grow; None: the default ones.
+        spend: Multiply-adds to train for; None: as many decisions as others have.
+        least: Decisions to train for, at least, however little there is to spend.
+        stage: As for `judge`.
+    """
     settings = settings or World()
     plain = judged_world(task, hosts, rng_seed, settings, stage=stage)
-    host, own = task.host, plain.task
+    own = plain.task
     # Everybody begins with the worth of the same plain host.
     before = plain.reset().host
     horizon = own.horizon
-    if name == "static":
-        size = host.parameters * (1.0 + float(reference.added.mean()))
-        task = replace(task, host=widened(host, size))
-    else:
+    if spend is not None:
         decision = own.decision_every * own.batch * step_macs(host.macs)
-        wanted = round(float(reference.training_macs.mean()) / decision)
-        horizon = min(max(wanted, own.horizon), LONGEST)
+        horizon = min(max(round(spend / decision), least), LONGEST)
     terms = replace(settings, horizon=horizon, measure_every=NO_LOOK)
-    world = judged_world(task, hosts, rng_seed, terms, stage=stage)
+    trained = replace(task, host=host)
+    world = judged_world(trained, hosts, rng_seed, terms, stage=stage)
     journal = watch(world, Never(), rng_seed)
     final, panicked = journal.final, journal.final["panicked"].bool().numpy()
-    added = world.host.parameters / host.parameters - 1.0
+    added = host.parameters / task.host.parameters - 1.0
     score, start = final["score"].numpy(), before.score.double().numpy()
     worth = score - before.rent.double().numpy() * added
     return Judged(
@@ -90,8 +121,8 @@ def judge_static(
         test=final["test"].numpy(),
         area=journal.area,
         added=np.full(hosts, added),
-        macs=np.full(hosts, world.host.macs / host.macs),
-        training_macs=_steps(journal) * step_macs(world.host.macs),
+        macs=np.full(hosts, host.macs / task.host.macs),
+        training_macs=_steps(journal) * step_macs(host.macs),
         seconds=journal.seconds,
         panicked=panicked,
     )

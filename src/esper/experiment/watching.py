@@ -8,17 +8,17 @@ from typing import Final
 from esper.experiment.config import TrainConfig
 from esper.experiment.judging import Judged, judge
 from esper.experiment.worlds import tasks_of
-from esper.tamiyo.policy.likeliest import Likeliest
 from esper.tamiyo.policy.network import TamiyoPolicy
+from esper.tamiyo.policy.tempered import tempered
 
 WATCHED: Final = "watched"
 """What these hosts are called; those of the end have another name."""
 
 
 def watch(policy: TamiyoPolicy, config: TrainConfig) -> dict[str, Judged]:
-    """One episode of the policy's likeliest choices on every host of every task."""
-    hosts, settings = config.judging.hosts, config.world
+    """One episode of the policy, as it would be used, on every host of every task."""
+    hosts, settings, sure = config.judging.hosts, config.world, tempered(policy)
     return {
-        task.name: judge(Likeliest(policy), task, hosts, 0, settings, stage=WATCHED)
+        task.name: judge(sure, task, hosts, 0, settings, stage=WATCHED)
         for task in tasks_of(config, WATCHED)
     }

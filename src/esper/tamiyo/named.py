@@ -1,4 +1,8 @@
-"""Controllers by name, for people who do not want to import one."""
+"""Controllers by name, for people who do not want to import one.
+
+`CONTROLLERS` are those that do not learn; "tamiyo" is the trained one that comes with
+the package, and is read when it is first asked for.
+"""
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -26,6 +30,11 @@ CONTROLLERS: Final[Mapping[str, Maker]] = MappingProxyType(
 )
 """What makes each controller for an action space."""
 
+SHIPPED: Final = "tamiyo"
+"""The trained controller that comes with the package."""
+NAMES: Final = (*CONTROLLERS, SHIPPED)
+"""Everybody who can be had by name."""
+
 
 def controller_for(who: Controller | Maker | str, spec: ActionSpec) -> Controller:
     """A controller of an action space.
@@ -43,10 +52,14 @@ def controller_for(who: Controller | Maker | str, spec: ActionSpec) -> Controlle
 
 def named(name: str, spec: ActionSpec) -> Controller:
     """The controller of that name, with its default settings."""
-    if name not in CONTROLLERS:
-        near = get_close_matches(name, CONTROLLERS, n=1, cutoff=0.0)
+    if name not in NAMES:
+        near = get_close_matches(name, NAMES, n=1, cutoff=0.0)
         raise BadInput(
             f"no controller {name!r}; did you mean {near[0]!r}? There are "
-            f"{', '.join(CONTROLLERS)}."
+            f"{', '.join(NAMES)}."
         )
+    if name == SHIPPED:
+        from esper.tamiyo.shipped.files import shipped
+
+        return shipped()(spec)
     return CONTROLLERS[name](spec)

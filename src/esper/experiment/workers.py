@@ -1,0 +1,125 @@
+"""Processes that work for this one, each with one thread.
+
+They ignore Ctrl-C, so that only their parent speaks, and the system ends them when
+their parent is gone. What takes long asks `stopping` now and then.
+"""
+
+import ctypes
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import active_children, get_context
+from multiprocessing.synchronize import Event
+from threading import current_thread, main_thread
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
+
+from esper.contracts.errors import WorkersTrouble
+
+SET_DEATH_SIGNAL: Final = 1
+"""What Linux calls PR_SET_PDEATHSIG."""
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Workers(Protocol):
+    """Whoever carries out what is handed in."""
+
+    def submit(self, work: Callable[..., T], *given: Any) -> "Future[T]":  # noqa: ANN401
+        """Have a function called, as soon as somebody is free."""
+        ...
+
+    def stop(self) -> None:
+        """Tell those who ask that it is time to end."""
+        ...
+
+
+@contextmanager
+def workers(processes: int) -> Iterator[Workers]:
+    """Processes that carry out work; ended at once if something goes wrong.
+
+    Args:
+        processes: How many.
+    """
+    others = set(active_children())
+    context = get_context("spawn")
+    event = context.Event()
+    with ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_begin, initargs=(event,)
+    ) as pool:
+        try:
+            yield _Pool(pool, event)
+        except BrokenProcessPool:
+            raise WorkersTrouble(
+                "a process that works for this one ended by itself, perhaps for want "
+                "of memory; try fewer processes or hosts."
+            ) from None
+        except BaseException:
+            # Leaving the pool waits for its processes, which may be busy for long.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(active_children()) - others:
+                process.terminate()
+            raise
+
+
+@contextmanager
+def one_worker() -> Iterator[Workers]:
+    """This process itself: what is handed in has been done when `submit` returns."""
+    yield _Here()
+
+
+def stopping() -> bool:
+    """Whether the parent of this process wants work that can be resumed to end."""
+    return _STOP is not None and _STOP.is_set()
+
+
+_STOP: Event | None = None
+
+
+class _Pool:
+    def __init__(self, pool: ProcessPoolExecutor, event: Event) -> None:
+        self._pool, self._event = pool, event
+
+    def submit(self, work: Callable[..., T], *given: Any) -> "Future[T]":  # noqa: ANN401
+        with _deaf_to_interrupts():
+            return self._pool.submit(work, *given)
+
+    def stop(self) -> None:
+        self._event.set()
+
+
+class _Here:
+    def submit(self, work: Callable[..., T], *given: Any) -> "Future[T]":  # noqa: ANN401
+        future: Future[T] = Future()
+        try:
+            future.set_result(work(*given))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def stop(self) -> None:
+        """What is done here hears signals itself."""
+
+
+def _begin(event: Event) -> None:
+    """Have the system end this process when the one that started it is gone."""
+    global _STOP
+    _STOP = event
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes that start in here ignore Ctrl-C."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,1 @@
+"""The controller that comes with the package: its weights, and what they are."""
