@@ -6,7 +6,8 @@ import torch
 from esper.contracts.errors import BadInput
 from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
-from esper.environment.mixture import Mixture
+from esper.environment.mixture import Mixture, Redrawn
+from esper.environment.simulated import SimulatedWorld
 from esper.tamiyo.controls import Random
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tasks.hosts import MlpHost
@@ -79,3 +80,43 @@ def test_worlds_in_which_other_things_can_be_said_are_refused():
         Mixture([worlds()[0], other])
     with pytest.raises(BadInput, match="at least one world, got none"):
         Mixture([])
+
+
+class Numbered:
+    """A world that shows the number it was made of."""
+
+    def __init__(self, number):
+        self.inner = SimulatedWorld(2, number)
+        self.number = number
+
+    spec = property(lambda self: self.inner.spec)
+    num_envs = property(lambda self: self.inner.num_envs)
+
+    def reset(self):
+        return self.inner.reset()
+
+    def step(self, actions):
+        return self.inner.step(actions)
+
+
+def test_a_redrawn_mixture_has_other_worlds_each_time_and_saves_only_their_number():
+    def made():
+        return Redrawn(
+            lambda number: [Numbered(10 * number), Numbered(10 * number + 1)]
+        )
+
+    world = made()
+    numbers = []
+    for _ in range(3):
+        world.redraw()
+        numbers.append([part.number for part in world.worlds])
+    assert numbers == [[0, 1], [10, 11], [20, 21]]
+    kept = save(world)
+    assert list(kept) == ["drawn"]
+    again = made()
+    load(again, kept)
+    for one in (world, again):
+        one.redraw()
+    assert [part.number for part in again.worlds] == [30, 31]
+    seen = [one.reset().host.rent for one in (world, again)]
+    assert torch.equal(*seen)

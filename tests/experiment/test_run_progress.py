@@ -48,7 +48,7 @@ def test_a_log_has_plain_lines():
     for words in (
         "Training on teacher, mnist1d, 16 environments each, rng_seed 7.",
         "simulated world 1/2  return +0.1",
-        "round 3  watched, likeliest choices: letter +0.5000 (score 0.500)",
+        "round 3  watched: letter +0.5000 (score 0.500)",
         "round 1/10  return +0.1000  score 0.500  grown 1.50x  kl 0.0100",
         "warning: the disk is slow",
     ):

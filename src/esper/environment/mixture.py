@@ -4,7 +4,8 @@ A policy that is to serve many tasks lives in all of them at once. What can be s
 be the same everywhere; hosts, data, horizons and terms may differ.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from jaxtyping import Int64
@@ -27,7 +28,7 @@ class Mixture(Stateful):
     """
 
     STATE = ("worlds",)
-    DERIVED = ("results",)
+    DERIVED: ClassVar[tuple[str, ...]] = ("results",)
 
     def __init__(self, worlds: Sequence[VectorWorld]) -> None:
         if not worlds:
@@ -79,6 +80,31 @@ class Mixture(Stateful):
             truncated=torch.cat([result.truncated for result in results]),
             final=final,
         )
+
+
+class Redrawn(Mixture):
+    """A mixture whose worlds are made anew from time to time, each time others.
+
+    Between two drawings nothing is kept but how often it was drawn: what a drawing
+    makes follows from that number.
+
+    Args:
+        make: The worlds that a number stands for.
+    """
+
+    STATE = ("drawn",)
+    DERIVED = ("results", "worlds")
+
+    def __init__(self, make: Callable[[int], Sequence[VectorWorld]]) -> None:
+        super().__init__(make(0))
+        self._make = make
+        self.drawn = 0
+        """How often worlds were drawn before."""
+
+    def redraw(self) -> None:
+        """Have the next worlds; they want to be reset."""
+        self.worlds = list(self._make(self.drawn))
+        self.drawn += 1
 
 
 def _say(spec: ActionSpec) -> str:

@@ -44,6 +44,8 @@ SIMULATED: Final = "simulated"
 """The task that is no network: a formula, a thousand times as fast."""
 WARM: Final = "warm"
 """What a run starts from if it starts from the simulated world."""
+IMITATION: Final = "imitation"
+"""What it starts from if it goes on from there by imitating timetables."""
 MIXED: Final = {SIMULATED: "the simulated world", FAMILY: "a family"}
 """Tasks that stand alone, and what to call them."""
 STATIC: Final = ("static", "longer")
@@ -224,7 +226,8 @@ class TrainConfig(Checked):
     runs: str = "runs"
     """Folder in which runs are kept."""
     start_from: str | None = "warm"
-    """Run whose policy to start from; "warm": half a minute of the simulated world."""
+    """Run whose policy to start from; "warm": half a minute of the simulated world;
+    "imitation": that, and two minutes of timetables tried on the run's tasks."""
     budget: Budget = field(default_factory=lambda: Budget(rounds=150))
     """When training ends."""
     learner: Learner = field(default_factory=Learner)
@@ -247,6 +250,11 @@ class TrainConfig(Checked):
                 self._require_alone(alone)
         if SIMULATED in self.tasks:
             self._require_plain_terms()
+        if self.start_from == IMITATION and (SIMULATED in self.tasks or self.envs < 2):
+            raise refusal(
+                "start_from 'imitation' compares timetables on hosts of real tasks; it "
+                "needs such tasks and at least 2 envs."
+            )
         count = self.variants if FAMILY in self.tasks else len(self.tasks)
         everywhere, parts = self.envs * count, self.learner.ppo.minibatches
         if parts > everywhere:

@@ -13,6 +13,7 @@ import torch
 from esper.contracts.errors import BadInput
 from esper.contracts.state import Stateful
 from esper.contracts.step import VectorWorld
+from esper.environment.mixture import Redrawn
 from esper.experiment.collect import Listener, collect, start
 from esper.experiment.streams import stream, stream_seed
 from esper.simic.agent.metrics import UpdateRecord
@@ -133,6 +134,9 @@ class Training(Stateful):
             done = self.round / max(config.rounds - 1, 1)
         share = 1.0 - (1.0 - config.final_share) * done
         agent.anneal(share)
+        if isinstance(self.world, Redrawn):
+            self.world.redraw()
+            self.live = start(self.world, agent.policy)
         self.live, finished = collect(
             self.world,
             agent.policy,

@@ -125,7 +125,7 @@ class RunProgress:
             shown.add_row(
                 "watched",
                 f"{self._watched.mean_return:+.4f}",
-                f"in round {self._watched.round}, likeliest choices",
+                f"in round {self._watched.round}",
             )
         shown.add_row(
             "KL",
@@ -178,4 +178,4 @@ def _seen(watched: Watched) -> str:
         f"{task} {judged.returns.mean():+.4f} (score {judged.score.mean():.3f})"
         for task, judged in watched.tasks.items()
     ]
-    return f"watched, likeliest choices: {', '.join(parts)}"
+    return f"watched: {', '.join(parts)}"

@@ -27,12 +27,14 @@ from esper.environment.mixture import Mixture
 from esper.experiment.checkpoint import Loaded
 from esper.experiment.conclusion import conclude
 from esper.experiment.config import (
+    IMITATION,
     SIMULATED,
     WARM,
     TrainConfig,
     as_toml,
     from_toml,
 )
+from esper.experiment.imitation import imitated_policy
 from esper.experiment.learned import MAY_BE_NAN, find_controller
 from esper.experiment.loop import RoundRecord, Training
 from esper.experiment.news import News, Said
@@ -44,7 +46,7 @@ from esper.experiment.sinks import TensorBoardSink, summary_writer
 from esper.experiment.store import Store
 from esper.experiment.streams import stream_seed
 from esper.experiment.warm import warm_policy
-from esper.experiment.worlds import loop_of, tasks_of, world_of, worlds_of
+from esper.experiment.worlds import loop_of, tasks_of, world_for, world_of
 from esper.tasks.task import Task
 
 KIND: Final = "training"
@@ -93,7 +95,7 @@ def _check(config: TrainConfig, root: Path) -> None:
     """Refuse what cannot be begun before anything is made."""
     if SIMULATED not in config.tasks:
         Mixture([_one_host(config, task) for task in tasks_of(config)])
-    if config.start_from not in (None, WARM):
+    if config.start_from not in (None, WARM, IMITATION):
         learned = find_controller(str(config.start_from), root)
         if learned.config != config.learner.policy:
             raise BadInput(
@@ -140,15 +142,13 @@ class Trainer(Stateful):
     DERIVED = ("_ended", "_seen")  # of the round that is being played
 
     def __init__(self, config: TrainConfig, store: Store) -> None:
-        self.worlds = worlds_of(config)
         names = [*config.tasks]
         if SIMULATED not in names:
             names = [task.name for task in tasks_of(config)]
+        whole = world_for(config)
         self.recorders = [
-            Recorder(store, name, world.spec, world.num_envs)
-            for name, world in zip(names, self.worlds, strict=True)
+            Recorder(store, name, whole.spec, config.envs) for name in names
         ]
-        whole = self.worlds[0] if len(self.worlds) == 1 else Mixture(self.worlds)
         self.training = Training(whole, loop_of(config, whole), self._record)
         self._minutes = config.budget.minutes
         self.times = 0
@@ -201,13 +201,14 @@ class Trainer(Stateful):
         """Tell every world's recorder of its share of a step."""
         whole, number = self.training.world, self.training.round + 1
         results = whole.results if isinstance(whole, Mixture) else [result]
-        counts = [world.num_envs for world in self.worlds]
+        worlds = whole.worlds if isinstance(whole, Mixture) else [whole]
+        counts = [world.num_envs for world in worlds]
         if self._seen is None:  # the first step of a round
             ends = list(accumulate(counts))
             places = [slice(e - n, e) for e, n in zip(ends, counts, strict=True)]
             self._seen = [cut(seen, here) for here in places]
         for world, recorder, before, said, after in zip(
-            self.worlds,
+            worlds,
             self.recorders,
             self._seen,
             actions.split(counts),
@@ -294,10 +295,12 @@ def _start_from(
 ) -> None:
     """Give a new policy the weights that the run was told to start from."""
     assert config.start_from is not None
+    if SIMULATED in config.tasks and config.start_from == WARM:
+        return  # that is where it is going anyway
     if config.start_from == WARM:
-        if SIMULATED in config.tasks:
-            return  # that is where it is going anyway
         weights = warm_policy(config, hear, stop)
+    elif config.start_from == IMITATION:
+        weights = imitated_policy(config, hear, stop)
     else:
         weights = find_controller(config.start_from, Path(config.runs)).weights
     policy = training.agent.policy

@@ -1,8 +1,9 @@
 """Everything that a protocol asks for, in order, and what each job waits for.
 
     controllers, search, bandit
-    task by task: learning rates of every arm, then everybody on the counted hosts
-    ablations, trained and judged
+    task by task: learning rates of every arm, then everybody on the first block
+    ablations, trained and judged on the first block
+    the same for the other blocks
 
 A job is a training or a batch: one arm on the hosts of one block, side by side. The
 learning rate of a counted batch is what tuning found, so it is no part of its name.
@@ -58,16 +59,16 @@ class Job:
 
 def all_jobs(protocol: Protocol) -> list[Job]:
     """All that there is to do, most important first."""
-    return [
-        *_learning(protocol),
-        *(
-            job
-            for task in protocol.tasks
-            for part in (_tuning, _counted)
-            for job in part(task, protocol)
-        ),
-        *_ablations(protocol),
-    ]
+    first, *others = protocol.blocks
+    jobs = [*_learning(protocol)]
+    for task in protocol.tasks:
+        jobs += [*_tuning(task, protocol), *_counted(task, first, protocol)]
+    jobs += [*_trained_without(protocol), *_counted_without(first, protocol)]
+    for block in others:
+        for task in protocol.tasks:
+            jobs += _counted(task, block, protocol)
+        jobs += _counted_without(block, protocol)
+    return jobs
 
 
 def rate_arm(arm: str, protocol: Protocol) -> str:
@@ -144,13 +145,12 @@ def _rates_of(arm: str, task: str, protocol: Protocol) -> Iterator[Job]:
             )
 
 
-def _counted(task: str, protocol: Protocol) -> Iterator[Job]:
-    """Everybody on the hosts that count."""
+def _counted(task: str, block: int, protocol: Protocol) -> Iterator[Job]:
+    """Everybody on the hosts of a block."""
     for arm in protocol.arms:
-        for block in protocol.blocks:
-            for setting in settings_of(arm, task, protocol):
-                for member in members_of(arm, protocol):
-                    yield _count(arm, member, task, setting, block, protocol)
+        for setting in settings_of(arm, task, protocol):
+            for member in members_of(arm, protocol):
+                yield _count(arm, member, task, setting, block, protocol)
 
 
 def _count(
@@ -169,17 +169,19 @@ def _count(
     return Job(name, COUNTED, arm, member, task, setting, block, None, needs)
 
 
-def _ablations(protocol: Protocol) -> Iterator[Job]:
-    ablations = protocol.ablations
-    for arm in ablations.without:
-        for member in members_of(arm, protocol):
+def _trained_without(protocol: Protocol) -> Iterator[Job]:
+    # One of each first: what is not done for want of time is missing evenly.
+    for member in range(protocol.ablations.members):
+        for arm in protocol.ablations.without:
             yield Job(f"training/{arm}/{member}", TRAINING, arm, member)
-    for task in ablations.tasks or protocol.tasks:
-        for arm in ablations.without:
-            for block in protocol.blocks:
-                for setting in protocol.rents:
-                    for member in members_of(arm, protocol):
-                        yield _count(arm, member, task, setting, block, protocol)
+
+
+def _counted_without(block: int, protocol: Protocol) -> Iterator[Job]:
+    for task in protocol.ablations.tasks or protocol.tasks:
+        for arm in protocol.ablations.without:
+            for setting in protocol.rents:
+                for member in members_of(arm, protocol):
+                    yield _count(arm, member, task, setting, block, protocol)
 
 
 def _made_by(arm: str, member: int) -> tuple[str, ...]:

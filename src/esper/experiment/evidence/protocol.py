@@ -22,7 +22,6 @@ from esper.experiment.config import (
     RULES,
     BlueprintName,
     Checked,
-    Count,
     TrainConfig,
     World,
 )
@@ -153,11 +152,13 @@ class Protocol(Checked):
     """Batches between two decisions; none: the task's own."""
     hosts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Hidden widths of a task's host, if they are not the task's own."""
+    lengths: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Decisions of a task's episode and batches between two, if not its own."""
     tuning: Tuning = field(default_factory=Tuning)
     counted: Counted = field(default_factory=Counted)
     controllers: Controllers = field(default_factory=Controllers)
     ablations: Ablations = field(default_factory=Ablations)
-    search_env_steps: Count | None = None
+    search_env_steps: Annotated[int, Between(1, 10**12)] | None = None
     """Decisions that the search and the bandit each may take; none: as many as the
     training of the first controller took."""
     resamples: Annotated[int, Between(100, 1_000_000)] = 10_000
@@ -176,6 +177,8 @@ class Protocol(Checked):
             _require_known("rents", name, self.settings)
         for name in self.hosts:
             _require_known("hosts", name, self.tasks)
+        for name in self.lengths:
+            _require_known("lengths", name, self.tasks)
         for name in self.projection:
             _require_known("projection", name, PROJECTION)
         for name in self.rents_only_tasks:
@@ -262,6 +265,9 @@ def evidence_task(name: str, protocol: Protocol) -> Task:
             f"slots is {protocol.slots}, but {name} has {len(task.host.slots)} places; "
             "give each at least one."
         )
+    if name in protocol.lengths:
+        horizon, every = protocol.lengths[name]
+        task = replace(task, horizon=horizon, decision_every=every)
     return replace(task, varied=True)
 
 

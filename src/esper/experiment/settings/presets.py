@@ -12,6 +12,7 @@ from typing import Final
 
 from esper.experiment.config import (
     FAMILY,
+    IMITATION,
     SIMULATED,
     Budget,
     Judging,
@@ -43,6 +44,7 @@ PRESETS: Final[Mapping[str, TrainConfig]] = MappingProxyType(
         FAMILY: TrainConfig(
             tasks=(FAMILY,),
             envs=8,
+            start_from=IMITATION,
             budget=Budget(rounds=100),
             learner=Learner(ppo=replace(Learner().ppo, twins=4)),
             # The right answer differs from episode to episode, and can be seen.
@@ -53,8 +55,8 @@ PRESETS: Final[Mapping[str, TrainConfig]] = MappingProxyType(
                 budget=(0.5, 5.0),
                 rate=(0.5, 2.0),
             ),
-            judging=Judging(every=20, hosts=8),
-            keeping=Keeping(every=20),
+            judging=Judging(every=25, hosts=16),
+            keeping=Keeping(every=25),
         ),
         SIMULATED: TrainConfig(
             tasks=(SIMULATED,),

@@ -1,6 +1,6 @@
-r"""A trained policy with less chance: every head drawn with probabilities
+r"""A trained policy with less chance.
 
-    p_i ~ exp(logit_i / temperature).
+    p_i ~ exp(logit_i / temperature)
 
 When to act is a matter of chance to a policy that was trained by sampling: to plant
 with a probability of one in three at every step means to plant soon, while the

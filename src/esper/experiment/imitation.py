@@ -1,0 +1,213 @@
+r"""A start: what the better of several timetables said, host by host.
+
+Twins (environments that have the same host, data, batches and terms) follow different
+random timetables. What a timetable is worth depends on host and terms, and among twins
+nothing else differs:
+
+    w_i = n softmax(R_i / temperature)        over the n twins of a group
+    loss = - mean of w_i log pi(what i said | what i saw)
+
+So the policy learns to say what the best of its twins said from what could be seen. It
+is advantage-weighted regression (Peng et al. 2019, https://arxiv.org/abs/1910.00177)
+with the group as its baseline; PPO goes on from there. Without it, chance plants badly
+before a policy has learnt to plant well, so that waiting looks best and stays.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Generator, Tensor, nn
+
+from esper.contracts.masks import ActionMasks
+from esper.contracts.state import load
+from esper.contracts.step import VectorWorld
+from esper.environment.mixture import Mixture
+from esper.experiment.config import TrainConfig
+from esper.experiment.evidence.search import draw_schedules
+from esper.experiment.news import Progressed
+from esper.experiment.streams import stream, stream_seed
+from esper.experiment.warm import warm_policy
+from esper.experiment.worlds import steps_of, worlds_of
+from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tamiyo.policy.distribution import HEAD_GROUPS, evaluation, rows_of_group
+from esper.tamiyo.policy.features import Features, compute_features
+from esper.tamiyo.policy.network import TamiyoPolicy
+from esper.tamiyo.schedule import Schedule, Scheduled
+
+DRAWN_BEFORE: Final = 1_000_000
+"""Number of the first family that timetables are tried on."""
+LEARNING_RATE: Final = 2e-3
+TEMPERATURE: Final = 0.01
+"""Difference of returns that makes a timetable e times as well worth following."""
+PASSES: Final = 6
+"""Over everything that was tried."""
+TRIALS: Final = 24
+"""Episodes of every environment that are tried."""
+POOL: Final = 400
+"""Timetables to choose from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One episode of every environment under timetables."""
+
+    features: Features
+    rows: Bool[Tensor, "env time head choice"]
+    actions: Int64[Tensor, "env time head"]
+    first: Bool[Tensor, "env time"]
+    valid: Bool[Tensor, "env time"]
+    """Steps of the first episode."""
+    returns: Float[Tensor, " env"]
+
+
+def imitated_policy(
+    config: TrainConfig,
+    hear: Callable[[Progressed], None],
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Tensor] | None:
+    """Weights of a policy that has learnt from timetables, and before in a formula.
+
+    Args:
+        config: Of the run that starts from it.
+        hear: Told how far it is.
+        stop: Whether to give up, in which case there is no policy.
+    """
+    weights = warm_policy(config, hear, stop)
+    ppo = replace(config.learner.ppo, twins=config.envs)
+    grouped = replace(config, learner=replace(config.learner, ppo=ppo))
+    chance = np.random.default_rng(stream_seed(config.rng_seed, "timetables"))
+    steps, trials = steps_of(config), []
+    for drawing in range(TRIALS):
+        if weights is None or stop():
+            return None
+        # The policy's own worlds come later, and are others.
+        world = Mixture(worlds_of(grouped, DRAWN_BEFORE + drawing))
+        plans = _plans(world, config.envs, chance, config.rng_seed)
+        causal = config.learner.policy.causal
+        trials.append(tried(world, plans, steps, causal))
+        news = f"mean return {float(trials[-1].returns.mean()):.3f}"
+        hear(Progressed("timetables", drawing + 1, TRIALS, news))
+    with torch.random.fork_rng(devices=[]):  # first weights are drawn, and lost
+        policy = TamiyoPolicy(world.spec, config.learner.policy)
+    own = {"value_mean": policy.value_mean, "value_scale": policy.value_scale}
+    load(policy, {**(weights or {}), **own})
+    imitate(policy, trials, config.envs, config.rng_seed)
+    return dict(policy.state_dict())
+
+
+def _plans(
+    world: Mixture, twins: int, chance: np.random.Generator, rng_seed: int
+) -> list[Schedule]:
+    """For every group one that never plants, and others at random."""
+    never, *pool = draw_schedules(POOL, [world.spec], rng_seed)
+    plans: list[Schedule] = []
+    for _ in range(world.num_envs // twins):
+        others = chance.choice(len(pool), twins - 1, replace=False)
+        plans += [never, *(pool[each] for each in others)]
+    return plans
+
+
+@torch.no_grad()
+def tried(
+    world: VectorWorld, schedules: Sequence[Schedule], steps: int, causal: bool
+) -> Trial:
+    """Let every environment follow a timetable of its own for one episode.
+
+    Args:
+        world: Where; it is reset.
+        schedules: One for each environment.
+        steps: Decisions; episodes that are not over by then count as far as they went.
+        causal: As in `rows_of_group`.
+    """
+    controller, spec = Scheduled(world.spec, schedules), world.spec
+    observation, state = world.reset(), None
+    running = torch.ones_like(observation.first)
+    returns = torch.zeros(world.num_envs, device=running.device)
+    nobody = Generator()
+    told: list[tuple[Tensor, ...]] = []
+    for _ in range(steps):
+        features = compute_features(observation, spec)
+        masks = compute_masks(observation, spec)
+        actions, state = controller.decide(observation, masks, state, nobody)
+        rows = _rows(masks, actions, causal)
+        seen = (features.host, features.slots, features.offers)
+        told.append((*seen, rows, actions, observation.first, running))
+        result = world.step(actions)
+        returns = returns + torch.where(running, result.reward, 0.0)
+        running = running & ~(result.terminated | result.truncated)
+        observation = result.observation
+    columns = [torch.stack(parts, dim=1) for parts in zip(*told, strict=True)]
+    host, slots, offers, rows, actions, first, valid = columns
+    return Trial(
+        features=Features(host, slots, offers),
+        rows=rows,
+        actions=actions,
+        first=first,
+        valid=valid,
+        returns=returns,
+    )
+
+
+def preferred(
+    returns: Float[Tensor, " env"], twins: int, temperature: float = TEMPERATURE
+) -> Float[Tensor, " env"]:
+    """How much each environment is to be followed; 1 on average over its twins."""
+    groups = returns.unflatten(0, (-1, twins)) / temperature
+    weights: Tensor = twins * groups.softmax(dim=1)
+    return weights.flatten()
+
+
+def imitate(
+    policy: TamiyoPolicy,
+    trials: Sequence[Trial],
+    twins: int,
+    rng_seed: int,
+    hear: Callable[[int, int, float], None] = lambda done, whole, loss: None,
+) -> None:
+    """Teach a policy what the better of its twins said.
+
+    Args:
+        policy: Changed in place.
+        trials: What was tried.
+        twins: Environments in a row that had the same chances.
+        rng_seed: Decides in which order trials are read.
+        hear: Told of every step: how many are done, of how many, and its loss.
+    """
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE, eps=1e-5)
+    orders = stream(rng_seed, "imitation")
+    done, whole = 0, PASSES * len(trials)
+    for _ in range(PASSES):
+        for index in torch.randperm(len(trials), generator=orders).tolist():
+            for group in optimizer.param_groups:
+                group["lr"] = LEARNING_RATE * (1.0 - done / whole)
+            loss = regression(policy, trials[index], twins)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            done += 1
+            hear(done, whole, float(loss.detach()))
+
+
+def regression(policy: TamiyoPolicy, trial: Trial, twins: int) -> Float[Tensor, ""]:
+    """Weighted negative log-likelihood of what was said, per step."""
+    state = policy.initial_state(len(trial.returns))
+    logits, values = policy.scores(trial.features, trial.actions, trial.first, state)
+    said = evaluation(logits, values, trial.rows, trial.actions).log_probs.sum(dim=-1)
+    weight = preferred(trial.returns, twins).unsqueeze(1)
+    heard = torch.where(trial.valid, weight * said, 0.0)
+    return -heard.sum() / trial.valid.sum()
+
+
+def _rows(
+    masks: ActionMasks, actions: Int64[Tensor, "env head"], causal: bool
+) -> Bool[Tensor, "env head choice"]:
+    """What every head could have chosen, given the heads before it."""
+    groups = range(len(HEAD_GROUPS))
+    parts = [rows_of_group(masks, group, actions, causal=causal) for group in groups]
+    return torch.cat(parts, dim=1)
