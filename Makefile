@@ -11,10 +11,16 @@ export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PY) -m pip config get g
 # Checking every annotation at run time would make learning several times slower.
 WITHOUT_SHAPE_CHECKS := -o addopts="-ra --strict-markers --strict-config"
 
-.PHONY: train test check browser slow mutants clean help
+.PHONY: train tamiyo test check browser slow mutants clean help
 
 train: $(V)/.ok ## set up if needed, train Tamiyo on real networks, judge her, write the report
 	$(V)/bin/esper train --rng_seed 0
+
+tamiyo: $(V)/.ok ## set up if needed, train the controller that comes with Esper once more
+	$(V)/bin/esper train --preset family --rng_seed $(RNG_SEED) --name tamiyo-$(RNG_SEED)
+	$(V)/bin/esper export tamiyo-$(RNG_SEED) --format controller --out runs/shipped
+# The random seed of the one that was shipped.
+RNG_SEED ?= 0
 
 test: check browser ## set up if needed, lint, check types and borders, run the tests
 	$(V)/bin/pytest -q -n 2 -m "not slow and not learns"

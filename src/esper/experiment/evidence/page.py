@@ -184,8 +184,11 @@ def page(
     )
     lines += _section(
         "With something taken away",
-        tables.ablations_table(cells, tasks, against, ablations, chance),
-        ["Few controllers each: these intervals are wide."],
+        tables.ablations_table(cells, tasks, ablations, chance),
+        [
+            "Few controllers each: these intervals are wide. `nothing` is what nothing "
+            "was taken from, trained as long as the others."
+        ],
     )
     lines += _section(
         "Learning rates that tuning chose",

@@ -2,15 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from math import isfinite, nan
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from esper.experiment.evidence.claims import LEARNED, Claim, Versus
-from esper.experiment.evidence.hierarchy import iqm_interval, mean_interval
+from esper.experiment.evidence.hierarchy import (
+    difference,
+    improvement,
+    iqm_interval,
+    mean_interval,
+)
 from esper.experiment.evidence.readout import BASELINE, Cells, Readout
 from esper.experiment.statistics import Interval
 
+NOTHING: Final = "nothing"
+"""The ablation in which nothing is missing."""
 Chance = Mapping[str, Any]
 """Draws and random seed of every interval."""
 
@@ -186,34 +193,39 @@ def rates_table(
 
 
 def ablations_table(
-    cells: Cells,
-    tasks: Sequence[str],
-    against: Mapping[str, Versus],
-    names: Sequence[str],
-    chance: Chance,
+    cells: Cells, tasks: Sequence[str], names: Sequence[str], chance: Chance
 ) -> list[str]:
-    """What Tamiyo is worth with something taken from her."""
+    """What controllers are worth that were trained without something.
+
+    They are compared with those from which nothing was taken and that were trained as
+    long, if there are such, else with Tamiyo.
+    """
+    whole = NOTHING if NOTHING in names else LEARNED
     rows = []
-    for arm in names:
-        done = cells.done(arm, tasks)
-        if done and arm in against:
-            versus = against[arm]
-            rows.append(
-                [
-                    arm,
-                    ranged(iqm_interval(cells.of(arm, done), **chance), "+.3f"),
-                    ranged(versus.difference, "+.3f"),
-                    ranged(versus.improvement, ".2f"),
-                    f"{len(cells.members[arm])}",
-                    f"{cells.count(arm, done)}",
-                    ", ".join(done),
-                ]
-            )
+    for arm in sorted(names, key=lambda name: name != NOTHING):
+        done = [task for task in cells.done(arm, tasks) if cells.done(whole, [task])]
+        if not done:
+            continue
+        mine, theirs = cells.of(arm, done), cells.of(whole, done)
+        versus = [
+            ranged(difference(theirs, mine, **chance), "+.3f"),
+            ranged(improvement(theirs, mine, **chance), ".2f"),
+        ]
+        rows.append(
+            [
+                arm,
+                ranged(iqm_interval(mine, **chance), "+.3f"),
+                *(["", ""] if arm == whole else versus),
+                f"{len(cells.members[arm])}",
+                f"{cells.count(arm, done)}",
+                ", ".join(done),
+            ]
+        )
     header = [
         "ablation",
         "normalised objective [95 %]",
-        "Tamiyo less it",
-        "P(Tamiyo above it)",
+        f"{whole} less it",
+        f"P({whole} above it)",
         "controllers",
         "n",
         "tasks",
