@@ -1,0 +1,97 @@
+"""Training on a family: other worlds in every round, and resumed to the bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from esper.contracts.errors import BadInput
+from esper.contracts.state import load, save
+from esper.environment.mixture import Redrawn
+from esper.experiment.config import Budget, TrainConfig, World
+from esper.experiment.loop import Training
+from esper.experiment.settings.presets import preset
+from esper.experiment.watching import WATCHED
+from esper.experiment.worlds import loop_of, tasks_of, world_for, world_of
+from esper.tamiyo.policy.network import PolicyConfig
+from esper.tasks.catalogue import task as find_task
+
+SHORT = World(
+    horizon=3, decision_every=2, slots=4, blueprints=("widen_8",), rent=(0.001, 0.08)
+)
+
+
+def family():
+    base = preset("family")
+    small = PolicyConfig(width=16, slot_width=8, offer_width=8)
+    ppo = replace(base.learner.ppo, twins=2)
+    return replace(
+        base,
+        envs=2,
+        variants=2,
+        start_from=None,
+        budget=Budget(rounds=4),
+        world=SHORT,
+        learner=replace(base.learner, policy=small, ppo=ppo),
+    )
+
+
+def training(config):
+    world = world_for(config)
+    return Training(world, loop_of(config, world))
+
+
+def test_a_training_that_was_saved_goes_on_to_the_bit_in_worlds_of_its_own():
+    config = family()
+    one = training(config)
+    for _ in range(2):
+        one.play_round()
+    kept = save(one)
+    other = training(config)
+    load(other, kept)
+    hosts = [str(world.host) for world in one.world.worlds]
+    for each in (one, other):
+        each.play_round()
+        each.play_round()
+    assert [str(world.host) for world in one.world.worlds] != hosts
+    first, second = save(one), save(other)
+    for name in first.keys() - {"seconds"}:
+        same = torch.equal(first[name].nan_to_num(7.5), second[name].nan_to_num(7.5))
+        assert same, name
+
+
+def test_watched_families_are_the_same_for_every_run_and_never_trained_on():
+    runs = [replace(family(), rng_seed=seed) for seed in (0, 1)]
+    watched = [[str(task) for task in tasks_of(run, WATCHED)] for run in runs]
+    assert watched[0] == watched[1]
+    trained = [
+        str(task) for run in runs for n in range(9) for task in tasks_of(run, drawing=n)
+    ]
+    assert len({*trained}) == len(trained)
+    assert not {*trained} & {*watched[0]}
+
+
+def test_a_family_is_redrawn_and_other_tasks_are_not():
+    assert isinstance(world_for(family()), Redrawn)
+    plain = TrainConfig(tasks=("digits",), envs=2, world=World(horizon=2))
+    assert not isinstance(world_for(plain), Redrawn)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tasks": ("family", "letter")}, "family cannot be mixed"),
+        ({"envs": 3}, "twins is 2, which does not divide envs 3"),
+    ],
+)
+def test_families_that_cannot_be_are_refused(changes, words):
+    with pytest.raises(BadInput, match=words):
+        replace(family(), **changes)
+
+
+def test_slots_are_shared_out_over_the_places_of_a_host():
+    digits = find_task("digits")  # two places
+    terms = World(slots=6, blueprints=("widen_8",))
+    assert world_of(digits, 1, 0, terms).spec.slots.max_slots == 6
+    with pytest.raises(BadInput, match="2 places"):
+        world_of(digits, 1, 0, replace(terms, slots=5))
