@@ -59,7 +59,7 @@ def test_she_is_a_few_megabytes_at_most_and_knows_how_she_was_trained():
     assert len((HOME / WEIGHTS).read_bytes()) < 4 << 20
     assert found.kinds
     assert {"rng_seed", "rounds", "env_steps", "hours"} <= found.training.keys()
-    assert {"config", "versions", "commit"} <= found.training.keys()
+    assert {"config", "versions", "shipped_from"} <= found.training.keys()
     assert shipped() is found
 
 

@@ -26,12 +26,12 @@ from esper.contracts.masks import ActionMasks
 from esper.contracts.state import load
 from esper.contracts.step import VectorWorld
 from esper.environment.mixture import Mixture
-from esper.experiment.config import TrainConfig
+from esper.experiment.config import IMITATION, TrainConfig
 from esper.experiment.evidence.search import draw_schedules
 from esper.experiment.news import Progressed
 from esper.experiment.streams import stream, stream_seed
 from esper.experiment.warm import warm_policy
-from esper.experiment.worlds import steps_of, worlds_of
+from esper.experiment.worlds import steps_of, tasks_of, worlds_of
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.distribution import HEAD_GROUPS, evaluation, rows_of_group
 from esper.tamiyo.policy.features import Features, compute_features
@@ -97,6 +97,13 @@ def imitated_policy(
     load(policy, {**(weights or {}), **own})
     imitate(policy, trials, config.envs, config.rng_seed)
     return dict(policy.state_dict())
+
+
+def imitation_steps(config: TrainConfig) -> int:
+    """Decisions on real hosts that a run's start takes, over all environments."""
+    if config.start_from != IMITATION:
+        return 0
+    return TRIALS * steps_of(config) * config.envs * len(tasks_of(config))
 
 
 def _plans(

@@ -50,6 +50,12 @@ class Recorder(Stateful):
         self.returns = torch.zeros(num_envs, device=device)
         """Rewards of the running episodes so far."""
 
+    def begin_anew(self) -> None:
+        """Episodes that were running are given up, and others begin everywhere."""
+        if self.step:
+            self.returns = torch.zeros_like(self.returns)
+            self.episode = self.episode + 1
+
     def add(
         self,
         round: int,

@@ -180,6 +180,12 @@ class Run:
             return None
         return _json(self.path / FINISHED, self._text(FINISHED))
 
+    @property
+    def seconds(self) -> float:
+        """From its beginning to its end, with everything in between."""
+        began = datetime.fromisoformat(str(self.versions["began"]))
+        return (self.path / FINISHED).stat().st_mtime - began.timestamp()
+
     def finish(self, facts: Mapping[str, Any]) -> None:
         """Say that this run is complete."""
         self.write(FINISHED, facts)

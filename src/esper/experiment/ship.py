@@ -9,7 +9,6 @@ digest of the numbers, so two that do not belong together are refused when read.
 
 import json
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
@@ -21,8 +20,7 @@ from esper.contracts.blueprints import BLUEPRINTS, Blueprint
 from esper.contracts.errors import BadInput
 from esper.experiment.config import as_toml
 from esper.experiment.learned import Learned, load_controller
-from esper.experiment.run import STORE, Run
-from esper.experiment.storage.database import open_store
+from esper.experiment.run import Run
 from esper.experiment.storage.disk import Disk, publish, said, short, storage
 from esper.experiment.storage.tensor_file import pack
 from esper.experiment.trainer import settings_of
@@ -90,8 +88,6 @@ def _blueprints(learned: Learned) -> list[Blueprint]:
 def _training(run: Run, learned: Learned) -> dict[str, Any]:
     """How it was trained."""
     config, finished = settings_of(run), run.finished or {}
-    with closing(open_store(run.path / STORE)) as db:
-        (seconds,) = db.execute("SELECT max(seconds) FROM live_rounds").fetchone()
     return {
         "run": short(Path(run.name)),
         "tasks": [*config.tasks],
@@ -99,11 +95,12 @@ def _training(run: Run, learned: Learned) -> dict[str, Any]:
         "round": learned.round,
         "rounds": finished.get("rounds"),
         "env_steps": finished.get("env_steps"),
-        "hours": round((seconds or 0.0) / 3600, 3),
+        "imitation_steps": finished.get("imitation_steps"),
+        "hours": round(run.seconds / 3600, 3),
         # Where it lay is nobody's business, and would not be there elsewhere.
         "config": as_toml(replace(config, name=None, runs="runs")),
         "versions": {name: run.versions.get(name) for name in VERSIONS},
-        "commit": commit_of(Path(esper.__file__).parents[2]),
+        "shipped_from": commit_of(Path(esper.__file__).parents[2]),
     }
 
 

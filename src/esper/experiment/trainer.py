@@ -23,7 +23,7 @@ from esper.contracts.errors import BadInput, NumericsTrouble
 from esper.contracts.observation import Observation
 from esper.contracts.state import Stateful, load
 from esper.contracts.step import StepResult, VectorWorld
-from esper.environment.mixture import Mixture
+from esper.environment.mixture import Mixture, Redrawn
 from esper.experiment.checkpoint import Loaded
 from esper.experiment.conclusion import conclude
 from esper.experiment.config import (
@@ -34,7 +34,7 @@ from esper.experiment.config import (
     as_toml,
     from_toml,
 )
-from esper.experiment.imitation import imitated_policy
+from esper.experiment.imitation import imitated_policy, imitation_steps
 from esper.experiment.learned import MAY_BE_NAN, find_controller
 from esper.experiment.loop import RoundRecord, Training
 from esper.experiment.news import News, Said
@@ -160,6 +160,9 @@ class Trainer(Stateful):
         """One round; the record has what became of the hosts too."""
         self._ended.clear()
         self._seen = None
+        if isinstance(self.training.world, Redrawn):
+            for recorder in self.recorders:
+                recorder.begin_anew()
         record = self.training.play_round(self.done)
         if not self._ended:
             return record
@@ -286,7 +289,13 @@ def _train(
             conclude(config, run, store, training.round, hear, lambda: bool(heard))
         if not heard:
             steps = trainer.env_steps
-            run.finish({"rounds": training.round, "env_steps": steps})
+            run.finish(
+                {
+                    "rounds": training.round,
+                    "env_steps": steps,
+                    "imitation_steps": imitation_steps(config),
+                }
+            )
         return Ending(run.path, training.round, heard[0] if heard else None)
 
 

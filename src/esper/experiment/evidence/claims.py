@@ -157,7 +157,8 @@ def claims(
     ):
         found.append(
             _judged(
-                f"at or above a plain network of equal {words}: interval not below 0",
+                f"not shown to be below a plain network of equal {words}: interval not "
+                "wholly below 0",
                 f"not below {arm}",
                 tasks,
                 against.get(arm),

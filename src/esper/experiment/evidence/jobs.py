@@ -77,7 +77,7 @@ def rate_arm(arm: str, protocol: Protocol) -> str:
 
 
 def elsewhere(task: str, protocol: Protocol) -> str:
-    """The next task whose hosts hold as many seeds: where recordings come from."""
+    """The next task like this one whose hosts hold as many seeds."""
     at = protocol.tasks.index(task)
     others = (*protocol.tasks[at + 1 :], *protocol.tasks[:at])
 
@@ -85,7 +85,13 @@ def elsewhere(task: str, protocol: Protocol) -> str:
         places = len(evidence_task(name, protocol).host.slots)
         return protocol.slots // places * places
 
+    def alike(name: str) -> tuple[str, int]:
+        found = evidence_task(name, protocol)
+        return found.host.kind, found.horizon
+
     same = [name for name in others if held(name) == held(task)]
+    # Best one of the same kind and length, of which nothing must be cut off.
+    same.sort(key=lambda name: alike(name) != alike(task))
     return same[0] if same else task
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -19,9 +18,9 @@ from esper.contracts.step import VectorWorld
 from esper.experiment.config import TrainConfig
 from esper.experiment.evidence import contextual, search
 from esper.experiment.evidence.ledger import Trained
+from esper.experiment.imitation import imitation_steps
 from esper.experiment.loop import RoundRecord
-from esper.experiment.run import STORE, Run
-from esper.experiment.storage.database import open_store
+from esper.experiment.run import Run
 from esper.experiment.trainer import begin_run, resume_run
 from esper.experiment.workers import stopping
 from esper.experiment.worlds import worlds_of
@@ -41,14 +40,13 @@ def train(config: TrainConfig, arm: str, member: int, folder: Path) -> Trained |
     facts = Run.read(path).finished
     if facts is None:
         return None
-    with closing(open_store(path / STORE)) as db:
-        (seconds,) = db.execute("SELECT max(seconds) FROM live_rounds").fetchone()
     return Trained(
         name=path.name,
         arm=arm,
         member=member,
-        env_steps=int(facts["env_steps"]),
-        seconds=float(seconds or 0.0),
+        # What the start by imitation took is part of the price.
+        env_steps=int(facts["env_steps"]) + imitation_steps(config),
+        seconds=Run.read(path).seconds,
         run=f"{CONTROLLERS}/{path.name}",
         facts=json.dumps(facts),
     )
@@ -77,7 +75,10 @@ class _Makes:
         self._config = config
 
     def __call__(self, rng_seed: int) -> Sequence[VectorWorld]:
-        return worlds_of(replace(self._config, rng_seed=rng_seed))
+        # Everybody plays on every host here: a twin would tell nothing more.
+        learner = self._config.learner
+        alone = replace(learner, ppo=replace(learner.ppo, twins=1))
+        return worlds_of(replace(self._config, learner=alone, rng_seed=rng_seed))
 
 
 def _found(name: str, env_steps: int, seconds: float, facts: str) -> Trained:

@@ -159,7 +159,7 @@ def earned(row: Row, column: str) -> float:
     value = row[column]
     known = value is not None and isfinite(value)
     if column in ("test", "score", "area") and row["panicked"]:
-        return float(value) if known else 0.0
+        return 0.0
     return float(value) if known else nan
 
 

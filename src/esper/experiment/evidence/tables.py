@@ -150,11 +150,12 @@ def budgets_table(
     names = readout.budgets
     heads = [f"{readout.terms[name].budget:g} × host" for name in names]
     columns = {name: readout.figure("test", [name]) for name in names}
-    # Scores of several tasks are averaged over the same tasks for everybody.
+    # Scores of several tasks are averaged over the same tasks for everybody: those
+    # that Tamiyo was judged on at every budget.
     common = [
         task
         for task in tasks
-        if any(all(c.done(arm, [task]) for c in columns.values()) for arm in arms)
+        if all(cells.done(LEARNED, [task]) for cells in columns.values())
     ]
     rows = []
     for arm in arms:
