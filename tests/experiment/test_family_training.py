@@ -1,5 +1,7 @@
 """Training on a family: other worlds in every round, and resumed to the bit."""
 
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -8,9 +10,12 @@ import torch
 from esper.contracts.errors import BadInput
 from esper.contracts.state import load, save
 from esper.environment.mixture import Redrawn
-from esper.experiment.config import Budget, TrainConfig, World
+from esper.experiment import imitation, warm
+from esper.experiment.config import Budget, Judging, TrainConfig, World
 from esper.experiment.loop import Training
+from esper.experiment.run import STORE, Run
 from esper.experiment.settings.presets import preset
+from esper.experiment.trainer import begin_run
 from esper.experiment.watching import WATCHED
 from esper.experiment.worlds import loop_of, tasks_of, world_for, world_of
 from esper.tamiyo.policy.network import PolicyConfig
@@ -95,3 +100,38 @@ def test_slots_are_shared_out_over_the_places_of_a_host():
     assert world_of(digits, 1, 0, terms).spec.slots.max_slots == 6
     with pytest.raises(BadInput, match="2 places"):
         world_of(digits, 1, 0, replace(terms, slots=5))
+
+
+def stored_returns(path, number):
+    with closing(sqlite3.connect(path / STORE)) as db:
+        found = db.execute(
+            'SELECT "return" FROM live_episodes WHERE round = ?', [number]
+        ).fetchall()
+    return [value for (value,) in found]
+
+
+def test_a_run_that_starts_by_imitation_stores_what_its_episodes_earned(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(imitation, "TRIALS", 2)
+    monkeypatch.setattr(warm, "ROUNDS", 1)
+    judging = Judging(every=2, hosts=1, controllers=())
+    config = replace(
+        family(),
+        start_from="imitation",
+        budget=Budget(rounds=3),
+        judging=judging,
+        runs=str(tmp_path),
+        name="small",
+    )
+    rounds, told = [], []
+    ending = begin_run(config, rounds.append, told.append)
+    assert len(rounds) == 3
+    assert any("timetables" in str(news) for news in told)
+    for record in rounds:
+        returns = stored_returns(ending.path, record.round)
+        assert sum(returns) / len(returns) == pytest.approx(
+            record.mean_return, abs=1e-5
+        )
+    facts = Run.read(ending.path).finished
+    assert facts["imitation_steps"] == 2 * 3 * 2 * 2

@@ -13,6 +13,7 @@ from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotConfig
 from esper.environment.growing import GrowingWorld
 from esper.experiment.collect import play
+from esper.experiment.evidence.learning import _Makes
 from esper.experiment.evidence.search import (
     STANDARD,
     Found,
@@ -21,6 +22,7 @@ from esper.experiment.evidence.search import (
     from_json,
     search,
 )
+from esper.experiment.settings.presets import preset
 from esper.tamiyo.controls import Early, Never, Periodic
 from esper.tamiyo.schedule import Schedule, Scheduled
 from esper.tasks.catalogue import task
@@ -148,3 +150,10 @@ def test_real_hosts_are_searched():
     found = search(real, 80, 0, most=4)
     assert np.isfinite(found.value)
     assert (found.tried, found.env_steps) == (4, 72)
+
+
+def test_search_and_bandit_meet_no_host_twice():
+    made = _Makes(replace(preset("family"), variants=2))(3)
+    for world in made:
+        rents = world.reset().host.rent.tolist()
+        assert len(set(rents)) == len(rents)

@@ -10,7 +10,7 @@ from esper.tamiyo.policy.network import TamiyoPolicy
 
 
 class Likeliest:
-    """How a policy is judged, and used once it has learnt."""
+    """How a policy is read out where the best choice is always the same one."""
 
     def __init__(self, policy: TamiyoPolicy) -> None:
         self.policy = policy
