@@ -49,9 +49,9 @@ PRESETS: Final[Mapping[str, TrainConfig]] = MappingProxyType(
             learner=Learner(ppo=replace(Learner().ppo, twins=4)),
             # The right answer differs from episode to episode, and can be seen.
             world=World(
-                slots=4,
-                blueprints=("widen_8", "widen_16", "widen_32"),
-                rent=(0.001, 0.08),
+                slots=6,
+                blueprints=("widen_8",),
+                rent=(0.001, 0.1),
                 budget=(0.5, 5.0),
                 rate=(0.5, 2.0),
             ),

@@ -8,8 +8,8 @@ clamped. A size, which has no bounds, becomes
 the logistic function of log(|x| / half) with the sign of x: every doubling is seen,
 most clearly around `half`, and 1e30 is just 1. (tanh is flat soon after its scale, so
 it tells sizes of one decade apart; contributions, promises and rents span two.)
-Gross and net gains have different halves, so that both hundredths and halves of a
-score are told apart. What was not measured reads 0 and has a flag beside it.
+Gross and net gains have different halves, and so have large and small rents, so that
+both hundredths and halves of a score are told apart. What was not measured reads 0 and has a flag beside it.
 """
 
 from collections.abc import Mapping
@@ -44,6 +44,7 @@ HOST_COLUMNS: Final = (
     Column("budget_left", half=0.5),
     Column("budget_unlimited"),
     Column("rent", half=0.1),
+    Column("small_rent", half=0.01),
     Column("added", half=0.5),
     Column("score"),
     Column("score_slope", half=0.01),
@@ -78,6 +79,7 @@ OFFER_COLUMNS: Final = (
     Column("parameters", half=0.1),
     Column("macs", half=0.1),
     Column("rent", half=0.1),
+    Column("small_rent", half=0.01),
     Column("promise", half=0.1),
     Column("net_promise", half=0.4),
     Column("promise_known"),
@@ -170,6 +172,7 @@ def _of_host(host: HostStates) -> dict[str, Tensor]:
     return {
         "budget_left": host.budget_left.clamp(max=HUGE),
         "budget_unlimited": (host.budget_left == inf).float(),
+        "small_rent": host.rent.clamp(-HUGE, HUGE),
     }
 
 
@@ -201,6 +204,7 @@ def _of_offers(
         "affordable": parameters <= host.budget_left.view(-1, 1, 1),
         "planted": slots.blueprint.unsqueeze(2) == layout.blueprints,
         "rent": charged,
+        "small_rent": charged,
         "promise": torch.where(known, offers.promise, layout.zero),
         "net_promise": torch.where(known, offers.promise - charged, layout.zero),
     }
