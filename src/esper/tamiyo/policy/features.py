@@ -9,7 +9,8 @@ the logistic function of log(|x| / half) with the sign of x: every doubling is s
 most clearly around `half`, and 1e30 is just 1. (tanh is flat soon after its scale, so
 it tells sizes of one decade apart; contributions, promises and rents span two.)
 Gross and net gains have different halves, and so have large and small rents, so that
-both hundredths and halves of a score are told apart. What was not measured reads 0 and has a flag beside it.
+both hundredths and halves of a score are told apart. What was not measured reads 0 and
+has a flag beside it.
 """
 
 from collections.abc import Mapping
