@@ -160,6 +160,7 @@ PLAIN = [
         ("host", name, {name: 0.5}, {})
         for name in ("rent", "added", "score_slope", "loss", "loss_slope")
     ],
+    ("host", "small_rent", {"rent": 0.5}, {}),
     ("host", "budget_left", {"budget_left": 0.5}, {}),
     ("host", "budget_unlimited", {"budget_left": inf}, {}),
     *[
@@ -187,6 +188,7 @@ PLAIN = [
     ("offers", "parameters", {"parameters": 0.5}, {}),
     ("offers", "macs", {"macs": 0.5}, {}),
     ("offers", "rent", {"parameters": 0.5}, {"rent": 0.5}),
+    ("offers", "small_rent", {"parameters": 0.5}, {"rent": 0.5}),
     ("offers", "promise", {"promise": 0.5, "promise_known": True}, {}),
     ("offers", "net_promise", {"promise": 0.5, "promise_known": True}, {}),
     ("offers", "promise_known", {"promise_known": True}, {}),
@@ -400,9 +402,9 @@ def test_no_environments_give_empty_features():
 def test_features_can_be_computed_on_a_device_that_holds_no_values():
     features = compute_features(quiet("meta"), SPEC)
     for name, shape in (
-        ("host", (2, 10)),
+        ("host", (2, 11)),
         ("slots", (2, 2, 19)),
-        ("offers", (2, 2, 3, 9)),
+        ("offers", (2, 2, 3, 10)),
     ):
         assert getattr(features, name).shape == shape
         assert getattr(features, name).device.type == "meta"
