@@ -485,7 +485,8 @@ def test_damaged_files_are_read_or_refused(tmp_path, count):
             accepted += 1
             assert from_toml(as_toml(config)) == config
     assert accepted + len(lines) == count
-    assert 0 < accepted / count < 0.75  # most damage is found, some does no harm
+    assert accepted / count < 0.75
+    assert accepted or count < 1_000  # one damaged file in a hundred does no harm
     assert all(len(line) <= 200 and line.isprintable() for line in lines)
 
 

@@ -112,7 +112,9 @@ def test_a_run_is_the_same_where_code_is_compiled_and_where_it_is_loaded(tmp_pat
 def test_a_run_says_what_it_was_made_of(whole):
     run = Run.read(whole)
     assert from_toml(run.config_toml) == config(whole.parent, "whole", ROUNDS)
-    assert run.finished == {"rounds": ROUNDS, "env_steps": ROUNDS * 4 * 4}
+    steps = ROUNDS * 4 * 4
+    expected = {"rounds": ROUNDS, "env_steps": steps, "imitation_steps": 0}
+    assert run.finished == expected
     assert state(whole)[0] == ROUNDS
 
 

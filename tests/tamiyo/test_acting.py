@@ -56,7 +56,9 @@ def test_compiled_decisions_equal_those_of_torch(spec, config, envs, likeliest):
     policies, ops = pair(spec, config), set()
     for rng_seed in range(12):
         given = situation(policies[0], envs, rng_seed)
-        chances = [None if likeliest else Generator().manual_seed(3) for _ in policies]
+        chances = [
+            None if likeliest else Generator().manual_seed(rng_seed) for _ in policies
+        ]
         one, other = (
             policy.act(*given, chance)
             for policy, chance in zip(policies, chances, strict=True)

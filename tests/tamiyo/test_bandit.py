@@ -133,8 +133,8 @@ def test_every_sentence_is_legal(data):
 
 
 def test_weights_of_another_shape_and_a_look_before_the_start_are_refused():
-    with pytest.raises(BadInput, match=r"weights must be \[3, 17\] for 3 arms, got"):
-        LinearBandit(WIDE, ARMS, torch.zeros(2, 17))
+    with pytest.raises(BadInput, match=r"weights must be \[3, 18\] for 3 arms, got"):
+        LinearBandit(WIDE, ARMS, torch.zeros(2, 18))
     with pytest.raises(BadInput, match="look must be a whole number from 0, got -1"):
         LinearBandit(WIDE, ARMS, by_score(), look=-1)
 
