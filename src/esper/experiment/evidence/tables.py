@@ -51,6 +51,7 @@ def arms_table(
                 [
                     _bold(arm),
                     ranged(height, "+.3f"),
+                    f"{_plain_mean(cells, arm, done):+.3f}".replace("-", "−"),
                     "" if versus is None else ranged(versus.improvement, ".2f"),
                     f"{1.0 + _over_tasks(added, arm, done):.2f} ×",
                     _multiple(work, arm, done),
@@ -63,6 +64,7 @@ def arms_table(
     header = [
         "arm",
         "normalised objective [95 %]",
+        "plain mean",
         "P(Tamiyo above it)",
         "parameters",
         "training MACs",
@@ -70,6 +72,11 @@ def arms_table(
         "tasks",
     ]
     return table(header, [row for _, row in rows])
+
+
+def _plain_mean(cells: Cells, arm: str, tasks: Sequence[str]) -> float:
+    """Over all cells, of which an interquartile mean leaves out the outer half."""
+    return float(np.nanmean(np.concatenate([c.ravel() for c in cells.of(arm, tasks)])))
 
 
 def task_table(
