@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from esper.contracts.blueprints import Form
@@ -43,8 +43,8 @@ HUSH: Final = 1e-3
 """What gradmax leaves of the incoming weights: enough to tell units apart."""
 LOUDNESS: Final = 0.1
 """Size of what a tiny seed says at birth, relative to its outlet."""
-NOTHING: Final = 1e-9
-"""Directions smaller than this part of the largest are none."""
+CANCELLED: Final = 1e-3
+"""An output below this part of what half of its units give is rounding, not signal."""
 DROPOUT: Final = nn.modules.dropout._DropoutNd
 STRAIGHT: Final = (nn.Identity, nn.Flatten, nn.Sequential, DROPOUT, *NORMS)
 """What may lie between two maps and leave no bend in their product."""
@@ -99,7 +99,7 @@ def gradmax(seed: nn.Module, place: Place, samples: list[Sample]) -> str:
     size = seed.blueprint.size
     given = known.features[:, :-1] if known.view.bias else known.features
     outgoing, strengths, _ = top_singular(known.wishes.T @ given, size)
-    outgoing = outgoing[:, _is_something(strengths)]
+    outgoing = outgoing[:, _in_rank(strengths, known, samples)]
     count = outgoing.shape[1]
     if count == 0:
         return "zero_out (gradmax found no gradient)"
@@ -117,7 +117,7 @@ def tiny(seed: nn.Module, place: Place, samples: list[Sample]) -> str:
     size = seed.blueprint.size
     paired = seed.blueprint.form is Form.RESIDUAL_MLP or _bends(seed.middle)
     best = directions(known, max(1, size // 2) if paired else size)
-    kept = _is_something(best.sizes)
+    kept = _in_rank(best.sizes, known, samples)
     strength = best.sizes[kept].sqrt()
     incoming, outgoing = (
         weights[:, kept] * strength for weights in (best.incoming, best.outgoing)
@@ -175,7 +175,11 @@ def _put_at_loudness(
         _put_incoming(seed, weights / known.feature_rms, bias)
         _put_outgoing(seed, outgoing)
         said = _loudness(seed, given)
-        factor = wanted / said if said > 0.0 else 0.0
+        # Opposite units that cancel leave a rounding error, which must not be scaled.
+        _put_outgoing(seed, outgoing * (torch.arange(outgoing.shape[1]) % 2 == 0))
+        half = _loudness(seed, given)
+        _put_outgoing(seed, outgoing)
+        factor = wanted / said if said > CANCELLED * half else 0.0
         if not (math.isfinite(factor) and factor > 0.0):
             for name, value in before.items():
                 seed.weights[name].copy_(value)
@@ -238,9 +242,16 @@ def _column_norm(outlet: nn.Module, size: int) -> float:
     return 1.0 / math.sqrt(size)
 
 
-def _is_something(sizes: Float[Tensor, " direction"]) -> Tensor:
-    """Which directions are there at all."""
-    return sizes > NOTHING * sizes.max()
+def _in_rank(
+    sizes: Float[Tensor, " direction"], known: Statistics, samples: list[Sample]
+) -> Bool[Tensor, " direction"]:
+    """Which singular values exceed the rounding of the samples' dtype.
+
+    The tolerance is that of `numpy.linalg.matrix_rank`, at most 1e-3.
+    """
+    widest = max(known.features.shape[1], known.wishes.shape[1])
+    eps = torch.finfo(samples[-1].given.dtype).eps
+    return sizes > min(1e-3, widest * eps) * sizes.max()
 
 
 def _bends(middle: nn.Module) -> bool:
