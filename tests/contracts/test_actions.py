@@ -16,7 +16,7 @@ from esper.contracts.actions import (
 from esper.contracts.blueprints import BLUEPRINTS, NUM_BLUEPRINTS, Blueprint, Form
 from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotConfig
-from esper.contracts.stages import NEXT_STAGES, Stage
+from esper.contracts.stages import Stage
 from tests.strategies import action_specs
 
 SENTENCES = {
@@ -30,28 +30,6 @@ SENTENCES = {
 
 
 # Stages
-
-
-def test_every_stage_says_where_it_leads():
-    assert {*NEXT_STAGES} == {*Stage}
-    for stage, successors in NEXT_STAGES.items():
-        assert successors <= {*Stage}
-        assert stage not in successors
-
-
-def test_only_a_fossil_stays_for_good():
-    assert [stage for stage in Stage if not NEXT_STAGES[stage]] == [Stage.FOSSILIZED]
-
-
-def test_a_seed_can_live_through_every_stage_and_can_always_leave_before_the_end():
-    reached, edge = {Stage.DORMANT}, {Stage.DORMANT}
-    while edge:
-        edge = set().union(*(NEXT_STAGES[stage] for stage in edge)) - reached
-        reached |= edge
-    assert reached == {*Stage}
-    for stage in (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING):
-        assert Stage.COOLING in NEXT_STAGES[stage]
-    assert NEXT_STAGES[Stage.COOLING] == {Stage.DORMANT}
 
 
 def test_the_stages_are_the_columns_of_a_one_hot_code():

@@ -13,9 +13,8 @@ from torch.testing import assert_close
 from esper.contracts.actions import HEAD, HEADS, RELEVANT, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS, NUM_BLUEPRINTS
 from esper.contracts.errors import BadInput
-from esper.contracts.needs import NEEDS
 from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
-from esper.contracts.stages import NEXT_STAGES, Stage
+from esper.contracts.stages import TRANSITIONS, Stage
 from esper.tamiyo.policy import action_masks
 from esper.tamiyo.policy.action_masks import (
     ActionMasks,
@@ -280,29 +279,9 @@ def test_two_action_spaces_keep_their_own_law():
 # The tables
 
 
-def test_the_law_covers_every_op_in_order():
-    assert [*NEEDS] == [*Op]
-
-
-def test_every_legal_op_leads_where_a_seed_can_go():
-    leads_to = {
-        Op.GERMINATE: {Stage.TRAINING},
-        Op.ADVANCE: {Stage.BLENDING, Stage.HOLDING},
-        Op.PRUNE: {Stage.COOLING},
-        Op.FOSSILIZE: {Stage.FOSSILIZED},
-    }
-    for op, goals in leads_to.items():
-        for stage in NEEDS[op].stages:
-            assert goals & NEXT_STAGES[stage], (op, stage)
-    for stage, successors in NEXT_STAGES.items():
-        prunable = Stage.COOLING in successors
-        assert (stage in NEEDS[Op.PRUNE].stages) == prunable
-
-
 def test_only_ops_that_use_the_slot_head_have_slots():
-    for op in Op:
-        needs_slot = bool(NEEDS[op].stages)
-        assert needs_slot == bool(RELEVANT[op, HEAD["slot"]])
+    acting = {op for op, _ in TRANSITIONS}
+    assert acting == {op for op in Op if RELEVANT[op, HEAD["slot"]]}
 
 
 def test_the_plain_rules_know_every_op():

@@ -10,7 +10,6 @@ may say.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from enum import IntEnum
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final
@@ -21,18 +20,7 @@ from torch import Tensor
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint
 from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotConfig
-
-
-class Op(IntEnum):
-    """The verb of the sentence."""
-
-    WAIT = 0
-    GERMINATE = 1
-    ADVANCE = 2
-    SET_ALPHA = 3
-    PRUNE = 4
-    FOSSILIZE = 5
-
+from esper.contracts.stages import Op as Op
 
 ALL: Final = frozenset(Op)
 PLANT: Final = frozenset({Op.GERMINATE})

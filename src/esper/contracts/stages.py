@@ -1,23 +1,28 @@
-r"""The life of a seed as a table.
+r"""Stages of a seed, ops, and the one table of which op is legal where.
 
     DORMANT -> TRAINING -> BLENDING -> HOLDING -> FOSSILIZED
        ^           \___________\__________\
        |                                   v
        +------------------------------- COOLING
 
-An empty slot is DORMANT. In TRAINING the host does not feel the seed, in BLENDING
-its alpha rises, in HOLDING it has arrived, FOSSILIZED it stays for good. A pruned
-seed cools while its alpha fades and leaves the slot DORMANT. Nothing outside this
-table says which transitions exist.
+An empty slot is DORMANT. A seed in TRAINING is not part of the forward pass, in
+BLENDING its alpha rises, in HOLDING alpha has arrived, FOSSILIZED is final. A pruned
+seed is COOLING while its alpha fades to 0. Masks, lifecycle, simulated world and
+refusals all read `TRANSITIONS`.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Final
 
+import torch
+from torch import Tensor
+
 
 class Stage(IntEnum):
-    """Where the seed of a slot is in its life; the value is its one-hot index."""
+    """Stage of the seed in a slot; the value is its one-hot index."""
 
     DORMANT = 0
     TRAINING = 1
@@ -27,13 +32,100 @@ class Stage(IntEnum):
     COOLING = 5
 
 
-NEXT_STAGES: Final = MappingProxyType(
+class Op(IntEnum):
+    """What a decision does."""
+
+    WAIT = 0
+    GERMINATE = 1
+    ADVANCE = 2
+    SET_ALPHA = 3
+    PRUNE = 4
+    FOSSILIZE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """Where an op leads from a stage, and what the seed needs for it."""
+
+    next: Stage
+    min_age: bool = False
+    """Whether the seed must have spent its minimum age in the stage."""
+    settled: bool = False
+    """Whether alpha must have reached its target."""
+
+
+TRANSITIONS: Final[Mapping[tuple[Op, Stage], Transition]] = MappingProxyType(
     {
-        Stage.DORMANT: frozenset({Stage.TRAINING}),
-        Stage.TRAINING: frozenset({Stage.BLENDING, Stage.COOLING}),
-        Stage.BLENDING: frozenset({Stage.HOLDING, Stage.COOLING}),
-        Stage.HOLDING: frozenset({Stage.FOSSILIZED, Stage.COOLING}),
-        Stage.FOSSILIZED: frozenset[Stage](),
-        Stage.COOLING: frozenset({Stage.DORMANT}),
+        (Op.GERMINATE, Stage.DORMANT): Transition(Stage.TRAINING),
+        (Op.ADVANCE, Stage.TRAINING): Transition(
+            Stage.BLENDING, min_age=True, settled=True
+        ),
+        (Op.ADVANCE, Stage.BLENDING): Transition(
+            Stage.HOLDING, min_age=True, settled=True
+        ),
+        (Op.SET_ALPHA, Stage.BLENDING): Transition(Stage.BLENDING, settled=True),
+        (Op.SET_ALPHA, Stage.HOLDING): Transition(Stage.HOLDING, settled=True),
+        (Op.PRUNE, Stage.TRAINING): Transition(
+            Stage.COOLING, min_age=True, settled=True
+        ),
+        (Op.PRUNE, Stage.BLENDING): Transition(
+            Stage.COOLING, min_age=True, settled=True
+        ),
+        (Op.PRUNE, Stage.HOLDING): Transition(
+            Stage.COOLING, min_age=True, settled=True
+        ),
+        (Op.FOSSILIZE, Stage.HOLDING): Transition(Stage.FOSSILIZED, settled=True),
     }
 )
+"""Every legal (op, stage) pair; any other pair is illegal.
+
+GERMINATE also needs a blueprint that fits and is within budget; WAIT needs no slot and
+is always legal.
+"""
+
+SETTLES_TO: Final[Mapping[Stage, Stage]] = MappingProxyType(
+    {Stage.COOLING: Stage.DORMANT}
+)
+"""Where a seed goes without an op once its alpha has settled."""
+
+LIVING: Final = tuple(stage for stage in Stage if (Op.PRUNE, stage) in TRANSITIONS)
+"""Stages of a seed that can still be pruned or kept."""
+
+
+def is_legal(op: Op, stage: Stage, *, old_enough: bool, settled: bool) -> bool:
+    """Whether a slot in this stage allows the op."""
+    rule = TRANSITIONS.get((op, stage))
+    return (
+        rule is not None
+        and (old_enough or not rule.min_age)
+        and (settled or not rule.settled)
+    )
+
+
+LEGAL: Final[Tensor] = torch.tensor(
+    [
+        [
+            [
+                [
+                    is_legal(op, stage, old_enough=old, settled=settled)
+                    for settled in (False, True)
+                ]
+                for old in (False, True)
+            ]
+            for stage in Stage
+        ]
+        for op in Op
+    ]
+)
+"""`is_legal` as a tensor, bool [op, stage, old enough, settled]."""
+
+NEXT_STAGE: Final[Tensor] = torch.tensor(
+    [
+        [
+            TRANSITIONS[op, stage].next if (op, stage) in TRANSITIONS else stage
+            for stage in Stage
+        ]
+        for op in Op
+    ]
+)
+"""The stage after an op, int64 [op, stage]; the same stage where it is illegal."""

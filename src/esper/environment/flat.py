@@ -2,7 +2,7 @@ r"""A growing world for agents that know numbers only: one to say, one row to se
 
 `FlatActions` numbers WAIT and every op in every slot; planting also names the
 blueprint and SET_ALPHA the target, all else is said gently. Which numbers are possible
-follows from the table of needs, with what fits and can be paid for.
+follows from the table of transitions, with what fits and can be paid for.
 
 `flatten` writes all that is observed as one row in [-1, 1]. Shares and flags are only
 clamped; a size, which has no bounds, becomes
@@ -24,8 +24,7 @@ from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
 from esper.contracts.observation import Observation
-from esper.contracts.stages import Stage
-from esper.growth.lifecycle import NEEDS_AGE, NEEDS_REST, POSSIBLE
+from esper.contracts.stages import LEGAL, Stage
 
 GENTLY: Final = MappingProxyType(
     {
@@ -84,14 +83,12 @@ class FlatActions:
         op, slot, kind = (
             sentences[:, HEAD[name]] for name in ("op", "slot", "blueprint")
         )
-        at_stage = POSSIBLE.to(device)[op, slots.stage[:, slot]]
-        old = slots.age[:, slot] >= self.spec.slots.min_age
-        rests = slots.alpha_settled[:, slot]
-        lives = at_stage & (old | ~NEEDS_AGE.to(device)[op])
-        lives &= rests | ~NEEDS_REST.to(device)[op]
+        old = (slots.age[:, slot] >= self.spec.slots.min_age).long()
+        settled = slots.alpha_settled[:, slot].long()
+        legal = LEGAL.to(device)[op, slots.stage[:, slot], old, settled]
         paid = offers.parameters[:, slot, kind] <= see.host.budget_left.unsqueeze(1)
         plantable = offers.fits[:, slot, kind] & paid
-        return (op == Op.WAIT) | (lives & (plantable | (op != Op.GERMINATE)))
+        return (op == Op.WAIT) | (legal & (plantable | (op != Op.GERMINATE)))
 
 
 HOST: Final[Mapping[str, float | None]] = MappingProxyType(

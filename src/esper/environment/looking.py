@@ -8,11 +8,10 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from esper.contracts.blueprints import Blueprint, Form
-from esper.contracts.stages import Stage
+from esper.contracts.stages import LIVING, Stage
 from esper.environment.cohort import Cohort, Place, Plan
 from esper.environment.promising import promises
 from esper.growth.lifecycle import Lives
-from esper.growth.observe import LIVING
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.slots import SlotConfig
-from esper.contracts.stages import Stage
+from esper.contracts.stages import SETTLES_TO, TRANSITIONS, Stage, is_legal
 
 SPEC: Final = ActionSpec(
     slots=SlotConfig(max_slots=2, min_age=1),
@@ -111,34 +111,34 @@ def passed(life: Life) -> Life:
             moved = life.alpha + (life.target - life.alpha) / life.steps
             return replace(older, alpha=moved, steps=life.steps - 1)
         case Stage.COOLING:
-            return cooling(life.steps - 1) if life.steps > 1 else Life(Stage.DORMANT)
+            return (
+                cooling(life.steps - 1)
+                if life.steps > 1
+                else Life(SETTLES_TO[life.stage])
+            )
         case _:
             return life
 
 
 def acted(life: Life, act: Act) -> Life | None:
     """The life after an act; None if the act is illegal."""
-    grown = life.age >= SPEC.slots.min_age and life.settled
-    match act.op, life.stage:
-        case Op.WAIT, _:
-            return passed(life)
-        case Op.GERMINATE, Stage.DORMANT:
-            return Life(Stage.TRAINING, target=act.target, steps=act.tempo)
-        case Op.ADVANCE, Stage.TRAINING if grown:
-            return replace(
-                life, stage=Stage.BLENDING, age=0, maturity=MATURITY[life.age]
-            )
-        case Op.ADVANCE, Stage.BLENDING if grown:
-            return replace(life, stage=Stage.HOLDING, age=0)
-        case Op.SET_ALPHA, Stage.BLENDING | Stage.HOLDING if life.settled:
+    if act.op is Op.WAIT:
+        return passed(life)
+    old_enough = life.age >= SPEC.slots.min_age
+    if not is_legal(act.op, life.stage, old_enough=old_enough, settled=life.settled):
+        return None
+    stage = TRANSITIONS[act.op, life.stage].next
+    match act.op:
+        case Op.GERMINATE:
+            return Life(stage, target=act.target, steps=act.tempo)
+        case Op.SET_ALPHA:
             steps = 0 if act.target == life.alpha else act.speed
             return passed(replace(life, target=act.target, steps=steps))
-        case Op.PRUNE, Stage.TRAINING | Stage.BLENDING | Stage.HOLDING if grown:
+        case Op.PRUNE:
             return cooling(act.speed)
-        case Op.FOSSILIZE, Stage.HOLDING if life.settled:
-            return replace(life, stage=Stage.FOSSILIZED, age=0)
-        case _:
-            return None
+    learnt = life.stage is Stage.TRAINING
+    maturity = MATURITY[life.age] if learnt else life.maturity
+    return replace(life, stage=stage, age=0, maturity=maturity)
 
 
 def cooling(steps: int) -> Life:

@@ -19,14 +19,13 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from esper.contracts.blueprints import Blueprint, Form
-from esper.contracts.stages import Stage
+from esper.contracts.stages import LIVING, Stage
 from esper.environment.chart import DENSE, maps_of
 from esper.environment.growing import JUDGED, TRIED
 from esper.environment.offers import span
 from esper.experiment.statistics import Floats
 from esper.experiment.studies.macs import promise_macs, step_macs
 from esper.growth.blueprints.seed import cost
-from esper.growth.observe import LIVING
 from esper.growth.promise import LEAST_ROWS
 from esper.tasks.task import Task
 

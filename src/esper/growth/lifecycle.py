@@ -1,8 +1,8 @@
 """The life of every seed of every host: two pure functions over `[env, slot]` records.
 
-`act` carries out one sentence per host by the table of needs; `tick` lets one decision
-pass: seeds age, alphas travel, and a seed that has cooled down leaves its slot. A
-single model is the same code with one environment.
+`act` carries out one action per host by the table of transitions; `tick` lets one
+decision pass: seeds age, alphas travel, and a seed that has cooled down leaves its
+slot. A single model is the same code with one environment.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -13,35 +13,11 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEADS, Op
-from esper.contracts.needs import NEEDS
-from esper.contracts.stages import Stage
+from esper.contracts.stages import LEGAL, NEXT_STAGE, SETTLES_TO, Stage
 from esper.growth.alpha import travel
 
-POSSIBLE: Final = torch.tensor(
-    [[stage in NEEDS[op].stages for stage in Stage] for op in Op]
-)
-"""Whether an op makes sense at a stage, bool [op, stage]."""
-NEEDS_AGE: Final = torch.tensor([NEEDS[op].min_age for op in Op])
-NEEDS_REST: Final = torch.tensor([NEEDS[op].settled for op in Op])
-
-AFTER: Final = torch.tensor(
-    [
-        [
-            {
-                (Op.GERMINATE, Stage.DORMANT): Stage.TRAINING,
-                (Op.ADVANCE, Stage.TRAINING): Stage.BLENDING,
-                (Op.ADVANCE, Stage.BLENDING): Stage.HOLDING,
-                (Op.PRUNE, Stage.TRAINING): Stage.COOLING,
-                (Op.PRUNE, Stage.BLENDING): Stage.COOLING,
-                (Op.PRUNE, Stage.HOLDING): Stage.COOLING,
-                (Op.FOSSILIZE, Stage.HOLDING): Stage.FOSSILIZED,
-            }.get((op, stage), stage)
-            for stage in Stage
-        ]
-        for op in Op
-    ]
-)
-"""The stage that an op leads to, int64 [op, stage]."""
+LEAVING: Final = torch.tensor([*SETTLES_TO])
+"""Stages that end in an empty slot once alpha has settled."""
 
 
 def _meanings(head: str) -> Tensor:
@@ -102,10 +78,8 @@ def possible(
 ) -> Bool[Tensor, "env slot"]:
     """Where each environment's op is possible, as far as the slot's life goes."""
     device = lives.stage.device
-    there = POSSIBLE.to(device)[op.unsqueeze(1), lives.stage]
-    old = (lives.age >= min_age) | ~NEEDS_AGE.to(device)[op].unsqueeze(1)
-    rests = lives.settled | ~NEEDS_REST.to(device)[op].unsqueeze(1)
-    return there & old & rests
+    old, settled = (lives.age >= min_age).long(), lives.settled.long()
+    return LEGAL.to(device)[op.unsqueeze(1), lives.stage, old, settled]
 
 
 def act(
@@ -133,7 +107,7 @@ def act(
         )
 
     verb = op.unsqueeze(1)
-    stage = torch.where(here, AFTER.to(device)[verb, lives.stage], lives.stage)
+    stage = torch.where(here, NEXT_STAGE.to(device)[verb, lives.stage], lives.stage)
     plants = here & (verb == Op.GERMINATE)
     blends = here & (verb == Op.ADVANCE) & (lives.stage == Stage.TRAINING)
     sets = here & (verb == Op.SET_ALPHA)
@@ -181,7 +155,7 @@ def tick(lives: Lives) -> Lives:
         moved=moved,
         alpha=alpha,
     )
-    gone = (lives.stage == Stage.COOLING) & older.settled
+    gone = torch.isin(lives.stage, LEAVING.to(lives.stage.device)) & older.settled
     envs, slots = lives.stage.shape
     none = Lives.empty(envs, slots, lives.stage.device)
     return select(gone, none, older)

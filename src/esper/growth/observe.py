@@ -16,7 +16,6 @@ from torch import Tensor
 
 from esper.contracts.observation import BlueprintOffers, HostStates, Observation
 from esper.contracts.slots import SlotStates
-from esper.contracts.stages import Stage
 from esper.growth.junction import Junction
 from esper.growth.model import GrowingModel
 from esper.growth.promise import promises
@@ -259,7 +258,3 @@ def _liveness(junction: Junction) -> float:
     rows = answer.movedim(1, -1) if layout.channels_first else answer
     spread = rows.reshape(-1, rows.shape[-1]).std(dim=0)
     return float((spread > 0.01 * spread.max()).float().mean())
-
-
-LIVING = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING)
-"""Stages of a seed whose contribution can be measured by leaving it out."""

@@ -1,7 +1,7 @@
 """Which sentences are possible now. Merit plays no part: merit is observed.
 
-`contracts.needs.NEEDS` is the whole law; GERMINATE needs a blueprint that fits and can
-be paid for besides; WAIT needs no slot and is always legal. The law is unrolled once
+`contracts.stages.TRANSITIONS` is the whole law; GERMINATE needs a blueprint that
+fits and can be paid for besides; WAIT needs no slot and is always legal. The law is unrolled once
 into a table over every state a slot can be in, so a batch costs a handful of tensor
 operations however many environments it has.
 """
@@ -22,10 +22,9 @@ from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.blueprints import NUM_BLUEPRINTS
 from esper.contracts.errors import BadInput
 from esper.contracts.masks import ActionMasks
-from esper.contracts.needs import NEEDS
 from esper.contracts.observation import Observation
 from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
-from esper.contracts.stages import Stage
+from esper.contracts.stages import LEGAL, Stage
 
 __all__ = [
     "NUM_BLUEPRINTS",
@@ -189,21 +188,10 @@ def _law(spec: ActionSpec, device: torch.device) -> _Law:
 
 
 def _unroll(spec: ActionSpec, device: torch.device) -> _Law:
-    table = [
-        [
-            stage in need.stages
-            and (old or not need.min_age)
-            and (settled or not need.settled)
-            for need in NEEDS.values()
-        ]
-        for stage in Stage
-        for old in (False, True)
-        for settled in (False, True)
-    ]
     fixed = spec.allowed.clone()
     ops = fixed[HEAD["op"], : len(Op)]
     return _Law(
-        table=(torch.tensor(table) & ops).to(device),
+        table=(LEGAL.flatten(1).T & ops).to(device),
         always=torch.tensor([op is Op.WAIT for op in Op], device=device),
         germinates="GERMINATE" in spec.narrowed.get("op", ("GERMINATE",)),
         fixed=fixed.to(device),

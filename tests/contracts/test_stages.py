@@ -1,0 +1,119 @@
+"""Masks, lifecycle, Gymnasium form and simulated world obey the one table."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from esper.contracts.actions import HEAD, NUM_HEADS, Op
+from esper.contracts.slots import SlotConfig, SlotMaskState
+from esper.contracts.stages import (
+    LEGAL,
+    LIVING,
+    NEXT_STAGE,
+    SETTLES_TO,
+    TRANSITIONS,
+    Stage,
+    is_legal,
+)
+from esper.environment import slot_life
+from esper.growth import lifecycle
+from esper.growth.lifecycle import Lives
+from esper.tamiyo.policy.action_masks import compute_action_masks
+
+MIN_AGE = 2
+CASES = [*product(Op, Stage, (MIN_AGE - 1, MIN_AGE), (False, True))]
+
+
+def expected(op: Op, stage: Stage, age: int, settled: bool) -> bool:
+    rule = TRANSITIONS.get((op, stage))
+    return (
+        rule is not None
+        and (age >= MIN_AGE or not rule.min_age)
+        and (settled or not rule.settled)
+    )
+
+
+def lives_in(stage: Stage, age: int, settled: bool) -> Lives:
+    """One host with one slot."""
+    one = torch.tensor([[1]])
+    return replace(
+        Lives.empty(1, 1),
+        stage=one * stage,
+        age=one * age,
+        length=one * (0 if settled else 4),
+    )
+
+
+def test_the_diagram_is_the_table():
+    edges = {(stage, rule.next) for (_, stage), rule in TRANSITIONS.items()}
+    changes = {edge for edge in edges | {*SETTLES_TO.items()} if edge[0] is not edge[1]}
+    dormant, training, blending, holding, fossilized, cooling = Stage
+    assert changes == {
+        (dormant, training),
+        (training, blending),
+        (blending, holding),
+        (holding, fossilized),
+        *((stage, cooling) for stage in (training, blending, holding)),
+        (cooling, dormant),
+    }
+    assert (training, blending, holding) == LIVING
+
+
+def test_the_tensors_are_the_table():
+    for op, stage, age, settled in CASES:
+        legal = expected(op, stage, age, settled)
+        old = age >= MIN_AGE
+        assert bool(LEGAL[op, stage, int(old), int(settled)]) is legal
+        assert is_legal(op, stage, old_enough=old, settled=settled) is legal
+        rule = TRANSITIONS.get((op, stage))
+        assert int(NEXT_STAGE[op, stage]) == (stage if rule is None else rule.next)
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_masks_allow_what_the_table_allows(stage: Stage):
+    for age, settled in product((MIN_AGE - 1, MIN_AGE), (False, True)):
+        masks = compute_action_masks(
+            [SlotMaskState(stage, age, settled)], SlotConfig(1, MIN_AGE)
+        )
+        for op in Op:
+            legal = expected(op, stage, age, settled)
+            assert bool(masks.slot[0, op, 0]) is legal
+            assert bool(masks.op[0, op]) is (legal or op is Op.WAIT)
+
+
+def test_the_lifecycle_does_what_the_table_says():
+    for op, stage, age, settled in CASES:
+        actions = torch.zeros(1, NUM_HEADS, dtype=torch.int64)
+        actions[0, HEAD["op"]] = op
+        before = lives_in(stage, age, settled)
+        after, done = lifecycle.act(before, actions, MIN_AGE)
+        legal = expected(op, stage, age, settled)
+        assert bool(done) is (legal or op is Op.WAIT)
+        assert int(after.stage) == (NEXT_STAGE[op, stage] if legal else stage)
+
+
+def test_time_moves_only_seeds_that_have_cooled_down():
+    for stage, settled in product(Stage, (False, True)):
+        after = lifecycle.tick(lives_in(stage, 1, settled))
+        left = SETTLES_TO.get(stage, stage) if settled else stage
+        assert int(after.stage) == left
+
+
+def test_the_simulated_world_does_what_the_table_says():
+    min_age = slot_life.SPEC.slots.min_age
+    for life, act in product(slot_life.LIVES, slot_life.ACTS):
+        after = slot_life.acted(life, act)
+        rule = TRANSITIONS.get((act.op, life.stage))
+        legal = is_legal(
+            act.op, life.stage, old_enough=life.age >= min_age, settled=life.settled
+        )
+        assert (after is not None) is (legal or act.op is Op.WAIT)
+        if after is None or act.op is Op.WAIT:
+            continue
+        assert rule is not None
+        assert after.stage is rule.next
+    for life in slot_life.LIVES:
+        now, after = life.stage, slot_life.passed(life).stage
+        assert after in (now, SETTLES_TO.get(now, now))
