@@ -1,9 +1,9 @@
 """Which sentences are possible now. Merit plays no part: merit is observed.
 
 `contracts.stages.TRANSITIONS` is the whole law; GERMINATE needs a blueprint that
-fits and can be paid for besides; WAIT needs no slot and is always legal. The law is unrolled once
-into a table over every state a slot can be in, so a batch costs a handful of tensor
-operations however many environments it has.
+fits and can be paid for besides; WAIT needs no slot and is always legal. The law is
+unrolled once into a table over every state a slot can be in, so a batch costs a handful
+of tensor operations however many environments it has.
 """
 
 from collections.abc import Hashable, Sequence
