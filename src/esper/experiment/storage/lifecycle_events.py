@@ -19,8 +19,7 @@ from esper.contracts import actions as words
 from esper.contracts.actions import HEAD, HEADS, Op
 from esper.contracts.events import StageChanged
 from esper.contracts.slots import SlotStates
-from esper.contracts.stages import Stage
-from esper.growth.lifecycle import AFTER
+from esper.contracts.stages import NEXT_STAGE, Stage
 from esper.kernels import fused_with
 
 # ruff: noqa: ANN001, ANN202
@@ -184,7 +183,7 @@ def _last_words(
         here = here & ~illegal.unsqueeze(1)
     aims = AIMS.to(before.alpha_target)[aim]
     return (
-        torch.where(here, AFTER.to(device)[op, before.stage], before.stage),
+        torch.where(here, NEXT_STAGE.to(device)[op, before.stage], before.stage),
         torch.where(here & (op == Op.GERMINATE), kind, before.blueprint),
         torch.where(here & (op == Op.SET_ALPHA), aims, before.alpha_target),
     )
@@ -208,7 +207,7 @@ def _found_at_once(
     said = NOTHING if actions is None else _array(actions)
     found = np.empty((6, envs * slots), np.int64)
     alpha = np.empty(envs * slots, seen[-1].dtype)
-    tables = WORD.numpy(), AFTER.numpy(), AIMS.numpy()
+    tables = WORD.numpy(), NEXT_STAGE.numpy(), AIMS.numpy()
     count = _compare(*seen, *flags, said, *tables, found, alpha)
     env, slot, what, left, entered, kind = torch.from_numpy(found[:, :count].copy())
     return Changes(
