@@ -1,1 +1,1 @@
-"""One question per file; `esper bench NAME` runs them."""
+"""One question per file; `python -m benchmarks NAME` runs them."""

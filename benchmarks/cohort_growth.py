@@ -2,7 +2,8 @@
 
 One thing is changed at a time: hosts, their size, seeds that are felt, seeds in
 training, rows of a minibatch. `esper.environment.cost` is fitted to two thirds of the
-points and judged by the others. `esper bench cohort` runs this after the comparison.
+points and judged by the others. `python -m benchmarks
+cohort` runs this after the comparison.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Does growing a small network early, by widening it, pay?
 
 Early widening beside its host and beside plain static networks: equal epochs, equal
-multiply-adds, equal parameters; see `esper.experiment.studies.widening` for the
+multiply-adds, equal parameters; see `benchmarks.widening_study` for the
 protocol. The whole takes about half an hour on one core. Results are kept line by line
 in a file, so an interrupted run continues if it is given the same one:
 
@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.ledger import Ledger
 from benchmarks.timing import Report, machine, show
-from esper.experiment.statistics import mean_interval, stratified_bootstrap
-from esper.experiment.studies.ledger import Ledger
-from esper.experiment.studies.training import Outcome, Run
-from esper.experiment.studies.widening import (
+from benchmarks.training import Outcome, Run
+from benchmarks.widening_study import (
     EARLY,
     GROWING_CHANGES,
     PLAIN,
@@ -37,6 +36,7 @@ from esper.experiment.studies.widening import (
     project,
     study,
 )
+from esper.experiment.statistics import mean_interval, stratified_bootstrap
 
 
 def run(

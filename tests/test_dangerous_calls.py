@@ -27,7 +27,6 @@ CALLS = {
 ARCHIVES = {"extract", "extractall", "unpack_archive"}
 DYNAMIC = {
     "__init__.py": {"_HOMES[name]"},  # our own table of where names live
-    "cli/bench.py": {"f'benchmarks.{options.name}'"},  # one of a list of choices
 }
 """Imports of modules whose names are no literals."""
 

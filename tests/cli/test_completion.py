@@ -38,14 +38,12 @@ def test_bash_can_read_its_script(script):
     ("typed", "offered"),
     [
         ("tr", {"train"}),
-        ("e", {"evaluate", "evidence", "export"}),
+        ("e", {"evaluate", "export"}),
         ("train --bud", {"--budget.rounds", "--budget.minutes", "--budget.env_steps"}),
         ("train --res", {"--resume"}),
         ("config --res", {""}),
         ("config --pre", {"--preset"}),
         ("evaluate --contr", {"--controller"}),
-        ("bench ga", {"gae"}),
-        ("evidence run --min", {"--minutes"}),
         ("completion z", {"zsh"}),
     ],
 )

@@ -57,7 +57,6 @@ IMPOSSIBLE = {
     "train": [["--runs", "missing/parent/runs"], ["--envs", "0"], ["--nothing"]],
     "grow": [["--out", "missing/parent/x.pt2"], ["--rng-seed", "-1"]],
     "evaluate": [["--task", "nothing"], ["--hosts", "0"], ["--rent", "inf"]],
-    "bench": [["--nothing"]],
 }
 """What is added last to commands that could go on for long."""
 
@@ -67,12 +66,7 @@ def options_of(name):
     if name in ("train", "config"):
         return [*settings_parser()._option_string_actions]
     below = next(a for a in parser()._actions if a.dest == "command").choices
-    found = [*below[name]._option_string_actions]
-    if name == "evidence":
-        found += ["run", "page", "--folder", "--to", "--dry", "--only", "--minutes"]
-    if name == "bench":
-        found += ["--json", "--kills", "--rounds", "--ablations", *("gae", "resume")]
-    return found
+    return [*below[name]._option_string_actions]
 
 
 def twisted(chance, word):

@@ -30,11 +30,6 @@ from tests.cli.calls import call, refused
         (("evaluate", "--controller", "x" * 300), "names of at most 255 bytes"),
         (("evaluate", "--task=teacher", "--controller=no/run"), "is no run"),
         (("evaluate", "--name", ".."), "a run cannot be called '..'"),
-        (("bench",), "the following arguments are required: name"),
-        (("bench", "gea"), "did you mean 'gae'"),
-        (("bench", "resume", "--kils", "2"), "did you mean '--kills'"),
-        (("bench", "resume", "--kills", "0"), "from 1 to 10000, got '0'"),
-        (("bench", "learning", "--rounds", "1e3"), "from 1 to 1000000, got '1e3'"),
         (("blueprints", "--json"), "unrecognized arguments: --json (see esper blue"),
         (("tasks", "letter"), "unrecognized arguments: letter (see esper tasks"),
         (("completion", "fish"), "choose from 'bash', 'zsh'"),
@@ -97,7 +92,7 @@ def test_help_names_every_command(capsys):
         assert listed.startswith(module.HELP)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["bench", "--help"], ["tran"], []])
+@pytest.mark.parametrize("words", [["--help"], ["runs", "--help"], ["tran"], []])
 def test_what_needs_nothing_imports_nothing_heavy(words):
     script = (
         "import sys, esper.cli\n"

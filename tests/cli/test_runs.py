@@ -37,7 +37,6 @@ LINES = (
     ("evaluate", "--task", "nothing", "--controller", "{}"),
     ("evaluate", "--rent", "{}"),
     ("evaluate", "--hosts", "{}"),
-    ("bench", "{}"),
     ("train", "--name", "{}", "--runs", "no/such"),
     ("train", "--tasks", "{}"),
     ("train", "--resume", "{}"),

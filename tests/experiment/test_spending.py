@@ -12,7 +12,7 @@ from esper.contracts.stages import Stage
 from esper.experiment.config import World
 from esper.experiment.judging import Journal, judge, judged_world
 from esper.experiment.spending import Spending
-from esper.experiment.studies.macs import promise_macs
+from esper.growth.macs import promise_macs
 from esper.tasks.hosts import MlpHost
 from tests.experiment.test_judging import tiny
 

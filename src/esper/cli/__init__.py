@@ -12,12 +12,10 @@ from types import ModuleType
 from typing import Final
 
 from esper.cli import (
-    bench,
     blueprints,
     completion,
     config,
     evaluate,
-    evidence,
     export,
     grow,
     report,
@@ -33,14 +31,12 @@ COMMANDS: Final[dict[str, ModuleType]] = {
     "train": train,
     "grow": grow,
     "evaluate": evaluate,
-    "evidence": evidence,
     "report": report,
     "runs": runs,
     "export": export,
     "config": config,
     "tasks": tasks,
     "blueprints": blueprints,
-    "bench": bench,
     "completion": completion,
 }
 SETTINGS: Final = ("train", "config")
@@ -55,7 +51,6 @@ examples:
   esper grow --task letter --controller tamiyo
                                        grow one network and tell its story
   esper evaluate --task letter         every controller that does not learn
-  esper bench gae                      the naive loop beside ours, in one process
 """
 
 

@@ -79,8 +79,8 @@ def run(options: Namespace) -> int:
     """Judge, print and store."""
     from esper.experiment.config import World
     from esper.experiment.evaluate import EvaluateConfig, run_evaluation
-    from esper.experiment.report import write_report
     from esper.experiment.settings.arguments import number
+    from esper.report import write_report
 
     given: dict[str, Any] = {}
     if options.controller:

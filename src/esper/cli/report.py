@@ -31,7 +31,7 @@ def add(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     """Write it and say where it is."""
     from esper.experiment.lookup import find_run
-    from esper.experiment.report import write_report
+    from esper.report import write_report
 
     page = write_report(find_run(options.run, Path(options.runs)), options.out)
     print(f"The report is in {page}.")

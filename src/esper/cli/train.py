@@ -83,8 +83,8 @@ def _first(options: Mapping[str, object]) -> str:
 
 def _end(ending: "Ending") -> int:
     """Say what came of it, and where it is."""
-    from esper.experiment.report import write_report
     from esper.experiment.telling import tell_ending
+    from esper.report import write_report
 
     tell_ending(ending)
     if ending.signal is not None:

@@ -49,8 +49,8 @@ class Work:
 SECONDS: Final = Work(
     dense=2.37e-11, conv=5.11e-11, softmax=3.12e-9, gelu=7.91e-9, parameter=6.93e-9
 )
-"""Seconds for one of each, as `esper bench cohort` fitted them on one core of an AMD
-EPYC with AVX2, one thread."""
+"""Seconds for one of each, as `python -m benchmarks cohort` fitted them on one core
+of an AMD EPYC with AVX2, one thread."""
 
 
 def step_seconds(host: Host, batch: int, seeds: Sequence[Seed], envs: int) -> float:

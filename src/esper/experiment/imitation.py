@@ -27,7 +27,6 @@ from esper.contracts.state import load
 from esper.contracts.step import VectorWorld
 from esper.environment.mixture import Mixture
 from esper.experiment.config import IMITATION, TrainConfig
-from esper.experiment.evidence.search import draw_schedules
 from esper.experiment.news import Progressed
 from esper.experiment.streams import stream, stream_seed
 from esper.experiment.warm import warm_policy
@@ -36,7 +35,7 @@ from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.distribution import HEAD_GROUPS, evaluation, rows_of_group
 from esper.tamiyo.policy.features import Features, compute_features
 from esper.tamiyo.policy.network import TamiyoPolicy
-from esper.tamiyo.schedule import Schedule, Scheduled
+from esper.tamiyo.schedule import Schedule, Scheduled, draw_schedules
 
 DRAWN_BEFORE: Final = 1_000_000
 """Number of the first family that timetables are tried on."""
@@ -110,7 +109,8 @@ def _plans(
     world: Mixture, twins: int, chance: np.random.Generator, rng_seed: int
 ) -> list[Schedule]:
     """For every group one that never plants, and others at random."""
-    never, *pool = draw_schedules(POOL, [world.spec], rng_seed)
+    chance = np.random.default_rng(stream_seed(rng_seed, "schedules"))
+    never, *pool = draw_schedules(POOL, [world.spec], chance)
     plans: list[Schedule] = []
     for _ in range(world.num_envs // twins):
         others = chance.choice(len(pool), twins - 1, replace=False)

@@ -2,7 +2,7 @@
 
     decision = batches * rows * step + decision rows * felt + look
 
-A step and a promise are counted as `studies.macs` does: three forward passes of all
+A step and a promise are counted as `growth.macs` does: three forward passes of all
 that is felt; while seeds train, a whole shadow pass on top. After every decision, and
 once at the start, the decision rows are scored. A look, where it is due, is a promise
 of every place between dense layers, for units with a bias and without, and a pass over
@@ -24,8 +24,8 @@ from esper.environment.chart import DENSE, maps_of
 from esper.environment.growing import JUDGED, TRIED
 from esper.environment.offers import span
 from esper.experiment.statistics import Floats
-from esper.experiment.studies.macs import promise_macs, step_macs
 from esper.growth.blueprints.seed import cost
+from esper.growth.macs import promise_macs, step_macs
 from esper.growth.promise import LEAST_ROWS
 from esper.tasks.task import Task
 

@@ -22,7 +22,7 @@ from esper.contracts.errors import BadInput
 from esper.experiment.config import STATIC, World
 from esper.experiment.judging import Journal, Judged, judged_world, watch
 from esper.experiment.statistics import Floats
-from esper.experiment.studies.macs import step_macs
+from esper.growth.macs import step_macs
 from esper.tamiyo.controls import Never
 from esper.tamiyo.named import CONTROLLERS
 from esper.tasks.hosts import CnnHost, Host, MlpHost

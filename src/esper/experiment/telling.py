@@ -4,16 +4,14 @@ from contextlib import closing
 
 from rich.console import Console
 
-from esper.experiment.config import SIMULATED
 from esper.experiment.curve import course, sparkline
 from esper.experiment.evaluate import summary_of
 from esper.experiment.headline import headline
-from esper.experiment.run import STORE, Run
+from esper.experiment.run import STORE
 from esper.experiment.storage.database import open_store
-from esper.experiment.studies.study import print_outcome
 from esper.experiment.summary import Summary
 from esper.experiment.summary_tables import print_line, print_worth
-from esper.experiment.trainer import Ending, settings_of
+from esper.experiment.trainer import Ending
 
 
 def tell_ending(ending: Ending, console: Console | None = None) -> None:
@@ -33,8 +31,6 @@ def tell_ending(ending: Ending, console: Console | None = None) -> None:
         judged = [str(text) for (text,) in notes]
     print_line(console, f"Mean return per round: {sparkline(returns)}")
     print_line(console, course(returns))
-    if SIMULATED in settings_of(Run.read(ending.path)).tasks:
-        print_outcome(ending.path)
     summary: Summary = summary_of(ending.path)
     if summary.tasks:
         print_worth(console, summary)

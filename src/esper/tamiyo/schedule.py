@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from math import isfinite
 from typing import Final
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int64
 from torch import Generator, Tensor
@@ -197,3 +198,40 @@ def _wanted(spec: ActionSpec, blueprint: str) -> list[bool]:
             f"did you mean {near[0]!r}?"
         )
     return [found in (LARGEST, name) for name in names]
+
+
+STANDARD: Final = (
+    Schedule(count=0),
+    Schedule(count=32, every=0.0, until=0.3),  # as `Early` plants
+    Schedule(count=32, start=0.1, every=0.1),  # as `Periodic` does
+)
+"""Always among those that are tried."""
+
+
+def draw_schedules(
+    number: int, specs: Sequence[ActionSpec], chance: np.random.Generator
+) -> list[Schedule]:
+    """The standard schedules, and as many random ones as are missing.
+
+    Args:
+        number: How many in all.
+        specs: Action spaces in which all of them must be playable.
+        chance: Draws the random ones.
+    """
+    named = dict.fromkeys(kind.name for spec in specs for kind in spec.blueprints)
+    kinds = [n for n in named if all(playable(spec, n) for spec in specs)]
+    drawn = [*STANDARD]
+    while len(drawn) < number:
+        start = float(chance.uniform(0.0, 0.5)) * bool(chance.integers(4))
+        drawn.append(
+            Schedule(
+                blueprint=str(chance.choice([*kinds, LARGEST])),
+                count=int(chance.integers(1, 9)),
+                start=start,
+                every=float(np.exp(chance.uniform(np.log(0.01), np.log(0.3)))),
+                patience=int(chance.integers(1, 5)),
+                place=str(chance.choice([*LEAN])),
+                prune=bool(chance.integers(2)),
+            )
+        )
+    return drawn[:number]

@@ -1,0 +1,275 @@
+r"""The exact best return in the simulated world, with memory and without.
+
+    V_t(a, b) = max over legal moves of  V_{t+1}(a', b') - damage,    V_H = phi
+
+over the states of both slots (`planning`). Everything is deterministic, so the optimum
+is a plan: one action per step.
+
+A *memoryless* policy sees the time and the present observation. In a hidden instance
+it must do well for both types at once, so `a` and `b` become the state of the usable
+slot under either type, and where the two observations are equal so must be the moves.
+Time is seen, so each observation comes once and the return is linear in the policy at
+each: no stochastic policy does better than the best deterministic one.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from jaxtyping import Float64, Int64
+from torch import Generator, Tensor
+
+from benchmarks.planning import Array, plan_slots, plan_types
+from esper.contracts.actions import HEAD, HEADS, RELEVANT, Op
+from esper.contracts.controller import ControllerState
+from esper.contracts.errors import BadInput
+from esper.contracts.masks import ActionMasks
+from esper.contracts.observation import Observation
+from esper.contracts.stages import Stage
+from esper.environment.instances import HORIZON, Instances, twins
+from esper.environment.slot_life import (
+    ACTS,
+    LIFE,
+    LIVES,
+    NATURES,
+    SPEC,
+    Act,
+    acted,
+    damage,
+    suiting_curve,
+    suiting_style,
+    worth,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plans:
+    """What to do, and what it brings."""
+
+    returns: Float64[Tensor, " env"]
+    actions: Int64[Tensor, "env time head"]
+    """The action at each step of the horizon; WAIT before an instance's start."""
+
+
+class OptimalController:
+    """Plays the optimal plan of given instances; a `Controller`.
+
+    The world must play the same instances: `SimulatedWorld.from_instances`.
+    """
+
+    def __init__(self, instances: Instances) -> None:
+        self._actions = optimal_plans(instances).actions
+
+    def decide(
+        self,
+        observation: Observation,
+        masks: ActionMasks,
+        state: ControllerState,
+        generator: Generator,
+    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
+        """The planned action at the present time."""
+        now = (observation.host.progress * HORIZON).round().to(torch.int64).cpu()
+        actions = self._actions[torch.arange(len(now)), now]
+        return actions.to(observation.first.device), None
+
+
+def optimal_returns(instances: Instances) -> Float64[Tensor, " env"]:
+    """The best return of each instance."""
+    return optimal_plans(instances).returns
+
+
+def optimal_plans(instances: Instances) -> Plans:
+    """A best plan for each instance, and its return."""
+    instances = instances.to("cpu")
+    task = Task.of(instances)
+    returns, slots, moves = plan_slots(
+        task.value,
+        task.parameters,
+        task.damage,
+        task.fits,
+        task.budget,
+        task.start,
+        task.clock,
+        HORIZON,
+        *RULES,
+    )
+    return Plans(torch.from_numpy(returns), spell(instances, slots, moves))
+
+
+def best_memoryless_returns(instances: Instances) -> Float64[Tensor, " env"]:
+    """The best return without memory, averaged over both types of each instance."""
+    return best_memoryless_plans(instances).returns
+
+
+def best_memoryless_plans(instances: Instances) -> Plans:
+    """What a best memoryless policy does in each hidden instance.
+
+    The returns are averages over the instance and its twin; the actions are those in
+    the instance itself. Plans for `twins(instances)` are of the same policy.
+    """
+    instances = instances.to("cpu")
+    if not instances.hidden.all():
+        env = int(instances.hidden.logical_not().nonzero()[0])
+        raise BadInput(
+            f"instance {env} is visible; memoryless plans are for hidden instances."
+        )
+    rows = np.arange(len(instances))
+    fossil = torch.tensor([life.stage is Stage.FOSSILIZED for life in LIVES])
+    usable = fossil[instances.life].logical_not().int().argmax(dim=1).numpy()
+    good = instances.gain[rows, usable]  # [env, blueprint]
+    own_type = (good[:, 1] < good[:, 2]).int().numpy()
+
+    own, twin = Task.of(instances), Task.of(twins(instances))
+    both = np.stack([own.value, twin.value], axis=1)  # [env, own or twin, slot, state]
+    shown = np.stack([own.shown, twin.shown], axis=1)
+    order = np.stack([own_type, 1 - own_type], axis=1)  # type 0 comes first
+    pick = (rows[:, None], order, usable[:, None])
+    held = own.parameters[rows, 1 - usable, own.start[rows, 1 - usable]]
+    returns, moves = plan_types(
+        both[pick],
+        shown[pick],
+        own.parameters[rows, usable],
+        own.damage[rows, usable],
+        own.fits[rows, usable],
+        own.budget - held,
+        own.start[rows, usable],
+        own.clock,
+        LOOKS,
+        HORIZON,
+        *RULES,
+    )
+    slots = np.broadcast_to(usable[:, None], moves.shape[::2])
+    mine = moves[rows, own_type]
+    return Plans(torch.from_numpy(returns), spell(instances, slots, mine))
+
+
+KINDS: Final = len(SPEC.blueprints)
+STATES: Final = tuple((life, kind) for life in LIVES for kind in range(KINDS))
+"""A slot's life and blueprint; an empty slot is the first."""
+MOVES: Final = tuple(
+    (act, kind)
+    for act in ACTS
+    for kind in (range(KINDS) if act.op is Op.GERMINATE else (-1,))
+)
+"""What can be done to a slot, up to style and curve; WAIT is the first."""
+
+
+def successors() -> Array:
+    """The state after each move, [state, move]; -1 where illegal."""
+    table = np.full((len(STATES), len(MOVES)), -1)
+    for state, (life, kind) in enumerate(STATES):
+        for move, (act, planted) in enumerate(MOVES):
+            after = acted(life, act)
+            if after is not None:
+                kept = kind if planted < 0 else planted
+                empty = after.stage is Stage.DORMANT
+                table[state, move] = 0 if empty else LIFE[after] * KINDS + kept
+    return table
+
+
+def legal_moves(following: Array) -> tuple[Array, Array]:
+    """The legal moves of each state, [state, nth], and how many they are."""
+    legal = following >= 0
+    return np.argsort(~legal, axis=1, kind="stable"), legal.sum(axis=1)
+
+
+FOLLOWING: Final = successors()
+RULES: Final = (
+    FOLLOWING,
+    *legal_moves(FOLLOWING),
+    np.array([kind for _, kind in MOVES]),
+)
+"""What follows, the legal moves, how many, and the blueprint that a move plants."""
+LOOKS: Final = np.unique(
+    [
+        (life.stage, life.age, life.alpha, life.target, life.settled, kind)
+        for life, kind in STATES
+    ],
+    axis=0,
+    return_inverse=True,
+)[1]
+"""States with one number look the same, apart from their contribution."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Instances as the planners need them: numbers per slot and state."""
+
+    value: Array
+    """What each state adds to phi, [env, slot, state]."""
+    shown: Array
+    """The contribution that is seen, [env, slot, state]."""
+    parameters: Array
+    """Parameters of each state, [env, slot, state]."""
+    damage: Array
+    """Least damage of each move, [env, slot, move]."""
+    fits: Array
+    budget: Array
+    start: Array
+    """First state, [env, slot]."""
+    clock: Array
+
+    @classmethod
+    def of(cls, instances: Instances) -> "Task":
+        """Tabulate the instances."""
+        kinds = np.array([kind for _, kind in STATES])
+        planted = np.array([life.stage is not Stage.DORMANT for life, _ in STATES])
+        seen = np.array([life.measured for life, _ in STATES])
+        share = np.array(
+            [[worth(life, wants_half=h) for life, _ in STATES] for h in (False, True)]
+        )
+        least = np.array(
+            [
+                [damage(act, None, None, *nature) for act, _ in MOVES]
+                for nature in NATURES
+            ]
+        )
+        gain = np.take(instances.gain.double().numpy(), kinds, axis=2)
+        sizes = np.take(instances.parameters.double().numpy(), kinds, axis=2)
+        parameters = sizes * planted
+        contribution = share[instances.wants_half.numpy()] * gain
+        rent = instances.rent.double().numpy()[:, None, None]
+        start = instances.life * KINDS + instances.blueprint.clamp(min=0)
+        return cls(
+            value=contribution - rent * parameters,
+            shown=contribution * seen,
+            parameters=parameters,
+            damage=least[instances.nature.numpy()],
+            fits=np.ascontiguousarray(instances.fits.numpy()),
+            budget=np.ascontiguousarray(instances.budget.double().numpy()),
+            start=np.ascontiguousarray(start.numpy()),
+            clock=np.ascontiguousarray(instances.clock.numpy()),
+        )
+
+
+def spell(
+    instances: Instances, slots: Array, moves: Array
+) -> Int64[Tensor, "env time head"]:
+    """Moves as actions, with the style and the curve that suit the slot."""
+    move = torch.from_numpy(moves)
+    actions = torch.tensor([spelt(act, kind) for act, kind in MOVES])[move]
+    slot = torch.from_numpy(np.ascontiguousarray(slots))
+    nature = instances.nature.gather(1, slot)  # [env, time]
+    suits = torch.tensor(
+        [
+            [
+                [*HEADS[HEAD["style"]].choices].index(suiting_style(deep)),
+                [*HEADS[HEAD["alpha_curve"]].choices].index(suiting_curve(lively)),
+            ]
+            for deep, _, lively in NATURES
+        ]
+    )[nature]
+    actions[..., HEAD["slot"]] = slot
+    actions[..., [HEAD["style"], HEAD["alpha_curve"]]] = suits
+    return torch.where(RELEVANT[actions[..., 0]], actions, 0)
+
+
+def spelt(act: Act, kind: int) -> list[int]:
+    """An act's heads; style, slot and curve are left open."""
+    numbers = {"tempo": act.tempo, "alpha_target": act.target, "alpha_speed": act.speed}
+    heads = {"op": int(act.op), "blueprint": max(kind, 0)}
+    for name, number in numbers.items():
+        choices = [*HEADS[HEAD[name]].choices.values()]
+        heads[name] = choices.index(number) if number else 0
+    return [heads.get(head.name, 0) for head in HEADS]

@@ -1,5 +1,0 @@
-"""One page that shows a run: what it did, what it grew, and what that was worth."""
-
-from esper.experiment.report.writing import write_report
-
-__all__ = ["write_report"]

@@ -1,1 +1,0 @@
-"""Questions that take many trainings: what is learnt, and what growing is worth."""

@@ -1,0 +1,283 @@
+"""The page says what the ledger holds, whichever way it fell and however little."""
+
+import sqlite3
+
+import pytest
+
+from esper.contracts.errors import BadInput
+from evidence.account import read_campaign
+from evidence.page import page, weigh, write_page
+from tests.evidence.drawn import (
+    SETTINGS,
+    SHARES,
+    TASKS,
+    job,
+    recording,
+    rows,
+    training,
+    write_ledger,
+)
+
+LIFE = [[0, 0], [1, 0], [1, 1], [2, 1], [3, 2], [4, 3], [4, 5], [4, 0]]
+
+
+def told(folder, results, **more):
+    """The page of a campaign, as text, without figures."""
+    campaign = read_campaign(write_ledger(folder, results, **more))
+    return "\n".join(page(weigh(campaign)))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A page of a campaign in which Tamiyo is ahead, and its folder."""
+    folder = tmp_path_factory.mktemp("evidence")
+    write_ledger(
+        folder / "campaign",
+        rows(),
+        jobs=[job("a", "done"), job("b", "failed", "the disk\nis full")],
+        trainings=[training("tamiyo-0"), training("searched", arm="searched")],
+        recordings=[recording([[0, 0]] * 8, seed=1), recording(LIFE, seed=2)],
+    )
+    file = write_page(folder / "campaign", folder / "page")
+    return folder / "page", file.read_text()
+
+
+def line(text, start):
+    """The only line that begins so."""
+    (found,) = [each for each in text.splitlines() if each.startswith(start)]
+    return found
+
+
+def test_the_headline_tells_the_share_of_errors_and_the_goals(whole):
+    _, text = whole
+    said = line(text, "**On 3 held-out tasks")
+    assert "Tamiyo (3 controllers) removes 29.9 % [29." in said
+    assert "of a network that is never grown, net of rent. Of 7 goals 6 are" in said
+    assert "6 are reached (above never, above random, above plateau, above" in said
+    assert said.endswith("; 1 is not reached (not below static).**")
+
+
+def test_a_controller_that_loses_is_said_to_lose(tmp_path):
+    text = told(tmp_path, rows({**SHARES, "tamiyo": -0.2}))
+    said = line(text, "**On 3 held-out tasks")
+    assert "adds 20.1 % [19." in said
+    assert "7 are not reached" in said
+    assert " reached (" not in said.replace("not reached (", "")
+
+
+def test_a_controller_that_changes_nothing_is_not_told_from_zero(tmp_path):
+    text = told(tmp_path, rows({**SHARES, "tamiyo": 0.0}, noise=0.2))
+    assert "not told from 0" in line(text, "**On 3 held-out tasks")
+
+
+def test_every_section_is_there(whole):
+    _, text = whole
+    titles = [each[3:] for each in text.splitlines() if each.startswith("## ")]
+    assert titles == [
+        "Goals that were set beforehand",
+        "All tasks together",
+        "Score against cost",
+        "Task by task",
+        "At each rent",
+        "At each budget",
+        "With something taken away",
+        "Learning rates that tuning chose",
+        "One life",
+        "What training took",
+        "What the search and the bandit found",
+        "What failed",
+        "Reproduce",
+    ]
+    assert [f"### {task}" in text for task in TASKS] == [True] * 3
+
+
+def test_tables_have_as_many_cells_in_every_line(whole):
+    _, text = whole
+    widths = []
+    for each in text.splitlines():
+        if each.startswith("|"):
+            widths.append(each.count("|"))
+        elif widths:
+            assert len(set(widths)) == 1
+            assert len(widths) > 2
+            widths = []
+
+
+def test_the_aggregate_table_goes_from_the_best_arm_to_never(whole):
+    _, text = whole
+    section = text.split("## All tasks together")[1].split("##")[0]
+    names = [r.split("|")[1].strip() for r in section.splitlines() if r[:1] == "|"]
+    assert names[2:4] == ["static", "**tamiyo**"]
+    assert names[-1] == "never"
+    tamiyo = line(section, "| **tamiyo**")
+    assert "3.00 ×" in tamiyo  # parameters and training work
+    assert tamiyo.endswith("| 72 | 3 |")  # three controllers, three tasks, eight seeds
+    assert line(section, "| never").endswith("| 1.00 × | 1.00 × | 24 | 3 |")
+
+
+def test_ablations_stand_apart(whole):
+    _, text = whole
+    section = text.split("## With something taken away")[1].split("##")[0]
+    found = line(section, "| without-memory")
+    assert "letter, satimage, text" in found
+    assert "| 2 | 48 |" in found
+
+
+def test_scores_are_told_at_every_budget(whole):
+    _, text = whole
+    section = text.split("## At each budget")[1].split("##")[0]
+    assert "| 1 × host | 2 × host | 4 × host |" in section
+    assert "(72)" in line(section, "| **tamiyo**")
+
+
+def test_scores_at_budgets_are_of_the_same_tasks_for_everybody(tmp_path):
+    few = [s for s in SETTINGS if s.startswith("rent")]
+    found = [
+        row
+        for row in rows()
+        if row["setting"] in few or (row["task"] != "text" and row["arm"] != "random")
+    ]
+    section = told(tmp_path, found).split("## At each budget")[1].split("##")[0]
+    assert line(section, "| **tamiyo**").endswith("| 2 |")
+    assert line(section, "| random").startswith("| random |  |  | ")
+    assert line(section, "| random").endswith("(16) | 2 |")
+
+
+def test_learning_rates_are_those_that_were_counted(tmp_path):
+    found = rows(tasks=TASKS[:2])
+    for row in found:
+        if (row["arm"], row["task"]) == ("early", "satimage"):
+            row["rate"] = 2.0
+    text = told(tmp_path, found).split("## Learning rates")[1]
+    assert line(text, "| early") == "| early | 1 | 2 |"
+
+
+def test_what_failed_is_listed_in_one_line_each(whole):
+    _, text = whole
+    assert "- The job `b` failed: the disk is full" in text
+    assert "- No network of " in text
+    assert "- 1 of 2 jobs are done; figures may still change." in text
+
+
+def test_panicked_networks_are_counted(tmp_path):
+    found = rows()
+    for row in found:
+        if (row["arm"], row["seed"], row["setting"]) == ("early", 1, "rent-low"):
+            row.update(panicked=1, test=None)
+    text = told(tmp_path, found)
+    assert "3 of 120 networks of `early` panicked" in text
+
+
+def test_break_even_is_training_over_what_a_use_saves(whole):
+    _, text = whole
+    # 7,200 seconds of training; a use takes 6 seconds, four plain trainings 2 each
+    assert "took 2.0 hours of one core and 50,000 decisions" in text
+    assert "A use saves 2.0 seconds" in text
+    assert "after 3,600 uses" in text
+    # three times the host's work, against 1 + 2 + 4 + 5
+    assert "one use is 0.25 of the work" in text
+
+
+def test_a_use_that_saves_nothing_never_pays(tmp_path):
+    found = rows(tasks=TASKS[:1])
+    for row in found:
+        row["seconds"] = 9.0 if row["arm"] == "tamiyo" else 2.0
+    text = told(tmp_path, found, trainings=[training("tamiyo-0")])
+    assert "she never pays for her training" in text
+
+
+def test_the_life_in_which_most_happens_is_shown(whole):
+    folder, text = whole
+    assert "letter at rent-mid, controller 0, seed 2: of her networks" in text
+    drawn = (folder / "figures" / "episode.svg").read_text()
+    assert "widen_16" in drawn
+    assert "slot 1" in drawn
+
+
+def test_every_figure_is_a_file_with_words_for_those_who_do_not_see_it(whole):
+    folder, text = whole
+    files = {each.name for each in (folder / "figures").iterdir()}
+    assert files == {
+        "forest.svg",
+        "pareto-parameters.svg",
+        "pareto-training.svg",
+        "pareto-inference.svg",
+        "episode.svg",
+    }
+    for name in files:
+        (shown,) = [r for r in text.splitlines() if r.endswith(f"(figures/{name})")]
+        assert len(shown) > 60 + len(name)
+
+
+def test_the_same_ledger_gives_the_same_bytes(tmp_path):
+    found = rows({"never": 0.0, "tamiyo": 0.1}, tasks=TASKS[:1], seeds=3)
+    write_ledger(tmp_path, found, recordings=[recording(LIFE)])
+    first, second = (tmp_path / name for name in ("first", "second"))
+    write_page(tmp_path, first)
+    write_page(tmp_path, second)
+    files = [first / "README.md", *(first / "figures").iterdir()]
+    assert len(files) == 6
+    for file in files:
+        assert (second / file.relative_to(first)).read_bytes() == file.read_bytes()
+
+
+def test_findings_are_taken_as_they_are(tmp_path):
+    write_ledger(tmp_path, [])
+    findings = "## What was tried\n\nA *longer* horizon: +0.01.\n"
+    (tmp_path / "findings.md").write_text(findings)
+    text = write_page(tmp_path, tmp_path).read_text()
+    assert findings in text
+    assert text.index("What was tried") < text.index("## Reproduce")
+
+
+def test_an_empty_ledger_has_a_page_that_says_so(tmp_path):
+    text = write_page(write_ledger(tmp_path, []), tmp_path / "page").read_text()
+    assert list((tmp_path / "page" / "figures").iterdir()) == []
+    assert "there is no result" in text
+    assert "undecided" in text
+    assert "All tasks together" not in text
+
+
+def test_rows_without_never_have_a_page(tmp_path):
+    found = [row for row in rows() if row["arm"] != "never"]
+    assert "there is no result" in told(tmp_path, found)
+
+
+def test_part_of_a_campaign_has_a_page(tmp_path):
+    found = [
+        row
+        for row in rows()
+        if row["arm"] in ("never", "tamiyo")
+        and (row["task"], row["seed"]) < ("satimage", 3)
+        and (row["arm"], row["setting"]) != ("tamiyo", "budget-1")
+    ]
+    text = told(tmp_path, found)
+    assert "2 of 3 tasks so far" in text
+    assert "7 are undecided" in text
+    section = text.split("### satimage")[1].split("##")[0]
+    assert line(section, "| **tamiyo**").endswith("| 9 |")
+
+
+def test_a_page_that_was_written_by_hand_is_left_alone(tmp_path):
+    write_ledger(tmp_path, [])
+    (tmp_path / "README.md").write_text("# Mine\n")
+    with pytest.raises(BadInput, match="was not made by"):
+        write_page(tmp_path, tmp_path)
+    assert (tmp_path / "README.md").read_text() == "# Mine\n"
+    assert not (tmp_path / "figures").exists()
+
+
+def test_a_folder_without_a_ledger_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"holds no campaign\.sqlite"):
+        write_page(tmp_path, tmp_path / "page")
+    assert not (tmp_path / "page").exists()
+
+
+def test_a_file_that_is_no_ledger_is_refused(tmp_path):
+    (tmp_path / "campaign.sqlite").write_bytes(b"no database at all" * 99)
+    with pytest.raises(BadInput, match="is no ledger"):
+        write_page(tmp_path, tmp_path / "page")
+    (tmp_path / "campaign.sqlite").unlink()
+    sqlite3.connect(tmp_path / "campaign.sqlite").close()
+    with pytest.raises(BadInput, match="is no ledger"):
+        write_page(tmp_path, tmp_path / "page")
