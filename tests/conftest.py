@@ -1,5 +1,7 @@
 """One seed, one thread, no Hypothesis deadline: torch is slow to wake, then fast."""
 
+import signal
+
 import pytest
 import torch
 from hypothesis import settings
@@ -12,3 +14,20 @@ settings.load_profile("esper")
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def default_signals():
+    """Signals as in a terminal, here and in child processes.
+
+    A shell lets its background jobs ignore SIGINT, and children inherit that.
+    """
+    handlers = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {kind: signal.signal(kind, new) for kind, new in handlers.items()}
+    yield
+    for kind, old in before.items():
+        signal.signal(kind, old)

@@ -63,7 +63,6 @@ def process(*words, cwd=None, env=None, **streams):
         encoding="utf-8",
         errors="surrogateescape",
         check=False,
-        timeout=120,
     )
     return Said(done.returncode, done.stdout, done.stderr)
 

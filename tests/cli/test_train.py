@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -11,7 +12,6 @@ import pytest
 from esper.experiment.config import Budget, TrainConfig
 from esper.experiment.run import Run
 from tests.cli.calls import (
-    arguments,
     begun,
     call,
     contents,
@@ -205,33 +205,47 @@ TINY = (
 )
 
 
-def interrupted(folder, words, number, *, deaf):
-    """What was said by a training that a signal hits after its next round.
+INTERRUPTED = """
+import io, os, signal, sys
+from esper.cli import main
 
-    If nobody listens any more by then, it must not mind.
-    """
-    with subprocess.Popen(
-        arguments(*words),
+class Stdout(io.TextIOWrapper):
+    interrupted = False
+
+    def write(self, text):
+        written = super().write(text)
+        if "round 2/8" in text and not self.interrupted:
+            self.interrupted = True
+            if number == signal.SIGTERM:  # and nobody reads any more
+                self.flush()
+                reading, writing = os.pipe()
+                os.close(reading)
+                os.dup2(writing, 1)
+            signal.raise_signal(number)
+        return written
+
+number = signal.Signals(int(sys.argv[1]))
+sys.stdout = Stdout(sys.stdout.buffer, encoding="utf-8")
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def interrupted(folder, words, number):
+    """Exit code and output of a training that a signal hits after its second round."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(number.value), *words],
         cwd=folder,
         env=surroundings(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
-    ) as training:
-        said = ""
-        while not re.search(r"^round \d+/8 .*\n", said, re.M):
-            line = training.stdout.readline()
-            assert line, (said, training.stderr.read())
-            said += line
-        if deaf:
-            training.stdout.close()
-        training.send_signal(number)
-        said += "" if deaf else training.stdout.read()
-        return training.wait(), said, training.stderr.read()
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_a_run_is_interrupted_and_completed(tmp_path, capsys):
-    code, said, errors = interrupted(tmp_path, TINY.split(), signal.SIGINT, deaf=False)
+    code, said, errors = interrupted(tmp_path, TINY.split(), signal.SIGINT)
     assert (code, errors) == (130, ""), said
     run = tmp_path / "runs" / "tiny"
     assert not (run / "finished.json").exists()
@@ -253,8 +267,9 @@ def test_a_run_is_interrupted_and_completed(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("default_signals")
 def test_a_training_minds_a_signal_but_not_that_nobody_listens(tmp_path):
-    code, said, errors = interrupted(tmp_path, TINY.split(), signal.SIGTERM, deaf=True)
+    code, said, errors = interrupted(tmp_path, TINY.split(), signal.SIGTERM)
     assert (code, errors) == (143, ""), said
     run = tmp_path / "runs" / "tiny"
     assert not (run / "finished.json").exists()

@@ -132,6 +132,7 @@ def same_rows(folder):
     return [row for row in rows(folder) if row[1] in arms and row[4] == "low"]
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_a_campaign_that_was_ended_early_finds_the_same(tmp_path, whole):
     path, folder = few(tmp_path), tmp_path / "it"
     stop = Console(file=Stops("tuning/vowel/tamiyo"), width=200)
@@ -240,6 +241,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("default_signals")
 def test_killed_processes_leave_a_campaign_that_can_be_gone_on_with(tmp_path, whole):
     path, folder = few(tmp_path), tmp_path / "it"
     script = tmp_path / "script.py"

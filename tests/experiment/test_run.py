@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -228,10 +227,8 @@ def test_a_second_process_is_told_who_is_there_until_that_one_is_killed(tmp_path
     )
     try:
         assert holder.stdout.readline() == b"held\n"
-        begun = time.monotonic()
         with pytest.raises(RunTaken) as error:
             Run.open(path)
-        assert time.monotonic() - begun < 2.0
         assert f"one is in use by process {holder.pid} on '" in str(error.value)
         assert re.search(r" since '20\d\d-", str(error.value))
         assert len(str(error.value)) <= 200
