@@ -4,60 +4,70 @@ Every benchmark is a module of this package with `run()`, whose parameters are i
 options: `--kills 20` is `run(kills=20)`.
 """
 
+import ast
 import inspect
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any
 
 import torch
 
-from benchmarks.timing import show
+from benchmarks import timing
 from esper.cli.failures import explain
 
 
-def benchmarks() -> list[str]:
-    """The modules of this package that answer a question."""
-    folder = Path(__file__).parent
-    return [
-        module.name
-        for module in iter_modules([str(folder)])
-        if "\ndef run(" in (folder / f"{module.name}.py").read_text(encoding="utf-8")
-    ]
+def benchmarks() -> dict[str, str]:
+    """The modules of this package that have a `run`, with the question of each."""
+    found = {}
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        if "run" in names:
+            found[file.stem] = (ast.get_docstring(tree) or "").splitlines()[0]
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one benchmark and print its tables; returns the exit code."""
     torch.set_num_threads(1)
-    parser = ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    commands = parser.add_subparsers(dest="name", required=True, metavar="name")
-    for name in benchmarks():
-        module = import_module(f"benchmarks.{name}")
-        about = (module.__doc__ or "").splitlines()[0]
-        own = commands.add_parser(name, help=about, description=module.__doc__)
-        own.add_argument("--json", action="store_true", help="print data, not a table")
-        _add_options(own, module.run)
-    options = vars(parser.parse_args(arguments))
-    run = import_module(f"benchmarks.{options.pop('name')}").run
-    as_json = options.pop("json")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    known = benchmarks()
+    questions = "\n".join(f"  {name:16}{about}" for name, about in known.items())
+    parser = ArgumentParser(
+        prog="python -m benchmarks",
+        epilog=f"benchmarks:\n{questions}",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=known, metavar="name")
+    name = parser.parse_args(given[:1]).name
+    run = import_module(f"benchmarks.{name}").run
+    options = vars(_parser(name, known[name], run).parse_args(given[1:]))
+    as_json, timing.QUICK = options.pop("json"), options.pop("quick")
     try:
-        show(run(**options), as_json=as_json)
+        timing.show(run(**options), as_json=as_json)
     except Exception as error:
         return explain(error)
     return 0
 
 
-def _add_options(parser: ArgumentParser, run: Callable[..., Any]) -> None:
-    """An option for every parameter of `run` that is a number, a path or a flag."""
-    for name, parameter in inspect.signature(run).parameters.items():
-        option, default = f"--{name.replace('_', '-')}", parameter.default
-        if isinstance(default, bool):
-            parser.add_argument(option, action="store_true", dest=name)
-        elif isinstance(default, int | float | str):
-            parser.add_argument(option, type=type(default), default=default, dest=name)
+def _parser(name: str, about: str, run: Callable[..., Any]) -> ArgumentParser:
+    """Options for the parameters of `run` that are numbers, texts or flags."""
+    parser = ArgumentParser(prog=f"python -m benchmarks {name}", description=about)
+    parser.add_argument("--json", action="store_true", help="print data, not a table")
+    parser.add_argument(
+        "--quick", action="store_true", help="call each side once, to see it work"
+    )
+    for parameter in inspect.signature(run).parameters.values():
+        option = f"--{parameter.name.replace('_', '-')}"
+        if isinstance(parameter.default, bool):
+            parser.add_argument(option, action="store_true")
+        else:
+            kind = str if parameter.default is None else type(parameter.default)
+            parser.add_argument(option, type=kind, default=parameter.default)
+    return parser
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import timing
 from benchmarks.cohort_growth import (
     CNN,
     KNOWN,
@@ -105,6 +106,8 @@ def mixed(host: Host, envs: int, steps: int = STEPS) -> Case:
 
 def compare(sweeps: int = 4) -> tuple[Report, list[Point]]:
     """One minibatch of every host, for cohorts of growing size."""
+    if timing.QUICK:
+        sweeps = 1
     report = Report(
         "One minibatch of 64 rows for every host, up to 4 seeds each",
         (

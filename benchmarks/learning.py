@@ -82,7 +82,7 @@ class Outcome:
 
 
 def run(
-    rounds: int | None = None,
+    rounds: int = 280,
     repeats: int = 1,
     ablations: bool = False,
     rng_seed: int = 0,
@@ -92,7 +92,7 @@ def run(
     """Train, judge and print the tables, which are the result.
 
     Args:
-        rounds: Rounds per training; None: those of the preset.
+        rounds: Rounds per training.
         repeats: Trainings of each variant.
         ablations: Whether to train without memory and without relevance masks too.
         rng_seed: Random seed of the first training; the others count up.
@@ -107,11 +107,10 @@ def run(
 
 
 def plan(
-    rounds: int | None, repeats: int, ablations: bool, rng_seed: int, envs: int
+    rounds: int, repeats: int, ablations: bool, rng_seed: int, envs: int
 ) -> list[Job]:
     """The jobs of a study, in the order in which they start."""
     own = preset(SIMULATED)
-    rounds = own.budget.rounds if rounds is None else rounds
     own = replace(own, envs=envs, budget=Budget(rounds=rounds))
     variants = list(VARIANTS) if ablations else ["Tamiyo"]
     return [

@@ -73,7 +73,7 @@ class Outcome:
     """Decisions that changed something."""
 
 
-def run(what: Run, data: Data) -> Outcome:
+def train(what: Run, data: Data) -> Outcome:
     """Train, and judge what came of it."""
     torch.set_num_threads(1)
     parts = split(data, what.rng_seed)

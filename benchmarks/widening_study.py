@@ -29,7 +29,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.macs import mlp_macs, mlp_parameters, width_for
-from benchmarks.training import Outcome, Run, run
+from benchmarks.training import Outcome, Run, train
 from esper.contracts.errors import BadInput
 from esper.experiment.statistics import Floats, Interval, mean_interval
 from esper.experiment.verdict import LEVEL, holm, paired_wilcoxon
@@ -331,7 +331,7 @@ def project(protocol: Protocol) -> float:
 
 def carry_out(run_: Run) -> Outcome:
     """One run on its own; what processes are given to do."""
-    return run(run_, load(run_.task, run_.rows))
+    return train(run_, load(run_.task, run_.rows))
 
 
 @cache
