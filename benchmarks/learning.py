@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import timing
 from benchmarks.optimum import best_memoryless_returns, optimal_returns
 from benchmarks.timing import Report
 from esper.contracts.controller import Controller
@@ -160,20 +161,21 @@ def _run_and_tell(job: Job, news: "Queue[Any]") -> Outcome:
     return run_job(job, lambda name, record: news.put((name, record)))
 
 
+def _instances(hidden: bool) -> Instances:
+    return held_out(16 if timing.QUICK else HELD_OUT, hidden=hidden)
+
+
 def _returns(controller: Controller) -> dict[str, Floats]:
     """Returns on instances of both kinds that no training saw."""
     return {
-        kind: returns_of(controller, held_out(HELD_OUT, hidden=hidden))
+        kind: returns_of(controller, _instances(hidden))
         for kind, hidden in KINDS.items()
     }
 
 
 def _controls() -> dict[str, dict[str, Floats]]:
     """The same of those that do not learn, and of the bounds."""
-    return {
-        kind: control_returns(held_out(HELD_OUT, hidden=hidden))
-        for kind, hidden in KINDS.items()
-    }
+    return {kind: control_returns(_instances(hidden)) for kind, hidden in KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
