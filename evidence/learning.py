@@ -76,9 +76,8 @@ class _Makes:
 
     def __call__(self, rng_seed: int) -> Sequence[VectorWorld]:
         # Everybody plays on every host here: a twin would tell nothing more.
-        learner = self._config.learner
-        alone = replace(learner, ppo=replace(learner.ppo, twins=1))
-        return worlds_of(replace(self._config, learner=alone, rng_seed=rng_seed))
+        alone = replace(self._config.world, group_size=1)
+        return worlds_of(replace(self._config, world=alone, rng_seed=rng_seed))
 
 
 def _found(name: str, env_steps: int, seconds: float, facts: str) -> Trained:

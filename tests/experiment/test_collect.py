@@ -14,7 +14,7 @@ from esper.tamiyo.controls import Never, Random
 from esper.tamiyo.heuristic import PromiseGreedy
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
-from esper.tamiyo.policy.likeliest import Likeliest
+from esper.tamiyo.policy.sampling import GreedyPolicy
 from tests.rollouts import TINY, HashWorld, make_buffer, make_policy, take
 from tests.worlds import ProbeWorld
 
@@ -263,7 +263,7 @@ def test_each_environments_end_is_told_once_and_at_its_step():
 
 def test_t8_a_policy_judged_without_chance_plays_legally():
     world = HashWorld(ENVS, ends=0.3)
-    returns = play(world, Likeliest(make_policy(strength=5.0)), Generator())
+    returns = play(world, GreedyPolicy(make_policy(strength=5.0)), Generator())
     assert_close(returns, first_episodes(world), rtol=1e-5, atol=1e-5)
 
 

@@ -29,15 +29,14 @@ SHORT = World(
 def family():
     base = preset("family")
     small = PolicyConfig(width=16, slot_width=8, offer_width=8)
-    ppo = replace(base.learner.ppo, twins=2)
     return replace(
         base,
         envs=2,
         variants=2,
         start_from=None,
         budget=Budget(rounds=4),
-        world=SHORT,
-        learner=replace(base.learner, policy=small, ppo=ppo),
+        world=replace(SHORT, group_size=2),
+        learner=replace(base.learner, policy=small),
     )
 
 
@@ -86,7 +85,7 @@ def test_a_family_is_redrawn_and_other_tasks_are_not():
     ("changes", "words"),
     [
         ({"tasks": ("family", "letter")}, "family cannot be mixed"),
-        ({"envs": 3}, "twins is 2, which does not divide envs 3"),
+        ({"envs": 3}, "group_size is 2, which does not divide envs 3"),
     ],
 )
 def test_families_that_cannot_be_are_refused(changes, words):

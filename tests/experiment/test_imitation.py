@@ -32,10 +32,15 @@ def a_world(envs=4):
         preset("family"),
         envs=envs,
         variants=1,
-        world=World(horizon=3, decision_every=2, slots=4, blueprints=("widen_8",)),
+        world=World(
+            horizon=3,
+            decision_every=2,
+            slots=4,
+            blueprints=("widen_8",),
+            group_size=envs,
+        ),
     )
-    ppo = replace(config.learner.ppo, twins=envs)
-    return Mixture(worlds_of(replace(config, learner=replace(config.learner, ppo=ppo))))
+    return Mixture(worlds_of(config))
 
 
 def test_a_trial_is_one_episode_and_says_what_could_have_been_said():

@@ -12,8 +12,8 @@ from esper.experiment.loop import LoopConfig, train
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
-from esper.tamiyo.policy.likeliest import Likeliest
 from esper.tamiyo.policy.network import PolicyConfig
+from esper.tamiyo.policy.sampling import GreedyPolicy
 from tests.worlds import ProbeWorld
 
 pytestmark = pytest.mark.learns
@@ -44,7 +44,7 @@ def values(world, policy):
 
 
 def mean_return(world, policy):
-    return float(play(world, Likeliest(policy), Generator().manual_seed(5)).mean())
+    return float(play(world, GreedyPolicy(policy), Generator().manual_seed(5)).mean())
 
 
 def plants(actions):
@@ -161,7 +161,7 @@ def test_t12_a_head_that_matters_on_one_step_in_a_hundred_stays_open_and_is_lear
     world.rare[:] = True
     observation = world._observe()
     masks = compute_masks(observation, world.spec)
-    actions, _ = Likeliest(trained).decide(observation, masks, None, Generator())
+    actions, _ = GreedyPolicy(trained).decide(observation, masks, None, Generator())
     assert right(actions).all()
 
 

@@ -12,7 +12,7 @@ from esper.experiment.judging import judge
 from esper.experiment.loop import train
 from esper.experiment.worlds import loop_of
 from esper.simic.agent.ppo import PPOConfig
-from esper.tamiyo.policy.likeliest import Likeliest
+from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
 from esper.tasks.teacher import Teacher, teacher
@@ -56,7 +56,7 @@ def test_the_return_rises_where_growing_pays():
     assert course(returns).startswith("The return rose:")
     never, chance, tamiyo = (
         judge(controller, TOO_NARROW, 16, 0).returns.mean()
-        for controller in ("never", "random", Likeliest(policy))
+        for controller in ("never", "random", GreedyPolicy(policy))
     )
     assert tamiyo > max(never, chance) + 0.1
 

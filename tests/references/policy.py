@@ -6,7 +6,7 @@ from torch.distributions import Categorical
 
 from esper.contracts.actions import HEAD_NAMES, NUM_HEADS
 from esper.contracts.masks import ActionMasks
-from esper.tamiyo.policy.distribution import HEAD_GROUPS
+from esper.simic.agent.distribution import HEAD_GROUPS
 from esper.tamiyo.policy.features import Features
 from esper.tamiyo.policy.network import Context, TamiyoPolicy, one_step
 

@@ -10,17 +10,17 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 from esper.contracts.actions import NUM_HEADS
+from esper.simic.agent.distribution import (
+    chosen,
+    kl_divergence,
+    masked_log_softmax,
+    sample,
+)
 from esper.simic.agent.losses import (
     CLIP_MODES,
     masked_mean,
     surrogate,
     value_error,
-)
-from esper.tamiyo.policy.distribution import (
-    chosen,
-    kl_divergence,
-    masked_log_softmax,
-    sample,
 )
 from tests.simic.minibatches import CHOICES, Case, weights
 

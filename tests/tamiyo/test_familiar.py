@@ -12,7 +12,7 @@ from esper.contracts.slots import SlotConfig
 from esper.tamiyo.controls import Random
 from esper.tamiyo.familiar import Familiar
 from esper.tamiyo.policy.action_masks import compute_masks
-from esper.tamiyo.policy.likeliest import Likeliest
+from esper.tamiyo.policy.sampling import GreedyPolicy
 from tests.rollouts import make_policy, random_observation, require_legal
 from tests.strategies import action_specs, floats, observations
 
@@ -26,7 +26,7 @@ def strong(spec):
     """A policy that differs between situations and likes to plant."""
     policy = make_policy(spec, strength=4.0)
     policy.op_out.bias.data[Op.GERMINATE] += 2.0
-    return Likeliest(policy)
+    return GreedyPolicy(policy)
 
 
 def test_what_it_does_not_know_changes_nothing_of_what_it_says():

@@ -12,11 +12,11 @@ from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput, NoLegalAction
 from esper.contracts.observation import Observation
 from esper.contracts.slots import SlotConfig
+from esper.simic.agent.distribution import HEAD_GROUPS, sample
 from esper.tamiyo.policy.action_masks import compute_masks
-from esper.tamiyo.policy.distribution import HEAD_GROUPS, sample
 from esper.tamiyo.policy.features import Features, compute_features
-from esper.tamiyo.policy.likeliest import Likeliest
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
+from esper.tamiyo.policy.sampling import GreedyPolicy
 from tests.rollouts import (
     SPEC,
     TINY,
@@ -210,7 +210,7 @@ def test_t8_sampled_and_likeliest_decisions_are_legal(density):
         actions, state = policy.decide(observation, masks, state, generator)
         require_legal(observation, SPEC, actions)
         ops |= set(actions[:, HEAD["op"]].tolist())
-        for controller in (Likeliest(policy), Likeliest(policy)):
+        for controller in (GreedyPolicy(policy), GreedyPolicy(policy)):
             greedy, after = controller.decide(
                 observation, masks, greedy_state, generator
             )

@@ -1,22 +1,24 @@
 """Which choices are possible, for every environment and every head.
 
-The three first heads depend on each other, so their masks are tables: `op`
-`[env, op]`, `slot` `[env, op, slot]`, `blueprint` `[env, slot, blueprint]`; the other
-heads have fixed rows. `masks["slot"]` and `masks["blueprint"]` are the unions.
+The first three heads depend on each other, so their masks are tables: `op`
+`[env, op]`, `slot` `[env, op, slot]`, `blueprint` `[env, slot, blueprint]`. The other
+heads are rows of `fixed`. `masks["slot"]` and `masks["blueprint"]` are unions over the
+tables; every other `masks[name]` is a view, which may be written into.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEAD_NAMES, HEADS
 
 
-@dataclass(frozen=True, slots=True)
-class ActionMasks:
-    """What is possible now; merit plays no part."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ActionMasks(Mapping[str, Tensor]):
+    """What is possible now, as a mapping from each head to its legal choices."""
 
     op: Bool[Tensor, "env op"]
     """Legal ops; WAIT always is."""
@@ -24,8 +26,8 @@ class ActionMasks:
     """Slots legal for each op."""
     blueprint: Bool[Tensor, "env slot blueprint"]
     """Blueprints that can be planted in each slot; all False if none can."""
-    fixed: Bool[Tensor, "head choice"]
-    """What the run ever allows, padded to the width of the largest head."""
+    fixed: Bool[Tensor, "env head choice"]
+    """What the run allows each head, padded to the width of the largest head."""
 
     def __getitem__(self, head: str) -> Bool[Tensor, "env choices"]:
         """The legal choices of one head, whatever the other heads choose."""
@@ -36,8 +38,7 @@ class ActionMasks:
         if head == "blueprint":
             return self.blueprint.any(dim=1)
         index = HEAD[head]
-        row = self.fixed[index, : len(HEADS[index].choices)]
-        return row.expand(self.op.shape[0], -1)
+        return self.fixed[:, index, : len(HEADS[index].choices)]
 
     def __iter__(self) -> Iterator[str]:
         """The names of the heads, in order."""
@@ -47,19 +48,7 @@ class ActionMasks:
         """How many heads there are."""
         return len(HEAD_NAMES)
 
-    def keys(self) -> tuple[str, ...]:
-        """The names of the heads, in order."""
-        return HEAD_NAMES
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Each head with its legal choices."""
-        return ((head, self[head]) for head in self)
-
-    def to(self, device: str) -> "ActionMasks":
+    def to(self, device: torch.device | str) -> "ActionMasks":
         """The same masks on another device."""
-        return ActionMasks(
-            self.op.to(device),
-            self.slot.to(device),
-            self.blueprint.to(device),
-            self.fixed.to(device),
-        )
+        tables = (self.op, self.slot, self.blueprint, self.fixed)
+        return ActionMasks(*(table.to(device) for table in tables))

@@ -114,6 +114,7 @@ class GrowingWorld(Stateful):
         check_choices(num_envs, rng_seed, measure_every, penalty, device, blueprints)
         check_count("seeds_per_slot", seeds_per_slot, 1)
         check_count("twins", twins, 1)
+        self.group_size = twins
         self.task, self.host = task, task.host
         self._envs, self._penalty = num_envs, penalty
         self._measure_every, self._device = measure_every, torch.device(device)

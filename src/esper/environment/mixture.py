@@ -55,6 +55,12 @@ class Mixture(Stateful):
         """Environments of all worlds."""
         return sum(self._counts)
 
+    @property
+    def group_size(self) -> int:
+        """Environments in a row with the same chances, if it is so in every world."""
+        sizes = {getattr(world, "group_size", 1) for world in self.worlds}
+        return sizes.pop() if len(sizes) == 1 else 1
+
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
         return together([world.reset() for world in self.worlds])

@@ -16,10 +16,10 @@ from esper.contracts.controller import Controller, ControllerState
 from esper.contracts.errors import CallOrder
 from esper.contracts.observation import Observation
 from esper.contracts.step import StepResult, VectorWorld
+from esper.simic.agent.policy import Policy
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
-from esper.tamiyo.policy.network import TamiyoPolicy
 
 Listener = Callable[[Observation, Tensor, StepResult], None]
 
@@ -47,7 +47,7 @@ class Finished:
         return float(self.total_return / self.episodes)
 
 
-def start(world: VectorWorld, policy: TamiyoPolicy) -> Live:
+def start(world: VectorWorld, policy: Policy) -> Live:
     """Begin a new episode everywhere, remembering nothing."""
     observation = world.reset()
     return Live(
@@ -60,7 +60,7 @@ def start(world: VectorWorld, policy: TamiyoPolicy) -> Live:
 @torch.inference_mode()
 def collect(
     world: VectorWorld,
-    policy: TamiyoPolicy,
+    policy: Policy,
     buffer: TamiyoRolloutBuffer,
     live: Live,
     generator: Generator,
@@ -74,7 +74,9 @@ def collect(
     """
     observation, state, returns = live.observation, live.state, live.returns
     spec = world.spec
-    buffer.begin(state, policy_version)
+    # Worlds whose environments share their chances say so; others need not.
+    group_size = getattr(world, "group_size", 1)
+    buffer.begin(state, policy_version, group_size)
     episodes = total = torch.zeros((), device=returns.device)
     for _ in range(buffer.max_steps):
         features = compute_features(observation, spec)

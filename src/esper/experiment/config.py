@@ -32,9 +32,9 @@ from esper.experiment.settings.typed import (
 )
 from esper.growth.blueprints.registry import blueprints
 from esper.simic.agent.losses import CLIP_MODES
+from esper.simic.agent.memory import MEMORIES
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.named import CONTROLLERS
-from esper.tamiyo.policy.memory import MEMORIES
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tasks.catalogue import TASKS
 
@@ -61,7 +61,6 @@ RULES: Final[Rules] = {
         "learning_rate": Between(0, 1, above=True),
         "epochs": Between(1, 1_000),
         "minibatches": Between(1, 65_536),
-        "twins": Between(1, 65_536),
         "clip": ABOVE_0,
         "clip_mode": OneOf("clip_mode", lambda: CLIP_MODES),
         "target_kl": Between(0, inf, above=True, endless=True),
@@ -167,6 +166,8 @@ class World(Checked):
     """Reward taken for an action that is not possible."""
     blueprints: tuple[BlueprintName, ...] | None = None
     """What may be planted; none: what is offered to hosts of the task's kind."""
+    group_size: Annotated[int, Between(1, 65_536)] = 1
+    """Environments in a row that train on the same data and chances."""
 
     def __post_init__(self) -> None:
         """Refuse ranges that cannot be drawn from, and lists of nothing."""
@@ -263,9 +264,9 @@ class TrainConfig(Checked):
                 f"split, are {everywhere} (envs {self.envs} x tasks {count})."
             )
 
-        if self.envs % self.learner.ppo.twins:
+        if self.envs % self.world.group_size:
             raise refusal(
-                f"learner.ppo.twins is {self.learner.ppo.twins}, which does not divide "
+                f"world.group_size is {self.world.group_size}, which does not divide "
                 f"envs {self.envs}."
             )
 

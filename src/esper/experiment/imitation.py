@@ -31,8 +31,8 @@ from esper.experiment.news import Progressed
 from esper.experiment.streams import stream, stream_seed
 from esper.experiment.warm import warm_policy
 from esper.experiment.worlds import steps_of, tasks_of, worlds_of
+from esper.simic.agent.distribution import HEAD_GROUPS, evaluate_choices, rows_of_group
 from esper.tamiyo.policy.action_masks import compute_masks
-from esper.tamiyo.policy.distribution import HEAD_GROUPS, evaluation, rows_of_group
 from esper.tamiyo.policy.features import Features, compute_features
 from esper.tamiyo.policy.network import TamiyoPolicy
 from esper.tamiyo.schedule import Schedule, Scheduled, draw_schedules
@@ -76,8 +76,7 @@ def imitated_policy(
         stop: Whether to give up, in which case there is no policy.
     """
     weights = warm_policy(config, hear, stop)
-    ppo = replace(config.learner.ppo, twins=config.envs)
-    grouped = replace(config, learner=replace(config.learner, ppo=ppo))
+    grouped = replace(config, world=replace(config.world, group_size=config.envs))
     chance = np.random.default_rng(stream_seed(config.rng_seed, "timetables"))
     steps, trials = steps_of(config), []
     for drawing in range(TRIALS):
@@ -205,7 +204,9 @@ def regression(policy: TamiyoPolicy, trial: Trial, twins: int) -> Float[Tensor, 
     """Weighted negative log-likelihood of what was said, per step."""
     state = policy.initial_state(len(trial.returns))
     logits, values = policy.scores(trial.features, trial.actions, trial.first, state)
-    said = evaluation(logits, values, trial.rows, trial.actions).log_probs.sum(dim=-1)
+    said = evaluate_choices(logits, values, trial.rows, trial.actions).log_probs.sum(
+        dim=-1
+    )
     weight = preferred(trial.returns, twins).unsqueeze(1)
     heard = torch.where(trial.valid, weight * said, 0.0)
     return -heard.sum() / trial.valid.sum()

@@ -26,7 +26,7 @@ from esper.experiment.lookup import find_run
 from esper.experiment.run import CHECKPOINTS, Run
 from esper.experiment.storage.disk import short
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
-from esper.tamiyo.policy.tempered import tempered
+from esper.tamiyo.policy.sampling import with_temperature
 
 POLICY: Final = "training/agent/policy/"
 """What the names of a policy's numbers begin with in a checkpoint."""
@@ -48,7 +48,7 @@ class Learned:
 
     def __call__(self, spec: ActionSpec) -> Controller:
         """A controller of this action space, surer of itself than in training."""
-        return tempered(self.policy(spec))
+        return with_temperature(self.policy(spec))
 
     def policy(self, spec: ActionSpec) -> TamiyoPolicy:
         """The policy itself."""

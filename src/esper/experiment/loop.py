@@ -81,7 +81,7 @@ def train(
     training = Training(world, config)
     while training.round < config.rounds:
         on_round(training.play_round())
-    return training.agent.policy
+    return training.policy
 
 
 class Training(Stateful):
@@ -122,6 +122,13 @@ class Training(Stateful):
         self.seconds = 0.0
         """Time that they took."""
 
+    @property
+    def policy(self) -> TamiyoPolicy:
+        """The policy that is trained."""
+        policy = self.agent.policy
+        assert isinstance(policy, TamiyoPolicy)
+        return policy
+
     def play_round(self, done: float | None = None) -> RoundRecord:
         """Collect a rollout and learn from it.
 
@@ -136,7 +143,7 @@ class Training(Stateful):
         agent.anneal(share)
         if isinstance(self.world, Redrawn):
             self.world.redraw()
-            self.live = start(self.world, agent.policy)
+            self.live = start(self.world, self.policy)
         self.live, finished = collect(
             self.world,
             agent.policy,

@@ -72,7 +72,7 @@ class Saving:
         """How good the policy is on the same hosts as ever."""
         if SIMULATED in self._config.tasks:
             return None
-        seen = Watched(number, watch(self._training.agent.policy, self._config))
+        seen = Watched(number, watch(self._training.policy, self._config))
         for task, judged in seen.tasks.items():
             self._store.add_evaluation(
                 judged, round=number, stage="watched", controller=LEARNED, task=task

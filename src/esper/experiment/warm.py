@@ -48,4 +48,4 @@ def warm_policy(
         record = training.play_round()
         news = f"return {record.mean_return:+.3f}"
         hear(Progressed("simulated world", record.round, ROUNDS, news))
-    return dict(training.agent.policy.state_dict())
+    return dict(training.policy.state_dict())

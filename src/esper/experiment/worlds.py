@@ -52,7 +52,7 @@ def worlds_of(config: TrainConfig, drawing: int = 0) -> list[VectorWorld]:
             config.envs,
             stream_seed(config.rng_seed, f"world, {task.name}{again}"),
             config.world,
-            twins=config.learner.ppo.twins,
+            twins=config.world.group_size,
         )
         for task in tasks_of(config, drawing=drawing)
     ]

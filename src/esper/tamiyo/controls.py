@@ -13,14 +13,14 @@ from esper.contracts.controller import ControllerState
 from esper.contracts.errors import BadInput
 from esper.contracts.masks import ActionMasks
 from esper.contracts.observation import Observation
-from esper.tamiyo.gardening import PATIENCE, Preference, tend
-from esper.tamiyo.policy.distribution import (
+from esper.simic.agent.distribution import (
     HEAD_GROUPS,
     masked_log_softmax,
+    relevant,
     rows_of_group,
     sample,
 )
-from esper.tamiyo.policy.relevance import relevant
+from esper.tamiyo.gardening import PATIENCE, Preference, tend
 
 
 class Never:
@@ -190,7 +190,7 @@ def _legal_or_wait(
     actions: Int64[Tensor, "env head"], masks: ActionMasks
 ) -> Int64[Tensor, "env head"]:
     """The sentences, without what their ops do not use; WAIT where illegal."""
-    sizes = [masks.fixed.shape[1]] * NUM_HEADS
+    sizes = [masks.fixed.shape[2]] * NUM_HEADS
     sizes[HEAD["op"]] = masks.op.shape[1]
     sizes[HEAD["slot"]], sizes[HEAD["blueprint"]] = masks.blueprint.shape[1:]
     last = torch.tensor(sizes, device=actions.device) - 1

@@ -118,7 +118,7 @@ class Familiar:
         slot[:, GERMINATE] &= blueprint.any(dim=2)
         op = masks.op & ops
         op[:, GERMINATE] &= slot[:, GERMINATE].any(dim=1)
-        fixed = masks.fixed[:, : self.spec.width] & allowed
+        fixed = masks.fixed[..., : self.spec.width] & allowed
         return ActionMasks(op, slot, blueprint, fixed)
 
 

@@ -21,7 +21,7 @@ from esper.contracts.errors import BadInput
 from esper.contracts.masks import ActionMasks
 from esper.contracts.observation import BlueprintOffers, Observation
 from esper.contracts.stages import Stage
-from esper.tamiyo.policy.relevance import relevant
+from esper.simic.agent.distribution import relevant
 
 PATIENCE: Final = 2
 """Steps a seed trains before it is blended in."""
@@ -107,10 +107,10 @@ def tend(
     # Where nothing is due, the first of all zeros is WAIT.
     choice = table.flatten(1).argmax(dim=1)
 
-    allowed = masks.fixed[-len(SETTINGS) :, : manner.shape[1]]
-    settings = torch.where(allowed, manner.to(wish.device), torch.inf).argmin(dim=1)
+    allowed = masks.fixed[:, -len(SETTINGS) :, : manner.shape[1]]
+    settings = torch.where(allowed, manner.to(wish.device), torch.inf).argmin(dim=2)
     said = torch.stack([choice // places, choice % places, offer % kinds], dim=1)
-    actions = torch.cat([said, settings.expand(len(said), -1)], dim=1)
+    actions = torch.cat([said, settings], dim=1)
     return torch.where(relevant(actions), actions, 0)
 
 
@@ -172,7 +172,7 @@ def explain(observation: Observation, masks: ActionMasks, env: int = 0) -> str:
         raise BadInput(f"env must lie in 0..{envs - 1}, got {env}.")
     if masks.op[env, Op.GERMINATE]:
         return "the controller chose to wait"
-    if not masks.fixed[HEAD["op"], Op.GERMINATE]:
+    if not masks.fixed[env, HEAD["op"], Op.GERMINATE]:
         return "this run does not allow planting"
     stages = observation.slots.stage[env].tolist()
     if Stage.DORMANT not in stages:

@@ -6,7 +6,6 @@ Times are those of two cores. A preset is the bottom layer: files and options go
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -46,7 +45,6 @@ PRESETS: Final[Mapping[str, TrainConfig]] = MappingProxyType(
             envs=8,
             start_from=IMITATION,
             budget=Budget(rounds=100),
-            learner=Learner(ppo=replace(Learner().ppo, twins=4)),
             # The right answer differs from episode to episode, and can be seen.
             world=World(
                 slots=6,
@@ -54,6 +52,7 @@ PRESETS: Final[Mapping[str, TrainConfig]] = MappingProxyType(
                 rent=(0.001, 0.1),
                 budget=(0.5, 5.0),
                 rate=(0.5, 2.0),
+                group_size=4,
             ),
             judging=Judging(every=25, hosts=16),
             keeping=Keeping(every=25),

@@ -1,12 +1,12 @@
-r"""Advantages in units of their own spread, over the steps that happened.
+r"""Advantages normalised over valid steps, with a baseline from grouped environments.
 
-Where several environments share their chances (twins), what happens to all of them at
-the same step is nobody's merit:
+Where environments of a group have the same random streams, what happens to all of them
+at the same step is not due to the action:
 
-    A_i <- A_i - mean of A_j over the twins j != i.
+    A_i <- A_i - mean of A_j over the others j != i of the group.
 
-What the others do does not depend on what i chose, so this is a baseline: it takes the
-luck of host, data and batches away and leaves the policy gradient where it was.
+What the others do does not depend on what i chose, so this is a baseline: it removes
+the variance of host, data and batches and leaves the policy gradient where it was.
 
 Padding is selected away, never multiplied: NaN * 0 is NaN. The deviation has a floor,
 so that advantages which are all equal become 0 rather than amplified rounding.
@@ -17,20 +17,22 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 
-def less_of_twins(
-    advantages: Float[Tensor, "env time"], valid: Bool[Tensor, "env time"], twins: int
+def subtract_group_baseline(
+    advantages: Float[Tensor, "env time"],
+    valid: Bool[Tensor, "env time"],
+    group_size: int,
 ) -> Float[Tensor, "env time"]:
-    """Advantages less the mean of an environment's twins at the same step.
+    """Advantages less the mean of the rest of an environment's group at each step.
 
     Args:
         advantages: Of every step.
-        valid: False on padding, which counts for nobody.
-        twins: How many environments in a row are twins; 1: none.
+        valid: False on padding, which is left out of the means.
+        group_size: How many environments in a row form a group; 1: none.
     """
-    if twins == 1:
+    if group_size == 1:
         return advantages
-    known = torch.where(valid, advantages, 0.0).unflatten(0, (-1, twins))
-    count = valid.unflatten(0, (-1, twins)).sum(dim=1, keepdim=True)
+    known = torch.where(valid, advantages, 0.0).unflatten(0, (-1, group_size))
+    count = valid.unflatten(0, (-1, group_size)).sum(dim=1, keepdim=True)
     others = (known.sum(dim=1, keepdim=True) - known) / (count - 1).clamp(min=1)
     return torch.where(valid, (known - others).flatten(0, 1), advantages)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from esper.contracts.actions import HEAD_NAMES, NUM_HEADS, ActionSpec
 from esper.contracts.errors import BadInput, IllegalAction, NoLegalAction
+from esper.contracts.features import feature_shapes
 from esper.kernels import kernel
-from esper.tamiyo.policy.features import HOST_COLUMNS, OFFER_COLUMNS, SLOT_COLUMNS
 
 FINITE = (
     "features.host",
@@ -32,7 +32,8 @@ FINITE = (
 )
 """Stored fields that must be finite."""
 
-_EMPTY, _PADDING, _OUTSIDE, _FORBIDDEN, _POSITIVE = range(1, 6)
+_EMPTY, _PADDING, _OUTSIDE, _FORBIDDEN, _CONTRADICTED = range(1, 6)
+_TOLERANCE = 1e-4  # between a log-probability and its distribution
 _NO_FUTURE, _OUT_OF_STEP = range(1, 3)
 
 
@@ -52,11 +53,11 @@ class Kind(NamedTuple):
 def step_kinds(num_envs: int, spec: ActionSpec) -> tuple[Kind, ...]:
     """What is stored of one step of all environments."""
     heads, width = NUM_HEADS, spec.width
-    slots, blueprints = spec.slots.max_slots, len(spec.blueprints)
     axes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        "features.host": (torch.float32, (len(HOST_COLUMNS),)),
-        "features.slots": (torch.float32, (slots, len(SLOT_COLUMNS))),
-        "features.offers": (torch.float32, (slots, blueprints, len(OFFER_COLUMNS))),
+        **{
+            f"features.{name}": (torch.float32, shape)
+            for name, shape in feature_shapes(spec).items()
+        },
         "first": (torch.bool, ()),
         "rows": (torch.bool, (heads, width)),
         "actions": (torch.int64, (heads,)),
@@ -124,7 +125,13 @@ class ValueCheck:
         self._finite = tuple(arrays[name].reshape(steps, envs, -1) for name in FINITE)
         self._sizes = np.array(spec.sizes)
         self._actions, self._log_probs = arrays["actions"], arrays["log_probs"]
-        self._choices = arrays["rows"], self._actions, self._log_probs, self._sizes
+        self._choices = (
+            arrays["rows"],
+            self._actions,
+            self._log_probs,
+            arrays["distribution"],
+            self._sizes,
+        )
         self._dones, self._final_values = arrays["dones"], arrays["final_values"]
         self._borders = (
             arrays["first"],
@@ -174,8 +181,9 @@ class ValueCheck:
                 "rows that were drawn from."
             )
         raise BadInput(
-            f"log_probs must not be positive, got {self._log_probs[step, env, head]} "
-            f"for {place}."
+            f"log_probs has {self._log_probs[step, env, head]} for {place}, its "
+            f"distribution {self._choices[3][step, env, head, action]}; store both as "
+            "they were when the choice was made."
         )
 
     def _refuse_border(self, problem: int, env: int, step: int) -> NoReturn:
@@ -219,6 +227,7 @@ def _first_illegal(
     rows: NDArray[np.bool_],
     actions: NDArray[np.int64],
     log_probs: NDArray[np.float32],
+    distribution: NDArray[np.float32],
     sizes: NDArray[np.int64],
     columns: NDArray[np.int64],
 ) -> tuple[int, int, int]:
@@ -238,8 +247,12 @@ def _first_illegal(
                 if not row.any():
                     return _EMPTY, env, head
                 return (_FORBIDDEN if inside else _OUTSIDE), env, head
-            if log_probs[columns[env], env, head] > 0.0:
-                return _POSITIVE, env, head
+            log_prob = log_probs[columns[env], env, head]
+            expected = distribution[columns[env], env, head, action]
+            if abs(log_prob - expected) > _TOLERANCE * (1.0 + abs(expected)) or (
+                log_prob > 0.0
+            ):
+                return _CONTRADICTED, env, head
     return 0, -1, -1
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from esper.simic.agent.normalization import ReturnMoments
-from esper.tamiyo.policy.network import TamiyoPolicy
+from esper.simic.agent.policy import Policy
 
 
 class Guard:
@@ -49,25 +49,18 @@ class Guard:
         return self._stopped.device.type == "cpu" and bool(self._stopped.numpy())
 
 
-class Undo:
-    """Puts statistics and value head back, to the bit, if no step was taken."""
+class ValueBackup:
+    """A copy of value statistics and value head, to restore if no step was taken."""
 
-    def __init__(self, policy: TamiyoPolicy, moments: ReturnMoments) -> None:
+    def __init__(self, policy: Policy, moments: ReturnMoments) -> None:
         self.moments = moments
         head = policy.value_out
-        self._held = [
-            (tensor, tensor.detach().clone())
-            for tensor in (
-                head.weight,
-                head.bias,
-                policy.value_mean,
-                policy.value_scale,
-            )
-        ]
+        tensors = (head.weight, head.bias, policy.value_mean, policy.value_scale)
+        self._copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
-    def __call__(self, moments: ReturnMoments, *, unless: Tensor) -> ReturnMoments:
-        """Keep everything as it is `unless` is true, else put it back."""
+    def restore_unless(self, taken: Tensor, moments: ReturnMoments) -> ReturnMoments:
+        """Put everything back, to the bit, unless `taken`; return the moments to use."""
         with torch.no_grad():
-            for tensor, before in self._held:
-                tensor.copy_(torch.where(unless, tensor, before))
-        return moments.where(unless, self.moments)
+            for tensor, before in self._copies:
+                tensor.copy_(torch.where(taken, tensor, before))
+        return moments.where(taken, self.moments)

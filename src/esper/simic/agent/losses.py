@@ -22,9 +22,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from esper.simic.agent.distribution import Evaluation, entropy, kl_divergence
 from esper.simic.agent.sequence_batch import SequenceBatch
-from esper.tamiyo.policy.distribution import entropy, kl_divergence
-from esper.tamiyo.policy.records import Evaluation
 
 LARGEST_LOG_RATIO: Final = 20.0  # exp stays finite in float32; clamped ones are counted
 CLIP_MODES: Final = ("joint", "per_head", "mixed")
@@ -87,7 +86,7 @@ def ppo_terms(
         value_error(new.normalized_values, targets, old_values, weights.value_clip),
         valid,
     )
-    nats = entropy(new.distribution, batch.rows)
+    nats = entropy(new.distribution)
     share = torch.where(is_open, nats / legal.clamp(min=2).log(), 0.0)
     steps = valid.sum().clamp(min=1)
     bonus = (weights.entropy * share.sum(dim=(0, 1))).sum() / steps
@@ -95,7 +94,7 @@ def ppo_terms(
 
     with torch.no_grad():
         open_steps = is_open.sum(dim=(0, 1))
-        kl = kl_divergence(batch.distribution, new.distribution, batch.rows)
+        kl = kl_divergence(batch.distribution, new.distribution)
         return Terms(
             loss=loss,
             policy_loss=policy_loss.detach(),

@@ -1,8 +1,8 @@
-r"""Values in the units of their own statistics, without forgetting what was learnt.
+r"""Return statistics for value normalisation (PopArt), robust to outliers.
 
 The critic predicts normalised returns; `policy.value_mean` and `policy.value_scale`
 turn them back. When the statistics move, the last layer is rescaled so that every
-prediction stays where it was (PopArt, van Hasselt et al. 2016,
+prediction stays where it was (van Hasselt et al. 2016,
 https://arxiv.org/abs/1602.07714):
 
     w' = w σ/σ'        b' = (σ b + μ - μ') / σ'
@@ -19,6 +19,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 SMALLEST_SCALE: Final = 1e-4  # constant returns must not blow up to unit noise
+LIMIT: Final = 10.0
+"""Deviations from the median at which a return is clipped in the statistics."""
+FIRST_LIMIT: Final = 100.0
+"""The same without a history, when sparse returns cannot be told from outliers."""
+MAD_TO_DEVIATION: Final = 1.4826  # of a normal distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +50,37 @@ class ReturnMoments:
         fading: float,
     ) -> "ReturnMoments":
         """The moments after one more rollout; unchanged if it has no valid step."""
+        valid = valid & returns.isfinite()
+        returns = self._clip_outliers(returns, valid)
         count = valid.sum().clamp(min=1)
         mean = torch.where(valid, returns, 0.0).sum() / count
         spread = torch.where(valid, returns - mean, 0.0).square().sum() / count
         weight = fading * self.weight + 1.0
-        share = torch.where(valid.any(), 1.0 / weight, 0.0)
+        share = 1.0 / weight
         gap = mean - self.mean
         kept = (1.0 - share) * (self.variance + share * gap.square())
-        return ReturnMoments(
-            torch.where(valid.any(), weight, self.weight),
-            self.mean + share * gap,
-            kept + share * spread,
-        )
+        new = ReturnMoments(weight, self.mean + share * gap, kept + share * spread)
+        usable = valid.any() & new.mean.isfinite() & new.variance.isfinite()
+        return new.where(usable, self)
+
+    def _clip_outliers(
+        self, returns: Float[Tensor, "env time"], valid: Bool[Tensor, "env time"]
+    ) -> Float[Tensor, "env time"]:
+        """Returns within some deviations of their median.
+
+        One absurd reward reaches the returns of every step before it, and its square
+        would rule the variance for a hundred updates. The deviation is that of all
+        returns so far or, if larger, the robust one of this rollout: so an outlier
+        counts as a large return and nothing more, while returns that grow as a whole
+        are followed at once. If both are 0 nothing is known, and nothing is clipped.
+        """
+        known = self.weight > 0
+        median = torch.where(valid, returns, torch.nan).nanmedian()
+        distance = torch.where(valid, (returns - median).abs(), torch.nan).nanmedian()
+        limit = torch.where(known, LIMIT, FIRST_LIMIT)
+        deviation = (MAD_TO_DEVIATION * distance).maximum(self.variance.sqrt())
+        reach = torch.where(deviation > 0, limit * deviation, torch.inf)
+        return returns.clamp(median - reach, median + reach)
 
     def scale(self) -> Float[Tensor, ""]:
         """Standard deviation of the returns; 1 before any were seen."""

@@ -8,6 +8,7 @@ no bit of weights, moments or statistics and nothing is read back to find that o
 read per update brings the record home.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -18,16 +19,15 @@ from torch import Generator, Tensor, nn
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.state import Stateful
-from esper.simic.agent.advantages import less_of_twins, normalize_advantages
-from esper.simic.agent.guard import Guard, Undo
+from esper.simic.agent.advantages import normalize_advantages, subtract_group_baseline
+from esper.simic.agent.distribution import evaluate_choices
+from esper.simic.agent.guard import Guard, ValueBackup
 from esper.simic.agent.losses import CLIP_MODES, LossWeights, masked_mean, ppo_terms
 from esper.simic.agent.metrics import UpdateRecord, read_record, step_row
 from esper.simic.agent.normalization import ReturnMoments, rescale_head
-from esper.simic.agent.objective import compiled_terms
+from esper.simic.agent.policy import Policy
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.agent.sequence_batch import SequenceBatch
-from esper.tamiyo.policy.distribution import evaluation
-from esper.tamiyo.policy.network import TamiyoPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,6 @@ class PPOConfig:
     """Weight of each head's normalised entropy."""
     head_entropy: Mapping[str, float] = field(default_factory=dict)
     """For some heads, another weight."""
-    twins: int = 1
-    """Environments in a row that have the same chances: see `less_of_twins`."""
     value: float = 0.5
     """Weight of the value loss."""
     value_clip: float | None = None
@@ -63,18 +61,25 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that PPO cannot mean."""
-        positive = ("learning_rate", "clip", "target_kl", "max_grad_norm")
-        for name in positive:
+        for name in ("learning_rate", "clip", "target_kl", "max_grad_norm"):
             if not getattr(self, name) > 0.0:
                 raise BadInput(f"{name} must be positive, got {getattr(self, name)}.")
         if self.learning_rate > 1e4:
             raise BadInput(f"learning_rate {self.learning_rate} cannot be meant.")
-        for name in ("epochs", "minibatches", "twins"):
-            if getattr(self, name) < 1:
-                raise BadInput(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("entropy", "value"):
-            if not getattr(self, name) >= 0.0:
-                raise BadInput(f"{name} must not be negative: {getattr(self, name)}.")
+        for name in ("epochs", "minibatches"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or count < 1:
+                raise BadInput(f"{name} must be a whole number of at least 1: {count}.")
+        weights = {"entropy": self.entropy, "value": self.value}
+        for name, weight in self.head_entropy.items():
+            if name not in HEAD_NAMES:
+                raise BadInput(
+                    f"head_entropy names {name!r}; heads are {', '.join(HEAD_NAMES)}."
+                )
+            weights[f"head_entropy of {name!r}"] = weight
+        for name, weight in weights.items():
+            if not 0.0 <= weight < math.inf:
+                raise BadInput(f"{name} must be finite and not negative: {weight}.")
         if not 0.0 <= self.value_fading <= 1.0:
             raise BadInput(f"value_fading must lie in [0, 1], got {self.value_fading}.")
         if self.clip_mode not in CLIP_MODES:
@@ -82,13 +87,6 @@ class PPOConfig:
                 f"clip_mode must be one of {', '.join(CLIP_MODES)}, got "
                 f"{self.clip_mode!r}."
             )
-        for name, weight in self.head_entropy.items():
-            if name not in HEAD_NAMES:
-                raise BadInput(
-                    f"head_entropy names {name!r}; heads are {', '.join(HEAD_NAMES)}."
-                )
-            if not weight >= 0.0:
-                raise BadInput(f"head_entropy of {name!r} is negative: {weight}.")
         if self.value_clip is not None and not self.value_clip > 0.0:
             raise BadInput(
                 f"value_clip must be positive, got {self.value_clip}; None is off."
@@ -103,7 +101,7 @@ class PPOAgent(Stateful):
 
     def __init__(
         self,
-        policy: TamiyoPolicy,
+        policy: Policy,
         buffer: TamiyoRolloutBuffer,
         config: PPOConfig | None = None,
         *,
@@ -112,15 +110,11 @@ class PPOAgent(Stateful):
         self.policy = policy
         self.buffer = buffer
         self.config = config = config or PPOConfig()
+        _require_match(policy, buffer)
         if config.minibatches > buffer.num_envs:
             raise BadInput(
                 f"minibatches is {config.minibatches} but the buffer has "
                 f"{buffer.num_envs} environments; sequences are not split."
-            )
-        if buffer.num_envs % config.twins:
-            raise BadInput(
-                f"twins is {config.twins} but the buffer has {buffer.num_envs} "
-                "environments; give a divisor."
             )
         self.device = policy.value_mean.device
         self.parameters = [p for p in policy.parameters() if p.requires_grad]
@@ -149,6 +143,8 @@ class PPOAgent(Stateful):
 
     def anneal(self, share: float) -> None:
         """Use this share of the configured learning rate and entropy weights."""
+        if not 0.0 <= share < math.inf:
+            raise BadInput(f"share must be finite and not negative, got {share}.")
         for group in self.optimizer.param_groups:
             group["lr"] = share * self.config.learning_rate
         self._weights = replace(
@@ -160,7 +156,7 @@ class PPOAgent(Stateful):
         config = self.config
         batch = self._take_rollout()
         guard = Guard(config.target_kl, self.device)
-        undo = self._adopt_statistics(batch)
+        backup = self._adopt_statistics(batch)
         explained = explained_variance(batch)
         rows: list[Tensor] = []
         for _ in range(config.epochs):
@@ -169,7 +165,7 @@ class PPOAgent(Stateful):
                 rows.append(self.step(part, guard))
             if guard.known_stopped():
                 break
-        self.moments = undo(self.moments, unless=guard.any_taken)
+        self.moments = backup.restore_unless(guard.any_taken, self.moments)
         self.buffer.reset()
         self.version += 1
         return read_record(rows, explained, config.epochs * config.minibatches)
@@ -183,8 +179,10 @@ class PPOAgent(Stateful):
             )
         self.buffer.compute_advantages_and_returns()
         batch = self.buffer.get_batched_sequences(self.device)
-        merit = less_of_twins(batch.advantages, batch.valid_mask, self.config.twins)
-        advantages = normalize_advantages(merit, batch.valid_mask)
+        advantages = subtract_group_baseline(
+            batch.advantages, batch.valid_mask, batch.group_size
+        )
+        advantages = normalize_advantages(advantages, batch.valid_mask)
         return replace(batch, advantages=advantages)
 
     def step(self, part: SequenceBatch, guard: Guard) -> Float[Tensor, " metric"]:
@@ -194,12 +192,9 @@ class PPOAgent(Stateful):
             part.features, part.actions, part.first, part.state
         )
         units = (part.returns - mean) / scale, (part.values - mean) / scale
-        if self.policy.is_compiled(logits):
-            terms, lengths = compiled_terms(logits, values, part, *units, self._weights)
-        else:
-            logits.retain_grad()
-            new = evaluation(logits, values, part.rows, part.actions)
-            terms, lengths = ppo_terms(new, part, *units, self._weights), None
+        logits.retain_grad()
+        new = evaluate_choices(logits, values, part.rows, part.actions)
+        terms = ppo_terms(new, part, *units, self._weights)
         self.optimizer.zero_grad(set_to_none=True)
         terms.loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
@@ -208,22 +203,21 @@ class PPOAgent(Stateful):
         # Fused Adam leaves weights, moments and step counters alone where this is 1.
         self.optimizer.found_inf = (~flags[0]).to(torch.float32)  # type: ignore[attr-defined]
         self.optimizer.step()
-        if lengths is None:
-            assert logits.grad is not None
-            lengths = logits.grad.square().sum(dim=(0, 1, 3)).sqrt()
+        assert logits.grad is not None
+        lengths = logits.grad.square().sum(dim=(0, 1, 3)).sqrt()
         return step_row(terms, grad_norm, lengths, flags)
 
-    def _adopt_statistics(self, batch: SequenceBatch) -> Undo:
+    def _adopt_statistics(self, batch: SequenceBatch) -> ValueBackup:
         """Move the value's units to the new returns; keep what is needed to go back."""
         policy, head = self.policy, self.policy.value_out
-        undo = Undo(self.policy, self.moments)
+        backup = ValueBackup(policy, self.moments)
         self.moments = self.moments.with_returns(
             batch.returns, batch.valid_mask, self.config.value_fading
         )
         new = self.moments.mean, self.moments.scale()
         # The first statistics have no prediction to preserve: begin at their mean, not
         # as far from it as its size in deviations.
-        known = undo.moments.weight > 0
+        known = backup.moments.weight > 0
         old = (
             torch.where(known, policy.value_mean, new[0]),
             torch.where(known, policy.value_scale, new[1]),
@@ -231,7 +225,24 @@ class PPOAgent(Stateful):
         rescale_head(head, old, new)
         policy.value_mean.copy_(new[0])
         policy.value_scale.copy_(new[1])
-        return undo
+        return backup
+
+
+def _require_match(policy: Policy, buffer: TamiyoRolloutBuffer) -> None:
+    """Refuse a policy that cannot have filled, or cannot read, the buffer."""
+    if not isinstance(policy, Policy):
+        raise BadInput(
+            f"policy must have what simic's Policy names, got {type(policy).__name__}."
+        )
+    if buffer.state_shape != tuple(policy.state_shape):
+        raise BadInput(
+            f"the buffer has room for a state of {buffer.state_shape}, the policy's is "
+            f"{tuple(policy.state_shape)}; pass state_shape=policy.state_shape."
+        )
+    if buffer.spec != policy.spec:
+        raise BadInput(
+            "buffer and policy have different action spaces; make both from one spec."
+        )
 
 
 def explained_variance(batch: SequenceBatch) -> Float[Tensor, ""]:

@@ -17,7 +17,9 @@ from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
 from esper.contracts.actions import ActionSpec
+from esper.contracts.devices import usable_device
 from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.features import Features
 from esper.scan import gae, gae_time_major
 from esper.simic.agent.buffer_checks import (
     Kind,
@@ -27,7 +29,6 @@ from esper.simic.agent.buffer_checks import (
     step_kinds,
 )
 from esper.simic.agent.sequence_batch import SequenceBatch, padded_sequences
-from esper.tamiyo.policy.features import Features
 
 RESULTS = ("advantages", "returns")
 
@@ -69,7 +70,11 @@ class TamiyoRolloutBuffer:
         for name, share in (("gamma", gamma), ("gae_lambda", gae_lambda)):
             if not 0.0 <= share <= 1.0:
                 raise BadInput(f"{name} must lie in [0, 1], got {share}.")
+        if not isinstance(spec, ActionSpec):
+            raise BadInput(f"spec must be an ActionSpec, got {type(spec).__name__}.")
+        device = usable_device(device)
         self.num_envs, self.max_steps, self.spec = num_envs, max_steps, spec
+        self.state_shape = tuple(state_shape)
         self.gamma, self.gae_lambda = float(gamma), float(gae_lambda)
 
         kinds = step_kinds(num_envs, spec)
@@ -123,6 +128,7 @@ class TamiyoRolloutBuffer:
         self._counts.zero_()
         self._state.zero_()
         self.policy_version = 0
+        self.group_size = 1
         self._adds = 0
         self._is_level = True  # Everyone acted in every step: rows are equally long.
         self._is_cut = False
@@ -132,16 +138,23 @@ class TamiyoRolloutBuffer:
         self,
         state: Float32[Tensor, "env layers width"] | None = None,
         policy_version: int = 0,
+        group_size: int = 1,
     ) -> None:
         """Say where the rows start; without it, with empty memory at version 0.
 
         Args:
             state: The policy's memory before the first step; copied.
             policy_version: Which policy is going to act.
+            group_size: How many environments in a row have the same random streams.
         """
         if self._adds:
             raise CallOrder(
                 f"begin() after {self._adds} steps: rows start once; reset() first."
+            )
+        if group_size < 1 or self.num_envs % group_size:
+            raise BadInput(
+                f"group_size is {group_size} but the buffer has {self.num_envs} "
+                "environments; give a divisor."
             )
         if state is None:
             self._state.zero_()
@@ -150,7 +163,7 @@ class TamiyoRolloutBuffer:
             if self._check is not None:
                 require_finite("state", state)
             self._state.copy_(state)
-        self.policy_version = policy_version
+        self.policy_version, self.group_size = policy_version, group_size
 
     def add(
         self,
@@ -265,7 +278,11 @@ class TamiyoRolloutBuffer:
             )
         valid = self._steps[: self._longest()] < self._counts[:, None]
         return padded_sequences(
-            self._storage, valid.to(device), self._state, padding=not self._is_level
+            self._storage,
+            valid.to(usable_device(device)),
+            self._state,
+            padding=not self._is_level,
+            group_size=self.group_size,
         )
 
     @property

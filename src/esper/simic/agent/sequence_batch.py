@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor
 
 from esper.contracts.errors import BadInput
-from esper.tamiyo.policy.features import Features
+from esper.contracts.features import Features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +38,14 @@ class SequenceBatch:
     """False on padding."""
     state: Float[Tensor, "env layers width"]
     """Memory before each row's first step."""
+    group_size: int = 1
+    """How many rows after each other have the same random streams."""
 
-    def __getitem__(self, name: str) -> Tensor | Features:
+    def __getitem__(self, name: str) -> Tensor | Features | int:
         """A field by its name."""
         if name not in self.__slots__:
             raise KeyError(f"no field {name!r}; there are {', '.join(self.__slots__)}.")
-        field: Tensor | Features = getattr(self, name)
+        field: Tensor | Features | int = getattr(self, name)
         return field
 
     @property
@@ -52,12 +54,12 @@ class SequenceBatch:
         return self.valid_mask.shape[0]
 
     def select(self, index: Int64[Tensor, " chosen"]) -> "SequenceBatch":
-        """The rows of some environments, copied."""
+        """The rows of some environments, copied; groups are not kept together."""
         index = index.to(self.valid_mask.device)
         chosen = {
             field.name: getattr(self, field.name).index_select(0, index)
             for field in fields(self)
-            if field.name != "features"
+            if field.name not in ("features", "group_size")
         }
         seen = {
             field.name: getattr(self.features, field.name).index_select(0, index)
@@ -90,6 +92,7 @@ def padded_sequences(
     state: Float[Tensor, "env layers width"],
     *,
     padding: bool,
+    group_size: int = 1,
 ) -> SequenceBatch:
     """Copy time-major storage to whole sequences on the device of `valid`.
 
@@ -101,6 +104,7 @@ def padded_sequences(
         valid: False on padding.
         state: Memory before each row's first step.
         padding: Whether there is any; False saves the work of looking.
+        group_size: How many environments in a row have the same random streams.
     """
     device, length = valid.device, valid.shape[1]
     beyond = ~valid
@@ -131,4 +135,5 @@ def padded_sequences(
         returns=sequences("returns"),
         valid_mask=valid,
         state=state.to(device).clone(),
+        group_size=group_size,
     )

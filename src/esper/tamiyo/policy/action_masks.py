@@ -154,7 +154,9 @@ def _masks(
         ) from error
     torch.any(blueprint, dim=2, out=slot.select(2, GERMINATE))
     op = slot.any(dim=1).logical_or_(law.always)
-    return ActionMasks(op, slot.transpose(1, 2), blueprint, law.fixed)
+    # Masks belong to who asked for them: what is kept is never handed out.
+    fixed = law.fixed.expand(envs, -1, -1).clone()
+    return ActionMasks(op, slot.transpose(1, 2), blueprint, fixed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,87 +26,33 @@ from torch import Tensor
 from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import Form
 from esper.contracts.errors import BadInput
+from esper.contracts.features import (
+    BLUEPRINT_COLUMNS,
+    HOST_COLUMNS,
+    OFFER_COLUMNS,
+    SLOT_COLUMNS,
+    STAGE_COLUMNS,
+    Column,
+    Features,
+    feature_shapes,
+)
 from esper.contracts.observation import BlueprintOffers, HostStates, Observation
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
 
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One feature, read from the field of its name or computed from several."""
-
-    name: str
-    half: float | None = None
-    """The size that reads 1/2; None for shares and flags."""
-
-
-HOST_COLUMNS: Final = (
-    Column("progress"),
-    Column("budget_left", half=0.5),
-    Column("budget_unlimited"),
-    Column("rent", half=0.1),
-    Column("small_rent", half=0.01),
-    Column("added", half=0.5),
-    Column("score"),
-    Column("score_slope", half=0.01),
-    Column("loss", half=0.5),
-    Column("loss_slope", half=0.05),
-    Column("plateau"),
-)
-
-STAGE_COLUMNS: Final = tuple(f"stage_{stage.name.lower()}" for stage in Stage)
-
-SLOT_COLUMNS: Final = (
-    *(Column(name) for name in STAGE_COLUMNS),
-    Column("age", half=4.0),
-    Column("alpha"),
-    Column("alpha_target"),
-    Column("alpha_settled"),
-    Column("style"),
-    Column("parameters", half=0.1),
-    Column("depth"),
-    Column("capacity"),
-    Column("liveness"),
-    Column("gradient_share"),
-    Column("contribution", half=0.1),
-    Column("net_contribution", half=0.4),
-    Column("contribution_measured"),
-)
-
-OFFER_COLUMNS: Final = (
-    Column("fits"),
-    Column("affordable"),
-    Column("planted"),
-    Column("parameters", half=0.1),
-    Column("macs", half=0.1),
-    Column("rent", half=0.1),
-    Column("small_rent", half=0.01),
-    Column("promise", half=0.1),
-    Column("net_promise", half=0.4),
-    Column("promise_known"),
-)
-
-BLUEPRINT_COLUMNS: Final = (
-    Column("log2_size", half=3.0),
-    Column("merges"),
-    # A user's own form is none of these: no column says nothing of it.
-    *(Column(f"form_{form.name.lower()}") for form in Form if form is not Form.CUSTOM),
-)
+__all__ = [
+    "BLUEPRINT_COLUMNS",
+    "HOST_COLUMNS",
+    "OFFER_COLUMNS",
+    "SLOT_COLUMNS",
+    "Features",
+    "blueprint_table",
+    "compute_features",
+    "feature_shapes",
+]
 
 HUGE: Final = 1e8
 """Rents and budgets are cut here: squashed it is 1, and its products stay finite."""
-
-
-@dataclass(frozen=True, slots=True)
-class Features:
-    """What the policy reads; `[env]` when acting, `[env, time]` in training."""
-
-    host: Float[Tensor, "*batch host"]
-    """`HOST_COLUMNS` of every environment."""
-    slots: Float[Tensor, "*batch slot column"]
-    """`SLOT_COLUMNS` of every slot."""
-    offers: Float[Tensor, "*batch slot blueprint offer"]
-    """`OFFER_COLUMNS` of every blueprint at every slot."""
 
 
 def compute_features(observation: Observation, spec: ActionSpec) -> Features:

@@ -16,7 +16,7 @@ given.
 
 import math
 from collections.abc import Generator as Coroutine
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -27,19 +27,20 @@ from esper.contracts.controller import ControllerState
 from esper.contracts.errors import BadInput
 from esper.contracts.masks import ActionMasks
 from esper.contracts.observation import Observation
-from esper.tamiyo.policy import acting
-from esper.tamiyo.policy.distribution import (
+from esper.simic.agent.distribution import (
     HEAD_GROUPS,
+    Evaluation,
     chosen,
-    evaluation,
-    likeliest,
+    evaluate_choices,
+    greedy,
+    inverse_cdf,
     masked_log_softmax,
-    pick,
     require_choice,
     require_masks,
     rows_of_group,
 )
-from esper.tamiyo.policy.encoding import Encoded, Seen, encode, encoder_of
+from esper.simic.agent.memory import make_memory
+from esper.simic.agent.policy import Decision
 from esper.tamiyo.policy.features import (
     BLUEPRINT_COLUMNS,
     HOST_COLUMNS,
@@ -49,9 +50,15 @@ from esper.tamiyo.policy.features import (
     blueprint_table,
     compute_features,
 )
-from esper.tamiyo.policy.memory import make_memory
-from esper.tamiyo.policy.records import Context, Decision, Evaluation
-from esper.tamiyo.policy.scoring import heads_of, score
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Encodings that all heads read."""
+
+    core: Float[Tensor, "*batch core"]
+    slots: Float[Tensor, "*batch slot slot_width"]
+    offers: Float[Tensor, "*batch slot blueprint offer_width"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +88,6 @@ class PolicyConfig:
 class TamiyoPolicy(nn.Module):
     """Recurrent, masked, autoregressive policy with a value."""
 
-    compiled = True
-    """Whether compiled loops serve on the CPU; torch alone says the same."""
     value_mean: Tensor
     value_scale: Tensor
     _blueprints: Tensor
@@ -90,6 +95,8 @@ class TamiyoPolicy(nn.Module):
 
     def __init__(self, spec: ActionSpec, config: PolicyConfig | None = None) -> None:
         super().__init__()
+        if not isinstance(spec, ActionSpec):
+            raise BadInput(f"spec must be an ActionSpec, got {type(spec).__name__}.")
         self.spec = spec
         self.config = config = config or PolicyConfig()
         core, slot, offer = config.width, config.slot_width, config.offer_width
@@ -128,6 +135,7 @@ class TamiyoPolicy(nn.Module):
         """Memory that has seen nothing."""
         return self.value_mean.new_zeros(envs, *self.state_shape)
 
+    @torch.no_grad()
     def act(
         self,
         features: Features,
@@ -136,35 +144,34 @@ class TamiyoPolicy(nn.Module):
         state: Float[Tensor, "env layer state"],
         generator: Generator | None,
     ) -> Decision:
-        """Decide for every environment; the likeliest choices without a generator."""
-        require_masks(masks, first.shape[0], self.spec)
-        draws = self._draws(first.shape[0], generator)
-        if self._acts_compiled(features, first, state):
-            return self._act_compiled(features, masks, first, state, draws)
+        """Decide for every environment; greedily without a generator."""
+        envs = first.shape[0]
+        require_masks(masks, envs, self.spec)
         context, state = self.encode(one_step(features), first.unsqueeze(1), state)
         values = self._values(context.core)[:, 0]
         context = Context(context.core[:, 0], context.slots[:, 0], context.offers[:, 0])
-        actions = first.new_zeros(first.shape[0], NUM_HEADS, dtype=torch.int64)
-        rows, distributions = [], []
+        actions = torch.zeros(envs, NUM_HEADS, dtype=torch.int64, device=first.device)
+        uniform = self._uniform(envs, generator)
+        logits, rows = [], []
         groups = self.head_logits(context)
         for group, heads in enumerate(HEAD_GROUPS):
-            logits = groups.send(actions) if group else next(groups)
+            scores = groups.send(actions) if group else next(groups)
             row = rows_of_group(masks, group, actions, causal=self.config.causal)
-            if row.device.type == "cpu":
-                require_choice(row, [HEAD_NAMES[head] for head in heads])
-            log_probs = masked_log_softmax(logits, row)
             here = slice(heads[0], heads[-1] + 1)
-            if draws is None:
-                actions[:, here] = likeliest(log_probs, row)
+            if uniform is None:
+                actions[:, here] = greedy(scores, row)
             else:
-                actions[:, here] = pick(log_probs, row, draws[:, here])
+                actions[:, here] = inverse_cdf(scores, row, uniform[group])
+            logits.append(scores)
             rows.append(row)
-            distributions.append(log_probs)
-        distribution = torch.cat(distributions, dim=1)
+        legal = torch.cat(rows, dim=1)
+        if legal.device.type == "cpu":
+            require_choice(legal)
+        distribution = masked_log_softmax(torch.cat(logits, dim=1), legal)
         return Decision(
             actions=actions,
             log_probs=chosen(distribution, actions),
-            rows=torch.cat(rows, dim=1),
+            rows=legal,
             distribution=distribution,
             values=self.value_mean + self.value_scale * values,
             state=state,
@@ -180,7 +187,7 @@ class TamiyoPolicy(nn.Module):
     ) -> Evaluation:
         """The current distribution of every head, given the stored choices."""
         logits, values = self.scores(features, actions, first, state)
-        return evaluation(logits, values, rows, actions)
+        return evaluate_choices(logits, values, rows, actions)
 
     def scores(
         self,
@@ -190,17 +197,13 @@ class TamiyoPolicy(nn.Module):
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time head choice"], Float[Tensor, "env time"]]:
         """Logits of every head given the stored choices, and normalised values."""
+        self._require_actions(actions)
         context, _ = self.encode(features, first, state)
-        if self.is_compiled(first):
-            read = (context.core, context.slots, context.offers)
-            flat = Encoded(*(each.flatten(0, 1) for each in read))
-            said = actions.flatten(0, 1)
-            found = score(heads_of(self._modules), flat, said, self.spec.sizes)
-            return found[0].unflatten(0, first.shape), found[1].view(first.shape)
         groups = self.head_logits(context)
         parts = [next(groups), *(groups.send(actions) for _ in HEAD_GROUPS[1:])]
         return torch.cat(parts, dim=-2), self._values(context.core)
 
+    @torch.no_grad()
     def value(
         self,
         features: Features,
@@ -208,11 +211,6 @@ class TamiyoPolicy(nn.Module):
         state: Float[Tensor, "env layer state"],
     ) -> Float[Tensor, " env"]:
         """V(s) of one more observation; memory is read, not advanced."""
-        if self._acts_compiled(features, first, state):
-            seen = self._encoded(features)
-            acting.remember(self.memory, seen.core, first, state)
-            values = acting.value(self._modules, seen.core)
-            return self.value_mean + self.value_scale * values
         context, _ = self.encode(one_step(features), first.unsqueeze(1), state)
         return self.value_mean + self.value_scale * self._values(context.core)[:, 0]
 
@@ -223,7 +221,7 @@ class TamiyoPolicy(nn.Module):
         state: ControllerState,
         generator: Generator | None,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Choose as every controller does; the likeliest without a generator."""
+        """Choose as every controller does; greedily without a generator."""
         if state is None:
             state = self.initial_state(observation.first.shape[0])
         if not isinstance(state, Tensor):
@@ -240,12 +238,7 @@ class TamiyoPolicy(nn.Module):
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Context, Float[Tensor, "env layer state"]]:
         """Read whole sequences from `state`; return encodings and the last state."""
-        if self.is_compiled(first):
-            rows = (getattr(features, f.name).flatten(0, 1) for f in fields(features))
-            flat = self._encoded(Features(*rows))
-            core, slots, offers = (x.unflatten(0, first.shape) for x in flat)
-            core, state = self.memory(core, first, state)
-            return Context(core, slots, offers), state
+        self._require_state(state, first.shape[0])
         declared = self.blueprint_in(self._blueprints)
         offers = torch.relu(self.offer_in(features.offers) + declared)
         offers = torch.relu(self.offer_out(offers))
@@ -256,53 +249,37 @@ class TamiyoPolicy(nn.Module):
         core, state = self.memory(torch.relu(self.core_out(core)), first, state)
         return Context(core, slots, offers), state
 
-    def is_compiled(self, given: Tensor) -> bool:
-        """Whether compiled loops read what is given."""
-        return (
-            self.compiled and given.device.type == self.value_mean.device.type == "cpu"
-        )
-
-    def _acts_compiled(self, features: Features, first: Tensor, state: Tensor) -> bool:
-        kinds = {features.host.dtype, state.dtype, self.value_mean.dtype}
-        return (
-            self.is_compiled(first)
-            and not torch.is_grad_enabled()
-            and self.config.memory != "lstm"
-            and kinds == {torch.float32}
-            and state.shape == (first.shape[0], *self.state_shape)
-        )
-
-    def _act_compiled(
-        self,
-        features: Features,
-        masks: ActionMasks,
-        first: Tensor,
-        state: Tensor,
-        draws: Tensor | None,
-    ) -> Decision:
-        layers, causal = self._modules, self.config.causal
-        seen = self._encoded(features)
-        state = acting.remember(self.memory, seen.core, first, state)
-        values = self.value_mean + self.value_scale * acting.value(layers, seen.core)
-        said = acting.speak(layers, seen, masks, self.spec, draws, causal=causal)
-        return Decision(**said._asdict(), values=values, state=state)
-
-    def _encoded(self, features: Features) -> Encoded:
-        """Encodings of rows without time, before memory, on the CPU."""
-        seen = Seen(features.host, features.slots, features.offers, self._blueprints)
-        return encode(encoder_of(self._modules), seen)
-
-    def _draws(self, envs: int, generator: Generator | None) -> Tensor | None:
-        """Chance for every head, drawn at once; None without a generator."""
+    def _uniform(self, envs: int, generator: Generator | None) -> list[Tensor] | None:
+        """Uniform numbers for each group of heads; None without a generator."""
         if generator is None:
             return None
         flat = torch.rand(
             envs * NUM_HEADS, generator=generator, device=generator.device
         )
-        # One group after the other, as they are chosen.
+        flat = flat.to(self.value_mean.device)
         groups = flat.split([envs * len(heads) for heads in HEAD_GROUPS])
-        draws = torch.cat([group.view(envs, -1) for group in groups], dim=1)
-        return draws.to(self.value_mean.device)
+        return [group.view(envs, -1) for group in groups]
+
+    def _require_state(self, state: Tensor, envs: int) -> None:
+        shape = (envs, *self.state_shape)
+        if state.shape != shape:
+            raise BadInput(
+                f"state must be {list(shape)} for {envs} environments, got "
+                f"{list(state.shape)}; start from initial_state({envs})."
+            )
+
+    def _require_actions(self, actions: Int64[Tensor, "env time head"]) -> None:
+        """Refuse choices that a head does not have; on the CPU, where looking is free."""
+        if actions.device.type != "cpu" or not actions.numel():
+            return
+        array = actions.numpy().reshape(-1, NUM_HEADS)
+        low, high = array.min(axis=0), array.max(axis=0)
+        for head, size in enumerate(self.spec.sizes):
+            if low[head] < 0 or high[head] >= size:
+                raise BadInput(
+                    f"actions of head {HEAD_NAMES[head]!r} must lie in 0..{size - 1}, "
+                    f"got {low[head]}..{high[head]}."
+                )
 
     def _values(self, core: Float[Tensor, "*batch core"]) -> Float[Tensor, " *batch"]:
         values: Tensor = self.value_out(torch.relu(self.value_hidden(core)))
@@ -337,6 +314,10 @@ class TamiyoPolicy(nn.Module):
         padded = padded.index_copy(-1, self._rest_at, flat)
         yield padded.view(*flat.shape[:-1], heads, self.spec.width)
 
+    def logit_layers(self) -> tuple[nn.Linear, ...]:
+        """The last layer of every head."""
+        return self.op_out, self.slot_score, self.offer_score, self.rest_out
+
     def _pad(
         self, logits: Float[Tensor, "*batch choices"]
     ) -> Float[Tensor, "*batch group choice"]:
@@ -365,12 +346,7 @@ class TamiyoPolicy(nn.Module):
                     nn.init.orthogonal_(module.weight, gain=math.sqrt(2.0))
                     if module.bias is not None:
                         module.bias.zero_()
-            for last in (
-                self.op_out,
-                self.slot_score,
-                self.offer_score,
-                self.rest_out,
-            ):
+            for last in self.logit_layers():
                 last.weight.mul_(0.01)
                 last.bias.zero_()
             self.value_out.weight.zero_()

@@ -28,7 +28,7 @@ from esper.contracts.errors import BadInput
 from esper.contracts.state import Tensors, load
 from esper.tamiyo.familiar import Familiar, Kind
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
-from esper.tamiyo.policy.tempered import tempered
+from esper.tamiyo.policy.sampling import with_temperature
 
 FORMAT: Final = 1
 """Version of what the manifest holds."""
@@ -57,7 +57,10 @@ class Shipped:
     def __call__(self, spec: ActionSpec) -> Controller:
         """A controller of this action space, surer of itself than in training."""
         return Familiar(
-            lambda known: tempered(self.policy(known)), spec, self.kinds, self.choices
+            lambda known: with_temperature(self.policy(known)),
+            spec,
+            self.kinds,
+            self.choices,
         )
 
     def policy(self, spec: ActionSpec) -> TamiyoPolicy:

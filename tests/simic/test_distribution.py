@@ -13,8 +13,7 @@ from torch.testing import assert_close
 from esper.contracts.actions import HEAD, HEAD_NAMES, Op
 from esper.contracts.errors import BadInput, NoLegalAction
 from esper.contracts.masks import ActionMasks
-from esper.tamiyo.policy.action_masks import compute_masks
-from esper.tamiyo.policy.distribution import (
+from esper.simic.agent.distribution import (
     HEAD_GROUPS,
     chosen,
     entropy,
@@ -27,6 +26,7 @@ from esper.tamiyo.policy.distribution import (
     rows_of_group,
     sample,
 )
+from esper.tamiyo.policy.action_masks import compute_masks
 from tests.references import ppo as reference
 from tests.rollouts import SPEC, random_observation
 

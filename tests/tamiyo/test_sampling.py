@@ -7,7 +7,7 @@ from esper.environment.simulated import SimulatedWorld
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
 from esper.tamiyo.policy.network import TamiyoPolicy
-from esper.tamiyo.policy.tempered import tempered
+from esper.tamiyo.policy.sampling import with_temperature
 
 
 def test_every_head_is_as_much_surer_as_its_temperature_says():
@@ -23,7 +23,7 @@ def test_every_head_is_as_much_surer_as_its_temperature_says():
     masks = compute_masks(seen, world.spec)
     state = policy.initial_state(32)
     plain = policy.act(features, masks, seen.first, state, None)
-    sure = tempered(policy, 0.5).act(features, masks, seen.first, state, None)
+    sure = with_temperature(policy, 0.5).act(features, masks, seen.first, state, None)
     assert torch.equal(plain.actions, sure.actions)
     rows = plain.rows & (plain.rows.sum(dim=-1, keepdim=True) > 1)
     expected = torch.where(rows, 2.0 * plain.distribution, -torch.inf).log_softmax(-1)

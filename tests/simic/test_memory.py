@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from esper.contracts.errors import BadInput
-from esper.tamiyo.policy.memory import LSTM, MinGRU, make_memory
+from esper.simic.agent.memory import LSTM, MinGRU, make_memory
 
 KINDS = [(name, layers) for name in ("mingru", "lstm") for layers in (1, 2, 3)]
 ALL = [*KINDS, ("none", 1)]

@@ -4,7 +4,7 @@ import torch
 from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD_NAMES, NUM_HEADS, Op
-from esper.tamiyo.policy.relevance import relevant
+from esper.simic.agent.distribution import relevant
 from tests.device_reads import count_device_reads
 
 USED_BY = {

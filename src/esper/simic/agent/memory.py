@@ -1,4 +1,4 @@
-r"""What Tamiyo remembers: a recurrence over time with episode resets inside a row.
+r"""Memory of a policy: a recurrence over time with episode resets inside a row.
 
 MinGRU (Feng et al. 2024, https://arxiv.org/abs/2410.01201):
 
@@ -20,16 +20,13 @@ from torch import Tensor, nn
 
 from esper.contracts.errors import BadInput
 from esper.scan import scan
-from esper.tamiyo.policy.gating import LEAST, gated
 
 LONGEST_SPAN: Final = 32.0  # about the decisions of one episode
+LEAST_WRITE: Final = 1e-30  # spares a shut gate the infinite slope of the root
 
 
 class MinGRU(nn.Module):
     """Minimal gated recurrent units; each layer adds to its input."""
-
-    compiled = True
-    """Whether a compiled loop serves on the CPU; torch alone says the same."""
 
     def __init__(self, width: int, layers: int = 1) -> None:
         super().__init__()
@@ -50,17 +47,13 @@ class MinGRU(nn.Module):
         fresh = first.unsqueeze(-1)
         last = []
         for layer, gates in enumerate(self.gates):
-            if self.compiled and inputs.device.type == "cpu":
-                inputs, after = gated(inputs, gates(inputs), first, state[:, layer])
-                last.append(after)
-                continue
             gate, candidate = gates(inputs).chunk(2, dim=-1)
             update = torch.sigmoid(gate)
             # Select, do not multiply: a stale state may hold anything.
             decay = torch.where(fresh, 0.0, 1.0 - update)
-            # The write of (1 - keep²)^½ holds the size of h whatever its span; its
-            # floor spares a shut gate the infinite slope of the root.
-            write = (update * (2.0 - update)).clamp(min=LEAST).sqrt() * candidate
+            # The write of (1 - keep²)^½ holds the size of h whatever its span.
+            size = (update * (2.0 - update)).clamp(min=LEAST_WRITE)
+            write = size.sqrt() * candidate
             hidden = scan(decay, write, state[:, layer])
             inputs = inputs + hidden
             last.append(hidden[:, -1])

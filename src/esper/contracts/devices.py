@@ -1,0 +1,16 @@
+"""Devices that this machine has."""
+
+import torch
+
+from esper.contracts.errors import BadInput
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """The device, refused in one line if this machine cannot use it."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise BadInput(
+            f"device {str(device)!r} cannot be used here: {reason}"
+        ) from None

@@ -1,0 +1,240 @@
+r"""Masked categorical distributions over several heads, as one padded tensor.
+
+Logits, mask rows and log-probabilities of all heads are `[..., head, choice]`, padded
+to the widest head; padding is illegal like any other illegal choice.
+
+    log p_i = l_i - log sum_{j legal} exp l_j     where legal, 0 where illegal
+    p_i     = exp(log p_i)                        where legal, exactly 0 where illegal
+
+Illegal choices have probability and gradient exactly zero; a single legal choice has
+log-probability 0, entropy 0 and no gradient. Zeroing log p *before* any product keeps
+gradients finite: a product with the untaken -inf branch would be NaN.
+
+A row is what a head may choose *given the heads before it*: the slot row belongs to the
+op, the blueprint row to the slot. A head the op does not use is forced to choice 0, so
+its log-ratio, entropy, KL and gradient are 0.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Generator, Tensor
+from torch.nn.functional import pad
+
+from esper.contracts.actions import (
+    HEAD,
+    HEAD_NAMES,
+    NUM_HEADS,
+    RELEVANT,
+    ActionSpec,
+    Op,
+)
+from esper.contracts.errors import BadInput, NoLegalAction
+from esper.contracts.masks import ActionMasks
+
+HEAD_GROUPS: tuple[tuple[int, ...], ...] = (
+    (HEAD["op"],),
+    (HEAD["slot"],),
+    (HEAD["blueprint"],),
+    tuple(range(HEAD["blueprint"] + 1, NUM_HEADS)),
+)
+"""The order of sampling: each group is drawn given the groups before it."""
+
+# u < 1 still allows u * total == total after rounding; this keeps it strictly below.
+_BELOW_ONE = 1.0 - 2.0**-22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The current policy's view of choices made before."""
+
+    logits: Float[Tensor, "env time head choice"]
+    distribution: Float[Tensor, "env time head choice"]
+    """Log-probabilities of all choices; 0 where illegal."""
+    log_probs: Float[Tensor, "env time head"]
+    normalized_values: Float[Tensor, "env time"]
+    """V(s) in units of the value statistics."""
+
+
+def evaluate_choices(
+    logits: Float[Tensor, "env time head choice"],
+    values: Float[Tensor, "env time"],
+    rows: Bool[Tensor, "env time head choice"],
+    actions: Int64[Tensor, "env time head"],
+) -> Evaluation:
+    """The masked distribution of some logits and what it says of stored choices."""
+    distribution = masked_log_softmax(logits, rows)
+    return Evaluation(
+        logits=logits,
+        distribution=distribution,
+        log_probs=chosen(distribution, actions),
+        normalized_values=values,
+    )
+
+
+def masked_log_softmax(
+    logits: Float[Tensor, "*batch choice"], rows: Bool[Tensor, "*batch choice"]
+) -> Float[Tensor, "*batch choice"]:
+    """Log-probabilities in at least float32; 0 where illegal."""
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    lowest = torch.finfo(logits.dtype).min
+    log_probs = torch.log_softmax(torch.where(rows, logits, lowest), dim=-1)
+    return torch.where(rows, log_probs, 0.0)
+
+
+def probabilities(
+    log_probs: Float[Tensor, "*batch choice"], rows: Bool[Tensor, "*batch choice"]
+) -> Float[Tensor, "*batch choice"]:
+    """Probabilities; exactly 0 where illegal."""
+    return torch.where(rows, log_probs.exp(), 0.0)
+
+
+def entropy(log_probs: Float[Tensor, "*batch choice"]) -> Float[Tensor, " *batch"]:
+    """Entropy over the legal choices, in nats; log_probs are 0 where illegal."""
+    return -(log_probs.exp() * log_probs).sum(dim=-1)
+
+
+def kl_divergence(
+    old: Float[Tensor, "*batch choice"], new: Float[Tensor, "*batch choice"]
+) -> Float[Tensor, " *batch"]:
+    """Exact KL(old || new); both are 0 at the same illegal choices."""
+    return (old.exp() * (old - new)).sum(dim=-1)
+
+
+def chosen(
+    log_probs: Float[Tensor, "*batch choice"], actions: Int64[Tensor, " *batch"]
+) -> Float[Tensor, " *batch"]:
+    """Log-probability of the chosen action of every head."""
+    return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+
+
+def sample(
+    logits: Float[Tensor, "*batch choice"],
+    rows: Bool[Tensor, "*batch choice"],
+    generator: Generator | None,
+) -> Int64[Tensor, " *batch"]:
+    """Draw one legal choice per row; the likeliest one if `generator` is None."""
+    if generator is None:
+        return greedy(logits, rows)
+    shape, kind = rows.shape[:-1], logits.dtype
+    uniform = torch.rand(
+        shape, generator=generator, dtype=kind, device=generator.device
+    )
+    return inverse_cdf(logits, rows, uniform.to(logits.device))
+
+
+def greedy(
+    logits: Float[Tensor, "*batch choice"], rows: Bool[Tensor, "*batch choice"]
+) -> Int64[Tensor, " *batch"]:
+    """The likeliest legal choice of every row."""
+    return torch.where(rows, logits, -torch.inf).argmax(dim=-1)
+
+
+def inverse_cdf(
+    logits: Float[Tensor, "*batch choice"],
+    rows: Bool[Tensor, "*batch choice"],
+    uniform: Float[Tensor, " *batch"],
+) -> Int64[Tensor, " *batch"]:
+    """The legal choice in whose share of the probability `uniform` in [0, 1) falls.
+
+    Illegal choices are taken out of the cumulative sum rather than trusted to add
+    nothing: a parallel sum may round two equal prefixes differently.
+    """
+    chances = torch.where(rows, logits, -torch.inf).softmax(dim=-1)
+    cumulative = torch.where(rows, chances.cumsum(dim=-1), 0.0)
+    total = cumulative.amax(dim=-1, keepdim=True)
+    missed = cumulative <= (uniform * _BELOW_ONE).unsqueeze(-1) * total
+    # Legal and not missed: a NaN is never missed, so that even then the choice is legal.
+    return (rows > missed).view(torch.uint8).argmax(dim=-1)
+
+
+def relevant(actions: Int64[Tensor, "*batch head"]) -> Bool[Tensor, "*batch head"]:
+    """Whether the chosen op uses each head; the op itself always counts."""
+    return _relevant_on(actions.device)[actions[..., HEAD["op"]]]
+
+
+@cache
+def _relevant_on(device: torch.device) -> Tensor:
+    # One copy per device, usable with gradients even if inference asks for it first.
+    with torch.inference_mode(False):
+        return RELEVANT.to(device)
+
+
+def rows_of_group(
+    masks: ActionMasks,
+    group: int,
+    actions: Int64[Tensor, "env head"],
+    *,
+    causal: bool = True,
+) -> Bool[Tensor, "env group choice"]:
+    """What the heads of a group may choose, given the actions of earlier groups.
+
+    Args:
+        masks: What is possible.
+        group: Index into `HEAD_GROUPS`.
+        actions: Choices so far; entries of this group and later are not read.
+        causal: Force heads that the op does not use to choice 0. False is the
+            ablation in which such heads are drawn, and counted, all the same.
+    """
+    heads = slice(HEAD_GROUPS[group][0], HEAD_GROUPS[group][-1] + 1)
+    fixed = masks.fixed[:, heads]
+    if group == 0:
+        return _padded(masks.op.unsqueeze(1), fixed)
+    if group == 1:
+        legal = _padded(_of_choice(masks.slot, actions[:, HEAD["op"]]), fixed)
+    elif group == 2:
+        legal = _padded(_of_choice(masks.blueprint, actions[:, HEAD["slot"]]), fixed)
+    else:
+        legal = fixed
+    uses = relevant(actions)[:, heads].unsqueeze(-1)
+    if not causal:
+        return torch.where(uses, legal, fixed)
+    unused = torch.zeros_like(fixed[:1, :1])
+    unused[..., 0] = True
+    return torch.where(uses, legal, unused)
+
+
+def _of_choice(
+    table: Bool[Tensor, "env option choice"], option: Int64[Tensor, " env"]
+) -> Bool[Tensor, "env 1 choice"]:
+    """The row of each environment's option."""
+    index = option.view(-1, 1, 1).expand(-1, 1, table.shape[2])
+    return table.gather(1, index)
+
+
+def _padded(rows: Tensor, like: Tensor) -> Tensor:
+    return pad(rows, (0, like.shape[-1] - rows.shape[-1]))
+
+
+def require_choice(rows: Bool[Tensor, "env head choice"]) -> None:
+    """Refuse rows in which a head has nothing to choose (reads the device)."""
+    possible = rows.any(dim=-1)
+    if not bool(possible.all()):
+        env, head = (int(index) for index in (~possible).nonzero()[0])
+        raise NoLegalAction(
+            f"head {HEAD_NAMES[head]!r} of environment {env} has no legal choice; WAIT "
+            "must always be legal and an op needs a slot: check the masks."
+        )
+
+
+def require_masks(masks: ActionMasks, envs: int, spec: ActionSpec) -> None:
+    """Refuse masks of another type or shape, even if they would broadcast."""
+    ops, slots, kinds = len(Op), spec.slots.max_slots, len(spec.blueprints)
+    shapes = {
+        "op": (envs, ops),
+        "slot": (envs, ops, slots),
+        "blueprint": (envs, slots, kinds),
+        "fixed": (envs, NUM_HEADS, spec.width),
+    }
+    for name, shape in shapes.items():
+        mask = getattr(masks, name)
+        if mask.dtype != torch.bool:
+            raise BadInput(f"mask {name!r} must be bool, got {mask.dtype}.")
+        if mask.shape != shape:
+            raise BadInput(
+                f"mask {name!r} must be {list(shape)} for this action space, got "
+                f"{list(mask.shape)}."
+            )
