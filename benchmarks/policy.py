@@ -1,8 +1,7 @@
 """What does a decision cost: masks, features, network, eight choices, for all at once?
 
-Beside it the same decision in torch alone, without compiled loops; the same network
-drawn in the usual way, one `Categorical` per head; and what a per-environment
-implementation (LSTM 512, eight heads, 2 threads) took elsewhere.
+Beside it the same network drawn in the usual way, one `Categorical` per head, and what
+a per-environment implementation (LSTM 512, eight heads, 2 threads) took elsewhere.
 """
 
 import torch
@@ -25,8 +24,6 @@ def run() -> Report:
         (
             "envs",
             "ours µs",
-            "torch alone µs",
-            "ratio",
             "Categoricals µs",
             "ratio to it",
             "elsewhere µs",
@@ -35,9 +32,7 @@ def run() -> Report:
         ),
     )
     torch.manual_seed(0)
-    policy, plain = TamiyoPolicy(SPEC), TamiyoPolicy(SPEC)
-    plain.load_state_dict(policy.state_dict())
-    plain.compiled = False
+    policy = TamiyoPolicy(SPEC)
     for envs in (4, 16, 128, 1024):
         generator = Generator().manual_seed(0)
         observation = random_observation(envs, generator)
@@ -47,7 +42,6 @@ def run() -> Report:
         arguments = (features, masks, observation.first, state, generator)
         sides = {
             "ours": lambda arguments=arguments: policy.act(*arguments),
-            "plain": lambda arguments=arguments: plain.act(*arguments),
             "naive": lambda arguments=arguments: act_with_categoricals(
                 policy, *arguments
             ),
@@ -61,8 +55,6 @@ def run() -> Report:
         report.add(
             envs,
             micro(best["ours"]),
-            micro(best["plain"]),
-            best["plain"] / best["ours"],
             micro(best["naive"]),
             best["naive"] / best["ours"],
             ELSEWHERE.get(envs),

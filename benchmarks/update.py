@@ -2,9 +2,7 @@
 
 Memory: our MinGRU against `nn.LSTM` in its best case (fused, no resets inside a row),
 forward and backward, same width. Epoch: the whole policy with memory against the same
-policy without. Step: one optimiser step with compiled loops against torch alone, of the
-size that a run on a real task has. Reads: copies from device to host in one whole
-`PPOAgent.update()`.
+policy without. Reads: copies from device to host in one whole `PPOAgent.update()`.
 """
 
 import torch
@@ -20,7 +18,7 @@ from tests.device_reads import count_device_reads
 
 
 def run() -> Report:
-    """Four questions, one table."""
+    """Three questions, one table."""
     report = Report(
         "PPO update",
         ("what", "size", "ours", "beside it", "ratio", "unit"),
@@ -29,7 +27,7 @@ def run() -> Report:
         _memory_row(report, envs, time, width)
     for envs in (4, 16):
         _epoch_row(report, envs, 150)
-    _step_row(report, 8, 30)
+    _epoch_row(report, 8, 30)
     for envs in (4, 16):
         _read_row(report, envs, 150)
     parameters = sum(p.numel() for p in TamiyoPolicy(SPEC).parameters())
@@ -93,25 +91,6 @@ def _epoch_row(report: Report, envs: int, steps: int) -> None:
             "epoch: ours | LSTM of 4 M parameters, elsewhere", f"{envs}×{steps}",
             best["ours"] * 1e3, 176.0, None, "ms",
         )  # fmt: skip
-
-
-def _step_row(report: Report, envs: int, steps: int) -> None:
-    sides = {}
-    for name in ("ours", "torch"):
-        agent = _agent(envs, steps, "mingru")
-        if name == "torch":
-            agent.policy.compiled = agent.policy.memory.compiled = False
-        agent.anneal(1e-9)  # the same policy at every step
-        sides[name] = _one_epoch(agent)
-    best = alternate(sides, seconds=2.0)
-    report.add(
-        "optimiser step: ours | torch alone",
-        f"{envs}×{steps}",
-        best["ours"] * 1e3,
-        best["torch"] * 1e3,
-        f"{best['torch'] / best['ours']:.2f}× faster",
-        "ms",
-    )
 
 
 def _one_epoch(agent: PPOAgent):  # noqa: ANN202

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCAN, BUFFER = "tests/test_scan.py", "tests/simic/test_rollout_buffer.py"
 LOSSES, PPO = "tests/simic/test_losses.py", "tests/simic/test_ppo.py"
 GUARD = "tests/simic/test_guard.py"
-CHOICE, MASKS = "tests/tamiyo/test_distribution.py", "tests/tamiyo/test_action_masks.py"
+CHOICE, MASKS = "tests/simic/test_distribution.py", "tests/tamiyo/test_action_masks.py"
 
 
 @dataclass(frozen=True)
@@ -114,31 +114,31 @@ MUTANTS = (
     ),
     Mutant(
         "the learner ignores the masks",
-        "tamiyo/policy/distribution.py",
+        "simic/agent/distribution.py",
         "torch.log_softmax(torch.where(rows, logits, lowest), dim=-1)",
         "torch.log_softmax(logits, dim=-1)",
         CHOICE,
     ),
     Mutant(
         "illegal choices can be drawn",
-        "tamiyo/policy/distribution.py",
-        "cumulative = probabilities(log_probs, rows).cumsum(dim=-1)",
-        "cumulative = log_probs.exp().cumsum(dim=-1)",
+        "simic/agent/distribution.py",
+        "return (rows > missed)",
+        "return (~missed)",
         CHOICE,
     ),
     Mutant(
         "the slot is drawn without regard to the op",
-        "tamiyo/policy/distribution.py",
-        "table = masks.slot[env, op]",
-        "table = masks.slot.any(dim=1)",
+        "simic/agent/distribution.py",
+        '_of_choice(masks.slot, actions[:, HEAD["op"]])',
+        "masks.slot.any(dim=1, keepdim=True)",
         CHOICE,
     ),
     Mutant(
         "memory is carried into the next episode",
-        "tamiyo/policy/memory.py",
+        "simic/agent/memory.py",
         "decay = torch.where(fresh, 0.0, 1.0 - update)",
         "decay = 1.0 - update",
-        "tests/tamiyo/test_memory.py",
+        "tests/simic/test_memory.py",
     ),
     Mutant(
         "a stopped update goes on",

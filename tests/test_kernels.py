@@ -8,13 +8,14 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 
 import esper
-from esper.kernels import fused, fused_with, kernel, summed, summed_with
+from esper.kernels import fused_with, kernel, summed_with
 
+COMPILERS = [kernel, fused_with(), summed_with()]
 LOOP = """
-def total(values):
+def total(values, count):
     found = values.dtype.type(0)
-    for value in values:
-        found += value * value
+    for i in range(count):
+        found += values[i] * values[i]
     return found
 """
 
@@ -26,10 +27,10 @@ def written():
     return room["total"]
 
 
-@pytest.mark.parametrize("compiler", [kernel, fused, summed])
+@pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_loop_that_cannot_be_kept_is_compiled_all_the_same(compiler):
     values = np.linspace(-1, 2, 1001, dtype=np.float32)
-    found = compiler(written())(values)
+    found = compiler(written())(values, 1001)
     assert math.isclose(found, float((values.astype(float) ** 2).sum()), rel_tol=1e-4)
 
 
@@ -41,18 +42,20 @@ def bits(function):
 def test_flags_and_sources_are_part_of_what_code_is_kept_under(monkeypatch):
     one, other = types.ModuleType("one"), types.ModuleType("other")
     monkeypatch.setattr("inspect.getsource", lambda module: module.__name__)
-    keys = {
-        bits(compiler(written()))
-        for compiler in (
-            kernel,
-            fused,
-            fused_with(part=True),
-            summed,
-            fused_with(one),
-            fused_with(other),
-        )
-    }
-    assert len(keys) == 6
+    compilers = [*COMPILERS, fused_with(part=True), fused_with(one), fused_with(other)]
+    keys = {bits(compiler(written())) for compiler in compilers}
+    monkeypatch.setenv("ESPER_DEBUG", "1")
+    keys.add(bits(kernel(written())))
+    assert len(keys) == 7
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_in_debug_mode_an_index_out_of_bounds_is_refused(compiler, monkeypatch):
+    monkeypatch.setenv("ESPER_DEBUG", "1")
+    checked, values = compiler(written()), np.ones(8, dtype=np.float32)
+    assert checked(values, 8) == 8
+    with pytest.raises(IndexError):
+        checked(values, 9)
 
 
 PARTS = """
@@ -70,20 +73,15 @@ def whole(values):
 """
 
 
-def called(parts):
-    """Functions of this file that a compiled caller asks for by their names."""
+def test_a_part_is_written_into_its_caller():
+    """Whatever an inliner would do by itself on this processor."""
     room = {}
     exec(PARTS, room)
-    room["part"] = parts(room["part"])
-    caller = fused(room["whole"])
+    room["part"] = summed_with(part=True)(room["part"])
+    caller = fused_with()(room["whole"])
     caller(np.linspace(-2, 2, 64, dtype=np.float32))
     (code,) = caller.inspect_llvm().values()
-    return [line for line in code.splitlines() if " call " in line and "4part" in line]
-
-
-def test_a_part_is_written_into_its_caller():
-    assert called(summed)
-    assert not called(summed_with(part=True))
+    assert not [row for row in code.splitlines() if " call " in row and "4part" in row]
 
 
 def test_whatever_kernels_call_is_a_part_or_compiled_as_it_is_written():
@@ -100,5 +98,5 @@ def test_whatever_kernels_call_is_a_part_or_compiled_as_it_is_written():
                     found += 1
                     if options["fastmath"] and not options["forceinline"]:
                         wrong.append(callee.py_func.__qualname__)
-    assert found > 50
+    assert found > 20
     assert not wrong

@@ -81,7 +81,7 @@ class Case:
             **{
                 name: torch.cat((mine, getattr(other, name)))
                 for name, mine in vars_of(self.batch).items()
-                if name != "features"
+                if name not in ("features", "group_size")
             },
         )
         for name in ("logits", "values", "targets", "old_values"):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from esper.simic.agent.advantages import less_of_twins, normalize_advantages
+from esper.simic.agent.advantages import normalize_advantages, subtract_group_baseline
 
 NAN = float("nan")
 
@@ -79,22 +79,24 @@ def test_twins_keep_what_they_have_more_than_the_others():
     advantages = torch.tensor([[1.0, 5.0], [3.0, 5.0], [10.0, 0.0], [20.0, 4.0]])
     valid = torch.ones(4, 2, dtype=torch.bool)
     expected = torch.tensor([[-2.0, 0.0], [2.0, 0.0], [-10.0, -4.0], [10.0, 4.0]])
-    assert_close(less_of_twins(advantages, valid, 2), expected, rtol=0, atol=0)
+    assert_close(
+        subtract_group_baseline(advantages, valid, 2), expected, rtol=0, atol=0
+    )
 
 
 def test_padding_counts_for_no_twin():
     advantages = torch.tensor([[1.0], [3.0], [NAN], [8.0]])
     valid = torch.tensor([[True], [True], [False], [True]])
-    merit = less_of_twins(advantages, valid, 4)
+    merit = subtract_group_baseline(advantages, valid, 4)
     assert_close(merit[valid], torch.tensor([-4.5, -1.5, 6.0]), rtol=0, atol=0)
 
 
 def test_who_has_no_valid_twin_keeps_all():
     advantages, valid = torch.tensor([[2.0], [9.0]]), torch.tensor([[True], [False]])
-    assert less_of_twins(advantages, valid, 2)[0, 0] == 2.0
+    assert subtract_group_baseline(advantages, valid, 2)[0, 0] == 2.0
 
 
 def test_without_twins_nothing_changes():
     advantages = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     valid = torch.ones(2, 2, dtype=torch.bool)
-    assert less_of_twins(advantages, valid, 1) is advantages
+    assert subtract_group_baseline(advantages, valid, 1) is advantages

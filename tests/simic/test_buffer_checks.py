@@ -122,12 +122,13 @@ def test_finite_numbers_of_any_size_are_stored(value):
     assert_close(buffer.rewards[:, 0], rewards, rtol=0, atol=0)
 
 
-def test_a_positive_log_prob_is_refused():
+@pytest.mark.parametrize("log_prob", [1e-3, -7.0])
+def test_a_log_prob_that_contradicts_its_distribution_is_refused(log_prob):
     refused_second(
-        with_value("log_probs", 1, 1e-3, head=HEAD["tempo"]),
+        with_value("log_probs", 1, log_prob, head=HEAD["tempo"]),
         BadInput,
-        r"log_probs must not be positive, got 0.001\d* for head 'tempo' of environment "
-        "1 at step 1",
+        rf"log_probs has {log_prob}\d* for head 'tempo' of environment 1 at step 1, "
+        "its distribution",
     )
 
 

@@ -10,23 +10,25 @@ from torch import Generator
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from esper.contracts.actions import HEAD, HEAD_NAMES, Op
+from esper.contracts.actions import HEAD, HEAD_NAMES, NUM_HEADS, Op
 from esper.contracts.errors import BadInput, NoLegalAction
 from esper.contracts.masks import ActionMasks
 from esper.simic.agent.distribution import (
     HEAD_GROUPS,
     chosen,
     entropy,
+    inverse_cdf,
     kl_divergence,
     masked_log_softmax,
-    pick,
     probabilities,
+    relevant,
     require_choice,
     require_masks,
     rows_of_group,
     sample,
 )
 from esper.tamiyo.policy.action_masks import compute_masks
+from tests.device_reads import count_device_reads
 from tests.references import ppo as reference
 from tests.rollouts import SPEC, random_observation
 
@@ -62,12 +64,12 @@ def test_everything_equals_the_sums_over_legal_choices(scale, kind):
         assert_close(now[case, legal], torch.tensor(after, dtype=double), **close)
         assert (now[case, ~legal] == 0).all()
         assert_close(
-            entropy(now, rows)[case],
+            entropy(now)[case],
             torch.tensor(reference.entropy(after), dtype=double),
             **close,
         )
         assert_close(
-            kl_divergence(was, now, rows)[case],
+            kl_divergence(was, now)[case],
             torch.tensor(reference.kl(before, after), dtype=double),
             rtol=1e-5,
             atol=1e-5,
@@ -99,10 +101,8 @@ def test_t1_t2_gradients_of_masked_log_softmax_entropy_and_kl_are_exact(legal):
         rows[case, torch.randperm(6, generator=generator)[:legal]] = True
     old = masked_log_softmax(other, rows)
     assert gradcheck(lambda x: masked_log_softmax(x, rows), logits)
-    assert gradcheck(lambda x: entropy(masked_log_softmax(x, rows), rows), logits)
-    assert gradcheck(
-        lambda x: kl_divergence(old, masked_log_softmax(x, rows), rows), logits
-    )
+    assert gradcheck(lambda x: entropy(masked_log_softmax(x, rows)), logits)
+    assert gradcheck(lambda x: kl_divergence(old, masked_log_softmax(x, rows)), logits)
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
@@ -113,16 +113,16 @@ def test_t2_t37_half_precision_is_finite_and_as_good_as_its_logits(kind, legal):
     log_probs = masked_log_softmax(logits, rows)
     assert log_probs.dtype == torch.float32
     assert_close(log_probs, masked_log_softmax(logits.detach().float(), rows))
-    entropy(log_probs, rows).sum().backward()
+    entropy(log_probs).sum().backward()
     assert logits.grad.isfinite().all()
 
 
 def test_t3_a_row_with_nothing_to_choose_names_environment_and_head():
-    rows = torch.ones(4, 5, 3, dtype=torch.bool)
-    require_choice(rows, HEAD_NAMES[3:])
-    rows[2, 1] = False
+    rows = torch.ones(4, 8, 3, dtype=torch.bool)
+    require_choice(rows)
+    rows[2, HEAD["tempo"]] = False
     with pytest.raises(NoLegalAction, match="'tempo' of environment 2 has no legal"):
-        require_choice(rows, HEAD_NAMES[3:])
+        require_choice(rows)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4, 1e30])
@@ -138,7 +138,7 @@ def test_t4_ten_thousand_choices_and_extreme_logits_stay_a_distribution(scale):
     for _ in range(20):
         actions = sample(log_probs, rows, generator)
         assert rows.gather(-1, actions[:, None]).all()
-    assert entropy(log_probs, rows).isfinite().all()
+    assert entropy(log_probs).isfinite().all()
 
 
 def test_t5_a_million_draws_are_legal_and_fit_the_exact_probabilities():
@@ -170,7 +170,7 @@ def test_t5_no_draw_however_extreme_picks_what_is_illegal(draw):
     rows = random_rows(20_000, 12, generator=generator, chance=0.3)
     logits = 20 * torch.randn(20_000, 12, generator=generator)
     log_probs = masked_log_softmax(logits, rows)
-    picked = pick(log_probs, rows, torch.full((20_000,), draw))
+    picked = inverse_cdf(log_probs, rows, torch.full((20_000,), draw))
     assert rows.gather(-1, picked[:, None]).all()
     assert (probabilities(log_probs, rows).gather(-1, picked[:, None]) > 0).all()
 
@@ -179,7 +179,7 @@ def test_the_smallest_draw_picks_the_first_and_the_largest_the_last_legal_choice
     rows = torch.tensor([[False, True, False, True, True, False]])
     even = masked_log_softmax(torch.zeros(1, 6), rows)
     draws = [0.0, 0.32, 0.34, 0.66, 0.67, 1 - 2**-24]
-    picked = [int(pick(even, rows, torch.tensor([draw]))) for draw in draws]
+    picked = [int(inverse_cdf(even, rows, torch.tensor([draw]))) for draw in draws]
     assert picked == [1, 1, 3, 3, 4, 4]
 
 
@@ -218,9 +218,9 @@ def test_t9_kl_skips_illegal_choices_and_is_zero_only_for_equals():
     old = masked_log_softmax(torch.randn(200, 6), rows)
     new = masked_log_softmax(torch.randn(200, 6), rows)
     open_rows = rows.sum(-1) > 1
-    assert (kl_divergence(old, old, rows) == 0).all()
-    assert (kl_divergence(old, new, rows)[open_rows] > 0).all()
-    assert (kl_divergence(old, new, rows)[~open_rows] == 0).all()
+    assert (kl_divergence(old, old) == 0).all()
+    assert (kl_divergence(old, new)[open_rows] > 0).all()
+    assert (kl_divergence(old, new)[~open_rows] == 0).all()
 
 
 def test_t16_a_single_legal_choice_costs_nothing_and_teaches_nothing():
@@ -228,8 +228,8 @@ def test_t16_a_single_legal_choice_costs_nothing_and_teaches_nothing():
     rows = torch.eye(6, dtype=torch.bool).repeat(5, 1)
     log_probs = masked_log_softmax(logits, rows)
     assert (log_probs == 0).all()
-    assert (entropy(log_probs, rows) == 0).all()
-    (entropy(log_probs, rows).sum() + (log_probs * torch.randn(30, 6)).sum()).backward()
+    assert (entropy(log_probs) == 0).all()
+    (entropy(log_probs).sum() + (log_probs * torch.randn(30, 6)).sum()).backward()
     assert (logits.grad == 0).all()
 
 
@@ -243,21 +243,12 @@ def test_rows_are_conditional_on_the_heads_before_and_irrelevant_heads_are_force
         [rows_of_group(masks, group, actions) for group in range(len(HEAD_GROUPS))],
         dim=1,
     )
-    uses = {
-        "slot": set(Op) - {Op.WAIT},
-        "blueprint": {Op.GERMINATE},
-        "style": {Op.GERMINATE, Op.SET_ALPHA},
-        "tempo": {Op.GERMINATE},
-        "alpha_target": {Op.GERMINATE, Op.SET_ALPHA},
-        "alpha_speed": {Op.SET_ALPHA, Op.PRUNE},
-        "alpha_curve": {Op.SET_ALPHA, Op.PRUNE},
-    }
     for env in range(40):
         op, slot = Op(int(actions[env, 0])), int(actions[env, 1])
         expected = torch.zeros(8, SPEC.width, dtype=torch.bool)
         expected[0, :6] = masks.op[env]
         for name, head in list(HEAD.items())[1:]:
-            if op not in uses[name]:
+            if name not in USED_BY[op.name].split():
                 expected[head, 0] = True
             elif name == "slot":
                 expected[head, :3] = masks.slot[env, op]
@@ -306,3 +297,51 @@ def test_masks_of_another_shape_are_refused_even_if_they_would_broadcast():
     }.items():
         with pytest.raises(BadInput, match=f"mask '{name}' must be"):
             require_masks(as_is(masks, **{name: value}), 5, SPEC)
+
+
+USED_BY = {
+    "WAIT": "op",
+    "GERMINATE": "op slot blueprint style tempo alpha_target",
+    "ADVANCE": "op slot",
+    "SET_ALPHA": "op slot style alpha_target alpha_speed alpha_curve",
+    "PRUNE": "op slot alpha_speed alpha_curve",
+    "FOSSILIZE": "op slot",
+}
+
+
+def sentences(ops: torch.Tensor) -> torch.Tensor:
+    """Sentences with given ops; the other choices are noise."""
+    actions = torch.randint(0, 2, (*ops.shape, NUM_HEADS))
+    actions[..., 0] = ops
+    return actions
+
+
+def test_each_op_hears_only_its_heads():
+    actions = sentences(torch.arange(len(Op)))
+    for op, row in zip(Op, relevant(actions).tolist(), strict=True):
+        heard = {name for name, used in zip(HEAD_NAMES, row, strict=True) if used}
+        assert heard == set(USED_BY[op.name].split())
+
+
+def test_relevance_keeps_the_shape_of_a_rollout():
+    ops = torch.randint(0, len(Op), (3, 5))
+    used = relevant(sentences(ops))
+    assert used.shape == (3, 5, NUM_HEADS)
+    for env in range(3):
+        for step in range(5):
+            assert_close(used[env, step], relevant(sentences(ops[env, step])))
+
+
+def test_relevance_stays_on_the_device_of_the_actions():
+    actions = torch.zeros(2, NUM_HEADS, dtype=torch.int64, device="meta")
+    assert relevant(actions).device.type == "meta"
+    assert relevant(actions).shape == (2, NUM_HEADS)
+    on_host = sentences(torch.arange(len(Op)))
+    assert count_device_reads(lambda: relevant(on_host)) == 0
+
+
+def test_writing_into_relevance_changes_no_later_answer():
+    actions = sentences(torch.arange(len(Op)))
+    expected = relevant(actions).clone()
+    relevant(actions).fill_(True)
+    assert_close(relevant(actions), expected)

@@ -33,14 +33,12 @@ def test_before_any_return_values_have_the_unit_one():
     assert nothing.mean == 0.0
 
 
-@given(
-    st.lists(
-        st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3),
-        min_size=1,
-        max_size=5,
-    )
-)
-def test_nothing_fades_moments_are_those_of_all_returns(rollouts):
+@given(st.integers(0, 999), st.integers(1, 5), st.floats(0.01, 100))
+def test_nothing_fades_moments_are_those_of_all_returns(rng_seed, count, scale):
+    generator = torch.Generator().manual_seed(rng_seed)
+    rollouts = [
+        (scale * torch.randn(32, generator=generator)).tolist() for _ in range(count)
+    ]
     moments = moments_of(*rollouts)
     everything = [value for rollout in rollouts for value in rollout]
     mean, spread = statistics.fmean(everything), statistics.pstdev(everything)
@@ -49,6 +47,29 @@ def test_nothing_fades_moments_are_those_of_all_returns(rollouts):
     assert_close(
         moments.scale(), torch.tensor(max(spread, floor)), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("outlier", [1e6, -1e6, 2e19, 3e38, math.inf, math.nan])
+def test_one_absurd_return_counts_as_a_large_one_and_no_more(outlier):
+    usual = torch.randn(64, generator=torch.Generator().manual_seed(0)).tolist()
+    before = moments_of(usual, fading=0.95)
+    odd = torch.tensor([[*usual[:-1], outlier]])
+    after = before.with_returns(odd, torch.ones_like(odd) > 0, 0.95)
+    assert 0.5 < after.scale() / before.scale() < 2.0
+    assert abs(after.mean - before.mean) < before.scale()
+    first = ReturnMoments.none(HERE).with_returns(odd, torch.ones_like(odd) > 0, 0.95)
+    assert first.scale() < 20 * before.scale()
+
+
+def test_returns_that_grow_as_a_whole_are_followed_at_once():
+    usual = torch.randn(64, generator=torch.Generator().manual_seed(0)).tolist()
+    grown = moments_of(usual, [1e4 * x for x in usual], fading=0.95)
+    assert grown.scale() > 5e3
+
+
+def test_sparse_first_returns_are_no_outliers():
+    returns = [0.01 * (step % 7) for step in range(60)] + [1.0, 1.0, 1.0]
+    assert_close(moments_of(returns).scale(), torch.tensor(statistics.pstdev(returns)))
 
 
 def test_old_returns_fade():

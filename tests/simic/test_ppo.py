@@ -259,15 +259,19 @@ def test_annealing_scales_learning_rate_and_entropy_of_the_configuration():
         ({"clip": -0.1}, "clip must be positive"),
         ({"target_kl": 0.0}, "target_kl must be positive"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
-        ({"epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"minibatches": 0}, "minibatches must be at least 1, got 0"),
-        ({"entropy": -0.1}, "entropy must not be negative"),
-        ({"value": math.nan}, "value must not be negative"),
+        ({"epochs": 0}, "epochs must be a whole number of at least 1: 0"),
+        ({"minibatches": 0}, "minibatches must be a whole number of at least 1: 0"),
+        ({"entropy": math.inf}, "entropy must be finite and not negative: inf"),
+        ({"entropy": -0.1}, "entropy must be finite and not negative: -0.1"),
+        ({"value": math.nan}, "value must be finite and not negative: nan"),
         ({"value_fading": 1.5}, r"value_fading must lie in \[0, 1\], got 1.5"),
         ({"value_clip": 0.0}, "value_clip must be positive, got 0.0; None is off"),
         ({"clip_mode": "both"}, "clip_mode must be one of joint, per_head, mixed"),
         ({"head_entropy": {"ops": 0.1}}, "head_entropy names 'ops'; heads are op"),
-        ({"head_entropy": {"op": -1.0}}, "head_entropy of 'op' is negative: -1.0"),
+        (
+            {"head_entropy": {"op": -1.0}},
+            "head_entropy of 'op' must be finite",
+        ),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(bad, match):
@@ -275,10 +279,53 @@ def test_settings_that_cannot_be_meant_are_refused(bad, match):
         PPOConfig(**bad)
 
 
+def test_half_an_epoch_is_refused():
+    config = PPOConfig()
+    object.__setattr__(config, "epochs", 1.5)  # past the type checks of the tests
+    with pytest.raises(BadInput, match="epochs must be a whole number of at least 1"):
+        config.__post_init__()
+
+
 def test_more_minibatches_than_environments_are_refused():
     policy = make_policy()
     with pytest.raises(BadInput, match="minibatches is 4 but the buffer has 3"):
         PPOAgent(policy, make_buffer(policy, 3, 2), PPOConfig(minibatches=4))
+
+
+def test_a_buffer_of_another_state_or_action_space_is_refused():
+    policy = make_policy()
+    narrower = make_policy(config=replace(TINY, width=8))
+    with pytest.raises(BadInput, match=r"state of \(1, 8\), the policy's is \(1, 16\)"):
+        PPOAgent(policy, make_buffer(narrower, 3, 2), PPOConfig(minibatches=1))
+    other = make_policy(replace(SPEC, blueprints=SPEC.blueprints[:2]))
+    with pytest.raises(BadInput, match="different action spaces"):
+        PPOAgent(policy, make_buffer(other, 3, 2), PPOConfig(minibatches=1))
+
+
+@pytest.mark.parametrize("share", [math.nan, math.inf, -0.1])
+def test_annealing_to_no_share_is_refused(share):
+    with pytest.raises(BadInput, match="share must be finite and not negative"):
+        agent_with_rollout().anneal(share)
+
+
+@pytest.mark.parametrize("reward", [2e19, 1e6, -1e6])
+def test_one_absurd_reward_does_not_end_the_training(reward):
+    """Statistics are robust: three updates later the scale is what it was."""
+    agent = agent_with_rollout()
+    agent.update()
+    scales = [float(agent.policy.value_scale)]
+    for rng_seed in range(1, 5):
+        fill_ragged(
+            agent.policy, agent.buffer, policy_version=agent.version, rng_seed=rng_seed
+        )
+        if rng_seed == 1:
+            agent.buffer.rewards[0, 8] = reward
+        record = agent.update()
+        scales.append(float(agent.policy.value_scale))
+    assert record.steps_taken > 0
+    assert record.refused == 0
+    assert scales[-1] < 10 * scales[0]
+    assert all(x.isfinite().all() for x in agent.policy.state_dict().values())
 
 
 def test_steps_of_another_policy_version_are_refused_and_nothing_changes():

@@ -215,6 +215,7 @@ def test_t7_each_step_keeps_its_own_rows_and_features():
         seen = step["features"].host[:, :1, None] > 0
         step["rows"] = torch.where(seen, SPEC.allowed, first_choice())
         step["actions"] = torch.zeros_like(step["actions"])
+        step["log_probs"] = step["distribution"][..., 0]
         buffer.add(**step)
     buffer.cut(torch.zeros(3))
     batch = take(buffer)

@@ -1,5 +1,6 @@
 """Masks forbid exactly the impossible, for one environment as for a thousand."""
 
+from collections.abc import Mapping
 from inspect import unwrap
 from itertools import product
 from math import inf
@@ -126,7 +127,7 @@ def test_masks_of_arrays_are_those_of_plain_rules(data):
     masks = compute_masks(observation, spec)
     for env in range(len(observation.first)):
         assert_says(masks, env, masks_of(*slots_from(observation, env), spec))
-    assert_close(masks.fixed, spec.allowed)
+    assert_close(masks.fixed, spec.allowed.expand_as(masks.fixed))
 
 
 @settings(max_examples=40)
@@ -195,6 +196,10 @@ def test_all_eight_heads_can_be_asked_for_by_name():
     masks = compute_batch_masks(rows, SlotConfig(), device="cpu")
     assert [*masks] == [*masks.keys()] == [head.name for head in HEADS]
     assert len(masks) == 8
+    assert isinstance(masks, Mapping)
+    assert len([*masks.values()]) == 8
+    assert masks.get("style") is not None
+    assert masks.get("colour") is None
     for head in masks:
         assert masks[head].dtype is torch.bool
         assert masks[head].shape[0] == 4
@@ -205,10 +210,26 @@ def test_all_eight_heads_can_be_asked_for_by_name():
 def test_writing_into_masks_changes_no_later_mask():
     rows = [[None, SlotMaskState(Stage.HOLDING, 5, True), None]]
     before = compute_batch_masks(rows, SlotConfig())
-    for field in ("op", "slot", "blueprint"):
+    for field in ("op", "slot", "blueprint", "fixed"):
         spoiled = getattr(compute_batch_masks(rows, SlotConfig()), field)
         spoiled.logical_not_()
     assert_same(compute_batch_masks(rows, SlotConfig()), before)
+
+
+def test_masks_of_one_environment_are_written_by_their_name():
+    rows = [[None, SlotMaskState(Stage.HOLDING, 5, True), None]] * 2
+    masks = compute_batch_masks(rows, SlotConfig())
+    masks["tempo"][0, 1] = False
+    masks["op"][1] = torch.arange(6) == 0
+    assert masks["tempo"].tolist() == [[True, False, True], [True, True, True]]
+    assert masks["op"][1].tolist() == [True] + [False] * 5
+    assert compute_batch_masks(rows, SlotConfig())["tempo"].all()
+
+
+def test_a_device_that_is_not_there_is_refused_in_one_line():
+    with pytest.raises(BadInput, match="device 'xpu' cannot be used here: ") as caught:
+        compute_batch_masks([[None]], SlotConfig(max_slots=1), device="xpu")
+    assert "\n" not in str(caught.value)
 
 
 # Budget, fit and narrowing

@@ -1,5 +1,6 @@
 """The policy: any number of slots and blueprints, one code path, memory in and out."""
 
+import inspect
 from dataclasses import fields, replace
 
 import pytest
@@ -7,15 +8,15 @@ import torch
 from torch import Generator
 from torch.testing import assert_close
 
-from esper.contracts.actions import HEAD, ActionSpec
+from esper.contracts.actions import HEAD, HEAD_NAMES, ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput, NoLegalAction
-from esper.contracts.observation import Observation
 from esper.contracts.slots import SlotConfig
 from esper.simic.agent.distribution import HEAD_GROUPS, sample
+from esper.simic.agent.policy import Policy
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
-from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
+from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy, one_step
 from esper.tamiyo.policy.sampling import GreedyPolicy
 from tests.rollouts import (
     SPEC,
@@ -264,13 +265,15 @@ def test_t3_an_environment_without_a_legal_op_is_refused_before_sampling():
         policy.decide(observation, masks, None, Generator())
 
 
-def test_t3_an_op_without_a_legal_slot_is_refused_before_sampling():
+@pytest.mark.parametrize(("head", "op"), [("slot", 4), ("blueprint", 1)])
+def test_t3_an_op_without_a_slot_or_blueprint_is_refused(head, op):
     policy = make_policy()
     observation, _, masks = seen()
-    masks.op[:, 1:] = False
-    masks.op[1, 0], masks.op[1, 4] = False, True
-    masks.slot[1, 4] = False
-    with pytest.raises(NoLegalAction, match="head 'slot' of environment 1"):
+    masks.op[:] = torch.arange(6) == 0
+    masks.op[2] = torch.arange(6) == op
+    masks.slot[2, op] = head == "blueprint"
+    masks.blueprint[2] = False
+    with pytest.raises(NoLegalAction, match=f"head '{head}' of environment 2 has no"):
         policy.decide(observation, masks, None, Generator())
 
 
@@ -295,6 +298,76 @@ def test_sizes_that_are_none_are_refused(name):
         TamiyoPolicy(SPEC, PolicyConfig(memory="gru"))
 
 
+def test_a_policy_without_an_action_space_is_refused():
+    with pytest.raises(BadInput, match="spec must be an ActionSpec, got NoneType"):
+        inspect.unwrap(TamiyoPolicy.__init__)(TamiyoPolicy(SPEC, TINY), None)
+
+
+@pytest.mark.parametrize("memory", ["mingru", "lstm", "none"])
+def test_a_state_of_other_environments_is_refused(memory):
+    policy = make_policy(config=replace(TINY, memory=memory))
+    features = one_step(seen(envs=8)[1])
+    first, state = torch.zeros(8, 1, dtype=torch.bool), policy.initial_state(2)
+    encode = inspect.unwrap(TamiyoPolicy.encode)  # past the type checks of the tests
+    with pytest.raises(BadInput, match=r"state must be \[8, .*got \[2, "):
+        encode(policy, features, first, state)
+
+
+@pytest.mark.parametrize(("head", "choice"), [(0, 10**9), (1, 3), (2, -1), (7, 2**40)])
+def test_choices_that_a_head_does_not_have_are_refused(head, choice):
+    policy = make_policy()
+    features, rows, actions, first, state = sequence(policy)
+    actions[1, 2, head] = choice
+    with pytest.raises(BadInput, match=f"head '{HEAD_NAMES[head]}' must lie in 0"):
+        policy.evaluate(features, rows, actions, first, state)
+
+
 def test_heads_are_grouped_in_their_order():
     assert [head for group in HEAD_GROUPS for head in group] == list(range(8))
-    assert isinstance(seen()[0], Observation)
+
+
+def test_the_policy_is_what_the_learner_asks_for():
+    assert isinstance(make_policy(), Policy)
+
+
+def situation(policy, envs):
+    generator = Generator().manual_seed(0)
+    first = torch.rand(envs, generator=generator) < 0.3
+    _, features, masks = seen(envs=envs, first=first)
+    return features, masks, first, torch.randn(envs, *policy.state_shape)
+
+
+def test_every_legal_op_is_drawn_as_often_as_its_probability_says():
+    policy = make_policy(strength=4.0)
+    given, chance, draws = situation(policy, 4), Generator().manual_seed(0), 1_000
+    counts = torch.zeros(4, SPEC.width)
+    for _ in range(draws):
+        decision = policy.act(*given, chance)
+        counts[torch.arange(4), decision.actions[:, 0]] += 1
+    legal = decision.rows[:, 0]
+    share = torch.where(legal, decision.distribution[:, 0].exp(), 0.0)
+    assert (counts[~legal] == 0).all()
+    assert_close(counts / draws, share, rtol=0.0, atol=4 * 0.5 / draws**0.5)
+
+
+def test_what_was_remembered_of_another_episode_does_not_pass():
+    policy = make_policy(config=replace(TINY, layers=2))
+    features, masks, first, state = situation(policy, 6)
+    first[:] = True
+    stale = torch.full_like(state, torch.nan)
+    one = policy.act(features, masks, first, stale, None)
+    other = policy.act(features, masks, first, torch.zeros_like(state), None)
+    for field in fields(one):
+        assert torch.equal(getattr(one, field.name), getattr(other, field.name))
+    assert stale.isnan().all()
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_nan_features_show_in_the_value_and_lead_to_no_illegal_choice(greedy):
+    policy = make_policy()
+    features, masks, first, state = situation(policy, 4)
+    features.host[1] = torch.nan
+    chance = None if greedy else Generator()
+    decision = policy.act(features, masks, first, state, chance)
+    assert decision.rows.gather(2, decision.actions.unsqueeze(2)).all()
+    assert decision.values.isnan().tolist() == [False, True, False, False]

@@ -11,6 +11,4 @@ def usable_device(device: torch.device | str) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
-        raise BadInput(
-            f"device {str(device)!r} cannot be used here: {reason}"
-        ) from None
+        raise BadInput(f"device '{device}' cannot be used here: {reason}") from None

@@ -29,7 +29,7 @@ class ActionMasks(Mapping[str, Tensor]):
     fixed: Bool[Tensor, "env head choice"]
     """What the run allows each head, padded to the width of the largest head."""
 
-    def __getitem__(self, head: str) -> Bool[Tensor, "env choices"]:
+    def __getitem__(self, head: str) -> Tensor:  # bool [env, choice]
         """The legal choices of one head, whatever the other heads choose."""
         if head == "op":
             return self.op

@@ -204,9 +204,8 @@ def regression(policy: TamiyoPolicy, trial: Trial, twins: int) -> Float[Tensor, 
     """Weighted negative log-likelihood of what was said, per step."""
     state = policy.initial_state(len(trial.returns))
     logits, values = policy.scores(trial.features, trial.actions, trial.first, state)
-    said = evaluate_choices(logits, values, trial.rows, trial.actions).log_probs.sum(
-        dim=-1
-    )
+    new = evaluate_choices(logits, values, trial.rows, trial.actions)
+    said = new.log_probs.sum(dim=-1)
     weight = preferred(trial.returns, twins).unsqueeze(1)
     heard = torch.where(trial.valid, weight * said, 0.0)
     return -heard.sum() / trial.valid.sum()

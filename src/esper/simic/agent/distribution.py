@@ -147,7 +147,7 @@ def inverse_cdf(
     cumulative = torch.where(rows, chances.cumsum(dim=-1), 0.0)
     total = cumulative.amax(dim=-1, keepdim=True)
     missed = cumulative <= (uniform * _BELOW_ONE).unsqueeze(-1) * total
-    # Legal and not missed: a NaN is never missed, so that even then the choice is legal.
+    # NaN is never missed, so that even then the choice is legal.
     return (rows > missed).view(torch.uint8).argmax(dim=-1)
 
 

@@ -59,7 +59,7 @@ class ValueBackup:
         self._copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def restore_unless(self, taken: Tensor, moments: ReturnMoments) -> ReturnMoments:
-        """Put everything back, to the bit, unless `taken`; return the moments to use."""
+        """Put back every bit unless `taken`; return the moments to go on with."""
         with torch.no_grad():
             for tensor, before in self._copies:
                 tensor.copy_(torch.where(taken, tensor, before))

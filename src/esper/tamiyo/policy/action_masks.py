@@ -20,6 +20,7 @@ from torch import Tensor
 
 from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.blueprints import NUM_BLUEPRINTS
+from esper.contracts.devices import usable_device
 from esper.contracts.errors import BadInput
 from esper.contracts.masks import ActionMasks
 from esper.contracts.observation import Observation
@@ -94,7 +95,8 @@ def compute_batch_masks(
         slots = (states.stage, states.age, states.alpha_settled)
     else:
         slots = _from_rows(batch_slot_states, slot_config.max_slots)
-    stage, age, settled = (value.to(device) for value in slots)
+    where = usable_device(device)
+    stage, age, settled = (value.to(where) for value in slots)
     return _masks(stage, age, settled, spec, fits, costs, budget_left)
 
 

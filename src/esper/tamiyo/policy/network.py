@@ -269,7 +269,7 @@ class TamiyoPolicy(nn.Module):
             )
 
     def _require_actions(self, actions: Int64[Tensor, "env time head"]) -> None:
-        """Refuse choices that a head does not have; on the CPU, where looking is free."""
+        """Refuse choices outside their head; on the CPU, where looking is free."""
         if actions.device.type != "cpu" or not actions.numel():
             return
         array = actions.numpy().reshape(-1, NUM_HEADS)
