@@ -35,7 +35,7 @@ from esper.experiment.streams import stream
 from esper.experiment.worlds import loop_of, worlds_of
 from esper.tamiyo.controls import Never, Random
 from esper.tamiyo.heuristic import PromiseGreedy
-from esper.tamiyo.policy.likeliest import Likeliest
+from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tamiyo.policy.network import PolicyConfig
 
 OPTIMUM, MEMORYLESS = "optimum", "best without memory"
@@ -134,7 +134,7 @@ def run_job(job: Job, tell: Callable[[str, RoundRecord], None]) -> Outcome:
     (world,) = worlds_of(job.config)
     loop = loop_of(job.config, world)
     policy = train(world, loop, lambda record: tell(job.name, record))
-    return Outcome(job.variant, job.config.rng_seed, **_returns(Likeliest(policy)))
+    return Outcome(job.variant, job.config.rng_seed, **_returns(GreedyPolicy(policy)))
 
 
 def _outcomes(
