@@ -35,8 +35,8 @@ from esper.experiment.streams import stream
 from esper.experiment.worlds import loop_of, worlds_of
 from esper.tamiyo.controls import Never, Random
 from esper.tamiyo.heuristic import PromiseGreedy
-from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tamiyo.policy.network import PolicyConfig
+from esper.tamiyo.policy.sampling import GreedyPolicy
 
 OPTIMUM, MEMORYLESS = "optimum", "best without memory"
 CONTROLS: Mapping[str, Controller] = {
