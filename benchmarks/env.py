@@ -25,8 +25,8 @@ from esper.contracts.stages import Stage
 from esper.environment import growing
 from esper.environment.growing import GrowingWorld
 from esper.environment.looking import contributions
-from esper.tamiyo.named import named
 from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tamiyo.registry import make_controller
 from esper.tasks.catalogue import task as find_task
 
 Case = tuple[str, int]
@@ -205,7 +205,7 @@ def play(name: str, envs: int) -> Played:
     with patch.object(growing, "contributions", left_out), torch.no_grad():
         for rng_seed in range(worlds):
             world = TimedWorld(watch, task, envs, rng_seed)
-            controller = named(CONTROLLER, world.spec)
+            controller = make_controller(CONTROLLER, world.spec)
             generator, state = Generator().manual_seed(rng_seed), None
             observation = world.reset()
             computed -= process_time()

@@ -33,10 +33,9 @@ from esper.experiment.settings.presets import preset
 from esper.experiment.statistics import Floats, Interval, bootstrap, mean_interval
 from esper.experiment.streams import stream
 from esper.experiment.worlds import loop_of, worlds_of
-from esper.tamiyo.controls import Never, Random
-from esper.tamiyo.heuristic import PromiseGreedy
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.policy.sampling import GreedyPolicy
+from esper.tamiyo.rule_based import Never, PromiseGreedy, Random
 
 OPTIMUM, MEMORYLESS = "optimum", "best without memory"
 CONTROLS: Mapping[str, Controller] = {

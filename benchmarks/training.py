@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -16,7 +16,7 @@ from benchmarks.macs import Meter, mlp_macs, step_macs
 from esper.experiment.streams import stream, stream_seed
 from esper.grower import Grower
 from esper.growth.optimiser import Newborn
-from esper.tamiyo.controls import Early
+from esper.tamiyo.schedule import EARLY, Scheduled
 from esper.tasks.data import Data, split
 
 BLUEPRINTS: Final = ("widen_8", "widen_16", "widen_32")
@@ -161,7 +161,9 @@ def _grower(
         newborn=Newborn(factor=what.newborn),
         rng_seed=stream_seed(what.rng_seed, "growth"),
     )
-    grower.controller = Early(grower.model.spec, patience=what.patience)
+    grower.controller = Scheduled(
+        grower.model.spec, replace(EARLY, patience=what.patience)
+    )
     return grower
 
 

@@ -31,9 +31,9 @@ from esper.experiment.config import World
 from esper.experiment.judging import Judged, Recording, judge_closely
 from esper.experiment.learned import load_controller
 from esper.experiment.static import judge_plain, widened
-from esper.tamiyo.controls import Replay
-from esper.tamiyo.matched import Matched
-from esper.tamiyo.named import Maker
+from esper.tamiyo.matched_random import MatchedRandom
+from esper.tamiyo.registry import Maker
+from esper.tamiyo.rule_based import Replay
 from esper.tasks.hosts import CnnHost, Host, MlpHost
 from esper.tasks.task import Task
 from evidence import contextual, search
@@ -169,7 +169,7 @@ def _random(batch: Batch, supplies: Supplies) -> Outcome:
     first = torch.tensor([each[0] / horizon if len(each) else 0.0 for each in times])
     last = torch.tensor([each[-1] / horizon if len(each) else 0.0 for each in times])
     return _grown(
-        batch, lambda spec: Matched(spec, counts, first, last, horizon=horizon)
+        batch, lambda spec: MatchedRandom(spec, counts, first, last, horizon=horizon)
     )
 
 

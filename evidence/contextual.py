@@ -24,7 +24,7 @@ from esper.contracts.controller import Controller
 from esper.contracts.errors import BadInput
 from esper.contracts.step import VectorWorld
 from esper.experiment.statistics import Floats
-from esper.tamiyo.bandit import CONTEXT, LOOK, LinearBandit, OneLook
+from esper.tamiyo.bandit import CONTEXT, LOOK, LinearBandit, OneChoice
 from esper.tamiyo.schedule import Schedule
 from evidence.search import Hear, MakeWorlds, Sweeps
 
@@ -163,7 +163,7 @@ class _Turn:
         self.envs, self._look, self._calls = world.num_envs, look, 0
         self._turn = (torch.arange(self.envs) + shift) % len(arms)
         self.context: Floats = np.full((self.envs, len(CONTEXT)), np.nan)
-        self.controller = OneLook(world.spec, arms, self._choose, look)
+        self.controller = OneChoice(world.spec, arms, self._choose, look)
 
     def _choose(self, seen: Float[Tensor, "env context"]) -> Int64[Tensor, " env"]:
         if self._calls == self._look:

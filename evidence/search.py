@@ -24,7 +24,7 @@ from esper.contracts.step import StepResult, VectorWorld
 from esper.experiment.collect import play
 from esper.experiment.statistics import Floats
 from esper.experiment.streams import stream, stream_seed
-from esper.tamiyo.controls import Never
+from esper.tamiyo.rule_based import Never
 from esper.tamiyo.schedule import STANDARD, Schedule, Scheduled, draw_schedules
 
 MakeWorlds = Callable[[int], Sequence[VectorWorld]]

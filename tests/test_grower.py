@@ -12,7 +12,7 @@ from esper.contracts.errors import BadInput, CallOrder, IllegalAction
 from esper.contracts.stages import Stage
 from esper.grower import Grower
 from esper.growth.blueprints.registry import blueprint, forget
-from esper.tamiyo.named import CONTROLLERS
+from esper.tamiyo.registry import CONTROLLERS
 from tests.growth.hosts import HOSTS, make_batch, make_host
 
 

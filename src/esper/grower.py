@@ -53,9 +53,9 @@ from esper.growth.shadow import carry, shadow_gradients
 from esper.growth.snapshots import random_state, set_random_state
 from esper.growth.suggest import suggest_slots
 from esper.growth.words import in_words, refuse_illegal
-from esper.tamiyo.gardening import explain
-from esper.tamiyo.named import Maker, controller_for
 from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tamiyo.registry import Maker, controller_for
+from esper.tamiyo.rule_based import explain_no_planting
 
 FORMAT: Final = 1
 """Version of what `state_dict` holds."""
@@ -256,7 +256,7 @@ class Grower(ByHand):
         )
         refuse_illegal(actions, masks)
         op = Op(int(actions[0, HEAD["op"]]))
-        why_not = explain(observation, masks) if op is Op.WAIT else ""
+        why_not = explain_no_planting(observation, masks) if op is Op.WAIT else ""
         said = in_words(actions, self.model.slots, self.model.spec)
         self.hand.act(actions, self.initialiser)
         self._track, self._remembered = track, remembered

@@ -10,9 +10,9 @@ from esper.contracts.stages import Stage
 from esper.environment.growing import GrowingWorld
 from esper.environment.rows import Rows
 from esper.environment.terms import Terms, check_actions, check_choices
-from esper.tamiyo.controls import Never, Random
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
+from esper.tamiyo.rule_based import Never, Random
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.data import Data, split
 from esper.tasks.hosts import MlpHost

@@ -3,8 +3,8 @@ import torch
 
 from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
-from esper.tamiyo.controls import Random
 from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tamiyo.rule_based import Random
 from tests.census import changed, fixed
 from tests.environment.test_growing import TERMS, TINY, VARIED
 

@@ -8,8 +8,8 @@ from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
 from esper.environment.mixture import Mixture, Redrawn
 from esper.environment.simulated import SimulatedWorld
-from esper.tamiyo.controls import Random
 from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tamiyo.rule_based import Random
 from esper.tasks.hosts import MlpHost
 from tests.environment.test_growing import TINY, VARIED
 

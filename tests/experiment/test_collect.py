@@ -10,11 +10,10 @@ from torch.testing import assert_close
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput, CallOrder
 from esper.experiment.collect import collect, play, start
-from esper.tamiyo.controls import Never, Random
-from esper.tamiyo.heuristic import PromiseGreedy
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
 from esper.tamiyo.policy.sampling import GreedyPolicy
+from esper.tamiyo.rule_based import Never, PromiseGreedy, Random
 from tests.rollouts import TINY, HashWorld, make_buffer, make_policy, take
 from tests.worlds import ProbeWorld
 

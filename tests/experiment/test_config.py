@@ -37,8 +37,8 @@ from esper.experiment.settings.arguments import (
 )
 from esper.experiment.settings.presets import PRESETS, preset
 from esper.simic.agent.ppo import PPOConfig
-from esper.tamiyo.named import CONTROLLERS
 from esper.tamiyo.policy.network import PolicyConfig
+from esper.tamiyo.registry import CONTROLLERS
 
 TASKS = ("digits", "mnist1d", "letter", "satimage", "mnist5k", "text", "teacher")
 

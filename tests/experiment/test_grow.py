@@ -6,7 +6,7 @@ import torch
 
 from esper.contracts.errors import BadInput
 from esper.experiment.grow import GrowConfig, Turns, grow, run_grow, story, write
-from esper.tamiyo.familiar import Familiar
+from esper.tamiyo.restricted import Restricted
 from tests.environment.test_growing import LONG, blobs
 
 CONFIG = GrowConfig(task="blobs", budget=20.0)
@@ -43,7 +43,7 @@ def test_the_same_number_grows_the_same_network():
 def test_the_shipped_controller_is_had_by_name():
     config = replace(CONFIG, controller="tamiyo")
     grown = grow(replace(LONG, horizon=3), config, progress=False)
-    assert isinstance(grown.fitted.grower.controller, Familiar)
+    assert isinstance(grown.fitted.grower.controller, Restricted)
     assert len(grown.fitted.history) == 3
 
 

@@ -11,7 +11,8 @@ from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput
 from esper.experiment.config import World
 from esper.experiment.judging import Judged, judge, judged_world
-from esper.tamiyo.controls import Early, Never
+from esper.tamiyo.rule_based import Never
+from esper.tamiyo.schedule import EARLY, Scheduled
 from esper.tasks import catalogue
 from esper.tasks.catalogue import register_task
 from esper.tasks.data import Data, Splits, split
@@ -101,7 +102,7 @@ def test_a_controller_and_its_name_are_the_same():
 def test_controllers_are_paired_until_one_of_them_grows():
     task = replace(tiny(), decision_every=40, learning_rate=0.03)
     world = judged_world(task, HOSTS, 0)
-    never, early = Watched(Never()), Watched(Early(world.spec))
+    never, early = Watched(Never()), Watched(Scheduled(world.spec, EARLY))
     apart = judge(never, task, HOSTS, 0), judge(early, task, HOSTS, 0)
     assert torch.equal(never.scores[0], early.scores[0])
     assert (torch.stack(early.ops) != Op.WAIT).any()
@@ -198,7 +199,10 @@ def test_a_run_is_judged_on_its_own_terms():
 
 
 def test_what_makes_a_controller_is_as_good_as_one():
-    assert_same(judge(Early, tiny(), HOSTS, 0), judge("early", tiny(), HOSTS, 0))
+    assert_same(
+        judge(lambda spec: Scheduled(spec, EARLY), tiny(), HOSTS, 0),
+        judge("early", tiny(), HOSTS, 0),
+    )
 
 
 def test_hosts_that_are_watched_are_others():

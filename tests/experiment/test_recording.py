@@ -13,8 +13,8 @@ from esper.experiment.recording import Recorder
 from esper.experiment.storage.database import open_store
 from esper.experiment.store import Store
 from esper.experiment.streams import stream
-from esper.tamiyo.controls import Random
 from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tamiyo.rule_based import Random
 from esper.tasks.catalogue import task
 
 HORIZON, STEPS = 6, 14

@@ -14,7 +14,7 @@ from esper.experiment.ship import commit_of, ship
 from esper.experiment.storage.disk import Disk
 from esper.experiment.trainer import begin_run
 from esper.tamiyo.policy.action_masks import compute_masks
-from esper.tamiyo.shipped.files import MANIFEST, WEIGHTS, read
+from esper.tamiyo.shipped import MANIFEST, WEIGHTS, read
 from tests.cli.calls import begun, call, refused
 from tests.experiment.training_script import config
 from tests.rollouts import SPEC, random_observation

@@ -34,8 +34,8 @@ from esper.growth.blueprints.registry import blueprints
 from esper.simic.agent.losses import CLIP_MODES
 from esper.simic.agent.memory import MEMORIES
 from esper.simic.agent.ppo import PPOConfig
-from esper.tamiyo.named import CONTROLLERS
 from esper.tamiyo.policy.network import PolicyConfig
+from esper.tamiyo.registry import CONTROLLERS
 from esper.tasks.catalogue import TASKS
 
 FAMILY: Final = "family"

@@ -31,7 +31,7 @@ from esper.experiment.store import Store
 from esper.experiment.summary import Summary, summarise
 from esper.experiment.summary_tables import print_line, print_summary
 from esper.experiment.workers import workers
-from esper.tamiyo.named import CONTROLLERS, NAMES, SHIPPED, Maker
+from esper.tamiyo.registry import CONTROLLERS, NAMES, SHIPPED, Maker
 from esper.tasks.catalogue import TASKS
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.task import Task
@@ -209,7 +209,7 @@ def _ready(config: EvaluateConfig) -> tuple[dict[str, Task], dict[str, str]]:
 def _arms(config: EvaluateConfig) -> dict[str, Maker | None]:
     """Every arm by its name; learned ones with what makes them."""
     from esper.experiment.learned import load_controller
-    from esper.tamiyo.shipped.files import shipped
+    from esper.tamiyo.shipped import shipped
 
     arms: dict[str, Maker | None] = {}
     for given in dict.fromkeys(config.controllers):

@@ -28,7 +28,7 @@ from esper.grower import Grower
 from esper.growth.blueprints.registry import first_line
 from esper.growth.calls import Example, shielded
 from esper.growth.history import Decision
-from esper.tamiyo.named import Maker
+from esper.tamiyo.registry import Maker
 
 EXAMPLE: Final = 32
 """Rows of the first training batch that the model is watched with, at most."""

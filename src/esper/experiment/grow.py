@@ -29,7 +29,7 @@ from esper.experiment.learned import find_controller, newest_controller
 from esper.experiment.storage.disk import short
 from esper.experiment.streams import stream
 from esper.growth.history import Decision
-from esper.tamiyo.named import NAMES, Maker
+from esper.tamiyo.registry import NAMES, Maker
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.data import Data
 from esper.tasks.task import Task

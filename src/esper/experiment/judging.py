@@ -24,7 +24,7 @@ from esper.experiment.spending import Spending
 from esper.experiment.statistics import Floats
 from esper.experiment.streams import stream, stream_seed
 from esper.experiment.worlds import world_of
-from esper.tamiyo.named import Maker, controller_for
+from esper.tamiyo.registry import Maker, controller_for
 from esper.tasks.task import Task
 
 

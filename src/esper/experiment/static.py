@@ -23,8 +23,8 @@ from esper.experiment.config import STATIC, World
 from esper.experiment.judging import Journal, Judged, judged_world, watch
 from esper.experiment.statistics import Floats
 from esper.growth.macs import step_macs
-from esper.tamiyo.controls import Never
-from esper.tamiyo.named import CONTROLLERS
+from esper.tamiyo.registry import CONTROLLERS
+from esper.tamiyo.rule_based import Never
 from esper.tasks.hosts import CnnHost, Host, MlpHost
 from esper.tasks.task import Task
 

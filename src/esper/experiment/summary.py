@@ -24,7 +24,7 @@ from esper.experiment.verdict import (
     compare_pairs,
     told,
 )
-from esper.tamiyo.named import CONTROLLERS
+from esper.tamiyo.registry import CONTROLLERS
 
 BASELINE: Final = "never"
 """Whom everybody is measured against."""

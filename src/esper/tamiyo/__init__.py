@@ -1,1 +1,1 @@
-"""The controller: what she sees, what she may do, how she decides."""
+"""The controller: policy, rule-based baselines, registry of controllers by name."""

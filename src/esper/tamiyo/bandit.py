@@ -1,10 +1,10 @@
-"""One look, one choice among a few schedules: a linear contextual bandit.
+"""A linear contextual bandit that chooses among a few schedules, once per episode.
 
     arm = argmax over arms of  weights[arm] @ context
 
-It waits for a few decisions, looks at the host once, and then plays the schedule of the
-largest predicted return, whatever happens. If a policy does no better, then it pays to
-look once, but not to go on looking.
+It waits for a few decisions, observes the host once, and then follows the schedule of
+the largest predicted return. If a policy does no better, it pays to observe once, but
+not to go on observing.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,40 +19,40 @@ from esper.contracts.controller import ControllerState
 from esper.contracts.errors import BadInput
 from esper.contracts.masks import ActionMasks
 from esper.contracts.observation import Observation
-from esper.tamiyo.controls import counted
 from esper.tamiyo.policy.features import (
     HOST_COLUMNS,
     OFFER_COLUMNS,
     compute_features,
 )
-from esper.tamiyo.schedule import Schedule, Timetable, plantings
+from esper.tamiyo.rule_based import episode_count, germinates
+from esper.tamiyo.schedule import Schedule, Timetable
 
 LOOK: Final = 4
-"""Decisions that are waited for; promises are known by then in a default world."""
-SUMMED_UP: Final = ("promise", "net_promise", "promise_known")
-"""Columns of the offers that a context has the mean and the largest of."""
+"""Decisions before the choice; promises are known by then in a default world."""
+SUMMARISED: Final = ("promise", "net_promise", "promise_known")
+"""Columns of the offers whose mean and maximum are in the context."""
 CONTEXT: Final = (
     *(column.name for column in HOST_COLUMNS),
-    *(f"mean_{name}" for name in SUMMED_UP),
-    *(f"max_{name}" for name in SUMMED_UP),
+    *(f"mean_{name}" for name in SUMMARISED),
+    *(f"max_{name}" for name in SUMMARISED),
     "one",
 )
-"""What each number of a context is."""
+"""Names of the columns of a context."""
 
 Chooser = Callable[[Float[Tensor, "env context"]], Int64[Tensor, " env"]]
-"""Says which arm each environment is to play; asked at every decision."""
+"""From contexts to the arm of each environment; called at every decision."""
 
 
-class OneLook:
-    """Plays in each environment the schedule that is chosen after a look.
+class OneChoice:
+    """Follows in each environment the schedule that is chosen at decision `look`.
 
-    What is remembered are the decisions and plantings of the episode and the choice.
+    The state are the decisions and plantings of the episode, and the chosen arm.
 
     Args:
         spec: The action space.
         arms: The schedules to choose from.
-        choose: Who chooses; its answer counts at decision `look`, counted from 0.
-        look: Decisions that are waited for.
+        choose: Chooses the arms; its answer counts at decision `look` only.
+        look: Decisions before the choice.
     """
 
     def __init__(
@@ -75,24 +75,24 @@ class OneLook:
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Wait, choose when it is time, and play on."""
-        kept = state if isinstance(state, tuple) else (None, None, None)
-        time, planted, arm = (counted(each, observation) for each in kept)
+        """Wait, choose an arm, then follow it."""
+        parts = state if isinstance(state, tuple) else (None, None, None)
+        time, planted, arm = (episode_count(part, observation) for part in parts)
         chosen = self._choose(context(observation, self._spec))
         arm = torch.where(time == self.look, chosen, arm)
-        may = time >= self.look
-        actions = self._table.said(observation, masks, arm, planted, may)
-        return actions, (time + 1, planted + plantings(actions), arm)
+        allowed = time >= self.look
+        actions = self._table.actions(observation, masks, arm, planted, allowed)
+        return actions, (time + 1, planted + germinates(actions), arm)
 
 
-class LinearBandit(OneLook):
+class LinearBandit(OneChoice):
     """Chooses the schedule of the largest predicted return.
 
     Args:
         spec: The action space.
         arms: The schedules to choose from.
-        weights: What each number of `CONTEXT` adds to the return of each arm.
-        look: Decisions that are waited for.
+        weights: Of the columns in `CONTEXT`, for the return of each arm.
+        look: Decisions before the choice.
     """
 
     def __init__(
@@ -110,16 +110,16 @@ class LinearBandit(OneLook):
         self._weights = weights
         super().__init__(spec, arms, self._best, look)
 
-    def _best(self, seen: Float[Tensor, "env context"]) -> Int64[Tensor, " env"]:
-        weights = self._weights.to(seen.device)
-        return (seen.to(weights.dtype) @ weights.T).argmax(dim=1)
+    def _best(self, contexts: Float[Tensor, "env context"]) -> Int64[Tensor, " env"]:
+        weights = self._weights.to(contexts.device)
+        return (contexts.to(weights.dtype) @ weights.T).argmax(dim=1)
 
 
 def context(observation: Observation, spec: ActionSpec) -> Float[Tensor, "env context"]:
-    """What the bandit sees: the host, a summary of all promises, and a 1."""
+    """The host's features, a summary of all promises, and a constant 1."""
     features = compute_features(observation, spec)
     names = [column.name for column in OFFER_COLUMNS]
-    columns = [names.index(name) for name in SUMMED_UP]
+    columns = [names.index(name) for name in SUMMARISED]
     offers = torch.stack([features.offers[..., each] for each in columns], dim=-1)
     one = torch.ones_like(features.host[:, :1])
     parts = [features.host, offers.mean(dim=(1, 2)), offers.amax(dim=(1, 2)), one]

@@ -1,13 +1,13 @@
-"""Growth by a timetable: what to plant, how often, when and where, whatever happens.
+"""Growth by a timetable: what to plant, how often, when and where.
 
 The n-th seed is due at start + (n - 1) * every, as shares of the horizon; a planting
 that could not be made is made up for later. A schedule is plain data, so that schedules
-can be searched. `Timetable` holds many of them as tensors: every environment may follow
-one of its own, and all of them are one tensor program.
+can be drawn and searched. `Timetable` holds many of them as tensors: every environment
+may follow one of its own, and all of them are one tensor program.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
 from typing import Final
@@ -17,19 +17,26 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Generator, Tensor
 
-from esper.contracts.actions import HEAD, ActionSpec, Op
+from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS, Form
 from esper.contracts.controller import ControllerState
 from esper.contracts.errors import BadInput
 from esper.contracts.masks import ActionMasks
 from esper.contracts.observation import Observation
-from esper.tamiyo.controls import counted
-from esper.tamiyo.gardening import PATIENCE, Preference, tend
+from esper.tamiyo.rule_based import (
+    PATIENCE,
+    SizePreference,
+    episode_count,
+    germinates,
+    next_actions,
+)
 
 LARGEST: Final = "largest"
-"""The blueprint of those who plant the largest widening that can be planted."""
-LEAN: Final = {"first": -1.0, "spread": 0.0, "last": 1.0}
-"""Where seeds go: nearest to the input, to all places in turn, or to the output."""
+"""Stands for the largest widening that can be planted."""
+UNLIMITED: Final = 1 << 40
+"""A count that is never reached."""
+PLACES: Final = {"first": -1.0, "spread": 0.0, "last": 1.0}
+"""Weight of a slot's depth: nearest to the input, all in turn, to the output."""
 _ROUNDING: Final = 1e-5  # 0.7 falls short of 7 * 0.1; decisions are further apart
 
 
@@ -38,7 +45,7 @@ class Schedule:
     """When to plant what; times are shares of the horizon."""
 
     blueprint: str = LARGEST
-    """What is planted; "largest": the largest widening that can be."""
+    """What is planted; "largest": the largest widening that fits."""
     count: int = 4
     """Seeds to plant in all."""
     start: float = 0.0
@@ -52,7 +59,7 @@ class Schedule:
     place: str = "spread"
     """Which free slot is taken: "first", "last" or "spread"."""
     prune: bool = True
-    """Whether seeds that were measured not to earn their rent are removed."""
+    """Whether seeds whose measured contribution is below their rent are removed."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be played."""
@@ -63,20 +70,32 @@ class Schedule:
             share = getattr(self, name)
             if not (isfinite(share) and 0.0 <= share <= 1.0):
                 raise BadInput(f"{name} must be a share in [0, 1], got {share}.")
-        if self.place not in LEAN:
+        if self.place not in PLACES:
             raise BadInput(
-                f"place must be one of {', '.join(LEAN)}; got {self.place!r}."
+                f"place must be one of {', '.join(PLACES)}; got {self.place!r}."
             )
 
 
-class Scheduled:
-    """Plays a schedule everywhere, or in every environment one of its own.
+EARLY: Final = Schedule(count=UNLIMITED, every=0.0, until=0.3)
+"""Whenever possible in the first part of the horizon."""
+PERIODIC: Final = Schedule(count=UNLIMITED, start=0.1, every=0.1)
+"""For the n-th time when n tenths of the horizon have passed."""
+STANDARD: Final = (
+    Schedule(count=0),
+    replace(EARLY, count=32),
+    replace(PERIODIC, count=32),
+)
+"""Baselines; `draw_schedules` begins with them."""
 
-    What is remembered is the number of plantings of the episode.
+
+class Scheduled:
+    """Follows one schedule, or one for each environment.
+
+    The state is the number of seeds planted in the episode.
 
     Args:
         spec: The action space.
-        schedule: What is played; a sequence has one for each environment.
+        schedule: One for all environments, or a sequence with one for each.
     """
 
     def __init__(
@@ -93,7 +112,7 @@ class Scheduled:
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Tend, and plant what is due."""
+        """Follow the rules, and plant what is due."""
         envs = len(observation.first)
         if len(self._plan) not in (1, envs):
             raise BadInput(
@@ -101,13 +120,14 @@ class Scheduled:
                 "give as many, or one for all."
             )
         self._plan = self._plan.to(masks.op.device)
-        planted = counted(state, observation)
-        actions = self._table.said(observation, masks, self._plan.expand(envs), planted)
-        return actions, planted + plantings(actions)
+        planted = episode_count(state, observation)
+        plan = self._plan.expand(envs)
+        actions = self._table.actions(observation, masks, plan, planted)
+        return actions, planted + germinates(actions)
 
 
 class Timetable:
-    """Schedules as tensors over `[plan]`; a controller says who follows which.
+    """Schedules as tensors over `[plan]`.
 
     Args:
         spec: The action space.
@@ -117,64 +137,61 @@ class Timetable:
     def __init__(self, spec: ActionSpec, schedules: Sequence[Schedule]) -> None:
         if not schedules:
             raise BadInput("expected at least one schedule, got none.")
-        rows = [[*_wanted(spec, schedule.blueprint)] for schedule in schedules]
-        self._preference = Preference(spec)
+        self._preference = SizePreference(spec)
         self._flags = torch.tensor(
-            [[plan.prune, *row] for plan, row in zip(schedules, rows, strict=True)]
+            [[s.prune, *_wanted(spec, s.blueprint)] for s in schedules]
         )
         self._whole = torch.tensor([[s.count, s.patience] for s in schedules])
         self._real = torch.tensor(
-            [[s.start, s.every, s.until, LEAN[s.place]] for s in schedules]
+            [[s.start, s.every, s.until, PLACES[s.place]] for s in schedules]
         )
 
-    def said(
+    def actions(
         self,
         observation: Observation,
         masks: ActionMasks,
         plan: Int64[Tensor, " env"],
         planted: Int64[Tensor, " env"],
-        may: Bool[Tensor, " env"] | None = None,
+        allowed: Bool[Tensor, " env"] | None = None,
     ) -> Int64[Tensor, "env head"]:
-        """What the plans ask for now.
+        """The actions that the plans ask for now.
 
         Args:
-            observation: What is seen.
-            masks: What is possible.
-            plan: The plan that each environment follows.
+            observation: The observation.
+            masks: The legal actions.
+            plan: Index of the plan of each environment.
             planted: Seeds that each has planted in this episode.
-            may: Where planting is allowed at all; None: everywhere.
+            allowed: Where planting is allowed at all; None: everywhere.
         """
         device = plan.device
         self._flags, self._whole, self._real = (
             table.to(device) for table in (self._flags, self._whole, self._real)
         )
-        prunes, *_ = (flags := self._flags[plan]).unbind(1)
+        flags = self._flags[plan]
         wanted = flags[:, None, 1:]  # [env, 1, blueprint]
         count, patience = self._whole[plan].unbind(1)
         start, every, until, lean = self._real[plan].unbind(1)
         progress = observation.host.progress
         due = progress + _ROUNDING >= start + every * planted
         due &= (planted < count) & (progress < until)
-        if may is not None:
-            due &= may
+        if allowed is not None:
+            due &= allowed
         free = (masks.blueprint & wanted).any(dim=2)
-        leaning = torch.where(free, lean[:, None] * observation.slots.depth, -torch.inf)
-        best = leaning == leaning.amax(dim=1, keepdim=True)
-        wish = self._preference.wish(observation.offers, due)
-        wish = torch.where(wanted & best[:, :, None], wish, -torch.inf)
-        return tend(observation, masks, wish, patience=patience, prunes=prunes)
-
-
-def plantings(actions: Int64[Tensor, "env head"]) -> Bool[Tensor, " env"]:
-    """Where a seed is planted."""
-    return actions[:, HEAD["op"]] == Op.GERMINATE.value
+        # A lean of 0 ranks all free slots equally: the first of them is taken.
+        rank = torch.where(free, lean[:, None] * observation.slots.depth, -torch.inf)
+        best = rank == rank.amax(dim=1, keepdim=True)
+        scores = self._preference.scores(observation.offers, due)
+        scores = torch.where(wanted & best[:, :, None], scores, -torch.inf)
+        return next_actions(
+            observation, masks, scores, patience=patience, prunes=flags[:, 0]
+        )
 
 
 def playable(spec: ActionSpec, blueprint: str) -> str | None:
-    """What is planted in an action space where a schedule says `blueprint`.
+    """The blueprint that a schedule's `blueprint` stands for in an action space.
 
-    It itself, or if it is not there the largest widening that is not larger; None if
-    there is no such thing.
+    Itself, or if it is not offered the largest widening that is not larger; None if
+    there is none.
     """
     if blueprint == LARGEST or blueprint in {known.name for known in spec.blueprints}:
         return blueprint
@@ -200,14 +217,6 @@ def _wanted(spec: ActionSpec, blueprint: str) -> list[bool]:
     return [found in (LARGEST, name) for name in names]
 
 
-STANDARD: Final = (
-    Schedule(count=0),
-    Schedule(count=32, every=0.0, until=0.3),  # as `Early` plants
-    Schedule(count=32, start=0.1, every=0.1),  # as `Periodic` does
-)
-"""Always among those that are tried."""
-
-
 def draw_schedules(
     number: int, specs: Sequence[ActionSpec], chance: np.random.Generator
 ) -> list[Schedule]:
@@ -216,7 +225,7 @@ def draw_schedules(
     Args:
         number: How many in all.
         specs: Action spaces in which all of them must be playable.
-        chance: Draws the random ones.
+        chance: The random generator.
     """
     named = dict.fromkeys(kind.name for spec in specs for kind in spec.blueprints)
     kinds = [n for n in named if all(playable(spec, n) for spec in specs)]
@@ -230,7 +239,7 @@ def draw_schedules(
                 start=start,
                 every=float(np.exp(chance.uniform(np.log(0.01), np.log(0.3)))),
                 patience=int(chance.integers(1, 5)),
-                place=str(chance.choice([*LEAN])),
+                place=str(chance.choice([*PLACES])),
                 prune=bool(chance.integers(2)),
             )
         )

@@ -17,8 +17,8 @@ from esper.experiment.storage.lifecycle_events import (
     events_on_any_device,
 )
 from esper.experiment.streams import stream
-from esper.tamiyo.controls import Random
 from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tamiyo.rule_based import Random
 from esper.tasks.catalogue import task
 from tests.worlds import blank_slots
 

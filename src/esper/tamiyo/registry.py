@@ -1,7 +1,7 @@
-"""Controllers by name, for people who do not want to import one.
+"""Controllers by name.
 
-`CONTROLLERS` are those that do not learn; "tamiyo" is the trained one that comes with
-the package, and is read when it is first asked for.
+`CONTROLLERS` are the rule-based ones; "tamiyo" is the trained one that comes with the
+package, read from its files on first use.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,45 +12,40 @@ from typing import Final
 from esper.contracts.actions import ActionSpec
 from esper.contracts.controller import Controller
 from esper.contracts.errors import BadInput
-from esper.tamiyo.controls import Early, Never, Periodic, Random
-from esper.tamiyo.heuristic import Plateau, PromiseGreedy
+from esper.tamiyo.rule_based import Never, Plateau, PromiseGreedy, Random
+from esper.tamiyo.schedule import EARLY, PERIODIC, Scheduled
 
 Maker = Callable[[ActionSpec], Controller]
-"""What makes a controller for an action space."""
+"""Makes a controller for an action space."""
 
 CONTROLLERS: Final[Mapping[str, Maker]] = MappingProxyType(
     {
         "never": lambda spec: Never(),
         "random": lambda spec: Random(),
-        "early": Early,
-        "periodic": Periodic,
+        "early": lambda spec: Scheduled(spec, EARLY),
+        "periodic": lambda spec: Scheduled(spec, PERIODIC),
         "plateau": Plateau,
         "promise": PromiseGreedy,
     }
 )
-"""What makes each controller for an action space."""
+"""Makers of the rule-based controllers."""
 
 SHIPPED: Final = "tamiyo"
 """The trained controller that comes with the package."""
 NAMES: Final = (*CONTROLLERS, SHIPPED)
-"""Everybody who can be had by name."""
+"""All names of controllers."""
 
 
-def controller_for(who: Controller | Maker | str, spec: ActionSpec) -> Controller:
-    """A controller of an action space.
-
-    Args:
-        who: It, what makes it, or its name.
-        spec: What it may say.
-    """
-    if isinstance(who, str):
-        return named(who, spec)
-    if isinstance(who, type) or not isinstance(who, Controller):
-        return who(spec)  # a class of controllers has their methods too
-    return who
+def controller_for(given: Controller | Maker | str, spec: ActionSpec) -> Controller:
+    """The controller of an action space, given itself, its maker or its name."""
+    if isinstance(given, str):
+        return make_controller(given, spec)
+    if isinstance(given, type) or not isinstance(given, Controller):
+        return given(spec)  # a class of controllers has their methods too
+    return given
 
 
-def named(name: str, spec: ActionSpec) -> Controller:
+def make_controller(name: str, spec: ActionSpec) -> Controller:
     """The controller of that name, with its default settings."""
     if name not in NAMES:
         near = get_close_matches(name, NAMES, n=1, cutoff=0.0)
@@ -59,7 +54,7 @@ def named(name: str, spec: ActionSpec) -> Controller:
             f"{', '.join(NAMES)}."
         )
     if name == SHIPPED:
-        from esper.tamiyo.shipped.files import shipped
+        from esper.tamiyo.shipped import shipped
 
         return shipped()(spec)
     return CONTROLLERS[name](spec)

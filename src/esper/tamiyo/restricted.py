@@ -1,11 +1,10 @@
-"""A policy that says only what it has learnt to say.
+"""A controller restricted to the actions that it was trained with.
 
 A policy can point at any blueprint, also at forms and sizes that it never saw, where
-its choice means nothing. So it is shown only those that it was trained with: others
-are cut out of what it sees and of what it may say. What it says is put back into the
-action space of whoever asked. If nothing that it knows is offered, it is shown
-everything, and `notes` says so; if nothing that it knows can be planted now, it waits
-or tends what is there.
+its choice means nothing. So the blueprints and choices that it was not trained with are
+cut out of observation and masks, and what it chooses is mapped back into the full
+action space. If none of the offered blueprints is known, it sees all of them, and
+`notes` says so; if none of them can be planted now, it waits or moves other seeds on.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -29,12 +28,12 @@ BLUEPRINT: Final = HEAD["blueprint"]
 GERMINATE: Final = Op.GERMINATE.value
 
 
-class Familiar:
-    """A controller in an action space of which it knows a part.
+class Restricted:
+    """A controller in a larger action space than its own.
 
     Args:
-        make: What makes the controller for the part that it knows.
-        spec: What may be said.
+        make: Makes the controller for the part that it knows.
+        spec: The full action space.
         kinds: Blueprints that it knows.
         choices: For some heads, the choices that it knows; all if a head is left out.
     """
@@ -49,7 +48,7 @@ class Familiar:
         offered = range(len(spec.blueprints))
         known = [at for at in offered if _kind(spec, at) in kinds]
         self.notes: tuple[str, ...] = ()
-        """What whoever uses it should know."""
+        """Warnings for the user."""
         if not known:
             known = [*offered]
             self.notes = (
@@ -69,8 +68,8 @@ class Familiar:
         self._controller = make(self.spec)
         self._all = len(known) == len(spec.blueprints)
         self._known = torch.tensor(known)
-        self._places = torch.full((len(spec.blueprints),), -1)
-        self._places[self._known] = torch.arange(len(known))
+        self._position = torch.full((len(spec.blueprints),), -1)
+        self._position[self._known] = torch.arange(len(known))
 
     def decide(
         self,
@@ -79,9 +78,9 @@ class Familiar:
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """One legal sentence per environment, of what it knows."""
+        """One legal action per environment, of those it knows."""
         actions, state = self._controller.decide(
-            self._seen(observation), self._possible(masks), state, generator
+            self._observed(observation), self._legal(masks), state, generator
         )
         if self._all:
             return actions, state
@@ -91,25 +90,25 @@ class Familiar:
         actions[:, BLUEPRINT] = torch.where(plants, chosen, 0)
         return actions, state
 
-    def _seen(self, observation: Observation) -> Observation:
-        """What is seen of the blueprints that it knows."""
+    def _observed(self, observation: Observation) -> Observation:
+        """The observation without blueprints that it does not know."""
         if self._all:
             return observation
         offers, planted = observation.offers, observation.slots.blueprint
-        known, places = (x.to(planted.device) for x in (self._known, self._places))
-        there = {
+        known, position = (x.to(planted.device) for x in (self._known, self._position))
+        kept = {
             each.name: getattr(offers, each.name).index_select(2, known)
             for each in fields(offers)
         }
-        planted = torch.where(planted >= 0, places[planted.clamp(min=0)], -1)
+        planted = torch.where(planted >= 0, position[planted.clamp(min=0)], -1)
         return replace(
             observation,
-            offers=BlueprintOffers(**there),
+            offers=BlueprintOffers(**kept),
             slots=replace(observation.slots, blueprint=planted),
         )
 
-    def _possible(self, masks: ActionMasks) -> ActionMasks:
-        """What is possible of what it knows; to wait always is."""
+    def _legal(self, masks: ActionMasks) -> ActionMasks:
+        """The masks of the actions that it knows; WAIT is always legal."""
         device = masks.op.device
         allowed = self.spec.allowed.to(device)
         ops = allowed[HEAD["op"], : len(Op)]

@@ -1,7 +1,7 @@
-"""Chance that plants as often, and in the same part of the horizon, as somebody else.
+"""A random baseline matched to a policy's number and times of plantings.
 
 If a policy does no better than seeds of random kinds at random places and times, as
-many as she planted and while she planted, then her choices did not matter.
+many as it planted and in the same part of the horizon, its choices did not matter.
 """
 
 import torch
@@ -13,17 +13,15 @@ from esper.contracts.controller import ControllerState
 from esper.contracts.errors import BadInput
 from esper.contracts.masks import ActionMasks
 from esper.contracts.observation import Observation
-from esper.tamiyo.gardening import PATIENCE, tend
-from esper.tamiyo.schedule import plantings
+from esper.tamiyo.rule_based import germinates, next_actions
 
 
-class Matched:
-    """Plants so many seeds, each at a decision of its own drawn evenly from a range.
+class MatchedRandom:
+    """Plants a given number of seeds at decisions drawn uniformly from a range.
 
-    A planting that could not be made is made up for later. Of all that can be planted
-    anywhere, each offer is equally likely. Seeds are tended as the schedules do. What
-    is remembered is the number of plantings of the episode, and by when how many are
-    due.
+    A planting that could not be made is made up for later. Every legal offer is equally
+    likely. The state is the number of plantings of the episode, and how many are due by
+    each decision.
 
     Args:
         spec: The action space.
@@ -31,7 +29,6 @@ class Matched:
         first: Share of the horizon at the first decision of the range, [env].
         last: Share of the horizon at its last decision, [env].
         horizon: Decisions of an episode.
-        patience: Steps a seed trains before it is blended in.
     """
 
     def __init__(
@@ -42,7 +39,6 @@ class Matched:
         last: Tensor,
         *,
         horizon: int,
-        patience: int = PATIENCE,
     ) -> None:
         shapes = [[*given.shape] for given in (counts, first, last)]
         if counts.ndim != 1 or shapes[1:] != [shapes[0]] * 2:
@@ -52,7 +48,6 @@ class Matched:
             )
         if horizon < 1 or bool((counts < 0).any()):
             raise BadInput("horizon must be at least 1 and no count negative.")
-        self.patience = patience
         self._kinds, self._counts = len(spec.blueprints), counts
         decision = torch.arange(horizon, device=counts.device)
         # Shares are of whole decisions, give or take what rounding does to them.
@@ -66,7 +61,7 @@ class Matched:
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Tend, and plant something somewhere if it is due."""
+        """Follow the rules, and plant a random offer if it is due."""
         if masks.blueprint.shape[::2] != (len(self._counts), self._kinds):
             raise BadInput(
                 f"expected {len(self._counts)} environments and {self._kinds} "
@@ -84,12 +79,12 @@ class Matched:
         lot = torch.rand(
             masks.blueprint.shape, generator=generator, device=generator.device
         ).to(masks.blueprint.device)
-        wish = torch.where((planted < wanted)[:, None, None], lot, -torch.inf)
-        actions = tend(observation, masks, wish, patience=self.patience)
-        return actions, (planted + plantings(actions), due)
+        scores = torch.where((planted < wanted)[:, None, None], lot, -torch.inf)
+        actions = next_actions(observation, masks, scores)
+        return actions, (planted + germinates(actions), due)
 
     def _draw(self, generator: Generator) -> Int64[Tensor, "env decision"]:
-        """How many seeds are due by each decision."""
+        """Draw how many seeds are due by each decision."""
         inside = self._inside
         lot = torch.rand(inside.shape, generator=generator, device=generator.device)
         lot = torch.where(inside, lot.to(inside.device), 2.0)

@@ -1,4 +1,4 @@
-"""A policy that is shown only what it knows decides as if there were nothing else."""
+"""A restricted policy decides as if there were nothing else than what it knows."""
 
 import pytest
 import torch
@@ -9,12 +9,13 @@ from torch import Generator
 from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS, Form
 from esper.contracts.slots import SlotConfig
-from esper.tamiyo.controls import Random
-from esper.tamiyo.familiar import Familiar
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.sampling import GreedyPolicy
-from tests.rollouts import make_policy, random_observation, require_legal
+from esper.tamiyo.restricted import Restricted
+from esper.tamiyo.rule_based import Random
+from tests.rollouts import make_policy, random_observation
 from tests.strategies import action_specs, floats, observations
+from tests.tamiyo.decisions import decide
 
 KINDS = {(Form.WIDEN, 8), (Form.WIDEN, 16), (Form.WIDEN, 32)}
 WIDENING = tuple(each for each in BLUEPRINTS if each.form is Form.WIDEN)
@@ -29,93 +30,88 @@ def strong(spec):
     return GreedyPolicy(policy)
 
 
-def test_what_it_does_not_know_changes_nothing_of_what_it_says():
+def anything(spec):
+    return Random()
+
+
+def test_unknown_blueprints_change_nothing():
     spec, alone = ActionSpec(SLOTS, SHUFFLED), (1, 3, 4)
     known = ActionSpec(SLOTS, tuple(SHUFFLED[at] for at in alone))
-    generator = Generator().manual_seed(0)
-    seen = random_observation(256, spec, generator, density=0.9)
-    familiar = Familiar(strong, spec, KINDS, {})
-    said, state = familiar.decide(seen, compute_masks(seen, spec), None, generator)
-    narrow = familiar._seen(seen)
+    seen = random_observation(256, spec, Generator().manual_seed(0), density=0.9)
+    restricted = Restricted(strong, spec, KINDS, {})
+    actions, state = decide(restricted, seen, spec)
+    narrow = restricted._observed(seen)
     for at, place in enumerate(alone):
         assert torch.equal(
             narrow.offers.promise[..., at], seen.offers.promise[..., place]
         )
         here = seen.slots.blueprint == place
         assert torch.equal(narrow.slots.blueprint == at, here)
-    expected, after = strong(known).decide(
-        narrow, compute_masks(narrow, known), None, generator
-    )
+    expected, after = decide(strong(known), narrow, known)
     plants = expected[:, HEAD["op"]] == Op.GERMINATE
     assert 20 < int(plants.sum()) < 250
     places = torch.tensor(alone)[expected[:, HEAD["blueprint"]]]
     expected = expected.clone()
     expected[:, HEAD["blueprint"]] = torch.where(plants, places, 0)
-    assert torch.equal(said, expected)
+    assert torch.equal(actions, expected)
     assert torch.equal(state, after)
 
 
 def test_with_nothing_else_offered_it_is_the_policy_itself():
-    spec, generator = ActionSpec(SLOTS, WIDENING), Generator().manual_seed(0)
-    seen = random_observation(64, spec, generator)
-    masks = compute_masks(seen, spec)
-    one, _ = Familiar(strong, spec, KINDS, {}).decide(seen, masks, None, generator)
-    two, _ = strong(spec).decide(seen, masks, None, generator)
-    assert torch.equal(one, two)
+    spec = ActionSpec(SLOTS, WIDENING)
+    seen = random_observation(64, spec, Generator().manual_seed(0))
+    one, _ = decide(Restricted(strong, spec, KINDS, {}), seen, spec)
+    assert torch.equal(one, decide(strong(spec), seen, spec)[0])
 
 
 def test_it_waits_where_nothing_that_it_knows_can_be_planted():
-    spec, generator = ActionSpec(SLOTS, SHUFFLED), Generator().manual_seed(0)
-    seen = random_observation(32, spec, generator, density=1.0)
+    spec = ActionSpec(SLOTS, SHUFFLED)
+    seen = random_observation(32, spec, Generator().manual_seed(0), density=1.0)
     seen.slots.stage.zero_()
     seen.offers.fits[:, :, [1, 3, 4]] = False
-    masks = compute_masks(seen, spec)
-    assert masks.op[:, Op.GERMINATE].any()
-    said, _ = Familiar(strong, spec, KINDS, {}).decide(seen, masks, None, generator)
-    assert not said.any()  # WAIT, and no other head
+    assert compute_masks(seen, spec).op[:, Op.GERMINATE].any()
+    actions, _ = decide(Restricted(strong, spec, KINDS, {}), seen, spec)
+    assert not actions.any()  # WAIT, and no other head
 
 
 def test_if_it_knows_nothing_that_is_offered_everything_is_allowed_with_a_note():
     spec, generator = ActionSpec(SLOTS, BLUEPRINTS[:4]), Generator().manual_seed(0)
-    familiar = Familiar(lambda known: Random(), spec, KINDS, {})
-    assert familiar.spec.blueprints == spec.blueprints
-    assert familiar.notes == (
+    restricted = Restricted(anything, spec, KINDS, {})
+    assert restricted.spec.blueprints == spec.blueprints
+    assert restricted.notes == (
         "the controller was trained with none of these blueprints, so what it plants "
         "is a guess; offer widen_16, widen_32, widen_8.",
     )
     seen = random_observation(64, spec, generator, density=1.0)
-    said, _ = familiar.decide(seen, compute_masks(seen, spec), None, generator)
-    assert (said[:, HEAD["op"]] == Op.GERMINATE).any()
-    assert Familiar(lambda known: Random(), ActionSpec(), KINDS, {}).notes == ()
+    actions, _ = decide(restricted, seen, spec, generator=generator)
+    assert (actions[:, HEAD["op"]] == Op.GERMINATE).any()
+    assert Restricted(anything, ActionSpec(), KINDS, {}).notes == ()
 
 
-def test_choices_that_it_does_not_know_are_left_out_unless_no_other_is_allowed():
+def test_unknown_choices_are_left_out_unless_no_other_is_allowed():
     known = {"style": ("ADD",), "tempo": ("SLOW",), "op": ("GERMINATE",)}
     spec = ActionSpec(narrowed={"tempo": ("FAST",)})
-    familiar = Familiar(lambda known: Random(), spec, KINDS, known)
-    heads = familiar.spec.describe()["heads"]
+    heads = Restricted(anything, spec, KINDS, known).spec.describe()["heads"]
     assert heads["style"] == ["ADD"]
     assert heads["tempo"] == ["FAST"]
     assert heads["op"] == ["WAIT", "GERMINATE"]
     assert heads["alpha_curve"] == ["LINEAR", "COSINE", "SIGMOID"]
 
 
-@pytest.mark.parametrize("meek", [False, True])
+@pytest.mark.parametrize("values", [None, floats()], ids=["small", "any"])
 @settings(max_examples=25)
 @given(data=st.data())
-def test_every_sentence_is_legal_whatever_is_known(meek, data):
+def test_every_action_is_legal_whatever_is_known(values, data):
     spec = data.draw(action_specs())
     kinds = data.draw(
         st.sets(st.sampled_from([(b.form, b.size) for b in BLUEPRINTS]), min_size=1)
     )
-    seen = data.draw(observations(spec, values=floats() if meek else None))
+    seen = data.draw(observations(spec, values=values))
     choices = {"style": ("ADD",), "op": ("GERMINATE", "ADVANCE")}
-    familiar = Familiar(lambda known: Random(), spec, kinds, choices)
-    generator = Generator().manual_seed(0)
-    said, _ = familiar.decide(seen, compute_masks(seen, spec), None, generator)
-    require_legal(seen, spec, said)
+    restricted = Restricted(anything, spec, kinds, choices)
+    actions, _ = decide(restricted, seen, spec)
     known = {(b.form, b.size) for b in spec.blueprints} & kinds
-    for op, _, blueprint, *_ in said.tolist():
+    for op, _, blueprint, *_ in actions.tolist():
         assert Op(op) in (Op.WAIT, Op.GERMINATE, Op.ADVANCE) or not known
         if op == Op.GERMINATE and known:
             chosen = spec.blueprints[blueprint]

@@ -1,0 +1,341 @@
+"""Rule-based controllers: never, random, replay, plateau, promise-greedy.
+
+All that plant share `next_actions`: one table of scores over (op, slot), the highest
+legal one is taken. Keep a seed in HOLDING, or prune it if its measured contribution is
+below its rent; advance what has trained or blended long enough; plant the offer of the
+highest score; otherwise wait. Controllers differ in the scores that they give offers,
+float [env, slot, blueprint], -inf where nothing shall be planted.
+"""
+
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Generator, Tensor
+
+from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionSpec, Op
+from esper.contracts.blueprints import Form
+from esper.contracts.controller import ControllerState
+from esper.contracts.errors import BadInput
+from esper.contracts.masks import ActionMasks
+from esper.contracts.observation import BlueprintOffers, Observation
+from esper.contracts.stages import Stage
+from esper.simic.agent.distribution import (
+    HEAD_GROUPS,
+    masked_log_softmax,
+    relevant,
+    rows_of_group,
+    sample,
+)
+
+PATIENCE: Final = 2
+"""Steps a seed trains before it is blended in."""
+BLEND_HEADS: Final = HEADS[HEAD["blueprint"] + 1 :]
+"""The heads that say how a seed is blended."""
+
+
+class Never:
+    """Always waits."""
+
+    def decide(
+        self,
+        observation: Observation,
+        masks: ActionMasks,
+        state: ControllerState,
+        generator: Generator,
+    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
+        """WAIT everywhere."""
+        envs = masks.op.shape[0]
+        waits = torch.zeros(envs, NUM_HEADS, dtype=torch.int64, device=masks.op.device)
+        return waits, None
+
+
+class Random:
+    """Draws each head uniformly from what is legal given the heads before it."""
+
+    def decide(
+        self,
+        observation: Observation,
+        masks: ActionMasks,
+        state: ControllerState,
+        generator: Generator,
+    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
+        """One uniformly drawn legal action per environment."""
+        actions, _ = Never().decide(observation, masks, state, generator)
+        for group, heads in enumerate(HEAD_GROUPS):
+            rows = rows_of_group(masks, group, actions)
+            even = masked_log_softmax(torch.zeros(rows.shape, device=rows.device), rows)
+            actions[:, heads[0] : heads[-1] + 1] = sample(even, rows, generator)
+        return actions, None
+
+
+class Replay:
+    """Repeats recorded actions: the open-loop baseline.
+
+    If a policy does no better than its own actions, recorded in one episode and
+    replayed in another, its observations did not matter. An action that is not legal
+    becomes WAIT, as does everything after the end of the recording. The state is the
+    number of decisions since the start of the episode.
+
+    Args:
+        actions: int64 [time, head], or [time, env, head] with one recording for each
+            environment.
+    """
+
+    def __init__(self, actions: Tensor) -> None:
+        if (
+            actions.dtype is not torch.int64
+            or actions.ndim not in (2, 3)
+            or actions.shape[-1] != NUM_HEADS
+        ):
+            raise BadInput(
+                f"actions must be int64 [time, {NUM_HEADS}] or [time, env, "
+                f"{NUM_HEADS}], got {actions.dtype} {[*actions.shape]}."
+            )
+        if actions.ndim == 2:
+            actions = actions.unsqueeze(1)
+        end = actions.new_zeros(1, *actions.shape[1:])
+        self._actions = torch.cat([actions, end])  # the end is WAIT, for ever
+
+    def decide(
+        self,
+        observation: Observation,
+        masks: ActionMasks,
+        state: ControllerState,
+        generator: Generator,
+    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
+        """The action recorded for this time, or WAIT if it is not legal."""
+        envs, device = masks.op.shape[0], masks.op.device
+        if self._actions.shape[1] not in (1, envs):
+            raise BadInput(
+                f"the recording is of {self._actions.shape[1]} environments, got "
+                f"{envs}; replay as many, or one sequence [time, {NUM_HEADS}] for all."
+            )
+        self._actions = self._actions.to(device)
+        time = episode_count(state, observation)
+        row = time.clamp(max=len(self._actions) - 1)
+        every = self._actions.expand(-1, envs, -1)
+        actions = every[row, torch.arange(envs, device=device)]
+        return _legal_or_wait(actions, masks), time + 1
+
+
+class Plateau:
+    """Plants when the score has not improved for a while and no seed is on its way.
+
+    Args:
+        spec: The action space.
+        patience: Share of the horizon without improvement.
+    """
+
+    def __init__(self, spec: ActionSpec, patience: float = 0.1) -> None:
+        if not 0.0 <= patience <= 1.0:
+            raise BadInput(f"patience must be a share in [0, 1], got {patience}.")
+        self.patience = patience
+        self._preference = SizePreference(spec)
+
+    def decide(
+        self,
+        observation: Observation,
+        masks: ActionMasks,
+        state: ControllerState,
+        generator: Generator,
+    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
+        """Follow the rules, and plant on a plateau."""
+        stage = observation.slots.stage
+        growing = (stage == Stage.TRAINING.value) | (stage == Stage.BLENDING.value)
+        due = (observation.host.plateau >= self.patience) & ~growing.any(dim=1)
+        scores = self._preference.scores(observation.offers, due)
+        return next_actions(observation, masks, scores), None
+
+
+class PromiseGreedy:
+    """Plants the offer of the largest promised gain per parameter; blends slowly.
+
+    Offers that promise less than their rent are left out. One whose promise is not
+    known is tried when nothing else pays: widening first if `spec` says which offers
+    widen, otherwise the largest.
+    """
+
+    def __init__(self, spec: ActionSpec | None = None) -> None:
+        self._untried = size_scores if spec is None else SizePreference(spec).scores
+
+    def decide(
+        self,
+        observation: Observation,
+        masks: ActionMasks,
+        state: ControllerState,
+        generator: Generator,
+    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
+        """Follow the rules, and plant what promises most per parameter."""
+        offers, rent = observation.offers, observation.host.rent[:, None, None]
+        pays = offers.promise - rent * offers.parameters > 0.0
+        # An offer without parameters costs next to nothing.
+        gain = offers.promise / offers.parameters.clamp_min(1e-12)
+        known = torch.where(pays, gain, -torch.inf)
+        trial = self._untried(offers) - 3.0  # below every gain that pays
+        scores = torch.where(offers.promise_known, known, trial)
+        return next_actions(observation, masks, scores, blending=SLOW_BLEND), None
+
+
+class SizePreference:
+    """Scores offers: widening first, the larger the better; then most parameters."""
+
+    def __init__(self, spec: ActionSpec) -> None:
+        # Sizes are squeezed into [1.5, 2), above all parameters in (-1, 1).
+        self._widening = torch.tensor(
+            [
+                2.0 - 1.0 / (1.0 + known.size) if known.form is Form.WIDEN else 0.0
+                for known in spec.blueprints
+            ]
+        )
+
+    def scores(
+        self, offers: BlueprintOffers, due: Bool[Tensor, " env"] | None = None
+    ) -> Float[Tensor, "env slot blueprint"]:
+        """Scores in (-1, 2); -inf where planting is not due."""
+        size, kinds = offers.parameters, len(self._widening)
+        if size.shape[2] != kinds:
+            raise BadInput(
+                f"offers must have the {kinds} blueprints of this controller's action "
+                f"space, got {size.shape[2]}; pass the same spec."
+            )
+        widening = self._widening.to(size.device, size.dtype)
+        scores = torch.where(widening > 0.0, widening, size_scores(offers))
+        if due is None:
+            return scores
+        return torch.where(due[:, None, None], scores, -torch.inf)
+
+
+def size_scores(offers: BlueprintOffers) -> Float[Tensor, "env slot blueprint"]:
+    """A score in (-1, 1) that grows with the parameters of an offer."""
+    return offers.parameters / (1.0 + offers.parameters.abs())
+
+
+def blend_distances(*preferred: str) -> Float[Tensor, "head choice"]:
+    """Distance of every choice of the `BLEND_HEADS` from the preferred one."""
+    widest = max(len(head.choices) for head in BLEND_HEADS)
+    distance = torch.full((len(BLEND_HEADS), widest), torch.inf)
+    for row, head, name in zip(distance, BLEND_HEADS, preferred, strict=True):
+        values = torch.tensor([float(value) for value in head.choices.values()])
+        row[: len(values)] = (values - head.choices[name]).abs()
+    return distance
+
+
+STANDARD_BLEND: Final = blend_distances("ADD", "STANDARD", "FULL", "FAST", "COSINE")
+"""Neither at once nor slowly, and fully."""
+SLOW_BLEND: Final = blend_distances("ADD", "SLOW", "FULL", "SLOW", "SIGMOID")
+"""As slowly as the run allows, and fully."""
+
+
+def next_actions(
+    observation: Observation,
+    masks: ActionMasks,
+    scores: Float[Tensor, "env slot blueprint"],
+    patience: int | Int64[Tensor, " env"] = PATIENCE,
+    blending: Float[Tensor, "setting choice"] = STANDARD_BLEND,
+    prunes: Bool[Tensor, " env"] | None = None,
+) -> Int64[Tensor, "env head"]:
+    """The legal action of the highest priority in every environment.
+
+    Args:
+        observation: The observation.
+        masks: The legal actions.
+        scores: Of the offers to plant; -inf or NaN: not at all.
+        patience: Steps a seed trains before it is blended in. A blended one advances
+            as soon as its alpha has arrived.
+        blending: `blend_distances`; of the choices that are allowed the nearest.
+        prunes: Where seeds that do not earn their rent are pruned rather than kept;
+            None: everywhere.
+    """
+    slots, rent = observation.slots, observation.host.rent
+    wanted = masks.blueprint & (scores > -torch.inf)
+    best, offer = torch.where(wanted, scores, -torch.inf).flatten(1).max(dim=1)
+    num_slots, kinds = scores.shape[1:]
+    order = torch.arange(num_slots, device=scores.device)
+    chosen = (order == (offer // kinds)[:, None]) & (best > -torch.inf)[:, None]
+
+    earns = slots.contribution > rent[:, None] * slots.parameters
+    useless = slots.contribution_measured & ~earns
+    if prunes is not None:
+        useless = useless & prunes[:, None]
+    if isinstance(patience, Tensor):
+        patience = patience[:, None]
+    holding = slots.stage == Stage.HOLDING.value
+    ready = (slots.stage != Stage.TRAINING.value) | (slots.age >= patience)
+    never = torch.zeros_like(slots.stage)
+    priorities = {
+        Op.WAIT: never,
+        Op.GERMINATE: chosen * 1,
+        Op.ADVANCE: ready * 2,
+        Op.SET_ALPHA: never,
+        Op.PRUNE: (holding & useless) * 3,
+        Op.FOSSILIZE: (holding & ~useless) * 4,
+    }
+    table = torch.stack([priorities[op] for op in Op], dim=1) * masks.slot
+    # Where nothing is due, the first of all zeros is WAIT.
+    choice = table.flatten(1).argmax(dim=1)
+
+    allowed = masks.fixed[:, -len(BLEND_HEADS) :, : blending.shape[1]]
+    blend = torch.where(allowed, blending.to(scores.device), torch.inf).argmin(dim=2)
+    first = torch.stack([choice // num_slots, choice % num_slots, offer % kinds], dim=1)
+    actions = torch.cat([first, blend], dim=1)
+    return torch.where(relevant(actions), actions, 0)
+
+
+def episode_count(
+    state: ControllerState, observation: Observation
+) -> Int64[Tensor, " env"]:
+    """The counter kept in a state, 0 where an episode begins."""
+    if not isinstance(state, Tensor):
+        return torch.zeros_like(observation.first, dtype=torch.int64)
+    return torch.where(observation.first, 0, state)
+
+
+def germinates(actions: Int64[Tensor, "env head"]) -> Bool[Tensor, " env"]:
+    """Where a seed is planted."""
+    return actions[:, HEAD["op"]] == Op.GERMINATE.value
+
+
+def explain_no_planting(
+    observation: Observation, masks: ActionMasks, env: int = 0
+) -> str:
+    """Why nothing was planted in one environment; reads from the device."""
+    envs = len(masks.op)
+    if not 0 <= env < envs:
+        raise BadInput(f"env must lie in 0..{envs - 1}, got {env}.")
+    if masks.op[env, Op.GERMINATE]:
+        return "the controller chose to wait"
+    if not masks.fixed[env, HEAD["op"], Op.GERMINATE]:
+        return "this run does not allow planting"
+    stages = observation.slots.stage[env].tolist()
+    if Stage.DORMANT not in stages:
+        counts = ((stages.count(stage), stage.name.lower()) for stage in Stage)
+        filled = ", ".join(f"{count} {name}" for count, name in counts if count)
+        return f"no slot is free ({filled})"
+    free = observation.slots.stage[env] == Stage.DORMANT.value
+    fits = observation.offers.fits[env] & free[:, None]
+    costs = observation.offers.parameters[env][fits]
+    if not len(costs):
+        return "nothing fits the free slots"
+    return (
+        "no blueprint fits the budget left "
+        f"({observation.host.budget_left[env].item():.3g} x host): "
+        f"the smallest takes {costs.min().item():.3g} x host"
+    )
+
+
+def _legal_or_wait(
+    actions: Int64[Tensor, "env head"], masks: ActionMasks
+) -> Int64[Tensor, "env head"]:
+    """The actions with unused heads set to 0; WAIT where illegal."""
+    sizes = [masks.fixed.shape[2]] * NUM_HEADS
+    sizes[HEAD["op"]] = masks.op.shape[1]
+    sizes[HEAD["slot"]], sizes[HEAD["blueprint"]] = masks.blueprint.shape[1:]
+    last = torch.tensor(sizes, device=actions.device) - 1
+    inside = actions.clamp(torch.zeros_like(last), last)
+    used = relevant(inside)
+    inside = torch.where(used, inside, 0)
+    rows = [rows_of_group(masks, group, inside) for group in range(len(HEAD_GROUPS))]
+    legal = torch.cat(rows, dim=1).gather(2, inside.unsqueeze(2)).squeeze(2)
+    legal &= (inside == actions) | ~used
+    return torch.where(legal.all(dim=1, keepdim=True), inside, 0)

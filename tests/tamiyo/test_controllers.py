@@ -1,0 +1,126 @@
+"""What holds of every controller: legal actions, no device reads, a name."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Generator
+
+from esper.contracts.controller import Controller
+from esper.contracts.errors import BadInput
+from esper.tamiyo.bandit import CONTEXT, LinearBandit
+from esper.tamiyo.matched_random import MatchedRandom
+from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tamiyo.registry import CONTROLLERS, NAMES, controller_for, make_controller
+from esper.tamiyo.restricted import Restricted
+from esper.tamiyo.rule_based import Never, Plateau, PromiseGreedy, Random, Replay
+from esper.tamiyo.schedule import Schedule, Scheduled
+from tests.device_reads import count_device_reads
+from tests.rollouts import SPEC, random_observation
+from tests.strategies import action_specs, floats, observations
+from tests.tamiyo.decisions import decide
+
+
+def recording(spec, envs):
+    """Any actions, legal or not."""
+    generator = Generator().manual_seed(envs)
+    return torch.randint(-1, 6, (4, envs, 8), generator=generator)
+
+
+def schedules(spec):
+    names = [blueprint.name for blueprint in spec.blueprints]
+    return [
+        Schedule(),
+        Schedule(count=0),
+        Schedule(blueprint=names[0], every=0.0, place="last", patience=0, prune=False),
+        Schedule(blueprint=names[-1], every=0.0, place="first"),
+    ]
+
+
+def by_name(name):
+    return lambda spec, envs: CONTROLLERS[name](spec)
+
+
+MAKERS = {
+    **{name: by_name(name) for name in CONTROLLERS},
+    "promise without spec": lambda spec, envs: PromiseGreedy(),
+    "replay": lambda spec, envs: Replay(recording(spec, envs)),
+    "scheduled": lambda spec, envs: Scheduled(spec, (schedules(spec) * envs)[:envs]),
+    "matched": lambda spec, envs: MatchedRandom(
+        spec, torch.full((envs,), 5), torch.zeros(envs), torch.ones(envs), horizon=6
+    ),
+    "bandit": lambda spec, envs: LinearBandit(
+        spec,
+        schedules(spec),
+        torch.randn(4, len(CONTEXT), generator=Generator().manual_seed(0)),
+        look=0,
+    ),
+}
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_every_action_is_legal(data):
+    spec = data.draw(action_specs())
+    values = data.draw(st.sampled_from([None, floats()]))
+    seen = data.draw(observations(spec, values=values))
+    later, generator = replace(seen, first=~seen.first), Generator().manual_seed(0)
+    for make in MAKERS.values():
+        controller, state = make(spec, len(seen.first)), None
+        assert isinstance(controller, Controller)
+        for observation in (seen, later, seen):
+            _, state = decide(controller, observation, spec, state, generator)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.4, 1.0])
+def test_every_action_is_legal_in_many_environments(density):
+    generator = Generator().manual_seed(0)
+    for make in MAKERS.values():
+        controller, state = make(SPEC, 32), None
+        for _ in range(4):
+            seen = random_observation(32, SPEC, generator, density=density)
+            _, state = decide(controller, seen, SPEC, state, generator)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_nothing_is_read_from_the_device(name):
+    controller, generator = MAKERS[name](SPEC, 8), Generator().manual_seed(0)
+    seen = random_observation(8, SPEC, generator)
+    masks = compute_masks(seen, SPEC)
+    _, state = controller.decide(seen, masks, None, generator)
+    reads = count_device_reads(lambda: controller.decide(seen, masks, state, generator))
+    assert reads == 0
+
+
+def test_names_make_their_controllers():
+    kinds = {
+        "never": Never,
+        "random": Random,
+        "early": Scheduled,
+        "periodic": Scheduled,
+        "plateau": Plateau,
+        "promise": PromiseGreedy,
+        "tamiyo": Restricted,
+    }
+    assert [*NAMES] == [*CONTROLLERS, "tamiyo"] == [*kinds]
+    for name, kind in kinds.items():
+        assert type(make_controller(name, SPEC)) is kind
+
+
+def test_a_controller_is_given_as_itself_its_class_or_its_name():
+    controller = Never()
+    assert controller_for(controller, SPEC) is controller
+    assert type(controller_for(Plateau, SPEC)) is Plateau
+    assert type(controller_for(lambda spec: Never(), SPEC)) is Never
+    assert type(controller_for("random", SPEC)) is Random
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one_and_the_list():
+    with pytest.raises(BadInput, match=r"'erly'; did you mean 'early'\?.*never, ran"):
+        make_controller("erly", SPEC)
+    with pytest.raises(BadInput, match="no controller ''"):
+        make_controller("", SPEC)
+    with pytest.raises(BadInput, match=r"did you mean 'tamiyo'\?.*promise, tamiyo\."):
+        make_controller("tamyio", SPEC)
