@@ -1,10 +1,11 @@
-"""What a world answers to a decision, and what it must offer to be trained in.
+"""What a world returns for a decision, and the protocol of worlds.
 
-`terminated` and `truncated` are two facts: is there no future, or did we only stop
-looking? Worlds reset ended environments in the same step: `observation` is then the
-first of the next episode and `final` the last of the old one.
+`terminated` and `truncated` are two facts: the episode has no future, or it was only
+cut. Worlds reset ended environments in the same step: `observation` is then the first
+of the next episode and `final` the last of the old one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -20,7 +21,7 @@ class StepResult:
     """One step of every environment."""
 
     observation: Observation
-    """What is seen next; of a new episode where the old one ended."""
+    """The next observation; of a new episode where the old one ended."""
     reward: Float[Tensor, " env"]
     terminated: Bool[Tensor, " env"]
     """The episode has no future."""
@@ -30,19 +31,58 @@ class StepResult:
     """The true last observation where truncated; None if nothing was truncated."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeReport:
+    """Results of the episodes that ended in a step."""
+
+    env: Int64[Tensor, " ended"]
+    score: Float[Tensor, " ended"]
+    """On the decision rows."""
+    test: Float[Tensor, " ended"]
+    """On the test rows, which no decision and no reward ever sees."""
+    added: Float[Tensor, " ended"]
+    """Parameters added, as a multiple of the host's."""
+    macs: Float[Tensor, " ended"]
+    """Multiply-adds per row, as a multiple of the host's."""
+    panicked: Bool[Tensor, " ended"]
+
+
 @runtime_checkable
 class VectorWorld(Protocol):
     """Many environments that step together."""
 
+    ended: EpisodeReport | None = None
+    """Results of the episodes that ended in the last step, if the world has any."""
+    illegal: Bool[Tensor, " env"] | None = None
+    """Where the last action was not possible; None if the world does not report it."""
+    redraws: bool = False
+    """Whether `begin_round` draws other environments, which must be reset then."""
+
     @property
     def spec(self) -> ActionSpec:
-        """What can be said in this world."""
+        """The action space."""
         ...
 
     @property
     def num_envs(self) -> int:
         """How many environments step together."""
         ...
+
+    @property
+    def group_size(self) -> int:
+        """How many environments in a row have the same random streams."""
+        return 1
+
+    def begin_round(self) -> None:
+        """Called before every rollout."""
+
+    def parts(self) -> "Sequence[VectorWorld]":
+        """The worlds of one task each that this one is made of."""
+        return [self]
+
+    def split(self, result: StepResult) -> Sequence[StepResult]:
+        """What each part returned in the last step, given the whole."""
+        return [result]
 
     def reset(self) -> Observation:
         """Start a new episode everywhere."""

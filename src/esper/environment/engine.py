@@ -1,53 +1,56 @@
-"""One environment after the other, in cache: forward, loss, backward, AdamW.
+r"""Compiled training of hosts, one environment after the other: the CPU engine.
 
     train   hosts and seeds, on all minibatches until the next decision
-    count   how many rows each host guesses right
+    count   correctly classified rows of every host
 
-All weights of an environment are one vector `w`, all its activations another, `s`, laid
-out by `Chart`; rows of a minibatch are the last axis, so that every inner loop runs
-along memory. A seed is worked on at its own size, and only where it is felt. Nothing of
-one environment can reach another: they share no number, and each is computed as if
-alone.
+All weights of an environment are one vector `w`, its activations and their gradients
+another, `s`, laid out by `MemoryLayout`; rows of a minibatch are the last axis, so that
+every inner loop runs along memory. Weight (o, i, tap) of a map is at
+`base + o * by_out + i * by_in + tap`; an image that a convolution reads is padded with
+zeros, one pixel wide. A seed is computed at its own size, and only where its alpha is
+not 0. Environments share no number: each is computed as if alone, to the bit.
+
+Sums are split over lanes and products fused with them: the same input gives the same
+bits, wherever it lies. The optimiser is AdamW (Loshchilov & Hutter 2019,
+https://arxiv.org/abs/1711.05101), with a step count for the host and one per seed:
+
+    m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2
+    p <- p - r (w p + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
+
+A stretch of weights that is not stepped does not move by a bit. `Cohort` checks shapes,
+dtypes and indices before it calls in.
 """
 
 import math
 
 import numpy as np
 
-from esper.environment import adamw as optimiser
-from esper.environment import chart as charts
-from esper.environment import products
-from esper.environment.adamw import adamw
-from esper.environment.chart import CONV
-from esper.environment.products import (
-    GELU,
-    LINEAR,
-    RELU,
-    back_through,
-    between,
-    between_back,
-    copy,
-    fill,
-    learn,
-    line_at,
-    sum_rows,
-    through,
-)
-from esper.kernels import fused_with
+from esper.environment import memory_layout
+from esper.environment.memory_layout import CONV
+from esper.kernels import fused_with, summed_with
 
+RELU, LINEAR, GELU = 1, 2, 3
+"""Activation between two maps."""
+B1, B2, EPS = 0.9, 0.999, 1e-8
+REST1, REST2 = 1 - B1, 1 - B2
+"""Taken before rounding: 1 - 0.999 in float32 is wrong in the fifth digit."""
+ROOT_HALF = math.sqrt(0.5)
+ROOT_TURN = 1 / math.sqrt(2 * math.pi)
 LOG2E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.4286068203094172e-6
-whole = fused_with(charts, products, optimiser)
-part = fused_with(charts, products, optimiser, part=True)
 TAYLOR = tuple(1 / math.factorial(n) for n in range(11, -1, -1))
+
+entry = fused_with(memory_layout)
+fused = fused_with(memory_layout, part=True)
+summed = summed_with(memory_layout, part=True)
 
 # ruff: noqa: ANN001, ANN201, ANN202
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
 
-@whole
+@entry
 def train(
-    features, labels, picked, rates, v, mean, square, clocks, g, s, bits, chart,
-    size, act, felt, shadow, training, decay, stretch, youth, kept,
+    features, labels, picked, rates, v, mean, square, clocks, g, s, bits, layout,
+    size, act, alphas, shadow_alphas, training, decay, newborn_rate, newborn_steps, kept,
 ):  # fmt: skip
     """Train every host and its seeds on its minibatches, one after the other.
 
@@ -65,18 +68,18 @@ def train(
         g: Room for the gradients of one environment.
         s: Room for its activations, zero at first.
         bits: `s` as whole numbers.
-        chart: Layers, seeds, and how many weights are the host's.
+        layout: Layers, seeds, and how many weights are the host's.
         size: Units of every seed, `[env, slot]`; 0 where there is none.
-        act: What it does between its maps.
-        felt: Alpha as the host feels it; 0 for a seed in training.
-        shadow: Alpha in the shadow pass.
+        act: Its activation.
+        alphas: Alpha in the host's own pass; 0 for a seed in training.
+        shadow_alphas: Alpha in the shadow pass.
         training: 1 where it trains in the shadow pass.
         decay: Weight decay.
-        stretch: Learning rate of a newborn against the host's.
-        youth: Steps until it is equal.
+        newborn_rate: Learning rate of a newborn against the host's.
+        newborn_steps: Steps until it is equal.
         kept: Where to leave the hosts' activations at the end; may be empty.
     """
-    layers, seeds, host = chart
+    layers, seeds, host = layout
     envs, steps, rows = picked.shape
     loss, beside = np.zeros(envs, v.dtype), np.zeros(envs, v.dtype)
     y, bottom, top = np.empty(rows, np.int64), np.int64(0), len(layers) - 1
@@ -91,23 +94,23 @@ def train(
             for r in range(rows):
                 y[r] = labels[mine, picked[e, n, r]]
             _gather(features[mine], picked[e, n], s, layers[0])
-            for shade in range(2 if start <= top else 1):
-                low = start if shade == 1 else bottom
-                alpha, learns, total = felt[e], felt[e], loss
-                if shade == 1:
-                    alpha, learns, total = shadow[e], training[e], beside
+            for shadow in range(2 if start <= top else 1):
+                low = start if shadow == 1 else bottom
+                alpha, learns, total = alphas[e], alphas[e], loss
+                if shadow == 1:
+                    alpha, learns, total = shadow_alphas[e], training[e], beside
                 _forward(w, s, rows, layers, seeds, k, a, alpha, low)
                 total[e] += _loss(s, bits, layers[top], rows, y)
                 _backward(w, g, s, rows, layers, seeds, k, a, alpha, learns, low)
-                if len(kept) > 0 and n == steps - 1 and shade == 0:
+                if len(kept) > 0 and n == steps - 1 and shadow == 0:
                     copy(s[: kept.shape[1]], kept[e], bottom)
             rate = rates[e, n]
             clocks[e, 0] += 1
             adamw(w, g, mean[e], square[e], bottom, host, rate, clocks[e, 0], decay)
             for q in range(len(seeds)):
-                if k[q] > 0 and (felt[e, q] > 0 or training[e, q] > 0):
-                    old = min(clocks[e, q + 1] / youth, 1.0)
-                    own = rate * (1 + (stretch - 1) * (1 - old))
+                if k[q] > 0 and (alphas[e, q] > 0 or training[e, q] > 0):
+                    old = min(clocks[e, q + 1] / newborn_steps, 1.0)
+                    own = rate * (1 + (newborn_rate - 1) * (1 - old))
                     clocks[e, q + 1] += 1
                     _move_seed(
                         w, g, mean[e], square[e], seeds[q], layers, k[q], a[q],
@@ -118,7 +121,7 @@ def train(
     return loss, beside
 
 
-@part
+@fused
 def _move_seed(w, g, mean, square, seed, layers, units, act, rate, clock, decay):
     """One step of a seed; a form without a bias has none to move."""
     before, own = layers[seed.place], layers[seed.place + 1]
@@ -132,24 +135,24 @@ def _move_seed(w, g, mean, square, seed, layers, units, act, rate, clock, decay)
         adamw(w, g, mean, square, seed.last_bias, own.outputs, rate, clock, decay)
 
 
-@whole
-def count(features, labels, asked, v, s, chart, rows, size, act, felt):
-    """Examples that every host guesses right, of those that are asked.
+@entry
+def count(features, labels, wanted, v, s, layout, rows, size, act, alphas):
+    """Correctly classified examples of every host; 0 where it is not wanted.
 
     `features [env, example, in]` and `labels [env, example]`; one set may serve all.
     """
-    layers, seeds, _ = chart
+    layers, seeds, _ = layout
     examples, last = labels.shape[1], layers[len(layers) - 1]
     right = np.zeros(v.shape[0], np.int64)
     best, guess = np.empty(rows, v.dtype), np.empty(rows, np.int64)
     picked, bottom = np.empty(rows, np.int64), np.int64(0)
     for e in range(v.shape[0]):
         mine = e % len(features)
-        for begin in range(0, examples if asked[e] else 0, rows):
+        for begin in range(0, examples if wanted[e] else 0, rows):
             for r in range(rows):  # the last minibatch may be filled up
                 picked[r] = min(begin + r, examples - 1)
             _gather(features[mine], picked, s, layers[0])
-            _forward(v[e], s, rows, layers, seeds, size[e], act[e], felt[e], bottom)
+            _forward(v[e], s, rows, layers, seeds, size[e], act[e], alphas[e], bottom)
             z = s[last.z * rows : (last.z + last.outputs) * rows]
             copy(z[:rows], best, bottom)
             guess[:] = 0
@@ -163,15 +166,15 @@ def count(features, labels, asked, v, s, chart, rows, size, act, felt):
     return right
 
 
-@part
+@fused
 def _gather(features, picked, s, first):
     """Rows to where the first layer reads them, turned and within its border."""
     rows, start = len(picked), first.x * len(picked)
-    framed = first.kind == CONV
+    padded = first.kind == CONV
     for c in range(first.inputs):
         for h in range(first.high):
             at = c * first.high + h
-            to = line_at(first, c, h) if framed else at
+            to = line_at(first, c, h) if padded else at
             for i in range(first.wide):
                 line = s[start + (to + i) * rows : start + (to + i + 1) * rows]
                 example = features[:, at * first.wide + i]
@@ -179,21 +182,21 @@ def _gather(features, picked, s, first):
                     line[r] = example[picked[r]]
 
 
-@part
-def _forward(w, s, rows, layers, seeds, size, act, felt, start):
-    """What every layer says from `start` on."""
+@fused
+def _forward(w, s, rows, layers, seeds, size, act, alpha, start):
+    """Outputs of every layer from `start` on."""
     one, relu = s.dtype.type(1), np.int64(RELU)
     for n in range(start, len(layers)):
         own = layers[n]
         z, taps = own.z * rows, own.taps
         fill(s, z, w, own.bias, own.outputs, own.high * own.wide * rows)
-        through(
+        apply(
             own, rows, w, own.weight, own.inputs * taps, taps, one, s,
             own.x * rows, own.inputs, z, own.outputs,
         )  # fmt: skip
         for q in range(len(seeds)):
             seed, units = seeds[q], size[q]
-            if seed.place != n - 1 or units == 0 or not felt[q] > 0:
+            if seed.place != n - 1 or units == 0 or not alpha[q] > 0:
                 continue
             before, u, hid = layers[n - 1], seed.u * rows, seed.hid * rows
             spots, below = before.high * before.wide * rows, before.taps
@@ -201,28 +204,28 @@ def _forward(w, s, rows, layers, seeds, size, act, felt, start):
                 s[u : u + units * spots] = 0
             else:
                 fill(s, u, w, seed.first_bias, units, spots)
-            through(
+            apply(
                 before, rows, w, seed.first, before.inputs * below, below, one, s,
                 before.x * rows, before.inputs, u, units,
             )  # fmt: skip
-            between(s, u, before, units, act[q], hid, own.kind == CONV, rows)
-            through(
-                own, rows, w, seed.last, taps, own.outputs * taps, felt[q], s,
+            activate(s, u, before, units, act[q], hid, own.kind == CONV, rows)
+            apply(
+                own, rows, w, seed.last, taps, own.outputs * taps, alpha[q], s,
                 hid, units * seed.each, z, own.outputs,
             )  # fmt: skip
             if act[q] == GELU:
                 for o in range(own.outputs):
-                    told = felt[q] * w[seed.last_bias + o]
+                    bias = alpha[q] * w[seed.last_bias + o]
                     for r in range(rows):
-                        s[z + o * rows + r] += told
+                        s[z + o * rows + r] += bias
         if n + 1 < len(layers):
             after = layers[n + 1]
-            framed = after.kind == CONV
-            between(s, z, own, own.outputs, relu, after.x * rows, framed, rows)
+            padded = after.kind == CONV
+            activate(s, z, own, own.outputs, relu, after.x * rows, padded, rows)
 
 
-@part
-def _backward(w, g, s, rows, layers, seeds, size, act, felt, learns, start):
+@fused
+def _backward(w, g, s, rows, layers, seeds, size, act, alpha, learns, start):
     """Gradients down to layer `start`; the host's own only if that is the first."""
     relu = np.int64(RELU)
     for n in range(len(layers)):
@@ -232,71 +235,71 @@ def _backward(w, g, s, rows, layers, seeds, size, act, felt, learns, start):
     for n in range(len(layers) - 1, start - 1, -1):
         own, before = layers[n], layers[max(n - 1, 0)]
         for q in range(len(seeds)):
-            heard = seeds[q].place == n - 1 and size[q] > 0 and felt[q] > 0
-            if heard and (learns[q] > 0 or n - 1 > start):
-                _seed_back(
-                    w, g, s, rows, own, before, seeds[q], size[q], act[q], felt[q],
+            is_active = seeds[q].place == n - 1 and size[q] > 0 and alpha[q] > 0
+            if is_active and (learns[q] > 0 or n - 1 > start):
+                _seed_backward(
+                    w, g, s, rows, own, before, seeds[q], size[q], act[q], alpha[q],
                     learns[q] > 0, n - 1 > start,
                 )  # fmt: skip
-        _layer_back(w, g, s, rows, own, start == 0, n > start)
+        _layer_backward(w, g, s, rows, own, start == 0, n > start)
         if n > start:
-            between_back(
+            activate_back(
                 s, own.gx * rows, before.z * rows, before, before.outputs, relu,
                 before.gz * rows, rows,
             )  # fmt: skip
 
 
-@part
-def _layer_back(w, g, s, rows, own, learns, further):
-    """Gradients of one layer and, if asked, of what it read."""
+@fused
+def _layer_backward(w, g, s, rows, own, learns, further):
+    """Gradients of one layer and, if asked, of its inputs."""
     one, gz, side = s.dtype.type(1), own.gz * rows, own.inputs * own.taps
     if learns:
-        learn(
+        weight_gradient(
             own, rows, g, own.weight, side, own.taps, one, s,
             own.x * rows, own.inputs, gz, own.outputs,
         )  # fmt: skip
-        sum_rows(s, gz, own.outputs, own.frame * rows, g, own.bias, one)
+        bias_gradient(s, gz, own.outputs, own.padded * rows, g, own.bias, one)
     if further:
-        back_through(
+        apply_transposed(
             own, rows, w, own.weight, side, own.taps, one, s,
             own.gx * rows, own.inputs, gz, own.outputs,
         )  # fmt: skip
 
 
-@part
-def _seed_back(w, g, s, rows, own, before, seed, units, act, alpha, learns, further):
+@fused
+def _seed_backward(w, g, s, rows, own, before, seed, units, act, alpha, learns, further):
     """Gradients of one seed and, if asked, of its inlet."""
     gz, gu, ghid = own.gz * rows, seed.gu * rows, seed.ghid * rows
     taps, below, inputs = own.taps, before.taps, units * seed.each
     one = s.dtype.type(1)
     s[ghid : ghid + inputs * own.high * own.wide * rows] = 0
-    back_through(
+    apply_transposed(
         own, rows, w, seed.last, taps, own.outputs * taps, alpha, s,
         ghid, inputs, gz, own.outputs,
     )  # fmt: skip
-    between_back(s, ghid, seed.u * rows, before, units, act, gu, rows)
+    activate_back(s, ghid, seed.u * rows, before, units, act, gu, rows)
     if learns:
-        learn(
+        weight_gradient(
             own, rows, g, seed.last, taps, own.outputs * taps, alpha, s,
             seed.hid * rows, inputs, gz, own.outputs,
         )  # fmt: skip
-        learn(
+        weight_gradient(
             before, rows, g, seed.first, before.inputs * below, below, one, s,
             before.x * rows, before.inputs, gu, units,
         )  # fmt: skip
-        sum_rows(s, gu, units, before.frame * rows, g, seed.first_bias, one)
+        bias_gradient(s, gu, units, before.padded * rows, g, seed.first_bias, one)
         if act == GELU:
-            sum_rows(s, gz, own.outputs, rows, g, seed.last_bias, alpha)
+            bias_gradient(s, gz, own.outputs, rows, g, seed.last_bias, alpha)
     if further:
-        back_through(
+        apply_transposed(
             before, rows, w, seed.first, before.inputs * below, below, one, s,
             before.gx * rows, before.inputs, gu, units,
         )  # fmt: skip
 
 
-@part
+@fused
 def _loss(s, bits, last, rows, y):
-    """Mean cross-entropy; its gradient goes to where the last layer feels it."""
+    """Mean cross-entropy; its gradient goes to the gradient of the last layer's outputs."""
     real, outputs = s.dtype.type, last.outputs
     z = s[last.z * rows : (last.z + outputs) * rows].reshape(outputs, rows)
     g = s[last.gz * rows : (last.gz + outputs) * rows].reshape(outputs, rows)
@@ -329,3 +332,281 @@ def _loss(s, bits, last, rows, y):
     for r in range(rows):
         g[y[r], r] -= share
     return loss * share
+
+
+# Maps, activations and the optimiser.
+
+
+@fused
+def activate(s, z, own, units, act, x, padded, rows):
+    """Activations; after a convolution they are max-pooled, two by two."""
+    real, zero = s.dtype.type, s.dtype.type(0)
+    if own.kind != CONV:
+        pre, post = s[z : z + units * rows], s[x : x + units * rows]
+        if act == LINEAR:
+            copy(pre, post, 0)
+        elif act == GELU:
+            for i in range(units * rows):
+                rise = real(0.5) + real(0.5) * math.erf(pre[i] * real(ROOT_HALF))
+                post[i] = pre[i] * rise
+        else:
+            for i in range(units * rows):
+                post[i] = zero if pre[i] <= zero else pre[i]
+        return
+    half, edge = own.wide // 2, 1 if padded else 0
+    for unit in range(units):
+        for h in range(own.high // 2):
+            line = unit * (own.high // 2 + 2 * edge) + h + edge
+            to = x + (line * (half + 2 * edge) + edge) * rows
+            at = z + (unit * own.high + 2 * h) * own.wide * rows
+            for c in range(half):
+                a, b = _pair(s, at + 2 * c * rows, rows)
+                d, e = _pair(s, at + (own.wide + 2 * c) * rows, rows)
+                post = s[to + c * rows : to + (c + 1) * rows]
+                for r in range(rows):
+                    high = b[r] if a[r] < b[r] else a[r]
+                    low = e[r] if d[r] < e[r] else d[r]
+                    best = low if high < low else high
+                    post[r] = zero if best <= zero else best
+
+
+@fused
+def activate_back(s, g, z, own, units, act, gz, rows):
+    """Gradient before the activation (and pooling), from that after it."""
+    real, zero = s.dtype.type, s.dtype.type(0)
+    if own.kind != CONV:
+        length = units * rows
+        pre, given, back = s[z : z + length], s[g : g + length], s[gz : gz + length]
+        if act == LINEAR:
+            copy(given, back, 0)
+        elif act == GELU:
+            for i in range(length):
+                t = pre[i]
+                bell = real(ROOT_TURN) * math.exp(real(-0.5) * t * t)
+                rise = real(0.5) + real(0.5) * math.erf(t * real(ROOT_HALF)) + t * bell
+                back[i] = given[i] * rise
+        else:
+            for i in range(length):
+                back[i] = zero if pre[i] <= zero else given[i]
+        return
+    half = own.wide // 2
+    for unit in range(units):
+        if own.high % 2 or own.wide % 2:  # what no pool reads
+            for h in range(own.high):
+                at = gz + line_at(own, unit, h) * rows
+                s[at : at + own.wide * rows] = zero
+        for h in range(own.high // 2):
+            to = gz + line_at(own, unit, 2 * h) * rows
+            under = to + (own.wide + 2) * rows
+            at = z + (unit * own.high + 2 * h) * own.wide * rows
+            below = at + own.wide * rows
+            start = g + (unit * (own.high // 2) + h) * half * rows
+            for c in range(half):
+                i = 2 * c * rows
+                a, b = _pair(s, at + i, rows)
+                d, e = _pair(s, below + i, rows)
+                ga, gb = _pair(s, to + i, rows)
+                gd, ge = _pair(s, under + i, rows)
+                given = s[start + c * rows : start + (c + 1) * rows]
+                for r in range(rows):
+                    high = a[r] if a[r] >= b[r] else b[r]
+                    low = d[r] if d[r] >= e[r] else e[r]
+                    back = given[r] if (high if high >= low else low) > zero else zero
+                    top = back if high >= low else zero
+                    left = top if a[r] >= b[r] else zero
+                    rest = zero if high >= low else back
+                    first = rest if d[r] >= e[r] else zero
+                    ga[r], gb[r] = left, top - left
+                    gd[r], ge[r] = first, rest - first
+
+
+@fused
+def _pair(s, at, rows):
+    """Two neighbouring pixels."""
+    return s[at : at + rows], s[at + rows : at + 2 * rows]
+
+
+@fused
+def apply(own, rows, w, base, by_out, by_in, scale, s, x, inputs, z, outputs):
+    """Add the map of x to z."""
+    if own.kind == CONV:
+        turn = np.int64(0)
+        _apply_conv(
+            own, rows, w, base, by_out, by_in, turn, scale, s, x, inputs, z, outputs
+        )
+    else:
+        _apply_dense(rows, w, base, by_out, by_in, scale, s, x, inputs, z, outputs)
+
+
+@fused
+def apply_transposed(own, rows, w, base, by_out, by_in, scale, s, gx, inputs, gz, outputs):
+    """Add the transposed map of gz, the gradient at the inputs, to gx."""
+    if own.kind == CONV:
+        turn = np.int64(8)
+        _apply_conv(
+            own, rows, w, base, by_in, by_out, turn, scale, s, gz, outputs, gx, inputs
+        )
+    else:
+        _apply_dense(rows, w, base, by_in, by_out, scale, s, gz, outputs, gx, inputs)
+
+
+@summed
+def weight_gradient(own, rows, g, base, by_out, by_in, scale, s, x, inputs, gz, outputs):
+    """The gradient of a map's weights."""
+    if own.kind == CONV:
+        _conv_gradient(own, rows, g, base, by_out, by_in, scale, s, x, inputs, gz, outputs)
+        return
+    zero = s.dtype.type(0)
+    given = s[x : x + inputs * rows].reshape(inputs, rows)
+    for o in range(outputs):
+        back, i = s[gz + o * rows : gz + (o + 1) * rows], 0
+        while i + 4 <= inputs:
+            x0, x1, x2, x3 = given[i], given[i + 1], given[i + 2], given[i + 3]
+            a = b = c = d = zero
+            for r in range(rows):
+                a += back[r] * x0[r]
+                b += back[r] * x1[r]
+                c += back[r] * x2[r]
+                d += back[r] * x3[r]
+            at = base + o * by_out + i * by_in
+            g[at], g[at + by_in] = scale * a, scale * b
+            g[at + 2 * by_in], g[at + 3 * by_in] = scale * c, scale * d
+            i += 4
+        while i < inputs:
+            a = zero
+            for r in range(rows):
+                a += back[r] * given[i, r]
+            g[base + o * by_out + i * by_in] = scale * a
+            i += 1
+
+
+@fused
+def _apply_dense(rows, w, base, by_out, by_in, scale, s, x, inputs, z, outputs):
+    """A dense map, eight inputs at a time."""
+    given = s[x : x + inputs * rows].reshape(inputs, rows)
+    for o in range(outputs):
+        out, i, at = s[z + o * rows : z + (o + 1) * rows], 0, base + o * by_out
+        while i + 8 <= inputs:
+            x0, x1, x2, x3 = given[i], given[i + 1], given[i + 2], given[i + 3]
+            x4, x5, x6, x7 = given[i + 4], given[i + 5], given[i + 6], given[i + 7]
+            a, b = scale * w[at], scale * w[at + by_in]
+            c, d = scale * w[at + 2 * by_in], scale * w[at + 3 * by_in]
+            e, f = scale * w[at + 4 * by_in], scale * w[at + 5 * by_in]
+            g, h = scale * w[at + 6 * by_in], scale * w[at + 7 * by_in]
+            for r in range(rows):
+                one = out[r] + a * x0[r] + b * x1[r] + c * x2[r] + d * x3[r]
+                out[r] = one + e * x4[r] + f * x5[r] + g * x6[r] + h * x7[r]
+            i, at = i + 8, at + 8 * by_in
+        while i < inputs:
+            a, x0 = scale * w[at], given[i]
+            for r in range(rows):
+                out[r] += a * x0[r]
+            i, at = i + 1, at + by_in
+
+
+@fused
+def _apply_conv(own, rows, w, base, by_out, by_in, turn, scale, s, x, inputs, z, outputs):
+    """A convolution of padded images, one line of the result at a time.
+
+    `turn` is 8 to read the kernel from its end, else 0.
+    """
+    length, step = own.wide * rows, 1 - turn // 4
+    k = np.empty(9, s.dtype)
+    for o in range(outputs):
+        for line in range(own.high):
+            at = z + (o * own.high + line) * length
+            out = s[at : at + length]
+            for i in range(inputs):
+                for t in range(9):
+                    k[t] = scale * w[base + o * by_out + i * by_in + turn + step * t]
+                a, b, c, d, e, f, g, h, j = k
+                at = x + (line_at(own, i, line) - 1) * rows
+                h0, h1, h2 = _shifted(s, at, length, rows)
+                a0, a1, a2 = _shifted(s, at - length - 2 * rows, length, rows)
+                u0, u1, u2 = _shifted(s, at + length + 2 * rows, length, rows)
+                for r in range(length):
+                    one = out[r] + a * a0[r] + b * a1[r] + c * a2[r]
+                    two = one + d * h0[r] + e * h1[r] + f * h2[r]
+                    out[r] = two + g * u0[r] + h * u1[r] + j * u2[r]
+
+
+@fused
+def _shifted(s, at, length, rows):
+    """A line as three neighbouring columns of a kernel see it."""
+    one, two = at + rows, at + 2 * rows
+    return s[at : at + length], s[one : one + length], s[two : two + length]
+
+
+@summed
+def _conv_gradient(own, rows, grads, base, by_out, by_in, scale, s, x, inputs, gz, outputs):
+    """The gradient of a convolution's weights, nine sums at a time."""
+    zero, length = s.dtype.type(0), own.wide * rows
+    for o in range(outputs):
+        for n in range(inputs):
+            a = b = c = d = e = f = g = h = i = zero
+            for line in range(own.high):
+                at = gz + line_at(own, o, line) * rows
+                back = s[at : at + length]
+                at = x + (line_at(own, n, line) - 1) * rows
+                h0, h1, h2 = _shifted(s, at, length, rows)
+                a0, a1, a2 = _shifted(s, at - length - 2 * rows, length, rows)
+                u0, u1, u2 = _shifted(s, at + length + 2 * rows, length, rows)
+                for r in range(length):
+                    grad = back[r]
+                    a += grad * a0[r]
+                    b += grad * a1[r]
+                    c += grad * a2[r]
+                    d += grad * h0[r]
+                    e += grad * h1[r]
+                    f += grad * h2[r]
+                    g += grad * u0[r]
+                    h += grad * u1[r]
+                    i += grad * u2[r]
+            at = base + o * by_out + n * by_in
+            for t, total in enumerate((a, b, c, d, e, f, g, h, i)):
+                grads[at + t] = scale * total
+
+
+@fused
+def line_at(own, channel, h):
+    """Offset of a line of a padded image, in positions."""
+    return (channel * (own.high + 2) + h + 1) * (own.wide + 2) + 1
+
+
+@fused
+def copy(values, target, start):
+    """Values to a place of the target."""
+    for i in range(len(values)):
+        target[start + i] = values[i]
+
+
+@fused
+def fill(s, z, w, bias, units, length):
+    """Biases to everywhere."""
+    for unit in range(units):
+        s[z + unit * length : z + (unit + 1) * length] = w[bias + unit]
+
+
+@summed
+def bias_gradient(s, gz, units, length, g, bias, scale):
+    """The gradient of biases; a border adds nothing."""
+    for unit in range(units):
+        back, total = s[gz + unit * length : gz + (unit + 1) * length], s.dtype.type(0)
+        for i in range(length):
+            total += back[i]
+        g[bias + unit] = scale * total
+
+
+@fused
+def adamw(weights, gradients, means, squares, start, length, rate, clock, decay):
+    """Move `length` weights from `start` on; this is their `clock`-th step."""
+    real = weights.dtype.type
+    scale1 = real(1 / (1 - B1**clock))
+    scale2 = real(1 / math.sqrt(1 - B2**clock))
+    far, shrink, eps = real(rate), real(rate * decay), real(EPS)
+    w, g = weights[start : start + length], gradients[start : start + length]
+    m, q = means[start : start + length], squares[start : start + length]
+    for i in range(length):
+        m[i] = real(B1) * m[i] + real(REST1) * g[i]
+        q[i] = real(B2) * q[i] + real(REST2) * g[i] * g[i]
+        w[i] -= shrink * w[i] + far * (m[i] * scale1 / (math.sqrt(q[i]) * scale2 + eps))

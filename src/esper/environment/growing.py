@@ -3,18 +3,16 @@ r"""The real world: many hosts train on a task while controllers grow them.
     phi    = score - rent * added parameters / host parameters
     reward = phi' - phi
 
-A step is one decision: the sentence is carried out, every host trains `decision_every`
-minibatches, and the score is taken on the decision rows. The return is what the network
-is worth at the end, less what it was worth at the start, and nothing can be farmed. The
-horizon terminates. A host or seed whose numbers are no longer finite panics: phi
-becomes -1, or stays where it was if that was less, and the episode ends. A sentence
-that is not possible is a WAIT, flagged and charged `penalty`. Test rows are read when
-an episode ends, for the report.
+A step is one decision: the action is carried out, every host trains `decision_every`
+minibatches, and the score is taken on the decision rows. The return is the final phi
+less the first, and nothing can be farmed. The horizon terminates. A host or seed whose
+numbers are no longer finite panics: phi becomes -1, or stays where it was if that was
+less, and the episode ends. An action that is not possible is a WAIT, flagged and
+charged `penalty`. Test rows are read when an episode ends, for the report.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import fields, replace
 from typing import Final
 
 import torch
@@ -24,26 +22,28 @@ from torch import Tensor
 from esper.contracts.actions import HEAD, RELEVANT, ActionSpec, Op
 from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.errors import CallOrder
-from esper.contracts.observation import Observation
+from esper.contracts.observation import BlueprintOffers, Observation
 from esper.contracts.slots import SlotConfig, SlotStates
 from esper.contracts.stages import Stage
 from esper.contracts.state import Stateful
-from esper.contracts.step import StepResult
-from esper.environment.cohort import Cohort, Plan, Trained
-from esper.environment.episodes import Episodes
-from esper.environment.looking import contributions, see_places
-from esper.environment.offers import find_blueprints, offers_of, span, spread
-from esper.environment.terms import (
-    Ended,
-    Terms,
+from esper.contracts.step import EpisodeReport, StepResult, VectorWorld
+from esper.environment.cohort import Alphas, Cohort, TrainingResult, find_blueprints
+from esper.environment.episode_data import EpisodeData
+from esper.environment.looks import contributions, place_statistics
+from esper.environment.memory_layout import place_geometries
+from esper.environment.settings import (
+    WorldSettings,
     check_actions,
-    check_choices,
     check_count,
+    check_device,
 )
 from esper.growth import lifecycle
 from esper.growth.blueprints.forms import FORMS as FORM_SPECS
+from esper.growth.blueprints.geometry import Geometry
+from esper.growth.blueprints.seed import Cost, cost, misfit
 from esper.growth.lifecycle import Lives, select
 from esper.growth.observe import Track, host_states
+from esper.tasks.hosts import Host
 from esper.tasks.task import Task
 
 OFFERED: Final = {
@@ -51,28 +51,23 @@ OFFERED: Final = {
     "cnn": ("widen_8", "widen_16"),
 }
 """Blueprints of the world unless others are named, by kind of host."""
-JUDGED: Final = 512
+SCORED_ROWS: Final = 512
 """Decision rows that a score is taken on, at most."""
-TRIED: Final = 256
+CONTRIBUTION_ROWS: Final = 256
 """Decision rows that a contribution is taken on, at most."""
 PerEnv = Float[Tensor, " env"]
 
 
-class GrowingWorld(Stateful):
-    """Hosts of one task that train and grow together; a `VectorWorld`.
+class GrowingWorld(Stateful, VectorWorld):
+    """Hosts of one task that train and grow together.
 
     Args:
         task: What the hosts learn.
         num_envs: How many hosts.
         rng_seed: Decides data, hosts, batches and terms, with environment and episode.
-        blueprints: What may be planted, two-matrix forms only; if None, those that are
-            offered to hosts of this kind.
-        seeds_per_slot: Seeds that each place can hold.
-        terms: Ranges of what may differ from environment to environment.
-        measure_every: Decisions between two looks at contributions and promises.
-        penalty: Reward taken for a sentence that is not possible.
-        twins: How many environments in a row have the same data, host, batches and
-            terms.
+        settings: How they grow; blueprints must be two-matrix forms.
+        group_size: How many environments in a row have the same data, host, batches
+            and terms.
         device: Where everything lives.
         engine: What trains the hosts, see `Cohort`.
     """
@@ -87,14 +82,15 @@ class GrowingWorld(Stateful):
         "_offers",
         "_contribution",
         "_measured",
-        "_flow",
-        "_lively",
+        "_gradient_share",
+        "_liveness",
         "_started",
     )
-    DERIVED = ("_plan", "ended", "lived")
+    DERIVED = ("_alphas", "ended", "trained_lives")
 
     _track: Track
     _phi: PerEnv
+    illegal: Bool[Tensor, " env"]
 
     def __init__(
         self,
@@ -102,62 +98,68 @@ class GrowingWorld(Stateful):
         num_envs: int,
         rng_seed: int = 0,
         *,
-        blueprints: tuple[str, ...] | None = None,
-        seeds_per_slot: int = 2,
-        terms: Terms | None = None,
-        measure_every: int = 4,
-        penalty: float = 0.01,
-        twins: int = 1,
+        settings: WorldSettings | None = None,
+        group_size: int = 1,
         device: str = "cpu",
         engine: str = "auto",
     ) -> None:
-        check_choices(num_envs, rng_seed, measure_every, penalty, device, blueprints)
-        check_count("seeds_per_slot", seeds_per_slot, 1)
-        check_count("twins", twins, 1)
-        self.group_size = twins
-        self.task, self.host = task, task.host
-        self._envs, self._penalty = num_envs, penalty
-        self._measure_every, self._device = measure_every, torch.device(device)
-        terms = terms or Terms()
-        self._episodes = Episodes(
-            task, num_envs, rng_seed, terms, self._device, twins=twins
+        check_count("num_envs", num_envs, 1)
+        check_count("rng_seed", rng_seed, 0)
+        check_count("group_size", group_size, 1)
+        check_device(device)
+        self.settings = settings = settings or WorldSettings()
+        self.task = task = settings.applied_to(task)
+        self.host = task.host
+        self._envs, self._group_size = num_envs, group_size
+        self._device = torch.device(device)
+        self._episodes = EpisodeData(
+            task, num_envs, rng_seed, settings, self._device, group_size=group_size
         )
-        chosen = find_blueprints(blueprints or OFFERED[self.host.kind])
+        chosen = find_blueprints(settings.blueprints or OFFERED[self.host.kind])
+        per_place = settings.seeds_per_place(task)
         self.cohort = Cohort(
             num_envs,
             self.host,
             chosen,
-            seeds_per_slot=seeds_per_slot,
+            seeds_per_slot=per_place,
             batch=task.batch,
             decay=task.weight_decay,
             device=device,
             engine=engine,
         )
-        slots = self.cohort.places * seeds_per_slot
-        self._spec = ActionSpec(
-            SlotConfig(max_slots=slots, min_age=1), chosen, {"style": ("ADD",)}
-        )
-        self._geometry = [span(*pair) for pair in pairwise(self.cohort.chart.maps)]
-        offers = offers_of(self.host, self._geometry, chosen, seeds_per_slot)
-        self._offers = spread(offers, num_envs, device)
+        slots = SlotConfig(max_slots=self.cohort.places * per_place, min_age=1)
+        self._spec = ActionSpec(slots, chosen, {"style": ("ADD",)})
+        self._geometry = place_geometries(self.host)
+        self._offers = _offers(self.host, self._geometry, chosen, per_place)
+        self._offers = _repeat(self._offers, num_envs, self._device)
         self._started = False
-        self.ended: Ended | None = None
-        """What became of the episodes that ended in the last step."""
-        self.lived: Lives | None = None
+        self.ended = None
+        self.trained_lives: Lives | None = None
         """Seeds as they were in the last training, also where an episode ended."""
         self.illegal = torch.zeros(num_envs, dtype=torch.bool, device=device)
-        """Where the last sentence was not possible."""
-        self._allocate()
+        self._lives = Lives.empty(num_envs, slots.max_slots, self._device)
+        self._track = Track.fresh(num_envs, self._device)
+        self._phi = torch.zeros(num_envs, device=device)
+        self._contribution = torch.zeros(num_envs, slots.max_slots, device=device)
+        self._measured = torch.zeros_like(self._contribution, dtype=torch.bool)
+        places = (num_envs, self.cohort.places)
+        self._gradient_share = torch.ones(places, device=device)
+        self._liveness = torch.ones(places, device=device)
 
     @property
     def spec(self) -> ActionSpec:
-        """What can be said in this world."""
+        """The action space."""
         return self._spec
 
     @property
     def num_envs(self) -> int:
         """How many environments step together."""
         return self._envs
+
+    @property
+    def group_size(self) -> int:
+        """How many environments in a row have the same random streams."""
+        return self._group_size
 
     @torch.inference_mode(False)
     def reset(self) -> Observation:
@@ -169,21 +171,21 @@ class GrowingWorld(Stateful):
     @torch.inference_mode(False)
     @torch.enable_grad()
     def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
-        """Act, train until the next decision, look; ended episodes start anew."""
+        """Act and train until the next decision; ended episodes start anew."""
         if not self._started:
             raise CallOrder("step() before reset(); call reset() first.")
         check_actions(actions, self._envs)
         self._act(actions.clone().to(self._device))
-        due = self._track.decisions % self._measure_every == 0
-        lives_on = self._track.decisions < self.task.horizon
-        trained = self._train(keep=bool((due & lives_on).any()))
+        due = self._track.decisions % self.settings.measure_every == 0
+        goes_on = self._track.decisions < self.task.horizon
+        trained = self._train(keep=bool((due & goes_on).any()))
         losses, score = trained.losses, self._score()
         # One sum tells whether any weight is broken, of the host or of a seed.
-        sums = (losses, trained.beside, self.cohort.values.sum(dim=1))
+        sums = (losses, trained.shadow_losses, self.cohort.values.sum(dim=1))
         finite = torch.stack(sums).isfinite().all(dim=0)
-        worth = score - self._episodes.rent * self._added()
-        phi = torch.where(finite, worth, self._phi.clamp(max=-1.0))
-        reward = phi - self._phi - self._penalty * self.illegal
+        net = score - self._episodes.rent * self._added()
+        phi = torch.where(finite, net, self._phi.clamp(max=-1.0))
+        reward = phi - self._phi - self.settings.penalty * self.illegal
         self._phi = phi
         self._track = self._track.after(torch.where(finite, score, 0.0), losses)
         over = ~finite | (self._track.decisions > self.task.horizon)
@@ -199,23 +201,10 @@ class GrowingWorld(Stateful):
             truncated=torch.zeros_like(over),
         )
 
-    # An episode begins.
-
     def loaded(self) -> None:
-        """What the hosts feel follows from their seeds' lives."""
-        self._plan, self.ended, self.lived = Plan.of(self._lives), None, None
-
-    def _allocate(self) -> None:
-        """Make room for what every episode has of its own."""
-        envs, device = self._envs, self._device
-        self._lives = Lives.empty(envs, self._spec.slots.max_slots, device)
-        self._track = Track.fresh(envs, device)
-        self._phi = torch.zeros(envs, device=device)
-        shape = tuple(self._lives.stage.shape)
-        self._contribution = torch.zeros(shape, device=device)
-        self._measured = torch.zeros(shape, dtype=torch.bool, device=device)
-        self._flow = torch.ones(envs, self.cohort.places, device=device)
-        self._lively = torch.ones(envs, self.cohort.places, device=device)
+        """Alphas follow from the seeds' stages; nothing has ended yet."""
+        self._alphas = Alphas.of(self._lives)
+        self.ended = self.trained_lives = None
 
     def _begin(self, envs: Iterable[int]) -> None:
         """Start new episodes: data, host, order of batches and terms are drawn anew."""
@@ -223,17 +212,15 @@ class GrowingWorld(Stateful):
         for env in envs:
             fresh[env] = True
             self._episodes.begin(env)
-            network = self.host.build(self._episodes.streams[env])
-            self.cohort.plant_host(env, network)
+            self.cohort.set_host(env, self.host.build(self._episodes.streams[env]))
         whole = fresh.unsqueeze(1).expand(self._lives.stage.shape)
-        slots = self._spec.slots.max_slots
-        nobody = Lives.empty(self._envs, slots, self._device)
-        self._lives = select(whole, nobody, self._lives)
-        self._plan = Plan.of(self._lives)
+        none = Lives.empty(self._envs, self._spec.slots.max_slots, self._device)
+        self._lives = select(whole, none, self._lives)
+        self._alphas = Alphas.of(self._lives)
         self._track = self._track.replaced(fresh, Track.fresh(self._envs, self._device))
         self._measured = self._measured & ~whole
-        self._flow = torch.where(fresh[:, None], 1.0, self._flow)
-        self._lively = torch.where(fresh[:, None], 1.0, self._lively)
+        self._gradient_share = torch.where(fresh[:, None], 1.0, self._gradient_share)
+        self._liveness = torch.where(fresh[:, None], 1.0, self._liveness)
         self._offers = replace(
             self._offers,
             promise_known=self._offers.promise_known & ~fresh[:, None, None],
@@ -242,8 +229,6 @@ class GrowingWorld(Stateful):
         self._phi = torch.where(fresh, score, self._phi)
         start = self._track.after(score, torch.full_like(score, torch.nan))
         self._track = self._track.replaced(fresh, start)
-
-    # A decision.
 
     def _act(self, actions: Int64[Tensor, "env head"]) -> None:
         """Carry out what is possible; the rest is a WAIT and is flagged."""
@@ -256,57 +241,54 @@ class GrowingWorld(Stateful):
         unused = ~RELEVANT.to(self._device)[op]
         offered = (offered | unused).all(dim=1) & known[:, HEAD["op"]]
         kind = actions[:, HEAD["blueprint"]]
-        everyone = torch.arange(self._envs, device=self._device)
-        cost = self._offers.parameters[everyone, slot, kind]
-        affordable = cost <= self._episodes.budget - self._added()
+        envs = torch.arange(self._envs, device=self._device)
+        price = self._offers.parameters[envs, slot, kind]
+        affordable = price <= self._episodes.budget - self._added()
         plants = op == Op.GERMINATE
-        wrong = plants & ~(affordable & self._offers.fits[everyone, slot, kind])
+        wrong = plants & ~(affordable & self._offers.fits[envs, slot, kind])
         wrong |= ~offered
-        spoken = torch.where(wrong.unsqueeze(1), 0, actions)
+        legal = torch.where(wrong.unsqueeze(1), 0, actions)
         before = self._lives
-        acted, done = lifecycle.act(before, spoken, self._spec.slots.min_age)
+        acted, done = lifecycle.act(before, legal, self._spec.slots.min_age)
         self.illegal = wrong | ~done
         for env in torch.nonzero(plants & done & ~wrong).flatten().tolist():
             self._plant(env, int(slot[env]), self._spec.blueprints[int(kind[env])])
-        self._lives = self.lived = lifecycle.tick(acted)
+        self._lives = self.trained_lives = lifecycle.tick(acted)
         gone = (before.stage != Stage.DORMANT) & (self._lives.stage == Stage.DORMANT)
         for env, index in torch.nonzero(gone).tolist():
-            self.cohort.uproot(env, index)
+            self.cohort.remove(env, index)
         self._measured = self._measured & (self._lives.stage == before.stage)
-        self._plan = Plan.of(self._lives)
+        self._alphas = Alphas.of(self._lives)
 
     def _plant(self, env: int, slot: int, blueprint: Blueprint) -> None:
-        """New units as large as the host's own, saying nothing yet."""
+        """Plant a seed that is zero out; new units are as large as the host's own."""
         place = slot % self.cohort.places
-        spec = FORM_SPECS[blueprint.form]
-        made = spec.init(
+        made = FORM_SPECS[blueprint.form].init(
             self._geometry[place], blueprint.size, self._episodes.streams[env]
         )
         if blueprint.form is Form.WIDEN:
-            own, first = self.cohort.first_layer(env, place).cpu(), made["first"]
+            own, first = self.cohort.inlet_weights(env, place).cpu(), made["first"]
             made["first"] = first * (own.std(correction=0) / first.std(correction=0))
         self.cohort.plant(env, slot, blueprint, made)
 
-    def _train(self, *, keep: bool) -> Trained:
+    def _train(self, *, keep: bool) -> TrainingResult:
         """All minibatches until the next decision."""
         rows = self._episodes.rows
         picked, rates = self._episodes.minibatches(self._track.decisions - 1)
         return self.cohort.train(
-            rows.features[0], rows.labels[0], picked, self._plan, rates, keep=keep
+            rows.features[0], rows.labels[0], picked, self._alphas, rates, keep=keep
         )
 
-    # Looking.
+    def _score(self, wanted: Bool[Tensor, " env"] | None = None) -> PerEnv:
+        """Share of decision rows that each host classifies correctly."""
+        x, y = self._episodes.rows.decisions(SCORED_ROWS)
+        return self.cohort.count(x, y, self._alphas.host, wanted) / y.shape[1]
 
-    def _score(self, asked: Bool[Tensor, " env"] | None = None) -> PerEnv:
-        """Share of decision rows that each host guesses right."""
-        x, y = self._episodes.rows.decisions(JUDGED)
-        return self.cohort.count(x, y, self._plan.felt, asked) / y.shape[1]
-
-    def _look(self, trained: Trained, due: Bool[Tensor, " env"]) -> None:
-        """Measure what seeds contribute and what places promise, where it is due."""
+    def _look(self, trained: TrainingResult, due: Bool[Tensor, " env"]) -> None:
+        """Measure contributions of seeds and promises of places, where it is due."""
         if trained.places is None:
             return
-        seen = see_places(trained.places, trained.losses, self._spec.blueprints)
+        seen = place_statistics(trained.places, trained.losses, self._spec.blueprints)
         there, per = due[:, None], self.cohort.seeds_per_slot
         promise = seen.promise.repeat(1, per, 1)
         known = torch.isfinite(promise) & there[..., None] & self._offers.fits
@@ -315,33 +297,33 @@ class GrowingWorld(Stateful):
             promise=torch.where(known, promise, self._offers.promise),
             promise_known=self._offers.promise_known | known,
         )
-        sound = there & torch.isfinite(seen.flow)
-        self._flow = torch.where(sound, seen.flow, self._flow)
-        self._lively = torch.where(there, seen.lively, self._lively)
-        x, y = self._episodes.rows.decisions(TRIED)
+        sound = there & torch.isfinite(seen.gradient_share)
+        self._gradient_share = torch.where(
+            sound, seen.gradient_share, self._gradient_share
+        )
+        self._liveness = torch.where(there, seen.liveness, self._liveness)
+        x, y = self._episodes.rows.decisions(CONTRIBUTION_ROWS)
         gain, measured = contributions(self.cohort, self._lives, due, x, y)
         self._contribution = torch.where(measured, gain, self._contribution)
         self._measured = self._measured | measured
 
-    def _added(self) -> Float[Tensor, " env"]:
+    def _added(self) -> PerEnv:
         """Parameters of all seeds, as a multiple of the host's."""
-        return self._sizes(self._offers.parameters).sum(dim=1)
+        return self._of_seeds(self._offers.parameters).sum(dim=1)
 
-    def _sizes(self, table: Float[Tensor, "env slot blueprint"]) -> Tensor:
+    def _of_seeds(self, table: Float[Tensor, "env slot blueprint"]) -> Tensor:
+        """The table's entry of each slot's blueprint; 0 where there is none."""
         kind = self._lives.blueprint.clamp(min=0).unsqueeze(2)
-        sizes = table.gather(2, kind).squeeze(2)
-        return torch.where(self._lives.blueprint >= 0, sizes, 0.0)
+        entries = table.gather(2, kind).squeeze(2)
+        return torch.where(self._lives.blueprint >= 0, entries, 0.0)
 
     def _report(
-        self,
-        over: Bool[Tensor, " env"],
-        score: Float[Tensor, " env"],
-        panicked: Bool[Tensor, " env"],
-    ) -> Ended:
+        self, over: Bool[Tensor, " env"], score: PerEnv, panicked: Bool[Tensor, " env"]
+    ) -> EpisodeReport:
         x, y = self._episodes.rows.tests()
-        test = self.cohort.count(x, y, self._plan.felt, over) / y.shape[1]
-        macs = 1 + self._sizes(self._offers.macs).sum(dim=1)
-        return Ended(
+        test = self.cohort.count(x, y, self._alphas.host, over) / y.shape[1]
+        macs = 1 + self._of_seeds(self._offers.macs).sum(dim=1)
+        return EpisodeReport(
             env=torch.nonzero(over).flatten(),
             score=score[over],
             test=test[over],
@@ -353,12 +335,11 @@ class GrowingWorld(Stateful):
     def _observe(self) -> Observation:
         lives, per = self._lives, self.cohort.seeds_per_slot
         depth = torch.arange(1, self.cohort.places + 1) / self.cohort.places
-        widths = torch.tensor([own.outputs for own in self.cohort.chart.maps[1:]])
-        widths = widths.float()
-        shape = lives.stage.shape
+        shapes = self.cohort.layout.shapes
+        widths = torch.tensor([own.outputs for own in shapes[1:]]).float()
 
         def fixed(values: Tensor) -> Tensor:
-            return values.to(self._device).repeat(per).expand(shape)
+            return values.to(self._device).repeat(per).expand(lives.stage.shape)
 
         return Observation(
             first=self._track.decisions <= 1,
@@ -377,13 +358,52 @@ class GrowingWorld(Stateful):
                 alpha_settled=lives.settled,
                 blueprint=lives.blueprint,
                 style=lives.style,
-                parameters=self._sizes(self._offers.parameters),
+                parameters=self._of_seeds(self._offers.parameters),
                 depth=fixed(depth),
                 capacity=fixed(widths / widths.max()),
-                liveness=self._lively.repeat(1, per),
-                gradient_share=self._flow.repeat(1, per),
+                liveness=self._liveness.repeat(1, per),
+                gradient_share=self._gradient_share.repeat(1, per),
                 contribution=torch.where(self._measured, self._contribution, 0.0),
                 contribution_measured=self._measured,
             ),
             offers=self._offers,
         )
+
+
+def _offers(
+    host: Host,
+    geometry: list[Geometry],
+    blueprints: tuple[Blueprint, ...],
+    per_place: int,
+) -> BlueprintOffers:
+    """What every slot of one host could be planted with."""
+    fits = [[not misfit(b, place) for b in blueprints] for place in geometry]
+    costs = [
+        [
+            cost(b, place) if fit else Cost(0, 0)
+            for b, fit in zip(blueprints, row, strict=True)
+        ]
+        for place, row in zip(geometry, fits, strict=True)
+    ]
+    parameters, macs = (
+        torch.tensor([[getattr(c, what) for c in row] for row in costs]).float()
+        for what in ("parameters", "macs")
+    )
+    shape = (1, per_place * len(geometry), len(blueprints))
+    return BlueprintOffers(
+        fits=torch.tensor(fits).repeat(per_place, 1).unsqueeze(0),
+        parameters=(parameters / host.parameters).repeat(per_place, 1).unsqueeze(0),
+        macs=(macs / host.macs).repeat(per_place, 1).unsqueeze(0),
+        promise=torch.zeros(shape),
+        promise_known=torch.zeros(shape, dtype=torch.bool),
+    )
+
+
+def _repeat(offers: BlueprintOffers, envs: int, device: torch.device) -> BlueprintOffers:
+    """The offers of one host for every environment."""
+    return BlueprintOffers(
+        **{
+            field.name: getattr(offers, field.name).to(device).repeat(envs, 1, 1)
+            for field in fields(BlueprintOffers)
+        }
+    )

@@ -1,7 +1,7 @@
 """Several worlds side by side, as one: environments of the first come first.
 
-A policy that is to serve many tasks lives in all of them at once. What can be said must
-be the same everywhere; hosts, data, horizons and terms may differ.
+The action space must be the same everywhere; hosts, data, horizons and terms may
+differ.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,19 +16,19 @@ from esper.contracts.errors import BadInput
 from esper.contracts.observation import Observation
 from esper.contracts.state import Stateful
 from esper.contracts.step import StepResult, VectorWorld
-from esper.environment.terms import check_actions
+from esper.environment.settings import check_actions
 from esper.growth.observe import together
 
 
-class Mixture(Stateful):
-    """A `VectorWorld` made of others.
+class Mixture(Stateful, VectorWorld):
+    """A world made of others.
 
     Args:
         worlds: At least one; all with the same action space.
     """
 
-    STATE = ("worlds",)
-    DERIVED: ClassVar[tuple[str, ...]] = ("results",)
+    STATE: ClassVar[tuple[str, ...]] = ("worlds",)
+    DERIVED: ClassVar[tuple[str, ...]] = ("_results",)
 
     def __init__(self, worlds: Sequence[VectorWorld]) -> None:
         if not worlds:
@@ -37,17 +37,16 @@ class Mixture(Stateful):
             if world.spec != worlds[0].spec:
                 raise BadInput(
                     f"all worlds of a mixture must have one action space; number "
-                    f"{number} differs from the first: {_say(world.spec)}, not "
-                    f"{_say(worlds[0].spec)}."
+                    f"{number} differs from the first: {_describe(world.spec)}, not "
+                    f"{_describe(worlds[0].spec)}."
                 )
         self.worlds = list(worlds)
         self._counts = [world.num_envs for world in worlds]
-        self.results: list[StepResult] = []
-        """What each world answered in the last step."""
+        self._results: list[StepResult] = []
 
     @property
     def spec(self) -> ActionSpec:
-        """What can be said in every world."""
+        """The action space of every world."""
         return self.worlds[0].spec
 
     @property
@@ -57,9 +56,17 @@ class Mixture(Stateful):
 
     @property
     def group_size(self) -> int:
-        """Environments in a row with the same chances, if it is so in every world."""
-        sizes = {getattr(world, "group_size", 1) for world in self.worlds}
+        """How many environments in a row have the same random streams."""
+        sizes = {world.group_size for world in self.worlds}
         return sizes.pop() if len(sizes) == 1 else 1
+
+    def parts(self) -> Sequence[VectorWorld]:
+        """The worlds, in the order of their environments."""
+        return self.worlds
+
+    def split(self, result: StepResult) -> Sequence[StepResult]:
+        """What each part returned in the last step."""
+        return self._results
 
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
@@ -68,13 +75,9 @@ class Mixture(Stateful):
     def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
         """Act everywhere, each world with its share of the actions."""
         check_actions(actions, self.num_envs)
-        results = [
-            world.step(part)
-            for world, part in zip(
-                self.worlds, actions.split(self._counts), strict=True
-            )
-        ]
-        self.results = results
+        parts = actions.split(self._counts)
+        results = [w.step(part) for w, part in zip(self.worlds, parts, strict=True)]
+        self._results = results
         final = None
         if any(result.final is not None for result in results):
             # Read only where an episode was truncated: what stands elsewhere is free.
@@ -88,18 +91,19 @@ class Mixture(Stateful):
         )
 
 
-class Redrawn(Mixture):
-    """A mixture whose worlds are made anew from time to time, each time others.
+class RedrawnMixture(Mixture):
+    """A mixture whose worlds are drawn anew before every round.
 
-    Between two drawings nothing is kept but how often it was drawn: what a drawing
-    makes follows from that number.
+    Between two rounds nothing is kept but how often worlds were drawn: what is drawn
+    follows from that number.
 
     Args:
         make: The worlds that a number stands for.
     """
 
     STATE = ("drawn",)
-    DERIVED = ("results", "worlds")
+    DERIVED = ("_results", "worlds")
+    redraws = True
 
     def __init__(self, make: Callable[[int], Sequence[VectorWorld]]) -> None:
         super().__init__(make(0))
@@ -107,12 +111,12 @@ class Redrawn(Mixture):
         self.drawn = 0
         """How often worlds were drawn before."""
 
-    def redraw(self) -> None:
-        """Have the next worlds; they want to be reset."""
+    def begin_round(self) -> None:
+        """Draw the next worlds; they must be reset."""
         self.worlds = list(self._make(self.drawn))
         self.drawn += 1
 
 
-def _say(spec: ActionSpec) -> str:
+def _describe(spec: ActionSpec) -> str:
     names = ", ".join(blueprint.name for blueprint in spec.blueprints)
     return f"{spec.slots.max_slots} slots and {names}"

@@ -1,116 +1,146 @@
-"""The choices behind a growing world, as plain values that any caller can write.
+"""The settings of a growing world: one class for training, evaluation and Gymnasium.
 
-    GrowSettings(task="digits", horizon=10, rent=(0.0, 0.05)).world(1, rng_seed=0)
-
-A term is a number or a range to draw from anew in every episode.
+Rent, budget and rate are numbers, or ranges (low, high) to draw from in every episode.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from numbers import Integral, Real
+from sys import float_info
 from typing import Any, Final
 
+import torch
+from torch import Tensor
+
+from esper.contracts.actions import NUM_HEADS
 from esper.contracts.errors import BadInput
-from esper.contracts.observation import Observation
-from esper.environment.growing import GrowingWorld
-from esper.environment.terms import Terms, as_range
-from esper.tasks.catalogue import task as find_task
 from esper.tasks.task import Task
 
 Term = float | tuple[float, float]
 
-TERMS: Final = tuple(field.name for field in fields(Terms))
-"""What an episode can be told."""
-
-
-class RememberingWorld(GrowingWorld):
-    """A growing world that keeps what was seen last of episodes that ended."""
-
-    last: Observation | None = None
-    """Every environment just before the ended ones began anew; None at first."""
-
-    def _begin(self, envs: Iterable[int]) -> None:
-        if self.ended is not None:
-            self.last = self._observe()
-        super()._begin(envs)
+TERMS: Final[Mapping[str, tuple[float, str]]] = {
+    "rent": (-inf, ""),
+    "budget": (0.0, " from 0"),
+    "rate": (float_info.min, " above 0"),
+}
+"""What is drawn in every episode: its least value, and that value in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrowSettings:
-    """What a growing world is made of."""
+class WorldSettings:
+    """How real networks grow; the simulated world has its own rules."""
 
-    task: str | Task = "digits"
-    """The task or its name."""
     horizon: int | None = None
-    """Decisions of an episode; the task's own if None."""
+    """Decisions of an episode; none: the task's own."""
     decision_every: int | None = None
-    """Batches between two decisions; the task's own if None."""
-    blueprints: tuple[str, ...] | None = None
-    """What may be planted; None: what is offered to hosts of the task's kind."""
+    """Batches between two decisions; none: the task's own."""
     seeds_per_slot: int = 2
     """Seeds that each place can hold."""
+    slots: int | None = None
+    """Seeds that a host can hold in all, shared out over its places; none: as above."""
     rent: Term = 0.01
-    """Score charged per added multiple of the host's parameters."""
+    """Score charged per added multiple of the host's parameters; or a range."""
     budget: Term = 4.0
-    """Parameters that may be added, as a multiple of the host's."""
+    """Parameters that may be added, as a multiple of the host's; or a range."""
     rate: Term = 1.0
-    """Learning rate against the task's own."""
+    """Learning rate against the task's own; or a range."""
     measure_every: int = 4
     """Decisions between two looks at contributions and promises."""
     penalty: float = 0.01
     """Reward taken for an action that is not possible."""
-    device: str = "cpu"
-    """Where the networks live."""
+    blueprints: tuple[str, ...] | None = None
+    """What may be planted; none: what is offered to hosts of the task's kind."""
 
-    @classmethod
-    def named(cls, settings: Mapping[str, Any]) -> "GrowSettings":
-        """Settings by name, as keywords of others; refuses names that are unknown."""
-        known = [field.name for field in fields(cls)]
-        for name in settings:
-            if name not in known:
-                near = get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
-                raise BadInput(
-                    f"expected settings out of {', '.join(known)}; got {name!r}; did "
-                    f"you mean {near!r}?"
-                )
-        return cls(**settings)
-
-    def world(
-        self,
-        num_envs: int,
-        rng_seed: int,
-        options: Mapping[str, Any] | None = None,
-    ) -> RememberingWorld:
-        """A world that was not reset yet.
-
-        Args:
-            num_envs: How many hosts.
-            rng_seed: Decides data, hosts, batches and terms.
-            options: Terms (rent, budget, rate) that replace the settings' own.
-        """
-        if not isinstance(options, Mapping | None):
-            raise BadInput(f"options must be a dict of terms, got {options!r:.99}.")
-        told = {name: getattr(self, name) for name in TERMS} | dict(options or {})
-        if unknown := told.keys() - {*TERMS}:
+    def __post_init__(self) -> None:
+        """Refuse what no world can be made of."""
+        for name in ("horizon", "decision_every", "slots"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), 1)
+        for name in ("seeds_per_slot", "measure_every"):
+            check_count(name, getattr(self, name), 1)
+        for name in TERMS:
+            self.range_of(name)
+        penalty, names = self.penalty, self.blueprints
+        if not (_is_number(penalty) and isfinite(penalty) and penalty >= 0):
             raise BadInput(
-                f"options may have {', '.join(TERMS)}; got {min(map(repr, unknown))}."
+                f"penalty must be a finite number from 0, got {penalty!r:.99}."
             )
-        task = find_task(self.task) if isinstance(self.task, str) else self.task
-        if not isinstance(task, Task):
-            raise BadInput(f"task must be a Task or the name of one, got {task!r:.99}.")
-        changed = {
-            name: value
-            for name in ("horizon", "decision_every")
-            if (value := getattr(self, name)) is not None
-        }
-        return RememberingWorld(
-            replace(task, **changed),
-            num_envs,
-            rng_seed,
-            blueprints=None if self.blueprints is None else tuple(self.blueprints),
-            seeds_per_slot=self.seeds_per_slot,
-            terms=Terms(**{name: as_range(name, told[name]) for name in TERMS}),
-            measure_every=self.measure_every,
-            penalty=self.penalty,
-            device=self.device,
+        if names is None:
+            return
+        if not isinstance(names, tuple | list) or not names:
+            raise BadInput(
+                f"blueprints must be at least one name in a tuple, got {names!r:.99}."
+            )
+        if len({*names}) != len(names):
+            raise BadInput(f"blueprints has a name twice: {', '.join(names)}.")
+        object.__setattr__(self, "blueprints", tuple(names))
+
+    def range_of(self, name: str) -> tuple[float, float]:
+        """The range of a term; refuses what cannot be drawn from."""
+        return as_range(name, getattr(self, name))
+
+    def applied_to(self, task: Task) -> Task:
+        """The task with this horizon and number of batches between decisions."""
+        given = {name: getattr(self, name) for name in ("horizon", "decision_every")}
+        return replace(task, **{k: v for k, v in given.items() if v is not None})
+
+    def seeds_per_place(self, task: Task) -> int:
+        """Seeds that each place of the task's host can hold."""
+        if self.slots is None:
+            return self.seeds_per_slot
+        places = len(task.host.slots)
+        if self.slots % places:
+            raise BadInput(
+                f"world.slots is {self.slots}, but {task.host} has {places} places, "
+                "which share them evenly; give a multiple."
+            )
+        return self.slots // places
+
+
+def as_range(name: str, term: Any) -> tuple[float, float]:  # noqa: ANN401
+    """A number or two as the range of a term; refuses what cannot be drawn from."""
+    ends = tuple(term) if isinstance(term, tuple | list) else (term, term)
+    least, words = TERMS[name]
+    if len(ends) == 2 and all(map(_is_number, ends)):
+        low, high = map(float, ends)
+        if isfinite(low) and isfinite(high) and least <= low <= high:
+            return low, high
+    raise BadInput(
+        f"{name} must be a finite number{words} or a range (low, high); got {term!r}."
+    )
+
+
+def check_count(name: str, count: Any, least: int) -> None:  # noqa: ANN401
+    """Refuse what is no whole number, or too small a one."""
+    whole = isinstance(count, Integral) and not isinstance(count, bool)
+    if not whole or count < least:
+        raise BadInput(
+            f"{name} must be a whole number of at least {least}, got {count!r:.99}."
         )
+
+
+def check_device(device: Any) -> None:  # noqa: ANN401
+    """Refuse a device that is not there."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        found = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+        raise BadInput(
+            f"device must be one of {', '.join(['cpu', *found])}; got {device!r:.99}."
+        ) from error
+
+
+def check_actions(actions: Any, envs: int) -> None:  # noqa: ANN401
+    """Refuse what is not one action per environment, whatever its values."""
+    if not isinstance(actions, Tensor):
+        raise BadInput(f"actions must be a tensor, got {type(actions).__name__}.")
+    if actions.dtype != torch.int64 or actions.shape != (envs, NUM_HEADS):
+        raise BadInput(
+            f"actions must be int64 of shape {(envs, NUM_HEADS)}, got {actions.dtype} "
+            f"of shape {tuple(actions.shape)}."
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -4,12 +4,13 @@ r"""An analytic growth world: two slots per host, all hosts one tensor program.
     reward = phi' - phi - damage
 
 The return is the last phi minus the first, minus the damage of choices that did not
-suit their slot. Damage is never seen and changes nothing else. A step is a few table
-lookups (`slot_life`); an episode is decided by its instance (`instances`), so the best
-return is known exactly (`optimum`). The horizon terminates; nothing is truncated.
+suit their slot. Damage is never observed and changes nothing else; hidden gains and the
+tempo of a training seed are not observed either. A step is a few table lookups
+(`slot_life`); an episode is decided by its instance (`instances`), so the best return
+is known exactly. The horizon terminates; nothing is truncated.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -18,24 +19,184 @@ from torch import Generator, Tensor
 
 from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, RELEVANT, ActionSpec, Op
 from esper.contracts.errors import BadInput, CallOrder, IllegalAction
-from esper.contracts.observation import Observation
+from esper.contracts.observation import BlueprintOffers, HostStates, Observation
+from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
 from esper.contracts.state import Stateful
-from esper.contracts.step import StepResult
+from esper.contracts.step import StepResult, VectorWorld
 from esper.environment.instances import HORIZON, Instances, draw_instances
-from esper.environment.scene import Scene, Seeds, Setting, appraise, observe
 from esper.environment.slot_life import (
     EMPTY,
     LIVES,
     NATURES,
     NO_ACT,
     SPEC,
+    SlotTables,
     slot_tables,
 )
 
 
-class SimulatedWorld(Stateful):
-    """Many analytic hosts that step together; a `VectorWorld`.
+@dataclass(frozen=True, slots=True)
+class EpisodeConstants:
+    """What stays the same during an episode, ready for lookups."""
+
+    instances: Instances
+    offers: BlueprintOffers
+    nature: Int64[Tensor, "env slot"]
+    wants_half: Int64[Tensor, "env slot"]
+    gain: Float[Tensor, "env slot kind"]
+    """Gain by blueprint, after a zero for the empty slot."""
+    parameters: Float[Tensor, "env slot kind"]
+    """Parameters by blueprint, after a zero for the empty slot."""
+    empty: Int64[Tensor, "env slot"]
+    """Where the zero of each slot stands in the two flat tables."""
+    still: Float[Tensor, " env"]
+    """Slopes and plateau: nothing of the host's own training is seen here."""
+    score: Float[Tensor, " env"]
+    loss: Float[Tensor, " env"]
+
+    @classmethod
+    def of(cls, instances: Instances) -> "EpisodeConstants":
+        """Prepare the instances."""
+        gain = torch.nn.functional.pad(instances.gain, (1, 0))
+        first = torch.arange(0, gain.numel(), gain.shape[2], device=gain.device)
+        return cls(
+            instances=instances,
+            offers=BlueprintOffers(
+                fits=instances.fits,
+                parameters=instances.parameters,
+                macs=instances.parameters,
+                promise=instances.promise,
+                promise_known=instances.promise_known,
+            ),
+            nature=instances.nature,
+            wants_half=instances.wants_half,
+            gain=gain,
+            parameters=torch.nn.functional.pad(instances.parameters, (1, 0)),
+            empty=first.view(gain.shape[:2]),
+            still=torch.zeros_like(instances.rent),
+            score=torch.full_like(instances.rent, 0.5),
+            loss=torch.ones_like(instances.rent),
+        )
+
+
+class SlotContents(NamedTuple):
+    """What is in every slot."""
+
+    life: Int64[Tensor, "env slot"]
+    blueprint: Int64[Tensor, "env slot"]
+    style: Int64[Tensor, "env slot"]
+
+    @classmethod
+    def first(cls, instances: Instances) -> "SlotContents":
+        """What the instances start with."""
+        return cls(instances.life, instances.blueprint, instances.style)
+
+    def replaced(self, where: Bool[Tensor, " env"], others: "SlotContents") -> "SlotContents":
+        """These seeds, or the others where the mask is set."""
+        there = where.unsqueeze(1)
+        return SlotContents(
+            *(
+                torch.where(there, other, own)
+                for own, other in zip(self, others, strict=True)
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedState:
+    """State of every environment, and its phi."""
+
+    constants: EpisodeConstants
+    seeds: SlotContents
+    contribution: Float[Tensor, "env slot"]
+    parameters: Float[Tensor, "env slot"]
+    added: Float[Tensor, " env"]
+    budget_left: Float[Tensor, " env"]
+    plantable: Bool[Tensor, "env slot blueprint"]
+    """What fits and can be afforded, whether or not the slot is empty."""
+    phi: Float[Tensor, " env"]
+
+
+def compute_state(constants: EpisodeConstants, seeds: SlotContents, tables: SlotTables) -> SimulatedState:
+    """Value and cost of the seeds."""
+    instances = constants.instances
+    entry = constants.empty + seeds.blueprint + 1
+    share = tables.worth.take(2 * seeds.life + constants.wants_half)
+    contribution = share * constants.gain.take(entry)
+    parameters = constants.parameters.take(entry)
+    added = parameters.sum(dim=1)
+    budget_left = instances.budget - added
+    return SimulatedState(
+        constants=constants,
+        seeds=seeds,
+        contribution=contribution,
+        parameters=parameters,
+        added=added,
+        budget_left=budget_left,
+        plantable=instances.fits & (instances.parameters <= budget_left[:, None, None]),
+        phi=contribution.sum(dim=1) - instances.rent * added,
+    )
+
+
+def observe(
+    state: SimulatedState,
+    tables: SlotTables,
+    progress: Float[Tensor, " env"],
+    first: Bool[Tensor, " env"],
+) -> Observation:
+    """The observation of a state."""
+    constants, seeds = state.constants, state.seeds
+    instances, life = constants.instances, seeds.life
+    measured = tables.measured.take(life)
+    return Observation(
+        first=first,
+        host=HostStates(
+            progress=progress,
+            budget_left=state.budget_left,
+            rent=instances.rent,
+            added=state.added,
+            score=constants.score,
+            score_slope=constants.still,
+            loss=constants.loss,
+            loss_slope=constants.still,
+            plateau=constants.still,
+        ),
+        slots=SlotStates(
+            stage=tables.stage.take(life),
+            age=tables.age.take(life),
+            alpha=tables.alpha.take(life),
+            alpha_target=tables.target.take(life),
+            alpha_settled=tables.settled.take(life),
+            blueprint=seeds.blueprint,
+            style=seeds.style,
+            parameters=state.parameters,
+            depth=instances.depth,
+            capacity=instances.capacity,
+            liveness=instances.liveness,
+            gradient_share=instances.gradient_share,
+            contribution=torch.where(measured, state.contribution, 0.0),
+            contribution_measured=measured,
+        ),
+        offers=constants.offers,
+    )
+
+
+class ParsedActions(NamedTuple):
+    """The actions as table entries, [env, 1] each."""
+
+    op: Tensor
+    slot: Tensor
+    blueprint: Tensor
+    style: Tensor
+    code: Tensor
+    act: Tensor
+    planting: Tensor
+    legal: Tensor
+
+
+class SimulatedWorld(Stateful, VectorWorld):
+    """Many analytic hosts that step together.
 
     Heads that the op does not use are ignored.
 
@@ -49,7 +210,7 @@ class SimulatedWorld(Stateful):
             otherwise it is a WAIT. None: on the CPU only, elsewhere it would stall.
     """
 
-    STATE = ("_generator", "_scene", "_clock")
+    STATE = ("_generator", "_state", "_clock")
 
     def __init__(
         self,
@@ -75,7 +236,7 @@ class SimulatedWorld(Stateful):
         self._zero = torch.zeros_like(self._last)
         self._slots = torch.arange(SPEC.slots.max_slots, device=device)
         self._restyles = RELEVANT[:, HEAD["style"]].to(device)
-        self._scene: Scene | None = None
+        self._state: SimulatedState | None = None
 
     @classmethod
     def from_instances(
@@ -93,7 +254,7 @@ class SimulatedWorld(Stateful):
 
     @property
     def spec(self) -> ActionSpec:
-        """What can be said in this world."""
+        """The action space."""
         return SPEC
 
     @property
@@ -104,15 +265,15 @@ class SimulatedWorld(Stateful):
     @property
     def instances(self) -> Instances:
         """What decides the episodes that are being played."""
-        return self._playing().setting.instances
+        return self._current().constants.instances
 
     @property
     def rest(self) -> Instances:
         """What is left of the episodes, as instances that start here and now."""
-        scene = self._playing()
-        life, blueprint, style = scene.seeds
+        state = self._current()
+        life, blueprint, style = state.seeds
         return replace(
-            scene.setting.instances,
+            state.constants.instances,
             life=life,
             blueprint=blueprint,
             style=style,
@@ -122,26 +283,26 @@ class SimulatedWorld(Stateful):
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
         instances = self._draw()
-        setting = Setting.of(instances.to(self._device))
-        self._scene = appraise(setting, Seeds.first(setting.instances), self._tables)
+        constants = EpisodeConstants.of(instances.to(self._device))
+        self._state = compute_state(constants, SlotContents.first(constants.instances), self._tables)
         self._clock = instances.clock  # on the CPU: ends are known without asking
         first = torch.ones(self._num_envs, dtype=torch.bool, device=self._device)
-        return observe(self._scene, self._tables, self._progress(), first)
+        return observe(self._state, self._tables, self._progress(), first)
 
     def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
         """Act everywhere; ended environments start anew in the same step."""
-        before = self._playing()
+        before = self._current()
         if actions.shape != (self._num_envs, NUM_HEADS):
             raise BadInput(
                 f"actions must have shape {(self._num_envs, NUM_HEADS)}, one row per "
                 f"environment, got {tuple(actions.shape)}."
             )
-        said = self._read(before, actions)
-        if self._check and not said.legal.all():
-            raise IllegalAction(explain(before, actions, said.legal))
-        seeds, damage = self._act(before, said)
-        scene = appraise(before.setting, seeds, self._tables)
-        reward = scene.phi - before.phi - damage
+        parsed = self._parse(before, actions)
+        if self._check and not parsed.legal.all():
+            raise IllegalAction(explain(before, actions, parsed.legal))
+        seeds, damage = self._act(before, parsed)
+        state = compute_state(before.constants, seeds, self._tables)
+        reward = state.phi - before.phi - damage
 
         clock = self._clock + 1
         ended = clock == HORIZON
@@ -150,12 +311,12 @@ class SimulatedWorld(Stateful):
             fresh = self._draw()
             clock = torch.where(ended, fresh.clock, clock)
             fresh = fresh.to(self._device)
-            instances = before.setting.instances.replaced(terminated, fresh)
-            seeds = seeds.replaced(terminated, Seeds.first(fresh))
-            scene = appraise(Setting.of(instances), seeds, self._tables)
-        self._scene, self._clock = scene, clock
+            instances = before.constants.instances.replaced(terminated, fresh)
+            seeds = seeds.replaced(terminated, SlotContents.first(fresh))
+            state = compute_state(EpisodeConstants.of(instances), seeds, self._tables)
+        self._state, self._clock = state, clock
         return StepResult(
-            observation=observe(scene, self._tables, self._progress(), terminated),
+            observation=observe(state, self._tables, self._progress(), terminated),
             reward=reward,
             terminated=terminated,
             truncated=torch.zeros_like(terminated),
@@ -163,43 +324,43 @@ class SimulatedWorld(Stateful):
 
     def legal(self, actions: Int64[Tensor, "env head"]) -> Bool[Tensor, " env"]:
         """Whether each environment could carry its action out now."""
-        return self._read(self._playing(), actions).legal.squeeze(1)
+        return self._parse(self._current(), actions).legal.squeeze(1)
 
-    def _read(self, scene: Scene, actions: Int64[Tensor, "env head"]) -> "Sentence":
-        """What the actions say, and whether it is possible."""
+    def _parse(self, state: SimulatedState, actions: Int64[Tensor, "env head"]) -> ParsedActions:
+        """The actions as table entries, and whether they are legal."""
         tables = self._tables
-        said = actions.clamp(self._zero, self._last)
-        op, slot, blueprint, style = said[:, :4, None].unbind(1)
-        code = (said * tables.strides).sum(dim=1, keepdim=True)
+        parsed = actions.clamp(self._zero, self._last)
+        op, slot, blueprint, style = parsed[:, :4, None].unbind(1)
+        code = (parsed * tables.strides).sum(dim=1, keepdim=True)
         act = tables.act.take(code)
-        legal = (said == actions).all(dim=1, keepdim=True)
+        legal = (parsed == actions).all(dim=1, keepdim=True)
         legal &= tables.legal.take(
-            scene.seeds.life.gather(1, slot) * (NO_ACT + 1) + act
+            state.seeds.life.gather(1, slot) * (NO_ACT + 1) + act
         )
         planting = op == Op.GERMINATE
         pair = slot * len(SPEC.blueprints) + blueprint
-        legal &= ~planting | scene.plantable.flatten(1).gather(1, pair)
-        return Sentence(op, slot, blueprint, style, code, act, planting, legal)
+        legal &= ~planting | state.plantable.flatten(1).gather(1, pair)
+        return ParsedActions(op, slot, blueprint, style, code, act, planting, legal)
 
     def _act(
-        self, scene: Scene, said: "Sentence"
-    ) -> tuple[Seeds, Float[Tensor, " env"]]:
+        self, state: SimulatedState, parsed: ParsedActions
+    ) -> tuple[SlotContents, Float[Tensor, " env"]]:
         """The seeds one step later, and the damage done on the way."""
-        tables, seeds = self._tables, scene.seeds
-        is_here = (self._slots == said.slot) & said.legal  # [env, slot]
-        life = tables.following.take(seeds.life * (NO_ACT + 1) + said.act * is_here)
-        planted = is_here & said.planting
-        restyled = is_here & self._restyles.take(said.op)
+        tables, seeds = self._tables, state.seeds
+        is_here = (self._slots == parsed.slot) & parsed.legal  # [env, slot]
+        life = tables.following.take(seeds.life * (NO_ACT + 1) + parsed.act * is_here)
+        planted = is_here & parsed.planting
+        restyled = is_here & self._restyles.take(parsed.op)
         is_empty = life == EMPTY
-        after = Seeds(
+        after = SlotContents(
             life,
-            torch.where(planted, said.blueprint, seeds.blueprint).masked_fill_(
+            torch.where(planted, parsed.blueprint, seeds.blueprint).masked_fill_(
                 is_empty, -1
             ),
-            torch.where(restyled, said.style, seeds.style).masked_fill_(is_empty, 0),
+            torch.where(restyled, parsed.style, seeds.style).masked_fill_(is_empty, 0),
         )
-        nature = scene.setting.nature.gather(1, said.slot)
-        damage = tables.damage.take(said.code * len(NATURES) + nature) * said.legal
+        nature = state.constants.nature.gather(1, parsed.slot)
+        damage = tables.damage.take(parsed.code * len(NATURES) + nature) * parsed.legal
         return after, damage.squeeze(1)
 
     def _draw(self) -> Instances:
@@ -213,60 +374,47 @@ class SimulatedWorld(Stateful):
     def _progress(self) -> Float[Tensor, " env"]:
         return (self._clock / HORIZON).to(self._device)
 
-    def _playing(self) -> Scene:
-        if self._scene is None:
-            raise CallOrder("the world plays nothing yet; call reset() first.")
-        return self._scene
-
-
-class Sentence(NamedTuple):
-    """What the actions say, [env, 1] each."""
-
-    op: Tensor
-    slot: Tensor
-    blueprint: Tensor
-    style: Tensor
-    code: Tensor
-    act: Tensor
-    planting: Tensor
-    legal: Tensor
+    def _current(self) -> SimulatedState:
+        if self._state is None:
+            raise CallOrder("the world has no episode yet; call reset() first.")
+        return self._state
 
 
 def explain(
-    scene: Scene,
+    state: SimulatedState,
     actions: Int64[Tensor, "env head"],
     legal: Bool[Tensor, "env 1"],
 ) -> str:
-    """Which environment was told to do the impossible, and why it is."""
+    """Which environment was given an illegal action, and why it is illegal."""
     env = int((~legal).nonzero()[0, 0])
-    said = actions[env].tolist()
-    for head, choice, size in zip(HEADS, said, SPEC.sizes, strict=True):
+    parsed = actions[env].tolist()
+    for head, choice, size in zip(HEADS, parsed, SPEC.sizes, strict=True):
         if not 0 <= choice < size:
             return (
                 f"environment {env}: head {head.name!r} must choose from 0 to "
                 f"{size - 1}, got {choice}."
             )
-    op, slot = Op(said[HEAD["op"]]), said[HEAD["slot"]]
+    op, slot = Op(parsed[HEAD["op"]]), parsed[HEAD["slot"]]
     for index, head in enumerate(HEADS):
-        if op in head.used_by and not SPEC.allowed[index, said[index]]:
+        if op in head.used_by and not SPEC.allowed[index, parsed[index]]:
             return (
-                f"environment {env}: {[*head.choices][said[index]]} of head "
+                f"environment {env}: {[*head.choices][parsed[index]]} of head "
                 f"{head.name!r} is not allowed here; allowed are "
                 f"{', '.join(SPEC.narrowed[head.name])}."
             )
-    life = LIVES[int(scene.seeds.life[env, slot])]
+    life = LIVES[int(state.seeds.life[env, slot])]
     if op is Op.GERMINATE and life.stage is Stage.DORMANT:
-        blueprint = said[HEAD["blueprint"]]
+        blueprint = parsed[HEAD["blueprint"]]
         name = SPEC.blueprints[blueprint].name
-        if not scene.setting.instances.fits[env, slot, blueprint]:
+        if not state.constants.instances.fits[env, slot, blueprint]:
             return (
                 f"environment {env}: {name} does not fit slot {slot}; choose by the "
                 "action masks."
             )
-        needs = float(scene.setting.instances.parameters[env, slot, blueprint])
+        needs = float(state.constants.instances.parameters[env, slot, blueprint])
         return (
             f"environment {env}: {name} in slot {slot} needs {needs:g} times the "
-            f"host's parameters, budget left is {float(scene.budget_left[env]):g}; "
+            f"host's parameters, budget left is {float(state.budget_left[env]):g}; "
             "choose by the action masks."
         )
     return (

@@ -59,7 +59,7 @@ HASTE: Final = 3 / 64
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class SlotLife:
     """Where a seed is in its life."""
 
     stage: Stage
@@ -99,7 +99,7 @@ class Act:
         return self.tempo == 1 or self.speed == 1
 
 
-def passed(life: Life) -> Life:
+def passed(life: SlotLife) -> SlotLife:
     """The life after one step in which nothing is done to it."""
     match life.stage:
         case Stage.TRAINING:
@@ -114,13 +114,13 @@ def passed(life: Life) -> Life:
             return (
                 cooling(life.steps - 1)
                 if life.steps > 1
-                else Life(SETTLES_TO[life.stage])
+                else SlotLife(SETTLES_TO[life.stage])
             )
         case _:
             return life
 
 
-def acted(life: Life, act: Act) -> Life | None:
+def acted(life: SlotLife, act: Act) -> SlotLife | None:
     """The life after an act; None if the act is illegal."""
     if act.op is Op.WAIT:
         return passed(life)
@@ -130,7 +130,7 @@ def acted(life: Life, act: Act) -> Life | None:
     stage = TRANSITIONS[act.op, life.stage].next
     match act.op:
         case Op.GERMINATE:
-            return Life(stage, target=act.target, steps=act.tempo)
+            return SlotLife(stage, target=act.target, steps=act.tempo)
         case Op.SET_ALPHA:
             steps = 0 if act.target == life.alpha else act.speed
             return passed(replace(life, target=act.target, steps=steps))
@@ -141,9 +141,9 @@ def acted(life: Life, act: Act) -> Life | None:
     return replace(life, stage=stage, age=0, maturity=maturity)
 
 
-def cooling(steps: int) -> Life:
+def cooling(steps: int) -> SlotLife:
     """A seed that leaves its slot after so many steps; at the last two it is unfelt."""
-    return Life(
+    return SlotLife(
         Stage.COOLING,
         age=LONGEST_FADE - steps,
         alpha=max(0.0, (steps - 2) / LONGEST_FADE),
@@ -152,13 +152,13 @@ def cooling(steps: int) -> Life:
     )
 
 
-def mature(stage: Stage, alpha: float) -> Life:
+def mature(stage: Stage, alpha: float) -> SlotLife:
     """A fully trained seed whose alpha stands still."""
     age = 0 if stage is Stage.FOSSILIZED else SPEC.slots.min_age
-    return Life(stage, age=age, alpha=alpha, target=alpha, maturity=1.0)
+    return SlotLife(stage, age=age, alpha=alpha, target=alpha, maturity=1.0)
 
 
-def worth(life: Life, *, wants_half: bool) -> float:
+def worth(life: SlotLife, *, wants_half: bool) -> float:
     """Share of its blueprint's gain that a seed is worth."""
     effect = life.alpha
     if wants_half:
@@ -215,9 +215,9 @@ def every_act() -> tuple[Act, ...]:
     return tuple(acts)
 
 
-def every_life(acts: tuple[Act, ...]) -> tuple[Life, ...]:
+def every_life(acts: tuple[Act, ...]) -> tuple[SlotLife, ...]:
     """Every life that can be reached; DORMANT is the first."""
-    found = [Life(Stage.DORMANT), cooling(LONGEST_FADE)]
+    found = [SlotLife(Stage.DORMANT), cooling(LONGEST_FADE)]
     found += [
         mature(stage, alpha)
         for stage in (Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
@@ -237,7 +237,7 @@ NO_ACT: Final = len(ACTS)
 LIVES: Final = every_life(ACTS)
 LIFE: Final = {life: index for index, life in enumerate(LIVES)}
 """Where a life stands on the life axis."""
-EMPTY: Final = LIFE[Life(Stage.DORMANT)]
+EMPTY: Final = LIFE[SlotLife(Stage.DORMANT)]
 
 CODED: Final = ("op", "style", "tempo", "alpha_target", "alpha_speed", "alpha_curve")
 """Heads that a code counts through: all but where and what to plant."""

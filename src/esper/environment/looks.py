@@ -1,4 +1,6 @@
-r"""What every place of every host promises: `growth.promise` with a leading env axis.
+r"""Measurements of hosts between decisions: contributions, promises, gradient shares.
+
+A promise is the first-order gain of a seed (`growth.promise`) with a leading env axis:
 
     H'H + ridge = LL'        W = L^-1 H'G        the best units: L^-T W V in, V out
 
@@ -10,19 +12,92 @@ of a span that pools or flattens `growth.promise` knows nothing, so nothing is u
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
+from esper.contracts.blueprints import Blueprint, Form
+from esper.contracts.stages import LIVING, Stage
+from esper.environment.cohort import Alphas, Cohort, PlaceSample
+from esper.growth.lifecycle import Lives
 from esper.growth.promise import LEAST_ROWS, RIDGE
 
 TINY: Final = 1e-300
 """Ridge of features that are all zero, which then say nothing."""
 
 PerUnit = Float64[Tensor, "case direction"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceStatistics:
+    """Statistics of every place on one minibatch."""
+
+    promise: Float[Tensor, "env place blueprint"]
+    """First-order gain of each blueprint; NaN where it is unknown."""
+    gradient_share: Float[Tensor, "env place"]
+    """Share of gradient times activation that passes the place."""
+    liveness: Float[Tensor, "env place"]
+    """Share of the channels that respond to inputs."""
+
+
+def place_statistics(
+    places: Sequence[PlaceSample],
+    losses: Float[Tensor, " env"],
+    blueprints: Sequence[Blueprint],
+) -> PlaceStatistics:
+    """Statistics of every place on the last minibatch of a decision."""
+    sizes = [blueprint.size for blueprint in blueprints]
+    biased = [blueprint.form is not Form.LOW_RANK for blueprint in blueprints]
+    found, flows, liveness = [], [], []
+    for place in places:
+        outputs, gradient = place.outputs.flatten(3), place.gradient.flatten(3)
+        if place.dense:
+            rows = (outputs.squeeze(3), gradient.squeeze(3))
+            found.append(promises(place.inputs, *rows, losses, sizes, biased))
+        else:
+            found.append(losses.new_full((len(losses), len(sizes)), torch.nan))
+        size = outputs.square().mean(dim=(1, 2, 3)).sqrt()
+        flows.append(size * gradient.square().mean(dim=(1, 2, 3)).sqrt())
+        spread = outputs.transpose(1, 2).flatten(2).std(dim=2)
+        top = spread.amax(dim=1, keepdim=True)
+        liveness.append((spread > 0.01 * top).float().mean(dim=1))
+    flow = torch.stack(flows, dim=1)
+    return PlaceStatistics(
+        promise=torch.stack(found, dim=1),
+        gradient_share=flow / flow.sum(dim=1, keepdim=True).clamp(min=1e-30),
+        liveness=torch.stack(liveness, dim=1),
+    )
+
+
+def contributions(
+    cohort: Cohort,
+    lives: Lives,
+    due: Bool[Tensor, " env"],
+    x: Float[Tensor, "_ row input"],
+    y: Int64[Tensor, "_ row"],
+) -> tuple[Float[Tensor, "env slot"], Bool[Tensor, "env slot"]]:
+    """Score lost without each living seed, and where that was measured.
+
+    A seed in training is tried at alpha 1 instead of being left out. Only environments
+    that are due and have a seed in the slot are measured.
+    """
+    stages = torch.tensor(LIVING, device=lives.stage.device)
+    living = (lives.stage[..., None] == stages).any(dim=2) & due[:, None]
+    training = lives.stage == Stage.TRAINING
+    alpha, rows = Alphas.of(lives).host, y.shape[1]
+    base = cohort.count(x, y, alpha, living.any(dim=1))
+    gain = torch.zeros_like(lives.alpha)
+    for slot in torch.nonzero(living.any(dim=0)).flatten().tolist():
+        turned = alpha.clone()
+        turned[:, slot] = training[:, slot].to(alpha.dtype)
+        other = cohort.count(x, y, turned, living[:, slot])
+        lost = torch.where(training[:, slot], other - base, base - other)
+        gain[:, slot] = lost / rows
+    return gain, living
 
 
 def promises(

@@ -1,0 +1,196 @@
+"""Data, batches and drawn terms of the running episode of every environment.
+
+Run, environment and the number of the episode decide its data, first weights, order of
+batches and terms, each by a random stream of its own: nothing of one environment
+depends on another, or on how many there are. Environments of a group have the same
+streams: what becomes of them differs only by what was decided.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Generator, Tensor
+
+from esper.contracts.errors import BadInput
+from esper.contracts.state import Stateful
+from esper.environment.settings import TERMS, WorldSettings
+from esper.tasks.data import Splits
+from esper.tasks.task import Task
+
+WARMUP: Final = 0.1
+"""Share of an episode over which the learning rate rises."""
+SLACK: Final = 1e-6
+"""Share of a budget by which it may be passed."""
+FLOOR: Final = 0.02
+"""Share of the learning rate that is left at the end."""
+Features = Float[Tensor, "set _ input"]
+Labels = Int64[Tensor, "set _"]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRows:
+    """Train, decision and test rows; the first axis is 1 if all share them."""
+
+    features: tuple[Features, Features, Features]
+    labels: tuple[Labels, Labels, Labels]
+
+    @classmethod
+    def of(
+        cls, splits: Splits, device: torch.device, copies: int = 1
+    ) -> "EpisodeRows":
+        """These rows for all environments, or so many copies to be overwritten."""
+        parts = [part.to(device) for part in splits]
+        train, decisions, test = (
+            part.features.float().flatten(1).repeat(copies, 1, 1) for part in parts
+        )
+        y, y_decisions, y_test = (part.labels.repeat(copies, 1) for part in parts)
+        return cls((train, decisions, test), (y, y_decisions, y_test))
+
+    def replace(self, env: int, splits: Splits) -> None:
+        """Overwrite the rows of one environment."""
+        for name, part, room in zip(Splits._fields, splits, self.features, strict=True):
+            found = part.features.flatten(1).shape
+            if found != room[env].shape:
+                raise BadInput(
+                    f"{part.name}: expected {name} rows of shape "
+                    f"{tuple(room[env].shape)} whatever the number; got "
+                    f"{tuple(found)}; give every number as many"
+                )
+        for part, x, y in zip(splits, self.features, self.labels, strict=True):
+            x[env].copy_(part.features.flatten(1))
+            y[env].copy_(part.labels)
+
+    def decisions(self, count: int) -> tuple[Features, Labels]:
+        """The first decision rows."""
+        return self.features[1][:, :count], self.labels[1][:, :count]
+
+    def tests(self) -> tuple[Features, Labels]:
+        """All test rows."""
+        return self.features[2], self.labels[2]
+
+
+class EpisodeData(Stateful):
+    """Data, batches and terms of every environment.
+
+    Args:
+        task: What is learnt.
+        envs: How many environments.
+        rng_seed: The run.
+        settings: Ranges of rent, budget and rate to draw from.
+        device: Where rows and terms live.
+        group_size: How many environments in a row have the same random streams.
+    """
+
+    STATE = ("begun", "rent", "budget", "rate", "streams")
+    DERIVED = ("_rows", "batches")
+
+    rent: Float[Tensor, " env"]
+    budget: Float[Tensor, " env"]
+    rate: Float[Tensor, " env"]
+
+    def __init__(
+        self,
+        task: Task,
+        envs: int,
+        rng_seed: int,
+        settings: WorldSettings,
+        device: torch.device,
+        *,
+        group_size: int = 1,
+    ) -> None:
+        self.task, self._envs, self._run = task, envs, rng_seed
+        self._settings, self._device, self._group_size = settings, device, group_size
+        self.begun = np.zeros(envs, dtype=np.int64)
+        """Episodes that each environment has begun."""
+        steps = task.horizon * task.decision_every
+        self.batches = torch.zeros(envs, steps, task.batch, dtype=torch.int64)
+        self.rent, self.budget, self.rate = (
+            torch.zeros(envs, device=device) for _ in TERMS
+        )
+        self.streams = [Generator() for _ in range(envs)]
+        """Where the weights of each environment come from."""
+        self._rows: EpisodeRows | None = None
+
+    @property
+    def rows(self) -> EpisodeRows:
+        """The rows of all environments; there are some once an episode has begun."""
+        assert self._rows is not None
+        return self._rows
+
+    def begin(self, env: int) -> None:
+        """Draw the next episode of an environment."""
+        data, weights, order, terms = self._sequences(env, int(self.begun[env]))
+        self.begun[env] += 1
+        self._draw_rows(env, data)
+        # Torch's CPU generator keeps 32 bits of its seed.
+        drawn = int(weights.generate_state(1, np.uint64)[0] >> np.uint64(1))
+        self.streams[env].manual_seed(drawn % 2**32)
+        self._draw_batches(env, order)
+        self._draw_terms(env, terms)
+
+    def loaded(self) -> None:
+        """Rows and batches of the running episodes follow from their numbers."""
+        self._rows = None
+        for env, begun in enumerate(self.begun.tolist()):
+            if begun:
+                data, _, order, _ = self._sequences(env, begun - 1)
+                self._draw_rows(env, data)
+                self._draw_batches(env, order)
+
+    def minibatches(
+        self, decision: Int64[Tensor, " env"]
+    ) -> tuple[Int64[Tensor, "env step row"], Float[Tensor, "env step"]]:
+        """Rows and learning rates of the minibatches after a decision (from 0)."""
+        every = self.task.decision_every
+        steps = decision.cpu()[:, None] * every + torch.arange(every)
+        picked = self.batches[torch.arange(self._envs)[:, None], steps]
+        rates = self.task.learning_rate * self.rate[:, None] * self._one_cycle(steps)
+        return picked.to(self._device), rates
+
+    def _one_cycle(self, done: Int64[Tensor, "env step"]) -> Float[Tensor, "env step"]:
+        """A short rise and a long fall of the learning rate."""
+        share = done / (self.task.horizon * self.task.decision_every)
+        rise = (share / WARMUP).clamp(max=1.0)
+        passed = ((share - WARMUP) / (1 - WARMUP)).clamp(0, 1)
+        fall = (1 + torch.cos(torch.pi * passed)) / 2
+        return (FLOOR + (1 - FLOOR) * torch.minimum(rise, fall)).to(self._device)
+
+    def _sequences(self, env: int, episode: int) -> list[np.random.SeedSequence]:
+        """Streams of data, weights, order and terms of an episode."""
+        key = (self._run, env // self._group_size, episode)
+        return np.random.SeedSequence(key).spawn(4)
+
+    def _draw_rows(self, env: int, sequence: np.random.SeedSequence) -> None:
+        if not self.task.varied:
+            if self._rows is None:
+                self._rows = EpisodeRows.of(self.task.splits(self._run), self._device)
+            return
+        splits = self.task.splits(int(sequence.generate_state(1)[0]))
+        if self._rows is None:
+            self._rows = EpisodeRows.of(splits, self._device, copies=self._envs)
+        self._rows.replace(env, splits)
+
+    def _draw_batches(self, env: int, sequence: np.random.SeedSequence) -> None:
+        order = np.random.default_rng(sequence)
+        rows, needed = self.rows.labels[0].shape[1], self.batches[env].numel()
+        passes = -(-needed // rows)
+        drawn = np.concatenate([order.permutation(rows) for _ in range(passes)])
+        self.batches[env] = torch.from_numpy(drawn[:needed]).view_as(self.batches[env])
+
+    def _draw_terms(self, env: int, sequence: np.random.SeedSequence) -> None:
+        generator = np.random.default_rng(sequence)
+        for name in TERMS:
+            low, high = self._settings.range_of(name)
+            share = float(generator.random())
+            # Rents and rates differ by factors: evenly on a log scale.
+            logarithmic = name != "budget" and low > 0
+            getattr(self, name)[env] = (
+                low * (high / low) ** share
+                if logarithmic
+                else low + share * (high - low)
+            )
+        # What costs exactly the budget is affordable, whatever sums round to.
+        self.budget[env] *= 1 + SLACK
