@@ -5,7 +5,7 @@ holds other blueprints in other stages. The twin is plain PyTorch, host by host,
 `AdamW(fused=True)` each; it is spared what ours includes: gathering the rows, and the
 learning rates of newborns. Ours is given the minibatches of one decision at a time, as
 the world gives them. Then the same in two processes, how the time grows, and how well
-`esper.environment.cost` tells it beforehand. All of it, about seven minutes:
+`cohort_cost` tells it beforehand. All of it, about seven minutes:
 
     python -c "from benchmarks.cohort import main; main('cohort.json', 'cohort.svg')"
 """

@@ -1,14 +1,13 @@
 """How does the time of a cohort's minibatch grow, and can it be told beforehand?
 
 One thing is changed at a time: hosts, their size, seeds that are felt, seeds in
-training, rows of a minibatch. `esper.environment.cost` is fitted to two thirds of the
+training, rows of a minibatch. `cohort_cost` is fitted to two thirds of the
 points and judged by the others. `python -m benchmarks
 cohort` runs this after the comparison.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ import torch
 from scipy.optimize import nnls
 from torch import Generator, Tensor
 
+from benchmarks.cohort_cost import SECONDS, Seed, Work, work
 from benchmarks.timing import Report, alternate, micro
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint
 from esper.contracts.stages import Stage
-from esper.environment.cohort import Cohort, Engine, Plan
-from esper.environment.cost import SECONDS, Seed, Work, work
-from esper.environment.offers import span
+from esper.environment.cohort import Alphas, Cohort
+from esper.environment.memory_layout import place_geometries
 from esper.growth.blueprints.forms import FORMS
 from esper.growth.lifecycle import Lives
 from esper.tasks.hosts import CnnHost, Host, MlpHost
@@ -63,7 +62,7 @@ class Case:
 class Cohorts:
     """The hosts of a case, as a cohort and one by one."""
 
-    def __init__(self, case: Case, engine: Engine = "auto", *, plain: bool) -> None:
+    def __init__(self, case: Case, engine: str = "auto", *, plain: bool) -> None:
         self.case, chance = case, Generator().manual_seed(0)
         names = MIXED[case.host.kind]
         self.cohort = Cohort(
@@ -75,12 +74,12 @@ class Cohorts:
             engine=engine,
         )
         self.hosts: list[PlainHost] = []
-        lives = Lives.empty(case.envs, self.cohort.chart.slots)
+        lives = Lives.empty(case.envs, self.cohort.layout.slots)
         stages, alphas = lives.stage.clone(), lives.alpha.clone()
-        geometry = [span(*pair) for pair in pairwise(self.cohort.chart.maps)]
+        geometry = place_geometries(case.host)
         for env in range(case.envs):
             network = case.host.build(chance)
-            self.cohort.plant_host(env, network)
+            self.cohort.set_host(env, network)
             if plain:
                 alone = PlainHost(
                     network,
@@ -98,7 +97,7 @@ class Cohorts:
                 if plain:
                     self.hosts[env].plant(slot, blueprint, made)
                     self.hosts[env].live(slot, stage, ALPHA[stage])
-        self.plan = Plan.of(replace(lives, stage=stages, alpha=alphas))
+        self.plan = Alphas.of(replace(lives, stage=stages, alpha=alphas))
         self._give_rows(chance)
 
     def _give_rows(self, chance: Generator) -> None:
@@ -225,7 +224,7 @@ def fit(points: Sequence[Point], checks: Sequence[Point]) -> tuple[Work, Report]
     found, _ = nnls(counts / scale, np.ones(len(seen)))
     fitted = Work(*(found / scale).tolist())
     report = Report(
-        "The model of `esper.environment.cost` beside what was measured",
+        "The model of `cohort_cost` beside what was measured",
         ("points", "number", "median error", "worst error"),
     )
     held = [point for index, point in enumerate(points) if index % 3 == 1]

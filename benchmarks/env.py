@@ -24,7 +24,7 @@ from benchmarks.timing import Report, micro
 from esper.contracts.stages import Stage
 from esper.environment import growing
 from esper.environment.growing import GrowingWorld
-from esper.environment.looking import contributions
+from esper.environment.looks import contributions
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import make_controller
 from esper.tasks.catalogue import task as find_task

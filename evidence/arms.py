@@ -26,7 +26,7 @@ from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.blueprints import Form
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
-from esper.environment.offers import find_blueprints
+from esper.environment.cohort import find_blueprints
 from esper.experiment.config import World
 from esper.experiment.judging import Judged, Recording, judge_closely
 from esper.experiment.learned import load_controller

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from esper.environment.growing import OFFERED
-from esper.environment.terms import as_range
+from esper.environment.settings import as_range
 from esper.experiment.config import (
     ABOVE_0,
     RULES,

@@ -188,7 +188,7 @@ class Sweeps:
         return parts
 
 
-class _Counting:
+class _Counting(VectorWorld):
     """A world that counts its steps."""
 
     def __init__(self, world: VectorWorld) -> None:

@@ -16,6 +16,7 @@ from esper.simic.agent.sequence_batch import SequenceBatch
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
+from tests.worlds import PlainWorld
 
 SPEC = ActionSpec(slots=SlotConfig(max_slots=3), blueprints=BLUEPRINTS[:7])
 TINY = PolicyConfig(width=16, slot_width=8, offer_width=4)
@@ -82,7 +83,7 @@ def random_observation(
 
 
 @dataclass
-class HashWorld:
+class HashWorld(PlainWorld):
     """Anything may happen at any step; what was shown and said is kept."""
 
     num_envs: int

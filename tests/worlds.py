@@ -10,7 +10,7 @@ from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.observation import BlueprintOffers, HostStates, Observation
 from esper.contracts.slots import SlotConfig, SlotStates
-from esper.contracts.step import StepResult
+from esper.contracts.step import StepResult, VectorWorld
 
 PROBE_SPEC = ActionSpec(
     slots=SlotConfig(max_slots=2, min_age=1), blueprints=BLUEPRINTS[:3]
@@ -68,8 +68,17 @@ def blank_observation(envs: int, spec: ActionSpec = PROBE_SPEC) -> Observation:
     )
 
 
+class PlainWorld:
+    """What a `VectorWorld` has besides its environments."""
+
+    ended = illegal = None
+    redraws, group_size = False, 1
+    begin_round, parts = VectorWorld.begin_round, VectorWorld.parts
+    split = VectorWorld.split
+
+
 @dataclass
-class ProbeWorld:
+class ProbeWorld(PlainWorld):
     """Episodes in which one shown bit and one choice decide the reward.
 
     `show` maps (time, bit) to the score column, `pay` maps (time, bit, actions) to the

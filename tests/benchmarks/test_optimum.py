@@ -22,7 +22,7 @@ from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
 from esper.environment.instances import HORIZON, draw_instances, twins
 from esper.environment.simulated import SimulatedWorld
-from esper.environment.slot_life import LIFE, LIVES, SPEC, Life
+from esper.environment.slot_life import LIFE, LIVES, SPEC, SlotLife
 from esper.tamiyo.policy.action_masks import compute_masks
 from tests.references.simulated import (
     EVERY_ACTION,
@@ -66,7 +66,7 @@ def anywhere(num, rng_seed, steps):
     generator = torch.Generator().manual_seed(rng_seed)
     instances = drawn(num, rng_seed)
     life = torch.randint(len(LIVES), (num, 2), generator=generator)
-    empty = life == LIFE[Life(Stage.DORMANT)]
+    empty = life == LIFE[SlotLife(Stage.DORMANT)]
     kind = torch.randint(3, (num, 2), generator=generator)
     return dataclasses.replace(
         instances,
@@ -292,11 +292,11 @@ def unspoilt(host):
 @pytest.mark.parametrize(
     ("start", "steps"),
     [
-        (Life(Stage.DORMANT), 3),
-        (Life(Stage.TRAINING, age=2, target=1.0, steps=1), 4),
-        (Life(Stage.BLENDING, target=0.5, steps=1, maturity=1.0), 3),
-        (Life(Stage.BLENDING, target=1.0, steps=2, maturity=0.75), 4),
-        (Life(Stage.HOLDING, age=1, alpha=0.5, target=0.5, maturity=1.0), 2),
+        (SlotLife(Stage.DORMANT), 3),
+        (SlotLife(Stage.TRAINING, age=2, target=1.0, steps=1), 4),
+        (SlotLife(Stage.BLENDING, target=0.5, steps=1, maturity=1.0), 3),
+        (SlotLife(Stage.BLENDING, target=1.0, steps=2, maturity=0.75), 4),
+        (SlotLife(Stage.HOLDING, age=1, alpha=0.5, target=0.5, maturity=1.0), 2),
     ],
 )
 def test_the_best_memoryless_return_is_the_best_of_all_memoryless_plays(start, steps):

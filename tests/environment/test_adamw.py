@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from esper.environment.adamw import adamw
+from esper.environment.engine import adamw
 
 LENGTH, START, DECAY = 37, 5, 0.03
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from esper.contracts.blueprints import BLUEPRINTS, Form
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
-from esper.environment.cohort import ACTS, Cohort, Plan
+from esper.environment.cohort import ACTIVATIONS, Alphas, Cohort
 from esper.growth.lifecycle import Lives
 from esper.tasks.hosts import CnnHost, MlpHost
 from tests.references.cohort import PlainHost
@@ -52,11 +52,11 @@ class Garden:
             dtype=dtype,
             engine=engine,
         )
-        self.lives = Lives.empty(envs, self.cohort.chart.slots)
+        self.lives = Lives.empty(envs, self.cohort.layout.slots)
         self.hosts = []
         for env in range(envs):
             network = host.build(torch.Generator().manual_seed(env)).to(dtype)
-            self.cohort.plant_host(env, network)
+            self.cohort.set_host(env, network)
             if plain:
                 decay = self.cohort.decay
                 self.hosts.append(PlainHost(network, rate=RATE, decay=decay))
@@ -66,7 +66,7 @@ class Garden:
         self.y = torch.randint(0, host.classes, (1, EXAMPLES), generator=chance)
 
     def plant(self, env, slot, blueprint):
-        own = self.cohort.chart.maps[slot % self.cohort.places]
+        own = self.cohort.layout.shapes[slot % self.cohort.places]
         shape = (own.inputs, blueprint.size)
         if own.taps > 1:
             shape = (blueprint.size, own.inputs, 3, 3)
@@ -99,7 +99,7 @@ class Garden:
             self.x,
             self.y,
             picked,
-            Plan.of(self.lives),
+            Alphas.of(self.lives),
             torch.full((self.envs, steps), RATE, dtype=torch.float64),
             keep=keep,
         )
@@ -114,12 +114,12 @@ class Garden:
 
     def part(self, env, what, slot=None):
         """All weights of a host, or one part of a seed."""
-        chart, values = self.cohort.chart, self.cohort.values[env]
+        layout, values = self.cohort.layout, self.cohort.values[env]
         if slot is None:
-            return values[: chart.host]
-        begin = int(chart.seeds[slot][what])
-        later = [int(chart.seeds[slot][name]) for name in PARTS]
-        ends = [at for at in (*later, chart.extent(slot)[1]) if at > begin]
+            return values[: layout.host_parameters]
+        begin = int(layout.seeds[slot][what])
+        later = [int(layout.seeds[slot][name]) for name in PARTS]
+        ends = [at for at in (*later, layout.extent(slot)[1]) if at > begin]
         return values[begin : min(ends)]
 
     def assert_like_plain(self, rtol=1e-6):
@@ -199,7 +199,7 @@ def test_both_engines_count_the_same_rows(host):
         for slot in range(SLOTS):
             garden.live(1, slot, FELT[slot])
         garden.train(6, start=6)
-        felt = Plan.of(garden.lives).felt
+        felt = Alphas.of(garden.lives).host
         counts.append(garden.cohort.count(garden.x, garden.y, felt))
         asked = torch.tensor([True, False, True])
         some = garden.cohort.count(garden.x, garden.y, felt, asked)
@@ -213,7 +213,7 @@ def test_the_rows_that_are_counted_are_those_that_the_host_guesses_right(host):
     garden.plant(1, 1, garden.chosen[0])
     garden.live(1, 1, Stage.HOLDING)
     garden.train(20)
-    found = garden.cohort.count(garden.x, garden.y, Plan.of(garden.lives).felt)
+    found = garden.cohort.count(garden.x, garden.y, Alphas.of(garden.lives).host)
     for env, plain in enumerate(garden.hosts):
         answer = plain(garden.x[0].view(-1, *host.shape))
         assert int((answer.argmax(1) == garden.y[0]).sum()) == int(found[env])
@@ -239,7 +239,7 @@ def test_seeds_may_come_and_go_while_their_neighbours_train(host):
     garden.plant(0, 3, other)
     garden.live(1, 0, Stage.COOLING)
     garden.train(10, start=10)
-    garden.cohort.uproot(1, 0)
+    garden.cohort.remove(1, 0)
     garden.hosts[1].uproot(0)
     garden.live(1, 0, Stage.DORMANT)
     garden.train(5, start=20)
@@ -275,10 +275,10 @@ def test_a_pruned_newborn_stands_still_while_it_waits_to_leave(host):
     garden.train(5)
     garden.live(0, 1, Stage.COOLING, alpha=0.0)
     garden.live(0, 3, Stage.HOLDING)
-    kept = garden.cohort.values[0, slice(*garden.cohort.chart.extent(1))].clone()
+    kept = garden.cohort.values[0, slice(*garden.cohort.layout.extent(1))].clone()
     garden.train(5, start=5)
     garden.assert_like_plain()
-    now = garden.cohort.values[0, slice(*garden.cohort.chart.extent(1))]
+    now = garden.cohort.values[0, slice(*garden.cohort.layout.extent(1))]
     assert torch.equal(kept, now)
 
 
@@ -338,13 +338,13 @@ def test_a_broken_newborn_breaks_no_bit_of_its_host(host, engine):
         garden.plant(0, 1, garden.chosen[0])
         garden.live(0, 1, Stage.HOLDING)
         garden.plant(0, 3, garden.chosen[0])
-    broken.cohort.values[0, slice(*broken.cohort.chart.extent(3))] = torch.nan
+    broken.cohort.values[0, slice(*broken.cohort.layout.extent(3))] = torch.nan
     ends = [garden.train(6) for garden in (sound, broken)]
     assert torch.equal(sound.part(0, "host"), broken.part(0, "host"))
     assert torch.equal(sound.part(0, "first", 1), broken.part(0, "first", 1))
     assert torch.equal(sound.cohort.values[1], broken.cohort.values[1])
     assert torch.equal(ends[0].losses, ends[1].losses)
-    assert ends[1].beside.isnan().tolist() == [True, False]
+    assert ends[1].shadow_losses.isnan().tolist() == [True, False]
 
 
 def test_a_broken_host_breaks_no_bit_of_its_neighbours(host):
@@ -363,10 +363,10 @@ def test_a_new_host_leaves_nothing_of_the_old(host):
     garden.train(4)
     kept = [part[0].clone() for part in (garden.cohort.values, garden.cohort.mean)]
     network = host.build(torch.Generator().manual_seed(9))
-    garden.cohort.plant_host(1, network)
+    garden.cohort.set_host(1, network)
     expected = torch.nn.utils.parameters_to_vector(network.parameters())
     assert torch.equal(garden.part(1, "host"), expected)
-    assert not garden.cohort.values[1, garden.cohort.chart.host :].any()
+    assert not garden.cohort.values[1, garden.cohort.layout.host_parameters :].any()
     assert not garden.cohort.mean[1].any()
     assert not garden.cohort.square[1].any()
     assert not garden.cohort.size[1].any()
@@ -398,8 +398,8 @@ def test_what_a_place_showed_is_what_was_said_there_and_its_gradient(host, engin
     places = garden.train(1, start=4, keep=True).places
     for env, (inputs, said) in enumerate(held):
         for p, place in enumerate(places):
-            close(place.given[env], inputs[p].flatten(1))
-            close(place.answer[env].flatten(1), said[p + 1].flatten(1))
+            close(place.inputs[env], inputs[p].flatten(1))
+            close(place.outputs[env].flatten(1), said[p + 1].flatten(1))
             close(place.gradient[env].flatten(1), said[p + 1].grad.flatten(1))
 
 
@@ -408,7 +408,7 @@ def close(found, expected):
 
 
 def test_every_form_that_can_be_planted_was_planted_here():
-    assert {blueprint.form for blueprint in CHOSEN["mlp"]} == set(ACTS)
+    assert {blueprint.form for blueprint in CHOSEN["mlp"]} == set(ACTIVATIONS)
 
 
 def test_rows_of_each_environments_own_are_read_by_their_owner(host):
@@ -419,7 +419,7 @@ def test_rows_of_each_environments_own_are_read_by_their_owner(host):
     apart = garden.cohort
     picked = torch.stack([rows(0, 0)[None]] * 2)
     rates = torch.full((2, 1), RATE, dtype=torch.float64)
-    plan = Plan.of(garden.lives)
+    plan = Alphas.of(garden.lives)
     losses = apart.train(garden.x, garden.y, picked, plan, rates).losses
     for env in range(2):
         network = host.build(torch.Generator().manual_seed(env)).double()
@@ -440,13 +440,13 @@ def test_elsewhere_than_on_the_cpu_tensors_are_used(host):
         torch.empty(1, EXAMPLES, torch.Size(host.shape).numel(), device="meta"),
         torch.empty(1, EXAMPLES, **numbers),
         torch.empty(3, 2, ROWS, **numbers),
-        Plan(*(torch.zeros(3, SLOTS, device="meta") for _ in range(3))),
+        Alphas(*(torch.zeros(3, SLOTS, device="meta") for _ in range(3))),
         torch.empty(3, 2, device="meta"),
         keep=True,
     )
     assert trained.losses.device.type == "meta"
-    assert [place.answer.shape[2] for place in trained.places] == [
-        own.outputs for own in cohort.chart.maps[1:]
+    assert [place.outputs.shape[2] for place in trained.places] == [
+        own.outputs for own in cohort.layout.shapes[1:]
     ]
 
 
@@ -495,5 +495,8 @@ def test_minibatches_of_another_size_are_refused(engine):
     garden = Garden(2, plain=False, engine=engine)
     picked = torch.zeros(2, 1, ROWS // 2, dtype=torch.int64)
     rates = torch.ones(2, 1, dtype=torch.float64)
-    with pytest.raises(BadInput, match="minibatches of 16 rows, got 8"):
-        garden.cohort.train(garden.x, garden.y, picked, Plan.of(garden.lives), rates)
+    with pytest.raises(
+        BadInput,
+        match=r"picked must be \[2, 1, 16\] torch.int64 in this cohort, got \[2, 1, 8\]",
+    ):
+        garden.cohort.train(garden.x, garden.y, picked, Alphas.of(garden.lives), rates)

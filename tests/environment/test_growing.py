@@ -7,9 +7,9 @@ import torch
 from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
+from esper.environment.episode_data import EpisodeRows
 from esper.environment.growing import GrowingWorld
-from esper.environment.rows import Rows
-from esper.environment.terms import Terms, check_actions, check_choices
+from esper.environment.settings import WorldSettings, check_actions
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
 from esper.tamiyo.rule_based import Never, Random
@@ -42,12 +42,14 @@ TINY = Task(
     learning_rate=2e-2,
 )
 VARIED = replace(TINY, varied=True)
-TERMS = Terms(rent=(0.01, 0.1), budget=(2.0, 20.0), rate=(0.5, 2.0))
+TERMS = {"rent": (0.01, 0.1), "budget": (2.0, 20.0), "rate": (0.5, 2.0)}
+SETTINGS = WorldSettings(**TERMS)
 LONG = replace(TINY, horizon=14)
 
 
 def make(envs=3, rng_seed=0, task=TINY, **more):
-    return GrowingWorld(task, envs, rng_seed, **{"terms": TERMS, **more})
+    settings = WorldSettings(**{**TERMS, **more})
+    return GrowingWorld(task, envs, rng_seed, settings=settings)
 
 
 def sentence(op, slot=0, blueprint=0, **heads):
@@ -182,8 +184,7 @@ def illegal_sentences():
 
 @pytest.mark.parametrize("kind", illegal_sentences())
 def test_an_illegal_sentence_is_flagged_charged_once_and_is_a_wait(kind):
-    terms = Terms(budget=(1.5, 1.5))
-    asked, waited = (make(2, terms=terms, penalty=0.25) for _ in range(2))
+    asked, waited = (make(2, budget=1.5, penalty=0.25) for _ in range(2))
     for world in (asked, waited):
         world.reset()
         plant = waits(world)
@@ -317,7 +318,7 @@ def test_what_one_environment_says_does_not_reach_another():
 def test_terms_differ_between_environments_within_their_ranges():
     world = make(16)
     host = world.reset().host
-    for value, (low, high) in ((host.rent, TERMS.rent), (host.budget_left, (2, 20))):
+    for value, (low, high) in ((host.rent, TERMS["rent"]), (host.budget_left, (2, 20))):
         assert len(set(value.tolist())) == 16
         assert (value >= low).all()
         assert (value <= high).all()
@@ -336,7 +337,7 @@ def test_a_seed_costs_what_was_offered():
 
 
 def test_a_budget_is_for_all_seeds_together():
-    world = make(1, terms=Terms(budget=(1.5, 1.5)))
+    world = make(1, budget=1.5)
     offers = world.reset().offers
     assert 0.75 < float(offers.parameters[0, 1, 1]) < 1.5
     shown = world.step(sentence(Op.GERMINATE, 1, 1).unsqueeze(0)).observation
@@ -368,7 +369,7 @@ def test_a_score_is_the_share_of_decision_rows_that_the_host_gets_right():
     world.reset()
     rows, networks = blobs(0).decisions, [TINY.host.build(chance) for _ in range(2)]
     for env, network in enumerate(networks):
-        world.cohort.plant_host(env, network)
+        world.cohort.set_host(env, network)
     shown = world._score()
     with torch.no_grad():
         right = [(n(rows.features).argmax(1) == rows.labels).float() for n in networks]
@@ -381,20 +382,6 @@ def test_a_world_is_not_stepped_before_its_first_reset():
         world.step(waits(world))
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"envs": 0}, "num_envs"),
-        ({"measure_every": 0}, "measure_every"),
-        ({"blueprints": ("widen_9",)}, "widen_8"),
-        ({"blueprints": ("attention",)}, "cannot plant 'attention'"),
-    ],
-)
-def test_what_cannot_be_grown_is_refused(changed, words):
-    with pytest.raises(BadInput, match=words):
-        make(**changed)
-
-
 CPU = torch.device("cpu")
 
 
@@ -404,9 +391,9 @@ def rows_of(splits):
 
 def test_rows_of_one_are_replaced_where_they_stand_and_nobody_elses():
     first, other = blobs(0), blobs(1)
-    rows = Rows.of(first, CPU, apart=3)
+    rows = EpisodeRows.of(first, CPU, copies=3)
     places = [part.data_ptr() for part in (*rows.features, *rows.labels)]
-    rows.give(1, other)
+    rows.replace(1, other)
     assert [p.data_ptr() for p in (*rows.features, *rows.labels)] == places
     for env, splits in enumerate((first, other, first)):
         for part, (x, y) in enumerate(rows_of(splits)):
@@ -421,7 +408,7 @@ def test_rows_of_one_are_replaced_where_they_stand_and_nobody_elses():
 def test_what_a_task_gave_is_never_written_to(envs):
     first = blobs(0)
     kept = [(x.clone(), y.clone()) for x, y in rows_of(first)]
-    Rows.of(first, CPU, apart=envs).give(0, blobs(1))
+    EpisodeRows.of(first, CPU, copies=envs).replace(0, blobs(1))
     for (x, y), (was_x, was_y) in zip(rows_of(first), kept, strict=True):
         assert torch.equal(x, was_x)
         assert torch.equal(y, was_y)
@@ -429,25 +416,24 @@ def test_what_a_task_gave_is_never_written_to(envs):
 
 def test_rows_that_are_shared_are_kept_once():
     first = blobs(0)
-    rows = Rows.of(first, CPU)
+    rows = EpisodeRows.of(first, CPU)
     assert [len(part) for part in (*rows.features, *rows.labels)] == [1] * 6
     assert torch.equal(rows.features[0][0], first.train.features)
     assert torch.equal(rows.labels[2][0], first.test.labels)
-    assert rows.train == len(first.train)
 
 
 def test_a_number_that_gives_fewer_rows_than_the_first_is_refused():
-    rows, first = Rows.of(blobs(0), CPU, apart=2), blobs(0)
+    rows, first = EpisodeRows.of(blobs(0), CPU, copies=2), blobs(0)
     test = replace(
         first.test, features=first.test.features[1:], labels=first.test.labels[1:]
     )
     with pytest.raises(BadInput, match=r"test rows of shape \(30, 5\) .* \(29, 5\)"):
-        rows.give(1, blobs(1)._replace(test=test))
+        rows.replace(1, blobs(1)._replace(test=test))
     assert torch.equal(rows.features[0][1], first.train.features)
 
 
 @pytest.mark.parametrize(
-    ("terms", "words"),
+    ("given", "words"),
     [
         ({"rent": (nan, nan)}, r"rent must be a finite number or a range"),
         ({"rent": (0.0, inf)}, r"got \(0\.0, inf\)"),
@@ -455,51 +441,50 @@ def test_a_number_that_gives_fewer_rows_than_the_first_is_refused():
         ({"budget": (-0.5, 1.0)}, r"budget must be a finite number from 0 or"),
         ({"rate": (0.0, 1.0)}, r"rate must be a finite number above 0 or"),
         ({"rate": (-1.0, 1.0)}, r"rate must be a finite number above 0 or"),
+        ({"measure_every": 1.5}, r"measure_every must be .* got 1\.5"),
+        ({"group_size": 0}, "group_size must be a whole number of at least 1"),
+        ({"seeds_per_slot": 0}, "seeds_per_slot must be a whole number"),
+        ({"horizon": True}, "horizon must be a whole number .* got True"),
+        ({"penalty": nan}, "penalty must be a finite number from 0, got nan"),
+        ({"penalty": -0.1}, r"got -0\.1"),
+        ({"penalty": "dear"}, "got 'dear'"),
+        ({"blueprints": ()}, r"at least one name in a tuple, got \(\)"),
+        ({"blueprints": "widen_8"}, "got 'widen_8'"),
+        ({"blueprints": ("widen_8",) * 2}, "blueprints has a name twice"),
     ],
 )
-def test_terms_that_cannot_be_drawn_from_are_refused(terms, words):
+@pytest.mark.usefixtures("unchecked")
+def test_settings_that_cannot_be_meant_are_refused(given, words):
     with pytest.raises(BadInput, match=words) as caught:
-        Terms(**terms)
+        WorldSettings(**given)
     assert "\n" not in str(caught.value)
-
-
-def test_terms_may_be_free_and_rent_may_be_paid_back():
-    terms = Terms(rent=(-0.1, 0.0), budget=(0.0, 0.0))
-    assert (terms.rent, terms.budget) == ((-0.1, 0.0), (0.0, 0.0))
-
-
-CHOICES = {
-    "num_envs": 2,
-    "rng_seed": 0,
-    "measure_every": 4,
-    "penalty": 0.01,
-    "device": "cpu",
-    "blueprints": ("widen_8",),
-}
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("given", "words"),
     [
-        ("num_envs", 0, "num_envs must be a whole number of at least 1, got 0"),
-        ("num_envs", 2.0, r"got 2\.0"),
-        ("num_envs", True, "got True"),
-        ("rng_seed", -1, "rng_seed must be a whole number of at least 0, got -1"),
-        ("measure_every", 1.5, r"measure_every must be .* got 1\.5"),
-        ("penalty", nan, "penalty must be a finite number from 0, got nan"),
-        ("penalty", -0.1, r"got -0\.1"),
-        ("penalty", "dear", "got 'dear'"),
-        ("device", "cuda:99", r"device must be one of cpu.*; got 'cuda:99'"),
-        ("device", "abacus", "got 'abacus'"),
-        ("blueprints", (), r"at least one name in a tuple, got \(\)"),
-        ("blueprints", "widen_8", "got 'widen_8'"),
+        ({"num_envs": 0}, "num_envs must be a whole number of at least 1, got 0"),
+        ({"num_envs": True}, "got True"),
+        ({"rng_seed": -1}, "rng_seed must be a whole number of at least 0, got -1"),
+        ({"device": "cuda:99"}, r"device must be one of cpu.*; got 'cuda:99'"),
+        ({"device": "abacus"}, "got 'abacus'"),
+        ({"settings": WorldSettings(blueprints=("widen_9",))}, "widen_8"),
+        (
+            {"settings": WorldSettings(blueprints=("attention",))},
+            "cannot plant 'attention'",
+        ),
+        ({"settings": WorldSettings(slots=5)}, "world.slots is 5, but .* 2 places"),
     ],
 )
-def test_choices_that_no_world_can_be_made_of_are_refused(name, value, words):
-    check_choices(**CHOICES)
-    with pytest.raises(BadInput, match=words) as caught:
-        check_choices(**{**CHOICES, name: value})
-    assert "\n" not in str(caught.value)
+def test_worlds_that_cannot_be_made_are_refused(given, words):
+    with pytest.raises(BadInput, match=words):
+        GrowingWorld(TINY, **{"num_envs": 2, **given})
+
+
+def test_terms_may_be_free_and_rent_may_be_paid_back():
+    settings = WorldSettings(rent=(-0.1, 0.0), budget=0)
+    assert settings.range_of("rent") == (-0.1, 0.0)
+    assert settings.range_of("budget") == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -529,7 +514,7 @@ def test_a_wait_may_name_anything_in_the_heads_it_does_not_use():
 
 def test_what_costs_the_whole_budget_is_affordable():
     cost = float(make(1).reset().offers.parameters[0, 0, 0])
-    world = make(1, terms=Terms(budget=(3 * cost, 3 * cost)))
+    world = make(1, budget=3 * cost)
     world.reset()
     for slot in range(3):
         world.step(sentence(Op.GERMINATE, slot=slot)[None])
@@ -539,7 +524,7 @@ def test_what_costs_the_whole_budget_is_affordable():
 
 
 def test_a_panic_never_pays():
-    world = make(1, terms=Terms(rent=(1.0, 1.0), budget=(20.0, 20.0)), task=LONG)
+    world = make(1, rent=1.0, budget=20.0, task=LONG)
     world.reset()
     worth = float(world.step(sentence(Op.GERMINATE, blueprint=3)[None]).reward)
     assert worth < -1.0
@@ -565,14 +550,11 @@ def test_a_host_that_breaks_in_the_last_minibatch_panics():
     assert world.ended.panicked.tolist() == [True]
 
 
-def test_bad_counts_of_seeds_are_refused():
-    with pytest.raises(BadInput, match="seeds_per_slot must be a whole number"):
-        make(1, seeds_per_slot=0)
-
-
 def test_twins_share_everything_but_what_is_decided():
     task = replace(find_task("digits"), horizon=3, decision_every=2)
-    world = GrowingWorld(task, 4, 5, twins=2, terms=Terms(rent=(0.01, 0.1)))
+    world = GrowingWorld(
+        task, 4, 5, settings=WorldSettings(group_size=2, rent=(0.01, 0.1))
+    )
     world.reset()
     waits = torch.zeros(4, NUM_HEADS, dtype=torch.int64)
     for _ in range(5):  # into the next episode
@@ -586,9 +568,8 @@ def test_twins_share_everything_but_what_is_decided():
 
 def test_rents_are_drawn_evenly_on_a_log_scale():
     task = replace(find_task("digits"), horizon=1, decision_every=1)
-    world = GrowingWorld(
-        task, 200, 0, terms=Terms(rent=(1e-3, 1e-1), budget=(1.0, 3.0))
-    )
+    settings = WorldSettings(rent=(1e-3, 1e-1), budget=(1.0, 3.0))
+    world = GrowingWorld(task, 200, 0, settings=settings)
     host = world.reset().host
     assert 0.38 < (host.rent < 1e-2).float().mean() < 0.62
     assert host.rent.min() >= 1e-3

@@ -6,13 +6,13 @@ from esper.environment.growing import GrowingWorld
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.rule_based import Random
 from tests.census import changed, fixed
-from tests.environment.test_growing import TERMS, TINY, VARIED
+from tests.environment.test_growing import SETTINGS, TINY, VARIED
 
 TASKS = {"shared": TINY, "varied": VARIED}
 
 
 def make(task, rng_seed=3):
-    return GrowingWorld(task, 4, rng_seed, terms=TERMS)
+    return GrowingWorld(task, 4, rng_seed, settings=SETTINGS)
 
 
 def play(world, observation, chance, steps):

@@ -11,7 +11,6 @@ from math import inf, nan
 from pathlib import Path
 
 import gymnasium
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -23,8 +22,13 @@ from stable_baselines3.common.env_checker import check_env as sb3_check_env
 
 from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.errors import BadInput, CallOrder
-from esper.environment.flat import FlatActions, feature_names, flatten
-from esper.environment.gym import GrowEnv, GrowVectorEnv
+from esper.environment.gym import (
+    FlatActions,
+    GrowEnv,
+    GrowVectorEnv,
+    feature_names,
+    flatten,
+)
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tasks import catalogue
 from esper.tasks.catalogue import TASKS, register_task
@@ -66,14 +70,6 @@ def _tiny_task():
     yield
     catalogue._BUILDERS.clear()
     catalogue._BUILDERS.update(before)
-
-
-@pytest.fixture
-def _as_users_call():
-    """Without the test run's own look at annotations, which would come first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def number(env: GrowEnv | GrowVectorEnv, name: str) -> int:
@@ -221,7 +217,7 @@ def test_two_environments_of_a_process_share_no_state():
     assert_same(seen, alone)
 
 
-@pytest.mark.usefixtures("_as_users_call")  # beartype draws from `random`
+@pytest.mark.usefixtures("unchecked")  # beartype draws from `random`
 @pytest.mark.parametrize("make", [GrowEnv, GrowVectorEnv])
 def test_the_process_around_an_environment_is_left_alone(make, capfd):
     def surroundings():
@@ -388,7 +384,7 @@ def test_terms_that_cannot_be_meant_are_refused(options, words):
         env.action_masks()
 
 
-@pytest.mark.usefixtures("_as_users_call")
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("make", [GrowEnv, GrowVectorEnv])
 @pytest.mark.parametrize("seed", [-1, 1.5, "a", [1, 2]])
 def test_what_is_no_seed_is_refused_and_the_run_goes_on(make, seed):
@@ -401,20 +397,20 @@ def test_what_is_no_seed_is_refused_and_the_run_goes_on(make, seed):
     assert_same(env.reset(), untouched.reset())
 
 
-@pytest.mark.usefixtures("_as_users_call")
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("options", [[1], "rent", 3])
 def test_options_that_are_no_dict_are_refused(options):
     with pytest.raises(BadInput, match="options must be a dict of terms, got"):
         GrowEnv(task="tiny").reset(options=options)
 
 
-@pytest.mark.usefixtures("_as_users_call")
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"horizn": 3}, "got 'horizn'; did you mean 'horizon'"),
         ({"task": 3}, "task must be a Task or the name of one, got 3"),
-        ({"horizon": 0}, "horizon to be a whole number from 1; got 0"),
+        ({"horizon": 0}, "horizon must be a whole number of at least 1, got 0"),
         ({"decision_every": 2.5}, "decision_every .* got 2.5"),
         ({"rate": 0.0}, r"rate must be a finite number above 0 .* got 0\.0"),
     ],
@@ -499,7 +495,7 @@ def test_masks_say_what_is_carried_out():
     env = GrowVectorEnv(8, task="tiny", horizon=16, budget=2.0)
     _, info = env.reset(seed=0)
     chance, envs = np.random.default_rng(0), np.arange(8)
-    ops = env.actions.sentences[:, HEAD["op"]].numpy()
+    ops = env.actions.actions[:, HEAD["op"]].numpy()
     done, refused = set(), set()
     for step in range(48):
         masks = info["action_mask"] == 1
@@ -526,10 +522,10 @@ def test_masks_are_those_of_the_factored_sentences():
     env.reset(seed=0)
     chance = np.random.default_rng(0)
     op, slot, kind = (
-        env.actions.sentences[:, HEAD[name]] for name in ("op", "slot", "blueprint")
+        env.actions.actions[:, HEAD[name]] for name in ("op", "slot", "blueprint")
     )
     for _ in range(12):
-        masks = compute_masks(env._see, env._world.spec)
+        masks = compute_masks(env._now, env._world.spec)
         expected = masks.slot[:, op, slot]
         planting = masks.blueprint[:, slot, kind] | (op != Op.GERMINATE)
         expected = (expected & planting) | (op == Op.WAIT)
@@ -558,9 +554,9 @@ def test_a_narrowed_action_space_is_never_left():
     }
     actions = FlatActions.of(ActionSpec(PROBE_SPEC.slots, narrowed=narrowed))
     spec = actions.spec
-    heads = torch.arange(actions.sentences.shape[1])
-    from_spec = spec.allowed[heads, actions.sentences]
-    op = actions.sentences[:, HEAD["op"]]
+    heads = torch.arange(actions.actions.shape[1])
+    from_spec = spec.allowed[heads, actions.actions]
+    op = actions.actions[:, HEAD["op"]]
     plants, sets = op == Op.GERMINATE, op == Op.SET_ALPHA
     assert set(op.tolist()) == {Op.WAIT, Op.GERMINATE, Op.SET_ALPHA}
     assert from_spec[plants][:, [HEAD["tempo"], HEAD["alpha_target"]]].all()

@@ -6,12 +6,14 @@ import torch
 from esper.contracts.errors import BadInput
 from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
-from esper.environment.mixture import Mixture, Redrawn
+from esper.environment.mixture import Mixture, RedrawnMixture
+from esper.environment.settings import WorldSettings
 from esper.environment.simulated import SimulatedWorld
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.rule_based import Random
 from esper.tasks.hosts import MlpHost
 from tests.environment.test_growing import TINY, VARIED
+from tests.worlds import PlainWorld
 
 WIDER = replace(TINY, name="wider", host=MlpHost((5, 9, 8, 3)), horizon=3)
 
@@ -75,14 +77,14 @@ def test_a_mixture_goes_on_to_the_bit_from_what_was_saved():
 
 
 def test_worlds_in_which_other_things_can_be_said_are_refused():
-    other = GrowingWorld(TINY, 2, blueprints=("widen_8",))
+    other = GrowingWorld(TINY, 2, settings=WorldSettings(blueprints=("widen_8",)))
     with pytest.raises(BadInput, match="number 1 differs from the first: 4 slots and"):
         Mixture([worlds()[0], other])
     with pytest.raises(BadInput, match="at least one world, got none"):
         Mixture([])
 
 
-class Numbered:
+class Numbered(PlainWorld):
     """A world that shows the number it was made of."""
 
     def __init__(self, number):
@@ -101,14 +103,14 @@ class Numbered:
 
 def test_a_redrawn_mixture_has_other_worlds_each_time_and_saves_only_their_number():
     def made():
-        return Redrawn(
+        return RedrawnMixture(
             lambda number: [Numbered(10 * number), Numbered(10 * number + 1)]
         )
 
     world = made()
     numbers = []
     for _ in range(3):
-        world.redraw()
+        world.begin_round()
         numbers.append([part.number for part in world.worlds])
     assert numbers == [[0, 1], [10, 11], [20, 21]]
     kept = save(world)
@@ -116,7 +118,7 @@ def test_a_redrawn_mixture_has_other_worlds_each_time_and_saves_only_their_numbe
     again = made()
     load(again, kept)
     for one in (world, again):
-        one.redraw()
+        one.begin_round()
     assert [part.number for part in again.worlds] == [30, 31]
     seen = [one.reset().host.rent for one in (world, again)]
     assert torch.equal(*seen)

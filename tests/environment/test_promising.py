@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from esper.contracts.blueprints import BLUEPRINTS, Form
-from esper.environment.promising import promises
+from esper.environment.looks import promises
 from esper.growth.blueprints.geometry import Geometry, Layout
 from esper.growth.blueprints.seed import misfit
 from esper.growth.junction import Sample

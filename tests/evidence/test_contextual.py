@@ -15,6 +15,7 @@ from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotConfig
 from esper.environment.growing import GrowingWorld
+from esper.environment.settings import WorldSettings
 from esper.experiment.collect import play
 from esper.tamiyo.bandit import CONTEXT, LinearBandit
 from esper.tamiyo.schedule import Schedule
@@ -134,15 +135,9 @@ def test_real_hosts_are_learnt_from():
     few = replace(task("digits"), horizon=4, decision_every=2)
 
     def real(rng_seed):
-        return [
-            GrowingWorld(
-                few,
-                3,
-                rng_seed,
-                blueprints=("widen_8", "widen_16"),
-                measure_every=2,
-            )
-        ]
+        names = ("widen_8", "widen_16")
+        settings = WorldSettings(blueprints=names, measure_every=2)
+        return [GrowingWorld(few, 3, rng_seed, settings=settings)]
 
     fitted = fit_bandit(real, 100, 0, look=2)
     assert len(fitted.weights) == len(ARMS)

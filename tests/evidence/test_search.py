@@ -12,6 +12,7 @@ from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotConfig
 from esper.environment.growing import GrowingWorld
+from esper.environment.settings import WorldSettings
 from esper.experiment.collect import play
 from esper.experiment.settings.presets import preset
 from esper.experiment.streams import stream_seed
@@ -143,7 +144,8 @@ def test_real_hosts_are_searched():
     few = replace(task("digits"), horizon=4, decision_every=2)
 
     def real(rng_seed):
-        return [GrowingWorld(few, 2, rng_seed, blueprints=("widen_8", "widen_16"))]
+        settings = WorldSettings(blueprints=("widen_8", "widen_16"))
+        return [GrowingWorld(few, 2, rng_seed, settings=settings)]
 
     found = search(real, 80, 0, most=4)
     assert np.isfinite(found.value)

@@ -9,7 +9,7 @@ import torch
 
 from esper.contracts.errors import BadInput
 from esper.contracts.state import load, save
-from esper.environment.mixture import Redrawn
+from esper.environment.mixture import RedrawnMixture
 from esper.experiment import imitation, warm
 from esper.experiment.config import Budget, Judging, TrainConfig, World
 from esper.experiment.loop import Training
@@ -76,9 +76,9 @@ def test_watched_families_are_the_same_for_every_run_and_never_trained_on():
 
 
 def test_a_family_is_redrawn_and_other_tasks_are_not():
-    assert isinstance(world_for(family()), Redrawn)
+    assert isinstance(world_for(family()), RedrawnMixture)
     plain = TrainConfig(tasks=("digits",), envs=2, world=World(horizon=2))
-    assert not isinstance(world_for(plain), Redrawn)
+    assert not isinstance(world_for(plain), RedrawnMixture)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch import nn
 import esper
 from esper.contracts.errors import BadInput
 from esper.environment.growing import GrowingWorld
+from esper.environment.settings import WorldSettings
 from esper.experiment.conclusion import _jobs
 from esper.experiment.config import Judging
 from esper.experiment.learned import (
@@ -50,7 +51,7 @@ def test_a_run_is_found_by_name_by_folder_and_by_checkpoint(ending):
 
 def test_what_was_learnt_decides_in_a_world_with_other_slots(ending):
     learned = load_controller(ending.path)
-    world = GrowingWorld(TINY, 3, seeds_per_slot=3)
+    world = GrowingWorld(TINY, 3, settings=WorldSettings(seeds_per_slot=3))
     controller = learned(world.spec)
     observation, state = world.reset(), None
     for _ in range(3):

@@ -9,11 +9,11 @@ from esper.environment.growing import GrowingWorld
 from esper.environment.simulated import SimulatedWorld
 from esper.experiment.loop import LoopConfig, Training
 from esper.simic.agent.ppo import PPOConfig
-from tests.environment.test_growing import TERMS, TINY, VARIED
+from tests.environment.test_growing import SETTINGS, TINY, VARIED
 
 WORLDS = {
-    "shared": lambda seed: GrowingWorld(TINY, 4, seed, terms=TERMS),
-    "varied": lambda seed: GrowingWorld(VARIED, 4, seed, terms=TERMS),
+    "shared": lambda seed: GrowingWorld(TINY, 4, seed, settings=SETTINGS),
+    "varied": lambda seed: GrowingWorld(VARIED, 4, seed, settings=SETTINGS),
     "simulated": lambda seed: SimulatedWorld(4, seed, hidden_share=0.5),
 }
 

@@ -75,6 +75,7 @@ class VectorWorld(Protocol):
 
     def begin_round(self) -> None:
         """Called before every rollout."""
+        return
 
     def parts(self) -> "Sequence[VectorWorld]":
         """The worlds of one task each that this one is made of."""

@@ -50,7 +50,8 @@ summed = summed_with(memory_layout, part=True)
 @entry
 def train(
     features, labels, picked, rates, v, mean, square, clocks, g, s, bits, layout,
-    size, act, alphas, shadow_alphas, training, decay, newborn_rate, newborn_steps, kept,
+    size, act, alphas, shadow_alphas, training, decay, newborn_rate, newborn_steps,
+    kept,
 ):  # fmt: skip
     """Train every host and its seeds on its minibatches, one after the other.
 
@@ -267,7 +268,9 @@ def _layer_backward(w, g, s, rows, own, learns, further):
 
 
 @fused
-def _seed_backward(w, g, s, rows, own, before, seed, units, act, alpha, learns, further):
+def _seed_backward(
+    w, g, s, rows, own, before, seed, units, act, alpha, learns, further
+):
     """Gradients of one seed and, if asked, of its inlet."""
     gz, gu, ghid = own.gz * rows, seed.gu * rows, seed.ghid * rows
     taps, below, inputs = own.taps, before.taps, units * seed.each
@@ -299,7 +302,7 @@ def _seed_backward(w, g, s, rows, own, before, seed, units, act, alpha, learns, 
 
 @fused
 def _loss(s, bits, last, rows, y):
-    """Mean cross-entropy; its gradient goes to the gradient of the last layer's outputs."""
+    """Mean cross-entropy; its gradient goes to `gz` of the last layer."""
     real, outputs = s.dtype.type, last.outputs
     z = s[last.z * rows : (last.z + outputs) * rows].reshape(outputs, rows)
     g = s[last.gz * rows : (last.gz + outputs) * rows].reshape(outputs, rows)
@@ -439,7 +442,9 @@ def apply(own, rows, w, base, by_out, by_in, scale, s, x, inputs, z, outputs):
 
 
 @fused
-def apply_transposed(own, rows, w, base, by_out, by_in, scale, s, gx, inputs, gz, outputs):
+def apply_transposed(
+    own, rows, w, base, by_out, by_in, scale, s, gx, inputs, gz, outputs
+):
     """Add the transposed map of gz, the gradient at the inputs, to gx."""
     if own.kind == CONV:
         turn = np.int64(8)
@@ -451,10 +456,14 @@ def apply_transposed(own, rows, w, base, by_out, by_in, scale, s, gx, inputs, gz
 
 
 @summed
-def weight_gradient(own, rows, g, base, by_out, by_in, scale, s, x, inputs, gz, outputs):
+def weight_gradient(
+    own, rows, g, base, by_out, by_in, scale, s, x, inputs, gz, outputs
+):
     """The gradient of a map's weights."""
     if own.kind == CONV:
-        _conv_gradient(own, rows, g, base, by_out, by_in, scale, s, x, inputs, gz, outputs)
+        _conv_gradient(
+            own, rows, g, base, by_out, by_in, scale, s, x, inputs, gz, outputs
+        )
         return
     zero = s.dtype.type(0)
     given = s[x : x + inputs * rows].reshape(inputs, rows)
@@ -505,7 +514,9 @@ def _apply_dense(rows, w, base, by_out, by_in, scale, s, x, inputs, z, outputs):
 
 
 @fused
-def _apply_conv(own, rows, w, base, by_out, by_in, turn, scale, s, x, inputs, z, outputs):
+def _apply_conv(
+    own, rows, w, base, by_out, by_in, turn, scale, s, x, inputs, z, outputs
+):
     """A convolution of padded images, one line of the result at a time.
 
     `turn` is 8 to read the kernel from its end, else 0.
@@ -538,7 +549,9 @@ def _shifted(s, at, length, rows):
 
 
 @summed
-def _conv_gradient(own, rows, grads, base, by_out, by_in, scale, s, x, inputs, gz, outputs):
+def _conv_gradient(
+    own, rows, grads, base, by_out, by_in, scale, s, x, inputs, gz, outputs
+):
     """The gradient of a convolution's weights, nine sums at a time."""
     zero, length = s.dtype.type(0), own.wide * rows
     for o in range(outputs):

@@ -38,9 +38,7 @@ class EpisodeRows:
     labels: tuple[Labels, Labels, Labels]
 
     @classmethod
-    def of(
-        cls, splits: Splits, device: torch.device, copies: int = 1
-    ) -> "EpisodeRows":
+    def of(cls, splits: Splits, device: torch.device, copies: int = 1) -> "EpisodeRows":
         """These rows for all environments, or so many copies to be overwritten."""
         parts = [part.to(device) for part in splits]
         train, decisions, test = (
@@ -79,9 +77,8 @@ class EpisodeData(Stateful):
         task: What is learnt.
         envs: How many environments.
         rng_seed: The run.
-        settings: Ranges of rent, budget and rate to draw from.
+        settings: Ranges of rent, budget and rate, and size of groups.
         device: Where rows and terms live.
-        group_size: How many environments in a row have the same random streams.
     """
 
     STATE = ("begun", "rent", "budget", "rate", "streams")
@@ -98,11 +95,9 @@ class EpisodeData(Stateful):
         rng_seed: int,
         settings: WorldSettings,
         device: torch.device,
-        *,
-        group_size: int = 1,
     ) -> None:
         self.task, self._envs, self._run = task, envs, rng_seed
-        self._settings, self._device, self._group_size = settings, device, group_size
+        self._settings, self._device = settings, device
         self.begun = np.zeros(envs, dtype=np.int64)
         """Episodes that each environment has begun."""
         steps = task.horizon * task.decision_every
@@ -160,7 +155,7 @@ class EpisodeData(Stateful):
 
     def _sequences(self, env: int, episode: int) -> list[np.random.SeedSequence]:
         """Streams of data, weights, order and terms of an episode."""
-        key = (self._run, env // self._group_size, episode)
+        key = (self._run, env // self._settings.group_size, episode)
         return np.random.SeedSequence(key).spawn(4)
 
     def _draw_rows(self, env: int, sequence: np.random.SeedSequence) -> None:

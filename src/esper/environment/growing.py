@@ -66,8 +66,6 @@ class GrowingWorld(Stateful, VectorWorld):
         num_envs: How many hosts.
         rng_seed: Decides data, hosts, batches and terms, with environment and episode.
         settings: How they grow; blueprints must be two-matrix forms.
-        group_size: How many environments in a row have the same data, host, batches
-            and terms.
         device: Where everything lives.
         engine: What trains the hosts, see `Cohort`.
     """
@@ -99,21 +97,19 @@ class GrowingWorld(Stateful, VectorWorld):
         rng_seed: int = 0,
         *,
         settings: WorldSettings | None = None,
-        group_size: int = 1,
         device: str = "cpu",
         engine: str = "auto",
     ) -> None:
         check_count("num_envs", num_envs, 1)
         check_count("rng_seed", rng_seed, 0)
-        check_count("group_size", group_size, 1)
         check_device(device)
         self.settings = settings = settings or WorldSettings()
         self.task = task = settings.applied_to(task)
         self.host = task.host
-        self._envs, self._group_size = num_envs, group_size
+        self._envs = num_envs
         self._device = torch.device(device)
         self._episodes = EpisodeData(
-            task, num_envs, rng_seed, settings, self._device, group_size=group_size
+            task, num_envs, rng_seed, settings, self._device
         )
         chosen = find_blueprints(settings.blueprints or OFFERED[self.host.kind])
         per_place = settings.seeds_per_place(task)
@@ -159,7 +155,7 @@ class GrowingWorld(Stateful, VectorWorld):
     @property
     def group_size(self) -> int:
         """How many environments in a row have the same random streams."""
-        return self._group_size
+        return self.settings.group_size
 
     @torch.inference_mode(False)
     def reset(self) -> Observation:
@@ -399,7 +395,9 @@ def _offers(
     )
 
 
-def _repeat(offers: BlueprintOffers, envs: int, device: torch.device) -> BlueprintOffers:
+def _repeat(
+    offers: BlueprintOffers, envs: int, device: torch.device
+) -> BlueprintOffers:
     """The offers of one host for every environment."""
     return BlueprintOffers(
         **{

@@ -51,13 +51,15 @@ class WorldSettings:
     """Reward taken for an action that is not possible."""
     blueprints: tuple[str, ...] | None = None
     """What may be planted; none: what is offered to hosts of the task's kind."""
+    group_size: int = 1
+    """Environments in a row that have the same data, host, batches and terms."""
 
     def __post_init__(self) -> None:
         """Refuse what no world can be made of."""
         for name in ("horizon", "decision_every", "slots"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), 1)
-        for name in ("seeds_per_slot", "measure_every"):
+        for name in ("seeds_per_slot", "measure_every", "group_size"):
             check_count(name, getattr(self, name), 1)
         for name in TERMS:
             self.range_of(name)

@@ -92,7 +92,9 @@ class SlotContents(NamedTuple):
         """What the instances start with."""
         return cls(instances.life, instances.blueprint, instances.style)
 
-    def replaced(self, where: Bool[Tensor, " env"], others: "SlotContents") -> "SlotContents":
+    def replaced(
+        self, where: Bool[Tensor, " env"], others: "SlotContents"
+    ) -> "SlotContents":
         """These seeds, or the others where the mask is set."""
         there = where.unsqueeze(1)
         return SlotContents(
@@ -118,7 +120,9 @@ class SimulatedState:
     phi: Float[Tensor, " env"]
 
 
-def compute_state(constants: EpisodeConstants, seeds: SlotContents, tables: SlotTables) -> SimulatedState:
+def compute_state(
+    constants: EpisodeConstants, seeds: SlotContents, tables: SlotTables
+) -> SimulatedState:
     """Value and cost of the seeds."""
     instances = constants.instances
     entry = constants.empty + seeds.blueprint + 1
@@ -284,7 +288,9 @@ class SimulatedWorld(Stateful, VectorWorld):
         """Start a new episode everywhere."""
         instances = self._draw()
         constants = EpisodeConstants.of(instances.to(self._device))
-        self._state = compute_state(constants, SlotContents.first(constants.instances), self._tables)
+        self._state = compute_state(
+            constants, SlotContents.first(constants.instances), self._tables
+        )
         self._clock = instances.clock  # on the CPU: ends are known without asking
         first = torch.ones(self._num_envs, dtype=torch.bool, device=self._device)
         return observe(self._state, self._tables, self._progress(), first)
@@ -326,7 +332,9 @@ class SimulatedWorld(Stateful, VectorWorld):
         """Whether each environment could carry its action out now."""
         return self._parse(self._current(), actions).legal.squeeze(1)
 
-    def _parse(self, state: SimulatedState, actions: Int64[Tensor, "env head"]) -> ParsedActions:
+    def _parse(
+        self, state: SimulatedState, actions: Int64[Tensor, "env head"]
+    ) -> ParsedActions:
         """The actions as table entries, and whether they are legal."""
         tables = self._tables
         parsed = actions.clamp(self._zero, self._last)

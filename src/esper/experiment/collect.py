@@ -75,8 +75,7 @@ def collect(
     observation, state, returns = live.observation, live.state, live.returns
     spec = world.spec
     # Worlds whose environments share their chances say so; others need not.
-    group_size = getattr(world, "group_size", 1)
-    buffer.begin(state, policy_version, group_size)
+    buffer.begin(state, policy_version, world.group_size)
     episodes = total = torch.zeros((), device=returns.device)
     for _ in range(buffer.max_steps):
         features = compute_features(observation, spec)

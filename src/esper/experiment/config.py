@@ -14,8 +14,7 @@ from math import inf
 from typing import Annotated, Any, Final
 
 from esper.contracts.actions import HEAD_NAMES
-from esper.environment.settings import Term
-from esper.environment.terms import BOUNDS, as_range
+from esper.environment.settings import WorldSettings
 from esper.experiment.run import checked_name
 from esper.experiment.settings.typed import (
     Between,
@@ -78,7 +77,19 @@ RULES: Final[Rules] = {
         "memory": OneOf("memory", lambda: MEMORIES),
         "layers": Between(1, 16),
     },
+    WorldSettings: {
+        "horizon": Between(1, 10_000),
+        "decision_every": Between(1, 10_000),
+        "seeds_per_slot": Between(1, 64),
+        "slots": Between(1, 256),
+        "measure_every": Between(1, 10_000),
+        "penalty": FROM_0,
+        "blueprints": OneOf("blueprint", blueprints),
+        "group_size": Between(1, 65_536),
+    },
 }
+
+World = WorldSettings
 
 TaskName = Annotated[str, OneOf("task", lambda: (SIMULATED, FAMILY, *TASKS))]
 ArmName = Annotated[str, OneOf("controller", lambda: (*CONTROLLERS, *STATIC))]
@@ -140,42 +151,6 @@ class Learner(Checked):
     """How the policy is improved from one rollout."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The size and kind of the policy."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World(Checked):
-    """On what terms real networks grow; the simulated world has its own."""
-
-    horizon: Annotated[int, Between(1, 10_000)] | None = None
-    """Decisions of an episode; none: the task's own."""
-    decision_every: Annotated[int, Between(1, 10_000)] | None = None
-    """Batches between two decisions; none: the task's own."""
-    seeds_per_slot: Annotated[int, Between(1, 64)] = 2
-    """Seeds that each place can hold."""
-    slots: Annotated[int, Between(1, 256)] | None = None
-    """Seeds that a host can hold in all, shared out over its places; none: as above."""
-    rent: Term = 0.01
-    """Score charged per added multiple of the host's parameters; or a range."""
-    budget: Term = 4.0
-    """Parameters that may be added, as a multiple of the host's; or a range."""
-    rate: Term = 1.0
-    """Learning rate against the task's own; or a range."""
-    measure_every: Annotated[int, Between(1, 10_000)] = 4
-    """Decisions between two looks at contributions and promises."""
-    penalty: Annotated[float, FROM_0] = 0.01
-    """Reward taken for an action that is not possible."""
-    blueprints: tuple[BlueprintName, ...] | None = None
-    """What may be planted; none: what is offered to hosts of the task's kind."""
-    group_size: Annotated[int, Between(1, 65_536)] = 1
-    """Environments in a row that train on the same data and chances."""
-
-    def __post_init__(self) -> None:
-        """Refuse ranges that cannot be drawn from, and lists of nothing."""
-        Checked.__post_init__(self)
-        for name in BOUNDS:
-            as_range(name, getattr(self, name))
-        if self.blueprints is not None:
-            _require_names("blueprints", self.blueprints)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

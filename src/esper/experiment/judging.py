@@ -4,7 +4,7 @@ The number and the task decide data, first weights and order of batches, whoever
 controls: controllers that are judged with the same number are paired, host by host.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from time import perf_counter
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.controller import Controller
 from esper.contracts.observation import Observation
-from esper.contracts.step import StepResult
+from esper.contracts.step import StepResult, VectorWorld
 from esper.environment.growing import GrowingWorld
 from esper.experiment.collect import play
 from esper.experiment.config import World
@@ -141,7 +141,9 @@ def judged_world(
 ) -> GrowingWorld:
     """The hosts of a task that a number stands for."""
     number = stream_seed(rng_seed, f"{stage}, {task.name}")
-    return world_of(task, hosts, number, settings or World())
+    # Judged hosts differ from each other, whatever the training groups.
+    settings = replace(settings or World(), group_size=1)
+    return world_of(task, hosts, number, settings)
 
 
 def watch(world: GrowingWorld, controller: Controller, rng_seed: int) -> "Journal":
@@ -154,7 +156,7 @@ def watch(world: GrowingWorld, controller: Controller, rng_seed: int) -> "Journa
     return journal
 
 
-class Journal:
+class Journal(VectorWorld):
     """A world, and what became of the first episode of every host in it."""
 
     def __init__(self, world: GrowingWorld) -> None:
@@ -191,7 +193,7 @@ class Journal:
     def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
         """Step the world and note what came of it."""
         result = self.world.step(actions)
-        lived, report = self.world.lived, self.world.ended
+        lived, report = self.world.trained_lives, self.world.ended
         assert lived is not None  # there was a step
         # Where an episode has ended, what is seen next is of another one.
         score = result.observation.host.score.double()

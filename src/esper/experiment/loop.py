@@ -13,7 +13,6 @@ import torch
 from esper.contracts.errors import BadInput
 from esper.contracts.state import Stateful
 from esper.contracts.step import VectorWorld
-from esper.environment.mixture import Redrawn
 from esper.experiment.collect import Listener, collect, start
 from esper.experiment.streams import stream, stream_seed
 from esper.simic.agent.metrics import UpdateRecord
@@ -141,8 +140,8 @@ class Training(Stateful):
             done = self.round / max(config.rounds - 1, 1)
         share = 1.0 - (1.0 - config.final_share) * done
         agent.anneal(share)
-        if isinstance(self.world, Redrawn):
-            self.world.redraw()
+        if self.world.redraws:
+            self.world.begin_round()
             self.live = start(self.world, self.policy)
         self.live, finished = collect(
             self.world,

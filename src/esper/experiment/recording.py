@@ -14,8 +14,7 @@ from torch import Tensor
 from esper.contracts.actions import ActionSpec
 from esper.contracts.observation import Observation
 from esper.contracts.state import Stateful
-from esper.contracts.step import StepResult
-from esper.environment.terms import Ended
+from esper.contracts.step import EpisodeReport, StepResult
 from esper.experiment.storage.lifecycle_events import events_between
 from esper.experiment.store import Store
 
@@ -64,7 +63,7 @@ class Recorder(Stateful):
         result: StepResult,
         *,
         illegal: Bool[Tensor, " env"] | None = None,
-        report: Ended | None = None,
+        report: EpisodeReport | None = None,
     ) -> None:
         """Tell of one step.
 

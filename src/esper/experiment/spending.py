@@ -20,9 +20,12 @@ from torch import Tensor
 
 from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.stages import LIVING, Stage
-from esper.environment.chart import DENSE, maps_of
-from esper.environment.growing import JUDGED, TRIED
-from esper.environment.offers import span
+from esper.environment.growing import CONTRIBUTION_ROWS, SCORED_ROWS
+from esper.environment.memory_layout import (
+    DENSE,
+    layer_shapes,
+    place_geometries,
+)
 from esper.experiment.statistics import Floats
 from esper.growth.blueprints.seed import cost
 from esper.growth.macs import promise_macs, step_macs
@@ -90,7 +93,7 @@ class Spending:
 
     def decision(self, garden: Garden, look: bool) -> int:
         """From one decision to the next."""
-        task, maps = self.task, tuple(maps_of(self.task.host))
+        task, maps = self.task, tuple(layer_shapes(self.task.host))
         places = len(maps) - 1
         seeds = [
             (slot % places, stage, self._seed(slot % places, kind))
@@ -104,7 +107,7 @@ class Spending:
         behind = 0
         if young:
             outlet = 1 + min(at for at, _ in young)
-            behind = sum(own.weights * own.spots for own in maps[outlet + 1 :])
+            behind = sum(own.weights * own.positions for own in maps[outlet + 1 :])
             behind += sum(price for at, _, price in seeds if at > outlet)
         step = step_macs(felt, sum(price for _, price in young), behind)
         spent = task.decision_every * task.batch * step + self._judged * felt
@@ -115,20 +118,20 @@ class Spending:
             for _, stage, price in seeds
             if stage in LIVING
         ]
-        rows = min(TRIED, self.decision_rows)
+        rows = min(CONTRIBUTION_ROWS, self.decision_rows)
         return spent + self._promises() + rows * (sum(tried) + felt * bool(tried))
 
     @property
     def _judged(self) -> int:
-        return min(JUDGED, self.decision_rows)
+        return min(SCORED_ROWS, self.decision_rows)
 
     def _due(self, decision: int) -> bool:
         return decision % self.measure_every == 0 and decision < self.task.horizon
 
     def _seed(self, place: int, kind: int) -> int:
         """Multiply-adds per row of a seed."""
-        maps = tuple(maps_of(self.task.host))
-        return cost(self.blueprints[kind], span(maps[place], maps[place + 1])).macs
+        geometry = place_geometries(self.task.host)[place]
+        return cost(self.blueprints[kind], geometry).macs
 
     def _promises(self) -> int:
         """What one look at all places takes."""
@@ -138,6 +141,6 @@ class Spending:
         kinds = len({blueprint.form is Form.LOW_RANK for blueprint in self.blueprints})
         return kinds * sum(
             promise_macs(self.task.batch, first.inputs + 1, last.outputs, largest)
-            for first, last in pairwise(maps_of(self.task.host))
+            for first, last in pairwise(layer_shapes(self.task.host))
             if first.kind == last.kind == DENSE
         )

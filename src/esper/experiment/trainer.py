@@ -23,7 +23,7 @@ from esper.contracts.errors import BadInput, NumericsTrouble
 from esper.contracts.observation import Observation
 from esper.contracts.state import Stateful, load
 from esper.contracts.step import StepResult, VectorWorld
-from esper.environment.mixture import Mixture, Redrawn
+from esper.environment.mixture import Mixture
 from esper.experiment.checkpoint import Loaded
 from esper.experiment.conclusion import conclude
 from esper.experiment.config import (
@@ -160,7 +160,7 @@ class Trainer(Stateful):
         """One round; the record has what became of the hosts too."""
         self._ended.clear()
         self._seen = None
-        if isinstance(self.training.world, Redrawn):
+        if self.training.world.redraws:
             for recorder in self.recorders:
                 recorder.begin_anew()
         record = self.training.play_round(self.done)
@@ -203,8 +203,7 @@ class Trainer(Stateful):
     def _record(self, seen: Observation, actions: Tensor, result: StepResult) -> None:
         """Tell every world's recorder of its share of a step."""
         whole, number = self.training.world, self.training.round + 1
-        results = whole.results if isinstance(whole, Mixture) else [result]
-        worlds = whole.worlds if isinstance(whole, Mixture) else [whole]
+        results, worlds = whole.split(result), whole.parts()
         counts = [world.num_envs for world in worlds]
         if self._seen is None:  # the first step of a round
             ends = list(accumulate(counts))
@@ -218,11 +217,12 @@ class Trainer(Stateful):
             results,
             strict=True,
         ):
-            report = getattr(world, "ended", None)
+            report = world.ended
             if report is not None:
                 self._ended.append((report.score, report.added))
-            illegal = getattr(world, "illegal", None)
-            recorder.add(number, before, said, after, illegal=illegal, report=report)
+            recorder.add(
+                number, before, said, after, illegal=world.illegal, report=report
+            )
         self._seen = [each.observation for each in results]
 
 

@@ -1,17 +1,14 @@
 """The worlds and loops that settings stand for."""
 
-from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import Final
 
-from esper.contracts.errors import BadInput
 from esper.contracts.step import VectorWorld
 from esper.environment.growing import GrowingWorld
 from esper.environment.instances import HORIZON
-from esper.environment.mixture import Mixture, Redrawn
+from esper.environment.mixture import Mixture, RedrawnMixture
 from esper.environment.simulated import SimulatedWorld
-from esper.environment.terms import Terms, as_range
 from esper.experiment.config import FAMILY, SIMULATED, TrainConfig, World
 from esper.experiment.loop import LoopConfig
 from esper.experiment.streams import stream_seed
@@ -30,7 +27,7 @@ HIDDEN_SHARE: Final = 0.2
 def world_for(config: TrainConfig) -> VectorWorld:
     """All that a run lives in."""
     if FAMILY in config.tasks:
-        return Redrawn(partial(worlds_of, config))
+        return RedrawnMixture(partial(worlds_of, config))
     worlds = worlds_of(config)
     return worlds[0] if len(worlds) == 1 else Mixture(worlds)
 
@@ -52,7 +49,6 @@ def worlds_of(config: TrainConfig, drawing: int = 0) -> list[VectorWorld]:
             config.envs,
             stream_seed(config.rng_seed, f"world, {task.name}{again}"),
             config.world,
-            twins=config.world.group_size,
         )
         for task in tasks_of(config, drawing=drawing)
     ]
@@ -77,38 +73,10 @@ def tasks_of(
 
 
 def world_of(
-    task: Task, envs: int, rng_seed: int, settings: World, *, twins: int = 1
+    task: Task, envs: int, rng_seed: int, settings: World
 ) -> GrowingWorld:
-    """Hosts of a task that train and grow on these terms."""
-    own = {name: getattr(settings, name) for name in ("horizon", "decision_every")}
-    given = {name: value for name, value in own.items() if value is not None}
-    return GrowingWorld(
-        replace(task, **given),
-        envs,
-        rng_seed,
-        blueprints=settings.blueprints,
-        seeds_per_slot=_seeds_per_place(task, settings),
-        terms=Terms(
-            rent=as_range("rent", settings.rent),
-            budget=as_range("budget", settings.budget),
-            rate=as_range("rate", settings.rate),
-        ),
-        measure_every=settings.measure_every,
-        penalty=settings.penalty,
-        twins=twins,
-    )
-
-
-def _seeds_per_place(task: Task, settings: World) -> int:
-    if settings.slots is None:
-        return settings.seeds_per_slot
-    places = len(task.host.slots)
-    if settings.slots % places:
-        raise BadInput(
-            f"world.slots is {settings.slots}, but {task.host} has {places} places, "
-            "which share them evenly; give a multiple."
-        )
-    return settings.slots // places
+    """Hosts of a task that train and grow with these settings."""
+    return GrowingWorld(task, envs, rng_seed, settings=settings)
 
 
 def steps_of(config: TrainConfig) -> int:

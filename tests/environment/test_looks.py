@@ -11,9 +11,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from esper.contracts.actions import NUM_HEADS, Op
 from esper.contracts.stages import Stage
-from esper.environment.cohort import Plan
-from esper.environment.growing import TRIED, GrowingWorld
-from esper.environment.terms import Terms
+from esper.environment.cohort import Alphas
+from esper.environment.growing import CONTRIBUTION_ROWS, GrowingWorld
+from esper.environment.settings import WorldSettings
 from esper.growth.blueprints.geometry import Geometry, Layout
 from esper.growth.junction import Sample
 from esper.growth.promise import promises
@@ -52,8 +52,8 @@ TASK = Task(
     learning_rate=2e-2,
     weight_decay=0.2,
 )
-TERMS = Terms(rent=(0.01, 0.1), budget=(20.0, 30.0), rate=(0.5, 2.0))
-STILL = Terms(budget=(20.0, 20.0), rate=(1e-9, 1e-9))
+TERMS = {"rent": (0.01, 0.1), "budget": (20.0, 30.0), "rate": (0.5, 2.0)}
+STILL = {"budget": 20.0, "rate": 1e-9}
 """Terms on which nobody learns anything."""
 
 
@@ -62,11 +62,13 @@ def make(envs=ENVS, rng_seed=0, *, task=TASK, terms=TERMS):
         task,
         envs,
         rng_seed,
-        blueprints=NAMES,
-        seeds_per_slot=PER_PLACE,
-        terms=terms,
-        measure_every=1,
-        penalty=0.0,
+        settings=WorldSettings(
+            blueprints=NAMES,
+            seeds_per_slot=PER_PLACE,
+            measure_every=1,
+            penalty=0.0,
+            **terms,
+        ),
     )
 
 
@@ -84,14 +86,14 @@ def say(world, sentences=None):
 def network(world, env):
     """The host of an environment as a network of its own."""
     built = TASK.host.build(torch.Generator()).double()
-    held = world.cohort.values[env, : world.cohort.chart.host]
+    held = world.cohort.values[env, : world.cohort.layout.host_parameters]
     vector_to_parameters(held.double(), built.parameters())
     return built
 
 
 def seed_parts(world, env, slot):
     """Views of a seed's weights by name: first [unit, in], last [unit, out]."""
-    chart, units = world.cohort.chart, int(world.cohort.size[env, slot])
+    layout, units = world.cohort.layout, int(world.cohort.size[env, slot])
     inputs, outputs = WIDTHS[slot % PLACES], WIDTHS[slot % PLACES + 2]
     shapes = {
         "first": (units, inputs),
@@ -101,7 +103,7 @@ def seed_parts(world, env, slot):
     }
     found = {}
     for name, shape in shapes.items():
-        begin = int(chart.seeds[slot][name])
+        begin = int(layout.seeds[slot][name])
         length = torch.Size(shape).numel()
         found[name] = world.cohort.values[env, begin : begin + length].view(shape)
     return found
@@ -146,7 +148,7 @@ def passed(host, x, y):
 
 def silence(world, env, channels):
     """Let some channels of the second layer answer nothing, for good."""
-    layer, values = world.cohort.chart.layers[1], world.cohort.values[env]
+    layer, values = world.cohort.layout.layers[1], world.cohort.values[env]
     weight, bias = int(layer["weight"]), int(layer["bias"])
     values[weight : weight + channels * WIDTHS[1]] = 0.0
     values[bias : bias + channels] = -1.0
@@ -187,7 +189,7 @@ def watched():
             places.append(last)
             losses.append(total)
             weights.append(parameters_to_vector(host.layers.parameters()).detach())
-        held = world.cohort.values[:, : world.cohort.chart.host].double()
+        held = world.cohort.values[:, : world.cohort.layout.host_parameters].double()
         seen.append((shown, places, losses, held, torch.stack(weights)))
     return seen
 
@@ -294,8 +296,8 @@ def test_a_contribution_is_score_lost_without_a_seed_or_won_with_one_in_training
         Stage.HOLDING,
     ]
     rows = clouds(0).decisions
-    assert len(rows) > TRIED
-    x, y = rows.features[:TRIED].double(), rows.labels[:TRIED]
+    assert len(rows) > CONTRIBUTION_ROWS
+    x, y = rows.features[:CONTRIBUTION_ROWS].double(), rows.labels[:CONTRIBUTION_ROWS]
 
     def felt(env, slot):
         return 0.0 if stages[env][slot] == Stage.TRAINING else alphas[env][slot]
@@ -372,8 +374,8 @@ def test_a_seed_whose_own_loss_is_not_finite_ends_its_episode():
     cohort, rows = copy.deepcopy(world.cohort), world._episodes.rows
     picked, rates = world._episodes.minibatches(torch.ones(ENVS, dtype=torch.int64))
     x, y = rows.features[0], rows.labels[0]
-    trained = cohort.train(x, y, picked, Plan.of(world._lives), rates)
-    assert trained.beside.isfinite().tolist() == [True, False, True]
+    trained = cohort.train(x, y, picked, Alphas.of(world._lives), rates)
+    assert trained.shadow_losses.isfinite().tolist() == [True, False, True]
     assert trained.losses.isfinite().all()
     assert cohort.values.sum(dim=1).isfinite().all()
     result = say(world)
@@ -385,7 +387,7 @@ def test_a_seed_whose_own_loss_is_not_finite_ends_its_episode():
 def test_new_hidden_units_are_as_large_as_the_hosts_own(place):
     world = make(terms=STILL)
     world.reset()
-    layer = world.cohort.chart.layers[place]
+    layer = world.cohort.layout.layers[place]
     begin, count = int(layer["weight"]), WIDTHS[place] * WIDTHS[place + 1]
     for env in range(ENVS):
         world.cohort.values[env, begin : begin + count] *= 3.0 + env

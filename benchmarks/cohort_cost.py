@@ -11,15 +11,18 @@ on. S numbers go through a softmax, G through a GELU, and AdamW moves P weights.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from itertools import pairwise
 from typing import Final
 
 from esper.contracts.blueprints import Blueprint
 from esper.contracts.stages import Stage
-from esper.environment.chart import Map, each_unit, maps_of
-from esper.environment.cohort import ACTS
-from esper.environment.offers import span
-from esper.environment.products import GELU
+from esper.environment.cohort import ACTIVATIONS
+from esper.environment.engine import GELU
+from esper.environment.memory_layout import (
+    LayerShape,
+    inputs_per_unit,
+    layer_shapes,
+    place_geometries,
+)
 from esper.growth.blueprints.seed import cost
 from esper.tasks.hosts import Host
 
@@ -33,7 +36,7 @@ class Work:
     """What is done for one host in one minibatch; or the seconds for one of each."""
 
     dense: float = 0.0
-    """Multiply-adds of dense maps."""
+    """Multiply-adds of dense shapes."""
     conv: float = 0.0
     """Multiply-adds of convolutions."""
     softmax: float = 0.0
@@ -62,38 +65,46 @@ def step_seconds(host: Host, batch: int, seeds: Sequence[Seed], envs: int) -> fl
 
 def work(host: Host, batch: int, seeds: Sequence[Seed]) -> Work:
     """What one host and its seeds have to do for a minibatch of `batch` rows."""
-    maps = tuple(maps_of(host))
-    felt = [s for s in seeds if s[2] not in (Stage.DORMANT, Stage.TRAINING)]
-    young = [s for s in seeds if s[2] is Stage.TRAINING]
-    done = Counter(softmax=host.classes * (2 if young else 1))
-    _add_pass(done, maps, felt, felt, 0)
-    if young:
-        start = min(place for place, _, _ in young) + 1
-        _add_pass(done, maps, felt + young, young, start)
-    spans = [span(*pair) for pair in pairwise(maps)]
-    moved = sum(cost(b, spans[place]).parameters for place, b, _ in felt + young)
+    shapes = tuple(layer_shapes(host))
+    blended = [s for s in seeds if s[2] not in (Stage.DORMANT, Stage.TRAINING)]
+    training = [s for s in seeds if s[2] is Stage.TRAINING]
+    done = Counter(softmax=host.classes * (2 if training else 1))
+    _add_pass(done, shapes, blended, blended, 0)
+    if training:
+        start = min(place for place, _, _ in training) + 1
+        _add_pass(done, shapes, blended + training, training, start)
+    geometries = place_geometries(host)
+    moved = sum(
+        cost(b, geometries[place]).parameters for place, b, _ in blended + training
+    )
     by_row = {kind: float(batch * count) for kind, count in done.items()}
     return Work(**by_row, parameter=float(host.parameters + moved), fixed=1.0)
 
 
 def _add_pass(
     done: Counter[str],
-    maps: Sequence[Map],
-    heard: Sequence[Seed],
+    shapes: Sequence[LayerShape],
+    active: Sequence[Seed],
     learning: Sequence[Seed],
     start: int,
 ) -> None:
     """Count one pass from layer `start` on; the host learns in that from layer 0."""
-    for n in range(start, len(maps)):
-        own, times = maps[n], 1 + (start == 0) + (n > start)
-        done[KINDS[own.kind]] += own.weights * own.spots * times
-        for seed in (s for s in heard if s[0] == n - 1):
+    for n in range(start, len(shapes)):
+        own, times = shapes[n], 1 + (start == 0) + (n > start)
+        done[KINDS[own.kind]] += own.weights * own.positions * times
+        for seed in (s for s in active if s[0] == n - 1):
             place, blueprint, _ = seed
-            before, units = maps[place], blueprint.size
-            first = units * before.inputs * before.taps * before.spots
-            last = units * each_unit(before, own) * own.outputs * own.taps * own.spots
+            before, units = shapes[place], blueprint.size
+            first = units * before.inputs * before.taps * before.positions
+            last = (
+                units
+                * inputs_per_unit(before, own)
+                * own.outputs
+                * own.taps
+                * own.positions
+            )
             learns, deeper = seed in learning, place > start
             done[KINDS[before.kind]] += first * (1 + learns + deeper)
             done[KINDS[own.kind]] += last * (1 + learns + (learns or deeper))
-            if ACTS[blueprint.form] == GELU:
+            if ACTIVATIONS[blueprint.form] == GELU:
                 done["gelu"] += units * (1 + (learns or deeper))

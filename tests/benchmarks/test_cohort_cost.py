@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.cohort_cost import SECONDS, step_seconds, work
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.stages import Stage
-from esper.environment.chart import maps_of
-from esper.environment.cost import SECONDS, step_seconds, work
-from esper.environment.offers import span
+from esper.environment.memory_layout import layer_shapes, place_geometries
 from esper.growth.blueprints.forms import FORMS
 from esper.tasks.hosts import CnnHost, MlpHost
 from tests.references.cohort import PlainHost
@@ -36,9 +35,8 @@ def planted(host, seeds):
     """A plain host with the seeds in the slots of their places."""
     chance = torch.Generator().manual_seed(0)
     plain = PlainHost(host.build(chance), rate=1e-3, decay=0.01)
-    maps = tuple(maps_of(host))
     for place, blueprint, stage in seeds:
-        geometry = span(maps[place], maps[place + 1])
+        geometry = place_geometries(host)[place]
         made = FORMS[blueprint.form].init(geometry, blueprint.size, chance)
         plain.plant(place, blueprint, made)
         plain.live(place, stage, 0.0 if stage is Stage.TRAINING else 0.5)
@@ -51,10 +49,10 @@ def known_already(host, seeds):
     if not young:
         return 0
     below = [seed for seed in seeds if seed[0] < min(young)]
-    maps = tuple(maps_of(host))
-    total = sum(own.weights * own.spots for own in maps[: min(young) + 1])
+    maps = tuple(layer_shapes(host))
+    total = sum(own.weights * own.positions for own in maps[: min(young) + 1])
     for place, blueprint, _ in below:
-        geometry = span(maps[place], maps[place + 1])
+        geometry = place_geometries(host)[place]
         total += FORMS[blueprint.form].macs(geometry, blueprint.size)
     return total
 
