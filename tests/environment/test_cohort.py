@@ -490,13 +490,38 @@ def test_an_unknown_engine_is_refused():
         Cohort(2, MLP, CHOSEN["mlp"], engine="kernel")
 
 
-@ENGINES
-def test_minibatches_of_another_size_are_refused(engine):
-    garden = Garden(2, plain=False, engine=engine)
-    picked = torch.zeros(2, 1, ROWS // 2, dtype=torch.int64)
-    rates = torch.ones(2, 1, dtype=torch.float64)
-    with pytest.raises(
-        BadInput,
-        match=r"picked must be \[2, 1, 16\] torch.int64 in this cohort, got \[2, 1, 8\]",
-    ):
-        garden.cohort.train(garden.x, garden.y, picked, Alphas.of(garden.lives), rates)
+WRONG = {
+    "picked": (torch.zeros(2, 1, 8).long(), r"picked must be \[2, 1, 16\]"),
+    "beyond": (torch.full((2, 1, ROWS), EXAMPLES), r"picked must lie in 0\.\.89"),
+    "before": (torch.full((2, 1, ROWS), -1), r"picked must lie in 0\.\.89, got -1"),
+    "rates": (torch.ones(2, 2), r"rates must be \[2, 1\]"),
+    "labels": (torch.full((1, EXAMPLES), 4), r"labels must lie in 0\.\.3, got 4"),
+    "sets": (torch.zeros(3, EXAMPLES).long(), r"labels must be \[1 or 2, example\]"),
+    "width": (torch.zeros(1, EXAMPLES, 4).double(), r"features must be \[1, 90, 5\]"),
+    "dtype": (torch.zeros(1, EXAMPLES, 5), "features must be .* got .* torch.float32"),
+    "alphas": (torch.zeros(2, 3), r"alpha 'host' must be \[2, 4\]"),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("what", WRONG)
+def test_arrays_that_a_kernel_would_misread_are_refused(what):
+    garden, (wrong, words) = Garden(2, plain=False), WRONG[what]
+    alphas = Alphas.of(garden.lives)
+    given = {
+        "features": garden.x,
+        "labels": garden.y,
+        "picked": torch.zeros(2, 1, ROWS, dtype=torch.int64),
+        "alphas": alphas,
+        "rates": torch.ones(2, 1, dtype=torch.float64),
+    }
+    name = {"beyond": "picked", "before": "picked", "sets": "labels"}.get(what, what)
+    name = "features" if what in ("width", "dtype") else name
+    given[name] = replace(alphas, host=wrong) if what == "alphas" else wrong
+    kept = garden.cohort.values.clone()
+    with pytest.raises(BadInput, match=words):
+        garden.cohort.train(**given)
+    assert torch.equal(garden.cohort.values, kept)
+    if name in ("features", "labels"):
+        with pytest.raises(BadInput, match=words):
+            garden.cohort.count(given["features"], given["labels"], alphas.host)

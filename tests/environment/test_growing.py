@@ -482,7 +482,7 @@ def test_worlds_that_cannot_be_made_are_refused(given, words):
 
 
 def test_terms_may_be_free_and_rent_may_be_paid_back():
-    settings = WorldSettings(rent=(-0.1, 0.0), budget=0)
+    settings = WorldSettings(rent=(-0.1, 0.0), budget=0.0)
     assert settings.range_of("rent") == (-0.1, 0.0)
     assert settings.range_of("budget") == (0.0, 0.0)
 

@@ -355,7 +355,7 @@ def test_options_change_the_terms_of_a_run():
     rent = env.features.index("host rent")
     cheap, dear = (env.reset(seed=2, options={"rent": r})[0] for r in (0.1, 0.3))
     assert (cheap[rent], dear[rent]) == (pytest.approx(0.5), pytest.approx(0.75))
-    none, _ = env.reset(seed=2, options={"budget": 0})
+    none, _ = env.reset(seed=2, options={"budget": 0.0})
     assert env.action_masks().sum() == 1
     assert none[env.features.index("host budget_left")] == 0.0
     options = {"rent": (0.0, 1.0)}
@@ -373,6 +373,7 @@ def test_options_change_the_terms_of_a_run():
         ({"budget": (1, 2, 3)}, r"got \(1, 2, 3\)"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_terms_that_cannot_be_meant_are_refused(options, words):
     env = GrowEnv(task="tiny")
     for refused in (lambda: env.reset(options=options), lambda: env.reset(seed=-1)):
