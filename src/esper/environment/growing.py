@@ -108,9 +108,7 @@ class GrowingWorld(Stateful, VectorWorld):
         self.host = task.host
         self._envs = num_envs
         self._device = torch.device(device)
-        self._episodes = EpisodeData(
-            task, num_envs, rng_seed, settings, self._device
-        )
+        self._episodes = EpisodeData(task, num_envs, rng_seed, settings, self._device)
         chosen = find_blueprints(settings.blueprints or OFFERED[self.host.kind])
         per_place = settings.seeds_per_place(task)
         self.cohort = Cohort(

@@ -72,9 +72,7 @@ def tasks_of(
     return [drawn_task(number, each) for each in range(config.variants)]
 
 
-def world_of(
-    task: Task, envs: int, rng_seed: int, settings: World
-) -> GrowingWorld:
+def world_of(task: Task, envs: int, rng_seed: int, settings: World) -> GrowingWorld:
     """Hosts of a task that train and grow with these settings."""
     return GrowingWorld(task, envs, rng_seed, settings=settings)
 
