@@ -122,7 +122,7 @@ def hooked(model: GrowingModel, step: Callable[[], None]) -> Callable[[], None]:
 
     What a place keeps from batch to batch is given back to it after the hooks.
     """
-    (junction,) = model.junctions
+    (junction,) = model.hooks
 
     def with_hooks() -> None:
         junction.attach()

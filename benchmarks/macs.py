@@ -7,10 +7,10 @@ more, for a start that is computed), and a few answers to the example.
 from typing import Final
 
 from esper.contracts.stages import Stage
-from esper.growth.junction import ROWS
+from esper.growth.hooks import ROWS
 from esper.growth.macs import promise_macs, step_macs
 from esper.growth.model import GrowingModel
-from esper.growth.places import is_layer
+from esper.growth.slots import is_layer
 
 ANSWERS: Final = 4
 """Answers to the example in one decision, at most."""

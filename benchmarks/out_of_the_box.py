@@ -26,7 +26,7 @@ from benchmarks.timing import Report
 from esper import Grower
 from esper.contracts.errors import BadInput
 from esper.experiment.progress import Progress
-from esper.growth.calls import Example
+from esper.growth.tracing import Example
 from esper.tasks.catalogue import task
 from esper.tasks.text import ALPHABET, text, windows
 

@@ -111,7 +111,7 @@ def test_a_page_stays_one_page_however_much_happens():
         grower.plant(slot, "residual_mlp")
     for _ in range(20):
         train(grower, range(1))
-        grower.quarantine.incidents += ["refused: something"] * 5
+        grower.safety.incidents += ["refused: something"] * 5
         grower.step(metric=0.5)
         grower.prune(grower.model.slots[len(grower.history)])
     assert len(grower.summary().splitlines()) < 60
@@ -186,8 +186,8 @@ def test_a_bad_half_refuses_the_whole_step_and_both_halves_of_the_buffers():
         (loss / 2).backward()
     grower._optimizer.step()
     assert same(before, bits(grower.model, grower._optimizer))
-    assert len(grower.quarantine.incidents) == 1
-    assert grower.quarantine.incidents[0].startswith("refused: the loss is not finite")
+    assert len(grower.safety.incidents) == 1
+    assert grower.safety.incidents[0].startswith("refused: the loss is not finite")
 
 
 def test_scaled_losses_train_seeds_as_unscaled_ones_do():
@@ -312,7 +312,7 @@ def test_evaluating_through_grower_loss_leaves_no_trace():
     with torch.no_grad():
         grower.loss(lambda: loss_of(grower)() * torch.nan)
     train(grower, range(3))
-    assert grower.quarantine.incidents == []
+    assert grower.safety.incidents == []
 
 
 # Controllers of others.
@@ -343,7 +343,7 @@ def test_what_masks_forbid_is_refused_and_changes_nothing(said):
     grower = begin(controller=Says(**said))
     train(grower, range(2))
     track = grower._track
-    with pytest.raises(IllegalAction, match="said what its masks forbid"):
+    with pytest.raises(IllegalAction, match="chose what its masks forbid"):
         grower.step(metric=0.5)
     assert not grower.model.seeds
     assert grower.history == []
@@ -493,12 +493,12 @@ def test_going_back_works_after_changes_by_hand():
     train(grower, range(12))
     grower.step(metric=0.5)
     train(grower, range(3))
-    kept = copy.deepcopy(grower.guard.snapshot._tensors)
+    kept = copy.deepcopy(grower.safety.snapshot.tensors)
     grower.plant("first->second#0", "widen_8")
     with torch.no_grad():
         grower.model.host.first.weight.fill_(torch.nan)
     train(grower, range(1))
-    assert "rolled back" in grower.quarantine.incidents[0]
+    assert "rolled back" in grower.safety.incidents[0]
     for name, tensor in grower.model.host.named_parameters():
         assert torch.equal(kept[f"host.{name}"], tensor)
     assert grower.model.stage("first->second#0") is Stage.TRAINING
@@ -517,7 +517,7 @@ def test_a_damaged_state_is_never_the_one_gone_back_to():
     losses = train(grower, range(30, 40))
     assert losses[0] > 100 * usual
     assert max(losses[4:]) < 2 * usual
-    assert "bad batches in a row" in grower.quarantine.incidents[-1]
+    assert "bad batches in a row" in grower.safety.incidents[-1]
 
 
 def test_going_back_does_not_undo_the_users_learning_rates():
@@ -527,7 +527,7 @@ def test_going_back_does_not_undo_the_users_learning_rates():
     with torch.no_grad():
         grower.model.host.first.weight.fill_(torch.nan)
     train(grower, range(1))
-    assert "rolled back" in grower.quarantine.incidents[0]
+    assert "rolled back" in grower.safety.incidents[0]
     assert grower._optimizer.param_groups[0]["lr"] == 1e-4
 
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from esper.contracts.stages import Stage
 from esper.grower import Grower
-from esper.growth.governor import GovernorConfig, all_finite
+from esper.growth.safety import GovernorConfig, all_finite
 from tests.growth.hosts import make_batch, make_host
 
 VALUES = {
@@ -235,11 +235,11 @@ def fault(run: Run, site: str, value: str, seed: int) -> list[str]:
     usual = 1.5 * (log(5) if value == "spike" else mean(clean()[0])) + 0.2
     run.grower.load_state_dict(run.start)
     trouble, losses, decided = [], [], len(run.grower.history)
-    told = run.grower.quarantine.incidents
+    told = run.grower.safety.incidents
     for number in range(BATCHES):
         known = len(told)
         before = run.bits("host", "felt", "training") if number >= moment else []
-        falls = run.grower.guard.falls if run.grower.guard else 0
+        falls = run.grower.safety.rollbacks
         losses.append(run.batch(number, spoil))
         while handles:
             handles.pop().remove()
@@ -253,18 +253,18 @@ def fault(run: Run, site: str, value: str, seed: int) -> list[str]:
             ):
                 trouble.append("a refused batch changed something")
         if gone_back and falls == 0:
-            kept = run.grower.guard.snapshot
+            kept = run.grower.safety.snapshot
             names = dict(run.model.named_parameters())
             for name, tensor in {**names, **dict(run.model.named_buffers())}.items():
-                if not torch.equal(kept._tensors[name], tensor):
+                if not torch.equal(kept.tensors[name], tensor):
                     trouble.append(f"{name} is not the snapshot's")
             for name, parameter in names.items():
-                for key, held in kept._state.get(name, {}).items():
+                for key, held in kept.state.get(name, {}).items():
                     if not torch.equal(held, run.optimizer.state[parameter][key]):
                         trouble.append(f"{key} of {name} is not the snapshot's")
         if number % PER_DECISION == PER_DECISION - 1:
             run.grower.step(metric=0.5)
-            told = run.grower.quarantine.incidents
+            told = run.grower.safety.incidents
             if number < moment:
                 continue
             if not all_finite(run.tensors([run.model]), 1e30):

@@ -24,7 +24,7 @@ _HOMES: Final = {
     "check_blueprint": "esper.growth.contract",
     "fit": "esper.experiment.fit",
     "load_controller": "esper.experiment.learned",
-    "suggest_slots": "esper.growth.suggest",
+    "suggest_slots": "esper.growth.slots",
 }
 
 __all__ = [*_HOMES, "__version__"]

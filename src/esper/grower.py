@@ -11,8 +11,8 @@
     grown = grower.export()
 
 `Grower` is a `GrowingModel` with a controller, an optimiser whose state follows every
-change of topology, and a guard that lets nothing broken into the weights. It says what
-it did, and why it did not grow when it did not.
+change of topology, and checks that keep broken numbers out of the weights. It reports
+what it did, and why it did not grow when it did not.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,39 +29,31 @@ from esper.contracts.actions import HEAD, Op
 from esper.contracts.controller import Controller, ControllerState
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
-from esper.growth.by_hand import ByHand
-from esper.growth.calls import Example
 from esper.growth.export import export
-from esper.growth.governor import GovernorConfig
-from esper.growth.guard import Guard
-from esper.growth.hand import Hand
-from esper.growth.history import (
-    Decision,
-    from_plain,
-    pending,
-    summary,
-    to_plain,
-)
+from esper.growth.history import GrowthDecision, from_plain, summary, to_plain
+from esper.growth.hooks import Sample, attach_gradients, shadow_gradients
 from esper.growth.initialisers import find_initialiser
-from esper.growth.junction import Sample
-from esper.growth.measure import Ruler
+from esper.growth.measurements import MetricScorer, Track, observe
 from esper.growth.model import GrowingModel
-from esper.growth.observe import Track, observe
 from esper.growth.optimiser import Newborn
-from esper.growth.quarantine import Quarantine
-from esper.growth.shadow import carry, shadow_gradients
-from esper.growth.snapshots import random_state, set_random_state
-from esper.growth.suggest import suggest_slots
-from esper.growth.words import in_words, refuse_illegal
+from esper.growth.safety import (
+    GovernorConfig,
+    Safety,
+    random_state,
+    set_random_state,
+)
+from esper.growth.slots import suggest_slots
+from esper.growth.topology import ManualOps, Topology, action_text, refuse_illegal
+from esper.growth.tracing import Example
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import Maker, controller_for
 from esper.tamiyo.rule_based import explain_no_planting
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of what `state_dict` holds."""
 
 
-class Grower(ByHand):
+class Grower(ManualOps):
     """Grows a host while the user trains it.
 
     Args:
@@ -81,7 +73,7 @@ class Grower(ByHand):
         seeds_per_slot: How many seeds a place can hold.
         initialiser: How seeds start: "zero_out", "gradmax" or "tiny".
         newborn: Learning rate of new parameters, relative to their group's.
-        governor: Limits of what counts as healthy; None switches the guard off.
+        governor: Limits of what counts as healthy; None switches the checks off.
         mode: "max" if a larger metric is better (it must lie in [0, 1]), "min" if
             it is a loss.
         min_age: Decisions a seed spends in a stage before it may be moved.
@@ -126,35 +118,24 @@ class Grower(ByHand):
             min_age=min_age,
             rng_seed=rng_seed,
         )
-        self.guard: Guard | None = None
-        self.quarantine = Quarantine(self.model)
         try:
-            self._ruler = Ruler(self.model, mode)
+            self._scorer = MetricScorer(self.model, mode)
             self.controller = controller_for(controller, self.model.spec)
-            # The guard's hook comes first: what it refuses, nobody else shall see.
-            if governor is not None and isinstance(optimizer, Optimizer):
-                self.guard = Guard(
-                    self.model,
-                    optimizer,
-                    governor,
-                    self.quarantine.report,
-                    self.quarantine.give_up,
-                )
-            self.hand = Hand(self.model, optimizer, newborn)
+            self.topology = Topology(self.model, optimizer, newborn)
+            self.safety = Safety(self.topology, governor)
         except BaseException:
             self.model.detach()
-            if self.guard is not None:
-                self.guard.detach()
+            if hasattr(self, "topology"):
+                self.topology.surgery.detach()
             raise
-        self.quarantine.guard, self.quarantine.hand = self.guard, self.hand
         host = self.model.survey.parameters
         self.budget: float = budget if isinstance(budget, float) else budget / host
         self.decisions, self.rent = decisions, rent
         self.initialiser = initialiser
-        self.history: list[Decision] = []
+        self.history: list[GrowthDecision] = []
         self._optimizer = optimizer
         self._generator = torch.Generator().manual_seed(rng_seed)
-        self._remembered: ControllerState = None
+        self._controller_state: ControllerState = None
         self._track = Track.fresh(1)
         self._losses: list[Tensor] = []
         self._used_loss = False
@@ -174,16 +155,14 @@ class Grower(ByHand):
         than torch's own.
         """
         self._refuse_moved()
-        if self.guard is not None:
-            self.guard.before_batch()
+        self.safety.before_batch()
         loss = closure()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise BadInput("the closure must return one number, as a tensor.")
-        self.quarantine.remove_failed()
+        self.safety.remove_failed_seeds()
         if not torch.is_grad_enabled():
             return loss
-        if self.guard is not None:
-            self.guard.after_batch(loss)
+        self.safety.after_batch(loss)
         self._used_loss = True
         self._losses.append(loss.detach())
         learning = self.model.training_parameters()
@@ -192,25 +171,24 @@ class Grower(ByHand):
         _, gradients = shadow_gradients(
             closure,
             self.model.flow,
-            self.model.host,
             self.model,
             learning,
             self.model.training_seeds().values(),
         )
-        self.quarantine.remove_failed()
-        return carry(loss, learning, gradients)
+        self.safety.remove_failed_seeds()
+        return attach_gradients(loss, learning, gradients)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What the host's own step moves: host and seeds that it feels.
+        """Parameters of the host and of every seed that is active in it.
 
-        Clip the gradients of these; seeds in training stay out of the host's step.
+        Clip the gradients of these; seeds in training stay out of the host's norm.
         """
         skip = {id(p) for p in self.model.training_parameters()}
         return (p for p in self.model.parameters() if id(p) not in skip)
 
     # Once per decision.
 
-    def step(self, metric: float | Callable[[], float]) -> Decision:
+    def step(self, metric: float | Callable[[], float]) -> GrowthDecision:
         """Let the controller decide.
 
         Args:
@@ -223,12 +201,12 @@ class Grower(ByHand):
         """
         self._refuse_moved()
         self._refuse_replaced()
-        healed = self.guard is not None and self.guard.decision()
-        measured = self._ruler.measure(metric)
+        healed = self.safety.check_decision()
+        measured = self._scorer.measure(metric)
         if healed and not callable(metric) and not isfinite(measured) and self.history:
             measured = self.history[-1].metric  # this one was of the broken model
-        score = self._ruler.score(measured)
-        self.quarantine.remove_failed()
+        score = self._scorer.score(measured)
+        self.safety.remove_failed_seeds()
         loss = nan
         if self._losses:
             loss = float(
@@ -237,9 +215,9 @@ class Grower(ByHand):
         track = self._track.after(
             torch.tensor([score]), torch.tensor([loss], dtype=torch.float32)
         )
-        self.quarantine.remove_broken()
-        contributions = self._ruler.contributions(metric, score)
-        self.quarantine.remove_failed()
+        self.safety.remove_broken_seeds()
+        contributions = self._scorer.contributions(metric, score)
+        self.safety.remove_failed_seeds()
         if not self._used_loss:
             self._pass_training()
         observation = observe(
@@ -251,18 +229,18 @@ class Grower(ByHand):
             contributions=contributions,
         )
         masks = compute_masks(observation, self.model.spec)
-        actions, remembered = self.controller.decide(
-            observation, masks, self._remembered, self._generator
+        actions, state = self.controller.decide(
+            observation, masks, self._controller_state, self._generator
         )
         refuse_illegal(actions, masks)
         op = Op(int(actions[0, HEAD["op"]]))
         why_not = explain_no_planting(observation, masks) if op is Op.WAIT else ""
-        said = in_words(actions, self.model.slots, self.model.spec)
-        self.hand.act(actions, self.initialiser)
-        self._track, self._remembered = track, remembered
-        self.hand.let_pass()
-        receipts, events = self.hand.collect()
-        decision = Decision(
+        said = action_text(actions, self.model.slots, self.model.spec)
+        self.topology.act(actions, self.initialiser)
+        self._track, self._controller_state = track, state
+        self.topology.tick()
+        receipts, events = self.topology.collect()
+        decision = GrowthDecision(
             step=len(self.history),
             metric=measured,
             loss=loss,
@@ -273,16 +251,15 @@ class Grower(ByHand):
             macs=self.model.macs,
             receipts=receipts,
             events=events,
-            incidents=tuple(self.quarantine.incidents),
+            incidents=tuple(self.safety.incidents),
         )
         self.history.append(decision)
-        self.hand.step = len(self.history)
+        self.topology.step = len(self.history)
         self._losses, self._used_loss = [], False
-        self.quarantine.incidents = []
-        for junction in self.model.junctions:
-            junction.forget()
-        if self.guard is not None:
-            self.guard.follow()
+        self.safety.incidents = []
+        for hooks in self.model.hooks:
+            hooks.forget()
+        self.safety.topology_changed()
         return decision
 
     # What came of it.
@@ -292,7 +269,7 @@ class Grower(ByHand):
         return export(self.model, merge=merge)
 
     def summary(self) -> str:
-        """The story on one page."""
+        """What grew, what it cost and why nothing grew, on one page."""
         notes: list[str] = [*getattr(self.controller, "notes", ())]
         if self._skipped_training:
             notes.append(
@@ -302,15 +279,13 @@ class Grower(ByHand):
         return summary(self.model, self.history, notes)
 
     def __str__(self) -> str:
-        """The story on one page."""
+        """The summary."""
         return self.summary()
 
     def detach(self) -> None:
-        """Take all hooks off the host and the optimiser; seeds are not felt then."""
+        """Take all hooks off the host and the optimiser; seeds are inactive then."""
         self.model.detach()
-        self.hand.surgeon.detach()
-        if self.guard is not None:
-            self.guard.detach()
+        self.topology.surgery.detach()
 
     # Saving and resuming.
 
@@ -319,31 +294,38 @@ class Grower(ByHand):
 
         Build the same model, optimiser and Grower from your own factory in the new
         process, then `load_state_dict`. A scheduler and a data loader are yours. The
-        guard's snapshot is not saved: after loading, there is one of that moment.
+        snapshot to roll back to is not saved: after loading, one is taken.
         """
+        monitor = self.safety.monitor
+        pending = GrowthDecision(
+            step=-1,
+            metric=nan,
+            loss=nan,
+            receipts=tuple(self.topology.receipts),
+            events=tuple(self.topology.events),
+            incidents=tuple(self.safety.incidents),
+        )
         return {
             "format": FORMAT,
             "model": self.model.state_dict(),
-            "groups": self.hand.surgeon.names(),
+            "groups": self.topology.surgery.names(),
             "optimizer": self._optimizer.state_dict(),
-            "surgeon": self.hand.surgeon.state_dict(),
-            "governor": self.guard.governor.state_dict() if self.guard else None,
+            "newborn": self.topology.surgery.state_dict(),
+            "governor": monitor.state_dict() if monitor else None,
             "track": asdict(self._track),
-            "remembered": self._remembered,
+            "controller": self._controller_state,
             "generator": self._generator.get_state(),
-            "random": random_state(dict(self.model.named_parameters())),
-            "first_metric": self._ruler.first,
+            "random": random_state(self.model),
+            "first_metric": self._scorer.first,
             "losses": [*self._losses],
             "flags": [self._used_loss, self._skipped_training],
-            "passed": [junction.passed for junction in self.model.junctions],
+            "passed": [hooks.passed for hooks in self.model.hooks],
             "samples": [
-                [[s.given, s.answer, s.rows, s.gradient] for s in junction.samples]
-                for junction in self.model.junctions
+                [[s.given, s.answer, s.rows, s.gradient] for s in hooks.samples]
+                for hooks in self.model.hooks
             ],
             "history": [to_plain(decision) for decision in self.history],
-            "pending": to_plain(
-                pending(*self.hand.pending(), tuple(self.quarantine.incidents))
-            ),
+            "pending": to_plain(pending),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -354,32 +336,33 @@ class Grower(ByHand):
                 "state_dict() returned."
             )
         self.model.load_state_dict(state["model"])
-        self.hand.surgeon.restore(state["groups"], self.hand.named_parameters())
+        self.topology.surgery.restore(state["groups"], self.topology.named_parameters())
         # Torch's optimisers go on in the very tensors that they are given.
         self._optimizer.load_state_dict(deepcopy(state["optimizer"]))
-        self.hand.surgeon.load_state_dict(state["surgeon"])
-        if self.guard is not None and state["governor"] is not None:
-            self.guard.governor.load_state_dict(state["governor"])
+        self.topology.surgery.load_state_dict(state["newborn"])
+        if self.safety.monitor is not None and state["governor"] is not None:
+            self.safety.monitor.load_state_dict(state["governor"])
         self._track = Track(**state["track"])
-        self._remembered = state["remembered"]
+        self._controller_state = state["controller"]
         self._generator.set_state(state["generator"])
-        self._ruler.first = state["first_metric"]
+        self._scorer.first = state["first_metric"]
         self._losses = [*state["losses"]]
         self._used_loss, self._skipped_training = state["flags"]
-        for junction, passed, samples in zip(
-            self.model.junctions, state["passed"], state["samples"], strict=True
+        for hooks, passed, samples in zip(
+            self.model.hooks, state["passed"], state["samples"], strict=True
         ):
-            junction.forget()
-            junction.passed = passed
-            junction.samples.extend(Sample(*sample) for sample in samples)
-        self.hand.step = len(state["history"])
+            hooks.forget()
+            hooks.passed = passed
+            hooks.samples.extend(Sample(*sample) for sample in samples)
+        self.topology.step = len(state["history"])
         self.history = [from_plain(decision) for decision in state["history"]]
         unfinished = from_plain(state["pending"])
-        self.hand.restore(unfinished.receipts, unfinished.events)
-        self.quarantine.incidents = [*unfinished.incidents]
+        self.topology.receipts = [*unfinished.receipts]
+        self.topology.events = [*unfinished.events]
+        self.safety.incidents = [*unfinished.incidents]
         set_random_state(state["random"])
-        if self.guard is not None and not self.guard.take():
-            self.guard.follow()
+        if not self.safety.take_snapshot():
+            self.safety.topology_changed()
 
     # Inside.
 

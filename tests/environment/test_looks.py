@@ -15,7 +15,7 @@ from esper.environment.cohort import Alphas
 from esper.environment.growing import CONTRIBUTION_ROWS, GrowingWorld
 from esper.environment.settings import WorldSettings
 from esper.growth.blueprints.geometry import Geometry, Layout
-from esper.growth.junction import Sample
+from esper.growth.hooks import Sample
 from esper.growth.promise import promises
 from esper.tasks.data import Data, split
 from esper.tasks.hosts import MlpHost

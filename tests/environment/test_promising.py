@@ -8,10 +8,9 @@ from esper.contracts.blueprints import BLUEPRINTS, Form
 from esper.environment.looks import promises
 from esper.growth.blueprints.geometry import Geometry, Layout
 from esper.growth.blueprints.seed import misfit
-from esper.growth.junction import Sample
-from esper.growth.places import survey
+from esper.growth.hooks import Sample
 from esper.growth.promise import promises as promises_of_one
-from esper.growth.sites import find_sites
+from esper.growth.slots import find_sites, survey
 from esper.tasks.hosts import CnnHost, MlpHost
 
 FORMS = (Form.LOW_RANK, Form.WIDEN, Form.RESIDUAL_MLP)

@@ -14,8 +14,7 @@ from esper.contracts.stages import Stage
 from esper.growth import export as exporting
 from esper.growth.blueprints.registry import blueprint
 from esper.growth.blueprints.seed import misfit
-from esper.growth.export import export, export_with_report
-from esper.growth.grown import Grown
+from esper.growth.export import ExportedModel, export, export_with_report
 from esper.growth.model import GrowingModel
 
 SPANNING = ("widen_8", "widen_16", "widen_32")
@@ -190,14 +189,14 @@ def assert_agrees(model, plain, rtol=1e-6):
     """Both answer alike; says how much of the answer is the seeds' doing."""
     shape = (9, *model.example.shape[1:])
     x = torch.randn(shape, dtype=model.example.dtype)
-    kept = [junction.branches for junction in model.junctions]
+    kept = [hooks.branches for hooks in model.hooks]
     with torch.no_grad():
         expected, found = model(x), plain(x)
-        for junction in model.junctions:
-            junction.branches = {}
+        for hooks in model.hooks:
+            hooks.branches = {}
         bare = model(x)
-    for junction, branches in zip(model.junctions, kept, strict=True):
-        junction.branches = branches
+    for hooks, branches in zip(model.hooks, kept, strict=True):
+        hooks.branches = branches
     assert (expected - found).abs().max() <= rtol * expected.abs().max()
     return (expected - bare).abs().max() / expected.abs().max()
 
@@ -247,14 +246,14 @@ def test_every_blueprint_is_exported_wherever_it_fits(host, slot):
         assert_same_bits(before, bits(model))
         assert assert_agrees(model, plain) > 1e-3
         assert_agrees(model, apart)
-        assert isinstance(apart, Grown)
+        assert isinstance(apart, ExportedModel)
         assert parameters(apart) == parameters(model)
         if folds(name, place):
             assert_plain(plain, model.host)
             assert report.merged == (f"{slot}#0",)
             assert parameters(plain) == expected_parameters(model, place, name)
         else:
-            assert isinstance(plain, Grown)
+            assert isinstance(plain, ExportedModel)
             assert [line.split(":")[0] for line in report.branches] == [f"{slot}#0"]
             assert parameters(plain) == parameters(model)
         model.remove(0)
@@ -421,7 +420,7 @@ def test_units_that_a_norm_mixes_stay_a_branch(norm):
     model = grow(make, (5, 8), ["fc1->fc2"])
     hold(model, "fc1->fc2#0", "widen_8")
     plain, report = export_with_report(model)
-    assert isinstance(plain, Grown)
+    assert isinstance(plain, ExportedModel)
     assert "Norm between the layers" in report.branches[0]
     assert_agrees(model, plain)
 
@@ -667,7 +666,7 @@ def test_torch_export_takes_it_with_any_batch(host, slot, name, merge):
 
 def any_batch(plain):
     batch = {0: torch.export.Dim("batch", min=2, max=64)}
-    return ((batch,),) if isinstance(plain, Grown) else (batch,)
+    return ((batch,),) if isinstance(plain, ExportedModel) else (batch,)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -6,11 +6,15 @@ from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.errors import BadInput
 from esper.growth import initialisers
 from esper.growth.blueprints.seed import build
-from esper.growth.initialisers import HUSH, LOUDNESS, find_initialiser, start
-from esper.growth.junction import Flow, Junction
-from esper.growth.places import survey
-from esper.growth.sites import find_sites
-from esper.growth.trace import fresh_middle
+from esper.growth.hooks import Flow, SlotHooks
+from esper.growth.initialisers import (
+    INCOMING_SCALE,
+    OUTPUT_SCALE,
+    find_initialiser,
+    start,
+)
+from esper.growth.slots import find_sites, survey
+from esper.growth.tracing import new_middle
 
 
 def blueprint(form, size=4):
@@ -80,11 +84,11 @@ class Bed:
             self.target = 2.0 * make()(self.inputs)
         sites = find_sites(self.host, [slot])
         self.place = survey(self.host, sites, self.inputs[:4]).places[0]
-        self.junction = Junction(self.place, Flow())
-        self.junction.attach()
+        self.hooks = SlotHooks(self.place, Flow())
+        self.hooks.attach()
         if trained:
             self.loss().backward()
-        self.junction.keeping = False
+        self.hooks.keeping = False
         self.host.eval()
 
     def loss(self):
@@ -95,13 +99,13 @@ class Bed:
         middle = nn.Identity()
         if kind.form is Form.WIDEN:
             units = self.place.inlet.weight.shape[0]
-            middle, _ = fresh_middle(self.place.middle, kind.size, units)
+            middle = new_middle(self.place.middle, kind.size, units)
         seed = build(kind, self.place.geometry, generator, middle)
-        note = start(seed, self.place, self.junction.samples, initialiser, generator)
+        note = start(seed, self.place, self.hooks.samples, initialiser)
         return seed, note
 
     def said(self, seed):
-        given = self.junction.samples[-1].given
+        given = self.hooks.samples[-1].given
         return seed(given).detach()
 
 
@@ -145,10 +149,10 @@ def test_zero_out_keeps_new_units_as_built_where_old_ones_are_no_measure(value):
 def test_tiny_speaks_at_a_tenth_of_its_outlet_and_in_its_direction(name):
     grown, kind = bed(name)
     seed, note = grown.seed(kind, "tiny")
-    sample = grown.junction.samples[-1]
+    sample = grown.hooks.samples[-1]
     said = grown.said(seed)
     assert said.shape == sample.answer.shape
-    assert rms(said) == pytest.approx(LOUDNESS * rms(sample.answer), rel=1e-4)
+    assert rms(said) == pytest.approx(OUTPUT_SCALE * rms(sample.answer), rel=1e-4)
     assert float((said * sample.gradient).sum()) < 0.0
     paired = kind.form is not Form.LOW_RANK
     assert note == f"tiny: {kind.size // 2 if paired else kind.size} directions"
@@ -158,7 +162,7 @@ def test_tiny_speaks_at_a_tenth_of_its_outlet_and_in_its_direction(name):
 def test_a_tiny_seed_lowers_the_loss_more_than_chance_of_the_same_size(name):
     grown, kind = bed(name)
     seed, _ = grown.seed(kind, "tiny")
-    sample = grown.junction.samples[-1]
+    sample = grown.hooks.samples[-1]
     said = grown.said(seed)
     drop = -float((said * sample.gradient).sum())
     by_chance = []
@@ -225,7 +229,7 @@ def test_gradmax_gives_incoming_weights_a_larger_gradient_than_chance_does(name)
     grown, kind = bed(name)
     seed, note = grown.seed(blueprint(kind.form, 2), "gradmax")
     assert note == "gradmax: 2 directions"
-    sample = grown.junction.samples[-1]
+    sample = grown.hooks.samples[-1]
     chosen = seed.weights["last"].detach().clone()
     units = 0 if chosen.dim() == 2 else 1
     columns = chosen.movedim(units, -1)
@@ -253,7 +257,10 @@ def test_gradmax_whispers_into_columns_as_long_as_the_hosts():
     seed, _ = grown.seed(kind, "gradmax")
     plain, _ = grown.seed(kind, "zero_out")
     torch.testing.assert_close(
-        seed.weights["first"], HUSH * plain.weights["first"], rtol=1e-5, atol=0.0
+        seed.weights["first"],
+        INCOMING_SCALE * plain.weights["first"],
+        rtol=1e-5,
+        atol=0.0,
     )
     assert not seed.weights["first_bias"].any()
     norms = seed.weights["last"].detach().transpose(0, 1).flatten(1).norm(dim=1)
@@ -293,7 +300,7 @@ def test_gradients_of_zero_or_nan_leave_a_seed_at_zero_out(initialiser):
     grown, kind = bed("linear span")
     plain, _ = grown.seed(kind, "zero_out")
     for value in (0.0, float("nan")):
-        grown.junction.samples[-1].gradient.fill_(value)
+        grown.hooks.samples[-1].gradient.fill_(value)
         seed, note = grown.seed(kind, initialiser)
         assert note.startswith(f"zero_out ({initialiser} ")
         for name, weight in plain.weights.items():
@@ -309,9 +316,9 @@ def test_an_activation_that_cancels_pairs_leaves_a_seed_at_zero_out(
             return h.square()
 
     # Another CPU adds the opposite units up in another order.
-    exact = initialisers._loudness
+    exact = initialisers._output_rms
     monkeypatch.setattr(
-        initialisers, "_loudness", lambda *given: max(exact(*given), rounding)
+        initialisers, "_output_rms", lambda *given: max(exact(*given), rounding)
     )
     grown = Bed(lambda: dense(Even), (10,), "a->b")
     seed, note = grown.seed(blueprint(Form.WIDEN), "tiny")
@@ -326,8 +333,7 @@ def test_a_module_of_ones_own_stays_as_it_was_built(initialiser):
     grown, _ = bed("linear span")
     own = nn.Linear(10, 7)
     before = own.weight.detach().clone()
-    generator = torch.Generator()
-    note = start(own, grown.place, grown.junction.samples, initialiser, generator)
+    note = start(own, grown.place, grown.hooks.samples, initialiser)
     assert note.startswith("zero_out")
     assert torch.equal(own.weight, before)
 
@@ -361,7 +367,7 @@ def test_an_unknown_initialiser_is_refused_with_the_nearest_name():
     grown, _ = bed("linear span")
     own = nn.Linear(10, 7)
     with pytest.raises(BadInput, match="'gradmx'; did you mean 'gradmax'"):
-        start(own, grown.place, [], "gradmx", torch.Generator())
+        start(own, grown.place, [], "gradmx")
     with pytest.raises(BadInput, match="did you mean 'tiny'"):
         find_initialiser("tinny")
     find_initialiser("tiny")

@@ -10,8 +10,8 @@ from torch import nn
 from esper.contracts.actions import Op
 from esper.contracts.errors import BadInput, IllegalAction
 from esper.contracts.stages import Stage
-from esper.growth.hand import Hand
-from esper.growth.shadow import carry, shadow_gradients
+from esper.growth.hooks import attach_gradients, shadow_gradients
+from esper.growth.topology import Topology
 from tests.growth.hosts import (
     HOSTS,
     every_planting,
@@ -139,7 +139,6 @@ def test_a_seed_learns_beside_a_host_that_stands_still(kind, slot, blueprint):
         loss, found = shadow_gradients(
             lambda: nn.functional.cross_entropy(model.host(x), y),
             model.flow,
-            model.host,
             model,
             learning,
         )
@@ -160,18 +159,18 @@ def train(kind, planting=None, *, steps, prune_at=None):
     host = make_host(kind)
     optimizer = torch.optim.Adam(host.parameters(), 3e-3)
     model = grow(kind, host)
-    hand = Hand(model, optimizer, None)
+    topology = Topology(model, optimizer, None)
     model.host_losses, model.shadow_losses = [], []
     model.optimizer = optimizer
     if planting:
-        hand.change(lambda: model.plant(*planting), Op.GERMINATE, planting[0])
+        topology.change(lambda: model.plant(*planting), Op.GERMINATE, planting[0])
     x, y = make_batch(kind, rows=32)
     torch.manual_seed(1)
     for step in range(steps):
         if step == prune_at:
-            hand.let_pass()
-            hand.change(lambda: model.prune(planting[0]), Op.PRUNE, planting[0])
-            hand.let_pass()
+            topology.tick()
+            topology.change(lambda: model.prune(planting[0]), Op.PRUNE, planting[0])
+            topology.tick()
 
         def closure():
             return nn.functional.cross_entropy(host(x), y)
@@ -180,9 +179,9 @@ def train(kind, planting=None, *, steps, prune_at=None):
         model.host_losses.append(float(loss.detach()))
         learning = model.training_parameters()
         if learning:
-            shadow, found = shadow_gradients(closure, model.flow, host, model, learning)
+            shadow, found = shadow_gradients(closure, model.flow, model, learning)
             model.shadow_losses.append(float(shadow))
-            loss = carry(loss, learning, found)
+            loss = attach_gradients(loss, learning, found)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -202,9 +201,9 @@ def test_the_training_seeds_gradients_scale_with_the_loss():
     for scale in (1.0, 8.0):
         torch.manual_seed(0)
         loss = closure()
-        _, shadow = shadow_gradients(closure, model.flow, model.host, model, learning)
+        _, shadow = shadow_gradients(closure, model.flow, model, learning)
         model.zero_grad()
-        (scale * carry(loss, learning, shadow)).backward()
+        (scale * attach_gradients(loss, learning, shadow)).backward()
         found[scale] = [p.grad.clone() for p in learning]
     for once, eight in zip(found[1.0], found[8.0], strict=True):
         assert torch.equal(8 * once, eight)

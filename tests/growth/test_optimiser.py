@@ -8,7 +8,8 @@ from torch import nn, optim
 from torch.optim import lr_scheduler as schedules
 
 from esper.contracts.errors import BadInput
-from esper.growth.optimiser import Newborn, Surgeon
+from esper.growth.optimiser import Newborn
+from esper.growth.optimiser import OptimizerSurgery as Surgery
 
 OPTIMISERS = {
     "sgd": partial(optim.SGD, lr=0.1),
@@ -150,17 +151,17 @@ def bits(value):
 def test_the_host_does_not_feel_a_newborn_and_keeps_no_trace_of_it(name):
     host, optimizer = host_and_optimiser(OPTIMISERS[name])
     twin, twins = host_and_optimiser(OPTIMISERS[name])
-    surgeon = Surgeon(optimizer, host)
+    surgery = Surgery(optimizer, host)
     train(host, optimizer, 5)
     train(twin, twins, 5)
 
     seed = a_seed()
     before = copy.deepcopy(optimizer.state_dict())
-    surgeon.join(seed, beside=host.second.weight)
-    surgeon.leave(seed.values())
+    surgery.join(seed, beside=host.second.weight)
+    surgery.leave(seed.values())
     assert bits(optimizer.state_dict()) == bits(before)
 
-    surgeon.join(seed, beside=host.first.bias)
+    surgery.join(seed, beside=host.first.bias)
     old = bits(seed)
     rates = train(host, optimizer, 20, start=5, seed=seed)
     assert rates == train(twin, twins, 20, start=5)
@@ -168,7 +169,7 @@ def test_the_host_does_not_feel_a_newborn_and_keeps_no_trace_of_it(name):
     for parameter, other in zip(host.parameters(), twin.parameters(), strict=True):
         assert bits(optimizer.state.get(parameter)) == bits(twins.state.get(other))
     assert all(bits(seed[key]) != old[key] for key in seed)
-    surgeon.leave(seed.values())
+    surgery.leave(seed.values())
     assert bits(optimizer.state_dict()) == bits(twins.state_dict())
 
 
@@ -177,7 +178,7 @@ def test_a_newborn_may_join_first_and_learn_later(name):
     host, optimizer = host_and_optimiser(OPTIMISERS[name])
     twin, twins = host_and_optimiser(OPTIMISERS[name])
     seed = a_seed()
-    Surgeon(optimizer, host).join(seed, beside=host.first.weight)
+    Surgery(optimizer, host).join(seed, beside=host.first.weight)
     old = bits(seed)
     train(host, optimizer, 2)
     assert bits(seed) == old
@@ -192,12 +193,12 @@ def test_every_scheduler_goes_on_as_if_nobody_had_joined(name):
     build = partial(optim.SGD, lr=0.1, momentum=0.9)
     host, optimizer = host_and_optimiser(build)
     twin, twins = host_and_optimiser(build)
-    surgeon = Surgeon(optimizer, host)
+    surgery = Surgery(optimizer, host)
     schedule, other = SCHEDULES[name](optimizer), SCHEDULES[name](twins)
     train(host, optimizer, 3, schedule=schedule)
     train(twin, twins, 3, schedule=other)
     seed = a_seed()
-    surgeon.join(seed, beside=host.second.bias)
+    surgery.join(seed, beside=host.second.bias)
     rates = train(host, optimizer, 20, start=3, seed=seed, schedule=schedule)
     assert rates == train(twin, twins, 20, start=3, schedule=other)
     assert len({rate for step in rates for rate in step}) > 2
@@ -208,10 +209,10 @@ def test_every_scheduler_goes_on_as_if_nobody_had_joined(name):
 def test_a_newborn_follows_the_rate_of_the_group_it_joined(name):
     cycle = {"cycle_momentum": False} if name.startswith("one cycle") else {}
     host, optimizer = host_and_optimiser(partial(optim.SGD, lr=0.1))
-    surgeon = Surgeon(optimizer, host, Newborn(factor=1.0))
+    surgery = Surgery(optimizer, host, Newborn(factor=1.0))
     schedule = SCHEDULES[name](optimizer, **cycle)
     newborn = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    surgeon.join({"seed": newborn}, beside=host.second.weight)
+    surgery.join({"seed": newborn}, beside=host.second.weight)
     for step in range(20):
         rate = float(optimizer.param_groups[1]["lr"])
         old = newborn.detach().clone()
@@ -225,9 +226,9 @@ def test_a_newborn_learns_at_the_stated_multiple_of_its_groups_rate(name):
     rule = Newborn(factor=3.0, steps=4)
     host, optimizer = host_and_optimiser(OPTIMISERS[name])
     seed, alone = a_seed(), a_seed()
-    surgeon = Surgeon(optimizer, host, rule)
+    surgery = Surgery(optimizer, host, rule)
     train(host, optimizer, 3)
-    surgeon.join(seed, beside=host.second.weight)
+    surgery.join(seed, beside=host.second.weight)
     rate = float(optimizer.param_groups[1]["lr"])
     reference = OPTIMISERS[name]([{"params": list(alone.values()), "lr": rate}])
     for step, factor in enumerate([3.0, 2.5, 2.0, 1.5, 1.0, 1.0]):
@@ -243,9 +244,9 @@ def test_a_newborn_learns_at_the_stated_multiple_of_its_groups_rate(name):
 @pytest.mark.parametrize("rule", [Newborn(factor=1.0), Newborn(factor=3.0, steps=1)])
 def test_a_grown_up_takes_exactly_the_optimisers_step(rule):
     host, optimizer = host_and_optimiser(OPTIMISERS["adam"])
-    surgeon = Surgeon(optimizer, host, rule)
+    surgery = Surgery(optimizer, host, rule)
     seed, plain = a_seed(), a_seed()
-    surgeon.join(seed)
+    surgery.join(seed)
     twins = OPTIMISERS["adam"]([{"params": list(plain.values()), "weight_decay": 0.01}])
     for step in range(3):
         train(host, optimizer, 1, start=step, seed=seed)
@@ -257,15 +258,15 @@ def test_a_grown_up_takes_exactly_the_optimisers_step(rule):
                 assert not torch.equal(mine, theirs)
                 theirs.data.copy_(mine.data)
         assert bits(seed) == bits(plain)
-    assert surgeon.state_dict() == {"ages": {}}
+    assert surgery.state_dict() == {"ages": {}}
 
 
 def test_a_newborn_that_did_not_move_keeps_every_bit():
     host, optimizer = host_and_optimiser(OPTIMISERS["sgd"])
-    surgeon = Surgeon(optimizer, host)
+    surgery = Surgery(optimizer, host)
     odd = torch.tensor([-0.0, 0.0, torch.inf, -torch.inf, 1e-45, 3e38, torch.nan])
     still, waiting = nn.Parameter(odd.clone()), nn.Parameter(odd.clone())
-    surgeon.join({"still": still, "waiting": waiting}, beside=host.second.weight)
+    surgery.join({"still": still, "waiting": waiting}, beside=host.second.weight)
     still.grad = torch.zeros_like(still)
     optimizer.step()
     assert bits(still.data) == bits(odd - 0.02 * torch.zeros(7))
@@ -274,36 +275,36 @@ def test_a_newborn_that_did_not_move_keeps_every_bit():
 
 def test_ages_count_steps_and_are_forgotten_when_the_newborn_leaves():
     host, optimizer = host_and_optimiser(OPTIMISERS["adam"])
-    surgeon = Surgeon(optimizer, host, Newborn(steps=5))
+    surgery = Surgery(optimizer, host, Newborn(steps=5))
     seed, late = a_seed(), {"late": nn.Parameter(torch.zeros(2))}
-    surgeon.join(seed)
+    surgery.join(seed)
     train(host, optimizer, 2)
-    surgeon.join(late)
+    surgery.join(late)
     train(host, optimizer, 1)
-    assert surgeon.state_dict() == {"ages": {"seed.w": 3, "seed.b": 3, "late": 1}}
-    surgeon.leave(seed.values())
-    assert surgeon.state_dict() == {"ages": {"late": 1}}
-    surgeon.join(seed)
-    assert surgeon.state_dict()["ages"]["seed.w"] == 0
+    assert surgery.state_dict() == {"ages": {"seed.w": 3, "seed.b": 3, "late": 1}}
+    surgery.leave(seed.values())
+    assert surgery.state_dict() == {"ages": {"late": 1}}
+    surgery.join(seed)
+    assert surgery.state_dict()["ages"]["seed.w"] == 0
     train(host, optimizer, 4)
-    assert surgeon.state_dict() == {"ages": {"seed.w": 4, "seed.b": 4}}
+    assert surgery.state_dict() == {"ages": {"seed.w": 4, "seed.b": 4}}
 
 
 @pytest.mark.parametrize("name", ["sgd momentum", "adamw fused", "adagrad", "nadam"])
 def test_a_saved_run_goes_on_bit_for_bit_in_a_rebuilt_network(name):
     host, optimizer = host_and_optimiser(OPTIMISERS[name])
-    surgeon = Surgeon(optimizer, host)
+    surgery = Surgery(optimizer, host)
     gone, seed = {"gone": nn.Parameter(torch.ones(2))}, a_seed()
-    surgeon.join(gone, beside=host.first.weight)
+    surgery.join(gone, beside=host.first.weight)
     train(host, optimizer, 2, seed=gone)
-    surgeon.join(seed, beside=host.first.weight)
-    surgeon.leave(gone.values())
+    surgery.join(seed, beside=host.first.weight)
+    surgery.leave(gone.values())
     train(host, optimizer, 2, start=2, seed=seed)
     saved = copy.deepcopy(
         (
-            surgeon.names(),
+            surgery.names(),
             optimizer.state_dict(),
-            surgeon.state_dict(),
+            surgery.state_dict(),
             host.state_dict(),
             {key: value.detach() for key, value in seed.items()},
         )
@@ -311,7 +312,7 @@ def test_a_saved_run_goes_on_bit_for_bit_in_a_rebuilt_network(name):
     train(host, optimizer, 4, start=4, seed=seed)
 
     twin, twins = host_and_optimiser(OPTIMISERS[name])
-    again, other = Surgeon(twins, twin), a_seed()
+    again, other = Surgery(twins, twin), a_seed()
     stale = {"stale": nn.Parameter(torch.ones(1))}
     again.join(stale)
     names, moments, ages, weights, seeds = saved
@@ -332,12 +333,12 @@ def test_a_saved_run_goes_on_bit_for_bit_in_a_rebuilt_network(name):
 
 def test_names_follow_the_groups_and_tied_parameters_appear_once():
     host, optimizer = host_and_optimiser(OPTIMISERS["sgd"])
-    surgeon = Surgeon(optimizer, host)
+    surgery = Surgery(optimizer, host)
     shared = nn.Parameter(torch.zeros(2))
-    surgeon.join({"a": shared, "b": shared}, beside=host.first.weight)
-    surgeon.join({"c": nn.Parameter(torch.zeros(1))}, beside=shared)
-    surgeon.join({"d": nn.Parameter(torch.zeros(1))}, beside=host.second.bias)
-    assert surgeon.names() == [
+    surgery.join({"a": shared, "b": shared}, beside=host.first.weight)
+    surgery.join({"c": nn.Parameter(torch.zeros(1))}, beside=shared)
+    surgery.join({"d": nn.Parameter(torch.zeros(1))}, beside=host.second.bias)
+    assert surgery.names() == [
         ["first.weight", "first.bias", "frozen", "a", "c"],
         ["second.weight", "second.bias", "d"],
     ]
@@ -346,15 +347,15 @@ def test_names_follow_the_groups_and_tied_parameters_appear_once():
 def test_names_given_to_the_optimiser_are_kept_in_step():
     host = Host()
     optimizer = optim.Adam(list(host.named_parameters()), lr=0.1)
-    surgeon = Surgeon(optimizer, host)
+    surgery = Surgery(optimizer, host)
     before = list(optimizer.param_groups[0]["param_names"])
     seed = a_seed()
-    surgeon.join(seed)
+    surgery.join(seed)
     assert optimizer.param_groups[0]["param_names"] == [*before, *seed]
-    saved = surgeon.names()
-    surgeon.leave([seed["seed.w"]])
+    saved = surgery.names()
+    surgery.leave([seed["seed.w"]])
     assert optimizer.param_groups[0]["param_names"] == [*before, "seed.b"]
-    surgeon.restore(saved, seed)
+    surgery.restore(saved, seed)
     assert optimizer.param_groups[0]["param_names"] == [*before, *seed]
 
 
@@ -362,10 +363,10 @@ def test_frozen_parameters_may_be_anywhere():
     host = Host()
     trained = [p for p in host.parameters() if p.requires_grad]
     optimizer = optim.Adam(trained)
-    surgeon = Surgeon(optimizer, host)
+    surgery = Surgery(optimizer, host)
     seed = {"scale": nn.Parameter(torch.ones(2), requires_grad=False)}
-    surgeon.join(seed, beside=host.frozen)
-    assert surgeon.names()[0][-1] == "scale"
+    surgery.join(seed, beside=host.frozen)
+    assert surgery.names()[0][-1] == "scale"
     train(host, optimizer, 2)
     assert torch.equal(seed["scale"], torch.ones(2))
 
@@ -382,47 +383,47 @@ def refusal(call):
 def test_what_cannot_be_operated_on_is_refused():
     host = Host()
     every = list(host.parameters())
-    assert "list" in refusal(lambda: Surgeon(every, host))
-    assert "LBFGS" in refusal(lambda: Surgeon(optim.LBFGS(every), host))
-    assert "SparseAdam" in refusal(lambda: Surgeon(optim.SparseAdam(every), host))
-    assert "'second.bias'" in refusal(lambda: Surgeon(optim.SGD(every[:-1]), host))
+    assert "list" in refusal(lambda: Surgery(every, host))
+    assert "LBFGS" in refusal(lambda: Surgery(optim.LBFGS(every), host))
+    assert "SparseAdam" in refusal(lambda: Surgery(optim.SparseAdam(every), host))
+    assert "'second.bias'" in refusal(lambda: Surgery(optim.SGD(every[:-1]), host))
     stranger = nn.Parameter(torch.zeros(7))
-    assert "(7,)" in refusal(lambda: Surgeon(optim.SGD([*every, stranger]), host))
+    assert "(7,)" in refusal(lambda: Surgery(optim.SGD([*every, stranger]), host))
     with pytest.warns(UserWarning, match="duplicate"):
         twice = optim.SGD([*every, every[1]])
-    assert "twice" in refusal(lambda: Surgeon(twice, host))
+    assert "twice" in refusal(lambda: Surgery(twice, host))
 
 
 def test_a_refused_join_or_leave_changes_nothing():
     host, optimizer = host_and_optimiser(OPTIMISERS["adam"])
-    surgeon = Surgeon(optimizer, host)
+    surgery = Surgery(optimizer, host)
     seed = a_seed()
-    surgeon.join(seed)
+    surgery.join(seed)
     train(host, optimizer, 2, seed=seed)
-    before = bits([optimizer.state_dict(), surgeon.state_dict(), surgeon.names()])
+    before = bits([optimizer.state_dict(), surgery.state_dict(), surgery.names()])
     good, stranger = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
-    join = surgeon.join
+    join = surgery.join
     assert "taken" in refusal(lambda: join({"x": good, "first.bias": stranger}))
     assert "taken" in refusal(lambda: join({"x": good, "seed.w": stranger}))
     assert "already" in refusal(lambda: join({"x": good, "y": seed["seed.w"]}))
     assert "already" in refusal(lambda: join({"x": good, "y": host.first.bias}))
     assert "(3,)" in refusal(lambda: join({"x": good}, beside=stranger))
-    assert "(3,)" in refusal(lambda: surgeon.leave([seed["seed.w"], stranger]))
-    leave = surgeon.leave
+    assert "(3,)" in refusal(lambda: surgery.leave([seed["seed.w"], stranger]))
+    leave = surgery.leave
     assert "first.bias" in refusal(lambda: leave([seed["seed.w"], host.first.bias]))
-    after = bits([optimizer.state_dict(), surgeon.state_dict(), surgeon.names()])
+    after = bits([optimizer.state_dict(), surgery.state_dict(), surgery.names()])
     assert after == before
 
 
 def test_a_refused_restore_changes_nothing():
     host, optimizer = host_and_optimiser(OPTIMISERS["adam"])
-    surgeon = Surgeon(optimizer, host)
+    surgery = Surgery(optimizer, host)
     seed = a_seed()
-    surgeon.join(seed)
+    surgery.join(seed)
     train(host, optimizer, 2, seed=seed)
-    before = bits([optimizer.state_dict(), surgeon.state_dict(), surgeon.names()])
-    (first, second), everything = surgeon.names(), dict(host.named_parameters()) | seed
-    restore = surgeon.restore
+    before = bits([optimizer.state_dict(), surgery.state_dict(), surgery.names()])
+    (first, second), everything = surgery.names(), dict(host.named_parameters()) | seed
+    restore = surgery.restore
     assert "'ghost'" in refusal(
         lambda: restore([first, [*second, "ghost"]], everything)
     )
@@ -431,24 +432,24 @@ def test_a_refused_restore_changes_nothing():
     assert "same" in refusal(lambda: restore([first, [*second, first[0]]], everything))
     other = everything | {"first.bias": nn.Parameter(torch.zeros(8))}
     assert "host's own" in refusal(lambda: restore([first, second], other))
-    assert "joined" in refusal(lambda: surgeon.load_state_dict({"ages": {"ghost": 1}}))
-    assert "count" in refusal(lambda: surgeon.load_state_dict({"ages": {"seed.w": -1}}))
-    after = bits([optimizer.state_dict(), surgeon.state_dict(), surgeon.names()])
+    assert "joined" in refusal(lambda: surgery.load_state_dict({"ages": {"ghost": 1}}))
+    assert "count" in refusal(lambda: surgery.load_state_dict({"ages": {"seed.w": -1}}))
+    after = bits([optimizer.state_dict(), surgery.state_dict(), surgery.names()])
     assert after == before
 
 
 def test_a_parameter_added_from_outside_is_named_when_groups_are_asked_for():
     host, optimizer = host_and_optimiser(OPTIMISERS["adam"])
-    surgeon = Surgeon(optimizer, host)
+    surgery = Surgery(optimizer, host)
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(9))]})
-    assert "(9,)" in refusal(surgeon.names)
+    assert "(9,)" in refusal(surgery.names)
 
 
 def test_muon_is_given_matrices_only():
     host = nn.Linear(3, 2, bias=False)
-    surgeon = Surgeon(optim.Muon(host.parameters()), host)
-    assert "Muon" in refusal(lambda: surgeon.join({"b": nn.Parameter(torch.ones(2))}))
-    surgeon.join({"w": nn.Parameter(torch.ones(2, 2))})
+    surgery = Surgery(optim.Muon(host.parameters()), host)
+    assert "Muon" in refusal(lambda: surgery.join({"b": nn.Parameter(torch.ones(2))}))
+    surgery.join({"w": nn.Parameter(torch.ones(2, 2))})
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])

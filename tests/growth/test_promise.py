@@ -5,7 +5,7 @@ import torch
 from esper.contracts.blueprints import Blueprint, Form
 from esper.growth.blueprints.convolutions import convolve
 from esper.growth.blueprints.geometry import Geometry, Kernel, Layout
-from esper.growth.junction import Sample
+from esper.growth.hooks import Sample
 from esper.growth.promise import (
     RIDGE,
     directions,

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Generator, nn
 
 from esper.contracts.errors import BadInput
-from esper.growth.places import survey
-from esper.growth.sites import find_sites
+from esper.growth.slots import find_sites, survey
 from esper.tasks.hosts import CnnHost, MlpHost
 
 MLP = MlpHost((16, 12, 10, 26))

@@ -42,7 +42,7 @@ from esper.growth.blueprints.forms import FORMS as FORM_SPECS
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.seed import Cost, cost, misfit
 from esper.growth.lifecycle import Lives, select
-from esper.growth.observe import Track, host_states
+from esper.growth.measurements import Track, host_states
 from esper.tasks.hosts import Host
 from esper.tasks.task import Task
 

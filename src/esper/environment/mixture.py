@@ -17,7 +17,7 @@ from esper.contracts.observation import Observation
 from esper.contracts.state import Stateful
 from esper.contracts.step import StepResult, VectorWorld
 from esper.environment.settings import check_actions
-from esper.growth.observe import together
+from esper.growth.measurements import together
 
 
 class Mixture(Stateful, VectorWorld):
@@ -70,7 +70,8 @@ class Mixture(Stateful, VectorWorld):
 
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
-        return together([world.reset() for world in self.worlds])
+        first: Observation = together([world.reset() for world in self.worlds])
+        return first
 
     def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
         """Act everywhere, each world with its share of the actions."""

@@ -26,8 +26,8 @@ from esper.contracts.errors import BadInput
 from esper.experiment.progress import Progress
 from esper.grower import Grower
 from esper.growth.blueprints.registry import first_line
-from esper.growth.calls import Example, shielded
-from esper.growth.history import Decision
+from esper.growth.history import GrowthDecision
+from esper.growth.tracing import Example, isolated
 from esper.tamiyo.registry import Maker
 
 EXAMPLE: Final = 32
@@ -44,7 +44,7 @@ class Fitted:
 
     model: nn.Module
     """The grown network as a plain module, in eval mode, after the last epoch."""
-    history: tuple[Decision, ...]
+    history: tuple[GrowthDecision, ...]
     """One entry for each epoch."""
     summary: str
     """The story on one page."""
@@ -143,7 +143,7 @@ def fit(
     )
 
 
-def headline(decision: Decision) -> str:
+def headline(decision: GrowthDecision) -> str:
     """One epoch in one line."""
     return (
         f"loss {decision.loss:.4g}  metric {decision.metric:.4g}  "
@@ -222,7 +222,7 @@ def _first(loader: Batches, who: str, model: nn.Module) -> tuple[Tensor, Tensor]
 
 def _try(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, who: str) -> bool:
     """Whether y holds classes of the answer; refuses what no loss comes from."""
-    with shielded(model, training=False), torch.no_grad():
+    with isolated(model, training=False), torch.no_grad():
         try:
             answer = model(x)
         except Exception as error:

@@ -28,7 +28,7 @@ from esper.experiment.fit import accuracy as share_right
 from esper.experiment.learned import find_controller, newest_controller
 from esper.experiment.storage.disk import short
 from esper.experiment.streams import stream
-from esper.growth.history import Decision
+from esper.growth.history import GrowthDecision
 from esper.tamiyo.registry import NAMES, Maker
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.data import Data
@@ -116,7 +116,7 @@ def run_grow(config: GrowConfig) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def story(history: Sequence[Decision]) -> list[str]:
+def story(history: Sequence[GrowthDecision]) -> list[str]:
     """What was planted, kept and pruned, in eight lines at most."""
     told = [d for d in history if d.said.split()[0] in ("plant", "keep", "prune")]
     shown = told if len(told) <= LINES else told[: LINES - 1]

@@ -18,10 +18,10 @@ from esper.contracts.errors import BadInput
 from esper.growth.blueprints import kit
 from esper.growth.blueprints.registry import find, lent_random_state
 from esper.growth.blueprints.seed import misfit
-from esper.growth.calls import Example, call, shielded, tensors_of
 from esper.growth.export import export
+from esper.growth.hooks import shadow_gradients
 from esper.growth.model import GrowingModel
-from esper.growth.shadow import shadow_gradients
+from esper.growth.tracing import Example, call, isolated, tensors_of
 
 STEPS: Final = 5
 TOLERANCE: Final = 1e-6
@@ -149,7 +149,7 @@ def _train(model: GrowingModel) -> list[float]:
 
     losses = []
     for _ in range(STEPS):
-        loss, found = shadow_gradients(closure, model.flow, model.host, model, learning)
+        loss, found = shadow_gradients(closure, model.flow, model, learning)
         for parameter, gradient in zip(learning, found, strict=True):
             parameter.grad = gradient
         optimizer.step()
@@ -158,7 +158,7 @@ def _train(model: GrowingModel) -> list[float]:
 
 
 def _answer_and_gradients(model: GrowingModel) -> list[Tensor]:
-    with shielded(model, training=True), torch.enable_grad():
+    with isolated(model, training=True), torch.enable_grad():
         torch.manual_seed(0)
         answers = tensors_of(call(model.host, model.example))
         total = torch.stack([answer.square().sum() for answer in answers]).sum()

@@ -2,10 +2,10 @@
 
     plain = export(growing)
 
-Seeds that are linear in the right way disappear into the host's own layers: if all do,
-the result has the host's own class and no trace of growing. The others stay branches
-of a `Grown`. Either way the result answers as the growing model does now, which is
-tried on the example: a place whose host does not stand being merged keeps branches.
+Seeds that are linear in the right way are merged into the host's own layers: if all
+are, the result has the host's own class and no trace of growing. The others stay
+branches of an `ExportedModel`. Either way the result computes what the growing model
+does now, which is tried on the example: where merging breaks a host, branches stay.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,19 +15,24 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from esper.contracts.errors import BadInput, CallOrder
+from esper.growth.blueprints.geometry import Layout, width
 from esper.growth.blueprints.registry import first_line
-from esper.growth.calls import Example, call, shielded, tensors_of
-from esper.growth.grown import Felt, Grown
-from esper.growth.merge import merge_into, plan
+from esper.growth.hooks import ADD
+from esper.growth.merge import ActiveSeed, merge_into, plan
 from esper.growth.model import GrowingModel
+from esper.growth.slots import InsertionPoint
+from esper.growth.tracing import Example, eval_outputs, first_tensor
 
 TOLERANCE: Final = 1e-3
-"""Difference to the growing model's answer, relative to its largest number, from which
+"""Difference to the growing model's output, relative to its largest number, from which
 a merge is undone; a thousandth of it in float64."""
 
 
@@ -40,11 +45,11 @@ class ExportReport:
     branches: tuple[str, ...]
     """Slots whose seeds are beside them, as "slot: why"."""
     left_out: tuple[str, ...]
-    """Slots whose seeds the model does not feel, as "slot: why"."""
+    """Slots whose seeds do not change the output, as "slot: why"."""
 
 
 def export(model: GrowingModel, *, merge: bool = True) -> nn.Module:
-    """A copy of the grown host that answers as it does now; the model is unchanged.
+    """A copy of the grown host that computes the same; the model is unchanged.
 
     Args:
         model: A host with seeds. Those in TRAINING are left out.
@@ -58,9 +63,9 @@ def export_with_report(
     model: GrowingModel, *, merge: bool = True
 ) -> tuple[nn.Module, ExportReport]:
     """The same as `export`, and what became of the seeds."""
-    felt, left_out = _felt(model)
-    work = _Work(model, felt)
-    places = {one.place.site.name: "merging was switched off" for one in felt}
+    active, left_out = _active_seeds(model)
+    work = _Work(model, active)
+    places = {one.place.site.name: "merging was switched off" for one in active}
     refused: dict[str, str] = {} if merge else places
     module, reasons, trouble = work.attempt(refused)
     if trouble and not all(reasons.values()):
@@ -76,40 +81,130 @@ def export_with_report(
             "modules must find each other as attributes, never from outside."
         )
     report = ExportReport(
-        merged=tuple(one.name for one in felt if not reasons[one.slot]),
+        merged=tuple(one.name for one in active if not reasons[one.slot]),
         branches=tuple(
-            f"{one.name}: {reasons[one.slot]}" for one in felt if reasons[one.slot]
+            f"{one.name}: {reasons[one.slot]}" for one in active if reasons[one.slot]
         ),
         left_out=left_out,
     )
     return module, report
 
 
-class _Work:
-    """A model to be exported, and what it answers to its example."""
+class ExportedModel(nn.Module):
+    """A copied host with the seeds that could not be merged, as frozen branches.
 
-    def __init__(self, model: GrowingModel, felt: Sequence[Felt]) -> None:
-        self.model, self.felt = model, felt
+    It is trained, saved, copied and moved like any module. A layer that other seeds
+    have widened has more channels than a seed was built for: the seed reads the first
+    ones and adds nothing to the others.
+
+    Args:
+        host: A copy of the host, without hooks of a growing model.
+        active: Seeds, in the order in which they are applied; they are copied.
+    """
+
+    def __init__(self, host: nn.Module, active: list[ActiveSeed]) -> None:
+        super().__init__()
+        self.host = host
+        self.seeds = nn.ModuleDict()
+        self.branch_hooks: dict[str, BranchHooks] = {}
+        for one in active:
+            site = one.place.site
+            if site.name not in self.branch_hooks:
+                self.branch_hooks[site.name] = hooks = BranchHooks(one.place)
+                inlet, outlet = map(host.get_submodule, (site.inlet, site.outlet))
+                if not site.residual:
+                    inlet.register_forward_pre_hook(hooks.read, with_kwargs=True)
+                outlet.register_forward_hook(hooks.write)
+            seed = self.seeds[f"slot_{one.slot}"] = deepcopy(one.seed)
+            branch = (seed, one.branch.alpha, one.branch.style)
+            self.branch_hooks[site.name].branches.append(branch)
+        self.training = self.seeds.training = host.training
+        # Loaded in another process, the youngest handle keeps torch from giving the
+        # numbers of these hooks to others.
+        self.youngest = RemovableHandle(self._forward_hooks)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """The host's output, its seeds included."""
+        try:
+            return self.host(*args, **kwargs)
+        finally:
+            for hooks in self.branch_hooks.values():
+                hooks.given = None
+
+
+class BranchHooks:
+    """The hooks of one place of an exported model."""
+
+    def __init__(self, place: InsertionPoint) -> None:
+        at = place.geometry
+        self.residual = place.site.residual
+        self.reads = width(at.inlet_shape, at.inlet_layout)
+        self.reads_along = _channel_axis(at.inlet_layout)
+        self.writes_along = _channel_axis(at.outlet_layout)
+        self.branches: list[tuple[nn.Module, float, int]] = []
+        """Seed, alpha and style."""
+        self.given: Tensor | None = None
+
+    def read(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+        """Keep the inlet's input."""
+        self.given = first_tensor((*args, *kwargs.values()))
+
+    def write(self, module: nn.Module, args: Any, answer: Tensor) -> Tensor:  # noqa: ANN401
+        """Add the seeds' outputs to the outlet's."""
+        given = answer if self.residual else self.given
+        self.given = None
+        if given is None:
+            return answer
+        if given.shape[self.reads_along] != self.reads:
+            given = given.narrow(self.reads_along, 0, self.reads)
+        for seed, alpha, style in self.branches:
+            if seed.training != module.training:
+                seed.train(module.training)
+            delta = _padded(alpha * seed(given), answer, self.writes_along)
+            answer = answer + delta if style == ADD else answer * (1 + delta)
+        return answer
+
+
+def _channel_axis(layout: Layout) -> int:
+    return 1 if layout.channels_first else -1
+
+
+def _padded(
+    delta: Float[Tensor, "..."], answer: Float[Tensor, "..."], axis: int
+) -> Float[Tensor, "..."]:
+    """The tensor with zeros for the channels that only the answer has."""
+    more = answer.shape[axis] - delta.shape[axis]
+    if more == 0:
+        return delta
+    after = delta.dim() - 2 if axis == 1 else 0
+    return F.pad(delta, (0, 0) * after + (0, more))
+
+
+class _Work:
+    """A model to be exported, and its output on its example."""
+
+    def __init__(self, model: GrowingModel, active: Sequence[ActiveSeed]) -> None:
+        self.model, self.active = model, active
         self.names = {module: name for name, module in model.host.named_modules()}
         self.example = _suited(model.example, model.host)
-        self.expected = _answers(model, self.example)
+        self.expected = eval_outputs(model, self.example)
 
     def attempt(
         self, refused: Mapping[str, str]
     ) -> tuple[nn.Module | None, dict[int, str], str]:
         """A module, why each slot is a branch of it, and what is wrong with it."""
-        reasons = plan(self.felt, self.names, refused)
+        reasons = plan(self.active, self.names, refused)
         host, late = copy_host(self.model)
         module: nn.Module | None = None
         try:
-            folding = [one for one in self.felt if not reasons[one.slot]]
+            folding = [one for one in self.active if not reasons[one.slot]]
             merge_into(host, self.names, folding)
-            rest = [one for one in self.felt if reasons[one.slot]]
-            module = Grown(host, rest) if rest else host
+            rest = [one for one in self.active if reasons[one.slot]]
+            module = ExportedModel(host, rest) if rest else host
             for hooks, key in late:
                 hooks[key] = hooks.pop(key)  # to the end
             with self._watched():
-                found = _answers(module, self.example)
+                found = eval_outputs(module, self.example)
         except Exception as error:  # whatever it cannot do is the answer
             return module, reasons, f"it would fail, {first_line(error)}"
         return module, reasons, _difference(self.expected, found)
@@ -136,7 +231,7 @@ def copy_host(
     """The host without our hooks, and those of the user's own that came after them."""
     gone = object()
     # Copying stops at what the memo knows, so that hooks come out bound to nothing.
-    memo: dict[int, Any] = {id(junction): gone for junction in model.junctions}
+    memo: dict[int, Any] = {id(hooks): gone for hooks in model.hooks}
     try:
         host = deepcopy(model.host, memo)
     except Exception as error:
@@ -157,39 +252,26 @@ def copy_host(
     return host, late
 
 
-def _felt(model: GrowingModel) -> tuple[list[Felt], tuple[str, ...]]:
-    """Seeds that the model feels, in the order in which they speak, and the others."""
-    felt: list[Felt] = []
+def _active_seeds(model: GrowingModel) -> tuple[list[ActiveSeed], tuple[str, ...]]:
+    """Seeds that change the output, in the order they are applied, and the others."""
+    active: list[ActiveSeed] = []
     left_out: list[str] = []
-    for junction in model.junctions:
-        for slot, branch in junction.branches.items():
+    for hooks in model.hooks:
+        for slot, branch in hooks.branches.items():
             name = model.slots[slot]
             if branch.shadow:
                 left_out.append(f"{name}: it is still in training")
             elif branch.alpha == 0.0:
                 left_out.append(f"{name}: its alpha is 0")
-            elif junction.write not in junction.place.outlet._forward_hooks.values():
+            elif hooks.write not in hooks.place.outlet._forward_hooks.values():
                 raise CallOrder(
                     f"the hooks of slot {name!r} were taken off the host; export "
                     "before detach()."
                 )
             else:
-                felt.append(
-                    Felt(
-                        slot,
-                        name,
-                        junction.place,
-                        branch.seed,
-                        branch.alpha,
-                        branch.style,
-                    )
-                )
-    return felt, tuple(left_out)
-
-
-def _answers(module: nn.Module, example: Example) -> list[Tensor]:
-    with shielded(module, training=False), torch.no_grad():
-        return [tensor.clone() for tensor in tensors_of(call(module, example))]
+                seed = ActiveSeed(slot, name, hooks.place, branch)
+                active.append(seed)
+    return active, tuple(left_out)
 
 
 def _suited(example: Example, host: nn.Module) -> Example:

@@ -1,53 +1,35 @@
-"""What happened to a growing model, decision by decision, and its story on one page."""
+"""The log of a growing model, decision by decision, and its summary on one page."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import nan
 from typing import Any, Final
 
 from esper.contracts.events import StageChanged
 from esper.contracts.stages import Stage
 from esper.growth.model import GrowingModel
+from esper.growth.topology import Receipt
 
 SEEDS: Final = 16
 CHANGES: Final = 8
-"""Seeds and changes that are told of on one page."""
+"""Seeds and changes listed on one page."""
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
-    """What one op did to the model's answer on its example."""
-
-    op: str
-    slot: str
-    blueprint: str
-    jump: float
-    """Largest change of any number of the answer, in eval mode."""
-    note: str = ""
-
-    def __str__(self) -> str:
-        """One line."""
-        what = f" {self.blueprint}" if self.blueprint else ""
-        note = f" ({self.note})" if self.note else ""
-        return f"{self.op} {self.slot}{what}: output changed by {self.jump:.3g}{note}"
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
+class GrowthDecision:
     """One decision and what was known and done then."""
 
     step: int
     metric: float
     loss: float
     """Mean training loss since the decision before; NaN if `grower.loss` is unused."""
-    said: str
-    """The controller's sentence, in words."""
-    grew: bool
+    said: str = ""
+    """The controller's action, in words."""
+    grew: bool = False
     """Whether anything in the network's topology or blending changed."""
-    why_not: str
+    why_not: str = ""
     """Why it did not plant, in words; empty if it did."""
-    parameters: int
-    macs: int
+    parameters: int = 0
+    macs: int = 0
     receipts: tuple[Receipt, ...] = ()
     events: tuple[StageChanged, ...] = ()
     incidents: tuple[str, ...] = ()
@@ -58,7 +40,7 @@ class Decision:
 
 
 def summary(
-    model: GrowingModel, history: Sequence[Decision], notes: Sequence[str] = ()
+    model: GrowingModel, history: Sequence[GrowthDecision], notes: Sequence[str] = ()
 ) -> str:
     """One page: what grew, what it cost, and why nothing grew when nothing did."""
     host, added = model.survey.parameters, model.parameters_added
@@ -97,7 +79,7 @@ def summary(
         lines += [f"  {count:>4} x  {reason}" for reason, count in often[:4]]
     troubles = [i for decision in history for i in decision.incidents]
     if troubles:
-        lines += ["", "what was not let through:"]
+        lines += ["", "what was refused:"]
         lines += [f"  {trouble}" for trouble in troubles[-4:]]
     lines += [f"\nnote: {note}" for note in notes]
     return "\n".join(lines)
@@ -121,28 +103,7 @@ def _seeds(model: GrowingModel) -> list[str]:
     return lines or ["  no seed is planted"]
 
 
-def pending(
-    receipts: tuple[Receipt, ...],
-    events: tuple[StageChanged, ...],
-    incidents: tuple[str, ...],
-) -> Decision:
-    """What has happened since the last decision, before there is another one."""
-    return Decision(
-        step=-1,
-        metric=nan,
-        loss=nan,
-        said="",
-        grew=False,
-        why_not="",
-        parameters=0,
-        macs=0,
-        receipts=receipts,
-        events=events,
-        incidents=incidents,
-    )
-
-
-def to_plain(decision: Decision) -> dict[str, Any]:
+def to_plain(decision: GrowthDecision) -> dict[str, Any]:
     """A decision as plain data, for saving."""
     plain = asdict(decision)
     plain["receipts"] = [asdict(receipt) for receipt in decision.receipts]
@@ -154,9 +115,9 @@ def to_plain(decision: Decision) -> dict[str, Any]:
     return plain
 
 
-def from_plain(plain: Mapping[str, Any]) -> Decision:
+def from_plain(plain: Mapping[str, Any]) -> GrowthDecision:
     """A decision from plain data."""
-    return Decision(
+    return GrowthDecision(
         **{
             **plain,
             "receipts": tuple(Receipt(**receipt) for receipt in plain["receipts"]),

@@ -1,9 +1,9 @@
-"""How a newborn seed starts, from what passed its place before.
+"""How a new seed is initialised, from samples of activations at its place.
 
-    zero_out   as built, zero at its end; new hidden units as large as the host's own
+    zero_out   as built, with a last map of zero; hidden units as large as the host's
     gradmax    outgoing weights that give the incoming ones the largest gradient
                (Evci et al. 2022, https://arxiv.org/abs/2201.05125)
-    tiny       both, along the best linear map from what is given to what is asked
+    tiny       both, along the best linear map from inputs to the negative gradient
                (Verbockhaven et al. 2024, https://arxiv.org/abs/2405.19816)
 
 A start that a place or a form cannot have becomes zero_out, and the note says why. With
@@ -24,9 +24,7 @@ from torch import Tensor, nn
 from esper.contracts.blueprints import Form
 from esper.contracts.errors import BadInput
 from esper.growth.blueprints.seed import FormSeed
-from esper.growth.calls import shielded
-from esper.growth.junction import Sample
-from esper.growth.places import Place, is_layer
+from esper.growth.hooks import Sample
 from esper.growth.promise import (
     Statistics,
     directions,
@@ -35,14 +33,15 @@ from esper.growth.promise import (
     trained_on,
     view,
 )
-from esper.growth.trace import NORMS
+from esper.growth.slots import InsertionPoint, is_layer
+from esper.growth.tracing import NORMS, isolated
 
-Initialiser = Callable[[nn.Module, Place, list[Sample]], str]
+Initialiser = Callable[[nn.Module, InsertionPoint, list[Sample]], str]
 
-HUSH: Final = 1e-3
-"""What gradmax leaves of the incoming weights: enough to tell units apart."""
-LOUDNESS: Final = 0.1
-"""Size of what a tiny seed says at birth, relative to its outlet."""
+INCOMING_SCALE: Final = 1e-3
+"""Factor of the incoming weights under gradmax: enough to tell units apart."""
+OUTPUT_SCALE: Final = 0.1
+"""RMS of a tiny seed's output at birth, relative to its outlet."""
 CANCELLED: Final = 1e-3
 """An output below this part of what half of its units give is rounding, not signal."""
 DROPOUT: Final = nn.modules.dropout._DropoutNd
@@ -52,21 +51,18 @@ STRAIGHT: Final = (nn.Identity, nn.Flatten, nn.Sequential, DROPOUT, *NORMS)
 
 def start(
     seed: nn.Module,
-    place: Place,
+    place: InsertionPoint,
     samples: Iterable[Sample],
     initialiser: str,
-    generator: torch.Generator,
 ) -> str:
-    """Give a newborn its first weights in place; says in words what was done.
+    """Initialise a seed's weights in place; returns in words what was done.
 
     Args:
         seed: As built: float32, on the CPU.
         place: Where it will stand.
         samples: What passed the place in training.
         initialiser: A name in `INITIALISERS`.
-        generator: Source of chance; none of those here needs more than the seed has.
     """
-    del generator
     with torch.no_grad():
         return find_initialiser(initialiser)(seed, place, [*samples])
 
@@ -79,7 +75,7 @@ def find_initialiser(name: str) -> Initialiser:
     return INITIALISERS[name]
 
 
-def zero_out(seed: nn.Module, place: Place, samples: list[Sample]) -> str:
+def zero_out(seed: nn.Module, place: InsertionPoint, samples: list[Sample]) -> str:
     """As built, but that new hidden units are as large as the host's own."""
     del samples
     if isinstance(seed, FormSeed) and seed.blueprint.form is Form.WIDEN:
@@ -90,7 +86,7 @@ def zero_out(seed: nn.Module, place: Place, samples: list[Sample]) -> str:
     return "zero_out"
 
 
-def gradmax(seed: nn.Module, place: Place, samples: list[Sample]) -> str:
+def gradmax(seed: nn.Module, place: InsertionPoint, samples: list[Sample]) -> str:
     """Outgoing weights along the largest singular vectors of asked times given."""
     zero_out(seed, place, samples)
     known, trouble = _look(seed, place, samples)
@@ -103,12 +99,13 @@ def gradmax(seed: nn.Module, place: Place, samples: list[Sample]) -> str:
     count = outgoing.shape[1]
     if count == 0:
         return "zero_out (gradmax found no gradient)"
-    _put_incoming(seed, HUSH * _incoming(seed)[:, :count], bias=torch.zeros(count))
+    incoming = INCOMING_SCALE * _incoming(seed)[:, :count]
+    _put_incoming(seed, incoming, bias=torch.zeros(count))
     _put_outgoing(seed, outgoing * _column_norm(place.outlet, size))
     return f"gradmax: {count} directions"
 
 
-def tiny(seed: nn.Module, place: Place, samples: list[Sample]) -> str:
+def tiny(seed: nn.Module, place: InsertionPoint, samples: list[Sample]) -> str:
     """Both maps along the best directions, so small that the outlet stays itself."""
     zero_out(seed, place, samples)
     known, trouble = _look(seed, place, samples)
@@ -128,7 +125,7 @@ def tiny(seed: nn.Module, place: Place, samples: list[Sample]) -> str:
             for weights in (incoming, outgoing)
         )
     given = torch.cat([sample.given.cpu().float() for sample in trained_on(samples)])
-    if not _put_at_loudness(seed, given, incoming, outgoing, known):
+    if not _put_at_scale(seed, given, incoming, outgoing, known):
         return "zero_out (tiny found no direction to go)"
     return f"tiny: {len(strength)} directions"
 
@@ -140,7 +137,7 @@ INITIALISERS: Final[Mapping[str, Initialiser]] = MappingProxyType(
 
 
 def _look(
-    seed: nn.Module, place: Place, samples: list[Sample]
+    seed: nn.Module, place: InsertionPoint, samples: list[Sample]
 ) -> tuple[Statistics | None, str]:
     """What is known of the place as this seed sees it, or what is in the way."""
     served = (Form.WIDEN, Form.LOW_RANK, Form.RESIDUAL_MLP)
@@ -155,31 +152,31 @@ def _look(
     return known, "" if known else "met values that are not finite"
 
 
-def _put_at_loudness(
+def _put_at_scale(
     seed: FormSeed,
     given: Float[Tensor, "..."],
     incoming: Float[Tensor, "feature unit"],
     outgoing: Float[Tensor, "wish unit"],
     known: Statistics,
 ) -> bool:
-    """Set units so that what they say has its size; False, and nothing, if none does.
+    """Scale units to an output of the wanted size; False, and no change, if none can.
 
     The two maps share the factor; where something between them does not scale, such
     as a norm, the second makes up for it.
     """
     before = {name: value.clone() for name, value in seed.weights.items()}
-    wanted = LOUDNESS * known.outlet_rms
+    wanted = OUTPUT_SCALE * known.outlet_rms
     for shares in ((0.5, 0.5), (0.0, 1.0)):
         weights = incoming[:-1] if known.view.bias else incoming
         bias = incoming[-1] if known.view.bias else None
         _put_incoming(seed, weights / known.feature_rms, bias)
         _put_outgoing(seed, outgoing)
-        said = _loudness(seed, given)
+        size = _output_rms(seed, given)
         # Opposite units that cancel leave a rounding error, which must not be scaled.
         _put_outgoing(seed, outgoing * (torch.arange(outgoing.shape[1]) % 2 == 0))
-        half = _loudness(seed, given)
+        half = _output_rms(seed, given)
         _put_outgoing(seed, outgoing)
-        factor = wanted / said if said > CANCELLED * half else 0.0
+        factor = wanted / size if size > CANCELLED * half else 0.0
         if not (math.isfinite(factor) and factor > 0.0):
             for name, value in before.items():
                 seed.weights[name].copy_(value)
@@ -192,9 +189,9 @@ def _put_at_loudness(
     return True
 
 
-def _loudness(seed: FormSeed, given: Float[Tensor, "..."]) -> float:
-    """Root mean square of what a seed says in training, with nothing dropped."""
-    with shielded(seed, training=True):
+def _output_rms(seed: FormSeed, given: Float[Tensor, "..."]) -> float:
+    """Root mean square of a seed's output in training mode, without dropout."""
+    with isolated(seed, training=True):
         for module in seed.modules():
             if isinstance(module, DROPOUT):
                 module.eval()

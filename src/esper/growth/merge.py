@@ -4,8 +4,8 @@ r"""Folding seeds into the host's own layers, alpha included.
     LOW_RANK      W <- W + alpha B A beside a layer, W <- (I + alpha B A) W after it
     SCALE_SHIFT   the same with B A = diag(a), and b <- b + alpha shift
 
-`plan` says which seeds fold: a layer speaks before everything that is added to it, so a
-seed folds only if no branch is left that would read or scale what it adds otherwise.
+`plan` says which seeds fold. A layer's own output comes before everything added to it,
+so a seed folds only if no branch is left that would read or scale it otherwise.
 Weights are computed in float64. Every fold works on the rows and columns that the seed
 knows of, so that layers may have been widened before.
 """
@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from esper.contracts.blueprints import Form
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.seed import FormSeed
-from esper.growth.grown import Felt
-from esper.growth.junction import ADD
-from esper.growth.places import is_layer
-from esper.growth.trace import NORMS
+from esper.growth.hooks import ADD, Branch
+from esper.growth.slots import InsertionPoint, is_layer
+from esper.growth.tracing import NORMS
 
 RESIZED: Final = {
     nn.Linear: ("out_features", "in_features"),
@@ -32,6 +31,22 @@ RESIZED: Final = {
     nn.Conv2d: ("out_channels", "in_channels"),
 }
 """Where a layer writes down its sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveSeed:
+    """A seed that changes the host's output, as an export takes it."""
+
+    slot: int
+    name: str
+    """Of the slot."""
+    place: InsertionPoint
+    branch: Branch
+
+    @property
+    def seed(self) -> nn.Module:
+        """The module."""
+        return self.branch.seed
 
 
 @dataclass(slots=True)
@@ -45,18 +60,20 @@ class _Outlet:
 
 
 def plan(
-    felt: Sequence[Felt], names: Mapping[nn.Module, str], refused: Mapping[str, str]
+    active: Sequence[ActiveSeed],
+    names: Mapping[nn.Module, str],
+    refused: Mapping[str, str],
 ) -> dict[int, str]:
     """Why each slot's seed stays a branch; empty if it folds.
 
     Args:
-        felt: Seeds in the order in which they speak, place by place.
+        active: Seeds in the order in which they are applied, place by place.
         names: The host's modules.
         refused: Places that must not be folded, and why.
     """
     outlets: dict[str, _Outlet] = {}
     reasons: dict[int, str] = {}
-    for site, group in groupby(felt, key=lambda one: one.place.site):
+    for site, group in groupby(active, key=lambda one: one.place.site):
         seeds = [*group]
         at = outlets.setdefault(site.outlet, _Outlet())
         own = {s.slot: refused.get(site.name) or why_not(s, names) for s in seeds}
@@ -76,15 +93,15 @@ def plan(
                 at.any = at.any or seed.name
                 if site.residual:
                     at.reader = at.reader or seed.name
-                if seed.style != ADD:
+                if seed.branch.style != ADD:
                     at.scaler = at.scaler or seed.name
     return reasons
 
 
-def why_not(felt: Felt, names: Mapping[nn.Module, str]) -> str:
+def why_not(one: ActiveSeed, names: Mapping[nn.Module, str]) -> str:
     """Why a seed's own kind or place keeps it from folding; empty if nothing does."""
-    seed, place = felt.seed, felt.place
-    if felt.style != ADD:
+    seed, place = one.seed, one.place
+    if one.branch.style != ADD:
         return "it scales its outlet"
     if not isinstance(seed, FormSeed):
         return "it is a module of its own"
@@ -103,10 +120,10 @@ def why_not(felt: Felt, names: Mapping[nn.Module, str]) -> str:
 
 
 def merge_into(
-    host: nn.Module, names: Mapping[nn.Module, str], felt: Sequence[Felt]
+    host: nn.Module, names: Mapping[nn.Module, str], active: Sequence[ActiveSeed]
 ) -> None:
-    """Fold seeds into a copy of their host, in the order in which they speak."""
-    for site, group in groupby(felt, key=lambda one: one.place.site):
+    """Fold seeds into a copy of their host, in the order in which they are applied."""
+    for site, group in groupby(active, key=lambda one: one.place.site):
         outlet = host.get_submodule(site.outlet)
         # Residual seeds of one place all read what was there before them.
         before = _read(outlet)
@@ -116,14 +133,14 @@ def merge_into(
             params = {key: _exact(value) for key, value in seed.weights.items()}
             if seed.blueprint.form is Form.WIDEN:
                 inlet = host.get_submodule(site.inlet)
-                _widen(inlet, outlet, params, seed.geometry, one.alpha)
+                _widen(inlet, outlet, params, seed.geometry, one.branch.alpha)
                 for norm, own in _pairs(one.place.middle, seed):
                     if isinstance(norm, NORMS):
                         _more_units(host.get_submodule(names[norm]), own)
             elif site.residual:
-                _after(outlet, before, params, one.alpha)
+                _after(outlet, before, params, one.branch.alpha)
             else:
-                _beside(outlet, params, one.alpha)
+                _beside(outlet, params, one.branch.alpha)
 
 
 def _widen(
@@ -173,37 +190,37 @@ def _after(
     params: dict[str, Tensor],
     alpha: float,
 ) -> None:
-    """Add alpha times a channel-wise map of what the outlet said before."""
+    """Add alpha times a channel-wise map of the outlet's earlier output."""
     weight, bias = _read(outlet)
     old_weight, old_bias = before
     if "first" in params:
         matrix = _product(params).flatten(1)
         width, shift = len(matrix), None
-        said = torch.tensordot(matrix, old_weight[:width], 1)
-        said_bias = None if old_bias is None else matrix @ old_bias[:width]
+        added = torch.tensordot(matrix, old_weight[:width], 1)
+        added_bias = None if old_bias is None else matrix @ old_bias[:width]
     else:
         scale, shift = params["last"], params["last_bias"]
         width = len(scale)
         rows = scale.reshape(-1, *(1,) * (old_weight.dim() - 1))
-        said = rows * old_weight[:width]
-        said_bias = shift if old_bias is None else scale * old_bias[:width] + shift
-    weight[:width] += alpha * said
+        added = rows * old_weight[:width]
+        added_bias = shift if old_bias is None else scale * old_bias[:width] + shift
+    weight[:width] += alpha * added
     _put(outlet, "weight", weight)
-    if said_bias is not None:
+    if added_bias is not None:
         bias = weight.new_zeros(len(weight)) if bias is None else bias
-        bias[:width] += alpha * said_bias
+        bias[:width] += alpha * added_bias
         _put(outlet, "bias", bias)
 
 
 def _beside(layer: nn.Module, params: dict[str, Tensor], alpha: float) -> None:
     """Add alpha times a map of what the layer reads."""
     weight, bias = _read(layer)
-    said = _product(params) if "first" in params else params["last"].diag()
-    weight[: said.shape[0], : said.shape[1]] += alpha * said
+    added = _product(params) if "first" in params else params["last"].diag()
+    weight[: added.shape[0], : added.shape[1]] += alpha * added
     _put(layer, "weight", weight)
     if "last_bias" in params:
         bias = weight.new_zeros(len(weight)) if bias is None else bias
-        bias[: len(said)] += alpha * params["last_bias"]
+        bias[: len(added)] += alpha * params["last_bias"]
         _put(layer, "bias", bias)
 
 

@@ -3,22 +3,22 @@
     growing = GrowingModel(host, ["fc1->fc2"], example)
     growing.plant("fc1->fc2#0", "widen_16")
 
-The host stays the user's own module: its names, weights and calls are untouched, seeds
-stand beside it. Every op is checked by the one lifecycle and refused in one line if it
-is not possible now; nothing has changed then. Time passes only when `tick` is called.
+The host stays the user's own module: its names, weights and calls are untouched. Every
+op is checked by the lifecycle and refused in one line if it is not possible now;
+nothing has changed then. Time passes only when `tick` is called.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Final
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from esper.contracts.actions import HEAD, ActionSpec, Op
+from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
 from esper.contracts.errors import BadInput, IllegalAction
 from esper.contracts.slots import SlotConfig
@@ -26,15 +26,14 @@ from esper.contracts.stages import Stage
 from esper.growth import lifecycle
 from esper.growth.blueprints.registry import find
 from esper.growth.blueprints.seed import build, cost, misfit
-from esper.growth.calls import Example, call, shielded, tensors_of
+from esper.growth.hooks import Branch, Flow, SlotHooks
 from esper.growth.initialisers import start
-from esper.growth.junction import Branch, Flow, Junction
 from esper.growth.lifecycle import Lives
-from esper.growth.places import Place, Survey, survey
-from esper.growth.saved import FORMAT, topology
-from esper.growth.sites import find_sites
-from esper.growth.trace import fresh_middle
-from esper.growth.words import sentence
+from esper.growth.slots import InsertionPoint, Survey, find_sites, survey
+from esper.growth.tracing import Example, eval_outputs, new_middle
+
+FORMAT: Final = 1
+"""Version of what a saved growing model holds besides weights."""
 
 
 class GrowingModel(nn.Module):
@@ -72,7 +71,7 @@ class GrowingModel(nn.Module):
         self.seeds = nn.ModuleDict()
         self.example: Example = example
         self.flow = Flow()
-        self.junctions = [Junction(place, self.flow) for place in self.survey.places]
+        self.hooks = [SlotHooks(place, self.flow) for place in self.survey.places]
         # Slots of one place lie apart, so that filling them in order spreads.
         self.slots: tuple[str, ...] = tuple(
             f"{place.site.name}#{index}"
@@ -83,12 +82,12 @@ class GrowingModel(nn.Module):
         self.lives = Lives.empty(1, len(self.slots))
         self.generator = torch.Generator().manual_seed(rng_seed)
         self.note = ""
-        """How the last seed was started, in words."""
+        """How the last seed was initialised, in words."""
         self._costs: dict[tuple[str, str], tuple[int, int]] = {}
         self._prices: dict[tuple[str, str], tuple[int, int] | None] = {}
         try:
-            for junction in self.junctions:
-                junction.attach()
+            for hooks in self.hooks:
+                hooks.attach()
         except BadInput:
             self.detach()
             raise
@@ -109,19 +108,20 @@ class GrowingModel(nn.Module):
         alpha_target: str = "FULL",
         initialiser: str = "zero_out",
     ) -> None:
-        """Plant a seed; the host does not feel it until it is advanced."""
-        said: dict[str, int | str] = {
-            "slot": self.index(slot),
-            "blueprint": self._blueprint_index(blueprint),
-            "style": style,
-            "tempo": tempo,
-            "alpha_target": alpha_target,
-        }
-        self.act(sentence(Op.GERMINATE, said), initialiser)
+        """Plant a seed; it leaves the output unchanged until it is advanced."""
+        action = encode_action(
+            Op.GERMINATE,
+            slot=self.index(slot),
+            blueprint=self._blueprint_index(blueprint),
+            style=style,
+            tempo=tempo,
+            alpha_target=alpha_target,
+        )
+        self.act(action, initialiser)
 
     def advance(self, slot: str) -> None:
         """Move a seed on: from training to blending, from blending to holding."""
-        self.act(sentence(Op.ADVANCE, {"slot": self.index(slot)}))
+        self.act(encode_action(Op.ADVANCE, slot=self.index(slot)))
 
     def set_alpha(
         self,
@@ -132,37 +132,36 @@ class GrowingModel(nn.Module):
         curve: str = "LINEAR",
         style: str = "ADD",
     ) -> None:
-        """Let a seed's alpha travel to another target."""
-        said: dict[str, int | str] = {
-            "slot": self.index(slot),
-            "alpha_target": target,
-            "alpha_speed": speed,
-            "alpha_curve": curve,
-            "style": style,
-        }
-        self.act(sentence(Op.SET_ALPHA, said))
+        """Move a seed's alpha to another target."""
+        action = encode_action(
+            Op.SET_ALPHA,
+            slot=self.index(slot),
+            alpha_target=target,
+            alpha_speed=speed,
+            alpha_curve=curve,
+            style=style,
+        )
+        self.act(action)
 
     def prune(
         self, slot: str, *, speed: str = "INSTANT", curve: str = "LINEAR"
     ) -> None:
         """Fade a seed out; a training seed leaves at the next tick."""
-        said: dict[str, int | str] = {
-            "slot": self.index(slot),
-            "alpha_speed": speed,
-            "alpha_curve": curve,
-        }
-        self.act(sentence(Op.PRUNE, said))
+        index = self.index(slot)
+        self.act(
+            encode_action(Op.PRUNE, slot=index, alpha_speed=speed, alpha_curve=curve)
+        )
 
     def keep(self, slot: str) -> None:
         """Fossilise a holding seed: it stays for good."""
-        self.act(sentence(Op.FOSSILIZE, {"slot": self.index(slot)}))
+        self.act(encode_action(Op.FOSSILIZE, slot=self.index(slot)))
 
-    # The same, as a controller says it.
+    # The same, as a controller's action.
 
     def act(
         self, actions: Int64[Tensor, "1 head"], initialiser: str = "zero_out"
     ) -> None:
-        """Carry out one sentence; refuses what is not possible now."""
+        """Carry out one action; refuses what is not possible now."""
         op, index = Op(int(actions[0, HEAD["op"]])), int(actions[0, HEAD["slot"]])
         after, done = lifecycle.act(self.lives, actions, self.spec.slots.min_age)
         if not bool(done):
@@ -173,7 +172,7 @@ class GrowingModel(nn.Module):
         self._put(after)
 
     def tick(self) -> None:
-        """Let one decision pass: alphas travel, what has cooled down leaves."""
+        """Let one decision pass: alphas move, seeds that have faded out leave."""
         self._put(lifecycle.tick(self.lives))
 
     def remove(self, slot: int) -> None:
@@ -192,16 +191,16 @@ class GrowingModel(nn.Module):
         return self.slots.index(slot)
 
     def stage(self, slot: str) -> Stage:
-        """Where a slot is in its life."""
+        """The stage of a slot."""
         return Stage(int(self.lives.stage[0, self.index(slot)]))
 
-    def place(self, slot: int) -> Place:
+    def place(self, slot: int) -> InsertionPoint:
         """The place that a slot belongs to."""
         return self.survey.places[slot % len(self.survey.places)]
 
-    def junction(self, slot: int) -> Junction:
+    def hooks_of(self, slot: int) -> SlotHooks:
         """The hooks of a slot's place."""
-        return self.junctions[slot % len(self.junctions)]
+        return self.hooks[slot % len(self.hooks)]
 
     def seed_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of all seeds by name."""
@@ -211,8 +210,8 @@ class GrowingModel(nn.Module):
         """The seeds that learn in shadow passes, by slot number."""
         return {
             slot: branch.seed
-            for junction in self.junctions
-            for slot, branch in junction.branches.items()
+            for hooks in self.hooks
+            for slot, branch in hooks.branches.items()
             if branch.shadow
         }
 
@@ -253,22 +252,21 @@ class GrowingModel(nn.Module):
 
     @property
     def macs(self) -> int:
-        """Multiply-adds per row of the host with every seed that it feels."""
-        felt = [
+        """Multiply-adds per row of the host with every active seed."""
+        active = [
             self.cost(slot, self.spec.blueprints[int(self.lives.blueprint[0, slot])])[1]
             for slot in range(len(self.slots))
             if float(self.lives.alpha[0, slot]) > 0
         ]
-        return self.survey.macs + sum(felt)
+        return self.survey.macs + sum(active)
 
     def answer(self) -> list[Tensor]:
-        """What the model says to its example in eval mode; nothing changes."""
-        with shielded(self, training=False), torch.no_grad():
-            return [t.clone() for t in tensors_of(call(self.host, self.example))]
+        """The model's output on its example in eval mode; nothing changes."""
+        return eval_outputs(self, self.example)
 
     @contextmanager
     def without(self, slot: int) -> Iterator[None]:
-        """Let passes in the block not feel one seed."""
+        """Leave one seed out of the passes in the block."""
         self.flow.left_out = slot
         try:
             yield
@@ -277,7 +275,7 @@ class GrowingModel(nn.Module):
 
     @contextmanager
     def trying(self, slot: int) -> Iterator[None]:
-        """Let passes in the block feel one seed at alpha 1."""
+        """Let one seed be active at alpha 1 in the passes in the block."""
         self.flow.tried = slot
         try:
             yield
@@ -286,8 +284,8 @@ class GrowingModel(nn.Module):
 
     def detach(self) -> None:
         """Take all hooks off the host; it is then as it was before, co-trained."""
-        for junction in self.junctions:
-            junction.detach()
+        for hooks in self.hooks:
+            hooks.detach()
 
     # Saving: the topology goes with the weights.
 
@@ -302,7 +300,7 @@ class GrowingModel(nn.Module):
         }
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Lives and chance; the seeds themselves were planted by `load_state_dict`."""
+        """Lifecycle and generator; `load_state_dict` has planted the seeds."""
         self.generator.set_state(state["generator"])
         self._put(Lives(**state["lives"]))
 
@@ -317,7 +315,7 @@ class GrowingModel(nn.Module):
         if assign or not strict:
             raise BadInput("a growing model loads strictly and in place only.")
         names = [blueprint.name for blueprint in self.spec.blueprints]
-        saved = topology(state_dict, self.host, self.slots, names)
+        saved = _saved_topology(state_dict, self.host, self.slots, names)
         for slot in range(len(self.slots)):
             index = int(saved["lives"]["blueprint"][0, slot])
             self._uproot(slot)
@@ -328,47 +326,47 @@ class GrowingModel(nn.Module):
     # Inside.
 
     def _put(self, lives: Lives) -> None:
-        """Make the seeds be what the lives say."""
+        """Set the seeds' alphas and styles; remove those of free slots."""
         self.lives = lives
         for slot in range(len(self.slots)):
             stage = int(lives.stage[0, slot])
-            junction = self.junction(slot)
+            hooks = self.hooks_of(slot)
             if stage == Stage.DORMANT:
                 self._uproot(slot)
-            elif slot in junction.branches:
-                branch = junction.branches[slot]
+            elif slot in hooks.branches:
+                branch = hooks.branches[slot]
                 branch.alpha = float(lives.alpha[0, slot])
                 branch.style = int(lives.style[0, slot])
                 branch.shadow = stage == Stage.TRAINING
-        for junction in self.junctions:
-            mine = [s for s in range(len(self.slots)) if self.junction(s) is junction]
-            junction.keeping = any(lives.stage[0, s] == Stage.DORMANT for s in mine)
-            if not junction.keeping:
-                junction.samples.clear()
+        count = len(self.hooks)
+        for index, hooks in enumerate(self.hooks):
+            stages = lives.stage[0, index::count]
+            hooks.keeping = bool((stages == Stage.DORMANT).any())
+            if not hooks.keeping:
+                hooks.samples.clear()
 
     def _grow(self, slot: int, blueprint: Blueprint, initialiser: str) -> None:
-        place, junction = self.place(slot), self.junction(slot)
+        place, hooks = self.place(slot), self.hooks_of(slot)
         if reason := misfit(blueprint, place.geometry):
             raise BadInput(
                 f"blueprint {blueprint.name!r} does not fit slot "
                 f"{self.slots[slot]!r}: {reason}."
             )
-        seed = build(
-            blueprint, place.geometry, self.generator, _middle(place, blueprint)
-        )
-        self.note = start(seed, place, junction.samples, initialiser, self.generator)
+        middle = _middle(place, blueprint)
+        seed = build(blueprint, place.geometry, self.generator, middle)
+        self.note = start(seed, place, hooks.samples, initialiser)
         near = (place.outlet, place.inlet, self.host)
         like = next(p for m in near for p in m.parameters() if p.is_floating_point())
         seed = seed.to(device=like.device, dtype=like.dtype)
         seed.train(self.host.training)
         self.seeds[f"slot_{slot}"] = seed
-        junction.branches[slot] = Branch(seed)
-        junction.branches = dict(sorted(junction.branches.items()))
+        hooks.branches[slot] = Branch(seed)
+        hooks.branches = dict(sorted(hooks.branches.items()))
 
     def _uproot(self, slot: int) -> None:
         if f"slot_{slot}" in self.seeds:
             del self.seeds[f"slot_{slot}"]
-            self.junction(slot).branches.pop(slot, None)
+            self.hooks_of(slot).branches.pop(slot, None)
             self.flow.failed.pop(slot, None)
 
     def _why_not(self, op: Op, slot: int) -> str:
@@ -390,10 +388,63 @@ class GrowingModel(nn.Module):
         return names.index(name)
 
 
-def _middle(place: Place, blueprint: Blueprint) -> nn.Module:
-    """What a seed of this blueprint does between its layers, of its own."""
+def encode_action(op: Op, **choices: int | str) -> Int64[Tensor, "1 head"]:
+    """One action as numbers, from names or indices; heads that are not named are 0."""
+    row = torch.zeros(1, NUM_HEADS, dtype=torch.int64)
+    row[0, HEAD["op"]] = op
+    for head, choice in choices.items():
+        names = [*HEADS[HEAD[head]].choices]
+        if isinstance(choice, str) and choice not in names:
+            near = get_close_matches(choice, names, n=1, cutoff=0.0)
+            raise BadInput(
+                f"{head} has no choice {choice!r}; did you mean {near[0]!r}?"
+            )
+        index = names.index(choice) if isinstance(choice, str) else choice
+        row[0, HEAD[head]] = index
+    return row
+
+
+def _middle(place: InsertionPoint, blueprint: Blueprint) -> nn.Module:
+    """What a seed of this blueprint has between its two layers."""
     if blueprint.form is not Form.WIDEN:
         return nn.Identity()
     units = place.inlet.get_parameter("weight").shape[0]
-    made, _ = fresh_middle(place.middle, blueprint.size, int(units))
-    return made
+    return new_middle(place.middle, blueprint.size, int(units))
+
+
+def _saved_topology(
+    state: Mapping[str, Any],
+    host: nn.Module,
+    slots: Sequence[str],
+    blueprints: Sequence[str],
+) -> Mapping[str, Any]:
+    """What was saved besides weights; refuses a state of another model."""
+    saved = state.get("_extra_state")
+    if not isinstance(saved, Mapping) or saved.get("format") != FORMAT:
+        raise BadInput(
+            "this is no saved GrowingModel, or one of another version; pass what "
+            "state_dict() returned."
+        )
+    for what, here in (("slots", [*slots]), ("blueprints", [*blueprints])):
+        if saved[what] != here:
+            gone = [name for name in saved[what] if name not in here]
+            raise BadInput(
+                f"the saved model has other {what}: "
+                f"{', '.join(gone) or ', '.join(saved[what])}; build this one "
+                "with the same."
+            )
+    mine = {f"host.{name}": [*t.shape] for name, t in host.state_dict().items()}
+    other = {
+        name: [*value.shape]
+        for name, value in state.items()
+        if name.startswith("host.") and isinstance(value, Tensor)
+    }
+    odd = [n for n in sorted({*mine, *other}) if mine.get(n) != other.get(n)]
+    if odd:
+        named = [
+            f"{n.removeprefix('host.')} was {other.get(n, 'absent')} and is "
+            f"{mine.get(n, 'absent')}"
+            for n in odd[:3]
+        ]
+        raise BadInput(f"the saved host is another one: {', '.join(named)}.")
+    return saved

@@ -1,7 +1,7 @@
 """Optimiser surgery: parameters join and leave an optimiser that is in use.
 
 A newborn is appended to the parameter group of the layer it grows beside, so every
-scheduler and every hyperparameter is right at once; nobody else's state is touched.
+scheduler and every hyperparameter is right at once; no other state is touched.
 Its own learning rate is a stated multiple of the group's and decays to it:
 
     p <- p_old + f (p_new - p_old),    f = 1 + (factor - 1) max(0, 1 - age / steps)
@@ -11,7 +11,7 @@ knowledge of it. Ages are counts of optimiser steps; no tensor is read.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Muon, Optimizer, SparseAdam
 
 from esper.contracts.errors import BadInput
+
+StepJudge = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +48,21 @@ class Newborn:
         return 1.0 + (self.factor - 1.0) * max(0.0, 1.0 - age / self.steps)
 
 
-class Surgeon:
+class OptimizerSurgery:
     """Lets parameters join and leave one optimiser over one host."""
 
     def __init__(
         self, optimizer: object, host: nn.Module, newborn: Newborn | None = None
     ) -> None:
-        self._optimizer = _operable(optimizer)
+        self._optimizer = _check_optimizer(optimizer)
         self._rule = Newborn() if newborn is None else newborn
         self._host = {p: name for name, p in host.named_parameters()}
         self._joined: dict[nn.Parameter, str] = {}
         self._ages: dict[nn.Parameter, int] = {}
         self._held: dict[nn.Parameter, Tensor] = {}
-        _refuse_strangers(self._optimizer, self._host)
+        self.before_step: StepJudge | None = None
+        """Called first before every step; it may clear gradients."""
+        _check_parameters(self._optimizer, self._host)
         self._handles = (
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
@@ -92,13 +96,13 @@ class Surgeon:
             if parameter in self._host or parameter in self._joined:
                 known = self._joined.get(parameter) or self._host[parameter]
                 raise BadInput(f"{name!r} has joined already, as {known!r}.")
-            self._refuse_unfit(name, parameter)
+            self._check_trainable(name, parameter)
             newborns.setdefault(parameter, name)
         group["params"].extend(newborns)
         if "param_names" in group:
             group["param_names"] = [*group["param_names"], *newborns.values()]
         for parameter, name in newborns.items():
-            self._welcome(parameter, name, group)
+            self._register(parameter, name, group)
 
     def leave(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remove joined parameters from their groups and from all state."""
@@ -150,7 +154,7 @@ class Surgeon:
             named_parameters: Every parameter that may be meant, by name.
         """
         groups = self._optimizer.param_groups
-        wanted = self._wanted(names, named_parameters)
+        wanted = self._resolve(names, named_parameters)
         stays = {parameter for group in wanted for parameter in group}
         for parameter in [p for p in self._joined if p not in stays]:
             self._forget(parameter)
@@ -162,14 +166,14 @@ class Surgeon:
                 if parameter in self._joined:
                     self._joined[parameter] = name
                 elif parameter not in self._host:
-                    self._welcome(parameter, name, group)
+                    self._register(parameter, name, group)
 
     def state_dict(self) -> dict[str, Any]:
         """Ages of the newborns that still learn at a rate of their own, by name."""
         return {"ages": {self._joined[p]: age for p, age in self._ages.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the ages; whoever has joined and is not named is grown up."""
+        """Set the ages; a joined parameter that is not named has no rate of its own."""
         joined = {name: parameter for parameter, name in self._joined.items()}
         ages: Mapping[str, int] = state["ages"]
         for name, age in ages.items():
@@ -184,8 +188,10 @@ class Surgeon:
         self._ages = {joined[name]: age for name, age in ages.items() if age < grown}
         self._held.clear()
 
-    def _before_step(self, *_: object) -> None:
+    def _before_step(self, _: object, args: Any, kwargs: Any) -> None:  # noqa: ANN401
         """Keep the weights of the newborns, in memory that is used again."""
+        if self.before_step is not None:
+            self.before_step(args, kwargs)
         if isinstance(self._optimizer, SGD) and self._joined:
             self._complete_buffers(self._optimizer)
         if not self._ages:
@@ -199,7 +205,7 @@ class Surgeon:
                     held.copy_(parameter)
 
     def _after_step(self, *_: object) -> None:
-        """Stretch the newborns' step; who did not move keeps every bit."""
+        """Stretch the newborns' step; a weight that did not move keeps every bit."""
         if not self._ages:
             return
         with torch.no_grad():
@@ -230,7 +236,7 @@ class Surgeon:
                     zero = torch.zeros_like(parameter.detach())
                     optimizer.state[parameter]["momentum_buffer"] = zero
 
-    def _welcome(
+    def _register(
         self, parameter: nn.Parameter, name: str, group: dict[str, Any]
     ) -> None:
         self._joined[parameter] = name
@@ -260,7 +266,7 @@ class Surgeon:
             f"another of shape {tuple(beside.shape)}."
         )
 
-    def _refuse_unfit(self, name: str, parameter: nn.Parameter) -> None:
+    def _check_trainable(self, name: str, parameter: nn.Parameter) -> None:
         if not parameter.is_leaf:
             raise BadInput(f"{name!r} must be a leaf tensor to be trained.")
         if isinstance(self._optimizer, Muon) and parameter.ndim != 2:
@@ -269,7 +275,7 @@ class Surgeon:
                 f"{tuple(parameter.shape)}; use another optimiser."
             )
 
-    def _wanted(
+    def _resolve(
         self,
         names: Sequence[Sequence[str]],
         named_parameters: Mapping[str, nn.Parameter],
@@ -298,7 +304,7 @@ class Surgeon:
                     "must be saved once."
                 )
             if name not in host:
-                self._refuse_unfit(name, parameter)
+                self._check_trainable(name, parameter)
             seen[parameter] = name
         for parameter in (p for group in groups for p in group["params"]):
             if parameter in self._host and parameter not in seen:
@@ -310,7 +316,7 @@ class Surgeon:
         return [[found[name] for name in group] for group in names]
 
 
-def _operable(optimizer: object) -> Optimizer:
+def _check_optimizer(optimizer: object) -> Optimizer:
     """The optimiser, or why it cannot be operated on."""
     if not isinstance(optimizer, Optimizer):
         raise BadInput(
@@ -330,7 +336,7 @@ def _operable(optimizer: object) -> Optimizer:
     return optimizer
 
 
-def _refuse_strangers(optimizer: Optimizer, host: Mapping[nn.Parameter, str]) -> None:
+def _check_parameters(optimizer: Optimizer, host: Mapping[nn.Parameter, str]) -> None:
     """Host and optimiser must mean the same parameters, each once."""
     seen: set[Tensor] = set()
     for number, group in enumerate(optimizer.param_groups):

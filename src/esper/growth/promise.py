@@ -26,7 +26,7 @@ from esper.growth.blueprints.convolutions import spots
 from esper.growth.blueprints.geometry import Geometry, Kernel, Layout
 from esper.growth.blueprints.seed import misfit
 from esper.growth.blueprints.two_matrix import adapted_kernel, walk
-from esper.growth.junction import Sample
+from esper.growth.hooks import Sample
 
 LEAST_ROWS: Final = 32
 """Rows on either side of the split that make a promise known."""

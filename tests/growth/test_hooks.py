@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper.growth.junction import ROWS
-from esper.growth.shadow import shadow_gradients
+from esper.growth.hooks import ROWS, shadow_gradients
 from tests.growth.hosts import grow, make_batch, move_to, shake
 
 SLOT = "second#0"
@@ -25,13 +24,13 @@ def test_a_seed_is_added_or_scales_by_its_alpha(style, target, alpha):
     handle.remove()
     with model.without(model.index(SLOT)):
         bare = host.second(torch.relu(host.norm(host.first(x))))
-    said = seed(bare)
-    wanted = bare + alpha * said if style == "ADD" else bare * (1 + alpha * said)
+    delta = seed(bare)
+    wanted = bare + alpha * delta if style == "ADD" else bare * (1 + alpha * delta)
     assert not torch.allclose(bare, seen[0])
     torch.testing.assert_close(seen[0], wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_a_training_seed_is_felt_when_tried_and_a_felt_one_can_be_left_out():
+def test_a_training_seed_is_active_when_tried_and_an_active_one_can_be_left_out():
     model = grow("vector")
     bare = model.answer()[0]
     move_to(model, SLOT, "residual_mlp", "TRAINING")
@@ -50,19 +49,19 @@ def test_a_training_seed_is_felt_when_tried_and_a_felt_one_can_be_left_out():
 
 def test_rows_are_kept_in_training_only_and_not_too_many():
     model = grow("vector")
-    junction = model.junctions[0]
+    hooks = model.hooks[0]
     x, y = make_batch("vector", 700)
     model.host.eval()
     model.host(x)
     model.host.train()
     with torch.no_grad():
         model.host(x)
-    assert len(junction.samples) == 0
+    assert len(hooks.samples) == 0
     for _ in range(5):
         nn.functional.cross_entropy(model.host(x), y).backward()
-    kept = sum(len(sample.given) for sample in junction.samples)
+    kept = sum(len(sample.given) for sample in hooks.samples)
     assert ROWS <= kept < ROWS + 700
-    assert all(sample.gradient is not None for sample in junction.samples)
+    assert all(sample.gradient is not None for sample in hooks.samples)
 
 
 def test_the_gradient_kept_is_that_of_the_place():
@@ -75,9 +74,9 @@ def test_the_gradient_kept_is_that_of_the_place():
         lambda m, a, out: (out.retain_grad(), seen.append(out))[0]
     )
     nn.functional.cross_entropy(host(x), y).backward()
-    junction = model.junction(model.index(SLOT))
-    assert torch.equal(junction.samples[-1].gradient, seen[0].grad)
-    assert torch.equal(junction.samples[-1].answer, seen[0])
+    hooks = model.hooks_of(model.index(SLOT))
+    assert torch.equal(hooks.samples[-1].gradient, seen[0].grad)
+    assert torch.equal(hooks.samples[-1].answer, seen[0])
 
 
 def test_full_places_keep_nothing():
@@ -85,8 +84,8 @@ def test_full_places_keep_nothing():
     model.plant(SLOT, "residual_mlp")
     x, y = make_batch("vector", 8)
     nn.functional.cross_entropy(model.host(x), y).backward()
-    assert len(model.junction(model.index(SLOT)).samples) == 0
-    assert len(model.junctions[0].samples) == 1
+    assert len(model.hooks_of(model.index(SLOT)).samples) == 0
+    assert len(model.hooks[0].samples) == 1
 
 
 def test_shadow_gradients_are_those_of_the_seed_in_place():
@@ -100,7 +99,7 @@ def test_shadow_gradients_are_those_of_the_seed_in_place():
         return nn.functional.cross_entropy(model.host(x), y)
 
     learning = model.training_parameters()
-    loss, found = shadow_gradients(closure, model.flow, model.host, model, learning)
+    loss, found = shadow_gradients(closure, model.flow, model, learning)
     with model.trying(model.index("second->last#0")):
         straight = closure()
         wanted = torch.autograd.grad(straight, learning)
@@ -111,7 +110,7 @@ def test_shadow_gradients_are_those_of_the_seed_in_place():
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_a_seed_that_fails_is_left_out_from_then_on_and_told_of():
+def test_a_seed_that_fails_is_left_out_from_then_on():
     model = grow("vector")
     bare = model.answer()[0]
     move_to(model, SLOT, "residual_mlp", "HOLDING")

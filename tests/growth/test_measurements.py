@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from esper.contracts.errors import BadInput
-from esper.growth.measure import Ruler
-from esper.growth.observe import MEMORY, Track, host_states, observe, together
+from esper.growth.measurements import (
+    MEMORY,
+    MetricScorer,
+    Track,
+    host_states,
+    observe,
+    together,
+)
 from tests.growth.hosts import grow, make_batch, move_to, shake
 
 LOSSES = st.floats(0.01, 10) | st.just(math.nan)
@@ -108,13 +114,13 @@ def test_several_models_make_one_batch():
 
 
 def test_scores_of_losses_begin_at_a_half_and_rise_as_the_loss_falls():
-    ruler = Ruler(grow("vector"), "min")
-    assert ruler.score(4.0) == 0.5
-    assert ruler.score(1.0) == pytest.approx(0.8)
-    assert ruler.score(0.0) == 1.0
-    assert Ruler(grow("vector"), "max").score(0.3) == 0.3
+    scorer = MetricScorer(grow("vector"), "min")
+    assert scorer.score(4.0) == 0.5
+    assert scorer.score(1.0) == pytest.approx(0.8)
+    assert scorer.score(0.0) == 1.0
+    assert MetricScorer(grow("vector"), "max").score(0.3) == 0.3
     with pytest.raises(BadInput, match="must be a number, got None"):
-        ruler.measure(lambda: None)
+        scorer.measure(lambda: None)
 
 
 def test_a_contribution_is_the_score_lost_without_the_seed():
@@ -130,16 +136,16 @@ def test_a_contribution_is_the_score_lost_without_the_seed():
         model.host.train()
         return float(torch.exp(-loss))
 
-    ruler = Ruler(model, "max")
-    score = ruler.measure(metric)
-    found = ruler.contributions(metric, score)
-    felt, trained = model.index("first->second#0"), model.index("second#0")
-    assert set(found) == {felt, trained}
-    with model.without(felt):
-        assert found[felt] == pytest.approx(score - metric())
+    scorer = MetricScorer(model, "max")
+    score = scorer.measure(metric)
+    found = scorer.contributions(metric, score)
+    active, trained = model.index("first->second#0"), model.index("second#0")
+    assert set(found) == {active, trained}
+    with model.without(active):
+        assert found[active] == pytest.approx(score - metric())
     with model.trying(trained):
         assert found[trained] == pytest.approx(metric() - score)
-    assert ruler.contributions(0.5, 0.5) == {}
+    assert scorer.contributions(0.5, 0.5) == {}
 
 
 def test_measuring_leaves_no_trace():
@@ -152,7 +158,7 @@ def test_measuring_leaves_no_trace():
 
     before = {name: t.clone() for name, t in model.host.state_dict().items()}
     streams = torch.get_rng_state()
-    Ruler(model, "max").measure(metric)
+    MetricScorer(model, "max").measure(metric)
     assert all(torch.equal(before[n], t) for n, t in model.host.state_dict().items())
     assert torch.equal(streams, torch.get_rng_state())
-    assert all(len(junction.samples) == 0 for junction in model.junctions)
+    assert all(len(hooks.samples) == 0 for hooks in model.hooks)

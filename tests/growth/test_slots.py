@@ -7,10 +7,8 @@ from torch import nn
 
 from esper.contracts.errors import BadInput
 from esper.growth.blueprints.geometry import Layout
-from esper.growth.places import survey
-from esper.growth.sites import find_sites, parse
-from esper.growth.suggest import suggest_slots
-from esper.growth.trace import fresh_middle
+from esper.growth.slots import find_sites, parse, suggest_slots, survey
+from esper.growth.tracing import new_middle
 from tests.growth.hosts import HOSTS, make_batch, make_host
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -66,7 +64,7 @@ def test_channel_wise_work_between_two_layers_lets_units_in(between):
     assert found.geometry.why_no_span == ""
     assert found.geometry.spans
     assert found.geometry.hidden_shape == (12,)
-    units, _ = fresh_middle(found.middle, 3, 12)
+    units = new_middle(found.middle, 3, 12)
     assert units(torch.randn(4, 3)).shape == (4, 3)
 
 

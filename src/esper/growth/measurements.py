@@ -1,27 +1,104 @@
-"""What a controller is shown of a growing model, for one model or many.
+"""What is measured on a growing model: score, contributions, and the observation.
 
-`Track` follows a host's score and loss over decisions: `[env]` tensors and one pure
-step. `observe` shows one model with its slots and what each could be planted with;
-`together` puts several into one batch. Everything is relative to the host, and what
-was not measured says so.
+A score lies in [0, 1] and more is better. An accuracy is its own score; a loss m
+becomes m0 / (m0 + m), with m0 its first value: 1/2 at the start, 1 at no loss. A seed's
+contribution is the score lost by leaving it out. `Track` follows score and loss over
+decisions in `[env]` tensors; `observe` is what a controller sees of one model with its
+slots, relative to the host, with flags for what was not measured.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from math import inf, isfinite, nan
+from typing import Any, Final
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from esper.contracts.errors import BadInput
 from esper.contracts.observation import BlueprintOffers, HostStates, Observation
 from esper.contracts.slots import SlotStates
-from esper.growth.junction import Junction
+from esper.contracts.stages import LIVING, Stage
+from esper.growth.hooks import SlotHooks
 from esper.growth.model import GrowingModel
 from esper.growth.promise import promises
+from esper.growth.tracing import isolated
 
-MEMORY = 0.6
-"""How much of a slope is of earlier decisions."""
+MEMORY: Final = 0.6
+"""Decay of the running slopes per decision."""
+
+Metric = float | Callable[[], float]
+"""A number, or a function that measures it."""
+
+
+class MetricScorer:
+    """Turns a user's metric of a growing model into scores.
+
+    Args:
+        model: What is measured.
+        mode: "max" for an accuracy in [0, 1], "min" for a loss.
+    """
+
+    def __init__(self, model: GrowingModel, mode: str) -> None:
+        if mode not in ("max", "min"):
+            raise BadInput(f"mode must be 'max' or 'min', got {mode!r}.")
+        self._model, self._mode = model, mode
+        self.first = nan
+        """The first metric of mode "min"."""
+
+    def measure(self, metric: Metric) -> float:
+        """The metric; a function's side effects on the model are undone."""
+        value: Any = metric
+        if callable(metric):
+            self._model.flow.quiet = True
+            try:
+                with isolated(self._model, training=self._model.host.training):
+                    value = metric()
+            finally:
+                self._model.flow.quiet = False
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"the metric must be a number, got {value!r}.") from error
+
+    def score(self, metric: float) -> float:
+        """The metric as a score."""
+        if self._mode == "max":
+            if not 0.0 <= metric <= 1.0:
+                raise BadInput(
+                    f"the metric must lie in [0, 1], got {metric}; for a loss, build "
+                    "the Grower with mode='min'."
+                )
+            return metric
+        if not isfinite(metric) or metric < 0:
+            raise BadInput(f"a loss must be finite and not negative, got {metric}.")
+        if self.first != self.first:
+            self.first = metric
+        return self.first / max(self.first + metric, 1e-30)
+
+    def contributions(self, metric: Metric, score: float) -> dict[int, float]:
+        """Score lost without each living seed; empty if it cannot be measured.
+
+        A seed in training is tried at alpha 1 instead of being left out.
+        """
+        if not callable(metric):
+            return {}
+        found = {}
+        for slot, name in enumerate(self._model.slots):
+            stage = self._model.stage(name)
+            if stage is Stage.TRAINING:
+                with self._model.trying(slot):
+                    found[slot] = self._score_or_zero(metric) - score
+            elif stage in LIVING:
+                with self._model.without(slot):
+                    found[slot] = score - self._score_or_zero(metric)
+        return found
+
+    def _score_or_zero(self, metric: Metric) -> float:
+        """A score of 0 where a broken seed spoils the metric."""
+        measured = self.measure(metric)
+        return self.score(measured) if isfinite(measured) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +234,7 @@ def slot_states(model: GrowingModel, contributions: Mapping[int, float]) -> Slot
     lives, places = model.lives, model.survey.places
     count = range(len(model.slots))
     widest = max(place.geometry.outlet_width for place in places)
-    flows = [_flow(junction) for junction in model.junctions]
+    flows = [_gradient_flow(hooks) for hooks in model.hooks]
     total = sum(flows) or 1.0
     seeds = {
         slot: sum(p.numel() for p in model.seeds[f"slot_{slot}"].parameters())
@@ -179,7 +256,7 @@ def slot_states(model: GrowingModel, contributions: Mapping[int, float]) -> Slot
         parameters=row([seeds.get(s, 0) / model.survey.parameters for s in count]),
         depth=row([model.place(s).depth for s in count]),
         capacity=row([model.place(s).geometry.outlet_width / widest for s in count]),
-        liveness=row([_liveness(model.junction(s)) for s in count]),
+        liveness=row([_liveness(model.hooks_of(s)) for s in count]),
         gradient_share=row([flows[s % len(places)] / total for s in count]),
         contribution=row([contributions.get(s, 0.0) for s in count]),
         contribution_measured=torch.tensor([[s in contributions for s in count]]),
@@ -195,7 +272,7 @@ def offers(model: GrowingModel, loss: float) -> BlueprintOffers:
     known = torch.zeros(shape, dtype=torch.bool)
     host = model.survey
     for index, place in enumerate(places):
-        said = promises(model.junctions[index].samples, place.geometry, kinds, loss)
+        gains = promises(model.hooks[index].samples, place.geometry, kinds, loss)
         for kind, blueprint in enumerate(kinds):
             cost = model.price(index, blueprint)
             if cost is None:
@@ -203,7 +280,7 @@ def offers(model: GrowingModel, loss: float) -> BlueprintOffers:
             fits[index, kind] = True
             parameters[index, kind] = cost[0] / host.parameters
             macs[index, kind] = cost[1] / max(1, host.macs)
-            gain = said[kind]
+            gain = gains[kind]
             if gain is not None:
                 promise[index, kind], known[index, kind] = gain, True
     per_place = len(model.slots) // len(places)
@@ -220,41 +297,37 @@ def offers(model: GrowingModel, loss: float) -> BlueprintOffers:
     )
 
 
-def together(observations: Sequence[Observation]) -> Observation:
-    """Several models with equally many slots as one batch."""
-    return _together(observations)  # type: ignore[no-any-return]
-
-
-def _together(records: Sequence[Any]) -> Any:  # noqa: ANN401
+def together(records: Sequence[Any]) -> Any:  # noqa: ANN401
+    """Records of several models with equally many slots, field by field as a batch."""
     if not is_dataclass(records[0]):
         return torch.cat([*records])
     kind: Any = type(records[0])
     return kind(
         **{
-            field.name: _together([getattr(record, field.name) for record in records])
+            field.name: together([getattr(record, field.name) for record in records])
             for field in fields(records[0])
         }
     )
 
 
-def _flow(junction: Junction) -> float:
-    """How much of the loss hangs on relative changes of a place's tensor."""
-    came = [s for s in junction.samples if s.gradient is not None]
-    if not came:
+def _gradient_flow(hooks: SlotHooks) -> float:
+    """Activation RMS times gradient RMS: the loss's sensitivity to relative changes."""
+    sampled = [s for s in hooks.samples if s.gradient is not None]
+    if not sampled:
         return 1.0
-    last = came[-1]
+    last = sampled[-1]
     assert last.gradient is not None
     size = last.answer.float().square().mean().sqrt()
     flow = float(size * last.gradient.float().square().mean().sqrt() * last.rows)
-    return flow if flow < float("inf") else 1.0
+    return flow if flow < inf else 1.0
 
 
-def _liveness(junction: Junction) -> float:
-    """Share of the channels at a place that respond to its inputs."""
-    if not junction.samples:
+def _liveness(hooks: SlotHooks) -> float:
+    """Share of the channels at a place that vary with the input."""
+    if not hooks.samples:
         return 1.0
-    answer = junction.samples[-1].answer.float()
-    layout = junction.place.geometry.outlet_layout
+    answer = hooks.samples[-1].answer.float()
+    layout = hooks.place.geometry.outlet_layout
     rows = answer.movedim(1, -1) if layout.channels_first else answer
     spread = rows.reshape(-1, rows.shape[-1]).std(dim=0)
     return float((spread > 0.01 * spread.max()).float().mean())

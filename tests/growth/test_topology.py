@@ -1,4 +1,4 @@
-"""What happened, in words and as plain data; and the hand that does it."""
+"""Ops on a growing model with its optimiser following, and the log of them."""
 
 import json
 
@@ -9,21 +9,21 @@ from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput, IllegalAction
 from esper.contracts.events import StageChanged
 from esper.contracts.stages import Stage
-from esper.growth.hand import Hand
-from esper.growth.history import Decision, Receipt, from_plain, summary, to_plain
+from esper.growth.history import GrowthDecision, from_plain, summary, to_plain
+from esper.growth.model import encode_action
 from esper.growth.optimiser import Newborn
-from esper.growth.words import in_words, sentence
+from esper.growth.topology import Receipt, Topology, action_text
 from tests.growth.hosts import grow
 
 
-def decision(step=0, **changed) -> Decision:
+def decision(step=0, **changed) -> GrowthDecision:
     event = StageChanged(
         env=0,
         slot=1,
         step=step,
         before=Stage.DORMANT,
         after=Stage.TRAINING,
-        reason="GERMINATE was said",
+        reason="GERMINATE",
     )
     known = {
         "step": step,
@@ -31,14 +31,13 @@ def decision(step=0, **changed) -> Decision:
         "loss": 1.25,
         "said": "plant widen_8 in a->b#0",
         "grew": True,
-        "why_not": "",
         "parameters": 10,
         "macs": 20,
         "receipts": (Receipt("GERMINATE", "a->b#0", "widen_8", 0.0, "as built"),),
         "events": (event,),
         "incidents": ("refused: the loss is not finite (nan)",),
     }
-    return Decision(**{**known, **changed})
+    return GrowthDecision(**{**known, **changed})
 
 
 def test_a_decision_survives_being_plain_data():
@@ -48,7 +47,7 @@ def test_a_decision_survives_being_plain_data():
     assert not bool(decision(grew=False))
 
 
-def test_the_page_tells_what_changed_why_not_and_what_was_not_let_through():
+def test_the_summary_lists_changes_reasons_and_incidents():
     model = grow("vector")
     model.plant("second#0", "residual_mlp")
     waits = [
@@ -71,62 +70,56 @@ def test_the_page_tells_what_changed_why_not_and_what_was_not_let_through():
     assert "no seed is planted" in summary(grow("vector"), [])
 
 
-def test_sentences_go_to_numbers_and_back():
+def test_actions_go_to_numbers_and_to_words():
     spec, slots = grow("vector").spec, ["a#0", "b#0"]
-    said = {"slot": 1, "blueprint": 5, "style": "SCALE", "tempo": "SLOW"}
-    row = sentence(Op.GERMINATE, {**said, "alpha_target": "MOST"})
+    choices = {"slot": 1, "blueprint": 5, "style": "SCALE", "tempo": "SLOW"}
+    row = encode_action(Op.GERMINATE, **choices, alpha_target="MOST")
     assert row.shape == (1, len(HEAD))
-    told = in_words(row, slots, spec)
-    assert told == "plant widen_8 in b#0 (SCALE, SLOW, MOST)"
-    assert in_words(sentence(Op.WAIT, {}), slots, spec) == "wait"
-    assert in_words(sentence(Op.ADVANCE, {"slot": 0}), slots, spec) == "advance a#0"
-    prune = sentence(Op.PRUNE, {"slot": 0, "alpha_curve": "COSINE"})
-    assert in_words(prune, slots, spec) == "prune a#0 (INSTANT, COSINE)"
+    prune = encode_action(Op.PRUNE, slot=0, alpha_curve="COSINE")
+    for action, words in (
+        (row, "plant widen_8 in b#0 (SCALE, SLOW, MOST)"),
+        (encode_action(Op.WAIT), "wait"),
+        (encode_action(Op.ADVANCE, slot=0), "advance a#0"),
+        (prune, "prune a#0 (INSTANT, COSINE)"),
+    ):
+        assert action_text(action, slots, spec) == words
     with pytest.raises(BadInput, match="did you mean 'SLOW'"):
-        sentence(Op.PRUNE, {"alpha_speed": "SLOWW"})
-
-
-def hand_of(model) -> Hand:
-    return Hand(model, torch.optim.Adam(model.host.parameters()), Newborn())
+        encode_action(Op.PRUNE, alpha_speed="SLOWW")
 
 
 def test_parameters_join_and_leave_with_their_seed():
     model = grow("vector")
-    hand = hand_of(model)
-    group = hand._optimizer.param_groups[0]["params"]
-    host = len(group)
+    optimizer = torch.optim.Adam(model.host.parameters())
+    topology = Topology(model, optimizer, Newborn())
+    host = len(optimizer.param_groups[0]["params"])
     slot = "first->second#0"
-    receipt = hand.change(lambda: model.plant(slot, "widen_8"), Op.GERMINATE, slot)
-    assert (receipt.op, receipt.slot, receipt.blueprint) == (
-        "GERMINATE",
-        slot,
-        "widen_8",
-    )
-    assert receipt.jump == 0.0
-    group = hand._optimizer.param_groups[0]["params"]
+    receipt = topology.change(lambda: model.plant(slot, "widen_8"), Op.GERMINATE, slot)
+    assert receipt == Receipt("GERMINATE", slot, "widen_8", 0.0, "zero_out")
+    group = optimizer.param_groups[0]["params"]
     assert {id(p) for p in group} == {id(p) for p in model.parameters()}
-    hand.let_pass()
-    hand.change(lambda: model.prune(slot), Op.PRUNE, slot)
-    hand.let_pass()
-    assert len(hand._optimizer.param_groups[0]["params"]) == host
-    receipts, events = hand.collect()
+    topology.tick()
+    topology.change(lambda: model.prune(slot), Op.PRUNE, slot)
+    topology.tick()
+    assert len(optimizer.param_groups[0]["params"]) == host
+    receipts, events = topology.collect()
     assert [e.after for e in events] == [Stage.TRAINING, Stage.COOLING, Stage.DORMANT]
-    assert events[-1].reason == "it had cooled down"
+    assert events[-1].reason == "alpha reached 0"
     assert [r.op for r in receipts] == ["GERMINATE", "PRUNE"]
-    assert hand.collect() == ((), ())
+    assert topology.collect() == ((), ())
 
 
 def test_what_is_refused_leaves_the_optimiser_alone():
     model = grow("vector")
-    hand = hand_of(model)
-    before = [*hand._optimizer.param_groups[0]["params"]]
+    optimizer = torch.optim.Adam(model.host.parameters())
+    topology = Topology(model, optimizer, None)
+    before = len(optimizer.param_groups[0]["params"])
     slot = "second#0"
     with pytest.raises(IllegalAction):
-        hand.change(lambda: model.advance(slot), Op.ADVANCE, slot)
+        topology.change(lambda: model.advance(slot), Op.ADVANCE, slot)
     with pytest.raises(BadInput):
-        hand.change(lambda: model.plant(slot, "widen_8"), Op.GERMINATE, slot)
-    assert len(hand._optimizer.param_groups[0]["params"]) == len(before)
-    assert hand.collect() == ((), ())
+        topology.change(lambda: model.plant(slot, "widen_8"), Op.GERMINATE, slot)
+    assert len(optimizer.param_groups[0]["params"]) == before
+    assert topology.collect() == ((), ())
 
 
 def test_an_optimiser_that_cannot_train_a_seed_gives_its_slot_back():
@@ -134,9 +127,9 @@ def test_an_optimiser_that_cannot_train_a_seed_gives_its_slot_back():
     matrices = [p for p in model.host.parameters() if p.ndim == 2]
     for parameter in model.host.parameters():
         parameter.requires_grad_(parameter.ndim == 2)
-    hand = Hand(model, torch.optim.Muon(matrices), None)
+    topology = Topology(model, torch.optim.Muon(matrices), None)
     slot = "second#0"
     with pytest.raises(BadInput, match="Muon trains matrices only"):
-        hand.change(lambda: model.plant(slot, "residual_mlp"), Op.GERMINATE, slot)
+        topology.change(lambda: model.plant(slot, "residual_mlp"), Op.GERMINATE, slot)
     assert model.stage(slot) is Stage.DORMANT
     assert not model.seeds

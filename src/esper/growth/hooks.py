@@ -1,0 +1,271 @@
+"""Where seeds attach to a host, and training seeds in a pass of their own.
+
+Two hooks per place: the inlet's keeps the tensor that the seeds read, the outlet's adds
+their outputs to the tensor there. An empty place costs two calls of a few instructions.
+A seed whose code raises is skipped from then on and recorded in `Flow.failed`.
+
+    ADD     z + alpha * s
+    SCALE   z * (1 + alpha * s)
+
+both are the identity at s = 0. In a shadow pass the same loss is computed once more
+with the training seeds at alpha 1, the host frozen and on copies of its buffers, and
+random state restored: a host with a training seed equals the host without it to the
+bit. While the host trains, the hooks also keep samples of activations and gradients.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from esper.contracts.errors import BadInput
+from esper.growth.blueprints.registry import first_line
+from esper.growth.slots import InsertionPoint
+from esper.growth.tracing import first_tensor, kept_randomness, swapped_buffers
+
+ADD: Final = 0
+SCALE: Final = 1
+
+ROWS: Final = 1024
+"""Rows (or positions) of a place that are kept as samples."""
+EXAMPLES: Final = 16
+"""Examples that are kept at least, however many positions each has."""
+LARGE: Final = 2**15
+"""Numbers in a batch at a place from which only some batches are kept: what is kept
+cannot be reused by the allocator for the next batch."""
+STRIDE: Final = 16
+"""Every which batch is kept of large ones."""
+SAMPLES: Final = 16
+"""Batches of a place that are kept at most."""
+
+
+@dataclass(slots=True)
+class Branch:
+    """One seed at its place."""
+
+    seed: nn.Module
+    alpha: float = 0.0
+    style: int = ADD
+    shadow: bool = True
+    """Whether the seed is in TRAINING: active in shadow passes only."""
+
+
+@dataclass(slots=True)
+class Flow:
+    """How the next pass through a host treats its seeds; shared by all places."""
+
+    shadow: bool = False
+    """Whether TRAINING seeds are active, at alpha 1."""
+    quiet: bool = False
+    """Whether no samples are kept."""
+    left_out: int | None = None
+    """A slot whose seed is inactive in this pass."""
+    tried: int | None = None
+    """A slot whose seed is active at alpha 1 in this pass."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Slots whose seeds raised, and how: they are inactive."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """Some rows of one training batch at a place: activations and gradient."""
+
+    given: Tensor
+    answer: Tensor
+    rows: int
+    """Rows of the batch they are from."""
+    gradient: Tensor | None = None
+
+
+@dataclass(slots=True)
+class SlotHooks:
+    """The hooks of one place and its seeds."""
+
+    place: InsertionPoint
+    flow: Flow
+    branches: dict[int, Branch] = field(default_factory=dict)
+    """Seeds by slot number, in the order of slots."""
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    keeping: bool = True
+    """Whether samples are kept."""
+    passed: int = 0
+    """Training batches since the last decision."""
+    _given: Tensor | None = None
+    _handles: list[RemovableHandle] = field(default_factory=list)
+
+    def attach(self) -> None:
+        """Put the hooks on the host."""
+        for hook in self.place.outlet._forward_hooks.values():
+            other = getattr(hook, "__self__", None)
+            if isinstance(other, SlotHooks) and other.flow is not self.flow:
+                raise BadInput(
+                    f"{self.place.site.outlet!r} has slots of another Grower; call "
+                    "its detach() first."
+                )
+        if not self.place.site.residual:
+            self._handles.append(
+                self.place.inlet.register_forward_pre_hook(self.read, with_kwargs=True)
+            )
+        self._handles.append(self.place.outlet.register_forward_hook(self.write))
+
+    def detach(self) -> None:
+        """Take the hooks off the host."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop whatever was kept of earlier batches."""
+        self._given = None
+        self.passed = 0
+        self.samples.clear()
+
+    def read(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+        """Keep the inlet's input."""
+        self._given = first_tensor((*args, *kwargs.values()))
+
+    def write(self, module: nn.Module, args: Any, answer: Tensor) -> Tensor:  # noqa: ANN401
+        """Add the seeds' outputs to the outlet's."""
+        given = answer if self.place.site.residual else self._given
+        self._given = None
+        result = answer
+        for slot, branch in self.branches.items():
+            alpha = self._alpha(slot, branch)
+            if alpha == 0.0 or given is None:
+                continue
+            if branch.seed.training != module.training:
+                branch.seed.train(module.training)
+            try:
+                delta: Tensor = branch.seed(given)
+                if delta.shape != answer.shape:  # never broadcast by accident
+                    raise ValueError(f"it gave {[*delta.shape]} for {[*answer.shape]}")
+            except Exception as error:  # a seed is code of others; the host goes on
+                self.flow.failed[slot] = f"its forward failed ({first_line(error)})"
+                continue
+            delta = delta if alpha == 1.0 else alpha * delta
+            result = result + delta if branch.style == ADD else result * (1 + delta)
+        if (
+            self.keeping
+            and module.training
+            and result.requires_grad
+            and given is not None
+            and not (self.flow.quiet or self.flow.shadow)
+            and torch.is_grad_enabled()
+        ):
+            self._keep(given, result)
+        return result
+
+    def _alpha(self, slot: int, branch: Branch) -> float:
+        if slot == self.flow.left_out or slot in self.flow.failed:
+            return 0.0
+        if slot == self.flow.tried or (branch.shadow and self.flow.shadow):
+            return 1.0
+        return 0.0 if branch.shadow else branch.alpha
+
+    def _keep(self, given: Tensor, answer: Tensor) -> None:
+        rows = answer.shape[0]
+        large = given.numel() + answer.numel() > LARGE
+        self.passed += 1
+        if large and self.passed % STRIDE and self.samples:
+            return
+        enough = max(EXAMPLES, ROWS // max(1, self.place.geometry.outlet_positions))
+        some = min(rows, enough)
+        while self.samples and sum(s.given.shape[0] for s in self.samples) >= enough:
+            self.samples.popleft()
+        sample = Sample(_first_rows(given, some), _first_rows(answer, some), rows)
+        self.samples.append(sample)
+
+        def keep_gradient(gradient: Tensor) -> None:
+            sample.gradient = _first_rows(gradient, some)
+
+        answer.register_hook(keep_gradient)
+
+
+def _first_rows(tensor: Tensor, rows: int) -> Tensor:
+    """The first rows; a copy if there are more, so that the rest can be freed."""
+    tensor = tensor.detach()
+    return tensor if rows == tensor.shape[0] else tensor[:rows].clone()
+
+
+def shadow_gradients(
+    closure: Callable[[], Tensor],
+    flow: Flow,
+    model: nn.Module,
+    learning: Sequence[nn.Parameter],
+    seeds: Iterable[nn.Module] = (),
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The loss with the training seeds at alpha 1, and its gradients to them.
+
+    Args:
+        closure: Computes the loss of the present batch.
+        flow: How the host's places treat their seeds.
+        model: Host and seeds; everything of it but `learning` is frozen.
+        learning: The parameters of the training seeds.
+        seeds: The training seeds; their norms follow the data while they train.
+    """
+    mine = {id(p) for p in learning}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in mine]
+    flow.shadow = True
+    try:
+        with (
+            swapped_buffers(model, but=seeds),
+            kept_randomness(model),
+            _without_gradients(others),
+            torch.enable_grad(),
+        ):
+            loss = closure()
+            found: Sequence[Tensor | None] = [None] * len(learning)
+            if loss.requires_grad:  # not if the host left the seeds' places out
+                found = torch.autograd.grad(loss, [*learning], allow_unused=True)
+    finally:
+        flow.shadow = False
+    gradients = tuple(
+        torch.zeros_like(p) if g is None else g
+        for p, g in zip(learning, found, strict=True)
+    )
+    return loss.detach(), gradients
+
+
+def attach_gradients(
+    loss: Tensor, learning: Sequence[nn.Parameter], gradients: Sequence[Tensor]
+) -> Tensor:
+    """The same loss, whose backward also gives these gradients to `learning`.
+
+    They are scaled as the user scales the loss.
+    """
+    attached: Tensor = _AttachGradients.apply(  # type: ignore[no-untyped-call]
+        loss, len(learning), *learning, *gradients
+    )
+    return attached
+
+
+@contextmanager
+def _without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
+class _AttachGradients(torch.autograd.Function):
+    """The identity for a loss, with precomputed gradients for other inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, count: int, *rest: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(*rest[count:])
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        (grad,) = grads
+        own = [(grad * g).to(g.dtype) for g in ctx.saved_tensors]
+        return grad, None, *own, *(None for _ in own)

@@ -1,0 +1,552 @@
+"""Keep broken numbers out of a growing model: detect, refuse, roll back, remove.
+
+Every optimiser step is judged before it is taken:
+
+    not finite    loss, gradient norm or a buffer is NaN or infinite
+    spike         x > m + (k - 1) max(|m|, q) + slack |first|
+    diverged      `patience` bad batches in a row
+    guessing      at a decision, the window's median is back above the first window's
+
+with m the median and q the interquartile range of the last `window` healthy batches. A
+bad batch is refused: its gradients are dropped and the buffers go back to what they
+were before it. If the model itself is damaged, or bad batches follow each other,
+weights, buffers, optimiser state and random streams go back to the last healthy
+snapshot together; learning rates stay with the user's schedule. Seeds that caused it
+are removed. One small tensor is read from the device per step.
+"""
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.stages import Stage
+from esper.growth.topology import Topology
+
+WARM_UP: Final = 8  # healthy batches before a median means anything
+RENEWAL: Final = 8  # batches between two sorts of the ring, which cost time
+LARGEST: Final = 1e30
+"""A weight or buffer beyond this is as good as infinite: its square is."""
+REMOVABLE: Final = (Stage.BLENDING, Stage.HOLDING)
+"""Stages of a seed that changes the output and can still be removed."""
+_FLOAT_MAX: Final = torch.finfo(torch.float32).max
+
+
+class Verdict(IntEnum):
+    """Judgement of a batch or of what was learnt, worst last."""
+
+    HEALTHY = 0
+    NON_FINITE = 1
+    SPIKE = 2
+    DIVERGED = 3
+    WORSE_THAN_GUESSING = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GovernorConfig:
+    """How far from its own past a healthy run may go."""
+
+    spike: float = 1000.0
+    """Gradient norm, against its running median, from which a batch is refused."""
+    loss_spike: float = 20.0
+    """Loss, against its running median, from which a batch is refused."""
+    window: int = 32
+    """Healthy batches in the running statistics."""
+    patience: int = 3
+    """Bad batches in a row that make a run diverged."""
+    guessing: float = 1.5
+    """Median loss, against that of the first window, that undoes all learning."""
+    slack: float = 0.5
+    """Rise that is never a spike, as a share of the first medians."""
+
+    def __post_init__(self) -> None:
+        """Refuse limits that a healthy run would cross."""
+        for name in ("spike", "loss_spike", "guessing"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 1.0):
+                raise BadInput(f"{name} must be finite and above 1, got {value}.")
+        if not (math.isfinite(self.slack) and self.slack >= 0.0):
+            raise BadInput(f"slack must be finite and not negative, got {self.slack}.")
+        if self.window < WARM_UP:
+            raise BadInput(f"window must be at least {WARM_UP}, got {self.window}.")
+        if self.patience < 1:
+            raise BadInput(f"patience must be at least 1, got {self.patience}.")
+
+
+class HealthMonitor:
+    """Running statistics of loss and gradient norm, and verdicts from them.
+
+    Row 0 of every statistic is the loss, row 1 the gradient norm. Everything stays on
+    the device; a bad batch never enters the statistics.
+    """
+
+    def __init__(self, config: GovernorConfig, device: torch.device | str) -> None:
+        self.config = config
+        self.ring = torch.full((2, config.window), torch.inf, device=device)
+        """The last healthy batches; infinite where there was none yet."""
+        self.limits = torch.full((2,), torch.inf, device=device)
+        self.first = torch.full((2,), torch.nan, device=device)
+        """The first medians that were known."""
+        self.first_window = torch.tensor(torch.nan, device=device)
+        """Median loss of the first full window."""
+        self.best = torch.tensor(torch.inf, device=device)
+        """Lowest median loss of any full window."""
+        self.streak = torch.tensor(0, device=device)
+        """Bad batches since the last healthy one."""
+        self.batches = 0
+
+    @torch.no_grad()
+    def judge(
+        self, loss: Float[Tensor, ""], norm: Float[Tensor, ""], finite: Bool[Tensor, ""]
+    ) -> Int64[Tensor, ""]:
+        """The `Verdict` on a batch before its step; healthy ones are recorded.
+
+        Until eight healthy batches were seen, only NON_FINITE is possible.
+        """
+        values = torch.stack([loss.detach().float(), norm.detach().float()])
+        sound = (values.abs() <= _FLOAT_MAX).all() & finite
+        spike = (values > self.limits).any()
+        verdict = (spike * int(Verdict.SPIKE)).masked_fill(~sound, Verdict.NON_FINITE)
+        healthy = verdict == 0
+        known = self.limits[0] <= _FLOAT_MAX
+        last = (self.streak >= self.config.patience - 1) & known & ~healthy
+        self.streak = (self.streak + 1).masked_fill(healthy, 0)
+        place = self.ring[:, self.batches % self.config.window]
+        place.copy_(torch.where(healthy, values, place))
+        self.batches += 1
+        if self.batches % RENEWAL == 0:
+            self._renew()
+        return verdict.masked_fill(last, int(Verdict.DIVERGED))
+
+    def has_unlearnt(self, loss: Float[Tensor, ""]) -> Bool[Tensor, ""]:
+        """Whether a loss is above that of the first window, after it had fallen."""
+        start = self.first_window
+        limit = start + (self.config.guessing - 1.0) * start.abs()
+        limit = limit + self.config.slack * self.first[0].abs()
+        return (self.best < start) & (loss > limit)
+
+    def medians(self) -> Float[Tensor, "2"]:
+        """Medians of what the ring holds."""
+        return self._quartiles()[0][1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All statistics, as tensors of their own."""
+        return {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in vars(self).items()
+            if key != "config"
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from saved statistics."""
+        for name, value in self.state_dict().items():
+            given: Any = state.get(name)
+            if type(given) is not type(value) or (
+                isinstance(value, Tensor) and value.shape != given.shape
+            ):
+                raise BadInput(
+                    f"the governor's {name} is not of this window; load a state that "
+                    "was saved with the same configuration."
+                )
+            if isinstance(value, Tensor):
+                setattr(self, name, state[name].to(value, copy=True))
+            else:
+                setattr(self, name, state[name])
+
+    def describe(
+        self, verdict: Verdict, loss: float, norm: float, *, finite: bool
+    ) -> str:
+        """The reason of a verdict in one line; reads the device."""
+        usual_loss, usual_norm = self.medians().tolist()
+        if verdict is Verdict.WORSE_THAN_GUESSING:
+            return (
+                f"the loss is usually {usual_loss:.4g} now, worse than the "
+                f"{float(self.first_window):.4g} it began with; what was learnt is lost"
+            )
+        if not abs(loss) <= _FLOAT_MAX:
+            why = f"the loss is not finite ({loss})"
+        elif not abs(norm) <= _FLOAT_MAX:
+            why = f"the gradient norm is not finite ({norm})"
+        elif not finite:
+            why = "a buffer of the model is not finite"
+        # The one further from its median is the reason a reader looks for.
+        elif loss / max(abs(usual_loss), 1e-30) >= norm / max(abs(usual_norm), 1e-30):
+            why = f"the loss is {loss:.4g}, usually {usual_loss:.4g}"
+        else:
+            why = f"the gradient norm is {norm:.4g}, usually {usual_norm:.4g}"
+        if verdict is Verdict.DIVERGED:
+            return f"{int(self.streak)} bad batches in a row; at the last, {why}"
+        return f"{why}; the step was refused"
+
+    def _renew(self) -> None:
+        """Limits from what the ring holds now."""
+        (low, middle, high), filled = self._quartiles()
+        seen, full = filled >= WARM_UP, filled >= self.config.window
+        factors = middle.new_tensor([self.config.loss_spike, self.config.spike])
+        self.first = torch.where(self.first.isnan() & seen, middle, self.first)
+        far = torch.maximum(middle.abs(), high - low) * (factors - 1)
+        limits = (middle + far + self.config.slack * self.first.abs()).clamp(
+            max=_FLOAT_MAX
+        )
+        self.limits = torch.where(seen, limits, torch.inf)
+        start = self.first_window
+        self.first_window = torch.where(start.isnan() & full, middle[0], start)
+        self.best = torch.where(full, torch.minimum(self.best, middle[0]), self.best)
+
+    def _quartiles(self) -> tuple[Float[Tensor, "3 2"], Int64[Tensor, ""]]:
+        """Quartiles of the filled places, and how many they are."""
+        ordered = self.ring.sort(dim=-1).values  # empty places are infinite, so last
+        filled = (self.ring[0] <= _FLOAT_MAX).sum()
+        places = (filled - 1).clamp(min=0) * torch.arange(1, 4, device=filled.device)
+        return ordered[:, places // 4].T, filled
+
+
+class Snapshot:
+    """A copy of a model's tensors, its optimiser's state and the random streams."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self.take()
+
+    def take(self) -> None:
+        """Copy everything as it is now."""
+        self.tensors = {name: t.detach().clone() for name, t in self._live().items()}
+        self.state = copy.deepcopy(self._state())
+        self.random = random_state(self._model)
+
+    def follow_topology(self) -> None:
+        """Add what has joined the model as it is now, forget what has left it."""
+        live, state = self._live(), self._state()
+        new = {name for name in live if name not in self.tensors}
+        self.tensors = {
+            name: tensor.detach().clone() if name in new else self.tensors[name]
+            for name, tensor in live.items()
+        }
+        kept = {name: held for name, held in self.state.items() if name in live}
+        born = {name: held for name, held in state.items() if name in new}
+        self.state = {**kept, **copy.deepcopy(born)}
+
+    def restore(self) -> None:
+        """Write everything back; the model's tensors stay the same objects."""
+        with torch.no_grad():
+            for name, tensor in self._live().items():
+                _unexpanded(tensor).copy_(_unexpanded(self.tensors[name], tensor))
+        parameters = dict(self._model.named_parameters())
+        self._optimizer.state.clear()
+        for name, held in self.state.items():
+            self._optimizer.state[parameters[name]] = copy.deepcopy(held)
+        set_random_state(self.random)
+
+    def _live(self) -> dict[str, Tensor]:
+        named = dict(self._model.named_parameters())
+        return {**named, **dict(self._model.named_buffers())}
+
+    def _state(self) -> dict[str, dict[str, Any]]:
+        """Optimiser state by parameter name."""
+        state = self._optimizer.state
+        named = self._model.named_parameters()
+        return {name: state[p] for name, p in named if p in state}
+
+
+class Safety:
+    """Judges every step of an optimiser over a growing model, and acts on it.
+
+    Args:
+        topology: The growing model and its optimiser.
+        config: Limits of what is healthy; None judges nothing, and only seeds whose
+            own code raises are removed.
+    """
+
+    def __init__(self, topology: Topology, config: GovernorConfig | None) -> None:
+        self.incidents: list[str] = []
+        """What was refused, rolled back or removed since the last decision."""
+        self.rollbacks = 0
+        """How often the present snapshot was restored."""
+        self._topology, self._model = topology, topology.model
+        self._optimizer = topology.optimizer
+        self._shadow_failures = 0
+        self._due = False
+        self._loss: Tensor | None = None
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self.monitor: HealthMonitor | None = None
+        if config is None:
+            return
+        for name, parameter in self._model.host.named_parameters():
+            if not all_finite([parameter], LARGEST):
+                raise BadInput(
+                    f"{name!r} is not finite; a host must be healthy to be grown."
+                )
+        device = next(self._model.host.parameters()).device
+        self.monitor = HealthMonitor(config, device)
+        # A mask of -inf is a constant, not a sign of trouble.
+        buffers = self._model.host.buffers()
+        self._constants = {id(b) for b in buffers if not all_finite([b], LARGEST)}
+        self.snapshot = Snapshot(self._model, self._optimizer)
+        self._healthy = self.monitor.state_dict()
+        # Judged first: the rule for newborn parameters must not see a refused step.
+        topology.surgery.before_step = self._before_step
+
+    def take_snapshot(self) -> bool:
+        """Keep the present state if it is finite; else the last one stays."""
+        if self.monitor is None:
+            return False
+        healthy = self._is_finite()
+        if healthy:
+            self.snapshot.take()
+            self._healthy = self.monitor.state_dict()
+            self._due, self.rollbacks = False, 0
+        return healthy
+
+    def topology_changed(self) -> None:
+        """Follow a change of topology; a snapshot is due at the next good batch."""
+        if self.monitor is not None:
+            self.snapshot.follow_topology()
+            self._due = True
+
+    def before_batch(self) -> None:
+        """Keep the buffers as they are before the first batch of a step."""
+        if self.monitor is None or self._loss is not None:  # gradients accumulate
+            return
+        live = [*self._model.buffers()]
+        kept = [held for _, held in self._buffers]
+        if [id(b) for b in live] != [id(b) for b, _ in self._buffers]:
+            kept = [buffer.clone() for buffer in live]
+        elif live:
+            torch._foreach_copy_(kept, live)
+        self._buffers = [*zip(live, kept, strict=True)]
+
+    def after_batch(self, loss: Tensor) -> None:
+        """Remember the worst loss of a step; it is judged with its gradients."""
+        loss = loss.detach().reshape(()).float()
+        self._loss = loss if self._loss is None else torch.maximum(self._loss, loss)
+
+    def check_decision(self) -> bool:
+        """Judge what was learnt so far; returns whether all was rolled back."""
+        if self.monitor is None:
+            return False
+        verdict = Verdict.HEALTHY
+        if bool(self.monitor.has_unlearnt(self.monitor.medians()[0])):
+            verdict = Verdict.WORSE_THAN_GUESSING
+        if not self._is_finite():
+            self._roll_back("a weight, buffer or moment of the model is not finite")
+        elif verdict is not Verdict.HEALTHY:
+            self._roll_back(self.monitor.describe(verdict, 0.0, 0.0, finite=True))
+        else:
+            return False
+        return True
+
+    def remove_failed_seeds(self) -> None:
+        """Remove seeds whose own code raised."""
+        for slot, reason in [*self._model.flow.failed.items()]:
+            self._remove(slot, reason)
+
+    def remove_broken_seeds(self) -> None:
+        """Remove training seeds with non-finite weights, buffers or moments."""
+        if self.monitor is None:
+            return
+        for slot, seed in self._model.training_seeds().items():
+            weights = [*seed.parameters()]
+            tensors = [*weights, *seed.buffers(), *self._moments(weights)]
+            if not all_finite(tensors, LARGEST):
+                self._remove(slot, "its weights are not finite")
+
+    def _remove(self, slot: int, reason: str) -> None:
+        self._topology.remove(slot, reason)
+        self.incidents.append(f"removed {self._model.slots[slot]}: {reason}")
+        self.topology_changed()
+
+    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Judge loss, gradients and buffers; clear the gradients of a bad batch."""
+        assert self.monitor is not None
+        if any(callable(value) for value in (*args[1:], *kwargs.values())):
+            raise CallOrder(
+                "optimizer.step(closure) makes gradients after they are judged; call "
+                "backward() before step(), or build the Grower with governor=None."
+            )
+        parameters = [p for g in self._optimizer.param_groups for p in g["params"]]
+        shadow = self._training_tensors()
+        trained = [p for p in parameters if p.grad is not None]
+        active = [_dense(p.grad) for p in trained if id(p) not in shadow]
+        beside = [p.grad for p in trained if id(p) in shadow]
+        if not trained:
+            return
+        # Training seeds do not affect the host, so they have no part in its norm.
+        norm = torch.nn.utils.get_total_norm(active).float()
+        loss = norm.new_zeros(())  # unknown without `grower.loss`
+        if self._loss is not None:
+            loss = self._loss.to(norm.device)
+        skip = shadow | self._constants
+        buffers = [buffer for buffer, _ in self._buffers if id(buffer) not in skip]
+        finite = all_finite(buffers, LARGEST).to(loss.device)
+        unlearnt = self.monitor.has_unlearnt(loss)
+        found = self.monitor.judge(loss, norm, finite)
+        seeds_finite = all_finite(beside).to(loss.device)
+        flags = torch.stack([found, seeds_finite.long(), unlearnt.long()])
+        verdict, seeds_fine, behind = flags.tolist()
+        self._loss = None
+        if verdict != Verdict.HEALTHY:
+            reason = self.monitor.describe(
+                Verdict(verdict), float(loss), float(norm), finite=bool(finite)
+            )
+            self._refuse(parameters, Verdict(verdict), reason)
+            return
+        if seeds_fine:
+            self._shadow_failures = 0
+        else:
+            self._refuse_shadow(parameters, shadow)
+        if self._due and not behind:
+            self.take_snapshot()
+
+    def _refuse(self, parameters: list[Tensor], verdict: Verdict, reason: str) -> None:
+        """Let the step change nothing; roll back if the model itself is damaged."""
+        for parameter in parameters:
+            parameter.grad = None
+        self._restore_buffers({id(buffer) for buffer, _ in self._buffers})
+        for hook in self._model.hooks:  # samples of a bad batch are misleading
+            hook.samples.clear()
+        if verdict is Verdict.DIVERGED or not all_finite(self._active(), LARGEST):
+            self._roll_back(reason)
+        else:
+            self.incidents.append(f"refused: {reason}")
+
+    def _refuse_shadow(self, parameters: list[Tensor], shadow: set[int]) -> None:
+        """Drop non-finite gradients of training seeds; repeated ones remove seeds."""
+        assert self.monitor is not None
+        for parameter in parameters:
+            if id(parameter) in shadow:
+                parameter.grad = None
+        self._restore_buffers(shadow)
+        reason = "the gradients of a training seed are not finite"
+        self._shadow_failures += 1
+        if self._shadow_failures < self.monitor.config.patience:
+            self.incidents.append(f"refused: {reason}; only its step was refused")
+            return
+        self._shadow_failures = 0
+        training = [*self._model.training_seeds()]
+        broken = []
+        for slot in training:
+            with self._model.trying(slot):
+                if not all_finite(self._model.answer()):
+                    broken.append(slot)
+        for slot in broken or training:
+            self._remove(slot, reason)
+
+    def _roll_back(self, reason: str) -> None:
+        """Restore the snapshot and remove the seeds that spoil the output.
+
+        Repeated failures from one snapshot clear the moments, then remove the newest
+        seed.
+        """
+        assert self.monitor is not None
+        self.snapshot.restore()
+        self.monitor.load_state_dict(self._healthy)
+        self.monitor.streak.zero_()
+        self.rollbacks += 1
+        if self.rollbacks > 1:
+            for moment in self._moments(self._optimizer.state):
+                moment.zero_()
+        self.incidents.append(f"rolled back: {reason}")
+        spoilers = []
+        if not all_finite(self._model.answer()):
+            for slot in range(len(self._model.slots)):
+                with self._model.without(slot):
+                    if all_finite(self._model.answer()):
+                        spoilers.append(slot)
+        for slot in spoilers:
+            self._remove(slot, "its output is not finite")
+        if not spoilers and self.rollbacks > 2:
+            slots = [
+                slot
+                for slot, name in enumerate(self._model.slots)
+                if self._model.stage(name) in REMOVABLE
+            ]
+            ages = self._model.lives.age
+            if slots:
+                newest = min(slots, key=lambda slot: int(ages[0, slot]))
+                self._remove(newest, "training kept failing with it")
+
+    def _restore_buffers(self, chosen: set[int]) -> None:
+        with torch.no_grad():
+            for buffer, held in self._buffers:
+                if id(buffer) in chosen:
+                    buffer.copy_(held)
+
+    def _training_tensors(self) -> set[int]:
+        """Ids of parameters and buffers of the seeds that learn in shadow passes."""
+        seeds = self._model.training_seeds().values()
+        return {id(t) for s in seeds for t in (*s.parameters(), *s.buffers())}
+
+    def _active(self) -> list[Tensor]:
+        """Parameters and buffers that the host's output depends on."""
+        skip = self._training_tensors() | self._constants
+        everything = (*self._model.parameters(), *self._model.buffers())
+        return [tensor for tensor in everything if id(tensor) not in skip]
+
+    def _moments(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Optimiser state of some parameters."""
+        state = self._optimizer.state
+        return [
+            value
+            for parameter in parameters
+            if parameter in state
+            for value in state[parameter].values()
+            if isinstance(value, Tensor)
+        ]
+
+    def _is_finite(self) -> bool:
+        active = self._active()
+        return bool(all_finite([*active, *self._moments(active)], LARGEST))
+
+
+def all_finite(tensors: Sequence[Tensor], limit: float = math.inf) -> Bool[Tensor, ""]:
+    """Whether no number is NaN, infinite or beyond the limit."""
+    numbers = [
+        tensor.detach()
+        for tensor in tensors
+        if tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
+    ]
+    if not numbers:
+        return torch.ones((), dtype=torch.bool)
+    # The largest magnitude cannot overflow, as a sum of squares would.
+    largest = torch.stack(torch._foreach_norm(numbers, torch.inf))
+    return (torch.isfinite(largest) & (largest <= limit)).all()
+
+
+def random_state(model: nn.Module) -> dict[str, Tensor]:
+    """Torch's own streams: the CPU's and those of the devices in use."""
+    devices = {str(p.device) for p in model.parameters() if p.is_cuda}
+    return {
+        "cpu": torch.get_rng_state(),
+        **{device: torch.cuda.get_rng_state(device) for device in sorted(devices)},
+    }
+
+
+def set_random_state(streams: Mapping[str, Tensor]) -> None:
+    """Put torch's own streams back."""
+    for device, state in streams.items():
+        if device == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)
+
+
+def _unexpanded(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """A tensor without the repeats of an expanded axis, which cannot be written."""
+    strides = (tensor if like is None else like).stride()
+    tensor = tensor.detach()
+    for axis, stride in enumerate(strides):
+        if stride == 0 and tensor.shape[axis] > 1:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -1,0 +1,247 @@
+"""Changing a growing model while an optimiser trains it.
+
+Every op goes through `Topology`: the model changes, parameters join or leave the
+optimiser, the change of the model's output on its example is measured, and receipts
+and events are kept until they are collected. `ManualOps` are the same ops as calls.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+from jaxtyping import Int64
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionSpec, Op
+from esper.contracts.errors import BadInput, IllegalAction
+from esper.contracts.events import StageChanged
+from esper.contracts.masks import ActionMasks
+from esper.contracts.stages import Stage
+from esper.growth.model import GrowingModel
+from esper.growth.optimiser import Newborn, OptimizerSurgery
+
+if TYPE_CHECKING:
+    from esper.growth.safety import Safety
+
+VERBS = {
+    Op.ADVANCE: "advance",
+    Op.SET_ALPHA: "set alpha of",
+    Op.PRUNE: "prune",
+    Op.FOSSILIZE: "keep",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What one op did to the model's output on its example."""
+
+    op: str
+    slot: str
+    blueprint: str
+    jump: float
+    """Largest change of any number of the output, in eval mode."""
+    note: str = ""
+
+    def __str__(self) -> str:
+        """One line."""
+        what = f" {self.blueprint}" if self.blueprint else ""
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.op} {self.slot}{what}: output changed by {self.jump:.3g}{note}"
+
+
+class Topology:
+    """A growing model and the optimiser that follows its changes."""
+
+    def __init__(
+        self, model: GrowingModel, optimizer: Optimizer, newborn: Newborn | None
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.surgery = OptimizerSurgery(optimizer, model.host, newborn)
+        self.step = 0
+        """The decision that events are recorded under."""
+        self.receipts: list[Receipt] = []
+        self.events: list[StageChanged] = []
+
+    def change(self, change: Callable[[], None], op: Op, slot: str) -> Receipt:
+        """Change a slot, let the optimiser follow, and measure the jump."""
+        index = self.model.index(slot)
+        before, stages = self.model.answer(), self.model.lives.stage
+        kind = int(self.model.lives.blueprint[0, index])
+        self._follow(change, index)
+        kind = max(kind, int(self.model.lives.blueprint[0, index]))
+        receipt = Receipt(
+            op=op.name,
+            slot=slot,
+            blueprint=self.model.spec.blueprints[kind].name if kind >= 0 else "",
+            jump=_jump(before, self.model.answer()),
+            note=self.model.note if op is Op.GERMINATE else "",
+        )
+        self.receipts.append(receipt)
+        self._record_stages(stages, op.name)
+        return receipt
+
+    def act(self, actions: Int64[Tensor, "1 head"], initialiser: str) -> None:
+        """Carry out a controller's action."""
+        op, slot = Op(int(actions[0, HEAD["op"]])), int(actions[0, HEAD["slot"]])
+        if op is not Op.WAIT:
+            self.change(
+                lambda: self.model.act(actions, initialiser),
+                op,
+                self.model.slots[slot],
+            )
+
+    def tick(self) -> None:
+        """Let one decision pass; a jump of the output gets a receipt."""
+        moving = bool((self.model.lives.moved < self.model.lives.length).any())
+        before = self.model.answer() if moving else []
+        stages = self.model.lives.stage
+        self._follow(self.model.tick, None)
+        if moving:
+            jump = _jump(before, self.model.answer())
+            self.receipts.append(Receipt("ALPHA", "moved", "", jump))
+        self._record_stages(stages, "alpha reached 0")
+
+    def remove(self, slot: int, reason: str) -> None:
+        """Take a seed out at once."""
+        stages = self.model.lives.stage
+        self._follow(lambda: self.model.remove(slot), slot)
+        self._record_stages(stages, reason)
+
+    def collect(self) -> tuple[tuple[Receipt, ...], tuple[StageChanged, ...]]:
+        """Receipts and events since the last time."""
+        found = tuple(self.receipts), tuple(self.events)
+        self.receipts, self.events = [], []
+        return found
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters by the names that the optimiser's groups are saved under."""
+        host = dict(self.model.host.named_parameters())
+        return {**host, **self.model.seed_parameters()}
+
+    def _follow(self, change: Callable[[], None], slot: int | None) -> None:
+        """Let the optimiser follow a change of topology."""
+        before = self.model.seed_parameters()
+        change()
+        after = self.model.seed_parameters()
+        gone = [p for name, p in before.items() if after.get(name) is not p]
+        born = {name: p for name, p in after.items() if before.get(name) is not p}
+        self.surgery.leave(gone)
+        if born and slot is not None:
+            try:
+                self.surgery.join(born, self._neighbour(slot))
+            except BadInput:
+                self.model.remove(slot)
+                raise
+
+    def _neighbour(self, slot: int) -> nn.Parameter | None:
+        """A trained parameter of the layer that a slot writes to, or reads."""
+        place = self.model.place(slot)
+        groups = self.optimizer.param_groups
+        trained = {id(p) for group in groups for p in group["params"]}
+        for module in (place.outlet, place.inlet):
+            for parameter in module.parameters():
+                if id(parameter) in trained:
+                    return parameter
+        return None
+
+    def _record_stages(self, before: Tensor, reason: str) -> None:
+        """An event for every slot whose stage changed."""
+        after = self.model.lives.stage
+        for slot in (before[0] != after[0]).nonzero().flatten().tolist():
+            self.events.append(
+                StageChanged(
+                    env=0,
+                    slot=slot,
+                    step=self.step,
+                    before=Stage(int(before[0, slot])),
+                    after=Stage(int(after[0, slot])),
+                    reason=reason,
+                )
+            )
+
+
+class ManualOps:
+    """The ops of a growing model as calls, with the optimiser following."""
+
+    model: GrowingModel
+    topology: Topology
+    safety: "Safety"
+    initialiser: str
+
+    def plant(self, slot: str, blueprint: str, **options: str) -> Receipt:
+        """Plant a seed now; see `GrowingModel.plant`."""
+        options = {"initialiser": self.initialiser, **options}
+        return self._change(
+            lambda: self.model.plant(slot, blueprint, **options), Op.GERMINATE, slot
+        )
+
+    def advance(self, slot: str) -> Receipt:
+        """Move a seed to its next stage; see `GrowingModel.advance`."""
+        return self._change(lambda: self.model.advance(slot), Op.ADVANCE, slot)
+
+    def set_alpha(self, slot: str, target: str, **options: str) -> Receipt:
+        """Move alpha to another target; see `GrowingModel.set_alpha`."""
+        return self._change(
+            lambda: self.model.set_alpha(slot, target, **options), Op.SET_ALPHA, slot
+        )
+
+    def prune(self, slot: str, **options: str) -> Receipt:
+        """Fade a seed out; see `GrowingModel.prune`."""
+        return self._change(lambda: self.model.prune(slot, **options), Op.PRUNE, slot)
+
+    def keep(self, slot: str) -> Receipt:
+        """Keep a seed for good; see `GrowingModel.keep`."""
+        return self._change(lambda: self.model.keep(slot), Op.FOSSILIZE, slot)
+
+    def _change(self, change: Callable[[], None], op: Op, slot: str) -> Receipt:
+        receipt = self.topology.change(change, op, slot)
+        self.safety.topology_changed()
+        return receipt
+
+
+def action_text(
+    actions: Int64[Tensor, "1 head"], slots: Sequence[str], spec: ActionSpec
+) -> str:
+    """An action in words: "plant widen_16 in fc1->fc2#0 (ADD, STANDARD, FULL)"."""
+    op = Op(int(actions[0, HEAD["op"]]))
+    if op is Op.WAIT:
+        return "wait"
+    slot = slots[int(actions[0, HEAD["slot"]])]
+    options = [
+        [*head.choices][int(actions[0, index])]
+        for index, head in enumerate(HEADS)
+        if head.choices and head.name != "op" and op in head.used_by
+    ]
+    how = f" ({', '.join(options)})" if options else ""
+    if op is Op.GERMINATE:
+        what = spec.blueprints[int(actions[0, HEAD["blueprint"]])].name
+        return f"plant {what} in {slot}{how}"
+    return f"{VERBS[op]} {slot}{how}"
+
+
+def refuse_illegal(actions: Int64[Tensor, "env head"], masks: ActionMasks) -> None:
+    """Refuse an action that its masks forbid: a controller may be anyone's code."""
+    if actions.shape != (1, NUM_HEADS):
+        raise IllegalAction(
+            f"a decision must be int64 [1, {NUM_HEADS}], got {[*actions.shape]}."
+        )
+    op, slot, kind = actions[0, : HEAD["blueprint"] + 1].tolist()
+    legal = 0 <= op < len(Op) and bool(masks.op[0, op])
+    if legal and op != Op.WAIT:
+        legal = 0 <= slot < masks.slot.shape[2] and bool(masks.slot[0, op, slot])
+    if legal and op == Op.GERMINATE:
+        kinds = masks.blueprint.shape[2]
+        legal = 0 <= kind < kinds and bool(masks.blueprint[0, slot, kind])
+    if not legal:
+        raise IllegalAction(
+            f"the controller chose what its masks forbid: op {op}, slot {slot}, "
+            f"blueprint {kind}."
+        )
+
+
+def _jump(before: list[Tensor], after: list[Tensor]) -> float:
+    """Largest change of any number."""
+    jumps = [float((a - b).abs().max()) for a, b in zip(after, before, strict=True)]
+    return max((jump for jump in jumps if jump == jump), default=inf)

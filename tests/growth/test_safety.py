@@ -1,0 +1,500 @@
+"""Verdicts on batches, snapshots, and what is rolled back, refused and removed."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn, optim
+
+from esper.contracts.errors import BadInput
+from esper.growth.safety import (
+    RENEWAL,
+    WARM_UP,
+    GovernorConfig,
+    HealthMonitor,
+    Safety,
+    Snapshot,
+    Verdict,
+    all_finite,
+)
+from esper.growth.topology import Topology
+from tests.growth.hosts import grow, make_batch, make_host
+
+NAN, INF = math.nan, math.inf
+SMALL = GovernorConfig(window=9, patience=3)
+
+
+class Plain:
+    """The same verdicts in lists and double precision."""
+
+    def __init__(self, config):
+        self.config, self.streak, self.batches = config, 0, 0
+        self.ring = [None] * config.window
+        self.limits = self.first = self.first_window = None
+        self.best = INF
+
+    def batch(self, loss, norm, finite):
+        verdict = Verdict.HEALTHY
+        if not (math.isfinite(loss) and math.isfinite(norm) and finite):
+            verdict = Verdict.NON_FINITE
+        elif self.limits and (loss > self.limits[0] or norm > self.limits[1]):
+            verdict = Verdict.SPIKE
+        if verdict == Verdict.HEALTHY:
+            self.streak = 0
+            self.ring[self.batches % self.config.window] = (loss, norm)
+        else:
+            self.streak += 1
+            if self.limits and self.streak >= self.config.patience:
+                verdict = Verdict.DIVERGED
+        self.batches += 1
+        if self.batches % RENEWAL == 0 and len(self.filled()) >= WARM_UP:
+            self.renew()
+        return verdict
+
+    def renew(self):
+        quartiles = [self.quartiles(row) for row in (0, 1)]
+        medians = [middle for _, middle, _ in quartiles]
+        self.first = self.first or medians
+        factors = (self.config.loss_spike, self.config.spike)
+        self.limits = [
+            middle + (k - 1) * max(abs(middle), high - low) + 0.5 * abs(first)
+            for (low, middle, high), first, k in zip(
+                quartiles, self.first, factors, strict=True
+            )
+        ]
+        if len(self.filled()) == self.config.window:
+            if self.first_window is None:
+                self.first_window = medians[0]
+            self.best = min(self.best, medians[0])
+
+    def filled(self):
+        return [pair for pair in self.ring if pair is not None]
+
+    def quartiles(self, row):
+        values = sorted(pair[row] for pair in self.filled())
+        return [values[(len(values) - 1) * quarter // 4] for quarter in (1, 2, 3)]
+
+    def unlearnt(self):
+        if self.first_window is None or not self.best < self.first_window:
+            return False
+        limit = self.first_window + (self.config.guessing - 1) * abs(self.first_window)
+        return self.quartiles(0)[1] > limit + 0.5 * abs(self.first[0])
+
+
+def judged(batches, config=SMALL):
+    """Verdicts on (loss, norm, finite), and after each whether all was unlearnt."""
+    monitor = HealthMonitor(config, "cpu")
+    found = []
+    for batch in batches:
+        verdict = int(monitor.judge(*map(torch.tensor, batch)))
+        found.append((verdict, bool(monitor.has_unlearnt(monitor.medians()[0]))))
+    return found
+
+
+def one(losses, norms=None, config=SMALL):
+    norms = norms or [1.0] * len(losses)
+    batches = [(loss, norm, True) for loss, norm in zip(losses, norms, strict=True)]
+    return [verdict for verdict, _ in judged(batches, config)]
+
+
+USUAL = [0.0, 0.013, 0.71, 1.0, 1.9, 3.3, 17.0, 233.0, 4700.0, -2.1, -0.03]
+ODD = [NAN, INF, -INF, 3e38, -3e38, 1e-45]
+BATCH = st.tuples(
+    st.sampled_from(USUAL * 3 + ODD),
+    st.sampled_from([abs(value) for value in USUAL] * 3 + ODD),
+    st.sampled_from([True] * 9 + [False]),
+)
+
+
+@given(st.lists(BATCH, min_size=1, max_size=45))
+def test_verdicts_are_those_of_the_plain_rules(batches):
+    plain = Plain(SMALL)
+    wanted = [(plain.batch(*batch), plain.unlearnt()) for batch in batches]
+    assert judged(batches) == wanted
+
+
+@given(st.lists(BATCH, max_size=12))
+def test_no_number_poisons_the_statistics(batches):
+    monitor = HealthMonitor(SMALL, "cpu")
+    for batch in [(1.0, 1.0, True)] * 16 + batches:
+        monitor.judge(*map(torch.tensor, batch))
+    for values in (monitor.ring, monitor.limits, monitor.first):
+        assert bool(torch.isfinite(values).all())
+    assert float(monitor.first[0]) == 1.0
+
+
+SPIKE, BAD, GONE = Verdict.SPIKE, Verdict.NON_FINITE, Verdict.DIVERGED
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "last"),
+    [
+        ([NAN], None, [BAD]),
+        ([1.0] * 20 + [-INF], None, [BAD]),
+        ([1.0] * 4, [1.0, 1.0, 1.0, INF], [BAD]),
+        ([1.0] * 8 + [30.0], None, [SPIKE]),
+        ([1.0] * 7 + [30.0], None, [0]),  # before the warm-up
+        ([1.0] * 9, [1.0] * 8 + [1100.0], [SPIKE]),
+        ([1.0] * 9, [1.0] * 8 + [900.0], [0]),
+        ([1.0] * 8 + [19.0], None, [0]),
+        ([1.0] * 8 + [3e38], None, [SPIKE]),
+        ([1.0] * 10 + [50.0, 50.0, 1.0], None, [SPIKE, SPIKE, 0]),
+        ([1.0] * 10 + [50.0, NAN, 50.0, 50.0], None, [SPIKE, BAD, GONE, GONE]),
+        ([NAN] * 6, None, [BAD] * 6),
+        ([1.0] * 10 + [1e-9] * 20 + [0.04], None, [0] * 31),  # near zero
+        ([-1.0] * 10 + [-0.5, 3.0], None, [0] * 12),  # below zero
+        ([-1.0] * 10 + [25.0], None, [SPIKE]),
+        # Bad batches do not move the medians.
+        ([1.0] * 10 + [30.0] * 50, None, [SPIKE, SPIKE] + [GONE] * 48),
+    ],
+)
+def test_spikes_divergence_and_jitter(losses, norms, last):
+    assert one(losses, norms)[-len(last) :] == last
+
+
+@pytest.mark.parametrize(
+    ("later", "lost"),
+    [([0.5] * 16 + [2.5] * 9, True), ([2.0] * 18, False), ([0.5] * 16 + [1.4] * 9, 0)],
+)
+def test_learning_that_was_lost_is_worse_than_guessing(later, lost):
+    found = judged([(value, 1.0, True) for value in [1.0] * 16 + later])
+    assert found[-1][1] == lost
+    assert not found[20][1]
+
+
+@pytest.mark.parametrize("kind", range(5))
+def test_a_healthy_run_is_never_disturbed(kind):
+    generator = torch.Generator().manual_seed(kind)
+    batches = 1500
+    time = torch.linspace(0.0, 1.0, batches)
+    noise = torch.randn(batches, generator=generator)
+    decay = 2.3 * (0.1 + 0.9 * torch.exp(-time * 80.0))
+    loss = [
+        decay * torch.exp(0.5 * noise),
+        2.3 * torch.exp(-time * 300.0) + 1e-3 * torch.exp(noise),
+        3.0 - 6.0 * time + 0.5 * noise,  # a density's likelihood crosses zero
+        2.3 + 0.0 * noise,
+        2.3 * torch.exp(-time * 60.0) * torch.exp(noise),  # to nothing at all
+    ][kind]
+    other = torch.randn(batches, generator=generator)
+    norm = 10.0 ** (-2.0 * time * (kind + 1)) * torch.exp(other)
+    monitor = HealthMonitor(GovernorConfig(), "cpu")
+    for step in range(batches):
+        assert int(monitor.judge(loss[step], norm[step], torch.tensor(True))) == 0
+        if step % 100 == 99:
+            assert not bool(monitor.has_unlearnt(monitor.medians()[0]))
+
+
+def test_statistics_are_saved_and_those_of_another_window_refused():
+    monitor, other = HealthMonitor(SMALL, "cpu"), HealthMonitor(SMALL, "cpu")
+    for value in [1.0] * 12 + [NAN]:
+        monitor.judge(*map(torch.tensor, (value, 1.0, True)))
+    saved = monitor.state_dict()
+    other.load_state_dict(saved)
+    monitor.judge(*map(torch.tensor, (7.0, 1.0, True)))
+    assert torch.equal(other.ring, saved["ring"])  # a copy of its own
+    assert int(other.streak) == 1
+    assert other.batches == 13
+    for damaged in ({}, {**saved, "ring": torch.ones(2, 8)}, {**saved, "best": 1}):
+        with pytest.raises(BadInput, match="not of this window"):
+            other.load_state_dict(damaged)
+
+
+@pytest.mark.parametrize(
+    ("batch", "wanted"),
+    [
+        ((Verdict.NON_FINITE, NAN, 1.0, True), "the loss is not finite (nan); the"),
+        ((Verdict.NON_FINITE, 1.0, INF, True), "the gradient norm is not finite (inf)"),
+        ((Verdict.NON_FINITE, 1.0, 1.0, False), "a buffer of the model is not finite"),
+        ((Verdict.SPIKE, 50.0, 1.0, True), "the loss is 50, usually 1; the step was"),
+        ((Verdict.SPIKE, 1.0, 5e3, True), "the gradient norm is 5000, usually 1"),
+        ((Verdict.DIVERGED, 50.0, 1.0, True), "1 bad batches in a row; at the last"),
+        ((Verdict.WORSE_THAN_GUESSING, 0.0, 0.0, True), "what was learnt is lost"),
+    ],
+)
+def test_reasons_are_one_line(batch, wanted):
+    monitor = HealthMonitor(SMALL, "cpu")
+    for value in [1.0] * 12 + [NAN]:
+        monitor.judge(*map(torch.tensor, (value, 1.0, True)))
+    verdict, loss, norm, finite = batch
+    told = monitor.describe(verdict, loss, norm, finite=finite)
+    assert wanted in told
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("spike", 1.0),
+        ("loss_spike", NAN),
+        ("guessing", INF),
+        ("slack", -1.0),
+        ("window", 7),
+        ("patience", 0),
+    ],
+)
+def test_limits_that_a_healthy_run_would_cross_are_refused(field, value):
+    with pytest.raises(BadInput, match=f"^{field} must be"):
+        GovernorConfig(**{field: value})
+
+
+def test_all_finite_sees_every_number():
+    assert all_finite([])
+    assert all_finite([torch.ones(3), torch.tensor([1, 2]), torch.zeros(0)])
+    for value in (NAN, INF, -INF):
+        assert not all_finite([torch.ones(3), torch.tensor([1.0, value])])
+    assert not all_finite([torch.tensor([2e30])], 1e30)
+    assert all_finite([torch.tensor([3e38] * 4)])  # the sum of squares would overflow
+
+
+# Snapshots.
+
+
+class Model(nn.Module):
+    """Parameters of two dtypes, a norm's buffers, and buffers that are never saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
+        self.coarse = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.register_buffer("seen", torch.zeros(2), persistent=False)
+        self.register_buffer("wide", torch.ones(1, 3).expand(4, 3), persistent=False)
+
+    def forward(self, x):
+        self.seen += 1
+        return self.layers(x) * self.coarse.float().sum()
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: optim.AdamW(p, 0.01),
+    "foreach": lambda p: optim.Adam(p, 0.01, amsgrad=True, foreach=True),
+    "sgd": lambda p: optim.SGD(p, 0.01, momentum=0.9),
+    "plain": lambda p: optim.SGD(p, 0.01),
+    "rmsprop": lambda p: optim.RMSprop(p, 0.01, centered=True),
+}
+
+
+def build(name="adamw"):
+    torch.manual_seed(5)
+    model = Model()
+    return model, OPTIMIZERS[name](model.parameters())
+
+
+def train(model, optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(6, 5)).square().mean().backward()
+        optimizer.step()
+
+
+def bits(value):
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        return (str(value.dtype), tuple(value.shape), flat.numpy().tobytes())
+    if isinstance(value, dict):
+        return {key: bits(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits(inner) for inner in value]
+    return value
+
+
+def everything(model, optimizer):
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = optimizer.state_dict()["state"]
+    return bits({"tensors": tensors, "state": state, "rng": torch.get_rng_state()})
+
+
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_everything_comes_back_to_the_bit_and_the_run_repeats_itself(name, before):
+    model, optimizer = build(name)
+    train(model, optimizer, before)
+    snapshot = Snapshot(model, optimizer)
+    kept = everything(model, optimizer)
+    identities = [id(t) for t in (*model.parameters(), *model.buffers())]
+    train(model, optimizer, 4)
+    later = everything(model, optimizer)
+    assert later != kept
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.fill_(torch.nan)
+        model.wide[:1].fill_(7.0)
+    snapshot.restore()
+    assert everything(model, optimizer) == kept
+    assert identities == [id(t) for t in (*model.parameters(), *model.buffers())]
+    train(model, optimizer, 4)
+    assert everything(model, optimizer) == later
+    snapshot.restore()
+    assert everything(model, optimizer) == kept
+
+
+DAMAGE = st.sampled_from(["weight", "buffer", "moment", "stream", "drop"])
+VALUES = st.sampled_from([NAN, INF, -3e38, 1e-45, -0.0])
+
+
+@given(st.lists(st.tuples(DAMAGE, st.integers(0, 99), VALUES), max_size=6))
+def test_any_damage_is_undone_to_the_bit(damage):
+    model, optimizer = build()
+    train(model, optimizer, 1)
+    snapshot = Snapshot(model, optimizer)
+    kept = everything(model, optimizer)
+    for what, which, value in damage:
+        states = [*optimizer.state.values()]
+        with torch.no_grad():
+            if what == "weight":
+                [*model.parameters()][which % 5].fill_(value)
+            elif what == "buffer":
+                model.layers[1].running_var.fill_(value)
+            elif what == "moment" and states:
+                states[which % len(states)]["exp_avg"].fill_(value)
+            elif what == "stream":
+                torch.manual_seed(which)
+            elif what == "drop":
+                optimizer.state.clear()
+    snapshot.restore()
+    assert everything(model, optimizer) == kept
+
+
+# Both together, over a growing model.
+
+
+class Run:
+    """A growing model with safety checks, without a Grower."""
+
+    def __init__(self, **config):
+        self.model = grow("vector")
+        self.model.host.drop.p = 0.0
+        self.optimizer = torch.optim.Adam(self.model.host.parameters(), 1e-3)
+        self.topology = Topology(self.model, self.optimizer, None)
+        self.safety = Safety(self.topology, GovernorConfig(**config))
+
+    def train(self, batches, factor=1.0):
+        for batch in batches:
+            x, y = make_batch("vector", 16, rng_seed=batch)
+            self.safety.before_batch()
+            loss = factor * nn.functional.cross_entropy(self.model.host(x), y)
+            self.safety.after_batch(loss)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+
+    def weights(self):
+        return [p.detach().clone() for p in self.model.parameters()]
+
+    def kept(self):
+        tensors = self.safety.snapshot.tensors
+        return [tensors[name].clone() for name, _ in self.model.named_parameters()]
+
+
+def test_a_snapshot_is_taken_at_the_first_good_batch_after_a_change():
+    run = Run()
+    run.train(range(10))
+    before, first = run.weights(), run.kept()
+    run.safety.topology_changed()
+    run.train(range(1), factor=torch.nan)
+    assert all(map(torch.equal, first, run.kept()))
+    run.train(range(1))
+    assert all(map(torch.equal, run.kept(), before))
+    assert not any(map(torch.equal, run.kept(), run.weights()))
+
+
+def test_three_bad_batches_roll_back_and_a_second_time_clear_the_moments():
+    run = Run()
+    run.train(range(16))
+    assert run.safety.take_snapshot()
+    kept = run.weights()
+    run.train(range(2))
+    run.train(range(3), factor=1e5)
+    words = [incident.split(":")[0] for incident in run.safety.incidents]
+    assert words == ["refused", "refused", "rolled back"]
+    assert all(map(torch.equal, kept, run.weights()))
+    moments = [state["exp_avg"] for state in run.optimizer.state.values()]
+    assert any(bool(moment.any()) for moment in moments)
+    run.train(range(2))
+    assert len(run.safety.incidents) == 3
+    run.train(range(3), factor=1e5)
+    assert run.safety.rollbacks == 2
+    moments = [state["exp_avg"] for state in run.optimizer.state.values()]
+    assert not any(bool(moment.any()) for moment in moments)
+
+
+def test_what_was_learnt_and_lost_is_rolled_back_at_the_decision():
+    run = Run(window=8, loss_spike=1000.0)
+    run.train([0] * 40)
+    run.safety.topology_changed()
+    run.train([0])
+    kept = run.kept()
+    assert not run.safety.check_decision()
+    with torch.no_grad():
+        run.model.host.last.weight.mul_(30.0)
+    run.safety.topology_changed()
+    run.train([1, 2] * 4)  # bad, but none of them a spike; no snapshot is taken
+    assert run.safety.incidents == []
+    assert run.safety.check_decision()
+    assert "what was learnt is lost" in run.safety.incidents[-1]
+    assert all(map(torch.equal, kept, run.weights()))
+    assert not run.safety.check_decision()  # the statistics were rolled back too
+
+
+def test_moments_that_are_not_finite_are_found_at_the_decision():
+    run = Run()
+    run.train(range(10))
+    run.safety.take_snapshot()
+    run.optimizer.state[run.model.host.first.weight]["exp_avg"][0, 0] = torch.inf
+    assert not run.safety.take_snapshot()
+    assert run.safety.check_decision()
+    assert "moment" in run.safety.incidents[-1]
+
+
+def test_broken_training_seeds_are_removed_without_a_rollback():
+    run = Run()
+    run.model.plant("second#0", "residual_mlp")
+    run.model.plant("first->second#0", "widen_8")
+    run.topology.surgery.join(run.model.seed_parameters())
+    run.safety.topology_changed()
+    run.safety.remove_broken_seeds()
+    assert len(run.model.seeds) == 2
+    with torch.no_grad():
+        next(run.model.seeds["slot_0"].parameters())[0] = torch.nan
+    assert not run.safety.check_decision()  # the host does not depend on it
+    run.safety.remove_broken_seeds()
+    assert [*run.model.seeds] == ["slot_3"]
+    assert run.safety.incidents == [
+        "removed first->second#0: its weights are not finite"
+    ]
+
+
+def test_a_snapshot_follows_the_topology_and_keeps_its_values():
+    run = Run()
+    run.train(range(3))
+    run.safety.take_snapshot()
+    kept = run.weights()
+    run.train(range(2))
+    slot = run.model.index("second#0")
+    run.topology._follow(lambda: run.model.plant("second#0", "residual_mlp"), slot)
+    newborn = copy.deepcopy([*run.model.seeds.parameters()])
+    run.safety.snapshot.follow_topology()
+    run.train(range(2))
+    run.safety.snapshot.restore()
+    assert all(map(torch.equal, kept, run.model.host.parameters()))
+    assert all(map(torch.equal, newborn, run.model.seeds.parameters()))
+    run.topology.remove(slot, "test")
+    run.safety.snapshot.follow_topology()
+    run.safety.snapshot.restore()
+
+
+def test_a_broken_host_is_refused_and_detaching_ends_the_checks():
+    run = Run()
+    run.topology.surgery.detach()
+    run.train(range(1), factor=torch.nan)
+    assert run.safety.incidents == []
+    host = make_host("vector")
+    with torch.no_grad():
+        host.last.bias[0] = torch.inf
+    optimizer = torch.optim.SGD(host.parameters(), 0.1)
+    topology = Topology(grow("vector", host), optimizer, None)
+    with pytest.raises(BadInput, match=r"'last\.bias' is not finite"):
+        Safety(topology, GovernorConfig())
