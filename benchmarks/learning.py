@@ -216,7 +216,7 @@ def scores(arms: Mapping[str, Floats]) -> list[Score]:
         Score(
             name,
             mean_interval(returns),
-            bootstrap(np.stack([never, random, returns, optimum]), _share),
+            _share_interval(np.stack([never, random, returns, optimum])),
         )
         for name, returns in arms.items()
     ]
@@ -226,6 +226,13 @@ def share_of_optimum(arms: Mapping[str, Floats], name: str) -> float:
     """Percent of the optimum that one arm reaches."""
     rows: Sequence[Floats] = [arms[key] for key in ("never", "random", name, OPTIMUM)]
     return float(_share(np.stack(rows).mean(axis=1, keepdims=True))[0])
+
+
+def _share_interval(arms: Floats) -> Interval:
+    count = arms.shape[1]
+    return bootstrap(
+        [count], lambda drawn: _share(arms @ drawn.T / count), student=True
+    )
 
 
 def _share(means: Floats) -> Floats:

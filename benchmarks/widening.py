@@ -36,7 +36,7 @@ from benchmarks.widening_study import (
     project,
     study,
 )
-from esper.experiment.statistics import mean_interval, stratified_bootstrap
+from esper.experiment.statistics import iqm_interval, mean_interval
 
 
 def run(
@@ -115,7 +115,7 @@ def _tables(found: Study, task: str) -> list[Report]:
         arms.add(
             arm,
             f"{mean_interval(100 * values):.1f}",
-            f"{stratified_bootstrap(100 * values):.1f}",
+            f"{iqm_interval(100 * values):.1f}",
             f"{np.mean([one.parameters for one in each]):,.0f}",
             f"{np.mean([one.training_macs for one in each]) / 1e9:.2f}",
             f"{np.median([one.seconds for one in each]):.1f}",

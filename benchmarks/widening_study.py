@@ -31,8 +31,14 @@ import numpy as np
 from benchmarks.macs import mlp_macs, mlp_parameters, width_for
 from benchmarks.training import Outcome, Run, train
 from esper.contracts.errors import BadInput
-from esper.experiment.statistics import Floats, Interval, mean_interval
-from esper.experiment.verdict import LEVEL, holm, paired_wilcoxon
+from esper.experiment.statistics import (
+    LEVEL,
+    Floats,
+    Interval,
+    holm,
+    mean_interval,
+    paired_wilcoxon,
+)
 from esper.tasks.data import Data
 from esper.tasks.letter import letter
 from esper.tasks.mnist1d import mnist1d

@@ -12,15 +12,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from esper.experiment.statistics import Floats, Interval
-from esper.experiment.verdict import holm
-from evidence.hierarchy import (
+from esper.experiment.statistics import (
     RESAMPLES,
-    difference,
-    improvement,
+    Floats,
+    Interval,
+    holm,
+    iqm_difference,
     iqm_interval,
+    paired_improvement,
+    paired_wilcoxon,
     partners,
-    signed_ranks,
 )
 from evidence.readout import Cells
 
@@ -105,7 +106,7 @@ def compare(
             seeds = int(np.isfinite(both[0]).any(axis=0).sum())
             if seeds:
                 rows[task] = OnTask(
-                    difference=difference(x, y, **known),
+                    difference=iqm_difference(x, y, **known),
                     seeds=seeds,
                     p=signed_ranks(x[0], y[0]),
                     adjusted=corrected.get((task, other)),
@@ -113,8 +114,8 @@ def compare(
         x, y = _beside(cells, other, list(rows))
         found[other] = Versus(
             other=other,
-            difference=difference(x, y, **known),
-            improvement=improvement(x, y, **known),
+            difference=iqm_difference(x, y, **known),
+            improvement=paired_improvement(x, y, **known),
             tasks=rows,
         )
     return found
@@ -280,3 +281,19 @@ def _names(names: Sequence[str]) -> str:
     if len(names) < 2:
         return "".join(names)
     return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def signed_ranks(x: Floats, y: Floats) -> float | None:
+    """P-value of paired Wilcoxon on one task; members are averaged first."""
+    first, second = (_member_mean(each) for each in (x, y))
+    both = np.isfinite(first) & np.isfinite(second)
+    return paired_wilcoxon(first[both], second[both]) if both.any() else None
+
+
+def _member_mean(figures: Floats) -> Floats:
+    """Mean over the members that are there, by seed; NaN without any."""
+    there = np.isfinite(figures)
+    total = np.where(there, figures, 0.0).sum(axis=0)
+    with np.errstate(invalid="ignore"):
+        found: Floats = total / there.sum(axis=0)
+    return found

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Final
 
-from esper.experiment.statistics import Interval
+from esper.experiment.statistics import Interval, iqm_interval, mean_interval
 from esper.report.ink import Drawing, house_style
 from evidence.claims import Versus
-from evidence.hierarchy import iqm_interval, mean_interval
 from evidence.plots import (
     STYLES,
     Episode,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from esper.contracts.errors import BadInput
-from esper.experiment.statistics import Interval
+from esper.experiment.statistics import Interval, iqm_interval
 from esper.experiment.storage.disk import Disk, publish, short, storage
 from esper.report.ink import Drawing
 from evidence import costs, tables
@@ -28,7 +28,6 @@ from evidence.claims import (
     compare,
 )
 from evidence.figures import PRICES, draw
-from evidence.hierarchy import iqm_interval
 from evidence.ledger import LEDGER
 from evidence.plots import STYLES
 from evidence.protocol import ARMS

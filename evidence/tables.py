@@ -6,14 +6,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from esper.experiment.statistics import Interval
-from evidence.claims import LEARNED, Claim, Versus
-from evidence.hierarchy import (
-    difference,
-    improvement,
+from esper.experiment.statistics import (
+    Interval,
+    iqm_difference,
     iqm_interval,
     mean_interval,
+    paired_improvement,
 )
+from evidence.claims import LEARNED, Claim, Versus
 from evidence.readout import BASELINE, Cells, Readout
 
 NOTHING: Final = "nothing"
@@ -216,8 +216,8 @@ def ablations_table(
             continue
         mine, theirs = cells.of(arm, done), cells.of(whole, done)
         versus = [
-            ranged(difference(theirs, mine, **chance), "+.3f"),
-            ranged(improvement(theirs, mine, **chance), ".2f"),
+            ranged(iqm_difference(theirs, mine, **chance), "+.3f"),
+            ranged(paired_improvement(theirs, mine, **chance), ".2f"),
         ]
         rows.append(
             [

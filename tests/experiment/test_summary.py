@@ -1,7 +1,6 @@
 """A summary is made of rows alone, agrees with SciPy, and names its limits."""
 
 import json
-from dataclasses import replace
 from math import isnan, nan
 
 import numpy as np
@@ -10,12 +9,11 @@ from rich.console import Console
 from scipy import stats
 
 from esper.contracts.errors import BadInput
-from esper.experiment.statistics import iqm
-from esper.experiment.summary import summarise
+from esper.experiment.summary import headline, summarise
 from esper.experiment.summary_tables import print_summary
 from tests.references import statistics as reference
 
-DRAWS = 300
+RESAMPLES = 300
 
 # Returns and test scores of ten hosts, as a run stored them.
 RECORDED = {
@@ -42,15 +40,12 @@ def rows_of(arms=RECORDED, task="letter", *, hosts=10, round=0, stage="judged"):
     """Rows as the store gives them."""
     return [
         {
-            "attempt": 1,
-            "seq": 1,
             "round": round,
             "stage": stage,
             "controller": name,
             "task": task,
             "host": host,
             "return": returns[host],
-            "score": 0.5,
             "test": test[host],
             "area": 0.4,
             "added": 0.5 * host,
@@ -64,27 +59,31 @@ def rows_of(arms=RECORDED, task="letter", *, hosts=10, round=0, stage="judged"):
     ]
 
 
+def summary_of(*args, **options):
+    return summarise(rows_of(*args, **options), resamples=RESAMPLES)
+
+
 def by_name(table):
     return {arm.name: arm for arm in table.arms}
 
 
+def wilcoxon(name, other, column=0):
+    gaps = np.subtract(RECORDED[name][column], RECORDED[other][column])
+    return stats.wilcoxon(np.round(gaps, 6)).pvalue
+
+
 @pytest.fixture(scope="module")
 def two_tasks():
-    return summarise([*rows_of(), *rows_of(task="digits")], draws=DRAWS)
+    return summarise([*rows_of(), *rows_of(task="digits")], resamples=RESAMPLES)
 
 
 def test_figures_are_those_of_scipy_and_of_the_reference():
-    (table,) = summarise(rows_of(), draws=DRAWS).tasks
+    (table,) = summary_of().tasks
     arms = by_name(table)
     others = [name for name in RECORDED if name != "never"]
     for column, figure in ((0, "above_never"), (1, "test_above_never")):
         base = RECORDED["never"][column]
-        p_values = [
-            stats.wilcoxon(
-                np.round(np.subtract(RECORDED[name][column], base), 6)
-            ).pvalue
-            for name in others
-        ]
+        p_values = [wilcoxon(name, "never", column) for name in others]
         found = [getattr(arms[name], figure) for name in others]
         assert [row.p for row in found] == pytest.approx(p_values, rel=1e-9)
         assert [row.adjusted for row in found] == pytest.approx(
@@ -92,68 +91,43 @@ def test_figures_are_those_of_scipy_and_of_the_reference():
         )
         for name, row in zip(others, found, strict=True):
             x = RECORDED[name][column]
-            assert row.difference.estimate == pytest.approx(
-                reference.interquartile_mean([x])
-                - reference.interquartile_mean([base]),
-                abs=1e-12,
-            )
+            gap = stats.trim_mean(x, 0.25) - stats.trim_mean(base, 0.25)
+            assert row.difference.estimate == pytest.approx(gap, abs=1e-12)
             assert row.improvement.estimate == pytest.approx(
                 reference.probability_of_improvement([x], [base])
             )
     for name, (returns, test) in RECORDED.items():
         arm = arms[name]
-        assert arm.returns.estimate == pytest.approx(
-            stats.trim_mean(returns, 0.25), abs=1e-12
-        )
-        assert arm.test.estimate == pytest.approx(iqm(np.array(test)))
+        assert arm.returns.estimate == pytest.approx(stats.trim_mean(returns, 0.25))
+        assert arm.test.estimate == pytest.approx(stats.trim_mean(test, 0.25))
         assert arm.returns.low < arm.returns.estimate < arm.returns.high
     assert arms["never"].above_never is None
-    assert arms["never"].test_above_never is None
-
-
-def test_sizes_and_costs_are_means_over_hosts():
-    (table,) = summarise(rows_of(), draws=DRAWS).tasks
-    arm = by_name(table)["early"]
-    assert arm.parameters == pytest.approx(1 + 0.5 * 4.5)
-    assert (arm.macs, arm.training_macs, arm.seconds, arm.panics) == (2, 1e9, 0.25, 1)
+    early = arms["early"]
+    assert early.parameters == pytest.approx(1 + 0.5 * 4.5)
+    costs = (early.macs, early.training_macs, early.seconds, early.panics)
+    assert costs == (2, 1e9, 0.25, 1)
     assert (table.task, table.tasks, table.hosts) == ("letter", 1, 10)
-
-
-def test_the_lowest_return_comes_first():
-    (table,) = summarise(rows_of(), draws=DRAWS).tasks
-    assert [arm.name for arm in table.arms][-1] == "fern"
     values = [arm.returns.estimate for arm in table.arms]
     assert values == sorted(values)
 
 
-def test_a_learned_arm_is_compared_with_everybody_else():
-    (table,) = summarise(rows_of(), draws=DRAWS).tasks
-    never, *others = table.duels
+def test_a_learned_arm_is_compared_with_all_others():
+    (table,) = summary_of().tasks
+    never, *others = table.pairwise
+    fern = by_name(table)["fern"]
+    # One family with the baseline, and one of pairs that no other table has.
     assert (never.name, never.other) == ("fern", "never")
-    assert [(duel.name, duel.other) for duel in others] == [
+    assert (never.returns, never.test) == (fern.above_never, fern.test_above_never)
+    assert [(pair.name, pair.other) for pair in others] == [
         ("fern", "early"),
         ("fern", "random"),
     ]
-    p_values = [
-        stats.wilcoxon(
-            np.round(np.subtract(RECORDED["fern"][0], RECORDED[other][0]), 6)
-        ).pvalue
-        for other in ("early", "random")
-    ]
-    # A family of its own, of pairs that no other table has.
-    assert [duel.returns.adjusted for duel in others] == pytest.approx(
+    p_values = [wilcoxon("fern", other) for other in ("early", "random")]
+    assert [pair.returns.adjusted for pair in others] == pytest.approx(
         reference.holm(p_values)
     )
-    assert all(duel.returns.shown for duel in table.duels)
+    assert all(pair.returns.shown for pair in table.pairwise)
     assert others[0].returns.ahead == 10
-
-
-def test_what_is_said_against_never_is_said_once():
-    (table,) = summarise(rows_of(), draws=DRAWS).tasks
-    (duel,) = [duel for duel in table.duels if duel.other == "never"]
-    fern = by_name(table)["fern"]
-    assert duel.returns == fern.above_never
-    assert duel.test == fern.test_above_never
 
 
 def test_all_tasks_together_hold_every_pair(two_tasks):
@@ -163,100 +137,88 @@ def test_all_tasks_together_hold_every_pair(two_tasks):
     assert row.pairs == 20
     twice = np.tile(np.subtract(RECORDED["early"][0], RECORDED["never"][0]), 2)
     assert row.p == pytest.approx(stats.wilcoxon(np.round(twice, 6)).pvalue)
-
-
-def test_one_task_or_tasks_with_other_arms_are_not_added_up():
-    assert summarise(rows_of(), draws=DRAWS).aggregate is None
+    # One task, or tasks with other arms, are not added up.
+    assert summary_of().aggregate is None
     fewer = {name: RECORDED[name] for name in ("never", "early")}
-    uneven = [*rows_of(), *rows_of(fewer, "digits")]
-    found = summarise(uneven, draws=DRAWS)
-    assert found.aggregate is None
-    assert len(found.tasks) == 2
+    uneven = summarise([*rows_of(), *rows_of(fewer, "digits")], resamples=RESAMPLES)
+    assert uneven.aggregate is None
+    assert len(uneven.tasks) == 2
 
 
-def test_only_the_last_judgement_counts():
+def test_the_last_judgement_counts_in_whatever_order_its_rows_come():
     worse = {name: ([0.1] * 10, [0.1] * 10) for name in RECORDED}
     mixed = [
         *rows_of(worse, round=3),
         *rows_of(worse, round=9, stage="watched"),
-        *rows_of(round=7),
+        *rows_of(round=7)[::-1],
     ]
-    assert summarise(mixed, draws=DRAWS) == summarise(rows_of(), draws=DRAWS)
+    assert summarise(mixed, resamples=RESAMPLES) == summary_of()
+    empty = summarise([])
+    assert (empty.tasks, empty.aggregate, empty.conclusions) == ((), None, ())
 
 
-def test_hosts_are_paired_by_number_in_whatever_order_they_come():
-    assert summarise(rows_of()[::-1], draws=DRAWS) == summarise(rows_of(), draws=DRAWS)
-
-
-def test_nothing_judged_is_nothing_said():
-    found = summarise([])
-    assert (found.tasks, found.aggregate, found.words) == ((), None, ())
-
-
-def test_words_say_what_is_shown_and_what_is_not():
-    words = summarise(rows_of()).words
-    (returns,) = [line for line in words if line.startswith("letter, return: ")]
-    assert "shown above 'never': 'early' (+0.0183), 'fern' (+0.0700)." in returns
-    assert "This does not show a difference from 'never', nor that" in returns
-    assert returns.index("This does not show") < returns.index("'random'")
-    (learned,) = [line for line in words if "letter, test score of 'fern'" in line]
+def test_conclusions_say_what_is_shown_and_what_is_not():
+    summary = summary_of()
+    lines = summary.conclusions
+    (returns,) = [line for line in lines if line.startswith("letter, return: ")]
+    assert "shown above 'never': 'early' (+0.0183), 'fern' (+0.0700);" in returns
+    # No difference beside what is not shown: it would be read as one.
+    assert returns.endswith("not shown to differ from 'never': 'random' (p = 1).")
+    (learned,) = [line for line in lines if "letter, test score of 'fern'" in line]
     assert "shown above 'never' (+0.0" in learned
-    assert "This does not show that 'fern' differs from 'early'" in learned
+    assert "not shown to differ from 'early' (p = " in learned
+    (line,) = headline(summary)
+    assert line.startswith("fern's return on 10 unseen hosts of letter: 0.410 [")
+    assert "Above never by +0.070 [" in line
+    assert "Above the best of the others, early by +0.0" in line
+    without = {name: RECORDED[name] for name in ("never", "early", "random")}
+    (line,) = headline(summary_of(without))
+    assert line.startswith(
+        "By return on 10 unseen hosts of letter: shown above 'never'"
+    )
 
 
 def test_an_interval_that_holds_zero_is_never_called_shown():
     """Whatever the ranks say."""
-    for name, row in by_name(summarise(rows_of()).tasks[0]).items():
-        if name == "never":
-            continue
-        gap = row.above_never.difference
-        if gap.low <= 0.0 <= gap.high:
-            assert not row.above_never.shown
     small = {
         "never": ([0.5] * 10, [0.5] * 10),
         "early": ([0.5] * 6 + [0.51, 0.49, 0.51, 0.49], [0.5] * 10),
     }
-    words = summarise(rows_of(small)).words
-    assert not any("shown above" in line or "shown below" in line for line in words)
-    assert sum("does not show" in line for line in words) == 2
+    lines = summary_of(small).conclusions
+    assert not any("shown above" in line or "shown below" in line for line in lines)
+    assert sum("not shown to differ" in line for line in lines) == 2
 
 
-def test_words_name_their_limits():
-    said = " ".join(summarise(rows_of()).words)
-    assert "10 hosts of each task; it says nothing about other tasks" in said
-    assert "narrower than they should be" not in said
-    assert "'fern': one training each" in said
-    assert "learning rate" not in said
-    few = " ".join(summarise(rows_of(hosts=4), draws=DRAWS).words)
+def test_conclusions_name_their_limits():
+    text = " ".join(summary_of().conclusions)
+    assert "10 hosts of each task; it says nothing about other tasks" in text
+    assert "narrower than they should be" not in text
+    assert "'fern': one training each" in text
+    assert "learning rate" not in text
+    few = " ".join(summary_of(hosts=4).conclusions)
     assert "intervals of so few are narrower than they should be" in few
     assert "4 hosts and 3 comparisons no adjusted p can be below 0.38" in few
-
-
-def test_words_of_static_arms_name_the_reference_and_the_untuned_rate():
     arms = {"never": RECORDED["never"], "early": RECORDED["early"]}
     arms["static"] = RECORDED["fern"]
-    said = " ".join(summarise(rows_of(arms), draws=DRAWS).words)
-    assert "'static': measured by what 'early' ended with" in said
-    assert "the task's own learning rate, which was tuned for the plain host" in said
+    text = " ".join(summary_of(arms).conclusions)
+    assert "'static': matched to what 'early' ended with" in text
+    assert "the task's own learning rate, which was tuned for the plain host" in text
 
 
-def test_without_never_nobody_is_above_it():
+def test_arms_without_a_partner_have_figures_but_no_comparison():
     arms = {"early": RECORDED["early"], "random": RECORDED["random"]}
-    found = summarise(rows_of(arms), draws=DRAWS)
-    assert all(arm.above_never is None for arm in found.tasks[0].arms)
-    assert not any("never" in line for line in found.words)
-
-
-def test_arms_of_an_interrupted_evaluation_are_still_summarised():
-    """One arm has fewer hosts: it has figures, but no pairs."""
+    without = summary_of(arms)
+    assert all(arm.above_never is None for arm in without.tasks[0].arms)
+    assert not any("never" in line for line in without.conclusions)
+    # An evaluation that was interrupted: one arm has fewer hosts.
     rows = [row for row in rows_of() if row["controller"] != "early" or row["host"] < 7]
-    (table,) = summarise(rows, draws=DRAWS).tasks
+    (table,) = summarise(rows, resamples=RESAMPLES).tasks
     assert by_name(table)["early"].above_never is None
     assert by_name(table)["random"].above_never is not None
 
 
 def test_one_host_has_no_interval_and_shows_nothing():
-    found = summarise(rows_of(hosts=1))
+    found = summary_of(hosts=1)
     arm = by_name(found.tasks[0])["early"]
     assert arm.returns.estimate == 0.35
     assert isnan(arm.returns.low)
@@ -269,16 +231,12 @@ def test_one_host_has_no_interval_and_shows_nothing():
 
 
 def test_figures_that_are_no_numbers_are_refused():
-    broken = replace_first(rows_of(), "return", nan)
+    first, *others = rows_of()
     with pytest.raises(BadInput, match="finite"):
-        summarise(broken)
+        summarise([{**first, "return": nan}, *others])
 
 
-def replace_first(rows, name, value):
-    return [{**rows[0], name: value}, *rows[1:]]
-
-
-def test_tables_hold_the_figures_of_the_summary(two_tasks):
+def test_tables_and_data_hold_the_figures_of_the_summary(two_tasks):
     console = Console(record=True, width=160)
     print_summary(console, two_tasks)
     text = console.export_text()
@@ -288,17 +246,12 @@ def test_tables_hold_the_figures_of_the_summary(two_tasks):
     assert f"{early.returns:.3f}" in text
     assert f"{early.above_never.difference:+.3f}" in text
     assert f"{early.above_never.adjusted:.2g}" in text
+    assert f"{early.above_never.improvement:.2f}" in text
     assert "3.25 x" in text
-    assert "1.000" in text
-    for line in two_tasks.words:
+    for line in two_tasks.conclusions:
         assert line in text.replace("\n", " ").replace("  ", " ") or line in text
-
-
-def test_data_are_the_summary(two_tasks):
     data = json.loads(json.dumps(two_tasks.as_data(), allow_nan=False))
-    arm = data["tasks"][0]["arms"][-1]
-    same = two_tasks.tasks[0].arms[-1]
+    arm, same = data["tasks"][0]["arms"][-1], two_tasks.tasks[0].arms[-1]
     assert arm["name"] == same.name
     assert arm["above_never"]["adjusted"] == same.above_never.adjusted
-    assert data["words"] == list(two_tasks.words)
-    assert replace(same, name="x").learned
+    assert data["conclusions"] == list(two_tasks.conclusions)

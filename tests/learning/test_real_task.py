@@ -7,9 +7,9 @@ import pytest
 
 from esper.environment.growing import GrowingWorld
 from esper.experiment.config import Budget, Learner, TrainConfig
-from esper.experiment.curve import LEAST, course, sparkline
 from esper.experiment.judging import judge
 from esper.experiment.loop import train
+from esper.experiment.summary import FEW_ROUNDS, return_trend, sparkline
 from esper.experiment.worlds import loop_of
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.sampling import GreedyPolicy
@@ -17,7 +17,7 @@ from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
 from esper.tasks.teacher import Teacher, teacher
 
-ROUNDS = 5 * LEAST
+ROUNDS = 5 * FEW_ROUNDS
 BOLD = PPOConfig(
     learning_rate=3e-3,
     minibatches=2,
@@ -52,8 +52,8 @@ def test_the_return_rises_where_growing_pays():
     config = TrainConfig(budget=Budget(rounds=ROUNDS), learner=Learner(ppo=BOLD))
     loop = replace(loop_of(config, world), steps=TOO_NARROW.horizon)
     policy = train(world, loop, lambda record: returns.append(record.mean_return))
-    assert np.mean(returns[-LEAST:]) > np.mean(returns[:LEAST]) + 0.06
-    assert course(returns).startswith("The return rose:")
+    assert np.mean(returns[-FEW_ROUNDS:]) > np.mean(returns[:FEW_ROUNDS]) + 0.06
+    assert return_trend(returns).startswith("The return rose:")
     never, chance, tamiyo = (
         judge(controller, TOO_NARROW, 16, 0).returns.mean()
         for controller in ("never", "random", GreedyPolicy(policy))
@@ -76,12 +76,12 @@ def noisy(start, end, rounds=ROUNDS):
     ],
 )
 def test_the_verdict_follows_the_returns(end, words):
-    assert course(noisy(0.7, end)).startswith(words)
+    assert return_trend(noisy(0.7, end)).startswith(words)
 
 
 def test_the_verdict_names_both_fifths_and_their_difference():
-    returns = [0.25] * LEAST + [0.0] * (3 * LEAST) + [0.75] * LEAST
-    assert course(returns) == (
+    returns = [0.25] * FEW_ROUNDS + [0.0] * (3 * FEW_ROUNDS) + [0.75] * FEW_ROUNDS
+    assert return_trend(returns) == (
         "The return rose: 0.2500 in the first 8 rounds, 0.7500 in the last 8, by "
         "+0.5000 [+0.5000, +0.5000] (95 % over rounds)."
     )
@@ -91,12 +91,12 @@ def test_the_interval_holds_no_change_in_about_95_of_100_runs():
     """Percentile bootstrap of eight rounds is a little too narrow: at least 85."""
     chance = np.random.default_rng(1)
     runs = chance.normal(size=(200, ROUNDS))
-    held = ["did not change" in course(run.tolist()) for run in runs]
+    held = ["did not change" in return_trend(run.tolist()) for run in runs]
     assert 0.85 < np.mean(held) < 0.99
 
 
 def test_few_rounds_get_no_course():
-    assert course(noisy(0.0, 1.0, ROUNDS - 1)) == (
+    assert return_trend(noisy(0.0, 1.0, ROUNDS - 1)) == (
         f"Too few rounds to tell whether the return rose: {ROUNDS - 1}, and {ROUNDS} "
         "are needed."
     )
@@ -104,7 +104,7 @@ def test_few_rounds_get_no_course():
 
 def test_rounds_without_an_ended_episode_do_not_count():
     known = noisy(0.7, 0.8)
-    assert course([np.nan, *known, np.nan]) == course(known)
+    assert return_trend([np.nan, *known, np.nan]) == return_trend(known)
     assert sparkline([np.nan, 0.0, 1.0]) == "▁█"
     assert sparkline([np.nan]) == ""
 

@@ -1,34 +1,74 @@
-"""The statistics of judging, spelled out: every pair, sign, subset and resample."""
+"""The statistics of judging, spelled out: every pair, sign, subset and resample.
+
+A sample is a list of tasks, each a list of members, each a list of seeds.
+"""
 
 import math
 from fractions import Fraction
 from itertools import chain, combinations, product
 
 
-def interquartile_mean(scores):
-    """`scores` is a list of tasks, each a list of seeds."""
-    everything = sorted(chain.from_iterable(scores))
+def interquartile_mean(tasks):
+    """Of a list of tasks, each a flat list of figures."""
+    everything = sorted(chain.from_iterable(tasks))
+    if not everything:
+        return math.nan
     for _ in range(len(everything) // 4):
         everything.remove(min(everything))
         everything.remove(max(everything))
     return math.fsum(everything) / len(everything)
 
 
+def mean_of_means(tasks):
+    if not all(tasks):
+        return math.nan
+    return math.fsum(math.fsum(task) / len(task) for task in tasks) / len(tasks)
+
+
 def probability_of_improvement(x, y):
-    per_task = []
-    for ours, theirs in zip(x, y, strict=True):
-        points = [_points(a, b) for a in ours for b in theirs]
-        per_task.append(sum(points) / len(points))
-    return float(sum(per_task) / len(per_task))
-
-
-def paired_improvement(x, y):
+    """Of flat tasks: every seed against every seed."""
     points = [
-        _points(a, b)
+        [points_of(a, b) for a in ours for b in theirs]
         for ours, theirs in zip(x, y, strict=True)
-        for a, b in zip(ours, theirs, strict=True)
     ]
-    return float(sum(points) / len(points))
+    return mean_of_means(points)
+
+
+def paired_improvement(x, y, members, others, seeds):
+    """Of one draw; `others` is None if both follow the same members."""
+    tasks = []
+    for ours, theirs, drawn in zip(x, y, seeds, strict=True):
+        points = []
+        for s in drawn:
+            pairs = [(m, m) for m in members]
+            if others is not None:
+                pairs = list(product(members, others))
+            for m, k in pairs:
+                a, b = ours[m][s], theirs[k][s]
+                if not (math.isnan(a) or math.isnan(b)):
+                    points.append(points_of(a, b))
+        tasks.append(points)
+    return mean_of_means(tasks)
+
+
+def points_of(a, b):
+    return 1.0 if a > b else 0.5 if a == b else 0.0
+
+
+def cells(arm, members, seeds):
+    """All cells of one draw, by task; members and seeds are the places drawn."""
+    return [
+        [task[m][s] for m in members for s in drawn if not math.isnan(task[m][s])]
+        for task, drawn in zip(arm, seeds, strict=True)
+    ]
+
+
+def every_draw(members, seeds):
+    """Every way to draw all members but one, and as many seeds as a task has."""
+    return product(
+        product(range(members), repeat=max(1, members - 1)),
+        product(*(product(range(count), repeat=count) for count in seeds)),
+    )
 
 
 def signed_ranks(differences):
@@ -57,32 +97,3 @@ def holm(p_values):
         max(min(1.0, len(s) * min(p_values[i] for i in s)) for s in sets if test in s)
         for test in tests
     ]
-
-
-def stratified_resamples(scores):
-    """Every way to draw the seeds of each task anew; all are equally likely."""
-    return product(*(product(task, repeat=len(task)) for task in scores))
-
-
-def hierarchical_resamples(scores):
-    """Every way to draw controllers and then, for each one drawn, its seeds."""
-    for controllers in product(scores, repeat=len(scores)):
-        yield from product(*(stratified_resamples(each) for each in controllers))
-
-
-def hierarchical_resamples_of_shared_seeds(scores):
-    """The same, but one draw of seeds serves all controllers."""
-    places = [range(len(task)) for task in scores[0]]
-    for controllers in product(scores, repeat=len(scores)):
-        for seeds in stratified_resamples(places):
-            yield [
-                [
-                    [task[seed] for seed in drawn]
-                    for task, drawn in zip(each, seeds, strict=True)
-                ]
-                for each in controllers
-            ]
-
-
-def _points(a, b):
-    return Fraction(1) if a > b else Fraction(1, 2) if a == b else Fraction(0)

@@ -13,9 +13,9 @@ from rich.text import Text
 
 from esper.contracts.actions import HEAD_NAMES
 from esper.experiment.config import TrainConfig
-from esper.experiment.curve import sparkline
 from esper.experiment.loop import RoundRecord
 from esper.experiment.news import News, Progressed, Said, Watched
+from esper.experiment.summary import sparkline
 from esper.experiment.worlds import ENDLESS
 
 Number = int | float

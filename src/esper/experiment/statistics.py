@@ -1,296 +1,479 @@
-r"""Intervals: what a figure is worth when luck is counted.
+r"""Interquartile means, bootstrap intervals and paired tests of scores.
 
-Interquartile mean: of all figures of all tasks without the lowest and the highest
-floor(n / 4), as `rliable` and `scipy.stats.trim_mean(0.25)` define it. Intervals:
-percentile bootstrap (Efron 1979); seeds are drawn anew, with replacement, within each
-task. Probability of improvement: mean over tasks of P(x > y) + P(x = y) / 2 (Mann and
-Whitney 1947; Agarwal et al. 2021, https://arxiv.org/abs/2108.13264).
+A sample is `[seed]`, `[task, seed]`, or a list with one `[member, seed]` array per task
+(NaN is missing) for controllers that were trained several times. One resampler serves
+every interval, a percentile bootstrap (Efron 1979): seeds are drawn with replacement
+within each task, the same for all arms that are compared; members are drawn once for
+all tasks, one fewer than there are, since as many would vary too little (Hesterberg
+2015). A draw is kept as counts, so that a statistic is a weighted mean of cells.
+
+Interquartile mean and probability of improvement: Agarwal et al. 2021,
+https://arxiv.org/abs/2108.13264. Signed ranks: Wilcoxon 1945; correction: Holm 1979.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
-from statistics import NormalDist
-from typing import Final
+from math import nan, sqrt
+from typing import Final, TypeVar
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
 
 from esper.contracts.errors import BadInput
 
 Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+"""How often each unit is drawn, `[draw, unit]`."""
+Sample = Floats | Sequence[Floats]
+Key = TypeVar("Key", bound=Hashable)
 
-_AT_ONCE: Final = 2**20  # figures that are drawn at once: some 8 MB
+RESAMPLES: Final = 10_000
+LEVEL: Final = 0.05
+"""Adjusted p-value below which a difference counts as shown."""
+_TAIL: Final = 0.025
+_CHUNK: Final = 500  # draws that are evaluated at once, which bounds memory
+_DIGITS: Final = 12  # of a difference; what follows is rounding, not a rank
+_EXACT_TIED: Final = 13  # pairs up to which SciPy counts all signs of shared ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate and the range that holds it in 95 of 100 repetitions."""
+    """An estimate with its 95 % confidence interval; NaN bounds are unknown."""
 
     estimate: float
     low: float
     high: float
 
     def __format__(self, spec: str) -> str:
-        """Estimate and range, each in the given format."""
+        """Estimate and bounds, each in the given format."""
         return f"{self.estimate:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
 
 
 def bootstrap(
-    arms: Floats,
-    statistic: Callable[[Floats], Floats],
+    sizes: Sequence[int],
+    statistic: Callable[..., Floats],
     *,
-    resamples: int = 2_000,
-    confidence: float = 0.95,
+    draw: Sequence[int] | None = None,
+    student: bool = False,
+    resamples: int = RESAMPLES,
     rng_seed: int = 0,
 ) -> Interval:
-    """Interval of a statistic of the arms' means, with the tails of Student's t.
+    """Interval of a statistic of several groups that are resampled independently.
 
     Args:
-        arms: Figures `[arm, instance]`, paired by instance.
-        statistic: Maps means `[arm, resample]` to figures `[resample]`.
-        resamples: How often instances are drawn anew.
-        confidence: Share of repetitions that the interval should hold.
-        rng_seed: Start of the random stream.
+        sizes: Units in each group.
+        statistic: Maps one `Counts` array per group to figures `[draw]`.
+        draw: How many units are drawn of each group; None: as many as it has.
+        student: Widen the interval to the tails of Student's t, for means of one size.
+        resamples: How often all groups are drawn.
+        rng_seed: Seed of the random streams.
     """
-    generator = np.random.default_rng(rng_seed)
-    count = arms.shape[1]
-    # How often each instance is drawn; a matrix product then gives all means at once.
-    drawn = generator.multinomial(count, np.full(count, 1.0 / count), size=resamples)
-    means = arms @ drawn.T.astype(np.float64) / count
-    tail = 100.0 * expanded_tail((1.0 - confidence) / 2.0, count)
-    low, high = np.percentile(statistic(means), [tail, 100.0 - tail])
-    estimate = float(statistic(arms.mean(axis=1, keepdims=True))[0])
-    return Interval(estimate, float(low), float(high))
+    if resamples < 1:
+        raise BadInput(f"resamples must be at least 1, got {resamples}.")
+    generators = np.random.default_rng(rng_seed).spawn(len(sizes))
+    figures = []
+    for start in range(0, resamples, _CHUNK):
+        many = min(_CHUNK, resamples - start)
+        counts = [
+            _draw(generator, size, number, many)
+            for generator, size, number in zip(
+                generators, sizes, draw or sizes, strict=True
+            )
+        ]
+        figures.append(statistic(*counts))
+    found = np.concatenate(figures)
+    # Of a hierarchical draw all cells may be missing.
+    found = found[np.isfinite(found)]
+    tail = student_tail(_TAIL, sizes[0]) if student else _TAIL
+    low, high = np.quantile(found, [tail, 1.0 - tail]) if found.size else (nan, nan)
+    estimate = statistic(*(np.ones((1, size), dtype=np.int64) for size in sizes))
+    return Interval(float(estimate[0]), float(low), float(high))
 
 
-def mean_interval(values: Floats) -> Interval:
-    """Interval of the mean."""
-    return bootstrap(values[None], lambda means: means[0])
+def student_tail(tail: float, count: int) -> float:
+    """The tail of resampled means that stands for a tail of Student's t.
 
-
-def expanded_tail(tail: float, count: int) -> float:
-    """The tail of drawn means that stands for a tail of means of `count` figures.
-
-    Drawn means vary by (count - 1) / count of what they should, and are about normal
-    where Student's t is due (Hesterberg 2015); t is expanded in 1 / (count - 1). Of 10
-    normal figures 94 % of the intervals then hold the truth, instead of 90.
+    Resampled means vary by (count - 1) / count of what they should, and are about
+    normal where Student's t is due (Hesterberg 2015). Of 10 normal figures 94 % of the
+    intervals then hold the truth, instead of 90.
     """
     if count < 2:
         return tail
-    normal, v = NormalDist(), 1.0 / (count - 1)
-    z = normal.inv_cdf(1.0 - tail)
-    t = z + v * (z**3 + z) / 4 + v**2 * (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    t += v**3 * (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return normal.cdf(-t * sqrt(1.0 + v))
+    t = scipy.stats.t.ppf(1.0 - tail, count - 1)
+    return float(scipy.stats.norm.cdf(-t * sqrt(count / (count - 1))))
 
 
 def iqm(scores: Floats) -> float:
-    """Interquartile mean of `[seed]` or `[task, seed]`; below four the plain mean."""
-    return float(iqm_of_each(checked(scores)[None])[0])
+    """Interquartile mean of all scores; below four the plain mean."""
+    return float(scipy.stats.trim_mean(checked(scores), 0.25, axis=None))
 
 
-def iqm_of_each(drawn: Floats) -> Floats:
-    """Interquartile mean over all axes but the first."""
-    flat = drawn.reshape(len(drawn), -1)
-    cut = flat.shape[1] // 4
-    kept = np.sort(flat, axis=1)[:, cut : flat.shape[1] - cut]
-    means: Floats = kept.mean(axis=1)
-    return means
-
-
-def stratified_bootstrap(
-    scores: Floats,
-    statistic: Callable[[Floats], Floats] = iqm_of_each,
-    *,
-    draws: int = 10_000,
-    confidence: float = 0.95,
-    rng_seed: int = 0,
+def iqm_interval(
+    sample: Sample, *, resamples: int = RESAMPLES, rng_seed: int = 0
 ) -> Interval:
-    """Interval of a statistic; the seeds of each task are drawn anew.
-
-    Args:
-        scores: `[seed]`, `[task, seed]` or `[arm, task, seed]`. Arms are paired: one
-            draw of seeds serves them all.
-        statistic: Maps `[draw, *scores.shape]` to figures `[draw]`.
-        draws: How often seeds are drawn anew.
-        confidence: Share of repetitions that the interval should hold.
-        rng_seed: Start of the random stream.
-    """
-    scores = checked(scores, axes=(1, 2, 3), seeds=2)
-    generator = np.random.default_rng(rng_seed)
-    per_draw, count = scores.shape[-2:], scores.shape[-1]
-    arms = (1,) * (scores.ndim - len(per_draw))
-
-    def figures() -> Iterator[Floats]:
-        for many in _parts(draws, scores.size):
-            seeds = generator.integers(count, size=(many, *arms, *per_draw))
-            yield statistic(np.take_along_axis(scores[None], seeds, axis=-1))
-
-    return _interval(statistic(scores[None]), figures(), confidence)
-
-
-def hierarchical_bootstrap(
-    scores: Floats,
-    statistic: Callable[[Floats], Floats] = iqm_of_each,
-    *,
-    same_seeds: bool = False,
-    draws: int = 10_000,
-    confidence: float = 0.95,
-    rng_seed: int = 0,
-) -> Interval:
-    """Interval that also counts the luck of having trained these controllers.
-
-    Args:
-        scores: `[controller, task, seed]`. Controllers are drawn first, then seeds
-            within every task of each.
-        statistic: Maps `[draw, controller, task, seed]` to figures `[draw]`.
-        same_seeds: All controllers were judged on the same seeds: one draw of them
-            serves all, since luck that is shared does not average out.
-        draws: How often both are drawn anew.
-        confidence: Share of repetitions that the interval should hold.
-        rng_seed: Start of the random stream.
-    """
-    scores = checked(scores, axes=(3,), seeds=2)
-    controllers, tasks, count = scores.shape
-    if controllers < 2:
-        raise BadInput(
-            f"an interval over controllers needs at least 2, got {controllers}; train "
-            "more, or use stratified_bootstrap() and claim nothing about training."
-        )
-    # Two streams, so that the figures do not depend on how many are drawn at once.
-    above, below = np.random.default_rng(rng_seed).spawn(2)
-    rows = 1 if same_seeds else controllers
-
-    def figures() -> Iterator[Floats]:
-        for many in _parts(draws, scores.size):
-            chosen = above.integers(controllers, size=(many, controllers))
-            seeds = below.integers(count, size=(many, rows, tasks, count))
-            yield statistic(np.take_along_axis(scores[chosen], seeds, axis=-1))
-
-    return _interval(statistic(scores[None]), figures(), confidence)
-
-
-def probability_of_improvement(
-    x: Floats,
-    y: Floats,
-    *,
-    draws: int = 10_000,
-    confidence: float = 0.95,
-    rng_seed: int = 0,
-) -> Interval:
-    """How often a seed of `x` is above any seed of `y`; a tie is half a win.
-
-    If all are above all, the interval has no width: no draw holds a loss that was
-    never seen. That is a limit of drawing anew, not certainty.
-
-    Args:
-        x: `[seed]` or `[task, seed]`.
-        y: The same tasks, with as many seeds or others.
-        draws: How often the seeds of both are drawn anew, each for itself.
-        confidence: Share of repetitions that the interval should hold.
-        rng_seed: Start of the random stream.
-    """
-    x, y = np.atleast_2d(checked(x, seeds=2)), np.atleast_2d(checked(y, seeds=2))
-    if len(x) != len(y):
-        raise BadInput(f"x and y must have the same tasks, got {len(x)} and {len(y)}.")
-    wins = _wins(x[:, :, None], y[:, None, :])  # [task, seed of x, seed of y]
-    tasks, ours, theirs = wins.shape
-    streams = np.random.default_rng(rng_seed).spawn(2)
-
-    def figures() -> Iterator[Floats]:
-        for many in _parts(draws, x.size + y.size):
-            # How often each seed is drawn says all that the wins need.
-            of_x, of_y = (
-                stream.multinomial(count, [1.0 / count] * count, size=(many, tasks))
-                for stream, count in zip(streams, (ours, theirs), strict=True)
-            )
-            won = np.einsum("dti,tij->dtj", of_x, wins)
-            yield np.einsum("dtj,dtj->d", won, of_y) / wins.size
-
-    return _interval(wins.mean(keepdims=True).ravel(), figures(), confidence)
-
-
-def paired_improvement(
-    x: Floats,
-    y: Floats,
-    *,
-    draws: int = 10_000,
-    confidence: float = 0.95,
-    rng_seed: int = 0,
-) -> Interval:
-    """How often `x` is above `y` on the very same seed; a tie is half a win."""
-    wins = _wins(*paired(x, y))
-    return stratified_bootstrap(
-        wins,
-        lambda drawn: drawn.reshape(len(drawn), -1).mean(axis=1),
-        draws=draws,
-        confidence=confidence,
+    """Interquartile mean of all cells of all tasks."""
+    (arm,) = _present([_tasks(sample)])
+    return _hierarchical(
+        [arm],
+        lambda members, seeds: _weighted_iqm(arm, members[0], seeds),
+        resamples=resamples,
         rng_seed=rng_seed,
     )
 
 
-def checked(
-    scores: Floats, *, axes: tuple[int, ...] = (1, 2), seeds: int = 1
-) -> Floats:
-    """The scores, refused unless they are finite numbers of so many axes and seeds."""
-    scores = np.asarray(scores, dtype=np.float64)
-    if scores.ndim not in axes:
-        raise BadInput(
-            f"scores must have {' or '.join(map(str, axes))} axes, the last one over "
-            f"seeds, got shape {scores.shape}."
-        )
-    if not scores.size:
-        raise BadInput(f"scores must not be empty, got shape {scores.shape}.")
-    if not np.isfinite(scores).all():
-        where = np.argwhere(~np.isfinite(scores))[0].tolist()
-        raise BadInput(
-            f"scores must be finite, got {scores[tuple(where)]} at {where}; give a "
-            "failed run the score that it earned."
-        )
-    if scores.shape[-1] < seeds:
-        raise BadInput(
-            f"an interval needs at least {seeds} seeds per task, got shape "
-            f"{scores.shape}; run more."
-        )
-    return scores
+def mean_interval(
+    sample: Sample, *, resamples: int = RESAMPLES, rng_seed: int = 0
+) -> Interval:
+    """Mean over tasks of the mean of a task's cells."""
+    (arm,) = _present([_tasks(sample)])
+    return _hierarchical(
+        [arm],
+        lambda members, seeds: _weighted_mean(arm, [*members] * len(arm), seeds),
+        student=len(arm) == 1 and len(arm[0]) == 1,
+        resamples=resamples,
+        rng_seed=rng_seed,
+    )
 
 
-def paired(x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """Both, refused unless each seed of one has its partner in the other."""
+def iqm_difference(
+    x: Sample,
+    y: Sample,
+    *,
+    same_members: bool = False,
+    resamples: int = RESAMPLES,
+    rng_seed: int = 0,
+) -> Interval:
+    """Interquartile mean of x less that of y, over the cells that have a partner.
+
+    Args:
+        x: Scores.
+        y: Of the same tasks and seeds, in the same places.
+        same_members: Member i of y follows from member i of x: one draw serves both.
+        resamples: How often members and seeds are drawn.
+        rng_seed: Seed of the random streams.
+    """
+    ours, theirs = _present(partners(x, y, same_members=same_members))
+    return _hierarchical(
+        [ours] if same_members else [ours, theirs],
+        lambda members, seeds: (
+            _weighted_iqm(ours, members[0], seeds)
+            - _weighted_iqm(theirs, members[-1], seeds)
+        ),
+        resamples=resamples,
+        rng_seed=rng_seed,
+    )
+
+
+def paired_improvement(
+    x: Sample,
+    y: Sample,
+    *,
+    same_members: bool = False,
+    resamples: int = RESAMPLES,
+    rng_seed: int = 0,
+) -> Interval:
+    """Probability that x is above y on the same seed; a tie is half a win.
+
+    The mean over tasks of the share among all pairs of members; arguments as of
+    `iqm_difference`.
+    """
+    ours, theirs = _present(partners(x, y, same_members=same_members))
+    both = list(zip(ours, theirs, strict=True))
+    if same_members:
+        won = [_wins(a, b) for a, b in both]
+    else:
+        won = [_wins(a[:, None], b[None]).reshape(-1, a.shape[1]) for a, b in both]
+
+    def share(members: Sequence[Counts], seeds: Sequence[Counts]) -> Floats:
+        pairs = members[0]
+        if not same_members:
+            pairs = pairs[:, :, None] * members[1][:, None, :]
+        return _weighted_mean(won, [pairs.reshape(len(pairs), -1)] * len(won), seeds)
+
+    return _hierarchical(
+        [ours] if same_members else [ours, theirs],
+        share,
+        resamples=resamples,
+        rng_seed=rng_seed,
+    )
+
+
+def probability_of_improvement(
+    x: Floats, y: Floats, *, resamples: int = RESAMPLES, rng_seed: int = 0
+) -> Interval:
+    """Probability that a seed of x is above any seed of y; a tie is half a win.
+
+    If all are above all, the interval has no width: no draw holds a loss that was never
+    seen. That is a limit of resampling, not certainty.
+    """
+    ours, theirs = np.atleast_2d(checked(x)), np.atleast_2d(checked(y))
+    tasks = len(ours)
+    if tasks != len(theirs):
+        raise BadInput(
+            f"x and y must have the same tasks, got {tasks} and {len(theirs)}."
+        )
+    won = [_wins(a[:, None], b[None]) for a, b in zip(ours, theirs, strict=True)]
+    return bootstrap(
+        [ours.shape[1]] * tasks + [theirs.shape[1]] * tasks,
+        lambda *counts: _weighted_mean(won, counts[:tasks], counts[tasks:]),
+        resamples=resamples,
+        rng_seed=rng_seed,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One arm less another, host by host."""
+
+    difference: Interval
+    """Of the interquartile means."""
+    improvement: Interval
+    """Probability that a seed of the arm is above any seed of the other."""
+    paired: Interval
+    """Probability that the arm is above the other on the same seed."""
+    ahead: int
+    """Pairs in which the arm is above the other."""
+    behind: int
+    pairs: int
+    p: float
+    """Of the signed ranks of all pairs of all tasks."""
+    adjusted: float
+    """The same, corrected for the number of comparisons."""
+
+    @property
+    def shown(self) -> bool:
+        """Adjusted p below 5 %, interval without zero, and most pairs agree."""
+        gap = self.difference
+        higher = gap.low > 0.0 and self.paired.estimate > 0.5
+        lower = gap.high < 0.0 and self.paired.estimate < 0.5
+        return self.adjusted < LEVEL and (higher or lower)
+
+    @property
+    def outcome(self) -> str:
+        """Above, below or open."""
+        if not self.shown:
+            return "open"
+        return "above" if self.difference.estimate > 0.0 else "below"
+
+
+def compare_pairs(
+    pairs: Mapping[Key, tuple[Floats, Floats]],
+    *,
+    resamples: int = RESAMPLES,
+    rng_seed: int = 0,
+) -> dict[Key, Comparison]:
+    """Compare arms two by two; p-values are corrected for all of them at once.
+
+    Args:
+        pairs: An arm and the one that it is compared with, `[seed]` or `[task, seed]`.
+        resamples: How often seeds are drawn.
+        rng_seed: Seed of the random streams.
+    """
+    p_values = [paired_wilcoxon(x, y) for x, y in pairs.values()]
+    found = {}
+    for (key, (x, y)), p, adjusted in zip(
+        pairs.items(), p_values, holm(p_values) if p_values else [], strict=True
+    ):
+        found[key] = Comparison(
+            difference=iqm_difference(x, y, resamples=resamples, rng_seed=rng_seed),
+            improvement=probability_of_improvement(
+                x, y, resamples=resamples, rng_seed=rng_seed
+            ),
+            paired=paired_improvement(x, y, resamples=resamples, rng_seed=rng_seed),
+            ahead=int((x > y).sum()),
+            behind=int((x < y).sum()),
+            pairs=x.size,
+            p=p,
+            adjusted=adjusted,
+        )
+    return found
+
+
+def paired_wilcoxon(x: Floats, y: Floats) -> float:
+    """Two-sided p-value of the signed ranks of x - y; without any difference 1.
+
+    Differences that agree in 12 digits of the largest score are ties: accuracies are
+    ratios, whose differences are rounded.
+    """
     x, y = checked(x), checked(y)
     if x.shape != y.shape:
         raise BadInput(
             f"paired scores must have the same tasks and seeds, got shapes {x.shape} "
             f"and {y.shape}; judge both on the same random seeds."
         )
-    return x, y
+    scale = max(np.abs(x).max(), np.abs(y).max(), np.finfo(np.float64).tiny)
+    differences = (x / scale - y / scale).round(_DIGITS).ravel()
+    nonzero = differences[differences != 0.0]
+    if not nonzero.size:
+        return 1.0
+    tied = len(np.unique(np.abs(nonzero))) < differences.size
+    if tied and differences.size <= _EXACT_TIED:
+        return _exact_signed_ranks(nonzero)
+    return float(scipy.stats.wilcoxon(differences).pvalue)
+
+
+def _exact_signed_ranks(differences: Floats) -> float:
+    """The same with shared ranks; SciPy does this by a permutation test, in seconds."""
+    # Twice the rank is a whole number, shared or not.
+    ranks = (2 * scipy.stats.rankdata(np.abs(differences))).astype(np.int64)
+    ways = np.ones(1)  # number of choices of signs by the sum of positive ranks
+    for rank in ranks:
+        ways = np.pad(ways, (0, rank)) + np.pad(ways, (rank, 0))
+    positive = int(ranks[differences > 0.0].sum())
+    tail = min(ways[: positive + 1].sum(), ways[positive:].sum())
+    return float(min(1.0, 2.0 * tail / ways.sum()))
+
+
+def holm(p_values: Sequence[float] | Floats) -> list[float]:
+    """P-values of m tests, adjusted: the running maximum of (m - j) p_j in order."""
+    values = np.asarray(p_values, dtype=np.float64)
+    if values.ndim != 1 or not values.size:
+        raise BadInput(f"p-values must be a list of some, got shape {values.shape}.")
+    if not ((values >= 0.0) & (values <= 1.0)).all():
+        raise BadInput(f"p-values must lie in [0, 1], got {values.tolist()}.")
+    order = np.argsort(values, kind="stable")
+    steps = np.arange(values.size, 0, -1) * values[order]
+    adjusted = np.empty_like(values)
+    adjusted[order] = np.maximum.accumulate(np.minimum(steps, 1.0))
+    return [float(value) for value in adjusted]
+
+
+def partners(
+    x: Sample, y: Sample, *, same_members: bool = False
+) -> tuple[list[Floats], list[Floats]]:
+    """Both with those cells only whose seed, and member if shared, the other has."""
+    x, y = _tasks(x), _tasks(y)
+    if len(x) != len(y):
+        raise BadInput(f"x and y must have the same tasks, got {len(x)} and {len(y)}.")
+    ours, theirs = [], []
+    for a, b in zip(x, y, strict=True):
+        if a.shape[1] != b.shape[1] or (same_members and a.shape != b.shape):
+            raise BadInput(
+                "x and y must have the same seeds, and members if they share them, "
+                f"got shapes {a.shape} and {b.shape}."
+            )
+        here, there = np.isfinite(a), np.isfinite(b)
+        if same_members:
+            here = there = here & there
+        else:
+            here, there = here & there.any(axis=0), there & here.any(axis=0)
+        ours.append(np.where(here, a, nan))
+        theirs.append(np.where(there, b, nan))
+    return ours, theirs
+
+
+def checked(scores: Floats) -> Floats:
+    """Refuse scores that are not `[seed]` or `[task, seed]` of finite numbers."""
+    scores = np.asarray(scores, dtype=np.float64)
+    if scores.ndim not in (1, 2) or not scores.size:
+        raise BadInput(
+            f"scores must be [seed] or [task, seed] and not empty, got shape "
+            f"{scores.shape}."
+        )
+    if not np.isfinite(scores).all():
+        where = np.argwhere(~np.isfinite(scores))[0].tolist()
+        raise BadInput(
+            f"scores must be finite, got {scores[tuple(where)]} at {where}; give a "
+            "failed run the score that it earned."
+        )
+    return scores
+
+
+def _tasks(sample: Sample) -> list[Floats]:
+    """A sample as one `[member, seed]` array per task."""
+    if isinstance(sample, np.ndarray):
+        return [task[None] for task in np.atleast_2d(checked(sample))]
+    return list(sample)
+
+
+def _present(arms: Sequence[Sequence[Floats]]) -> list[list[Floats]]:
+    """Arms without the tasks, seeds and members of which the first arm has nothing.
+
+    Cells without a partner are NaN in all arms, so the first one stands for all seeds.
+    """
+    seeds = [np.isfinite(task).any(axis=0) for task in arms[0]]
+    found = []
+    for arm in arms:
+        tasks = [t[:, kept] for t, kept in zip(arm, seeds, strict=True) if kept.any()]
+        if tasks:
+            members = np.any([np.isfinite(t).any(axis=1) for t in tasks], axis=0)
+            tasks = [task[members] for task in tasks]
+        found.append(tasks)
+    return found
+
+
+def _hierarchical(
+    arms: Sequence[Sequence[Floats]],
+    statistic: Callable[[Sequence[Counts], Sequence[Counts]], Floats],
+    *,
+    student: bool = False,
+    resamples: int,
+    rng_seed: int,
+) -> Interval:
+    """Interval over the members of each arm and the seeds, which arms share."""
+    if not arms[0]:
+        return Interval(nan, nan, nan)
+    members = [len(arm[0]) for arm in arms]
+    seeds = [task.shape[1] for task in arms[0]]
+    found = bootstrap(
+        [*seeds, *members],
+        lambda *counts: statistic(counts[len(seeds) :], counts[: len(seeds)]),
+        draw=[*seeds, *(max(1, count - 1) for count in members)],
+        student=student,
+        resamples=resamples,
+        rng_seed=rng_seed,
+    )
+    # One seed of a task cannot be resampled.
+    return found if min(seeds) > 1 else Interval(found.estimate, nan, nan)
+
+
+def _draw(generator: np.random.Generator, size: int, number: int, draws: int) -> Counts:
+    drawn = generator.integers(size, size=(draws, number))
+    cells = (drawn + size * np.arange(draws)[:, None]).ravel()
+    counts: Counts = np.bincount(cells, minlength=draws * size).reshape(draws, size)
+    return counts
+
+
+def _weighted_iqm(
+    arm: Sequence[Floats], members: Counts, seeds: Sequence[Counts]
+) -> Floats:
+    """Interquartile mean of every draw; a cell is there members x seeds times."""
+    whole = np.concatenate(arm, axis=1)
+    at = np.argwhere(np.isfinite(whole))
+    figures = whole[tuple(at.T)]
+    order = np.argsort(figures, kind="stable")
+    figures, at = figures[order], at[order]
+    counts = members[:, at[:, 0]] * np.concatenate(seeds, axis=1)[:, at[:, 1]]
+    ends = np.cumsum(counts, axis=1)
+    total = ends[:, -1:]
+    cut = total // 4
+    kept = np.minimum(ends, total - cut) - np.maximum(ends - counts, cut)
+    # Around a middle, since a product would spoil equal figures by rounding.
+    middle = figures[len(figures) // 2]
+    with np.errstate(invalid="ignore"):
+        offsets = np.maximum(kept, 0) @ (figures - middle) / (total - 2 * cut)[:, 0]
+    means: Floats = middle + offsets
+    return means
+
+
+def _weighted_mean(
+    tasks: Sequence[Floats], rows: Sequence[Counts], columns: Sequence[Counts]
+) -> Floats:
+    """Mean over tasks of the mean of a task whose cells count rows x columns times."""
+    means = []
+    for figures, row, column in zip(tasks, rows, columns, strict=True):
+        there = np.isfinite(figures)
+        middle = figures[there].mean()
+        offsets = np.where(there, figures - middle, 0.0)
+        total = ((row @ there) * column).sum(axis=1)
+        with np.errstate(invalid="ignore"):
+            means.append(middle + ((row @ offsets) * column).sum(axis=1) / total)
+    found: Floats = np.mean(means, axis=0)
+    return found
 
 
 def _wins(x: Floats, y: Floats) -> Floats:
-    won: Floats = np.where(x == y, 0.5, (x > y).astype(np.float64))
-    return won
-
-
-def _parts(draws: int, size: int) -> Iterator[int]:
-    """How many draws to make at a time, so that memory stays bounded."""
-    if draws < 1:
-        raise BadInput(f"draws must be at least 1, got {draws}.")
-    at_once = max(1, _AT_ONCE // size)
-    for start in range(0, draws, at_once):
-        yield min(at_once, draws - start)
-
-
-def _interval(
-    estimate: Floats, figures: Iterable[Floats], confidence: float
-) -> Interval:
-    if not 0.0 < confidence < 1.0:
-        raise BadInput(f"confidence must lie in (0, 1), got {confidence}.")
-    if np.shape(estimate) != (1,):
-        raise BadInput(
-            f"statistic must give one figure per draw, got shape {np.shape(estimate)} "
-            "for one draw; reduce all axes but the first."
-        )
-    tail = 100.0 * (1.0 - confidence) / 2.0
-    low, high = np.percentile(np.concatenate(list(figures)), [tail, 100.0 - tail])
-    return Interval(float(estimate[0]), float(low), float(high))
+    won = np.where(x == y, 0.5, (x > y).astype(np.float64))
+    found: Floats = np.where(np.isfinite(x) & np.isfinite(y), won, nan)
+    return found

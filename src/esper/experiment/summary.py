@@ -1,10 +1,10 @@
-"""What the judged hosts of a run's store show: all tables and words, from its rows.
+"""Tables and sentences of judged hosts, from the rows of a run's event store.
 
     summary = summarise(rows(open_store(run / "events.sqlite"), "live_evaluations"))
 
-Figures are interquartile means over hosts with intervals of 95 %. Arms are compared
-host by host, first of all with `never`; every learned arm also with every other. Each
-table (of a task, or of all) and each figure (return, test score) is one family of
+Figures are interquartile means over hosts with 95 % intervals. Arms are compared host
+by host: all with the baseline `never`, and every learned arm with every other arm. Each
+table (one task, or all) and each figure (return, test score) is one family of
 comparisons, over which p-values are corrected.
 """
 
@@ -17,24 +17,28 @@ import numpy as np
 
 from esper.experiment.config import STATIC
 from esper.experiment.static import reference_of
-from esper.experiment.statistics import Floats, Interval, stratified_bootstrap
-from esper.experiment.verdict import (
+from esper.experiment.statistics import (
     LEVEL,
-    Against,
+    Comparison,
+    Floats,
+    Interval,
+    bootstrap,
     compare_pairs,
-    told,
+    iqm_interval,
 )
 from esper.tamiyo.registry import CONTROLLERS
 
 BASELINE: Final = "never"
-"""Whom everybody is measured against."""
-FEW: Final = 10
+RESAMPLES: Final = 4_000
+FEW_HOSTS: Final = 10
 """Hosts below which intervals are narrower than they should be."""
-DRAWS: Final = 4_000
-"""How often hosts are drawn anew."""
-FIGURES: Final = ("return", "test", "area")
+FEW_ROUNDS: Final = 8
+"""Rounds in a fifth of a run below which an interval over them is too narrow."""
+BARS: Final = "▁▂▃▄▅▆▇█"
+COLUMNS: Final = 60
+"""Bars of a sparkline, at most."""
 Row = Mapping[str, Any]
-Family = dict[tuple[str, str], Against]
+Comparisons = dict[tuple[str, str], Comparison]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,22 +49,22 @@ class ArmSummary:
     returns: Interval
     """Score gained on the decision rows, less rent."""
     test: Interval
-    """Share of test rows that are guessed right."""
+    """Accuracy on test rows."""
     area: Interval
-    """Mean share of decision rows that were guessed right, over the decisions."""
+    """Mean accuracy on decision rows over the episode."""
     parameters: float
     """Of the final network, as a multiple of the host's; mean."""
     macs: float
     """Multiply-adds per row of the final network, the same way."""
     training_macs: float
-    """Multiply-adds that the training took, with all looks; mean."""
+    """Multiply-adds of the training, measurements included; mean."""
     seconds: float
-    """That the training took, hosts side by side; mean."""
+    """Of the training; mean."""
     panics: int
     """Hosts whose numbers were no longer finite."""
-    above_never: Against | None
+    above_never: Comparison | None
     """By return; None for `never` itself, or if there is none to compare with."""
-    test_above_never: Against | None
+    test_above_never: Comparison | None
     """By test score."""
 
     @property
@@ -70,18 +74,18 @@ class ArmSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Duel:
-    """A learned arm against another one."""
+class PairwiseComparison:
+    """A learned arm less another one."""
 
     name: str
     other: str
-    returns: Against
-    test: Against
+    returns: Comparison
+    test: Comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSummary:
-    """One table: everybody on one task, or on all of them."""
+    """One table: all arms on one task, or on all tasks together."""
 
     task: str
     """Its name; of all tasks, their names in one line."""
@@ -90,7 +94,7 @@ class TaskSummary:
     """Of each task."""
     arms: tuple[ArmSummary, ...]
     """Lowest return first."""
-    duels: tuple[Duel, ...]
+    pairwise: tuple[PairwiseComparison, ...]
 
     @property
     def smallest_p(self) -> float:
@@ -101,48 +105,46 @@ class TaskSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """All that was judged."""
+    """All tables of the last judgement."""
 
     tasks: tuple[TaskSummary, ...]
     aggregate: TaskSummary | None
     """Over all tasks; None if there is one, or if they do not have the same arms."""
-    words: tuple[str, ...]
-    """What it shows and what it does not, one paragraph each."""
+    conclusions: tuple[str, ...]
+    """What is shown, what is not, and the limits; one paragraph each."""
 
     def as_data(self) -> dict[str, Any]:
-        """Everything in words and numbers that JSON knows."""
-        plain = _plain(asdict(self))
-        assert isinstance(plain, dict)
-        return plain
+        """The same in types that JSON has."""
+        data = _json_types(asdict(self))
+        assert isinstance(data, dict)
+        return data
 
 
-def summarise(rows: Iterable[Row], *, draws: int = DRAWS) -> Summary:
-    """Tables and words of what was judged last.
+def summarise(rows: Iterable[Row], *, resamples: int = RESAMPLES) -> Summary:
+    """Tables and conclusions of the last judgement.
 
     Args:
-        rows: Of the table `evaluations`; those that were only watched do not count.
-        draws: How often hosts are drawn anew.
+        rows: Of the table `evaluations`; those made during training do not count.
+        resamples: How often hosts are drawn.
     """
     judged = [row for row in rows if row["stage"] == "judged"]
     last = max((row["round"] for row in judged), default=0)
-    found: dict[str, dict[str, list[Row]]] = {}
-    for row in judged:
+    by_arm: dict[str, dict[str, list[Row]]] = {}
+    # Processes write their rows in any order.
+    for row in sorted(judged, key=lambda r: (r["task"], r["controller"], r["host"])):
         if row["round"] == last:
-            arms = found.setdefault(row["task"], {})
+            arms = by_arm.setdefault(row["task"], {})
             arms.setdefault(row["controller"], []).append(row)
-    # The order in which rows came is chance: processes end when they do.
-    found = {
-        task: {
-            name: sorted(found[task][name], key=lambda row: row["host"])
-            for name in sorted(found[task])
-        }
-        for task in sorted(found)
-    }
-    tasks = tuple(_table(name, {name: found[name]}, draws) for name in found)
-    whole = None
-    if len(tasks) > 1 and _alike(found.values()):
-        whole = _table(", ".join(found), found, draws)
-    return Summary(tasks=tasks, aggregate=whole, words=tuple(_words(tasks, whole)))
+    tasks = tuple(_table(task, {task: by_arm[task]}, resamples) for task in by_arm)
+    shapes = [{n: len(rows) for n, rows in arms.items()} for arms in by_arm.values()]
+    aggregate = None
+    if len(tasks) > 1 and all(shape == shapes[0] for shape in shapes):
+        aggregate = _table(", ".join(by_arm), by_arm, resamples)
+    conclusions = [line for table in tasks for line in _findings(table.task, table)]
+    if aggregate is not None:
+        conclusions += _findings("All tasks together", aggregate)
+    conclusions += _limits([*tasks, *filter(None, [aggregate])])
+    return Summary(tasks=tasks, aggregate=aggregate, conclusions=tuple(conclusions))
 
 
 def is_learned(name: str) -> bool:
@@ -150,216 +152,262 @@ def is_learned(name: str) -> bool:
     return name not in CONTROLLERS and name not in STATIC
 
 
+def headline(summary: Summary) -> list[str]:
+    """The outcome by return, one paragraph for each learned arm.
+
+    Over all tasks if they can be added up, else task by task. Without a learned arm,
+    all arms are held against `never`.
+    """
+    tables = [summary.aggregate] if summary.aggregate else summary.tasks
+    lines = []
+    for table in tables:
+        hosts = f"{table.hosts} unseen hosts of {'each of ' * (table.tasks > 1)}"
+        for name in dict.fromkeys(pair.name for pair in table.pairwise):
+            arm = next(arm for arm in table.arms if arm.name == name)
+            sentences = [f"{name}'s return on {hosts}{table.task}: {arm.returns:.3f}."]
+            sentences += _against_others(name, table)
+            lines.append(" ".join(sentences))
+        above = {arm.name: arm.above_never for arm in table.arms if arm.above_never}
+        if above and not table.pairwise:
+            outcomes = _outcomes(above, f" {BASELINE!r}:")
+            lines.append(f"By return on {hosts}{table.task}: {outcomes}")
+    return lines
+
+
+def return_trend(returns: Sequence[float]) -> str:
+    """Whether the return rose in training: the last fifth of rounds less the first.
+
+    Args:
+        returns: Mean return of every round, NaN where no episode ended.
+    """
+    known = _finite(returns)
+    fifth = len(known) // 5
+    if fifth < FEW_ROUNDS:
+        return (
+            f"Too few rounds to tell whether the return rose: {len(known)}, and "
+            f"{5 * FEW_ROUNDS} are needed."
+        )
+    first, last = known[:fifth], known[-fifth:]
+    rise = bootstrap(
+        [fifth, fifth],
+        lambda early, late: (late @ last - early @ first) / fifth,
+        student=True,
+    )
+    clear = rise.low > 0 or rise.high < 0
+    change = (
+        "did not change clearly" if not clear else "rose" if rise.low > 0 else "fell"
+    )
+    return (
+        f"The return {change}: {first.mean():.4f} in the first {fifth} rounds, "
+        f"{last.mean():.4f} in the last {fifth}, by {rise:+.4f} (95 % over rounds)."
+    )
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as bars from the least to the largest; neighbours share a bar."""
+    known = _finite(values)
+    if not len(known):
+        return ""
+    parts = np.array_split(known, min(COLUMNS, len(known)))
+    means = np.array([part.mean() for part in parts])
+    share = (means - means.min()) / max(float(np.ptp(means)), 1e-12)  # all may be equal
+    return "".join(BARS[round(level * (len(BARS) - 1))] for level in share.tolist())
+
+
 def _table(
-    title: str, found: Mapping[str, Mapping[str, Sequence[Row]]], draws: int
+    title: str, by_arm: Mapping[str, Mapping[str, Sequence[Row]]], resamples: int
 ) -> TaskSummary:
     """One table of some tasks, which have the same arms."""
-    names = [*next(iter(found.values()))]
+    names = [*next(iter(by_arm.values()))]
     scores = {
         figure: {
             name: np.array(
-                [[row[figure] for row in arms[name]] for arms in found.values()],
+                [[row[figure] for row in arms[name]] for arms in by_arm.values()],
                 dtype=np.float64,
             )
             for name in names
         }
-        for figure in FIGURES
+        for figure in ("return", "test", "area")
     }
-    hosts = min(values.shape[1] for values in scores["return"].values())
-    above, duels = {}, {}
+    learned = [name for name in names if is_learned(name)]
+    others = [name for name in names if name != BASELINE]
+    baseline, pairwise = {}, {}
     for figure in ("return", "test"):
-        above[figure] = _family(
-            scores[figure], [(name, BASELINE) for name in names], draws
+        with_never = [(name, BASELINE) for name in names]
+        baseline[figure] = _compare(scores[figure], with_never, resamples)
+        own = [(name, other) for name in learned for other in others]
+        # A comparison with the baseline belongs to the family of the baseline only.
+        pairwise[figure] = {
+            pair: row for pair, row in baseline[figure].items() if pair[0] in learned
+        } | _compare(scores[figure], own, resamples)
+    arms = []
+    for name in names:
+        rows = [row for arms in by_arm.values() for row in arms[name]]
+        spread = {
+            figure: iqm_interval(values[name], resamples=resamples)
+            for figure, values in scores.items()
+        }
+        arms.append(
+            ArmSummary(
+                name=name,
+                returns=spread["return"],
+                test=spread["test"],
+                area=spread["area"],
+                parameters=1.0 + _mean(rows, "added"),
+                macs=_mean(rows, "macs"),
+                training_macs=_mean(rows, "training_macs"),
+                seconds=_mean(rows, "seconds"),
+                panics=sum(bool(row["panicked"]) for row in rows),
+                above_never=baseline["return"].get((name, BASELINE)),
+                test_above_never=baseline["test"].get((name, BASELINE)),
+            )
         )
-        learned = [name for name in names if is_learned(name)]
-        # What is said against the baseline is said once, in one family.
-        others = [name for name in names if name != BASELINE]
-        duels[figure] = {
-            pair: row for pair, row in above[figure].items() if pair[0] in learned
-        } | _family(
-            scores[figure], [(ours, name) for ours in learned for name in others], draws
-        )
-    arms = [
-        _arm(
-            name,
-            [row for each in found.values() for row in each[name]],
-            {figure: _spread(values[name], draws) for figure, values in scores.items()},
-            {figure: family.get((name, BASELINE)) for figure, family in above.items()},
-        )
-        for name in names
-    ]
     return TaskSummary(
         task=title,
-        tasks=len(found),
-        hosts=hosts,
+        tasks=len(by_arm),
+        hosts=min(values.shape[1] for values in scores["return"].values()),
         arms=tuple(sorted(arms, key=lambda arm: arm.returns.estimate)),
-        duels=tuple(
-            Duel(name=ours, other=other, returns=row, test=duels["test"][ours, other])
-            for (ours, other), row in duels["return"].items()
+        pairwise=tuple(
+            PairwiseComparison(
+                name=name, other=other, returns=row, test=pairwise["test"][name, other]
+            )
+            for (name, other), row in pairwise["return"].items()
         ),
     )
 
 
-def _arm(
-    name: str,
-    rows: Sequence[Row],
-    spread: Mapping[str, Interval],
-    above: Mapping[str, Against | None],
-) -> ArmSummary:
-    def mean(figure: str) -> float:
-        values = [nan if row[figure] is None else row[figure] for row in rows]
-        return float(np.mean(values))
-
-    return ArmSummary(
-        name=name,
-        returns=spread["return"],
-        test=spread["test"],
-        area=spread["area"],
-        parameters=1.0 + mean("added"),
-        macs=mean("macs"),
-        training_macs=mean("training_macs"),
-        seconds=mean("seconds"),
-        panics=sum(bool(row["panicked"]) for row in rows),
-        above_never=above["return"],
-        test_above_never=above["test"],
-    )
-
-
-def _family(
-    scores: Mapping[str, Floats], pairs: Iterable[tuple[str, str]], draws: int
-) -> Family:
-    """Comparisons of those that are there and have the same hosts."""
+def _compare(
+    scores: Mapping[str, Floats], pairs: Iterable[tuple[str, str]], resamples: int
+) -> Comparisons:
+    """Comparisons of the pairs that are there and have the same hosts."""
     wanted = {}
-    for ours, other in pairs:
-        if ours != other and other in scores:
-            x, y = scores[ours], scores[other]
+    for name, other in pairs:
+        if name != other and other in scores:
+            x, y = scores[name], scores[other]
             if x.shape == y.shape and x.shape[1] > 1:
-                wanted[ours, other] = (x, y)
-    return compare_pairs(wanted, draws=draws)
+                wanted[name, other] = (x, y)
+    return compare_pairs(wanted, resamples=resamples)
 
 
-def _spread(values: Floats, draws: int) -> Interval:
-    """The interquartile mean; of a single host, without a range."""
-    if values.shape[1] < 2:
-        return Interval(float(values.mean()), nan, nan)
-    return stratified_bootstrap(values, draws=draws)
+def _mean(rows: Sequence[Row], figure: str) -> float:
+    return float(np.mean([nan if row[figure] is None else row[figure] for row in rows]))
 
 
-def _alike(tasks: Iterable[Mapping[str, Sequence[Row]]]) -> bool:
-    """Whether all tasks have the same arms with as many hosts each."""
-    shapes = [{name: len(rows) for name, rows in arms.items()} for arms in tasks]
-    return all(shape == shapes[0] for shape in shapes)
-
-
-def _words(tasks: Sequence[TaskSummary], whole: TaskSummary | None) -> list[str]:
-    tables = [*tasks, *([] if whole is None else [whole])]
-    said = []
-    for table in tables:
-        title = "All tasks together" if table is whole else table.task
-        said += _paragraphs(title, table)
-    names = list(dict.fromkeys(arm.name for table in tables for arm in table.arms))
-    return [*said, *_limits(tables, names)] if tables else []
-
-
-def _paragraphs(title: str, table: TaskSummary) -> list[str]:
-    """One paragraph for each figure of a table, and one for each learned arm."""
-    said = []
-    families = {
-        "return": {arm.name: arm.above_never for arm in table.arms},
-        "test score": {arm.name: arm.test_above_never for arm in table.arms},
-    }
-    for figure, rows in families.items():
-        known = {name: row for name, row in rows.items() if row is not None}
+def _findings(title: str, table: TaskSummary) -> list[str]:
+    """One paragraph for each figure of a table, then of each learned arm."""
+    lines = []
+    for figure, label in (
+        ("above_never", "return"),
+        ("test_above_never", "test score"),
+    ):
+        found = {arm.name: getattr(arm, figure) for arm in table.arms}
+        known = {name: row for name, row in found.items() if row is not None}
         if known:
-            said.append(f"{title}, {figure}: {_against_never(known)}")
-    for ours in dict.fromkeys(duel.name for duel in table.duels):
-        own = [duel for duel in table.duels if duel.name == ours]
-        for word in ("return", "test score"):
-            duels = {
-                duel.other: duel.returns if word == "return" else duel.test
-                for duel in own
+            lines.append(f"{title}, {label}: {_outcomes(known, f' {BASELINE!r}:')}")
+    for name in dict.fromkeys(pair.name for pair in table.pairwise):
+        for figure, label in (("returns", "return"), ("test", "test score")):
+            rows = {
+                pair.other: getattr(pair, figure)
+                for pair in table.pairwise
+                if pair.name == name
             }
-            said.append(f"{title}, {word} of {ours!r}: {_of_learned(ours, duels)}")
-    return said
+            lines.append(f"{title}, {label} of {name!r}: {_outcomes(rows)}")
+    return lines
 
 
-def _against_never(rows: Mapping[str, Against]) -> str:
-    return _sides(
-        rows,
-        f" {BASELINE!r}:",
-        f"This does not show a difference from {BASELINE!r}, nor that there is none, "
-        "for {}.",
-    )
+def _outcomes(rows: Mapping[str, Comparison], than: str = "") -> str:
+    """Names by outcome, with the difference, or with p where none is shown."""
+    parts = []
+    for outcome, label in (
+        ("above", f"shown above{than}"),
+        ("below", f"shown below{than}"),
+        ("open", f"not shown to differ from{than}"),
+    ):
+        names = [
+            f"{name!r} (p = {row.adjusted:.2g})"
+            if outcome == "open"
+            else f"{name!r} ({row.difference.estimate:+.4f})"
+            for name, row in rows.items()
+            if row.outcome == outcome
+        ]
+        if names:
+            parts.append(f"{label} {', '.join(names)}")
+    return f"{'; '.join(parts)}."
 
 
-def _of_learned(ours: str, rows: Mapping[str, Against]) -> str:
-    """Whom a learned arm is shown to be above, below, or neither."""
-    open_ones = f"This does not show that {ours!r} differs from {{}}, nor that it does "
-    return _sides(rows, "", f"{open_ones}not.")
-
-
-def _sides(rows: Mapping[str, Against], than: str, open_words: str) -> str:
-    """Who is shown above and below, and of whom nothing is shown."""
-    sides = told(rows, "+.4f")
-    shown = [
-        f"shown {side}{than} {', '.join(sides[side])}"
-        for side in ("above", "below")
-        if sides[side]
+def _against_others(name: str, table: TaskSummary) -> list[str]:
+    """A sentence each about the simplest baselines, the best other, plain networks."""
+    own = {pair.other: pair.returns for pair in table.pairwise if pair.name == name}
+    simple = [other for other in (BASELINE, "random") if other in own]
+    rest = [
+        arm.name for arm in table.arms if arm.name in own and arm.name not in simple
     ]
-    said = [f"{'; '.join(shown)}."] if shown else []
-    if sides["open"]:
-        # Names may hold braces, so they are put in and not formatted.
-        said.append(open_words.replace("{}", ", ".join(sides["open"])))
-    return " ".join(said)
-
-
-def _limits(tables: Sequence[TaskSummary], names: Sequence[str]) -> list[str]:
-    """What holds of everything above."""
-    said = []
-    for table in tables:
-        if table.smallest_p >= LEVEL and len(table.arms) > 1:
-            said.append(
-                f"{table.task}: with {table.tasks * table.hosts} hosts and "
-                f"{len(table.arms) - 1} comparisons no adjusted p can be below "
-                f"{table.smallest_p:.2g}, so nothing could have been shown: judge more "
-                "hosts."
+    static = [other for other in rest if other in STATIC]
+    best = [other for other in rest if other not in STATIC][-1:]  # highest return
+    labels: dict[str, str] = {other: other for other in simple}
+    labels |= {other: f"the best of the others, {other}" for other in best}
+    labels |= {other: f"the plain network, {other}" for other in static}
+    sentences = []
+    for other, label in labels.items():
+        row = own[other]
+        if row.shown:
+            gap = f"by {row.difference:+.3f}, p = {row.adjusted:.2g}"
+            sentences.append(f"{row.outcome.capitalize()} {label} {gap}.")
+        else:
+            sentences.append(
+                f"Not shown to differ from {label}: p = {row.adjusted:.2g}."
             )
+    return sentences
+
+
+def _limits(tables: Sequence[TaskSummary]) -> list[str]:
+    """What holds of all comparisons."""
+    if not tables:
+        return []
+    lines = [
+        f"{table.task}: with {table.tasks * table.hosts} hosts and "
+        f"{len(table.arms) - 1} comparisons no adjusted p can be below "
+        f"{table.smallest_p:.2g}, so nothing could have been shown: judge more hosts."
+        for table in tables
+        if table.smallest_p >= LEVEL and len(table.arms) > 1
+    ]
     hosts = min(table.hosts for table in tables)
     narrow = "; intervals of so few are narrower than they should be"
-    said.append(
+    lines.append(
         f"A difference is shown if its p-value, corrected for all comparisons of its "
         f"table, is below {LEVEL:g}, its interval leaves out 0 and most hosts agree. "
         f"This rests on {hosts} hosts of each task"
-        f"{narrow if hosts < FEW else ''}; it says nothing about other tasks, other "
-        "hosts or longer training. Hosts of one task share a split of its rows (not on "
-        "teacher), so the luck of the split is not in the intervals."
+        f"{narrow if hosts < FEW_HOSTS else ''}; it says nothing about other tasks, "
+        "other hosts or longer training. Hosts of one task share a split of its rows "
+        "(not on teacher), so the luck of the split is not in the intervals."
     )
-    learned = [name for name in names if is_learned(name)]
+    names = list(dict.fromkeys(arm.name for table in tables for arm in table.arms))
+    learned = [repr(name) for name in names if is_learned(name)]
     if learned:
-        said.append(
-            f"{_listed(learned)}: one training each. Intervals are over hosts, so they "
-            "say nothing about controllers that are trained anew."
+        lines.append(
+            f"{', '.join(learned)}: one training each. Intervals are over hosts, so "
+            "they say nothing about controllers that are trained anew."
         )
-    static = [name for name in names if name in STATIC]
+    static = [repr(name) for name in names if name in STATIC]
     if static:
-        said.append(
-            f"{_listed(static)}: measured by what {reference_of(names)!r} ended with. "
-            "Every arm has the task's own learning rate, which was tuned for the plain "
-            "host alone: a rate of its own might make each of them better."
+        lines.append(
+            f"{', '.join(static)}: matched to what {reference_of(names)!r} ended "
+            "with. Every arm has the task's own learning rate, which was tuned for the "
+            "plain host alone: a rate of its own might make each of them better."
         )
-    return said
+    return lines
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))
+def _finite(values: Sequence[float]) -> Floats:
+    known = np.asarray(values, dtype=np.float64)
+    return known[np.isfinite(known)]
 
 
-def _plain(value: object) -> object:
-    """The same without what JSON does not know."""
+def _json_types(value: object) -> object:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _json_types(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_json_types(item) for item in value]
     if isinstance(value, float) and not isfinite(value):
         return None
     return value

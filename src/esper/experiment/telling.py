@@ -4,13 +4,16 @@ from contextlib import closing
 
 from rich.console import Console
 
-from esper.experiment.curve import course, sparkline
 from esper.experiment.evaluate import summary_of
-from esper.experiment.headline import headline
 from esper.experiment.run import STORE
 from esper.experiment.storage.database import open_store
-from esper.experiment.summary import Summary
-from esper.experiment.summary_tables import print_line, print_worth
+from esper.experiment.summary import (
+    Summary,
+    headline,
+    return_trend,
+    sparkline,
+)
+from esper.experiment.summary_tables import print_line, print_scores
 from esper.experiment.trainer import Ending
 
 
@@ -30,10 +33,10 @@ def tell_ending(ending: Ending, console: Console | None = None) -> None:
         notes = db.execute("SELECT text FROM live_notes WHERE kind = 'judged'")
         judged = [str(text) for (text,) in notes]
     print_line(console, f"Mean return per round: {sparkline(returns)}")
-    print_line(console, course(returns))
+    print_line(console, return_trend(returns))
     summary: Summary = summary_of(ending.path)
     if summary.tasks:
-        print_worth(console, summary)
+        print_scores(console, summary)
         for text in judged:
             print_line(console, f"{text[0].upper()}{text[1:]}.")
         for line in headline(summary):

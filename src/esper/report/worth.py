@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from esper.contracts.errors import BadInput
-from esper.experiment.statistics import Interval, mean_interval, stratified_bootstrap
+from esper.experiment.statistics import Interval, iqm_interval, mean_interval
 from esper.experiment.summary import (
     BASELINE,
     ArmSummary,
@@ -124,7 +124,7 @@ class Worth:
         words = element(
             "details",
             element("summary", "In words: what this shows, and what it does not"),
-            *(element("p", line) for line in self.summary.words),
+            *(element("p", line) for line in self.summary.conclusions),
         )
         return together(*found, words)
 
@@ -195,7 +195,7 @@ def _spread(values: list[float]) -> Interval:
     if len(known) < 2:
         mean = float(known.mean()) if len(known) else nan
         return Interval(mean, mean, mean)
-    return stratified_bootstrap(known, draws=1_000)
+    return iqm_interval(known, resamples=1_000)
 
 
 def _table(task: TaskSummary, title: str) -> Markup:
@@ -261,7 +261,7 @@ def _p(arm: ArmSummary) -> object:
 
 def _outcomes(task: TaskSummary) -> list[str]:
     """One sentence for each learned arm, or one for all others beside `never`."""
-    learned = list(dict.fromkeys(duel.name for duel in task.duels))
+    learned = list(dict.fromkeys(duel.name for duel in task.pairwise))
     if not learned:
         rows = {arm.name: arm.above_never for arm in task.arms}
         known = {name: row for name, row in rows.items() if row is not None}
@@ -278,7 +278,9 @@ def _outcomes(task: TaskSummary) -> list[str]:
         return ["; ".join(filter(None, parts)) + "."]
     said = []
     for name in learned:
-        duels = {duel.other: duel.returns for duel in task.duels if duel.name == name}
+        duels = {
+            duel.other: duel.returns for duel in task.pairwise if duel.name == name
+        }
         above = [n for n, r in duels.items() if r.shown and r.difference.estimate > 0]
         below = [n for n, r in duels.items() if r.shown and r.difference.estimate < 0]
         rest = [n for n in duels if n not in above and n not in below]
