@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import esper
 from esper.tasks.data import Data, split
-from esper.tasks.digits import digits
+from esper.tasks.datasets import digits
 
 BATCH = 64
 

@@ -33,8 +33,8 @@ from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tasks import catalogue
 from esper.tasks.catalogue import TASKS, register_task
 from esper.tasks.data import Data, Splits, split
+from esper.tasks.datasets import TABLES
 from esper.tasks.hosts import MlpHost
-from esper.tasks.tables import TABLES
 from esper.tasks.task import Task
 from tests.worlds import PROBE_SPEC, blank_observation
 

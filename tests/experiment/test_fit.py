@@ -13,7 +13,7 @@ import esper
 from esper.contracts.errors import BadInput
 from esper.experiment.fit import accuracy, fit
 from esper.tasks.data import split
-from esper.tasks.digits import digits
+from esper.tasks.datasets import digits
 
 
 def net():

@@ -64,25 +64,6 @@ def test_other_rows_do_not_change_the_statistics():
     torch.testing.assert_close(after.decisions.features, before.decisions.features)
 
 
-def test_the_same_number_deals_the_same_hands_and_another_deals_others():
-    data = numbered(100)
-    first, again, other = (split(data, seed).train.labels for seed in (1, 1, 2))
-    assert first.equal(again)
-    assert not first.equal(other)
-
-
-def test_numbers_that_share_their_low_32_bits_deal_different_hands():
-    data = numbered(100)
-    small, large = (split(data, seed).train.labels for seed in (1, 1 + 2**32))
-    assert not small.equal(large)
-
-
-def test_splitting_leaves_the_global_random_state_alone():
-    data, state = numbered(50), torch.get_rng_state()
-    split(data, 0)
-    assert state.equal(torch.get_rng_state())
-
-
 def test_a_nearly_constant_column_stays_small():
     data = numbered(1000)
     features = data.features.clone()
@@ -115,35 +96,6 @@ def test_columns_of_different_units_are_each_measured_by_themselves():
     )
 
 
-@pytest.mark.parametrize("least", [-0.1, 1.5, float("nan")])
-def test_a_floor_that_is_no_share_is_refused(least):
-    with pytest.raises(BadInput, match=f"least_deviation between 0 and 1; got {least}"):
-        split(numbered(100), 0, least_deviation=least)
-
-
-def test_images_keep_their_shape():
-    images = Data("images", torch.rand(20, 1, 8, 8), torch.zeros(20).long(), 1)
-    assert split(images, 0).test.features.shape == (4, 1, 8, 8)
-
-
-@pytest.mark.parametrize(
-    "shares", [(0.5, 0.5), (0.5, 0.5, 0.0), (0.6, 0.6, -0.2), (0.6, 0.2, 0.1)]
-)
-def test_shares_must_be_three_positive_parts_of_one(shares):
-    with pytest.raises(BadInput, match="three positive shares"):
-        split(numbered(50), 0, shares)
-
-
-def test_every_part_needs_a_row():
-    with pytest.raises(BadInput, match=r"enough rows .* got 2"):
-        split(numbered(2), 0)
-
-
-def test_negative_numbers_are_refused():
-    with pytest.raises(BadInput, match=r"0 or more; got -1"):
-        split(numbered(50), -1)
-
-
 @pytest.mark.parametrize(
     ("features", "labels", "message"),
     [
@@ -165,64 +117,82 @@ def test_negative_numbers_are_refused():
         (torch.zeros(1, 3, 2, 2) - torch.inf, torch.tensor([0]), r"at \[0, 0, 0, 0\]"),
     ],
 )
-@pytest.mark.usefixtures("_as_users_call")
+@pytest.mark.usefixtures("unchecked")
 def test_data_that_cannot_be_meant_is_refused_in_one_line(features, labels, message):
     with pytest.raises(BadInput, match=message) as caught:
         Data("wrong", features, labels, 5)
     assert "\n" not in str(caught.value)
 
 
-def test_data_that_can_be_learnt_from_are_handed_on():
-    data = numbered(64)
-    assert check_data(data, batch=64) is data
+def test_the_number_alone_deals_the_hands():
+    data, state = numbered(100), torch.get_rng_state()
+    first, again, *others = (
+        split(data, seed).train.labels for seed in (1, 1, 2, 1 + 2**32)
+    )
+    assert first.equal(again)
+    assert not any(first.equal(other) for other in others)
+    assert state.equal(torch.get_rng_state())
 
 
-def test_fewer_rows_than_a_batch_are_refused():
-    with pytest.raises(BadInput, match=r"one batch of 64 rows; got 63"):
-        check_data(numbered(63), batch=64)
-
-
-@pytest.mark.parametrize("rows", [1, 9])
-def test_rows_of_one_class_are_refused(rows):
-    alike = Data("alike", torch.rand(rows, 2), torch.full((rows,), 3), 5)
-    with pytest.raises(BadInput, match=f"two classes; all {rows} are of class 3"):
-        check_data(alike)
-
-
-def test_flat_rows_hold_the_same_numbers():
-    images = Data("images", torch.rand(20, 2, 3, 4), torch.arange(20), 20)
-    assert images.flat().features.shape == (20, 24)
+def test_images_keep_their_shape_until_they_are_flattened():
+    images = Data("images", torch.rand(20, 1, 8, 8), torch.arange(20), 20)
+    assert split(images, 0).test.features.shape == (4, 1, 8, 8)
     assert images.flat().features[7].equal(images.features[7].flatten())
     assert images.flat().labels.equal(images.labels)
 
 
-def test_a_class_without_a_training_row_is_allowed():
-    labels = torch.tensor([0, 2] * 40)
-    data = Data("gap", torch.rand(80, 2), labels, 3)
-    assert check_data(split(data, 0).train, batch=32).classes == 3
+def alike(rows):
+    return Data("alike", torch.rand(rows, 2), torch.full((rows,), 3), 5)
 
 
-def test_a_number_of_rows_that_leaves_a_part_without_any_is_refused():
-    for rows in (1, 2, 3):
-        with pytest.raises(BadInput, match=f"enough rows .* got {rows}"):
-            split(numbered(rows), 0)
-    assert [len(part) for part in parts(split(numbered(4), 0))] == [2, 1, 1]
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        *(
+            (lambda least=least: split(numbered(100), 0, least_deviation=least), words)
+            for least, words in (
+                (-0.1, "least_deviation between 0 and 1; got -0.1"),
+                (1.5, "got 1.5"),
+                (float("nan"), "got nan"),
+            )
+        ),
+        *(
+            (lambda shares=shares: split(numbered(50), 0, shares), "three positive")
+            for shares in (
+                (0.5, 0.5),
+                (0.5, 0.5, 0.0),
+                (0.6, 0.6, -0.2),
+                (0.6, 0.2, 0.1),
+            )
+        ),
+        *(
+            (lambda rows=rows: split(numbered(rows), 0), f"enough rows .* got {rows}")
+            for rows in (1, 2, 3)
+        ),
+        (lambda: split(numbered(50), -1), "0 or more; got -1"),
+        (lambda: check_data(numbered(63), batch=64), "one batch of 64 rows; got 63"),
+        (lambda: check_data(alike(1)), "two classes; all 1 are of class 3"),
+        (lambda: check_data(alike(9)), "two classes; all 9 are of class 3"),
+    ],
+)
+def test_splits_that_cannot_be_meant_are_refused(call, words):
+    with pytest.raises(BadInput, match=words):
+        call()
+
+
+def test_the_smallest_data_that_can_be_used():
+    assert [len(part) for part in split(numbered(4), 0)] == [2, 1, 1]
+    data = numbered(64)
+    assert check_data(data, batch=64) is data
+    gap = Data("gap", torch.rand(80, 2), torch.tensor([0, 2] * 40), 3)
+    assert check_data(split(gap, 0).train, batch=32).classes == 3
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tasks.md"
 
 
-@pytest.fixture
-def _own_names():
-    """What a test registers is forgotten afterwards."""
-    before = dict(catalogue._BUILDERS)
-    yield
-    catalogue._BUILDERS.clear()
-    catalogue._BUILDERS.update(before)
-
-
 @pytest.mark.learns
-@pytest.mark.usefixtures("_own_names")
+@pytest.mark.usefixtures("own_names")
 def test_the_examples_of_the_page_run_as_they_stand(capsys):
     text = PAGE.read_text(encoding="utf-8")
     for example in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):

@@ -106,7 +106,7 @@ def test_names_show_the_sizes():
 
 
 @pytest.mark.parametrize("widths", [(16, 26), (), (16, 0, 3), (16, 2.5, 3), [4, 4, 4]])
-@pytest.mark.usefixtures("_as_users_call")
+@pytest.mark.usefixtures("unchecked")
 def test_widths_must_be_three_or_more_whole_numbers(widths):
     with pytest.raises(BadInput, match="expected widths as a tuple of at least 3"):
         MlpHost(widths)
@@ -123,7 +123,7 @@ def test_widths_must_be_three_or_more_whole_numbers(widths):
         ((1, 28, 28), (4, 8), 1, "at least 2 classes; got 1"),
     ],
 )
-@pytest.mark.usefixtures("_as_users_call")
+@pytest.mark.usefixtures("unchecked")
 def test_an_image_network_that_cannot_be_meant_is_refused(
     image, channels, classes, message
 ):

@@ -8,7 +8,7 @@ import torch
 from esper.contracts.errors import BadInput
 from esper.tasks.data import Data, Splits
 from esper.tasks.hosts import MlpHost
-from esper.tasks.task import Task, accuracy
+from esper.tasks.task import Task
 
 
 def rows(count, inputs=3, classes=2):
@@ -56,7 +56,7 @@ def test_the_summary_is_one_row():
         (None, "Splits.*got NoneType"),
     ],
 )
-@pytest.mark.usefixtures("_as_users_call")
+@pytest.mark.usefixtures("unchecked")
 def test_rows_that_do_not_fit_are_refused_in_one_line(splits, message):
     with pytest.raises(BadInput, match=message) as caught:
         rings(data=lambda rng_seed: splits).splits(0)
@@ -79,15 +79,8 @@ def test_rows_that_do_not_fit_are_refused_in_one_line(splits, message):
         ({"loss": "squares"}, "got 'squares' and 'accuracy'"),
     ],
 )
-@pytest.mark.usefixtures("_as_users_call")
+@pytest.mark.usefixtures("unchecked")
 def test_terms_that_cannot_be_meant_are_refused_in_one_line(change, message):
     with pytest.raises(BadInput, match=message) as caught:
         replace(rings(), **change)
     assert "\n" not in str(caught.value)
-
-
-def test_accuracy_is_the_share_of_right_guesses_of_each_environment():
-    logits = torch.tensor([[[1.0, 0], [0, 1]], [[1, 0], [1, 0]]])
-    labels = torch.tensor([[0, 1], [1, 0]])
-    assert accuracy(logits, labels).tolist() == [1.0, 0.5]
-    assert accuracy(logits[1], labels[1]).item() == 0.5

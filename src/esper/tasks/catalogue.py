@@ -16,16 +16,13 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from esper.contracts.errors import BadInput
-from esper.tasks.characters import CLASSES, characters
 from esper.tasks.data import LEAST_DEVIATION, Data, Splits, split
-from esper.tasks.digits import digits
-from esper.tasks.hosts import CnnHost, MlpHost
+from esper.tasks.datasets import TABLES, digits, mnist5k, stored
+from esper.tasks.hosts import CnnHost, Host, MlpHost
 from esper.tasks.mnist1d import mnist1d
-from esper.tasks.mnist5k import mnist5k
-from esper.tasks.tables import TABLES, stored
 from esper.tasks.task import Task
 from esper.tasks.teacher import teacher
-from esper.tasks.text import Text, text
+from esper.tasks.text import CHARACTER_CLASSES, characters, text
 
 Builder = Callable[[], Task]
 
@@ -90,156 +87,104 @@ def _row(made: Task) -> dict[str, Any]:
 
 def _place(builder: Builder) -> tuple[str, str]:
     """Where a function was written; a reloaded module registers it once more."""
-    return builder.__module__, builder.__qualname__
+    function = builder.func if isinstance(builder, partial) else builder
+    return function.__module__, function.__qualname__
 
 
-@cache
-def _loaded(load: Callable[[], Data]) -> Data:
-    """Rows as they come, read or computed once."""
-    return load()
-
-
-@cache
-def _stored(name: str) -> Data:
-    """Rows of a table of the package, read once."""
-    return stored(name)
+_once = cache(lambda load, *given: load(*given))
+"""What a loader returns, read or computed once."""
 
 
 def _images(load: Callable[[], Data], rng_seed: int) -> Splits:
-    """Rows, dealt out."""
-    return split(_loaded(load), rng_seed)
+    return split(_once(load), rng_seed)
 
 
 def _flat(load: Callable[[], Data], rng_seed: int) -> Splits:
-    """Rows as flat lists of numbers, dealt out."""
     return Splits(*(part.flat() for part in _images(load, rng_seed)))
 
 
 def _table(name: str, rng_seed: int) -> Splits:
-    """Rows of a table of the package, dealt out."""
     least = LEAST_DEVIATION if TABLES[name].one_unit else 0.0
-    return split(_stored(name), rng_seed, least_deviation=least)
-
-
-def _table_task(name: str, width: int, learning_rate: float) -> Task:
-    """A table of the package, for a host of two hidden layers of equal width."""
-    known = TABLES[name]
-    return Task(
-        name=name,
-        description=known.description,
-        data=partial(_table, name),
-        host=MlpHost((known.inputs, width, width, known.classes)),
-        learning_rate=learning_rate,
-    )
-
-
-@cache
-def _english() -> Text:
-    """The text, read once."""
-    return text()
+    return split(_once(stored, name), rng_seed, least_deviation=least)
 
 
 def _windows(rng_seed: int) -> Splits:
-    """Windows of the text."""
-    return characters(rng_seed, source=_english())
+    return characters(rng_seed, source=_once(text))
 
 
-@register_task("digits")
-def _digits() -> Task:
-    return Task(
-        name="digits",
-        description="handwritten digits of 8 by 8 pixels",
-        data=partial(_flat, digits),
-        host=MlpHost((64, 8, 8, 10)),
-        learning_rate=8e-3,
+def _built_in(
+    name: str,
+    description: str,
+    data: Callable[[int], Splits],
+    host: Host,
+    learning_rate: float,
+    *,
+    varied: bool = False,
+) -> None:
+    """Register a task that comes with the package."""
+    _BUILDERS[name] = partial(
+        Task,
+        name=name,
+        description=description,
+        data=data,
+        host=host,
+        learning_rate=learning_rate,
+        varied=varied,
     )
 
 
-@register_task("mnist1d")
-def _mnist1d() -> Task:
-    return Task(
-        name="mnist1d",
-        description="distorted curves of ten shapes",
-        data=partial(_flat, mnist1d),
-        host=MlpHost((40, 12, 12, 10)),
-        learning_rate=16e-3,
+_built_in(
+    "digits",
+    "handwritten digits of 8 by 8 pixels",
+    partial(_flat, digits),
+    MlpHost((64, 8, 8, 10)),
+    8e-3,
+)
+_built_in(
+    "mnist1d",
+    "distorted curves of ten shapes",
+    partial(_flat, mnist1d),
+    MlpHost((40, 12, 12, 10)),
+    16e-3,
+)
+for _name, _width, _rate in (
+    ("letter", 12, 16e-3),
+    ("satimage", 8, 16e-3),
+    ("penbased", 4, 32e-3),
+    ("optdigits", 5, 32e-3),
+    ("texture", 5, 32e-3),
+    ("vowel", 6, 32e-3),
+    ("segment", 5, 32e-3),
+    ("phoneme", 6, 16e-3),
+    ("spambase", 4, 4e-3),
+):
+    _known = TABLES[_name]
+    _built_in(
+        _name,
+        _known.description,
+        partial(_table, _name),
+        MlpHost((_known.inputs, _width, _width, _known.classes)),
+        _rate,
     )
-
-
-@register_task("letter")
-def _letter() -> Task:
-    return _table_task("letter", 12, 16e-3)
-
-
-@register_task("satimage")
-def _satimage() -> Task:
-    return _table_task("satimage", 8, 16e-3)
-
-
-@register_task("penbased")
-def _penbased() -> Task:
-    return _table_task("penbased", 4, 32e-3)
-
-
-@register_task("optdigits")
-def _optdigits() -> Task:
-    return _table_task("optdigits", 5, 32e-3)
-
-
-@register_task("texture")
-def _texture() -> Task:
-    return _table_task("texture", 5, 32e-3)
-
-
-@register_task("vowel")
-def _vowel() -> Task:
-    return _table_task("vowel", 6, 32e-3)
-
-
-@register_task("segment")
-def _segment() -> Task:
-    return _table_task("segment", 5, 32e-3)
-
-
-@register_task("phoneme")
-def _phoneme() -> Task:
-    return _table_task("phoneme", 6, 16e-3)
-
-
-@register_task("spambase")
-def _spambase() -> Task:
-    return _table_task("spambase", 4, 4e-3)
-
-
-@register_task("mnist5k")
-def _mnist5k() -> Task:
-    return Task(
-        name="mnist5k",
-        description="handwritten digits of 28 by 28 pixels",
-        data=partial(_images, mnist5k),
-        host=CnnHost((1, 28, 28), (4, 8), 10),
-        learning_rate=4e-3,
-    )
-
-
-@register_task("text")
-def _text() -> Task:
-    return Task(
-        name="text",
-        description="the next character of English",
-        data=_windows,
-        host=MlpHost((84, 16, 16, CLASSES)),
-        learning_rate=8e-3,
-    )
-
-
-@register_task("teacher")
-def _teacher() -> Task:
-    return Task(
-        name="teacher",
-        description="labels of a random network, another one each time",
-        data=teacher,
-        host=MlpHost((16, 8, 8, 8)),
-        learning_rate=16e-3,
-        varied=True,
-    )
+_built_in(
+    "mnist5k",
+    "handwritten digits of 28 by 28 pixels",
+    partial(_images, mnist5k),
+    CnnHost((1, 28, 28), (4, 8), 10),
+    4e-3,
+)
+_built_in(
+    "text",
+    "the next character of English",
+    _windows,
+    MlpHost((84, 16, 16, CHARACTER_CLASSES)),
+    8e-3,
+)
+_built_in(
+    "teacher",
+    "labels of a random network, another one each time",
+    teacher,
+    MlpHost((16, 8, 8, 8)),
+    16e-3,
+    varied=True,
+)

@@ -6,7 +6,7 @@ and licence (CC BY 4.0) are in `arrays/README.md`.
 """
 
 from esper.tasks.data import Data
-from esper.tasks.tables import stored
+from esper.tasks.datasets import stored
 
 
 def letter() -> Data:

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from math import isfinite, prod
 from typing import Any, Literal
 
-from jaxtyping import Float, Int64
-from torch import Tensor
-
 from esper.contracts.errors import BadInput
 from esper.tasks.data import Data, Splits, check_data
 from esper.tasks.hosts import CnnHost, MlpHost
@@ -118,10 +115,3 @@ class Task:
                 f"{shape} in {part.classes}"
             )
         check_data(part)
-
-
-def accuracy(
-    logits: Float[Tensor, "*env row class"], labels: Int64[Tensor, "*#env row"]
-) -> Float[Tensor, "*env"]:
-    """Share of the rows whose largest logit is that of their label."""
-    return (logits.argmax(-1) == labels).to(logits.dtype).mean(-1)

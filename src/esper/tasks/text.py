@@ -5,6 +5,12 @@ topics quote each other, and a test text that was trained on tests nothing. The
 alphabet is the newline and the 95 printable characters of ASCII, in the order of their
 codes; typographic signs become their plain forms, any other character `?`. The three
 stretches follow one another. Another version of Python has slightly other texts.
+
+`characters` is the same as a table: which character comes after these twelve? Each is
+given as the seven bits of its ASCII code, lowest first, as -1 or +1: 84 numbers, which
+are not standardised. The class is one of the 31 most common characters of the stretch
+that trains, most common first, or the last class, any other. Windows of one stretch may
+overlap; those of two stretches do not.
 """
 
 from collections.abc import Sequence
@@ -13,18 +19,32 @@ from importlib import import_module
 from platform import python_version
 from typing import Final
 
+import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Generator, Tensor
 
 from esper.contracts.errors import BadInput
-from esper.tasks.data import SHARES, borders
+from esper.tasks.data import (
+    SHARES,
+    Data,
+    Splits,
+    borders,
+    check_data,
+    random_source,
+)
 
 ALPHABET: Final = "\n" + "".join(map(chr, range(32, 127)))
 """The character of each id."""
 PLAIN: Final = str.maketrans(
     {"–": "-", "—": "--", "‘": "'", "’": "'", "“": '"', "”": '"', "…": "...", "\t": " "}
 )
+CONTEXT: Final = 12
+"""Characters that a row of `characters` shows."""
+BITS: Final = 7
+CHARACTER_CLASSES: Final = 32
+COUNTS: Final = (40_000, 8_000, 8_000)
+"""Windows that train, that decide and that test."""
 
 Ids = Int64[Tensor, " char"]
 
@@ -100,3 +120,60 @@ def _without_repeats(characters: str) -> str:
     for paragraph in characters.split("\n\n"):
         paragraphs.setdefault(tuple(paragraph.split()), paragraph)
     return "\n\n".join(paragraphs.values())
+
+
+def characters(
+    rng_seed: int,
+    counts: tuple[int, int, int] = COUNTS,
+    *,
+    source: Text | None = None,
+) -> Splits:
+    """Draw windows of three disjoint stretches; each window comes once."""
+    source = source or text()
+    classes = common(source.train)
+    random = random_source(rng_seed, "characters")
+    stretches = (source.train, source.decisions, source.test)
+    parts = [
+        _table(stretch, count, classes, random)
+        for stretch, count in zip(stretches, counts, strict=True)
+    ]
+    return Splits(*parts)
+
+
+def common(ids: Ids) -> Int64[Tensor, " alphabet"]:
+    """The class of each id of the alphabet: commonest first, the rest together."""
+    often = torch.bincount(ids, minlength=len(ALPHABET)).argsort(
+        descending=True, stable=True
+    )
+    classes = torch.full_like(often, CHARACTER_CLASSES - 1)
+    classes[often[: CHARACTER_CLASSES - 1]] = torch.arange(
+        CHARACTER_CLASSES - 1, device=ids.device
+    )
+    return classes
+
+
+def codes() -> Float[Tensor, "alphabet bit"]:
+    """The seven bits of each character of the alphabet, as -1 and +1."""
+    code = torch.tensor([ord(character) for character in ALPHABET])
+    return 2.0 * (code[:, None] >> torch.arange(BITS) & 1) - 1
+
+
+def _table(
+    ids: Ids,
+    count: int,
+    classes: Int64[Tensor, " alphabet"],
+    random: np.random.Generator,
+) -> Data:
+    """Windows at random places of one stretch."""
+    places = len(ids) - CONTEXT
+    if not 1 <= count <= places:
+        raise BadInput(
+            f"expected a count of windows in 1..{max(places, 0)}, as the stretch has "
+            f"{len(ids)} characters; got {count}"
+        )
+    start = torch.from_numpy(random.choice(places, count, replace=False))
+    shown = ids[start[:, None] + torch.arange(CONTEXT)]
+    features = codes()[shown].flatten(1)
+    return check_data(
+        Data("text", features, classes[ids[start + CONTEXT]], CHARACTER_CLASSES)
+    )

