@@ -21,7 +21,7 @@ _HOMES: Final = {
     "TamiyoPolicy": "esper.tamiyo.policy.network",
     "TamiyoRolloutBuffer": "esper.simic.agent.rollout_buffer",
     "blueprint": "esper.growth.blueprints.registry",
-    "check_blueprint": "esper.growth.contract",
+    "check_blueprint": "esper.growth.blueprint_checks",
     "fit": "esper.experiment.fit",
     "load_controller": "esper.experiment.learned",
     "suggest_slots": "esper.growth.slots",

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from esper.contracts.blueprints import Blueprint, Form
-from esper.growth.blueprints.convolutions import convolve
 from esper.growth.blueprints.geometry import Geometry, Kernel, Layout
+from esper.growth.blueprints.layers import convolve
 from esper.growth.hooks import Sample
 from esper.growth.promise import (
     RIDGE,

@@ -23,8 +23,8 @@ from esper.environment.memory_layout import (
     MemoryLayout,
     inputs_per_unit,
 )
-from esper.growth.blueprints.convolutions import convolve
 from esper.growth.blueprints.geometry import Kernel
+from esper.growth.blueprints.layers import convolve
 
 Values = Float[Tensor, "env parameter"]
 PerSlot = Float[Tensor, "env slot"]

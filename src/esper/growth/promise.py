@@ -22,10 +22,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from esper.contracts.blueprints import Blueprint, Form
-from esper.growth.blueprints.convolutions import spots
-from esper.growth.blueprints.geometry import Geometry, Kernel, Layout
+from esper.growth.blueprints.forms import adapted_kernel
+from esper.growth.blueprints.geometry import Geometry, Kernel, Layout, convolved, spots
 from esper.growth.blueprints.seed import misfit
-from esper.growth.blueprints.two_matrix import adapted_kernel, walk
 from esper.growth.hooks import Sample
 
 LEAST_ROWS: Final = 32
@@ -145,7 +144,7 @@ def view(geometry: Geometry, form: Form) -> View | None:
     if reads is None and writes is None:
         told = spots(geometry.outlet_shape, geometry.outlet_layout)
         return View(None, None, bias=True) if given == hidden == told else None
-    if reads is None or writes is None or walk(given, reads) != hidden:
+    if reads is None or writes is None or convolved(given, reads) != hidden:
         return None
     return View(reads, writes, bias=True)
 
@@ -293,7 +292,7 @@ def _read(
         padding,
         stride,
     )
-    return windows.transpose(1, 2).flatten(0, 1), walk(places, kernel)
+    return windows.transpose(1, 2).flatten(0, 1), convolved(places, kernel)
 
 
 def _spread(

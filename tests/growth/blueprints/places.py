@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from esper.contracts.blueprints import BLUEPRINTS, Form
+from esper.growth.blueprint_checks import STANDARD
 from esper.growth.blueprints.forms import FORMS
 from esper.growth.blueprints.geometry import Geometry, Layout
-from esper.growth.blueprints.kit import STANDARD
 from tests.references.forms import gelu
 
 PLANTINGS = [

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from esper.contracts.blueprints import Form
+from esper.growth.blueprint_checks import STANDARD
 from esper.growth.blueprints.forms import FORMS
 from esper.growth.blueprints.geometry import Geometry, Kernel, Layout
-from esper.growth.blueprints.kit import STANDARD
 from tests.growth.blueprints.places import (
     FORM_PLANTINGS,
     NAMES,

@@ -7,9 +7,9 @@ from torch import nn
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
 from esper.contracts.errors import BadInput
 from esper.growth.blueprints import registry
-from esper.growth.blueprints.gates import Gated
 from esper.growth.blueprints.geometry import Layout
 from esper.growth.blueprints.registry import (
+    Gated,
     blueprint,
     blueprints,
     find,

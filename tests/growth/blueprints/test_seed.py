@@ -8,9 +8,9 @@ from torch import nn
 
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
 from esper.contracts.errors import BadInput
+from esper.growth.blueprint_checks import SpanMiddle
 from esper.growth.blueprints.forms import FORMS
 from esper.growth.blueprints.geometry import Layout
-from esper.growth.blueprints.kit import Between
 from esper.growth.blueprints.registry import blueprint, forget
 from esper.growth.blueprints.seed import FormSeed, build, cost, misfit
 from tests.growth.blueprints.places import NAMES, PLANTINGS, residual
@@ -25,12 +25,12 @@ def generator(rng_seed=0):
 
 @pytest.mark.parametrize(("planted", "geometry"), PLANTINGS, ids=NAMES)
 def test_a_seed_is_its_form_with_its_own_weights(planted, geometry):
-    seed = build(planted, geometry, generator(), Between(geometry)).double()
+    seed = build(planted, geometry, generator(), SpanMiddle(geometry)).double()
     for parameter in seed.parameters():
         nn.init.normal_(parameter)
     h = torch.randn(2, *geometry.inlet_shape, dtype=torch.float64)
     weights = dict(seed.weights.items())
-    expected = FORMS[planted.form].apply(weights, h, geometry, Between(geometry))
+    expected = FORMS[planted.form].apply(weights, h, geometry, SpanMiddle(geometry))
     assert torch.equal(seed(h), expected)
     assert seed(h).dtype == torch.float64
     assert seed(h).count_nonzero()

@@ -1,4 +1,4 @@
-"""The tensors at a place, as a form needs to know them.
+"""Shapes and layouts of the tensors at a place.
 
 A seed reads the tensor at its slot's inlet and writes to the one at its outlet. Four
 layouts are served: vector `[B, D]`, sequence `[B, T, D]`, signal `[B, C, L]` and image
@@ -26,7 +26,7 @@ class Layout(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """How a convolution walks over positions; one number per spatial axis."""
+    """The window of a convolution; one number per spatial axis."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -99,3 +99,24 @@ class Geometry:
 def width(shape: tuple[int, ...], layout: Layout) -> int:
     """Channels of a tensor of this shape (without its batch axis)."""
     return shape[0] if layout.channels_first else shape[-1]
+
+
+def spots(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+    """A shape without its channels: the positions along each axis."""
+    return shape[1:] if layout.channels_first else shape[:-1]
+
+
+def convolved(positions: tuple[int, ...], kernel: Kernel) -> tuple[int, ...]:
+    """Positions along each axis after a convolution."""
+    axes = zip(
+        positions,
+        kernel.size,
+        kernel.stride,
+        kernel.padding,
+        kernel.dilation,
+        strict=True,
+    )
+    return tuple(
+        (length + 2 * padding - dilation * (size - 1) - 1) // stride + 1
+        for length, size, stride, padding, dilation in axes
+    )

@@ -6,7 +6,9 @@ r"""The affine maps that forms are made of, for one model or for many at once.
 
 A `Layer` declares a map: from it follow shapes, multiply-adds and first weights. Every
 tensor may have a leading env axis: weights `[E, ...]` on inputs `[E, B, ...]` give
-what the E single maps would give; the weight's number of axes says which it is.
+what the E single maps would give; the weight's number of axes says which it is. N
+models are one grouped convolution, each a group. On a sequence a convolution is padded
+on the left alone, so that no position reads a later one.
 """
 
 from collections.abc import Mapping
@@ -21,6 +23,7 @@ from torch import Tensor
 from esper.growth.blueprints.geometry import Kernel, Layout
 
 Params = Mapping[str, Tensor]
+CONVOLVE = {1: F.conv1d, 2: F.conv2d}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,96 @@ def mix(
         else torch.baddbmm(bias.unsqueeze(1), rows, weight)
     )
     return mixed.reshape(*h.shape[:-1], weight.shape[-1])
+
+
+def convolve(
+    h: Float[Tensor, "..."],
+    weight: Float[Tensor, "..."],
+    bias: Tensor | None,
+    kernel: Kernel,
+    groups: int = 1,
+) -> Float[Tensor, "..."]:
+    """`h [B, C, ...]` by `weight [O, C / groups, ...]`, or both with an env axis."""
+    count = len(kernel.size)
+    window = (kernel.stride, kernel.padding, kernel.dilation)
+    if weight.dim() == count + 2:
+        return CONVOLVE[count](h, weight, bias, *window, groups)
+    envs, outputs = weight.shape[:2]
+    side_by_side = h.transpose(0, 1).flatten(1, 2)  # [batch, env * channels, ...]
+    flat_bias = None if bias is None else bias.flatten()
+    result = CONVOLVE[count](
+        side_by_side, weight.flatten(0, 1), flat_bias, *window, envs * groups
+    )
+    split = result.reshape(-1, envs, outputs, *result.shape[2:])
+    return split.transpose(0, 1)
+
+
+def pointwise(
+    h: Float[Tensor, "..."],
+    weight: Float[Tensor, "..."],
+    bias: Tensor | None,
+    layout: Layout,
+) -> Float[Tensor, "..."]:
+    """Mix channels at each position: a matrix, or a convolution of size one."""
+    if layout.channels_first:
+        return convolve(h, weight, bias, Kernel.same(1, axes(layout)))
+    return mix(h, weight, bias)
+
+
+def neighbours(
+    h: Float[Tensor, "..."],
+    weight: Float[Tensor, "..."],
+    bias: Tensor | None,
+    layout: Layout,
+    groups: int = 1,
+) -> Float[Tensor, "..."]:
+    """Mix neighbouring positions and keep their number; a sequence only looks back."""
+    size = weight.shape[-1]
+    if layout.channels_first:
+        return convolve(h, weight, bias, Kernel.same(size, axes(layout)), groups)
+    past = F.pad(h.transpose(-1, -2), (size - 1, 0))
+    unpadded = Kernel((size,), (1,), (0,), (1,))
+    return convolve(past, weight, bias, unpadded, groups).transpose(-1, -2)
+
+
+def pointwise_layer(
+    inputs: int,
+    outputs: int,
+    layout: Layout,
+    positions: int,
+    *,
+    bias: bool = True,
+    zero: bool = False,
+) -> Layer:
+    """The layer that `pointwise` applies."""
+    return Layer(
+        inputs=inputs,
+        outputs=outputs,
+        positions=positions,
+        kernel=Kernel.same(1, axes(layout)) if layout.channels_first else None,
+        bias=bias,
+        zero=zero,
+    )
+
+
+def neighbour_layer(
+    width: int,
+    size: int,
+    layout: Layout,
+    positions: int,
+    *,
+    groups: int = 1,
+    zero: bool = False,
+) -> Layer:
+    """The layer that `neighbours` applies."""
+    return Layer(
+        inputs=width,
+        outputs=width,
+        positions=positions,
+        kernel=Kernel.same(size, axes(layout)),
+        groups=groups,
+        zero=zero,
+    )
 
 
 def per_channel(

@@ -18,12 +18,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
 from esper.contracts.errors import BadInput
-from esper.growth.blueprints.gates import Gated
-from esper.growth.blueprints.geometry import Geometry
+from esper.growth.blueprints.geometry import Geometry, Layout
+from esper.growth.blueprints.layers import per_channel
 
 Factory = Callable[[Geometry], nn.Module]
 Fits = Callable[[Geometry], str]
@@ -36,6 +37,21 @@ class Registered:
     blueprint: Blueprint
     factory: Factory
     fits: Fits | None
+
+
+class Gated(nn.Module):
+    """A module times one number per channel that begins at zero."""
+
+    def __init__(self, module: nn.Module, width: int, layout: Layout) -> None:
+        super().__init__()
+        self.module = module
+        self.gate = nn.Parameter(torch.zeros(width))
+        self.layout = layout
+
+    def forward(self, h: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """The module's output times the gate."""
+        result: Tensor = self.module(h)
+        return result * per_channel(self.gate, result, self.layout)
 
 
 _BUILT_IN: Mapping[str, Blueprint] = MappingProxyType({b.name: b for b in BLUEPRINTS})
@@ -251,7 +267,7 @@ def lent_random_state(generator: torch.Generator) -> Iterator[None]:
 
 
 def _same(one: Factory, other: Factory) -> bool:
-    """Whether a factory is one and the same, or was only defined a second time."""
+    """Whether a factory is the same, or was only defined a second time."""
     if one is other:
         return True
     marks = [
