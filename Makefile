@@ -11,7 +11,7 @@ export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PY) -m pip config get g
 # Checking every annotation at run time would make learning several times slower.
 WITHOUT_SHAPE_CHECKS := -o addopts="-ra --strict-markers --strict-config"
 
-.PHONY: train tamiyo test check browser slow mutants clean help
+.PHONY: train tamiyo test wheel size check browser slow mutants clean help
 
 train: $(V)/.ok ## set up if needed, train Tamiyo on real networks, judge her, write the report
 	$(V)/bin/esper train --rng_seed 0
@@ -22,9 +22,16 @@ tamiyo: $(V)/.ok ## set up if needed, train the controller that comes with Esper
 # The random seed of the one that was shipped.
 RNG_SEED ?= 3
 
-test: check browser ## set up if needed, lint, check types and borders, run the tests
+test: check browser ## set up if needed, lint, check types and borders, run the tests, try the wheel
 	$(V)/bin/pytest -q -n 2 -m "not slow and not learns"
 	$(V)/bin/pytest -q -n 2 -m learns $(WITHOUT_SHAPE_CHECKS)
+	scripts/check_wheel.sh
+
+wheel: $(V)/.ok ## build the wheel, install it outside the checkout and use it there
+	scripts/check_wheel.sh
+
+size: $(V)/.ok ## lines and files by package, what each module imports
+	$(V)/bin/python scripts/size.py
 
 check: $(V)/.dev ## ruff, mypy and import-linter
 	$(V)/bin/ruff check -q
