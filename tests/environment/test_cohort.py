@@ -9,6 +9,7 @@ from esper.contracts.blueprints import BLUEPRINTS, Form
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
 from esper.environment.cohort import ACTIVATIONS, Alphas, Cohort
+from esper.environment.engine import adamw
 from esper.growth.lifecycle import Lives
 from esper.tasks.hosts import CnnHost, MlpHost
 from tests.references.cohort import PlainHost
@@ -217,15 +218,6 @@ def test_the_rows_that_are_counted_are_those_that_the_host_guesses_right(host):
     for env, plain in enumerate(garden.hosts):
         answer = plain(garden.x[0].view(-1, *host.shape))
         assert int((answer.argmax(1) == garden.y[0]).sum()) == int(found[env])
-
-
-def test_every_seed_has_moved_once_it_was_planted(host):
-    garden = Garden(envs=1, host=host, plain=False)
-    for slot in range(SLOTS):
-        garden.plant(0, slot, garden.chosen[slot % len(garden.chosen)])
-    garden.train(3)
-    for slot in range(SLOTS):
-        assert garden.part(0, "last", slot).abs().max() > 1e-3
 
 
 def test_seeds_may_come_and_go_while_their_neighbours_train(host):
@@ -468,23 +460,6 @@ def test_compiled_tensors_do_what_tensors_do():
     )
 
 
-def test_an_episode_with_growth_in_it_ends_as_plain_training_does(host):
-    steps, every = 480, 16
-    garden = Garden(3, host=host)
-    for decision in range(steps // every):
-        if decision in (2, 6, 9):
-            for env in range(3):
-                slot = (decision + env) % SLOTS
-                blueprint = garden.chosen[(decision + env) % len(garden.chosen)]
-                garden.plant(env, slot, blueprint)
-        if decision in (5, 9, 12):
-            stage = FELT[decision % len(FELT)]
-            for env in range(3):
-                garden.live(env, (decision - 3 + env) % SLOTS, stage)
-        garden.train(every, start=decision * every)
-    garden.assert_like_plain(rtol=1e-5)
-
-
 def test_an_unknown_engine_is_refused():
     with pytest.raises(BadInput, match="engine must be one of auto, kernels, tensors"):
         Cohort(2, MLP, CHOSEN["mlp"], engine="kernel")
@@ -525,3 +500,55 @@ def test_arrays_that_a_kernel_would_misread_are_refused(what):
     if name in ("features", "labels"):
         with pytest.raises(BadInput, match=words):
             garden.cohort.count(given["features"], given["labels"], alphas.host)
+
+
+# AdamW on a stretch of a vector.
+
+LENGTH, START, DECAY = 37, 5, 0.03
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+def moments(dtype):
+    chance = torch.Generator().manual_seed(3)
+    values = torch.randn(LENGTH + 2 * START, generator=chance, dtype=torch.float64)
+    return [values.to(dtype), *(torch.zeros(len(values), dtype=dtype) for _ in "mq")]
+
+
+def gradient(time, dtype):
+    chance = torch.Generator().manual_seed(100 + time)
+    drawn = torch.randn(LENGTH + 2 * START, generator=chance, dtype=torch.float64)
+    return drawn.to(dtype)
+
+
+def step(held, found, rate, clock):
+    values, mean, square = (part.numpy() for part in held)
+    found = found.numpy()
+    adamw(values, found, mean, square, START, LENGTH, float(rate), clock, DECAY)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_stretch_moves_as_in_an_optimiser_of_its_own(dtype):
+    held = moments(dtype)
+    alone = held[0][START : START + LENGTH].clone().requires_grad_()
+    optimizer = torch.optim.AdamW([alone], lr=1.0, weight_decay=DECAY)
+    for time in range(12):
+        found, rate = gradient(time, dtype), 0.01 * (time + 1)
+        step(held, found, rate, time + 1)
+        optimizer.param_groups[0]["lr"] = rate
+        alone.grad = found[START : START + LENGTH].clone()
+        optimizer.step()
+    near = TOLERANCE[dtype]
+    moved = held[0][START : START + LENGTH]
+    torch.testing.assert_close(moved, alone.detach(), rtol=near, atol=near)
+
+
+def test_what_lies_outside_the_stretch_does_not_move_by_a_bit():
+    held = moments(torch.float32)
+    kept = [part.clone() for part in held]
+    found = gradient(0, torch.float32)
+    found[:START] = found[START + LENGTH :] = torch.nan
+    step(held, found, 0.1, 1)
+    for before, after in zip(kept, held, strict=True):
+        assert torch.equal(before[:START], after[:START])
+        assert torch.equal(before[START + LENGTH :], after[START + LENGTH :])
+        assert not torch.equal(before, after)

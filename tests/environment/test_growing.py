@@ -7,6 +7,7 @@ import torch
 from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
+from esper.contracts.state import load, save
 from esper.environment.episode_data import EpisodeRows
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import WorldSettings, check_actions
@@ -17,6 +18,7 @@ from esper.tasks.catalogue import task as find_task
 from esper.tasks.data import Data, split
 from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
+from tests.census import changed, fixed
 
 HORIZON, CLASSES = 4, 3
 EXACT = {"rtol": 0.0, "atol": 1e-5}
@@ -52,7 +54,7 @@ def make(envs=3, rng_seed=0, task=TINY, **more):
     return GrowingWorld(task, envs, rng_seed, settings=settings)
 
 
-def sentence(op, slot=0, blueprint=0, **heads):
+def action(op, slot=0, blueprint=0, **heads):
     said = torch.zeros(NUM_HEADS, dtype=torch.int64)
     said[:3] = torch.tensor([int(op), slot, blueprint])
     for name, choice in heads.items():
@@ -168,33 +170,33 @@ def test_what_was_shown_stays_as_it_was_shown():
             assert torch.equal(now[name], value), name
 
 
-def illegal_sentences():
+def illegal_actions():
     return {
-        "advance nobody": sentence(Op.ADVANCE, 1),
-        "prune nobody": sentence(Op.PRUNE, 2),
-        "keep nobody": sentence(Op.FOSSILIZE, 0),
-        "fade nobody": sentence(Op.SET_ALPHA, 3),
-        "plant upon another": sentence(Op.GERMINATE, 0, 1),
-        "plant what is too dear": sentence(Op.GERMINATE, 1, 3),
-        "plant in a style that is not offered": sentence(Op.GERMINATE, 1, 0, style=1),
-        "speak of a slot that is not there": sentence(Op.PRUNE, 9),
-        "use no word": sentence(-1),
+        "advance nobody": action(Op.ADVANCE, 1),
+        "prune nobody": action(Op.PRUNE, 2),
+        "keep nobody": action(Op.FOSSILIZE, 0),
+        "fade nobody": action(Op.SET_ALPHA, 3),
+        "plant upon another": action(Op.GERMINATE, 0, 1),
+        "plant what is too dear": action(Op.GERMINATE, 1, 3),
+        "plant in a style that is not offered": action(Op.GERMINATE, 1, 0, style=1),
+        "speak of a slot that is not there": action(Op.PRUNE, 9),
+        "use no word": action(-1),
     }
 
 
-@pytest.mark.parametrize("kind", illegal_sentences())
-def test_an_illegal_sentence_is_flagged_charged_once_and_is_a_wait(kind):
+@pytest.mark.parametrize("kind", illegal_actions())
+def test_an_illegal_action_is_flagged_charged_once_and_is_a_wait(kind):
     asked, waited = (make(2, budget=1.5, penalty=0.25) for _ in range(2))
     for world in (asked, waited):
         world.reset()
         plant = waits(world)
-        plant[:] = sentence(Op.GERMINATE, 0, 0)
+        plant[:] = action(Op.GERMINATE, 0, 0)
         world.step(plant)
         assert not world.illegal.any()
     if kind == "plant upon another":
         assert asked._lives.stage[0, 0] == Stage.TRAINING
     actions = waits(asked)
-    actions[1] = illegal_sentences()[kind]
+    actions[1] = illegal_actions()[kind]
     result, plain = asked.step(actions), waited.step(waits(waited))
     assert asked.illegal.tolist() == [False, True]
     assert not waited.illegal.any()
@@ -238,15 +240,6 @@ def test_worlds_of_one_number_agree_to_the_bit(task):
         differs |= not torch.equal(first[2].reward, third[2].reward)
     assert all(same_weights(one, two, env) for env in range(3))
     assert differs
-
-
-def test_another_episode_has_another_host_and_another_order():
-    world = make()
-    world.reset()
-    before, order = weights(world, 0), world._episodes.batches.clone()
-    world.reset()
-    assert not torch.equal(before[0], weights(world, 0)[0])
-    assert not torch.equal(order, world._episodes.batches)
 
 
 @pytest.mark.parametrize("task", [TINY, VARIED], ids=["shared", "varied"])
@@ -315,20 +308,11 @@ def test_what_one_environment_says_does_not_reach_another():
         seen = {quiet: plain.observation, busy: result.observation}
 
 
-def test_terms_differ_between_environments_within_their_ranges():
-    world = make(16)
-    host = world.reset().host
-    for value, (low, high) in ((host.rent, TERMS["rent"]), (host.budget_left, (2, 20))):
-        assert len(set(value.tolist())) == 16
-        assert (value >= low).all()
-        assert (value <= high).all()
-
-
 def test_a_seed_costs_what_was_offered():
     world = make()
     offers = world.reset().offers
     actions = waits(world)
-    actions[0] = sentence(Op.GERMINATE, 2, 1)
+    actions[0] = action(Op.GERMINATE, 2, 1)
     shown = world.step(actions).observation
     assert shown.slots.stage[0].tolist() == [0, 0, int(Stage.TRAINING), 0]
     assert shown.host.added.tolist() == [float(offers.parameters[0, 2, 1]), 0.0, 0.0]
@@ -340,10 +324,10 @@ def test_a_budget_is_for_all_seeds_together():
     world = make(1, budget=1.5)
     offers = world.reset().offers
     assert 0.75 < float(offers.parameters[0, 1, 1]) < 1.5
-    shown = world.step(sentence(Op.GERMINATE, 1, 1).unsqueeze(0)).observation
+    shown = world.step(action(Op.GERMINATE, 1, 1).unsqueeze(0)).observation
     assert not world.illegal.any()
     assert not compute_masks(shown, world.spec).blueprint[0, 3, 1]
-    world.step(sentence(Op.GERMINATE, 3, 1).unsqueeze(0))
+    world.step(action(Op.GERMINATE, 3, 1).unsqueeze(0))
     assert world.illegal.all()
 
 
@@ -355,9 +339,9 @@ def test_a_contribution_is_known_until_the_seed_enters_another_stage():
             world.step(said.unsqueeze(0)).observation.slots.contribution_measured[0, 1]
         )
         for said in (
-            sentence(Op.GERMINATE, 1, 1),
-            sentence(Op.WAIT),
-            sentence(Op.ADVANCE, 1),
+            action(Op.GERMINATE, 1, 1),
+            action(Op.WAIT),
+            action(Op.ADVANCE, 1),
         )
     ]
     assert not world.illegal.any()
@@ -376,12 +360,6 @@ def test_a_score_is_the_share_of_decision_rows_that_the_host_gets_right():
     torch.testing.assert_close(shown, torch.stack(right).mean(1), rtol=0, atol=1e-6)
 
 
-def test_a_world_is_not_stepped_before_its_first_reset():
-    world = make()
-    with pytest.raises(CallOrder, match="reset"):
-        world.step(waits(world))
-
-
 CPU = torch.device("cpu")
 
 
@@ -389,37 +367,26 @@ def rows_of(splits):
     return [(part.features, part.labels) for part in splits]
 
 
-def test_rows_of_one_are_replaced_where_they_stand_and_nobody_elses():
+def test_rows_of_one_are_replaced_in_place_and_the_tasks_own_are_not_written_to():
     first, other = blobs(0), blobs(1)
+    kept = [(x.clone(), y.clone()) for x, y in rows_of(first)]
     rows = EpisodeRows.of(first, CPU, copies=3)
     places = [part.data_ptr() for part in (*rows.features, *rows.labels)]
     rows.replace(1, other)
     assert [p.data_ptr() for p in (*rows.features, *rows.labels)] == places
-    for env, splits in enumerate((first, other, first)):
-        for part, (x, y) in enumerate(rows_of(splits)):
+    for env, splits in enumerate((kept, rows_of(other), kept)):
+        for part, (x, y) in enumerate(splits):
             assert torch.equal(rows.features[part][env], x)
             assert torch.equal(rows.labels[part][env], y)
     x, y = rows.decisions(4)
     assert torch.equal(x[1], other.decisions.features[:4])
     assert torch.equal(y[2], first.decisions.labels[:4])
-
-
-@pytest.mark.parametrize("envs", [1, 3])
-def test_what_a_task_gave_is_never_written_to(envs):
-    first = blobs(0)
-    kept = [(x.clone(), y.clone()) for x, y in rows_of(first)]
-    EpisodeRows.of(first, CPU, copies=envs).replace(0, blobs(1))
+    shared = EpisodeRows.of(first, CPU)
+    assert [len(part) for part in (*shared.features, *shared.labels)] == [1] * 6
+    shared.replace(0, other)
     for (x, y), (was_x, was_y) in zip(rows_of(first), kept, strict=True):
         assert torch.equal(x, was_x)
         assert torch.equal(y, was_y)
-
-
-def test_rows_that_are_shared_are_kept_once():
-    first = blobs(0)
-    rows = EpisodeRows.of(first, CPU)
-    assert [len(part) for part in (*rows.features, *rows.labels)] == [1] * 6
-    assert torch.equal(rows.features[0][0], first.train.features)
-    assert torch.equal(rows.labels[2][0], first.test.labels)
 
 
 def test_a_number_that_gives_fewer_rows_than_the_first_is_refused():
@@ -496,7 +463,7 @@ def test_terms_may_be_free_and_rent_may_be_paid_back():
         ([[0] * NUM_HEADS] * 2, "must be a tensor, got list"),
     ],
 )
-def test_what_are_no_sentences_for_everybody_is_refused(actions, words):
+def test_what_is_not_one_action_per_environment_is_refused(actions, words):
     check_actions(torch.zeros(2, NUM_HEADS).long(), 2)
     with pytest.raises(BadInput, match=words):
         check_actions(actions, 2)
@@ -504,11 +471,13 @@ def test_what_are_no_sentences_for_everybody_is_refused(actions, words):
 
 def test_a_wait_may_name_anything_in_the_heads_it_does_not_use():
     world = make(2)
+    actions = torch.stack([action(Op.WAIT, slot=-1), action(Op.WAIT, blueprint=99)])
+    with pytest.raises(CallOrder, match="reset"):
+        world.step(actions)
     world.reset()
-    actions = torch.stack([sentence(Op.WAIT, slot=-1), sentence(Op.WAIT, blueprint=99)])
     world.step(actions)
     assert not world.illegal.any()
-    world.step(torch.stack([sentence(99), sentence(-1)]))
+    world.step(torch.stack([action(99), action(-1)]))
     assert world.illegal.all()
 
 
@@ -517,7 +486,7 @@ def test_what_costs_the_whole_budget_is_affordable():
     world = make(1, budget=3 * cost)
     world.reset()
     for slot in range(3):
-        world.step(sentence(Op.GERMINATE, slot=slot)[None])
+        world.step(action(Op.GERMINATE, slot=slot)[None])
         kinds = world.cohort.size[0, : slot + 1]
         if slot in (0, 2):  # slots of the same place cost the same
             assert bool((kinds[::2] > 0).all())
@@ -526,10 +495,10 @@ def test_what_costs_the_whole_budget_is_affordable():
 def test_a_panic_never_pays():
     world = make(1, rent=1.0, budget=20.0, task=LONG)
     world.reset()
-    worth = float(world.step(sentence(Op.GERMINATE, blueprint=3)[None]).reward)
+    worth = float(world.step(action(Op.GERMINATE, blueprint=3)[None]).reward)
     assert worth < -1.0
     world.cohort.values[0] = torch.nan
-    result = world.step(sentence(Op.WAIT)[None])
+    result = world.step(action(Op.WAIT)[None])
     assert bool(result.terminated[0])
     assert float(result.reward[0]) == 0.0
 
@@ -545,7 +514,7 @@ def test_a_host_that_breaks_in_the_last_minibatch_panics():
         return trained
 
     world.cohort.train = breaking
-    result = world.step(torch.stack([sentence(Op.WAIT)] * 2))
+    result = world.step(torch.stack([action(Op.WAIT)] * 2))
     assert result.terminated.tolist() == [True, False]
     assert world.ended.panicked.tolist() == [True]
 
@@ -575,3 +544,58 @@ def test_rents_are_drawn_evenly_on_a_log_scale():
     assert host.rent.min() >= 1e-3
     assert host.rent.max() <= 1e-1
     assert 0.38 < (host.budget_left < 2).float().mean() < 0.62
+
+
+# Saved and loaded.
+
+TASKS = {"shared": TINY, "varied": VARIED}
+
+
+def play_on(world, observation, chance, steps):
+    """Go on from an observation; all tensors that were seen."""
+    seen = []
+    for _ in range(steps):
+        masks = compute_masks(observation, world.spec)
+        actions, _ = Random().decide(observation, masks, None, chance)
+        result = world.step(actions)
+        observation = result.observation
+        seen += [actions, result.reward, result.terminated]
+        seen += save(observation).values()
+        if world.ended is not None:
+            seen.append(world.ended.test)
+    return observation, seen
+
+
+@pytest.mark.parametrize("kind", TASKS)
+@pytest.mark.parametrize("at", [0, 1, 5, 14])
+def test_a_world_goes_on_to_the_bit_from_what_was_saved(kind, at):
+    world, chance = make(4, 3, TASKS[kind]), torch.Generator().manual_seed(1)
+    observation, _ = play_on(world, world.reset(), chance, at)
+    saved, drawn = save(world), chance.get_state()
+    _, expected = play_on(world, observation, chance, 17)
+
+    other, again = make(4, 3, TASKS[kind]), torch.Generator()
+    load(other, saved)
+    again.set_state(drawn)
+    _, found = play_on(other, observation, again, 17)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_loading_into_a_world_that_has_lived_leaves_nothing_of_its_past():
+    world, chance = make(4, 3, VARIED), torch.Generator().manual_seed(1)
+    observation, _ = play_on(world, world.reset(), chance, 6)
+    saved, drawn = save(world), chance.get_state()
+    _, expected = play_on(world, observation, chance, 12)
+    chance.set_state(drawn)
+    load(world, saved)
+    _, found = play_on(world, observation, chance, 12)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_whatever_changes_in_a_world_is_saved_or_derived():
+    world, chance = make(4, 3, VARIED), torch.Generator().manual_seed(1)
+    observation, _ = play_on(world, world.reset(), chance, 1)  # caches are filled
+    before = fixed(world)
+    play_on(world, observation, chance, 17)
+    assert changed(world, before) == []

@@ -13,7 +13,6 @@ from torch.testing import assert_close
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput, CallOrder, IllegalAction
 from esper.contracts.stages import Stage
-from esper.contracts.step import VectorWorld
 from esper.environment.instances import HORIZON, draw_instances, twins
 from esper.environment.simulated import SimulatedWorld
 from esper.environment.slot_life import LIFE, LIVES, SPEC, mature
@@ -151,12 +150,6 @@ def test_masks_allow_exactly_what_the_world_carries_out_in_every_state():
     )
 
 
-def test_it_is_a_vector_world():
-    world = SimulatedWorld(3)
-    assert isinstance(world, VectorWorld)
-    assert (world.num_envs, world.spec) == (3, SPEC)
-
-
 def test_one_rng_seed_gives_the_same_episodes_and_another_gives_others():
     worlds = [SimulatedWorld(32, s, hidden_share=0.5) for s in (7, 7, 8)]
     one, same, other = [world.reset() for world in worlds]
@@ -209,15 +202,6 @@ def test_environments_that_end_at_different_times_do_not_touch_each_other():
                 leaves(single.observation), leaves(result.observation), strict=True
             ):
                 assert torch.equal(one[0], many[env]), name
-
-
-def test_given_instances_are_played_again_after_every_end():
-    instances = drawn(8, 2, hidden=True)
-    world = SimulatedWorld.from_instances(instances)
-    start = world.reset()
-    for _ in range(HORIZON):
-        result = world.step(WAIT.expand(8, -1))
-    assert_same_bits(start, result.observation)
 
 
 def test_the_rest_of_an_episode_is_an_instance_that_goes_on_the_same_way():

@@ -2,16 +2,12 @@
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 from esper.contracts.blueprints import BLUEPRINTS, Form
 from esper.environment.looks import promises
 from esper.growth.blueprints.geometry import Geometry, Layout
-from esper.growth.blueprints.seed import misfit
 from esper.growth.hooks import Sample
 from esper.growth.promise import promises as promises_of_one
-from esper.growth.slots import find_sites, survey
-from esper.tasks.hosts import CnnHost, MlpHost
 
 FORMS = (Form.LOW_RANK, Form.WIDEN, Form.RESIDUAL_MLP)
 KINDS = [blueprint for blueprint in BLUEPRINTS if blueprint.form in FORMS]
@@ -83,25 +79,6 @@ def test_promises_are_those_of_each_model_alone(place, noise, count):
     torch.testing.assert_close(of_all(rows), expected, **EXACT)
 
 
-def test_all_places_of_real_hosts_promise_what_growth_says():
-    host, chance = MlpHost((16, 12, 12, 26)), torch.Generator().manual_seed(0)
-    networks = [host.build(chance).double() for _ in range(3)]
-    x = torch.randn(64, 16, generator=chance).double()
-    y = (x @ torch.randn(16, 26, generator=chance).double()).argmax(1)
-    for place in range(2):
-        rows = []
-        for network in networks:
-            layers = [network[: 2 * layer](x) for layer in range(3)]
-            answer = network[2 * place : 2 * place + 3](layers[place])
-            loss = cross_entropy(network[2 * place + 3 :](answer), y)
-            (gradient,) = torch.autograd.grad(loss, answer)
-            rows.append([t.detach() for t in (layers[place], answer, gradient, loss)])
-        rows = [torch.stack(part) for part in zip(*rows, strict=True)]
-        expected = one_by_one(span(*host.widths[place : place + 3]), *rows)
-        assert (expected > 0).all()
-        torch.testing.assert_close(of_all(rows), expected, **EXACT)
-
-
 def test_a_form_without_a_bias_promises_less_where_only_a_bias_helps():
     given, answer, gradient, loss = passed((12, 9, 5))
     shift = torch.full_like(gradient, 1e-5)
@@ -150,33 +127,3 @@ def test_where_something_is_zero_as_much_is_known_as_of_each_alone(what, width):
     expected = one_by_one(span(width, 9, 5), *rows.values())
     assert bool(expected[1].isnan().any()) is (what in ("answer", "loss"))
     torch.testing.assert_close(of_all(rows.values()), expected, **EXACT)
-
-
-def test_promises_come_in_the_precision_of_the_host():
-    rows = passed((12, 9, 5))
-    single = promises(*(part.float() for part in rows), SIZES, BIASED)
-    assert single.dtype is torch.float32
-    torch.testing.assert_close(single.double(), of_all(rows), rtol=1e-4, atol=1e-6)
-
-
-def test_across_a_pooling_or_a_flattening_nothing_is_known():
-    """Which is why vectors are enough."""
-    host = CnnHost((1, 8, 8), (4, 8), 10)
-    network = host.build(torch.Generator().manual_seed(0))
-    x, y = torch.randn(64, 1, 8, 8), torch.randint(0, 10, (64,))
-    sites = find_sites(network, host.slots)
-    for place in survey(network, sites, x).places:
-        kept = {}
-        place.inlet.register_forward_pre_hook(
-            lambda _, given, kept=kept: kept.update(given=given[0].detach())
-        )
-        place.outlet.register_forward_hook(
-            lambda *said, kept=kept: kept.update(answer=said[2])
-        )
-        loss = cross_entropy(network(x), y)
-        (gradient,) = torch.autograd.grad(loss, kept["answer"])
-        fitting = [kind for kind in KINDS if not misfit(kind, place.geometry)]
-        assert {kind.form for kind in fitting} == {Form.WIDEN}
-        sample = Sample(kept["given"], kept["answer"].detach(), 64, gradient)
-        known = promises_of_one([sample], place.geometry, KINDS, loss.item())
-        assert known == [None] * len(KINDS)
