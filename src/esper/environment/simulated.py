@@ -37,80 +37,13 @@ from esper.environment.slot_life import (
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeConstants:
-    """What stays the same during an episode, ready for lookups."""
-
-    instances: Instances
-    offers: BlueprintOffers
-    nature: Int64[Tensor, "env slot"]
-    wants_half: Int64[Tensor, "env slot"]
-    gain: Float[Tensor, "env slot kind"]
-    """Gain by blueprint, after a zero for the empty slot."""
-    parameters: Float[Tensor, "env slot kind"]
-    """Parameters by blueprint, after a zero for the empty slot."""
-    empty: Int64[Tensor, "env slot"]
-    """Where the zero of each slot stands in the two flat tables."""
-    still: Float[Tensor, " env"]
-    """Slopes and plateau: nothing of the host's own training is seen here."""
-    score: Float[Tensor, " env"]
-    loss: Float[Tensor, " env"]
-
-    @classmethod
-    def of(cls, instances: Instances) -> "EpisodeConstants":
-        """Prepare the instances."""
-        gain = torch.nn.functional.pad(instances.gain, (1, 0))
-        first = torch.arange(0, gain.numel(), gain.shape[2], device=gain.device)
-        return cls(
-            instances=instances,
-            offers=BlueprintOffers(
-                fits=instances.fits,
-                parameters=instances.parameters,
-                macs=instances.parameters,
-                promise=instances.promise,
-                promise_known=instances.promise_known,
-            ),
-            nature=instances.nature,
-            wants_half=instances.wants_half,
-            gain=gain,
-            parameters=torch.nn.functional.pad(instances.parameters, (1, 0)),
-            empty=first.view(gain.shape[:2]),
-            still=torch.zeros_like(instances.rent),
-            score=torch.full_like(instances.rent, 0.5),
-            loss=torch.ones_like(instances.rent),
-        )
-
-
-class SlotContents(NamedTuple):
-    """What is in every slot."""
-
-    life: Int64[Tensor, "env slot"]
-    blueprint: Int64[Tensor, "env slot"]
-    style: Int64[Tensor, "env slot"]
-
-    @classmethod
-    def first(cls, instances: Instances) -> "SlotContents":
-        """What the instances start with."""
-        return cls(instances.life, instances.blueprint, instances.style)
-
-    def replaced(
-        self, where: Bool[Tensor, " env"], others: "SlotContents"
-    ) -> "SlotContents":
-        """These seeds, or the others where the mask is set."""
-        there = where.unsqueeze(1)
-        return SlotContents(
-            *(
-                torch.where(there, other, own)
-                for own, other in zip(self, others, strict=True)
-            )
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class SimulatedState:
     """State of every environment, and its phi."""
 
-    constants: EpisodeConstants
-    seeds: SlotContents
+    instances: Instances
+    life: Int64[Tensor, "env slot"]
+    blueprint: Int64[Tensor, "env slot"]
+    style: Int64[Tensor, "env slot"]
     contribution: Float[Tensor, "env slot"]
     parameters: Float[Tensor, "env slot"]
     added: Float[Tensor, " env"]
@@ -119,71 +52,78 @@ class SimulatedState:
     """What fits and can be afforded, whether or not the slot is empty."""
     phi: Float[Tensor, " env"]
 
+    @classmethod
+    def of(
+        cls, instances: Instances, slots: tuple[Tensor, Tensor, Tensor], worth: Tensor
+    ) -> "SimulatedState":
+        """Value and cost of slots with this life, blueprint and style."""
+        life, blueprint, _ = slots
+        planted, kind = blueprint >= 0, blueprint.clamp(min=0).unsqueeze(2)
+        gain = instances.gain.gather(2, kind).squeeze(2)
+        share = worth.take(2 * life + instances.wants_half)
+        contribution = torch.where(planted, share * gain, 0.0)
+        parameters = instances.parameters.gather(2, kind).squeeze(2)
+        parameters = torch.where(planted, parameters, 0.0)
+        added = parameters.sum(dim=1)
+        left = instances.budget - added
+        return cls(
+            instances,
+            *slots,
+            contribution=contribution,
+            parameters=parameters,
+            added=added,
+            budget_left=left,
+            plantable=instances.fits & (instances.parameters <= left[:, None, None]),
+            phi=contribution.sum(dim=1) - instances.rent * added,
+        )
 
-def compute_state(
-    constants: EpisodeConstants, seeds: SlotContents, tables: SlotTables
-) -> SimulatedState:
-    """Value and cost of the seeds."""
-    instances = constants.instances
-    entry = constants.empty + seeds.blueprint + 1
-    share = tables.worth.take(2 * seeds.life + constants.wants_half)
-    contribution = share * constants.gain.take(entry)
-    parameters = constants.parameters.take(entry)
-    added = parameters.sum(dim=1)
-    budget_left = instances.budget - added
-    return SimulatedState(
-        constants=constants,
-        seeds=seeds,
-        contribution=contribution,
-        parameters=parameters,
-        added=added,
-        budget_left=budget_left,
-        plantable=instances.fits & (instances.parameters <= budget_left[:, None, None]),
-        phi=contribution.sum(dim=1) - instances.rent * added,
-    )
-
-
-def observe(
-    state: SimulatedState,
-    tables: SlotTables,
-    progress: Float[Tensor, " env"],
-    first: Bool[Tensor, " env"],
-) -> Observation:
-    """The observation of a state."""
-    constants, seeds = state.constants, state.seeds
-    instances, life = constants.instances, seeds.life
-    measured = tables.measured.take(life)
-    return Observation(
-        first=first,
-        host=HostStates(
-            progress=progress,
-            budget_left=state.budget_left,
-            rent=instances.rent,
-            added=state.added,
-            score=constants.score,
-            score_slope=constants.still,
-            loss=constants.loss,
-            loss_slope=constants.still,
-            plateau=constants.still,
-        ),
-        slots=SlotStates(
-            stage=tables.stage.take(life),
-            age=tables.age.take(life),
-            alpha=tables.alpha.take(life),
-            alpha_target=tables.target.take(life),
-            alpha_settled=tables.settled.take(life),
-            blueprint=seeds.blueprint,
-            style=seeds.style,
-            parameters=state.parameters,
-            depth=instances.depth,
-            capacity=instances.capacity,
-            liveness=instances.liveness,
-            gradient_share=instances.gradient_share,
-            contribution=torch.where(measured, state.contribution, 0.0),
-            contribution_measured=measured,
-        ),
-        offers=constants.offers,
-    )
+    def observe(
+        self,
+        tables: SlotTables,
+        progress: Float[Tensor, " env"],
+        first: Bool[Tensor, " env"],
+    ) -> Observation:
+        """The observation; nothing of the host's own training is simulated."""
+        instances, life = self.instances, self.life
+        measured = tables.measured.take(life)
+        zero = torch.zeros_like(instances.rent)
+        return Observation(
+            first=first,
+            host=HostStates(
+                progress=progress,
+                budget_left=self.budget_left,
+                rent=instances.rent,
+                added=self.added,
+                score=zero + 0.5,
+                score_slope=zero,
+                loss=zero + 1.0,
+                loss_slope=zero,
+                plateau=zero,
+            ),
+            slots=SlotStates(
+                stage=tables.stage.take(life),
+                age=tables.age.take(life),
+                alpha=tables.alpha.take(life),
+                alpha_target=tables.target.take(life),
+                alpha_settled=tables.settled.take(life),
+                blueprint=self.blueprint,
+                style=self.style,
+                parameters=self.parameters,
+                depth=instances.depth,
+                capacity=instances.capacity,
+                liveness=instances.liveness,
+                gradient_share=instances.gradient_share,
+                contribution=torch.where(measured, self.contribution, 0.0),
+                contribution_measured=measured,
+            ),
+            offers=BlueprintOffers(
+                fits=instances.fits,
+                parameters=instances.parameters,
+                macs=instances.parameters,
+                promise=instances.promise,
+                promise_known=instances.promise_known,
+            ),
+        )
 
 
 class ParsedActions(NamedTuple):
@@ -269,31 +209,29 @@ class SimulatedWorld(Stateful, VectorWorld):
     @property
     def instances(self) -> Instances:
         """What decides the episodes that are being played."""
-        return self._current().constants.instances
+        return self._current().instances
 
     @property
     def rest(self) -> Instances:
         """What is left of the episodes, as instances that start here and now."""
         state = self._current()
-        life, blueprint, style = state.seeds
         return replace(
-            state.constants.instances,
-            life=life,
-            blueprint=blueprint,
-            style=style,
+            state.instances,
+            life=state.life,
+            blueprint=state.blueprint,
+            style=state.style,
             clock=self._clock.to(self._device),
         )
 
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
         instances = self._draw()
-        constants = EpisodeConstants.of(instances.to(self._device))
-        self._state = compute_state(
-            constants, SlotContents.first(constants.instances), self._tables
-        )
-        self._clock = instances.clock  # on the CPU: ends are known without asking
+        self._clock = instances.clock  # on the CPU: ends are known without a read
+        instances = instances.to(self._device)
+        slots = (instances.life, instances.blueprint, instances.style)
+        self._state = SimulatedState.of(instances, slots, self._tables.worth)
         first = torch.ones(self._num_envs, dtype=torch.bool, device=self._device)
-        return observe(self._state, self._tables, self._progress(), first)
+        return self._state.observe(self._tables, self._progress(), first)
 
     def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
         """Act everywhere; ended environments start anew in the same step."""
@@ -306,8 +244,9 @@ class SimulatedWorld(Stateful, VectorWorld):
         parsed = self._parse(before, actions)
         if self._check and not parsed.legal.all():
             raise IllegalAction(explain(before, actions, parsed.legal))
-        seeds, damage = self._act(before, parsed)
-        state = compute_state(before.constants, seeds, self._tables)
+        slots, damage = self._act(before, parsed)
+        instances, worth = before.instances, self._tables.worth
+        state = SimulatedState.of(instances, slots, worth)
         reward = state.phi - before.phi - damage
 
         clock = self._clock + 1
@@ -316,13 +255,18 @@ class SimulatedWorld(Stateful, VectorWorld):
         if ended.any():
             fresh = self._draw()
             clock = torch.where(ended, fresh.clock, clock)
-            fresh = fresh.to(self._device)
-            instances = before.constants.instances.replaced(terminated, fresh)
-            seeds = seeds.replaced(terminated, SlotContents.first(fresh))
-            state = compute_state(EpisodeConstants.of(instances), seeds, self._tables)
+            instances = instances.replaced(terminated, fresh.to(self._device))
+            where = terminated.unsqueeze(1)
+            life, blueprint, style = slots
+            slots = (
+                torch.where(where, instances.life, life),
+                torch.where(where, instances.blueprint, blueprint),
+                torch.where(where, instances.style, style),
+            )
+            state = SimulatedState.of(instances, slots, worth)
         self._state, self._clock = state, clock
         return StepResult(
-            observation=observe(state, self._tables, self._progress(), terminated),
+            observation=state.observe(self._tables, self._progress(), terminated),
             reward=reward,
             terminated=terminated,
             truncated=torch.zeros_like(terminated),
@@ -342,9 +286,7 @@ class SimulatedWorld(Stateful, VectorWorld):
         code = (parsed * tables.strides).sum(dim=1, keepdim=True)
         act = tables.act.take(code)
         legal = (parsed == actions).all(dim=1, keepdim=True)
-        legal &= tables.legal.take(
-            state.seeds.life.gather(1, slot) * (NO_ACT + 1) + act
-        )
+        legal &= tables.legal.take(state.life.gather(1, slot) * (NO_ACT + 1) + act)
         planting = op == Op.GERMINATE
         pair = slot * len(SPEC.blueprints) + blueprint
         legal &= ~planting | state.plantable.flatten(1).gather(1, pair)
@@ -352,24 +294,20 @@ class SimulatedWorld(Stateful, VectorWorld):
 
     def _act(
         self, state: SimulatedState, parsed: ParsedActions
-    ) -> tuple[SlotContents, Float[Tensor, " env"]]:
-        """The seeds one step later, and the damage done on the way."""
-        tables, seeds = self._tables, state.seeds
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Float[Tensor, " env"]]:
+        """Life, blueprint and style one step later, and the damage done on the way."""
+        tables = self._tables
         is_here = (self._slots == parsed.slot) & parsed.legal  # [env, slot]
-        life = tables.following.take(seeds.life * (NO_ACT + 1) + parsed.act * is_here)
+        life = tables.following.take(state.life * (NO_ACT + 1) + parsed.act * is_here)
         planted = is_here & parsed.planting
         restyled = is_here & self._restyles.take(parsed.op)
-        is_empty = life == EMPTY
-        after = SlotContents(
-            life,
-            torch.where(planted, parsed.blueprint, seeds.blueprint).masked_fill_(
-                is_empty, -1
-            ),
-            torch.where(restyled, parsed.style, seeds.style).masked_fill_(is_empty, 0),
-        )
-        nature = state.constants.nature.gather(1, parsed.slot)
+        blueprint = torch.where(planted, parsed.blueprint, state.blueprint)
+        style = torch.where(restyled, parsed.style, state.style)
+        empty = life == EMPTY
+        nature = state.instances.nature.gather(1, parsed.slot)
         damage = tables.damage.take(parsed.code * len(NATURES) + nature) * parsed.legal
-        return after, damage.squeeze(1)
+        slots = (life, blueprint.masked_fill(empty, -1), style.masked_fill(empty, 0))
+        return slots, damage.squeeze(1)
 
     def _draw(self) -> Instances:
         """Instances for all environments, whether they are needed or not."""
@@ -410,16 +348,16 @@ def explain(
                 f"{head.name!r} is not allowed here; allowed are "
                 f"{', '.join(SPEC.narrowed[head.name])}."
             )
-    life = LIVES[int(state.seeds.life[env, slot])]
+    life = LIVES[int(state.life[env, slot])]
     if op is Op.GERMINATE and life.stage is Stage.DORMANT:
         blueprint = parsed[HEAD["blueprint"]]
         name = SPEC.blueprints[blueprint].name
-        if not state.constants.instances.fits[env, slot, blueprint]:
+        if not state.instances.fits[env, slot, blueprint]:
             return (
                 f"environment {env}: {name} does not fit slot {slot}; choose by the "
                 "action masks."
             )
-        needs = float(state.constants.instances.parameters[env, slot, blueprint])
+        needs = float(state.instances.parameters[env, slot, blueprint])
         return (
             f"environment {env}: {name} in slot {slot} needs {needs:g} times the "
             f"host's parameters, budget left is {float(state.budget_left[env]):g}; "
