@@ -25,14 +25,15 @@ from benchmarks.timing import Report
 from esper.contracts.controller import Controller
 from esper.environment.instances import Instances, draw_instances
 from esper.environment.simulated import SimulatedWorld
-from esper.experiment.collect import play
 from esper.experiment.config import SIMULATED, Budget, TrainConfig
-from esper.experiment.loop import RoundRecord, train
 from esper.experiment.progress import Progress
+from esper.experiment.records import RoundRecord
+from esper.experiment.rollout import play
 from esper.experiment.settings.presets import preset
 from esper.experiment.statistics import Floats, Interval, bootstrap, mean_interval
 from esper.experiment.streams import stream
-from esper.experiment.worlds import loop_of, worlds_of
+from esper.experiment.train import loop_of, train
+from esper.experiment.worlds import worlds_of
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tamiyo.rule_based import Never, PromiseGreedy, Random
@@ -101,7 +102,11 @@ def run(
     """
     jobs = plan(rounds, repeats, ablations, rng_seed, envs)
     with Progress([job.name for job in jobs]) as progress:
-        outcomes = list(_outcomes(jobs, processes, progress.show))
+
+        def show(name: str, record: RoundRecord) -> None:
+            progress.update(name, record.round, record.rounds, record.headline())
+
+        outcomes = list(_outcomes(jobs, processes, show))
     print_study(outcomes, _controls())
     return []
 

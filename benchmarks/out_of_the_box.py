@@ -110,7 +110,7 @@ def run(repeats: int = SEEDS) -> list[Report]:
             name, seed = running[future]
             pair = found[name][seed] = future.result()
             news = f"never {pair.never:.3f}, tamiyo {pair.grown:.3f}"
-            progress.tell(name, len(found[name]), repeats, news)
+            progress.update(name, len(found[name]), repeats, news)
     return [as_report(name, pairs) for name, pairs in found.items()]
 
 

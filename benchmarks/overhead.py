@@ -16,12 +16,12 @@ from time import perf_counter
 from benchmarks.env import Stopwatch
 from benchmarks.round import KEEPING, on_the_watch, unjudged
 from benchmarks.timing import Report
-from esper.environment.mixture import Mixture
+from esper.experiment.callbacks import OnRoundEnd
 from esper.experiment.config import Budget, TrainConfig
-from esper.experiment.loop import RoundRecord, Training
+from esper.experiment.records import RoundRecord
 from esper.experiment.settings.presets import DEFAULT, preset
-from esper.experiment.trainer import begin_run
-from esper.experiment.worlds import loop_of, worlds_of
+from esper.experiment.train import Trainer, begin_run, loop_of
+from esper.experiment.worlds import world_for
 
 CYCLES = 2
 """Checkpoints that are timed."""
@@ -51,9 +51,8 @@ def measure(config: TrainConfig) -> Kept:
     with TemporaryDirectory() as folder:
         config = unjudged(config, Path(folder))
         last = config.budget.rounds
-        worlds = worlds_of(config)
-        world = worlds[0] if len(worlds) == 1 else Mixture(worlds)
-        alone = Training(world, loop_of(config, world))
+        world = world_for(config)
+        alone = Trainer(world, loop_of(config, world))
         watch, kept, bare = Stopwatch(), list[float](), list[float]()
         parts: dict[str, float] = {}
         since = 0.0
@@ -74,7 +73,7 @@ def measure(config: TrainConfig) -> Kept:
             since = perf_counter()
 
         with on_the_watch(watch, KEEPING):
-            begin_run(config, tell)
+            begin_run(config, [OnRoundEnd(tell)])
     parts.pop("alone", None)
     return Kept(kept[1:], bare[1:], parts)
 

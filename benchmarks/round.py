@@ -19,12 +19,13 @@ from benchmarks.env import PARTS, Stopwatch, timed
 from benchmarks.timing import Report
 from esper.environment import growing
 from esper.environment.growing import GrowingWorld
-from esper.experiment import collect, saving
+from esper.experiment import callbacks, rollout
+from esper.experiment.callbacks import OnRoundEnd, Record
 from esper.experiment.checkpoint import CheckpointFolder
 from esper.experiment.config import Budget, Judging, TrainConfig
-from esper.experiment.loop import RoundRecord
+from esper.experiment.records import RoundRecord
 from esper.experiment.store import Store
-from esper.experiment.trainer import Trainer, begin_run
+from esper.experiment.train import begin_run
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import TamiyoPolicy
@@ -33,18 +34,18 @@ Calls = Iterable[tuple[object, str, str]]
 NEVER = 1_000_000
 
 KEEPING: Calls = (
-    (Trainer, "_record", "store"),
+    (Record, "on_step", "store"),
     (Store, "add_round", "store"),
     (Store, "flush", "store"),
-    (saving, "save", "checkpoint"),
+    (callbacks, "save", "checkpoint"),
     (CheckpointFolder, "publish", "checkpoint"),
 )
 """Who is called, by which name, and for what: what a run keeps."""
 PLAYING: Calls = (
     *((GrowingWorld, name, part) for name, part in PARTS.items()),
     (growing, "contributions", "leaving out"),
-    (collect, "compute_features", "features"),
-    (collect, "compute_masks", "masks"),
+    (rollout, "compute_features", "features"),
+    (rollout, "compute_masks", "masks"),
     (TamiyoPolicy, "act", "policy"),
     (TamiyoPolicy, "value", "policy"),
     (TamiyoRolloutBuffer, "add", "buffer"),
@@ -117,7 +118,7 @@ def measure(config: TrainConfig) -> Rounds:
             watch.start()
 
     with TemporaryDirectory() as folder, on_the_watch(watch, (*PLAYING, *KEEPING)):
-        begin_run(unjudged(config, Path(folder)), tell)
+        begin_run(unjudged(config, Path(folder)), [OnRoundEnd(tell)])
     return found[0]
 
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks.timing import Report, alternate
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.stages import Stage
-from esper.experiment.loop import RoundRecord
+from esper.experiment.records import RoundRecord
 from esper.experiment.storage.lifecycle_events import WORDS, Changes
 from esper.experiment.store import Store
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord

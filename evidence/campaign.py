@@ -23,10 +23,9 @@ from esper.experiment.evaluate import PAUSE
 from esper.experiment.progress import Progress
 from esper.experiment.run import versions_now
 from esper.experiment.settings.typed import nearest, refusal, shown
-from esper.experiment.signals import listening
 from esper.experiment.storage.disk import storage
 from esper.experiment.storage.lock import Lock
-from esper.experiment.workers import Workers, one_worker, workers
+from esper.experiment.workers import Workers, caught_signals, one_worker, workers
 from evidence.jobs import KINDS, Job, all_jobs
 from evidence.ledger import LEDGER, Ledger, known_states
 from evidence.orders import Done, Order, Orders, do
@@ -137,7 +136,7 @@ class _Office:
             self._deadline = monotonic() + 60 * minutes
         here = processes == 1
         with (
-            listening() as heard,
+            caught_signals() as heard,
             one_worker() if here else workers(processes) as staff,
         ):
             self._hand_out(staff, processes, heard)
@@ -215,7 +214,7 @@ class _Office:
     def _tell(self, job: Job, news: str) -> None:
         group = [other.id for other in self._jobs if other.task == job.task]
         done = len(self._done.intersection(group))
-        self._progress.tell(job.task or OTHERS, max(done, 1), len(group), news)
+        self._progress.update(job.task or OTHERS, max(done, 1), len(group), news)
 
 
 def _guesses(

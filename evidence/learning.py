@@ -15,11 +15,12 @@ from time import perf_counter
 from typing import Final
 
 from esper.contracts.step import VectorWorld
+from esper.experiment.callbacks import OnRoundEnd
 from esper.experiment.config import TrainConfig
-from esper.experiment.imitation import imitation_steps
-from esper.experiment.loop import RoundRecord
+from esper.experiment.pretraining import imitation_steps
+from esper.experiment.records import RoundRecord
 from esper.experiment.run import Run
-from esper.experiment.trainer import begin_run, resume_run
+from esper.experiment.train import begin_run, resume_run
 from esper.experiment.workers import stopping
 from esper.experiment.worlds import worlds_of
 from evidence import contextual, search
@@ -34,9 +35,9 @@ def train(config: TrainConfig, arm: str, member: int, folder: Path) -> Trained |
     root = folder / CONTROLLERS
     path = root / f"{arm}-{member}"
     if not path.is_dir():
-        begin_run(replace(config, name=path.name, runs=str(root)), _tell)
+        begin_run(replace(config, name=path.name, runs=str(root)), [OnRoundEnd(_tell)])
     elif Run.read(path).finished is None:
-        resume_run(path, _tell)
+        resume_run(path, [OnRoundEnd(_tell)])
     facts = Run.read(path).finished
     if facts is None:
         return None

@@ -21,7 +21,7 @@ from esper.contracts.controller import Controller
 from esper.contracts.errors import BadInput
 from esper.contracts.observation import Observation
 from esper.contracts.step import StepResult, VectorWorld
-from esper.experiment.collect import play
+from esper.experiment.rollout import play
 from esper.experiment.statistics import Floats
 from esper.experiment.streams import stream, stream_seed
 from esper.tamiyo.rule_based import Never

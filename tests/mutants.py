@@ -172,10 +172,10 @@ MUTANTS = (
     ),
     Mutant(
         "an ended episode keeps its return",
-        "experiment/collect.py",
+        "experiment/rollout.py",
         "returns = torch.where(ended, 0.0, returns)",
         "returns = returns + 0.0",
-        "tests/experiment/test_collect.py",
+        "tests/experiment/test_rollout.py",
     ),
 )
 

@@ -71,10 +71,7 @@ def blank_observation(envs: int, spec: ActionSpec = PROBE_SPEC) -> Observation:
 class PlainWorld:
     """What a `VectorWorld` has besides its environments."""
 
-    ended = illegal = None
-    redraws, group_size = False, 1
-    begin_round, parts = VectorWorld.begin_round, VectorWorld.parts
-    split = VectorWorld.split
+    group_size, begin_round = 1, VectorWorld.begin_round
 
 
 @dataclass

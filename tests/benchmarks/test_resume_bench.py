@@ -124,7 +124,7 @@ def test_a_state_of_other_bits_and_an_end_that_was_not_said_are_caught(copied):
     (path / "finished.json").unlink()
     kept = Run.read(path).checkpoints(may_be_nan=MAY_BE_NAN)
     tensors = kept.latest().tensors
-    tensors["training/agent/moments/mean"] += 1e-6
+    tensors["agent/moments/mean"] += 1e-6
     kept.publish(4, tensors, {})
     found = audited(copied)
     assert not found.same_state

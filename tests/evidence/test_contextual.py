@@ -16,7 +16,7 @@ from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotConfig
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import WorldSettings
-from esper.experiment.collect import play
+from esper.experiment.rollout import play
 from esper.tamiyo.bandit import CONTEXT, LinearBandit
 from esper.tamiyo.schedule import Schedule
 from esper.tasks.catalogue import task

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import torch
 
+from esper.experiment.callbacks import OnRoundEnd
 from esper.experiment.checkpoint import CheckpointFolder
 from esper.experiment.config import (
     Budget,
@@ -34,7 +35,7 @@ from esper.experiment.run import STORE, Run
 from esper.experiment.storage.disk import unfinished
 from esper.experiment.storage.schema import TABLES
 from esper.experiment.store import Store
-from esper.experiment.trainer import begin_run, resume_run
+from esper.experiment.train import begin_run, resume_run
 from esper.experiment.worlds import worlds_of
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
@@ -150,9 +151,9 @@ def _live_in_child(config, pipe, began, last_words, twin):
         with twin(), _told(say, began):
             path = Path(config.runs) / config.name
             if path.exists():
-                resume_run(path, tell)
+                resume_run(path, [OnRoundEnd(tell)])
             else:
-                begin_run(config, tell)
+                begin_run(config, [OnRoundEnd(tell)])
         code = 0
     except BaseException:
         say("error", repr(traceback.format_exc()))

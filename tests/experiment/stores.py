@@ -8,9 +8,8 @@ import torch
 
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.stages import Stage
-from esper.experiment.judging import Judged
-from esper.experiment.loop import RoundRecord
 from esper.experiment.reading import rows
+from esper.experiment.records import Judged, RoundRecord
 from esper.experiment.storage.database import open_store
 from esper.experiment.storage.lifecycle_events import WORDS, Changes
 from esper.experiment.store import Store

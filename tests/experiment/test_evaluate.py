@@ -27,7 +27,7 @@ from esper.experiment.run import STORE, Run
 from esper.experiment.settings.typed import checked_table, construct
 from esper.experiment.static import judge_static
 from esper.experiment.storage.database import open_store
-from esper.experiment.trainer import begin_run
+from esper.experiment.train import begin_run
 from esper.tasks import catalogue
 from esper.tasks.catalogue import register_task
 from esper.tasks.hosts import MlpHost

@@ -10,7 +10,8 @@ from numpy.testing import assert_array_equal
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput
 from esper.experiment.config import World
-from esper.experiment.judging import Judged, judge, judged_world
+from esper.experiment.judging import judge, judged_world
+from esper.experiment.records import Judged
 from esper.tamiyo.rule_based import Never
 from esper.tamiyo.schedule import EARLY, Scheduled
 from esper.tasks import catalogue

@@ -11,15 +11,15 @@ import esper
 from esper.contracts.errors import BadInput
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import WorldSettings
-from esper.experiment.conclusion import _jobs
+from esper.experiment.callbacks import _jobs
 from esper.experiment.config import Judging
+from esper.experiment.evaluate import print_training
 from esper.experiment.learned import (
     find_controller,
     load_controller,
     newest_controller,
 )
-from esper.experiment.telling import tell_ending
-from esper.experiment.trainer import begin_run
+from esper.experiment.train import begin_run
 from esper.tamiyo.policy.action_masks import compute_masks
 from tests.environment.test_growing import TINY
 from tests.experiment.training_script import config
@@ -100,7 +100,7 @@ def test_a_folder_without_a_finished_training_says_what_to_do(tmp_path):
 
 def test_the_end_of_a_run_is_told_with_its_figures(ending):
     console = Console(record=True, width=200)
-    tell_ending(ending, console)
+    print_training(ending.path, console)
     text = console.export_text()
     for words in (
         "Mean return per round:",
@@ -112,14 +112,6 @@ def test_the_end_of_a_run_is_told_with_its_figures(ending):
         f"The run is in {ending.path}.",
     ):
         assert words in text.replace("\n", ""), words
-
-
-def test_an_interrupted_run_is_told_with_the_command_that_goes_on(ending):
-    console = Console(record=True, width=200)
-    tell_ending(replace(ending, signal=2), console)
-    said = console.export_text()
-    assert "Interrupted after round 2; all is saved." in said
-    assert f"esper train --resume {ending.path}" in said.replace("\n", "")
 
 
 def test_who_was_judged_before_an_interruption_is_not_judged_again(ending):

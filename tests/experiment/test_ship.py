@@ -12,7 +12,7 @@ from esper.experiment.config import from_toml
 from esper.experiment.learned import load_controller
 from esper.experiment.ship import commit_of, ship
 from esper.experiment.storage.disk import Disk
-from esper.experiment.trainer import begin_run
+from esper.experiment.train import begin_run
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.shipped import MANIFEST, WEIGHTS, read
 from tests.cli.calls import begun, call, refused

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from esper.contracts.errors import BadInput, CallOrder
-from esper.experiment.loop import RoundRecord
+from esper.experiment.records import RoundRecord
 from esper.experiment.storage.database import columns_of, open_store
 from esper.experiment.storage.schema import VERSION
 from esper.experiment.store import Store

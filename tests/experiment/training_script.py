@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from esper.experiment.callbacks import OnRoundEnd
 from esper.experiment.config import Budget, Judging, Keeping, TrainConfig, World
-from esper.experiment.trainer import begin_run, resume_run
+from esper.experiment.train import begin_run, resume_run
 
 
 def config(folder, name, rounds):
@@ -34,7 +35,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, name, rounds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     if (folder / name).exists():
-        ending = resume_run(folder / name, tell)
+        result = resume_run(folder / name, [OnRoundEnd(tell)])
     else:
-        ending = begin_run(config(folder, name, rounds), tell)
-    sys.exit(0 if ending.signal is None else 128 + ending.signal)
+        result = begin_run(config(folder, name, rounds), [OnRoundEnd(tell)])
+    sys.exit(0 if result.signal is None else 128 + result.signal)

@@ -7,8 +7,8 @@ import torch
 from torch import Generator
 
 from esper.contracts.actions import HEAD, Op
-from esper.experiment.collect import play
-from esper.experiment.loop import LoopConfig, train
+from esper.experiment.rollout import play
+from esper.experiment.train import LoopConfig, train
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features

@@ -8,9 +8,8 @@ import pytest
 from esper.environment.growing import GrowingWorld
 from esper.experiment.config import Budget, Learner, TrainConfig
 from esper.experiment.judging import judge
-from esper.experiment.loop import train
 from esper.experiment.summary import FEW_ROUNDS, return_trend, sparkline
-from esper.experiment.worlds import loop_of
+from esper.experiment.train import loop_of, train
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tasks.hosts import MlpHost

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from esper.contracts.stages import Stage
-from esper.experiment.judging import Judged
+from esper.experiment.records import Judged
 from esper.experiment.run import Run
 from esper.experiment.storage.lifecycle_events import WORDS, Changes
 from esper.experiment.store import Store

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser as SettingsParser
 
-    from esper.experiment.trainer import Ending
+    from esper.experiment.train import RunResult
 
 HELP = "train Tamiyo, watch her and judge her; or go on with a run"
 
@@ -20,19 +20,16 @@ def add(parser: ArgumentParser) -> None:
 
 def run_words(words: Sequence[str]) -> int:
     """Begin a run, or go on with one."""
-    from esper.experiment.run_progress import RunProgress
+    from esper.experiment.console import ConsoleProgress
     from esper.experiment.settings.arguments import parse_options, resolve
 
     options = parse_options(settings_parser(), words)
     if "resume" in options:
         return _resume(options)
     config = resolve(options, draw=True)
-    with RunProgress() as progress:
-        progress.begin(config)
-        from esper.experiment.trainer import begin_run
+    from esper.experiment.train import begin_run
 
-        ending = begin_run(config, progress.show, progress.hear)
-    return _end(ending)
+    return _end(begin_run(config, [ConsoleProgress()]))
 
 
 def settings_parser() -> "SettingsParser":
@@ -51,10 +48,10 @@ def settings_parser() -> "SettingsParser":
 
 def _resume(options: dict[str, object]) -> int:
     from esper.contracts.errors import BadInput
+    from esper.experiment.console import ConsoleProgress
     from esper.experiment.lookup import find_run
     from esper.experiment.run import Run
-    from esper.experiment.run_progress import RunProgress
-    from esper.experiment.trainer import resume_run, settings_of
+    from esper.experiment.train import resume_run, settings_of
 
     name, root = str(options.pop("resume")), Path(str(options.pop("runs", "runs")))
     if options:
@@ -65,14 +62,11 @@ def _resume(options: dict[str, object]) -> int:
         )
     path = find_run(name, root)
     run = Run.read(path)
-    config = settings_of(run)
+    settings_of(run)  # refuses other kinds of runs
     if run.finished is not None:
         print(f"Run {run.name} is already complete. See: esper report {path}")
         return 0
-    with RunProgress() as progress:
-        progress.begin(config, run.name)
-        ending = resume_run(path, progress.show, progress.hear)
-    return _end(ending)
+    return _end(resume_run(path, [ConsoleProgress()]))
 
 
 def _first(options: Mapping[str, object]) -> str:
@@ -81,13 +75,17 @@ def _first(options: Mapping[str, object]) -> str:
     return f"{name}.{_first(value)}" if isinstance(value, Mapping) else name
 
 
-def _end(ending: "Ending") -> int:
-    """Say what came of it, and where it is."""
-    from esper.experiment.telling import tell_ending
+def _end(result: "RunResult") -> int:
+    """Print what came of it, and where it is."""
+    from esper.experiment.evaluate import print_training
     from esper.report import write_report
 
-    tell_ending(ending)
-    if ending.signal is not None:
-        return 128 + ending.signal
-    print(f"The report is in {write_report(ending.path)}.")
+    if result.signal is not None:
+        print(
+            f"Interrupted after round {result.rounds}; all is saved. Go on with: "
+            f"esper train --resume {result.path}"
+        )
+        return 128 + result.signal
+    print_training(result.path)
+    print(f"The report is in {write_report(result.path)}.")
     return 0

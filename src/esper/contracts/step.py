@@ -5,7 +5,6 @@ cut. Worlds reset ended environments in the same step: `observation` is then the
 of the next episode and `final` the last of the old one.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -14,21 +13,6 @@ from torch import Tensor
 
 from esper.contracts.actions import ActionSpec
 from esper.contracts.observation import Observation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """One step of every environment."""
-
-    observation: Observation
-    """The next observation; of a new episode where the old one ended."""
-    reward: Float[Tensor, " env"]
-    terminated: Bool[Tensor, " env"]
-    """The episode has no future."""
-    truncated: Bool[Tensor, " env"]
-    """The episode was cut although it had a future."""
-    final: Observation | None = None
-    """The true last observation where truncated; None if nothing was truncated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +31,28 @@ class EpisodeReport:
     panicked: Bool[Tensor, " ended"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One step of every environment."""
+
+    observation: Observation
+    """The next observation; of a new episode where the old one ended."""
+    reward: Float[Tensor, " env"]
+    terminated: Bool[Tensor, " env"]
+    """The episode has no future."""
+    truncated: Bool[Tensor, " env"]
+    """The episode was cut although it had a future."""
+    final: Observation | None = None
+    """The true last observation where truncated; None if nothing was truncated."""
+    illegal: Bool[Tensor, " env"] | None = None
+    """Where the action was not possible; None if the world does not report it."""
+    report: EpisodeReport | None = None
+    """Results of the episodes that ended, if any did and the world has results."""
+
+
 @runtime_checkable
 class VectorWorld(Protocol):
     """Many environments that step together."""
-
-    ended: EpisodeReport | None = None
-    """Results of the episodes that ended in the last step, if the world has any."""
-    illegal: Bool[Tensor, " env"] | None = None
-    """Where the last action was not possible; None if the world does not report it."""
-    redraws: bool = False
-    """Whether `begin_round` draws other environments, which must be reset then."""
 
     @property
     def spec(self) -> ActionSpec:
@@ -73,17 +69,12 @@ class VectorWorld(Protocol):
         """How many environments in a row have the same random streams."""
         return 1
 
-    def begin_round(self) -> None:
-        """Called before every rollout."""
-        return
+    def begin_round(self) -> Observation | None:
+        """Called before every rollout; the first observation if all episodes are new.
 
-    def parts(self) -> "Sequence[VectorWorld]":
-        """The worlds of one task each that this one is made of."""
-        return [self]
-
-    def split(self, result: StepResult) -> Sequence[StepResult]:
-        """What each part returned in the last step, given the whole."""
-        return [result]
+        A world whose environments are drawn anew for every rollout draws them here.
+        """
+        return None
 
     def reset(self) -> Observation:
         """Start a new episode everywhere."""

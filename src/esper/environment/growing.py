@@ -127,7 +127,7 @@ class GrowingWorld(Stateful, VectorWorld):
         self._offers = _offers(self.host, self._geometry, chosen, per_place)
         self._offers = _repeat(self._offers, num_envs, self._device)
         self._started = False
-        self.ended = None
+        self.ended: EpisodeReport | None = None
         self.trained_lives: Lives | None = None
         """Seeds as they were in the last training, also where an episode ended."""
         self.illegal = torch.zeros(num_envs, dtype=torch.bool, device=device)
@@ -193,12 +193,14 @@ class GrowingWorld(Stateful, VectorWorld):
             reward=reward,
             terminated=over,
             truncated=torch.zeros_like(over),
+            illegal=self.illegal,
+            report=self.ended,
         )
 
     def loaded(self) -> None:
         """Alphas follow from the seeds' stages; nothing has ended yet."""
         self._alphas = Alphas.of(self._lives)
-        self.ended = self.trained_lives = None
+        self.ended, self.trained_lives = None, None
 
     def _begin(self, envs: Iterable[int]) -> None:
         """Start new episodes: data, host, order of batches and terms are drawn anew."""

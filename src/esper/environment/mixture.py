@@ -5,17 +5,18 @@ differ.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import ClassVar
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from esper.contracts.actions import ActionSpec
 from esper.contracts.errors import BadInput
 from esper.contracts.observation import Observation
 from esper.contracts.state import Stateful
-from esper.contracts.step import StepResult, VectorWorld
+from esper.contracts.step import EpisodeReport, StepResult, VectorWorld
 from esper.environment.settings import check_actions
 from esper.growth.measurements import together
 
@@ -28,7 +29,7 @@ class Mixture(Stateful, VectorWorld):
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("worlds",)
-    DERIVED: ClassVar[tuple[str, ...]] = ("_results",)
+    DERIVED: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, worlds: Sequence[VectorWorld]) -> None:
         if not worlds:
@@ -42,7 +43,6 @@ class Mixture(Stateful, VectorWorld):
                 )
         self.worlds = list(worlds)
         self._counts = [world.num_envs for world in worlds]
-        self._results: list[StepResult] = []
 
     @property
     def spec(self) -> ActionSpec:
@@ -60,14 +60,6 @@ class Mixture(Stateful, VectorWorld):
         sizes = {world.group_size for world in self.worlds}
         return sizes.pop() if len(sizes) == 1 else 1
 
-    def parts(self) -> Sequence[VectorWorld]:
-        """The worlds, in the order of their environments."""
-        return self.worlds
-
-    def split(self, result: StepResult) -> Sequence[StepResult]:
-        """What each part returned in the last step."""
-        return self._results
-
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
         first: Observation = together([world.reset() for world in self.worlds])
@@ -78,7 +70,6 @@ class Mixture(Stateful, VectorWorld):
         check_actions(actions, self.num_envs)
         parts = actions.split(self._counts)
         results = [w.step(part) for w, part in zip(self.worlds, parts, strict=True)]
-        self._results = results
         final = None
         if any(result.final is not None for result in results):
             # Read only where an episode was truncated: what stands elsewhere is free.
@@ -89,6 +80,8 @@ class Mixture(Stateful, VectorWorld):
             terminated=torch.cat([result.terminated for result in results]),
             truncated=torch.cat([result.truncated for result in results]),
             final=final,
+            illegal=_illegal(results),
+            report=_report(results, self._counts),
         )
 
 
@@ -103,8 +96,7 @@ class RedrawnMixture(Mixture):
     """
 
     STATE = ("drawn",)
-    DERIVED = ("_results", "worlds")
-    redraws = True
+    DERIVED = ("worlds",)
 
     def __init__(self, make: Callable[[int], Sequence[VectorWorld]]) -> None:
         super().__init__(make(0))
@@ -112,10 +104,33 @@ class RedrawnMixture(Mixture):
         self.drawn = 0
         """How often worlds were drawn before."""
 
-    def begin_round(self) -> None:
-        """Draw the next worlds; they must be reset."""
+    def begin_round(self) -> Observation:
+        """Draw the next worlds and reset them."""
         self.worlds = list(self._make(self.drawn))
         self.drawn += 1
+        return self.reset()
+
+
+def _illegal(results: Sequence[StepResult]) -> Bool[Tensor, " env"] | None:
+    known = [result.illegal for result in results if result.illegal is not None]
+    return torch.cat(known) if len(known) == len(results) else None
+
+
+def _report(
+    results: Sequence[StepResult], counts: Sequence[int]
+) -> EpisodeReport | None:
+    """The reports of all worlds, by environment of the mixture."""
+    found: list[EpisodeReport] = []
+    start = 0
+    for result, count in zip(results, counts, strict=True):
+        if result.report is not None:
+            found.append(replace(result.report, env=result.report.env + start))
+        start += count
+    if not found:
+        return None
+    names = [field.name for field in fields(EpisodeReport)]
+    columns = {n: torch.cat([getattr(each, n) for each in found]) for n in names}
+    return EpisodeReport(**columns)
 
 
 def _describe(spec: ActionSpec) -> str:

@@ -1,9 +1,9 @@
-"""Everybody on the same hosts of some tasks: `esper evaluate`.
+"""All arms on the same hosts of some tasks: `esper evaluate`.
 
 A job is one arm on one task. Jobs run in processes of one thread each; static arms wait
 for the one that they are measured by. An evaluation is a run: a folder with its
 configuration and a store whose rows are durable as soon as an arm is judged. Tables and
-words are made of those rows. One that is interrupted stays readable, and unfinished.
+sentences are made of those rows. If interrupted, it stays readable and unfinished.
 """
 
 import json
@@ -20,16 +20,23 @@ from rich.console import Console
 from esper.contracts.actions import NUM_HEADS
 from esper.contracts.errors import BadInput
 from esper.experiment.config import STATIC, Checked, Count, World
-from esper.experiment.judging import Judged, judge, judged_world
-from esper.experiment.progress import Progress
+from esper.experiment.judging import judge, judged_world
+from esper.experiment.progress import Progress, print_line
 from esper.experiment.reading import rows
+from esper.experiment.records import Judged
 from esper.experiment.run import STORE, Run, checked_name, versions_now
 from esper.experiment.settings.typed import Between, OneOf, nearest, refusal, written
 from esper.experiment.static import judge_static, reference_of
 from esper.experiment.storage.database import open_store
 from esper.experiment.store import Store
-from esper.experiment.summary import Summary, summarise
-from esper.experiment.summary_tables import print_line, print_summary
+from esper.experiment.summary import (
+    Summary,
+    headline,
+    return_trend,
+    sparkline,
+    summarise,
+)
+from esper.experiment.summary_tables import print_scores, print_summary
 from esper.experiment.workers import workers
 from esper.tamiyo.registry import CONTROLLERS, NAMES, SHIPPED, Maker
 from esper.tasks.catalogue import TASKS
@@ -156,7 +163,7 @@ def evaluate(
             )
             store.flush()
             done[task] += 1
-            progress.tell(task, done[task], len(arms), _news(job, judged))
+            progress.update(task, done[task], len(arms), _news(job, judged))
         for name, reason in skipped.items():
             store.add_note(0, "skipped", f"{name}: {reason}")
         store.flush()
@@ -168,6 +175,26 @@ def summary_of(path: Path) -> Summary:
     """What the store of a run says of what was judged in it."""
     with closing(open_store(path / STORE)) as db:
         return summarise(rows(db, "live_evaluations"))
+
+
+def print_training(path: Path, console: Console | None = None) -> None:
+    """Print how the return went in a training, and its final evaluation."""
+    console = console or Console()
+    with closing(open_store(path / STORE)) as db:
+        found = db.execute("SELECT mean_return FROM live_rounds ORDER BY round")
+        returns = [float("nan") if value is None else value for (value,) in found]
+        notes = db.execute("SELECT text FROM live_notes WHERE kind = 'judged'")
+        judged = [str(text) for (text,) in notes]
+    print_line(console, f"Mean return per round: {sparkline(returns)}")
+    print_line(console, return_trend(returns))
+    summary = summary_of(path)
+    if summary.tasks:
+        print_scores(console, summary)
+        for text in judged:
+            print_line(console, f"{text[0].upper()}{text[1:]}.")
+        for line in headline(summary):
+            print_line(console, line)
+    print_line(console, f"The run is in {path}.")
 
 
 def is_folder(controller: str) -> bool:

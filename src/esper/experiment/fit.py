@@ -134,7 +134,7 @@ def fit(
                         schedule.step()
                 decision = grower.step(metric=partial(_measured, metric, model))
                 if bar is not None:
-                    bar.tell(name, epoch, epochs, headline(decision))
+                    bar.update(name, epoch, epochs, headline(decision))
     except BaseException:
         grower.model.detach()
         raise

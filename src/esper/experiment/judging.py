@@ -1,63 +1,58 @@
-"""One controller on hosts of a real task that no training saw.
+"""One controller on hosts of a real task that no training saw, and what it cost.
 
 The number and the task decide data, first weights and order of batches, whoever
 controls: controllers that are judged with the same number are paired, host by host.
+
+The cost of training a host is counted in multiply-adds from its seeds' lifecycles:
+
+    decision = batches * rows * step + decision rows * forward + look
+
+A step and a promise are counted as `growth.macs` does: three forward passes of all
+active parts; while seeds train, a whole shadow pass on top. After every decision, and
+once at the start, the decision rows are scored. A look, where it is due, is a promise
+of every place between dense layers, for units with a bias and without, and a pass over
+rows that are tried with all active parts and for every seed that can still be pruned.
+Nothing is left out because an engine could reuse it. Test rows are no part of training.
 """
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from time import perf_counter
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
-from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.contracts.actions import HEAD, ActionSpec, Op
+from esper.contracts.actions import HEAD, Op
+from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.controller import Controller
-from esper.contracts.observation import Observation
-from esper.contracts.step import StepResult, VectorWorld
-from esper.environment.growing import GrowingWorld
-from esper.experiment.collect import play
+from esper.contracts.stages import LIVING, Stage
+from esper.contracts.step import StepResult
+from esper.environment.growing import CONTRIBUTION_ROWS, SCORED_ROWS, GrowingWorld
+from esper.environment.memory_layout import DENSE, layer_shapes, place_geometries
 from esper.experiment.config import World
-from esper.experiment.spending import Spending
-from esper.experiment.statistics import Floats
+from esper.experiment.records import Floats, Judged
+from esper.experiment.rollout import play
 from esper.experiment.streams import stream, stream_seed
 from esper.experiment.worlds import world_of
+from esper.growth.blueprints.seed import cost
+from esper.growth.macs import promise_macs, step_macs
+from esper.growth.promise import LEAST_ROWS
 from esper.tamiyo.registry import Maker, controller_for
 from esper.tasks.task import Task
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """What became of every host under one controller."""
-
-    returns: Floats
-    """Score that was gained on the decision rows, less rent."""
-    score: Floats
-    """Share of decision rows that the final network guesses right."""
-    test: Floats
-    """Share of test rows that the final network guesses right."""
-    area: Floats
-    """Mean share of decision rows that were guessed right, over the decisions."""
-    added: Floats
-    """Parameters added, as a multiple of the host's."""
-    macs: Floats
-    """Multiply-adds per row, as a multiple of the host's."""
-    training_macs: Floats
-    """Multiply-adds that the training took, with every pass that was only a look."""
-    seconds: Floats
-    """Time that the training took, hosts side by side."""
-    panicked: NDArray[np.bool_]
-    """Whether the host's numbers were no longer finite."""
+SlotContents = tuple[tuple[Stage, int], ...]
+"""Stage and blueprint (-1: none) of every slot of a host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What was done with every host, decision by decision, and how it went."""
+    """One episode of every host, decision by decision."""
 
     actions: Int64[Tensor, "decision env head"]
-    """Sentences; WAIT where one was not possible, and after the end."""
+    """WAIT where the action was not possible, and after the end."""
     stage: Int64[Tensor, "decision env slot"]
     """Of the seeds, in the training after the decision."""
     blueprint: Int64[Tensor, "decision env slot"]
@@ -72,6 +67,14 @@ class Recording:
     def planted(self) -> Int64[Tensor, " env"]:
         """How many seeds were planted in each host."""
         return (self.actions[..., HEAD["op"]] == Op.GERMINATE.value).sum(dim=0)
+
+    @classmethod
+    def concatenate(cls, parts: "list[Recording]") -> "Recording":
+        """Successive decisions as one recording."""
+        names = [each.name for each in fields(cls)]
+        return cls(
+            **{n: torch.cat([getattr(part, n) for part in parts]) for n in names}
+        )
 
 
 def judge(
@@ -108,27 +111,27 @@ def judge_closely(
     """The same as `judge`, and all that was done."""
     world = judged_world(task, hosts, rng_seed, settings, stage=stage)
     controller = controller_for(controller, world.spec)
-    journal = watch(world, controller, rng_seed)
-    final = journal.final
+    log = play_logged(world, controller, rng_seed)
+    recording, final = log.recording(), log.final
     panicked = final["panicked"].bool()
-    spending = Spending(
+    prices = TrainingCost(
         task=world.task,
         blueprints=world.spec.blueprints,
         decision_rows=len(world.task.splits(rng_seed).decisions),
         measure_every=(settings or World()).measure_every,
     )
     judged = Judged(
-        returns=journal.returns,
+        returns=log.returns,
         score=final["score"].numpy(),
         test=final["test"].numpy(),
-        area=journal.area,
+        area=log.area,
         added=final["added"].numpy(),
         macs=final["macs"].numpy(),
-        training_macs=spending.total(*journal.lives(), panicked),
-        seconds=journal.seconds,
+        training_macs=prices.total(recording, panicked),
+        seconds=log.seconds,
         panicked=panicked.numpy(),
     )
-    return judged, journal.recording()
+    return judged, recording
 
 
 def judged_world(
@@ -146,18 +149,20 @@ def judged_world(
     return world_of(task, hosts, number, settings)
 
 
-def watch(world: GrowingWorld, controller: Controller, rng_seed: int) -> "Journal":
-    """Let a controller live through one episode everywhere, and note it all."""
-    journal = Journal(world)
+def play_logged(
+    world: GrowingWorld, controller: Controller, rng_seed: int
+) -> "EpisodeLog":
+    """One episode of a controller in every environment, and its log."""
+    log = EpisodeLog(world)
     began = perf_counter()
-    returns = play(journal, controller, stream(rng_seed, "judging"))
-    journal.seconds[:] = (perf_counter() - began) / world.num_envs
-    journal.returns[:] = returns.numpy()
-    return journal
+    returns = play(world, controller, stream(rng_seed, "judging"), on_step=log.add)
+    log.seconds[:] = (perf_counter() - began) / world.num_envs
+    log.returns[:] = returns.numpy()
+    return log
 
 
-class Journal(VectorWorld):
-    """A world, and what became of the first episode of every host in it."""
+class EpisodeLog:
+    """The first episode of every host of a world."""
 
     def __init__(self, world: GrowingWorld) -> None:
         self.world = world
@@ -166,75 +171,145 @@ class Journal(VectorWorld):
         self.final = {n: torch.zeros(hosts, dtype=torch.float64) for n in names}
         """What the world reported of each host at its end."""
         self.returns, self.seconds = np.zeros(hosts), np.zeros(hosts)
-        self._scores = torch.zeros(hosts, dtype=torch.float64)
         self._running = torch.ones(hosts, dtype=torch.bool)
-        self._pages: list[Recording] = []
-
-    @property
-    def spec(self) -> ActionSpec:
-        """What can be said in this world."""
-        return self.world.spec
-
-    @property
-    def num_envs(self) -> int:
-        """How many hosts."""
-        return self.world.num_envs
+        self._parts: list[Recording] = []
 
     @property
     def area(self) -> Floats:
         """Mean score after a decision; 0 since a panic."""
-        means: Floats = self._scores.numpy() / self.world.task.horizon
+        total = sum(part.score[0].double() for part in self._parts)
+        means: Floats = np.asarray(total) / self.world.task.horizon
         return means
 
-    def reset(self) -> Observation:
-        """Start a new episode everywhere."""
-        return self.world.reset()
-
-    def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
-        """Step the world and note what came of it."""
-        result = self.world.step(actions)
-        lived, report = self.world.trained_lives, self.world.ended
+    def add(self, actions: Int64[Tensor, "env head"], result: StepResult) -> None:
+        """One step of the world."""
+        lived = self.world.trained_lives
         assert lived is not None  # there was a step
-        # Where an episode has ended, what is seen next is of another one.
+        assert result.illegal is not None
+        # Where an episode has ended, the next observation is of another one.
         score = result.observation.host.score.double()
-        if report is not None:
+        if (report := result.report) is not None:
             score[report.env] = torch.where(report.panicked, 0.0, report.score.double())
             # A host that ended before does so again if its next episode panics.
             first = self._running[report.env]
             for name, values in self.final.items():
                 values[report.env[first]] = getattr(report, name)[first].double()
-        score = torch.where(self._running, score, 0.0)
-        done = self._running & ~self.world.illegal
-        page = Recording(
-            actions=torch.where(done[:, None], actions, 0)[None],
-            stage=lived.stage[None],
-            blueprint=lived.blueprint[None],
-            alpha=lived.alpha[None],
-            score=score[None],
-            lived=self._running[None],
+        done = self._running & ~result.illegal
+        self._parts.append(
+            Recording(
+                actions=torch.where(done[:, None], actions, 0)[None],
+                stage=lived.stage[None],
+                blueprint=lived.blueprint[None],
+                alpha=lived.alpha[None],
+                score=torch.where(self._running, score, 0.0)[None],
+                lived=self._running[None],
+            )
         )
-        self._pages.append(page)
-        self._scores += score
         self._running = self._running & ~(result.terminated | result.truncated)
-        return result
-
-    def lives(
-        self,
-    ) -> tuple[
-        Int64[Tensor, "decision env slot"],
-        Int64[Tensor, "decision env slot"],
-        Bool[Tensor, "decision env"],
-    ]:
-        """Stage and blueprint of every seed in every training, and who still lived."""
-        whole = self.recording()
-        return whole.stage, whole.blueprint, whole.lived
 
     def recording(self) -> Recording:
-        """All that was done so far, and what came of it."""
-        pages = self._pages
-        return Recording(
-            **{
-                each.name: torch.cat([getattr(page, each.name) for page in pages])
-                for each in fields(Recording)
-            }
+        """All decisions so far."""
+        return Recording.concatenate(self._parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingCost:
+    """Multiply-adds of training hosts of one task.
+
+    Args:
+        task: With the horizon and the batches that are played.
+        blueprints: What can be planted, by index.
+        decision_rows: Rows that there are to decide on.
+        measure_every: Decisions between two looks.
+    """
+
+    task: Task
+    blueprints: tuple[Blueprint, ...]
+    decision_rows: int
+    measure_every: int
+
+    def total(self, recording: Recording, panicked: Bool[Tensor, " env"]) -> Floats:
+        """Multiply-adds that each host took.
+
+        Args:
+            recording: With every seed as it was while the host trained.
+            panicked: Where the episode ended in a panic, which is not looked at.
+        """
+        stage, blueprint = recording.stage, recording.blueprint
+        spent = np.empty(stage.shape[1])
+        known: dict[tuple[SlotContents, bool], int] = {}
+        for env in range(stage.shape[1]):
+            count = int(recording.lived[:, env].sum())
+            pairs = zip(
+                *(part[:count, env].tolist() for part in (stage, blueprint)),
+                strict=True,
+            )
+            slots = [tuple(zip(map(Stage, a), b, strict=True)) for a, b in pairs]
+            looks = [
+                self._due(n) and not (n == count and bool(panicked[env]))
+                for n in range(1, count + 1)
+            ]
+            counted = Counter(zip(slots, looks, strict=True))
+            for key in counted.keys() - known.keys():
+                known[key] = self.decision(*key)
+            spent[env] = self.start + sum(known[k] * n for k, n in counted.items())
+        return spent
+
+    @property
+    def start(self) -> int:
+        """The score of a host that has not trained."""
+        return self._judged * self.task.host.macs
+
+    def decision(self, slots: SlotContents, look: bool) -> int:
+        """From one decision to the next."""
+        task, maps = self.task, tuple(layer_shapes(self.task.host))
+        places = len(maps) - 1
+        seeds = [
+            (slot % places, stage, self._seed(slot % places, kind))
+            for slot, (stage, kind) in enumerate(slots)
+            if stage is not Stage.DORMANT
+        ]
+        active = task.host.macs + sum(
+            price for _, stage, price in seeds if stage is not Stage.TRAINING
+        )
+        young = [(at, price) for at, stage, price in seeds if stage is Stage.TRAINING]
+        behind = 0
+        if young:
+            outlet = 1 + min(at for at, _ in young)
+            behind = sum(own.weights * own.positions for own in maps[outlet + 1 :])
+            behind += sum(price for at, _, price in seeds if at > outlet)
+        step = step_macs(active, sum(price for _, price in young), behind)
+        spent = task.decision_every * task.batch * step + self._judged * active
+        if not look:
+            return spent
+        tried = [
+            active + (price if stage is Stage.TRAINING else -price)
+            for _, stage, price in seeds
+            if stage in LIVING
+        ]
+        rows = min(CONTRIBUTION_ROWS, self.decision_rows)
+        return spent + self._promises() + rows * (sum(tried) + active * bool(tried))
+
+    @property
+    def _judged(self) -> int:
+        return min(SCORED_ROWS, self.decision_rows)
+
+    def _due(self, decision: int) -> bool:
+        return decision % self.measure_every == 0 and decision < self.task.horizon
+
+    def _seed(self, place: int, kind: int) -> int:
+        """Multiply-adds per row of a seed."""
+        geometry = place_geometries(self.task.host)[place]
+        return cost(self.blueprints[kind], geometry).macs
+
+    def _promises(self) -> int:
+        """Multiply-adds of one look at all places."""
+        if self.task.batch // 2 < LEAST_ROWS:
+            return 0
+        largest = max(blueprint.size for blueprint in self.blueprints)
+        kinds = len({blueprint.form is Form.LOW_RANK for blueprint in self.blueprints})
+        return kinds * sum(
+            promise_macs(self.task.batch, first.inputs + 1, last.outputs, largest)
+            for first, last in pairwise(layer_shapes(self.task.host))
+            if first.kind == last.kind == DENSE
         )

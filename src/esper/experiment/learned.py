@@ -28,7 +28,7 @@ from esper.experiment.storage.disk import short
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from esper.tamiyo.policy.sampling import with_temperature
 
-POLICY: Final = "training/agent/policy/"
+POLICY: Final = "agent/policy/"
 """What the names of a policy's numbers begin with in a checkpoint."""
 MAY_BE_NAN: Final = ("*first_loss",)
 """Unknown before the first loss of an episode."""

@@ -23,7 +23,7 @@ from esper.experiment.learned import Learned, load_controller
 from esper.experiment.run import Run
 from esper.experiment.storage.disk import Disk, publish, said, short, storage
 from esper.experiment.storage.tensor_file import pack
-from esper.experiment.trainer import settings_of
+from esper.experiment.train import settings_of
 from esper.tamiyo.shipped import FORMAT, MANIFEST, WEIGHTS, read
 
 VERSIONS: Final = ("began", "esper", "python", "torch", "numpy", "numba", "machine")

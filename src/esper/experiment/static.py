@@ -1,4 +1,4 @@
-"""Controls that nobody grows: what a plain network of equal size or cost would reach.
+"""Baselines that do not grow: a plain network of equal size or cost.
 
     static    the host with all hidden layers wider, from the start: as many parameters
               as the reference ended with on average, or the most that are not more
@@ -7,7 +7,7 @@
 
 Both have the hosts' data, order of batches, random stream and terms, and pay rent for
 what they have more than the host. The learning rate is the task's own, tuned for
-neither. Nobody decides, so nothing is looked at and only training steps are counted:
+neither. There is no controller, so nothing is measured and only training counts:
 three forward passes per row. The reference is the learned controller, or `early`.
 """
 
@@ -20,8 +20,8 @@ import numpy as np
 
 from esper.contracts.errors import BadInput
 from esper.experiment.config import STATIC, World
-from esper.experiment.judging import Journal, Judged, judged_world, watch
-from esper.experiment.statistics import Floats
+from esper.experiment.judging import judged_world, play_logged
+from esper.experiment.records import Judged
 from esper.growth.macs import step_macs
 from esper.tamiyo.registry import CONTROLLERS
 from esper.tamiyo.rule_based import Never
@@ -110,8 +110,9 @@ def judge_plain(
     terms = replace(settings, horizon=horizon, measure_every=NO_LOOK)
     trained = replace(task, host=host)
     world = judged_world(trained, hosts, rng_seed, terms, stage=stage)
-    journal = watch(world, Never(), rng_seed)
-    final, panicked = journal.final, journal.final["panicked"].bool().numpy()
+    log = play_logged(world, Never(), rng_seed)
+    final, panicked = log.final, log.final["panicked"].bool().numpy()
+    decisions = log.recording().lived.sum(dim=0).double().numpy()
     added = host.parameters / task.host.parameters - 1.0
     score, start = final["score"].numpy(), before.score.double().numpy()
     worth = score - before.rent.double().numpy() * added
@@ -119,11 +120,11 @@ def judge_plain(
         returns=np.where(panicked, -1.0, worth) - start,
         score=score,
         test=final["test"].numpy(),
-        area=journal.area,
+        area=log.area,
         added=np.full(hosts, added),
         macs=np.full(hosts, host.macs / task.host.macs),
-        training_macs=_steps(journal) * step_macs(host.macs),
-        seconds=journal.seconds,
+        training_macs=decisions * own.decision_every * own.batch * step_macs(host.macs),
+        seconds=log.seconds,
         panicked=panicked,
     )
 
@@ -158,11 +159,3 @@ def _largest(
             return best
         best = wide
     raise AssertionError  # count() does not end
-
-
-def _steps(journal: Journal) -> Floats:
-    """Rows that each host was trained on."""
-    task = journal.world.task
-    decisions = journal.lives()[2].sum(dim=0).double().numpy()
-    rows: Floats = decisions * task.decision_every * task.batch
-    return rows

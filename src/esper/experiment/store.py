@@ -26,8 +26,7 @@ from torch import Tensor
 
 from esper.contracts.errors import BadInput, CallOrder, StorageTrouble
 from esper.contracts.stages import Stage
-from esper.experiment.judging import Judged
-from esper.experiment.loop import RoundRecord
+from esper.experiment.records import Judged, RoundRecord
 from esper.experiment.storage.batch import Batch, Column, whole
 from esper.experiment.storage.database import columns_of, open_writer, transaction
 from esper.experiment.storage.lifecycle_events import WORDS, Changes
@@ -144,7 +143,8 @@ class Store:
         *,
         round: int,
         step: int,
-        task: str,
+        task: str | Sequence[str],
+        env_in_task: Sequence[int] | None = None,
         episode: Int64[Tensor, " env"],
         reward: Float[Tensor, " env"],
         score: Float[Tensor, " env"] | None = None,
@@ -152,13 +152,26 @@ class Store:
         added: Float[Tensor, " env"] | None = None,
         budget_left: Float[Tensor, " env"] | None = None,
     ) -> None:
-        """One decision of every environment of a task; None is stored as missing."""
+        """One decision of every environment; None is stored as missing.
+
+        Args:
+            round: Of the run.
+            step: Number of the decision.
+            task: Of all environments, or one for each.
+            env_in_task: Their numbers within their tasks; None: as they come.
+            episode: Number of the running episode, and so on for all figures.
+            reward: Of the step.
+            score: Before the decision, as all others below.
+            loss: Of the host.
+            added: Parameters, as a multiple of the host's.
+            budget_left: The same.
+        """
         self._add(
             "steps",
             len(reward),
             round=round,
             step=whole("step", step),
-            env=range(len(reward)),
+            env=range(len(reward)) if env_in_task is None else env_in_task,
             task=task,
             episode=episode,
             reward=reward,
@@ -174,7 +187,8 @@ class Store:
         *,
         round: int,
         step: int,
-        task: str,
+        task: str | Sequence[str],
+        env_in_task: Sequence[int] | None = None,
         episode: Int64[Tensor, " env"],
         blueprints: Sequence[str],
     ) -> None:
@@ -184,7 +198,8 @@ class Store:
             changes: As `events_between` found them.
             round: Of the run.
             step: The decision that they followed.
-            task: Of the environments.
+            task: Of all environments, or one for each.
+            env_in_task: Their numbers within their tasks; None: as they come.
             episode: Number of the episode of every environment before the step.
             blueprints: Names of the run's blueprints.
         """
@@ -197,8 +212,7 @@ class Store:
             len(changes),
             round=round,
             step=whole("step", step),
-            env=changes.env,
-            task=task,
+            **_places(changes.env, task, env_in_task),
             episode=episode[changes.env],
             slot=changes.slot,
             what=[WORDS[index] for index in changes.what.tolist()],
@@ -213,7 +227,8 @@ class Store:
         *,
         round: int,
         step: int,
-        task: str,
+        task: str | Sequence[str],
+        env_in_task: Sequence[int] | None = None,
         env: Int64[Tensor, " ended"],
         episode: Int64[Tensor, " ended"],
         returns: Float[Tensor, " ended"],
@@ -229,8 +244,7 @@ class Store:
             len(env),
             round=round,
             step=whole("step", step),
-            env=env,
-            task=task,
+            **_places(env, task, env_in_task),
             episode=episode,
             **{"return": returns},
             score=score,
@@ -359,3 +373,14 @@ class Store:
             f"cannot write {self.path}: {error}; {self._waiting} rows wait. Make room "
             "or end whoever else writes there."
         )
+
+
+def _places(
+    env: Int64[Tensor, " row"], task: str | Sequence[str], numbers: Sequence[int] | None
+) -> dict[str, Column]:
+    """The columns that say which environment of which task each row is about."""
+    rows = env.tolist()
+    return {
+        "env": env if numbers is None else [numbers[row] for row in rows],
+        "task": task if isinstance(task, str) else [task[row] for row in rows],
+    }

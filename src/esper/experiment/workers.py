@@ -1,7 +1,7 @@
-"""Processes that work for this one, each with one thread.
+"""Worker processes, and the signals that ask a process to end.
 
-They ignore Ctrl-C, so that only their parent speaks, and the system ends them when
-their parent is gone. What takes long asks `stopping` now and then.
+Workers ignore Ctrl-C, so that only their parent reacts to it, and the system ends them
+when their parent is gone. What takes long asks `stopping` now and then.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from multiprocessing import active_children, get_context
 from multiprocessing.synchronize import Event
 from threading import current_thread, main_thread
+from types import FrameType
 from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 from esper.contracts.errors import WorkersTrouble
@@ -77,6 +78,31 @@ def stopping() -> bool:
 
 
 _STOP: Event | None = None
+
+
+@contextmanager
+def caught_signals() -> Iterator[list[int]]:
+    """The signals that asked for an end so far; the second one is not waited for."""
+    caught: list[int] = []
+    if current_thread() is not main_thread():  # only there can signals be caught
+        yield caught
+        return
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        if len(caught) > 1:
+            raise KeyboardInterrupt
+
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {kind: signal.getsignal(kind) for kind in kinds}
+    wanted = [kind for kind in kinds if before[kind] is not signal.SIG_IGN]  # nohup
+    for kind in wanted:
+        signal.signal(kind, catch)
+    try:
+        yield caught
+    finally:
+        for kind in wanted:
+            signal.signal(kind, before[kind])
 
 
 class _Pool:

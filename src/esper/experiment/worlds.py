@@ -1,4 +1,4 @@
-"""The worlds and loops that settings stand for."""
+"""The tasks and worlds that settings stand for."""
 
 from functools import partial
 from math import ceil
@@ -10,7 +10,7 @@ from esper.environment.instances import HORIZON
 from esper.environment.mixture import Mixture, RedrawnMixture
 from esper.environment.simulated import SimulatedWorld
 from esper.experiment.config import FAMILY, SIMULATED, TrainConfig, World
-from esper.experiment.loop import LoopConfig
+from esper.experiment.records import ENDLESS
 from esper.experiment.streams import stream_seed
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.family import HORIZONS, drawn_task
@@ -18,14 +18,12 @@ from esper.tasks.task import Task
 
 TRAINING: Final = "training"
 """The stage of what a policy learns from."""
-ENDLESS: Final = 1_000_000
-"""Rounds of a training that only time ends."""
 HIDDEN_SHARE: Final = 0.2
 """Share of hidden instances in the simulated world."""
 
 
 def world_for(config: TrainConfig) -> VectorWorld:
-    """All that a run lives in."""
+    """The world of a run: all tasks side by side, or families drawn every round."""
     if FAMILY in config.tasks:
         return RedrawnMixture(partial(worlds_of, config))
     worlds = worlds_of(config)
@@ -33,7 +31,7 @@ def world_for(config: TrainConfig) -> VectorWorld:
 
 
 def worlds_of(config: TrainConfig, drawing: int = 0) -> list[VectorWorld]:
-    """The worlds that a run lives in, one for each task.
+    """The worlds of a run, one for each task.
 
     Args:
         config: The run's.
@@ -88,19 +86,10 @@ def steps_of(config: TrainConfig) -> int:
     return max(task.horizon for task in tasks_of(config))
 
 
-def loop_of(config: TrainConfig, world: VectorWorld) -> LoopConfig:
-    """How to train: a rollout is about one episode of every environment."""
-    learner, budget, steps = config.learner, config.budget, steps_of(config)
-    rounds = [ENDLESS if budget.rounds is None else budget.rounds]
+def rounds_of(config: TrainConfig, num_envs: int) -> int:
+    """Rounds that the budget allows for, time aside."""
+    budget = config.budget
+    rounds = ENDLESS if budget.rounds is None else budget.rounds
     if budget.env_steps is not None:
-        rounds.append(ceil(budget.env_steps / (steps * world.num_envs)))
-    return LoopConfig(
-        rounds=min(rounds),
-        steps=steps,
-        rng_seed=config.rng_seed,
-        gamma=learner.gamma,
-        gae_lambda=learner.gae_lambda,
-        final_share=learner.final_share,
-        ppo=learner.ppo,
-        policy=learner.policy,
-    )
+        rounds = min(rounds, ceil(budget.env_steps / (steps_of(config) * num_envs)))
+    return rounds

@@ -1,27 +1,24 @@
-"""Decisions become experience: the one place where controllers and worlds meet.
+"""Rollouts: the one place where controllers and worlds meet.
 
-`collect` fills a buffer with a learning policy's steps; `play` lets any controller live
-through one episode everywhere. Both run all environments at once, and neither knows
-which world it is in.
+`collect` fills a buffer with a learning policy's steps; `play` has any controller play
+one episode everywhere. Both run all environments at once, in any world.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int64
 from torch import Generator, Tensor
 
 from esper.contracts.controller import Controller, ControllerState
 from esper.contracts.errors import CallOrder
 from esper.contracts.observation import Observation
-from esper.contracts.step import StepResult, VectorWorld
+from esper.contracts.step import EpisodeReport, StepResult, VectorWorld
 from esper.simic.agent.policy import Policy
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
-
-Listener = Callable[[Observation, Tensor, StepResult], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +27,26 @@ class Live:
 
     observation: Observation
     state: Float[Tensor, "env layer state"]
-    """What the policy remembers; of another episode where `observation.first`."""
+    """The policy's memory; of another episode where `observation.first`."""
     returns: Float[Tensor, " env"]
     """Rewards of the running episodes so far."""
+    episode: Int64[Tensor, " env"]
+    """Episodes that were begun and stepped in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One step of every environment, as callbacks get it."""
+
+    index: int
+    """Within the rollout, from 0."""
+    observation: Observation
+    actions: Int64[Tensor, "env head"]
+    result: StepResult
+    returns: Float[Tensor, " env"]
+    """Rewards of the episode, this step's included."""
+    episode: Int64[Tensor, " env"]
+    """Number of the episode, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +55,29 @@ class Finished:
 
     episodes: Float[Tensor, ""]
     total_return: Float[Tensor, ""]
+    reports: tuple[EpisodeReport, ...] = ()
+    """Their networks, where the world has any."""
 
     def mean_return(self) -> float:
         """Mean return of the episodes that ended; NaN if none did (reads)."""
         return float(self.total_return / self.episodes)
 
+    def mean(self, name: str) -> float | None:
+        """Mean of a figure of their networks; None if there are none (reads)."""
+        if not self.reports:
+            return None
+        return float(torch.cat([getattr(each, name) for each in self.reports]).mean())
+
 
 def start(world: VectorWorld, policy: Policy) -> Live:
-    """Begin a new episode everywhere, remembering nothing."""
+    """Begin a new episode everywhere, with empty memory."""
     observation = world.reset()
+    device = observation.first.device
     return Live(
         observation,
         policy.initial_state(world.num_envs),
-        torch.zeros(world.num_envs, device=observation.first.device),
+        torch.zeros(world.num_envs, device=device),
+        torch.zeros(world.num_envs, dtype=torch.int64, device=device),
     )
 
 
@@ -66,24 +90,28 @@ def collect(
     generator: Generator,
     *,
     policy_version: int,
-    on_step: Listener | None = None,
+    on_step: Callable[[Transition], None] | None = None,
 ) -> tuple[Live, Finished]:
-    """Fill `buffer` with steps of `policy` and go on from where `live` stands.
-
-    `on_step` is told of every step: what was seen, what was said, what came of it.
-    """
-    observation, state, returns = live.observation, live.state, live.returns
+    """Fill `buffer` with steps of `policy`, going on from `live`."""
+    observation, state = live.observation, live.state
+    returns, episode = live.returns, live.episode
     spec = world.spec
-    # Worlds whose environments share their chances say so; others need not.
     buffer.begin(state, policy_version, world.group_size)
     episodes = total = torch.zeros((), device=returns.device)
-    for _ in range(buffer.max_steps):
+    reports: list[EpisodeReport] = []
+    for index in range(buffer.max_steps):
         features = compute_features(observation, spec)
         masks = compute_masks(observation, spec)
         decision = policy.act(features, masks, observation.first, state, generator)
         result = world.step(decision.actions)
+        returns = returns + result.reward
+        episode = episode + observation.first
         if on_step is not None:
-            on_step(observation, decision.actions, result)
+            on_step(
+                Transition(
+                    index, observation, decision.actions, result, returns, episode
+                )
+            )
         final_values = None
         if result.final is not None:
             final_values = policy.value(
@@ -105,14 +133,18 @@ def collect(
             final_values=final_values,
         )
         ended = result.terminated | result.truncated
-        returns = returns + result.reward
         episodes = episodes + ended.sum()
         total = total + torch.where(ended, returns, 0.0).sum()
         returns = torch.where(ended, 0.0, returns)
+        if result.report is not None:
+            reports.append(result.report)
         observation, state = result.observation, decision.state
     last = policy.value(compute_features(observation, spec), observation.first, state)
     buffer.cut(last)
-    return Live(observation, state, returns), Finished(episodes, total)
+    return (
+        Live(observation, state, returns, episode),
+        Finished(episodes, total, tuple(reports)),
+    )
 
 
 @torch.inference_mode()
@@ -122,17 +154,16 @@ def play(
     generator: Generator,
     *,
     max_steps: int = 10_000,
-    on_end: Callable[[Bool[Tensor, " env"]], None] | None = None,
+    on_step: Callable[[Tensor, StepResult], None] | None = None,
 ) -> Float[Tensor, " env"]:
     """Return of one whole episode per environment under `controller`.
 
     Args:
         world: Where to play; it is reset.
         controller: Who decides.
-        generator: The controller's only source of chance.
+        generator: The controller's only source of randomness.
         max_steps: Decisions within which every episode must end.
-        on_end: Told, right after such a step, whose episode has just ended; each
-            environment once, though worlds go on with another episode.
+        on_step: Called after every step with the actions and their result.
     """
     observation = world.reset()
     returns = torch.zeros(world.num_envs, device=observation.first.device)
@@ -142,11 +173,10 @@ def play(
         masks = compute_masks(observation, world.spec)
         actions, state = controller.decide(observation, masks, state, generator)
         result = world.step(actions)
+        if on_step is not None:
+            on_step(actions, result)
         returns = returns + torch.where(running, result.reward, 0.0)
-        ended = running & (result.terminated | result.truncated)
-        if on_end is not None and bool(ended.any()):
-            on_end(ended)
-        running = running & ~ended
+        running = running & ~(result.terminated | result.truncated)
         observation = result.observation
         if not bool(running.any()):
             return returns

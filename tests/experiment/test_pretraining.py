@@ -1,4 +1,4 @@
-"""What the better of twins said is learnt; who was worse is hardly heard."""
+"""Imitation of the better timetables of a group, and runs on families of tasks."""
 
 from dataclasses import replace
 
@@ -9,9 +9,9 @@ from torch.testing import assert_close
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput
 from esper.environment.mixture import Mixture
-from esper.experiment import imitation
+from esper.experiment import pretraining
 from esper.experiment.config import IMITATION, Budget, TrainConfig, World
-from esper.experiment.imitation import imitate, preferred, tried
+from esper.experiment.pretraining import imitate, preferred, tried
 from esper.experiment.settings.presets import preset
 from esper.experiment.worlds import worlds_of
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
@@ -56,7 +56,7 @@ def test_a_trial_is_one_episode_and_says_what_could_have_been_said():
 
 @pytest.mark.parametrize("best", [Op.WAIT, Op.GERMINATE])
 def test_a_policy_learns_what_the_best_twin_said(monkeypatch, best):
-    monkeypatch.setattr(imitation, "PASSES", 60)
+    monkeypatch.setattr(pretraining, "PASSES", 60)
     world = a_world()
     trial = tried(world, [*[Schedule(count=0)] * 2, *[Schedule()] * 2], 3, causal=True)
     plants = torch.tensor([0.0, 0.0, 1.0, 1.0])

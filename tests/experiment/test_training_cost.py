@@ -10,8 +10,7 @@ import torch
 from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.stages import Stage
 from esper.experiment.config import World
-from esper.experiment.judging import Journal, judge, judged_world
-from esper.experiment.spending import Spending
+from esper.experiment.judging import EpisodeLog, TrainingCost, judge, judged_world
 from esper.growth.macs import promise_macs
 from esper.tasks.hosts import MlpHost
 from tests.experiment.test_judging import tiny
@@ -83,15 +82,16 @@ def sentence(**words):
 
 
 def played(script):
-    """What a world was asked for, and its journal."""
+    """Multiply-adds that a world was asked for, and the recording."""
     world = judged_world(deep(), HOSTS, 0)
     tally = Tally(world)
-    journal = Journal(world)
-    journal.reset()
+    log = EpisodeLog(world)
+    world.reset()
     total = np.array(tally.calls, dtype=np.float64).sum(axis=0)
     for number in range(1, HORIZON + 1):
         tally.calls.clear()
-        journal.step(sentence(**script.get(number, {})))
+        actions = sentence(**script.get(number, {}))
+        log.add(actions, world.step(actions))
         # At the end come test rows, and the score of the next episode's host.
         calls = tally.calls[:2] if number == HORIZON else tally.calls
         total += np.array(calls, dtype=np.float64).sum(axis=0)
@@ -99,11 +99,11 @@ def played(script):
         2 * promise_macs(64, inputs + 1, outputs, 32)
         for inputs, outputs in zip(WIDTHS, WIDTHS[2:], strict=False)
     )
-    return total + tally.looks * promise, journal, world
+    return total + tally.looks * promise, log.recording(), world
 
 
 def spending(world):
-    return Spending(
+    return TrainingCost(
         task=world.task,
         blueprints=world.spec.blueprints,
         decision_rows=len(world.task.splits(0).decisions),
@@ -123,12 +123,11 @@ GROWING = {
 
 @pytest.mark.parametrize("script", [{}, GROWING], ids=["never", "growing"])
 def test_counts_what_the_world_asked_for(script):
-    expected, journal, world = played(script)
-    stage, blueprint, lived = journal.lives()
-    found = spending(world).total(stage, blueprint, lived, torch.zeros(HOSTS).bool())
+    expected, recording, world = played(script)
+    found = spending(world).total(recording, torch.zeros(HOSTS).bool())
     np.testing.assert_allclose(found, expected, rtol=1e-12)
     if script:
-        assert {Stage.TRAINING, Stage.BLENDING} <= {*stage.flatten().tolist()}
+        assert {Stage.TRAINING, Stage.BLENDING} <= {*recording.stage.flatten().tolist()}
 
 
 def test_a_host_that_is_left_alone_counted_by_hand():
@@ -149,14 +148,13 @@ def test_what_grows_costs_more_and_so_does_looking_often():
 
 
 def test_a_host_that_ended_costs_nothing_any_more():
-    _, journal, world = played({})
-    stage, blueprint, lived = journal.lives()
-    short = lived.clone()
-    short[4:, 0] = False
+    _, whole, world = played({})
+    short = replace(whole, lived=whole.lived.clone())
+    short.lived[4:, 0] = False
     panicked = torch.tensor([True, False])
     prices = spending(world)
-    found = prices.total(stage, blueprint, short, panicked)
-    empty = tuple((Stage.DORMANT, -1) for _ in range(stage.shape[2]))
+    found = prices.total(short, panicked)
+    empty = tuple((Stage.DORMANT, -1) for _ in range(whole.stage.shape[2]))
     # Four decisions; the fourth would be looked at, had it not ended in a panic.
     assert found[0] == prices.start + 4 * prices.decision(empty, look=False)
-    assert found[1] == prices.total(stage, blueprint, lived, ~panicked)[1]
+    assert found[1] == prices.total(whole, ~panicked)[1]

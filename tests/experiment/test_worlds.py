@@ -10,14 +10,13 @@ import torch
 from esper.contracts.errors import BadInput
 from esper.contracts.state import load, save
 from esper.environment.mixture import RedrawnMixture
-from esper.experiment import imitation, warm
+from esper.experiment import pretraining
+from esper.experiment.callbacks import WATCHED, Callback
 from esper.experiment.config import Budget, Judging, TrainConfig, World
-from esper.experiment.loop import Training
 from esper.experiment.run import STORE, Run
 from esper.experiment.settings.presets import preset
-from esper.experiment.trainer import begin_run
-from esper.experiment.watching import WATCHED
-from esper.experiment.worlds import loop_of, tasks_of, world_for, world_of
+from esper.experiment.train import Trainer, begin_run, loop_of
+from esper.experiment.worlds import tasks_of, world_for, world_of
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tasks.catalogue import task as find_task
 
@@ -42,7 +41,7 @@ def family():
 
 def training(config):
     world = world_for(config)
-    return Training(world, loop_of(config, world))
+    return Trainer(world, loop_of(config, world))
 
 
 def test_a_training_that_was_saved_goes_on_to_the_bit_in_worlds_of_its_own():
@@ -109,11 +108,22 @@ def stored_returns(path, number):
     return [value for (value,) in found]
 
 
+class Log(Callback):
+    def __init__(self):
+        self.rounds, self.names = [], []
+
+    def on_round_end(self, trainer, record):
+        self.rounds.append(record)
+
+    def on_progress(self, name, done, total, text):
+        self.names.append(name)
+
+
 def test_a_run_that_starts_by_imitation_stores_what_its_episodes_earned(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(imitation, "TRIALS", 2)
-    monkeypatch.setattr(warm, "ROUNDS", 1)
+    monkeypatch.setattr(pretraining, "TRIALS", 2)
+    monkeypatch.setattr(pretraining, "ROUNDS", 1)
     judging = Judging(every=2, hosts=1, controllers=())
     config = replace(
         family(),
@@ -123,14 +133,14 @@ def test_a_run_that_starts_by_imitation_stores_what_its_episodes_earned(
         runs=str(tmp_path),
         name="small",
     )
-    rounds, told = [], []
-    ending = begin_run(config, rounds.append, told.append)
-    assert len(rounds) == 3
-    assert any("timetables" in str(news) for news in told)
-    for record in rounds:
-        returns = stored_returns(ending.path, record.round)
+    log = Log()
+    result = begin_run(config, [log])
+    assert len(log.rounds) == 3
+    assert {*log.names} == {"simulated world", "timetables"}
+    for record in log.rounds:
+        returns = stored_returns(result.path, record.round)
         assert sum(returns) / len(returns) == pytest.approx(
             record.mean_return, abs=1e-5
         )
-    facts = Run.read(ending.path).finished
+    facts = Run.read(result.path).finished
     assert facts["imitation_steps"] == 2 * 3 * 2 * 2

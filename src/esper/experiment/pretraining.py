@@ -1,16 +1,16 @@
-r"""A start: what the better of several timetables said, host by host.
+r"""Weights to start from: the simulated world, and imitation of timetables.
 
-Twins (environments that have the same host, data, batches and terms) follow different
-random timetables. What a timetable is worth depends on host and terms, and among twins
-nothing else differs:
+The simulated world is a formula, a thousand times as fast as real networks: a policy
+learns there in half a minute that seeds must be blended to count and that rent is
+charged. Imitation goes on from there. Environments of a group (same host, data, batches
+and terms) follow different random timetables:
 
-    w_i = n softmax(R_i / temperature)        over the n twins of a group
-    loss = - mean of w_i log pi(what i said | what i saw)
+    w_i  = n softmax(R_i / temperature)        over the n environments of a group
+    loss = - mean of w_i log pi(actions of i | observations of i)
 
-So the policy learns to say what the best of its twins said from what could be seen. It
-is advantage-weighted regression (Peng et al. 2019, https://arxiv.org/abs/1910.00177)
-with the group as its baseline; PPO goes on from there. Without it, chance plants badly
-before a policy has learnt to plant well, so that waiting looks best and stays.
+It is advantage-weighted regression (Peng et al. 2019, https://arxiv.org/abs/1910.00177)
+with the group as its baseline; PPO goes on from there. Without it, a random policy
+plants badly before it has learnt to plant well, so that waiting looks best and stays.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +26,10 @@ from esper.contracts.masks import ActionMasks
 from esper.contracts.state import load
 from esper.contracts.step import VectorWorld
 from esper.environment.mixture import Mixture
-from esper.experiment.config import IMITATION, TrainConfig
-from esper.experiment.news import Progressed
+from esper.experiment.config import IMITATION, SIMULATED, TrainConfig
+from esper.experiment.settings.presets import preset
 from esper.experiment.streams import stream, stream_seed
-from esper.experiment.warm import warm_policy
+from esper.experiment.train import Trainer, loop_of
 from esper.experiment.worlds import steps_of, tasks_of, worlds_of
 from esper.simic.agent.distribution import HEAD_GROUPS, evaluate_choices, rows_of_group
 from esper.tamiyo.policy.action_masks import compute_masks
@@ -39,6 +39,8 @@ from esper.tamiyo.schedule import Schedule, Scheduled, draw_schedules
 
 DRAWN_BEFORE: Final = 1_000_000
 """Number of the first family that timetables are tried on."""
+ROUNDS: Final = 70
+"""Rounds of 256 simulated environments: about half a minute."""
 LEARNING_RATE: Final = 2e-3
 TEMPERATURE: Final = 0.01
 """Difference of returns that makes a timetable e times as well worth following."""
@@ -48,6 +50,9 @@ TRIALS: Final = 24
 """Episodes of every environment that are tried."""
 POOL: Final = 400
 """Timetables to choose from."""
+
+Report = Callable[[str, int, int, str], None]
+"""Called with a name, how much is done, of how much, and a text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +68,49 @@ class Trial:
     returns: Float[Tensor, " env"]
 
 
+def warm_policy(
+    config: TrainConfig,
+    report: Report,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Tensor] | None:
+    """Weights of a policy that was trained in the simulated world.
+
+    Args:
+        config: Of the run that starts from it: its policy and its random seed.
+        report: Called after every round.
+        stop: Whether to give up; there is no policy then.
+    """
+    own = preset(SIMULATED)
+    simulated = replace(
+        own,
+        rng_seed=config.rng_seed,
+        budget=replace(own.budget, rounds=ROUNDS),
+        learner=replace(own.learner, policy=config.learner.policy),
+    )
+    (world,) = worlds_of(simulated)
+    trainer = Trainer(world, loop_of(simulated, world))
+    while not trainer.over:
+        if stop():
+            return None
+        record = trainer.play_round()
+        text = f"return {record.mean_return:+.3f}"
+        report("simulated world", record.round, ROUNDS, text)
+    return dict(trainer.policy.state_dict())
+
+
 def imitated_policy(
     config: TrainConfig,
-    hear: Callable[[Progressed], None],
+    report: Report,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Tensor] | None:
     """Weights of a policy that has learnt from timetables, and before in a formula.
 
     Args:
         config: Of the run that starts from it.
-        hear: Told how far it is.
-        stop: Whether to give up, in which case there is no policy.
+        report: Called after every trial.
+        stop: Whether to give up; there is no policy then.
     """
-    weights = warm_policy(config, hear, stop)
+    weights = warm_policy(config, report, stop)
     grouped = replace(config, world=replace(config.world, group_size=config.envs))
     chance = np.random.default_rng(stream_seed(config.rng_seed, "timetables"))
     steps, trials = steps_of(config), []
@@ -87,8 +122,8 @@ def imitated_policy(
         plans = _plans(world, config.envs, chance, config.rng_seed)
         causal = config.learner.policy.causal
         trials.append(tried(world, plans, steps, causal))
-        news = f"mean return {float(trials[-1].returns.mean()):.3f}"
-        hear(Progressed("timetables", drawing + 1, TRIALS, news))
+        text = f"mean return {float(trials[-1].returns.mean()):.3f}"
+        report("timetables", drawing + 1, TRIALS, text)
     with torch.random.fork_rng(devices=[]):  # first weights are drawn, and lost
         policy = TamiyoPolicy(world.spec, config.learner.policy)
     own = {"value_mean": policy.value_mean, "value_scale": policy.value_scale}
@@ -172,7 +207,6 @@ def imitate(
     trials: Sequence[Trial],
     twins: int,
     rng_seed: int,
-    hear: Callable[[int, int, float], None] = lambda done, whole, loss: None,
 ) -> None:
     """Teach a policy what the better of its twins said.
 
@@ -181,7 +215,6 @@ def imitate(
         trials: What was tried.
         twins: Environments in a row that had the same chances.
         rng_seed: Decides in which order trials are read.
-        hear: Told of every step: how many are done, of how many, and its loss.
     """
     parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE, eps=1e-5)
@@ -197,7 +230,6 @@ def imitate(
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             done += 1
-            hear(done, whole, float(loss.detach()))
 
 
 def regression(policy: TamiyoPolicy, trial: Trial, twins: int) -> Float[Tensor, ""]:

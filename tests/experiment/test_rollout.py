@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput, CallOrder
-from esper.experiment.collect import collect, play, start
+from esper.experiment.rollout import collect, play, start
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
 from esper.tamiyo.policy.sampling import GreedyPolicy
@@ -240,24 +240,6 @@ def test_any_controller_can_play_and_every_sentence_is_legal(controller):
     world = HashWorld(ENVS, ends=0.3)
     returns = play(world, controller, Generator().manual_seed(0))
     assert_close(returns, first_episodes(world), rtol=1e-5, atol=1e-5)
-
-
-def test_each_environments_end_is_told_once_and_at_its_step():
-    world, told = HashWorld(ENVS, ends=0.3), []
-
-    def tell(ended):
-        told.append((len(world.results) - 1, ended.clone()))
-
-    play(world, Never(), Generator(), on_end=tell)
-    assert sum(ended.int() for _, ended in told).tolist() == [1] * ENVS
-    assert len(told) > 1
-    for env in range(ENVS):
-        ends = [
-            step
-            for step, result in enumerate(world.results)
-            if result.terminated[env] or result.truncated[env]
-        ]
-        assert ends[0] == next(step for step, ended in told if ended[env])
 
 
 def test_t8_a_policy_judged_without_chance_plays_legally():

@@ -1,0 +1,88 @@
+"""What a run records: one round of training, and an evaluation on hosts."""
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper.contracts.actions import HEAD_NAMES
+from esper.simic.agent.metrics import UpdateRecord
+
+ENDLESS: Final = 1_000_000
+"""Rounds of a training that only time ends."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRecord:
+    """One round: a rollout and an update."""
+
+    round: int
+    """Counted from 1."""
+    rounds: int
+    env_steps: int
+    """Decisions taken since the start, over all environments."""
+    seconds: float
+    """Time since the start."""
+    mean_return: float
+    """Mean return of the episodes that ended in this rollout; NaN if none did."""
+    learning_rate: float
+    """Of the update."""
+    mean_score: float | None = None
+    """Mean final score of the episodes that ended, where the world knows one."""
+    added: float | None = None
+    """Parameters that they added, as a multiple of the host's, mean."""
+    update: UpdateRecord
+
+    @property
+    def refused(self) -> bool:
+        """Whether every update of the round was refused as not finite."""
+        return self.update.refused > 0 and self.update.steps_taken == 0
+
+    def headline(self) -> str:
+        """The round in one line."""
+        parts = [f"return {self.mean_return:+.4f}"]
+        if self.mean_score is not None:
+            parts += [f"score {self.mean_score:.3f}", f"grown {self.added:.2f}x"]
+        parts += [
+            f"kl {self.update.kl:.4f}",
+            f"entropy {self.entropies()}",
+            f"{self.env_steps / self.seconds:,.0f} env-steps/s",
+        ]
+        return "  ".join(parts)
+
+    def entropies(self) -> str:
+        """Entropy of every head that had a choice."""
+        heads = self.update.heads
+        return " ".join(
+            f"{name} {heads[name].entropy:.2f}"
+            for name in HEAD_NAMES
+            if isfinite(heads[name].entropy) and heads[name].openness > 0
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """The results of one controller, host by host."""
+
+    returns: Floats
+    """Score that was gained on the decision rows, less rent."""
+    score: Floats
+    """Share of decision rows that the final network guesses right."""
+    test: Floats
+    """Share of test rows that the final network guesses right."""
+    area: Floats
+    """Mean share of decision rows that were guessed right, over the decisions."""
+    added: Floats
+    """Parameters added, as a multiple of the host's."""
+    macs: Floats
+    """Multiply-adds per row, as a multiple of the host's."""
+    training_macs: Floats
+    """Multiply-adds that the training took, with every pass that was only a look."""
+    seconds: Floats
+    """Time that the training took, hosts side by side."""
+    panicked: NDArray[np.bool_]
+    """Whether the host's numbers were no longer finite."""

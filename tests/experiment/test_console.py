@@ -1,0 +1,67 @@
+"""A run can be followed in a terminal and read in a log."""
+
+import io
+from dataclasses import fields
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from esper.experiment.console import ConsoleProgress, time_left
+from esper.experiment.records import Judged
+from tests.experiment.stores import record
+
+
+def evaluation():
+    figures = np.array([0.25, 0.75])
+    names = [each.name for each in fields(Judged) if each.name != "panicked"]
+    return Judged(**dict.fromkeys(names, figures), panicked=figures > 1)
+
+
+def printed(terminal, width=120):
+    file = io.StringIO()
+    progress = ConsoleProgress(Console(file=file, force_terminal=terminal, width=width))
+    trainer = SimpleNamespace(round=3, config=SimpleNamespace(minutes=None))
+    progress.on_message("Training.")
+    progress.on_progress("simulated world", 1, 2, "return +0.1")
+    progress.on_evaluation(trainer, {"letter": evaluation()})
+    for number in range(1, 4):
+        progress.on_round_end(trainer, record(number, mean_score=0.5, added=1.5))
+    progress.on_message("the disk is slow", warning=True)
+    progress.on_close()
+    return file.getvalue()
+
+
+def test_a_log_has_plain_lines():
+    text = printed(terminal=False)
+    assert "\x1b" not in text
+    for words in (
+        "Training.",
+        "simulated world 1/2  return +0.1",
+        "round 3  evaluation: letter +0.5000 (score 0.500)",
+        "round 1/10  return +0.1000  score 0.500  grown 1.50x  kl 0.0100",
+        "warning: the disk is slow",
+    ):
+        assert words in text, words
+
+
+@pytest.mark.parametrize("width", [1, 40, 120])
+def test_a_terminal_of_any_width_shows_it(width):
+    text = printed(terminal=True, width=width)
+    if width == 120:
+        for words in ("return", "score", "KL", "entropy", "evaluation", "left"):
+            assert words in text, words
+
+
+def test_the_headline_names_every_head_that_has_a_choice():
+    line = record(2).headline()
+    assert "entropy op 0.50 slot 0.50" in line
+    assert "score" not in line
+
+
+@pytest.mark.parametrize(
+    ("minutes", "words"), [(None, "8 s"), (0.1, "4 s"), (1_000.0, "8 s")]
+)
+def test_the_time_left_is_that_of_what_ends_first(minutes, words):
+    assert time_left(record(2), minutes) == words

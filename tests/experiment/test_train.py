@@ -1,0 +1,383 @@
+"""The training loop and runs: exact resume, rollback, refusing disks, budgets."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from dataclasses import replace
+from shutil import rmtree
+
+import pytest
+import torch
+
+from esper.contracts.errors import BadInput, NumericsTrouble, RunTaken, StorageTrouble
+from esper.contracts.state import load, save
+from esper.environment.growing import GrowingWorld
+from esper.environment.simulated import SimulatedWorld
+from esper.experiment.callbacks import Callback, OnRoundEnd, mean_return
+from esper.experiment.config import Budget, Judging, Keeping, from_toml
+from esper.experiment.learned import MAY_BE_NAN, load_controller
+from esper.experiment.reading import rows
+from esper.experiment.run import STORE, VERSIONS, Run
+from esper.experiment.settings.presets import preset
+from esper.experiment.storage.database import open_store
+from esper.experiment.train import LoopConfig, Trainer, begin_run, loop_of, resume_run
+from esper.experiment.worlds import world_for
+from esper.simic.agent.ppo import PPOAgent, PPOConfig
+from esper.tamiyo.policy.network import PolicyConfig
+from tests.census import changed, fixed, stateful
+from tests.environment.test_growing import TERMS, TINY, VARIED
+from tests.experiment.training_script import config
+
+ROUNDS, SCRIPT = 6, "tests.experiment.training_script"
+SMALL = PolicyConfig(width=8, slot_width=8, offer_width=4)
+WORLDS = {
+    "shared": lambda seed: GrowingWorld(TINY, 4, seed, terms=TERMS),
+    "varied": lambda seed: GrowingWorld(VARIED, 4, seed, terms=TERMS),
+    "simulated": lambda seed: SimulatedWorld(4, seed, hidden_share=0.5),
+}
+
+
+def simulated(folder, name="run", **changed):
+    """A run of moments."""
+    own = preset("simulated")
+    ppo = replace(own.learner.ppo, **changed)
+    return replace(
+        own,
+        name=name,
+        runs=str(folder),
+        envs=4,
+        budget=Budget(rounds=8),
+        learner=replace(own.learner, policy=SMALL, ppo=ppo),
+        keeping=Keeping(every=1),
+    )
+
+
+def trainer_of(settings):
+    world = world_for(settings)
+    return Trainer(world, loop_of(settings, world))
+
+
+def checkpoints(path):
+    return Run.read(path).checkpoints(may_be_nan=MAY_BE_NAN)
+
+
+def state(path):
+    """The newest checkpoint."""
+    found = checkpoints(path).latest()
+    return found.manifest.step, found.tensors
+
+
+def assert_equal(one, other):
+    """Two states, but for the time they took."""
+    assert one.keys() == other.keys()
+    for name in one.keys() - {"seconds"}:
+        same = torch.equal(one[name].nan_to_num(7.5), other[name].nan_to_num(7.5))
+        assert same, name
+
+
+def read(path, table):
+    db = open_store(path / STORE)
+    try:
+        return list(rows(db, table))
+    finally:
+        db.close()
+
+
+class Log(Callback):
+    """Warnings and evaluations of a run."""
+
+    def __init__(self):
+        self.warnings, self.evaluations = [], []
+
+    def on_message(self, text, *, warning=False):
+        if warning:
+            self.warnings.append(text)
+
+    def on_evaluation(self, trainer, results):
+        self.evaluations.append((trainer.round, mean_return(results)))
+
+
+# The loop.
+
+
+@pytest.mark.parametrize("kind", WORLDS)
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_training_goes_on_to_the_bit_from_what_was_saved(kind, at):
+    ppo = PPOConfig(minibatches=2, epochs=2)
+    loop = LoopConfig(rounds=6, steps=7, rng_seed=5, ppo=ppo)
+    whole, other = (Trainer(WORLDS[kind](5), loop) for _ in range(2))
+    for _ in range(at):
+        whole.play_round()
+    load(other, save(whole))
+    for _ in range(3):
+        first, second = whole.play_round(), other.play_round()
+        assert repr(replace(first, seconds=0.0)) == repr(replace(second, seconds=0.0))
+        assert_equal(save(whole), save(other))
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """A training that has played a round: whatever is filled once is filled."""
+    trainer = trainer_of(replace(config(tmp_path, "run", 6), envs=2))
+    trainer.play_round()
+    return trainer
+
+
+def test_whatever_changes_in_a_training_is_saved_or_derived(trainer):
+    before, held = fixed(trainer), save(trainer)
+    for _ in range(2):
+        trainer.play_round()
+    assert changed(trainer, before) == []
+    after = save(trainer)
+    moved = {
+        name
+        for name, value in after.items()
+        if not torch.equal(value.nan_to_num(7.5), held[name].nan_to_num(7.5))
+    }
+    for part in ("policy", "optimizer", "generator", "moments"):
+        assert any(name.startswith(f"agent/{part}") for name in moved), part
+    assert any(name.startswith("live/episode") for name in moved)
+    kinds = {type(part).__name__ for _, part in stateful(trainer)}
+    assert kinds >= {"Trainer", "Mixture", "GrowingWorld", "Cohort", "PPOAgent"}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (PPOAgent, "moments"),
+        (PPOAgent, "generator"),
+        (Trainer, "live"),
+        (Trainer, "round"),
+        (Trainer, "world"),
+        (GrowingWorld, "_phi"),
+        (GrowingWorld, "cohort"),
+    ],
+)
+def test_whatever_is_forgotten_is_found(trainer, monkeypatch, owner, name):
+    left = tuple(part for part in owner.STATE if part != name)
+    monkeypatch.setattr(owner, "STATE", left)
+    before = fixed(trainer)
+    trainer.play_round()
+    assert any(line.endswith(f".{name}") for line in changed(trainer, before))
+
+
+def test_time_ends_a_training_and_lowers_the_learning_rate_on_the_way(tmp_path):
+    timed = replace(simulated(tmp_path), budget=Budget(rounds=None, minutes=2.0))
+    trainer = trainer_of(timed)
+    assert (trainer.done, trainer.over) == (0.0, False)
+    trainer.seconds = 60.0
+    assert trainer.done == pytest.approx(0.5)
+    assert not trainer.over
+    rate = trainer.play_round().learning_rate
+    share = timed.learner.final_share
+    assert rate == pytest.approx(timed.learner.ppo.learning_rate * (1 + share) / 2)
+    trainer.seconds = 120.0
+    assert (trainer.done, trainer.over) == (1.0, True)
+
+
+# A run that is interrupted.
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nobody disturbed, in a process like those that are."""
+    folder = tmp_path_factory.mktemp("runs")
+    with process(folder, "whole") as alone:
+        lines = alone.stdout.read().split("\n")
+        assert alone.wait() == 0
+    assert lines[:-1] == [f"round {number}" for number in range(1, ROUNDS + 1)]
+    return folder / "whole"
+
+
+def process(folder, name, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-m", SCRIPT, str(folder), name, str(ROUNDS)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
+)
+def test_a_run_that_was_interrupted_goes_on_to_the_bit(tmp_path, whole, how, code):
+    with process(tmp_path, "hit") as first:
+        for line in first.stdout:
+            if line.strip() == "round 3":
+                first.send_signal(how)
+                break
+        assert first.wait() == code
+    with process(tmp_path, "hit") as second:
+        assert second.stdout.read().startswith("round ")
+        assert second.wait() == 0
+    path = tmp_path / "hit"
+    assert_equal(state(path)[1], state(whole)[1])
+    for question in (
+        "SELECT round, mean_return FROM live_rounds ORDER BY round",
+        "SELECT step, env, task, reward FROM live_steps ORDER BY step, task, env",
+        'SELECT step, env, task, "return" FROM live_episodes ORDER BY step, task, env',
+    ):
+        found = []
+        for each in (path, whole):
+            with sqlite3.connect(each / STORE) as db:
+                found.append(db.execute(question).fetchall())
+        assert found[0] == found[1]
+    assert len(read(path, "live_steps")) == ROUNDS * 4 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # all kernels are compiled
+def test_a_run_is_the_same_where_code_is_compiled_and_where_it_is_loaded(tmp_path):
+    for name in ("compiled", "loaded"):
+        with process(tmp_path, name, NUMBA_CACHE_DIR=str(tmp_path / "kept")) as run:
+            run.communicate()
+            assert run.returncode == 0
+    assert any((tmp_path / "kept").rglob("engine.train*.nbc"))
+    assert_equal(state(tmp_path / "compiled")[1], state(tmp_path / "loaded")[1])
+
+
+def test_a_run_is_the_same_in_this_process_and_says_what_it_was_made_of(
+    tmp_path, whole
+):
+    result = begin_run(config(tmp_path, "here", ROUNDS))
+    assert (result.rounds, result.signal) == (ROUNDS, None)
+    assert_equal(state(result.path)[1], state(whole)[1])
+    run = Run.read(whole)
+    assert from_toml(run.config_toml) == config(whole.parent, "whole", ROUNDS)
+    steps = ROUNDS * 4 * 4
+    expected = {"rounds": ROUNDS, "env_steps": steps, "imitation_steps": 0}
+    assert run.finished == expected
+    assert state(whole)[0] == ROUNDS
+
+
+def test_a_complete_run_is_neither_resumed_nor_begun_again(whole):
+    before = state(whole)[1]
+    with pytest.raises(BadInput, match="run whole is complete"):
+        resume_run(whole)
+    with pytest.raises(RunTaken):
+        begin_run(config(whole.parent, "whole", ROUNDS))
+    assert_equal(state(whole)[1], before)
+
+
+# Disks that refuse, numbers that break, things that changed.
+
+
+class Blocked:
+    """Puts a file where checkpoints go, and takes it away again."""
+
+    def __init__(self, path, until):
+        self.path, self.until, self.rounds = path / "checkpoints", until, []
+
+    def __call__(self, record):
+        self.rounds.append(record.round)
+        if record.round == 1:
+            rmtree(self.path)
+            self.path.touch()
+        if record.round == self.until:
+            self.path.unlink()
+            self.path.mkdir()
+
+
+def test_a_disk_that_refuses_is_tried_again_and_training_goes_on(tmp_path):
+    log, blocked = Log(), Blocked(tmp_path / "run", until=3)
+    result = begin_run(simulated(tmp_path), [OnRoundEnd(blocked), log])
+    assert result.rounds == 8
+    assert len(log.warnings) == 2
+    assert all("Training goes on." in line for line in log.warnings)
+    assert state(result.path)[0] == 8
+
+
+def test_a_disk_that_refuses_three_times_in_a_row_ends_the_run(tmp_path):
+    blocked = Blocked(tmp_path / "run", until=100)
+    with pytest.raises(StorageTrouble):
+        begin_run(simulated(tmp_path), [OnRoundEnd(blocked)])
+    assert blocked.rounds == [1, 2, 3]
+    assert [row["round"] for row in read(tmp_path / "run", "live_rounds")] == [1, 2, 3]
+
+
+def test_updates_that_are_never_finite_take_the_run_back_and_then_end_it(tmp_path):
+    played = []
+    with pytest.raises(NumericsTrouble, match=r"lower learner\.ppo\.learning_rate"):
+        begin_run(
+            simulated(tmp_path, value=3e38),
+            [OnRoundEnd(lambda each: played.append((each.round, each.mean_return)))],
+        )
+    assert [number for number, _ in played] == 4 * [1, 2, 3]
+    tries = {tuple(played[start : start + 3]) for start in range(0, 12, 3)}
+    assert len(tries) == 4  # streams are drawn anew
+    notes = read(tmp_path / "run", "live_notes")
+    assert [note["kind"] for note in notes] == 3 * ["refused"]
+    assert "back to round 0" in notes[0]["text"]
+    diagnosis = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
+    assert "refused=16" in diagnosis["last"]
+
+
+def test_a_resumed_run_warns_of_another_version(tmp_path):
+    path, log = tmp_path / "run", Log()
+
+    def stop(record):
+        if record.round == 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        begin_run(simulated(tmp_path), [OnRoundEnd(stop)])
+    facts = json.loads((path / VERSIONS).read_text())
+    (path / VERSIONS).write_text(json.dumps(facts | {"torch": "1.0"}))
+    assert resume_run(path, [log]).rounds == 8
+    (line,) = log.warnings
+    assert line.startswith("torch was '1.0' and is ")
+    notes = [(row["kind"], row["text"]) for row in read(path, "live_notes")]
+    assert notes == [("inexact", line)]
+
+
+# Where a run starts and ends.
+
+
+def test_a_run_starts_from_what_another_one_learnt(tmp_path):
+    start = load_controller(begin_run(simulated(tmp_path, "first")).path).weights
+    second = simulated(tmp_path, "second", learning_rate=1e-12)
+    second = replace(second, start_from="first", budget=Budget(rounds=1))
+    after = load_controller(begin_run(second).path).weights
+    for name in start.keys() - {"value_mean", "value_scale"}:
+        assert (start[name] - after[name]).abs().max() < 1e-6, name
+
+
+def test_a_start_that_is_not_there_is_refused_before_anything_is_made(tmp_path):
+    with pytest.raises(BadInput, match="there is no run 'nowhere'"):
+        begin_run(replace(simulated(tmp_path), start_from="nowhere"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_end_a_run(tmp_path):
+    short = replace(simulated(tmp_path), budget=Budget(rounds=None, env_steps=150))
+    assert begin_run(short).rounds == 4  # of 12 decisions of 4 environments
+
+
+def test_the_policy_is_evaluated_and_the_best_checkpoint_is_kept(tmp_path):
+    log = Log()
+    judging = Judging(every=3, hosts=2, controllers=("never",), processes=1)
+    result = begin_run(replace(config(tmp_path, "run", 6), judging=judging), [log])
+    assert [number for number, _ in log.evaluations] == [0, 3, 6]
+    found = read(result.path, "live_evaluations")
+    assert {row["round"] for row in found if row["stage"] == "watched"} == {0, 3, 6}
+    best = max(log.evaluations, key=lambda pair: pair[1])[0]
+    assert checkpoints(result.path).best().manifest.step == best
+    judged = [row for row in found if row["stage"] == "judged"]
+    assert {(row["controller"], row["task"], row["round"]) for row in judged} == {
+        (arm, task, 6) for arm in ("Tamiyo", "never") for task in ("teacher", "digits")
+    }
+    assert len(judged) == 2 * 2 * 2
+
+
+def test_evaluation_changes_nothing_of_the_training(tmp_path):
+    found = []
+    for every in (1, 100):
+        judging = Judging(every=every, hosts=2, controllers=())
+        asked = replace(config(tmp_path, f"every-{every}", 4), judging=judging)
+        found.append(state(begin_run(asked).path)[1])
+    assert_equal(*found)
