@@ -163,11 +163,11 @@ MUTANTS = (
     ),
     Mutant(
         "a young seed may be pruned",
-        "tamiyo/policy/action_masks.py",
-        "            frozenset({Stage.TRAINING, Stage.BLENDING, Stage.HOLDING}),\n"
-        "            min_age=True,",
-        "            frozenset({Stage.TRAINING, Stage.BLENDING, Stage.HOLDING}),\n"
-        "            min_age=False,",
+        "contracts/stages.py",
+        "(Op.PRUNE, Stage.HOLDING): Transition(\n"
+        "            Stage.COOLING, min_age=True",
+        "(Op.PRUNE, Stage.HOLDING): Transition(\n"
+        "            Stage.COOLING, min_age=False",
         MASKS,
     ),
     Mutant(

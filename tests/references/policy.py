@@ -8,7 +8,7 @@ from esper.contracts.actions import HEAD_NAMES, NUM_HEADS
 from esper.contracts.masks import ActionMasks
 from esper.simic.agent.distribution import HEAD_GROUPS
 from esper.tamiyo.policy.features import Features
-from esper.tamiyo.policy.network import Context, TamiyoPolicy, one_step
+from esper.tamiyo.policy.network import TamiyoPolicy, one_step
 
 
 def act_with_categoricals(
@@ -23,8 +23,7 @@ def act_with_categoricals(
 
     Draws come from torch's global stream, as `Categorical` offers no other.
     """
-    sequence, state = policy.encode(one_step(features), first[:, None], state)
-    context = Context(sequence.core[:, 0], sequence.slots[:, 0], sequence.offers[:, 0])
+    context, state = policy.encode(one_step(features), first[:, None], state)
     actions = torch.zeros(first.shape[0], NUM_HEADS, dtype=torch.int64)
     log_probs: dict[str, Tensor] = {}
     groups = policy.head_logits(context)

@@ -153,7 +153,10 @@ def inverse_cdf(
 
 def relevant(actions: Int64[Tensor, "*batch head"]) -> Bool[Tensor, "*batch head"]:
     """Whether the chosen op uses each head; the op itself always counts."""
-    return _relevant_on(actions.device)[actions[..., HEAD["op"]]]
+    ops = actions[..., HEAD["op"]]
+    return (
+        _relevant_on(actions.device).index_select(0, ops.reshape(-1)).view_as(actions)
+    )
 
 
 @cache
@@ -190,11 +193,14 @@ def rows_of_group(
     else:
         legal = fixed
     uses = relevant(actions)[:, heads].unsqueeze(-1)
-    if not causal:
-        return torch.where(uses, legal, fixed)
-    unused = torch.zeros_like(fixed[:1, :1])
-    unused[..., 0] = True
+    unused = _first_choice(fixed.shape[2], fixed.device) if causal else fixed
     return torch.where(uses, legal, unused)
+
+
+@cache
+def _first_choice(width: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(width, device=device) == 0
 
 
 def _of_choice(

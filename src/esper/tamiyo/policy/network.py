@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor, nn
+from torch.nn import functional as F
 
 from esper.contracts.actions import HEAD, HEAD_NAMES, NUM_HEADS, ActionSpec, Op
 from esper.contracts.controller import ControllerState
@@ -54,11 +55,11 @@ from esper.tamiyo.policy.features import (
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Encodings that all heads read."""
+    """Encodings that all heads read; a row is one step of one environment."""
 
-    core: Float[Tensor, "*batch core"]
-    slots: Float[Tensor, "*batch slot slot_width"]
-    offers: Float[Tensor, "*batch slot blueprint offer_width"]
+    core: Float[Tensor, "row core"]
+    slots: Float[Tensor, "row slot slot_width"]
+    offers: Float[Tensor, "row slot blueprint offer_width"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +149,6 @@ class TamiyoPolicy(nn.Module):
         envs = first.shape[0]
         require_masks(masks, envs, self.spec)
         context, state = self.encode(one_step(features), first.unsqueeze(1), state)
-        values = self._values(context.core)[:, 0]
-        context = Context(context.core[:, 0], context.slots[:, 0], context.offers[:, 0])
         actions = torch.zeros(envs, NUM_HEADS, dtype=torch.int64, device=first.device)
         uniform = self._uniform(envs, generator)
         logits, rows = [], []
@@ -173,7 +172,7 @@ class TamiyoPolicy(nn.Module):
             log_probs=chosen(distribution, actions),
             rows=legal,
             distribution=distribution,
-            values=self.value_mean + self.value_scale * values,
+            values=self.value_mean + self.value_scale * self._values(context.core),
             state=state,
         )
 
@@ -199,9 +198,10 @@ class TamiyoPolicy(nn.Module):
         """Logits of every head given the stored choices, and normalised values."""
         self._require_actions(actions)
         context, _ = self.encode(features, first, state)
-        groups = self.head_logits(context)
-        parts = [next(groups), *(groups.send(actions) for _ in HEAD_GROUPS[1:])]
-        return torch.cat(parts, dim=-2), self._values(context.core)
+        groups, rows = self.head_logits(context), actions.flatten(0, 1)
+        parts = [next(groups), *(groups.send(rows) for _ in HEAD_GROUPS[1:])]
+        logits = torch.cat(parts, dim=1).unflatten(0, first.shape)
+        return logits, self._values(context.core).view(first.shape)
 
     @torch.no_grad()
     def value(
@@ -212,7 +212,7 @@ class TamiyoPolicy(nn.Module):
     ) -> Float[Tensor, " env"]:
         """V(s) of one more observation; memory is read, not advanced."""
         context, _ = self.encode(one_step(features), first.unsqueeze(1), state)
-        return self.value_mean + self.value_scale * self._values(context.core)[:, 0]
+        return self.value_mean + self.value_scale * self._values(context.core)
 
     def decide(
         self,
@@ -237,17 +237,27 @@ class TamiyoPolicy(nn.Module):
         first: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Context, Float[Tensor, "env layer state"]]:
-        """Read whole sequences from `state`; return encodings and the last state."""
+        """Read whole sequences from `state`.
+
+        Returns encodings, whose rows are environments x steps, and the last state.
+        """
         self._require_state(state, first.shape[0])
+        # All rows in two dimensions: what a layer returns is then no view, and relu
+        # can be applied in place without a copy.
+        places, kinds = features.offers.shape[-3:-1]
         declared = self.blueprint_in(self._blueprints)
-        offers = torch.relu(self.offer_in(features.offers) + declared)
-        offers = torch.relu(self.offer_out(offers))
-        slots = self.slot_in(features.slots) + self.pooled_offers(offers.amax(dim=-2))
-        slots = torch.relu(self.slot_out(torch.relu(slots)))
-        pooled = torch.cat((slots.mean(dim=-2), slots.amax(dim=-2)), dim=-1)
-        core = torch.relu(self.host_in(features.host) + self.pooled_slots(pooled))
-        core, state = self.memory(torch.relu(self.core_out(core)), first, state)
-        return Context(core, slots, offers), state
+        offers = self.offer_in(features.offers.flatten(0, -2)).unflatten(0, (-1, kinds))
+        offers = (offers + declared).relu_().flatten(0, 1)
+        offers = self.offer_out(offers).relu_().unflatten(0, (-1, kinds))
+        best = self.pooled_offers(offers.amax(dim=1))
+        slots = (self.slot_in(features.slots.flatten(0, -2)) + best).relu_()
+        slots = self.slot_out(slots).relu_().unflatten(0, (-1, places))
+        pooled = torch.cat((slots.mean(dim=1), slots.amax(dim=1)), dim=1)
+        core = self.host_in(features.host.flatten(0, 1)) + self.pooled_slots(pooled)
+        core = self.core_out(core.relu_()).relu_().unflatten(0, first.shape)
+        core, state = self.memory(core, first, state)
+        offers = offers.unflatten(0, (-1, places))
+        return Context(core.flatten(0, 1), slots, offers), state
 
     def _uniform(self, envs: int, generator: Generator | None) -> list[Tensor] | None:
         """Uniform numbers for each group of heads; None without a generator."""
@@ -281,48 +291,45 @@ class TamiyoPolicy(nn.Module):
                     f"got {low[head]}..{high[head]}."
                 )
 
-    def _values(self, core: Float[Tensor, "*batch core"]) -> Float[Tensor, " *batch"]:
-        values: Tensor = self.value_out(torch.relu(self.value_hidden(core)))
-        return values.squeeze(-1)
+    def _values(self, core: Float[Tensor, "row core"]) -> Float[Tensor, " row"]:
+        values: Tensor = self.value_out(self.value_hidden(core).relu_())
+        return values.squeeze(1)
 
     def head_logits(self, context: Context) -> Coroutine[Tensor, Tensor, None]:
         """Logits of one group of heads after the other, padded to the widest head.
 
-        A coroutine: it yields a group's logits and is sent the actions
-        `[*batch, head]` chosen so far, on which the next group depends.
+        A coroutine: it yields a group's logits `[row, group, choice]` and is sent the
+        actions `[row, head]` chosen so far, on which the next group depends.
         """
         core = context.core
-        ops = self.op_out(torch.relu(self.op_hidden(core)))
+        ops = self.op_out(self.op_hidden(core).relu_())
         actions = yield self._pad(ops)
 
-        core = torch.relu(core + self.op_embedding(actions[..., HEAD["op"]]))
-        query = self.slot_query(core).unsqueeze(-2)
-        hidden = torch.relu(query + self.slot_key(context.slots))
-        actions = yield self._pad(self.slot_score(hidden).squeeze(-1))
+        core = (core + self.op_embedding(actions[:, HEAD["op"]])).relu_()
+        keys = self.slot_key(context.slots.flatten(0, 1))
+        scores = _match(self.slot_query(core), keys, self.slot_score)
+        actions = yield self._pad(scores)
 
-        slot = _pick(context.slots, actions[..., HEAD["slot"]])
-        offers = _pick(context.offers, actions[..., HEAD["slot"]])
-        query = self.offer_query(torch.cat((core, slot), dim=-1)).unsqueeze(-2)
-        hidden = torch.relu(query + self.offer_key(offers))
-        actions = yield self._pad(self.offer_score(hidden).squeeze(-1))
+        slot = _pick(context.slots, actions[:, HEAD["slot"]])
+        offers = _pick(context.offers, actions[:, HEAD["slot"]])
+        query = self.offer_query(torch.cat((core, slot), dim=1))
+        keys = self.offer_key(offers.flatten(0, 1))
+        actions = yield self._pad(_match(query, keys, self.offer_score))
 
-        offer = _pick(offers, actions[..., HEAD["blueprint"]])
-        hidden = torch.relu(self.rest_hidden(torch.cat((core, slot, offer), dim=-1)))
+        offer = _pick(offers, actions[:, HEAD["blueprint"]])
+        hidden = self.rest_hidden(torch.cat((core, slot, offer), dim=1)).relu_()
         flat = self.rest_out(hidden)
         heads = len(HEAD_GROUPS[-1])
-        padded = flat.new_zeros(*flat.shape[:-1], heads * self.spec.width)
-        padded = padded.index_copy(-1, self._rest_at, flat)
-        yield padded.view(*flat.shape[:-1], heads, self.spec.width)
+        padded = flat.new_zeros(flat.shape[0], heads * self.spec.width)
+        padded = padded.index_copy(1, self._rest_at, flat)
+        yield padded.unflatten(1, (heads, self.spec.width))
 
     def logit_layers(self) -> tuple[nn.Linear, ...]:
         """The last layer of every head."""
         return self.op_out, self.slot_score, self.offer_score, self.rest_out
 
-    def _pad(
-        self, logits: Float[Tensor, "*batch choices"]
-    ) -> Float[Tensor, "*batch group choice"]:
-        missing = self.spec.width - logits.shape[-1]
-        return nn.functional.pad(logits, (0, missing)).unsqueeze(-2)
+    def _pad(self, logits: Float[Tensor, "row n"]) -> Float[Tensor, "row 1 choice"]:
+        return F.pad(logits, (0, self.spec.width - logits.shape[1])).unsqueeze(1)
 
     def _rest_positions(self) -> Int64[Tensor, " choices"]:
         """Where the choices of the last group stand in their padded rows."""
@@ -362,11 +369,21 @@ def one_step(features: Features) -> Features:
     )
 
 
+def _match(
+    query: Float[Tensor, "row unit"], keys: Float[Tensor, "key unit"], score: nn.Linear
+) -> Float[Tensor, "row key_of_row"]:
+    """How well each key of a row answers its query."""
+    hidden = keys.unflatten(0, (len(query), -1)) + query.unsqueeze(1)
+    scores: Tensor = score(hidden.relu_().flatten(0, 1))
+    return scores.view(len(query), -1)
+
+
 def _pick(
-    items: Float[Tensor, "..."], index: Int64[Tensor, "..."]
-) -> Float[Tensor, "..."]:
-    """The item at `index` [*batch] of items [*batch, item, *rest]: [*batch, *rest]."""
-    axis = index.dim()
-    shape = (*index.shape, 1, *items.shape[axis + 1 :])
-    index = index.reshape(*index.shape, *([1] * (items.dim() - axis)))
-    return items.gather(axis, index.expand(shape)).squeeze(axis)
+    items: Float[Tensor, "row item ..."], index: Int64[Tensor, " row"]
+) -> Float[Tensor, "row ..."]:
+    """The item at each row's index."""
+    rows, count = items.shape[:2]
+    start = torch.arange(0, rows * count, count, device=index.device)
+    # As a lookup in one table: its gradient adds whole rows, a gather's numbers.
+    table = items.reshape(rows * count, -1)
+    return F.embedding(start + index, table).view(rows, *items.shape[2:])
