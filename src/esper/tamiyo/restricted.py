@@ -45,30 +45,29 @@ class Restricted:
         kinds: Collection[Kind],
         choices: Mapping[str, Collection[str]],
     ) -> None:
-        offered = range(len(spec.blueprints))
-        known = [at for at in offered if _kind(spec, at) in kinds]
         self.notes: tuple[str, ...] = ()
         """Warnings for the user."""
+        offered = [(known.form, known.size) for known in spec.blueprints]
+        known = [at for at, kind in enumerate(offered) if kind in kinds]
         if not known:
-            known = [*offered]
+            known = [*range(len(offered))]
+            names = ", ".join(sorted(f"{f.name.lower()}_{n}" for f, n in kinds))
             self.notes = (
                 "the controller was trained with none of these blueprints, so what it "
-                "plants is a guess; offer "
-                f"{', '.join(sorted(f'{f.name.lower()}_{n}' for f, n in kinds))}.",
+                f"plants is a guess; offer {names}.",
             )
-        self.spec = ActionSpec(
-            spec.slots,
-            tuple(spec.blueprints[at] for at in known),
-            {
-                head.name: _known(head.name, [*head.choices], spec, choices)
-                for head in HEADS
-                if head.choices
-            },
-        )
+        narrowed = dict[str, tuple[str, ...]]()
+        for head in (head for head in HEADS if head.choices):
+            allowed = spec.narrowed.get(head.name, head.choices)
+            trained = {Op.WAIT.name, *choices.get(head.name, head.choices)}
+            order = [choice for choice in head.choices if choice in allowed]
+            both = [choice for choice in order if choice in trained]
+            narrowed[head.name] = tuple(both or order)
+        blueprints = tuple(spec.blueprints[at] for at in known)
+        self.spec = ActionSpec(spec.slots, blueprints, narrowed)
         self._controller = make(self.spec)
-        self._all = len(known) == len(spec.blueprints)
         self._known = torch.tensor(known)
-        self._position = torch.full((len(spec.blueprints),), -1)
+        self._position = torch.full((len(offered),), -1)
         self._position[self._known] = torch.arange(len(known))
 
     def decide(
@@ -79,28 +78,27 @@ class Restricted:
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
         """One legal action per environment, of those it knows."""
+        device = masks.op.device
+        self._known = self._known.to(device)
+        self._position = self._position.to(device)
         actions, state = self._controller.decide(
             self._observed(observation), self._legal(masks), state, generator
         )
-        if self._all:
-            return actions, state
         plants = actions[:, HEAD["op"]] == GERMINATE
-        chosen = self._known.to(actions.device)[actions[:, BLUEPRINT]]
         actions = actions.clone()
-        actions[:, BLUEPRINT] = torch.where(plants, chosen, 0)
+        actions[:, BLUEPRINT] = torch.where(
+            plants, self._known[actions[:, BLUEPRINT]], 0
+        )
         return actions, state
 
     def _observed(self, observation: Observation) -> Observation:
         """The observation without blueprints that it does not know."""
-        if self._all:
-            return observation
         offers, planted = observation.offers, observation.slots.blueprint
-        known, position = (x.to(planted.device) for x in (self._known, self._position))
         kept = {
-            each.name: getattr(offers, each.name).index_select(2, known)
+            each.name: getattr(offers, each.name).index_select(2, self._known)
             for each in fields(offers)
         }
-        planted = torch.where(planted >= 0, position[planted.clamp(min=0)], -1)
+        planted = torch.where(planted >= 0, self._position[planted.clamp(min=0)], -1)
         return replace(
             observation,
             offers=BlueprintOffers(**kept),
@@ -109,30 +107,12 @@ class Restricted:
 
     def _legal(self, masks: ActionMasks) -> ActionMasks:
         """The masks of the actions that it knows; WAIT is always legal."""
-        device = masks.op.device
-        allowed = self.spec.allowed.to(device)
+        allowed = self.spec.allowed.to(masks.op.device)
         ops = allowed[HEAD["op"], : len(Op)]
-        blueprint = masks.blueprint.index_select(2, self._known.to(device))
+        blueprint = masks.blueprint.index_select(2, self._known)
         slot = masks.slot & ops[:, None]
         slot[:, GERMINATE] &= blueprint.any(dim=2)
         op = masks.op & ops
         op[:, GERMINATE] &= slot[:, GERMINATE].any(dim=1)
         fixed = masks.fixed[..., : self.spec.width] & allowed
         return ActionMasks(op, slot, blueprint, fixed)
-
-
-def _kind(spec: ActionSpec, at: int) -> Kind:
-    return spec.blueprints[at].form, spec.blueprints[at].size
-
-
-def _known(
-    head: str,
-    all_choices: list[str],
-    spec: ActionSpec,
-    choices: Mapping[str, Collection[str]],
-) -> tuple[str, ...]:
-    """Choices of a head that are both allowed and known, or else those allowed."""
-    allowed = [c for c in all_choices if c in spec.narrowed.get(head, all_choices)]
-    known = choices.get(head, all_choices)
-    both = [c for c in allowed if c in known or c == Op.WAIT.name]
-    return tuple(both or allowed)
