@@ -14,7 +14,7 @@ from typing import Any, Final
 from esper.contracts.errors import BadInput
 from esper.experiment.statistics import Interval, iqm_interval
 from esper.experiment.storage.disk import Disk, publish, short, storage
-from esper.report.ink import Drawing
+from esper.report.style import Plot
 from evidence import costs, tables
 from evidence.account import Campaign, read_campaign
 from evidence.claims import (
@@ -27,9 +27,8 @@ from evidence.claims import (
     claims,
     compare,
 )
-from evidence.figures import PRICES, draw
 from evidence.ledger import LEDGER
-from evidence.plots import STYLES
+from evidence.plots import PRICES, STYLES, draw_plots
 from evidence.protocol import ARMS
 from evidence.readout import Cells, Readout, Terms
 
@@ -72,7 +71,7 @@ def write_page(folder: Path, to: Path) -> Path:
         with storage(findings, "read"):
             said = findings.read_text(encoding="utf-8")
     known = weigh(campaign)
-    drawings = draw(
+    plots = draw_plots(
         known.readout,
         known.tasks,
         known.against,
@@ -80,12 +79,12 @@ def write_page(folder: Path, to: Path) -> Path:
         campaign.episode,
         known.chance,
     )
-    lines = page(known, drawings, said)
+    lines = page(known, plots, said)
     with storage(figures, "make"):
         figures.mkdir(parents=True, exist_ok=True)
     disk = Disk()
-    for drawing in drawings:
-        publish(disk, figures / f"{drawing.name}.svg", drawing.svg)
+    for plot in plots:
+        publish(disk, figures / f"{plot.name}.svg", plot.svg)
     publish(disk, file, "\n".join([*lines, ""]).encode())
     return file
 
@@ -141,14 +140,12 @@ def weigh(campaign: Campaign) -> Evidence:
     )
 
 
-def page(
-    known: Evidence, drawings: Sequence[Drawing] = (), findings: str = ""
-) -> list[str]:
+def page(known: Evidence, plots: Sequence[Plot] = (), findings: str = "") -> list[str]:
     """Lines of Markdown.
 
     Args:
         known: What the campaign shows.
-        drawings: Its figures.
+        plots: Its figures.
         findings: What people have to say, in Markdown.
     """
     campaign, readout, cells = known.campaign, known.readout, known.cells
@@ -156,8 +153,7 @@ def page(
     chance = known.chance
     ablations = [name for name in readout.arms if name not in ARMS]
     shown = {
-        each.name: f"![{_alt(each.alt)}]({FIGURES}/{each.name}.svg)"
-        for each in drawings
+        each.name: f"![{_alt(each.alt)}]({FIGURES}/{each.name}.svg)" for each in plots
     }
     lines = ["# Does a learned controller pay?", MARK, ""]
     lines += [f"**{headline(known)}**", ""]
@@ -214,7 +210,7 @@ def page(
     lines += _section("What failed", _bullets(went_wrong))
     if findings.strip():
         lines += [findings.strip(), ""]
-    lines += _commands(drawings)
+    lines += _commands(plots)
     return lines[:-1]
 
 
@@ -313,8 +309,8 @@ def _alt(text: str) -> str:
     return text.replace("[", "(").replace("]", ")")
 
 
-def _commands(drawings: Sequence[Drawing]) -> list[str]:
-    names = ", ".join(f"`{FIGURES}/{drawing.name}.svg`" for drawing in drawings)
+def _commands(plots: Sequence[Plot]) -> list[str]:
+    names = ", ".join(f"`{FIGURES}/{plot.name}.svg`" for plot in plots)
     what = f"every table above and {names}" if names else "this page"
     return [
         "## Reproduce",

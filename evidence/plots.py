@@ -14,10 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.contracts.stages import Stage
-from esper.experiment.statistics import Floats, Interval
-from esper.report.ink import Drawing, block, day, finish, place, plain, sheet
-from esper.report.lives import STAGES
+from esper.experiment.statistics import Floats, Interval, iqm_interval, mean_interval
+from esper.report.plots import STAGES
+from esper.report.style import (
+    DPI,
+    Number,
+    Plot,
+    add_axes,
+    add_rectangle,
+    add_text,
+    light,
+    new_figure,
+    one_line,
+    plot_style,
+    render,
+)
 from evidence.claims import Versus
+from evidence.readout import Cells, Readout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +43,7 @@ PANEL: Final = 190
 LEFT, RIGHT, TOP, BOTTOM = 38, 12, 34, 34
 ROW: Final = 22
 LANE: Final = 34
-TOLD: Final = ("tamiyo", "static", "never")
+IN_ALT_TEXT: Final = ("tamiyo", "static", "never")
 """Whose places are told to those who do not see them; the tables have all."""
 GREY: Final = ("grey", ".", 6.0)
 STYLES: Final[Mapping[str, tuple[str, str, float]]] = {
@@ -85,17 +98,17 @@ def pareto(
     tasks: Mapping[str, Sequence[Spot]],
     *,
     log: bool = False,
-) -> Drawing:
+) -> Plot:
     """Test score against a cost, one panel per task."""
     rows = -(-len(tasks) // COLUMNS)
     height = TOP + rows * PANEL + BOTTOM + 26
-    figure = sheet(title, WIDTH, height)
+    figure = new_figure(title, WIDTH, height)
     wide = WIDTH / COLUMNS
     for index, (task, spots) in enumerate(tasks.items()):
         left = index % COLUMNS * wide + LEFT
         bottom = height - TOP - (index // COLUMNS + 1) * PANEL + 32
-        axes = place(figure, left, bottom, wide - LEFT - RIGHT, PANEL - 58)
-        axes.set_title(plain(task, 24), size=11, loc="left", pad=5)
+        axes = _place(figure, left, bottom, wide - LEFT - RIGHT, PANEL - 58)
+        axes.set_title(one_line(task, 24), size=11, loc="left", pad=5)
         if log:
             axes.set_xscale("log")
         for spot in spots:
@@ -105,63 +118,64 @@ def pareto(
         axes.minorticks_off()
         if log:
             _few_ticks(axes)
-    figure.text(0.5, 50 / height, label, ha="center", size=10.5, color=day("muted"))
+    figure.text(0.5, 50 / height, label, ha="center", size=10.5, color=light("muted"))
     arms = {spot.arm for spots in tasks.values() for spot in spots}
     _legend(figure, [arm for arm in STYLES if arm in arms], height)
-    said = "; ".join(
-        f"{plain(task)}: {_told([spot for spot in spots if spot.arm in TOLD])}"
-        for task, spots in tasks.items()
+    values = "; ".join(
+        f"{one_line(task)}: {_listed(spots)}" for task, spots in tasks.items()
     )
-    return finish(figure, name, f"{title} ({label}). {said}.")
+    return render(figure, name, f"{title} ({label}). {values}.")
 
 
-def forest(name: str, against: Sequence[Versus]) -> Drawing:
+def forest(name: str, against: Sequence[Versus]) -> Plot:
     """Tamiyo less every other arm, all tasks together and each as a dot."""
     known = [each for each in against if isfinite(each.difference.estimate)]
     height = TOP + 40 + ROW * max(1, len(known))
     title = "Tamiyo less everybody else: share of never's errors, 95 % intervals"
-    figure = sheet(title, WIDTH, height)
-    axes = place(figure, 130, 40, WIDTH - 150, height - TOP - 40)
+    figure = new_figure(title, WIDTH, height)
+    axes = _place(figure, 130, 40, WIDTH - 150, height - TOP - 40)
     for row, versus in enumerate(known):
-        gap, colour = versus.difference, day(STYLES.get(versus.other, GREY)[0])
+        gap, colour = versus.difference, light(STYLES.get(versus.other, GREY)[0])
         tasks = [each.difference.estimate for each in versus.tasks.values()]
-        axes.plot(tasks, [row] * len(tasks), "o", color=day("rule"), ms=4, zorder=1)
+        axes.plot(tasks, [row] * len(tasks), "o", color=light("rule"), ms=4, zorder=1)
         if isfinite(gap.low):
             axes.plot([gap.low, gap.high], [row, row], color=colour, lw=2.2, zorder=2)
-        axes.plot([gap.estimate], [row], "o", color=colour, ms=7, mec=day("paper"))
-    axes.axvline(0.0, color=day("ink"), lw=1.0)
-    axes.set_yticks(range(len(known)), [plain(each.other, 20) for each in known])
+        axes.plot(
+            [gap.estimate], [row], "o", color=colour, ms=7, mec=light("background")
+        )
+    axes.axvline(0.0, color=light("text"), lw=1.0)
+    axes.set_yticks(range(len(known)), [one_line(each.other, 20) for each in known])
     axes.set_ylim(max(1, len(known)) - 0.5, -0.5)
     axes.grid(visible=True, axis="x")
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.03)
     axes.set_xlabel("to the right Tamiyo is ahead; a pale dot is one task", size=10.5)
-    said = ", ".join(f"{plain(v.other)} {v.difference:+.3f}" for v in known)
-    return finish(figure, name, f"{title}: {said}.")
+    values = ", ".join(f"{one_line(v.other)} {v.difference:+.3f}" for v in known)
+    return render(figure, name, f"{title}: {values}.")
 
 
-def swimlane(name: str, episode: Episode) -> Drawing:
+def swimlane(name: str, episode: Episode) -> Plot:
     """One episode: the score above, a lane for each slot below."""
     decisions, slots = episode.stages.shape
     height = TOP + 110 + slots * LANE + 66
-    figure = sheet(plain(episode.title, 90), WIDTH, height)
-    curve = place(figure, 90, 66 + slots * LANE + 12, WIDTH - 110, 90)
+    figure = new_figure(one_line(episode.title, 90), WIDTH, height)
+    curve = _place(figure, 90, 66 + slots * LANE + 12, WIDTH - 110, 90)
     curve.step(
         np.arange(decisions + 1),
         100 * np.append(episode.scores, episode.scores[-1:]),
         where="post",
-        color=day("blue"),
+        color=light("blue"),
     )
     curve.set_xlim(0, decisions)
     curve.tick_params(labelbottom=False, labelsize=9)
     curve.set_ylabel("score, %", size=10.5)
-    axes = place(figure, 90, 66, WIDTH - 110, slots * LANE)
+    axes = _place(figure, 90, 66, WIDTH - 110, slots * LANE)
     axes.set_xlim(0, decisions)
     axes.locator_params(axis="x", integer=True)
     axes.set_ylim(slots, 0)
     axes.set_yticks(
         [slot + 0.5 for slot in range(slots)],
-        [plain(slot, 14) for slot in episode.slots],
+        [one_line(slot, 14) for slot in episode.slots],
     )
     axes.grid(visible=False)
     axes.set_xlabel("decision; the bar's height is the seed's alpha", size=10.5)
@@ -172,9 +186,9 @@ def swimlane(name: str, episode: Episode) -> Drawing:
     for index, stage in enumerate(shown):
         colour, words = STAGES[stage]
         left = 90 + index * 150
-        key = place(figure, left, 12, 14, 12)
+        key = _place(figure, left, 12, 14, 12)
         key.axis("off")
-        block(key, (0, 0), (1, 1), colour)
+        add_rectangle(key, (0, 0), (1, 1), colour)
         figure.text((left + 20) / WIDTH, 14 / height, words, size=10)
     planted = _plantings(episode)
     alt = (
@@ -182,7 +196,21 @@ def swimlane(name: str, episode: Episode) -> Drawing:
         f"decisions; the score goes from {100 * episode.scores[0]:.1f} to "
         f"{100 * episode.scores[-1]:.1f} %."
     )
-    return finish(figure, name, alt)
+    return render(figure, name, alt)
+
+
+def _place(
+    figure: "Figure", left: Number, bottom: Number, width: Number, height: Number
+) -> "Axes":
+    """Axes at a place in pixels."""
+    wide, high = figure.get_size_inches() * DPI
+    return add_axes(
+        figure,
+        left=left,
+        right=wide - left - width,
+        bottom=bottom,
+        top=high - bottom - height,
+    )
 
 
 def events(stages: NDArray[np.int8]) -> int:
@@ -192,33 +220,30 @@ def events(stages: NDArray[np.int8]) -> int:
 
 def _lane(axes: "Axes", episode: Episode, slot: int) -> None:
     stages, planted = episode.stages[:, slot], episode.blueprints[:, slot]
-    block(axes, (0, slot + 0.06), (len(stages), 0.88), "rule", alpha=0.3)
+    add_rectangle(axes, (0, slot + 0.06), (len(stages), 0.88), "rule", alpha=0.3)
     start, last = 0, None
     for (stage, blueprint), run in groupby(zip(stages, planted, strict=True)):
         length = len(list(run))
         if stage != Stage.DORMANT:
             colour = STAGES[Stage(stage).name][0]
-            block(axes, (start, slot + 0.06), (length, 0.88), colour, alpha=0.35)
+            add_rectangle(
+                axes, (start, slot + 0.06), (length, 0.88), colour, alpha=0.35
+            )
             for at in range(start, start + length):
                 high = 0.88 * float(np.clip(episode.alphas[at, slot], 0.0, 1.0))
-                block(axes, (at, slot + 0.94 - high), (1, high), colour)
+                add_rectangle(axes, (at, slot + 0.94 - high), (1, high), colour)
             if last != blueprint:
-                axes.annotate(
-                    plain(_name(episode.names, int(blueprint)), 14),
-                    (start, slot + 0.5),
-                    xytext=(3, 0),
-                    textcoords="offset points",
-                    va="center_baseline",
-                    size=9,
-                )
+                name = one_line(_name(episode.names, int(blueprint)), 14)
+                add_text(axes, name, (start, slot + 0.5), (3, 0), size=9)
         last = None if stage == Stage.DORMANT else blueprint
         start += length
 
 
-def _told(spots: Sequence[Spot]) -> str:
+def _listed(spots: Sequence[Spot]) -> str:
     return ", ".join(
-        f"{plain(spot.arm)} {100 * spot.score.estimate:.1f} at {spot.cost.estimate:.3g}"
+        f"{spot.arm} {100 * spot.score.estimate:.1f} at {spot.cost.estimate:.3g}"
         for spot in spots
+        if spot.arm in IN_ALT_TEXT
     )
 
 
@@ -236,7 +261,7 @@ def _plantings(episode: Episode) -> int:
 def _spot(axes: "Axes", spot: Spot) -> None:
     colour, marker, size = STYLES.get(spot.arm, GREY)
     x, y = spot.cost, spot.score
-    line: Any = {"color": day(colour), "lw": 1.0, "alpha": 0.6, "zorder": 2}
+    line: Any = {"color": light(colour), "lw": 1.0, "alpha": 0.6, "zorder": 2}
     if isfinite(y.low):
         axes.plot([x.estimate] * 2, [100 * y.low, 100 * y.high], **line)
     if isfinite(x.low):
@@ -245,9 +270,9 @@ def _spot(axes: "Axes", spot: Spot) -> None:
         [x.estimate],
         [100 * y.estimate],
         marker,
-        color=day(colour),
+        color=light(colour),
         ms=size,
-        mec=day("paper"),
+        mec=light("background"),
         mew=0.6,
         zorder=4 if spot.arm == "tamiyo" else 3,
     )
@@ -268,7 +293,7 @@ def _legend(figure: "Figure", arms: Sequence[str], height: int) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], ls="", marker=marker, color=day(colour), ms=size)
+        Line2D([], [], ls="", marker=marker, color=light(colour), ms=size)
         for colour, marker, size in (STYLES[arm] for arm in arms)
     ]
     figure.legend(
@@ -282,3 +307,100 @@ def _legend(figure: "Figure", arms: Sequence[str], height: int) -> None:
         columnspacing=1.2,
         bbox_to_anchor=(0.5, 0.0),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What a score is held against."""
+
+    name: str
+    column: str
+    title: str
+    label: str
+    shift: float = 0.0
+    scale: float = 1.0
+    log: bool = False
+
+
+PRICES: Final = (
+    Price(
+        name="pareto-parameters",
+        column="added",
+        title="Test score, %, against parameters",
+        label="parameters, in multiples of the host's",
+        shift=1.0,
+    ),
+    Price(
+        name="pareto-training",
+        column="training_macs",
+        title="Test score, %, against the work of training",
+        label="multiply-adds of training, in billions",
+        scale=1e-9,
+        log=True,
+    ),
+    Price(
+        name="pareto-inference",
+        column="macs",
+        title="Test score, %, against the work of a guess",
+        label="multiply-adds per row, in multiples of the host's",
+    ),
+)
+
+
+def draw_plots(
+    readout: Readout,
+    tasks: Sequence[str],
+    against: Mapping[str, Versus],
+    arms: Sequence[str],
+    episode: Episode | None,
+    chance: Mapping[str, Any],
+) -> list[Plot]:
+    """All figures, in the order of the page.
+
+    Args:
+        readout: What was counted.
+        tasks: Those of the protocol.
+        against: Tamiyo beside everybody else.
+        arms: Who has figures.
+        episode: The one to show.
+        chance: Draws and random seed of every interval.
+    """
+    ordered = [against[arm] for arm in STYLES if arm in against]
+    ordered += [versus for arm, versus in against.items() if arm not in STYLES]
+    tests = readout.figure("test")
+    scores = {
+        (task, arm): iqm_interval(tests.of(arm, [task]), **chance)
+        for task in tasks
+        for arm in arms
+        if tests.count(arm, [task])
+    }
+    found = []
+    with plot_style():
+        if any(isfinite(versus.difference.estimate) for versus in ordered):
+            found.append(forest("forest", ordered))
+        for price in PRICES:
+            spots = _spots(readout.figure(price.column), scores, price, chance)
+            if spots:
+                found.append(
+                    pareto(price.name, price.title, price.label, spots, log=price.log)
+                )
+        if episode is not None:
+            found.append(swimlane("episode", episode))
+    return found
+
+
+def _spots(
+    prices: Cells,
+    scores: Mapping[tuple[str, str], Interval],
+    price: Price,
+    chance: Mapping[str, Any],
+) -> dict[str, list[Spot]]:
+    """Places of arms, by task."""
+    found: dict[str, list[Spot]] = {}
+    for (task, arm), score in scores.items():
+        paid = mean_interval(prices.of(arm, [task]), **chance)
+        if isfinite(paid.estimate):
+            ends = (paid.estimate, paid.low, paid.high)
+            cost = Interval(*(price.shift + price.scale * end for end in ends))
+            found.setdefault(task, []).append(Spot(arm=arm, cost=cost, score=score))
+    return found

@@ -1,22 +1,20 @@
-"""The page in a real browser."""
+"""A report as files, and its page in a real browser."""
 
+import shutil
+import sqlite3
 from html import unescape
 
 import pytest
 
+from esper.contracts.errors import BadInput
+from esper.experiment.run import Run
+from esper.experiment.storage.schema import VERSION
+from esper.experiment.store import Store
 from esper.report import write_report
+from esper.report.page import SECTIONS
 from tests.browser import browse, open_browser
-from tests.report.runs import make_run
+from tests.report.runs import config, judge, make_run
 
-SECTIONS = [
-    "What it was worth",
-    "Learning",
-    "The lives of seeds",
-    "What was chosen, and where",
-    "How decided each head is",
-    "Health of the updates",
-    "The run itself",
-]
 TRICKS = (
     "<script>window.hit = 1</script>",
     "<img src=x onerror='window.hit = 1'>",
@@ -32,7 +30,8 @@ TRICKS = (
     "<meta http-equiv=refresh content='0;url=https://example.org/'>",
     "javascript:window.hit=1",
     "${window.hit = 1}",
-    "{{constructor.constructor('window.hit = 1')()}}",
+    "{{ self._TemplateReference__context }}",
+    "{% include '/etc/passwd' %}",
     "\x1b[2J\x07\x00",
     "\u202eretpircs\u2066",
     "../../x",
@@ -55,18 +54,18 @@ NAMES = [
         ("</td>", "<td>"),
     )
 ]
-"""Two hundred names that would rather be programs."""
+"""Two hundred names that would be programs if they were not escaped."""
+
+
+@pytest.fixture(scope="module")
+def page(reported):
+    return unescape((reported / "report.html").read_text())
 
 
 @pytest.fixture(scope="module")
 def browser():
     with open_browser() as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def file(reported):
-    return reported / "report.html"
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +82,21 @@ def hostile(tmp_path_factory):
     return write_report(path.rename(path.with_name("<svg onload=window.hit=1>")))
 
 
+# --- In a browser
+
+
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)])
-def test_the_page_is_quiet_whole_and_as_wide_as_the_window(browser, file, width, dark):
+def test_the_page_is_quiet_whole_and_as_wide_as_the_window(
+    browser, reported, width, dark
+):
+    file = reported / "report.html"
     visit = browse(browser, file, width=width, dark=dark)
     page = visit.page
     assert visit.errors == []
     assert visit.requests == [file.as_uri()]
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.locator("h1").all_inner_texts() == ["fern"]
-    assert page.locator("h2").all_inner_texts() == SECTIONS
+    assert page.locator("h2").all_inner_texts() == [title for _, title in SECTIONS]
     boxes = page.evaluate(
         "[...document.querySelectorAll('svg')].map(s => {"
         "const b = s.getBoundingClientRect(); return [b.width, b.height]})"
@@ -100,26 +105,20 @@ def test_the_page_is_quiet_whole_and_as_wide_as_the_window(browser, file, width,
     assert all(wide > 300 and high > 100 for wide, high in boxes)
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(21, 25, 29)" if dark else "rgb(255, 255, 255)")
-    words = page.evaluate("getComputedStyle(document.querySelector('svg text')).fill")
-    assert words == ("rgb(165, 175, 185)" if dark else "rgb(89, 99, 109)")
-    page.context.close()
-
-
-def test_every_figure_has_words_and_every_table_a_caption(browser, file):
-    visit = browse(browser, file)
-    page = visit.page
+    text = page.evaluate("getComputedStyle(document.querySelector('svg text')).fill")
+    assert text == ("rgb(165, 175, 185)" if dark else "rgb(89, 99, 109)")
     for figure in page.locator("svg").all():
         assert figure.get_attribute("role") == "img"
         assert len(figure.get_attribute("aria-label")) > 30
     assert page.locator("table").count() == page.locator("table > caption").count()
     for link in page.locator("nav a").all():
         assert page.locator(link.get_attribute("href")).count() == 1
-    marks = page.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)")
-    assert len(marks) == len({*marks})
+    ids = page.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(ids) == len({*ids})
     page.context.close()
 
 
-def test_names_never_become_programs(browser, hostile):
+def test_hostile_names_are_text_and_never_programs(browser, hostile):
     visit = browse(browser, hostile)
     page = visit.page
     page.mouse.move(640, 450)
@@ -128,17 +127,11 @@ def test_names_never_become_programs(browser, hostile):
     assert visit.requests == [hostile.as_uri()]
     for tag in ("script", "img", "iframe", "base", "link", "object"):
         assert page.locator(tag).count() == 0
-    found = page.evaluate(
+    handlers = page.evaluate(
         "[...document.querySelectorAll('*')].filter(e => [...e.attributes].some("
         "a => a.name.startsWith('on'))).length"
     )
-    assert found == 0
-    page.context.close()
-
-
-def test_hostile_names_are_read_as_they_are(browser, hostile):
-    visit = browse(browser, hostile)
-    page = visit.page
+    assert handlers == 0
     shown = page.evaluate(
         "[...document.querySelectorAll('td')].map(cell => cell.textContent)"
     )
@@ -151,13 +144,159 @@ def test_hostile_names_are_read_as_they_are(browser, hostile):
     page.context.close()
 
 
-def test_only_inline_styles_are_allowed(file):
-    text = unescape(file.read_text())
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    assert f'http-equiv="Content-Security-Policy" content="{policy}"' in text
-    assert "http://" not in text.replace("http://www.w3.org/", "")
-    assert "https://" not in text
-
-
 def visible(name):
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in name)
+
+
+# --- As files
+
+
+def test_a_page_and_every_plot_are_written(reported, page):
+    names = {file.stem for file in (reported / "plots").iterdir()}
+    assert names == {
+        *(
+            f"{kind}-{task}"
+            for task in ("1-letter", "2-digits")
+            for kind in ("arms", "size", "learning", "seeds", "planted", "outcomes")
+        ),
+        *("actions", "grown", "entropy", "kl"),
+        *("clipped", "explained", "taken", "speed"),
+    }
+    for name in names:
+        assert (reported / "plots" / f"{name}.png").stat().st_size > 1_000
+        assert (reported / "plots" / f"{name}.svg").stat().st_size > 1_000
+    assert page.count("<svg") == len(names)
+    assert all(f'id="{section}"' in page for section, _ in SECTIONS)
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    assert f'http-equiv="Content-Security-Policy" content="{policy}"' in page
+    assert "http://" not in page.replace("http://www.w3.org/", "")
+    assert "https://" not in page
+
+
+def test_the_top_says_what_the_run_is_and_what_is_shown(page):
+    assert (
+        "Tamiyo was trained on letter and digits for 6 rounds: 24 decisions in 6 s. "
+        "The run is complete." in page
+    )
+    # Arms are 0.05 apart with a luck of 0.01, and Tamiyo is the best by far.
+    assert "Above never by +0.0" in page
+    for table in page.split('<table class="numbers"')[1:4]:
+        table = table.split("</table>")[0]
+        heads = [part.split("<")[0] for part in table.split('scope="row">')[1:]]
+        assert heads == ["Tamiyo", "never", "random", "early", "static"]
+        strong = table.split('class="strong"')[1].split("</tr>")[0]
+        assert "Tamiyo" in strong
+        assert "0.600" in strong or "0.5" in strong
+
+
+def test_a_report_made_again_elsewhere_is_the_same(reported, page, tmp_path):
+    out = write_report(reported, tmp_path / "page.html")
+    assert out == tmp_path / "page.html"
+    assert unescape(out.read_text()) == page
+    assert {file.name for file in tmp_path.iterdir()} == {"page.html", "page-plots"}
+    again = {file.name: file.read_bytes() for file in (reported / "plots").iterdir()}
+    for file in (tmp_path / "page-plots").iterdir():
+        assert again.pop(file.name) == file.read_bytes()
+    assert not again
+    assert not [file for file in tmp_path.rglob(".*")]
+
+
+def test_evaluations_alone_and_nothing_at_all_are_reports(tmp_path):
+    with Run.create(tmp_path, "judged", config(), {}) as run:
+        with Store(run.path / "events.sqlite") as store:
+            store.begin_attempt()
+            judge(store, ("letter",), ("never", "random", "early"), 0)
+        page = write_report(run.path).read_text()
+        assert write_report(run.path).read_text() == page
+    assert "Controllers were judged on letter; none was trained." in page
+    assert "still going on" in page
+    assert "By return on 12 unseen hosts of letter: " in page
+    assert page.count('class="none"') == 6  # five sections, and no notes
+    assert page.count("<svg") == 2
+    with Run.create(tmp_path, "young", config(), {}) as run:
+        with Store(run.path / "events.sqlite"):
+            pass
+        page = write_report(run.path).read_text()
+    assert "have not been judged yet" in page
+    assert page.count("<svg") == 0
+    assert page.count('class="none"') == 8
+
+
+def test_one_round_and_figures_that_cannot_be_compared_are_a_report(tmp_path):
+    path = make_run(tmp_path, tasks=("letter",), rounds=1, finished=False)
+    with sqlite3.connect(path / "events.sqlite") as db:
+        db.execute('UPDATE evaluations SET "return" = NULL WHERE host = 0')
+    db.close()
+    page = unescape(write_report(path).read_text())
+    assert "for 1 round:" in page
+    assert "Nothing can be compared: scores must be finite" in page
+
+
+# --- What is refused
+
+
+def no_database(path):
+    (path / "events.sqlite").write_text("hello" * 1_000)
+
+
+def torn(path):
+    data = bytearray((path / "events.sqlite").read_bytes())
+    data[4_096:] = b"\xff" * (len(data) - 4_096)
+    (path / "events.sqlite").write_bytes(data)
+
+
+def changed(statement):
+    def change(path):
+        with sqlite3.connect(path / "events.sqlite") as db:
+            db.execute(statement)
+        db.close()
+
+    return change
+
+
+def everything(folder):
+    return {
+        file.relative_to(folder): file.read_bytes() if file.is_file() else None
+        for file in folder.rglob("*")
+        if not file.name.endswith(("-shm", "-wal"))  # SQLite's own
+    }
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (shutil.rmtree, "is no run; expected a folder"),
+        (lambda path: (path / "config.toml").unlink(), "it has no config.toml"),
+        (lambda path: (path / "events.sqlite").unlink(), "there is no store at"),
+        (no_database, "is no store: file is not a database"),
+        (torn, "is damaged or of another version"),
+        (changed(f"PRAGMA user_version = {VERSION + 1}"), "use a newer Esper"),
+        (changed("DROP VIEW live_rounds"), "of another version: no such table"),
+    ],
+)
+def test_what_is_no_run_is_refused_in_one_line_and_nothing_is_written(
+    tmp_path, harm, message
+):
+    path = make_run(tmp_path, rounds=1, arms=())
+    harm(path)
+    before = everything(tmp_path)
+    with pytest.raises(BadInput, match=message) as caught:
+        write_report(path)
+    assert "\n" not in str(caught.value)
+    assert everything(tmp_path) == before
+
+
+def test_nothing_but_a_report_is_overwritten(reported, tmp_path):
+    mine = tmp_path / "thesis.html"
+    mine.write_text("my thesis")
+    (tmp_path / "page-plots").write_text("mine")
+    for out, message in (
+        (mine, "no report of Esper"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "nowhere" / "page.html", "make it first"),
+        (tmp_path / "page.html", "plots go there"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            write_report(reported, out)
+    assert mine.read_text() == "my thesis"
+    assert not (tmp_path / "page.html").exists()

@@ -1,5 +1,5 @@
-"""One page that shows a run: what it did, what it grew, and what that was worth."""
+"""One page that shows a run: what it did, what it grew, and how controllers compare."""
 
-from esper.report.writing import write_report
+from esper.report.page import write_report
 
 __all__ = ["write_report"]

@@ -1,121 +1,350 @@
-"""A run as one page: what it is, what it was worth, and what happened in it.
+"""The report of a run: one page, and every plot as PNG and SVG.
 
-The page asks nobody for anything: styles and figures are in it, there is no script, and
-its own policy forbids the browser to load or run what a name might smuggle in. What a
-run has no figures for is said in one sentence.
+The page is a Jinja2 template in which every value is escaped; styles and plots are in
+it, there is no script, and its content security policy forbids the browser to load or
+run anything. Everything is drawn before anything is written, and every file is replaced
+as a whole, so that a report can be made again at any time, also while a run goes on.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections import defaultdict
+from collections.abc import Sequence
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from esper import __version__
-from esper.report.facts import SHOWN, Facts
-from esper.report.ink import Drawing
-from esper.report.lives import STAGES
-from esper.report.markup import (
-    Markup,
-    element,
-    raw,
-    table,
-    together,
+from esper.contracts.errors import BadInput
+from esper.experiment.statistics import Interval, iqm_interval, mean_interval
+from esper.experiment.storage.disk import Disk, publish, short, storage
+from esper.experiment.summary import (
+    ArmSummary,
+    Summary,
+    TaskSummary,
+    headline,
+    is_learned,
+    summarise,
 )
-from esper.report.sheet import style_sheet
-from esper.report.worth import Worth
+from esper.report.data import SHOWN_ENVS, RunData, read_run
+from esper.report.plots import STAGES, ArmPoint, TaskResults, draw_plots
+from esper.report.style import COLOURS
 
-POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+PAGE: Final = "report.html"
+PLOTS: Final = "plots"
 MARK: Final = "esper report"
-"""By which a page of ours is known from a file that somebody else wrote."""
-ENDS: Final = {
+"""By which a page of ours is told from other files, within its first bytes."""
+PERIODIC: Final = 60
+"""Evaluations during training that a curve shows, at most."""
+SIMPLE: Final = {"never": "amber", "random": "purple"}
+"""Colours of the simplest baselines."""
+SECTIONS: Final = (
+    ("comparison", "Comparison of controllers"),
+    ("learning", "Learning curves"),
+    ("seeds", "Seeds of the last episodes"),
+    ("blueprints", "Blueprints, slots and outcomes"),
+    ("heads", "Entropy and KL of each head"),
+    ("updates", "Health of the updates"),
+    ("run", "The run itself"),
+)
+STATES: Final = {
     "finished": "The run is complete.",
     "running": "The run is still going on; this is what it has written so far.",
     "stopped": "The run stopped before its end; it can be resumed.",
 }
-Drawings = Mapping[str, Sequence[Drawing]]
-"""The figures of each section, by the section's name."""
+Cell = tuple[str, str]
+"""What a cell of a table shows, and what stands small below it."""
 
 
-def page(facts: Facts, drawings: Drawings, worth: Worth) -> str:
-    """The whole page.
+def write_report(run: Path, out: Path | None = None) -> Path:
+    """Write a page about a run, also while the run goes on.
 
     Args:
-        facts: What the run says of itself.
-        drawings: The figures.
-        worth: What everybody was worth.
+        run: The run's folder.
+        out: Where to; None: `report.html` in the run's folder. Plots are put in the
+            folder `plots` of the run, or for `NAME.html` elsewhere in `NAME-plots`.
+
+    Returns:
+        The page.
     """
-    sections = [
-        ("worth", "What it was worth", _worth(drawings, worth.tables())),
-        ("learning", "Learning", _learning(facts, drawings)),
-        ("lives", "The lives of seeds", _lives(facts, drawings)),
-        ("choices", "What was chosen, and where", _choices(drawings)),
-        ("heads", "How decided each head is", _heads(drawings)),
-        ("health", "Health of the updates", _health(facts, drawings)),
-        ("run", "The run itself", _run(facts)),
-    ]
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="color-scheme", content="light dark"),
-        element("meta", name="generator", content=f"{MARK} {__version__}"),
-        element("title", f"{facts.name} – Esper"),
-        element("style", raw(style_sheet())),
+    if out is not None and not out.name:
+        raise BadInput(f"expected a file for the page, got {str(out)!r:.60}.")
+    data = read_run(run)
+    file = run / PAGE if out is None else out
+    folder = run / PLOTS if out is None else out.with_name(f"{out.stem}-plots")
+    _require_writable(file, folder)
+    summary, trouble = None, ""
+    try:
+        summary = summarise(data.evaluations)
+    except BadInput as error:
+        trouble = str(error)
+    plots = draw_plots(data, _results(data, summary))
+    page = (
+        _environment()
+        .get_template("report.html")
+        .render(
+            run=data,
+            plots=plots,
+            trouble=trouble,
+            version=__version__,
+            mark=MARK,
+            sections=SECTIONS,
+            stages=STAGES.values(),
+            shown_envs=SHOWN_ENVS,
+            title_line=_title_line(data),
+            tiles=_tiles(data),
+            outcome=headline(summary) if summary else [],
+            tables=_tables(data, summary),
+            conclusions=summary.conclusions if summary else [],
+            attempts=_attempts(data),
+            machine=[
+                (name, _listed(value) if isinstance(value, list) else value)
+                for name, value in data.versions.items()
+            ],
+            crowded=[
+                f"{task} ({episodes.envs})"
+                for task, episodes in data.last_episodes.items()
+                if episodes.envs > SHOWN_ENVS
+            ],
+            light={name: pair[0] for name, pair in COLOURS.items()},
+            dark={name: pair[1] for name, pair in COLOURS.items()},
+        )
     )
-    contents = element(
-        "nav",
-        element(
-            "ul",
-            *(
-                element("li", element("a", title, href=f"#{mark}"))
-                for mark, title, _ in sections
-            ),
-        ),
-        aria_label="Contents",
-    )
-    body = element(
-        "body",
-        element(
-            "header",
-            element("p", "Esper run", classes="kicker"),
-            element("h1", facts.name),
-            element("p", headline(facts), classes="lede"),
-            _verdict(worth.verdict()),
-            _tiles(facts),
-            contents,
-        ),
-        element(
-            "main",
-            *(
-                element("section", element("h2", title), content, id=mark)
-                for mark, title, content in sections
-            ),
-        ),
-        element("footer", _footer(facts)),
-    )
-    return f'<!doctype html>\n<html lang="en">{head}\n{body}</html>\n'
+    disk = Disk()
+    with storage(folder, "make"):
+        folder.mkdir(exist_ok=True)
+    for plot in (one for several in plots.values() for one in several):
+        publish(disk, folder / f"{plot.name}.svg", plot.svg)
+        publish(disk, folder / f"{plot.name}.png", plot.png)
+    publish(disk, file, page.encode())
+    return file
 
 
-def headline(facts: Facts) -> str:
-    """What the run is, in two sentences."""
-    tasks = listed(facts.tasks) or "no task"
-    if not facts.last_round:
-        who = "were judged" if facts.evaluations else "have not been judged yet"
-        return f"Controllers {who} on {tasks}; nobody was trained. {ENDS[facts.state]}"
+def _require_writable(file: Path, folder: Path) -> None:
+    """Refuse to write over anything but a report."""
+    if not file.parent.is_dir():
+        raise BadInput(f"{short(file.parent)} is no folder; make it first.")
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{short(folder)} is no folder; remove it, plots go there.")
+    if file.is_dir():
+        raise BadInput(f"{short(file)} is a folder; name a file for the page.")
+    if file.exists():
+        with storage(file, "read"), file.open("rb") as stream:
+            opening = stream.read(1_024)
+        if opening and MARK.encode() not in opening:
+            raise BadInput(f"{short(file)} is no report of Esper; name another file.")
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("esper.report"),
+        autoescape=True,
+        finalize=_visible,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"listed": _listed, "svg": Markup}
+    return environment
+
+
+def _visible(value: object) -> object:
+    """Values as visible text, before they are escaped.
+
+    Invisible characters could turn the direction of a line, or end a file for a reader.
+    """
+    if isinstance(value, Markup):
+        return value
+    return "".join(
+        sign if sign.isprintable() or sign in "\n\t" else "�" for sign in str(value)
+    )
+
+
+def _title_line(run: RunData) -> str:
+    tasks = _listed(run.tasks) or "no task"
+    if not run.last_round:
+        judged = "were judged" if run.evaluations else "have not been judged yet"
+        return f"Controllers {judged} on {tasks}; none was trained. {STATES[run.state]}"
     return (
-        f"Tamiyo was trained on {tasks} for {facts.last_round:,} "
-        f"round{'s' * (facts.last_round != 1)}: {facts.env_steps:,} decisions in "
-        f"{duration(facts.seconds)}. {ENDS[facts.state]}"
+        f"Tamiyo was trained on {tasks} for {run.last_round:,} "
+        f"round{'s' * (run.last_round != 1)}: {run.env_steps:,} decisions in "
+        f"{_duration(run.seconds)}. {STATES[run.state]}"
     )
 
 
-def listed(names: Sequence[str]) -> str:
-    """Names in a sentence."""
-    if len(names) < 2:
-        return "".join(names)
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+def _tiles(run: RunData) -> dict[str, str]:
+    if not run.last_round:
+        hosts = {(row["task"], row["host"]) for row in run.evaluations}
+        arms = {row["controller"] for row in run.evaluations}
+        return {
+            "tasks": str(len(run.tasks)),
+            "controllers": str(len(arms)),
+            "hosts": str(len(hosts)),
+        }
+    speed = run.env_steps / run.seconds if run.seconds else 0.0
+    return {
+        "rounds": f"{run.last_round:,}",
+        "decisions": f"{run.env_steps:,}",
+        "training time": _duration(run.seconds),
+        "decisions per second": f"{speed:,.0f}",
+    }
 
 
-def duration(seconds: float) -> str:
+def _ordered(run: RunData, summary: Summary | None) -> list[TaskSummary]:
+    """Tables of the tasks, in the order of the configuration."""
+    order = {name: index for index, name in enumerate(run.tasks)}
+    tables = summary.tasks if summary else ()
+    return sorted(tables, key=lambda table: order.get(table.task, len(order)))
+
+
+def _results(run: RunData, summary: Summary | None) -> dict[str, TaskResults]:
+    """Evaluations of each task, as plots show them."""
+    returns: dict[str, dict[int, list[float]]] = defaultdict(dict)
+    for row in run.evaluations:
+        if row["stage"] == "watched" and is_learned(row["controller"]):
+            value = nan if row["return"] is None else row["return"]
+            returns[row["task"]].setdefault(row["round"], []).append(value)
+    periodic = {}
+    for task, rounds in returns.items():
+        known = sorted(rounds)
+        at = np.linspace(0, len(known) - 1, min(len(known), PERIODIC)).round()
+        some = [known[int(index)] for index in at]
+        periodic[task] = [(number, _finite_interval(rounds[number])) for number in some]
+    found = {task: TaskResults(periodic=points) for task, points in periodic.items()}
+    for table in _ordered(run, summary):
+        learned = [arm for arm in table.arms if arm.learned]
+        best = next((arm for arm in reversed(table.arms) if not arm.learned), None)
+        found[table.task] = TaskResults(
+            periodic=periodic.get(table.task, ()),
+            final=learned[-1].returns if learned else None,
+            arms=[_arm_point(run, table.task, arm, arm is best) for arm in table.arms],
+        )
+    return found
+
+
+def _arm_point(run: RunData, task: str, arm: ArmSummary, best: bool) -> ArmPoint:
+    """One arm; `best` is the highest of those that do not learn."""
+    judged = [row for row in run.evaluations if row["stage"] == "judged"]
+    last = max(row["round"] for row in judged)
+    added = [
+        row["added"]
+        for row in judged
+        if (row["round"], row["task"], row["controller"]) == (last, task, arm.name)
+        and row["added"] is not None
+    ]
+    parameters = Interval(arm.parameters, arm.parameters, arm.parameters)
+    if len(added) > 1:
+        parameters = mean_interval(1.0 + np.array(added, dtype=np.float64))
+    colour, label = SIMPLE.get(arm.name, "grey"), ""
+    if arm.learned:
+        colour = "blue"
+    elif arm.name in SIMPLE:
+        label = arm.name
+    elif best:
+        colour, label = "green", f"{arm.name}, best"
+    return ArmPoint(
+        name=arm.name,
+        colour=colour,
+        returns=arm.returns,
+        test=arm.test,
+        parameters=parameters,
+        label=label,
+    )
+
+
+def _finite_interval(values: Sequence[float]) -> Interval:
+    known = np.array([value for value in values if isfinite(value)])
+    if len(known) < 2:
+        mean = float(known.mean()) if len(known) else nan
+        return Interval(mean, mean, mean)
+    return iqm_interval(known, resamples=1_000)
+
+
+def _tables(run: RunData, summary: Summary | None) -> list[dict[str, Any]]:
+    """The table of all tasks and one of each, best arm first."""
+    tables = [(table.task, table) for table in _ordered(run, summary)]
+    if summary and summary.aggregate:
+        tables.insert(0, ("All tasks together", summary.aggregate))
+    return [
+        {
+            "title": title,
+            "hosts": f"{table.hosts} hosts{' of each task' * (table.tasks > 1)}",
+            "rows": [
+                {
+                    "name": arm.name,
+                    "panics": arm.panics,
+                    "strong": arm.learned,
+                    "cells": _cells(arm),
+                }
+                for arm in reversed(table.arms)
+            ],
+        }
+        for title, table in tables
+    ]
+
+
+def _cells(arm: ArmSummary) -> list[Cell]:
+    above = arm.above_never
+    comparison: list[Cell] = [("–", "")] * 3
+    if above is not None:
+        comparison = [
+            _interval(above.difference, "+.3f"),
+            (f"{100 * above.paired.estimate:.0f} %", ""),
+            (f"{above.adjusted:.2g}", "shown" if above.shown else "not shown"),
+        ]
+    return [
+        _interval(arm.returns, ".3f"),
+        _interval(arm.test, ".3f"),
+        _interval(arm.area, ".3f"),
+        (_number(arm.parameters, ".2f", "×"), ""),
+        (_number(arm.macs, ".2f", "×"), ""),
+        (_engineering(arm.training_macs), ""),
+        (_number(arm.seconds, ".2f"), ""),
+        *comparison,
+    ]
+
+
+def _attempts(run: RunData) -> list[list[str]]:
+    found = []
+    for row in run.attempts:
+        resumed, last = row["resumed_after"], row["last_round"]
+        counts = "all of it" if last is None else f"up to round {last}"
+        found.append(
+            [
+                str(row["attempt"]),
+                row["started"].partition("+")[0].replace("T", " "),
+                "the start" if resumed is None else f"round {resumed}",
+                "none of it" if last == 0 else counts,
+                f"{row['rows']:,}",
+                str(row["versions"].get("esper", "")),
+                str(row["versions"].get("torch", "")),
+            ]
+        )
+    return found
+
+
+def _interval(interval: Interval, spec: str) -> Cell:
+    bounds = ""
+    if isfinite(interval.low) and isfinite(interval.high):
+        bounds = f"{_number(interval.low, spec)} to {_number(interval.high, spec)}"
+    return _number(interval.estimate, spec), bounds
+
+
+def _number(value: float, spec: str, unit: str = "") -> str:
+    return f"{value:{spec}}{unit}".replace("-", "−") if isfinite(value) else "–"
+
+
+def _engineering(value: float) -> str:
+    for size, sign in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            digits = 0 if value >= 100 * size else 1
+            return f"{value / size:.{digits}f} {sign}"
+    return _number(value, ".3g")
+
+
+def _duration(seconds: float) -> str:
     """Time in the two largest units."""
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
@@ -124,207 +353,9 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {whole % 60} s" if minutes else f"{seconds:.3g} s"
 
 
-def _verdict(words: list[str]) -> Markup:
-    if not words:
-        return together()
-    return element("div", *(element("p", line) for line in words), classes="verdict")
-
-
-def _tiles(facts: Facts) -> Markup:
-    speed = facts.env_steps / facts.seconds if facts.seconds else 0.0
-    tiles = {
-        "rounds": f"{facts.last_round:,}",
-        "decisions": f"{facts.env_steps:,}",
-        "training time": duration(facts.seconds),
-        "decisions per second": f"{speed:,.0f}",
-    }
-    if not facts.last_round:
-        hosts = {(row["task"], row["host"]) for row in facts.evaluations}
-        arms = {row["controller"] for row in facts.evaluations}
-        tiles = {
-            "tasks": str(len(facts.tasks)),
-            "controllers": str(len(arms)),
-            "hosts": str(len(hosts)),
-        }
-    return element(
-        "dl",
-        *(
-            element("div", element("dt", name), element("dd", value))
-            for name, value in tiles.items()
-        ),
-        classes="tiles",
-    )
-
-
-def _figure(drawing: Drawing, caption: str = "", *, wide: bool = False) -> Markup:
-    shown = raw(drawing.inline)
-    if wide:
-        inner = element("div", shown, classes="lanes")
-        shown = element(
-            "div",
-            inner,
-            classes="scroll",
-            tabindex="0",
-            role="group",
-            aria_label=drawing.alt,
-        )
-    words = (element("figcaption", caption),) if caption else ()
-    return element("figure", shown, *words)
-
-
-def _grid(drawings: Sequence[Drawing], *, wide: bool = False) -> Markup:
-    return element(
-        "div", *(_figure(drawing, wide=wide) for drawing in drawings), classes="grid"
-    )
-
-
-def _none(sentence: str) -> Markup:
-    return element("p", sentence, classes="none")
-
-
-def _worth(drawings: Drawings, comparison: Markup) -> Markup:
-    if not comparison:
-        return _none(
-            "No controller has been judged in this run yet, so nothing can be said "
-            "about its worth."
-        )
-    return together(_grid(drawings["worth"]), comparison)
-
-
-def _learning(facts: Facts, drawings: Drawings) -> Markup:
-    if not drawings["learning"]:
-        return _none("No episode has ended in training, so there is no curve.")
-    text = (
-        "Grey: mean return of the episodes of each round, with chance in the choices; "
-        "the line is the mean of the rounds around it. Blue dots: Tamiyo watched on "
-        "hosts that are the same each time. Blue diamond and bands: everybody judged "
-        "at the end on other hosts; only these can be held against each other. Bars "
-        "and bands are 95 % intervals over hosts."
-    )
-    return together(element("p", text, classes="quiet"), _grid(drawings["learning"]))
-
-
-def _lives(facts: Facts, drawings: Drawings) -> Markup:
-    if not drawings["lives"]:
-        return _none("No episode has ended in training, so there are no lives to show.")
-    more = [
-        f"{task} ({lives.envs})"
-        for task, lives in facts.lives.items()
-        if lives.envs > SHOWN
-    ]
-    text = (
-        "The last complete episode of each environment. A lane is a slot, a bar one "
-        "stage of a seed; the name is its blueprint. Rest the pointer on a bar to read "
-        "it."
-    )
-    if more:
-        text += f" Only the first {SHOWN} environments are shown of {listed(more)}."
-    legend = element(
-        "ul",
-        *(
-            element("li", element("i", style=f"background:var(--{colour})"), words)
-            for colour, words in STAGES.values()
-        ),
-        classes="legend",
-    )
-    return together(
-        element("p", text, classes="quiet"), legend, _grid(drawings["lives"], wide=True)
-    )
-
-
-def _choices(drawings: Drawings) -> Markup:
-    if not drawings["choices"]:
-        return _none("Nothing was planted in training.")
-    text = (
-        "Shares of all seeds that were planted on a task in the first and in the last "
-        "third of the rounds, and what became of the seeds of all rounds. Neither kept "
-        "nor pruned are those that the end of the episode overtook."
-    )
-    return together(element("p", text, classes="quiet"), _grid(drawings["choices"]))
-
-
-def _heads(drawings: Drawings) -> Markup:
-    if not drawings["heads"]:
-        return _none("No update was made, so there is nothing to say about heads.")
-    text = (
-        "Entropy is 1 when a head chooses blindly and 0 when it is certain; a head "
-        "that never had a choice is at 0. KL says how far an update moved each head."
-    )
-    return together(element("p", text, classes="quiet"), _grid(drawings["heads"]))
-
-
-def _health(facts: Facts, drawings: Drawings) -> Markup:
-    if not drawings["health"]:
-        return _none("No update was made.")
-    refused = (
-        "No optimiser step was refused."
-        if not facts.refused
-        else f"{facts.refused:,} optimiser steps were refused because a gradient or "
-        "the KL was not finite: look at rewards and observations."
-    )
-    text = f"{refused} A green band is where a figure is at home."
-    return together(element("p", text, classes="quiet"), _grid(drawings["health"]))
-
-
-def _run(facts: Facts) -> Markup:
-    attempts: list[list[object]] = [
-        [
-            str(attempt.number),
-            element("span", _moment(attempt.started), classes="nowrap"),
-            _began(attempt.resumed_after),
-            _counts(attempt.last_round),
-            f"{attempt.rows:,}",
-            str(attempt.versions.get("esper", "")),
-            str(attempt.versions.get("torch", "")),
-        ]
-        for attempt in facts.attempts
-    ]
-    notes: list[list[object]] = [[str(number), *rest] for number, *rest in facts.notes]
-    versions: list[list[object]] = [
-        [name, listed(list(map(str, value))) if isinstance(value, list) else value]
-        for name, value in facts.versions.items()
-    ]
-    headers = ["attempt", "began (UTC)", "from", "counts", "rows", "Esper", "PyTorch"]
-    parts = [
-        table("Processes that wrote this run", headers, attempts, numbers=False)
-        if attempts
-        else _none("No process has written to the store.")
-    ]
-    if notes:
-        caption = "What the run noted"
-        parts.append(table(caption, ["round", "kind", "text"], notes, numbers=False))
-    else:
-        parts.append(_none("The run noted nothing out of the ordinary."))
-    return together(
-        *parts,
-        element(
-            "details",
-            element("summary", "Configuration"),
-            element("pre", element("code", facts.config_toml)),
-        ),
-        element(
-            "details",
-            element("summary", "Versions and machine"),
-            table("As the run began", ["what", "value"], versions, numbers=False),
-        ),
-    )
-
-
-def _moment(started: str) -> str:
-    """A time of the store as people write it."""
-    return started.partition("+")[0].replace("T", " ")
-
-
-def _began(resumed_after: int | None) -> str:
-    return "the start" if resumed_after is None else f"round {resumed_after}"
-
-
-def _counts(last_round: int | None) -> str:
-    if last_round is None:
-        return "all of it"
-    return f"up to round {last_round}" if last_round > 0 else "none of it"
-
-
-def _footer(facts: Facts) -> str:
-    version = facts.versions.get("esper", "unknown")
-    return f"Made by Esper {__version__} of a run of Esper {version}."
+def _listed(names: Sequence[object]) -> str:
+    """Names in a sentence."""
+    texts = [str(name) for name in names]
+    if len(texts) < 2:
+        return "".join(texts)
+    return f"{', '.join(texts[:-1])} and {texts[-1]}"

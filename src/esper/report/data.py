@@ -1,8 +1,8 @@
-"""What a run says of itself, asked of its folder and its store in few questions.
+"""All that a report shows of a run, read from its folder and its event store.
 
-However long the run, the store adds up: rounds come in at most `POINTS` portions, and
-lives only of the last episodes that ended. All questions see the store as of one
-moment, also while somebody writes.
+SQLite does the sums, so reading hardly grows with the run: rounds come in at most
+`POINTS` bins, and seeds only of the last episodes. All queries see the store as of one
+moment, also while a run writes.
 """
 
 import json
@@ -27,14 +27,10 @@ from esper.experiment.storage.schema import VIEWS
 
 STORE: Final = "events.sqlite"
 POINTS: Final = 600
-"""Portions of rounds, and so points of a curve, at most."""
-SHOWN: Final = 16
+"""Bins of rounds, and so points of a curve, at most."""
+SHOWN_ENVS: Final = 16
 """Environments of a task whose seeds are shown, at most."""
-THIRDS: Final = ("early", "between", "late")
-
-Columns = Mapping[str, Floats]
-"""Figures by name, one for each portion; NaN is missing."""
-
+THIRDS: Final = ("early", "middle", "late")
 MEANS: Final = (
     "mean_return",
     "clip_fraction",
@@ -45,13 +41,16 @@ MEANS: Final = (
     "steps_planned",
     "steps_taken",
 )
-DEEDS: Final = ("planted", "blending", "aimed", "pruned", "kept")
-"""What a controller does to seeds; the rest follows by itself."""
+ACTIONS: Final = ("planted", "blending", "aimed", "pruned", "kept")
+"""Events that a controller causes; the others follow by themselves."""
+
+Columns = Mapping[str, Floats]
+"""Figures by name, one for each bin; NaN is missing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """One stage of a seed's life, in decisions since its episode began."""
+class StageSpan:
+    """One stage of a seed, in decisions since its episode began."""
 
     env: int
     slot: int
@@ -63,10 +62,10 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lives:
-    """The seeds of the last episode that ended, of each environment of a task."""
+class LastEpisodes:
+    """The seeds of the last complete episode of each environment of a task."""
 
-    bars: tuple[Life, ...]
+    spans: tuple[StageSpan, ...]
     lengths: Mapping[int, int]
     """Decisions of that episode, by environment."""
     envs: int
@@ -74,8 +73,8 @@ class Lives:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What happened to one blueprint in one slot, in one third of the rounds."""
+class SeedCounts:
+    """What became of the seeds of one blueprint in one slot, in a third of the run."""
 
     third: str
     blueprint: str
@@ -85,20 +84,8 @@ class Choice:
     pruned: int
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One process that wrote the run."""
-
-    number: int
-    started: str
-    resumed_after: int | None
-    last_round: int | None
-    rows: int
-    versions: Mapping[str, Any]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class RunData:
     """All that a page shows of a run."""
 
     name: str
@@ -106,7 +93,8 @@ class Facts:
     """running, finished or stopped."""
     config_toml: str
     versions: Mapping[str, Any]
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[Mapping[str, Any], ...]
+    """Rows of the store: processes that wrote the run."""
     notes: tuple[tuple[int, str, str], ...]
     """Round, kind and text of each."""
     tasks: tuple[str, ...]
@@ -117,32 +105,28 @@ class Facts:
     refused: int
     """Optimiser steps that were refused, over the whole run."""
     rounds: Columns
-    """`round`, `env_steps`, `seconds` and the means of each portion."""
+    """`round`, `env_steps`, `seconds`, `refused` and `MEANS`."""
     heads: Mapping[str, Columns]
     """`round`, `entropy` and `kl` of each head."""
     returns: Mapping[str, Columns]
-    """`round`, `return` and `added` of each task's own episodes."""
-    deeds: Columns
-    """Each of `DEEDS` per hundred decisions, and `round`."""
-    lives: Mapping[str, Lives]
-    choices: Mapping[str, tuple[Choice, ...]]
+    """`round`, `return` and `added` of each task's training episodes."""
+    actions: Columns
+    """Each of `ACTIONS` per hundred decisions, and `round`."""
+    last_episodes: Mapping[str, LastEpisodes]
+    seed_counts: Mapping[str, tuple[SeedCounts, ...]]
     evaluations: tuple[Mapping[str, Any], ...]
     """Rows of the store that count."""
 
 
-def read_facts(path: Path) -> Facts:
-    """Look at a run, also while another process is at work in it."""
+def read_run(path: Path) -> RunData:
+    """Read a run, also while another process is at work in it."""
     run = Run.read(path)
-    toml, versions = run.config_toml, run.versions
-    if is_locked(path):
-        state = "running"
-    else:
-        state = "stopped" if run.finished is None else "finished"
+    state = "stopped" if run.finished is None else "finished"
     store = path / STORE
     try:
         with closing(open_store(store)) as db:
             db.execute("BEGIN")  # all answers as of one moment
-            answers = _ask(db, _asked_for(toml))
+            found = _query(db, _configured_tasks(run.config_toml))
     except (sqlite3.Error, UnicodeDecodeError, ValueError) as error:
         if isinstance(error, BadInput):
             raise
@@ -151,17 +135,16 @@ def read_facts(path: Path) -> Facts:
             f"{short(store)} is damaged or of another version: {why}; report another "
             "run."
         ) from None
-    return Facts(
+    return RunData(
         name=path.resolve().name,
-        state=state,
-        config_toml=toml,
-        versions=versions,
-        **answers,
+        state="running" if is_locked(path) else state,
+        config_toml=run.config_toml,
+        versions=run.versions,
+        **found,
     )
 
 
-def _asked_for(toml: str) -> list[str]:
-    """The tasks that a configuration names, if it can be read."""
+def _configured_tasks(toml: str) -> list[str]:
     try:
         tasks = tomllib.loads(toml).get("tasks", [])
     except (ValueError, RecursionError):
@@ -170,7 +153,7 @@ def _asked_for(toml: str) -> list[str]:
     return [name for name in names if isinstance(name, str)]
 
 
-def _ask(db: sqlite3.Connection, named: list[str]) -> dict[str, Any]:
+def _query(db: sqlite3.Connection, configured: list[str]) -> dict[str, Any]:
     last, steps, seconds, refused = db.execute(
         "SELECT ifnull(max(round), 0), ifnull(max(env_steps), 0), "
         "ifnull(max(seconds), 0.0), ifnull(sum(refused), 0) FROM live_rounds"
@@ -180,26 +163,40 @@ def _ask(db: sqlite3.Connection, named: list[str]) -> dict[str, Any]:
         for table in ("live_episodes", "live_evaluations")
         for (task,) in db.execute(f"SELECT DISTINCT task FROM {table}")
     }
-    tasks = [name for name in named if name in seen] + sorted(seen - {*named})
-    portion = f"(round - 1) * {POINTS} / {max(last, POINTS)}"
-    rounds = _rounds(db, portion)
+    tasks = [name for name in configured if name in seen]
+    tasks += sorted(seen - {*configured})
+    bin_of = f"(round - 1) * {POINTS} / {max(last, POINTS)}"
+    means = ", ".join(f"avg({name})" for name in MEANS)
+    rounds = _columns(
+        ["round", "env_steps", "seconds", "refused", *MEANS],
+        db.execute(
+            "SELECT avg(round), max(env_steps), max(seconds), sum(refused), "
+            f"{means} FROM live_rounds GROUP BY {bin_of} ORDER BY 1"
+        ).fetchall(),
+    )
+    attempts = db.execute(
+        "SELECT attempt, started, resumed_after, last_round, rows, versions "
+        "FROM attempts ORDER BY attempt"
+    )
+    names = [column[0] for column in attempts.description]
+    found = [dict(zip(names, row, strict=True)) for row in attempts]
     return {
-        "tasks": tuple(tasks or named),
+        "tasks": tuple(tasks or configured),
         "last_round": last,
         "env_steps": steps,
         "seconds": seconds,
         "refused": refused,
         "rounds": rounds,
-        "heads": _by_name(db, "head", ("entropy", "kl"), "live_heads", portion),
-        "returns": _by_name(
-            db, "task", ('"return"', "added"), "live_episodes", portion
-        ),
-        "deeds": _deeds(db, portion, rounds),
-        "lives": _lives(db),
-        "choices": _choices(db, last),
+        "heads": _grouped(db, "head", ("entropy", "kl"), "live_heads", bin_of),
+        "returns": _grouped(db, "task", ('"return"', "added"), "live_episodes", bin_of),
+        "actions": _actions(db, bin_of, rounds),
+        "last_episodes": _last_episodes(db),
+        "seed_counts": _seed_counts(db, last),
         "evaluations": tuple(rows(db, "live_evaluations")),
         "notes": tuple(db.execute("SELECT round, kind, text FROM live_notes")),
-        "attempts": tuple(_attempts(db)),
+        "attempts": tuple(
+            row | {"versions": json.loads(row["versions"])} for row in found
+        ),
     }
 
 
@@ -209,23 +206,14 @@ def _columns(names: list[str], rows: list[tuple[Any, ...]]) -> dict[str, Floats]
     return {name: table[:, index] for index, name in enumerate(names)}
 
 
-def _rounds(db: sqlite3.Connection, portion: str) -> dict[str, Floats]:
-    means = ", ".join(f"avg({name})" for name in MEANS)
-    found = db.execute(
-        "SELECT avg(round), max(env_steps), max(seconds), sum(refused), "
-        f"{means} FROM live_rounds GROUP BY {portion} ORDER BY 1"
-    ).fetchall()
-    return _columns(["round", "env_steps", "seconds", "refused", *MEANS], found)
-
-
-def _by_name(
-    db: sqlite3.Connection, key: str, figures: tuple[str, ...], table: str, portion: str
+def _grouped(
+    db: sqlite3.Connection, key: str, figures: tuple[str, ...], table: str, bin_of: str
 ) -> dict[str, Columns]:
-    """Means of some figures in each portion, for each value of a column."""
+    """Means of some figures in each bin, for each value of a column."""
     means = ", ".join(f"avg({figure})" for figure in figures)
     found = db.execute(
         f"SELECT {key}, avg(round), {means} FROM {table} "
-        f"GROUP BY {key}, {portion} ORDER BY {key}, 2"
+        f"GROUP BY {key}, {bin_of} ORDER BY {key}, 2"
     ).fetchall()
     names = ["round", *(figure.strip('"') for figure in figures)]
     return {
@@ -234,22 +222,20 @@ def _by_name(
     }
 
 
-def _deeds(db: sqlite3.Connection, portion: str, rounds: Columns) -> dict[str, Floats]:
-    counts = ", ".join(f"sum(what = '{deed}')" for deed in DEEDS)
-    found = db.execute(
-        f"SELECT {portion}, {counts} FROM live_events GROUP BY 1"
-    ).fetchall()
-    order = db.execute(f"SELECT {portion} FROM live_rounds GROUP BY 1 ORDER BY 1")
-    known = {row[0]: row[1:] for row in found}
-    nothing = (0,) * len(DEEDS)
-    table = _columns([*DEEDS], [known.get(part, nothing) for (part,) in order])
+def _actions(db: sqlite3.Connection, bin_of: str, rounds: Columns) -> Columns:
+    counts = ", ".join(f"sum(what = '{action}')" for action in ACTIONS)
+    found = db.execute(f"SELECT {bin_of}, {counts} FROM live_events GROUP BY 1")
+    known = {row[0]: row[1:] for row in found.fetchall()}
+    bins = db.execute(f"SELECT {bin_of} FROM live_rounds GROUP BY 1 ORDER BY 1")
+    none = (0,) * len(ACTIONS)
+    table = _columns([*ACTIONS], [known.get(index, none) for (index,) in bins])
     decisions = np.diff(rounds["env_steps"], prepend=0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        shares = {deed: 100.0 * count / decisions for deed, count in table.items()}
+        shares = {name: 100.0 * count / decisions for name, count in table.items()}
     return {"round": rounds["round"], **shares}
 
 
-def _lives(db: sqlite3.Connection) -> dict[str, Lives]:
+def _last_episodes(db: sqlite3.Connection) -> dict[str, LastEpisodes]:
     # The view, but only over the episodes that are shown: else all of a long run.
     lives = VIEWS["seed_lives"].replace("live_events", "last_events")
     found = db.execute(
@@ -257,7 +243,7 @@ def _lives(db: sqlite3.Connection) -> dict[str, Lives]:
           SELECT task, env, episode, step AS over,
             lag(step, 1, 0) OVER (PARTITION BY task, env ORDER BY episode) AS before,
             max(episode) OVER (PARTITION BY task, env) AS last
-          FROM live_episodes WHERE env < {SHOWN}),
+          FROM live_episodes WHERE env < {SHOWN_ENVS}),
         lasts AS MATERIALIZED (SELECT * FROM ends WHERE episode = last),
         last_events AS (
           SELECT v.* FROM live_events AS v JOIN lasts USING (task, env, episode))
@@ -268,9 +254,9 @@ def _lives(db: sqlite3.Connection) -> dict[str, Lives]:
     ).fetchall()
     envs = dict(db.execute("SELECT task, max(env) + 1 FROM live_episodes GROUP BY 1"))
     return {
-        task: Lives(
-            bars=tuple(
-                Life(env, slot, seed, blueprint or "?", stage, start, end)
+        task: LastEpisodes(
+            spans=tuple(
+                StageSpan(env, slot, seed, blueprint or "?", stage, start, end)
                 for name, env, _, slot, seed, blueprint, stage, start, end in found
                 if name == task and slot is not None
             ),
@@ -281,31 +267,18 @@ def _lives(db: sqlite3.Connection) -> dict[str, Lives]:
     }
 
 
-def _choices(db: sqlite3.Connection, last: int) -> dict[str, tuple[Choice, ...]]:
-    counts = ", ".join(
-        f"sum(what = '{deed}')" for deed in ("planted", "kept", "pruned")
-    )
+def _seed_counts(db: sqlite3.Connection, last: int) -> dict[str, Any]:
     found = db.execute(
         "SELECT task, min(2, (round - 1) * 3 / max(?1, 1)), blueprint, slot, "
-        f"{counts} FROM live_events GROUP BY 1, 2, 3, 4",
+        "sum(what = 'planted'), sum(what = 'kept'), sum(what = 'pruned') "
+        "FROM live_events GROUP BY 1, 2, 3, 4",
         (last,),
     ).fetchall()
     return {
         task: tuple(
-            Choice(THIRDS[third], blueprint or "?", *row)
-            for name, third, blueprint, *row in found
+            SeedCounts(THIRDS[third], blueprint or "?", *counts)
+            for name, third, blueprint, *counts in found
             if name == task
         )
         for task in dict.fromkeys(row[0] for row in found)
     }
-
-
-def _attempts(db: sqlite3.Connection) -> list[Attempt]:
-    found = db.execute(
-        "SELECT attempt, started, resumed_after, last_round, rows, versions "
-        "FROM attempts ORDER BY attempt"
-    )
-    return [
-        Attempt(number, started, resumed, last, rows, json.loads(versions))
-        for number, started, resumed, last, rows, versions in found
-    ]
