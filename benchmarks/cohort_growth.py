@@ -23,7 +23,7 @@ from esper.contracts.stages import Stage
 from esper.environment.cohort import Alphas, Cohort
 from esper.environment.memory_layout import place_geometries
 from esper.growth.blueprints.forms import FORMS
-from esper.growth.lifecycle import Lives
+from esper.growth.lifecycle import SeedStates
 from esper.tasks.hosts import CnnHost, Host, MlpHost
 from tests.references.cohort import PlainHost
 
@@ -74,7 +74,7 @@ class Cohorts:
             engine=engine,
         )
         self.hosts: list[PlainHost] = []
-        lives = Lives.empty(case.envs, self.cohort.layout.slots)
+        lives = SeedStates.empty(case.envs, self.cohort.layout.slots)
         stages, alphas = lives.stage.clone(), lives.alpha.clone()
         geometry = place_geometries(case.host)
         for env in range(case.envs):

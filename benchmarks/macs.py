@@ -56,7 +56,7 @@ class Meter:
         self.spent += rows * self._model.macs + self._promises
 
     def _seed(self, slot: int) -> int:
-        kind = int(self._model.lives.blueprint[0, slot])
+        kind = int(self._model.states.blueprint[0, slot])
         return self._model.cost(slot, self._model.spec.blueprints[kind])[1]
 
     def _behind(self, training: list[int]) -> int:
@@ -73,7 +73,7 @@ class Meter:
         living = [
             slot
             for slot in range(len(model.slots))
-            if int(model.lives.blueprint[0, slot]) >= 0
+            if int(model.states.blueprint[0, slot]) >= 0
             and order.index(model.place(slot).site.inlet) > first
         ]
         return behind + sum(map(self._seed, living))

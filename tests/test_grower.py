@@ -231,7 +231,7 @@ def test_without_grower_loss_training_passes_and_the_page_says_so():
         trained = [
             int(age)
             for age, stage in zip(
-                grower.model.lives.age[0], grower.model.lives.stage[0], strict=True
+                grower.model.states.age[0], grower.model.states.stage[0], strict=True
             )
             if stage == Stage.TRAINING
         ]

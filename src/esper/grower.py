@@ -369,7 +369,7 @@ class Grower(ManualOps):
     def _pass_training(self) -> None:
         """Without `grower.loss` a seed cannot train beside the host."""
         for slot, name in enumerate(self.model.slots):
-            grown = int(self.model.lives.age[0, slot]) >= self.model.spec.slots.min_age
+            grown = int(self.model.states.age[0, slot]) >= self.model.spec.slots.min_age
             if self.model.stage(name) is Stage.TRAINING and grown:
                 self._skipped_training = True
                 self.advance(name)

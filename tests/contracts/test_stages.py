@@ -19,7 +19,7 @@ from esper.contracts.stages import (
 )
 from esper.environment import slot_life
 from esper.growth import lifecycle
-from esper.growth.lifecycle import Lives
+from esper.growth.lifecycle import SeedStates
 from esper.tamiyo.policy.action_masks import compute_action_masks
 
 MIN_AGE = 2
@@ -35,11 +35,11 @@ def expected(op: Op, stage: Stage, age: int, settled: bool) -> bool:
     )
 
 
-def lives_in(stage: Stage, age: int, settled: bool) -> Lives:
+def lives_in(stage: Stage, age: int, settled: bool) -> SeedStates:
     """One host with one slot."""
     one = torch.tensor([[1]])
     return replace(
-        Lives.empty(1, 1),
+        SeedStates.empty(1, 1),
         stage=one * stage,
         age=one * age,
         length=one * (0 if settled else 4),

@@ -10,7 +10,7 @@ from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
 from esper.environment.cohort import ACTIVATIONS, Alphas, Cohort
 from esper.environment.engine import adamw
-from esper.growth.lifecycle import Lives
+from esper.growth.lifecycle import SeedStates
 from esper.tasks.hosts import CnnHost, MlpHost
 from tests.references.cohort import PlainHost
 
@@ -53,7 +53,7 @@ class Garden:
             dtype=dtype,
             engine=engine,
         )
-        self.lives = Lives.empty(envs, self.cohort.layout.slots)
+        self.lives = SeedStates.empty(envs, self.cohort.layout.slots)
         self.hosts = []
         for env in range(envs):
             network = host.build(torch.Generator().manual_seed(env)).to(dtype)

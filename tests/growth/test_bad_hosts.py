@@ -221,7 +221,7 @@ def test_a_tensor_changed_in_place_on_the_way_is_refused():
     grower = attach(Host(in_place), ["second"])
     assert grower.model.place(0).geometry.residual
     message = refused(Host(in_place), ["second->last"])
-    assert "'second' reads is changed in place before 'last' speaks" in message
+    assert "'second' reads is changed in place before 'last' returns" in message
 
 
 def test_ranks_that_no_seed_serves_are_refused_with_the_shape():

@@ -465,7 +465,7 @@ def test_only_what_the_host_feels_is_taken():
     _, report = export_with_report(model)
     assert report.left_out == ("fc1->fc2#1: its alpha is 0",)
     model.tick()
-    assert 0 < model.lives.alpha[0, 1] < 1
+    assert 0 < model.states.alpha[0, 1] < 1
     plain, report = export_with_report(model)
     assert plain.fc1.out_features == 24
     assert assert_agrees(model, plain) > 1e-3

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, Op
 from esper.contracts.stages import Stage
 from esper.growth import lifecycle
-from esper.growth.alpha import CURVES, travel
-from esper.growth.lifecycle import Lives
+from esper.growth.lifecycle import CURVES, SeedStates, alpha_at
 from tests.references.lifecycle import Slot
 
 SLOTS = 2
@@ -46,38 +45,38 @@ def together(told):
     st.lists(st.tuples(sentences(), sentences(), sentences()), max_size=24),
 )
 def test_all_slots_at_once_live_as_each_slot_would_alone(min_age, story):
-    lives = Lives.empty(3, SLOTS)
+    states = SeedStates.empty(3, SLOTS)
     alone = [[Slot() for _ in range(SLOTS)] for _ in range(3)]
     for told in story:
-        lives, done = lifecycle.act(lives, together(told), min_age)
+        states, done = lifecycle.act(states, together(told), min_age)
         for env, (op, slot, said) in enumerate(told):
             assert bool(done[env]) == alone[env][slot].act(op.name, said, min_age)
-        lives = lifecycle.tick(lives)
+        states = lifecycle.tick(states)
         for env in range(3):
             for index, slot in enumerate(alone[env]):
                 slot.tick()
-                assert Stage(int(lives.stage[env, index])).name == slot.stage
-                assert int(lives.age[env, index]) == slot.age
-                assert int(lives.blueprint[env, index]) == slot.blueprint
-                assert int(lives.style[env, index]) == slot.style
-                assert bool(lives.settled[env, index]) == (slot.moved >= slot.length)
-                alpha = float(lives.alpha[env, index])
+                assert Stage(int(states.stage[env, index])).name == slot.stage
+                assert int(states.age[env, index]) == slot.age
+                assert int(states.blueprint[env, index]) == slot.blueprint
+                assert int(states.style[env, index]) == slot.style
+                assert bool(states.settled[env, index]) == (slot.moved >= slot.length)
+                alpha = float(states.alpha[env, index])
                 assert alpha == pytest.approx(slot.alpha, abs=1e-6)
 
 
 def test_what_is_not_possible_changes_nothing():
-    lives = Lives.empty(1, 2)
+    states = SeedStates.empty(1, 2)
     for op in (Op.ADVANCE, Op.SET_ALPHA, Op.PRUNE, Op.FOSSILIZE):
-        after, done = lifecycle.act(lives, together([(op, 1, {})]), 0)
+        after, done = lifecycle.act(states, together([(op, 1, {})]), 0)
         assert not bool(done)
-        for field in fields(Lives):
-            assert torch.equal(getattr(lives, field.name), getattr(after, field.name))
+        for field in fields(SeedStates):
+            assert torch.equal(getattr(states, field.name), getattr(after, field.name))
 
 
 def test_a_life_is_the_same_on_another_device():
-    lives = Lives.empty(2, 3, device="meta")
+    states = SeedStates.empty(2, 3, device="meta")
     actions = torch.zeros(2, NUM_HEADS, dtype=torch.int64, device="meta")
-    acted, done = lifecycle.act(lives, actions, 1)
+    acted, done = lifecycle.act(states, actions, 1)
     assert lifecycle.tick(acted).alpha.device.type == "meta"
     assert done.shape == (2,)
 
@@ -88,13 +87,13 @@ def test_a_life_is_the_same_on_another_device():
     st.integers(1, 8),
     st.integers(0, len(CURVES) - 1),
 )
-def test_alpha_travels_monotonically_and_arrives_exactly(start, end, length, curve):
+def test_alpha_moves_monotonically_and_arrives_exactly(start, end, length, curve):
     def whole(value):
         return torch.full((1, 1), value, dtype=torch.int64)
 
     a, b = torch.full((1, 1), start), torch.full((1, 1), end)
     way = [
-        float(travel(a, b, whole(moved), whole(length), whole(curve)))
+        float(alpha_at(a, b, whole(moved), whole(length), whole(curve)))
         for moved in range(length + 1)
     ]
     assert way[-1] == b

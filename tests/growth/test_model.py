@@ -239,7 +239,7 @@ def test_what_is_not_possible_is_refused_and_changes_nothing():
     with pytest.raises(BadInput, match="did you mean 'STANDARD'"):
         model.plant("first->second#0", "widen_8", tempo="standrd")
     assert not model.seeds
-    assert not bool(model.lives.stage.any())
+    assert not bool(model.states.stage.any())
 
 
 def test_slots_of_one_place_lie_apart():

@@ -27,7 +27,7 @@ from esper.environment import engine, torch_engine
 from esper.environment.engine import GELU, LINEAR, RELU
 from esper.environment.memory_layout import CONV, MemoryLayout
 from esper.environment.torch_engine import PlantedSeeds
-from esper.growth.lifecycle import Lives
+from esper.growth.lifecycle import SeedStates
 from esper.tasks.hosts import Host
 
 ACTIVATIONS: Final[Mapping[Form, int]] = {
@@ -64,7 +64,7 @@ class Alphas:
     """1 where a seed trains in the shadow pass."""
 
     @classmethod
-    def of(cls, lives: Lives) -> "Alphas":
+    def of(cls, lives: SeedStates) -> "Alphas":
         """The alphas of seeds in these stages."""
         training = lives.stage == Stage.TRAINING
         return cls(

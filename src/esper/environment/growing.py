@@ -41,7 +41,7 @@ from esper.growth import lifecycle
 from esper.growth.blueprints.forms import FORMS as FORM_SPECS
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.seed import Cost, cost, misfit
-from esper.growth.lifecycle import Lives, select
+from esper.growth.lifecycle import SeedStates, select
 from esper.growth.measurements import Track, host_states
 from esper.tasks.hosts import Host
 from esper.tasks.task import Task
@@ -128,10 +128,10 @@ class GrowingWorld(Stateful, VectorWorld):
         self._offers = _repeat(self._offers, num_envs, self._device)
         self._started = False
         self.ended: EpisodeReport | None = None
-        self.trained_lives: Lives | None = None
+        self.trained_lives: SeedStates | None = None
         """Seeds as they were in the last training, also where an episode ended."""
         self.illegal = torch.zeros(num_envs, dtype=torch.bool, device=device)
-        self._lives = Lives.empty(num_envs, slots.max_slots, self._device)
+        self._lives = SeedStates.empty(num_envs, slots.max_slots, self._device)
         self._track = Track.fresh(num_envs, self._device)
         self._phi = torch.zeros(num_envs, device=device)
         self._contribution = torch.zeros(num_envs, slots.max_slots, device=device)
@@ -210,7 +210,7 @@ class GrowingWorld(Stateful, VectorWorld):
             self._episodes.begin(env)
             self.cohort.set_host(env, self.host.build(self._episodes.streams[env]))
         whole = fresh.unsqueeze(1).expand(self._lives.stage.shape)
-        none = Lives.empty(self._envs, self._spec.slots.max_slots, self._device)
+        none = SeedStates.empty(self._envs, self._spec.slots.max_slots, self._device)
         self._lives = select(whole, none, self._lives)
         self._alphas = Alphas.of(self._lives)
         self._track = self._track.replaced(fresh, Track.fresh(self._envs, self._device))

@@ -23,7 +23,7 @@ from torch import Tensor
 from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.stages import LIVING, Stage
 from esper.environment.cohort import Alphas, Cohort, PlaceSample
-from esper.growth.lifecycle import Lives
+from esper.growth.lifecycle import SeedStates
 from esper.growth.promise import LEAST_ROWS, RIDGE
 
 TINY: Final = 1e-300
@@ -75,7 +75,7 @@ def place_statistics(
 
 def contributions(
     cohort: Cohort,
-    lives: Lives,
+    lives: SeedStates,
     due: Bool[Tensor, " env"],
     x: Float[Tensor, "_ row input"],
     y: Int64[Tensor, "_ row"],

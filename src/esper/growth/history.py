@@ -87,14 +87,14 @@ def summary(
 
 def _seeds(model: GrowingModel) -> list[str]:
     """One line for every seed."""
-    lives = model.lives
+    states = model.states
     wide = max(map(len, model.slots))
     lines = []
     for slot, name in enumerate(model.slots):
         stage = model.stage(name)
         if stage is not Stage.DORMANT:
-            kind = model.spec.blueprints[int(lives.blueprint[0, slot])].name
-            alpha = float(lives.alpha[0, slot])
+            kind = model.spec.blueprints[int(states.blueprint[0, slot])].name
+            alpha = float(states.alpha[0, slot])
             lines.append(
                 f"  {name:<{wide}}  {stage.name:<10}  {kind:<14}  alpha {alpha:.2f}"
             )

@@ -1,11 +1,13 @@
-"""The life of every seed of every host: two pure functions over `[env, slot]` records.
+"""The lifecycle of every seed of every host: pure functions over `[env, slot]` records.
 
 `act` carries out one action per host by the table of transitions; `tick` lets one
-decision pass: seeds age, alphas travel, and a seed that has cooled down leaves its
-slot. A single model is the same code with one environment.
+decision pass: seeds age, alphas move along their curves, and a seed that has faded out
+leaves its slot. A single model is the same code with one environment.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from math import pi
 from typing import Final
 
 import torch
@@ -14,10 +16,38 @@ from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEADS, Op
 from esper.contracts.stages import LEGAL, NEXT_STAGE, SETTLES_TO, Stage
-from esper.growth.alpha import travel
 
 LEAVING: Final = torch.tensor([*SETTLES_TO])
 """Stages that end in an empty slot once alpha has settled."""
+STEEPNESS: Final = 6.0
+"""The sigmoid runs over plus and minus this."""
+
+
+def _sigmoid(share: Tensor) -> Tensor:
+    low, high = (torch.sigmoid(share.new_tensor(end * STEEPNESS)) for end in (-1, 1))
+    return (torch.sigmoid(STEEPNESS * (2 * share - 1)) - low) / (high - low)
+
+
+CURVES: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "LINEAR": lambda share: share,
+    "COSINE": lambda share: (1 - torch.cos(pi * share)) / 2,
+    "SIGMOID": _sigmoid,
+}
+"""Share of the distance by share of the time, in the order of `alpha_curve`."""
+
+
+def alpha_at(
+    start: Float[Tensor, "env slot"],
+    end: Float[Tensor, "env slot"],
+    moved: Int64[Tensor, "env slot"],
+    length: Int64[Tensor, "env slot"],
+    curve: Int64[Tensor, "env slot"],
+) -> Float[Tensor, "env slot"]:
+    """Alpha after `moved` of `length` decisions; monotone, and exact at both ends."""
+    share = (moved / length.clamp(min=1)).clamp(max=1.0).to(start.dtype)
+    curves = torch.stack([function(share) for function in CURVES.values()])
+    done = curves.gather(0, curve.unsqueeze(0)).squeeze(0)
+    return torch.where(moved >= length, end, start + (end - start) * done)
 
 
 def _meanings(head: str) -> Tensor:
@@ -25,7 +55,7 @@ def _meanings(head: str) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lives:
+class SeedStates:
     """All that the future of seeds depends on, besides their weights."""
 
     stage: Int64[Tensor, "env slot"]
@@ -54,7 +84,7 @@ class Lives:
     @classmethod
     def empty(
         cls, envs: int, slots: int, device: torch.device | str = "cpu"
-    ) -> "Lives":
+    ) -> "SeedStates":
         """Every slot free."""
         whole = torch.zeros(envs, slots, dtype=torch.int64, device=device)
         real = torch.zeros(envs, slots, device=device)
@@ -74,30 +104,30 @@ class Lives:
 
 
 def possible(
-    lives: Lives, op: Int64[Tensor, " env"], min_age: int
+    states: SeedStates, op: Int64[Tensor, " env"], min_age: int
 ) -> Bool[Tensor, "env slot"]:
-    """Where each environment's op is possible, as far as the slot's life goes."""
-    device = lives.stage.device
-    old, settled = (lives.age >= min_age).long(), lives.settled.long()
-    return LEGAL.to(device)[op.unsqueeze(1), lives.stage, old, settled]
+    """Where each environment's op is possible, by the slot's stage, age and alpha."""
+    device = states.stage.device
+    old, settled = (states.age >= min_age).long(), states.settled.long()
+    return LEGAL.to(device)[op.unsqueeze(1), states.stage, old, settled]
 
 
 def act(
-    lives: Lives, actions: Int64[Tensor, "env head"], min_age: int
-) -> tuple[Lives, Bool[Tensor, " env"]]:
-    """Carry out one sentence per environment.
+    states: SeedStates, actions: Int64[Tensor, "env head"], min_age: int
+) -> tuple[SeedStates, Bool[Tensor, " env"]]:
+    """Carry out one action per environment.
 
     Returns:
-        The lives, and where the sentence was carried out; elsewhere it was not
+        The states, and where the action was carried out; elsewhere it was not
         possible and nothing changed. WAIT is always possible.
     """
-    device = lives.stage.device
+    device = states.stage.device
     op, slot = actions[:, HEAD["op"]], actions[:, HEAD["slot"]]
-    slots = torch.arange(lives.stage.shape[1], device=device)
+    slots = torch.arange(states.stage.shape[1], device=device)
     here = (slots == slot.unsqueeze(1)) & (op != Op.WAIT).unsqueeze(1)
-    here &= possible(lives, op, min_age)
+    here &= possible(states, op, min_age)
 
-    def said(head: str) -> Tensor:
+    def chosen(head: str) -> Tensor:
         meanings = _meanings(head).to(device)
         return meanings[actions[:, HEAD[head]]].unsqueeze(1)
 
@@ -107,67 +137,71 @@ def act(
         )
 
     verb = op.unsqueeze(1)
-    stage = torch.where(here, NEXT_STAGE.to(device)[verb, lives.stage], lives.stage)
+    stage = torch.where(here, NEXT_STAGE.to(device)[verb, states.stage], states.stage)
     plants = here & (verb == Op.GERMINATE)
-    blends = here & (verb == Op.ADVANCE) & (lives.stage == Stage.TRAINING)
+    blends = here & (verb == Op.ADVANCE) & (states.stage == Stage.TRAINING)
     sets = here & (verb == Op.SET_ALPHA)
     prunes = here & (verb == Op.PRUNE)
     moves = blends | sets | prunes
 
     target = put(
-        plants | sets, said("alpha_target").to(lives.alpha), lives.alpha_target
+        plants | sets, chosen("alpha_target").to(states.alpha), states.alpha_target
     )
     target = put(prunes, 0.0, target)
-    speed = said("alpha_speed").to(torch.int64)
-    still = lives.alpha == target  # nothing to fade, nothing to wait for
-    length = torch.where(blends, lives.tempo, lives.length)
+    speed = chosen("alpha_speed").to(torch.int64)
+    still = states.alpha == target  # nothing to fade, nothing to wait for
+    length = torch.where(blends, states.tempo, states.length)
     length = torch.where(sets | prunes, torch.where(still, 0, speed), length)
-    curve = torch.where(sets | prunes, said("alpha_curve").to(torch.int64), lives.curve)
-    acted = Lives(
+    curve = torch.where(
+        sets | prunes, chosen("alpha_curve").to(torch.int64), states.curve
+    )
+    acted = SeedStates(
         stage=stage,
-        age=put(stage != lives.stage, 0, lives.age),
+        age=put(stage != states.stage, 0, states.age),
         blueprint=torch.where(
-            plants, actions[:, HEAD["blueprint"]].unsqueeze(1), lives.blueprint
+            plants, actions[:, HEAD["blueprint"]].unsqueeze(1), states.blueprint
         ),
-        style=torch.where(plants | sets, said("style").to(torch.int64), lives.style),
-        tempo=torch.where(plants, said("tempo").to(torch.int64), lives.tempo),
-        alpha=lives.alpha,
-        alpha_from=torch.where(moves, lives.alpha, lives.alpha_from),
+        style=torch.where(plants | sets, chosen("style").to(torch.int64), states.style),
+        tempo=torch.where(plants, chosen("tempo").to(torch.int64), states.tempo),
+        alpha=states.alpha,
+        alpha_from=torch.where(moves, states.alpha, states.alpha_from),
         alpha_target=target,
-        moved=put(moves, 0, lives.moved),
+        moved=put(moves, 0, states.moved),
         length=length,
         curve=put(blends, 0, curve),
     )
     return acted, here.any(dim=1) | (op == Op.WAIT)
 
 
-def tick(lives: Lives) -> Lives:
+def tick(states: SeedStates) -> SeedStates:
     """Let one decision pass."""
-    moving = (lives.moved < lives.length).to(torch.int64)
-    moved = lives.moved + moving
-    alpha = travel(
-        lives.alpha_from, lives.alpha_target, moved, lives.length, lives.curve
+    moving = (states.moved < states.length).to(torch.int64)
+    moved = states.moved + moving
+    alpha = alpha_at(
+        states.alpha_from, states.alpha_target, moved, states.length, states.curve
     )
-    alpha = torch.where(lives.stage == Stage.TRAINING, 0.0, alpha)
+    alpha = torch.where(states.stage == Stage.TRAINING, 0.0, alpha)
     older = replace(
-        lives,
-        age=lives.age + (lives.stage != Stage.DORMANT),
+        states,
+        age=states.age + (states.stage != Stage.DORMANT),
         moved=moved,
         alpha=alpha,
     )
-    gone = torch.isin(lives.stage, LEAVING.to(lives.stage.device)) & older.settled
-    envs, slots = lives.stage.shape
-    none = Lives.empty(envs, slots, lives.stage.device)
+    gone = torch.isin(states.stage, LEAVING.to(states.stage.device)) & older.settled
+    envs, slots = states.stage.shape
+    none = SeedStates.empty(envs, slots, states.stage.device)
     return select(gone, none, older)
 
 
-def select(where: Bool[Tensor, "env slot"], new: Lives, old: Lives) -> Lives:
-    """The new lives where the mask is set, the old ones elsewhere."""
-    return Lives(
+def select(
+    where: Bool[Tensor, "env slot"], new: SeedStates, old: SeedStates
+) -> SeedStates:
+    """The new states where the mask is set, the old ones elsewhere."""
+    return SeedStates(
         **{
             field.name: torch.where(
                 where, getattr(new, field.name), getattr(old, field.name)
             )
-            for field in fields(Lives)
+            for field in fields(SeedStates)
         }
     )

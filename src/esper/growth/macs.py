@@ -11,16 +11,16 @@ SINGULAR: Final = 20
 """Multiply-adds of singular vectors, relative to `rows * columns * min(both)`."""
 
 
-def step_macs(felt: int, training: int = 0, behind: int = 0) -> int:
+def step_macs(active: int, training: int = 0, behind: int = 0) -> int:
     """Multiply-adds per row of one training step.
 
     Args:
-        felt: Forward pass of the host with the seeds that it feels.
+        active: Forward pass of the host with its active seeds.
         training: Forward pass of the seeds that train in the shadow.
         behind: Forward pass of all that lies behind the first of those.
     """
-    shadow = felt + training + 2 * training + behind if training else 0
-    return 3 * felt + shadow
+    shadow = active + training + 2 * training + behind if training else 0
+    return 3 * active + shadow
 
 
 def promise_macs(rows: int, features: int, wishes: int, size: int) -> int:

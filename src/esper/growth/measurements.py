@@ -231,7 +231,7 @@ def observe(
 
 def slot_states(model: GrowingModel, contributions: Mapping[int, float]) -> SlotStates:
     """All slots of one model."""
-    lives, places = model.lives, model.survey.places
+    states, places = model.states, model.survey.places
     count = range(len(model.slots))
     widest = max(place.geometry.outlet_width for place in places)
     flows = [_gradient_flow(hooks) for hooks in model.hooks]
@@ -246,13 +246,13 @@ def slot_states(model: GrowingModel, contributions: Mapping[int, float]) -> Slot
         return torch.tensor([values], dtype=torch.float32)
 
     return SlotStates(
-        stage=lives.stage,
-        age=lives.age,
-        alpha=lives.alpha,
-        alpha_target=lives.alpha_target,
-        alpha_settled=lives.settled,
-        blueprint=lives.blueprint,
-        style=lives.style,
+        stage=states.stage,
+        age=states.age,
+        alpha=states.alpha,
+        alpha_target=states.alpha_target,
+        alpha_settled=states.settled,
+        blueprint=states.blueprint,
+        style=states.style,
         parameters=row([seeds.get(s, 0) / model.survey.parameters for s in count]),
         depth=row([model.place(s).depth for s in count]),
         capacity=row([model.place(s).geometry.outlet_width / widest for s in count]),

@@ -28,11 +28,11 @@ from esper.growth.blueprints.registry import find
 from esper.growth.blueprints.seed import build, cost, misfit
 from esper.growth.hooks import Branch, Flow, SlotHooks
 from esper.growth.initialisers import start
-from esper.growth.lifecycle import Lives
+from esper.growth.lifecycle import SeedStates
 from esper.growth.slots import InsertionPoint, Survey, find_sites, survey
 from esper.growth.tracing import Example, eval_outputs, new_middle
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of what a saved growing model holds besides weights."""
 
 
@@ -79,7 +79,7 @@ class GrowingModel(nn.Module):
             for place in self.survey.places
         )
         self.spec = ActionSpec(SlotConfig(len(self.slots), min_age), chosen)
-        self.lives = Lives.empty(1, len(self.slots))
+        self.states = SeedStates.empty(1, len(self.slots))
         self.generator = torch.Generator().manual_seed(rng_seed)
         self.note = ""
         """How the last seed was initialised, in words."""
@@ -163,7 +163,7 @@ class GrowingModel(nn.Module):
     ) -> None:
         """Carry out one action; refuses what is not possible now."""
         op, index = Op(int(actions[0, HEAD["op"]])), int(actions[0, HEAD["slot"]])
-        after, done = lifecycle.act(self.lives, actions, self.spec.slots.min_age)
+        after, done = lifecycle.act(self.states, actions, self.spec.slots.min_age)
         if not bool(done):
             raise IllegalAction(self._why_not(op, index))
         if op is Op.GERMINATE:
@@ -173,13 +173,13 @@ class GrowingModel(nn.Module):
 
     def tick(self) -> None:
         """Let one decision pass: alphas move, seeds that have faded out leave."""
-        self._put(lifecycle.tick(self.lives))
+        self._put(lifecycle.tick(self.states))
 
     def remove(self, slot: int) -> None:
         """Take a seed out at once, whatever its stage: for one that failed."""
-        gone = torch.zeros_like(self.lives.stage, dtype=torch.bool)
+        gone = torch.zeros_like(self.states.stage, dtype=torch.bool)
         gone[0, slot] = True
-        self._put(lifecycle.select(gone, Lives.empty(*gone.shape), self.lives))
+        self._put(lifecycle.select(gone, SeedStates.empty(*gone.shape), self.states))
 
     # What is there.
 
@@ -192,7 +192,7 @@ class GrowingModel(nn.Module):
 
     def stage(self, slot: str) -> Stage:
         """The stage of a slot."""
-        return Stage(int(self.lives.stage[0, self.index(slot)]))
+        return Stage(int(self.states.stage[0, self.index(slot)]))
 
     def place(self, slot: int) -> InsertionPoint:
         """The place that a slot belongs to."""
@@ -253,10 +253,11 @@ class GrowingModel(nn.Module):
     @property
     def macs(self) -> int:
         """Multiply-adds per row of the host with every active seed."""
+        kinds = self.states.blueprint[0].tolist()
         active = [
-            self.cost(slot, self.spec.blueprints[int(self.lives.blueprint[0, slot])])[1]
+            self.cost(slot, self.spec.blueprints[kinds[slot]])[1]
             for slot in range(len(self.slots))
-            if float(self.lives.alpha[0, slot]) > 0
+            if float(self.states.alpha[0, slot]) > 0
         ]
         return self.survey.macs + sum(active)
 
@@ -295,14 +296,14 @@ class GrowingModel(nn.Module):
             "format": FORMAT,
             "slots": [*self.slots],
             "blueprints": [blueprint.name for blueprint in self.spec.blueprints],
-            "lives": asdict(self.lives),
+            "states": asdict(self.states),
             "generator": self.generator.get_state(),
         }
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Lifecycle and generator; `load_state_dict` has planted the seeds."""
         self.generator.set_state(state["generator"])
-        self._put(Lives(**state["lives"]))
+        self._put(SeedStates(**state["states"]))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -317,7 +318,7 @@ class GrowingModel(nn.Module):
         names = [blueprint.name for blueprint in self.spec.blueprints]
         saved = _saved_topology(state_dict, self.host, self.slots, names)
         for slot in range(len(self.slots)):
-            index = int(saved["lives"]["blueprint"][0, slot])
+            index = int(saved["states"]["blueprint"][0, slot])
             self._uproot(slot)
             if index >= 0:
                 self._grow(slot, self.spec.blueprints[index], "zero_out")
@@ -325,22 +326,22 @@ class GrowingModel(nn.Module):
 
     # Inside.
 
-    def _put(self, lives: Lives) -> None:
+    def _put(self, states: SeedStates) -> None:
         """Set the seeds' alphas and styles; remove those of free slots."""
-        self.lives = lives
+        self.states = states
         for slot in range(len(self.slots)):
-            stage = int(lives.stage[0, slot])
+            stage = int(states.stage[0, slot])
             hooks = self.hooks_of(slot)
             if stage == Stage.DORMANT:
                 self._uproot(slot)
             elif slot in hooks.branches:
                 branch = hooks.branches[slot]
-                branch.alpha = float(lives.alpha[0, slot])
-                branch.style = int(lives.style[0, slot])
+                branch.alpha = float(states.alpha[0, slot])
+                branch.style = int(states.style[0, slot])
                 branch.shadow = stage == Stage.TRAINING
         count = len(self.hooks)
         for index, hooks in enumerate(self.hooks):
-            stages = lives.stage[0, index::count]
+            stages = states.stage[0, index::count]
             hooks.keeping = bool((stages == Stage.DORMANT).any())
             if not hooks.keeping:
                 hooks.samples.clear()
@@ -370,9 +371,9 @@ class GrowingModel(nn.Module):
             self.flow.failed.pop(slot, None)
 
     def _why_not(self, op: Op, slot: int) -> str:
-        stage = Stage(int(self.lives.stage[0, slot])).name
-        age = int(self.lives.age[0, slot])
-        moving = "" if bool(self.lives.settled[0, slot]) else ", alpha still moving"
+        stage = Stage(int(self.states.stage[0, slot])).name
+        age = int(self.states.age[0, slot])
+        moving = "" if bool(self.states.settled[0, slot]) else ", alpha still moving"
         return (
             f"{op.name} is not possible in slot {self.slots[slot]!r}: it is {stage} "
             f"for {age} decisions{moving}."

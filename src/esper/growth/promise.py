@@ -127,7 +127,7 @@ def promises(
 
 
 def view(geometry: Geometry, form: Form) -> View | None:
-    """How a form's hidden units see a place; None if rows of it do not tell.
+    """How a form's hidden units see a place; None if its rows do not show.
 
     Pooling or flattening between the layers of a span hides which positions of the
     outlet a unit's position reaches.
@@ -142,8 +142,8 @@ def view(geometry: Geometry, form: Form) -> View | None:
     given = spots(geometry.inlet_shape, geometry.inlet_layout)
     hidden = spots(geometry.hidden_shape, geometry.inlet_layout)
     if reads is None and writes is None:
-        told = spots(geometry.outlet_shape, geometry.outlet_layout)
-        return View(None, None, bias=True) if given == hidden == told else None
+        reached = spots(geometry.outlet_shape, geometry.outlet_layout)
+        return View(None, None, bias=True) if given == hidden == reached else None
     if reads is None or writes is None or convolved(given, reads) != hidden:
         return None
     return View(reads, writes, bias=True)
@@ -197,8 +197,8 @@ def gains(known: Statistics, sizes: Sequence[int]) -> Float[Tensor, " size"]:
     fitted, judge = known.half(0), known.half(1)
     best = directions(fitted, max(sizes))
     units = judge.features @ best.incoming * best.sizes  # [row, direction]
-    felt = judge.wishes @ best.outgoing
-    drop = (units * felt).mean(0).cumsum(0)
+    asked = judge.wishes @ best.outgoing
+    drop = (units * asked).mean(0).cumsum(0)
     change = _change(units, best.outgoing, judge)
     gained = torch.where(change > 0.0, drop / change, 0.0).clamp_min(0.0)
     # A larger seed can be what a smaller one would be.
@@ -271,8 +271,8 @@ def _change(
     hidden = hidden.unflatten(2, _flat(judge.positions, 1))
     size, stride, padding, dilation = _flat_kernel(kernel)
     weight = outgoing.T.reshape(-1, 1, *size)
-    said = F.conv2d(hidden, weight, None, stride, padding, dilation, count)
-    parts = said.unflatten(1, (count, -1)).flatten(2)  # [example, direction, outlet]
+    output = F.conv2d(hidden, weight, None, stride, padding, dilation, count)
+    parts = output.unflatten(1, (count, -1)).flatten(2)  # [example, direction, outlet]
     together: Tensor = parts.cumsum(1).square().mean((0, 2))
     return together.sqrt()
 

@@ -468,7 +468,7 @@ class Safety:
                 for slot, name in enumerate(self._model.slots)
                 if self._model.stage(name) in REMOVABLE
             ]
-            ages = self._model.lives.age
+            ages = self._model.states.age
             if slots:
                 newest = min(slots, key=lambda slot: int(ages[0, slot]))
                 self._remove(newest, "training kept failing with it")

@@ -67,10 +67,10 @@ class Topology:
     def change(self, change: Callable[[], None], op: Op, slot: str) -> Receipt:
         """Change a slot, let the optimiser follow, and measure the jump."""
         index = self.model.index(slot)
-        before, stages = self.model.answer(), self.model.lives.stage
-        kind = int(self.model.lives.blueprint[0, index])
+        before, stages = self.model.answer(), self.model.states.stage
+        kind = int(self.model.states.blueprint[0, index])
         self._follow(change, index)
-        kind = max(kind, int(self.model.lives.blueprint[0, index]))
+        kind = max(kind, int(self.model.states.blueprint[0, index]))
         receipt = Receipt(
             op=op.name,
             slot=slot,
@@ -94,9 +94,9 @@ class Topology:
 
     def tick(self) -> None:
         """Let one decision pass; a jump of the output gets a receipt."""
-        moving = bool((self.model.lives.moved < self.model.lives.length).any())
+        moving = bool((self.model.states.moved < self.model.states.length).any())
         before = self.model.answer() if moving else []
-        stages = self.model.lives.stage
+        stages = self.model.states.stage
         self._follow(self.model.tick, None)
         if moving:
             jump = _jump(before, self.model.answer())
@@ -105,7 +105,7 @@ class Topology:
 
     def remove(self, slot: int, reason: str) -> None:
         """Take a seed out at once."""
-        stages = self.model.lives.stage
+        stages = self.model.states.stage
         self._follow(lambda: self.model.remove(slot), slot)
         self._record_stages(stages, reason)
 
@@ -148,7 +148,7 @@ class Topology:
 
     def _record_stages(self, before: Tensor, reason: str) -> None:
         """An event for every slot whose stage changed."""
-        after = self.model.lives.stage
+        after = self.model.states.stage
         for slot in (before[0] != after[0]).nonzero().flatten().tolist():
             self.events.append(
                 StageChanged(

@@ -287,6 +287,6 @@ def _nearest(name: str, known: Mapping[str, object]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """An error's kind and the first line of what it says."""
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0].rstrip('.')}" if said else repr(error)
+    """An error's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else repr(error)

@@ -1,8 +1,8 @@
 """A seed: a blueprint's form with weights of its own, as a module.
 
-`build` makes one from a blueprint and a place, `misfit` says in words why one cannot
-stand there, and `cost` says what it would add. A seed begins in float32 on the CPU;
-whoever plants it moves it to its host.
+`build` makes one from a blueprint and a place, `misfit` is the reason why one does not
+fit there, and `cost` what it would add. A seed begins in float32 on the CPU; planting
+moves it to its host.
 """
 
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ def build(
     generator: torch.Generator,
     middle: nn.Module,
 ) -> nn.Module:
-    """A newborn seed for a place; zero at birth, by chance from `generator` alone.
+    """A new seed for a place: zero at birth, drawn from `generator` alone.
 
     Args:
         blueprint: A form at a size, or a user's own by its name.
@@ -87,7 +87,7 @@ def build(
 
 
 def misfit(blueprint: Blueprint, geometry: Geometry) -> str:
-    """Why a blueprint cannot stand at a place; empty if it can."""
+    """Why a blueprint does not fit a place; empty if it does."""
     if blueprint.form is Form.CUSTOM:
         fits = registered(blueprint.name).fits
         return "" if fits is None else fits(geometry)
