@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from esper.contracts.actions import Op
+from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput, IllegalAction
 from esper.contracts.stages import Stage
 from esper.growth.hooks import attach_gradients, shadow_gradients
@@ -22,7 +23,8 @@ from tests.growth.hosts import (
     shake,
 )
 
-PLANTINGS = every_planting()
+SMALLEST = {blueprint.form: blueprint.name for blueprint in reversed(BLUEPRINTS)}
+PLANTINGS = [p for p in every_planting() if p[2] in SMALLEST.values()]
 STEPS = 50
 
 
@@ -68,7 +70,7 @@ def test_planting_changes_no_bit_of_output_and_host_gradients(kind, slot, bluepr
 
 
 @pytest.mark.parametrize(("kind", "slot", "blueprint"), PLANTINGS)
-def test_a_host_does_not_notice_a_training_seed(kind, slot, blueprint):
+def test_a_training_seed_leaves_the_host_unchanged_to_the_bit(kind, slot, blueprint):
     beside, model = train(kind, (slot, blueprint), steps=STEPS)
     assert_same_bits(train_alone(kind, STEPS), beside)
     assert len(model.shadow_losses) == STEPS
@@ -99,7 +101,9 @@ def test_keeping_a_seed_keeps_the_function(kind, slot, blueprint):
 
 @pytest.mark.parametrize(("kind", "slot", "blueprint"), PLANTINGS)
 @pytest.mark.parametrize("style", ["ADD", "SCALE"])
-def test_a_blended_seed_is_felt_and_a_pruned_one_is_not(kind, slot, blueprint, style):
+def test_a_blended_seed_changes_the_output_and_a_pruned_one_does_not(
+    kind, slot, blueprint, style
+):
     model = grow(kind)
     bare = model.answer()[0]
     move_to(model, slot, blueprint, "HOLDING", style=style)
@@ -116,7 +120,6 @@ FALLS_TO = {
     "scale_shift": 0.98,
     "squeeze_excite": 0.995,
     "low_rank_4": 0.96,
-    "low_rank_16": 0.95,
     "depthwise": 0.97,
     "conv": 0.9,
 }
@@ -210,7 +213,7 @@ def test_the_training_seeds_gradients_scale_with_the_loss():
     assert any(bool(gradient.any()) for gradient in found[1.0])
 
 
-def test_a_seeds_life_is_told_by_its_slot():
+def test_stages_follow_each_other():
     model = grow("vector")
     slot = "first->second#0"
     stages = []

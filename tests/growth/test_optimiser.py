@@ -148,7 +148,7 @@ def bits(value):
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
-def test_the_host_does_not_feel_a_newborn_and_keeps_no_trace_of_it(name):
+def test_a_newborn_leaves_the_host_unchanged_and_no_trace(name):
     host, optimizer = host_and_optimiser(OPTIMISERS[name])
     twin, twins = host_and_optimiser(OPTIMISERS[name])
     surgery = Surgery(optimizer, host)
@@ -189,7 +189,7 @@ def test_a_newborn_may_join_first_and_learn_later(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_scheduler_goes_on_as_if_nobody_had_joined(name):
+def test_every_scheduler_goes_on_unchanged_by_a_newborn(name):
     build = partial(optim.SGD, lr=0.1, momentum=0.9)
     host, optimizer = host_and_optimiser(build)
     twin, twins = host_and_optimiser(build)
@@ -331,19 +331,6 @@ def test_a_saved_run_goes_on_bit_for_bit_in_a_rebuilt_network(name):
     again.leave(other.values())
 
 
-def test_names_follow_the_groups_and_tied_parameters_appear_once():
-    host, optimizer = host_and_optimiser(OPTIMISERS["sgd"])
-    surgery = Surgery(optimizer, host)
-    shared = nn.Parameter(torch.zeros(2))
-    surgery.join({"a": shared, "b": shared}, beside=host.first.weight)
-    surgery.join({"c": nn.Parameter(torch.zeros(1))}, beside=shared)
-    surgery.join({"d": nn.Parameter(torch.zeros(1))}, beside=host.second.bias)
-    assert surgery.names() == [
-        ["first.weight", "first.bias", "frozen", "a", "c"],
-        ["second.weight", "second.bias", "d"],
-    ]
-
-
 def test_names_given_to_the_optimiser_are_kept_in_step():
     host = Host()
     optimizer = optim.Adam(list(host.named_parameters()), lr=0.1)
@@ -357,18 +344,6 @@ def test_names_given_to_the_optimiser_are_kept_in_step():
     assert optimizer.param_groups[0]["param_names"] == [*before, "seed.b"]
     surgery.restore(saved, seed)
     assert optimizer.param_groups[0]["param_names"] == [*before, *seed]
-
-
-def test_frozen_parameters_may_be_anywhere():
-    host = Host()
-    trained = [p for p in host.parameters() if p.requires_grad]
-    optimizer = optim.Adam(trained)
-    surgery = Surgery(optimizer, host)
-    seed = {"scale": nn.Parameter(torch.ones(2), requires_grad=False)}
-    surgery.join(seed, beside=host.frozen)
-    assert surgery.names()[0][-1] == "scale"
-    train(host, optimizer, 2)
-    assert torch.equal(seed["scale"], torch.ones(2))
 
 
 def refusal(call):
@@ -392,6 +367,31 @@ def test_what_cannot_be_operated_on_is_refused():
     with pytest.warns(UserWarning, match="duplicate"):
         twice = optim.SGD([*every, every[1]])
     assert "twice" in refusal(lambda: Surgery(twice, host))
+    surgery = Surgery(optimizer := optim.Adam(every), host)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(9))]})
+    assert "(9,)" in refusal(surgery.names)
+    matrix = nn.Linear(3, 2, bias=False)
+    surgery = Surgery(optim.Muon(matrix.parameters()), matrix)
+    assert "Muon" in refusal(lambda: surgery.join({"b": nn.Parameter(torch.ones(2))}))
+    for factor in (0.0, -1.0, float("nan"), float("inf")):
+        assert "factor" in refusal(lambda factor=factor: Newborn(factor=factor))
+    assert "steps" in refusal(lambda: Newborn(steps=0))
+
+
+def test_tied_parameters_join_once_and_frozen_ones_may_be_anywhere():
+    host, optimizer = host_and_optimiser(OPTIMISERS["sgd"])
+    surgery = Surgery(optimizer, host)
+    shared = nn.Parameter(torch.zeros(2))
+    still = nn.Parameter(torch.ones(2), requires_grad=False)
+    surgery.join({"a": shared, "b": shared}, beside=host.first.weight)
+    surgery.join({"c": still}, beside=shared)
+    surgery.join({"d": nn.Parameter(torch.zeros(1))}, beside=host.second.bias)
+    assert surgery.names() == [
+        ["first.weight", "first.bias", "frozen", "a", "c"],
+        ["second.weight", "second.bias", "d"],
+    ]
+    train(host, optimizer, 2)
+    assert torch.equal(still, torch.ones(2))
 
 
 def test_a_refused_join_or_leave_changes_nothing():
@@ -436,23 +436,3 @@ def test_a_refused_restore_changes_nothing():
     assert "count" in refusal(lambda: surgery.load_state_dict({"ages": {"seed.w": -1}}))
     after = bits([optimizer.state_dict(), surgery.state_dict(), surgery.names()])
     assert after == before
-
-
-def test_a_parameter_added_from_outside_is_named_when_groups_are_asked_for():
-    host, optimizer = host_and_optimiser(OPTIMISERS["adam"])
-    surgery = Surgery(optimizer, host)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(9))]})
-    assert "(9,)" in refusal(surgery.names)
-
-
-def test_muon_is_given_matrices_only():
-    host = nn.Linear(3, 2, bias=False)
-    surgery = Surgery(optim.Muon(host.parameters()), host)
-    assert "Muon" in refusal(lambda: surgery.join({"b": nn.Parameter(torch.ones(2))}))
-    surgery.join({"w": nn.Parameter(torch.ones(2, 2))})
-
-
-@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_rule_that_is_none_is_refused(factor):
-    refusal(lambda: Newborn(factor=factor))
-    refusal(lambda: Newborn(steps=0))

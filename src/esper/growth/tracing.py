@@ -7,7 +7,7 @@ New hidden units can be put between two layers if everything between them works 
 channel by itself: activations, dropout, pooling, flattening, and norms that can be
 given units of their own. `PathTracer` follows the tensor from the first layer's output
 to the second one's input through every torch function. What it does not know it tries:
-a step is channel-wise if it gives the same bits for some of the channels as for all.
+a step is channel-wise if it gives the same for some of the channels as for all.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -276,7 +276,7 @@ def _as_module(
 def _if_channelwise(
     module: nn.Module, step: TraceStep, width: int, layout: Layout, what: str
 ) -> tuple[nn.Module | None, str]:
-    """The module, if it gives some channels the same bits as all of them."""
+    """The module, if it gives some channels the same as all of them."""
     flat = step.before.dim() == 2 and layout is not Layout.VECTOR
     per = step.before.shape[1] // width if flat else 1
     axis = 1 if layout.channels_first or step.before.dim() == 2 else -1
@@ -293,11 +293,19 @@ def _if_channelwise(
     if whole.dim() == 2 and step.before.dim() > 2:
         per = whole.shape[1] // width
         axis = 1
-    if not torch.equal(part, whole.narrow(axis, 0, some * per)) or not torch.equal(
+    if not _close(part, whole.narrow(axis, 0, some * per)) or not _close(
         whole, step.after
     ):
         return None, f"{what} between the layers mixes channels"
     return module, ""
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors agree but for rounding, which may differ by their shape."""
+    if one.shape != other.shape:
+        return False
+    size = float(other.nan_to_num().abs().max()) if other.numel() else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=1e-4 * size, equal_nan=True)
 
 
 def new_middle(middle: tuple[nn.Module, ...], units: int, width: int) -> nn.Sequential:

@@ -1,5 +1,7 @@
 """The forms against loops, against themselves one by one, and by their promises."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -190,6 +192,9 @@ def test_batch_mates_do_not_matter(blueprint, geometry):
 
 
 SPAN = STANDARD[2]
+VECTOR = replace(residual(Layout.VECTOR, 4), residual=False)
+SIGNAL = replace(residual(Layout.SIGNAL, 4, 6), residual=False)
+STRIDED = {"beside": True, "outlet_kernel": Kernel((3,), (2,), (1,), (1,))}
 
 
 @pytest.mark.parametrize(
@@ -208,48 +213,13 @@ SPAN = STANDARD[2]
         (Form.RESIDUAL_MLP, 8, STANDARD[7], "differ in channels alone"),
         (Form.BOTTLENECK, 8, STANDARD[12], "differ in channels alone"),
         (Form.LOW_RANK, 4, STANDARD[12], "differ in channels alone"),
+        (Form.WIDEN, 8, replace(VECTOR, why_no_span="a softmax"), "a softmax"),
+        (Form.WIDEN, 8, replace(SIGNAL, spans=True), "over channels at its inlet"),
+        (Form.LOW_RANK, 4, replace(SIGNAL, **STRIDED), "positions (3,)"),
     ],
 )
 def test_a_form_says_why_it_does_not_fit(form, size, geometry, reason):
     assert reason in FORMS[form].fits(geometry, size)
-
-
-def test_what_stands_in_the_way_of_hidden_units_is_said_as_the_place_says_it():
-    geometry = Geometry(
-        inlet_layout=Layout.VECTOR,
-        outlet_layout=Layout.VECTOR,
-        inlet_shape=(4,),
-        outlet_shape=(4,),
-        residual=False,
-        why_no_span="a softmax mixes the channels",
-    )
-    assert FORMS[Form.WIDEN].fits(geometry, 8) == "a softmax mixes the channels"
-
-
-def test_hidden_units_need_layers_over_channels():
-    geometry = Geometry(
-        inlet_layout=Layout.SIGNAL,
-        outlet_layout=Layout.SIGNAL,
-        inlet_shape=(4, 6),
-        outlet_shape=(4, 6),
-        residual=False,
-        spans=True,
-    )
-    assert "layer over channels at its inlet" in FORMS[Form.WIDEN].fits(geometry, 8)
-
-
-def test_an_adapter_needs_the_convolutions_own_outlet():
-    geometry = Geometry(
-        inlet_layout=Layout.SIGNAL,
-        outlet_layout=Layout.SIGNAL,
-        inlet_shape=(4, 6),
-        outlet_shape=(4, 6),
-        residual=False,
-        beside=True,
-        inlet_kernel=Kernel((3,), (2,), (1,), (1,)),
-        outlet_kernel=Kernel((3,), (2,), (1,), (1,)),
-    )
-    assert "positions (3,)" in FORMS[Form.LOW_RANK].fits(geometry, 4)
 
 
 @st.composite

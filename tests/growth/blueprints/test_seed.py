@@ -56,19 +56,13 @@ def test_the_middle_belongs_to_the_seed():
     assert "middle.0.running_mean" in seed.state_dict()
 
 
-def test_a_seed_with_other_parameters_is_refused():
+def test_other_parameters_places_and_sizes_are_refused():
     params = FORMS[Form.RESIDUAL_MLP].init(VECTOR, 5, generator())
     with pytest.raises(BadInput, match=r"'small' has parameters .*\(6, 4\).*\(6, 5\)"):
         FormSeed(MLP, VECTOR, params, nn.Identity())
-
-
-def test_a_seed_that_does_not_fit_is_refused_with_the_reason():
     conv = Blueprint("conv", Form.CONV, 3, merges=False)
     with pytest.raises(BadInput, match="'conv' does not fit here: needs positions"):
         build(conv, VECTOR, generator(), nn.Identity())
-
-
-def test_a_size_below_one_is_refused():
     with pytest.raises(BadInput, match="size of at least 1, got 0"):
         misfit(Blueprint("none", Form.LOW_RANK, 0, merges=True), VECTOR)
 
