@@ -1,4 +1,4 @@
-"""Break the core in twenty ways, one at a time, and see each break caught.
+"""Break the core in many ways, one at a time, and see each break caught.
 
     python -m tests.mutants            all of them, two at a time
     python -m tests.mutants 3 7        some of them
@@ -20,6 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SCAN, BUFFER = "tests/test_scan.py", "tests/simic/test_rollout_buffer.py"
 LOSSES, PPO = "tests/simic/test_losses.py", "tests/simic/test_ppo.py"
 GUARD = "tests/simic/test_guard.py"
+GROWING, COHORT = (
+    "tests/environment/test_growing.py",
+    "tests/environment/test_cohort.py",
+)
 CHOICE, MASKS = "tests/simic/test_distribution.py", "tests/tamiyo/test_action_masks.py"
 
 
@@ -176,6 +180,41 @@ MUTANTS = (
         "returns = torch.where(ended, 0.0, returns)",
         "returns = returns + 0.0",
         "tests/experiment/test_rollout.py",
+    ),
+    Mutant(
+        "a seed is kept while its alpha still moves",
+        "contracts/stages.py",
+        "Transition(Stage.FOSSILIZED, settled=True)",
+        "Transition(Stage.FOSSILIZED)",
+        "tests/growth/test_lifecycle.py",
+    ),
+    Mutant(
+        "hosts forget their weight decay",
+        "environment/engine.py",
+        "w[i] -= shrink * w[i] + far *",
+        "w[i] -= far *",
+        f"{COHORT}::test_a_stretch_moves_as_in_an_optimiser_of_its_own",
+    ),
+    Mutant(
+        "a row beyond the last one reaches a kernel",
+        "environment/cohort.py",
+        "low < 0 or high >= count",
+        "low < 0 or high > count",
+        f"{COHORT}::test_arrays_that_a_kernel_would_misread_are_refused",
+    ),
+    Mutant(
+        "environments of a group have different data",
+        "environment/episode_data.py",
+        "env // self._settings.group_size, episode",
+        "env, episode",
+        f"{GROWING}::test_twins_share_everything_but_what_is_decided",
+    ),
+    Mutant(
+        "a panic pays",
+        "environment/growing.py",
+        "self._phi.clamp(max=-1.0)",
+        "torch.full_like(self._phi, -1.0)",
+        f"{GROWING}::test_a_panic_never_pays",
     ),
 )
 

@@ -1,1 +1,1 @@
-"""The shared vocabulary: what every other package may speak of, and no logic."""
+"""The shared vocabulary: types, tables and protocols of all packages, without logic."""

@@ -1,10 +1,10 @@
-"""What a controller can say: ops, heads, choices, and which op uses which head.
+"""The action space: ops, heads, choices, and which op uses which head.
 
-One sentence is eight choices: *do this, in that slot, with this blueprint, blended in
+One action is eight choices: *do this, in that slot, with this blueprint, blended in
 this way*. `HEADS` is the one table: a head's name, its choices with their meaning
 as numbers, and the ops that use it. `RELEVANT[op, head]` is derived from it; masks,
 log-probabilities, entropy, KL and telemetry all read it. `ActionSpec` is what one run
-may say.
+may choose.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ FADE: Final = frozenset({Op.SET_ALPHA, Op.PRUNE})
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """One choice of the sentence.
+    """One choice of an action.
 
     `choices` maps a name to its meaning as a number: a style's or curve's index, a
     tempo's or speed's length in steps, a target's alpha. It is empty for `slot` and
@@ -135,7 +135,7 @@ class ActionSpec:
         return rows
 
     def describe(self) -> dict[str, Any]:
-        """Plain data that says what this action space is, for checkpoints."""
+        """This action space as plain data, for checkpoints."""
         return {
             "max_slots": self.slots.max_slots,
             "min_age": self.slots.min_age,

@@ -1,4 +1,4 @@
-"""Who decides. Learned policies and hand-written rules come through this one door."""
+"""The protocol of controllers: learned policies and hand-written rules."""
 
 from typing import Protocol, runtime_checkable
 
@@ -23,13 +23,13 @@ class Controller(Protocol):
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Choose one legal sentence per environment.
+        """Choose one legal action per environment.
 
         Args:
             observation: What is seen; where `observation.first` is set, whatever was
                 remembered is of another episode and must not be used.
             masks: What is possible. Heads that the chosen op does not use are 0.
             state: What this controller returned at the last decision; None at first.
-            generator: The only source of chance.
+            generator: The only source of randomness.
         """
         ...

@@ -1,4 +1,4 @@
-"""What happened to a seed, as data: the shell stores it, nobody else acts on it."""
+"""Events in the life of a seed, as data to be stored."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
 """Slots: their configuration, one slot's state for masks, and the state of them all.
 
 `SlotStates` is a struct of arrays: every field is a tensor over `[env, slot]`. Masks,
-features, lifecycle and reward are functions of it; nobody loops over slots.
+features, lifecycle and reward are functions of it, without a loop over slots.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class SlotStates:
     age: Int64[Tensor, "env slot"]
     """Steps the seed has spent in its stage."""
     alpha: Float[Tensor, "env slot"]
-    """How much of the seed the host feels, in [0, 1]."""
+    """Weight of the seed in the forward pass, in [0, 1]."""
     alpha_target: Float[Tensor, "env slot"]
     """Where alpha is going."""
     alpha_settled: Bool[Tensor, "env slot"]

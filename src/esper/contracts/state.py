@@ -142,7 +142,7 @@ def _like(value: Any, saved: Tensor) -> Any:  # noqa: ANN401
 
 
 def _check(there: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Refuse another set of names, shapes or kinds; say the first three."""
+    """Refuse another set of names, shapes or kinds, and name the first three."""
     wrong = [f"{name} is missing" for name in there.keys() - saved.keys()]
     wrong += [f"{name} is not known here" for name in saved.keys() - there.keys()]
     for name in there.keys() & saved.keys():

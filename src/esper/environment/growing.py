@@ -174,7 +174,7 @@ class GrowingWorld(Stateful, VectorWorld):
         goes_on = self._track.decisions < self.task.horizon
         trained = self._train(keep=bool((due & goes_on).any()))
         losses, score = trained.losses, self._score()
-        # One sum tells whether any weight is broken, of the host or of a seed.
+        # The sum is finite only if all weights of host and seeds are.
         sums = (losses, trained.shadow_losses, self.cohort.values.sum(dim=1))
         finite = torch.stack(sums).isfinite().all(dim=0)
         net = score - self._episodes.rent * self._added()

@@ -4,7 +4,7 @@
 a slot may inherit a seed: good or harmful, at the right or the wrong alpha.
 
 *Hidden*: no promise is shown. One slot is fossilised; in the other a seed of the first
-large blueprint fades away, and while it is still felt its contribution shows whether
+large blueprint fades away, and while its alpha is not 0 its contribution shows whether
 that one is good here and the second bad, or the reverse. Nothing that can be done
 meanwhile, and nothing that is seen later, carries this over: only memory does. The
 small blueprint is safe and poor.
@@ -129,15 +129,15 @@ def draw_visible(num: int, generator: Generator) -> Instances:
     slots = SPEC.slots.max_slots
     pairs = (num, slots, len(SPEC.blueprints))
 
-    def chance(share: float, *shape: int) -> Tensor:
+    def coin(share: float, *shape: int) -> Tensor:
         return torch.rand(shape, generator=generator) < share
 
     def grid(low: int, high: int, unit: int, *shape: int) -> Tensor:
         return torch.randint(low, high + 1, shape, generator=generator) / unit
 
     low = 0.1 + 0.3 * torch.rand(4, num, slots, generator=generator)
-    traits = low + 0.5 * chance(0.5, 4, num, slots)  # clearly on one side
-    barren = chance(BARREN_SHARE, num, 1, 1)
+    traits = low + 0.5 * coin(0.5, 4, num, slots)  # clearly on one side
+    barren = coin(BARREN_SHARE, num, 1, 1)
     gain = torch.where(barren, grid(-112, 0, 256, *pairs), grid(-80, 160, 256, *pairs))
     parameters = torch.stack([grid(*s, 64, num, slots) for s in SIZES], dim=2)
 
@@ -147,17 +147,17 @@ def draw_visible(num: int, generator: Generator) -> Instances:
             for stage in (Stage.BLENDING, Stage.HOLDING)
         ]
     )
-    inherits = chance(INHERITED_SHARE, num, slots)
-    is_full = (traits[3] > 0.5) ^ chance(WRONG_ALPHA_SHARE, num, slots)
-    start = starts[chance(0.5, num, slots).long(), is_full.long()]
-    planted = torch.where(chance(0.5, num, slots), gain.argmax(2), gain.argmin(2))
+    inherits = coin(INHERITED_SHARE, num, slots)
+    is_full = (traits[3] > 0.5) ^ coin(WRONG_ALPHA_SHARE, num, slots)
+    start = starts[coin(0.5, num, slots).long(), is_full.long()]
+    planted = torch.where(coin(0.5, num, slots), gain.argmax(2), gain.argmin(2))
     style = torch.randint(2, (num, slots), generator=generator)
     added = (parameters.gather(2, planted.unsqueeze(2)).squeeze(2) * inherits).sum(1)
 
     return Instances(
         hidden=torch.zeros(num, dtype=torch.bool),
         gain=gain,
-        fits=chance(0.75, *pairs),
+        fits=coin(0.75, *pairs),
         parameters=parameters,
         budget=grid(24, 80, 64, num).maximum(added),
         rent=grid(4, 20, 64, num),

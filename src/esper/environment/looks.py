@@ -27,7 +27,7 @@ from esper.growth.lifecycle import SeedStates
 from esper.growth.promise import LEAST_ROWS, RIDGE
 
 TINY: Final = 1e-300
-"""Ridge of features that are all zero, which then say nothing."""
+"""Ridge of features that are all zero, which then promise nothing."""
 
 PerUnit = Float64[Tensor, "case direction"]
 
@@ -111,26 +111,29 @@ def promises(
     """Relative drop of the loss per relative change of the outlet, in [0, 1].
 
     NaN where it is unknown: too few rows, a number of the host that is not finite, an
-    outlet that says nothing, no loss.
+    outlet that is all zero, no loss.
 
     Args:
-        given: What the place's inlet was given.
-        answer: What its outlet said.
+        given: At the inlet of the place.
+        answer: At its outlet.
         gradient: Of the mean loss of each host with respect to the answer.
         loss: Mean loss of each host.
-        sizes: Ranks asked for.
+        sizes: Ranks of the seeds.
         biased: Whether the units of each have a bias; all of them if None.
     """
     rows, width = given.shape[1:]
     if rows // 2 < LEAST_ROWS:
         return answer.new_full((answer.shape[0], len(sizes)), torch.nan)
     # The norm of numbers that are not all finite is not finite.
-    length, said, asked = (
+    input_norm, output_norm, gradient_norm = (
         torch.linalg.vector_norm(part, dim=(1, 2), dtype=torch.float64)
         for part in (given, answer, gradient)
     )
-    known = (length + said + asked + loss).isfinite() & (said > 0) & (loss > 0)
-    scale = torch.where(length > 0, length / (rows * width) ** 0.5, 1.0)[:, None, None]
+    known = (input_norm + output_norm + gradient_norm + loss).isfinite()
+    known &= (output_norm > 0) & (loss > 0)
+    scale = torch.where(input_norm > 0, input_norm / (rows * width) ** 0.5, 1.0)[
+        :, None, None
+    ]
     wanted = [True] * len(sizes) if biased is None else biased
     kinds = sorted({*wanted}, reverse=True)
     find = _by_features if width < rows // 2 else _by_rows
@@ -147,13 +150,13 @@ def promises(
     last = gained.shape[2] - 1
     which = [kinds.index(bias) for bias in wanted]
     found = gained[which, :, [min(size - 1, last) for size in sizes]]  # [size, env]
-    part = found * (said / loss.double()) * (rows / (rows // 2)) ** 0.5
+    part = found * (output_norm / loss.double()) * (rows / (rows // 2)) ** 0.5
     return torch.where(known, part.clamp(max=1.0), torch.nan).mT.to(answer.dtype)
 
 
 def _by_features(
     given: list[Float64[Tensor, "env _ feature"]],
-    asked: list[Float64[Tensor, "env _ wish"]],
+    gradients: list[Float64[Tensor, "env _ wish"]],
     known: Bool[Tensor, " env"],
     kinds: Sequence[bool],
 ) -> tuple[PerUnit, PerUnit]:
@@ -164,8 +167,9 @@ def _by_features(
     features = given[0].shape[2]
     inputs = [F.pad(part, (0, 1), value=1.0) for part in given]
     square, judged = (_cases(part.mT @ part, kinds) for part in inputs)
-    product, felt = (
-        _cases(part.mT @ wish, kinds) for part, wish in zip(inputs, asked, strict=True)
+    product, tested = (
+        _cases(part.mT @ wish, kinds)
+        for part, wish in zip(inputs, gradients, strict=True)
     )
     if False in kinds:  # instead of the bias, a feature that is nothing
         plain = slice(-known.shape[0], None)
@@ -179,26 +183,26 @@ def _by_features(
         incoming, sizes = _eigen(white @ white.mT, known)
         outgoing = white.mT @ incoming
     incoming = torch.linalg.solve_triangular(lower.mT, incoming, upper=True)
-    drop = (incoming * (felt @ outgoing)).sum(dim=1)
+    drop = (incoming * (tested @ outgoing)).sum(dim=1)
     change = (incoming * (judged @ incoming)).sum(dim=1)
     return drop, change if sizes is None else change * sizes
 
 
 def _by_rows(
     given: list[Float64[Tensor, "env _ feature"]],
-    asked: list[Float64[Tensor, "env _ wish"]],
+    gradients: list[Float64[Tensor, "env _ wish"]],
     known: Bool[Tensor, " env"],
     kinds: Sequence[bool],
 ) -> tuple[PerUnit, PerUnit]:
     """The same in fewer steps where there are more features than rows."""
     bias = known.new_tensor(kinds).repeat_interleave(len(known))[:, None, None]
     square, across = (_cases(part @ given[0].mT, kinds) + bias for part in given)
-    wishes, felt = (_cases(part, kinds) for part in asked)
+    wishes, tested = (_cases(part, kinds) for part in gradients)
     lower = _root(square.clone(), given[0].shape[2], kinds)
     best = torch.cholesky_solve(wishes, lower)
     outgoing, _ = _eigen(wishes.mT @ (square @ best), known)
     units = across @ (best @ outgoing)  # [case, row, direction]
-    return (units * (felt @ outgoing)).sum(dim=1), units.square().sum(dim=1)
+    return (units * (tested @ outgoing)).sum(dim=1), units.square().sum(dim=1)
 
 
 def _cases(

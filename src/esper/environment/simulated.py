@@ -313,8 +313,8 @@ class SimulatedWorld(Stateful, VectorWorld):
         """Instances for all environments, whether they are needed or not."""
         if self._given is not None:
             return self._given
-        chance = torch.rand(self._num_envs, generator=self._generator)
-        hidden = chance < self._hidden_share
+        drawn = torch.rand(self._num_envs, generator=self._generator)
+        hidden = drawn < self._hidden_share
         return draw_instances(self._num_envs, self._generator, hidden)
 
     def _progress(self) -> Float[Tensor, " env"]:

@@ -40,12 +40,12 @@ SPEC: Final = ActionSpec(
         "alpha_curve": ("LINEAR", "SIGMOID"),
     },
 )
-"""What can be said in the simulated world."""
+"""The action space of the simulated world."""
 
 MATURITY: Final = (0.0, 0.375, 0.75, 1.0)
 """Share of its gain that a seed has learnt, by its age in TRAINING."""
 LEARNT: Final = 0.25
-"""Share of its gain that a mature seed is worth before the host feels it."""
+"""Share of its gain that a mature seed is worth in TRAINING."""
 UNFOSSILIZED: Final = 0.75
 """Share of its gain that a mature seed at the best alpha is worth in HOLDING."""
 LONGEST_FADE: Final = 4
@@ -80,7 +80,7 @@ class SlotLife:
 
     @property
     def measured(self) -> bool:
-        """Whether the contribution is seen: while the host feels a living seed."""
+        """Whether the contribution is observed: while a living seed has alpha."""
         return self.alpha > 0.0 and self.stage is not Stage.FOSSILIZED
 
 
@@ -142,7 +142,7 @@ def acted(life: SlotLife, act: Act) -> SlotLife | None:
 
 
 def cooling(steps: int) -> SlotLife:
-    """A seed that leaves its slot after so many steps; at the last two it is unfelt."""
+    """A seed that leaves its slot after so many steps; alpha is 0 in the last two."""
     return SlotLife(
         Stage.COOLING,
         age=LONGEST_FADE - steps,
@@ -281,12 +281,12 @@ def slot_tables() -> SlotTables:
     acts, damages = [], []
     for choices in product(*(HEADS[HEAD[name]].choices for name in CODED)):
         op = Op[choices[0]]
-        said = {
+        used = {
             name: choice
             for name, choice in zip(CODED, choices, strict=True)
             if op in HEADS[HEAD[name]].used_by
         }
-        number = {name: HEADS[HEAD[name]].choices[said[name]] for name in said}
+        number = {name: HEADS[HEAD[name]].choices[used[name]] for name in used}
         act = Act(
             op,
             int(number.get("tempo", 0)),
@@ -294,11 +294,11 @@ def slot_tables() -> SlotTables:
             int(number.get("alpha_speed", 0)),
         )
         allowed = all(
-            said[name] in SPEC.narrowed.get(name, said.values()) for name in said
+            used[name] in SPEC.narrowed.get(name, used.values()) for name in used
         )
         acts.append(ACTS.index(act) if allowed else NO_ACT)
         damages += [
-            damage(act, said.get("style"), said.get("alpha_curve"), *nature)
+            damage(act, used.get("style"), used.get("alpha_curve"), *nature)
             for nature in NATURES
         ]
     return SlotTables(

@@ -100,7 +100,7 @@ def check_data(data: Data, *, batch: int = 1) -> Data:
     if bool((data.labels == data.labels[0]).all()):
         raise BadInput(
             f"{data.name}: expected rows of at least two classes; all {len(data)} are "
-            f"of class {int(data.labels[0])}; accuracy would say nothing"
+            f"of class {int(data.labels[0])}; accuracy would mean nothing"
         )
     return data
 

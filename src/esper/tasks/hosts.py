@@ -45,7 +45,7 @@ class MlpHost:
 
     @property
     def classes(self) -> int:
-        """How many classes the last layer tells apart."""
+        """Outputs of the last layer."""
         return self.widths[-1]
 
     @property

@@ -72,7 +72,7 @@ class Task:
 
     @property
     def classes(self) -> int:
-        """How many classes are told apart."""
+        """How many classes there are."""
         return self.host.classes
 
     def splits(self, rng_seed: int) -> Splits:
@@ -106,7 +106,7 @@ class Task:
         }
 
     def _check_part(self, word: str, part: Data) -> None:
-        """Refuse rows that the host cannot read, or that tell nothing."""
+        """Refuse rows that the host cannot read, or of one class only."""
         shape = tuple(part.features.shape[1:])
         if shape != self.host.shape or part.classes != self.classes:
             raise BadInput(

@@ -52,7 +52,7 @@ class Teacher:
     """Share of labels that are wrong."""
 
     def __post_init__(self) -> None:
-        """Refuse a network without units and labels that say nothing."""
+        """Refuse a network without units and labels that are only noise."""
         if self.width < 1 or self.depth < 0 or not 0 <= self.noise <= 1 - 1 / CLASSES:
             raise BadInput(
                 f"expected width >= 1, depth >= 0 and noise in 0..{1 - 1 / CLASSES}; "
@@ -88,7 +88,7 @@ def drawn(rng_seed: int) -> Teacher:
 
 
 def _taught(features: Rows, kind: Teacher, random: np.random.Generator) -> Labels:
-    """What the first teacher says that knows every class."""
+    """Labels of the first drawn teacher that uses every class."""
     for _ in range(TRIES):
         outputs = _outputs(features, kind, random)
         labels: Labels = (outputs + _bias(outputs[:SAMPLE])).argmax(1)
@@ -103,7 +103,7 @@ def _taught(features: Rows, kind: Teacher, random: np.random.Generator) -> Label
 def _outputs(
     features: Rows, kind: Teacher, random: np.random.Generator
 ) -> Float32[np.ndarray, "row class"]:
-    """What the teacher says of each class before it is balanced."""
+    """Logits of the teacher before they are balanced."""
     signal = features
     for units in (kind.width,) * kind.depth:
         signal = _mixed(signal, units, random)
