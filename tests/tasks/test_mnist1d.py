@@ -1,15 +1,14 @@
 """Rows follow their description, and a small network finds them hard."""
 
+from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from scipy.ndimage import gaussian_filter1d
-from torch import nn
 
 from esper.contracts.errors import BadInput
-from esper.tasks.data import split
 from esper.tasks.mnist1d import Distortion, mnist1d, templates
 from tests.references.mnist1d import curve, ramp, resampled
 
@@ -19,37 +18,41 @@ STILL = Distortion(
 NOISELESS = Distortion(smooth_noise=0.0, white_noise=0.0)
 
 
-def test_shapes_are_those_of_the_paper():
-    data = mnist1d()
-    assert data.features.shape == (5000, 40)
-    assert data.features.dtype == torch.float32
-    assert data.classes == 10
+def test_shapes_are_those_of_the_paper_and_the_number_alone_decides_the_rows():
+    states = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    first, again, other = (mnist1d(seed) for seed in (7, 7, 8))
+    assert states[0].equal(torch.get_rng_state())
+    assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
+    assert first.features.shape == (5000, 40)
+    assert (first.features.dtype, first.classes) == (torch.float32, 10)
+    assert first.features.equal(again.features)
+    assert not first.features.equal(other.features)
+    assert not first.labels.equal(other.labels)
+    assert len(first.labels[:100].unique()) == 10
+    for rows in (10, 57, 5000):
+        counts = mnist1d(rows=rows).labels.bincount(minlength=10)
+        assert counts.sum() == rows
+        assert counts.max() - counts.min() <= 1
 
 
-@pytest.mark.parametrize("rows", [10, 57, 5000])
-def test_the_digits_are_as_even_as_can_be(rows):
-    counts = mnist1d(rows=rows).labels.bincount(minlength=10)
-    assert counts.sum() == rows
-    assert counts.max() - counts.min() <= 1
-
-
-def test_the_rows_are_shuffled():
-    first, second = (mnist1d(seed).labels for seed in (0, 1))
-    assert not first.equal(second)
-    assert len(first[:100].unique()) == 10
-
-
-def test_the_same_number_draws_the_same_rows_and_another_draws_others():
-    first, again, other = (mnist1d(seed, 100).features for seed in (7, 7, 8))
-    assert first.equal(again)
-    assert not first.equal(other)
-
-
-def test_drawing_leaves_the_global_random_states_alone():
-    state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    mnist1d(0, 50)
-    assert state.equal(torch.get_rng_state())
-    assert (np.random.get_state()[1] == numpy_state).all()  # noqa: NPY002
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        *((partial(mnist1d, rows=n), f"at least 10; got {n}") for n in (9, 0, -5)),
+        *(
+            (partial(Distortion, **wrong), r"expected 0 <= least .* got padding")
+            for wrong in (
+                {"padding": (60, 36)},
+                {"padding": (-1, 60)},
+                {"shifts": 0},
+                {"shifts": 73},
+            )
+        ),
+    ],
+)
+def test_curves_that_cannot_be_drawn_are_refused(call, words):
+    with pytest.raises(BadInput, match=words):
+        call()
 
 
 def test_every_template_starts_and_ends_at_zero_with_one_deviation():
@@ -119,39 +122,3 @@ def test_noise_deviates_as_described(smooth, white):
     expected = parts.T @ parts
     tolerance = 0.08 * expected.diagonal().max()
     np.testing.assert_allclose(noise.T @ noise / 5000, expected, atol=tolerance)
-
-
-@pytest.mark.parametrize("rows", [9, 0, -5])
-def test_every_digit_needs_a_row(rows):
-    with pytest.raises(BadInput, match=f"at least 10; got {rows}"):
-        mnist1d(rows=rows)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"padding": (60, 36)}, {"padding": (-1, 60)}, {"shifts": 0}, {"shifts": 73}],
-)
-def test_a_curve_must_fit_its_canvas(wrong):
-    with pytest.raises(BadInput, match=r"expected 0 <= least .* got padding"):
-        Distortion(**wrong)
-
-
-@pytest.mark.learns
-def test_a_small_network_learns_half_of_it():
-    splits = split(mnist1d(), 0, (0.7, 0.1, 0.2))
-    network = nn.Sequential(
-        nn.Linear(40, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)
-    )
-    optimiser = torch.optim.AdamW(network.parameters(), lr=3e-3)
-    order = torch.Generator().manual_seed(0)
-    for _ in range(25):
-        for rows in torch.randperm(3500, generator=order).split(100):
-            loss = nn.functional.cross_entropy(
-                network(splits.train.features[rows]), splits.train.labels[rows]
-            )
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-    with torch.inference_mode():
-        guesses = network(splits.test.features).argmax(1)
-    assert 0.4 < (guesses == splits.test.labels).double().mean() < 0.6

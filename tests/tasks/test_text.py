@@ -56,26 +56,12 @@ def test_the_stretches_follow_one_another_and_leave_nothing_out():
     assert paragraphs(joined) == list(dict.fromkeys(paragraphs(source)))
 
 
-def test_no_paragraph_comes_twice():
-    whole = text()
-    found = paragraphs(torch.cat([whole.train, whole.decisions, whole.test]))
-    assert len(found) == len(set(found))
-
-
 def test_each_target_is_the_character_after_its_input():
     ids = torch.arange(1000)
     inputs, targets = windows(ids, count=50, length=8, generator=Generator())
     assert inputs.shape == targets.shape == (50, 8)
     assert targets.equal(inputs + 1)
     assert inputs.equal(inputs[:, :1] + torch.arange(8))
-
-
-def test_windows_reach_the_first_and_the_last_character():
-    inputs, targets = windows(
-        torch.arange(6), count=200, length=4, generator=Generator().manual_seed(0)
-    )
-    assert inputs[:, 0].unique().tolist() == [0, 1]
-    assert targets.max() == 5
 
 
 def test_the_generator_alone_decides_the_windows():
