@@ -372,7 +372,7 @@ def test_an_endless_file_is_not_read_to_its_end():
         (lambda: Learner(ppo=PPOConfig(entropy=inf)), "entropy must be"),
         (lambda: Learner(policy=PolicyConfig(memory="gru")), "did you mean 'mingru'"),
         (lambda: World(rate=(2.0, 1.0)), "rate must be"),
-        (lambda: World(blueprints=()), "blueprints is empty"),
+        (lambda: World(blueprints=()), "at least one name"),
         (lambda: Judging(hosts=0), "hosts must be"),
         (lambda: Keeping(every=0), "every must be"),
     ],
