@@ -10,9 +10,8 @@ from torch import nn
 
 from benchmarks.rollouts import SPEC, filled_buffer
 from benchmarks.timing import Report, alternate
-from esper.simic.agent.guard import Guard
 from esper.simic.agent.memory import MinGRU
-from esper.simic.agent.ppo import PPOAgent, PPOConfig
+from esper.simic.agent.ppo import Guard, PPOAgent, PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from tests.device_reads import count_device_reads
 

@@ -83,9 +83,9 @@ MUTANTS = (
     ),
     Mutant(
         "advantages are normalised over padding too",
-        "simic/agent/advantages.py",
-        "count = valid.sum().clamp(min=1)",
-        "count = valid.numel()",
+        "simic/agent/losses.py",
+        "count = valid.sum().clamp(min=1)\n    centred",
+        "count = valid.numel()\n    centred",
         "tests/simic/test_advantages.py",
     ),
     Mutant(
@@ -146,14 +146,14 @@ MUTANTS = (
     ),
     Mutant(
         "a stopped update goes on",
-        "simic/agent/guard.py",
+        "simic/agent/ppo.py",
         "taken = finite & ~self._stopped",
         "taken = finite",
         GUARD,
     ),
     Mutant(
         "a non-finite gradient is applied",
-        "simic/agent/guard.py",
+        "simic/agent/ppo.py",
         "finite = known & torch.isfinite(loss) & torch.isfinite(grad_norm)",
         "finite = torch.ones_like(self._stopped)",
         GUARD,

@@ -3,7 +3,6 @@
 import inspect
 import tracemalloc
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper import scan as module
 from esper.contracts.errors import BadInput
-from esper.scan import FEW_LANES, gae, gae_time_major, scan
+from esper.scan import FEW_LANES, gae, scan
 from tests.references.recurrence import (
     gae_reference,
     leaky_gae_loop,
@@ -641,17 +640,6 @@ def test_gae_refuses_to_write_over_its_inputs_or_twice():
     with pytest.raises(BadInput, match=r"out\[1\] is used twice"):
         gae(**steps, gamma=0.9, lam=0.8, out=(fresh, fresh))
     assert torch.equal(steps["rewards"], kept)
-
-
-@pytest.mark.parametrize("envs", [4, 30])
-def test_the_unchecked_entry_is_gae(envs):
-    steps = rollout(0, envs, 11, dtype=torch.float32)
-    arrays = [np.ascontiguousarray(x.numpy().T) for x in steps.values()]
-    results = [np.full((11, envs), np.nan, np.float32) for _ in range(2)]
-    gae_time_major(*arrays, 0.9, 0.8, *results)
-    expected = env_major(steps, gamma=0.9, lam=0.8)
-    for result, reference in zip(results, expected, strict=True):
-        assert_close(torch.from_numpy(result.T), reference, **EXACT)
 
 
 def test_the_loops_to_compare_with_compute_the_same():

@@ -112,7 +112,7 @@ def gae(
     tensors = [*(x.detach() for x in rollout), advantages, returns]
     if all(x.T.is_contiguous() for x in tensors if x.ndim == 2):
         arrays = [x.numpy().T for x in tensors]
-        gae_time_major(*arrays[:7], gamma, lam, *arrays[7:])
+        _gae_time_major(*arrays[:7], gamma, lam, *arrays[7:])
         return advantages, returns
     tensors = [x.contiguous() for x in tensors]
     arrays = [x.numpy().T for x in tensors]
@@ -246,7 +246,7 @@ def _gae_log_depth(rollout: Rollout, gamma: float, lam: float) -> tuple[Tensor, 
 
 
 @kernel
-def gae_time_major(
+def _gae_time_major(
     rewards: Array,
     values: Array,
     dones: Array,
@@ -259,7 +259,7 @@ def gae_time_major(
     advantages: Array,
     returns: Array,
 ) -> None:
-    """`gae` on contiguous arrays `[time, env]`, unchecked: what the buffer calls."""
+    """`gae` on contiguous arrays `[time, env]`."""
     time, envs = rewards.shape
     rollout = Rollout(
         rewards, values, dones, truncated, step_counts, final_values, last_values

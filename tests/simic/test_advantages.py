@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from esper.simic.agent.advantages import normalize_advantages, subtract_group_baseline
+from esper.simic.agent.losses import normalize_advantages, subtract_group_baseline
 
 NAN = float("nan")
 

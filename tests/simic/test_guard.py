@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from esper.simic.agent.guard import Guard
+from esper.simic.agent.ppo import Guard
 from tests.rollouts import fill_ragged
 from tests.simic.agents import agent_with_rollout, snapshot, unequal
 

@@ -13,6 +13,14 @@ is Σ_heads Σ_steps kl / Σ_steps 1, and an open head weighs its entropy (in un
 log of the legal count) against its advantage in the same way whether it is open
 always or on one step in a thousand: rare heads neither shout nor fall silent.
 Padding is selected away before any arithmetic: NaN times 0 is NaN.
+
+Where environments of a group have the same random streams, what happens to all of them
+at the same step is not due to the action:
+
+    A_i <- A_i - mean of A_j over the others j != i of the group.
+
+What the others do does not depend on what i chose, so this is a baseline: it removes
+the variance of host, data and batches and leaves the policy gradient where it was.
 """
 
 from dataclasses import dataclass
@@ -140,6 +148,48 @@ def value_error(
         near = old_values + (values - old_values).clamp(-clip, clip)
         error = error.maximum((near - targets).square())
     return 0.5 * error
+
+
+def subtract_group_baseline(
+    advantages: Float[Tensor, "env time"],
+    valid: Bool[Tensor, "env time"],
+    group_size: int,
+) -> Float[Tensor, "env time"]:
+    """Advantages less the mean of the rest of an environment's group at each step.
+
+    Args:
+        advantages: Of every step.
+        valid: False on padding, which is left out of the means.
+        group_size: How many environments in a row form a group; 1: none.
+    """
+    if group_size == 1:
+        return advantages
+    known = torch.where(valid, advantages, 0.0).unflatten(0, (-1, group_size))
+    count = valid.unflatten(0, (-1, group_size)).sum(dim=1, keepdim=True)
+    others = (known.sum(dim=1, keepdim=True) - known) / (count - 1).clamp(min=1)
+    return torch.where(valid, (known - others).flatten(0, 1), advantages)
+
+
+def normalize_advantages(
+    advantages: Float[Tensor, "env time"],
+    valid: Bool[Tensor, "env time"],
+    floor: float = 1e-5,
+) -> Float[Tensor, "env time"]:
+    """Advantages with mean 0 and deviation 1 over valid steps; 0 on padding.
+
+    Args:
+        advantages: Of every step; what stands on padding is not read.
+        valid: False on padding. One valid step, or none, gives zeros.
+        floor: Spreads smaller than this are divided by it instead.
+    """
+    count = valid.sum().clamp(min=1)
+    centred = torch.where(valid, advantages, 0.0)
+    # Once for the mean, once more for what rounding left of it.
+    for _ in range(2):
+        centred = torch.where(valid, centred - centred.sum() / count, 0.0)
+    # The floor: advantages that are all equal become 0, not amplified rounding.
+    deviation = (centred.square().sum() / count).sqrt()
+    return centred / deviation.clamp(min=floor)
 
 
 def masked_mean(

@@ -10,7 +10,7 @@ its true final observation promises; a row that is merely *cut*, because the rol
 over, has the future of the observation that comes next.
 """
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from jaxtyping import Bool, Float32, Int64
@@ -20,7 +20,7 @@ from esper.contracts.actions import ActionSpec
 from esper.contracts.devices import usable_device
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.features import Features
-from esper.scan import gae, gae_time_major
+from esper.scan import gae
 from esper.simic.agent.buffer_checks import (
     Kind,
     ValueCheck,
@@ -115,12 +115,6 @@ class TamiyoRolloutBuffer:
         if self.device.type == "cpu":
             self._check = ValueCheck(self._storage, spec)
             self._counts_array = self._counts.numpy()
-            self._gae_arguments: list[Any] = [
-                *(tensor.numpy() for tensor in self._rollout()),
-                self.gamma,
-                self.gae_lambda,
-                *(self._storage[name][:max_steps].numpy() for name in RESULTS),
-            ]
         self.reset()
 
     def reset(self) -> None:
@@ -256,12 +250,18 @@ class TamiyoRolloutBuffer:
                     f"the episode of environment {int(unfinished.argmax())} goes on "
                     "after its last step: cut() first."
                 )
-        if self._check is not None:
-            gae_time_major(*self._gae_arguments)
-        else:
-            rollout = [x.T if x.ndim == 2 else x for x in self._rollout()]
-            out = self.advantages, self.returns
-            gae(*rollout, gamma=self.gamma, lam=self.gae_lambda, out=out)
+        gae(
+            self.rewards,
+            self.values,
+            self.dones,
+            self.truncated,
+            self._counts,
+            self._view("final_values"),
+            self._last_values,
+            gamma=self.gamma,
+            lam=self.gae_lambda,
+            out=(self.advantages, self.returns),
+        )
         self._is_computed = True
 
     def get_batched_sequences(
@@ -333,22 +333,6 @@ class TamiyoRolloutBuffer:
 
     def _view(self, name: str) -> Tensor:
         return self._storage[name][: self.max_steps].T
-
-    def _rollout(self) -> tuple[Tensor, ...]:
-        """What advantages depend on, time-major, in the order of `gae`."""
-        rewards, values, dones, truncated, final_values = (
-            self._storage[name][: self.max_steps]
-            for name in ("rewards", "values", "dones", "truncated", "final_values")
-        )
-        return (
-            rewards,
-            values,
-            dones,
-            truncated,
-            self._counts,
-            final_values,
-            self._last_values,
-        )
 
     def _require_open(self, call: str) -> None:
         if self._is_computed or self._is_cut:
