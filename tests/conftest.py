@@ -1,12 +1,20 @@
 """One seed, one thread, no Hypothesis deadline: torch is slow to wake, then fast."""
 
+import os
 import signal
+import tempfile
 
 import pytest
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+# Inductor keeps code without noting for which instructions it was compiled.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    f"{tempfile.gettempdir()}/esper_inductor_{os.getuid()}_"
+    f"{torch.backends.cpu.get_cpu_capability()}",
+)
 settings.register_profile("esper", deadline=None, derandomize=True)
 settings.load_profile("esper")
 
