@@ -26,12 +26,12 @@ from esper.experiment.settings.typed import nearest, refusal, shown
 from esper.experiment.storage.disk import storage
 from esper.experiment.storage.lock import Lock
 from esper.experiment.workers import Workers, caught_signals, one_worker, workers
+from evidence.execution import Done, Order, Orders, do
 from evidence.jobs import KINDS, Job, all_jobs
 from evidence.ledger import LEDGER, Ledger, known_states
-from evidence.orders import Done, Order, Orders, do
 from evidence.protocol import PROJECTION, Protocol, read_protocol
 
-SAID: Final = ("began", "config_sha256")
+IN_LEDGER: Final = ("began", "config_sha256")
 """Facts that the ledger has anyway."""
 OTHERS: Final = "controllers"
 """What jobs that belong to no task are shown as."""
@@ -87,10 +87,10 @@ def run(
     states, durations = known_states(folder / LEDGER)
     ahead = [job for job in jobs if states.get(job.id) != "done"]
     guess = _guesses(all_jobs(protocol), durations, protocol)
-    _say(console, _projection(ahead, guess, processes))
+    _print(console, _projection(ahead, guess, processes))
     if dry:
         for job in ahead:
-            _say(console, f"{job.id}  {guess(job):.0f} s")
+            _print(console, f"{job.id}  {guess(job):.0f} s")
         return Ended(
             done=len(jobs) - len(ahead), failed=(), left=len(ahead), signal=None
         )
@@ -99,20 +99,20 @@ def run(
     lock = Lock(folder)
     try:
         versions = versions_now(toml.decode())
-        facts = {name: versions[name] for name in versions if name not in SAID}
+        facts = {name: versions[name] for name in versions if name not in IN_LEDGER}
         with Ledger(folder / LEDGER, toml, facts) as ledger:
             everything = enumerate(all_jobs(protocol))
             ledger.plan((job.id, number, job.kind) for number, job in everything)
             names = [OTHERS, *protocol.tasks]
             with Progress(names, console, unit="job") as progress:
-                office = _Office(protocol, ledger, folder, jobs, progress)
-                return office.work(processes, minutes)
+                scheduler = _Scheduler(protocol, ledger, folder, jobs, progress)
+                return scheduler.work(processes, minutes)
     finally:
         lock.release()
 
 
-class _Office:
-    """Hands out jobs and writes down what comes back."""
+class _Scheduler:
+    """Submits jobs and writes their results to the ledger."""
 
     def __init__(
         self,
@@ -136,23 +136,23 @@ class _Office:
             self._deadline = monotonic() + 60 * minutes
         here = processes == 1
         with (
-            caught_signals() as heard,
+            caught_signals() as signals,
             one_worker() if here else workers(processes) as staff,
         ):
-            self._hand_out(staff, processes, heard)
+            self._hand_out(staff, processes, signals)
         asked = {job.id for job in self._jobs}
         done = len(asked & self._done)
         return Ended(
             done=done,
             failed=tuple(f"{job}: {why}" for job, why in self._failed.items()),
             left=len(asked) - done - len(self._failed),
-            signal=heard[0] if heard else None,
+            signal=signals[0] if signals else None,
         )
 
-    def _hand_out(self, staff: Workers, processes: int, heard: list[int]) -> None:
+    def _hand_out(self, staff: Workers, processes: int, signals: list[int]) -> None:
         running: dict[Future[Done | None], Job] = {}
         while True:
-            over = bool(heard) or self._late()
+            over = bool(signals) or self._late()
             if over:
                 staff.stop()
             while not over and len(running) < processes and (job := self._next()):
@@ -163,7 +163,7 @@ class _Office:
             ended, _ = wait(running, timeout=PAUSE, return_when=FIRST_COMPLETED)
             for future in ended:
                 if not self._write(running.pop(future), future) and not over:
-                    heard.append(SIGTERM)  # a signal that the job heard itself
+                    signals.append(SIGTERM)  # a signal that the job signals itself
 
     def _late(self) -> bool:
         return self._deadline is not None and monotonic() >= self._deadline
@@ -202,19 +202,19 @@ class _Office:
             trained=found.trained,
         )
         self._done.add(job.id)
-        self._tell(job, f"{job.id}, {found.seconds:.1f} s")
+        self._report(job, f"{job.id}, {found.seconds:.1f} s")
         return True
 
     def _fail(self, job: Job, error: Exception) -> None:
         why = f"{error}" if isinstance(error, EsperError) else f"{error!r}"
         self._failed[job.id] = " ".join(why.split())
         self._ledger.fail(job.id, 0.0, self._failed[job.id])
-        self._tell(job, f"{job.id} failed: {self._failed[job.id]}")
+        self._report(job, f"{job.id} failed: {self._failed[job.id]}")
 
-    def _tell(self, job: Job, news: str) -> None:
+    def _report(self, job: Job, message: str) -> None:
         group = [other.id for other in self._jobs if other.task == job.task]
         done = len(self._done.intersection(group))
-        self._progress.update(job.task or OTHERS, max(done, 1), len(group), news)
+        self._progress.update(job.task or OTHERS, max(done, 1), len(group), message)
 
 
 def _guesses(
@@ -267,5 +267,5 @@ def _require(option: str, names: Collection[str], known: Collection[str]) -> Non
             )
 
 
-def _say(console: Console, text: str) -> None:
+def _print(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)

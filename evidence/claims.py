@@ -23,9 +23,8 @@ from esper.experiment.statistics import (
     paired_wilcoxon,
     partners,
 )
-from evidence.readout import Cells
+from evidence.readout import LEARNED, Cells
 
-LEARNED: Final = "tamiyo"
 PLAIN: Final = ("never", "random", "plateau")
 SCHEDULES: Final = ("early", "periodic", "promise", "searched")
 REPLAYS: Final = ("replay", "replay-elsewhere")
@@ -221,14 +220,14 @@ def _everywhere(arm: str, tasks: Sequence[str], versus: Versus | None) -> Claim:
     above = [task for task, gap in gaps.items() if gap.low > 0.0]
     below = [task for task, gap in gaps.items() if gap.high < 0.0]
     rest = [task for task in gaps if task not in above and task not in below]
-    said = [f"above on {len(above)} of {len(tasks)}"]
-    said += [f"not told apart on {_names(rest)}"] if rest else []
-    said += [f"below on {_names(below)}"] if below else []
-    said.append(f"all tasks {_shown(versus.difference)}")
+    text = [f"above on {len(above)} of {len(tasks)}"]
+    text += [f"not told apart on {_names(rest)}"] if rest else []
+    text += [f"below on {_names(below)}"] if below else []
+    text.append(f"all tasks {_shown(versus.difference)}")
     verdict = REACHED if len(above) == len(tasks) else MISSED
     if not _whole(tasks, versus):
         verdict = OPEN
-    figures = _so_far("; ".join(said), tasks, versus)
+    figures = _so_far("; ".join(text), tasks, versus)
     return Claim(goal=goal, short=f"above {arm}", verdict=verdict, figures=figures)
 
 
@@ -244,7 +243,7 @@ def _judged(
         return Claim(goal=goal, short=short, verdict=OPEN, figures="not run")
     gap = versus.difference
     side = "above" if gap.low > 0.0 else "below" if gap.high < 0.0 else "not told apart"
-    said = (
+    text = (
         f"{versus.other}: {side}, difference {_shown(gap)}, probability "
         f"{_shown(versus.improvement, '.2f')}"
     )
@@ -253,7 +252,7 @@ def _judged(
         goal=goal,
         short=short,
         verdict=decided if _whole(tasks, versus) else OPEN,
-        figures=_so_far(said, tasks, versus),
+        figures=_so_far(text, tasks, versus),
     )
 
 
@@ -265,16 +264,16 @@ def _whole(tasks: Sequence[str], versus: Versus) -> bool:
     )
 
 
-def _so_far(said: str, tasks: Sequence[str], versus: Versus) -> str:
+def _so_far(text: str, tasks: Sequence[str], versus: Versus) -> str:
     done = len(versus.tasks)
     more = "" if done == len(tasks) else f"; {done} of {len(tasks)} tasks so far"
-    return f"{said}; n = {versus.seeds}{more}"
+    return f"{text}; n = {versus.seeds}{more}"
 
 
 def _shown(interval: Interval, spec: str = "+.3f") -> str:
     known = isfinite(interval.low)
-    said = f"{interval:{spec}}" if known else f"{interval.estimate:{spec}}"
-    return said.replace("-", "−")
+    text = f"{interval:{spec}}" if known else f"{interval.estimate:{spec}}"
+    return text.replace("-", "−")
 
 
 def _names(names: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from esper.contracts.step import VectorWorld
 from esper.experiment.statistics import Floats
 from esper.tamiyo.bandit import CONTEXT, LOOK, LinearBandit, OneChoice
 from esper.tamiyo.schedule import Schedule
-from evidence.search import Hear, MakeWorlds, Sweeps
+from evidence.search import MakeWorlds, ProgressCallback, Sweeps
 
 RIDGE: Final = 0.01
 """Weight of the penalty, for columns of unit variance."""
@@ -68,7 +68,7 @@ def fit_bandit(
     make_worlds: MakeWorlds,
     env_steps: int,
     rng_seed: int,
-    hear: Hear | None = None,
+    on_progress: ProgressCallback | None = None,
     *,
     arms: Sequence[Schedule] = ARMS,
     look: int = LOOK,
@@ -79,11 +79,11 @@ def fit_bandit(
         make_worlds: Makes the worlds that are learnt from.
         env_steps: Decisions that may be spent, over all environments.
         rng_seed: Decides which hosts.
-        hear: Told of every sweep.
+        on_progress: Called before every sweep.
         arms: The schedules to choose from.
         look: Decisions that are waited for before the choice.
     """
-    sweeps = Sweeps(make_worlds, env_steps, rng_seed, "bandit", hear)
+    sweeps = Sweeps(make_worlds, env_steps, rng_seed, "bandit", on_progress)
     contexts, returns = list[Floats](), list[Floats]()
     while grown := _grow(sweeps, len(contexts), arms, look):
         contexts.append(grown[0])
@@ -144,8 +144,8 @@ def _grow(
             return None
         worlds = sweeps.worlds(group)
         kept = [_Turn(world, arms, look, shift) for world in worlds]
-        words = f"hosts {group + 1}: arms, {shift + 1} of {len(arms)}"
-        sweep = sweeps.play(worlds, [turn.controller for turn in kept], words)
+        message = f"hosts {group + 1}: arms, {shift + 1} of {len(arms)}"
+        sweep = sweeps.play(worlds, [turn.controller for turn in kept], message)
         returns.append(np.concatenate(sweep.returns))
     number = np.concatenate([np.arange(turn.envs) for turn in kept])
     # An arm was played by host `number` when the shift was what it lacks to the arm.

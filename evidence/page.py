@@ -15,10 +15,8 @@ from esper.contracts.errors import BadInput
 from esper.experiment.statistics import Interval, iqm_interval
 from esper.experiment.storage.disk import Disk, publish, short, storage
 from esper.report.style import Plot
-from evidence import costs, tables
-from evidence.account import Campaign, read_campaign
+from evidence import tables
 from evidence.claims import (
-    LEARNED,
     MISSED,
     OPEN,
     REACHED,
@@ -30,7 +28,14 @@ from evidence.claims import (
 from evidence.ledger import LEDGER
 from evidence.plots import PRICES, STYLES, draw_plots
 from evidence.protocol import ARMS
-from evidence.readout import Cells, Readout, Terms
+from evidence.readout import (
+    LEARNED,
+    Campaign,
+    Cells,
+    Readout,
+    Terms,
+    read_campaign,
+)
 
 PAGE: Final = "README.md"
 FIGURES: Final = "figures"
@@ -66,11 +71,11 @@ def write_page(folder: Path, to: Path) -> Path:
     file, figures = to / PAGE, to / FIGURES
     _require_room(file)
     findings = to / FINDINGS
-    said = ""
+    text = ""
     if findings.is_file():
         with storage(findings, "read"):
-            said = findings.read_text(encoding="utf-8")
-    known = weigh(campaign)
+            text = findings.read_text(encoding="utf-8")
+    known = compare_arms(campaign)
     plots = draw_plots(
         known.readout,
         known.tasks,
@@ -79,7 +84,7 @@ def write_page(folder: Path, to: Path) -> Path:
         campaign.episode,
         known.chance,
     )
-    lines = page(known, plots, said)
+    lines = page(known, plots, text)
     with storage(figures, "make"):
         figures.mkdir(parents=True, exist_ok=True)
     disk = Disk()
@@ -117,7 +122,7 @@ class Evidence:
     chance: tables.Chance
 
 
-def weigh(campaign: Campaign) -> Evidence:
+def compare_arms(campaign: Campaign) -> Evidence:
     """Compare everybody."""
     protocol = campaign.protocol
     terms = {
@@ -202,11 +207,13 @@ def page(known: Evidence, plots: Sequence[Plot] = (), findings: str = "") -> lis
             "",
         ]
         lines += _shown(shown, "episode")
-    spent = costs.cost(readout, campaign.trainings, tasks)
-    lines += _section("What training took", *([line] for line in costs.told(spent)))
-    searched = costs.found_facts(campaign.trainings)
+    spent = tables.cost(readout, campaign.trainings, tasks)
+    lines += _section(
+        "What training took", *([line] for line in tables.cost_sentences(spent))
+    )
+    searched = tables.found_facts(campaign.trainings)
     lines += _section("What the search and the bandit found", _bullets(searched))
-    went_wrong = costs.failures(campaign.results, campaign.jobs)
+    went_wrong = tables.failures(campaign.results, campaign.jobs)
     lines += _section("What failed", _bullets(went_wrong))
     if findings.strip():
         lines += [findings.strip(), ""]
@@ -239,12 +246,12 @@ def headline(known: Evidence) -> str:
 def _percent(share: Interval) -> str:
     """A share that was removed, or added if it is below zero."""
     sign, what = (1, "removes") if share.estimate >= 0.0 else (-1, "adds")
-    said = f"{what} {100 * sign * share.estimate:.1f} %"
+    text = f"{what} {100 * sign * share.estimate:.1f} %"
     if not isfinite(share.low):
-        return said
+        return text
     low, high = sorted(100 * sign * end for end in (share.low, share.high))
     doubt = "" if low > 0.0 else "; not told from 0"
-    return f"{said} [{low:.1f}, {high:.1f}{doubt}]".replace("-", "−")
+    return f"{text} [{low:.1f}, {high:.1f}{doubt}]".replace("-", "−")
 
 
 def _setup(campaign: Campaign, readout: Readout) -> list[str]:

@@ -11,7 +11,6 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from esper.contracts.stages import Stage
 from esper.experiment.statistics import Floats, Interval, iqm_interval, mean_interval
@@ -30,7 +29,7 @@ from esper.report.style import (
     render,
 )
 from evidence.claims import Versus
-from evidence.readout import Cells, Readout
+from evidence.readout import Cells, Episode, Readout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,22 +72,6 @@ class Spot:
     arm: str
     cost: Interval
     score: Interval
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
-    """One episode of a network under Tamiyo, decision by decision."""
-
-    title: str
-    stages: NDArray[np.int8]
-    """`[decision, slot]`, as are the next two."""
-    blueprints: NDArray[np.int8]
-    alphas: NDArray[np.float32]
-    scores: NDArray[np.float32]
-    """On the decision rows, after every decision."""
-    slots: Sequence[str]
-    names: Sequence[str]
-    """Of blueprints."""
 
 
 def pareto(
@@ -211,11 +194,6 @@ def _place(
         bottom=bottom,
         top=high - bottom - height,
     )
-
-
-def events(stages: NDArray[np.int8]) -> int:
-    """How often a slot changed its stage."""
-    return int((np.diff(stages, axis=0) != 0).sum())
 
 
 def _lane(axes: "Axes", episode: Episode, slot: int) -> None:

@@ -29,8 +29,8 @@ from esper.tamiyo.schedule import STANDARD, Schedule, Scheduled, draw_schedules
 
 MakeWorlds = Callable[[int], Sequence[VectorWorld]]
 """The worlds that a number stands for; for the same number the same."""
-Hear = Callable[[int, str], None]
-"""Told how many environment steps are done, and what comes next."""
+ProgressCallback = Callable[[int, str], None]
+"""Called with the environment steps so far and what comes next."""
 
 MOST: Final = 256
 """Schedules that are tried, at most."""
@@ -59,7 +59,7 @@ def search(
     make_worlds: MakeWorlds,
     env_steps: int,
     rng_seed: int,
-    hear: Hear | None = None,
+    on_progress: ProgressCallback | None = None,
     *,
     most: int = MOST,
 ) -> Found:
@@ -69,10 +69,10 @@ def search(
         make_worlds: Makes the worlds in which schedules are compared.
         env_steps: Decisions that may be spent, over all environments.
         rng_seed: Decides schedules and hosts.
-        hear: Told of every sweep.
+        on_progress: Called before every sweep.
         most: Schedules that are tried, at most.
     """
-    sweeps = Sweeps(make_worlds, env_steps, rng_seed, "search", hear)
+    sweeps = Sweeps(make_worlds, env_steps, rng_seed, "search", on_progress)
     worlds = sweeps.worlds(0)
     price = sweeps.play(worlds, [Never() for _ in worlds], "what a sweep takes").steps
     number = _affordable((env_steps - price) // price, most)
@@ -128,7 +128,7 @@ class Sweeps:
         env_steps: Decisions that may be spent, over all environments.
         rng_seed: Decides which hosts, and all chance of controllers.
         purpose: What it is for; another word stands for other hosts.
-        hear: Told of every sweep.
+        on_progress: Called before every sweep.
     """
 
     def __init__(
@@ -137,10 +137,10 @@ class Sweeps:
         env_steps: int,
         rng_seed: int,
         purpose: str,
-        hear: Hear | None,
+        on_progress: ProgressCallback | None,
     ) -> None:
         self._make, self._seed, self._purpose = make_worlds, rng_seed, purpose
-        self._hear, self._allowed = hear, env_steps
+        self._on_progress, self._allowed = on_progress, env_steps
         self.spent = 0
         """Decisions so far."""
         self.longest = 0
@@ -151,11 +151,11 @@ class Sweeps:
         return self._make(stream_seed(self._seed, f"{self._purpose}, {group}"))
 
     def play(
-        self, worlds: Sequence[VectorWorld], controllers: list[Controller], words: str
+        self, worlds: Sequence[VectorWorld], controllers: list[Controller], message: str
     ) -> Sweep:
         """One episode everywhere, a controller for each world."""
-        if self._hear is not None:
-            self._hear(self.spent, words)
+        if self._on_progress is not None:
+            self._on_progress(self.spent, message)
         generator, returns, steps = stream(self._seed, self._purpose), [], 0
         for world, controller in zip(worlds, controllers, strict=True):
             counting = _Counting(world)
@@ -179,8 +179,8 @@ class Sweeps:
                 Scheduled(world.spec, [schedules[each] for each in turn])
                 for world, turn in zip(worlds, turns, strict=True)
             ]
-            words = f"hosts {group + 1}: {number} schedules, {shift + 1} of {number}"
-            sweep = self.play(worlds, controllers, words)
+            message = f"hosts {group + 1}: {number} schedules, {shift + 1} of {number}"
+            sweep = self.play(worlds, controllers, message)
             if not parts:
                 parts = [np.zeros((number, len(turn))) for turn in turns]
             for part, turn, returns in zip(parts, turns, sweep.returns, strict=True):

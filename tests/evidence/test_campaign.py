@@ -15,9 +15,9 @@ from rich.console import Console
 from esper.contracts.errors import BadInput, RunTaken
 from esper.experiment.storage.lock import Lock
 from evidence.campaign import run
+from evidence.execution import best_rate
 from evidence.jobs import all_jobs
 from evidence.ledger import Ledger
-from evidence.orders import best_rate
 from tests.evidence.protocols import TINY, text_of, tiny
 from tests.evidence.test_ledger import result
 

@@ -5,8 +5,8 @@ import sqlite3
 import pytest
 
 from esper.contracts.errors import BadInput
-from evidence.account import read_campaign
-from evidence.page import page, weigh, write_page
+from evidence.page import compare_arms, page, write_page
+from evidence.readout import read_campaign
 from tests.evidence.drawn import (
     SETTINGS,
     SHARES,
@@ -24,7 +24,7 @@ LIFE = [[0, 0], [1, 0], [1, 1], [2, 1], [3, 2], [4, 3], [4, 5], [4, 0]]
 def told(folder, results, **more):
     """The page of a campaign, as text, without figures."""
     campaign = read_campaign(write_ledger(folder, results, **more))
-    return "\n".join(page(weigh(campaign)))
+    return "\n".join(page(compare_arms(campaign)))
 
 
 @pytest.fixture(scope="module")

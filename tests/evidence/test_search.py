@@ -24,7 +24,7 @@ from esper.tamiyo.schedule import (
     draw_schedules,
 )
 from esper.tasks.catalogue import task
-from evidence.learning import _Makes
+from evidence.execution import _WorldFactory
 from evidence.search import Found, as_json, from_json, search
 from tests.worlds import ProbeWorld
 
@@ -153,7 +153,7 @@ def test_real_hosts_are_searched():
 
 
 def test_search_and_bandit_meet_no_host_twice():
-    made = _Makes(replace(preset("family"), variants=2))(3)
+    made = _WorldFactory(replace(preset("family"), variants=2))(3)
     for world in made:
         rents = world.reset().host.rent.tolist()
         assert len(set(rents)) == len(rents)

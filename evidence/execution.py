@@ -1,21 +1,37 @@
-"""What a job is made of, taken from the ledger, and how it is carried out.
+"""How jobs are carried out, from what the ledger holds.
 
 The ledger is read here and nowhere else on the way to a job; an order can be sent to
 another process. Arms that are made from what Tamiyo did are tuned by what she did on
 the tuning hosts at the learning rate that she does best with.
+
+A training is a run in the campaign's folder, as `esper train` makes it, and goes on
+from its last checkpoint. Search and bandit grow the same family of hosts and may take
+as many decisions.
 """
 
+import json
+import os
+import signal
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Final
 
 import torch
 
+from esper.contracts.step import VectorWorld
+from esper.experiment.callbacks import OnRoundEnd
 from esper.experiment.config import TrainConfig
 from esper.experiment.evaluate import warm
-from evidence import learning
+from esper.experiment.pretraining import imitation_steps
+from esper.experiment.records import RoundRecord
+from esper.experiment.run import Run
+from esper.experiment.train import begin_run, resume_run
+from esper.experiment.workers import stopping
+from esper.experiment.worlds import worlds_of
+from evidence import contextual, search
 from evidence.arms import Batch, Supplies, carry_out
 from evidence.jobs import (
     AFTER_TAMIYO,
@@ -80,7 +96,7 @@ class Orders:
             steps = protocol.search_env_steps
             if steps is None:
                 steps = self._trained("tamiyo-0").env_steps
-            find = learning.find_schedule if job.kind == SEARCH else learning.fit
+            find = find_schedule if job.kind == SEARCH else fit_context_bandit
             return partial(_find, find, training_of("tamiyo", 0, protocol), steps)
         rate = job.rate
         if rate is None:
@@ -178,7 +194,7 @@ def _record(arm: str, rate: float | None) -> str:
 
 
 def _train(config: TrainConfig, arm: str, member: int, folder: Path) -> Done | None:
-    trained = learning.train(config, arm, member, folder)
+    trained = train_controller(config, arm, member, folder)
     return None if trained is None else Done(seconds=trained.seconds, trained=trained)
 
 
@@ -199,3 +215,81 @@ def _batch(batch: Batch, supplies: Supplies) -> Done:
 def _mean(values: Iterable[float]) -> float:
     known = list(values)
     return sum(known) / max(len(known), 1)
+
+
+CONTROLLERS: Final = "controllers"
+"""The folder of trainings, within the campaign's."""
+
+
+def train_controller(
+    config: TrainConfig, arm: str, member: int, folder: Path
+) -> Trained | None:
+    """Train a controller, or go on with it; None if a signal came first."""
+    root = folder / CONTROLLERS
+    path = root / f"{arm}-{member}"
+    if not path.is_dir():
+        begin_run(
+            replace(config, name=path.name, runs=str(root)),
+            [OnRoundEnd(_stop_if_asked)],
+        )
+    elif Run.read(path).finished is None:
+        resume_run(path, [OnRoundEnd(_stop_if_asked)])
+    facts = Run.read(path).finished
+    if facts is None:
+        return None
+    return Trained(
+        name=path.name,
+        arm=arm,
+        member=member,
+        # What the start by imitation took is part of the price.
+        env_steps=int(facts["env_steps"]) + imitation_steps(config),
+        seconds=Run.read(path).seconds,
+        run=f"{CONTROLLERS}/{path.name}",
+        facts=json.dumps(facts),
+    )
+
+
+def find_schedule(config: TrainConfig, env_steps: int) -> Trained:
+    """Search for the best static schedule."""
+    began = perf_counter()
+    found = search.search(_WorldFactory(config), env_steps, config.rng_seed)
+    seconds, facts = perf_counter() - began, search.as_json(found)
+    return _found("searched", found.env_steps, seconds, facts)
+
+
+def fit_context_bandit(config: TrainConfig, env_steps: int) -> Trained:
+    """Fit the bandit."""
+    began = perf_counter()
+    found = contextual.fit_bandit(_WorldFactory(config), env_steps, config.rng_seed)
+    seconds, facts = perf_counter() - began, contextual.as_json(found)
+    return _found("bandit", found.env_steps, seconds, facts)
+
+
+class _WorldFactory:
+    """The worlds of a training, from any number."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+
+    def __call__(self, rng_seed: int) -> Sequence[VectorWorld]:
+        # Everybody plays on every host here: a twin would tell nothing more.
+        alone = replace(self._config.world, group_size=1)
+        return worlds_of(replace(self._config, world=alone, rng_seed=rng_seed))
+
+
+def _found(name: str, env_steps: int, seconds: float, facts: str) -> Trained:
+    return Trained(
+        name=name,
+        arm=name,
+        member=-1,
+        env_steps=env_steps,
+        seconds=seconds,
+        run="",
+        facts=facts,
+    )
+
+
+def _stop_if_asked(record: RoundRecord) -> None:
+    """After every round: end as on a signal if the campaign is to end."""
+    if stopping():
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from evidence.execution import Orders
 from evidence.jobs import all_jobs
 from evidence.ledger import Ledger, Trained
-from evidence.orders import Orders
 from tests.evidence.protocols import tiny
 from tests.evidence.test_ledger import recorded, result
 
