@@ -26,10 +26,10 @@ from esper.contracts.controller import Controller
 from esper.environment.instances import Instances, draw_instances
 from esper.environment.simulated import SimulatedWorld
 from esper.experiment.config import SIMULATED, Budget, TrainConfig
+from esper.experiment.presets import preset
 from esper.experiment.progress import Progress
 from esper.experiment.records import RoundRecord
 from esper.experiment.rollout import play
-from esper.experiment.settings.presets import preset
 from esper.experiment.statistics import Floats, Interval, bootstrap, mean_interval
 from esper.experiment.streams import stream
 from esper.experiment.train import loop_of, train

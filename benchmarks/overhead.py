@@ -18,8 +18,8 @@ from benchmarks.round import KEEPING, on_the_watch, unjudged
 from benchmarks.timing import Report
 from esper.experiment.callbacks import OnRoundEnd
 from esper.experiment.config import Budget, TrainConfig
+from esper.experiment.presets import DEFAULT, preset
 from esper.experiment.records import RoundRecord
-from esper.experiment.settings.presets import DEFAULT, preset
 from esper.experiment.train import Trainer, begin_run, loop_of
 from esper.experiment.worlds import world_for
 

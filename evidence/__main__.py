@@ -5,8 +5,8 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from typing import Final
 
+from esper.cli.arguments import Parser, Whole, file, folder, names, positive
 from esper.cli.failures import explain
-from esper.cli.words import Parser, Whole, file, folder, places, positive
 
 HELP = "compare controllers by a protocol, and write the page of what was found"
 FOLDER: Final = "runs/evidence"
@@ -52,14 +52,14 @@ def add(parser: ArgumentParser) -> None:
     )
     run.add_argument(
         "--only",
-        type=places,
+        type=names,
         default=[],
         metavar="KINDS",
         help=f"kinds of jobs, with commas between: {', '.join(KINDS)}",
     )
     run.add_argument(
         "--tasks",
-        type=places,
+        type=names,
         default=[],
         metavar="NAMES",
         help="tasks, with commas between (default: all of the protocol)",

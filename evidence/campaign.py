@@ -20,9 +20,9 @@ from rich.console import Console
 
 from esper.contracts.errors import BadInput, EsperError
 from esper.experiment.evaluate import PAUSE
+from esper.experiment.messages import nearest, quoted, refusal
 from esper.experiment.progress import Progress
 from esper.experiment.run import versions_now
-from esper.experiment.settings.typed import nearest, refusal, shown
 from esper.experiment.storage.disk import storage
 from esper.experiment.storage.lock import Lock
 from esper.experiment.workers import Workers, caught_signals, one_worker, workers
@@ -262,7 +262,7 @@ def _require(option: str, names: Collection[str], known: Collection[str]) -> Non
     for name in names:
         if name not in known:
             raise refusal(
-                f"{option}: there is no {shown(name)}; did you mean "
+                f"{option}: there is no {quoted(name)}; did you mean "
                 f"{nearest(name, list(known))!r}? There are {', '.join(known)}."
             )
 

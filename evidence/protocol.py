@@ -9,33 +9,26 @@ under one protocol is never mixed with what was counted under another.
 """
 
 import hashlib
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
+
+from pydantic import Field
 
 from esper.environment.growing import OFFERED
 from esper.environment.settings import as_range
 from esper.experiment.config import (
-    ABOVE_0,
-    RULES,
     BlueprintName,
-    Checked,
     TrainConfig,
     World,
-)
-from esper.experiment.settings.arguments import LARGEST, parse_train
-from esper.experiment.settings.typed import (
-    Between,
-    OneOf,
-    checked_table,
     construct,
-    nearest,
-    refusal,
-    shown,
+    one_of,
+    settings,
+    table_of,
 )
-from esper.experiment.storage.disk import short
+from esper.experiment.messages import nearest, quoted, refusal, short
+from esper.experiment.presets import MAX_BYTES, resolve
 from esper.tasks.catalogue import TASKS
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.hosts import MlpHost
@@ -70,38 +63,39 @@ PROJECTION: Final = {
 }
 """Seconds that a job takes as far as anybody knows, by its kind."""
 
-Block = Annotated[int, Between(0, 10**6)]
-ArmName = Annotated[str, OneOf("arm", lambda: ARMS)]
-TaskName = Annotated[str, OneOf("task", lambda: TASKS)]
+Block = Annotated[int, Field(ge=0, le=10**6)]
+ArmName = Annotated[str, one_of("arm", lambda: ARMS)]
+TaskName = Annotated[str, one_of("task", lambda: TASKS)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Options = Mapping[str, str]
 """Options of `esper train`, as they are written there, by their dotted names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning(Checked):
+@settings
+class Tuning:
     """On which hosts learning rates are chosen."""
 
     block: Block = 900
-    hosts: Annotated[int, Between(1, APART)] = 3
+    hosts: Annotated[int, Field(ge=1, le=APART)] = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counted(Checked):
+@settings
+class Counted:
     """On which hosts everybody is compared."""
 
     first: Block = 0
     """The first block."""
-    blocks: Annotated[int, Between(1, 100)] = 1
+    blocks: Annotated[int, Field(ge=1, le=100)] = 1
     """How many, one after the other."""
-    hosts: Annotated[int, Between(1, APART)] = 10
+    hosts: Annotated[int, Field(ge=1, le=APART)] = 10
     """Of each block."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Controllers(Checked):
+@settings
+class Controllers:
     """The learned controllers that are compared."""
 
-    count: Annotated[int, Between(1, 99)] = 5
+    count: Annotated[int, Field(ge=1, le=99)] = 5
     """How many are trained, each from a random seed of its own, from 0."""
     preset: str = "default"
     """What their training starts from."""
@@ -109,13 +103,13 @@ class Controllers(Checked):
     """Options on top of it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ablations(Checked):
+@settings
+class Ablations:
     """Controllers that were trained without something."""
 
-    members: Annotated[int, Between(1, 99)] = 3
+    members: Annotated[int, Field(ge=1, le=99)] = 3
     """How many of each, each from a random seed of its own."""
-    first_rng_seed: Annotated[int, Between(0, 10**6)] = 100
+    first_rng_seed: Annotated[int, Field(ge=0, le=10**6)] = 100
     """Of the first controller of the first ablation."""
     tasks: tuple[TaskName, ...] = ()
     """What they are judged on; none: all tasks."""
@@ -124,8 +118,8 @@ class Ablations(Checked):
     world hold where it is judged too."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Protocol(Checked):
+@settings
+class Protocol:
     """All that decides what is counted."""
 
     tasks: tuple[TaskName, ...]
@@ -134,7 +128,11 @@ class Protocol(Checked):
     """Rent and budget, by name."""
     rents: tuple[str, ...]
     """The settings whose mean is the objective."""
-    rates: tuple[Annotated[float, ABOVE_0], ...] = (0.5, 1.0, 2.0)
+    rates: tuple[Rate, ...] = (
+        0.5,
+        1.0,
+        2.0,
+    )
     """Learning rates that are tried for every arm, against the task's own."""
     arms: tuple[ArmName, ...] = ARMS
     """Who is compared."""
@@ -144,11 +142,11 @@ class Protocol(Checked):
     """Tasks on which nobody is run at other settings."""
     blueprints: tuple[BlueprintName, ...] = ("widen_8", "widen_16", "widen_32")
     """What may be planted; hosts of some kinds are offered fewer."""
-    slots: Annotated[int, Between(1, 64)] = 4
+    slots: Annotated[int, Field(ge=1, le=64)] = 4
     """Seeds that a host can hold, over all its places."""
-    horizon: Annotated[int, Between(1, 10_000)] | None = None
+    horizon: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Decisions of an episode; none: the task's own."""
-    decision_every: Annotated[int, Between(1, 10_000)] | None = None
+    decision_every: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Batches between two decisions; none: the task's own."""
     hosts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Hidden widths of a task's host, if they are not the task's own."""
@@ -158,17 +156,16 @@ class Protocol(Checked):
     counted: Counted = field(default_factory=Counted)
     controllers: Controllers = field(default_factory=Controllers)
     ablations: Ablations = field(default_factory=Ablations)
-    search_env_steps: Annotated[int, Between(1, 10**12)] | None = None
+    search_env_steps: Annotated[int, Field(ge=1, le=10**12)] | None = None
     """Decisions that the search and the bandit each may take; none: as many as the
     training of the first controller took."""
-    resamples: Annotated[int, Between(100, 1_000_000)] = 10_000
+    resamples: Annotated[int, Field(ge=100, le=1_000_000)] = 10_000
     """Of the bootstrap."""
     projection: Mapping[str, float] = field(default_factory=lambda: dict(PROJECTION))
     """Seconds that a job takes as far as is known, by its kind."""
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""
-        Checked.__post_init__(self)
         for what in ("tasks", "rents", "rates", "arms"):
             _require_once(what, getattr(self, what))
         for rent, budget in self.settings.values():
@@ -188,7 +185,7 @@ class Protocol(Checked):
         for name in self.ablations.without:
             if name in ARMS or not name.replace("-", "").isalnum():
                 raise refusal(
-                    f"ablations.without: {shown(name)} cannot be an ablation's name; "
+                    f"ablations.without: {quoted(name)} cannot be an ablation's name; "
                     "use letters, digits and '-', and no arm's name."
                 )
         counted = range(self.counted.first, self.counted.first + self.counted.blocks)
@@ -218,11 +215,11 @@ def read_protocol(path: Path) -> tuple[Protocol, bytes]:
     """The protocol in a file, and the bytes that it is known by."""
     try:
         with path.open("rb") as stream:
-            data = stream.read(LARGEST + 1)
+            data = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise refusal(f"{short(path)} cannot be read: {error.strerror}.") from None
-    if len(data) > LARGEST:
-        raise refusal(f"{short(path)} is larger than {LARGEST:,} bytes; no protocol.")
+    if len(data) > MAX_BYTES:
+        raise refusal(f"{short(path)} is larger than {MAX_BYTES:,} bytes; no protocol.")
     return protocol_of(data, f"{short(path)}: "), data
 
 
@@ -234,15 +231,11 @@ def protocol_of(toml: bytes, prefix: str = "") -> Protocol:
         prefix: What every refusal begins with, such as the name of a file.
     """
     try:
-        table = tomllib.loads(toml.decode())
-    except (ValueError, RecursionError) as error:
+        text = toml.decode()
+    except UnicodeDecodeError as error:
         raise refusal(f"{prefix}expected TOML; got {error}.") from None
-    given = checked_table(Protocol, table, RULES, prefix=prefix)
-    missing = [name for name in ("tasks", "settings", "rents") if name not in given]
-    if missing:
-        raise refusal(f"{prefix}there is no {missing[0]!r}; a protocol needs it.")
-    made = construct(Protocol, given, RULES)
-    assert isinstance(made, Protocol)
+    table = table_of(text, prefix, Protocol)
+    made = construct(Protocol, table, dict.fromkeys(table, prefix))
     for arm in ("tamiyo", *made.ablations.without):
         training_of(arm, 0, made)
     return made
@@ -255,8 +248,8 @@ def evidence_task(name: str, protocol: Protocol) -> Task:
     if hidden is not None:
         if not isinstance(task.host, MlpHost) or not hidden:
             raise refusal(
-                f"hosts.{name}: expected hidden widths of an MLP, got {shown(hidden)}; "
-                f"the host is {task.host}."
+                f"hosts.{name}: expected hidden widths of an MLP, got "
+                f"{quoted(hidden)}; the host is {task.host}."
             )
         widths = task.host.widths
         task = replace(task, host=MlpHost((widths[0], *hidden, widths[-1])))
@@ -307,8 +300,7 @@ def training_of(arm: str, member: int, protocol: Protocol) -> TrainConfig:
         number = list(ablations.without).index(arm)
         rng_seed = ablations.first_rng_seed + number * ablations.members + member
         options |= ablations.without[arm]
-    words = [f"--{name}={text}" for name, text in options.items()]
-    config = parse_train(["--preset", controllers.preset, *words])
+    config = resolve({"preset": controllers.preset, **options})
     judging = replace(config.judging, controllers=())
     return replace(
         config, rng_seed=rng_seed, judging=judging, name=f"{arm}-{member}", runs="."
@@ -319,10 +311,10 @@ def _require_once(what: str, values: tuple[Any, ...]) -> None:
     if not values:
         raise refusal(f"{what} is empty; name at least one.")
     if len(set(values)) < len(values):
-        raise refusal(f"{what} has something twice: {shown(values)}; name it once.")
+        raise refusal(f"{what} has something twice: {quoted(values)}; name it once.")
 
 
 def _require_known(what: str, name: str, names: Any) -> None:  # noqa: ANN401
     if name not in names:
         near = nearest(name, list(names)) if names else "nothing"
-        raise refusal(f"{what}: there is no {shown(name)}; did you mean {near!r}?")
+        raise refusal(f"{what}: there is no {quoted(name)}; did you mean {near!r}?")

@@ -1,4 +1,4 @@
-"""How a command line is tried: in this process, or in one with streams of its own."""
+"""Runs command lines in this process, or in one with streams of its own."""
 
 import os
 import subprocess
@@ -11,28 +11,28 @@ from esper.experiment.run import Run
 
 
 @dataclass(frozen=True)
-class Said:
-    """What came of a command line."""
+class Outcome:
+    """Exit code and output of a command line."""
 
     code: int
     out: str
     err: str
 
 
-def call(capsys, *words):
+def call(capsys, *arguments):
     """Run a command here."""
     capsys.readouterr()
-    code = main(words)
-    said = capsys.readouterr()
-    return Said(code, said.out, said.err)
+    code = main(arguments)
+    result = capsys.readouterr()
+    return Outcome(code, result.out, result.err)
 
 
-def refused(capsys, *words, code=2):
-    """What was said of a command that cannot be meant: one line that fits."""
-    said = call(capsys, *words)
-    assert said.code == code, said
-    assert_one_line(said.err)
-    return said.err
+def refused(capsys, *arguments, code=2):
+    """The one line that refuses a command."""
+    result = call(capsys, *arguments)
+    assert result.code == code, result
+    assert_one_line(result.err)
+    return result.err
 
 
 def assert_one_line(text):
@@ -42,32 +42,32 @@ def assert_one_line(text):
     assert len(text) <= 201
 
 
-def arguments(*words):
+def command(*arguments):
     """A command for a process of its own."""
-    return [sys.executable, "-m", "esper.cli", *words]
+    return [sys.executable, "-m", "esper.cli", *arguments]
 
 
-def surroundings(**changes):
-    """Variables of a process; None takes one away."""
+def environment(**changes):
+    """Environment variables of a process; None removes one."""
     changed = {**os.environ, "OMP_NUM_THREADS": "1", **changes}
     return {name: value for name, value in changed.items() if value is not None}
 
 
-def process(*words, cwd=None, env=None, **streams):
+def process(*arguments, cwd=None, env=None, **streams):
     """Run a command in a process of its own, to its end."""
     done = subprocess.run(
-        arguments(*words),
+        command(*arguments),
         cwd=cwd,
-        env=surroundings(**env or {}),
+        env=environment(**env or {}),
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
         encoding="utf-8",
         errors="surrogateescape",
         check=False,
     )
-    return Said(done.returncode, done.stdout, done.stderr)
+    return Outcome(done.returncode, done.stdout, done.stderr)
 
 
-def begun(root, name, config=None, kind="training", finished=False):
+def make_run(root, name, config=None, kind="training", finished=False):
     """The folder of a run that nothing was trained in."""
     config = config or TrainConfig(name=name)
     with Run.create(root, name, as_toml(config), {"kind": kind}) as run:

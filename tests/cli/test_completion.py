@@ -1,4 +1,4 @@
-"""The scripts for shells are scripts, and finish words as a person would."""
+"""The scripts for shells are scripts, and finish arguments as a person would."""
 
 import shutil
 import subprocess
@@ -21,10 +21,10 @@ bash = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
 
 @pytest.fixture
 def script(capsys, tmp_path):
-    said = call(capsys, "completion", "bash")
-    assert (said.code, said.err) == (0, "")
+    result = call(capsys, "completion", "bash")
+    assert (result.code, result.err) == (0, "")
     file = tmp_path / "esper.bash"
-    file.write_text(said.out)
+    file.write_text(result.out)
     return file
 
 
@@ -58,11 +58,11 @@ def test_bash_finishes_words(script, typed, offered):
 
 
 def test_zsh_knows_commands_and_settings(capsys):
-    said = call(capsys, "completion", "zsh")
-    assert (said.code, said.err) == (0, "")
-    assert said.out.startswith("#compdef esper\n")
-    assert "--budget.minutes" in said.out
-    assert "evaluate" in said.out
+    result = call(capsys, "completion", "zsh")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith("#compdef esper\n")
+    assert "--budget.minutes" in result.out
+    assert "evaluate" in result.out
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from esper.experiment.settings.presets import DEFAULT, preset
+from esper.experiment.presets import DEFAULT, preset
 from esper.tasks import catalogue
 from esper.tasks.catalogue import register_task
 from tests.cli.calls import call, contents, refused
@@ -28,29 +28,36 @@ def here(tmp_path, monkeypatch):
 
 
 def test_an_evaluation_is_judged_listed_exported_and_reported(capsys, here):
-    words = ("--controller", "never,early", "--controller", "static", "--name", "first")
-    said = call(capsys, *EVALUATE, *words)
-    assert (said.code, said.err) == (0, "")
-    assert "tiny: 2 unseen hosts" in said.out
-    assert "lost: skipped: expected a package;" in said.out
-    assert "Stored in runs/first\n" in said.out
-    assert said.out.endswith("The report is in runs/first/report.html.\n")
+    arguments = [
+        "--controller",
+        "never,early",
+        "--controller",
+        "static",
+        "--name",
+        "first",
+    ]
+    result = call(capsys, *EVALUATE, *arguments)
+    assert (result.code, result.err) == (0, "")
+    assert "tiny: 2 unseen hosts" in result.out
+    assert "lost: skipped: expected a package;" in result.out
+    assert "Stored in runs/first\n" in result.out
+    assert result.out.endswith("The report is in runs/first/report.html.\n")
     assert "finished" in call(capsys, "runs").out
 
-    said = call(capsys, "export", "first", "--format", "csv", "--out", "tables")
-    assert (said.code, said.err) == (0, "")
-    assert said.out.endswith("tables are in tables.\n")
+    result = call(capsys, "export", "first", "--format", "csv", "--out", "tables")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.endswith("tables are in tables.\n")
     judged = (here / "tables" / "evaluations.csv").read_text()
     assert judged.count("\n") == 1 + 3 * 2
 
-    said = call(capsys, "report", "runs/first", "--out", "page.html")
-    assert (said.code, said.out) == (0, "The report is in page.html.\n")
+    result = call(capsys, "report", "runs/first", "--out", "page.html")
+    assert (result.code, result.out) == (0, "The report is in page.html.\n")
     assert "tiny" in (here / "page.html").read_text()
 
     (here / "file").write_text("mine")
     before = contents(here)
-    for again, code, complaint in (
-        ((*EVALUATE, *words), 3, "runs/first exists"),
+    for again, code, message in (
+        ((*EVALUATE, *arguments), 3, "runs/first exists"),
         (("report", "first", "--out", "no/page.html"), 2, "no is no folder"),
         (("report", "first", "--out", "file/page.html"), 2, "file is no folder"),
         (("report", "first", "--out", "."), 2, "expected a file, got folder '.'"),
@@ -58,21 +65,21 @@ def test_an_evaluation_is_judged_listed_exported_and_reported(capsys, here):
         (("export", "first", "--format", "csv", "--out", "file"), 5, "export to file"),
         (("export", "first", "--format", "csv", "--out", "tables"), 2, "another fold"),
     ):
-        assert complaint in refused(capsys, *again, code=code)
+        assert message in refused(capsys, *again, code=code)
         assert contents(here) == before
 
 
 def test_an_evaluation_as_data_is_one_document(capsys, here):
-    said = call(capsys, *EVALUATE, "--controller", "never,early", "--json")
-    assert said.code == 0
-    data = json.loads(said.out)
+    result = call(capsys, *EVALUATE, "--controller", "never,early", "--json")
+    assert result.code == 0
+    data = json.loads(result.out)
     assert data["skipped"].keys() == {"lost"}
     assert "tiny" in json.dumps(data["tasks"])
-    assert "arm 1/" in said.err
+    assert "arm 1/" in result.err
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("arguments", "message"),
     [
         (("--task", "tinny"), "did you mean 'tiny'"),
         (("--task", "tiny,lost"), "pip install something[extra]"),
@@ -80,6 +87,6 @@ def test_an_evaluation_as_data_is_one_document(capsys, here):
         (("--controller", "static"), "name one of them too"),
     ],
 )
-def test_who_cannot_be_judged_is_refused_in_one_line(capsys, here, words, complaint):
-    assert complaint in refused(capsys, *EVALUATE, *words)
+def test_who_cannot_be_judged_is_refused_in_one_line(capsys, here, arguments, message):
+    assert message in refused(capsys, *EVALUATE, *arguments)
     assert not [*here.iterdir()]

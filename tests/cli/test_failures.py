@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 
-from esper.cli.failures import explain, one_line
+from esper.cli.failures import explain
 from esper.contracts.errors import (
     BadInput,
     CallOrder,
@@ -14,6 +14,7 @@ from esper.contracts.errors import (
     RunTaken,
     StorageTrouble,
 )
+from esper.experiment.messages import one_line
 from tests.cli.calls import assert_one_line
 
 
@@ -36,8 +37,8 @@ def test_every_kind_of_trouble_has_its_exit_code(error, code, capsys):
 def test_what_the_system_refuses_is_storage_trouble(capsys):
     error = PermissionError(errno.EACCES, "Permission denied", "/a/\x1b[2J/b")
     assert explain(error) == 5
-    said = capsys.readouterr().err
-    assert said == "esper: cannot use '/a/\\x1b[2J/b': Permission denied.\n"
+    result = capsys.readouterr().err
+    assert result == "esper: cannot use '/a/\\x1b[2J/b': Permission denied.\n"
 
 
 def failing():
@@ -49,23 +50,24 @@ def test_a_bug_of_ours_leaves_its_traceback_in_a_file(capsys, tmp_path, monkeypa
     with pytest.raises(ZeroDivisionError) as caught:
         failing()
     assert explain(caught.value) == 70
-    said = capsys.readouterr()
+    result = capsys.readouterr()
     (file,) = tmp_path.iterdir()
-    assert said.out == ""
-    assert said.err == f"esper: a bug in Esper: ZeroDivisionError; details in {file}\n"
+    assert result.out == ""
+    line = f"esper: a bug in Esper: ZeroDivisionError; details in {file}\n"
+    assert result.err == line
     assert "in failing" in file.read_text()
 
 
 def test_a_bug_is_told_of_even_if_no_file_can_be_written(capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
     assert explain(ZeroDivisionError("by\nzero")) == 70
-    assert "ZeroDivisionError; by zero" in capsys.readouterr().err
+    assert "ZeroDivisionError; by?zero" in capsys.readouterr().err
 
 
 def test_lines_of_others_are_cut_and_cleaned(capsys):
     assert explain(BadInput("a\x1b[2J\r\n" + "b" * 500)) == 2
-    said = capsys.readouterr().err
-    assert_one_line(said)
-    assert said.startswith("esper: a [2J  bbb")
+    result = capsys.readouterr().err
+    assert_one_line(result)
+    assert result.startswith("esper: a?[2J??bbb")
     assert one_line("abc", 3) == "abc"
     assert one_line("abcd", 3) == "ab…"

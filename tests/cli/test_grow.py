@@ -16,9 +16,9 @@ def test_a_folder_that_went_away_is_told_of(capsys, tmp_path):
     with pytest.raises(StorageTrouble) as trouble:
         write(model, task, tmp_path / "gone" / "grown.pt2")
     assert explain(trouble.value) == 5
-    said = capsys.readouterr().err
-    assert_one_line(said)
-    assert "cannot write " in said
-    assert "gone/grown.pt2: " in said
+    result = capsys.readouterr().err
+    assert_one_line(result)
+    assert "cannot write " in result
+    assert "gone/grown.pt2: " in result
     write(model, task, tmp_path / f"{'x' * 250}.pt2")
     assert [path.name for path in tmp_path.iterdir()] == [f"{'x' * 250}.pt2"]

@@ -6,7 +6,7 @@ from itertools import cycle
 import pytest
 
 from esper.cli import main
-from tests.cli.calls import begun, call, contents, refused
+from tests.cli.calls import call, contents, make_run, refused
 
 SPICES = (
     *("\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\r", "\n", "\b\b\b", "\x7f", "\0"),
@@ -53,21 +53,21 @@ def test_no_name_reaches_the_terminal_as_it_is(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert len(HOSTILE) >= 200
     tried = zip(HOSTILE * 2, cycle(LINES), strict=False)
-    for name, words in tried:
-        filled = [word.replace("{}", name) for word in words]
+    for name, arguments in tried:
+        filled = [word.replace("{}", name) for word in arguments]
         code = main(filled)
-        said = capsys.readouterr()
-        assert code == 2, (filled, said)
-        assert_plain(said.out)
-        assert_plain(said.err)
-        assert said.err.count("\n") == 1
-        assert len(said.err) <= 201
+        result = capsys.readouterr()
+        assert code == 2, (filled, result)
+        assert_plain(result.out)
+        assert_plain(result.err)
+        assert result.err.count("\n") == 1
+        assert len(result.err) <= 201
     assert not [*tmp_path.iterdir()]
 
 
 def odd_folders(root):
     """Runs and other folders whose names are made to harm."""
-    whole = begun(root, "whole")
+    whole = make_run(root, "whole")
     for number, name in enumerate(HOSTILE):
         if "/" in name or "\0" in name or len(name.encode(errors="replace")) > 200:
             continue
@@ -88,13 +88,13 @@ def test_folders_with_odd_names_are_listed_as_text(capsys, tmp_path, monkeypatch
     root.mkdir()
     count = odd_folders(root)
     before = contents(root)
-    said = call(capsys, "runs", "--runs", str(root))
-    assert (said.code, said.err) == (0, "")
-    assert_plain(said.out)
-    assert "whole" in said.out
-    assert "[bold]" in said.out
-    said = call(capsys, "runs", "--runs", str(root), "--json")
-    listed = json.loads(said.out)
+    result = call(capsys, "runs", "--runs", str(root))
+    assert (result.code, result.err) == (0, "")
+    assert_plain(result.out)
+    assert "whole" in result.out
+    assert "[bold]" in result.out
+    result = call(capsys, "runs", "--runs", str(root), "--json")
+    listed = json.loads(result.out)
     assert len(listed) == count
     assert all(each["name"].isprintable() for each in listed)
     assert {each["state"] for each in listed} == {"stopped", "damaged"}
@@ -105,15 +105,15 @@ def test_a_word_near_an_odd_name_does_not_print_it(capsys, tmp_path):
     root = tmp_path / "runs"
     root.mkdir()
     (root / "quiet-\x1b[2Jfern").mkdir()
-    said = refused(capsys, "report", "quiet-fern", "--runs", str(root))
-    assert "did you mean 'quiet-?[2Jfern'" in said
+    result = refused(capsys, "report", "quiet-fern", "--runs", str(root))
+    assert "did you mean 'quiet-?[2Jfern'" in result
 
 
 def test_a_run_with_an_odd_name_cannot_be_resumed_by_it(capsys, tmp_path):
     root = tmp_path / "runs"
-    begun(root, "whole", finished=True).rename(root / "a\x1b[2Jb")
-    said = refused(capsys, "train", "--resume", "a\x1b[2Jb", "--runs", str(root))
-    assert "expected the name or folder of a run" in said
+    make_run(root, "whole", finished=True).rename(root / "a\x1b[2Jb")
+    result = refused(capsys, "train", "--resume", "a\x1b[2Jb", "--runs", str(root))
+    assert "expected the name or folder of a run" in result
 
 
 @pytest.mark.parametrize("place", ["missing", "file", "loop"])
@@ -121,7 +121,7 @@ def test_where_no_runs_are_none_are_listed(capsys, tmp_path, monkeypatch, place)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
     (tmp_path / "loop").symlink_to("loop")
-    said = call(capsys, "runs", "--runs", place)
-    assert said.code == 0
-    assert said.out == f"No runs in {place!r}. Begin one: esper train\n"
+    result = call(capsys, "runs", "--runs", place)
+    assert result.code == 0
+    assert result.out == f"No runs in {place!r}. Begin one: esper train\n"
     assert json.loads(call(capsys, "runs", "--runs", place, "--json").out) == []

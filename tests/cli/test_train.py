@@ -1,4 +1,4 @@
-"""Runs are begun where they can be, gone on with if they can be, and never harmed."""
+"""Runs are begun and resumed where possible, and existing ones are never harmed."""
 
 import os
 import re
@@ -12,12 +12,12 @@ import pytest
 from esper.experiment.config import Budget, TrainConfig
 from esper.experiment.run import Run
 from tests.cli.calls import (
-    begun,
     call,
     contents,
+    environment,
+    make_run,
     process,
     refused,
-    surroundings,
 )
 
 SIMULATED = TrainConfig(tasks=("simulated",), envs=4, budget=Budget(rounds=1))
@@ -30,83 +30,69 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (("--env", "4"), "did you mean '--envs'"),
-        *(
-            (("--envs", text), f"whole number from 1 to 65536; got {shown}.")
-            for text, shown in (
-                ("0", "0"),
-                ("-1", "-1"),
-                ("4.0", "4.0"),
-                ("1e9", "1000000000.0"),
-                ("٤", "'٤'"),
-                ("", "''"),
-                ("nan", "nan"),
-            )
-        ),
-        (("--rng-seed", "-1"), "--rng_seed must be a whole number from 0"),
-        (("--rng_seed", str(2**64)), "to 4294967295; got 18446744073709551616."),
-        (("--device", "cuda"), "there is no option '--device'; did you mean '--"),
-        (("--tasks", "leter"), "did you mean 'letter'"),
-        (("--rounds", "3"), "did you mean '--budget.rounds'"),
-        (("--start_from", "nothing"), "there is no run 'nothing' in runs"),
-        (("--start_from", "x" * 300), "there is no run 'xxx"),
-        (("--config", "missing.toml"), "missing.toml cannot be read: No such file"),
-        *(
-            (("--name", name), complaint)
-            for name, complaint in (
-                ("a\nb", "--name must be 1 to 1000 printable"),
-                ("x" * 300, "a run cannot be called 'xxx"),
-                ("..", "a run cannot be called '..'"),
-                ("CON", "a run cannot be called 'CON'"),
-                ("aux.txt", "a run cannot be called 'aux.txt'"),
-                ("a/b", "a run cannot be called 'a/b'"),
-                ("", "--name must be 1 to 1000 printable"),
-            )
-        ),
-        (("--resume",), "--resume: expected one argument"),
-        (("--resume", ""), "expected the name or folder of a run, got ''"),
-        (("--resume", "nothing"), "there is no run 'nothing' in runs"),
-        (("--resume", "x" * 300), "there is no run 'xxx"),
-        (("--resume", "a\0b"), "expected the name or folder of a run"),
-        (("--resume", "a", "--runs", "b"), "there is no run 'a' in b"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_before_anything_is_made(
-    capsys, here, words, complaint
-):
-    assert complaint in refused(capsys, "train", *words)
+REFUSED = [
+    (("--env", "4"), "did you mean '--envs'"),
+    (("--envs", "0"), "--envs must be greater than or equal to 1; got 0."),
+    (("--envs", "-1"), "--envs must be greater than or equal to 1; got -1."),
+    (("--envs", "٤"), "--envs must be a valid integer; got '٤'."),
+    (("--envs",), "--envs: expected one argument"),
+    (("--envs=--",), "--envs: expected one argument"),
+    (("more",), "unrecognized arguments: more"),
+    (("--rng-seed", "-1"), "--rng_seed must be greater than or equal to 0"),
+    (("--device", "cuda"), "there is no option '--device'; did you mean '--"),
+    (("--tasks", "leter"), "did you mean 'letter'"),
+    (("--rounds", "3"), "did you mean '--budget.rounds'"),
+    (("--keeping.tensorboard=1",), "must be a valid boolean; got 1"),
+    (("--start_from", "nothing"), "there is no run 'nothing' in runs"),
+    (("--start_from", "x" * 300), "there is no run 'xxx"),
+    (("--config", "missing.toml"), "missing.toml cannot be read: No such file"),
+    (("--name", "a\nb"), "--name: expected 1 to 1000 printable"),
+    (("--name", ""), "--name: expected 1 to 1000 printable"),
+    *(
+        (("--name", name), f"a run cannot be called '{name[:3]}")
+        for name in ("x" * 300, "..", "CON", "aux.txt", "a/b")
+    ),
+    (("--resume",), "--resume: expected one argument"),
+    (("--resume", ""), "expected the name or folder of a run, got ''"),
+    (("--resume", "nothing"), "there is no run 'nothing' in runs"),
+    (("--resume", "x" * 300), "there is no run 'xxx"),
+    (("--resume", "a\0b"), "expected the name or folder of a run"),
+    (("--resume", "a", "--runs", "b"), "there is no run 'a' in b"),
+]
+
+
+def test_wrong_arguments_are_refused_in_one_line(capsys, here):
+    for arguments, message in REFUSED:
+        assert message in refused(capsys, "train", *arguments)
     assert not [*here.iterdir()]
 
 
 @pytest.mark.parametrize(
-    ("words", "both"),
+    ("arguments", "both"),
     [
         (("--resume", "x", "--envs", "3"), ("--resume", "--envs")),
         (("--learner.gamma=1", "--resume=x"), ("--resume", "--learner.gamma")),
         (("--resume", "x", "--preset", "quick"), ("--resume", "--preset")),
-        (("--tasks", "simulated,letter"), ("'simulated'", "'letter'")),
+        (("--tasks", "simulated,letter"), ("'simulated'", "other tasks")),
         (("--tasks=simulated", "--world.rent=1"), ("world.rent", "'simulated'")),
         (("--envs=1", "--learner.ppo.minibatches=3"), ("minibatches", "envs 1")),
     ],
 )
-def test_contradictions_name_both_sides(capsys, here, words, both):
-    said = refused(capsys, "train", *words)
-    assert all(side in said for side in both)
+def test_contradictions_name_both_sides(capsys, here, arguments, both):
+    result = refused(capsys, "train", *arguments)
+    assert all(side in result for side in both)
     assert not [*here.iterdir()]
 
 
 def test_a_run_is_never_begun_over_another(capsys, here):
-    begun(here / "runs", "mine", finished=True)
+    make_run(here / "runs", "mine", finished=True)
     (here / "runs" / "odd").mkdir()
     (here / "runs" / "odd" / "thesis.txt").write_text("mine")
     (here / "runs" / "file").write_text("mine")
     before = contents(here)
     for name in ("mine", "odd", "file"):
-        said = refused(capsys, "train", "--name", name, code=3)
-        assert f"runs/{name} exists; choose another name" in said
+        result = refused(capsys, "train", "--name", name, code=3)
+        assert f"runs/{name} exists; choose another name" in result
     assert contents(here) == before
 
 
@@ -114,7 +100,7 @@ def test_places_that_cannot_hold_runs_are_refused_at_once(capsys, here):
     (here / "file").write_text("mine")
     (here / "loop").symlink_to("loop")
     before = contents(here)
-    for runs, complaint, code in (
+    for runs, message, code in (
         ("file", "file is no folder", 2),
         ("file/runs", "file is not there; make it first", 2),
         ("loop", "loop is no folder", 2),
@@ -122,8 +108,8 @@ def test_places_that_cannot_hold_runs_are_refused_at_once(capsys, here):
         ("x" * 300, "File name too long", 5),
         ("/proc/runs", "cannot create proc/runs", 5),
     ):
-        said = refused(capsys, "train", "--runs", runs, code=code)
-        assert complaint in said
+        result = refused(capsys, "train", "--runs", runs, code=code)
+        assert message in result
     assert contents(here) == before
 
 
@@ -134,29 +120,29 @@ def test_a_folder_that_is_only_to_be_read_is_refused(capsys, here):
 
 
 def test_a_complete_run_is_complete(capsys, here):
-    path = begun(here / "runs", "done", finished=True)
+    path = make_run(here / "runs", "done", finished=True)
     before = contents(path)
-    said = call(capsys, "train", "--resume", "done")
-    assert (said.code, said.err) == (0, "")
-    assert said.out.startswith("Run done is already complete.")
+    result = call(capsys, "train", "--resume", "done")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith("Run done is already complete.")
     assert call(capsys, "train", "--resume", str(path)).code == 0
     assert contents(path) == before
 
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_an_evaluation_cannot_be_resumed(capsys, here, finished):
-    path = begun(here / "runs", "judged", kind="evaluation", finished=finished)
+    path = make_run(here / "runs", "judged", kind="evaluation", finished=finished)
     before = contents(path)
     assert "is no training" in refused(capsys, "train", "--resume", "judged")
     assert contents(path) == before
 
 
 def test_a_run_in_use_is_left_alone(capsys, here):
-    path = begun(here / "runs", "busy")
+    path = make_run(here / "runs", "busy")
     with Run.open(path):
         before = contents(path)
-        said = refused(capsys, "train", "--resume", "busy", code=3)
-        assert f"runs/busy is in use by process {os.getpid()} on " in said
+        result = refused(capsys, "train", "--resume", "busy", code=3)
+        assert f"runs/busy is in use by process {os.getpid()} on " in result
         assert contents(path) == before
 
 
@@ -166,7 +152,7 @@ def damaged_checkpoint(path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "complaint"),
+    ("damage", "message"),
     [
         (lambda path: (path / "config.toml").write_text("envs = -1"), "envs must be"),
         (lambda path: (path / "config.toml").write_bytes(b"\xff"), "is no text"),
@@ -176,22 +162,22 @@ def damaged_checkpoint(path):
         (damaged_checkpoint, "none of 1 checkpoints verifies"),
     ],
 )
-def test_a_damaged_run_is_refused(capsys, here, damage, complaint):
-    path = begun(here / "runs", "hurt", SIMULATED)
+def test_a_damaged_run_is_refused(capsys, here, damage, message):
+    path = make_run(here / "runs", "hurt", SIMULATED)
     damage(path)
-    assert complaint in refused(capsys, "train", "--resume", "hurt")
+    assert message in refused(capsys, "train", "--resume", "hurt")
 
 
 def test_a_run_is_found_from_within_its_folder(capsys, here, monkeypatch):
-    path = begun(here / "runs", "done", finished=True)
+    path = make_run(here / "runs", "done", finished=True)
     monkeypatch.chdir(path)
     assert "Run done is already complete" in call(capsys, "train", "--resume=.").out
 
 
 def test_a_random_seed_that_is_not_given_is_drawn(capsys, here):
-    begun(here / "runs", "mine")
-    said = [call(capsys, "train", "--name", "mine").out for _ in range(2)]
-    drawn = [re.search(r"rng_seed (\d+)\.", text)[1] for text in said]
+    make_run(here / "runs", "mine")
+    result = [call(capsys, "train", "--name", "mine").out for _ in range(2)]
+    drawn = [re.search(r"rng_seed (\d+)\.", text)[1] for text in result]
     assert drawn[0] != drawn[1]
     assert all(0 <= int(text) < 2**32 for text in drawn)
     given = call(capsys, "train", "--name", "mine", "--rng-seed", "7").out
@@ -230,12 +216,12 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def interrupted(folder, words, number):
+def interrupted(folder, arguments, number):
     """Exit code and output of a training that a signal hits after its second round."""
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, str(number.value), *words],
+        [sys.executable, "-c", INTERRUPTED, str(number.value), *arguments],
         cwd=folder,
-        env=surroundings(),
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,
@@ -245,13 +231,13 @@ def interrupted(folder, words, number):
 
 @pytest.mark.usefixtures("default_signals")
 def test_a_run_is_interrupted_and_completed(tmp_path, capsys):
-    code, said, errors = interrupted(tmp_path, TINY.split(), signal.SIGINT)
-    assert (code, errors) == (130, ""), said
+    code, result, errors = interrupted(tmp_path, TINY.split(), signal.SIGINT)
+    assert (code, errors) == (130, ""), result
     run = tmp_path / "runs" / "tiny"
     assert not (run / "finished.json").exists()
-    printed = re.search(r"rng_seed (\d+)\.", said)[1]
-    going_on = re.search(r"all is saved. Go on with: esper (.*)\n$", said)
-    assert going_on is not None, said
+    printed = re.search(r"rng_seed (\d+)\.", result)[1]
+    going_on = re.search(r"all is saved. Go on with: esper (.*)\n$", result)
+    assert going_on is not None, result
     done = process(*going_on[1].split(), cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("Going on with tiny: on teacher, 2 environments each")
@@ -269,8 +255,8 @@ def test_a_run_is_interrupted_and_completed(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.usefixtures("default_signals")
 def test_a_training_minds_a_signal_but_not_that_nobody_listens(tmp_path):
-    code, said, errors = interrupted(tmp_path, TINY.split(), signal.SIGTERM)
-    assert (code, errors) == (143, ""), said
+    code, result, errors = interrupted(tmp_path, TINY.split(), signal.SIGTERM)
+    assert (code, errors) == (143, ""), result
     run = tmp_path / "runs" / "tiny"
     assert not (run / "finished.json").exists()
     reading, writing = os.pipe()

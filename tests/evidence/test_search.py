@@ -13,8 +13,8 @@ from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotConfig
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import WorldSettings
+from esper.experiment.presets import preset
 from esper.experiment.rollout import play
-from esper.experiment.settings.presets import preset
 from esper.experiment.streams import stream_seed
 from esper.tamiyo.rule_based import Never
 from esper.tamiyo.schedule import (

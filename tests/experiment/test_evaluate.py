@@ -12,10 +12,16 @@ import pytest
 from rich.console import Console
 
 from esper.contracts.errors import BadInput, RunTaken
-from esper.experiment.config import Budget, TrainConfig, World
+from esper.experiment.config import (
+    Budget,
+    TrainConfig,
+    World,
+    as_toml,
+    construct,
+    table_of,
+)
 from esper.experiment.evaluate import (
     EvaluateConfig,
-    as_toml,
     evaluate,
     run_evaluation,
     summary_of,
@@ -24,7 +30,6 @@ from esper.experiment.judging import judge
 from esper.experiment.learned import load_controller
 from esper.experiment.reading import rows
 from esper.experiment.run import STORE, Run
-from esper.experiment.settings.typed import checked_table, construct
 from esper.experiment.static import judge_static
 from esper.experiment.storage.database import open_store
 from esper.experiment.train import begin_run
@@ -129,8 +134,8 @@ def test_the_configuration_is_written_whole(tmp_path):
     table = tomllib.loads(as_toml(made))
     assert table["controllers"] == ["never", "early", "static"]
     assert table["name"] == "none"
-    again = construct(EvaluateConfig, checked_table(EvaluateConfig, table, {}), {})
-    assert again == made
+    given = table_of(as_toml(made), "", EvaluateConfig)
+    assert construct(EvaluateConfig, given) == made
 
 
 @pytest.mark.parametrize(
@@ -142,7 +147,7 @@ def test_the_configuration_is_written_whole(tmp_path):
         ({"controllers": ("runs/nobody",)}, "nobody is no run"),
         ({"tasks": ("tinny",)}, "no task 'tinny'; did you mean 'tiny'"),
         ({"tasks": ("lost",)}, "pip install something"),
-        ({"hosts": 0}, "hosts must be a whole number from 1"),
+        ({"hosts": 0}, "hosts must be greater than or equal to 1"),
         ({"processes": 0}, "processes must be"),
         ({"rng_seed": -1}, "rng_seed must be"),
         ({"name": "../x"}, "cannot be called"),

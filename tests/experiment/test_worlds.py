@@ -13,8 +13,8 @@ from esper.environment.mixture import RedrawnMixture
 from esper.experiment import pretraining
 from esper.experiment.callbacks import WATCHED, Callback
 from esper.experiment.config import Budget, Judging, TrainConfig, World
+from esper.experiment.presets import preset
 from esper.experiment.run import STORE, Run
-from esper.experiment.settings.presets import preset
 from esper.experiment.train import Trainer, begin_run, loop_of
 from esper.experiment.worlds import tasks_of, world_for, world_of
 from esper.tamiyo.policy.network import PolicyConfig

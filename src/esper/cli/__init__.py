@@ -1,4 +1,4 @@
-"""The command line: parses, refuses in one line, and hands over.
+"""The command line: parses, refuses in one line, and runs one command.
 
 Nothing heavy is imported before a command is known, so `esper --help` is instant. Each
 command is a module with `HELP`, `add`, which gives a parser its options, and `run`.
@@ -7,7 +7,7 @@ command is a module with `HELP`, `add`, which gives a parser its options, and `r
 import os
 import sys
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import ModuleType
 from typing import Final
 
@@ -23,9 +23,9 @@ from esper.cli import (
     tasks,
     train,
 )
-from esper.cli.failures import explain
-from esper.cli.outlet import lasting
-from esper.cli.words import Parser
+from esper.cli.arguments import Parser
+from esper.cli.failures import explain, explain_output
+from esper.cli.stdio import safe_streams
 
 COMMANDS: Final[dict[str, ModuleType]] = {
     "train": train,
@@ -39,8 +39,6 @@ COMMANDS: Final[dict[str, ModuleType]] = {
     "blueprints": blueprints,
     "completion": completion,
 }
-SETTINGS: Final = ("train", "config")
-"""Commands whose options are the settings of a run, which take torch to know."""
 
 EXAMPLES: Final = """\
 examples:
@@ -49,7 +47,7 @@ examples:
   esper train --preset simulated       on the simulated world, two minutes
   esper report NAME                    a run as one page
   esper grow --task letter --controller tamiyo
-                                       grow one network and tell its story
+                                       grow one network and print its history
   esper evaluate --task letter         every controller that does not learn
 """
 
@@ -57,24 +55,23 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    with lasting() as outlet:
+    with safe_streams() as stdout:
         code = _run(given)
-        outlet.flush()
-        return outlet.exit_code(code)
+        stdout.flush()
+        return explain_output(stdout.failed, code)
 
 
 def _run(given: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if not os.environ.get("COLUMNS", "1").strip("0"):  # a terminal that does not know
+    if not os.environ.get("COLUMNS", "1").strip("0"):  # a terminal of unknown width
         del os.environ["COLUMNS"]
     try:
-        if given and given[0] in SETTINGS:
-            _one_thread()
-            return int(COMMANDS[given[0]].run_words(given[1:]))
-        options = parser().parse_args(given)
+        options = parser(given[:1]).parse_args(given)
         command = COMMANDS[options.command]
         if getattr(command, "NEEDS_TORCH", True):
-            _one_thread()
+            import torch
+
+            torch.set_num_threads(1)
         return int(command.run(options))
     except SystemExit as stop:  # a parser that helped or refused
         return stop.code if isinstance(stop.code, int) else 0
@@ -85,14 +82,13 @@ def _run(given: list[str]) -> int:
         return explain(error)
 
 
-def _one_thread() -> None:
-    import torch
+def parser(complete: Collection[str] = ()) -> Parser:
+    """Every command with its options.
 
-    torch.set_num_threads(1)
-
-
-def parser() -> Parser:
-    """Every command with its options, but for the settings of a run."""
+    Args:
+        complete: Commands whose options may need torch; the others of this kind have
+            none.
+    """
     whole = Parser(
         prog="esper",
         description="A controller that watches a neural network train and grows it.",
@@ -110,7 +106,10 @@ def parser() -> Parser:
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        module.add(own)
+        if name in complete or not hasattr(module, "USAGE"):
+            module.add(own)
+        if hasattr(module, "USAGE"):
+            own.usage = module.USAGE
     return whole
 
 

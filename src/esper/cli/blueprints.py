@@ -13,7 +13,7 @@ examples:
 
 
 def add(parser: ArgumentParser) -> None:
-    """There is nothing to say."""
+    """There are no options."""
 
 
 def run(options: Namespace) -> int:

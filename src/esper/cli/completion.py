@@ -1,4 +1,4 @@
-"""`esper completion`: for the shell to finish words."""
+"""`esper completion`: shell completion of commands and options."""
 
 from argparse import ArgumentParser, Namespace
 
@@ -11,7 +11,7 @@ examples:
 
 
 def add(parser: ArgumentParser) -> None:
-    """Which shell."""
+    """Add the name of the shell."""
     parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which shell")
 
 
@@ -19,16 +19,7 @@ def run(options: Namespace) -> int:
     """Print the script."""
     import shtab
 
-    from esper.cli import parser
-    from esper.cli.train import settings_parser
-    from esper.experiment.settings.arguments import train_parser
+    from esper.cli import COMMANDS, parser
 
-    whole = parser()
-    below = next(a for a in whole._actions if a.dest == "command").choices
-    assert isinstance(below, dict)
-    for name, own in (("train", settings_parser()), ("config", train_parser())):
-        for action in own._actions:
-            if action.option_strings and action.dest != "help":
-                below[name].add_argument(*action.option_strings, help=action.help)
-    print(shtab.complete(whole, options.shell))
+    print(shtab.complete(parser(COMMANDS), options.shell))
     return 0

@@ -1,9 +1,11 @@
-"""`esper config`: what a training would be, every setting with its meaning."""
+"""`esper config`: the settings of a training, with their descriptions."""
 
-from argparse import ArgumentParser
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
+
+from esper.cli.arguments import add_settings
 
 HELP = "print all settings of a training, with their meaning"
+USAGE = "esper config [--help] [--preset NAME] [--config FILE] [--SETTING VALUE]"
 EXAMPLES = """\
 examples:
   esper config > mine.toml             a file to edit: esper train --config mine.toml
@@ -12,16 +14,16 @@ examples:
 
 
 def add(parser: ArgumentParser) -> None:
-    """Its options are those of `esper train`, which take torch to know."""
-    parser.add_argument("settings", nargs="*", help="as of esper train (see there)")
+    """Add the settings."""
+    add_settings(parser)
 
 
-def run_words(words: Sequence[str]) -> int:
-    """Print what these words stand for."""
+def run(options: Namespace) -> int:
+    """Print the resolved settings."""
     from esper.experiment.config import as_toml
-    from esper.experiment.settings.arguments import parse_options, resolve, train_parser
+    from esper.experiment.presets import resolve
 
-    parser = train_parser("esper config")
-    parser.description, parser.epilog = f"{HELP}.", EXAMPLES
-    print(as_toml(resolve(parse_options(parser, words)), explain=True), end="")
+    given = vars(options)
+    del given["command"]
+    print(as_toml(resolve(given), explain=True), end="")
     return 0

@@ -1,9 +1,9 @@
-"""`esper evaluate`: who grows networks best, all of them on the same hosts."""
+"""`esper evaluate`: controllers and static networks on the same hosts."""
 
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from esper.cli.words import RNG_SEED, Whole, add_runs, places
+from esper.cli.arguments import RNG_SEED, Whole, add_runs, finite, names
 
 HELP = "judge controllers and static networks on the same hosts"
 DESCRIPTION = """\
@@ -12,7 +12,7 @@ that was gained, less rent for what was added; the test score is that of rows wh
 decision and no reward has seen. A run that learnt is named by its folder."""
 EXAMPLES = """\
 examples:
-  esper evaluate                       every task, everybody who does not learn
+  esper evaluate                       every task, every controller that does not learn
   esper evaluate --task letter,digits --hosts 32
   esper evaluate --controller never,early,static,tamiyo
   esper evaluate --controller never,early,static,runs/NAME
@@ -21,10 +21,10 @@ examples:
 
 
 def add(parser: ArgumentParser) -> None:
-    """Its options."""
+    """Add its options."""
     parser.add_argument(
         "--task",
-        type=places,
+        type=names,
         action="append",
         default=[],
         metavar="NAMES",
@@ -32,7 +32,7 @@ def add(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--controller",
-        type=places,
+        type=names,
         action="append",
         default=[],
         metavar="NAMES",
@@ -57,6 +57,7 @@ def add(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rent",
+        type=finite,
         default=None,
         metavar="X",
         help="score charged per added multiple of the host (default: 0.01)",
@@ -79,14 +80,13 @@ def run(options: Namespace) -> int:
     """Judge, print and store."""
     from esper.experiment.config import World
     from esper.experiment.evaluate import EvaluateConfig, run_evaluation
-    from esper.experiment.settings.arguments import number
     from esper.report import write_report
 
     given: dict[str, Any] = {}
     if options.controller:
         given["controllers"] = _names(options.controller)
     if options.rent is not None:
-        given["world"] = World(rent=number("--rent", options.rent))
+        given["world"] = World(rent=options.rent)
     path = run_evaluation(
         EvaluateConfig(
             tasks=_names(options.task),
@@ -107,4 +107,4 @@ def run(options: Namespace) -> int:
 
 def _names(lists: list[list[str]]) -> tuple[str, ...]:
     """Every name once, in order."""
-    return tuple(dict.fromkeys(name for names in lists for name in names))
+    return tuple(dict.fromkeys(name for each in lists for name in each))

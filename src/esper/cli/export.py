@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from esper.cli.words import add_runs, folder, place
+from esper.cli.arguments import add_run, folder
 
 HELP = "write what a run recorded as Parquet or CSV, or what it learnt"
 EXAMPLES = """\
@@ -18,10 +18,8 @@ trained: the two files in which Esper's own Tamiyo comes.
 
 
 def add(parser: ArgumentParser) -> None:
-    """Its options."""
-    parser.add_argument(
-        "run", type=place, metavar="RUN", help="name or folder (see esper runs)"
-    )
+    """Add its options."""
+    add_run(parser)
     parser.add_argument(
         "--format",
         choices=("parquet", "csv", "controller"),
@@ -36,11 +34,10 @@ def add(parser: ArgumentParser) -> None:
         metavar="FOLDER",
         help="where files go",
     )
-    add_runs(parser)
 
 
 def run(options: Namespace) -> int:
-    """Write them and say where they are."""
+    """Write them and print where they are."""
     from esper.experiment.lookup import find_run
     from esper.experiment.reading import export
     from esper.experiment.run import STORE

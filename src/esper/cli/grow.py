@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from esper.cli.words import RNG_SEED, add_runs, file, place, positive
+from esper.cli.arguments import RNG_SEED, add_runs, file, path_text, positive
 
 HELP = "grow one network of a task and write it"
 EXAMPLES = """\
@@ -16,16 +16,16 @@ The file loads without Esper: torch.export.load("grown.pt2").module()
 
 
 def add(parser: ArgumentParser) -> None:
-    """Its options."""
+    """Add its options."""
     parser.add_argument(
         "--task", required=True, metavar="NAME", help="what it learns (esper tasks)"
     )
     parser.add_argument(
         "--controller",
-        type=place,
+        type=path_text,
         default="early",
-        metavar="WHO",
-        help="who decides: never, random, early, periodic, plateau, promise; tamiyo: "
+        metavar="NAME",
+        help="what decides: never, random, early, periodic, plateau, promise; tamiyo: "
         "the trained one that comes with Esper; latest: what the newest finished "
         "training learnt; or a run (default: early)",
     )
@@ -54,7 +54,7 @@ def add(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Grow and tell."""
+    """Grow one network and print its history."""
     from esper.experiment.grow import GrowConfig, run_grow
 
     run_grow(

@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from esper.cli.words import add_runs, file, place
+from esper.cli.arguments import add_run, file
 
 HELP = "write a run as one page that a browser opens"
 EXAMPLES = """\
@@ -14,10 +14,8 @@ examples:
 
 
 def add(parser: ArgumentParser) -> None:
-    """Its options."""
-    parser.add_argument(
-        "run", type=place, metavar="RUN", help="name or folder (see esper runs)"
-    )
+    """Add its options."""
+    add_run(parser)
     parser.add_argument(
         "--out",
         type=file,
@@ -25,11 +23,10 @@ def add(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="where the page goes",
     )
-    add_runs(parser)
 
 
 def run(options: Namespace) -> int:
-    """Write it and say where it is."""
+    """Write it and print where it is."""
     from esper.experiment.lookup import find_run
     from esper.report import write_report
 

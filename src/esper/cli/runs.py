@@ -4,7 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from esper.cli.words import add_runs
+from esper.cli.arguments import add_runs
 
 HELP = "list runs: how far they are, how good, how large"
 EXAMPLES = """\
@@ -15,7 +15,7 @@ examples:
 
 
 def add(parser: ArgumentParser) -> None:
-    """Its options."""
+    """Add its options."""
     add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print data, not a table")
 

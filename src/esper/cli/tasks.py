@@ -11,7 +11,7 @@ examples:
 
 
 def add(parser: ArgumentParser) -> None:
-    """There is nothing to say."""
+    """There are no options."""
 
 
 def run(options: Namespace) -> int:

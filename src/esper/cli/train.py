@@ -1,64 +1,68 @@
 """`esper train`: a run from its settings to its report, or the rest of one."""
 
-from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Mapping, Sequence
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from esper.cli.arguments import add_settings
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser as SettingsParser
-
     from esper.experiment.train import RunResult
 
-HELP = "train Tamiyo, watch her and judge her; or go on with a run"
+HELP = "train Tamiyo and compare it with controllers that do not learn; or resume a run"
+USAGE = "esper train [--help] [--preset NAME] [--config FILE] [--SETTING VALUE]"
+EXAMPLES = """\
+A value is written as in a TOML file; text needs no quotes and a list of words no
+brackets. A range is [low, high]; the word none stands for nothing.
+
+examples:
+  esper train                          as it comes, about five minutes
+  esper train --preset quick           about one
+  esper train --tasks letter,digits --budget.minutes 10
+  esper train --tasks letter --world.rent "[0.0, 0.05]"
+  esper train --config mine.toml --learner.ppo.learning_rate 1e-3
+"""
 
 
 def add(parser: ArgumentParser) -> None:
-    """Its options are the settings of a run, which take torch to know."""
-    parser.add_argument("settings", nargs="*", help="see esper train --help")
-
-
-def run_words(words: Sequence[str]) -> int:
-    """Begin a run, or go on with one."""
-    from esper.experiment.console import ConsoleProgress
-    from esper.experiment.settings.arguments import parse_options, resolve
-
-    options = parse_options(settings_parser(), words)
-    if "resume" in options:
-        return _resume(options)
-    config = resolve(options, draw=True)
-    from esper.experiment.train import begin_run
-
-    return _end(begin_run(config, [ConsoleProgress()]))
-
-
-def settings_parser() -> "SettingsParser":
-    """All of its options."""
-    from esper.experiment.settings.arguments import train_parser
-
-    parser = train_parser()
+    """Add the settings and `--resume`."""
     parser.add_argument(
         "--resume",
         default=SUPPRESS,
         metavar="RUN",
         help="go on with a run that was interrupted, by its name or folder",
     )
-    return parser
+    add_settings(parser)
 
 
-def _resume(options: dict[str, object]) -> int:
-    from esper.contracts.errors import BadInput
+def run(options: Namespace) -> int:
+    """Begin a run, or go on with one."""
+    from esper.experiment.console import ConsoleProgress
+    from esper.experiment.presets import resolve
+
+    given = vars(options)
+    del given["command"]
+    if "resume" in given:
+        return _resume(given)
+    config = resolve(given, draw_seed=True)
+    from esper.experiment.train import begin_run
+
+    return _end(begin_run(config, [ConsoleProgress()]))
+
+
+def _resume(given: dict[str, Any]) -> int:
     from esper.experiment.console import ConsoleProgress
     from esper.experiment.lookup import find_run
+    from esper.experiment.messages import quoted, refusal
     from esper.experiment.run import Run
     from esper.experiment.train import resume_run, settings_of
 
-    name, root = str(options.pop("resume")), Path(str(options.pop("runs", "runs")))
-    if options:
-        other = _first(options)
-        raise BadInput(
-            f"--resume goes on with the run's own settings, but --{other} was given; "
-            f"leave it out, or begin another run with --start_from {name!r:.60}."
+    name, root = given.pop("resume"), Path(given.pop("runs", "runs"))
+    if given:
+        raise refusal(
+            f"--resume goes on with the run's own settings, but --{min(given)} was "
+            "given; leave it out, or begin another run with --start_from "
+            f"{quoted(name)}."
         )
     path = find_run(name, root)
     run = Run.read(path)
@@ -69,14 +73,8 @@ def _resume(options: dict[str, object]) -> int:
     return _end(resume_run(path, [ConsoleProgress()]))
 
 
-def _first(options: Mapping[str, object]) -> str:
-    """The dotted name of one option."""
-    name, value = next(iter(options.items()))
-    return f"{name}.{_first(value)}" if isinstance(value, Mapping) else name
-
-
 def _end(result: "RunResult") -> int:
-    """Print what came of it, and where it is."""
+    """Print the results and write the report."""
     from esper.experiment.evaluate import print_training
     from esper.report import write_report
 

@@ -1,34 +1,29 @@
-"""All that decides how a run goes, as one tree of checked values.
+"""The settings of a training: one tree of dataclasses that pydantic validates.
 
     TrainConfig(tasks=("letter",), budget=Budget(minutes=5))
 
-Every field has its meaning below it, which is also its help. Values are checked when
-they are made, whoever makes them: a file, the command line or Python. The tree can be
-written as TOML and read back as it was; None is the word "none" there.
+The text below a field is its help. Values are checked when they are made, by a file,
+the command line or Python: strictly, so no text becomes a number. The tree is written
+as TOML and read back equal; None is the word "none" there.
 """
 
 import hashlib
+import json
 import tomllib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from math import inf
-from typing import Annotated, Any, Final
+from math import isfinite
+from types import MappingProxyType
+from typing import Annotated, Any, Final, TypeVar, cast, dataclass_transform
 
-from esper.contracts.actions import HEAD_NAMES
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
+from pydantic_core import from_json
+
+from esper.contracts.errors import BadInput
 from esper.environment.settings import WorldSettings
+from esper.experiment.messages import nearest, quoted, refusal
 from esper.experiment.run import checked_name
-from esper.experiment.settings.typed import (
-    Between,
-    OneOf,
-    Rules,
-    checked_table,
-    conform_fields,
-    construct,
-    hints,
-    meanings,
-    refusal,
-    shown,
-    written,
-)
 from esper.growth.blueprints.registry import blueprints
 from esper.simic.agent.losses import CLIP_MODES
 from esper.simic.agent.memory import MEMORIES
@@ -37,104 +32,142 @@ from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.registry import CONTROLLERS
 from esper.tasks.catalogue import TASKS
 
+T = TypeVar("T")
+World = WorldSettings
+
 FAMILY: Final = "family"
 """The task that is many: each drawn at random, see `esper.tasks.family`."""
 SIMULATED: Final = "simulated"
 """The task that is no network: a formula, a thousand times as fast."""
 WARM: Final = "warm"
-"""What a run starts from if it starts from the simulated world."""
+"""Start from a policy pretrained on the simulated world."""
 IMITATION: Final = "imitation"
-"""What it starts from if it goes on from there by imitating timetables."""
-MIXED: Final = {SIMULATED: "the simulated world", FAMILY: "a family"}
-"""Tasks that stand alone, and what to call them."""
+"""Start from there, and then from imitated schedules."""
 STATIC: Final = ("static", "longer")
-"""Those that are judged beside controllers but are none: nobody grows them."""
-MOST_DOTS: Final = 1_024
+"""Baselines that are judged beside controllers but never grow."""
+NONE: Final = "none"
+"""None in a file or on the command line."""
+MAX_DOTS: Final = 1_024
 """In a line; Python's parser takes minutes over names of many thousand parts."""
-SIZE: Final = Between(1, 4_096)
-FROM_0: Final = Between(0)
-ABOVE_0: Final = Between(0, above=True)
-SHARE: Final = Between(0, 1)
-RULES: Final[Rules] = {
-    PPOConfig: {
-        "learning_rate": Between(0, 1, above=True),
-        "epochs": Between(1, 1_000),
-        "minibatches": Between(1, 65_536),
-        "clip": ABOVE_0,
-        "clip_mode": OneOf("clip_mode", lambda: CLIP_MODES),
-        "target_kl": Between(0, inf, above=True, endless=True),
-        "entropy": FROM_0,
-        "head_entropy": OneOf("head", lambda: HEAD_NAMES),
-        "value": FROM_0,
-        "value_clip": ABOVE_0,
-        "value_fading": SHARE,
-        "max_grad_norm": ABOVE_0,
-    },
-    PolicyConfig: {
-        "width": SIZE,
-        "slot_width": SIZE,
-        "offer_width": SIZE,
-        "memory": OneOf("memory", lambda: MEMORIES),
-        "layers": Between(1, 16),
-    },
-    WorldSettings: {
-        "horizon": Between(1, 10_000),
-        "decision_every": Between(1, 10_000),
-        "seeds_per_slot": Between(1, 64),
-        "slots": Between(1, 256),
-        "measure_every": Between(1, 10_000),
-        "penalty": FROM_0,
-        "blueprints": OneOf("blueprint", blueprints),
-        "group_size": Between(1, 65_536),
-    },
+MAX_TEXT: Final = 1_000
+LIMITS: Final = {
+    "learning_rate": 1,
+    "epochs": 1_000,
+    "minibatches": 65_536,
+    "width": 4_096,
+    "slot_width": 4_096,
+    "offer_width": 4_096,
+    "layers": 16,
+    "horizon": 10_000,
+    "decision_every": 10_000,
+    "measure_every": 10_000,
+    "seeds_per_slot": 64,
+    "slots": 256,
+    "group_size": 65_536,
 }
-
-World = WorldSettings
-
-TaskName = Annotated[str, OneOf("task", lambda: (SIMULATED, FAMILY, *TASKS))]
-ArmName = Annotated[str, OneOf("controller", lambda: (*CONTROLLERS, *STATIC))]
-BlueprintName = Annotated[str, OneOf("blueprint", blueprints)]
-Count = Annotated[int, Between(1, 65_536)]
-Rounds = Annotated[int, Between(1, 1_000_000)]
+"""Largest values of some settings that time and memory allow."""
 
 
-class Checked:
-    """A dataclass whose fields are held against their annotations at birth."""
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def settings(cls: type[T]) -> type[T]:
+    """A frozen dataclass whose fields are validated; refuses in one line."""
+    made = validated(
+        frozen=True,
+        kw_only=True,
+        config=ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True),
+    )(cls)
+    init = made.__init__
 
-    __slots__ = ()
+    def checked_init(self: object, **values: Any) -> None:  # noqa: ANN401
+        try:
+            init(self, **values)
+        except ValidationError as error:
+            raise _refusal(cls, error) from None
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
-        conform_fields(self, RULES)
+    made.__init__ = checked_init  # type: ignore[method-assign]
+    return cast("type[T]", made)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget(Checked):
+def check_limits(where: str, config: object) -> None:
+    """Refuse values that time and memory do not allow, and numbers that are none."""
+    for item in fields(config):  # type: ignore[arg-type]
+        name, value = f"{where}.{item.name}", getattr(config, item.name)
+        limit = LIMITS.get(item.name)
+        if limit is not None and value is not None and value > limit:
+            raise refusal(f"{name} must be at most {limit}; got {quoted(value)}.")
+        numbers = value.values() if isinstance(value, Mapping) else [value]
+        # An infinite target_kl never stops an update.
+        if item.name != "target_kl" and not all(map(_is_finite, numbers)):
+            raise refusal(f"{name} must be finite; got {quoted(value)}.")
+
+
+def require_known(where: str, name: str, known: Collection[str]) -> None:
+    """Refuse a name that is not one of some."""
+    if name not in known:
+        raise refusal(
+            f"{where}: there is no {quoted(name)}; did you mean "
+            f"{nearest(name, known)!r}? There are {', '.join(known)}."
+        )
+
+
+def one_of(kind: str, names: Callable[[], Collection[str]]) -> AfterValidator:
+    """Only some names, looked up when they are needed."""
+
+    def check(name: str) -> str:
+        if name not in (known := names()):
+            raise refusal(
+                f"there is no {kind} {quoted(name)}; did you mean "
+                f"{nearest(name, known)!r}? There are {', '.join(known)}."
+            )
+        return name
+
+    return AfterValidator(check)
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable() or not 0 < len(text) <= MAX_TEXT:
+        raise refusal(
+            f"expected 1 to {MAX_TEXT} printable characters, got {quoted(text)}."
+        )
+    return text
+
+
+Text = Annotated[str, AfterValidator(_printable)]
+TaskName = Annotated[str, one_of("task", lambda: (SIMULATED, FAMILY, *TASKS))]
+ArmName = Annotated[str, one_of("controller", lambda: (*CONTROLLERS, *STATIC))]
+BlueprintName = Annotated[str, one_of("blueprint", blueprints)]
+Count = Annotated[int, Field(ge=1, le=65_536)]
+Rounds = Annotated[int, Field(ge=1, le=1_000_000)]
+RngSeed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+@settings
+class Budget:
     """When training ends: with whichever of them is used up first."""
 
     rounds: Rounds | None = None
     """Rollouts, each of one episode of every environment, and updates."""
-    minutes: Annotated[float, Between(0, 525_600, above=True)] | None = None
+    minutes: Annotated[float, Field(gt=0, le=525_600)] | None = None
     """Time spent on training."""
-    env_steps: Annotated[int, Between(1, 10**12)] | None = None
+    env_steps: Annotated[int, Field(ge=1, le=10**12)] | None = None
     """Decisions, over all environments."""
 
     def __post_init__(self) -> None:
         """Refuse a training without an end."""
-        Checked.__post_init__(self)
         if self.rounds is None and self.minutes is None and self.env_steps is None:
             raise refusal("at least one of rounds, minutes and env_steps is needed.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learner(Checked):
-    """Who learns, and how."""
+@settings
+class Learner:
+    """The policy and how it learns."""
 
-    gamma: Annotated[float, SHARE] = 1.0
+    gamma: Fraction = 1.0
     """Discount per decision; 1 makes the return the final score minus rent."""
-    gae_lambda: Annotated[float, SHARE] = 0.95
+    gae_lambda: Fraction = 0.95
     """Trace decay of the advantages: 0 is one-step TD, 1 is Monte Carlo."""
-    final_share: Annotated[float, SHARE] = 0.1
+    final_share: Fraction = 0.1
     """Share of learning rate and entropy weight that is left at the end."""
     ppo: PPOConfig = field(
         default_factory=lambda: PPOConfig(
@@ -152,142 +185,271 @@ class Learner(Checked):
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The size and kind of the policy."""
 
+    def __post_init__(self) -> None:
+        """Refuse what the learner's own classes let through."""
+        check_limits("ppo", self.ppo)
+        check_limits("policy", self.policy)
+        require_known("ppo.clip_mode", self.ppo.clip_mode, CLIP_MODES)
+        require_known("policy.memory", self.policy.memory, MEMORIES)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judging(Checked):
-    """How the policy is compared with those that do not learn."""
+
+@settings
+class Judging:
+    """How the policy is compared with controllers that do not learn."""
 
     every: Rounds = 20
     """Rounds between two judgements of the policy on the same hosts."""
     hosts: Count = 16
-    """Hosts of each task that everybody is judged on."""
+    """Hosts of each task that every controller is judged on."""
     controllers: tuple[ArmName, ...] = (*CONTROLLERS, "static")
-    """Who is judged beside the policy at the end; empty: nobody, not even it."""
-    processes: Annotated[int, Between(1, 256)] = 2
-    """Who is judged at the same time."""
+    """What is judged beside the policy at the end; empty: nothing, not even it."""
+    processes: Annotated[int, Field(ge=1, le=256)] = 2
+    """Controllers that are judged at the same time."""
 
     def __post_init__(self) -> None:
         """Refuse a controller that is named twice."""
-        Checked.__post_init__(self)
         if self.controllers:
-            _require_names("controllers", self.controllers)
+            require_distinct("controllers", self.controllers)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping(Checked):
+@settings
+class Keeping:
     """What is kept of a run while it goes on."""
 
     every: Rounds = 10
     """Rounds between two checkpoints."""
-    last: Annotated[int, Between(1, 1_000)] = 3
+    last: Annotated[int, Field(ge=1, le=1_000)] = 3
     """Checkpoints that are kept, besides the best."""
     tensorboard: bool = False
     """Whether to write figures for TensorBoard too."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig(Checked):
+@settings
+class TrainConfig:
     """A training of Tamiyo."""
 
     tasks: tuple[TaskName, ...] = ("teacher", "mnist1d")
-    """What her hosts learn, side by side; or "family" or "simulated" alone."""
+    """What the hosts learn, side by side; or "family" or "simulated" alone."""
     envs: Count = 16
     """Environments of each task."""
     variants: Count = 7
     """Tasks that a family is made of."""
-    rng_seed: Annotated[int, Between(0, 2**32 - 1)] = 0
+    rng_seed: RngSeed = 0
     """Start of every random stream of the run."""
-    name: str | None = None
+    name: Text | None = None
     """What the run is called; none: a name is made up."""
-    runs: str = "runs"
+    runs: Text = "runs"
     """Folder in which runs are kept."""
-    start_from: str | None = "warm"
+    start_from: Text | None = WARM
     """Run whose policy to start from; "warm": half a minute of the simulated world;
     "imitation": that, and two minutes of timetables tried on the run's tasks."""
     budget: Budget = field(default_factory=lambda: Budget(rounds=150))
     """When training ends."""
     learner: Learner = field(default_factory=Learner)
-    """Who learns, and how."""
+    """The policy and how it learns."""
     world: World = field(default_factory=World)
-    """On what terms real networks grow."""
+    """How real networks grow."""
     judging: Judging = field(default_factory=Judging)
-    """How the policy is compared with those that do not learn."""
+    """How the policy is compared with controllers that do not learn."""
     keeping: Keeping = field(default_factory=Keeping)
     """What is kept of a run while it goes on."""
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other."""
-        Checked.__post_init__(self)
-        _require_names("tasks", self.tasks)
+        require_distinct("tasks", self.tasks)
         if self.name is not None:
             checked_name(self.name)
+        check_limits("world", self.world)
+        for name in self.world.blueprints or ():
+            require_known("world.blueprints", name, blueprints())
         for alone in (SIMULATED, FAMILY):
-            if alone in self.tasks:
-                self._require_alone(alone)
+            if alone in self.tasks and len(self.tasks) > 1:
+                raise refusal(
+                    f"tasks has {alone!r} beside others; it cannot be mixed with other "
+                    "tasks."
+                )
         if SIMULATED in self.tasks:
-            self._require_plain_terms()
+            self._require_default_world()
         if self.start_from == IMITATION and (SIMULATED in self.tasks or self.envs < 2):
             raise refusal(
                 "start_from 'imitation' compares timetables on hosts of real tasks; it "
                 "needs such tasks and at least 2 envs."
             )
         count = self.variants if FAMILY in self.tasks else len(self.tasks)
-        everywhere, parts = self.envs * count, self.learner.ppo.minibatches
-        if parts > everywhere:
+        total, minibatches = self.envs * count, self.learner.ppo.minibatches
+        if minibatches > total:
             raise refusal(
-                f"learner.ppo.minibatches is {parts}, but environments, which are not "
-                f"split, are {everywhere} (envs {self.envs} x tasks {count})."
+                f"learner.ppo.minibatches is {minibatches}, but environments, which "
+                f"are not split, are {total} (envs {self.envs} x tasks {count})."
             )
-
         if self.envs % self.world.group_size:
             raise refusal(
                 f"world.group_size is {self.world.group_size}, which does not divide "
                 f"envs {self.envs}."
             )
 
-    def _require_alone(self, name: str) -> None:
-        others = [other for other in self.tasks if other != name]
-        if others:
-            raise refusal(
-                f"tasks has {name!r} and {others[0]!r}; {MIXED[name]} cannot be mixed "
-                "with other tasks."
-            )
-
-    def _require_plain_terms(self) -> None:
-        for setting in fields(World):
-            value = getattr(self.world, setting.name)
-            if value != setting.default:
+    def _require_default_world(self) -> None:
+        for item in fields(self.world):
+            value = getattr(self.world, item.name)
+            if value != item.default:
                 raise refusal(
-                    f"world.{setting.name} is {shown(value)}, but tasks is "
-                    f"{SIMULATED!r}, whose terms are fixed; leave it out."
+                    f"world.{item.name} is {quoted(value)}, but tasks is "
+                    f"{SIMULATED!r}, whose rules are fixed; leave it out."
                 )
 
 
-def as_toml(config: TrainConfig, *, explain: bool = False) -> str:
-    """The whole tree as text, with nothing left to defaults.
+def require_distinct(what: str, names: Collection[Any]) -> None:
+    """Refuse an empty list and one with repetitions."""
+    if not names:
+        raise refusal(f"{what} is empty; name at least one.")
+    seen = set()
+    for name in names:
+        if name in seen:
+            raise refusal(f"{what} has {quoted(name)} twice; name it once.")
+        seen.add(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is known of one setting, from its annotation and docstring."""
+
+    type: str
+    """As JSON schema says it: integer, number, string, boolean, array or object."""
+    nullable: bool
+    description: str
+
+
+_ADAPTERS: Final[dict[type, Any]] = {}
+_KNOWN: Final[dict[type, dict[str, Setting]]] = {}
+
+
+def _adapter(cls: type) -> Any:  # noqa: ANN401
+    if cls not in _ADAPTERS:
+        _ADAPTERS[cls] = TypeAdapter(cls)
+    return _ADAPTERS[cls]
+
+
+def known_settings(cls: type) -> dict[str, Setting]:
+    """Every setting of a tree of dataclasses, by its dotted name."""
+    if cls in _KNOWN:
+        return _KNOWN[cls]
+    schema = _adapter(cls).json_schema()
+
+    def walk(node: Mapping[str, Any], where: str) -> dict[str, Setting]:
+        found: dict[str, Setting] = {}
+        for name, entry in node.get("properties", {}).items():
+            if "$ref" in entry:
+                below = schema["$defs"][entry["$ref"].rpartition("/")[2]]
+                found |= walk(below, f"{where}{name}.")
+                continue
+            kinds = [one.get("type") for one in entry.get("anyOf", [entry])]
+            text = " ".join(entry.get("description", "").split())
+            found[where + name] = Setting(kinds[0], "null" in kinds, text)
+        return found
+
+    _KNOWN[cls] = walk(schema, "")
+    return _KNOWN[cls]
+
+
+def flat(cls: type, table: object, prefix: str = "") -> dict[str, Any]:
+    """A nested table by dotted names; refuses names that are no settings.
 
     Args:
-        config: What to write.
-        explain: Whether to write the meaning of every setting above it.
+        cls: The dataclass at the top of the tree.
+        table: Nested settings, such as those of a TOML file.
+        prefix: Start of every error message, such as the name of a file.
     """
-    return "\n".join(_lines(config, "", explain)) + "\n"
+    known = known_settings(cls)
+    found: dict[str, Any] = {}
+    todo = [("", table)]
+    while todo:
+        where, value = todo.pop()
+        if where in known:
+            found[where] = value
+        elif where and not any(name.startswith(f"{where}.") for name in known):
+            near = nearest(where if "." in where else where.lower(), known)
+            raise refusal(
+                f"{prefix}there is no setting {quoted(where)}; did you mean {near!r}?"
+            )
+        elif not isinstance(value, Mapping):
+            raise refusal(
+                f"{prefix}{where or 'a configuration'} must be a table of settings; "
+                f"got {quoted(value)}."
+            )
+        else:
+            dot = f"{where}." if where else ""
+            todo += [(f"{dot}{name}", one) for name, one in value.items()][::-1]
+    return found
 
 
-def from_toml(text: str, prefix: str = "") -> TrainConfig:
-    """The tree that a text describes; what it leaves out has its default."""
-    made = construct(TrainConfig, table_of(text, prefix), RULES)
-    assert isinstance(made, TrainConfig)
+def construct(
+    cls: type[T],
+    values: Mapping[str, Any],
+    origins: Mapping[str, str] = MappingProxyType({}),
+) -> T:
+    """The validated tree; settings that are left out have their defaults.
+
+    Args:
+        cls: The dataclass at the top of the tree.
+        values: By dotted names, as `flat` returns them.
+        origins: Start of the error messages about each, such as the name of a file.
+    """
+    known = known_settings(cls)
+    tree: dict[str, Any] = {}
+    for dotted, value in values.items():
+        try:
+            from_json(_json(value))
+        except (ValueError, RecursionError):  # half of a sign, or hundreds of brackets
+            raise refusal(
+                f"{origins.get(dotted, '')}{dotted} must be a plain value; got "
+                f"{quoted(value)}."
+            ) from None
+        *path, name = dotted.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[name] = None if value == NONE and known[dotted].nullable else value
+    try:
+        # Only JSON is both strict about numbers and open to tables and lists.
+        made: T = _adapter(cls).validate_json(_json(tree))
+    except ValidationError as error:
+        raise _refusal(cls, error, origins) from None
     return made
 
 
-def table_of(text: str, prefix: str = "") -> dict[str, Any]:
-    """The settings that a text gives, each checked by itself.
+def as_toml(config: object, *, explain: bool = False) -> str:
+    """All settings as text, including those with default values.
+
+    Args:
+        config: A tree of dataclasses.
+        explain: Whether to write the description of every setting above it.
+    """
+    known = known_settings(type(config))
+    sections: dict[str, list[str]] = {"": []}
+    for name, value in as_flat(config).items():
+        where, _, last = name.rpartition(".")
+        lines = sections.setdefault(where, ["", f"[{where}]"])
+        if explain:
+            lines.append(f"# {known[name].description}")
+        lines.append(f"{last} = {toml_value(value)}")
+    return "\n".join(line for lines in sections.values() for line in lines) + "\n"
+
+
+def from_toml(text: str, prefix: str = "") -> TrainConfig:
+    """The configuration that a text describes; what it leaves out has its default."""
+    table = table_of(text, prefix)
+    return construct(TrainConfig, table, dict.fromkeys(table, prefix))
+
+
+def table_of(text: str, prefix: str = "", cls: type = TrainConfig) -> dict[str, Any]:
+    """The settings in a text, by dotted names.
 
     Args:
         text: TOML.
-        prefix: What every refusal begins with, such as the name of a file.
+        prefix: Start of every error message, such as the name of a file.
+        cls: The dataclass that they belong to.
     """
-    if any(line.count(".") > MOST_DOTS for line in text.split("\n")):
+    if any(line.count(".") > MAX_DOTS for line in text.split("\n")):
         raise refusal(f"{prefix}expected TOML; got a line of too many dots.")
     try:
         table = tomllib.loads(text)
@@ -295,44 +457,80 @@ def table_of(text: str, prefix: str = "") -> dict[str, Any]:
         raise refusal(f"{prefix}expected TOML; got brackets too deep.") from None
     except ValueError as error:
         raise refusal(f"{prefix}expected TOML; got {error}.") from None
-    return checked_table(TrainConfig, table, RULES, prefix=prefix)
+    return flat(cls, table, prefix)
 
 
-def as_table(config: object) -> dict[str, Any]:
-    """The tree as nested dictionaries of plain values."""
-    values = {item.name: getattr(config, item.name) for item in fields(config)}  # type: ignore[arg-type]
-    return {
-        name: as_table(value) if is_dataclass(value) else value
-        for name, value in values.items()
-    }
+def as_flat(config: object, where: str = "") -> dict[str, Any]:
+    """All values of a tree of dataclasses, by dotted names."""
+    found: dict[str, Any] = {}
+    for item in fields(config):  # type: ignore[arg-type]
+        value, name = getattr(config, item.name), f"{where}{item.name}"
+        found |= as_flat(value, f"{name}.") if is_dataclass(value) else {name: value}
+    return found
 
 
 def digest(config: TrainConfig) -> str:
-    """A fingerprint: equal for equal configurations, and only for them."""
+    """SHA-256: equal for equal configurations, and only for them."""
     return hashlib.sha256(as_toml(config).encode()).hexdigest()
 
 
-def _require_names(what: str, names: tuple[str, ...]) -> None:
-    if not names:
-        raise refusal(f"{what} is empty; name at least one.")
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise refusal(f"{what} has {twice!r} twice; name it once.")
+def toml_value(value: object) -> str:
+    """A plain value as TOML."""
+    if value is None:
+        return f'"{NONE}"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):  # DEL is the one sign that JSON leaves and TOML forbids
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, Mapping):
+        pairs = (f"{toml_value(k)} = {toml_value(value[k])}" for k in sorted(value))
+        return f"{{{', '.join(pairs)}}}"
+    # -0.0 is written as the 0.0 that it equals.
+    return repr(value + 0.0) if isinstance(value, float) else repr(value)
 
 
-def _lines(config: Any, where: str, explain: bool) -> list[str]:  # noqa: ANN401
-    cls: type = type(config)
-    lines, tables, meaning = [], [], meanings(cls)
-    for item, _ in hints(cls, RULES):
-        value, name = getattr(config, item.name), item.name
-        if is_dataclass(value):
-            tables += [
-                "",
-                f"[{where}{name}]",
-                *_lines(value, f"{where}{name}.", explain),
-            ]
-            continue
-        if explain:
-            lines.append(f"# {meaning.get(name, '')}")
-        lines.append(f"{name} = {written(value)}")
-    return lines + tables
+def _is_finite(value: object) -> bool:
+    return not isinstance(value, float) or isfinite(value)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, default=lambda other: {"date": str(other)})
+
+
+def _refusal(
+    cls: type,
+    error: ValidationError,
+    origins: Mapping[str, str] = MappingProxyType({}),
+) -> BadInput:
+    """The first thing that is wrong, in one line."""
+    known = known_settings(cls)
+    errors = error.errors(include_url=False)
+    first = errors[0]
+    where = ""
+    for depth, part in enumerate(first["loc"]):  # noqa: B007
+        if where in known:
+            break
+        where = f"{where}.{part}".strip(".")
+    else:
+        depth = len(first["loc"])
+    if first["type"] == "value_error":
+        text = str(first["ctx"]["error"])
+        # Checks of a whole class begin with the name of the setting that they blame.
+        setting = f"{where}.{text.split()[0].strip(':')}".strip(".")
+        if setting in known:
+            dot = "." if where else ""
+            return refusal(f"{origins.get(setting, '')}{where}{dot}{text}")
+        return refusal(f"{origins.get(where, '')}{where}: {text}" if where else text)
+    if first["type"] == "missing" and depth == len(first["loc"]):
+        return refusal(f"there is no {where!r}, which is needed.")
+    # A union reports each of its members.
+    expected = " or ".join(
+        each["msg"].replace("Input should be", "must be")
+        for each in errors
+        if each["loc"][:depth] == first["loc"][:depth]
+    )
+    return refusal(
+        f"{origins.get(where, '')}{where} {expected}; got {quoted(first['input'])}."
+    )

@@ -10,22 +10,32 @@ import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
 
 import torch
+from pydantic import Field
 from rich.console import Console
 
 from esper.contracts.actions import NUM_HEADS
 from esper.contracts.errors import BadInput
-from esper.experiment.config import STATIC, Checked, Count, World
+from esper.experiment.config import (
+    STATIC,
+    Count,
+    RngSeed,
+    Text,
+    World,
+    as_toml,
+    one_of,
+    settings,
+)
 from esper.experiment.judging import judge, judged_world
+from esper.experiment.messages import nearest, refusal
 from esper.experiment.progress import Progress, print_line
 from esper.experiment.reading import rows
 from esper.experiment.records import Judged
 from esper.experiment.run import STORE, Run, checked_name, versions_now
-from esper.experiment.settings.typed import Between, OneOf, nearest, refusal, written
 from esper.experiment.static import judge_static, reference_of
 from esper.experiment.storage.database import open_store
 from esper.experiment.store import Store
@@ -49,33 +59,32 @@ KIND: Final = "evaluation"
 PAUSE: Final = 0.5
 """Seconds after which whoever waits looks up."""
 
-TaskName = Annotated[str, OneOf("task", lambda: TASKS)]
+TaskName = Annotated[str, one_of("task", lambda: TASKS)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluateConfig(Checked):
+@settings
+class EvaluateConfig:
     """Who is judged on what."""
 
     tasks: tuple[TaskName, ...] = ()
     """What the hosts learn; none: every task that can be judged here."""
-    controllers: tuple[str, ...] = (*CONTROLLERS, "static")
+    controllers: tuple[Text, ...] = (*CONTROLLERS, "static")
     """Names of controllers and static controls, or folders of runs that learnt."""
     hosts: Count = 16
     """Hosts of each task."""
-    rng_seed: Annotated[int, Between(0, 2**32 - 1)] = 0
+    rng_seed: RngSeed = 0
     """Decides which hosts."""
-    processes: Annotated[int, Between(1, 256)] = 2
+    processes: Annotated[int, Field(ge=1, le=256)] = 2
     """Arms that are judged at the same time."""
-    name: str | None = None
+    name: Text | None = None
     """What the run is called; none: a name is made up."""
-    runs: str = "runs"
+    runs: Text = "runs"
     """Folder in which runs are kept."""
     world: World = field(default_factory=World)
     """On what terms hosts grow."""
 
     def __post_init__(self) -> None:
         """Refuse who cannot be judged."""
-        Checked.__post_init__(self)
         if self.name is not None:
             checked_name(self.name)
         if not self.controllers:
@@ -200,17 +209,6 @@ def print_training(path: Path, console: Console | None = None) -> None:
 def is_folder(controller: str) -> bool:
     """Whether a controller's name is that of a folder with a run."""
     return "/" in controller or Path(controller).is_dir()
-
-
-def as_toml(config: EvaluateConfig) -> str:
-    """The whole configuration as text."""
-    own = [item.name for item in fields(config) if item.name != "world"]
-    lines = [f"{name} = {written(getattr(config, name))}" for name in own]
-    terms = [
-        f"{item.name} = {written(getattr(config.world, item.name))}"
-        for item in fields(World)
-    ]
-    return "\n".join([*lines, "", "[world]", *terms]) + "\n"
 
 
 def _ready(config: EvaluateConfig) -> tuple[dict[str, Task], dict[str, str]]:

@@ -27,7 +27,7 @@ from esper.contracts.state import load
 from esper.contracts.step import VectorWorld
 from esper.environment.mixture import Mixture
 from esper.experiment.config import IMITATION, SIMULATED, TrainConfig
-from esper.experiment.settings.presets import preset
+from esper.experiment.presets import preset
 from esper.experiment.streams import stream, stream_seed
 from esper.experiment.train import Trainer, loop_of
 from esper.experiment.worlds import steps_of, tasks_of, worlds_of

@@ -6,17 +6,17 @@ import sys
 
 import pytest
 
-from tests.cli.calls import arguments, process, surroundings
+from tests.cli.calls import command, environment, process
 
 FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 
 
-def piped_to_head(*words):
+def piped_to_head(*arguments):
     """Exit code and errors of a command whose reader leaves after a line."""
     reading, writing = os.pipe()
     with subprocess.Popen(
-        arguments(*words),
-        env=surroundings(),
+        command(*arguments),
+        env=environment(),
         stdout=writing,
         stderr=subprocess.PIPE,
         text=True,
@@ -26,18 +26,18 @@ def piped_to_head(*words):
         return sender.wait(), sender.stderr.read()
 
 
-@pytest.mark.parametrize("words", [("--help",), ("blueprints",), ("config",)])
-def test_a_reader_that_left_is_no_error(words):
-    assert piped_to_head(*words) == (0, "")
+@pytest.mark.parametrize("arguments", [("--help",), ("blueprints",), ("config",)])
+def test_a_reader_that_left_is_no_error(arguments):
+    assert piped_to_head(*arguments) == (0, "")
 
 
 @FULL
-@pytest.mark.parametrize("words", [("--help",), ("blueprints",)])
-def test_output_that_does_not_fit_is_an_error_of_storage(words):
+@pytest.mark.parametrize("arguments", [("--help",), ("blueprints",)])
+def test_output_that_does_not_fit_is_an_error_of_storage(arguments):
     with open("/dev/full", "w") as full:
-        said = process(*words, stdout=full)
-    assert said.code == 5
-    assert said.err == (
+        result = process(*arguments, stdout=full)
+    assert result.code == 5
+    assert result.err == (
         "esper: cannot write output: [Errno 28] No space left on device\n"
     )
 
@@ -45,14 +45,14 @@ def test_output_that_does_not_fit_is_an_error_of_storage(words):
 @FULL
 def test_a_refusal_that_cannot_be_printed_is_still_one():
     with open("/dev/full", "w") as full:
-        said = process("report", "nothing", stderr=full)
-        assert (said.code, said.out) == (2, "")
-        said = process("tran", stderr=full)
-        assert (said.code, said.out) == (2, "")
+        result = process("report", "nothing", stderr=full)
+        assert (result.code, result.out) == (2, "")
+        result = process("tran", stderr=full)
+        assert (result.code, result.out) == (2, "")
 
 
 @pytest.mark.parametrize(
-    ("closed", "words", "code"),
+    ("closed", "arguments", "code"),
     [
         (">&-", "blueprints", 0),
         (">&-", "--help", 0),
@@ -61,18 +61,18 @@ def test_a_refusal_that_cannot_be_printed_is_still_one():
         ("<&-", "--help", 0),
     ],
 )
-def test_streams_may_be_closed_before_we_begin(tmp_path, closed, words, code):
+def test_streams_may_be_closed_before_we_begin(tmp_path, closed, arguments, code):
     done = subprocess.run(
-        ["sh", "-c", f'"{sys.executable}" -m esper.cli {words} {closed}'],
+        ["sh", "-c", f'"{sys.executable}" -m esper.cli {arguments} {closed}'],
         cwd=tmp_path,
-        env=surroundings(),
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == code
     assert "Traceback" not in done.stderr
-    assert done.stdout == "" or words == "--help"
+    assert done.stdout == "" or arguments == "--help"
     assert not [*tmp_path.iterdir()]
 
 
@@ -87,23 +87,23 @@ PLACES = [
 
 @pytest.mark.parametrize("place", PLACES)
 def test_every_place_is_good_enough(tmp_path, place):
-    said = process("blueprints", cwd=tmp_path, env=place)
-    assert (said.code, said.err) == (0, "")
-    assert said.out.count("\n") > 10
-    assert "Traceback" not in said.out
+    result = process("blueprints", cwd=tmp_path, env=place)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.count("\n") > 10
+    assert "Traceback" not in result.out
 
 
 @pytest.mark.parametrize("place", PLACES[1:4])
 def test_help_fits_everywhere(place):
-    said = process("--help", env=place)
-    assert (said.code, said.err) == (0, "")
-    assert "esper train" in said.out
+    result = process("--help", env=place)
+    assert (result.code, result.err) == (0, "")
+    assert "esper train" in result.out
 
 
 def test_what_cannot_be_spelt_is_replaced(tmp_path):
     place = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
-    said = process("report", "é" * 300, cwd=tmp_path, env=place)
-    assert said.code == 2
-    assert said.err.isascii()
-    assert said.err.startswith("esper: argument RUN: expected a path")
-    assert said.err.count("\n") == 1
+    result = process("report", "é" * 300, cwd=tmp_path, env=place)
+    assert result.code == 2
+    assert result.err.isascii()
+    assert result.err.startswith("esper: argument RUN: expected a path")
+    assert result.err.count("\n") == 1

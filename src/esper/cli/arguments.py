@@ -1,0 +1,200 @@
+"""Arguments of commands: types, and refusals in one line with the nearest name."""
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+from math import inf, nan
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from esper.experiment.messages import nearest, one_line, quoted
+
+MAX_NAME: Final = 255
+"""Bytes that every file system lets a name have."""
+METAVARS: Final = {
+    "integer": "N",
+    "number": "X",
+    "string": "TEXT",
+    "boolean": "true|false",
+    "array": "LIST",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line, with the nearest known option or choice, exit code 2."""
+
+    def parse_known_args(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        namespace: argparse.Namespace | None = None,
+    ) -> tuple[Any, list[str]]:
+        """Refuse unknown options before asking for missing ones."""
+        words = [] if args is None else list(args)
+        known = self._option_string_actions
+        for index, word in enumerate(words):
+            if word == "--" or (self._subparsers and not word.startswith("-")):
+                break
+            name, equals, value = word.partition("=")
+            if not re.match("--[^-]", name):
+                continue
+            if value == "--":  # argparse would take it for the end of the options
+                self.error(f"argument {name}: expected one argument")
+            spellings = (
+                name,
+                f"--{name[2:].replace('-', '_')}",
+                f"--{name[2:].replace('_', '-')}",
+            )
+            found = next((option for option in spellings if option in known), None)
+            if found is None:
+                options = [option for option in known if option.startswith("--")]
+                self._refuse(
+                    f"there is no option {quoted(name)}; did you mean "
+                    f"{nearest(name, options)!r}?"
+                )
+            words[index] = f"{found}{equals}{value}"
+        parsed, rest = super().parse_known_args(words, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return parsed, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse, with the nearest choice if there are choices."""
+        hint = ""
+        if choice := re.search(r"invalid choice: '(.*?)'", message):
+            choices = [
+                str(name) for action in self._actions for name in action.choices or ()
+            ]
+            hint = f"; did you mean {nearest(choice[1], choices)!r}?"
+        self._refuse(one_line(" ".join(message.split()), 120) + hint)
+
+    def _refuse(self, text: str) -> NoReturn:
+        self.exit(2, f"esper: {text} (see {self.prog} --help)\n")
+
+
+class Whole:
+    """Parses a whole number in a range, in plain ASCII digits."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self._low, self._high = low, high
+
+    def __call__(self, text: str) -> int:
+        """The number."""
+        if re.fullmatch("-?[0-9]{1,19}", text) and (
+            self._low <= int(text) <= self._high
+        ):
+            return int(text)
+        raise _expected(f"a whole number from {self._low} to {self._high}", text)
+
+
+RNG_SEED: Final = Whole(0, 2**32 - 1)
+
+
+def finite(text: str, above: float = -inf) -> float:
+    """A finite number above a bound."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = nan
+    if not above < number < inf:
+        bound = "" if above == -inf else f" above {above:g}"
+        raise _expected(f"a finite number{bound}", text)
+    return number
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    return finite(text, above=0.0)
+
+
+def path_text(text: str) -> str:
+    """A path whose names a file system can hold."""
+    longest = max(len(name.encode(errors="replace")) for name in text.split("/"))
+    if not text or not text.isprintable() or longest > MAX_NAME:
+        raise _expected(f"a path of printable names of at most {MAX_NAME} bytes", text)
+    return text
+
+
+def folder(text: str) -> Path:
+    """A folder that exists or can be made."""
+    return Path(path_text(text))
+
+
+def file(text: str) -> Path:
+    """A file that exists or can be made."""
+    path = folder(text)
+    if path.name in ("", "..") or os.path.isdir(path):
+        raise argparse.ArgumentTypeError(f"expected a file, got folder {quoted(text)}")
+    return path
+
+
+def names(text: str) -> list[str]:
+    """Names or paths with commas between."""
+    found = [path_text(name.strip()) for name in text.split(",") if name.strip()]
+    if not found:
+        raise _expected("names", text)
+    return found
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """The run that a command is about, and the folder of runs."""
+    parser.add_argument(
+        "run", type=path_text, metavar="RUN", help="name or folder (see esper runs)"
+    )
+    add_runs(parser)
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """The folder of runs."""
+    parser.add_argument(
+        "--runs",
+        type=path_text,
+        default="runs",
+        metavar="FOLDER",
+        help="where runs are (default: runs)",
+    )
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Every setting of a training by its dotted name, and presets and files of them.
+
+    Options that are not given are not in the parsed namespace; those that are, are
+    texts, which `presets.resolve` reads.
+    """
+    from esper.experiment.config import as_flat, known_settings, toml_value
+    from esper.experiment.presets import DEFAULT, PRESETS, preset
+
+    parser.add_argument(
+        "--preset",
+        default=argparse.SUPPRESS,
+        metavar="NAME",
+        help=f"where to start from: {', '.join(PRESETS)} (default: {DEFAULT})",
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="settings on top of the preset, in TOML; as often as wanted",
+    )
+    defaults = as_flat(preset(DEFAULT))
+    groups: dict[str, Any] = {}
+    for name, setting in known_settings(type(preset(DEFAULT))).items():
+        title = name.rpartition(".")[0] or "the run"
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        text = setting.description.removesuffix(".")
+        default = toml_value(defaults[name]).strip('"')
+        boolean = setting.type == "boolean"
+        groups[title].add_argument(
+            f"--{name}",
+            default=argparse.SUPPRESS,
+            metavar=METAVARS.get(setting.type, "VALUE"),
+            help=f"{text} (default: {default})".replace("%", "%%"),
+            nargs="?" if boolean else None,
+            const="true" if boolean else None,
+        )
+
+
+def _expected(what: str, text: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"expected {what}, got {quoted(text)}")

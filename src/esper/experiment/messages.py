@@ -1,0 +1,47 @@
+"""Error messages of one line that fits on a screen, whatever a value holds."""
+
+from collections.abc import Collection
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Final
+
+from esper.contracts.errors import BadInput
+
+LONGEST: Final = 200
+"""Characters of an error message."""
+
+
+def one_line(text: str, length: int = LONGEST) -> str:
+    """Text without line breaks or control characters, cut to a length."""
+    line = "".join(sign if sign.isprintable() else "?" for sign in text)
+    return line if len(line) <= length else f"{line[: length - 1]}…"
+
+
+def refusal(text: str) -> BadInput:
+    """An error of one line."""
+    return BadInput(one_line(text))
+
+
+def quoted(value: object) -> str:
+    """The representation of a value from outside, at most 48 characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # thousands of digits or of brackets
+        text = f"a huge {type(value).__name__}"
+    return one_line(text, 48)
+
+
+def short(path: Path) -> str:
+    """The last parts of a path, without control characters, 72 characters at most."""
+    text = "/".join(path.parts[-3:]).replace("//", "/")
+    text = "".join(sign if sign.isprintable() else "?" for sign in text)
+    return text if len(text) <= 72 else f"…{text[-71:]}"
+
+
+def nearest(name: str, names: Collection[str]) -> str:
+    """The known name most like an unknown one, also by the last part of a path."""
+    exact = {known.lower(): known for known in names}
+    word = name.lower().lstrip("-")
+    same_end = [known for known in names if known.rpartition(".")[2] == word]
+    found = same_end or get_close_matches(name[:99].lower(), exact, n=1, cutoff=0.0)
+    return exact[found[0].lower()]

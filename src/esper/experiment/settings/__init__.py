@@ -1,1 +1,0 @@
-"""How settings are written, checked, layered and parsed."""
