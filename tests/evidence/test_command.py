@@ -3,7 +3,7 @@
 import pytest
 
 from evidence.__main__ import main
-from tests.cli.calls import Said, assert_one_line
+from tests.cli.calls import Outcome, assert_one_line
 from tests.evidence.protocols import TINY, text_of
 
 
@@ -15,7 +15,7 @@ def call(capsys, *words):
     except SystemExit as stop:
         code = stop.code
     captured = capsys.readouterr()
-    return Said(code, captured.out, captured.err)
+    return Outcome(code, captured.out, captured.err)
 
 
 def refused(capsys, *words):

@@ -15,7 +15,7 @@ from esper.experiment.storage.disk import Disk
 from esper.experiment.train import begin_run
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.shipped import MANIFEST, WEIGHTS, read
-from tests.cli.calls import begun, call, refused
+from tests.cli.calls import call, make_run, refused
 from tests.experiment.training_script import config
 from tests.rollouts import SPEC, random_observation
 
@@ -63,7 +63,7 @@ def test_the_manifest_says_how_it_was_trained_and_nothing_of_where(run, tmp_path
 
 
 def test_a_run_that_is_not_finished_is_refused_and_nothing_is_written(tmp_path):
-    path = begun(tmp_path, "young")
+    path = make_run(tmp_path, "young")
     with pytest.raises(BadInput, match="young is not finished; let it end first"):
         ship(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -91,7 +91,7 @@ def test_the_command_line_writes_it(run, tmp_path, capsys):
     assert (said.code, said.err) == (0, "")
     assert said.out == f"The controller is in {tmp_path / 't'}.\n"
     assert read(tmp_path / "t").training["run"] == "small"
-    young = begun(tmp_path, "young")
+    young = make_run(tmp_path, "young")
     words = ("export", str(young), "--format", "controller")
     assert "young is not finished" in refused(capsys, *words)
 
