@@ -60,7 +60,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("kind", ["vector", "signal"])
 @pytest.mark.parametrize("controller", CONTROLLERS)
-def test_a_whole_life_with_every_controller(kind, controller):
+def test_a_whole_run_with_every_controller(kind, controller):
     budget = 1.5
     grower = begin(
         kind,
@@ -108,7 +108,7 @@ def test_a_whole_life_with_every_controller(kind, controller):
 # Ways of writing the loop.
 
 
-def test_a_training_seed_is_not_noticed_in_the_users_loop():
+def test_a_training_seed_leaves_the_users_loop_unchanged():
     ends = []
     for plant in (False, True):
         torch.manual_seed(3)
@@ -191,7 +191,7 @@ def test_clipping_leaves_training_seeds_out():
     assert len({id(p) for p in grower.parameters()} - clipped) > 0
 
 
-def test_without_grower_loss_training_passes_and_the_page_says_so():
+def test_without_grower_loss_training_passes_and_the_summary_notes_it():
     grower = begin(controller="early", decisions=10)
     for batch in range(10):
         grower._optimizer.zero_grad()
@@ -289,8 +289,8 @@ def test_evaluating_through_grower_loss_leaves_no_trace():
 # Controllers of others.
 
 
-class Says:
-    """Always the same sentence."""
+class FixedAction:
+    """A controller that always takes the same action."""
 
     def __init__(self, **said):
         self.row = torch.zeros(1, NUM_HEADS, dtype=torch.int64)
@@ -312,7 +312,7 @@ class Says:
     ],
 )
 def test_what_masks_forbid_is_refused_and_changes_nothing(said):
-    grower = begin(controller=Says(**said), budget=10)
+    grower = begin(controller=FixedAction(**said), budget=10)
     train(grower, range(2))
     track = grower._track
     with pytest.raises(IllegalAction, match="chose what its masks forbid"):
@@ -377,9 +377,9 @@ def test_a_seed_that_turns_bad_is_removed_and_the_host_goes_on(unreliable, how, 
     assert grower.model.stage("second#1") is Stage[stage]
     (event,) = [e for e in decision.events if e.after is Stage.DORMANT]
     assert event.slot == grower.model.index("second#0")
-    told = [line for line in decision.incidents if line.startswith("removed second#0")]
-    assert len(told) == 1
-    assert "\n" not in told[0]
+    lines = [line for line in decision.incidents if line.startswith("removed second#0")]
+    assert len(lines) == 1
+    assert "\n" not in lines[0]
     assert all(math.isfinite(loss) for loss in losses[-3:])
     owned = {id(p) for p in grower.model.parameters()}
     groups = grower._optimizer.param_groups
@@ -387,7 +387,7 @@ def test_a_seed_that_turns_bad_is_removed_and_the_host_goes_on(unreliable, how, 
 
 
 @pytest.mark.parametrize("how", ["raise", "shape", "none", "nan"])
-def test_a_host_does_not_notice_a_training_seed_that_turns_bad(unreliable, how):
+def test_a_training_seed_that_turns_bad_leaves_the_host_unchanged(unreliable, how):
     ends = []
     for plant in (False, True):
         torch.manual_seed(0)
@@ -454,7 +454,7 @@ def test_a_blueprint_whose_factory_fails_is_refused_and_changes_nothing():
 # The safety checks, from outside.
 
 
-def test_going_back_works_after_changes_by_hand():
+def test_rolling_back_works_after_manual_ops():
     grower = begin()
     train(grower, range(12))
     grower.step(metric=0.5)
@@ -471,7 +471,7 @@ def test_going_back_works_after_changes_by_hand():
     assert all(math.isfinite(loss) for loss in train(grower, range(5)))
 
 
-def test_a_damaged_state_is_never_the_one_gone_back_to():
+def test_a_damaged_state_is_never_rolled_back_to():
     """Large but finite weights at a decision are found by the batches after it."""
     grower = begin()
     train(grower, range(24))
@@ -486,7 +486,7 @@ def test_a_damaged_state_is_never_the_one_gone_back_to():
     assert "bad batches in a row" in grower.safety.incidents[-1]
 
 
-def test_going_back_does_not_undo_the_users_learning_rates():
+def test_rolling_back_does_not_undo_the_users_learning_rates():
     grower = begin()
     train(grower, range(12))
     grower._optimizer.param_groups[0]["lr"] = 1e-4

@@ -8,10 +8,10 @@ what it was. The fault is contained if
 - a batch that was refused left weights, buffers and moments as they were, to the bit;
 - after going back, weights, buffers and moments are the snapshot's, to the bit;
 - a fault in a seed that trains beside the host changes no bit of the host, of the
-  seeds that it feels, and of their moments;
-- stages, alphas and history go on, and felt seeds stay where they are;
+  active seeds, and of their moments;
+- stages, alphas and history go on, and active seeds stay where they are;
 - training goes on and its loss is about that of the run without a fault; after a
-  spike, which may be too small to be told from learning, not worse than guessing;
+  spike, which may be too small to be distinguished from learning, not worse than guessing;
 - what was not finite is in the history, with its reason.
 
 The same faults without a guard must not be contained: the test can fail.
@@ -41,14 +41,14 @@ VALUES = {
     "-3e38": lambda x: -3e38,
     "spike": lambda x: 1e6 * x,
 }
-FELT = ("first->second#0", "second->second#0")
+ACTIVE = ("first->second#0", "second->second#0")
 TRAINING = ("first->second#1",)
 SITES = [
     "loss",
     "input",
     *(
         f"{whose} {what}"
-        for whose in ("host", "felt", "training")
+        for whose in ("host", "active", "training")
         for what in ("gradient", "weight", "buffer", "moment", "output")
         if (whose, what) != ("host", "output")
     ),
@@ -76,18 +76,18 @@ class Run:
         )
         self.model = self.grower.model
         torch.manual_seed(0)
-        self.grower.plant(FELT[0], "widen_8", tempo="FAST")
-        self.grower.plant(FELT[1], "low_rank_4", tempo="SLOW")
+        self.grower.plant(ACTIVE[0], "widen_8", tempo="FAST")
+        self.grower.plant(ACTIVE[1], "low_rank_4", tempo="SLOW")
         self.train(range(99, 102))
-        for slot in FELT:
+        for slot in ACTIVE:
             self.grower.advance(slot)
         self.train(range(102, 105))
-        self.grower.advance(FELT[0])
+        self.grower.advance(ACTIVE[0])
         self.train(range(105, 108))
-        self.grower.keep(FELT[0])
+        self.grower.keep(ACTIVE[0])
         self.grower.plant(TRAINING[0], "widen_8")
         self.train(range(108, 141))
-        stages = [self.model.stage(slot) for slot in (*FELT, *TRAINING)]
+        stages = [self.model.stage(slot) for slot in (*ACTIVE, *TRAINING)]
         assert stages == [
             Stage.FOSSILIZED,
             Stage.BLENDING,
@@ -126,7 +126,7 @@ class Run:
     def modules(self, whose: str) -> list[nn.Module]:
         if whose == "host":
             return [self.model.host]
-        return self.seeds(FELT if whose == "felt" else TRAINING)
+        return self.seeds(ACTIVE if whose == "active" else TRAINING)
 
     def moments(self, modules) -> list[Tensor]:
         return [
@@ -171,7 +171,7 @@ def clean() -> tuple[list[float], dict[int, list[Tensor]]]:
         losses.append(run.batch(number))
         if number % PER_DECISION == PER_DECISION - 1:
             run.grower.step(metric=0.5)
-            states[number] = run.bits("host", "felt")
+            states[number] = run.bits("host", "active")
     return losses, states
 
 
@@ -235,21 +235,21 @@ def fault(run: Run, site: str, value: str, seed: int) -> list[str]:
     usual = 1.5 * (log(5) if value == "spike" else mean(clean()[0])) + 0.2
     run.grower.load_state_dict(run.start)
     trouble, losses, decided = [], [], len(run.grower.history)
-    told = run.grower.safety.incidents
+    incidents = run.grower.safety.incidents
     for number in range(BATCHES):
-        known = len(told)
-        before = run.bits("host", "felt", "training") if number >= moment else []
+        known = len(incidents)
+        before = run.bits("host", "active", "training") if number >= moment else []
         falls = run.grower.safety.rollbacks
         losses.append(run.batch(number, spoil))
         while handles:
             handles.pop().remove()
-        fresh = told[known:]
+        fresh = incidents[known:]
         gone_back = any(line.startswith("rolled back") for line in fresh)
         if any(line.startswith("refused") and "only" not in line for line in fresh):
             # What was spoilt before the batch was not the batch's doing.
             spoilt_before = number == moment and what in ("weight", "buffer", "moment")
             if not spoilt_before and not same(
-                before, run.bits("host", "felt", "training")
+                before, run.bits("host", "active", "training")
             ):
                 trouble.append("a refused batch changed something")
         if gone_back and falls == 0:
@@ -264,15 +264,15 @@ def fault(run: Run, site: str, value: str, seed: int) -> list[str]:
                         trouble.append(f"{key} of {name} is not the snapshot's")
         if number % PER_DECISION == PER_DECISION - 1:
             run.grower.step(metric=0.5)
-            told = run.grower.safety.incidents
+            incidents = run.grower.safety.incidents
             if number < moment:
                 continue
             if not all_finite(run.tensors([run.model]), 1e30):
                 trouble.append(f"not finite after the decision at batch {number}")
             if whose == "training" and not same(
-                clean()[1][number], run.bits("host", "felt")
+                clean()[1][number], run.bits("host", "active")
             ):
-                trouble.append("the host noticed")
+                trouble.append("the host changed")
             if number > moment + 1 and max(losses[-2:]) <= usual:
                 break
     else:
@@ -281,11 +281,11 @@ def fault(run: Run, site: str, value: str, seed: int) -> list[str]:
     # An infinite answer may be harmless: tanh makes it 1.
     loud = ("nan",) if what == "output" else ("nan", "inf", "-inf")
     if value in loud and not any(d.incidents for d in history):
-        trouble.append("nothing was told")
+        trouble.append("nothing was reported")
     if len(history) != len(losses) // PER_DECISION:
         trouble.append("decisions are missing")
-    if len(run.seeds(FELT)) != len(FELT):
-        trouble.append("a felt seed is gone")
+    if len(run.seeds(ACTIVE)) != len(ACTIVE):
+        trouble.append("an active seed is gone")
     return trouble
 
 

@@ -255,7 +255,7 @@ def test_a_host_that_is_not_finite_is_refused_by_name():
     assert "'second.weight' is not finite" in refused(host, ["second"])
 
 
-def test_two_growers_over_one_host_are_refused_until_the_first_lets_go():
+def test_two_growers_over_one_host_are_refused_until_the_first_is_detached():
     host = make_host("vector")
     first = attach(host, ["second", "last"])
     with pytest.raises(BadInput, match="'second' has slots of another Grower"):

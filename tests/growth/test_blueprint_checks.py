@@ -85,7 +85,7 @@ sizes = count(1)
 
 
 @pytest.mark.parametrize(
-    ("make", "geometry", "said"),
+    ("make", "geometry", "reason"),
     [
         (lambda: Own(stuck), VECTOR, "must learn; it gives zero with any weights"),
         (
@@ -111,12 +111,12 @@ sizes = count(1)
         (lambda: nn.Linear(6, 5), VECTOR, "must give shape"),
     ],
 )
-def test_the_first_failed_check_is_named(make, geometry, said):
+def test_the_first_failed_check_is_named(make, geometry, reason):
     @blueprint("mine")
     def factory(place):
         return make()
 
-    with pytest.raises(BadInput, match=said) as caught:
+    with pytest.raises(BadInput, match=reason) as caught:
         check_seed("mine", geometry)
     assert "\n" not in str(caught.value)
 
@@ -148,7 +148,7 @@ def test_each_check_alone_catches_its_liar(words):
 
 
 @pytest.mark.parametrize(
-    ("parameters", "macs", "said"),
+    ("parameters", "macs", "reason"),
     [
         (6 * 6 + 6, 36, ""),
         (6 * 6 + 6, 39, ""),
@@ -158,12 +158,12 @@ def test_each_check_alone_catches_its_liar(words):
         (6 * 6 + 6, 0, "declares 0 multiply-adds"),
     ],
 )
-def test_declared_costs_are_held_to_ten_per_cent(parameters, macs, said):
+def test_declared_costs_are_held_to_ten_per_cent(parameters, macs, reason):
     declared = Cost(parameters=parameters, macs=macs)
     trial = SeedTrial(lambda _: nn.Linear(6, 6), VECTOR, declared, True)
     answer = SEED_CHECKS["cost what it declares"](trial)
-    assert said in answer
-    assert bool(answer) is bool(said)
+    assert reason in answer
+    assert bool(answer) is bool(reason)
 
 
 # In hosts.

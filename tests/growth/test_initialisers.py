@@ -104,7 +104,7 @@ class Bed:
         note = start(seed, self.place, self.hooks.samples, initialiser)
         return seed, note
 
-    def said(self, seed):
+    def output(self, seed):
         given = self.hooks.samples[-1].given
         return seed(given).detach()
 
@@ -119,11 +119,11 @@ def rms(tensor):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_zero_out_says_exactly_nothing(name):
+def test_zero_out_has_an_output_of_zero(name):
     grown, kind = bed(name)
     seed, note = grown.seed(kind, "zero_out")
     assert note == "zero_out"
-    assert not grown.said(seed).any()
+    assert not grown.output(seed).any()
     assert seed.weights["first"].any()
 
 
@@ -146,14 +146,14 @@ def test_zero_out_keeps_new_units_as_built_where_old_ones_are_no_measure(value):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_tiny_speaks_at_a_tenth_of_its_outlet_and_in_its_direction(name):
+def test_tiny_outputs_a_tenth_of_its_outlet_along_the_negative_gradient(name):
     grown, kind = bed(name)
     seed, note = grown.seed(kind, "tiny")
     sample = grown.hooks.samples[-1]
-    said = grown.said(seed)
-    assert said.shape == sample.answer.shape
-    assert rms(said) == pytest.approx(OUTPUT_SCALE * rms(sample.answer), rel=1e-4)
-    assert float((said * sample.gradient).sum()) < 0.0
+    output = grown.output(seed)
+    assert output.shape == sample.answer.shape
+    assert rms(output) == pytest.approx(OUTPUT_SCALE * rms(sample.answer), rel=1e-4)
+    assert float((output * sample.gradient).sum()) < 0.0
     paired = kind.form is not Form.LOW_RANK
     assert note == f"tiny: {kind.size // 2 if paired else kind.size} directions"
 
@@ -163,15 +163,15 @@ def test_a_tiny_seed_lowers_the_loss_more_than_chance_of_the_same_size(name):
     grown, kind = bed(name)
     seed, _ = grown.seed(kind, "tiny")
     sample = grown.hooks.samples[-1]
-    said = grown.said(seed)
-    drop = -float((said * sample.gradient).sum())
+    output = grown.output(seed)
+    drop = -float((output * sample.gradient).sum())
     by_chance = []
     for rng_seed in range(5):
         other, _ = grown.seed(kind, "zero_out", rng_seed)
         with torch.no_grad():
             other.weights["last"].normal_()
-        its = grown.said(other)
-        its = its * rms(said) / rms(its)
+        its = grown.output(other)
+        its = its * rms(output) / rms(its)
         by_chance.append(abs(float((its * sample.gradient).sum())))
     assert drop > 1.5 * max(by_chance)
 
@@ -232,7 +232,7 @@ def test_gradmax_gives_incoming_weights_a_larger_gradient_than_chance_does(name)
     assert best > 1.1 * sum(by_chance) / len(by_chance)
 
 
-def test_gradmax_whispers_into_columns_as_long_as_the_hosts():
+def test_gradmax_scales_its_columns_like_the_hosts():
     grown, kind = bed("conv2d span")
     seed, _ = grown.seed(kind, "gradmax")
     plain, _ = grown.seed(kind, "zero_out")
@@ -249,7 +249,7 @@ def test_gradmax_whispers_into_columns_as_long_as_the_hosts():
 
 
 @pytest.mark.parametrize("initialiser", STARTED)
-def test_a_start_that_is_not_possible_is_zero_out_and_says_why(initialiser):
+def test_a_start_that_is_not_possible_is_zero_out_and_notes_why(initialiser):
     widen = blueprint(Form.WIDEN)
     cases = [
         (bed("linear span", trained=False)[0], widen, "needs a batch that was trained"),

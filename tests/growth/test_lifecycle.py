@@ -1,4 +1,4 @@
-"""Seeds live by the table, in every environment and slot at once."""
+"""The lifecycle follows the table, in every environment and slot at once."""
 
 from dataclasses import fields
 from itertools import pairwise
@@ -16,25 +16,25 @@ from tests.references.lifecycle import Slot
 
 SLOTS = 2
 SETTINGS = ("style", "tempo", "alpha_target", "alpha_speed", "alpha_curve")
-SAID = {"blueprint": 3} | {
+SIZES = {"blueprint": 3} | {
     head.name: len(head.choices) for head in HEADS if head.name in SETTINGS
 }
 
 
 @st.composite
-def sentences(draw):
-    """What one environment is told at one decision."""
-    said = {head: draw(st.integers(0, size - 1)) for head, size in SAID.items()}
+def actions_of_one(draw):
+    """One action of one environment."""
+    choices = {head: draw(st.integers(0, size - 1)) for head, size in SIZES.items()}
     # Seeds that move on are rarer than chance if every op is as likely.
     op = draw(st.sampled_from([*Op, Op.ADVANCE, Op.ADVANCE, Op.GERMINATE]))
-    return op, draw(st.integers(0, SLOTS - 1)), said
+    return op, draw(st.integers(0, SLOTS - 1)), choices
 
 
-def together(told):
-    actions = torch.zeros(len(told), NUM_HEADS, dtype=torch.int64)
-    for row, (op, slot, said) in zip(actions, told, strict=True):
+def together(chosen):
+    actions = torch.zeros(len(chosen), NUM_HEADS, dtype=torch.int64)
+    for row, (op, slot, choices) in zip(actions, chosen, strict=True):
         row[HEAD["op"]], row[HEAD["slot"]] = op, slot
-        for head, choice in said.items():
+        for head, choice in choices.items():
             row[HEAD[head]] = choice
     return actions
 
@@ -42,15 +42,17 @@ def together(told):
 @settings(max_examples=60)
 @given(
     st.integers(0, 2),
-    st.lists(st.tuples(sentences(), sentences(), sentences()), max_size=24),
+    st.lists(
+        st.tuples(actions_of_one(), actions_of_one(), actions_of_one()), max_size=24
+    ),
 )
-def test_all_slots_at_once_live_as_each_slot_would_alone(min_age, story):
+def test_all_slots_at_once_equal_each_slot_alone(min_age, story):
     states = SeedStates.empty(3, SLOTS)
     alone = [[Slot() for _ in range(SLOTS)] for _ in range(3)]
-    for told in story:
-        states, done = lifecycle.act(states, together(told), min_age)
-        for env, (op, slot, said) in enumerate(told):
-            assert bool(done[env]) == alone[env][slot].act(op.name, said, min_age)
+    for chosen in story:
+        states, done = lifecycle.act(states, together(chosen), min_age)
+        for env, (op, slot, choices) in enumerate(chosen):
+            assert bool(done[env]) == alone[env][slot].act(op.name, choices, min_age)
         states = lifecycle.tick(states)
         for env in range(3):
             for index, slot in enumerate(alone[env]):
@@ -73,7 +75,7 @@ def test_what_is_not_possible_changes_nothing():
             assert torch.equal(getattr(states, field.name), getattr(after, field.name))
 
 
-def test_a_life_is_the_same_on_another_device():
+def test_nothing_leaves_the_device():
     states = SeedStates.empty(2, 3, device="meta")
     actions = torch.zeros(2, NUM_HEADS, dtype=torch.int64, device="meta")
     acted, done = lifecycle.act(states, actions, 1)

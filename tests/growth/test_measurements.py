@@ -67,7 +67,7 @@ def look(model, budget=2.0, contributions=None):
     )
 
 
-def test_an_observation_tells_of_budget_slots_and_offers():
+def test_an_observation_shows_budget_slots_and_offers():
     model = grow("vector")
     empty = look(model)
     move_to(model, "first->second#0", "widen_8", "HOLDING", alpha_target="MOST")

@@ -10,7 +10,6 @@ from esper.growth.promise import (
     RIDGE,
     directions,
     gains,
-    promise,
     promises,
     statistics,
     top_singular,
@@ -22,6 +21,10 @@ LINE = Kernel((3,), (2,), (1,), (1,))
 WIDE = Kernel((3,), (1,), (2,), (2,))
 TALL = Kernel((3, 2), (2, 1), (1, 0), (1, 1))
 SQUARE = Kernel.same(3, 2)
+
+
+def promise(samples, geometry, blueprint, loss):
+    return promises(samples, geometry, (blueprint,), loss)[0]
 
 
 def low_rank(size):
@@ -68,13 +71,13 @@ def passed(geometry, examples=96, seed=0, batch=None):
         axis = 1 if geometry.outlet_layout.channels_first else -1
         gradient.narrow(axis, 0, least).sub_(given.narrow(axis, 0, least))
     elif geometry.spans and geometry.outlet_kernel is not None:
-        said, widths = given, (geometry.inlet_width, 2, geometry.outlet_width)
+        reason, widths = given, (geometry.inlet_width, 2, geometry.outlet_width)
         for at, kernel in enumerate((geometry.inlet_kernel, geometry.outlet_kernel)):
             shape = (widths[at + 1], widths[at], *kernel.size)
             weight = torch.randn(shape, generator=chance)
-            said = convolve(said, weight, None, kernel)
-        if said.shape == gradient.shape:
-            gradient -= said
+            reason = convolve(reason, weight, None, kernel)
+        if reason.shape == gradient.shape:
+            gradient -= reason
     rows = batch or examples
     return Sample(given, 3.0 * answer, rows, gradient / rows)
 

@@ -220,9 +220,9 @@ def test_reasons_are_one_line(batch, wanted):
     for value in [1.0] * 12 + [NAN]:
         monitor.judge(*map(torch.tensor, (value, 1.0, True)))
     verdict, loss, norm, finite = batch
-    told = monitor.describe(verdict, loss, norm, finite=finite)
-    assert wanted in told
-    assert "\n" not in told
+    reason = monitor.describe(verdict, loss, norm, finite=finite)
+    assert wanted in reason
+    assert "\n" not in reason
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def place(host, slot="first->second", example=X):
     return look(host, slot, example=example).places[0]
 
 
-def test_a_name_says_where_seeds_read_and_write():
+def test_names_are_parsed_into_inlet_and_outlet():
     assert parse("a.b -> c").inlet == "a.b"
     assert parse("a.b->c").outlet == "c"
     assert not parse("a->a").residual
@@ -102,7 +102,7 @@ def test_a_hidden_tensor_that_is_used_elsewhere_too_has_no_room_for_units():
         ("image", "second", Layout.IMAGE),
     ],
 )
-def test_layouts_are_told_apart(kind, slot, layout):
+def test_layouts_are_distinguished(kind, slot, layout):
     found = place(make_host(kind), slot, make_batch(kind, 4)[0])
     assert found.geometry.outlet_layout is layout
 

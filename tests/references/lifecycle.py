@@ -1,4 +1,4 @@
-"""One slot's life in plain Python: if and else, one decision at a time."""
+"""One slot's lifecycle in plain Python: if and else, one decision at a time."""
 
 from dataclasses import dataclass
 from math import cos, exp, pi
@@ -24,17 +24,17 @@ class Slot:
     length: int = 0
     curve: int = 0
 
-    def act(self, op: str, said: dict[str, int], min_age: int) -> bool:
-        """Do what was said if it is possible; whether it was."""
+    def act(self, op: str, choices: dict[str, int], min_age: int) -> bool:
+        """Carry out an action if it is possible; whether it was."""
         if op == "WAIT":
             return True
         old = self.age >= min_age
         rests = self.moved >= self.length
         if op == "GERMINATE" and self.stage == "DORMANT":
             self._enter("TRAINING")
-            self.blueprint, self.style = said["blueprint"], said["style"]
-            self.tempo = TEMPO[said["tempo"]]
-            self.target = TARGET[said["alpha_target"]]
+            self.blueprint, self.style = choices["blueprint"], choices["style"]
+            self.tempo = TEMPO[choices["tempo"]]
+            self.target = TARGET[choices["alpha_target"]]
             return True
         if op == "ADVANCE" and self.stage == "TRAINING" and old and rests:
             self._enter("BLENDING")
@@ -44,13 +44,13 @@ class Slot:
             self._enter("HOLDING")
             return True
         if op == "SET_ALPHA" and self.stage in ("BLENDING", "HOLDING") and rests:
-            self.style = said["style"]
-            self._fade(TARGET[said["alpha_target"]], said)
+            self.style = choices["style"]
+            self._fade(TARGET[choices["alpha_target"]], choices)
             return True
         living = self.stage in ("TRAINING", "BLENDING", "HOLDING")
         if op == "PRUNE" and living and old and rests:
             self._enter("COOLING")
-            self._fade(0.0, said)
+            self._fade(0.0, choices)
             return True
         if op == "FOSSILIZE" and self.stage == "HOLDING" and rests:
             self._enter("FOSSILIZED")
@@ -75,11 +75,11 @@ class Slot:
     def _enter(self, stage: str) -> None:
         self.stage, self.age = stage, 0
 
-    def _fade(self, target: float, said: dict[str, int]) -> None:
+    def _fade(self, target: float, choices: dict[str, int]) -> None:
         """Nothing to fade takes no time."""
         there = abs(self.alpha - target) < 1e-9
-        length = 0 if there else SPEED[said["alpha_speed"]]
-        self._move(target, length, said["alpha_curve"])
+        length = 0 if there else SPEED[choices["alpha_speed"]]
+        self._move(target, length, choices["alpha_curve"])
 
     def _move(self, target: float, length: int, curve: int) -> None:
         self.start, self.target, self.curve = self.alpha, target, curve

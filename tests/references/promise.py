@@ -29,9 +29,9 @@ def promise(given, answer, gradient, rows, loss, size, kernels, bias, ridge):
         weight = map_of_rank(rank)
         drops, changes = [], []
         for h, g in zip(features[1::2], wishes[1::2], strict=True):
-            said = h @ weight
-            drops.append((said * g).sum(1).mean())
-            changes.append(lay(said, answer.shape[1:], writes, places))
+            output = h @ weight
+            drops.append((output * g).sum(1).mean())
+            changes.append(lay(output, answer.shape[1:], writes, places))
         change = np.sqrt(np.mean(np.square(changes)))
         best = max(best, np.mean(drops) / change)
     return min(1.0, best * np.sqrt((answer**2).mean()) / loss)
@@ -107,12 +107,12 @@ def asked(g, kernel, places):
     return np.array([total[place].ravel() for place in places])
 
 
-def lay(said, outlet_shape, kernel, places):
-    """What arrives at the outlet of what units say at their positions, flattened."""
+def lay(output, outlet_shape, kernel, places):
+    """What the units' outputs add to the outlet, flattened."""
     if kernel is None:
-        return said.ravel()
+        return output.ravel()
     taps = [*product(*map(range, kernel[0]))]
-    at = dict(zip(places, said.reshape(len(places), -1, len(taps)), strict=True))
+    at = dict(zip(places, output.reshape(len(places), -1, len(taps)), strict=True))
     outlet = np.zeros(outlet_shape)
     for to in product(*map(range, outlet_shape[1:])):
         for index, tap in enumerate(taps):

@@ -45,8 +45,8 @@ OUTPUT_SCALE: Final = 0.1
 CANCELLED: Final = 1e-3
 """An output below this part of what half of its units give is rounding, not signal."""
 DROPOUT: Final = nn.modules.dropout._DropoutNd
-STRAIGHT: Final = (nn.Identity, nn.Flatten, nn.Sequential, DROPOUT, *NORMS)
-"""What may lie between two maps and leave no bend in their product."""
+LINEAR: Final = (nn.Identity, nn.Flatten, nn.Sequential, DROPOUT, *NORMS)
+"""Modules between two maps that keep their product linear."""
 
 
 def start(
@@ -59,8 +59,8 @@ def start(
 
     Args:
         seed: As built: float32, on the CPU.
-        place: Where it will stand.
-        samples: What passed the place in training.
+        place: Where it will be attached.
+        samples: Activations and gradients at the place in training.
         initialiser: A name in `INITIALISERS`.
     """
     with torch.no_grad():
@@ -76,7 +76,7 @@ def find_initialiser(name: str) -> Initialiser:
 
 
 def zero_out(seed: nn.Module, place: InsertionPoint, samples: list[Sample]) -> str:
-    """As built, but that new hidden units are as large as the host's own."""
+    """As built, but with new hidden units scaled like the host's own."""
     del samples
     if isinstance(seed, FormSeed) and seed.blueprint.form is Form.WIDEN:
         own = _spread(place.inlet.get_parameter("weight"))
@@ -87,11 +87,11 @@ def zero_out(seed: nn.Module, place: InsertionPoint, samples: list[Sample]) -> s
 
 
 def gradmax(seed: nn.Module, place: InsertionPoint, samples: list[Sample]) -> str:
-    """Outgoing weights along the largest singular vectors of asked times given."""
+    """Outgoing weights along the largest singular vectors of gradient times input."""
     zero_out(seed, place, samples)
-    known, trouble = _look(seed, place, samples)
+    known, problem = _statistics(seed, place, samples)
     if known is None or not isinstance(seed, FormSeed):
-        return f"zero_out (gradmax {trouble})"
+        return f"zero_out (gradmax {problem})"
     size = seed.blueprint.size
     given = known.features[:, :-1] if known.view.bias else known.features
     outgoing, strengths, _ = top_singular(known.wishes.T @ given, size)
@@ -106,13 +106,13 @@ def gradmax(seed: nn.Module, place: InsertionPoint, samples: list[Sample]) -> st
 
 
 def tiny(seed: nn.Module, place: InsertionPoint, samples: list[Sample]) -> str:
-    """Both maps along the best directions, so small that the outlet stays itself."""
+    """Both maps along the best directions, at a small share of the outlet's size."""
     zero_out(seed, place, samples)
-    known, trouble = _look(seed, place, samples)
+    known, problem = _statistics(seed, place, samples)
     if known is None or not isinstance(seed, FormSeed):
-        return f"zero_out (tiny {trouble})"
+        return f"zero_out (tiny {problem})"
     size = seed.blueprint.size
-    paired = seed.blueprint.form is Form.RESIDUAL_MLP or _bends(seed.middle)
+    paired = seed.blueprint.form is Form.RESIDUAL_MLP or _is_nonlinear(seed.middle)
     best = directions(known, max(1, size // 2) if paired else size)
     kept = _in_rank(best.sizes, known, samples)
     strength = best.sizes[kept].sqrt()
@@ -136,10 +136,10 @@ INITIALISERS: Final[Mapping[str, Initialiser]] = MappingProxyType(
 """All starts by name."""
 
 
-def _look(
+def _statistics(
     seed: nn.Module, place: InsertionPoint, samples: list[Sample]
 ) -> tuple[Statistics | None, str]:
-    """What is known of the place as this seed sees it, or what is in the way."""
+    """Statistics of the place for this seed's form, or why there are none."""
     served = (Form.WIDEN, Form.LOW_RANK, Form.RESIDUAL_MLP)
     if not isinstance(seed, FormSeed) or seed.blueprint.form not in served:
         return None, "serves seeds of two maps only"
@@ -251,10 +251,10 @@ def _in_rank(
     return sizes > min(1e-3, widest * eps) * sizes.max()
 
 
-def _bends(middle: nn.Module) -> bool:
-    """Whether there is an activation, or what may be one, on the way."""
+def _is_nonlinear(middle: nn.Module) -> bool:
+    """Whether there is, or may be, an activation between the two maps."""
     leaves = [module for module in middle.modules() if not [*module.children()]]
-    return not all(isinstance(leaf, STRAIGHT) for leaf in leaves)
+    return not all(isinstance(leaf, LINEAR) for leaf in leaves)
 
 
 def _spread(weight: Tensor) -> float:

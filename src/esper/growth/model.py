@@ -83,7 +83,6 @@ class GrowingModel(nn.Module):
         self.generator = torch.Generator().manual_seed(rng_seed)
         self.note = ""
         """How the last seed was initialised, in words."""
-        self._costs: dict[tuple[str, str], tuple[int, int]] = {}
         self._prices: dict[tuple[str, str], tuple[int, int] | None] = {}
         try:
             for hooks in self.hooks:
@@ -232,15 +231,12 @@ class GrowingModel(nn.Module):
     def cost(self, slot: int, blueprint: Blueprint) -> tuple[int, int]:
         """Parameters and multiply-adds per row of a blueprint in a slot it fits."""
         place = self.place(slot)
-        key = (place.site.name, blueprint.name)
-        if key not in self._costs:
-            known = cost(blueprint, place.geometry)
-            norms = sum(p.numel() for p in _middle(place, blueprint).parameters())
-            self._costs[key] = (known.parameters + norms, known.macs)
-        return self._costs[key]
+        known = cost(blueprint, place.geometry)
+        norms = sum(p.numel() for p in _middle(place, blueprint).parameters())
+        return known.parameters + norms, known.macs
 
     def price(self, slot: int, blueprint: Blueprint) -> tuple[int, int] | None:
-        """The cost of a blueprint in a slot; None if it cannot stand there."""
+        """The cost of a blueprint in a slot; None if it does not fit there."""
         key = (self.place(slot).site.name, blueprint.name)
         if key not in self._prices:
             try:

@@ -83,13 +83,6 @@ class Directions:
     outgoing: Float[Tensor, "wish direction"]
 
 
-def promise(
-    samples: Iterable[Sample], geometry: Geometry, blueprint: Blueprint, loss: float
-) -> float | None:
-    """What one blueprint promises at a place, in [0, 1]; None if that is unknown."""
-    return promises(samples, geometry, (blueprint,), loss)[0]
-
-
 def promises(
     samples: Iterable[Sample],
     geometry: Geometry,

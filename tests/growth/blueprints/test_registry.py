@@ -151,11 +151,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("make", "said"), REFUSED, ids=[said for _, said in REFUSED])
+@pytest.mark.parametrize(
+    ("make", "reason"), REFUSED, ids=[reason for _, reason in REFUSED]
+)
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_what_cannot_be_planted_is_refused_in_one_line(make, said):
+def test_what_cannot_be_planted_is_refused_in_one_line(make, reason):
     before = torch.get_rng_state()
-    with pytest.raises(BadInput, match=said) as caught:
+    with pytest.raises(BadInput, match=reason) as caught:
         raised(lambda _: make())
     assert "'mine'" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -212,7 +214,7 @@ def test_the_same_definition_may_be_run_twice_unless_it_closes_over_values():
 
 
 @pytest.mark.parametrize(
-    ("name", "merges", "said"),
+    ("name", "merges", "reason"),
     [
         ("conv", False, "is built in"),
         ("", False, "letters, digits and underscores"),
@@ -220,8 +222,8 @@ def test_the_same_definition_may_be_run_twice_unless_it_closes_over_values():
         ("mine", True, "cannot merge"),
     ],
 )
-def test_a_name_that_cannot_be_registered_is_refused(name, merges, said):
-    with pytest.raises(BadInput, match=said):
+def test_a_name_that_cannot_be_registered_is_refused(name, merges, reason):
+    with pytest.raises(BadInput, match=reason):
         blueprint(name, merges=merges)
     assert len(blueprints()) == len(BLUEPRINTS)
 
