@@ -11,7 +11,7 @@ what it was. The fault is contained if
   active seeds, and of their moments;
 - stages, alphas and history go on, and active seeds stay where they are;
 - training goes on and its loss is about that of the run without a fault; after a
-  spike, which may be too small to be distinguished from learning, not worse than guessing;
+  spike, which may be too small to be seen, it is not worse than guessing;
 - what was not finite is in the history, with its reason.
 
 The same faults without a guard must not be contained: the test can fail.
