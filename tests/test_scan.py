@@ -149,14 +149,6 @@ def test_memory_layout_does_not_matter(shape, reverse):
     assert_close(gradients, grad(expected.sum(), plain), **EXACT)
 
 
-def test_no_memory_layout_is_compiled_for_separately():
-    tensors = recurrence((3, 7, 16), 2)
-    scan(*(x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors))
-    signatures = module._recur_rows.signatures
-    assert signatures
-    assert {array.layout for kinds in signatures for array in kinds[:4]} == {"C"}
-
-
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 3, 4), (2, 0, 4), (2, 3, 0)])
 def test_empty_recurrences_give_empty_results_and_gradients(shape):
     decay, inputs, initial = (x.requires_grad_() for x in recurrence(shape, 0))
@@ -223,22 +215,6 @@ def test_t18_nothing_passes_a_boundary_in_value_or_gradient(road, reverse, poiso
     assert gradient.isfinite().all()
     (own,) = grad(road(decay, inputs, initial, reverse)[:, before].sum(), inputs)
     assert_close(gradient[:, before], 2.0 * own[:, before], rtol=1e-12, atol=0.0)
-
-
-@DIRECTIONS
-def test_t18_no_gradient_comes_back_over_a_boundary(reverse):
-    decay, inputs, initial = recurrence((2, 9, 8), 6, zeros=0.0)
-    decay[:, 4] = 0.0
-    leaves = [x.requires_grad_() for x in (inputs, initial)]
-    after = slice(0, 5) if reverse else slice(4, None)
-    poison = torch.zeros_like(inputs)
-    poison[:, after] = torch.nan
-
-    gradients = grad(scan(decay, *leaves, reverse=reverse), leaves, poison)
-
-    before = slice(5, None) if reverse else slice(0, 4)
-    assert gradients[0][:, before].eq(0.0).all()
-    assert gradients[1].eq(0.0).all()
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 4), (2, 5), (2, 5, 4)])
@@ -481,16 +457,6 @@ def test_t27_the_leaky_trace_is_wrong_exactly_before_a_truncation_in_mid_row():
     assert torch.equal((leaky - right).abs() > 1e-9, expected)
 
 
-def test_t27_a_truncation_taken_for_a_termination_is_wrong():
-    steps = rollout(3, 6, 12, full=True, ends=0.15)
-    right = env_major(steps, gamma=0.9, lam=0.8)[0]
-    confused = steps | {"truncated": torch.zeros_like(steps["truncated"])}
-    wrong = env_major(confused, gamma=0.9, lam=0.8)[0]
-    differs = (wrong - right).abs() > 1e-9
-    assert differs[steps["truncated"]].all()
-    assert not differs[steps["dones"] & ~steps["truncated"]].any()
-
-
 @GAE_ROADS
 def test_a_truncation_without_its_done_flag_ends_the_episode_too(road):
     steps = rollout(0, 30, 9)
@@ -513,19 +479,6 @@ def test_t28_bootstrapping_equals_an_edited_reward_and_edits_none(road):
     }
     expected, _ = road(edited, gamma=0.9, lam=0.8)
     assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
-
-
-@GAE_ROADS
-def test_lambda_zero_is_one_step_and_lambda_one_is_the_sum_of_rewards(road):
-    steps = rollout(2, 30, 9, ends=0.0, full=True)
-    following = torch.cat((steps["values"][:, 1:], steps["last_values"][:, None]), 1)
-
-    _, one_step = road(steps, gamma=0.9, lam=0.0)
-    _, everything = road(steps, gamma=1.0, lam=1.0)
-
-    assert_close(one_step, steps["rewards"] + 0.9 * following)
-    to_go = steps["rewards"].flip(1).cumsum(1).flip(1)
-    assert_close(everything, to_go + steps["last_values"][:, None])
 
 
 @GAE_ROADS

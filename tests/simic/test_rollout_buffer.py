@@ -25,27 +25,6 @@ from tests.simic.steps import (
 # --- What is stored ----------------------------------------------------------------
 
 
-def test_a_step_of_all_environments_becomes_one_column():
-    buffer, steps = make_buffer(envs=3, steps=2), Steps(3)
-    first, second = steps(), steps(terminated=flags(3, 0, 1, 2))
-    buffer.add(**first)
-    buffer.add(**second)
-
-    batch = take(buffer)
-
-    for t, step in enumerate((first, second)):
-        for name in COPIED:
-            assert_close(batch[name][:, t], step[name], rtol=0, atol=0)
-        for name in SEEN:
-            stored, given_ = (
-                getattr(x, name) for x in (batch.features, step["features"])
-            )
-            assert_close(stored[:, t], given_, rtol=0, atol=0)
-        assert_close(buffer.rewards[:, t], step["rewards"], rtol=0, atol=0)
-        assert_close(buffer.values[:, t], step["values"], rtol=0, atol=0)
-    assert buffer.dones.tolist() == [[False, True]] * 3
-
-
 patterns = st.integers(1, 4).flatmap(
     lambda envs: st.tuples(
         st.integers(1, 5),
@@ -320,13 +299,6 @@ def test_a_truncation_in_mid_buffer_bootstraps_and_stops_the_trace():
     buffer.compute_advantages_and_returns()
     # Neither the next episode's value (6) nor its advantage (8) comes in.
     assert buffer.advantages.tolist() == [[11.0, -3.0]]
-
-
-def test_computing_twice_gives_the_same():
-    buffer = make_buffer()
-    buffer.add(**a_step())
-    buffer.cut(torch.ones(2))
-    assert_same(take(buffer), take(buffer))
 
 
 def test_a_cut_of_an_earlier_rollout_is_forgotten():

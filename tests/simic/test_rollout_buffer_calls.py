@@ -1,6 +1,7 @@
 """What is left of the rollout before, when calls may come, and where they run."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -252,3 +253,28 @@ def test_a_buffer_made_in_inference_mode_can_be_used_outside():
         buffer = TamiyoRolloutBuffer(2, 3, ActionSpec(), state_shape=(1, 4))
     buffer.reset()
     assert not buffer.rewards.is_inference()
+
+
+def test_a_rollout_says_how_many_environments_share_their_chances():
+    buffer = make_buffer(envs=2)
+    buffer.begin(group_size=2)
+    buffer.add(**a_step())
+    buffer.cut(torch.zeros(2))
+    batch = take(buffer)
+    assert batch.group_size == 2
+    assert batch.select(torch.tensor([1])).group_size == 1
+    buffer.reset()
+    with pytest.raises(BadInput, match="group_size is 3 but the buffer has 2"):
+        buffer.begin(group_size=3)
+
+
+def test_a_device_that_is_not_there_is_refused_in_one_line():
+    with pytest.raises(BadInput, match="device 'xpu' cannot be used here: ") as caught:
+        make_buffer(device="xpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_buffer_without_an_action_space_is_refused():
+    make = inspect.unwrap(TamiyoRolloutBuffer.__init__)  # past the tests' type checks
+    with pytest.raises(BadInput, match="spec must be an ActionSpec, got NoneType"):
+        make(make_buffer(), 2, 4, None, state_shape=(1, 1))

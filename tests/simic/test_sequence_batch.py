@@ -79,11 +79,3 @@ def test_a_count_of_minibatches_that_cannot_be_is_refused_at_the_call(count):
     with pytest.raises(BadInput, match=rf"count must lie in 1..5, .* got {count}"):
         make_batch().minibatches(count, generator)
     assert torch.equal(generator.get_state(), before)
-
-
-def test_two_iterators_do_not_disturb_each_other():
-    batch, generator = make_batch(), Generator().manual_seed(0)
-    alone = [names(part) for part in batch.minibatches(2, Generator().manual_seed(0))]
-    one, two = batch.minibatches(2, generator), batch.minibatches(3, generator)
-    mixed = [names(next(one)), names(next(two)), names(next(one))]
-    assert [mixed[0], mixed[2]] == alone

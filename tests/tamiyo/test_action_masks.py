@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from esper.contracts.actions import HEAD, HEADS, RELEVANT, ActionSpec, Op
+from esper.contracts.actions import HEADS, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS, NUM_BLUEPRINTS
 from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
-from esper.contracts.stages import TRANSITIONS, Stage
+from esper.contracts.stages import Stage
 from esper.tamiyo.policy import action_masks
 from esper.tamiyo.policy.action_masks import (
     ActionMasks,
@@ -28,7 +28,6 @@ from tests.references.masks import (
     Slot,
     is_legal,
     masks_of,
-    naive_batch_masks,
     slots_from,
     slots_from_row,
 )
@@ -140,14 +139,6 @@ def test_masks_of_lists_are_those_of_plain_rules_and_of_arrays(data):
         spec = ActionSpec(config)
         assert_says(masks, env, masks_of(*slots_from_row(row), spec))
     assert_same(masks, compute_batch_masks(states_of(rows), config))
-
-
-@settings(max_examples=40)
-@given(st.lists(slot_rows(3), min_size=1, max_size=4))
-def test_stacking_environments_one_by_one_gives_the_same_unions(rows):
-    masks = compute_batch_masks(rows, SlotConfig())
-    for head, expected in naive_batch_masks(rows, SlotConfig()).items():
-        assert_close(masks[head], expected)
 
 
 # One environment as many
@@ -298,11 +289,6 @@ def test_two_action_spaces_keep_their_own_law():
 
 
 # The tables
-
-
-def test_only_ops_that_use_the_slot_head_have_slots():
-    acting = {op for op, _ in TRANSITIONS}
-    assert acting == {op for op in Op if RELEVANT[op, HEAD["slot"]]}
 
 
 def test_the_plain_rules_know_every_op():

@@ -141,17 +141,6 @@ def test_features_of_values_up_to_1e30_are_finite_and_bounded(data):
         assert table.abs().max() <= 1.0
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_the_largest_rent_and_size_together_stay_finite(sign):
-    seen = change(quiet(), "host", rent=sign * 1e30)
-    seen = change(seen, "slots", parameters=1e30, contribution=1e30)
-    seen = change(seen, "slots", contribution_measured=True)
-    seen = change(seen, "offers", parameters=1e30, promise=-1e30, promise_known=True)
-    features = compute_features(seen, SPEC)
-    assert (column(features, "slots", "net_contribution") == -sign).all()
-    assert (column(features, "offers", "net_promise") == -sign).all()
-
-
 # Column by column
 
 PLAIN = [
@@ -236,16 +225,6 @@ def test_the_tables_are_as_wide_as_they_say():
     assert blueprint_table(SPEC).shape == (3, len(BLUEPRINT_COLUMNS))
 
 
-def test_a_slot_is_at_one_stage():
-    for stage in Stage:
-        features = compute_features(change(quiet(), "slots", stage=stage.value), SPEC)
-        marks = [
-            column(features, "slots", f"stage_{other.name.lower()}") for other in Stage
-        ]
-        assert (torch.stack(marks).sum(dim=0) == 1.0).all()
-        assert (marks[stage] == 1.0).all()
-
-
 def test_a_blueprint_is_affordable_up_to_the_whole_budget():
     seen = quiet()
     costs = torch.tensor([0.5, 0.6, 0.4]).expand(2, 2, 3)
@@ -286,21 +265,6 @@ def test_rent_is_charged_per_size_and_taken_off_what_a_seed_gives():
     )
     net = column(features, "offers", "net_promise")[0, 0, 0]
     assert_close(net, squashed(0.05 - 0.1, half=0.4), rtol=1e-5, atol=0.0)
-
-
-def test_small_and_large_gains_can_be_told_apart():
-    gains = torch.tensor([0.005, 0.01, 0.02, 0.1, 0.2, 1.0, 2.0])
-    seen = [
-        change(quiet(), "offers", promise=gain, promise_known=True)
-        for gain in gains.tolist()
-    ]
-    read = torch.stack(
-        [
-            column(compute_features(one, SPEC), "offers", "promise")[0, 0, 0]
-            for one in seen
-        ]
-    )
-    assert (read.diff() > 0.04).all()
 
 
 def test_a_budget_without_limit_is_full_and_flagged():
@@ -348,24 +312,6 @@ def test_measured_zero_differs_from_not_measured():
 
 
 # Order, purity, devices
-
-
-@settings(max_examples=20)
-@given(st.data())
-def test_reordered_slots_or_environments_have_reordered_features(data):
-    spec = data.draw(action_specs())
-    observation = data.draw(observations(spec, envs=3))
-    features = compute_features(observation, spec)
-    slots = torch.tensor(data.draw(st.permutations(range(spec.slots.max_slots))))
-    turned = compute_features(rearrange(observation, slots, 1), spec)
-    assert_close(turned.host, features.host, rtol=0, atol=0)
-    assert_close(turned.slots, features.slots[:, slots], rtol=0, atol=0)
-    assert_close(turned.offers, features.offers[:, slots], rtol=0, atol=0)
-    envs = torch.tensor(data.draw(st.permutations(range(3))))
-    turned = compute_features(rearrange(observation, envs, 0), spec)
-    for table in ("host", "slots", "offers"):
-        expected = getattr(features, table)[envs]
-        assert_close(getattr(turned, table), expected, rtol=0, atol=0)
 
 
 @settings(max_examples=20)
@@ -446,17 +392,6 @@ def test_a_blueprint_is_described_by_form_size_and_whether_it_merges():
         assert row.pop("merges") == merges
         assert {name for name, value in row.items() if value == 1.0} == {form}
         assert sum(row.values()) == 1.0
-
-
-def test_larger_blueprints_read_larger_and_stay_bounded():
-    sizes = [1, 2, 3, 4, 8, 64, 10**6]
-    spec = ActionSpec(
-        blueprints=tuple(Blueprint(f"w{n}", Form.WIDEN, n, merges=True) for n in sizes)
-    )
-    table = blueprint_table(spec)
-    assert (table[:, 0].diff() > 0.03).all()
-    assert table.min() >= 0.0
-    assert table.max() <= 1.0
 
 
 # Bad input
