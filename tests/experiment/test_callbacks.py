@@ -89,7 +89,7 @@ def test_every_event_belongs_to_the_episode_of_its_step(recorded):
 
 
 def test_a_world_without_networks_leaves_their_figures_missing(tmp_path):
-    world = SimulatedWorld(3)
+    world = SimulatedWorld(4)
     with recorded_by(tmp_path / "events.sqlite", world, ["simulated"], 6) as db:
         found = db.execute('SELECT "return", test, macs FROM episodes').fetchall()
     assert len(found) >= 3

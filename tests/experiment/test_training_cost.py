@@ -34,44 +34,44 @@ class Tally:
         self.train, self.count = world.cohort.train, world.cohort.count
         world.cohort.train, world.cohort.count = self.on_train, self.on_count
 
-    def seeds(self, env, felt):
-        """Place and multiply-adds of each seed that is felt."""
+    def seeds(self, env, alpha):
+        """Place and multiply-adds of each seed with an alpha."""
         found = []
         for slot, size in enumerate(self.cohort.size[env].tolist()):
             place = slot % (len(WIDTHS) - 2)
-            if size and felt[env, slot] > 0:
+            if size and alpha[env, slot] > 0:
                 found.append((place, size * (WIDTHS[place] + WIDTHS[place + 2])))
         return found
 
-    def forward(self, env, felt):
-        return sum(LAYERS) + sum(macs for _, macs in self.seeds(env, felt))
+    def forward(self, env, alpha):
+        return sum(LAYERS) + sum(macs for _, macs in self.seeds(env, alpha))
 
-    def on_count(self, x, y, felt, asked=None):
+    def on_count(self, x, y, alpha, wanted=None):
         rows = x.shape[1]
         self.calls.append(
             [
-                rows * self.forward(env, felt) if asked is None or asked[env] else 0
+                rows * self.forward(env, alpha) if wanted is None or wanted[env] else 0
                 for env in range(HOSTS)
             ]
         )
-        return self.count(x, y, felt, asked)
+        return self.count(x, y, alpha, wanted)
 
-    def on_train(self, features, labels, picked, plan, rates, *, keep=False):
+    def on_train(self, features, labels, picked, alphas, rates, *, keep=False):
         spent = []
         for env in range(HOSTS):
-            each = 3 * self.forward(env, plan.felt)
-            young = self.seeds(env, plan.training)
+            each = 3 * self.forward(env, alphas.host)
+            young = self.seeds(env, alphas.training)
             if young:
                 outlet = min(place for place, _ in young) + 1
-                each += self.forward(env, plan.felt) + sum(macs for _, macs in young)
+                each += self.forward(env, alphas.host) + sum(macs for _, macs in young)
                 each += 2 * sum(macs for _, macs in young)
                 each += sum(LAYERS[outlet + 1 :])
-                everyone = self.seeds(env, plan.felt) + young
+                everyone = self.seeds(env, alphas.host) + young
                 each += sum(macs for place, macs in everyone if place > outlet)
             spent.append(each * picked.shape[1] * picked.shape[2])
         self.looks += keep
         self.calls.append(spent)
-        return self.train(features, labels, picked, plan, rates, keep=keep)
+        return self.train(features, labels, picked, alphas, rates, keep=keep)
 
 
 def sentence(**words):
