@@ -24,7 +24,7 @@ import torch
 from esper.contracts.step import VectorWorld
 from esper.experiment.callbacks import OnRoundEnd
 from esper.experiment.config import TrainConfig
-from esper.experiment.evaluate import warm
+from esper.experiment.evaluate import compile_engine
 from esper.experiment.pretraining import imitation_steps
 from esper.experiment.records import RoundRecord
 from esper.experiment.run import Run
@@ -206,7 +206,7 @@ def _find(
 
 
 def _batch(batch: Batch, supplies: Supplies) -> Done:
-    warm(batch.task, batch.block)
+    compile_engine(batch.task, batch.block)
     began = perf_counter()
     results, recordings = carry_out(batch, supplies)
     return Done(seconds=perf_counter() - began, results=results, recordings=recordings)

@@ -5,7 +5,14 @@ import pytest
 import torch
 
 from esper.contracts.errors import BadInput
-from esper.experiment.grow import GrowConfig, Turns, grow, run_grow, story, write
+from esper.experiment.grow import (
+    GrowConfig,
+    ShuffledBatches,
+    grow,
+    run_grow,
+    summary_lines,
+    write,
+)
 from esper.tamiyo.restricted import Restricted
 from tests.environment.test_growing import LONG, blobs
 
@@ -58,7 +65,7 @@ def test_who_is_not_known_is_refused_with_everybody_who_is(tmp_path):
 def test_every_row_is_seen_once_before_one_is_seen_again():
     data = blobs(0).train
     batches = len(data) // 16
-    turns = Turns(data, 16, batches, torch.Generator().manual_seed(0))
+    turns = ShuffledBatches(data, 16, batches, torch.Generator().manual_seed(0))
     rows = torch.cat([x for x, _ in turns])
     assert len(turns) == batches
     assert len(rows.unique(dim=0)) == 16 * batches
@@ -105,11 +112,11 @@ def test_a_network_with_seeds_that_do_not_fold_in_is_written_too(tmp_path):
 
 def test_a_story_is_short_and_says_what_was_done():
     history = grow(LONG, CONFIG, progress=False).fitted.history
-    lines = story(history)
+    lines = summary_lines(history)
     assert 1 <= len(lines) <= 8
     assert "plant" in lines[0]
     many = [each for each in history if each.said.startswith("plant")] * 12
-    told = story(many)
+    told = summary_lines(many)
     assert len(told) == 8
     assert told[-1].endswith(f"{len(many) - 7} x plant.")
-    assert story(()) == ["Nothing was planted."]
+    assert summary_lines(()) == ["Nothing was planted."]

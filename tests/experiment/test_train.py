@@ -28,14 +28,14 @@ from esper.experiment.worlds import world_for
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from tests.census import changed, fixed, stateful
-from tests.environment.test_growing import TERMS, TINY, VARIED
+from tests.environment.test_growing import SETTINGS, TINY, VARIED
 from tests.experiment.training_script import config
 
 ROUNDS, SCRIPT = 6, "tests.experiment.training_script"
 SMALL = PolicyConfig(width=8, slot_width=8, offer_width=4)
 WORLDS = {
-    "shared": lambda seed: GrowingWorld(TINY, 4, seed, terms=TERMS),
-    "varied": lambda seed: GrowingWorld(VARIED, 4, seed, terms=TERMS),
+    "shared": lambda seed: GrowingWorld(TINY, 4, seed, settings=SETTINGS),
+    "varied": lambda seed: GrowingWorld(VARIED, 4, seed, settings=SETTINGS),
     "simulated": lambda seed: SimulatedWorld(4, seed, hidden_share=0.5),
 }
 

@@ -77,51 +77,16 @@ class Callback:
         """At the very end, whatever it was."""
 
 
-class CallbackList(Callback):
+class CallbackList:
     """Several callbacks, called one after the other."""
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self.callbacks = tuple(callbacks)
 
-    def on_message(self, text: str, *, warning: bool = False) -> None:
-        """Call all."""
+    def call(self, hook: str, *args: Any, **options: Any) -> None:  # noqa: ANN401
+        """Call one hook of all, by name."""
         for callback in self.callbacks:
-            callback.on_message(text, warning=warning)
-
-    def on_progress(self, name: str, done: int, total: int, text: str) -> None:
-        """Call all."""
-        for callback in self.callbacks:
-            callback.on_progress(name, done, total, text)
-
-    def on_train_start(self, trainer: "Trainer", *, resumed: bool) -> None:
-        """Call all."""
-        for callback in self.callbacks:
-            callback.on_train_start(trainer, resumed=resumed)
-
-    def on_step(self, trainer: "Trainer", step: Transition) -> None:
-        """Call all."""
-        for callback in self.callbacks:
-            callback.on_step(trainer, step)
-
-    def on_round_end(self, trainer: "Trainer", record: RoundRecord) -> None:
-        """Call all."""
-        for callback in self.callbacks:
-            callback.on_round_end(trainer, record)
-
-    def on_evaluation(self, trainer: "Trainer", results: Results) -> None:
-        """Call all."""
-        for callback in self.callbacks:
-            callback.on_evaluation(trainer, results)
-
-    def on_train_end(self, trainer: "Trainer") -> None:
-        """Call all."""
-        for callback in self.callbacks:
-            callback.on_train_end(trainer)
-
-    def on_close(self) -> None:
-        """Call all."""
-        for callback in self.callbacks:
-            callback.on_close()
+            getattr(callback, hook)(*args, **options)
 
 
 class OnRoundEnd(Callback):
@@ -265,7 +230,7 @@ class Evaluate(Callback):
             task.name: judge(policy, task, hosts, 0, settings, stage=WATCHED)
             for task in tasks_of(self._config, WATCHED)
         }
-        trainer.callbacks.on_evaluation(trainer, results)
+        trainer.callbacks.call("on_evaluation", trainer, results)
 
 
 class Checkpoint(Callback):
@@ -319,8 +284,7 @@ class Checkpoint(Callback):
             self._failures += 1
             if last or self._failures == PATIENCE:
                 raise
-            text = f"{trouble} Training goes on."
-            trainer.callbacks.on_message(text, warning=True)
+            trainer.warn(f"{trouble} Training goes on.")
 
 
 class FinalEvaluation(Callback):
@@ -360,7 +324,7 @@ class FinalEvaluation(Callback):
                     )
                     self._store.flush()
                 text = f"{arm} on {task}: return {judged.returns.mean():.4f}"
-                trainer.callbacks.on_progress("judging", number, len(jobs), text)
+                trainer.report_progress("judging", number, len(jobs), text)
 
     def _done(self) -> set[tuple[str, str]]:
         """Tasks and arms that are in the store."""

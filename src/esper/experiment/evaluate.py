@@ -57,14 +57,14 @@ KIND: Final = "evaluation"
 """What `versions.json` calls such a run."""
 
 PAUSE: Final = 0.5
-"""Seconds after which whoever waits looks up."""
+"""Seconds between two looks at the stop condition."""
 
 TaskName = Annotated[str, one_of("task", lambda: TASKS)]
 
 
 @settings
 class EvaluateConfig:
-    """Who is judged on what."""
+    """Which arms are judged on which tasks."""
 
     tasks: tuple[TaskName, ...] = ()
     """What the hosts learn; none: every task that can be judged here."""
@@ -81,10 +81,10 @@ class EvaluateConfig:
     runs: Text = "runs"
     """Folder in which runs are kept."""
     world: World = field(default_factory=World)
-    """On what terms hosts grow."""
+    """How hosts grow."""
 
     def __post_init__(self) -> None:
-        """Refuse who cannot be judged."""
+        """Refuse arms that do not exist."""
         if self.name is not None:
             checked_name(self.name)
         if not self.controllers:
@@ -113,15 +113,12 @@ class Job:
     """Of a learned controller."""
 
 
-Results = Generator[tuple[Job, Judged], None, None]
-
-
 class _Stopped(Exception):  # noqa: N818
-    """Whoever waits for results wants no more."""
+    """No more results are wanted."""
 
 
 def run_evaluation(config: EvaluateConfig, *, as_json: bool = False) -> Path:
-    """Judge everybody, store it and print it; the folder of the run."""
+    """Judge all arms, store and print the results; the folder of the run."""
     console = Console(stderr=as_json)
     path, skipped = evaluate(config, console)
     summary = summary_of(path)
@@ -139,10 +136,10 @@ def run_evaluation(config: EvaluateConfig, *, as_json: bool = False) -> Path:
 def evaluate(
     config: EvaluateConfig, console: Console | None = None
 ) -> tuple[Path, Mapping[str, str]]:
-    """Judge everybody and store what came of it.
+    """Judge all arms and store the results.
 
     Args:
-        config: Who is judged on what.
+        config: Which arms on which tasks.
         console: Where progress is shown.
 
     Returns:
@@ -172,7 +169,11 @@ def evaluate(
             )
             store.flush()
             done[task] += 1
-            progress.update(task, done[task], len(arms), _news(job, judged))
+            text = (
+                f"{job.arm}: return {judged.returns.mean():.4f}, test score "
+                f"{100 * judged.test.mean():.1f} %"
+            )
+            progress.update(task, done[task], len(arms), text)
         for name, reason in skipped.items():
             store.add_note(0, "skipped", f"{name}: {reason}")
         store.flush()
@@ -257,11 +258,11 @@ def _arms(config: EvaluateConfig) -> dict[str, Maker | None]:
 
 def results_of(
     jobs: Sequence[Job], processes: int, stop: Callable[[], bool] = lambda: False
-) -> Results:
-    """What came of each job, in the order in which they end.
+) -> Generator[tuple[Job, Judged], None, None]:
+    """The result of each job, in the order in which they end.
 
     Args:
-        jobs: Who is judged on what; static arms after those that they are measured by.
+        jobs: Arms on tasks; static arms after those that they are measured by.
         processes: Jobs at the same time.
         stop: Asked every now and then; if it says so, there are no more.
     """
@@ -279,13 +280,13 @@ def results_of(
         for job in ready:
             if stop():
                 return
-            judged = _carry_out(job)
+            judged = _run_job(job)
             yield job, judged
             for after in freed(job):
-                yield after, _carry_out(after, judged)
+                yield after, _run_job(after, judged)
         return
     with suppress(_Stopped), workers(min(processes, len(jobs))) as pool:
-        running = {pool.submit(_carry_out, job): job for job in ready}
+        running = {pool.submit(_run_job, job): job for job in ready}
         while running:
             ended, _ = wait(running, timeout=PAUSE, return_when=FIRST_COMPLETED)
             if stop():
@@ -293,35 +294,27 @@ def results_of(
             for future in ended:
                 job, judged = running.pop(future), future.result()
                 running |= {
-                    pool.submit(_carry_out, after, judged): after
-                    for after in freed(job)
+                    pool.submit(_run_job, after, judged): after for after in freed(job)
                 }
                 yield job, judged
 
 
-def _carry_out(job: Job, reference: Judged | None = None) -> Judged:
+def _run_job(job: Job, reference: Judged | None = None) -> Judged:
     torch.set_num_threads(1)
-    warm(job.task, job.rng_seed)
+    compile_engine(job.task, job.rng_seed)
     task, hosts, number = job.task, job.hosts, job.rng_seed
     if reference is None:
         return judge(job.maker or job.arm, task, hosts, number, job.world)
     return judge_static(job.arm, task, hosts, number, reference, job.world)
 
 
-_WARM: Final[set[str]] = set()
+_COMPILED: Final[set[str]] = set()
 
 
-def warm(task: Task, rng_seed: int) -> None:
+def compile_engine(task: Task, rng_seed: int) -> None:
     """Load what is compiled before anything is timed, once in a process."""
-    if task.host.kind not in _WARM:
+    if task.host.kind not in _COMPILED:
         world = judged_world(task, 1, rng_seed)
         world.reset()
         world.step(torch.zeros(1, NUM_HEADS, dtype=torch.int64))
-        _WARM.add(task.host.kind)
-
-
-def _news(job: Job, judged: Judged) -> str:
-    return (
-        f"{job.arm}: return {judged.returns.mean():.4f}, test score "
-        f"{100 * judged.test.mean():.1f} %"
-    )
+        _COMPILED.add(task.host.kind)

@@ -31,7 +31,7 @@ from esper.growth.tracing import Example, isolated
 from esper.tamiyo.registry import Maker
 
 EXAMPLE: Final = 32
-"""Rows of the first training batch that the model is watched with, at most."""
+"""Rows of the first training batch that the model is traced with, at most."""
 
 Batches = Iterable[Any]
 """Pairs (x, y), as often as they are asked for: a `DataLoader`, or a list."""
@@ -40,14 +40,14 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What came of a training."""
+    """A fitted model."""
 
     model: nn.Module
     """The grown network as a plain module, in eval mode, after the last epoch."""
     history: tuple[GrowthDecision, ...]
     """One entry for each epoch."""
     summary: str
-    """The story on one page."""
+    """What was done, on one page."""
     grower: Grower
     """For going on by hand; its model is the one that was passed in."""
 
@@ -78,16 +78,16 @@ def fit(
         loss: One number from the model's answer and y.
         epochs: Passes over the training batches, with a decision after each.
         slots: Where it may grow, by module name; "auto" finds places.
-        example: What the model is watched with; rows of the first batch if None.
+        example: What the model is traced with; rows of the first batch if None.
         optimizer: Trains the model at its own learning rates. If None: AdamW, with
             a learning rate that rises and falls once.
         learning_rate: The highest one of that cycle.
-        controller: Who decides; see `Grower`.
+        controller: See `Grower`.
         metric: Measures the model, in eval mode and without gradients, where more is
             better unless mode="min" is passed too. If None: the accuracy on the
             validation batches if y holds classes, else the loss on them.
         budget: How much may be added; see `Grower`.
-        progress: Whether to show how it goes.
+        progress: Whether to show progress.
         options: Whatever else `Grower` takes.
     """
     if epochs < 1:
@@ -230,17 +230,17 @@ def _try(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, who: str) -> bool:
                 f"the model cannot be called with the x {[*x.shape]} of {who}: "
                 f"{first_line(error)}."
             ) from error
-        said = [*answer.shape] if isinstance(answer, Tensor) else type(answer).__name__
+        shape = [*answer.shape] if isinstance(answer, Tensor) else type(answer).__name__
         try:
             value = loss(answer, y)
         except Exception as error:
             raise BadInput(
-                f"no loss from the model's answer {said} and the y {[*y.shape]} "
+                f"no loss from the model's answer {shape} and the y {[*y.shape]} "
                 f"({y.dtype}) of {who}: {first_line(error)}."
             ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
-        came = [*value.shape] if isinstance(value, Tensor) else type(value).__name__
-        raise BadInput(f"the loss must be one number, as a tensor, got {came}.")
+        got = [*value.shape] if isinstance(value, Tensor) else type(value).__name__
+        raise BadInput(f"the loss must be one number, as a tensor, got {got}.")
     whole = not y.is_floating_point() and y.dtype is not torch.bool
     return isinstance(answer, Tensor) and whole and answer.ndim == y.ndim + 1
 

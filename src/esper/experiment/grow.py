@@ -35,20 +35,20 @@ from esper.tasks.data import Data
 from esper.tasks.task import Task
 
 NEWEST: Final = "latest"
-"""Who decides, if it is what the newest training learnt; no run can be called so."""
+"""The controller of the newest finished training; no run can be called so."""
 LINES: Final = 8
-"""Of a story, at most; two more say what came of it."""
+"""About decisions, at most; two more give the result."""
 ROWS: Final = 512
-"""Rows of a batch that is only looked at."""
+"""Rows of a batch that is only evaluated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowConfig:
-    """What to grow, who decides, and where to write it."""
+    """What to grow, with which controller, and where to write it."""
 
     task: str
     controller: str = "early"
-    """Somebody by name, a run, or "latest": the newest finished training."""
+    """A controller by name, a run, or "latest": the newest finished training."""
     budget: float = 4.0
     """Parameters that may be added, as a multiple of the host's."""
     rng_seed: int = 0
@@ -60,35 +60,35 @@ class GrowConfig:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """What came of it."""
+    """A grown network."""
 
     fitted: Fitted
     test: float
     """Share of test rows that the exported network guesses right."""
 
 
-class Turns:
+class ShuffledBatches:
     """The batches until the next decision, on and on through shuffled rows.
 
     Args:
         data: Rows to train on.
         batch: Rows of a batch.
-        turns: Batches until the next decision.
+        count: Batches until the next decision.
         generator: Decides the order.
     """
 
     def __init__(
-        self, data: Data, batch: int, turns: int, generator: Generator
+        self, data: Data, batch: int, count: int, generator: Generator
     ) -> None:
-        self._data, self._batch, self._turns = data, batch, turns
+        self._data, self._batch, self._count = data, batch, count
         self._generator = generator
         self._order = torch.empty(0, dtype=torch.int64)
 
     def __len__(self) -> int:
-        return self._turns
+        return self._count
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for _ in range(self._turns):
+        for _ in range(self._count):
             if len(self._order) < self._batch:
                 self._order = torch.randperm(len(self._data), generator=self._generator)
             rows = self._order[: self._batch]
@@ -97,18 +97,18 @@ class Turns:
 
 
 def run_grow(config: GrowConfig) -> None:
-    """Grow a network, tell its story, write it."""
+    """Grow a network, print what was done, and write it."""
     if config.out is not None:
         _check_free(config.out)
     task, console = find_task(config.task), Console()
-    who = _who(config)
+    controller = _controller(config)
     out = config.out or _free_name(f"{task.name}-{_label(config)}")
     _check_free(out)
-    grown = grow(task, config, who)
+    grown = grow(task, config, controller)
     write(grown.fitted.model, task, out)
     after = sum(parameter.numel() for parameter in grown.fitted.model.parameters())
     for line in (
-        *story(grown.fitted.history),
+        *summary_lines(grown.fitted.history),
         f"Test score {grown.test:.1%}; {task.host.parameters:,} parameters became "
         f"{after:,}.",
         f"The network is in {out}; it loads without Esper: torch.export.load.",
@@ -116,22 +116,22 @@ def run_grow(config: GrowConfig) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def story(history: Sequence[GrowthDecision]) -> list[str]:
+def summary_lines(history: Sequence[GrowthDecision]) -> list[str]:
     """What was planted, kept and pruned, in eight lines at most."""
-    told = [d for d in history if d.said.split()[0] in ("plant", "keep", "prune")]
-    shown = told if len(told) <= LINES else told[: LINES - 1]
+    acts = [d for d in history if d.said.split()[0] in ("plant", "keep", "prune")]
+    shown = acts if len(acts) <= LINES else acts[: LINES - 1]
     lines = [f"decision {d.step:>3}, score {d.metric:.3f}: {d.said}" for d in shown]
-    if len(shown) < len(told):
-        rest = Counter(d.said.split()[0] for d in told[len(shown) :])
+    if len(shown) < len(acts):
+        rest = Counter(d.said.split()[0] for d in acts[len(shown) :])
         words = ", ".join(f"{count} x {word}" for word, count in rest.items())
-        lines.append(f"and then, by decision {told[-1].step}: {words}.")
+        lines.append(f"and then, by decision {acts[-1].step}: {words}.")
     return lines or ["Nothing was planted."]
 
 
 def grow(
     task: Task,
     config: GrowConfig,
-    who: Maker | str | None = None,
+    controller: Maker | str | None = None,
     *,
     progress: bool = True,
 ) -> Grown:
@@ -140,23 +140,23 @@ def grow(
     Args:
         task: What it learns.
         config: How.
-        who: Who decides; None: the one that `config` names.
+        controller: None: the one that `config` names.
         progress: Whether to show how it goes.
     """
     splits = task.splits(config.rng_seed)
     model = task.host.build(stream(config.rng_seed, "host"))
-    turns = Turns(
+    batches = ShuffledBatches(
         splits.train, task.batch, task.decision_every, stream(config.rng_seed, "rows")
     )
     fitted = fit(
         model,
-        turns,
+        batches,
         _parts(splits.decisions),
         loss=cross_entropy,
         epochs=task.horizon,
         slots=list(task.host.slots),
         learning_rate=task.learning_rate,
-        controller=_who(config) if who is None else who,
+        controller=_controller(config) if controller is None else controller,
         budget=config.budget,
         blueprints=OFFERED[task.host.kind],
         progress=progress,
@@ -190,7 +190,7 @@ def _parts(data: Data) -> list[tuple[Tensor, Tensor]]:
     return list(zip(data.features.split(ROWS), data.labels.split(ROWS), strict=True))
 
 
-def _who(config: GrowConfig) -> Maker | str:
+def _controller(config: GrowConfig) -> Maker | str:
     """The controller that a name stands for."""
     name, root = config.controller, Path(config.runs)
     if name in NAMES:

@@ -89,12 +89,12 @@ def judge(
     """One episode of a controller on every host.
 
     Args:
-        controller: Who decides, what makes one, or the name of one that does not learn.
+        controller: A controller, a factory of one, or the name of one.
         task: What the hosts learn.
         hosts: How many.
         rng_seed: Decides which hosts.
-        settings: On what terms they grow; None: the default ones.
-        stage: What it is done for; another word stands for other hosts.
+        settings: How they grow; None: the defaults.
+        stage: Another stage stands for other hosts.
     """
     return judge_closely(controller, task, hosts, rng_seed, settings, stage=stage)[0]
 
@@ -108,7 +108,7 @@ def judge_closely(
     *,
     stage: str = "judged",
 ) -> tuple[Judged, Recording]:
-    """The same as `judge`, and all that was done."""
+    """The same as `judge`, with the recording."""
     world = judged_world(task, hosts, rng_seed, settings, stage=stage)
     controller = controller_for(controller, world.spec)
     log = play_logged(world, controller, rng_seed)

@@ -186,7 +186,7 @@ class Trainer(Stateful):
         while not (self.over or self.stopping or self.diverged):
             record = self.play_round()
             self.stopping = self.interrupted()
-            self.callbacks.on_round_end(self, record)
+            self.callbacks.call("on_round_end", self, record)
         return record
 
     def play_round(self) -> RoundRecord:
@@ -235,8 +235,16 @@ class Trainer(Stateful):
         self.generator.manual_seed(stream_seed(seed, f"choices, {again}"))
         self.agent.generator.manual_seed(stream_seed(seed, f"order, {again}"))
 
+    def report_progress(self, name: str, done: int, total: int, text: str) -> None:
+        """Tell callbacks how far something is that takes a while."""
+        self.callbacks.call("on_progress", name, done, total, text)
+
+    def warn(self, text: str) -> None:
+        """Send callbacks a warning."""
+        self.callbacks.call("on_message", text, warning=True)
+
     def _on_step(self, step: Transition) -> None:
-        self.callbacks.on_step(self, step)
+        self.callbacks.call("on_step", self, step)
 
 
 def train(
@@ -272,8 +280,8 @@ def begin_run(config: TrainConfig, callbacks: Sequence[Callback] = ()) -> RunRes
     root, listeners = Path(config.runs), CallbackList(callbacks)
     _check(config, root)
     with Run.create(root, config.name, as_toml(config), facts) as run:
-        listeners.on_message(f"Training on {_describe(config)}.")
-        listeners.on_message(f"The run is in {run.path}.")
+        listeners.call("on_message", f"Training on {_describe(config)}.")
+        listeners.call("on_message", f"The run is in {run.path}.")
         return _train(config, run, callbacks)
 
 
@@ -284,7 +292,7 @@ def resume_run(path: Path, callbacks: Sequence[Callback] = ()) -> RunResult:
             raise BadInput(f"run {run.name} is complete; begin another one.")
         config = settings_of(run)
         text = f"Going on with {run.name}: on {_describe(config)}."
-        CallbackList(callbacks).on_message(text)
+        CallbackList(callbacks).call("on_message", text)
         return _train(config, run, callbacks)
 
 
@@ -397,19 +405,20 @@ def _attempt(
                 trainer.draw_streams_anew(rollbacks)
                 text = f"{BROKEN}; back to round {trainer.round}, with new streams."
                 store.add_note(trainer.round, "refused", text)
-                trainer.callbacks.on_message(text, warning=True)
+                trainer.warn(text)
             trainer.stopping = trainer.interrupted()
-            trainer.callbacks.on_train_start(trainer, resumed=found is not None)
+            resumed = found is not None
+            trainer.callbacks.call("on_train_start", trainer, resumed=resumed)
             last = trainer.run()
             if trainer.diverged:
                 run.write(DIAGNOSIS, {"trouble": BROKEN, "last": str(last)})
                 return trainer
             if not trainer.interrupted():
-                trainer.callbacks.on_train_end(trainer)
+                trainer.callbacks.call("on_train_end", trainer)
             if not trainer.interrupted():
                 _finish(config, run, trainer)
         finally:
-            trainer.callbacks.on_close()
+            trainer.callbacks.call("on_close")
     return trainer
 
 
@@ -430,7 +439,7 @@ def _start_from(config: TrainConfig, trainer: Trainer) -> None:
     """Give a new policy the weights that the run is to start from."""
     from esper.experiment import pretraining  # which trains, too
 
-    report, stop = trainer.callbacks.on_progress, trainer.interrupted
+    report, stop = trainer.report_progress, trainer.interrupted
     if config.start_from is None:
         return
     if config.start_from == WARM:
@@ -463,7 +472,7 @@ def _note_changes(
     for kind, lines in (("rejected", found.rejected), ("inexact", changed)):
         for line in lines:
             store.add_note(found.manifest.step, kind, line)
-            trainer.callbacks.on_message(line, warning=True)
+            trainer.warn(line)
 
 
 def _finish(config: TrainConfig, run: Run, trainer: Trainer) -> None:
