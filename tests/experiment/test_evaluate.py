@@ -171,18 +171,14 @@ def test_nothing_left_to_judge_is_an_error_with_the_reasons(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_name_is_used_once(tmp_path):
-    path, _ = evaluate(config(tmp_path, controllers=("never",)), quiet())
+def test_a_name_is_used_once_and_arms_named_twice_are_judged_once(tmp_path):
+    made = config(tmp_path, tasks=("tiny", "tiny"), controllers=("never", "never"))
+    path, _ = evaluate(made, quiet())
+    assert len(stored(path)) == 2
     before = (path / STORE).read_bytes()
     with pytest.raises(RunTaken):
         evaluate(config(tmp_path, controllers=("never",)), quiet())
     assert (path / STORE).read_bytes() == before
-
-
-def test_names_given_twice_are_judged_once(tmp_path):
-    made = config(tmp_path, tasks=("tiny", "tiny"), controllers=("never", "never"))
-    path, _ = evaluate(made, quiet())
-    assert len(stored(path)) == 2
 
 
 def test_static_is_measured_by_early_of_its_own_task(tmp_path):
@@ -199,25 +195,6 @@ def test_static_is_measured_by_early_of_its_own_task(tmp_path):
         ]
         assert [row["added"] for row in rows_] == expected.added.tolist()
         assert [row["test"] for row in rows_] == expected.test.tolist()
-
-
-class Reading(io.StringIO):
-    """A file that counts the rows of a store whenever something is written."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.path, self.seen = path, []
-
-    def write(self, text):
-        if "arm" in text:
-            self.seen.append(len(stored(self.path)))
-        return super().write(text)
-
-
-def test_rows_are_in_the_store_when_their_arm_is_told_of(tmp_path):
-    file = Reading(tmp_path / "runs" / "it")
-    evaluate(config(tmp_path), Console(file=file))
-    assert file.seen == [2, 4, 6]
 
 
 @pytest.fixture(scope="module")
@@ -246,16 +223,13 @@ def test_a_run_that_learnt_is_an_arm_by_its_name_and_the_reference(tmp_path, tra
     assert "'static': measured by what 'fern' ended with" in said
 
 
-def test_one_checkpoint_of_a_run_is_as_good(tmp_path, trained):
+def test_a_checkpoint_is_an_arm_too_and_none_is_named_twice(tmp_path, trained):
     one = max((trained / "checkpoints").iterdir())
     path, _ = evaluate(config(tmp_path, controllers=(str(one),)), quiet())
     assert {row["controller"] for row in stored(path)} == {f"fern@{one.name}"}
-
-
-def test_a_run_that_is_named_twice_is_refused(tmp_path, trained):
-    again = f"{trained}/"
+    twice = (str(trained), f"{trained}/")
     with pytest.raises(BadInput, match="'fern' twice"):
-        evaluate(config(tmp_path, controllers=(str(trained), again)), quiet())
+        evaluate(config(tmp_path, controllers=twice, name="two"), quiet())
 
 
 def test_a_folder_that_is_called_like_a_control_is_not_meant(tmp_path, monkeypatch):
@@ -266,13 +240,15 @@ def test_a_folder_that_is_called_like_a_control_is_not_meant(tmp_path, monkeypat
 
 
 class Interrupting(io.StringIO):
-    """A file in front of which somebody presses Ctrl-C once a line is written."""
+    """A file in front of which Ctrl-C is pressed once a line is written."""
 
     def write(self, text):
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_evaluation_is_readable_and_unfinished(tmp_path):
+def test_rows_are_stored_before_an_arm_is_shown_and_an_interruption_keeps_them(
+    tmp_path,
+):
     with pytest.raises(KeyboardInterrupt):
         evaluate(config(tmp_path), Console(file=Interrupting()))
     run = Run.read(tmp_path / "runs" / "it")

@@ -56,45 +56,28 @@ def fitted():
     return result, parts.test
 
 
-def test_it_reads_digits_that_it_has_not_seen(fitted):
+def test_it_learns_grows_and_returns_a_plain_module_after_the_last_epoch(fitted):
     result, test = fitted
-    assert accuracy(result.model, [(test.features, test.labels)]) > 0.9
-
-
-def test_it_grows_and_returns_a_plain_module_that_needs_no_esper(fitted):
-    result, _ = fitted
+    batch = [(test.features, test.labels)]
+    assert accuracy(result.model, batch) > 0.9
     assert type(result.model) is nn.Sequential
-    assert {type(module).__module__.split(".")[0] for module in result.model} == {
-        "torch"
-    }
+    homes = {type(module).__module__.split(".")[0] for module in result.model}
+    assert homes == {"torch"}
     assert not any(module._forward_hooks for module in result.model.modules())
     grown = sum(p.numel() for p in result.model.parameters())
     assert grown > result.grower.model.survey.parameters
-
-
-def test_what_is_returned_is_the_model_after_the_last_epoch(fitted):
-    result, test = fitted
     host = result.grower.model.host.eval()
     torch.testing.assert_close(
         result.model(test.features), host(test.features), rtol=1e-4, atol=1e-4
     )
     assert not result.model.training
-
-
-def test_the_history_has_one_decision_for_each_epoch(fitted):
-    result, test = fitted
     assert [decision.step for decision in result.history] == [*range(10)]
     assert result.summary == result.grower.summary()
-    assert result.history[-1].metric == accuracy(
-        result.grower.model.host.eval(), [(test.features, test.labels)]
-    )
+    assert result.history[-1].metric == accuracy(host, batch)
 
 
-def test_the_public_name_is_this_function():
+def test_lines_for_each_epoch_without_a_terminal_and_none_without_progress(capsys):
     assert esper.fit is fit
-
-
-def test_plain_lines_tell_of_each_epoch_when_there_is_no_terminal(capsys):
     short(progress=True)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(",")[0] for line in lines] == [
@@ -102,9 +85,6 @@ def test_plain_lines_tell_of_each_epoch_when_there_is_no_terminal(capsys):
     ]
     assert "loss" in lines[0]
     assert "metric" in lines[0]
-
-
-def test_nothing_is_printed_without_progress(capsys):
     short(progress=False)
     assert capsys.readouterr() == ("", "")
 

@@ -14,8 +14,6 @@ from esper.experiment.judging import judge, judged_world
 from esper.experiment.records import Judged
 from esper.tamiyo.rule_based import Never
 from esper.tamiyo.schedule import EARLY, Scheduled
-from esper.tasks import catalogue
-from esper.tasks.catalogue import register_task
 from esper.tasks.data import Data, Splits, split
 from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
@@ -59,20 +57,8 @@ def lost() -> Task:
     return replace(tiny(), name="lost", data=missing)
 
 
-@pytest.fixture
-def _few_tasks():
-    """A catalogue of one task that can be judged and one that cannot."""
-    before = dict(catalogue._BUILDERS)
-    catalogue._BUILDERS.clear()
-    register_task("tiny")(tiny)
-    register_task("lost")(lost)
-    yield
-    catalogue._BUILDERS.clear()
-    catalogue._BUILDERS.update(before)
-
-
 class Watched:
-    """Another controller, and what it saw and said."""
+    """Another controller, with the scores it saw and the ops it chose."""
 
     def __init__(self, controller):
         self.controller, self.scores, self.ops = controller, [], []
@@ -92,12 +78,16 @@ def assert_same(one: Judged, other: Judged) -> None:
         assert_array_equal(getattr(one, field.name), getattr(other, field.name))
 
 
-def test_a_controller_judged_twice_does_the_same_to_the_bit():
-    assert_same(judge("random", tiny(), HOSTS, 0), judge("random", tiny(), HOSTS, 0))
-
-
-def test_a_controller_and_its_name_are_the_same():
-    assert_same(judge(Never(), tiny(), HOSTS, 0), judge("never", tiny(), HOSTS, 0))
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("random", "random"),
+        (Never(), "never"),
+        (lambda spec: Scheduled(spec, EARLY), "early"),
+    ],
+)
+def test_a_controller_its_maker_and_its_name_do_the_same_to_the_bit(one, other):
+    assert_same(judge(one, tiny(), HOSTS, 0), judge(other, tiny(), HOSTS, 0))
 
 
 def test_controllers_are_paired_until_one_of_them_grows():
@@ -108,13 +98,6 @@ def test_controllers_are_paired_until_one_of_them_grows():
     assert torch.equal(never.scores[0], early.scores[0])
     assert (torch.stack(early.ops) != Op.WAIT).any()
     assert not np.array_equal(apart[0].returns, apart[1].returns)
-
-
-def test_another_number_is_other_hosts():
-    first, second = Watched(Never()), Watched(Never())
-    judge(first, tiny(), HOSTS, 0)
-    judge(second, tiny(), HOSTS, 1)
-    assert not torch.equal(first.scores[0], second.scores[0])
 
 
 def test_waiting_adds_nothing_and_returns_the_score_that_was_gained():
@@ -160,6 +143,10 @@ def test_a_host_that_panics_counts_once_though_the_world_goes_on():
     fell = judged.panicked
     expected = -1.0 - watched.scores[0].numpy()
     assert np.abs(judged.returns - expected)[fell].max() < 1e-6
+    assert_array_equal(judged.area[fell], 0.0)
+    assert (judged.area[~fell] > 0.0).all()
+    assert judged.seconds.shape == (8,)
+    assert (judged.seconds > 0.0).all()
 
 
 def test_the_area_is_the_mean_of_the_scores_after_every_decision():
@@ -171,20 +158,6 @@ def test_the_area_is_the_mean_of_the_scores_after_every_decision():
     expected = torch.stack([one.double() for one in after]).mean(dim=0)
     assert np.abs(judged.area - expected.numpy()).max() < 1e-12
     assert np.ptp(torch.stack(watched.scores).numpy()) > 0.1
-
-
-def test_a_host_that_panicked_has_no_score_from_then_on():
-    task = replace(tiny(), data=often_too_large, varied=True, batch=128, horizon=2)
-    judged = judge("never", task, 8, 0)
-    assert judged.panicked.any()
-    assert_array_equal(judged.area[judged.panicked], 0.0)
-    assert (judged.area[~judged.panicked] > 0.0).all()
-
-
-def test_time_is_that_of_the_episode_and_is_shared_by_its_hosts():
-    judged = judge("never", tiny(), HOSTS, 0)
-    assert judged.seconds.shape == (HOSTS,)
-    assert 0.0 < judged.seconds[0] < 60.0
 
 
 def test_a_run_is_judged_on_its_own_terms():
@@ -199,17 +172,11 @@ def test_a_run_is_judged_on_its_own_terms():
     assert np.abs(cheap.returns - dear.returns - 0.5 * dear.added).max() < 1e-6
 
 
-def test_what_makes_a_controller_is_as_good_as_one():
-    assert_same(
-        judge(lambda spec: Scheduled(spec, EARLY), tiny(), HOSTS, 0),
-        judge("early", tiny(), HOSTS, 0),
-    )
-
-
-def test_hosts_that_are_watched_are_others():
+@pytest.mark.parametrize(("rng_seed", "stage"), [(1, "judged"), (0, "watched")])
+def test_another_number_or_stage_is_other_hosts(rng_seed, stage):
     first, second = Watched(Never()), Watched(Never())
     judge(first, tiny(), HOSTS, 0)
-    judge(second, tiny(), HOSTS, 0, stage="watched")
+    judge(second, tiny(), HOSTS, rng_seed, stage=stage)
     assert not torch.equal(first.scores[0], second.scores[0])
 
 
