@@ -112,14 +112,13 @@ def imitated_policy(
     """
     weights = warm_policy(config, report, stop)
     grouped = replace(config, world=replace(config.world, group_size=config.envs))
-    chance = np.random.default_rng(stream_seed(config.rng_seed, "timetables"))
     steps, trials = steps_of(config), []
     for drawing in range(TRIALS):
         if weights is None or stop():
             return None
         # The policy's own worlds come later, and are others.
         world = Mixture(worlds_of(grouped, DRAWN_BEFORE + drawing))
-        plans = _plans(world, config.envs, chance, config.rng_seed)
+        plans = _plans(world, config.envs, config.rng_seed)
         causal = config.learner.policy.causal
         trials.append(tried(world, plans, steps, causal))
         text = f"mean return {float(trials[-1].returns.mean()):.3f}"
@@ -139,9 +138,7 @@ def imitation_steps(config: TrainConfig) -> int:
     return TRIALS * steps_of(config) * config.envs * len(tasks_of(config))
 
 
-def _plans(
-    world: Mixture, twins: int, chance: np.random.Generator, rng_seed: int
-) -> list[Schedule]:
+def _plans(world: Mixture, twins: int, rng_seed: int) -> list[Schedule]:
     """For every group one that never plants, and others at random."""
     chance = np.random.default_rng(stream_seed(rng_seed, "schedules"))
     never, *pool = draw_schedules(POOL, [world.spec], chance)

@@ -72,5 +72,10 @@ class Progress:
 
 
 def print_line(console: Console, text: str) -> None:
-    """One line as it is."""
-    console.print(text, highlight=False, soft_wrap=True, markup=False)
+    """Print a line as it is, without characters that would move a cursor."""
+    console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """The text with a question mark for every character that cannot be printed."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)

@@ -58,8 +58,8 @@ def judge_static(
         task: What the hosts learn.
         hosts: How many.
         rng_seed: Decides which hosts.
-        reference: What became of them under the arm to be measured by.
-        settings: On what terms they grow; None: the default ones.
+        reference: Results of the arm to be measured by.
+        settings: How they grow; None: the defaults.
         stage: As for `judge`.
     """
     if name not in STATIC:
@@ -86,14 +86,14 @@ def judge_plain(
     least: int = 1,
     stage: str = "judged",
 ) -> Judged:
-    """A network that nobody grows, on the data of the hosts that a number stands for.
+    """A network that does not grow, on the data of the hosts that a number stands for.
 
     Args:
-        host: Trained in place of the task's own, which rent is measured by.
+        host: Trained in place of the task's own, which rent is relative to.
         task: What is learnt.
         hosts: How many.
         rng_seed: Decides which hosts.
-        settings: On what terms others grow; None: the default ones.
+        settings: How others grow; None: the defaults.
         spend: Multiply-adds to train for; None: as many decisions as others have.
         least: Decisions to train for, at least, however little there is to spend.
         stage: As for `judge`.
@@ -101,7 +101,7 @@ def judge_plain(
     settings = settings or World()
     plain = judged_world(task, hosts, rng_seed, settings, stage=stage)
     own = plain.task
-    # Everybody begins with the worth of the same plain host.
+    # All arms begin with the score of the same plain host.
     before = plain.reset().host
     horizon = own.horizon
     if spend is not None:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from esper.experiment.progress import print_line, printable
 from esper.experiment.statistics import Interval
 from esper.experiment.summary import Summary, TaskSummary
 
@@ -41,15 +42,6 @@ def print_scores(console: Console, summary: Summary) -> None:
     for table in [summary.aggregate] if summary.aggregate else summary.tasks:
         console.print(_score_table(table))
     print_line(console, LEGEND)
-
-
-def print_line(console: Console, text: str) -> None:
-    """Print a line as it is, without characters that would move a cursor."""
-    console.print(_printable(text), highlight=False, markup=False, soft_wrap=True)
-
-
-def _printable(text: str) -> str:
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def _widen(console: Console) -> None:
@@ -103,13 +95,13 @@ def _arm_table(
     summary: TaskSummary,
     rows: Sequence[Sequence[str]],
 ) -> Table:
-    table = Table(title=Text(_printable(title)), title_justify="left")
+    table = Table(title=Text(printable(title)), title_justify="left")
     table.add_column("controller")
     for column in columns:
         table.add_column(column, justify="right")
     for arm, row in zip(summary.arms, rows, strict=True):
         style = "bold" if arm.learned else ""
-        table.add_row(Text(_printable(arm.name)), *row, style=style)
+        table.add_row(Text(printable(arm.name)), *row, style=style)
     return table
 
 

@@ -255,6 +255,8 @@ def train(
     """Train a new policy in `world` and return it."""
     trainer = Trainer(world, config, [OnRoundEnd(on_round)])
     trainer.run()
+    if trainer.diverged:
+        raise NumericsTrouble(f"{BROKEN}; lower the learning rate.")
     return trainer.policy
 
 

@@ -27,20 +27,20 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Workers(Protocol):
-    """Whoever carries out what is handed in."""
+    """An executor of jobs."""
 
     def submit(self, work: Callable[..., T], *given: Any) -> "Future[T]":  # noqa: ANN401
-        """Have a function called, as soon as somebody is free."""
+        """Have a function called as soon as a worker is free."""
         ...
 
     def stop(self) -> None:
-        """Tell those who ask that it is time to end."""
+        """Ask running jobs to end."""
         ...
 
 
 @contextmanager
 def workers(processes: int) -> Iterator[Workers]:
-    """Processes that carry out work; ended at once if something goes wrong.
+    """Worker processes; ended at once if something goes wrong.
 
     Args:
         processes: How many.
@@ -68,12 +68,12 @@ def workers(processes: int) -> Iterator[Workers]:
 
 @contextmanager
 def one_worker() -> Iterator[Workers]:
-    """This process itself: what is handed in has been done when `submit` returns."""
-    yield _Here()
+    """This process itself: a job is done when `submit` returns."""
+    yield _ThisProcess()
 
 
 def stopping() -> bool:
-    """Whether the parent of this process wants work that can be resumed to end."""
+    """Whether the parent of this process wants jobs that can be resumed to end."""
     return _STOP is not None and _STOP.is_set()
 
 
@@ -110,14 +110,14 @@ class _Pool:
         self._pool, self._event = pool, event
 
     def submit(self, work: Callable[..., T], *given: Any) -> "Future[T]":  # noqa: ANN401
-        with _deaf_to_interrupts():
+        with _ignored_interrupts():
             return self._pool.submit(work, *given)
 
     def stop(self) -> None:
         self._event.set()
 
 
-class _Here:
+class _ThisProcess:
     def submit(self, work: Callable[..., T], *given: Any) -> "Future[T]":  # noqa: ANN401
         future: Future[T] = Future()
         try:
@@ -127,7 +127,7 @@ class _Here:
         return future
 
     def stop(self) -> None:
-        """What is done here hears signals itself."""
+        """Jobs of this process see its signals themselves."""
 
 
 def _begin(event: Event) -> None:
@@ -139,7 +139,7 @@ def _begin(event: Event) -> None:
 
 
 @contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
+def _ignored_interrupts() -> Iterator[None]:
     """Processes that start in here ignore Ctrl-C."""
     if current_thread() is not main_thread():
         yield
