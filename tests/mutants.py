@@ -168,9 +168,9 @@ MUTANTS = (
     Mutant(
         "a young seed may be pruned",
         "contracts/stages.py",
-        "(Op.PRUNE, Stage.HOLDING): Transition(\n"
+        "(Op.PRUNE, Stage.HOLDING): StageTransition(\n"
         "            Stage.COOLING, min_age=True",
-        "(Op.PRUNE, Stage.HOLDING): Transition(\n"
+        "(Op.PRUNE, Stage.HOLDING): StageTransition(\n"
         "            Stage.COOLING, min_age=False",
         MASKS,
     ),
@@ -184,8 +184,8 @@ MUTANTS = (
     Mutant(
         "a seed is kept while its alpha still moves",
         "contracts/stages.py",
-        "Transition(Stage.FOSSILIZED, settled=True)",
-        "Transition(Stage.FOSSILIZED)",
+        "StageTransition(Stage.FOSSILIZED, settled=True)",
+        "StageTransition(Stage.FOSSILIZED)",
         "tests/growth/test_lifecycle.py",
     ),
     Mutant(

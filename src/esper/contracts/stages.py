@@ -44,7 +44,7 @@ class Op(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Transition:
+class StageTransition:
     """Where an op leads from a stage, and what the seed needs for it."""
 
     next: Stage
@@ -54,27 +54,27 @@ class Transition:
     """Whether alpha must have reached its target."""
 
 
-TRANSITIONS: Final[Mapping[tuple[Op, Stage], Transition]] = MappingProxyType(
+TRANSITIONS: Final[Mapping[tuple[Op, Stage], StageTransition]] = MappingProxyType(
     {
-        (Op.GERMINATE, Stage.DORMANT): Transition(Stage.TRAINING),
-        (Op.ADVANCE, Stage.TRAINING): Transition(
+        (Op.GERMINATE, Stage.DORMANT): StageTransition(Stage.TRAINING),
+        (Op.ADVANCE, Stage.TRAINING): StageTransition(
             Stage.BLENDING, min_age=True, settled=True
         ),
-        (Op.ADVANCE, Stage.BLENDING): Transition(
+        (Op.ADVANCE, Stage.BLENDING): StageTransition(
             Stage.HOLDING, min_age=True, settled=True
         ),
-        (Op.SET_ALPHA, Stage.BLENDING): Transition(Stage.BLENDING, settled=True),
-        (Op.SET_ALPHA, Stage.HOLDING): Transition(Stage.HOLDING, settled=True),
-        (Op.PRUNE, Stage.TRAINING): Transition(
+        (Op.SET_ALPHA, Stage.BLENDING): StageTransition(Stage.BLENDING, settled=True),
+        (Op.SET_ALPHA, Stage.HOLDING): StageTransition(Stage.HOLDING, settled=True),
+        (Op.PRUNE, Stage.TRAINING): StageTransition(
             Stage.COOLING, min_age=True, settled=True
         ),
-        (Op.PRUNE, Stage.BLENDING): Transition(
+        (Op.PRUNE, Stage.BLENDING): StageTransition(
             Stage.COOLING, min_age=True, settled=True
         ),
-        (Op.PRUNE, Stage.HOLDING): Transition(
+        (Op.PRUNE, Stage.HOLDING): StageTransition(
             Stage.COOLING, min_age=True, settled=True
         ),
-        (Op.FOSSILIZE, Stage.HOLDING): Transition(Stage.FOSSILIZED, settled=True),
+        (Op.FOSSILIZE, Stage.HOLDING): StageTransition(Stage.FOSSILIZED, settled=True),
     }
 )
 """Every legal (op, stage) pair; any other pair is illegal.

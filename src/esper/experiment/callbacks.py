@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.contracts.state import save
 from esper.experiment.checkpoint import CheckpointFolder
-from esper.experiment.config import SIMULATED, STATIC, TrainConfig
+from esper.experiment.config import SIMULATED, TrainConfig
 from esper.experiment.evaluate import Job, results_of
 from esper.experiment.judging import judge
 from esper.experiment.learned import Learned, load_controller
-from esper.experiment.records import Judged, RoundRecord
+from esper.experiment.records import STATIC, Judged, RoundRecord
 from esper.experiment.rollout import Transition
 from esper.experiment.run import STORE, Run
 from esper.experiment.storage.database import open_store

@@ -23,6 +23,7 @@ from pydantic_core import from_json
 from esper.contracts.errors import BadInput
 from esper.environment.settings import WorldSettings
 from esper.experiment.messages import nearest, quoted, refusal
+from esper.experiment.records import STATIC
 from esper.experiment.run import checked_name
 from esper.growth.blueprints.registry import blueprints
 from esper.simic.agent.losses import CLIP_MODES
@@ -43,8 +44,6 @@ WARM: Final = "warm"
 """Start from a policy pretrained on the simulated world."""
 IMITATION: Final = "imitation"
 """Start from there, and then from imitated schedules."""
-STATIC: Final = ("static", "longer")
-"""Baselines that are judged beside controllers but never grow."""
 NONE: Final = "none"
 """None in a file or on the command line."""
 MAX_DOTS: Final = 1_024

@@ -21,7 +21,6 @@ from rich.console import Console
 from esper.contracts.actions import NUM_HEADS
 from esper.contracts.errors import BadInput
 from esper.experiment.config import (
-    STATIC,
     Count,
     RngSeed,
     Text,
@@ -34,14 +33,15 @@ from esper.experiment.judging import judge, judged_world
 from esper.experiment.messages import nearest, refusal
 from esper.experiment.progress import Progress, print_line
 from esper.experiment.reading import rows
-from esper.experiment.records import Judged
+from esper.experiment.records import STATIC, Judged
 from esper.experiment.run import STORE, Run, checked_name, versions_now
-from esper.experiment.static import judge_static, reference_of
+from esper.experiment.static import judge_static
 from esper.experiment.storage.database import open_store
 from esper.experiment.store import Store
 from esper.experiment.summary import (
     Summary,
     headline,
+    reference_of,
     return_trend,
     sparkline,
     summarise,

@@ -12,6 +12,8 @@ from esper.simic.agent.metrics import UpdateRecord
 
 ENDLESS: Final = 1_000_000
 """Rounds of a training that only time ends."""
+STATIC: Final = ("static", "longer")
+"""Baselines without a controller: networks that are not grown."""
 
 Floats = NDArray[np.float64]
 

@@ -11,7 +11,7 @@ neither. There is no controller, so nothing is measured and only training counts
 three forward passes per row. The reference is the learned controller, or `early`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from typing import Final
@@ -19,11 +19,10 @@ from typing import Final
 import numpy as np
 
 from esper.contracts.errors import BadInput
-from esper.experiment.config import STATIC, World
+from esper.experiment.config import World
 from esper.experiment.judging import judged_world, play_logged
-from esper.experiment.records import Judged
+from esper.experiment.records import STATIC, Judged
 from esper.growth.macs import step_macs
-from esper.tamiyo.registry import CONTROLLERS
 from esper.tamiyo.rule_based import Never
 from esper.tasks.hosts import CnnHost, Host, MlpHost
 from esper.tasks.task import Task
@@ -32,13 +31,6 @@ NO_LOOK: Final = 10_000
 """Decisions between two looks: more than any episode has."""
 LONGEST: Final = 10_000
 """Decisions of an episode, at most."""
-
-
-def reference_of(names: Iterable[str]) -> str | None:
-    """The arm that static ones are measured by: the first learned one, else `early`."""
-    known = list(names)
-    learned = [n for n in known if n not in CONTROLLERS and n not in STATIC]
-    return min(learned, default="early" if "early" in known else None)
 
 
 def judge_static(

@@ -15,8 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from esper.experiment.config import STATIC
-from esper.experiment.static import reference_of
+from esper.experiment.records import STATIC
 from esper.experiment.statistics import (
     LEVEL,
     Comparison,
@@ -150,6 +149,12 @@ def summarise(rows: Iterable[Row], *, resamples: int = RESAMPLES) -> Summary:
 def is_learned(name: str) -> bool:
     """Whether an arm of this name is a trained controller."""
     return name not in CONTROLLERS and name not in STATIC
+
+
+def reference_of(names: Iterable[str]) -> str | None:
+    """The arm that static ones are measured by: the first learned one, else `early`."""
+    known = list(names)
+    return min(filter(is_learned, known), default="early" if "early" in known else None)
 
 
 def headline(summary: Summary) -> list[str]:
