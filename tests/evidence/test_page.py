@@ -21,7 +21,7 @@ from tests.evidence.drawn import (
 LIFE = [[0, 0], [1, 0], [1, 1], [2, 1], [3, 2], [4, 3], [4, 5], [4, 0]]
 
 
-def told(folder, results, **more):
+def page_text(folder, results, **more):
     """The page of a campaign, as text, without figures."""
     campaign = read_campaign(write_ledger(folder, results, **more))
     return "\n".join(page(compare_arms(campaign)))
@@ -50,23 +50,20 @@ def line(text, start):
 
 def test_the_headline_tells_the_share_of_errors_and_the_goals(whole):
     _, text = whole
-    said = line(text, "**On 3 held-out tasks")
-    assert "Tamiyo (3 controllers) removes 29.9 % [29." in said
-    assert "of a network that is never grown, net of rent. Of 7 goals 6 are" in said
-    assert "6 are reached (above never, above random, above plateau, above" in said
-    assert said.endswith("; 1 is not reached (not below static).**")
+    found = line(text, "**On 3 held-out tasks")
+    assert "Tamiyo (3 controllers) removes 29.9 % [29." in found
+    assert "of a network that is never grown, net of rent. Of 7 goals 6 are" in found
+    assert "6 are reached (above never, above random, above plateau, above" in found
+    assert found.endswith("; 1 is not reached (not below static).**")
 
 
-def test_a_controller_that_loses_is_said_to_lose(tmp_path):
-    text = told(tmp_path, rows({**SHARES, "tamiyo": -0.2}))
-    said = line(text, "**On 3 held-out tasks")
-    assert "adds 20.1 % [19." in said
-    assert "7 are not reached" in said
-    assert " reached (" not in said.replace("not reached (", "")
-
-
-def test_a_controller_that_changes_nothing_is_not_told_from_zero(tmp_path):
-    text = told(tmp_path, rows({**SHARES, "tamiyo": 0.0}, noise=0.2))
+def test_a_controller_that_loses_or_changes_nothing_is_reported_so(tmp_path):
+    text = page_text(tmp_path / "loses", rows({**SHARES, "tamiyo": -0.2}))
+    found = line(text, "**On 3 held-out tasks")
+    assert "adds 20.1 % [19." in found
+    assert "7 are not reached" in found
+    assert " reached (" not in found.replace("not reached (", "")
+    text = page_text(tmp_path / "none", rows({**SHARES, "tamiyo": 0.0}, noise=0.2))
     assert "not told from 0" in line(text, "**On 3 held-out tasks")
 
 
@@ -89,10 +86,6 @@ def test_every_section_is_there(whole):
         "Reproduce",
     ]
     assert [f"### {task}" in text for task in TASKS] == [True] * 3
-
-
-def test_tables_have_as_many_cells_in_every_line(whole):
-    _, text = whole
     widths = []
     for each in text.splitlines():
         if each.startswith("|"):
@@ -103,7 +96,7 @@ def test_tables_have_as_many_cells_in_every_line(whole):
             widths = []
 
 
-def test_the_aggregate_table_goes_from_the_best_arm_to_never(whole):
+def test_tables_of_arms_ablations_and_budgets(whole):
     _, text = whole
     section = text.split("## All tasks together")[1].split("##")[0]
     names = [r.split("|")[1].strip() for r in section.splitlines() if r[:1] == "|"]
@@ -113,21 +106,13 @@ def test_the_aggregate_table_goes_from_the_best_arm_to_never(whole):
     assert "3.00 ×" in tamiyo  # parameters and training work
     assert tamiyo.endswith("| 72 | 3 |")  # three controllers, three tasks, eight seeds
     assert line(section, "| never").endswith("| 1.00 × | 1.00 × | 24 | 3 |")
-
-
-def test_ablations_stand_apart(whole):
-    _, text = whole
+    section = text.split("## At each budget")[1].split("##")[0]
+    assert "| 1 × host | 2 × host | 4 × host |" in section
+    assert "(72)" in line(section, "| **tamiyo**")
     section = text.split("## With something taken away")[1].split("##")[0]
     found = line(section, "| without-memory")
     assert "letter, satimage, text" in found
     assert "| 2 | 48 |" in found
-
-
-def test_scores_are_told_at_every_budget(whole):
-    _, text = whole
-    section = text.split("## At each budget")[1].split("##")[0]
-    assert "| 1 × host | 2 × host | 4 × host |" in section
-    assert "(72)" in line(section, "| **tamiyo**")
 
 
 def test_scores_at_budgets_are_of_the_same_tasks_for_everybody(tmp_path):
@@ -137,7 +122,7 @@ def test_scores_at_budgets_are_of_the_same_tasks_for_everybody(tmp_path):
         for row in rows()
         if row["setting"] in few or (row["task"] != "text" and row["arm"] != "random")
     ]
-    section = told(tmp_path, found).split("## At each budget")[1].split("##")[0]
+    section = page_text(tmp_path, found).split("## At each budget")[1].split("##")[0]
     assert line(section, "| **tamiyo**").endswith("| 2 |")
     assert line(section, "| random").startswith("| random |  |  | ")
     assert line(section, "| random").endswith("(16) | 2 |")
@@ -148,7 +133,7 @@ def test_learning_rates_are_those_that_were_counted(tmp_path):
     for row in found:
         if (row["arm"], row["task"]) == ("early", "satimage"):
             row["rate"] = 2.0
-    text = told(tmp_path, found).split("## Learning rates")[1]
+    text = page_text(tmp_path, found).split("## Learning rates")[1]
     assert line(text, "| early") == "| early | 1 | 2 |"
 
 
@@ -164,7 +149,7 @@ def test_panicked_networks_are_counted(tmp_path):
     for row in found:
         if (row["arm"], row["seed"], row["setting"]) == ("early", 1, "rent-low"):
             row.update(panicked=1, test=None)
-    text = told(tmp_path, found)
+    text = page_text(tmp_path, found)
     assert "3 of 120 networks of `early` panicked" in text
 
 
@@ -182,20 +167,13 @@ def test_a_use_that_saves_nothing_never_pays(tmp_path):
     found = rows(tasks=TASKS[:1])
     for row in found:
         row["seconds"] = 9.0 if row["arm"] == "tamiyo" else 2.0
-    text = told(tmp_path, found, trainings=[training("tamiyo-0")])
+    text = page_text(tmp_path, found, trainings=[training("tamiyo-0")])
     assert "she never pays for her training" in text
 
 
-def test_the_life_in_which_most_happens_is_shown(whole):
+def test_every_figure_is_a_file_with_alt_text_and_one_episode_is_shown(whole):
     folder, text = whole
     assert "letter at rent-mid, controller 0, seed 2: of her networks" in text
-    drawn = (folder / "figures" / "episode.svg").read_text()
-    assert "widen_16" in drawn
-    assert "slot 1" in drawn
-
-
-def test_every_figure_is_a_file_with_words_for_those_who_do_not_see_it(whole):
-    folder, text = whole
     files = {each.name for each in (folder / "figures").iterdir()}
     assert files == {
         "forest.svg",
@@ -207,6 +185,9 @@ def test_every_figure_is_a_file_with_words_for_those_who_do_not_see_it(whole):
     for name in files:
         (shown,) = [r for r in text.splitlines() if r.endswith(f"(figures/{name})")]
         assert len(shown) > 60 + len(name)
+    drawn = (folder / "figures" / "episode.svg").read_text()
+    assert "widen_16" in drawn
+    assert "slot 1" in drawn
 
 
 def test_the_same_ledger_gives_the_same_bytes(tmp_path):
@@ -230,17 +211,14 @@ def test_findings_are_taken_as_they_are(tmp_path):
     assert text.index("What was tried") < text.index("## Reproduce")
 
 
-def test_an_empty_ledger_has_a_page_that_says_so(tmp_path):
+def test_an_empty_ledger_and_one_without_never_have_a_page_that_says_so(tmp_path):
     text = write_page(write_ledger(tmp_path, []), tmp_path / "page").read_text()
     assert list((tmp_path / "page" / "figures").iterdir()) == []
     assert "there is no result" in text
     assert "undecided" in text
     assert "All tasks together" not in text
-
-
-def test_rows_without_never_have_a_page(tmp_path):
     found = [row for row in rows() if row["arm"] != "never"]
-    assert "there is no result" in told(tmp_path, found)
+    assert "there is no result" in page_text(tmp_path / "no-baseline", found)
 
 
 def test_part_of_a_campaign_has_a_page(tmp_path):
@@ -251,7 +229,7 @@ def test_part_of_a_campaign_has_a_page(tmp_path):
         and (row["task"], row["seed"]) < ("satimage", 3)
         and (row["arm"], row["setting"]) != ("tamiyo", "budget-1")
     ]
-    text = told(tmp_path, found)
+    text = page_text(tmp_path, found)
     assert "2 of 3 tasks so far" in text
     assert "7 are undecided" in text
     section = text.split("### satimage")[1].split("##")[0]
@@ -271,9 +249,6 @@ def test_a_folder_without_a_ledger_is_refused(tmp_path):
     with pytest.raises(BadInput, match=r"holds no campaign\.sqlite"):
         write_page(tmp_path, tmp_path / "page")
     assert not (tmp_path / "page").exists()
-
-
-def test_a_file_that_is_no_ledger_is_refused(tmp_path):
     (tmp_path / "campaign.sqlite").write_bytes(b"no database at all" * 99)
     with pytest.raises(BadInput, match="is no ledger"):
         write_page(tmp_path, tmp_path / "page")

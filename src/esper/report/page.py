@@ -35,7 +35,7 @@ from esper.report.style import COLOURS
 PAGE: Final = "report.html"
 PLOTS: Final = "plots"
 MARK: Final = "esper report"
-"""By which a page of ours is told from other files, within its first bytes."""
+"""In the first bytes of every page, by which a report is recognised."""
 PERIODIC: Final = 60
 """Evaluations during training that a curve shows, at most."""
 SIMPLE: Final = {"never": "amber", "random": "purple"}
