@@ -122,15 +122,15 @@ def hooked(model: GrowingModel, step: Callable[[], None]) -> Callable[[], None]:
 
     What a place keeps from batch to batch is given back to it after the hooks.
     """
-    (junction,) = model.hooks
+    (hooks,) = model.hooks
 
     def with_hooks() -> None:
-        junction.attach()
+        hooks.attach()
         step()
-        passed, samples = junction.passed, [*junction.samples]
-        junction.detach()
-        junction.passed = passed
-        junction.samples.extend(samples)
+        passed, samples = hooks.passed, [*hooks.samples]
+        hooks.detach()
+        hooks.passed = passed
+        hooks.samples.extend(samples)
 
     return with_hooks
 
