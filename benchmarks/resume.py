@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.timing import Cell, Report
 from esper.contracts.errors import BadInput
 from esper.experiment.config import TrainConfig
-from esper.experiment.learned import MAY_BE_NAN
+from esper.experiment.controllers import MAY_BE_NAN
 from esper.experiment.run import Run
 from tests.experiment.crash_points import LOSSES, InPlace, Saves
 from tests.experiment.killed_runs import (

@@ -14,7 +14,7 @@ from benchmarks.timing import Report, alternate
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.stages import Stage
 from esper.experiment.records import RoundRecord
-from esper.experiment.storage.lifecycle_events import WORDS, Changes
+from esper.experiment.seed_events import EVENTS, Changes
 from esper.experiment.store import Store
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 from tests.references.store import FIGURES, RowByRow
@@ -76,7 +76,7 @@ def _changes() -> Changes:
     return Changes(
         env=torch.arange(CHANGES),
         slot=whole,
-        what=whole + WORDS.index("planted"),
+        what=whole + EVENTS.index("planted"),
         before=whole,
         after=whole + Stage.TRAINING,
         blueprint=whole,

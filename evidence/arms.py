@@ -28,8 +28,8 @@ from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
 from esper.environment.cohort import find_blueprints
 from esper.experiment.config import World
+from esper.experiment.controllers import load_controller
 from esper.experiment.judging import Recording, judge_closely
-from esper.experiment.learned import load_controller
 from esper.experiment.records import Judged
 from esper.experiment.static import judge_plain, widened
 from esper.tamiyo.matched_random import MatchedRandom

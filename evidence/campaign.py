@@ -20,11 +20,10 @@ from rich.console import Console
 
 from esper.contracts.errors import BadInput, EsperError
 from esper.experiment.evaluate import PAUSE
+from esper.experiment.files import Lock, storage
 from esper.experiment.messages import nearest, quoted, refusal
 from esper.experiment.progress import Progress
 from esper.experiment.run import versions_now
-from esper.experiment.storage.disk import storage
-from esper.experiment.storage.lock import Lock
 from esper.experiment.workers import Workers, caught_signals, one_worker, workers
 from evidence.execution import Done, Order, Orders, do
 from evidence.jobs import KINDS, Job, all_jobs

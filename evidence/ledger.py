@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.contracts.errors import BadInput
-from esper.experiment.storage.database import transaction
-from esper.experiment.storage.disk import short
+from esper.experiment.database import transaction
+from esper.experiment.messages import short
 from evidence.protocol import sha
 
 LEDGER: Final = "campaign.sqlite"

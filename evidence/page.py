@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from esper.contracts.errors import BadInput
+from esper.experiment.files import Disk, publish, storage
+from esper.experiment.messages import short
 from esper.experiment.statistics import Interval, iqm_interval
-from esper.experiment.storage.disk import Disk, publish, short, storage
 from esper.report.style import Plot
 from evidence import tables
 from evidence.claims import (

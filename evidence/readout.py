@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.contracts.errors import BadInput
+from esper.experiment.messages import short
 from esper.experiment.statistics import Floats
-from esper.experiment.storage.disk import short
 from evidence.ledger import LEDGER, unpacked
 from evidence.protocol import Protocol, protocol_of
 

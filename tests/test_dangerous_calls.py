@@ -7,8 +7,6 @@ exception is never swallowed whole.
 import ast
 from pathlib import Path
 
-import pytest
-
 import esper
 
 SOURCE = Path(esper.__file__).parent
@@ -31,7 +29,7 @@ DYNAMIC = {
 """Imports of modules whose names are no literals."""
 
 
-def complaints(tree, file):
+def dangers(tree, file):
     """What is dangerous in one file."""
     for node in ast.walk(tree):
         match node:
@@ -78,7 +76,7 @@ def _call(node, file):
 
 
 def found_in(text, file="some.py"):
-    return [*complaints(ast.parse(text), file)]
+    return [*dangers(ast.parse(text), file)]
 
 
 def test_the_source_has_no_dangerous_call():
@@ -89,52 +87,50 @@ def test_the_source_has_no_dangerous_call():
         assert not found_in(file.read_text(encoding="utf-8"), name), name
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import pickle",
-        "import os, dill as d",
-        "from joblib import load",
-        "from yaml import load",
-        "import_module('pickle')",
-        "importlib.import_module(name)",
-        "import_module(f'plugins.{name}')",
-        "import_module(f'benchmarks.{options.name}')",
-        "torch.load(file)",
-        "torch.load(file, weights_only=False)",
-        "torch.load(file, weights_only=safe)",
-        "torch.export.load(file)",
-        "np.load(file)",
-        "np.load(file, allow_pickle=True)",
-        "loadtxt(file, allow_pickle=some)",
-        "subprocess.run(words, shell=True)",
-        "os.system('ls')",
-        "eval('1')",
-        "exec(text)",
-        "compile(text, '', 'exec')",
-        "__import__(name)",
-        "archive.extractall(folder)",
-        "try:\n    x()\nexcept:\n    pass",
-        "try:\n    x()\nexcept Exception:\n    pass",
-    ],
-)
-def test_the_gate_sees_what_it_should(text):
-    assert found_in(text)
+DANGEROUS = [
+    "import pickle",
+    "import os, dill as d",
+    "from joblib import load",
+    "from yaml import load",
+    "import_module('pickle')",
+    "importlib.import_module(name)",
+    "import_module(f'plugins.{name}')",
+    "import_module(f'benchmarks.{options.name}')",
+    "torch.load(file)",
+    "torch.load(file, weights_only=False)",
+    "torch.load(file, weights_only=safe)",
+    "torch.export.load(file)",
+    "np.load(file)",
+    "np.load(file, allow_pickle=True)",
+    "loadtxt(file, allow_pickle=some)",
+    "subprocess.run(words, shell=True)",
+    "os.system('ls')",
+    "eval('1')",
+    "exec(text)",
+    "compile(text, '', 'exec')",
+    "__import__(name)",
+    "archive.extractall(folder)",
+    "try:\n    x()\nexcept:\n    pass",
+    "try:\n    x()\nexcept Exception:\n    pass",
+]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "model.eval()",
-        "re.compile('x')",
-        "torch.load(file, weights_only=True)",
-        "np.load(file, allow_pickle=False)",
-        "import_module('duckdb')",
-        "try:\n    x()\nexcept OSError:\n    pass",
-    ],
-)
-def test_the_gate_lets_pass_what_is_harmless(text):
-    assert not found_in(text)
+def test_the_gate_sees_what_it_should():
+    assert not [text for text in DANGEROUS if not found_in(text)]
+
+
+HARMLESS = [
+    "model.eval()",
+    "re.compile('x')",
+    "torch.load(file, weights_only=True)",
+    "np.load(file, allow_pickle=False)",
+    "import_module('duckdb')",
+    "try:\n    x()\nexcept OSError:\n    pass",
+]
+
+
+def test_the_gate_lets_pass_what_is_harmless():
+    assert not [text for text in HARMLESS if found_in(text)]
 
 
 def test_every_exception_of_the_gate_is_needed():

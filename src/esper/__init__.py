@@ -23,7 +23,7 @@ _HOMES: Final = {
     "blueprint": "esper.growth.blueprints.registry",
     "check_blueprint": "esper.growth.blueprint_checks",
     "fit": "esper.experiment.fit",
-    "load_controller": "esper.experiment.learned",
+    "load_controller": "esper.experiment.controllers",
     "suggest_slots": "esper.growth.slots",
 }
 

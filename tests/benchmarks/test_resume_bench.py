@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from esper.experiment.learned import MAY_BE_NAN
+from esper.experiment.controllers import MAY_BE_NAN
 from esper.experiment.run import STORE, Run
 from tests.experiment.checkpoints import state
 from tests.experiment.crash_points import InPlace, Saves

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from esper.contracts.errors import BadInput, RunTaken
-from esper.experiment.storage.lock import Lock
+from esper.experiment.files import Lock
 from evidence.campaign import run
 from evidence.execution import best_rate
 from evidence.jobs import all_jobs

@@ -3,7 +3,7 @@
 import torch
 
 from esper.experiment.checkpoint import CheckpointFolder
-from tests.experiment.storage.disks import CountingDisk
+from tests.experiment.disks import CountingDisk
 
 FACTS = {"config_sha256": "ab", "spec": {"slots": 3}}
 

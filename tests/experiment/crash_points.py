@@ -9,16 +9,16 @@ import shutil
 
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.experiment.checkpoint import CheckpointFolder, name_of
-from esper.experiment.learned import MAY_BE_NAN
-from esper.experiment.storage.disk import discard
-from tests.experiment.killed_runs import digest
-from tests.experiment.storage.disks import (
+from esper.experiment.controllers import MAY_BE_NAN
+from esper.experiment.files import discard
+from tests.experiment.disks import (
     CountingDisk,
     Died,
     DyingDisk,
     PowerCut,
     RecordingDisk,
 )
+from tests.experiment.killed_runs import digest
 
 LOSSES = ("none", "all", *range(5))
 """What of the changes that were not synced is lost with the power."""

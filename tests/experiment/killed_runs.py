@@ -30,10 +30,10 @@ from esper.experiment.config import (
     World,
     from_toml,
 )
-from esper.experiment.learned import MAY_BE_NAN
+from esper.experiment.controllers import MAY_BE_NAN
+from esper.experiment.database import TABLES
+from esper.experiment.files import unfinished
 from esper.experiment.run import STORE, Run
-from esper.experiment.storage.disk import unfinished
-from esper.experiment.storage.schema import TABLES
 from esper.experiment.store import Store
 from esper.experiment.train import begin_run, resume_run
 from esper.experiment.worlds import worlds_of

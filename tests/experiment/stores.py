@@ -8,10 +8,9 @@ import torch
 
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.stages import Stage
-from esper.experiment.reading import rows
+from esper.experiment.database import open_store, rows
 from esper.experiment.records import Judged, RoundRecord
-from esper.experiment.storage.database import open_store
-from esper.experiment.storage.lifecycle_events import WORDS, Changes
+from esper.experiment.seed_events import EVENTS, Changes
 from esper.experiment.store import Store
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 
@@ -74,7 +73,7 @@ def add_event(store, number, word, before, after, *, slot=0, step=None, env=0):
     change = Changes(
         env=torch.tensor([env]),
         slot=torch.tensor([slot]),
-        what=torch.tensor([WORDS.index(word)]),
+        what=torch.tensor([EVENTS.index(word)]),
         before=torch.tensor([int(before)]),
         after=torch.tensor([int(after)]),
         blueprint=torch.tensor([1]),

@@ -13,7 +13,7 @@ from esper.environment.growing import GrowingWorld
 from esper.environment.mixture import Mixture
 from esper.environment.simulated import SimulatedWorld
 from esper.experiment.callbacks import Record, TensorBoard, scalars, summary_writer
-from esper.experiment.storage.database import open_store
+from esper.experiment.database import open_store
 from esper.experiment.store import Store
 from esper.experiment.train import LoopConfig, Trainer
 from esper.tasks.catalogue import task

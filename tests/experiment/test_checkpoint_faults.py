@@ -8,12 +8,17 @@ import shutil
 import pytest
 
 from esper.contracts.errors import StorageTrouble
-from esper.experiment.checkpoint import CheckpointFolder, name_of
-from esper.experiment.storage.disk import discard, unfinished
-from esper.experiment.storage.manifest import Manifest, made_by, write_manifest
-from esper.experiment.storage.tensor_file import pack
+from esper.experiment.checkpoint import (
+    CheckpointFolder,
+    Manifest,
+    made_by,
+    name_of,
+    write_manifest,
+)
+from esper.experiment.files import discard, unfinished
+from esper.experiment.tensor_file import pack
 from tests.experiment.checkpoints import FACTS, filled, folder, same, state
-from tests.experiment.storage.disks import (
+from tests.experiment.disks import (
     CountingDisk,
     Died,
     DyingDisk,

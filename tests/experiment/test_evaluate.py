@@ -20,6 +20,8 @@ from esper.experiment.config import (
     construct,
     table_of,
 )
+from esper.experiment.controllers import load_controller
+from esper.experiment.database import open_store, rows
 from esper.experiment.evaluate import (
     EvaluateConfig,
     evaluate,
@@ -27,11 +29,8 @@ from esper.experiment.evaluate import (
     summary_of,
 )
 from esper.experiment.judging import judge
-from esper.experiment.learned import load_controller
-from esper.experiment.reading import rows
 from esper.experiment.run import STORE, Run
 from esper.experiment.static import judge_static
-from esper.experiment.storage.database import open_store
 from esper.experiment.train import begin_run
 from esper.tasks import catalogue
 from esper.tasks.catalogue import register_task

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from esper.contracts.errors import BadInput, CallOrder, RunTaken, StorageTrouble
+from esper.experiment.files import Lock, is_locked
 from esper.experiment.run import (
     Run,
     changes_since,
@@ -19,8 +20,7 @@ from esper.experiment.run import (
     invented_name,
     versions_now,
 )
-from esper.experiment.storage.lock import Lock, is_locked
-from tests.experiment.storage.disks import CountingDisk, Died, DyingDisk, RefusingDisk
+from tests.experiment.disks import CountingDisk, Died, DyingDisk, RefusingDisk
 
 CONFIG = 'task = "letter"  # ü\n'
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from esper.contracts.errors import BadInput, CallOrder
+from esper.experiment.database import VERSION, columns_of, open_store
 from esper.experiment.records import RoundRecord
-from esper.experiment.storage.database import columns_of, open_store
-from esper.experiment.storage.schema import VERSION
 from esper.experiment.store import Store
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 from tests.experiment.stores import (

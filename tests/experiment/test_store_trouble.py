@@ -14,7 +14,7 @@ import pytest
 from esper.contracts.errors import StorageTrouble
 from esper.contracts.stages import Stage
 from esper.experiment import store as store_module
-from esper.experiment.storage.database import open_store
+from esper.experiment.database import open_store
 from esper.experiment.store import Store
 from tests.experiment.stores import (
     ENVS,
@@ -35,7 +35,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("esper.experiment.storage.database.PATIENCE", 0.01)
+    monkeypatch.setattr("esper.experiment.database.TIMEOUT", 0.01)
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from esper.contracts.stages import Stage
-from esper.experiment.storage.database import columns_of, open_store
-from esper.experiment.storage.schema import TABLES, VIEWS
+from esper.experiment.database import TABLES, VIEWS, columns_of, open_store
 from esper.experiment.store import Store
 from tests.experiment.stores import (
     add_event,

@@ -18,11 +18,10 @@ from esper.environment.growing import GrowingWorld
 from esper.environment.simulated import SimulatedWorld
 from esper.experiment.callbacks import Callback, OnRoundEnd, mean_return
 from esper.experiment.config import Budget, Judging, Keeping, from_toml
-from esper.experiment.learned import MAY_BE_NAN, load_controller
+from esper.experiment.controllers import MAY_BE_NAN, load_controller
+from esper.experiment.database import open_store, rows
 from esper.experiment.presets import preset
-from esper.experiment.reading import rows
 from esper.experiment.run import STORE, VERSIONS, Run
-from esper.experiment.storage.database import open_store
 from esper.experiment.train import LoopConfig, Trainer, begin_run, loop_of, resume_run
 from esper.experiment.worlds import world_for
 from esper.simic.agent.ppo import PPOAgent, PPOConfig

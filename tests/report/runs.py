@@ -13,7 +13,7 @@ import torch
 from esper.contracts.stages import Stage
 from esper.experiment.records import Judged
 from esper.experiment.run import Run
-from esper.experiment.storage.lifecycle_events import WORDS, Changes
+from esper.experiment.seed_events import EVENTS, Changes
 from esper.experiment.store import Store
 from tests.experiment.stores import record
 
@@ -29,7 +29,7 @@ D, T, B, H, K = (
     Stage.HOLDING,
     Stage.FOSSILIZED,
 )
-EVENTS = (
+HISTORY = (
     (1, 0, 0, "planted", D, T, 0),
     (1, 0, 1, "planted", D, T, 1),
     (2, 0, 0, "blending", T, B, 0),
@@ -114,11 +114,11 @@ def _episode(store, number, task, blueprints):
     episode = torch.full((ENVS,), number, dtype=torch.int64)
     where = {"round": number, "task": task, "episode": episode}
     start = (number - 1) * STEPS
-    for step, env, slot, word, before, after, blueprint in EVENTS:
+    for step, env, slot, word, before, after, blueprint in HISTORY:
         change = Changes(
             env=torch.tensor([env]),
             slot=torch.tensor([slot]),
-            what=torch.tensor([WORDS.index(word)]),
+            what=torch.tensor([EVENTS.index(word)]),
             before=torch.tensor([int(before)]),
             after=torch.tensor([int(after)]),
             blueprint=torch.tensor([blueprint]),

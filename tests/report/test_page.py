@@ -7,8 +7,8 @@ from html import unescape
 import pytest
 
 from esper.contracts.errors import BadInput
+from esper.experiment.database import VERSION
 from esper.experiment.run import Run
-from esper.experiment.storage.schema import VERSION
 from esper.experiment.store import Store
 from esper.report import write_report
 from esper.report.page import SECTIONS

@@ -38,16 +38,15 @@ def add(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Write them and print where they are."""
-    from esper.experiment.lookup import find_run
-    from esper.experiment.reading import export
-    from esper.experiment.run import STORE
+    from esper.experiment.database import export
+    from esper.experiment.run import STORE, find_run
 
     path = find_run(options.run, Path(options.runs))
     folder = path / "export" if options.out is None else options.out
     if options.format == "controller":
-        from esper.experiment.ship import ship
+        from esper.experiment.controllers import export_controller
 
-        ship(path, folder)
+        export_controller(path, folder)
         print(f"The controller is in {folder}.")
         return 0
     files = export(path / STORE, folder, options.format)

@@ -27,7 +27,7 @@ def add(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Write it and print where it is."""
-    from esper.experiment.lookup import find_run
+    from esper.experiment.run import find_run
     from esper.report import write_report
 
     page = write_report(find_run(options.run, Path(options.runs)), options.out)

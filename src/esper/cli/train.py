@@ -52,9 +52,8 @@ def run(options: Namespace) -> int:
 
 def _resume(given: dict[str, Any]) -> int:
     from esper.experiment.console import ConsoleProgress
-    from esper.experiment.lookup import find_run
     from esper.experiment.messages import quoted, refusal
-    from esper.experiment.run import Run
+    from esper.experiment.run import Run, find_run
     from esper.experiment.train import resume_run, settings_of
 
     name, root = given.pop("resume"), Path(given.pop("runs", "runs"))

@@ -17,14 +17,13 @@ from esper.contracts.errors import BadInput, StorageTrouble
 from esper.contracts.state import save
 from esper.experiment.checkpoint import CheckpointFolder
 from esper.experiment.config import SIMULATED, TrainConfig
+from esper.experiment.controllers import Learned, load_controller
 from esper.experiment.evaluate import Job, results_of
 from esper.experiment.judging import judge
-from esper.experiment.learned import Learned, load_controller
 from esper.experiment.records import STATIC, Judged, RoundRecord
 from esper.experiment.rollout import Transition
 from esper.experiment.run import STORE, Run
-from esper.experiment.storage.database import open_store
-from esper.experiment.storage.lifecycle_events import events_between
+from esper.experiment.seed_events import events_between
 from esper.experiment.store import Store
 from esper.experiment.worlds import tasks_of
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord

@@ -9,36 +9,26 @@ that names the newest: it is the highest step that verifies, so nothing can disa
 """
 
 import hashlib
+import json
+import platform
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
+from esper import __version__
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.contracts.state import Tensors
-from esper.experiment.storage.disk import (
-    Disk,
-    beside,
-    discard,
-    said,
-    short,
-    storage,
-    unfinished,
-)
-from esper.experiment.storage.manifest import (
-    MAX_MANIFEST,
-    MAX_STEP,
-    STATE,
-    Manifest,
-    made_by,
-    read_manifest,
-    write_manifest,
-)
-from esper.experiment.storage.tensor_file import (
+from esper.experiment.files import Disk, beside, discard, storage, unfinished
+from esper.experiment.messages import one_line, quoted, short
+from esper.experiment.tensor_file import (
+    MAX_BYTES,
     OPENING,
     check_header,
     pack,
@@ -46,7 +36,33 @@ from esper.experiment.storage.tensor_file import (
     unpack,
 )
 
+SCHEMA: Final = 1
+STATE: Final = "state.safetensors"
+MAX_MANIFEST: Final = 1 << 20
+MAX_STEP: Final = 10**12
 MANIFEST: Final = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The description of a checkpoint: JSON in one form only, with its own SHA-256.
+
+    Written again it gives the same bytes, so any changed byte shows. The digest detects
+    damage; it is no signature.
+    """
+
+    step: int
+    """How far the run was."""
+    score: float | None
+    """How good it was; the checkpoint with the highest is kept."""
+    facts: Mapping[str, Any]
+    """What the run wants to know again: configuration digest, action space."""
+    made_by: Mapping[str, str]
+    """Versions of Esper, PyTorch and Python."""
+    size: int
+    """Bytes of the state."""
+    sha256: str
+    """Digest of the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +153,7 @@ class CheckpointFolder:
                 rejected.append(str(error))
         if rejected:
             line = f"none of {len(rejected)} checkpoints verifies: {rejected[0]}"
-            raise BadInput(line if len(line) <= 200 else f"{line[:199]}…")
+            raise BadInput(one_line(line))
         return None
 
     def best(self) -> Loaded | None:
@@ -273,7 +289,7 @@ class CheckpointFolder:
             odd = sorted({*there} ^ {MANIFEST, STATE})
             raise BadInput(
                 f"{short(folder)} must hold {MANIFEST} and {STATE} only; missing or "
-                f"odd: {said(odd[0])}. Use another checkpoint."
+                f"odd: {quoted(odd[0])}. Use another checkpoint."
             )
         file = folder / MANIFEST
         data = self._disk.read(file, MAX_MANIFEST + 1)
@@ -303,3 +319,104 @@ def _rank(manifest: Manifest) -> tuple[float, int]:
 
 def _refusal(file: Path, what: str) -> BadInput:
     return BadInput(f"{short(file)} is {what}; use another checkpoint.")
+
+
+def write_manifest(manifest: Manifest) -> bytes:
+    """The bytes of a manifest that `read_manifest` will accept."""
+    score = manifest.score
+    if score is not None and not isfinite(score):
+        raise BadInput(f"score must be finite or None, got {score}.")
+    body = {
+        "schema": SCHEMA,
+        "step": manifest.step,
+        "score": None if score is None else float(score),
+        "facts": manifest.facts,
+        "made_by": manifest.made_by,
+        "files": {STATE: {"bytes": manifest.size, "sha256": manifest.sha256}},
+    }
+    try:
+        data = _seal(body)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadInput(
+            f"facts must be what JSON holds, all finite: {quoted(str(error))}."
+        ) from error
+    if len(data) > MAX_MANIFEST:
+        raise BadInput(
+            f"facts make a manifest of {len(data):,} bytes, at most {MAX_MANIFEST:,}; "
+            "store large things elsewhere."
+        )
+    return data
+
+
+def read_manifest(name: str, data: bytes) -> Manifest:
+    """Refuse any byte that `write_manifest` would not have written.
+
+    Args:
+        name: What the file is called in an error.
+        data: All of it, or more than `MAX_MANIFEST` bytes of it.
+    """
+    if len(data) > MAX_MANIFEST:
+        raise BadInput(f"{name} is larger than {MAX_MANIFEST:,} bytes; use another.")
+    try:
+        body = json.loads(data.decode("ascii"))
+        version = body.pop("schema")
+        if type(version) is not int:
+            raise TypeError("schema")
+        if version != SCHEMA:
+            raise BadInput(
+                f"{name} has schema {quoted(str(version))}, Esper {__version__} reads "
+                f"{SCHEMA}; use the Esper that wrote it."
+            )
+        del body["sha256"]
+        if _seal({"schema": version, **body}) != data:
+            raise KeyError("sha256")
+    except BadInput:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInput(
+            f"{name} is {recognise(data) or 'damaged'}; use another checkpoint."
+        ) from error
+    match body:
+        case {
+            "step": int(step),
+            "score": int() | float() | None as score,
+            "facts": dict(facts),
+            "made_by": dict(versions),
+            "files": {"state.safetensors": {"bytes": int(size), "sha256": str(sha256)}},
+        } if (
+            len(body) == 5
+            and len(body["files"]) == 1
+            and 0 <= step <= MAX_STEP
+            and 0 < size <= MAX_BYTES
+        ):
+            return Manifest(
+                step=step,
+                score=None if score is None else float(score),
+                facts=facts,
+                made_by={name: str(version) for name, version in versions.items()},
+                size=size,
+                sha256=sha256,
+            )
+    raise BadInput(
+        f"{name} is not as Esper writes it: it must list {STATE} alone, of at most "
+        f"{MAX_BYTES:,} bytes; use another checkpoint."
+    )
+
+
+def made_by() -> dict[str, str]:
+    """Versions that a checkpoint is made with."""
+    return {
+        "esper": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _seal(body: Mapping[str, Any]) -> bytes:
+    """JSON in its one form, with a digest of itself."""
+    digest = hashlib.sha256(_text(body).encode()).hexdigest()
+    return _text({**body, "sha256": digest}).encode()
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, allow_nan=False, indent=1, sort_keys=True) + "\n"

@@ -29,14 +29,13 @@ from esper.experiment.config import (
     one_of,
     settings,
 )
+from esper.experiment.database import open_store, rows
 from esper.experiment.judging import judge, judged_world
 from esper.experiment.messages import nearest, refusal
 from esper.experiment.progress import Progress, print_line
-from esper.experiment.reading import rows
 from esper.experiment.records import STATIC, Judged
 from esper.experiment.run import STORE, Run, checked_name, versions_now
 from esper.experiment.static import judge_static
-from esper.experiment.storage.database import open_store
 from esper.experiment.store import Store
 from esper.experiment.summary import (
     Summary,
@@ -234,7 +233,7 @@ def _ready(config: EvaluateConfig) -> tuple[dict[str, Task], dict[str, str]]:
 
 def _arms(config: EvaluateConfig) -> dict[str, Maker | None]:
     """Every arm by its name; learned ones with what makes them."""
-    from esper.experiment.learned import load_controller
+    from esper.experiment.controllers import load_controller
     from esper.tamiyo.shipped import shipped
 
     arms: dict[str, Maker | None] = {}

@@ -23,10 +23,10 @@ from torch.nn.functional import cross_entropy
 
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.environment.growing import OFFERED
+from esper.experiment.controllers import find_controller, newest_controller
 from esper.experiment.fit import Fitted, fit
 from esper.experiment.fit import accuracy as share_right
-from esper.experiment.learned import find_controller, newest_controller
-from esper.experiment.storage.disk import short
+from esper.experiment.messages import short
 from esper.experiment.streams import stream
 from esper.growth.history import GrowthDecision
 from esper.tamiyo.registry import NAMES, Maker

@@ -7,8 +7,8 @@
                 lock             who is at work in it
                 finished.json    there once the run is complete
 
-A folder appears whole or not at all, and a name is never used twice. The lock is held
-by the system (`flock`), so it is free as soon as its process is gone, however it went.
+A folder appears whole or not at all, and a name is never used twice. The lock is free
+as soon as its process is gone, however it went.
 """
 
 import errno
@@ -22,6 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -33,16 +34,16 @@ import torch
 from esper import __version__
 from esper.contracts.errors import BadInput, CallOrder, RunTaken, StorageTrouble
 from esper.experiment.checkpoint import CheckpointFolder
-from esper.experiment.storage.disk import (
+from esper.experiment.files import (
     Disk,
+    Lock,
     beside,
     discard,
+    is_locked,
     publish,
-    said,
-    short,
     storage,
 )
-from esper.experiment.storage.lock import Lock, is_locked
+from esper.experiment.messages import quoted, short
 from esper.kernels import compiled_for
 
 CONFIG, VERSIONS, FINISHED = "config.toml", "versions.json", "finished.json"
@@ -156,7 +157,7 @@ class Run:
 
     @staticmethod
     def list(root: Path) -> Sequence[RunSummary]:
-        """Every run of a folder, by name; damaged ones say what is wrong."""
+        """Every run of a folder, by name; with what is wrong with damaged ones."""
         if not os.path.isdir(root):  # also of what may not be looked at
             return []
         with storage(root, "list"):
@@ -175,7 +176,7 @@ class Run:
 
     @property
     def finished(self) -> dict[str, Any] | None:
-        """What was said when it was complete, or None."""
+        """The facts given when it was complete, or None."""
         if not (self.path / FINISHED).exists():
             return None
         return _json(self.path / FINISHED, self._text(FINISHED))
@@ -187,7 +188,7 @@ class Run:
         return (self.path / FINISHED).stat().st_mtime - began.timestamp()
 
     def finish(self, facts: Mapping[str, Any]) -> None:
-        """Say that this run is complete."""
+        """Mark this run as complete."""
         self.write(FINISHED, facts)
 
     def write(self, name: str, facts: Mapping[str, Any]) -> None:
@@ -233,6 +234,28 @@ class Run:
         raise BadInput(f"{short(file)} is no text of at most {MAX_TEXT:,} bytes.")
 
 
+def find_run(text: str, root: Path) -> Path:
+    """The folder of a run.
+
+    Args:
+        text: Its name in `root`, or its folder.
+        root: Where runs are.
+    """
+    if not text.isprintable() or not text:
+        raise BadInput(f"expected the name or folder of a run, got {quoted(text)}.")
+    # os.path says no of what cannot be looked at; Path would raise.
+    there = [path for path in (root / text, Path(text)) if os.path.isdir(path)]
+    for path in there:
+        if os.path.isfile(path / CONFIG):
+            return path if path.name not in ("", "..") else path.resolve()
+    if there:
+        raise BadInput(f"{short(there[0])} is no run: it has no {CONFIG}.")
+    names = [each.name for each in Run.list(root)]
+    near = get_close_matches(text, names, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ". See esper runs."
+    raise BadInput(f"there is no run {quoted(text)} in {short(root)}{hint}")
+
+
 def checked_name(name: str) -> str:
     """A name that is one safe word of a path on every system, or an error."""
     if (
@@ -241,14 +264,14 @@ def checked_name(name: str) -> str:
         or name.split(".")[0].lower() in RESERVED
     ):
         raise BadInput(
-            f"a run cannot be called {said(name)}; use 1 to 64 of a-z, 0-9, '_', '-', "
-            "'.', beginning with a letter or digit."
+            f"a run cannot be called {quoted(name)}; use 1 to 64 of a-z, 0-9, '_', "
+            "'-', '.', beginning with a letter or digit."
         )
     return name
 
 
 def invented_name(now: datetime | None = None) -> str:
-    """A name that sorts by time and can be said aloud."""
+    """A name that sorts by time and can be pronounced."""
     now = now or datetime.now(UTC)
     words = f"{secrets.choice(FIRST)}-{secrets.choice(LAST)}"
     return f"{now:%Y%m%d-%H%M%S}-{words}"
@@ -276,7 +299,7 @@ def versions_now(config_toml: str) -> dict[str, Any]:
 def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What is not as it was, of all that must be equal to go on to the bit."""
     return [
-        f"{name} was {said(str(before.get(name)))} and is {said(str(value))}"
+        f"{name} was {quoted(str(before.get(name)))} and is {quoted(str(value))}"
         for name, value in now.items()
         if name != "began" and before.get(name) != value
     ]
@@ -302,7 +325,7 @@ def _encoded(value: str | Mapping[str, Any]) -> bytes:
         data = value.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(
-            f"what a run says of itself is no text: {said(str(error))}."
+            f"the facts of a run are no text: {quoted(str(error))}."
         ) from error
     if len(data) > MAX_TEXT:
         raise BadInput(f"expected at most {MAX_TEXT:,} bytes, got {len(data):,}.")

@@ -13,30 +13,73 @@ import json
 import os
 import sqlite3
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
+from operator import ne
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
+from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.errors import BadInput, CallOrder, StorageTrouble
 from esper.contracts.stages import Stage
+from esper.experiment.database import TABLES, columns_of, open_writer, transaction
 from esper.experiment.records import Judged, RoundRecord
-from esper.experiment.storage.batch import Batch, Column, whole
-from esper.experiment.storage.database import columns_of, open_writer, transaction
-from esper.experiment.storage.lifecycle_events import WORDS, Changes
-from esper.experiment.storage.schema import TABLES
+from esper.experiment.seed_events import EVENTS, Changes
 
 BATCH: Final = 1_000
 """Rows that wait before they are written unasked."""
 LIMIT: Final = 100_000
 """Rows that may wait while the store cannot be written: about 50 MiB."""
+MAX_TEXT: Final = 10_000
+"""Characters of a text that are kept."""
 DROPPABLE: Final = frozenset({"steps", "heads"})
+
+Column = Tensor | NDArray[Any] | Sequence[Any] | str | float | int | None
+"""One value for each row, or one for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of one table that came together, column by column, until they are written.
+
+    Columns are kept as they came, tensors on their device or as arrays.
+    """
+
+    table: str
+    count: int
+    columns: Mapping[str, Column]
+
+    @classmethod
+    def of(cls, table: str, count: int, columns: Mapping[str, Column]) -> "Batch":
+        """Rows from columns; refuses those that have not a value for each row."""
+        kept = {name: _kept(name, value, count) for name, value in columns.items()}
+        return cls(table, count, kept)
+
+    def rows(
+        self, names: Iterable[str], attempt: int, seq: int
+    ) -> Iterable[tuple[Any, ...]]:
+        """Rows in the order of the table's columns; what was not given is missing.
+
+        Args:
+            names: The columns of the table.
+            attempt: Who writes.
+            seq: Number of the first row.
+        """
+        count = self.count
+        given = {name: _values(own, count) for name, own in self.columns.items()}
+        marks = _nans(given, count)
+        given["attempt"] = [attempt] * count
+        given["seq"] = range(seq, seq + count)
+        given["nans"] = marks
+        missing = [None] * count
+        return zip(*(given.get(name, missing) for name in names), strict=True)
 
 
 class Store:
@@ -55,7 +98,7 @@ class Store:
         """Times that waiting rows could not be written."""
         self._queue: deque[Batch] = deque()
         self._waiting, self._retry_at = 0, BATCH
-        self._attempt, self._seq, self._round, self._untold = 0, 0, 0, 0
+        self._attempt, self._seq, self._round, self._unreported = 0, 0, 0, 0
         self._db = open_writer(self.path)
         self._file = os.stat(self.path).st_ino
         self._columns = {name: columns_of(self._db, name) for name in TABLES}
@@ -215,7 +258,7 @@ class Store:
             **_places(changes.env, task, env_in_task),
             episode=episode[changes.env],
             slot=changes.slot,
-            what=[WORDS[index] for index in changes.what.tolist()],
+            what=[EVENTS[index] for index in changes.what.tolist()],
             stage_from=[stages[index] for index in changes.before.tolist()],
             stage_to=[stages[index] for index in changes.after.tolist()],
             blueprint=[names[index] for index in changes.blueprint.tolist()],
@@ -288,9 +331,9 @@ class Store:
         """
         if not self._attempt:
             raise CallOrder("flush() before begin_attempt(); call that first.")
-        if self._untold:
-            text = f"{self._untold} rows of steps or heads could not be written in time"
-            self._untold = 0
+        if self._unreported:
+            text = f"{self._unreported} rows of steps or heads were dropped"
+            self._unreported = 0
             note: dict[str, Column] = {"kind": "dropped", "text": text}
             self._put(Batch("notes", 1, {"round": self._round, **note}))
         try:
@@ -363,7 +406,7 @@ class Store:
                 excess -= batch.count
                 self._waiting -= batch.count
                 self.dropped += batch.count
-                self._untold += batch.count
+                self._unreported += batch.count
             else:
                 kept.append(batch)
         self._queue = kept
@@ -384,3 +427,61 @@ def _places(
         "env": env if numbers is None else [numbers[row] for row in rows],
         "task": task if isinstance(task, str) else [task[row] for row in rows],
     }
+
+
+def whole(name: str, value: object) -> int:
+    """A number that can be counted to; refuses others."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise BadInput(f"{name} must be a whole number from 0, got {value!r}.")
+    return value
+
+
+def _kept(name: str, value: Column, count: int) -> Column:
+    """A column as it is queued; refuses one that has not a value for each row."""
+    if isinstance(value, Tensor):
+        if tuple(value.shape) != (count,):
+            raise BadInput(
+                f"{name} must have shape ({count},), got {tuple(value.shape)}."
+            )
+        # Worlds go on writing into theirs.
+        value = value.detach()
+        return value.numpy().copy() if value.device.type == "cpu" else value.clone()
+    if isinstance(value, str):
+        return _clean(value)
+    if isinstance(value, Sequence):
+        if len(value) != count:
+            raise BadInput(f"{name} must have {count} values, got {len(value)}.")
+        if isinstance(value, range):
+            return value
+        return [_clean(each) if isinstance(each, str) else each for each in value]
+    return value
+
+
+def _clean(text: str) -> str:
+    # SQLite takes no lone surrogates, and nobody reads a novel in a column.
+    if len(text) <= MAX_TEXT and text.isascii():
+        return text
+    return text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8")
+
+
+def _values(column: Column, count: int) -> Sequence[Any]:
+    """One value for each row."""
+    if isinstance(column, Tensor | np.ndarray):
+        values: list[Any] = column.tolist()
+        return values
+    if isinstance(column, Sequence) and not isinstance(column, str):
+        return column
+    return [column] * count
+
+
+def _nans(columns: Mapping[str, Sequence[Any]], count: int) -> list[str | None]:
+    """Names of the columns that are NaN, for each row; None if there are none."""
+    marks: list[str | None] = [None] * count
+    for name, values in columns.items():
+        if not any(map(ne, values, values)):  # only NaN differs from itself
+            continue
+        for row, value in enumerate(values):
+            if value != value:
+                mark = marks[row]
+                marks[row] = name if mark is None else f"{mark} {name}"
+    return marks

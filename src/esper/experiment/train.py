@@ -43,7 +43,7 @@ from esper.experiment.config import (
     digest,
     from_toml,
 )
-from esper.experiment.learned import MAY_BE_NAN, find_controller
+from esper.experiment.controllers import MAY_BE_NAN, find_controller
 from esper.experiment.records import RoundRecord
 from esper.experiment.rollout import Transition, collect, start
 from esper.experiment.run import STORE, Run, changes_since, versions_now

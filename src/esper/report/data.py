@@ -17,13 +17,11 @@ from typing import Any, Final
 import numpy as np
 
 from esper.contracts.errors import BadInput
-from esper.experiment.reading import rows
+from esper.experiment.database import VIEWS, open_store, rows
+from esper.experiment.files import is_locked
+from esper.experiment.messages import short
 from esper.experiment.run import Run
 from esper.experiment.statistics import Floats
-from esper.experiment.storage.database import open_store
-from esper.experiment.storage.disk import short
-from esper.experiment.storage.lock import is_locked
-from esper.experiment.storage.schema import VIEWS
 
 STORE: Final = "events.sqlite"
 POINTS: Final = 600

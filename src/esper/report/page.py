@@ -18,8 +18,9 @@ from markupsafe import Markup
 
 from esper import __version__
 from esper.contracts.errors import BadInput
+from esper.experiment.files import Disk, publish, storage
+from esper.experiment.messages import short
 from esper.experiment.statistics import Interval, iqm_interval, mean_interval
-from esper.experiment.storage.disk import Disk, publish, short, storage
 from esper.experiment.summary import (
     ArmSummary,
     Summary,

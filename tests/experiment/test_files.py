@@ -4,16 +4,9 @@ import os
 import pytest
 
 from esper.contracts.errors import BadInput, StorageTrouble
-from esper.experiment.storage.disk import (
-    Disk,
-    beside,
-    discard,
-    publish,
-    short,
-    storage,
-    unfinished,
-)
-from tests.experiment.storage.disks import Died, DyingDisk, PowerCut, RecordingDisk
+from esper.experiment.files import Disk, beside, discard, publish, storage, unfinished
+from esper.experiment.messages import short
+from tests.experiment.disks import Died, DyingDisk, PowerCut, RecordingDisk
 
 
 def test_a_file_is_published_over_an_older_one(tmp_path):

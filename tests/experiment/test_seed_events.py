@@ -11,11 +11,7 @@ from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.stages import SETTLES_TO, TRANSITIONS, Stage
 from esper.environment.growing import GrowingWorld
 from esper.environment.simulated import SimulatedWorld
-from esper.experiment.storage.lifecycle_events import (
-    WORDS,
-    events_between,
-    events_on_any_device,
-)
+from esper.experiment.seed_events import EVENTS, events_between
 from esper.experiment.streams import stream
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.rule_based import Random
@@ -23,10 +19,10 @@ from esper.tasks.catalogue import task
 from tests.worlds import blank_slots
 
 
-def told(changes):
+def listed(changes):
     columns = (changes.env, changes.slot, changes.before, changes.after)
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    words = [WORDS[index] for index in changes.what.tolist()]
+    words = [EVENTS[index] for index in changes.what.tolist()]
     return [
         (env, slot, Stage(before).name, Stage(after).name, word)
         for (env, slot, before, after), word in zip(rows, words, strict=True)
@@ -40,7 +36,7 @@ def slots(stages, **others):
     return replace(blank, stage=stage, blueprint=planted, **others)
 
 
-def sentence(op, slot, **heads):
+def action(op, slot, **heads):
     row = torch.zeros(1, NUM_HEADS, dtype=torch.int64)
     for head, choice in {"op": int(op), "slot": slot, **heads}.items():
         row[0, HEAD[head]] = choice
@@ -50,95 +46,88 @@ def sentence(op, slot, **heads):
 D, T, B, H, F, C = Stage  # in the order of a life
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "word"),
-    [
+def test_a_change_of_stage_has_a_name():
+    for before, after, word in (
         (D, T, "planted"),
         (T, B, "blending"),
         (B, H, "holding"),
         (H, F, "kept"),
-        (T, C, "pruned"),
-        (B, C, "pruned"),
-        (H, C, "pruned"),
-        (T, D, "pruned"),
-        (B, D, "pruned"),
-        (H, D, "pruned"),
+        *((stage, C, "pruned") for stage in (T, B, H)),
+        *((stage, D, "pruned") for stage in (T, B, H)),
         (C, D, "cleared"),
         (F, D, "jumped"),
         (D, H, "jumped"),
-    ],
-)
-def test_a_change_of_stage_has_a_name(before, after, word):
-    changes = events_between(slots([[before]]), slots([[after]]))
-    assert told(changes) == [(0, 0, before.name, after.name, word)]
-    assert changes.blueprint.tolist() == [2]
+    ):
+        changes = events_between(slots([[before]]), slots([[after]]))
+        assert listed(changes) == [(0, 0, before.name, after.name, word)]
+        assert changes.blueprint.tolist() == [2]
 
 
 def test_every_step_of_the_table_of_stages_has_a_name_of_its_own():
     steps = {(stage, rule.next) for (_, stage), rule in TRANSITIONS.items()}
     for before, after in steps | {*SETTLES_TO.items()}:
         if before is not after:
-            ((*_, word),) = told(events_between(slots([[before]]), slots([[after]])))
+            ((*_, word),) = listed(events_between(slots([[before]]), slots([[after]])))
             assert word not in ("jumped", "aimed")
 
 
 def test_nothing_happens_while_seeds_only_age_and_fade():
     before = slots([[T, B, D]])
     after = replace(before, age=before.age + 1, alpha=before.alpha + 0.1)
-    assert told(events_between(before, after)) == []
+    assert listed(events_between(before, after)) == []
 
 
 def test_another_alpha_to_go_to_is_an_event():
     before = slots([[H, H]])
     after = replace(before, alpha_target=torch.tensor([[0.0, 0.7]]))
     changes = events_between(before, after)
-    assert told(changes) == [(0, 1, "HOLDING", "HOLDING", "aimed")]
+    assert listed(changes) == [(0, 1, "HOLDING", "HOLDING", "aimed")]
 
 
 def test_another_seed_in_the_same_stage_is_not_overlooked():
     before = slots([[T]])
     after = replace(before, blueprint=torch.tensor([[0]]))
-    assert told(events_between(before, after))[0][-1] == "jumped"
+    assert listed(events_between(before, after))[0][-1] == "jumped"
 
 
-def test_alpha_is_what_the_host_feels_afterwards():
+def test_alpha_is_the_weight_of_the_seed_afterwards():
     before = slots([[B]], alpha=torch.tensor([[0.4]]))
     after = slots([[H]], alpha=torch.tensor([[0.7]]))
     assert events_between(before, after).alpha.tolist() == pytest.approx([0.7])
 
 
-def test_of_an_ended_episode_only_its_last_sentence_is_told():
+def test_of_an_ended_episode_only_its_last_sentence_is_listed():
     before = slots([[H, T], [H, T]], alpha=torch.full((2, 2), 0.7))
     after = slots([[D, D], [F, T]])
     ended = torch.tensor([True, False])
-    actions = sentence(Op.FOSSILIZE, 0).expand(2, -1).contiguous()
+    actions = action(Op.FOSSILIZE, 0).expand(2, -1).contiguous()
     kept = [(env, 0, "HOLDING", "FOSSILIZED", "kept") for env in (0, 1)]
-    assert told(events_between(before, after, ended=ended)) == kept[1:]
+    assert listed(events_between(before, after, ended=ended)) == kept[1:]
     changes = events_between(before, after, ended=ended, actions=actions)
-    assert told(changes) == kept
+    assert listed(changes) == kept
     assert changes.alpha.tolist() == pytest.approx([0.7, 0.0])
     refused = torch.tensor([True, False])
     changes = events_between(
         before, after, ended=ended, actions=actions, illegal=refused
     )
-    assert told(changes) == kept[1:]
+    assert listed(changes) == kept[1:]
 
 
-def test_last_sentences_plant_and_aim_too():
+def test_last_actions_plant_and_aim_too():
     over = {"ended": torch.tensor([True])}
     before, after = slots([[D, H]]), slots([[D, D]])
-    planted = sentence(Op.GERMINATE, 0, blueprint=1)
+    planted = action(Op.GERMINATE, 0, blueprint=1)
     changes = events_between(before, after, actions=planted, **over)
-    assert told(changes) == [(0, 0, "DORMANT", "TRAINING", "planted")]
+    assert listed(changes) == [(0, 0, "DORMANT", "TRAINING", "planted")]
     assert changes.blueprint.tolist() == [1]
-    aimed = sentence(Op.SET_ALPHA, 1, alpha_target=2)
+    aimed = action(Op.SET_ALPHA, 1, alpha_target=2)
     changes = events_between(before, after, actions=aimed, **over)
-    assert told(changes) == [(0, 1, "HOLDING", "HOLDING", "aimed")]
-    waited = sentence(Op.WAIT, 1)
-    assert told(events_between(before, after, actions=waited, **over)) == []
+    assert listed(changes) == [(0, 1, "HOLDING", "HOLDING", "aimed")]
+    waited = action(Op.WAIT, 1)
+    assert listed(events_between(before, after, actions=waited, **over)) == []
 
 
-def test_changes_of_stage_speak_the_common_vocabulary():
+def test_changes_of_stage_become_common_events():
     before = slots([[H, D]])
     after = replace(slots([[H, T]]), alpha_target=torch.tensor([[0.5, 0.5]]))
     (event,) = events_between(before, after).stage_changes(step=7)
@@ -161,8 +150,8 @@ def test_all_slots_at_once_equal_one_after_the_other(data):
             new = Stage(int(after.stage[env, slot]))
             if old is not new:
                 one = events_between(slots([[old]]), slots([[new]]))
-                alone.append((env, slot, old.name, new.name, told(one)[0][-1]))
-    assert told(events_between(before, after)) == alone
+                alone.append((env, slot, old.name, new.name, listed(one)[0][-1]))
+    assert listed(events_between(before, after)) == alone
 
 
 def simulated():
@@ -189,7 +178,7 @@ def test_stages_replayed_from_events_are_the_stages_of_the_world(make):
         changes = events_between(
             seen.slots, result.observation.slots, ended=ended, actions=actions
         )
-        for env, slot, before, after, word in told(changes):
+        for env, slot, before, after, word in listed(changes):
             assert replayed[env, slot] == Stage[before]
             replayed[env, slot] = Stage[after]
             words.add(word)
@@ -198,36 +187,3 @@ def test_stages_replayed_from_events_are_the_stages_of_the_world(make):
         seen = result.observation
     assert {"planted", "pruned", "blending"} <= words
     assert "jumped" not in words
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_whole_tensor_operations_find_the_same(known):
-    generator, envs, found = torch.Generator().manual_seed(0), 40, 0
-
-    def drawn(high, low=0):
-        return torch.randint(low, high, (envs, 3), generator=generator)
-
-    for _ in range(20):
-        before, after = (
-            replace(
-                blank_slots(envs, 3),
-                stage=drawn(len(Stage)),
-                blueprint=drawn(3, -1),
-                alpha_target=drawn(2) / 2,
-                alpha=torch.rand(envs, 3, generator=generator),
-            )
-            for _ in range(2)
-        )
-        ended, illegal = (torch.rand(2, envs, generator=generator) < 0.4).unbind()
-        actions = torch.zeros(envs, NUM_HEADS, dtype=torch.int64)
-        for head, size in (("op", len(Op)), ("slot", 3), ("alpha_target", 3)):
-            actions[:, HEAD[head]] = drawn(size)[:, 0]
-        said = {"actions": actions, "illegal": illegal} if known else {}
-        one = events_between(before, after, ended=ended, **said)
-        other = events_on_any_device(
-            before, after, ended, said.get("actions"), said.get("illegal")
-        )
-        for name in one.__slots__:
-            assert torch.equal(getattr(one, name), getattr(other, name)), name
-        found += len(one)
-    assert found > 100

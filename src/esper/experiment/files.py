@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whatever happens while they are written.
+"""Files that are whole or absent, whatever happens while they are written, and locks.
 
 A file is written under another name in the same folder, made durable, renamed, and the
 rename made durable too:
@@ -9,33 +9,43 @@ Every change of a run's folder is one call of `Disk`, so that a test can stop at
 them. An fsync that failed is not tried again on the same file: what it lost is lost.
 """
 
+import fcntl
 import hashlib
+import json
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
-from esper.contracts.errors import BadInput, StorageTrouble
+from filelock import FileLock, Timeout
 
-CHUNK = 1 << 20
-TEMPORARY = ".tmp-"
-"""What the name of something unfinished holds; it also begins with a dot."""
+from esper.contracts.errors import BadInput, RunTaken, StorageTrouble
+from esper.experiment.messages import quoted, short
+
+CHUNK: Final = 1 << 20
+TEMPORARY: Final = ".tmp-"
+"""In the names of unfinished files, which also begin with a dot."""
+LOCK: Final = "lock"
+LOCK_TIMEOUT: Final = 0.5
+"""Seconds to wait for a lock: whoever lists runs holds each for a moment."""
 
 
 class Disk:
-    """What can be done to files; every method is one thing that can fail.
+    """File operations; every method is one thing that can fail.
 
     Raises `OSError`; `storage` turns it into one line.
     """
 
     def mkdir(self, folder: Path) -> None:
-        """Make a folder that is not there."""
+        """Make a folder that does not exist."""
         folder.mkdir()
 
     def create(self, file: Path, data: bytes) -> None:
-        """Write a file that is not there; it may not survive a loss of power."""
+        """Write a file that does not exist; it may not survive a loss of power."""
         with file.open("xb") as stream:
             stream.write(data)
 
@@ -48,11 +58,11 @@ class Disk:
         _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a file or folder another name; takes the place of a file."""
-        old.rename(new)
+        """Rename a file or folder; replaces a file."""
+        os.replace(old, new)
 
     def unlink(self, file: Path) -> None:
-        """Remove a file, or a link but not what it leads to."""
+        """Remove a file, or a link but not its target."""
         file.unlink()
 
     def rmdir(self, folder: Path) -> None:
@@ -80,7 +90,7 @@ class Disk:
 
 
 def publish(disk: Disk, file: Path, data: bytes) -> None:
-    """Put a file in place so that it is there whole, as before, or not at all."""
+    """Write a file so that it is there whole, as before, or not at all."""
     temporary = beside(file)
     with storage(file, "write"):
         discard(disk, temporary)
@@ -91,7 +101,7 @@ def publish(disk: Disk, file: Path, data: bytes) -> None:
 
 
 def beside(path: Path) -> Path:
-    """Where something is made before it gets its name."""
+    """The temporary name of a file or folder while it is made."""
     return path.with_name(f".{path.name}{TEMPORARY}{os.getpid()}")
 
 
@@ -105,10 +115,7 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def discard(disk: Disk, path: Path) -> None:
-    """Remove a file or a folder with all it holds, or nothing if it is not there.
-
-    A link is removed, not followed.
-    """
+    """Remove a file or a folder with all it holds, if it exists; follows no link."""
     try:
         kind = path.lstat().st_mode
     except FileNotFoundError:
@@ -123,10 +130,10 @@ def discard(disk: Disk, path: Path) -> None:
 
 @contextmanager
 def storage(path: Path, verb: str) -> Iterator[None]:
-    """Turn what the system says about a path into one line.
+    """Turn errors of the system about a path into one line.
 
     Args:
-        path: What is worked at.
+        path: The file or folder.
         verb: What is being done to it, such as "write".
     """
     try:
@@ -141,16 +148,64 @@ def storage(path: Path, verb: str) -> Iterator[None]:
         ) from error
 
 
-def short(path: Path) -> str:
-    """The end of a path, fit for one line: no control characters, 72 at most."""
-    text = "/".join(path.parts[-3:]).replace("//", "/")
-    text = "".join(sign if sign.isprintable() else "?" for sign in text)
-    return text if len(text) <= 72 else f"…{text[-71:]}"
+class Lock:
+    """The right to write in a folder, held until `release` or the end of the process.
+
+    The lock file also names its owner.
+
+    Args:
+        folder: Where the lock file is or will be.
+        name: What the folder is called in an error, if it will be renamed.
+    """
+
+    def __init__(self, folder: Path, name: Path | None = None) -> None:
+        name, file = name or folder, folder / LOCK
+        self._lock = FileLock(file, timeout=LOCK_TIMEOUT, thread_local=False)
+        with storage(name, "lock"):
+            try:
+                self._lock.acquire(poll_interval=0.02)
+                since = datetime.now(UTC).isoformat(timespec="seconds")
+                owner = {"pid": os.getpid(), "host": socket.gethostname()}
+                file.write_text(json.dumps({**owner, "since": since}))
+            except Timeout:
+                raise RunTaken(
+                    f"{short(name)} is in use by {_owner(file)}; stop it first."
+                ) from None
+            except BaseException:
+                self.release()
+                raise
+
+    def release(self) -> None:
+        """Let another process have it; may be called again."""
+        self._lock.release(force=True)
 
 
-def said(text: str) -> str:
-    """A name or text of others, fit for one line."""
-    return repr(text if len(text) <= 48 else f"{text[:47]}…")
+def is_locked(folder: Path) -> bool:
+    """Whether some process, this one too, holds the lock of a folder."""
+    with storage(folder, "look at"):
+        try:
+            file = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(file)
+    return False
+
+
+def _owner(file: Path) -> str:
+    """The process that holds a lock, as far as the file can be read."""
+    try:
+        owner = json.loads(file.read_bytes()[:4096])
+    except (OSError, ValueError, RecursionError):
+        owner = None
+    match owner:
+        case {"pid": int(pid), "host": str(host), "since": str(since)}:
+            return f"process {pid} on {quoted(host)} since {quoted(since)}"
+    return "another process"
 
 
 def _sync(path: Path, flags: int) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from esper.contracts.errors import BadInput
-from esper.experiment.storage.manifest import (
+from esper.experiment.checkpoint import (
     MAX_STEP,
     Manifest,
     made_by,

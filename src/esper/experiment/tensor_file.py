@@ -1,11 +1,11 @@
-"""Tensors by name as the bytes of a safetensors file, from wherever they come.
+"""Tensors by name as the bytes of a safetensors file, from any source.
 
     8 bytes: length of the header | header: JSON | numbers, tensor after tensor
 
-What a file says of itself is checked before room is made for it: the header is at most
+What a file declares is checked before memory is allocated for it: the header is at most
 1 MiB, names at most 10,000 tensors of known kinds, and they fill the rest of the file
-without gap or overlap. Nothing in a file is ever run. Numbers that are not finite are
-refused unless the caller names the tensor.
+without gap or overlap. Nothing in a file is ever executed. Numbers that are not finite
+are refused unless the caller names the tensor.
 """
 
 import json
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from esper.contracts.errors import BadInput
 from esper.contracts.state import Tensors
-from esper.experiment.storage.disk import said
+from esper.experiment.messages import quoted
 
 LENGTH: Final = 8
 MAX_HEADER: Final = 1 << 20
@@ -72,12 +72,12 @@ def pack(tensors: Mapping[str, Tensor], may_be_nan: Collection[str] = ()) -> byt
         )
     for name, tensor in tensors.items():
         if name == "__metadata__" or not name.isprintable():
-            raise BadInput(f"a tensor cannot be called {said(name)}; rename it.")
+            raise BadInput(f"a tensor cannot be called {quoted(name)}; rename it.")
         if tensor.layout is not torch.strided or tensor.is_meta:
-            raise BadInput(f"tensor {said(name)} is sparse or empty of data; fill it.")
+            raise BadInput(f"tensor {quoted(name)} is sparse or has no data; fill it.")
         if tensor.dtype not in KINDS.values():
             raise BadInput(
-                f"tensor {said(name)} is {tensor.dtype}; convert it to a known kind."
+                f"tensor {quoted(name)} is {tensor.dtype}; convert it to a known kind."
             )
     ready = {name: part.detach().cpu().contiguous() for name, part in tensors.items()}
     if strange := _strange(ready, may_be_nan):
@@ -107,7 +107,7 @@ def unpack(name: str, data: bytes, may_be_nan: Collection[str] = ()) -> Tensors:
     try:
         tensors: Tensors = load_bytes(data)
     except SafetensorError as error:
-        raise _refusal(name, said(str(error))) from error
+        raise _refusal(name, quoted(str(error))) from error
     if strange := _strange(tensors, may_be_nan):
         raise _refusal(name, strange)
     return tensors
@@ -167,17 +167,17 @@ def _span(name: str, tensor: str, entry: Any) -> tuple[int, int]:  # noqa: ANN40
         } if len(entry) == 3 and all(type(n) is int for n in (*shape, start, stop)):
             pass
         case _:
-            raise _refusal(name, f"{said(tensor)} is not described as a tensor")
+            raise _refusal(name, f"{quoted(tensor)} is not described as a tensor")
     if kind not in KINDS:
-        raise _refusal(name, f"{said(tensor)} has kind {said(kind)}, which is not read")
+        raise _refusal(name, f"{quoted(tensor)} has unknown kind {quoted(kind)}")
     if len(shape) > MAX_RANK or min(shape, default=0) < 0:
-        raise _refusal(name, f"{said(tensor)} has an impossible shape")
+        raise _refusal(name, f"{quoted(tensor)} has an impossible shape")
     each = KINDS[kind].itemsize
     # A zero beside huge lengths makes no bytes, but strides that no integer holds.
     if prod(max(length, 1) for length in shape) * each > MAX_BYTES:
-        raise _refusal(name, f"{said(tensor)} is larger than {MAX_BYTES:,} bytes")
+        raise _refusal(name, f"{quoted(tensor)} is larger than {MAX_BYTES:,} bytes")
     if start < 0 or stop - start != prod(shape) * each:
-        raise _refusal(name, f"{said(tensor)} does not fill bytes {start} to {stop}")
+        raise _refusal(name, f"{quoted(tensor)} does not fill bytes {start} to {stop}")
     return start, stop
 
 
@@ -194,11 +194,11 @@ def _strange(tensors: Mapping[str, Tensor], may_be_nan: Collection[str]) -> str:
     for name, values in tensors.items():
         if values.dtype is torch.bool:
             if bool((values.view(torch.uint8) > 1).any()):
-                return f"{said(name)} holds bytes that are no bool"
+                return f"{quoted(name)} holds bytes that are no bool"
         elif values.is_floating_point() and not bool(values.isfinite().all()):
             if any(fnmatchcase(name, pattern) for pattern in may_be_nan):
                 continue
-            return f"{said(name)} holds NaN or infinity"
+            return f"{quoted(name)} holds NaN or infinity"
     return ""
 
 

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from esper.contracts.errors import BadInput, StorageTrouble
-from esper.experiment.reading import export, rows
-from esper.experiment.storage.database import open_store
-from esper.experiment.storage.schema import TABLES
+from esper.experiment.database import TABLES, export, open_store, rows
 from esper.experiment.store import Store
 from tests.experiment.stores import add_steps, record
 

@@ -1,0 +1,218 @@
+"""Controllers that a run has learned: loading them, and exporting them for a package.
+
+    controller = load_controller("runs/quiet-fern")
+    esper.Grower(model, optimizer, controller=controller, ...)
+
+No weight of a policy depends on the number of slots or blueprints, so a loaded one fits
+every action space. Numbers are read from a checkpoint that verifies; nothing is
+executed. An exported controller is two files:
+
+    tamiyo.safetensors   the policy of the best checkpoint
+    manifest.json        its sizes, the blueprints it knows, how it was trained
+
+The manifest comes last and holds the digest of the numbers, so two that do not belong
+together are refused when read.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import esper
+from esper.contracts.actions import ActionSpec
+from esper.contracts.blueprints import BLUEPRINTS, Blueprint
+from esper.contracts.controller import Controller
+from esper.contracts.errors import BadInput
+from esper.contracts.state import Tensors, load
+from esper.experiment.checkpoint import MANIFEST as CHECKPOINT_MANIFEST
+from esper.experiment.checkpoint import CheckpointFolder, Loaded
+from esper.experiment.config import as_toml, from_toml
+from esper.experiment.files import Disk, publish, storage
+from esper.experiment.messages import quoted, short
+from esper.experiment.run import CHECKPOINTS, Run, find_run
+from esper.experiment.tensor_file import pack
+from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
+from esper.tamiyo.policy.sampling import with_temperature
+from esper.tamiyo.shipped import FORMAT, MANIFEST, WEIGHTS, read
+
+POLICY: Final = "agent/policy/"
+"""What the names of a policy's numbers begin with in a checkpoint."""
+RECORDED: Final = ("began", "esper", "python", "torch", "numpy", "numba", "machine")
+"""Versions that an exported manifest repeats."""
+MAY_BE_NAN: Final = ("*first_loss",)
+"""Unknown before the first loss of an episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """A trained policy, which becomes a controller of an action space."""
+
+    name: str
+    config: PolicyConfig
+    weights: Tensors = field(repr=False)
+    round: int = 0
+    """Of the run, in which it was as it is."""
+    actions: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Its action space in training; see `ActionSpec.describe`."""
+
+    def __call__(self, spec: ActionSpec) -> Controller:
+        """A controller of this action space, of lower temperature than in training."""
+        return with_temperature(self.policy(spec))
+
+    def policy(self, spec: ActionSpec) -> TamiyoPolicy:
+        """The policy itself."""
+        with torch.random.fork_rng(devices=[]):  # first weights are drawn, and lost
+            policy = TamiyoPolicy(spec, self.config)
+        load(policy, self.weights)
+        return policy
+
+
+def find_controller(text: str, root: Path) -> Learned:
+    """The controller that a run has learned.
+
+    Args:
+        text: The name of a run in `root`, its folder, or that of a checkpoint.
+        root: Where runs are.
+    """
+    # False of what cannot be looked at.
+    if os.path.isfile(Path(text) / CHECKPOINT_MANIFEST):
+        return load_controller(text)
+    return load_controller(find_run(text, root))
+
+
+def load_controller(path: Path | str) -> Learned:
+    """The controller of a run: its best checkpoint, or the one that is named.
+
+    Args:
+        path: A run's folder, or the folder of one of its checkpoints.
+    """
+    folder = Path(path)
+    one = folder.parent.name == CHECKPOINTS and folder.parent.is_dir()
+    run = Run.read(folder.parent.parent if one else folder)
+    checkpoints = run.checkpoints(may_be_nan=MAY_BE_NAN)
+    found = checkpoints.load(folder) if one else _best(checkpoints, folder)
+    config = from_toml(run.config_toml).learner.policy
+    weights = {
+        name.removeprefix(POLICY): tensor
+        for name, tensor in found.tensors.items()
+        if name.startswith(POLICY)
+    }
+    name = f"{run.name}@{folder.name}" if one else run.name
+    actions = found.manifest.facts.get("actions", {})
+    return Learned(name, config, weights, found.manifest.step, actions)
+
+
+def _best(checkpoints: CheckpointFolder, folder: Path) -> Loaded:
+    found = checkpoints.best() or checkpoints.latest()
+    if found is None:
+        raise BadInput(f"{short(folder)} has no checkpoint yet; let it train first.")
+    return found
+
+
+def newest_controller(root: Path) -> Learned:
+    """The controller of the last completed run of a folder."""
+    paths = [root / each.name for each in Run.list(root) if each.state == "finished"]
+    ended = [
+        (str(Run.read(path).versions.get("began", "")), path)
+        for path in paths
+        if (path / CHECKPOINTS).is_dir() and any((path / CHECKPOINTS).iterdir())
+    ]
+    if not ended:
+        raise BadInput(f"no finished training in {short(root)}; run esper train first.")
+    return load_controller(max(ended)[1])
+
+
+def export_controller(
+    path: Path,
+    folder: Path,
+    *,
+    figures: Mapping[str, Any] | None = None,
+    disk: Disk | None = None,
+) -> None:
+    """Write the controller of a finished run, and read it again.
+
+    Args:
+        path: The folder of the run.
+        folder: Where to; it is made if its parent is there.
+        figures: Results of the controller, as JSON can hold it.
+        disk: What writes.
+    """
+    run, disk = Run.read(path), disk or Disk()
+    if run.finished is None:
+        raise BadInput(f"run {run.name} is not finished; let it end first.")
+    learned = load_controller(path)
+    data = pack({name: part.float() for name, part in learned.weights.items()})
+    manifest = {
+        "format": FORMAT,
+        "policy": asdict(learned.config),
+        "sha256": sha256(data).hexdigest(),
+        "blueprints": [
+            {"name": each.name, "form": each.form.name, "size": each.size}
+            for each in _blueprints(learned)
+        ],
+        "choices": dict(learned.actions["heads"]),
+        "training": _training(run, learned),
+        "figures": dict(figures or {}),
+    }
+    text = json.dumps(manifest, allow_nan=False, indent=1, sort_keys=True) + "\n"
+    with storage(folder, "make"):
+        if not folder.is_dir():
+            disk.mkdir(folder)
+    publish(disk, folder / WEIGHTS, data)
+    publish(disk, folder / MANIFEST, text.encode())
+    read(folder)(ActionSpec())
+
+
+def _blueprints(learned: Learned) -> list[Blueprint]:
+    """The blueprints of its action space."""
+    table = {each.name: each for each in BLUEPRINTS}
+    names = learned.actions.get("blueprints", ())
+    if not names:
+        raise BadInput(f"{learned.name} has no list of blueprints; train it anew.")
+    if strange := [name for name in names if name not in table]:
+        raise BadInput(
+            f"{learned.name} knows {quoted(strange[0])}, which is not Esper's own; "
+            "train without it."
+        )
+    return [table[name] for name in names]
+
+
+def _training(run: Run, learned: Learned) -> dict[str, Any]:
+    """How it was trained."""
+    config, finished = from_toml(run.config_toml), run.finished or {}
+    return {
+        "run": short(Path(run.name)),
+        "tasks": [*config.tasks],
+        "rng_seed": config.rng_seed,
+        "round": learned.round,
+        "rounds": finished.get("rounds"),
+        "env_steps": finished.get("env_steps"),
+        "imitation_steps": finished.get("imitation_steps"),
+        "hours": round(run.seconds / 3600, 3),
+        # Paths of this machine mean nothing elsewhere.
+        "config": as_toml(replace(config, name=None, runs="runs")),
+        "versions": {name: run.versions.get(name) for name in RECORDED},
+        "shipped_from": commit_of(Path(esper.__file__).parents[2]),
+    }
+
+
+def commit_of(root: Path) -> str | None:
+    """The commit of a source checkout; None if it is none, or is unknown."""
+    folder = root / ".git"
+    try:
+        head = (folder / "HEAD").read_text().strip()
+        name = head.removeprefix("ref: ")
+        if name == head:
+            return head
+        if (folder / name).is_file():
+            return (folder / name).read_text().strip()
+        lines = (folder / "packed-refs").read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return next((line.split()[0] for line in lines if line.endswith(f" {name}")), None)

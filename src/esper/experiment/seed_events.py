@@ -1,0 +1,162 @@
+"""What happened to seeds between two observations, for all slots at once.
+
+Worlds report states, not changes: `events_between` compares two of them. A seed whose
+alpha is 0 is pruned and gone within one decision, so that a stage may seem to be left
+out. Where an episode has just ended, what is seen next belongs to another one; what the
+last decision did follows from its action.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from esper.contracts.actions import HEAD, HEADS, Op
+from esper.contracts.events import StageChanged
+from esper.contracts.slots import SlotStates
+from esper.contracts.stages import NEXT_STAGE, Stage
+
+EVENTS: Final = (
+    "planted",
+    "blending",
+    "holding",
+    "kept",
+    "pruned",
+    "cleared",
+    "aimed",
+    "jumped",
+)
+"""What can happen; `aimed`: another alpha to go to; `jumped`: nothing known."""
+
+_GROWING: Final = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING)
+_NAMED: Final = {
+    (Stage.DORMANT, Stage.TRAINING): "planted",
+    (Stage.TRAINING, Stage.BLENDING): "blending",
+    (Stage.BLENDING, Stage.HOLDING): "holding",
+    (Stage.HOLDING, Stage.FOSSILIZED): "kept",
+    (Stage.COOLING, Stage.DORMANT): "cleared",
+    **{(stage, Stage.COOLING): "pruned" for stage in _GROWING},
+    **{(stage, Stage.DORMANT): "pruned" for stage in _GROWING},
+}
+EVENT_OF: Final = torch.tensor(
+    [
+        [EVENTS.index(_NAMED.get((before, after), "jumped")) for after in Stage]
+        for before in Stage
+    ]
+)
+"""What a change of stage is called, int64 [stage, stage]."""
+ALPHA_TARGETS: Final = torch.tensor([*HEADS[HEAD["alpha_target"]].choices.values()])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What happened, in order of environment and slot."""
+
+    env: Int64[Tensor, " change"]
+    slot: Int64[Tensor, " change"]
+    what: Int64[Tensor, " change"]
+    """Index into `EVENTS`."""
+    before: Int64[Tensor, " change"]
+    """`Stage` that was left."""
+    after: Int64[Tensor, " change"]
+    """`Stage` that was entered; the same if it was another change."""
+    blueprint: Int64[Tensor, " change"]
+    """Of the seed; -1 if there is none."""
+    alpha: Float[Tensor, " change"]
+    """Afterwards; as last seen where the episode ended."""
+
+    def __len__(self) -> int:
+        """How much happened."""
+        return len(self.env)
+
+    def stage_changes(self, step: int) -> tuple[StageChanged, ...]:
+        """The changes of stage, one by one."""
+        columns = (self.env, self.slot, self.before, self.after, self.what)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return tuple(
+            StageChanged(
+                env=env,
+                slot=slot,
+                step=step,
+                before=Stage(before),
+                after=Stage(after),
+                reason=EVENTS[what],
+            )
+            for env, slot, before, after, what in rows
+            if before != after
+        )
+
+
+def events_between(
+    before: SlotStates,
+    after: SlotStates,
+    *,
+    ended: Bool[Tensor, " env"] | None = None,
+    actions: Int64[Tensor, "env head"] | None = None,
+    illegal: Bool[Tensor, " env"] | None = None,
+) -> Changes:
+    """What happened to every slot in one step.
+
+    Args:
+        before: What was seen before the decision.
+        after: What is seen next.
+        ended: Where `after` belongs to another episode.
+        actions: The actions; only used where an episode ended, of which nothing is
+            known without them.
+        illegal: Where the action was not carried out.
+    """
+    stage, blueprint, target, alpha = (
+        after.stage,
+        after.blueprint,
+        after.alpha_target,
+        after.alpha,
+    )
+    if ended is not None:
+        over = ended.unsqueeze(1)
+        last = _last_action(before, actions, illegal)
+        stage, blueprint, target = (
+            torch.where(over, final, seen)
+            for final, seen in zip(last, (stage, blueprint, target), strict=True)
+        )
+        alpha = torch.where(over, before.alpha, alpha)
+    moved = stage != before.stage
+    swapped = ~moved & (blueprint != before.blueprint)
+    aimed = ~moved & ~swapped & (target != before.alpha_target)
+    word = EVENT_OF.to(stage.device)[before.stage, stage]
+    word = torch.where(aimed, EVENTS.index("aimed"), word)
+    env, slot = torch.nonzero(moved | swapped | aimed, as_tuple=True)
+    kind = torch.where(blueprint >= 0, blueprint, before.blueprint)
+    return Changes(
+        env=env,
+        slot=slot,
+        what=word[env, slot],
+        before=before.stage[env, slot],
+        after=stage[env, slot],
+        blueprint=kind[env, slot],
+        alpha=alpha[env, slot],
+    )
+
+
+def _last_action(
+    before: SlotStates, actions: Tensor | None, illegal: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Stage, blueprint and alpha target after an action whose outcome was not seen."""
+    if actions is None:
+        return before.stage, before.blueprint, before.alpha_target
+    device = before.stage.device
+    op, slot, kind, aim = (
+        actions[:, HEAD[head]].unsqueeze(1)
+        for head in ("op", "slot", "blueprint", "alpha_target")
+    )
+    here = torch.arange(before.stage.shape[1], device=device) == slot
+    here = here & (op != Op.WAIT)
+    if illegal is not None:
+        here = here & ~illegal.unsqueeze(1)
+    aims = ALPHA_TARGETS.to(before.alpha_target)[aim]
+    return (
+        torch.where(here, NEXT_STAGE.to(device)[op, before.stage], before.stage),
+        torch.where(here & (op == Op.GERMINATE), kind, before.blueprint),
+        torch.where(here & (op == Op.SET_ALPHA), aims, before.alpha_target),
+    )

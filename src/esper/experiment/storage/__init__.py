@@ -1,1 +1,0 @@
-"""Bytes on disk: files that are whole or not there, locks, tables."""

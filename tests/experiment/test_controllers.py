@@ -1,0 +1,236 @@
+"""The policy of a run controls any world, and is exported as two files."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Generator, nn
+
+import esper
+from esper.contracts.errors import BadInput, StorageTrouble
+from esper.environment.growing import GrowingWorld
+from esper.environment.settings import WorldSettings
+from esper.experiment.callbacks import _jobs
+from esper.experiment.config import Judging, from_toml
+from esper.experiment.controllers import (
+    commit_of,
+    export_controller,
+    find_controller,
+    load_controller,
+    newest_controller,
+)
+from esper.experiment.evaluate import print_training
+from esper.experiment.files import Disk
+from esper.experiment.train import begin_run
+from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tamiyo.shipped import MANIFEST, WEIGHTS, read
+from tests.cli.calls import call, make_run, refused
+from tests.environment.test_growing import TINY
+from tests.experiment.training_script import config
+from tests.rollouts import SPEC, random_observation
+
+
+@pytest.fixture(scope="module")
+def ending(tmp_path_factory):
+    """A small run that was judged beside two others."""
+    folder = tmp_path_factory.mktemp("runs")
+    judging = Judging(
+        every=2, hosts=3, controllers=("never", "early", "static"), processes=1
+    )
+    return begin_run(replace(config(folder, "small", 2), judging=judging))
+
+
+def test_a_run_is_found_by_name_by_folder_and_by_checkpoint(ending):
+    by_folder = load_controller(ending.path)
+    assert by_folder.name == "small"
+    root, step = ending.path.parent, ending.path / "checkpoints" / "000002"
+    for found in (
+        find_controller("small", root),
+        find_controller(str(ending.path), root / "elsewhere"),
+        newest_controller(root),
+    ):
+        assert found.weights.keys() == by_folder.weights.keys()
+    last = find_controller(str(step), root)
+    assert not any(torch.isnan(weight).any() for weight in last.weights.values())
+
+
+def test_what_was_learned_decides_in_a_world_with_other_slots(ending):
+    learned = load_controller(ending.path)
+    world = GrowingWorld(TINY, 3, settings=WorldSettings(seeds_per_slot=3))
+    controller = learned(world.spec)
+    observation, state = world.reset(), None
+    for _ in range(3):
+        masks = compute_masks(observation, world.spec)
+        actions, state = controller.decide(observation, masks, state, torch.Generator())
+        observation = world.step(actions).observation
+        assert not world.illegal.any()
+
+
+def test_making_a_controller_draws_no_random_number(ending):
+    learned = load_controller(ending.path)
+    world = GrowingWorld(TINY, 1)
+    torch.manual_seed(5)
+    learned(world.spec)
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def test_what_was_learned_grows_a_users_own_network(ending):
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    data = torch.randn(64, 8), torch.randint(3, (64,))
+    grower = esper.Grower(
+        model,
+        optimizer,
+        ["0->2"],
+        example=data[0],
+        controller=esper.load_controller(ending.path),
+        decisions=4,
+    )
+    for _ in range(4):
+        loss = grower.loss(lambda: nn.functional.cross_entropy(model(data[0]), data[1]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        grower.step(metric=0.5)
+    assert len(grower.history) == 4
+    assert grower.export()(data[0]).shape == (64, 3)
+
+
+def test_a_folder_without_a_finished_training_says_what_to_do(tmp_path):
+    with pytest.raises(BadInput, match="run esper train first"):
+        newest_controller(tmp_path)
+
+
+def test_the_end_of_a_run_is_told_with_its_figures(ending):
+    console = Console(record=True, width=200)
+    print_training(ending.path, console)
+    text = console.export_text()
+    for words in (
+        "Mean return per round:",
+        "Too few rounds to tell",
+        ": 3 unseen hosts of each",
+        "Tamiyo's return on 3 unseen hosts of ",
+        "the best of the others, early",
+        "the plain network, static",
+        f"The run is in {ending.path}.",
+    ):
+        assert words in text.replace("\n", ""), words
+
+
+def test_who_was_judged_before_an_interruption_is_not_judged_again(ending):
+    settings = config(ending.path.parent, "small", 2)
+    settings = replace(
+        settings, judging=Judging(controllers=("never", "early", "static"))
+    )
+    best = load_controller(ending.path)
+    everybody = {
+        (task, arm)
+        for task in ("teacher", "digits")
+        for arm in ("Tamiyo", "never", "early", "static")
+    }
+    assert _jobs(settings, best, everybody) == []
+    left = everybody - {("digits", "static"), ("digits", "early")}
+    jobs = _jobs(settings, best, left)
+    # The plain network is measured by Tamiyo, who is judged again but not stored.
+    assert [(job.task.name, job.arm) for job in jobs] == [
+        ("digits", "Tamiyo"),
+        ("digits", "early"),
+        ("digits", "static"),
+    ]
+
+
+def test_what_is_shipped_decides_as_the_run_does(ending, tmp_path):
+    export_controller(ending.path, tmp_path / "new", figures={"letter": 0.5})
+    shipped, learned = read(tmp_path / "new"), load_controller(ending.path)
+    assert shipped.weights.keys() == learned.weights.keys()
+    assert shipped.figures == {"letter": 0.5}
+    known = {(b.form, b.size) for b in SPEC.blueprints} & shipped.kinds
+    spec = replace(
+        SPEC,
+        blueprints=tuple(b for b in SPEC.blueprints if (b.form, b.size) in known),
+        narrowed={"style": ("ADD",)},
+    )
+    generator = Generator().manual_seed(0)
+    seen = random_observation(64, spec, generator, density=0.9)
+    masks = compute_masks(seen, spec)
+    chances = [Generator().manual_seed(1) for _ in range(2)]
+    one, _ = shipped(spec).decide(seen, masks, None, chances[0])
+    two, _ = learned(spec).decide(seen, masks, None, chances[1])
+    assert torch.equal(one, two)
+
+
+def test_the_manifest_says_how_it_was_trained_and_nothing_of_where(ending, tmp_path):
+    export_controller(ending.path, tmp_path)
+    text = (tmp_path / MANIFEST).read_text()
+    body = json.loads(text)
+    training = body["training"]
+    names = [each["name"] for each in body["blueprints"]]
+    assert names == load_controller(ending.path).actions["blueprints"]
+    assert body["choices"]["style"] == ["ADD"]
+    assert (training["rounds"], training["env_steps"]) == (2, 2 * 4 * 4)
+    assert training["round"] in (0, 2)
+    assert training["hours"] >= 0.0
+    assert training["versions"]["torch"] == torch.__version__
+    again = from_toml(training["config"])
+    assert again.world.horizon == 4
+    assert str(ending.path.parent) not in text
+
+
+def test_a_run_that_is_not_finished_is_refused_and_nothing_is_written(tmp_path):
+    path = make_run(tmp_path, "young")
+    with pytest.raises(BadInput, match="young is not finished; let it end first"):
+        export_controller(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_are_whole_or_as_they_were(ending, tmp_path):
+    export_controller(ending.path, tmp_path)
+    before = {name: (tmp_path / name).read_bytes() for name in (MANIFEST, WEIGHTS)}
+
+    class Full(Disk):
+        def create(self, file, data):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(StorageTrouble, match="No space left"):
+        export_controller(ending.path, tmp_path, disk=Full())
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert after == before
+    with pytest.raises(StorageTrouble, match="cannot make"):
+        export_controller(ending.path, tmp_path / "no" / "where")
+
+
+def test_the_command_line_writes_it(ending, tmp_path, capsys):
+    arguments = (
+        "export",
+        str(ending.path),
+        "--format",
+        "controller",
+        "--out",
+        str(tmp_path / "t"),
+    )
+    result = call(capsys, *arguments)
+    assert (result.code, result.err) == (0, "")
+    assert result.out == f"The controller is in {tmp_path / 't'}.\n"
+    assert read(tmp_path / "t").training["run"] == "small"
+    young = make_run(tmp_path, "young")
+    arguments = ("export", str(young), "--format", "controller")
+    assert "young is not finished" in refused(capsys, *arguments)
+
+
+def test_a_commit_is_found_loose_packed_detached_or_not_at_all(tmp_path):
+    assert commit_of(tmp_path) is None
+    git = tmp_path / ".git"
+    git.mkdir()
+    (git / "HEAD").write_text("ref: refs/heads/main\n")
+    assert commit_of(tmp_path) is None
+    (git / "packed-refs").write_text("# pack-refs\n" + "a" * 40 + " refs/heads/main\n")
+    assert commit_of(tmp_path) == "a" * 40
+    (git / "refs" / "heads").mkdir(parents=True)
+    (git / "refs" / "heads" / "main").write_text("b" * 40 + "\n")
+    assert commit_of(tmp_path) == "b" * 40
+    (git / "HEAD").write_text("c" * 40 + "\n")
+    assert commit_of(tmp_path) == "c" * 40
