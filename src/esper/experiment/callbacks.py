@@ -18,6 +18,7 @@ from esper.contracts.state import save
 from esper.experiment.checkpoint import CheckpointFolder
 from esper.experiment.config import SIMULATED, TrainConfig
 from esper.experiment.controllers import Learned, load_controller
+from esper.experiment.database import open_store
 from esper.experiment.evaluate import Job, results_of
 from esper.experiment.judging import judge
 from esper.experiment.records import STATIC, Judged, RoundRecord
