@@ -110,12 +110,12 @@ def test_processes_find_what_one_process_finds(tmp_path):
     assert timeless(stored(alone)) == timeless(stored(together))
 
 
-def test_tables_and_words_are_those_of_the_store(tmp_path, capsys):
+def test_tables_and_conclusions_are_those_of_the_store(tmp_path, capsys):
     path = run_evaluation(config(tmp_path, hosts=3))
     out = capsys.readouterr().out
     assert "tiny: arm 3/3, never: return" in out
     assert "tiny: 3 unseen hosts" in out
-    for line in summary_of(path).words:
+    for line in summary_of(path).conclusions:
         assert line in out
     assert out.splitlines()[-1] == f"Stored in {path}"
 
@@ -218,7 +218,7 @@ def test_a_run_that_learnt_is_an_arm_by_its_name_and_the_reference(tmp_path, tra
     mean = np.mean([r["added"] for r in stored(path) if r["controller"] == "fern"])
     assert mean == expected
     assert found["static"] <= mean
-    said = " ".join(summary_of(path).words)
+    said = " ".join(summary_of(path).conclusions)
     assert "'static': measured by what 'fern' ended with" in said
 
 
