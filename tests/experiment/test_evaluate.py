@@ -219,7 +219,7 @@ def test_a_run_that_learnt_is_an_arm_by_its_name_and_the_reference(tmp_path, tra
     assert mean == expected
     assert found["static"] <= mean
     said = " ".join(summary_of(path).conclusions)
-    assert "'static': measured by what 'fern' ended with" in said
+    assert "'static': matched to what 'fern' ended" in said
 
 
 def test_a_checkpoint_is_an_arm_too_and_none_is_named_twice(tmp_path, trained):
