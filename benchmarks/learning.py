@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks import timing
 from benchmarks.optimum import best_memoryless_returns, optimal_returns
 from benchmarks.timing import Report
-from esper.contracts.controller import Controller
+from esper.contracts.world import Controller
 from esper.environment.instances import Instances, draw_instances
 from esper.environment.simulated import SimulatedWorld
 from esper.experiment.config import SIMULATED, Budget, TrainConfig

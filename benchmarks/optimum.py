@@ -21,12 +21,10 @@ from jaxtyping import Float64, Int64
 from torch import Generator, Tensor
 
 from benchmarks.planning import Array, plan_slots, plan_types
-from esper.contracts.actions import HEAD, HEADS, RELEVANT, Op
-from esper.contracts.controller import ControllerState
+from esper.contracts.actions import HEAD, HEADS, RELEVANT, ActionMasks, Op
 from esper.contracts.errors import BadInput
-from esper.contracts.masks import ActionMasks
-from esper.contracts.observation import Observation
 from esper.contracts.stages import Stage
+from esper.contracts.world import ControllerState, Observation
 from esper.environment.instances import HORIZON, Instances, twins
 from esper.environment.slot_life import (
     ACTS,

@@ -6,8 +6,8 @@ import torch
 from torch import Generator
 
 from esper.contracts.actions import ActionSpec
-from esper.contracts.observation import Observation
 from esper.contracts.stages import Stage
+from esper.contracts.world import Observation
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features

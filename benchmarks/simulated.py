@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 
 from benchmarks.timing import Report, alternate, micro
 from esper.contracts.actions import HEAD_NAMES, RELEVANT
-from esper.contracts.observation import Observation
+from esper.contracts.world import Observation
 from esper.environment.instances import HORIZON
 from esper.environment.simulated import SimulatedWorld
 from esper.environment.slot_life import LIVES, SPEC

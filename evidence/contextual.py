@@ -20,9 +20,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from esper.contracts.actions import ActionSpec
-from esper.contracts.controller import Controller
 from esper.contracts.errors import BadInput
-from esper.contracts.step import VectorWorld
+from esper.contracts.world import Controller, VectorWorld
 from esper.experiment.statistics import Floats
 from esper.tamiyo.bandit import CONTEXT, LOOK, LinearBandit, OneChoice
 from esper.tamiyo.schedule import Schedule

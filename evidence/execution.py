@@ -21,7 +21,7 @@ from typing import Final
 
 import torch
 
-from esper.contracts.step import VectorWorld
+from esper.contracts.world import VectorWorld
 from esper.experiment.callbacks import OnRoundEnd
 from esper.experiment.config import TrainConfig
 from esper.experiment.evaluate import compile_engine

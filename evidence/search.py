@@ -17,10 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.actions import ActionSpec
-from esper.contracts.controller import Controller
 from esper.contracts.errors import BadInput
-from esper.contracts.observation import Observation
-from esper.contracts.step import StepResult, VectorWorld
+from esper.contracts.world import Controller, Observation, StepResult, VectorWorld
 from esper.experiment.rollout import play
 from esper.experiment.statistics import Floats
 from esper.experiment.streams import stream, stream_seed

@@ -7,10 +7,9 @@ from torch import Generator, Tensor
 
 from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS
-from esper.contracts.observation import BlueprintOffers, HostStates, Observation
 from esper.contracts.slots import SlotConfig, SlotStates
 from esper.contracts.stages import Stage
-from esper.contracts.step import StepResult
+from esper.contracts.world import BlueprintOffers, HostStates, Observation, StepResult
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.agent.sequence_batch import SequenceBatch
 from esper.tamiyo.policy.action_masks import compute_masks

@@ -11,9 +11,9 @@ from hypothesis.extra import numpy as arrays
 
 from esper.contracts.actions import HEADS, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS
-from esper.contracts.observation import BlueprintOffers, HostStates, Observation
 from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
 from esper.contracts.stages import Stage
+from esper.contracts.world import BlueprintOffers, HostStates, Observation
 
 COSTS = (0.0, 0.125, 0.25, 0.5, 2.0)
 """Few values, so that a cost often equals the budget."""

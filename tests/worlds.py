@@ -8,9 +8,14 @@ from torch import Generator, Tensor
 
 from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS
-from esper.contracts.observation import BlueprintOffers, HostStates, Observation
 from esper.contracts.slots import SlotConfig, SlotStates
-from esper.contracts.step import StepResult, VectorWorld
+from esper.contracts.world import (
+    BlueprintOffers,
+    HostStates,
+    Observation,
+    StepResult,
+    VectorWorld,
+)
 
 PROBE_SPEC = ActionSpec(
     slots=SlotConfig(max_slots=2, min_age=1), blueprints=BLUEPRINTS[:3]

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper.contracts.actions import HEAD, Op
-from esper.contracts.controller import Controller, ControllerState
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
+from esper.contracts.world import Controller, ControllerState
 from esper.growth.export import export
 from esper.growth.history import GrowthDecision, from_plain, summary, to_plain
 from esper.growth.hooks import Sample, attach_gradients, shadow_gradients

@@ -17,9 +17,9 @@ from benchmarks.optimum import (
     optimal_returns,
 )
 from esper.contracts.actions import HEAD, HEAD_NAMES, RELEVANT, Op
-from esper.contracts.controller import Controller
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
+from esper.contracts.world import Controller
 from esper.environment.instances import HORIZON, draw_instances, twins
 from esper.environment.simulated import SimulatedWorld
 from esper.environment.slot_life import LIFE, LIVES, SPEC, SlotLife

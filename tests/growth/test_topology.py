@@ -7,8 +7,7 @@ import torch
 
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput, IllegalAction
-from esper.contracts.events import StageChanged
-from esper.contracts.stages import Stage
+from esper.contracts.stages import Stage, StageChanged
 from esper.growth.history import GrowthDecision, from_plain, summary, to_plain
 from esper.growth.model import encode_action
 from esper.growth.optimiser import Newborn

@@ -10,7 +10,7 @@ from math import inf
 
 import torch
 
-from esper.contracts.observation import Observation
+from esper.contracts.world import Observation
 
 HUGE = 1e8
 STAGES = ("DORMANT", "TRAINING", "BLENDING", "HOLDING", "FOSSILIZED", "COOLING")

@@ -4,8 +4,7 @@ import torch
 from torch import Generator, Tensor
 from torch.distributions import Categorical
 
-from esper.contracts.actions import HEAD_NAMES, NUM_HEADS
-from esper.contracts.masks import ActionMasks
+from esper.contracts.actions import HEAD_NAMES, NUM_HEADS, ActionMasks
 from esper.simic.agent.distribution import HEAD_GROUPS
 from esper.tamiyo.policy.features import Features
 from esper.tamiyo.policy.network import TamiyoPolicy, one_step

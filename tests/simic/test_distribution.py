@@ -10,9 +10,8 @@ from torch import Generator
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from esper.contracts.actions import HEAD, HEAD_NAMES, NUM_HEADS, Op
+from esper.contracts.actions import HEAD, HEAD_NAMES, NUM_HEADS, ActionMasks, Op
 from esper.contracts.errors import BadInput, NoLegalAction
-from esper.contracts.masks import ActionMasks
 from esper.simic.agent.distribution import (
     HEAD_GROUPS,
     chosen,

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator
 
-from esper.contracts.controller import Controller
 from esper.contracts.errors import BadInput
+from esper.contracts.world import Controller
 from esper.tamiyo.bandit import CONTEXT, LinearBandit
 from esper.tamiyo.matched_random import MatchedRandom
 from esper.tamiyo.policy.action_masks import compute_masks

@@ -13,9 +13,9 @@ from torch.testing import assert_close
 from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
 from esper.contracts.errors import BadInput
-from esper.contracts.observation import BlueprintOffers, HostStates, Observation
 from esper.contracts.slots import SlotConfig, SlotStates
 from esper.contracts.stages import Stage
+from esper.contracts.world import BlueprintOffers, HostStates, Observation
 from esper.tamiyo.policy.features import (
     BLUEPRINT_COLUMNS,
     HOST_COLUMNS,

@@ -9,6 +9,6 @@ def usable_device(device: torch.device | str) -> torch.device:
     """The device, refused in one line if this machine cannot use it."""
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise BadInput(f"device '{device}' cannot be used here: {reason}") from None

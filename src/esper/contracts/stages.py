@@ -129,3 +129,16 @@ NEXT_STAGE: Final[Tensor] = torch.tensor(
     ]
 )
 """The stage after an op, int64 [op, stage]; the same stage where it is illegal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageChanged:
+    """A slot went from one stage to the next."""
+
+    env: int
+    slot: int
+    step: int
+    before: Stage
+    after: Stage
+    reason: str
+    """Why, in words a user would understand."""

@@ -21,12 +21,18 @@ from torch import Tensor
 
 from esper.contracts.actions import HEAD, RELEVANT, ActionSpec, Op
 from esper.contracts.blueprints import Blueprint, Form
+from esper.contracts.devices import usable_device
 from esper.contracts.errors import CallOrder
-from esper.contracts.observation import BlueprintOffers, Observation
 from esper.contracts.slots import SlotConfig, SlotStates
 from esper.contracts.stages import Stage
 from esper.contracts.state import Stateful
-from esper.contracts.step import EpisodeReport, StepResult, VectorWorld
+from esper.contracts.world import (
+    BlueprintOffers,
+    EpisodeReport,
+    Observation,
+    StepResult,
+    VectorWorld,
+)
 from esper.environment.cohort import Alphas, Cohort, TrainingResult, find_blueprints
 from esper.environment.episode_data import EpisodeData
 from esper.environment.looks import contributions, place_statistics
@@ -35,7 +41,6 @@ from esper.environment.settings import (
     WorldSettings,
     check_actions,
     check_count,
-    check_device,
 )
 from esper.growth import lifecycle
 from esper.growth.blueprints.forms import FORMS as FORM_SPECS
@@ -102,12 +107,11 @@ class GrowingWorld(Stateful, VectorWorld):
     ) -> None:
         check_count("num_envs", num_envs, 1)
         check_count("rng_seed", rng_seed, 0)
-        check_device(device)
         self.settings = settings = settings or WorldSettings()
         self.task = task = settings.applied_to(task)
         self.host = task.host
         self._envs = num_envs
-        self._device = torch.device(device)
+        self._device = usable_device(device)
         self._episodes = EpisodeData(task, num_envs, rng_seed, settings, self._device)
         chosen = find_blueprints(settings.blueprints or OFFERED[self.host.kind])
         per_place = settings.seeds_per_place(task)

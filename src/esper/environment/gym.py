@@ -31,9 +31,8 @@ from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
 from esper.contracts.errors import BadInput, CallOrder
-from esper.contracts.observation import Observation
 from esper.contracts.stages import LEGAL, Stage
-from esper.contracts.step import EpisodeReport
+from esper.contracts.world import EpisodeReport, Observation
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import TERMS, WorldSettings
 from esper.tasks.catalogue import task as find_task

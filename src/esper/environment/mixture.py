@@ -14,9 +14,8 @@ from torch import Tensor
 
 from esper.contracts.actions import ActionSpec
 from esper.contracts.errors import BadInput
-from esper.contracts.observation import Observation
 from esper.contracts.state import Stateful
-from esper.contracts.step import EpisodeReport, StepResult, VectorWorld
+from esper.contracts.world import EpisodeReport, Observation, StepResult, VectorWorld
 from esper.environment.settings import check_actions
 from esper.growth.measurements import together
 

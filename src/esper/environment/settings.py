@@ -122,17 +122,6 @@ def check_count(name: str, count: Any, least: int) -> None:  # noqa: ANN401
         )
 
 
-def check_device(device: Any) -> None:  # noqa: ANN401
-    """Refuse a device that is not there."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        found = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-        raise BadInput(
-            f"device must be one of {', '.join(['cpu', *found])}; got {device!r:.99}."
-        ) from error
-
-
 def check_actions(actions: Any, envs: int) -> None:  # noqa: ANN401
     """Refuse what is not one action per environment, whatever its values."""
     if not isinstance(actions, Tensor):

@@ -19,11 +19,16 @@ from torch import Generator, Tensor
 
 from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, RELEVANT, ActionSpec, Op
 from esper.contracts.errors import BadInput, CallOrder, IllegalAction
-from esper.contracts.observation import BlueprintOffers, HostStates, Observation
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
 from esper.contracts.state import Stateful
-from esper.contracts.step import StepResult, VectorWorld
+from esper.contracts.world import (
+    BlueprintOffers,
+    HostStates,
+    Observation,
+    StepResult,
+    VectorWorld,
+)
 from esper.environment.instances import HORIZON, Instances, draw_instances
 from esper.environment.slot_life import (
     EMPTY,

@@ -27,9 +27,9 @@ import torch
 import esper
 from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint
-from esper.contracts.controller import Controller
 from esper.contracts.errors import BadInput
 from esper.contracts.state import Tensors, load
+from esper.contracts.world import Controller
 from esper.experiment.checkpoint import MANIFEST as CHECKPOINT_MANIFEST
 from esper.experiment.checkpoint import CheckpointFolder, Loaded
 from esper.experiment.config import as_toml, from_toml

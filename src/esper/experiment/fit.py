@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from esper.contracts.controller import Controller
 from esper.contracts.errors import BadInput
+from esper.contracts.world import Controller
 from esper.experiment.progress import Progress
 from esper.grower import Grower
 from esper.growth.blueprints.registry import first_line

@@ -27,9 +27,8 @@ from torch import Tensor
 
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.blueprints import Blueprint, Form
-from esper.contracts.controller import Controller
 from esper.contracts.stages import LIVING, Stage
-from esper.contracts.step import StepResult
+from esper.contracts.world import Controller, StepResult
 from esper.environment.growing import CONTRIBUTION_ROWS, SCORED_ROWS, GrowingWorld
 from esper.environment.memory_layout import DENSE, layer_shapes, place_geometries
 from esper.experiment.config import World

@@ -22,9 +22,9 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor, nn
 
-from esper.contracts.masks import ActionMasks
+from esper.contracts.actions import ActionMasks
 from esper.contracts.state import load
-from esper.contracts.step import VectorWorld
+from esper.contracts.world import VectorWorld
 from esper.environment.mixture import Mixture
 from esper.experiment.config import IMITATION, SIMULATED, TrainConfig
 from esper.experiment.presets import preset

@@ -11,10 +11,15 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Generator, Tensor
 
-from esper.contracts.controller import Controller, ControllerState
 from esper.contracts.errors import CallOrder
-from esper.contracts.observation import Observation
-from esper.contracts.step import EpisodeReport, StepResult, VectorWorld
+from esper.contracts.world import (
+    Controller,
+    ControllerState,
+    EpisodeReport,
+    Observation,
+    StepResult,
+    VectorWorld,
+)
 from esper.simic.agent.policy import Policy
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.action_masks import compute_masks

@@ -14,9 +14,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEADS, Op
-from esper.contracts.events import StageChanged
 from esper.contracts.slots import SlotStates
-from esper.contracts.stages import NEXT_STAGE, Stage
+from esper.contracts.stages import NEXT_STAGE, Stage, StageChanged
 
 EVENTS: Final = (
     "planted",

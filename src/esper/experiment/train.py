@@ -19,7 +19,7 @@ import torch
 
 from esper.contracts.errors import BadInput, NumericsTrouble
 from esper.contracts.state import Stateful, load
-from esper.contracts.step import VectorWorld
+from esper.contracts.world import VectorWorld
 from esper.environment.mixture import Mixture
 from esper.experiment.callbacks import (
     PATIENCE,

@@ -4,7 +4,7 @@ from functools import partial
 from math import ceil
 from typing import Final
 
-from esper.contracts.step import VectorWorld
+from esper.contracts.world import VectorWorld
 from esper.environment.growing import GrowingWorld
 from esper.environment.instances import HORIZON
 from esper.environment.mixture import Mixture, RedrawnMixture

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from esper.contracts.events import StageChanged
-from esper.contracts.stages import Stage
+from esper.contracts.stages import Stage, StageChanged
 from esper.growth.model import GrowingModel
 from esper.growth.topology import Receipt
 

@@ -17,9 +17,9 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from esper.contracts.errors import BadInput
-from esper.contracts.observation import BlueprintOffers, HostStates, Observation
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import LIVING, Stage
+from esper.contracts.world import BlueprintOffers, HostStates, Observation
 from esper.growth.hooks import SlotHooks
 from esper.growth.model import GrowingModel
 from esper.growth.promise import promises

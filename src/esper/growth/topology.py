@@ -14,11 +14,9 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionSpec, Op
+from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionMasks, ActionSpec, Op
 from esper.contracts.errors import BadInput, IllegalAction
-from esper.contracts.events import StageChanged
-from esper.contracts.masks import ActionMasks
-from esper.contracts.stages import Stage
+from esper.contracts.stages import Stage, StageChanged
 from esper.growth.model import GrowingModel
 from esper.growth.optimiser import Newborn, OptimizerSurgery
 

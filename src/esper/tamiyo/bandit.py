@@ -14,11 +14,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Generator, Tensor
 
-from esper.contracts.actions import ActionSpec
-from esper.contracts.controller import ControllerState
+from esper.contracts.actions import ActionMasks, ActionSpec
 from esper.contracts.errors import BadInput
-from esper.contracts.masks import ActionMasks
-from esper.contracts.observation import Observation
+from esper.contracts.world import ControllerState, Observation
 from esper.tamiyo.policy.features import (
     HOST_COLUMNS,
     OFFER_COLUMNS,

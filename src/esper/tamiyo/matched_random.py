@@ -8,11 +8,9 @@ import torch
 from jaxtyping import Int64
 from torch import Generator, Tensor
 
-from esper.contracts.actions import ActionSpec
-from esper.contracts.controller import ControllerState
+from esper.contracts.actions import ActionMasks, ActionSpec
 from esper.contracts.errors import BadInput
-from esper.contracts.masks import ActionMasks
-from esper.contracts.observation import Observation
+from esper.contracts.world import ControllerState, Observation
 from esper.tamiyo.rule_based import germinates, next_actions
 
 

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Final
 
 from esper.contracts.actions import ActionSpec
-from esper.contracts.controller import Controller
 from esper.contracts.errors import BadInput
+from esper.contracts.world import Controller
 from esper.tamiyo.rule_based import Never, Plateau, PromiseGreedy, Random
 from esper.tamiyo.schedule import EARLY, PERIODIC, Scheduled
 

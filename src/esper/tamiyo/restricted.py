@@ -15,11 +15,14 @@ import torch
 from jaxtyping import Int64
 from torch import Generator, Tensor
 
-from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
+from esper.contracts.actions import HEAD, HEADS, ActionMasks, ActionSpec, Op
 from esper.contracts.blueprints import Form
-from esper.contracts.controller import Controller, ControllerState
-from esper.contracts.masks import ActionMasks
-from esper.contracts.observation import BlueprintOffers, Observation
+from esper.contracts.world import (
+    BlueprintOffers,
+    Controller,
+    ControllerState,
+    Observation,
+)
 
 Kind = tuple[Form, int]
 """Form and size of a blueprint."""

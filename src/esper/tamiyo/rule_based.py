@@ -13,13 +13,11 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor
 
-from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionSpec, Op
+from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionMasks, ActionSpec, Op
 from esper.contracts.blueprints import Form
-from esper.contracts.controller import ControllerState
 from esper.contracts.errors import BadInput
-from esper.contracts.masks import ActionMasks
-from esper.contracts.observation import BlueprintOffers, Observation
 from esper.contracts.stages import Stage
+from esper.contracts.world import BlueprintOffers, ControllerState, Observation
 from esper.simic.agent.distribution import (
     HEAD_GROUPS,
     masked_log_softmax,

@@ -17,12 +17,10 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Generator, Tensor
 
-from esper.contracts.actions import ActionSpec
+from esper.contracts.actions import ActionMasks, ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS, Form
-from esper.contracts.controller import ControllerState
 from esper.contracts.errors import BadInput
-from esper.contracts.masks import ActionMasks
-from esper.contracts.observation import Observation
+from esper.contracts.world import ControllerState, Observation
 from esper.tamiyo.rule_based import (
     PATIENCE,
     SizePreference,

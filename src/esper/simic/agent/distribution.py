@@ -28,11 +28,11 @@ from esper.contracts.actions import (
     HEAD_NAMES,
     NUM_HEADS,
     RELEVANT,
+    ActionMasks,
     ActionSpec,
     Op,
 )
 from esper.contracts.errors import BadInput, NoLegalAction
-from esper.contracts.masks import ActionMasks
 
 HEAD_GROUPS: tuple[tuple[int, ...], ...] = (
     (HEAD["op"],),

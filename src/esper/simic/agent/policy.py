@@ -7,9 +7,8 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor, nn
 
-from esper.contracts.actions import ActionSpec
+from esper.contracts.actions import ActionMasks, ActionSpec
 from esper.contracts.features import Features
-from esper.contracts.masks import ActionMasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,14 +18,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.contracts.actions import HEAD, ActionSpec, Op
+from esper.contracts.actions import HEAD, ActionMasks, ActionSpec, Op
 from esper.contracts.blueprints import NUM_BLUEPRINTS
 from esper.contracts.devices import usable_device
 from esper.contracts.errors import BadInput
-from esper.contracts.masks import ActionMasks
-from esper.contracts.observation import Observation
 from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
 from esper.contracts.stages import LEGAL, Stage
+from esper.contracts.world import Observation
 
 __all__ = [
     "NUM_BLUEPRINTS",

@@ -36,9 +36,9 @@ from esper.contracts.features import (
     Features,
     feature_shapes,
 )
-from esper.contracts.observation import BlueprintOffers, HostStates, Observation
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
+from esper.contracts.world import BlueprintOffers, HostStates, Observation
 
 __all__ = [
     "BLUEPRINT_COLUMNS",

@@ -23,11 +23,16 @@ from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from esper.contracts.actions import HEAD, HEAD_NAMES, NUM_HEADS, ActionSpec, Op
-from esper.contracts.controller import ControllerState
+from esper.contracts.actions import (
+    HEAD,
+    HEAD_NAMES,
+    NUM_HEADS,
+    ActionMasks,
+    ActionSpec,
+    Op,
+)
 from esper.contracts.errors import BadInput
-from esper.contracts.masks import ActionMasks
-from esper.contracts.observation import Observation
+from esper.contracts.world import ControllerState, Observation
 from esper.simic.agent.distribution import (
     HEAD_GROUPS,
     Evaluation,

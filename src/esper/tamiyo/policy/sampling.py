@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Int64
 from torch import Generator, Tensor
 
-from esper.contracts.controller import ControllerState
-from esper.contracts.masks import ActionMasks
-from esper.contracts.observation import Observation
+from esper.contracts.actions import ActionMasks
+from esper.contracts.world import ControllerState, Observation
 from esper.tamiyo.policy.network import TamiyoPolicy
 
 TEMPERATURE: Final = 0.5

@@ -23,9 +23,9 @@ from safetensors.torch import load as load_bytes
 
 from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import Form
-from esper.contracts.controller import Controller
 from esper.contracts.errors import BadInput
 from esper.contracts.state import Tensors, load
+from esper.contracts.world import Controller
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from esper.tamiyo.policy.sampling import with_temperature
 from esper.tamiyo.restricted import Kind, Restricted
