@@ -433,7 +433,7 @@ def test_settings_that_cannot_be_meant_are_refused(given, words):
         ({"num_envs": 0}, "num_envs must be a whole number of at least 1, got 0"),
         ({"num_envs": True}, "got True"),
         ({"rng_seed": -1}, "rng_seed must be a whole number of at least 0, got -1"),
-        ({"device": "cuda:99"}, r"device must be one of cpu.*; got 'cuda:99'"),
+        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used here"),
         ({"device": "abacus"}, "got 'abacus'"),
         ({"settings": WorldSettings(blueprints=("widen_9",))}, "widen_8"),
         (
