@@ -10,6 +10,7 @@ import tomllib
 import pytest
 
 from esper.experiment.config import Budget, TrainConfig
+from esper.experiment.presets import resolve
 from esper.experiment.run import Run
 from tests.cli.calls import (
     call,
@@ -174,14 +175,12 @@ def test_a_run_is_found_from_within_its_folder(capsys, here, monkeypatch):
     assert "Run done is already complete" in call(capsys, "train", "--resume=.").out
 
 
-def test_a_random_seed_that_is_not_given_is_drawn(capsys, here):
-    make_run(here / "runs", "mine")
-    result = [call(capsys, "train", "--name", "mine").out for _ in range(2)]
-    drawn = [re.search(r"rng_seed (\d+)\.", text)[1] for text in result]
-    assert drawn[0] != drawn[1]
-    assert all(0 <= int(text) < 2**32 for text in drawn)
-    given = call(capsys, "train", "--name", "mine", "--rng-seed", "7").out
-    assert "rng_seed 7." in given
+def test_a_random_seed_that_is_not_given_is_drawn():
+    first, second = (resolve({}, draw_seed=True).rng_seed for _ in range(2))
+    assert first != second
+    assert all(0 <= seed < 2**32 for seed in (first, second))
+    assert resolve({"rng_seed": "7"}, draw_seed=True).rng_seed == 7
+    assert resolve({}).rng_seed == 0
 
 
 TINY = (

@@ -9,7 +9,7 @@ HELP = "judge controllers and static networks on the same hosts"
 DESCRIPTION = """\
 Judge controllers on real tasks, all of them on the same hosts. The return is the score
 that was gained, less rent for what was added; the test score is that of rows which no
-decision and no reward has seen. A run that learnt is named by its folder."""
+decision and no reward has seen. A run that learned is named by its folder."""
 EXAMPLES = """\
 examples:
   esper evaluate                       every task, every controller that does not learn

@@ -1,11 +1,11 @@
-"""`esper export`: what a run recorded, or what it learnt, for use elsewhere."""
+"""`esper export`: what a run recorded, or what it learned, for use elsewhere."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from esper.cli.arguments import add_run, folder
 
-HELP = "write what a run recorded as Parquet or CSV, or what it learnt"
+HELP = "write what a run recorded as Parquet or CSV, or what it learned"
 EXAMPLES = """\
 examples:
   esper export NAME                    writes runs/NAME/export/*.parquet
@@ -24,7 +24,7 @@ def add(parser: ArgumentParser) -> None:
         "--format",
         choices=("parquet", "csv", "controller"),
         default="parquet",
-        help="of the files; parquet needs DuckDB; controller: what the run learnt "
+        help="of the files; parquet needs DuckDB; controller: what the run learned "
         "(default: parquet)",
     )
     parser.add_argument(

@@ -27,7 +27,7 @@ def add(parser: ArgumentParser) -> None:
         metavar="NAME",
         help="what decides: never, random, early, periodic, plateau, promise; tamiyo: "
         "the trained one that comes with Esper; latest: what the newest finished "
-        "training learnt; or a run (default: early)",
+        "training learned; or a run (default: early)",
     )
     parser.add_argument(
         "--budget",

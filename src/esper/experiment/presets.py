@@ -82,7 +82,7 @@ PRESETS: Final[Mapping[str, TrainConfig]] = MappingProxyType(
                     max_grad_norm=1.0,
                     entropy=0.02,
                     # Most random sentences do harm, so waiting looks best before the
-                    # others are learnt: op and blueprint must be tried for longer.
+                    # others are learned: op and blueprint must be tried for longer.
                     head_entropy={"op": 0.15, "blueprint": 0.1},
                 ),
             ),
