@@ -88,18 +88,6 @@ def test_pruning_a_training_seed_leaves_no_trace(kind, slot, blueprint):
 
 
 @pytest.mark.parametrize(("kind", "slot", "blueprint"), PLANTINGS)
-def test_keeping_a_seed_keeps_the_function(kind, slot, blueprint):
-    model = grow(kind)
-    move_to(model, slot, blueprint, "HOLDING", alpha_target="MOST")
-    shake(model)
-    before = model.answer()[0]
-    model.keep(slot)
-    model.tick()
-    assert model.stage(slot) is Stage.FOSSILIZED
-    assert torch.equal(before, model.answer()[0])
-
-
-@pytest.mark.parametrize(("kind", "slot", "blueprint"), PLANTINGS)
 @pytest.mark.parametrize("style", ["ADD", "SCALE"])
 def test_a_blended_seed_changes_the_output_and_a_pruned_one_does_not(
     kind, slot, blueprint, style
@@ -116,42 +104,6 @@ def test_a_blended_seed_changes_the_output_and_a_pruned_one_does_not(
     assert torch.equal(bare, model.answer()[0])
 
 
-FALLS_TO = {
-    "scale_shift": 0.98,
-    "squeeze_excite": 0.995,
-    "low_rank_4": 0.96,
-    "depthwise": 0.97,
-    "conv": 0.9,
-}
-"""Share of its first loss below which a seed must bring it; 0.8 for real capacity.
-
-The host stands still and its last layer was never trained, so a few gates can only do
-so much at the worst of their places."""
-
-
-@pytest.mark.parametrize(("kind", "slot", "blueprint"), PLANTINGS)
-def test_a_seed_learns_beside_a_host_that_stands_still(kind, slot, blueprint):
-    model = grow(kind)
-    model.host.eval()
-    model.plant(slot, blueprint)
-    learning = model.training_parameters()
-    optimizer = torch.optim.Adam(learning, 3e-2)
-    x, y = make_batch(kind, rows=32)
-    losses = []
-    for _ in range(60):
-        loss, found = shadow_gradients(
-            lambda: nn.functional.cross_entropy(model.host(x), y),
-            model.flow,
-            model,
-            learning,
-        )
-        for parameter, gradient in zip(learning, found, strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-        losses.append(float(loss))
-    assert losses[-1] < FALLS_TO.get(blueprint, 0.8) * losses[0]
-
-
 @cache
 def train_alone(kind, steps):
     return train(kind, steps=steps)[0]
@@ -163,7 +115,7 @@ def train(kind, planting=None, *, steps, prune_at=None):
     optimizer = torch.optim.Adam(host.parameters(), 3e-3)
     model = grow(kind, host)
     topology = Topology(model, optimizer, None)
-    model.host_losses, model.shadow_losses = [], []
+    model.shadow_losses = []
     model.optimizer = optimizer
     if planting:
         topology.change(lambda: model.plant(*planting), Op.GERMINATE, planting[0])
@@ -179,7 +131,6 @@ def train(kind, planting=None, *, steps, prune_at=None):
             return nn.functional.cross_entropy(host(x), y)
 
         loss = closure()
-        model.host_losses.append(float(loss.detach()))
         learning = model.training_parameters()
         if learning:
             shadow, found = shadow_gradients(closure, model.flow, model, learning)
@@ -211,22 +162,6 @@ def test_the_training_seeds_gradients_scale_with_the_loss():
     for once, eight in zip(found[1.0], found[8.0], strict=True):
         assert torch.equal(8 * once, eight)
     assert any(bool(gradient.any()) for gradient in found[1.0])
-
-
-def test_stages_follow_each_other():
-    model = grow("vector")
-    slot = "first->second#0"
-    stages = []
-    for step in (
-        lambda: model.plant(slot, "widen_8", tempo="FAST"),
-        lambda: model.advance(slot),
-        lambda: model.advance(slot),
-        lambda: model.keep(slot),
-    ):
-        step()
-        model.tick()
-        stages.append(model.stage(slot))
-    assert stages == [Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED]
 
 
 def test_what_is_not_possible_is_refused_and_changes_nothing():

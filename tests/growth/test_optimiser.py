@@ -163,8 +163,10 @@ def test_a_newborn_leaves_the_host_unchanged_and_no_trace(name):
 
     surgery.join(seed, beside=host.first.bias)
     old = bits(seed)
-    rates = train(host, optimizer, 20, start=5, seed=seed)
-    assert rates == train(twin, twins, 20, start=5)
+    train(host, optimizer, 2, start=5)  # it may learn later
+    assert bits(seed) == old
+    train(host, optimizer, 18, start=7, seed=seed)
+    train(twin, twins, 20, start=5)
     assert bits(host.state_dict()) == bits(twin.state_dict())
     for parameter, other in zip(host.parameters(), twin.parameters(), strict=True):
         assert bits(optimizer.state.get(parameter)) == bits(twins.state.get(other))
@@ -173,52 +175,28 @@ def test_a_newborn_leaves_the_host_unchanged_and_no_trace(name):
     assert bits(optimizer.state_dict()) == bits(twins.state_dict())
 
 
-@pytest.mark.parametrize("name", OPTIMISERS)
-def test_a_newborn_may_join_first_and_learn_later(name):
-    host, optimizer = host_and_optimiser(OPTIMISERS[name])
-    twin, twins = host_and_optimiser(OPTIMISERS[name])
-    seed = a_seed()
-    Surgery(optimizer, host).join(seed, beside=host.first.weight)
-    old = bits(seed)
-    train(host, optimizer, 2)
-    assert bits(seed) == old
-    train(host, optimizer, 2, start=2, seed=seed)
-    train(twin, twins, 4)
-    assert all(bits(seed[key]) != old[key] for key in seed)
-    assert bits(host.state_dict()) == bits(twin.state_dict())
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_scheduler_goes_on_unchanged_by_a_newborn(name):
-    build = partial(optim.SGD, lr=0.1, momentum=0.9)
+def test_every_scheduler_goes_on_unchanged_and_a_newborn_follows_its_groups_rate(name):
+    build = partial(optim.SGD, lr=0.1)
+    cycle = {"cycle_momentum": False} if name.startswith("one cycle") else {}
     host, optimizer = host_and_optimiser(build)
     twin, twins = host_and_optimiser(build)
-    surgery = Surgery(optimizer, host)
-    schedule, other = SCHEDULES[name](optimizer), SCHEDULES[name](twins)
-    train(host, optimizer, 3, schedule=schedule)
-    train(twin, twins, 3, schedule=other)
-    seed = a_seed()
-    surgery.join(seed, beside=host.second.bias)
-    rates = train(host, optimizer, 20, start=3, seed=seed, schedule=schedule)
-    assert rates == train(twin, twins, 20, start=3, schedule=other)
+    surgery = Surgery(optimizer, host, Newborn(factor=1.0))
+    schedule, other = (SCHEDULES[name](one, **cycle) for one in (optimizer, twins))
+    newborn, rates = nn.Parameter(torch.zeros(3, dtype=torch.float64)), []
+    for step in range(23):
+        if step == 3:
+            surgery.join({"seed": newborn}, beside=host.second.weight)
+        seed = {"": newborn} if step >= 3 else {}
+        rate, old = float(optimizer.param_groups[1]["lr"]), newborn.detach().clone()
+        now = train(host, optimizer, 1, start=step, seed=seed, schedule=schedule)
+        assert now == train(twin, twins, 1, start=step, schedule=other)
+        rates += now
+        if seed:
+            wanted = old - rate * newborn.grad
+            torch.testing.assert_close(newborn.detach(), wanted, rtol=1e-12, atol=1e-12)
     assert len({rate for step in rates for rate in step}) > 2
     assert bits(host.state_dict()) == bits(twin.state_dict())
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_newborn_follows_the_rate_of_the_group_it_joined(name):
-    cycle = {"cycle_momentum": False} if name.startswith("one cycle") else {}
-    host, optimizer = host_and_optimiser(partial(optim.SGD, lr=0.1))
-    surgery = Surgery(optimizer, host, Newborn(factor=1.0))
-    schedule = SCHEDULES[name](optimizer, **cycle)
-    newborn = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    surgery.join({"seed": newborn}, beside=host.second.weight)
-    for step in range(20):
-        rate = float(optimizer.param_groups[1]["lr"])
-        old = newborn.detach().clone()
-        train(host, optimizer, 1, start=step, seed={"": newborn}, schedule=schedule)
-        wanted = old - rate * newborn.grad
-        torch.testing.assert_close(newborn.detach(), wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", LINEAR_IN_LR)
@@ -342,7 +320,7 @@ def test_names_given_to_the_optimiser_are_kept_in_step():
     saved = surgery.names()
     surgery.leave([seed["seed.w"]])
     assert optimizer.param_groups[0]["param_names"] == [*before, "seed.b"]
-    surgery.restore(saved, seed)
+    surgery.restore(saved, dict(host.named_parameters()) | seed)
     assert optimizer.param_groups[0]["param_names"] == [*before, *seed]
 
 
@@ -378,43 +356,6 @@ def test_what_cannot_be_operated_on_is_refused():
     assert "steps" in refusal(lambda: Newborn(steps=0))
 
 
-def test_tied_parameters_join_once_and_frozen_ones_may_be_anywhere():
-    host, optimizer = host_and_optimiser(OPTIMISERS["sgd"])
-    surgery = Surgery(optimizer, host)
-    shared = nn.Parameter(torch.zeros(2))
-    still = nn.Parameter(torch.ones(2), requires_grad=False)
-    surgery.join({"a": shared, "b": shared}, beside=host.first.weight)
-    surgery.join({"c": still}, beside=shared)
-    surgery.join({"d": nn.Parameter(torch.zeros(1))}, beside=host.second.bias)
-    assert surgery.names() == [
-        ["first.weight", "first.bias", "frozen", "a", "c"],
-        ["second.weight", "second.bias", "d"],
-    ]
-    train(host, optimizer, 2)
-    assert torch.equal(still, torch.ones(2))
-
-
-def test_a_refused_join_or_leave_changes_nothing():
-    host, optimizer = host_and_optimiser(OPTIMISERS["adam"])
-    surgery = Surgery(optimizer, host)
-    seed = a_seed()
-    surgery.join(seed)
-    train(host, optimizer, 2, seed=seed)
-    before = bits([optimizer.state_dict(), surgery.state_dict(), surgery.names()])
-    good, stranger = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
-    join = surgery.join
-    assert "taken" in refusal(lambda: join({"x": good, "first.bias": stranger}))
-    assert "taken" in refusal(lambda: join({"x": good, "seed.w": stranger}))
-    assert "already" in refusal(lambda: join({"x": good, "y": seed["seed.w"]}))
-    assert "already" in refusal(lambda: join({"x": good, "y": host.first.bias}))
-    assert "(3,)" in refusal(lambda: join({"x": good}, beside=stranger))
-    assert "(3,)" in refusal(lambda: surgery.leave([seed["seed.w"], stranger]))
-    leave = surgery.leave
-    assert "first.bias" in refusal(lambda: leave([seed["seed.w"], host.first.bias]))
-    after = bits([optimizer.state_dict(), surgery.state_dict(), surgery.names()])
-    assert after == before
-
-
 def test_a_refused_restore_changes_nothing():
     host, optimizer = host_and_optimiser(OPTIMISERS["adam"])
     surgery = Surgery(optimizer, host)
@@ -429,10 +370,5 @@ def test_a_refused_restore_changes_nothing():
     )
     assert "2" in refusal(lambda: restore([first], everything))
     assert "'second.bias'" in refusal(lambda: restore([first, second[:-1]], everything))
-    assert "same" in refusal(lambda: restore([first, [*second, first[0]]], everything))
-    other = everything | {"first.bias": nn.Parameter(torch.zeros(8))}
-    assert "host's own" in refusal(lambda: restore([first, second], other))
-    assert "joined" in refusal(lambda: surgery.load_state_dict({"ages": {"ghost": 1}}))
-    assert "count" in refusal(lambda: surgery.load_state_dict({"ages": {"seed.w": -1}}))
     after = bits([optimizer.state_dict(), surgery.state_dict(), surgery.names()])
     assert after == before

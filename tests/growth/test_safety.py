@@ -198,9 +198,8 @@ def test_statistics_are_saved_and_those_of_another_window_refused():
     assert torch.equal(other.ring, saved["ring"])  # a copy of its own
     assert int(other.streak) == 1
     assert other.batches == 13
-    for damaged in ({}, {**saved, "ring": torch.ones(2, 8)}, {**saved, "best": 1}):
-        with pytest.raises(BadInput, match="not of this window"):
-            other.load_state_dict(damaged)
+    with pytest.raises(BadInput, match="not of this window"):
+        other.load_state_dict({**saved, "ring": torch.ones(2, 8)})
 
 
 @pytest.mark.parametrize(

@@ -105,31 +105,20 @@ def _seeds(model: GrowingModel) -> list[str]:
 def to_plain(decision: GrowthDecision) -> dict[str, Any]:
     """A decision as plain data, for saving."""
     plain = asdict(decision)
-    plain["receipts"] = [asdict(receipt) for receipt in decision.receipts]
-    plain["events"] = [
-        {**asdict(event), "before": int(event.before), "after": int(event.after)}
-        for event in decision.events
-    ]
-    plain["incidents"] = [*decision.incidents]
+    for event in plain["events"]:
+        event.update(before=int(event["before"]), after=int(event["after"]))
     return plain
 
 
 def from_plain(plain: Mapping[str, Any]) -> GrowthDecision:
     """A decision from plain data."""
-    return GrowthDecision(
-        **{
-            **plain,
-            "receipts": tuple(Receipt(**receipt) for receipt in plain["receipts"]),
-            "events": tuple(
-                StageChanged(
-                    **{
-                        **event,
-                        "before": Stage(event["before"]),
-                        "after": Stage(event["after"]),
-                    }
-                )
-                for event in plain["events"]
-            ),
-            "incidents": tuple(plain["incidents"]),
-        }
-    )
+    events = [
+        {**event, "before": Stage(event["before"]), "after": Stage(event["after"])}
+        for event in plain["events"]
+    ]
+    lists = {
+        "receipts": tuple(Receipt(**receipt) for receipt in plain["receipts"]),
+        "events": tuple(StageChanged(**event) for event in events),
+        "incidents": tuple(plain["incidents"]),
+    }
+    return GrowthDecision(**{**plain, **lists})

@@ -232,7 +232,7 @@ class GrowingModel(nn.Module):
         """Parameters and multiply-adds per row of a blueprint in a slot it fits."""
         place = self.place(slot)
         known = cost(blueprint, place.geometry)
-        norms = sum(p.numel() for p in _middle(place, blueprint).parameters())
+        norms = sum(p.numel() for p in seed_middle(place, blueprint).parameters())
         return known.parameters + norms, known.macs
 
     def price(self, slot: int, blueprint: Blueprint) -> tuple[int, int] | None:
@@ -349,7 +349,7 @@ class GrowingModel(nn.Module):
                 f"blueprint {blueprint.name!r} does not fit slot "
                 f"{self.slots[slot]!r}: {reason}."
             )
-        middle = _middle(place, blueprint)
+        middle = seed_middle(place, blueprint)
         seed = build(blueprint, place.geometry, self.generator, middle)
         self.note = start(seed, place, hooks.samples, initialiser)
         near = (place.outlet, place.inlet, self.host)
@@ -401,7 +401,7 @@ def encode_action(op: Op, **choices: int | str) -> Int64[Tensor, "1 head"]:
     return row
 
 
-def _middle(place: InsertionPoint, blueprint: Blueprint) -> nn.Module:
+def seed_middle(place: InsertionPoint, blueprint: Blueprint) -> nn.Module:
     """What a seed of this blueprint has between its two layers."""
     if blueprint.form is not Form.WIDEN:
         return nn.Identity()

@@ -78,48 +78,27 @@ class OptimizerSurgery:
     ) -> None:
         """Append newborns to the group of the parameter they grow `beside`.
 
-        Args:
-            named: The newborns by the names they will be saved under. A parameter
-                that comes under two names joins once, under the first.
-            beside: Decides the group. None, or a frozen parameter of the host that
-                the optimiser was not given, means the first group.
+        Without one, or beside one that the optimiser was not given, that is the first
+        group. The names are those that the newborns are saved under.
         """
-        group = self._group_of(beside)
-        taken = {*self._host.values(), *self._joined.values()}
-        newborns: dict[nn.Parameter, str] = {}
-        for name, parameter in named.items():
-            if name in taken:
-                raise BadInput(
-                    f"the name {name!r} is taken by another parameter; "
-                    "join the newborn under a name of its own."
-                )
-            if parameter in self._host or parameter in self._joined:
-                known = self._joined.get(parameter) or self._host[parameter]
-                raise BadInput(f"{name!r} has joined already, as {known!r}.")
-            self._check_trainable(name, parameter)
-            newborns.setdefault(parameter, name)
-        group["params"].extend(newborns)
+        self._refuse_untrainable(named)
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        group = next(
+            (g for g in groups if any(p is beside for p in g["params"])), groups[0]
+        )
+        group["params"].extend(named.values())
         if "param_names" in group:
-            group["param_names"] = [*group["param_names"], *newborns.values()]
-        for parameter, name in newborns.items():
+            group["param_names"] = [*group["param_names"], *named]
+        for name, parameter in named.items():
             self._register(parameter, name, group)
 
     def leave(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remove joined parameters from their groups and from all state."""
-        leaving = dict.fromkeys(parameters)
-        for parameter in leaving:
-            if parameter not in self._joined:
-                name = self._host.get(parameter, "unknown")
-                raise BadInput(
-                    f"only a parameter that has joined can leave, got one of shape "
-                    f"{tuple(parameter.shape)} (host name: {name})."
-                )
+        leaving = {*parameters}
         for group in self._optimizer.param_groups:
             stays = [parameter not in leaving for parameter in group["params"]]
-            if all(stays):
-                continue
             for key in ("params", "param_names"):
-                if key in group:
+                if key in group and not all(stays):
                     pairs = zip(group[key], stays, strict=True)
                     group[key] = [value for value, stay in pairs if stay]
         for parameter in leaving:
@@ -144,20 +123,16 @@ class OptimizerSurgery:
         names: Sequence[Sequence[str]],
         named_parameters: Mapping[str, nn.Parameter],
     ) -> None:
-        """Give every group the parameters of `names`, in that order.
+        """Give every group the parameters of `names`, as they were when it was saved.
 
         Loading is then `optimizer.load_state_dict` and `load_state_dict` of this
         object. Parameters that are not named leave; those that come are newborn.
-
-        Args:
-            names: What `names()` returned when the optimiser was saved.
-            named_parameters: Every parameter that may be meant, by name.
         """
-        groups = self._optimizer.param_groups
         wanted = self._resolve(names, named_parameters)
         stays = {parameter for group in wanted for parameter in group}
         for parameter in [p for p in self._joined if p not in stays]:
             self._forget(parameter)
+        groups = self._optimizer.param_groups
         for group, parameters, given in zip(groups, wanted, names, strict=True):
             group["params"] = parameters
             if "param_names" in group:
@@ -176,14 +151,6 @@ class OptimizerSurgery:
         """Set the ages; a joined parameter that is not named has no rate of its own."""
         joined = {name: parameter for parameter, name in self._joined.items()}
         ages: Mapping[str, int] = state["ages"]
-        for name, age in ages.items():
-            if name not in joined:
-                raise BadInput(
-                    f"an age was saved for {name!r}, which has not joined; "
-                    "restore the groups before the ages."
-                )
-            if isinstance(age, bool) or not isinstance(age, int) or age < 0:
-                raise BadInput(f"the age of {name!r} must be a count, got {age!r}.")
         grown = 0 if self._rule.factor == 1.0 else self._rule.steps
         self._ages = {joined[name]: age for name, age in ages.items() if age < grown}
         self._held.clear()
@@ -198,11 +165,10 @@ class OptimizerSurgery:
             return
         with torch.no_grad():
             for parameter in self._ages:
-                held = self._held.get(parameter)
-                if held is None or not _alike(held, parameter):
-                    self._held[parameter] = parameter.detach().clone()
+                if parameter in self._held:
+                    self._held[parameter].copy_(parameter)
                 else:
-                    held.copy_(parameter)
+                    self._held[parameter] = parameter.detach().clone()
 
     def _after_step(self, *_: object) -> None:
         """Stretch the newborns' step; a weight that did not move keeps every bit."""
@@ -252,28 +218,13 @@ class OptimizerSurgery:
         self._held.pop(parameter, None)
         self._optimizer.state.pop(parameter, None)
 
-    def _group_of(self, beside: nn.Parameter | None) -> dict[str, Any]:
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
-        if beside is None:
-            return groups[0]
-        for group in groups:
-            if any(parameter is beside for parameter in group["params"]):
-                return group
-        if beside in self._host:
-            return groups[0]
-        raise BadInput(
-            f"`beside` must be a parameter of the host or one that has joined, got "
-            f"another of shape {tuple(beside.shape)}."
-        )
-
-    def _check_trainable(self, name: str, parameter: nn.Parameter) -> None:
-        if not parameter.is_leaf:
-            raise BadInput(f"{name!r} must be a leaf tensor to be trained.")
-        if isinstance(self._optimizer, Muon) and parameter.ndim != 2:
-            raise BadInput(
-                f"Muon trains matrices only, {name!r} has shape "
-                f"{tuple(parameter.shape)}; use another optimiser."
-            )
+    def _refuse_untrainable(self, named: Mapping[str, nn.Parameter]) -> None:
+        for name, parameter in named.items():
+            if isinstance(self._optimizer, Muon) and parameter.ndim != 2:
+                raise BadInput(
+                    f"Muon trains matrices only, {name!r} has shape "
+                    f"{tuple(parameter.shape)}; use another optimiser."
+                )
 
     def _resolve(
         self,
@@ -287,33 +238,23 @@ class OptimizerSurgery:
                 f"{len(names)} parameter groups were saved, the optimiser has "
                 f"{len(groups)}; build it with the same groups."
             )
-        host = {name: parameter for parameter, name in self._host.items()}
-        seen: dict[nn.Parameter, str] = {}
-        for name in (name for group in names for name in group):
-            parameter = host.get(name, named_parameters.get(name))
-            if parameter is None:
+        saved = [name for group in names for name in group]
+        for name in saved:
+            if name not in named_parameters:
                 raise BadInput(
                     f"the optimiser was saved with a parameter {name!r} that does not "
                     "exist; rebuild the network as it was when it was saved."
                 )
-            if named_parameters.get(name, parameter) is not parameter:
-                raise BadInput(f"{name!r} is not the host's own parameter.")
-            if parameter in seen:
-                raise BadInput(
-                    f"{name!r} and {seen[parameter]!r} name the same parameter; each "
-                    "must be saved once."
-                )
-            if name not in host:
-                self._check_trainable(name, parameter)
-            seen[parameter] = name
         for parameter in (p for group in groups for p in group["params"]):
-            if parameter in self._host and parameter not in seen:
+            known = self._host.get(parameter)
+            if known is not None and known not in saved:
                 raise BadInput(
-                    f"the saved groups lack {self._host[parameter]!r}, which the "
+                    f"the saved groups lack {known!r}, which the "
                     "optimiser trains; load into the optimiser that was saved."
                 )
-        found = {name: parameter for parameter, name in seen.items()}
-        return [[found[name] for name in group] for group in names]
+        wanted = {name: named_parameters[name] for name in saved}
+        self._refuse_untrainable(wanted)
+        return [[wanted[name] for name in group] for group in names]
 
 
 def _check_optimizer(optimizer: object) -> Optimizer:
@@ -367,11 +308,3 @@ def _adagrad_state(
     alone = Adagrad([parameter], initial_accumulator_value=start, fused=group["fused"])
     state: dict[str, Any] = alone.state[parameter]
     return state
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (
-        other.shape,
-        other.dtype,
-        other.device,
-    )

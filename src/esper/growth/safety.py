@@ -147,19 +147,18 @@ class HealthMonitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from saved statistics."""
-        for name, value in self.state_dict().items():
-            given: Any = state.get(name)
-            if type(given) is not type(value) or (
-                isinstance(value, Tensor) and value.shape != given.shape
-            ):
-                raise BadInput(
-                    f"the governor's {name} is not of this window; load a state that "
-                    "was saved with the same configuration."
-                )
-            if isinstance(value, Tensor):
-                setattr(self, name, state[name].to(value, copy=True))
-            else:
-                setattr(self, name, state[name])
+        if state["ring"].shape != self.ring.shape:
+            raise BadInput(
+                "the governor's statistics are not of this window; load a state that "
+                "was saved with the same configuration."
+            )
+        for name, value in state.items():
+            is_tensor = isinstance(value, Tensor)
+            setattr(
+                self,
+                name,
+                value.to(self.ring.device, copy=True) if is_tensor else value,
+            )
 
     def describe(
         self, verdict: Verdict, loss: float, norm: float, *, finite: bool

@@ -108,8 +108,6 @@ def parse(slot: str) -> Site:
 
 def find_sites(host: nn.Module, slots: Iterable[str]) -> tuple[Site, ...]:
     """The sites of a host; refuses what cannot be grown."""
-    if isinstance(slots, str):
-        raise BadInput(f"slots must be a list of names, got the string {slots!r}.")
     _check_host(host)
     sites = tuple(parse(slot) for slot in slots)
     if not sites:

@@ -7,6 +7,7 @@ and events are kept until they are collected. `ManualOps` are the same ops as ca
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -84,11 +85,8 @@ class Topology:
         """Carry out a controller's action."""
         op, slot = Op(int(actions[0, HEAD["op"]])), int(actions[0, HEAD["slot"]])
         if op is not Op.WAIT:
-            self.change(
-                lambda: self.model.act(actions, initialiser),
-                op,
-                self.model.slots[slot],
-            )
+            act = partial(self.model.act, actions, initialiser)
+            self.change(act, op, self.model.slots[slot])
 
     def tick(self) -> None:
         """Let one decision pass; a jump of the output gets a receipt."""
@@ -171,27 +169,25 @@ class ManualOps:
     def plant(self, slot: str, blueprint: str, **options: str) -> Receipt:
         """Plant a seed now; see `GrowingModel.plant`."""
         options = {"initialiser": self.initialiser, **options}
-        return self._change(
-            lambda: self.model.plant(slot, blueprint, **options), Op.GERMINATE, slot
-        )
+        plant = partial(self.model.plant, slot, blueprint, **options)
+        return self._change(plant, Op.GERMINATE, slot)
 
     def advance(self, slot: str) -> Receipt:
         """Move a seed to its next stage; see `GrowingModel.advance`."""
-        return self._change(lambda: self.model.advance(slot), Op.ADVANCE, slot)
+        return self._change(partial(self.model.advance, slot), Op.ADVANCE, slot)
 
     def set_alpha(self, slot: str, target: str, **options: str) -> Receipt:
         """Move alpha to another target; see `GrowingModel.set_alpha`."""
-        return self._change(
-            lambda: self.model.set_alpha(slot, target, **options), Op.SET_ALPHA, slot
-        )
+        move = partial(self.model.set_alpha, slot, target, **options)
+        return self._change(move, Op.SET_ALPHA, slot)
 
     def prune(self, slot: str, **options: str) -> Receipt:
         """Fade a seed out; see `GrowingModel.prune`."""
-        return self._change(lambda: self.model.prune(slot, **options), Op.PRUNE, slot)
+        return self._change(partial(self.model.prune, slot, **options), Op.PRUNE, slot)
 
     def keep(self, slot: str) -> Receipt:
         """Keep a seed for good; see `GrowingModel.keep`."""
-        return self._change(lambda: self.model.keep(slot), Op.FOSSILIZE, slot)
+        return self._change(partial(self.model.keep, slot), Op.FOSSILIZE, slot)
 
     def _change(self, change: Callable[[], None], op: Op, slot: str) -> Receipt:
         receipt = self.topology.change(change, op, slot)

@@ -2,13 +2,54 @@
 
 import numpy as np
 import torch
+from torch import nn
 
 from esper.contracts.blueprints import BLUEPRINTS, Form
-from esper.growth.blueprint_checks import STANDARD
 from esper.growth.blueprints.forms import FORMS
-from esper.growth.blueprints.geometry import Geometry, Layout
+from esper.growth.blueprints.geometry import Geometry, Kernel, Layout
 from tests.references.forms import gelu
 
+
+def place(layout, inlet, outlet=None, *, hidden=(), kernels=(None, None), **more):
+    """Residual without an outlet, a span with a hidden shape, else beside a layer."""
+    return Geometry(
+        **{
+            "inlet_layout": layout,
+            "outlet_layout": layout,
+            "inlet_shape": inlet,
+            "outlet_shape": outlet or inlet,
+            "residual": outlet is None,
+            "inlet_kernel": kernels[0],
+            "outlet_kernel": kernels[1],
+            "beside": outlet is not None and not hidden,
+            "spans": bool(hidden),
+            "hidden_shape": hidden,
+            **more,
+        }
+    )
+
+
+VECTOR, SEQUENCE, SIGNAL, IMAGE = Layout
+LINE, SQUARE = Kernel.same(3, 1), Kernel.same(3, 2)
+LINE_BY_TWO = Kernel((3,), (2,), (1,), (1,))
+SQUARE_BY_TWO = Kernel((3, 3), (2, 2), (1, 1), (1, 1))
+FLATTENED = {"outlet_layout": VECTOR, "unit_inputs": 9}
+STANDARD = (
+    place(VECTOR, (12,)),
+    place(VECTOR, (12,), (7,)),
+    place(VECTOR, (12,), (7,), hidden=(20,)),
+    place(SEQUENCE, (6, 12)),
+    place(SEQUENCE, (6, 12), (6, 7)),
+    place(SEQUENCE, (6, 12), (6, 12), hidden=(6, 20)),
+    place(SIGNAL, (8, 10)),
+    place(SIGNAL, (4, 10), (6, 5), kernels=(LINE_BY_TWO, LINE_BY_TWO)),
+    place(SIGNAL, (4, 10), (6, 5), kernels=(LINE, LINE), hidden=(5, 5)),
+    place(IMAGE, (8, 6, 6)),
+    place(IMAGE, (4, 6, 6), (6, 3, 3), kernels=(SQUARE_BY_TWO, SQUARE_BY_TWO)),
+    place(IMAGE, (4, 6, 6), (4, 6, 6), kernels=(SQUARE, SQUARE), hidden=(5, 6, 6)),
+    place(IMAGE, (4, 6, 6), (7,), kernels=(SQUARE, None), hidden=(45,), **FLATTENED),
+)
+"""One place of every kind: residual, beside a layer and spanning two, by layout."""
 PLANTINGS = [
     (blueprint, geometry)
     for blueprint in BLUEPRINTS
@@ -27,13 +68,7 @@ FORM_PLANTINGS = {
 
 
 def residual(layout: Layout, *shape: int) -> Geometry:
-    return Geometry(
-        inlet_layout=layout,
-        outlet_layout=layout,
-        inlet_shape=shape,
-        outlet_shape=shape,
-        residual=True,
-    )
+    return place(layout, shape)
 
 
 def awake(form: Form, size: int, geometry: Geometry, *lead: int):
@@ -61,6 +96,14 @@ def middle(geometry: Geometry):
         return line.unflatten(-1, (count, -1)).mean(-1).reshape(*lead, *spots)
 
     return pooled
+
+
+class SpanMiddle(nn.Module):
+    """The same as a module."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__()
+        self.forward = middle(geometry)
 
 
 def middle_of_one_sample(geometry: Geometry):

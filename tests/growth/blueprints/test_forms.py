@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from esper.contracts.blueprints import Form
-from esper.growth.blueprint_checks import STANDARD
 from esper.growth.blueprints.forms import FORMS
 from esper.growth.blueprints.geometry import Geometry, Kernel, Layout
 from tests.growth.blueprints.places import (
     FORM_PLANTINGS,
     NAMES,
     PLANTINGS,
+    STANDARD,
     awake,
     middle,
     middle_of_one_sample,
@@ -177,18 +177,6 @@ def test_on_a_sequence_nothing_looks_ahead(blueprint, geometry):
         now = apply(params, changed, geometry, between)
         assert torch.equal(was[:, :cut], now[:, :cut])
         assert not torch.equal(was[:, cut:], now[:, cut:])
-
-
-@each_form
-def test_batch_mates_do_not_matter(blueprint, geometry):
-    params = awake(blueprint.form, blueprint.size, geometry)
-    apply, between = FORMS[blueprint.form].apply, middle(geometry)
-    h = double(4, *geometry.inlet_shape)
-    others = torch.cat([h[:1], 3 * double(3, *geometry.inlet_shape)])
-    one = apply(params, h, geometry, between)
-    two = apply(params, others, geometry, between)
-    assert torch.equal(one[0], two[0])
-    assert not torch.equal(one[1:], two[1:])
 
 
 SPAN = STANDARD[2]

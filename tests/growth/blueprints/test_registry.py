@@ -88,7 +88,7 @@ def test_a_module_that_is_zero_at_birth_is_taken_as_it_is():
         last = nn.Linear(8, 6)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
-        return nn.Sequential(nn.Linear(6, 8), nn.GELU(), last)
+        return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Dropout(0.5), last)
 
     assert isinstance(raised(factory), nn.Sequential)
 
@@ -117,15 +117,16 @@ def test_trying_a_module_leaves_no_trace_in_it():
     assert made.training
 
 
-def test_dropout_in_training_is_allowed():
-    assert raised(lambda _: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)))
-
-
 def noisy(self, h):
     return self.weight * h * torch.rand(())
 
 
+def failing():
+    raise KeyError("width")
+
+
 REFUSED = [
+    (failing, "'mine' failed: KeyError: 'width'"),
     (lambda: "a string", "must make an nn.Module, it made a str"),
     (lambda: nn.Identity(), "without trainable parameters"),
     (lambda: nn.Linear(6, 6).requires_grad_(False), "without trainable parameters"),
@@ -135,7 +136,7 @@ REFUSED = [
     (lambda: nn.Linear(7, 6), r"failed on an input of shape \(1, 6\): RuntimeError"),
     (lambda: module(lambda m, h: (h,)), "must give a tensor, it gave a tuple"),
     (lambda: module(lambda m, h: (m.weight * h).double()), "it gave torch.float64"),
-    (lambda: module(lambda m, h: m.weight * h / 0.0), "not finite"),
+    (lambda: module(lambda m, h: m.weight * h / 0.0), "values that are not fin"),
     (
         lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)),
         "ValueError|in its bat",
@@ -169,14 +170,6 @@ def test_a_batch_norm_is_refused_for_its_batch():
     with pytest.raises(BadInput, match=r"samples in its batch \(training mode\)"):
         raised(lambda _: made, IMAGE)
     assert int(made[1].num_batches_tracked) == 0
-
-
-def test_a_factory_that_fails_is_named():
-    def factory(geometry):
-        raise KeyError("width")
-
-    with pytest.raises(BadInput, match="'mine' failed: KeyError: 'width'"):
-        raised(factory)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():
@@ -214,17 +207,12 @@ def test_the_same_definition_may_be_run_twice_unless_it_closes_over_values():
 
 
 @pytest.mark.parametrize(
-    ("name", "merges", "reason"),
-    [
-        ("conv", False, "is built in"),
-        ("", False, "letters, digits and underscores"),
-        ("a b", False, "letters, digits and underscores"),
-        ("mine", True, "cannot merge"),
-    ],
+    ("name", "reason"),
+    [("conv", "is built in"), ("", "letters, digits"), ("a b", "letters, digits")],
 )
-def test_a_name_that_cannot_be_registered_is_refused(name, merges, reason):
+def test_a_name_that_cannot_be_registered_is_refused(name, reason):
     with pytest.raises(BadInput, match=reason):
-        blueprint(name, merges=merges)
+        blueprint(name)
     assert len(blueprints()) == len(BLUEPRINTS)
 
 
@@ -243,5 +231,3 @@ def test_a_users_reason_for_not_fitting_is_passed_on():
 
     assert misfit(find("mine"), VECTOR) == "too narrow"
     assert misfit(find("mine"), residual(Layout.VECTOR, 7)) == ""
-    with pytest.raises(BadInput, match="'mine' does not fit here: too narrow"):
-        build(find("mine"), VECTOR, torch.Generator(), nn.Identity())

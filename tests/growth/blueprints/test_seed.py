@@ -7,13 +7,11 @@ import torch
 from torch import nn
 
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
-from esper.contracts.errors import BadInput
-from esper.growth.blueprint_checks import SpanMiddle
 from esper.growth.blueprints.forms import FORMS
 from esper.growth.blueprints.geometry import Layout
 from esper.growth.blueprints.registry import blueprint, forget
-from esper.growth.blueprints.seed import FormSeed, build, cost, misfit
-from tests.growth.blueprints.places import NAMES, PLANTINGS, residual
+from esper.growth.blueprints.seed import build, cost, misfit
+from tests.growth.blueprints.places import NAMES, PLANTINGS, SpanMiddle, residual
 
 VECTOR = residual(Layout.VECTOR, 6)
 MLP = Blueprint("small", Form.RESIDUAL_MLP, 4, merges=False)
@@ -47,24 +45,6 @@ def test_a_seed_is_saved_loaded_and_copied_to_the_bit():
     h = torch.randn(3, 6)
     assert torch.equal(seed(h), other(h))
     assert torch.equal(seed(h), copy.deepcopy(seed)(h))
-
-
-def test_the_middle_belongs_to_the_seed():
-    place = next(g for b, g in PLANTINGS if b.form is Form.WIDEN)
-    widen = Blueprint("w", Form.WIDEN, 5, merges=True)
-    seed = build(widen, place, generator(), nn.Sequential(nn.BatchNorm1d(5), nn.ReLU()))
-    assert "middle.0.running_mean" in seed.state_dict()
-
-
-def test_other_parameters_places_and_sizes_are_refused():
-    params = FORMS[Form.RESIDUAL_MLP].init(VECTOR, 5, generator())
-    with pytest.raises(BadInput, match=r"'small' has parameters .*\(6, 4\).*\(6, 5\)"):
-        FormSeed(MLP, VECTOR, params, nn.Identity())
-    conv = Blueprint("conv", Form.CONV, 3, merges=False)
-    with pytest.raises(BadInput, match="'conv' does not fit here: needs positions"):
-        build(conv, VECTOR, generator(), nn.Identity())
-    with pytest.raises(BadInput, match="size of at least 1, got 0"):
-        misfit(Blueprint("none", Form.LOW_RANK, 0, merges=True), VECTOR)
 
 
 def test_costs_are_those_of_the_definition():

@@ -58,26 +58,16 @@ _BUILT_IN: Mapping[str, Blueprint] = MappingProxyType({b.name: b for b in BLUEPR
 _REGISTERED: dict[str, Registered] = {}
 
 
-def blueprint(
-    name: str, *, merges: bool = False, fits: Fits | None = None
-) -> Callable[[Factory], Factory]:
+def blueprint(name: str, *, fits: Fits | None = None) -> Callable[[Factory], Factory]:
     """Register the decorated factory under a name.
 
-    Args:
-        name: What it is called everywhere.
-        merges: Must be False: a module of one's own stays a branch when exported.
-        fits: Says why a place does not suit it, or "" if it does; None means that
-            every place suits it.
+    `fits` says why a place does not suit it, or "" if it does; without it every place
+    does. A module of one's own stays a branch when the model is exported.
     """
     if not name.isidentifier():
         raise BadInput(
             f"A blueprint's name must be made of letters, digits and underscores, "
             f"got {name!r}."
-        )
-    if merges:
-        raise BadInput(
-            f"Blueprint {name!r} cannot merge: only built-in forms can be folded into "
-            "the host's weights. Leave merges=False."
         )
     if name in _BUILT_IN:
         raise BadInput(f"Blueprint {name!r} is built in; choose another name.")
@@ -140,108 +130,95 @@ def raise_module(
     entry = registered(name)
     with lent_random_state(generator):
         try:
-            module = entry.factory(geometry)
-        except Exception as error:
-            raise BadInput(
-                f"Blueprint {name!r} failed: {first_line(error)}."
-            ) from error
-        _require_module(name, module)
-        if _begins_at_zero(name, module, geometry):
-            return module
+            module: nn.Module = _attempt("failed", entry.factory, geometry)
+            _check_module(module)
+            zero = _begins_at_zero(module, geometry)
+        except _UnsuitableError as error:
+            raise BadInput(f"Blueprint {name!r} {error}.") from error
+    if zero:
+        return module
     return Gated(module, geometry.outlet_width, geometry.outlet_layout)
 
 
-def _require_module(name: str, module: object) -> None:
+class _UnsuitableError(Exception):
+    """Why a module cannot be planted, as what its blueprint does or must do."""
+
+
+def _attempt(what: str, call: Callable[[Any], Any], given: object) -> Any:  # noqa: ANN401
+    """Call code of others."""
+    try:
+        return call(given)
+    except Exception as error:
+        raise _UnsuitableError(f"{what}: {first_line(error)}") from error
+
+
+def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
-        raise BadInput(
-            f"Blueprint {name!r} must make an nn.Module, it made a "
-            f"{type(module).__name__}."
+        raise _UnsuitableError(
+            f"must make an nn.Module, it made a {type(module).__name__}"
         )
     if any(isinstance(p, nn.UninitializedParameter) for p in module.parameters()):
-        raise BadInput(
-            f"Blueprint {name!r} made a lazy module; give its layers their sizes from "
-            "the geometry."
+        raise _UnsuitableError(
+            "made a lazy module; give its layers their sizes from the geometry"
         )
     if not any(p.requires_grad and p.numel() for p in module.parameters()):
-        raise BadInput(
-            f"Blueprint {name!r} made a module without trainable parameters; it could "
-            "never learn."
+        raise _UnsuitableError(
+            "made a module without trainable parameters; it could never learn"
         )
 
 
-def _begins_at_zero(name: str, module: nn.Module, geometry: Geometry) -> bool:
+def _begins_at_zero(module: nn.Module, geometry: Geometry) -> bool:
     """Whether every output of the trial was zero; refuses what cannot be planted."""
     # The copy is tried, since a forward in training may change buffers.
-    try:
-        trial = copy.deepcopy(module)
-    except Exception as error:
-        raise BadInput(
-            f"Blueprint {name!r} made a module that cannot be copied: "
-            f"{first_line(error)}."
-        ) from error
+    trial = _attempt("made a module that cannot be copied", copy.deepcopy, module)
     inputs = torch.randn(3, *geometry.inlet_shape)
     others = torch.cat([inputs[:1], torch.randn(2, *geometry.inlet_shape)])
     zero = True
-    for training in (True, False):
+    for mode, training in (("training", True), ("eval", False)):
         trial.train(training)
         for batch in (1, 2, 3):
-            result = _run(name, trial, inputs[:batch], geometry)
+            result = _run(trial, inputs[:batch], geometry)
             zero = zero and not bool(result.count_nonzero())
         seeded = torch.get_rng_state()
-        alone = _run(name, trial, inputs, geometry)[0]
+        alone = _run(trial, inputs, geometry)[0]
         if not training and not torch.equal(seeded, torch.get_rng_state()):
-            raise BadInput(
-                f"Blueprint {name!r} draws random numbers in eval mode; draw them in "
-                "training only."
+            raise _UnsuitableError(
+                "draws random numbers in eval mode; draw them in training only"
             )
         torch.set_rng_state(seeded)
-        if not torch.equal(alone, _run(name, trial, others, geometry)[0]):
-            raise BadInput(
-                f"Blueprint {name!r} gives a sample another output with other samples "
-                f"in its batch ({'training' if training else 'eval'} mode); use a norm "
-                "over channels instead of one over the batch."
+        if not torch.equal(alone, _run(trial, others, geometry)[0]):
+            raise _UnsuitableError(
+                "gives a sample another output with other samples in its batch "
+                f"({mode} mode); use a norm over channels instead of one over the batch"
             )
     if zero:
-        _require_gradients(name, trial.train(), inputs, geometry)
+        _check_gradients(trial.train(), inputs, geometry)
     return zero
 
 
-def _run(name: str, module: nn.Module, inputs: Tensor, geometry: Geometry) -> Tensor:
-    try:
-        result: Any = module(inputs.clone())
-    except Exception as error:
-        raise BadInput(
-            f"Blueprint {name!r} failed on an input of shape {tuple(inputs.shape)}: "
-            f"{first_line(error)}."
-        ) from error
-    expected = (inputs.shape[0], *geometry.outlet_shape)
+def _run(module: nn.Module, inputs: Tensor, geometry: Geometry) -> Tensor:
+    shape, expected = tuple(inputs.shape), (len(inputs), *geometry.outlet_shape)
+    result = _attempt(f"failed on an input of shape {shape}", module, inputs.clone())
     if not isinstance(result, Tensor):
-        raise BadInput(
-            f"Blueprint {name!r} must give a tensor, it gave a {type(result).__name__}."
-        )
+        raise _UnsuitableError(f"must give a tensor, it gave a {type(result).__name__}")
     if tuple(result.shape) != expected:
-        raise BadInput(
-            f"Blueprint {name!r} must give shape {expected} for an input of shape "
-            f"{tuple(inputs.shape)}, it gave {tuple(result.shape)}."
+        raise _UnsuitableError(
+            f"must give shape {expected} for an input of shape {shape}, it gave "
+            f"{tuple(result.shape)}"
         )
     if result.dtype != inputs.dtype or result.device != inputs.device:
-        raise BadInput(
-            f"Blueprint {name!r} must keep {inputs.dtype} on {inputs.device}, it gave "
-            f"{result.dtype} on {result.device}."
+        raise _UnsuitableError(
+            f"must keep {inputs.dtype} on {inputs.device}, it gave {result.dtype} on "
+            f"{result.device}"
         )
     if not bool(result.isfinite().all()):
-        raise BadInput(
-            f"Blueprint {name!r} gave values that are not finite for an input of shape "
-            f"{tuple(inputs.shape)}."
-        )
+        raise _UnsuitableError(f"gave values that are not finite for shape {shape}")
     return result
 
 
-def _require_gradients(
-    name: str, module: nn.Module, inputs: Tensor, geometry: Geometry
-) -> None:
+def _check_gradients(module: nn.Module, inputs: Tensor, geometry: Geometry) -> None:
     """A zero at birth must be one that it can leave."""
-    result = _run(name, module, inputs, geometry)
+    result = _run(module, inputs, geometry)
     parameters = [p for p in module.parameters() if p.requires_grad]
     gradients: tuple[Tensor | None, ...] = ()
     if result.requires_grad:
@@ -249,11 +226,11 @@ def _require_gradients(
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     live = [gradient for gradient in gradients if gradient is not None]
     if not all(bool(gradient.isfinite().all()) for gradient in live):
-        raise BadInput(f"Blueprint {name!r} has gradients that are not finite.")
+        raise _UnsuitableError("has gradients that are not finite")
     if not any(bool(gradient.count_nonzero()) for gradient in live):
-        raise BadInput(
-            f"Blueprint {name!r} is zero at birth and so are all its gradients; let "
-            "the zero be its last operation."
+        raise _UnsuitableError(
+            "is zero at birth and so are all its gradients; let the zero be its last "
+            "operation"
         )
 
 

@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.contracts.blueprints import Blueprint, Form
-from esper.contracts.errors import BadInput
 from esper.growth.blueprints.forms import FORMS
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.registry import Factory, raise_module, registered
@@ -32,13 +31,6 @@ class FormSeed(nn.Module):
         middle: nn.Module,
     ) -> None:
         super().__init__()
-        expected = FORMS[blueprint.form].shapes(geometry, blueprint.size)
-        given = {name: tuple(value.shape) for name, value in params.items()}
-        if given != expected:
-            raise BadInput(
-                f"A seed of {blueprint.name!r} has parameters {expected} here, got "
-                f"{given}."
-            )
         self.blueprint = blueprint
         self.geometry = geometry
         self.weights = nn.ParameterDict(params)
@@ -69,17 +61,11 @@ def build(
     generator: torch.Generator,
     middle: nn.Module,
 ) -> nn.Module:
-    """A new seed for a place: zero at birth, drawn from `generator` alone.
+    """A new seed for a place that it fits: zero at birth, from `generator` alone.
 
-    Args:
-        blueprint: A form at a size, or a user's own by its name.
-        geometry: The place.
-        generator: Source of the first weights, on the CPU.
-        middle: What the host does between the two layers of a span; only a widening
-            seed uses it, and it must be the seed's own where it has state.
+    Only a widening seed uses `middle`, what the host does between the two layers of a
+    span; it must be the seed's own where it has state.
     """
-    if reason := misfit(blueprint, geometry):
-        raise BadInput(f"Blueprint {blueprint.name!r} does not fit here: {reason}.")
     if blueprint.form is Form.CUSTOM:
         return raise_module(blueprint.name, geometry, generator)
     params = FORMS[blueprint.form].init(geometry, blueprint.size, generator)
@@ -91,11 +77,6 @@ def misfit(blueprint: Blueprint, geometry: Geometry) -> str:
     if blueprint.form is Form.CUSTOM:
         fits = registered(blueprint.name).fits
         return "" if fits is None else fits(geometry)
-    if blueprint.size < 1:
-        raise BadInput(
-            f"Blueprint {blueprint.name!r} must have a size of at least 1, got "
-            f"{blueprint.size}."
-        )
     return FORMS[blueprint.form].fits(geometry, blueprint.size)
 
 
