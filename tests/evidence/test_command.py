@@ -76,7 +76,7 @@ def test_what_is_finished_ends_well(capsys):
         (("run", "no.toml"), "no.toml cannot be read: No such file"),
         (("run", "."), "expected a file"),
         (("run", str(TINY), "--only", "tunning"), "did you mean 'tuning'"),
-        (("run", str(TINY), "--minutes", "0"), "expected a number above 0"),
+        (("run", str(TINY), "--minutes", "0"), "expected a finite number above 0"),
         (("run", str(TINY), "--dri"), "did you mean '--dry'"),
         (("page", "--folder", "nothing"), "nothing"),
     ],
