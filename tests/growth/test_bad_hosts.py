@@ -5,6 +5,7 @@ without a hook.
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -90,75 +91,63 @@ def plain(host, x):
     return host.last(torch.tanh(host.second(torch.relu(host.first(x)))))
 
 
-def test_names_that_are_none_are_refused_with_the_nearest():
-    host = make_host("vector")
-    assert "did you mean 'second'" in refused(host, ["secnd"])
-    assert "'frist'; did you mean 'first'" in refused(host, ["frist->second"])
-    assert "slots is empty" in refused(host, [])
-    assert "'second' is named twice" in refused(host, ["second", "second"])
-    assert "must be a module name" in refused(host, ["a->b->c"])
-    assert "a list of names or 'auto'" in refused(host, "first->second")
-    assert "did you mean" in refused(host, ["second"], controller="premise")
-    assert "mode must be" in refused(host, ["second"], mode="best")
-    assert "did you mean 'zero_out'" in refused(host, ["second"], initialiser="zero")
-    assert "did you mean" in refused(host, ["second"], blueprints=["widen_9"])
+# What is refused: how to make the host, its slots, and the line that says so.
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"decisions": 0}, "decisions must be at least 1, got 0"),
-        ({"rent": -1.0}, "rent must be a number of at least 0, got -1"),
-        ({"rent": float("nan")}, "rent must be a number"),
-        ({"budget": -0.5}, "budget must not be negative, got -0.5"),
-        ({"budget": float("nan")}, "budget must not be negative, got nan"),
-        ({"seeds_per_slot": 0}, "seeds_per_slot must be at least 1, got 0"),
-        ({"min_age": -1}, "min_age must not be negative, got -1"),
-    ],
-)
-def test_settings_that_cannot_be_meant_are_refused(options, line):
-    assert line in refused(make_host("vector"), ["second"], **options)
+def changed(change, forward=plain) -> nn.Module:
+    host = Host(forward)
+    change(host)
+    return host
 
 
-def test_shared_modules_and_tied_weights_are_refused_by_path():
-    host = make_host("vector")
+def share(host):
     host.again = host.second
-    assert "'second' is shared with 'again'" in refused(host, ["second"])
-    host = make_host("vector")
-    host.second = nn.Linear(12, 12)
+
+
+def tie(host):
     host.other = nn.Linear(12, 12)
     host.other.weight = host.second.weight
-    assert "second.weight is tied to other.weight" in refused(host, ["second"])
-    trains(attach(host, ["first"]))  # elsewhere nothing is in the way
 
 
-def test_modules_called_twice_or_never_are_refused_by_name():
-    def twice(host, x):
-        h = host.second(torch.relu(host.first(x)))
-        return host.last(torch.tanh(host.second(torch.tanh(h))))
-
-    assert "'second' is called 2 times" in refused(Host(twice), ["second"])
-    assert "'norm' is never called" in refused(Host(plain), ["norm"])
-    trains(attach(Host(twice), ["first"]))
+def spoil(host):
+    with torch.no_grad():
+        host.second.weight[0, 0] = torch.nan
 
 
-def test_answers_that_are_no_tensor_are_refused_by_name():
-    class Two(nn.Module):
-        def __init__(self, kind):
-            super().__init__()
-            self.inner, self.kind = nn.Linear(8, 8), kind
+def twice(host, x):
+    h = host.second(torch.relu(host.first(x)))
+    return host.last(torch.tanh(host.second(torch.tanh(h))))
 
-        def forward(self, x):
-            h = self.inner(x)
-            return {"tuple": (h, h), "dict": {"h": h}, "none": None}[self.kind]
 
-    for kind, name in (("tuple", "tuple"), ("dict", "dict"), ("none", "NoneType")):
-        host = nn.Sequential()
-        host.two = Two(kind)
-        host.take = Take()
-        assert f"'two' answers with {name}" in refused(host, ["two"])
-        if kind != "none":
-            trains(attach(host, ["two.inner"]))
+def noisy(host, x):
+    return plain(host, x + torch.randn_like(x))
+
+
+def cut(host, x):
+    return host.last(torch.tanh(host.second(torch.relu(host.first(x)))).detach())
+
+
+def in_place(host, x):
+    h = torch.relu(host.first(x))
+    z = torch.tanh(host.second(h))
+    h.mul_(2.0)
+    return host.last(z + h)
+
+
+def deep(host, x):
+    return host.last(host.second(host.first(x[:, None, None]))).mean(dim=(1, 2))
+
+
+class Two(nn.Module):
+    """Answers with two tensors, or none."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner, self.kind = nn.Linear(8, 8), kind
+
+    def forward(self, x):
+        h = self.inner(x)
+        return {"tuple": (h, h), "dict": {"h": h}, "none": None}[self.kind]
 
 
 class Take(nn.Module):
@@ -168,91 +157,96 @@ class Take(nn.Module):
         return given["h"] if isinstance(given, dict) else torch.zeros(6, 8)
 
 
-def test_a_whole_host_may_answer_with_a_tuple_or_a_dictionary():
-    grower = attach(Host(lambda host, x: {"y": plain(host, x), "n": 3}), ["first"])
-    assert len(grower.model.answer()) == 1
-    grower = attach(Host(lambda host, x: (plain(host, x), [x])), ["first"])
-    assert len(grower.model.answer()) == 2
+def two(kind):
+    host = nn.Sequential()
+    host.two, host.take = Two(kind), Take()
+    return host
 
 
-def test_a_forward_that_is_random_in_eval_is_refused():
-    def noisy(host, x):
-        return plain(host, x + torch.randn_like(x))
-
-    assert "two calls of the host in eval mode disagree" in refused(
-        Host(noisy), ["second"]
-    )
+def lazy():
+    return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
 
 
-def test_places_that_nothing_flows_back_to_are_refused():
-    def cut(host, x):
-        return host.last(torch.tanh(host.second(torch.relu(host.first(x)))).detach())
+VECTOR = partial(make_host, "vector")
+SECOND = ["second"]
+HOSTS_REFUSED = [
+    (VECTOR, ["secnd"], "did you mean 'second'"),
+    (VECTOR, ["frist->second"], "'frist'; did you mean 'first'"),
+    (VECTOR, [], "slots is empty"),
+    (VECTOR, ["second", "second"], "'second' is named twice"),
+    *((VECTOR, [bad], "must be a module name") for bad in ("", "->b", "a->b->c")),
+    (VECTOR, "first->second", "a list of names or 'auto'"),
+    (lambda: changed(share), SECOND, "'second' is shared with 'again'"),
+    (lambda: changed(tie), SECOND, "second.weight is tied to other.weight"),
+    (lambda: changed(spoil), SECOND, "'second.weight' is not finite"),
+    (lambda: Host(twice), SECOND, "'second' is called 2 times"),
+    (lambda: Host(plain), ["norm"], "'norm' is never called"),
+    (lambda: two("tuple"), ["two"], "'two' answers with tuple"),
+    (lambda: two("none"), ["two"], "'two' answers with NoneType"),
+    (lambda: Host(noisy), SECOND, "two calls of the host in eval mode disagree"),
+    (lambda: Host(cut), SECOND, "no gradient reaches 'second'"),
+    (lambda: nn.DataParallel(VECTOR()), ["module.second"], "pass model.module"),
+    (
+        lambda: torch.compile(VECTOR(), backend="eager"),
+        SECOND,
+        "pass the module before torch.compile",
+    ),
+    (lazy, ["0"], "run it once on an example"),
+    (lambda: nn.Sequential(nn.ReLU()), ["0"], "nothing to grow"),
+    (
+        lambda: Host(in_place),
+        ["second->last"],
+        "'second' reads is changed in place before 'last' returns",
+    ),
+    (lambda: Host(deep), ["first"], "'first' is [6, 1, 1, 12]"),
+]
 
-    assert "no gradient reaches 'second'" in refused(Host(cut), ["second"])
+
+@pytest.mark.parametrize(
+    ("make", "slots", "line"), HOSTS_REFUSED, ids=[line for *_, line in HOSTS_REFUSED]
+)
+def test_hosts_and_slots_that_cannot_be_grown_are_refused(make, slots, line):
+    assert line in refused(make(), slots)
 
 
-def test_wrapped_compiled_and_lazy_hosts_are_refused_with_the_cure():
-    host = make_host("vector")
-    assert "pass model.module" in refused(nn.DataParallel(host), ["module.second"])
-    compiled = torch.compile(host, backend="eager")
-    assert "pass the module before torch.compile" in refused(compiled, ["second"])
-    lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
-    assert "run it once on an example" in refused(lazy, ["0"])
-    assert "nothing to grow" in refused(nn.Sequential(nn.ReLU()), ["0"])
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"controller": "premise"}, "did you mean"),
+        ({"mode": "best"}, "mode must be"),
+        ({"initialiser": "zero"}, "did you mean 'zero_out'"),
+        ({"blueprints": ["widen_9"]}, "did you mean"),
+        ({"decisions": 0}, "decisions must be at least 1, got 0"),
+        ({"rent": -1.0}, "rent must be a number of at least 0, got -1"),
+        ({"rent": float("nan")}, "rent must be a number"),
+        ({"budget": -0.5}, "budget must not be negative, got -0.5"),
+        ({"budget": float("nan")}, "budget must not be negative, got nan"),
+        ({"seeds_per_slot": 0}, "seeds_per_slot must be at least 1, got 0"),
+        ({"min_age": -1}, "min_age must not be negative, got -1"),
+        (
+            {"example": torch.zeros(4, 7)},
+            "the host cannot be called with the example: Runtime",
+        ),
+        ({"example": X[:1]}, "Expected more than 1 value per channel"),  # batch norm
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(options, line):
+    assert line in refused(make_host("vector"), ["second"], **options)
+
+
+def test_surveying_in_inference_mode_is_refused():
     with torch.inference_mode():
         assert "inference mode" in refused(make_host("vector"), ["second"])
 
 
-def test_an_example_that_does_not_fit_is_refused_with_torchs_reason():
-    host = make_host("vector")
-    message = refused(host, ["second"], example=torch.zeros(4, 7))
-    assert message.startswith("the host cannot be called with the example: Runtime")
-    one_row = refused(host, ["second"], example=X[:1])  # batch norm needs two
-    assert "Expected more than 1 value per channel" in one_row
-
-
-def test_a_tensor_changed_in_place_on_the_way_is_refused():
-    def in_place(host, x):
-        h = torch.relu(host.first(x))
-        z = torch.tanh(host.second(h))
-        h.mul_(2.0)
-        return host.last(z + h)
-
-    grower = attach(Host(in_place), ["second"])
-    assert grower.model.place(0).geometry.residual
-    message = refused(Host(in_place), ["second->last"])
-    assert "'second' reads is changed in place before 'last' returns" in message
-
-
-def test_ranks_that_no_seed_serves_are_refused_with_the_shape():
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 5)
-
-        def forward(self, x):
-            return self.last(self.first(x[:, None, None])).mean(dim=(1, 2))
-
-    assert "'first' is [6, 1, 1, 8]" in refused(Deep(), ["first"])
-
-
 def test_optimisers_that_do_not_hold_the_host_are_refused():
     host = make_host("vector")
-    some = torch.optim.SGD(host.first.parameters(), 0.01)
-    assert "'norm.weight' is trainable but not in" in refused(
-        host, ["second"], optimizer=some
-    )
-    other = torch.optim.SGD(make_host("vector").parameters(), 0.01)
-    refused(host, ["second"], optimizer=other)
-    memory = torch.optim.LBFGS(host.parameters())
-    assert "use a first-order optimiser" in refused(host, ["second"], optimizer=memory)
-
-
-def test_a_host_that_is_not_finite_is_refused_by_name():
-    host = make_host("vector")
-    with torch.no_grad():
-        host.second.weight[0, 0] = torch.nan
-    assert "'second.weight' is not finite" in refused(host, ["second"])
+    for optimizer, line in (
+        (torch.optim.SGD(host.first.parameters(), 0.01), "'norm.weight' is trainable"),
+        (torch.optim.SGD(VECTOR().parameters(), 0.01), "is not the host's"),
+        (torch.optim.LBFGS(host.parameters()), "use a first-order optimiser"),
+    ):
+        assert line in refused(host, ["second"], optimizer=optimizer)
 
 
 def test_two_growers_over_one_host_are_refused_until_the_first_is_detached():
@@ -284,13 +278,35 @@ def test_frozen_hosts_grow():
     assert all(torch.equal(everything[n], p) for n, p in host.named_parameters())
 
 
-def test_in_place_activations_after_a_slot_are_fine():
-    host = nn.Sequential(
-        nn.Linear(8, 12), nn.ReLU(inplace=True), nn.Linear(12, 5), nn.Hardtanh(-1, 1)
-    )
-    trains(attach(host, ["0->2"]))
-    host = nn.Sequential(nn.Linear(8, 12), nn.ReLU(inplace=True), nn.Linear(12, 5))
-    trains(attach(host, ["0"]))
+def stack(*modules):
+    return nn.Sequential(*modules)
+
+
+@pytest.mark.parametrize(
+    ("make", "slot"),
+    [
+        (lambda: stack(nn.Linear(8, 12), nn.ReLU(True), nn.Linear(12, 5)), "0->2"),
+        (lambda: stack(nn.Linear(8, 12), nn.ReLU(True), nn.Linear(12, 5)), "0"),
+        (lambda: stack(stack(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 5)), "0"),
+        (
+            lambda: stack(stack(nn.Linear(8, 8), nn.ReLU()), stack(nn.Linear(8, 5))),
+            "0.0->1.0",
+        ),
+        (lambda: changed(tie), "first"),  # what is refused elsewhere is not in the way
+        (lambda: Host(twice), "first"),
+        (lambda: two("tuple"), "two.inner"),
+    ],
+)
+def test_hosts_of_many_kinds_grow(make, slot):
+    trains(attach(make(), [slot]))
+
+
+def test_a_whole_host_may_answer_with_a_tuple_or_a_dictionary():
+    grower = attach(Host(lambda host, x: {"y": plain(host, x), "n": 3}), ["first"])
+    assert len(grower.model.answer()) == 1
+    grower = attach(Host(lambda host, x: (plain(host, x), [x])), ["first"])
+    assert len(grower.model.answer()) == 2
+    attach(Host(in_place), ["second"])  # it reads nothing that is changed
 
 
 @pytest.mark.parametrize("wrap", [nn.utils.parametrizations.spectral_norm, "custom"])
@@ -339,17 +355,6 @@ def test_channels_last_hosts_grow():
     x = make_batch("image", 6)[0].to(memory_format=torch.channels_last)
     trains(attach(host, ["first->second"], x), x)
     trains(attach(make_host("image"), ["second"], x), x)
-
-
-def test_sequential_hosts_and_containers_grow():
-    host = nn.Sequential(
-        nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 5))
-    )
-    trains(attach(host, ["0"]))
-    host = nn.Sequential(
-        nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 5))
-    )
-    trains(attach(host, ["0.0->1.0"]))
 
 
 def test_a_mask_of_minus_infinity_is_no_trouble():

@@ -121,6 +121,7 @@ PLACES = [
     ("signals", "norm"),
     ("images", "conv1->conv2"),
     ("images", "conv1->conv1"),
+    ("images", "conv2->head"),
     ("images", "conv2"),
     ("images", "last"),
 ]
@@ -265,28 +266,15 @@ def expected_parameters(model, place, name):
     return host + (made if name == "scale_shift" else 0)
 
 
-def test_a_flattened_convolution_is_widened_by_columns_at_the_end():
-    model = host_of("images", ["conv2->head"])
-    hold(model, "conv2->head#0", "widen_8")
-    plain = export(model)
-    assert_plain(plain, model.host)
-    assert assert_agrees(model, plain) > 1e-3
-    assert (plain.conv2.out_channels, plain.last.num_features) == (12, 12)
-    assert plain.head.in_features == 12 * 9
-    assert parameters(plain) == parameters(model) + 4
-
-
-@pytest.mark.parametrize("slots", [2, 3])
-def test_seeds_of_one_place_append_one_after_the_other(slots):
+def test_seeds_of_one_place_append_one_after_the_other():
     model = host_of("images", ["conv1->conv2"])
-    for slot in range(slots):
-        target = ("HALF", "FULL", "MOST")[slot]
+    for slot, target in enumerate(("HALF", "FULL", "MOST")):
         hold(model, f"conv1->conv2#{slot}", "widen_8", target=target)
     plain = export(model)
     assert_plain(plain, model.host)
     assert assert_agrees(model, plain) > 1e-3
-    assert plain.conv1.out_channels == plain.norm.num_features == 8 + 8 * slots
-    assert plain.conv2.in_channels == plain.norm.running_mean.numel() == 8 + 8 * slots
+    assert plain.conv1.out_channels == plain.norm.num_features == 8 + 8 * 3
+    assert plain.conv2.in_channels == plain.norm.running_mean.numel() == 8 + 8 * 3
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -410,22 +398,6 @@ def test_units_that_a_norm_mixes_stay_a_branch(norm):
     assert isinstance(plain, ExportedModel)
     assert "Norm between the layers" in report.branches[0]
     assert_agrees(model, plain)
-
-
-def test_a_seed_that_scales_stays_a_branch():
-    model = host_of("mlp", ["fc1->fc2", "fc2"])
-    hold(model, "fc1->fc2#0", "widen_8")
-    hold(model, "fc1->fc2#1", "widen_8", style="SCALE")
-    hold(model, "fc1->fc2#2", "widen_8")
-    hold(model, "fc2#0", "low_rank_4")
-    plain, report = export_with_report(model)
-    assert report.merged == ("fc1->fc2#0",)
-    assert [line.split(": ")[0] for line in report.branches] == [
-        "fc1->fc2#1",
-        "fc1->fc2#2",
-        "fc2#0",
-    ]
-    assert assert_agrees(model, plain) > 1e-3
 
 
 def test_a_host_that_writes_out_its_sizes_keeps_branches_there_alone():

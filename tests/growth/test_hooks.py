@@ -108,17 +108,3 @@ def test_shadow_gradients_are_those_of_the_seed_in_place():
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
     assert all(p.grad is None for p in model.parameters())
     assert all(p.requires_grad for p in model.parameters())
-
-
-def test_a_seed_that_fails_is_left_out_from_then_on():
-    model = grow("vector")
-    bare = model.answer()[0]
-    move_to(model, SLOT, "residual_mlp", "HOLDING")
-    shake(model)
-    seed = model.seeds[f"slot_{model.index(SLOT)}"]
-    seed.forward = lambda h: h[:, :1]
-    assert torch.equal(bare, model.answer()[0])
-    (reason,) = model.flow.failed.values()
-    assert reason == "its forward failed (ValueError: it gave [4, 1] for [4, 12])"
-    model.remove(model.index(SLOT))
-    assert model.flow.failed == {}

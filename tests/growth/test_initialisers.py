@@ -3,14 +3,12 @@ import torch
 from torch import nn
 
 from esper.contracts.blueprints import Blueprint, Form
-from esper.contracts.errors import BadInput
 from esper.growth import initialisers
 from esper.growth.blueprints.seed import build
 from esper.growth.hooks import Flow, SlotHooks
 from esper.growth.initialisers import (
     INCOMING_SCALE,
     OUTPUT_SCALE,
-    find_initialiser,
     start,
 )
 from esper.growth.slots import find_sites, survey
@@ -116,15 +114,6 @@ def bed(name, **more):
 
 def rms(tensor):
     return float(tensor.square().mean().sqrt())
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_zero_out_has_an_output_of_zero(name):
-    grown, kind = bed(name)
-    seed, note = grown.seed(kind, "zero_out")
-    assert note == "zero_out"
-    assert not grown.output(seed).any()
-    assert seed.weights["first"].any()
 
 
 def test_zero_out_makes_new_units_as_large_as_the_old_ones():
@@ -334,13 +323,3 @@ def test_dropout_does_not_make_tiny_random():
         torch.manual_seed(global_seed)
         seeds.append(grown.seed(blueprint(Form.WIDEN), "tiny")[0])
     assert torch.equal(seeds[0].weights["last"], seeds[1].weights["last"])
-
-
-def test_an_unknown_initialiser_is_refused_with_the_nearest_name():
-    grown, _ = bed("linear span")
-    own = nn.Linear(10, 7)
-    with pytest.raises(BadInput, match="'gradmx'; did you mean 'gradmax'"):
-        start(own, grown.place, [], "gradmx")
-    with pytest.raises(BadInput, match="did you mean 'tiny'"):
-        find_initialiser("tinny")
-    find_initialiser("tiny")

@@ -1,6 +1,5 @@
 """The lifecycle follows the table, in every environment and slot at once."""
 
-from dataclasses import fields
 from itertools import pairwise
 
 import pytest
@@ -64,15 +63,6 @@ def test_all_slots_at_once_equal_each_slot_alone(min_age, story):
                 assert bool(states.settled[env, index]) == (slot.moved >= slot.length)
                 alpha = float(states.alpha[env, index])
                 assert alpha == pytest.approx(slot.alpha, abs=1e-6)
-
-
-def test_what_is_not_possible_changes_nothing():
-    states = SeedStates.empty(1, 2)
-    for op in (Op.ADVANCE, Op.SET_ALPHA, Op.PRUNE, Op.FOSSILIZE):
-        after, done = lifecycle.act(states, together([(op, 1, {})]), 0)
-        assert not bool(done)
-        for field in fields(SeedStates):
-            assert torch.equal(getattr(states, field.name), getattr(after, field.name))
 
 
 def test_nothing_leaves_the_device():

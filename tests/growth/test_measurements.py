@@ -15,7 +15,6 @@ from esper.growth.measurements import (
     Track,
     host_states,
     observe,
-    together,
 )
 from tests.growth.hosts import grow, make_batch, move_to, shake
 
@@ -101,16 +100,6 @@ def test_promises_are_known_after_training_and_liveness_sees_dead_units():
     slot = model.index("second#0")
     assert float(seen.slots.liveness[0, slot]) == pytest.approx(0.5)
     assert float(seen.slots.gradient_share[0, :4].sum()) == pytest.approx(1.0)
-
-
-def test_several_models_make_one_batch():
-    models = [grow("vector"), grow("vector")]
-    models[1].plant("second#0", "residual_mlp")
-    both = together([look(model) for model in models])
-    assert both.slots.stage.shape == (2, 8)
-    assert int(both.slots.stage[0].sum()) == 0
-    assert int(both.slots.stage[1].sum()) == 1
-    assert both.offers.fits.shape[0] == both.host.rent.shape[0] == 2
 
 
 def test_scores_of_losses_begin_at_a_half_and_rise_as_the_loss_falls():

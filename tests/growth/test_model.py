@@ -142,28 +142,6 @@ def train(kind, planting=None, *, steps, prune_at=None):
     return tensors(host, optimizer), model
 
 
-def test_the_training_seeds_gradients_scale_with_the_loss():
-    model = grow("vector")
-    model.plant("first->second#0", "widen_8")
-    x, y = make_batch("vector")
-
-    def closure():
-        return nn.functional.cross_entropy(model.host(x), y)
-
-    learning = model.training_parameters()
-    found = {}
-    for scale in (1.0, 8.0):
-        torch.manual_seed(0)
-        loss = closure()
-        _, shadow = shadow_gradients(closure, model.flow, model, learning)
-        model.zero_grad()
-        (scale * attach_gradients(loss, learning, shadow)).backward()
-        found[scale] = [p.grad.clone() for p in learning]
-    for once, eight in zip(found[1.0], found[8.0], strict=True):
-        assert torch.equal(8 * once, eight)
-    assert any(bool(gradient.any()) for gradient in found[1.0])
-
-
 def test_what_is_not_possible_is_refused_and_changes_nothing():
     model = grow("vector")
     with pytest.raises(IllegalAction, match="ADVANCE is not possible in slot"):

@@ -7,7 +7,7 @@ from torch import nn
 
 from esper.contracts.errors import BadInput
 from esper.growth.blueprints.geometry import Layout
-from esper.growth.slots import find_sites, parse, suggest_slots, survey
+from esper.growth.slots import find_sites, suggest_slots, survey
 from esper.growth.tracing import new_middle
 from tests.growth.hosts import HOSTS, make_batch, make_host
 
@@ -32,18 +32,6 @@ def look(host, *slots, example=X):
 
 def place(host, slot="first->second", example=X):
     return look(host, slot, example=example).places[0]
-
-
-def test_names_are_parsed_into_inlet_and_outlet():
-    assert parse("a.b -> c").inlet == "a.b"
-    assert parse("a.b->c").outlet == "c"
-    assert not parse("a->a").residual
-    assert parse("block").residual
-    assert parse("block").name == "block"
-    assert parse("a->b").name == "a->b"
-    for bad in ("", "->b", "a->", "a->b->c"):
-        with pytest.raises(BadInput):
-            parse(bad)
 
 
 @pytest.mark.parametrize(

@@ -96,28 +96,14 @@ class ExportedModel(nn.Module):
     It is trained, saved, copied and moved like any module. A layer that other seeds
     have widened has more channels than a seed was built for: the seed reads the first
     ones and adds nothing to the others.
-
-    Args:
-        host: A copy of the host, without hooks of a growing model.
-        active: Seeds, in the order in which they are applied; they are copied.
     """
 
-    def __init__(self, host: nn.Module, active: list[ActiveSeed]) -> None:
+    def __init__(self, host: nn.Module, places: Sequence["BranchHooks"]) -> None:
         super().__init__()
         self.host = host
-        self.seeds = nn.ModuleDict()
-        self.branch_hooks: dict[str, BranchHooks] = {}
-        for one in active:
-            site = one.place.site
-            if site.name not in self.branch_hooks:
-                self.branch_hooks[site.name] = hooks = BranchHooks(one.place)
-                inlet, outlet = map(host.get_submodule, (site.inlet, site.outlet))
-                if not site.residual:
-                    inlet.register_forward_pre_hook(hooks.read, with_kwargs=True)
-                outlet.register_forward_hook(hooks.write)
-            seed = self.seeds[f"slot_{one.slot}"] = deepcopy(one.seed)
-            branch = (seed, one.branch.alpha, one.branch.style)
-            self.branch_hooks[site.name].branches.append(branch)
+        self.places = [*places]
+        branches = [branch for place in places for branch in place.branches]
+        self.seeds = nn.ModuleDict({name: seed for name, seed, *_ in branches})
         self.training = self.seeds.training = host.training
         # Loaded in another process, the youngest handle keeps torch from giving the
         # numbers of these hooks to others.
@@ -128,8 +114,8 @@ class ExportedModel(nn.Module):
         try:
             return self.host(*args, **kwargs)
         finally:
-            for hooks in self.branch_hooks.values():
-                hooks.given = None
+            for place in self.places:
+                place.given = None
 
 
 class BranchHooks:
@@ -141,8 +127,8 @@ class BranchHooks:
         self.reads = width(at.inlet_shape, at.inlet_layout)
         self.reads_along = _channel_axis(at.inlet_layout)
         self.writes_along = _channel_axis(at.outlet_layout)
-        self.branches: list[tuple[nn.Module, float, int]] = []
-        """Seed, alpha and style."""
+        self.branches: list[tuple[str, nn.Module, float, int]] = []
+        """Name, seed, alpha and style."""
         self.given: Tensor | None = None
 
     def read(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
@@ -157,7 +143,7 @@ class BranchHooks:
             return answer
         if given.shape[self.reads_along] != self.reads:
             given = given.narrow(self.reads_along, 0, self.reads)
-        for seed, alpha, style in self.branches:
+        for _, seed, alpha, style in self.branches:
             if seed.training != module.training:
                 seed.train(module.training)
             delta = _padded(alpha * seed(given), answer, self.writes_along)
@@ -194,15 +180,13 @@ class _Work:
     ) -> tuple[nn.Module | None, dict[int, str], str]:
         """A module, why each slot is a branch of it, and what is wrong with it."""
         reasons = plan(self.active, self.names, refused)
-        host, late = copy_host(self.model)
+        rest = [one for one in self.active if reasons[one.slot]]
+        host, places = copy_host(self.model, rest)
         module: nn.Module | None = None
         try:
             folding = [one for one in self.active if not reasons[one.slot]]
             merge_into(host, self.names, folding)
-            rest = [one for one in self.active if reasons[one.slot]]
-            module = ExportedModel(host, rest) if rest else host
-            for hooks, key in late:
-                hooks[key] = hooks.pop(key)  # to the end
+            module = ExportedModel(host, places) if rest else host
             with self._watched():
                 found = eval_outputs(module, self.example)
         except Exception as error:  # whatever it cannot do is the answer
@@ -226,30 +210,37 @@ class _Work:
 
 
 def copy_host(
-    model: GrowingModel,
-) -> tuple[nn.Module, list[tuple[dict[int, Any], int]]]:
-    """The host without our hooks, and those of the user's own that came after them."""
-    gone = object()
-    # Copying stops at what the memo knows, so that hooks come out bound to nothing.
-    memo: dict[int, Any] = {id(hooks): gone for hooks in model.hooks}
+    model: GrowingModel, branches: Sequence[ActiveSeed]
+) -> tuple[nn.Module, list[BranchHooks]]:
+    """A copy of the host with the branches' hooks where those of their places were."""
+    # Copying stops at what the memo knows, so that hooks come out bound to these.
+    memo: dict[int, Any] = {
+        id(hooks): BranchHooks(hooks.place) for hooks in model.hooks
+    }
+    places: list[BranchHooks] = [*memo.values()]
+    for hooks, place in zip(model.hooks, places, strict=True):
+        place.branches = [
+            (f"slot_{one.slot}", deepcopy(one.seed), one.branch.alpha, one.branch.style)
+            for one in branches
+            if one.place is hooks.place
+        ]
     try:
         host = deepcopy(model.host, memo)
     except Exception as error:
         raise BadInput(f"the host cannot be copied: {first_line(error)}.") from error
-    late: list[tuple[dict[int, Any], int]] = []
     for module in host.modules():
-        for hooks, marks in (
+        for found, marks in (
             (module._forward_hooks, module._forward_hooks_with_kwargs),
             (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         ):
-            ours = [k for k, h in hooks.items() if getattr(h, "__self__", h) is gone]
-            order = [*hooks]
-            after = order[order.index(ours[-1]) + 1 :] if ours else []
-            late += [(hooks, key) for key in after]
-            for key in ours:
-                del hooks[key]
-                marks.pop(key, None)
-    return host, late
+            for key, hook in [*found.items()]:
+                owner = getattr(hook, "__self__", None)
+                if isinstance(owner, BranchHooks) and owner.branches:
+                    found[key] = getattr(owner, hook.__name__)  # in the same order
+                elif isinstance(owner, BranchHooks):
+                    del found[key]
+                    marks.pop(key, None)
+    return host, places
 
 
 def _active_seeds(model: GrowingModel) -> tuple[list[ActiveSeed], tuple[str, ...]]:

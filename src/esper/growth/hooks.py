@@ -200,14 +200,10 @@ def shadow_gradients(
     learning: Sequence[nn.Parameter],
     seeds: Iterable[nn.Module] = (),
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The loss with the training seeds at alpha 1, and its gradients to them.
+    """The loss with the training seeds at alpha 1, and its gradients to `learning`.
 
-    Args:
-        closure: Computes the loss of the present batch.
-        flow: How the host's places treat their seeds.
-        model: Host and seeds; everything of it but `learning` is frozen.
-        learning: The parameters of the training seeds.
-        seeds: The training seeds; their norms follow the data while they train.
+    Everything else of host and seeds is frozen; only the norms of `seeds` follow the
+    data.
     """
     mine = {id(p) for p in learning}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in mine]

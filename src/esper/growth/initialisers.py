@@ -55,14 +55,7 @@ def start(
     samples: Iterable[Sample],
     initialiser: str,
 ) -> str:
-    """Initialise a seed's weights in place; returns in words what was done.
-
-    Args:
-        seed: As built: float32, on the CPU.
-        place: Where it will be attached.
-        samples: Activations and gradients at the place in training.
-        initialiser: A name in `INITIALISERS`.
-    """
+    """Initialise a seed, as built, in place; returns in words what was done."""
     with torch.no_grad():
         return find_initialiser(initialiser)(seed, place, [*samples])
 

@@ -35,9 +35,7 @@ Metric = float | Callable[[], float]
 class MetricScorer:
     """Turns a user's metric of a growing model into scores.
 
-    Args:
-        model: What is measured.
-        mode: "max" for an accuracy in [0, 1], "min" for a loss.
+    The mode is "max" for an accuracy in [0, 1], "min" for a loss.
     """
 
     def __init__(self, model: GrowingModel, mode: str) -> None:
@@ -203,16 +201,7 @@ def observe(
     rent: float,
     contributions: Mapping[int, float],
 ) -> Observation:
-    """One model before a decision.
-
-    Args:
-        model: What grows.
-        track: How it has done.
-        horizon: Decisions of the whole training.
-        budget: Parameters that may be added in all, as a multiple of the host's.
-        rent: Score charged per added multiple of the host's parameters.
-        contributions: Score lost without a seed, by slot; only what was measured.
-    """
+    """One model before a decision; budget and rent are per multiple of the host."""
     host = model.survey.parameters
     added = model.parameters_added / host
     return Observation(

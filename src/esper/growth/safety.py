@@ -41,13 +41,12 @@ _FLOAT_MAX: Final = torch.finfo(torch.float32).max
 
 
 class Verdict(IntEnum):
-    """Judgement of a batch or of what was learnt, worst last."""
+    """Judgement of a batch, worst last."""
 
     HEALTHY = 0
     NON_FINITE = 1
     SPIKE = 2
     DIVERGED = 3
-    WORSE_THAN_GUESSING = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,11 +164,6 @@ class HealthMonitor:
     ) -> str:
         """The reason of a verdict in one line; reads the device."""
         usual_loss, usual_norm = self.medians().tolist()
-        if verdict is Verdict.WORSE_THAN_GUESSING:
-            return (
-                f"the loss is usually {usual_loss:.4g} now, worse than the "
-                f"{float(self.first_window):.4g} it began with; what was learnt is lost"
-            )
         if not abs(loss) <= _FLOAT_MAX:
             why = f"the loss is not finite ({loss})"
         elif not abs(norm) <= _FLOAT_MAX:
@@ -258,10 +252,8 @@ class Snapshot:
 class Safety:
     """Judges every step of an optimiser over a growing model, and acts on it.
 
-    Args:
-        topology: The growing model and its optimiser.
-        config: Limits of what is healthy; None judges nothing, and only seeds whose
-            own code raises are removed.
+    Without a config nothing is judged, and only seeds whose own code raises are
+    removed.
     """
 
     def __init__(self, topology: Topology, config: GovernorConfig | None) -> None:
@@ -331,16 +323,18 @@ class Safety:
         """Judge what was learnt so far; returns whether all was rolled back."""
         if self.monitor is None:
             return False
-        verdict = Verdict.HEALTHY
-        if bool(self.monitor.has_unlearnt(self.monitor.medians()[0])):
-            verdict = Verdict.WORSE_THAN_GUESSING
         if not self._is_finite():
             self._roll_back("a weight, buffer or moment of the model is not finite")
-        elif verdict is not Verdict.HEALTHY:
-            self._roll_back(self.monitor.describe(verdict, 0.0, 0.0, finite=True))
-        else:
-            return False
-        return True
+            return True
+        medians = self.monitor.medians()
+        lost = bool(self.monitor.has_unlearnt(medians[0]))
+        if lost:
+            self._roll_back(
+                f"the loss is usually {float(medians[0]):.4g} now, worse than the "
+                f"{float(self.monitor.first_window):.4g} it began with; what was "
+                "learnt is lost"
+            )
+        return lost
 
     def remove_failed_seeds(self) -> None:
         """Remove seeds whose own code raised."""

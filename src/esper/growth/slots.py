@@ -245,29 +245,34 @@ def _is_valid(model: nn.Module, name: str) -> bool:
 def _check_host(host: nn.Module) -> None:
     if not isinstance(host, nn.Module):
         raise BadInput(f"the host must be an nn.Module, got {type(host).__name__}.")
-    if isinstance(host, DataParallel | DistributedDataParallel):
-        raise BadInput(
-            f"the host is wrapped in {type(host).__name__}; pass model.module."
-        )
-    if hasattr(host, "_orig_mod"):
-        raise BadInput(
-            "the host is compiled, and a compiled graph does not grow; pass the "
-            "module before torch.compile and compile export()'s result."
-        )
-    if type(host).__module__.startswith("torch.jit"):
-        raise BadInput("the host is a TorchScript module; pass the nn.Module itself.")
-    parameters = [*host.parameters()]
-    if not parameters:
-        raise BadInput("the host has no parameters; there is nothing to grow.")
-    if any(is_lazy(parameter) for parameter in parameters):
-        raise BadInput(
-            "the host has lazy parameters; run it once on an example before growing."
-        )
+    kind, parameters = type(host), [*host.parameters()]
     devices = sorted({str(p.device) for p in parameters if p.is_floating_point()})
-    if len(devices) > 1:
-        raise BadInput(
-            f"the host lies on several devices ({', '.join(devices)}); use one."
-        )
+    for wrong, line in (
+        (
+            isinstance(host, DataParallel | DistributedDataParallel),
+            f"is wrapped in {kind.__name__}; pass model.module",
+        ),
+        (
+            hasattr(host, "_orig_mod"),
+            "is compiled, and a compiled graph does not grow; pass the module before "
+            "torch.compile and compile export()'s result",
+        ),
+        (
+            kind.__module__.startswith("torch.jit"),
+            "is a TorchScript module; pass the nn.Module itself",
+        ),
+        (not parameters, "has no parameters; there is nothing to grow"),
+        (
+            any(is_lazy(parameter) for parameter in parameters),
+            "has lazy parameters; run it once on an example before growing",
+        ),
+        (
+            len(devices) > 1,
+            f"lies on several devices ({', '.join(devices)}); use one",
+        ),
+    ):
+        if wrong:
+            raise BadInput(f"the host {line}.")
 
 
 def _check_not_shared(host: nn.Module, name: str, module: nn.Module) -> None:

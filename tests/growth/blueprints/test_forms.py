@@ -36,10 +36,6 @@ def double(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def test_every_form_but_the_users_own_is_in_the_table():
-    assert set(FORMS) == set(Form) - {Form.CUSTOM}
-
-
 def test_every_layout_is_served_by_what_its_forms_need():
     served = {
         layout: {b.form for b, g in PLANTINGS if g.inlet_layout is layout}

@@ -18,7 +18,7 @@ parameters and inputs of one model or, with a leading env axis, of many.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 from typing import Final
@@ -241,15 +241,12 @@ def adapted_kernel(geometry: Geometry) -> Kernel | None:
 
 def low_rank_layers(geometry: Geometry, size: int) -> dict[str, Layer]:
     """Down to `size` channels as the adapted layer does, and up."""
-    layout, positions = geometry.outlet_layout, geometry.outlet_positions
-    inputs, width = geometry.inlet_width, geometry.outlet_width
+    first = pointwise_layer(geometry, geometry.inlet_width, size, bias=False)
     kernel = adapted_kernel(geometry)
-    first = pointwise_layer(inputs, size, layout, positions, bias=False)
     if kernel is not None:
-        first = Layer(
-            inputs=inputs, outputs=size, positions=positions, kernel=kernel, bias=False
-        )
-    last = pointwise_layer(size, width, layout, positions, bias=False, zero=True)
+        first = replace(first, kernel=kernel)
+    width = geometry.outlet_width
+    last = pointwise_layer(geometry, size, width, bias=False, zero=True)
     return {"first": first, "last": last}
 
 
@@ -313,11 +310,9 @@ def _like(
 
 def residual_mlp_layers(geometry: Geometry, size: int) -> dict[str, Layer]:
     """Two maps over channels."""
-    layout, positions = geometry.outlet_layout, geometry.outlet_positions
-    width = geometry.outlet_width
     return {
-        "first": pointwise_layer(geometry.inlet_width, size, layout, positions),
-        "last": pointwise_layer(size, width, layout, positions, zero=True),
+        "first": pointwise_layer(geometry, geometry.inlet_width, size),
+        "last": pointwise_layer(geometry, size, geometry.outlet_width, zero=True),
     }
 
 
@@ -335,11 +330,8 @@ def residual_mlp(
 
 def depthwise_layers(geometry: Geometry, size: int) -> dict[str, Layer]:
     """One kernel per channel."""
-    width, layout = geometry.outlet_width, geometry.outlet_layout
-    positions = geometry.outlet_positions
-    return {
-        "last": neighbour_layer(width, size, layout, positions, groups=width, zero=True)
-    }
+    width = geometry.outlet_width
+    return {"last": neighbour_layer(geometry, width, size, groups=width, zero=True)}
 
 
 def depthwise(
@@ -352,9 +344,7 @@ def depthwise(
 
 def conv_layers(geometry: Geometry, size: int) -> dict[str, Layer]:
     """One full convolution."""
-    width, layout = geometry.outlet_width, geometry.outlet_layout
-    positions = geometry.outlet_positions
-    return {"last": neighbour_layer(width, size, layout, positions, zero=True)}
+    return {"last": neighbour_layer(geometry, geometry.outlet_width, size, zero=True)}
 
 
 def conv(
@@ -367,15 +357,13 @@ def conv(
 
 def bottleneck_layers(geometry: Geometry, size: int) -> dict[str, Layer]:
     """Down to `size` channels, mix them with their neighbours, and up."""
-    layout, positions = geometry.outlet_layout, geometry.outlet_positions
-    width = geometry.outlet_width
     between = Layer(inputs=size, outputs=size)
-    if layout is not Layout.VECTOR:
-        between = neighbour_layer(size, BOTTLENECK_KERNEL, layout, positions)
+    if geometry.outlet_layout is not Layout.VECTOR:
+        between = neighbour_layer(geometry, size, BOTTLENECK_KERNEL)
     return {
-        "first": pointwise_layer(geometry.inlet_width, size, layout, positions),
+        "first": pointwise_layer(geometry, geometry.inlet_width, size),
         "between": between,
-        "last": pointwise_layer(size, width, layout, positions, zero=True),
+        "last": pointwise_layer(geometry, size, geometry.outlet_width, zero=True),
     }
 
 

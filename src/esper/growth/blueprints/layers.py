@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from esper.growth.blueprints.geometry import Kernel, Layout
+from esper.growth.blueprints.geometry import Geometry, Kernel, Layout
 
 Params = Mapping[str, Tensor]
 CONVOLVE = {1: F.conv1d, 2: F.conv2d}
@@ -155,40 +155,35 @@ def neighbours(
 
 
 def pointwise_layer(
+    geometry: Geometry,
     inputs: int,
     outputs: int,
-    layout: Layout,
-    positions: int,
     *,
     bias: bool = True,
     zero: bool = False,
 ) -> Layer:
-    """The layer that `pointwise` applies."""
+    """The layer that `pointwise` applies at the positions of the outlet."""
+    layout, positions = geometry.outlet_layout, geometry.outlet_positions
+    kernel = Kernel.same(1, axes(layout)) if layout.channels_first else None
     return Layer(
         inputs=inputs,
         outputs=outputs,
         positions=positions,
-        kernel=Kernel.same(1, axes(layout)) if layout.channels_first else None,
+        kernel=kernel,
         bias=bias,
         zero=zero,
     )
 
 
 def neighbour_layer(
-    width: int,
-    size: int,
-    layout: Layout,
-    positions: int,
-    *,
-    groups: int = 1,
-    zero: bool = False,
+    geometry: Geometry, width: int, size: int, *, groups: int = 1, zero: bool = False
 ) -> Layer:
-    """The layer that `neighbours` applies."""
+    """The layer that `neighbours` applies at the positions of the outlet."""
     return Layer(
         inputs=width,
         outputs=width,
-        positions=positions,
-        kernel=Kernel.same(size, axes(layout)),
+        positions=geometry.outlet_positions,
+        kernel=Kernel.same(size, axes(geometry.outlet_layout)),
         groups=groups,
         zero=zero,
     )
