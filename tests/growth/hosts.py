@@ -169,3 +169,15 @@ def shake(model: GrowingModel, rng_seed: int = 0, size: float = 0.3) -> None:
         for parameter in model.seeds.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(size * noise.to(parameter))
+
+
+def bits(value):
+    """A comparable, bit-exact picture of any state."""
+    if isinstance(value, Tensor):
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        return (str(value.dtype), tuple(value.shape), flat.numpy().tobytes())
+    if isinstance(value, dict):
+        return {key: bits(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits(inner) for inner in value]
+    return value

@@ -22,7 +22,7 @@ def test_a_seed_is_added_or_scales_by_its_alpha(style, target, alpha):
     handle = host.second.register_forward_hook(lambda m, a, out: seen.append(out))
     host(x)
     handle.remove()
-    with model.without(model.index(SLOT)):
+    with model.flow.using(left_out=model.index(SLOT)):
         bare = host.second(torch.relu(host.norm(host.first(x))))
     delta = seed(bare)
     wanted = bare + alpha * delta if style == "ADD" else bare * (1 + alpha * delta)
@@ -36,13 +36,13 @@ def test_a_training_seed_is_active_when_tried_and_an_active_one_can_be_left_out(
     move_to(model, SLOT, "residual_mlp", "TRAINING")
     shake(model)
     assert torch.equal(bare, model.answer()[0])
-    with model.trying(model.index(SLOT)):
+    with model.flow.using(tried=model.index(SLOT)):
         tried = model.answer()[0]
     assert not torch.equal(bare, tried)
     model.advance(SLOT)
     model.tick()
     assert torch.equal(tried, model.answer()[0])
-    with model.without(model.index(SLOT)):
+    with model.flow.using(left_out=model.index(SLOT)):
         assert torch.equal(bare, model.answer()[0])
     assert torch.equal(tried, model.answer()[0])
 
@@ -100,7 +100,7 @@ def test_shadow_gradients_are_those_of_the_seed_in_place():
 
     learning = model.training_parameters()
     loss, found = shadow_gradients(closure, model.flow, model, learning)
-    with model.trying(model.index("second->last#0")):
+    with model.flow.using(tried=model.index("second->last#0")):
         straight = closure()
         wanted = torch.autograd.grad(straight, learning)
     torch.testing.assert_close(loss, straight.detach(), rtol=0, atol=0)

@@ -237,36 +237,27 @@ def test_gradmax_scales_its_columns_like_the_hosts():
     torch.testing.assert_close(norms, host.expand(4), rtol=1e-5, atol=0.0)
 
 
+def without_gradient(value):
+    grown, _ = bed("linear span")
+    grown.hooks.samples[-1].gradient.fill_(value)
+    return grown
+
+
 @pytest.mark.parametrize("initialiser", STARTED)
 def test_a_start_that_is_not_possible_is_zero_out_and_notes_why(initialiser):
-    widen = blueprint(Form.WIDEN)
-    cases = [
+    widen, conv = blueprint(Form.WIDEN), blueprint(Form.CONV, 3)
+    for grown, kind, why in (
         (bed("linear span", trained=False)[0], widen, "needs a batch that was trained"),
         (Bed(pooled, (4, 10), "a->b"), widen, "cannot look through pooling"),
-        (
-            bed("residual signal")[0],
-            blueprint(Form.CONV, 3),
-            "serves seeds of two maps",
-        ),
-    ]
-    for grown, kind, why in cases:
+        (bed("residual signal")[0], conv, "serves seeds of two maps"),
+        (without_gradient(0.0), widen, "found no"),
+        (without_gradient(torch.nan), widen, "met values that are not finite"),
+    ):
         seed, note = grown.seed(kind, initialiser)
         plain, _ = grown.seed(kind, "zero_out")
         assert note.startswith(f"zero_out ({initialiser} {why}")
         for name, value in plain.weights.items():
             assert torch.equal(seed.weights[name], value)
-
-
-@pytest.mark.parametrize("initialiser", STARTED)
-def test_gradients_of_zero_or_nan_leave_a_seed_at_zero_out(initialiser):
-    grown, kind = bed("linear span")
-    plain, _ = grown.seed(kind, "zero_out")
-    for value in (0.0, float("nan")):
-        grown.hooks.samples[-1].gradient.fill_(value)
-        seed, note = grown.seed(kind, initialiser)
-        assert note.startswith(f"zero_out ({initialiser} ")
-        for name, weight in plain.weights.items():
-            assert torch.equal(seed.weights[name], weight)
 
 
 @pytest.mark.parametrize("rounding", [0.0, 1e-9, 1e-6])

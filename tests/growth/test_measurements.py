@@ -130,9 +130,9 @@ def test_a_contribution_is_the_score_lost_without_the_seed():
     found = scorer.contributions(metric, score)
     active, trained = model.index("first->second#0"), model.index("second#0")
     assert set(found) == {active, trained}
-    with model.without(active):
+    with model.flow.using(left_out=active):
         assert found[active] == pytest.approx(score - metric())
-    with model.trying(trained):
+    with model.flow.using(tried=trained):
         assert found[trained] == pytest.approx(metric() - score)
     assert scorer.contributions(0.5, 0.5) == {}
 

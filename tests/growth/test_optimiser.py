@@ -1,5 +1,4 @@
 import copy
-import io
 from functools import partial
 
 import pytest
@@ -10,6 +9,7 @@ from torch.optim import lr_scheduler as schedules
 from esper.contracts.errors import BadInput
 from esper.growth.optimiser import Newborn
 from esper.growth.optimiser import OptimizerSurgery as Surgery
+from tests.growth.hosts import bits
 
 OPTIMISERS = {
     "sgd": partial(optim.SGD, lr=0.1),
@@ -132,19 +132,6 @@ def train(host, optimizer, steps, *, start=0, seed=None, schedule=None):
             schedule.step()
         rates.append([float(group["lr"]) for group in optimizer.param_groups])
     return rates
-
-
-def bits(value):
-    """A comparable, bit-exact picture of any state."""
-    if isinstance(value, torch.Tensor):
-        buffer = io.BytesIO()
-        buffer.write(value.detach().contiguous().numpy().tobytes())
-        return (str(value.dtype), tuple(value.shape), buffer.getvalue())
-    if isinstance(value, dict):
-        return {key: bits(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [bits(inner) for inner in value]
-    return value
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)

@@ -20,7 +20,7 @@ from esper.growth.safety import (
     all_finite,
 )
 from esper.growth.topology import Topology
-from tests.growth.hosts import grow, make_batch
+from tests.growth.hosts import bits, grow, make_batch
 
 NAN, INF = math.nan, math.inf
 SMALL = GovernorConfig(window=9, patience=3)
@@ -275,17 +275,6 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
         model(torch.randn(6, 5)).square().mean().backward()
         optimizer.step()
-
-
-def bits(value):
-    if isinstance(value, torch.Tensor):
-        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
-        return (str(value.dtype), tuple(value.shape), flat.numpy().tobytes())
-    if isinstance(value, dict):
-        return {key: bits(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [bits(inner) for inner in value]
-    return value
 
 
 def everything(model, optimizer):

@@ -13,6 +13,9 @@
 Every message is one line: what was expected, what came, what to do.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class EsperError(Exception):
     """Base of every error that Esper raises on purpose."""
@@ -48,3 +51,10 @@ class WorkersTrouble(EsperError, RuntimeError):  # noqa: N818
 
 class StorageTrouble(EsperError, OSError):  # noqa: N818
     """The disk refused or lied; what was saved before is still there."""
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> BadInput:
+    """A refusal of a name, with the nearest one that is known."""
+    near = get_close_matches(name, [*known], n=1, cutoff=0.0)
+    hint = f"did you mean {near[0]!r}?" if near else "there is none."
+    return BadInput(f"{what} {name!r}; {hint}")

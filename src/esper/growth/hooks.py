@@ -70,6 +70,18 @@ class Flow:
     failed: dict[int, str] = field(default_factory=dict)
     """Slots whose seeds raised, and how: they are inactive."""
 
+    @contextmanager
+    def using(self, **changes: bool | int) -> Iterator[None]:
+        """Other settings for the passes in the block."""
+        before = {name: getattr(self, name) for name in changes}
+        for name, value in changes.items():
+            setattr(self, name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+
 
 @dataclass(slots=True)
 class Sample:
@@ -207,20 +219,17 @@ def shadow_gradients(
     """
     mine = {id(p) for p in learning}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in mine]
-    flow.shadow = True
-    try:
-        with (
-            swapped_buffers(model, but=seeds),
-            kept_randomness(model),
-            _without_gradients(others),
-            torch.enable_grad(),
-        ):
-            loss = closure()
-            found: Sequence[Tensor | None] = [None] * len(learning)
-            if loss.requires_grad:  # not if the host left the seeds' places out
-                found = torch.autograd.grad(loss, [*learning], allow_unused=True)
-    finally:
-        flow.shadow = False
+    with (
+        flow.using(shadow=True),
+        swapped_buffers(model, but=seeds),
+        kept_randomness(model),
+        _without_gradients(others),
+        torch.enable_grad(),
+    ):
+        loss = closure()
+        found: Sequence[Tensor | None] = [None] * len(learning)
+        if loss.requires_grad:  # not if the host left the seeds' places out
+            found = torch.autograd.grad(loss, [*learning], allow_unused=True)
     gradients = tuple(
         torch.zeros_like(p) if g is None else g
         for p, g in zip(learning, found, strict=True)

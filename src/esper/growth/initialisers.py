@@ -13,7 +13,6 @@ linear for ReLU, GELU and SiLU alike.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Final
 
@@ -22,7 +21,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from esper.contracts.blueprints import Form
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import unknown
 from esper.growth.blueprints.seed import FormSeed
 from esper.growth.hooks import Sample
 from esper.growth.promise import (
@@ -63,8 +62,7 @@ def start(
 def find_initialiser(name: str) -> Initialiser:
     """The initialiser of this name."""
     if name not in INITIALISERS:
-        near = get_close_matches(name, INITIALISERS, n=1, cutoff=0.0)
-        raise BadInput(f"there is no initialiser {name!r}; did you mean {near[0]!r}?")
+        raise unknown("there is no initialiser", name, INITIALISERS)
     return INITIALISERS[name]
 
 

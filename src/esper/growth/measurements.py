@@ -49,12 +49,12 @@ class MetricScorer:
         """The metric; a function's side effects on the model are undone."""
         value: Any = metric
         if callable(metric):
-            self._model.flow.quiet = True
-            try:
-                with isolated(self._model, training=self._model.host.training):
-                    value = metric()
-            finally:
-                self._model.flow.quiet = False
+            model = self._model
+            with (
+                model.flow.using(quiet=True),
+                isolated(model, training=model.host.training),
+            ):
+                value = metric()
         try:
             return float(value)
         except (TypeError, ValueError) as error:
@@ -86,10 +86,10 @@ class MetricScorer:
         for slot, name in enumerate(self._model.slots):
             stage = self._model.stage(name)
             if stage is Stage.TRAINING:
-                with self._model.trying(slot):
+                with self._model.flow.using(tried=slot):
                     found[slot] = self._score_or_zero(metric) - score
             elif stage in LIVING:
-                with self._model.without(slot):
+                with self._model.flow.using(left_out=slot):
                     found[slot] = score - self._score_or_zero(metric)
         return found
 

@@ -8,10 +8,8 @@ op is checked by the lifecycle and refused in one line if it is not possible now
 nothing has changed then. Time passes only when `tick` is called.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 from typing import Any, Final
 
 import torch
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 
 from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
-from esper.contracts.errors import BadInput, IllegalAction
+from esper.contracts.errors import BadInput, IllegalAction, unknown
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage
 from esper.growth import lifecycle
@@ -185,8 +183,7 @@ class GrowingModel(nn.Module):
     def index(self, slot: str) -> int:
         """The number of a slot."""
         if slot not in self.slots:
-            near = get_close_matches(slot, self.slots, n=1, cutoff=0.0)
-            raise BadInput(f"there is no slot {slot!r}; did you mean {near[0]!r}?")
+            raise unknown("there is no slot", slot, self.slots)
         return self.slots.index(slot)
 
     def stage(self, slot: str) -> Stage:
@@ -260,24 +257,6 @@ class GrowingModel(nn.Module):
     def answer(self) -> list[Tensor]:
         """The model's output on its example in eval mode; nothing changes."""
         return eval_outputs(self, self.example)
-
-    @contextmanager
-    def without(self, slot: int) -> Iterator[None]:
-        """Leave one seed out of the passes in the block."""
-        self.flow.left_out = slot
-        try:
-            yield
-        finally:
-            self.flow.left_out = None
-
-    @contextmanager
-    def trying(self, slot: int) -> Iterator[None]:
-        """Let one seed be active at alpha 1 in the passes in the block."""
-        self.flow.tried = slot
-        try:
-            yield
-        finally:
-            self.flow.tried = None
 
     def detach(self) -> None:
         """Take all hooks off the host; it is then as it was before, co-trained."""
@@ -392,10 +371,7 @@ def encode_action(op: Op, **choices: int | str) -> Int64[Tensor, "1 head"]:
     for head, choice in choices.items():
         names = [*HEADS[HEAD[head]].choices]
         if isinstance(choice, str) and choice not in names:
-            near = get_close_matches(choice, names, n=1, cutoff=0.0)
-            raise BadInput(
-                f"{head} has no choice {choice!r}; did you mean {near[0]!r}?"
-            )
+            raise unknown(f"{head} has no choice", choice, names)
         index = names.index(choice) if isinstance(choice, str) else choice
         row[0, HEAD[head]] = index
     return row

@@ -426,7 +426,7 @@ class Safety:
         training = [*self._model.training_seeds()]
         broken = []
         for slot in training:
-            with self._model.trying(slot):
+            with self._model.flow.using(tried=slot):
                 if not all_finite(self._model.answer()):
                     broken.append(slot)
         for slot in broken or training:
@@ -450,7 +450,7 @@ class Safety:
         spoilers = []
         if not all_finite(self._model.answer()):
             for slot in range(len(self._model.slots)):
-                with self._model.without(slot):
+                with self._model.flow.using(left_out=slot):
                     if all_finite(self._model.answer()):
                         spoilers.append(slot)
         for slot in spoilers:

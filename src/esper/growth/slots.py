@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Final
 
 import torch
@@ -23,7 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, unknown
 from esper.growth.blueprints.geometry import Geometry, Kernel, Layout, width
 from esper.growth.blueprints.registry import first_line
 from esper.growth.tracing import (
@@ -125,9 +124,7 @@ def find_sites(host: nn.Module, slots: Iterable[str]) -> tuple[Site, ...]:
     for site in sites:
         for end in (site.inlet, site.outlet):
             if end not in names:
-                near = get_close_matches(end, names, n=1, cutoff=0.0)
-                hint = f"did you mean {near[0]!r}?" if near else "it has no modules."
-                raise BadInput(f"the host has no module {end!r}; {hint}")
+                raise unknown("the host has no module", end, names)
             _check_not_shared(host, end, names[end])
     return sites
 

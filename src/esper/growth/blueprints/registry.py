@@ -13,7 +13,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, unknown
 from esper.growth.blueprints.geometry import Geometry, Layout
 from esper.growth.blueprints.layers import per_channel
 
@@ -96,16 +95,14 @@ def find(name: str) -> Blueprint:
     """The blueprint of this name."""
     known = blueprints()
     if name not in known:
-        raise BadInput(f"There is no blueprint {name!r}{_nearest(name, known)}")
+        raise unknown("there is no blueprint", name, known)
     return known[name]
 
 
 def forget(name: str) -> None:
     """Take a user's own blueprint out; seeds grown from it stay as they are."""
     if name not in _REGISTERED:
-        raise BadInput(
-            f"There is no registered blueprint {name!r}{_nearest(name, _REGISTERED)}"
-        )
+        raise unknown("there is no registered blueprint", name, _REGISTERED)
     del _REGISTERED[name]
 
 
@@ -254,13 +251,6 @@ def _same(one: Factory, other: Factory) -> bool:
     # A closure may hold other values with the same code.
     closed = any(getattr(f, "__closure__", None) for f in (one, other))
     return marks[0][0] is not None and marks[0] == marks[1] and not closed
-
-
-def _nearest(name: str, known: Mapping[str, object]) -> str:
-    near = get_close_matches(name, known, n=1)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return f"; there are {', '.join(sorted(known))}." if known else "."
 
 
 def first_line(error: Exception) -> str:
