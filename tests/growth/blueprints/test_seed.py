@@ -47,6 +47,11 @@ def test_a_seed_is_saved_loaded_and_copied_to_the_bit():
     assert torch.equal(seed(h), copy.deepcopy(seed)(h))
 
 
+def test_a_size_of_zero_fits_nowhere():
+    none = Blueprint("none", Form.LOW_RANK, 0, merges=True)
+    assert "size of at least 1" in misfit(none, VECTOR)
+
+
 def test_costs_are_those_of_the_definition():
     """By hand: 6 x 4 + 4 + 4 x 6 + 6 weights; 6 x 4 + 4 x 6 products."""
     assert (cost(MLP, VECTOR).parameters, cost(MLP, VECTOR).macs) == (58, 48)

@@ -77,6 +77,8 @@ def misfit(blueprint: Blueprint, geometry: Geometry) -> str:
     if blueprint.form is Form.CUSTOM:
         fits = registered(blueprint.name).fits
         return "" if fits is None else fits(geometry)
+    if blueprint.size < 1:
+        return f"needs a size of at least 1, it is {blueprint.size}"
     return FORMS[blueprint.form].fits(geometry, blueprint.size)
 
 
