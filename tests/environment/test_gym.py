@@ -362,9 +362,9 @@ def test_options_change_the_terms_of_a_run():
         ({"options": {"budget": (1, 2, 3)}}, r"got \(1, 2, 3\)"),
         ({"options": [1]}, "options must be a dict of terms, got"),
         ({"options": "rent"}, "options must be a dict of terms, got"),
-        ({"seed": -1}, "whole number from 0, got -1"),
-        ({"seed": 1.5}, "whole number from 0, got"),
-        ({"seed": [1, 2]}, "whole number from 0, got"),
+        ({"seed": -1}, "whole number of at least 0, got -1"),
+        ({"seed": 1.5}, "whole number of at least 0, got"),
+        ({"seed": [1, 2]}, "whole number of at least 0, got"),
     ],
 )
 @pytest.mark.parametrize("make", [GrowEnv, GrowVectorEnv])
@@ -465,7 +465,7 @@ def test_a_vector_reports_the_end_of_every_episode():
 def test_a_vector_refuses_what_are_no_actions(actions):
     env = GrowVectorEnv(2, task="tiny")
     env.reset(seed=0)
-    with pytest.raises(BadInput, match=r"2 whole numbers in 0\.\.22, got"):
+    with pytest.raises(BadInput, match=r"2 environments a whole number in 0\.\.22, got"):
         env.step(actions)
 
 

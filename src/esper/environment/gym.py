@@ -25,16 +25,30 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
 from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.features import (
+    HOST_COLUMNS,
+    OFFER_COLUMNS,
+    SLOT_COLUMNS,
+    STAGE_COLUMNS,
+    Column,
+)
+from esper.contracts.slots import SlotStates
 from esper.contracts.stages import LEGAL, Stage
-from esper.contracts.world import EpisodeReport, Observation
+from esper.contracts.world import (
+    BlueprintOffers,
+    EpisodeReport,
+    HostStates,
+    Observation,
+)
 from esper.environment.growing import GrowingWorld
-from esper.environment.settings import TERMS, WorldSettings
+from esper.environment.settings import TERMS, WorldSettings, check_count
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.task import Task
 
@@ -131,48 +145,17 @@ def _default(head: str, op: Op, allowed: Mapping[str, list[int]]) -> int:
     return choice if choice in allowed[head] else allowed[head][-1]
 
 
-HOST: Final[Mapping[str, float | None]] = {
-    "progress": None,
-    "budget_left": 0.5,
-    "budget_unlimited": None,
-    "rent": 0.1,
-    "added": 0.5,
-    "score": None,
-    "score_slope": 0.01,
-    "loss": 0.5,
-    "loss_slope": 0.05,
-    "plateau": None,
-}
-"""Features of a host, and the size that reads 1/2; None for shares and flags."""
-
-SLOT: Final[Mapping[str, float | None]] = {
-    **{f"is_{stage.name.lower()}": None for stage in Stage},
-    "age": 4.0,
-    "alpha": None,
-    "alpha_target": None,
-    "alpha_settled": None,
-    "style": None,
-    "parameters": 0.1,
-    "depth": None,
-    "capacity": None,
-    "liveness": None,
-    "gradient_share": None,
-    "contribution": 0.1,
-    "contribution_measured": None,
-}
-"""Features of a slot."""
-
-OFFER: Final[Mapping[str, float | None]] = {
-    "fits": None,
-    "affordable": None,
-    "planted": None,
-    "parameters": 0.1,
-    "macs": 0.1,
-    "promise": 0.1,
-    "promise_known": None,
-}
-"""Features of a blueprint at a slot."""
-
+COMBINED: Final = ("small_rent", "net_contribution", "net_promise")
+"""Columns of a policy that repeat or combine others; agents have those others."""
+HOST, SLOT, OFFER = (
+    tuple(column for column in table if column.name not in without)
+    for table, without in (
+        (HOST_COLUMNS, COMBINED),
+        (SLOT_COLUMNS, COMBINED),
+        (OFFER_COLUMNS, (*COMBINED, "rent")),
+    )
+)
+"""Features of a host, of a slot, and of a blueprint at a slot."""
 HUGE: Final = 1e8
 """Sizes are cut here: squashed it is 1."""
 
@@ -183,6 +166,7 @@ def flatten(observation: Observation) -> Float[Tensor, "env feature"]:
     unlimited = torch.isinf(host.budget_left)
     kinds = torch.arange(offers.fits.shape[2], device=offers.fits.device)
     measured = slots.contribution_measured
+    one_hot = F.one_hot(slots.stage, len(Stage))
     return torch.cat(
         [
             _columns(
@@ -195,7 +179,7 @@ def flatten(observation: Observation) -> Float[Tensor, "env feature"]:
                 SLOT,
                 slots,
                 contribution=torch.where(measured, slots.contribution, 0.0),
-                **{f"is_{s.name.lower()}": slots.stage == s.value for s in Stage},
+                **dict(zip(STAGE_COLUMNS, one_hot.unbind(-1), strict=True)),
             ),
             _columns(
                 OFFER,
@@ -213,24 +197,21 @@ def feature_names(spec: ActionSpec) -> tuple[str, ...]:
     """The name of each place of a row, such as `slot 2 widen_8 promise`."""
     slots, kinds = range(spec.slots.max_slots), [b.name for b in spec.blueprints]
     return (
-        *(f"host {name}" for name in HOST),
-        *(f"slot {slot} {name}" for slot in slots for name in SLOT),
-        *(f"slot {s} {kind} {name}" for s in slots for kind in kinds for name in OFFER),
+        *(f"host {c.name}" for c in HOST),
+        *(f"slot {slot} {c.name}" for slot in slots for c in SLOT),
+        *(f"slot {s} {kind} {c.name}" for s in slots for kind in kinds for c in OFFER),
     )
 
 
 def _columns(
-    columns: Mapping[str, float | None], record: object, **computed: Tensor
+    columns: tuple[Column, ...],
+    record: HostStates | SlotStates | BlueprintOffers,
+    **computed: Tensor,
 ) -> Float[Tensor, "env feature"]:
     """The columns of a record side by side, bounded."""
-    values = torch.stack(
-        [
-            (computed[name] if name in computed else getattr(record, name)).float()
-            for name in columns
-        ],
-        dim=-1,
-    )
-    curves = [(1.0, 0.0) if half is None else (half, 1.0) for half in columns.values()]
+    known = {f.name: getattr(record, f.name) for f in fields(record)} | computed
+    values = torch.stack([known[c.name].float() for c in columns], dim=-1)
+    curves = [(1.0, 0.0) if c.half is None else (c.half, 1.0) for c in columns]
     plain, bend = torch.tensor(curves, device=values.device).unbind(1)
     values = values.nan_to_num(nan=0.0).clamp(-HUGE, HUGE)
     return (values / (plain + bend * values.abs())).clamp(-1.0, 1.0).flatten(1)
@@ -248,33 +229,120 @@ class _World(GrowingWorld):
         super()._begin(envs)
 
 
-class _Maker:
-    """Makes worlds from the keywords of an environment.
+class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
+    """Hosts that train and grow together, much faster than one by one.
+
+    An ended environment begins anew in the same step: its last observation and info are
+    in `final_obs` and `final_info`. Environments differ by their number, not by a seed
+    of their own; the first is the `GrowEnv` of the seed.
 
     Args:
-        keywords: Fields of `WorldSettings`, `task` (a task or its name) and `device`.
+        num_envs: How many hosts.
+        settings: Fields of `WorldSettings`, `task` (a task or its name) and `device`.
     """
 
-    def __init__(self, keywords: Mapping[str, Any]) -> None:
+    metadata: dict[str, Any] = {  # noqa: RUF012
+        "render_modes": [],
+        "autoreset_mode": AutoresetMode.SAME_STEP,
+    }
+
+    def __init__(self, num_envs: int = 1, **settings: Any) -> None:  # noqa: ANN401
         known = ["task", *(field.name for field in fields(WorldSettings)), "device"]
-        for name in keywords:
+        for name in settings:
             if name not in known:
-                near = get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+                near = get_close_matches(name, known, n=1, cutoff=0.0)[0]
                 raise BadInput(
                     f"expected settings out of {', '.join(known)}; got {name!r}; did "
                     f"you mean {near!r}?"
                 )
-        given = dict(keywords)
-        self.device = given.pop("device", "cpu")
-        task = given.pop("task", "digits")
-        self.task = find_task(task) if isinstance(task, str) else task
-        if not isinstance(self.task, Task):
+        self.num_envs = num_envs
+        self._device = settings.pop("device", "cpu")
+        task = settings.pop("task", "digits")
+        self._task = find_task(task) if isinstance(task, str) else task
+        if not isinstance(self._task, Task):
             raise BadInput(f"task must be a Task or the name of one, got {task!r:.99}.")
-        self.settings = WorldSettings(**given)
+        self._settings = WorldSettings(**settings)
+        self.world = self._new_world(0)
+        self.actions = FlatActions.of(self.world.spec)
+        """What every action means."""
+        self.features = feature_names(self.world.spec)
+        """The name of every place of an observation."""
+        self.single_action_space = Discrete(len(self.actions))
+        self.single_observation_space = Box(
+            -1.0, 1.0, (len(self.features),), np.float32
+        )
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.observation: Observation | None = None
 
-    def world(
-        self, num_envs: int, rng_seed: int, options: Mapping[str, Any] | None = None
-    ) -> _World:
+    def reset(
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[Row, Info]:
+        """Begin an episode everywhere.
+
+        Args:
+            seed: Begin a new run: it decides data, hosts, batches and terms. Without
+                one, the run goes on with its next episode.
+            options: Begin a new run with other terms (rent, budget, rate).
+        """
+        if seed is not None or options or self.observation is None:
+            if seed is not None:
+                check_count("seed", seed, 0)
+            run = int(self.np_random.integers(2**31)) if seed is None else int(seed)
+            world = self._new_world(run, options)
+            self.observation, self.world = world.reset(), world
+            super().reset(seed=None if seed is None else int(seed))
+        else:
+            self.observation = self.world.reset()
+        none = np.zeros(self.num_envs, dtype=np.bool_)
+        info = self._info(self.observation, ~none, invalid=none)
+        return _numpy(flatten(self.observation)), info
+
+    def step(
+        self, actions: object
+    ) -> tuple[Row, NDArray[Any], NDArray[Any], NDArray[Any], Info]:
+        """Carry out an action everywhere and train until the next decision."""
+        if self.observation is None:
+            raise CallOrder("step() before reset(); call reset() first.")
+        numbers = np.asarray(actions)
+        if not (
+            numbers.shape == (self.num_envs,)
+            and numbers.dtype.kind in "iu"
+            and bool(((numbers >= 0) & (numbers < len(self.actions))).all())
+        ):
+            raise BadInput(
+                f"expected for each of {self.num_envs} environments a whole number in "
+                f"0..{len(self.actions) - 1}, got {actions!r:.99}."
+            )
+        chosen = torch.from_numpy(numbers.astype(np.int64))
+        result = self.world.step(self.actions.actions[chosen])
+        self.observation = result.observation
+        over, invalid = _numpy(result.terminated), _numpy(self.world.illegal)
+        info = self._info(self.observation, ~np.zeros_like(over), invalid & ~over)
+        if self.world.ended is not None:
+            assert self.world.final is not None
+            rows = np.full(self.num_envs, None, dtype=object)
+            last = _numpy(flatten(self.world.final))
+            for env in np.flatnonzero(over):
+                rows[env] = last[env]
+            final = self._info(self.world.final, over, invalid & over)
+            final |= _flagged(_results(self.world.ended, over), over)
+            info |= _flagged({"final_obs": rows, "final_info": final}, over)
+        return (
+            _numpy(flatten(self.observation)),
+            _numpy(result.reward).astype(np.float64),
+            over,
+            _numpy(result.truncated),
+            info,
+        )
+
+    def action_masks(self) -> NDArray[np.bool_]:
+        """Which actions are possible now, bool [env, action]."""
+        if self.observation is None:
+            raise CallOrder("action_masks() before reset(); call reset() first.")
+        return _numpy(self.actions.legal(self.observation))
+
+    def _new_world(self, run: int, options: Mapping[str, Any] | None = None) -> _World:
         """A world that was not reset yet; options replace rent, budget and rate."""
         if not isinstance(options, Mapping | None):
             raise BadInput(f"options must be a dict of terms, got {options!r:.99}.")
@@ -282,18 +350,27 @@ class _Maker:
             raise BadInput(
                 f"options may have {', '.join(TERMS)}; got {min(map(repr, unknown))}."
             )
-        settings = replace(self.settings, **(options or {}))
+        settings = replace(self._settings, **(options or {}))
         return _World(
-            self.task, num_envs, rng_seed, settings=settings, device=self.device
+            self._task, self.num_envs, run, settings=settings, device=self._device
+        )
+
+    def _info(
+        self, see: Observation, where: NDArray[np.bool_], invalid: NDArray[np.bool_]
+    ) -> Info:
+        """The info of some environments; zero for the others."""
+        masks = _numpy(self.actions.legal(see)) & where[:, np.newaxis]
+        return _flagged(
+            {"action_mask": masks.astype(np.int8), "invalid": invalid}, where
         )
 
 
 class GrowEnv(gymnasium.Env[Row, object]):
-    """One host that trains and grows.
+    """One host that trains and grows: a vector of one.
 
     Args:
         render_mode: `ansi` for `render()` to describe the host in a line.
-        settings: Fields of `WorldSettings`, `task` and `device`.
+        settings: Fields of `WorldSettings`, `task` (a task or its name) and `device`.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012
@@ -306,58 +383,41 @@ class GrowEnv(gymnasium.Env[Row, object]):
         if render_mode not in (None, "ansi"):
             raise BadInput(f"render_mode must be None or 'ansi', got {render_mode!r}.")
         self.render_mode = render_mode
-        self._make = _Maker(settings)
-        self._world = self._make.world(1, 0)
-        self.actions = FlatActions.of(self._world.spec)
+        self._vector = GrowVectorEnv(1, **settings)
+        self.actions = self._vector.actions
         """What every action means."""
-        self.features = feature_names(self._world.spec)
+        self.features = self._vector.features
         """The name of every place of an observation."""
-        self.action_space = Discrete(len(self.actions))
-        self.observation_space = _box(len(self.features))
+        self.action_space = self._vector.single_action_space
+        self.observation_space = self._vector.single_observation_space
         self._now: Observation | None = None
-        self._next: Observation | None = None
+        self._next: tuple[Row, Info] | None = None
+        """The start of the next episode, once this one has ended."""
 
     def reset(
         self, *, seed: int | None = None, options: Info | None = None
     ) -> tuple[Row, Info]:
-        """Begin an episode.
-
-        Args:
-            seed: Begin a new run: it decides data, hosts, batches and terms. Without
-                one, the run goes on with its next episode.
-            options: Begin a new run with other terms (rent, budget, rate).
-        """
-        if seed is not None or options or self._now is None:
-            world = self._make.world(1, _run_number(self, seed), options)
-            super().reset(seed=seed)
-            self._world, self._now = world, world.reset()
-        else:
-            super().reset()
-            self._now = self._world.reset() if self._next is None else self._next
-        self._next = None
-        return self._row(), {**self._info(), "invalid": False}
+        """Begin an episode; see `GrowVectorEnv.reset`."""
+        first = self._next
+        if first is None or seed is not None or options:
+            rows, info = self._vector.reset(seed=seed, options=options)
+            first = rows[0], _of_first(info)
+        super().reset(seed=None if seed is None else int(seed))
+        self._now, self._next = self._vector.observation, None
+        return first
 
     def step(self, action: object) -> tuple[Row, float, bool, bool, Info]:
         """Carry out an action and train until the next decision."""
-        if self._now is None or self._next is not None:
-            late = "before reset()" if self._now is None else "after the last one"
-            raise CallOrder(f"step() {late}; call reset() first.")
-        if not self.action_space.contains(action):
-            raise BadInput(
-                f"action must be a whole number in 0..{len(self.actions) - 1}, got "
-                f"{action!r}."
-            )
-        number = int(np.asarray(action))
-        result = self._world.step(self.actions.actions[number : number + 1])
-        self._now, ended = result.observation, self._world.ended
-        if ended is not None:
-            assert self._world.final is not None
-            self._now, self._next = self._world.final, result.observation
-        info = {**self._info(), "invalid": bool(self._world.illegal[0])}
-        if ended is not None:
-            info |= {name: value[0].item() for name, value in _results(ended).items()}
-        reward = float(result.reward[0])
-        return self._row(), reward, ended is not None, False, info
+        if self._next is not None:
+            raise CallOrder("step() after the last one; call reset() first.")
+        rows, rewards, over, _, info = self._vector.step([action])
+        seen = rows[0], _of_first(info)
+        self._now = self._vector.observation
+        if over[0]:
+            self._next = seen
+            self._now = self._vector.world.final
+            seen = info["final_obs"][0], _of_first(info["final_info"])
+        return seen[0], float(rewards[0]), bool(over[0]), False, seen[1]
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Which actions are possible now."""
@@ -376,149 +436,30 @@ class GrowEnv(gymnasium.Env[Row, object]):
             f"added {float(host.added[0]):.2f} slots {' '.join(seeds)}"
         )
 
-    def _row(self) -> Row:
-        assert self._now is not None
-        return _numpy(flatten(self._now)[0])
 
-    def _info(self) -> Info:
-        return {"action_mask": self.action_masks().astype(np.int8)}
-
-
-class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
-    """Hosts that train and grow together, much faster than one by one.
-
-    An ended environment begins anew in the same step: its last observation and info are
-    in `final_obs` and `final_info`. Environments differ by their number, not by a seed
-    of their own; the first is the `GrowEnv` of the seed.
-
-    Args:
-        num_envs: How many hosts.
-        settings: Fields of `WorldSettings`, `task` and `device`.
-    """
-
-    metadata: dict[str, Any] = {  # noqa: RUF012
-        "render_modes": [],
-        "autoreset_mode": AutoresetMode.SAME_STEP,
-    }
-
-    def __init__(self, num_envs: int = 1, **settings: Any) -> None:  # noqa: ANN401
-        self._make = _Maker(settings)
-        self._world = self._make.world(num_envs, 0)
-        self.num_envs = num_envs
-        self.actions = FlatActions.of(self._world.spec)
-        """What every action means."""
-        self.features = feature_names(self._world.spec)
-        """The name of every place of an observation."""
-        self.single_action_space = Discrete(len(self.actions))
-        self.single_observation_space = _box(len(self.features))
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self._now: Observation | None = None
-
-    def reset(
-        self, *, seed: int | None = None, options: Info | None = None
-    ) -> tuple[Row, Info]:
-        """Begin an episode everywhere; see `GrowEnv.reset`."""
-        if seed is not None or options or self._now is None:
-            world = self._make.world(self.num_envs, _run_number(self, seed), options)
-            super().reset(seed=seed)
-            self._now, self._world = world.reset(), world
-        else:
-            self._now = self._world.reset()
-        none = np.zeros(self.num_envs, dtype=np.bool_)
-        return _numpy(flatten(self._now)), self._info(self._now, ~none, none)
-
-    def step(
-        self, actions: object
-    ) -> tuple[Row, NDArray[Any], NDArray[Any], NDArray[Any], Info]:
-        """Carry out an action everywhere and train until the next decision."""
-        if self._now is None:
-            raise CallOrder("step() before reset(); call reset() first.")
-        numbers = np.asarray(actions)
-        if not (
-            numbers.shape == (self.num_envs,)
-            and numbers.dtype.kind in "iu"
-            and bool(((numbers >= 0) & (numbers < len(self.actions))).all())
-        ):
-            raise BadInput(
-                f"actions must be {self.num_envs} whole numbers in "
-                f"0..{len(self.actions) - 1}, got {actions!r:.99}."
-            )
-        chosen = torch.from_numpy(numbers.astype(np.int64))
-        result = self._world.step(self.actions.actions[chosen])
-        self._now = result.observation
-        over = _numpy(result.terminated)
-        invalid = _numpy(self._world.illegal)
-        info = self._info(self._now, np.ones_like(over), invalid & ~over)
-        if self._world.ended is not None:
-            info |= self._final(self._world.ended, over, invalid & over)
-        return (
-            _numpy(flatten(self._now)),
-            _numpy(result.reward).astype(np.float64),
-            over,
-            _numpy(result.truncated),
-            info,
-        )
-
-    def action_masks(self) -> NDArray[np.bool_]:
-        """Which actions are possible now, bool [env, action]."""
-        if self._now is None:
-            raise CallOrder("action_masks() before reset(); call reset() first.")
-        return _numpy(self.actions.legal(self._now))
-
-    def _info(
-        self, see: Observation, where: NDArray[np.bool_], invalid: NDArray[np.bool_]
-    ) -> Info:
-        """The info of some environments; zero for the others."""
-        masks = _numpy(self.actions.legal(see)) & where[:, np.newaxis]
-        return _flagged(
-            {"action_mask": masks.astype(np.int8), "invalid": invalid}, where
-        )
-
-    def _final(
-        self, ended: EpisodeReport, over: NDArray[np.bool_], invalid: NDArray[np.bool_]
-    ) -> Info:
-        """The last observation and info of the episodes that ended."""
-        assert self._world.final is not None
-        rows = np.full(self.num_envs, None, dtype=object)
-        last = _numpy(flatten(self._world.final))
-        for env in np.flatnonzero(over):
-            rows[env] = last[env]
-        results = {}
-        for name, values in _results(ended).items():
-            results[name] = np.zeros(self.num_envs, dtype=values.dtype)
-            results[name][over] = values
-        info = self._info(self._world.final, over, invalid) | _flagged(results, over)
-        return _flagged({"final_obs": rows, "final_info": info}, over)
-
-
-def _results(ended: EpisodeReport) -> dict[str, NDArray[Any]]:
+def _results(ended: EpisodeReport, over: NDArray[np.bool_]) -> Info:
     """Results of the episodes that ended; `test_score` is on the test rows."""
-    found = {f.name: _numpy(getattr(ended, f.name)) for f in fields(EpisodeReport)}
-    del found["env"]
-    found["test_score"] = found.pop("test")
+    results = {}
+    for name in ("score", "test", "added", "macs", "panicked"):
+        values = _numpy(getattr(ended, name))
+        column = np.zeros(len(over), dtype=bool if values.dtype == bool else float)
+        column[over] = values
+        results["test_score" if name == "test" else name] = column
+    return results
+
+
+def _of_first(info: Info) -> Info:
+    """The info of the first environment."""
     return {
-        name: values if values.dtype == np.bool_ else values.astype(np.float64)
-        for name, values in found.items()
+        name: values[0] if values.ndim > 1 else values[0].item()
+        for name, values in info.items()
+        if not name.startswith(("_", "final"))
     }
 
 
 def _flagged(info: Info, where: NDArray[np.bool_]) -> Info:
     """Each entry with a flag of where it holds, as vector infos are written."""
     return info | {f"_{name}": where.copy() for name in info}
-
-
-def _run_number(env: GrowEnv | GrowVectorEnv, seed: int | None) -> int:
-    """The number of a new run: the seed, else a random one."""
-    if seed is None:
-        return int(env.np_random.integers(2**31))
-    if not isinstance(seed, int) or seed < 0:
-        raise BadInput(f"seed must be a whole number from 0, got {seed!r:.99}.")
-    return int(seed)
-
-
-def _box(features: int) -> "Box[np.float32]":
-    return Box(-1.0, 1.0, (features,), np.float32)
 
 
 def _numpy(values: Tensor) -> NDArray[Any]:
