@@ -25,7 +25,7 @@ from esper.contracts.actions import HEAD, HEADS, RELEVANT, ActionMasks, Op
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
 from esper.contracts.world import ControllerState, Observation
-from esper.environment.instances import HORIZON, Instances, twins
+from esper.environment.instances import HORIZON, Instances, exchanged
 from esper.environment.slot_life import (
     ACTS,
     LIFE,
@@ -104,7 +104,7 @@ def best_memoryless_plans(instances: Instances) -> Plans:
     """What a best memoryless policy does in each hidden instance.
 
     The returns are averages over the instance and its twin; the actions are those in
-    the instance itself. Plans for `twins(instances)` are of the same policy.
+    the instance itself. Plans for `exchanged(instances)` are of the same policy.
     """
     instances = instances.to("cpu")
     if not instances.hidden.all():
@@ -118,7 +118,7 @@ def best_memoryless_plans(instances: Instances) -> Plans:
     good = instances.gain[rows, usable]  # [env, blueprint]
     own_type = (good[:, 1] < good[:, 2]).int().numpy()
 
-    own, twin = Task.of(instances), Task.of(twins(instances))
+    own, twin = Task.of(instances), Task.of(exchanged(instances))
     both = np.stack([own.value, twin.value], axis=1)  # [env, own or twin, slot, state]
     shown = np.stack([own.shown, twin.shown], axis=1)
     order = np.stack([own_type, 1 - own_type], axis=1)  # type 0 comes first

@@ -191,16 +191,7 @@ class _Counting(VectorWorld):
 
     def __init__(self, world: VectorWorld) -> None:
         self._world, self.steps = world, 0
-
-    @property
-    def spec(self) -> ActionSpec:
-        """What can be said in this world."""
-        return self._world.spec
-
-    @property
-    def num_envs(self) -> int:
-        """How many environments step together."""
-        return self._world.num_envs
+        self.spec, self.num_envs = world.spec, world.num_envs
 
     def reset(self) -> Observation:
         """Start a new episode everywhere."""

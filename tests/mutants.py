@@ -207,7 +207,7 @@ MUTANTS = (
         "environment/episode_data.py",
         "env // self._settings.group_size, episode",
         "env, episode",
-        f"{GROWING}::test_twins_share_everything_but_what_is_decided",
+        f"{GROWING}::test_environments_of_a_group_have_the_same_luck",
     ),
     Mutant(
         "a panic pays",

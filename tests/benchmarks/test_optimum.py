@@ -20,7 +20,7 @@ from esper.contracts.actions import HEAD, HEAD_NAMES, RELEVANT, Op
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
 from esper.contracts.world import Controller
-from esper.environment.instances import HORIZON, draw_instances, twins
+from esper.environment.instances import HORIZON, draw_instances, exchanged
 from esper.environment.simulated import SimulatedWorld
 from esper.environment.slot_life import LIFE, LIVES, SPEC, SlotLife
 from esper.tamiyo.policy.action_masks import compute_masks
@@ -218,10 +218,10 @@ def test_every_head_matters(head, visible, plans):
 
 
 def test_memory_is_worth_much_in_hidden_instances(hidden):
-    best = (optimal_returns(hidden) + optimal_returns(twins(hidden))) / 2
+    best = (optimal_returns(hidden) + optimal_returns(exchanged(hidden))) / 2
     memoryless = best_memoryless_returns(hidden)
     never = played(hidden, torch.zeros(len(hidden), HORIZON, 8).long())
-    never_twin = played(twins(hidden), torch.zeros(len(hidden), HORIZON, 8).long())
+    never_twin = played(exchanged(hidden), torch.zeros(len(hidden), HORIZON, 8).long())
     floor = torch.maximum((never + never_twin) / 2, random_returns(hidden).mean())
     assert ((best - memoryless) / (best - floor)).min() > 0.3
     assert memoryless.mean() > floor.mean()
@@ -238,7 +238,7 @@ def observations_equal(ours, theirs):
 
 
 def test_memoryless_plans_do_the_same_where_they_see_the_same(hidden):
-    other = twins(hidden)
+    other = exchanged(hidden)
     ours, theirs = best_memoryless_plans(hidden), best_memoryless_plans(other)
     worlds = [SimulatedWorld.from_instances(given) for given in (hidden, other)]
     seen = [world.reset() for world in worlds]
@@ -312,7 +312,9 @@ def test_the_best_memoryless_return_is_the_best_of_all_memoryless_plays(start, s
         style=torch.where(empty, 0, instances.style),
         clock=torch.full((4,), HORIZON - steps),
     )
-    rows = [plain_instances(given, LIVES) for given in (instances, twins(instances))]
+    rows = [
+        plain_instances(given, LIVES) for given in (instances, exchanged(instances))
+    ]
     expected = [
         best_without_memory([PlainHost(one), PlainHost(other)], unspoilt, steps)
         for one, other in zip(*rows, strict=True)

@@ -74,20 +74,19 @@ def number(env: GrowEnv | GrowVectorEnv, name: str) -> int:
     return env.actions.names.index(name)
 
 
-def play(env: GrowEnv, seed: int, steps: int, options: dict | None = None) -> list:
-    """A trajectory of possible actions, chosen by chance."""
+def play(env: GrowEnv, seed: int, steps: int, options: dict | None = None):
+    """Row, reward, end and info of a trajectory of possible actions by chance."""
     chance = np.random.default_rng(5)
     row, info = env.reset(seed=seed, options=options)
-    seen = [(row, 0.0, False, info)]
+    yield row, 0.0, False, info
     for _ in range(steps):
         action = chance.choice(np.flatnonzero(info["action_mask"]))
         row, reward, over, cut, info = env.step(action)
         assert not cut
-        seen.append((row, reward, over, info))
+        yield row, reward, over, info
         if over:
             row, info = env.reset()
-            seen.append((row, 0.0, False, info))
-    return seen
+            yield row, 0.0, False, info
 
 
 def assert_same(one: object, other: object) -> None:
@@ -131,27 +130,6 @@ def test_environment_checkers_find_nothing_to_complain_of(settings):
     sb3_check_env(gymnasium.make(ID, **settings).unwrapped)
 
 
-@EVERY_KIND
-def test_a_vector_keeps_to_its_spaces(settings):
-    env = gymnasium.make_vec(
-        ID, num_envs=2, vectorization_mode="vector_entry_point", **settings
-    )
-    assert env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
-    rows, info = env.reset(seed=0)
-    chance = np.random.default_rng(0)
-    for step in range(7):
-        assert rows in env.observation_space
-        wishes = chance.random(info["action_mask"].shape) * info["action_mask"]
-        actions = wishes.argmax(1)
-        assert actions in env.action_space
-        rows, rewards, over, cut, info = env.step(actions)
-        assert np.isfinite(rewards).all()
-        assert [array.dtype for array in (rewards, over, cut)] == [float, bool, bool]
-        assert over.tolist() == [step % 3 == 2] * 2
-        assert not cut.any()
-        assert not info["invalid"].any()
-
-
 class Invalid(BaseCallback):
     """Counts the actions that were not possible, and the episodes."""
 
@@ -177,32 +155,13 @@ def test_maskable_ppo_trains_unmodified_and_never_errs():
     assert counts.invalid == 0
 
 
-def test_equal_seeds_give_equal_trajectories_and_others_do_not():
-    env = GrowEnv(task="tiny")
-    first = play(env, 3, 2 * HORIZON)
-    assert_same(first, play(env, 3, 2 * HORIZON))
-    assert_same(first, play(GrowEnv(task="tiny"), 3, 2 * HORIZON))
-    other = play(env, 4, 2 * HORIZON)
-    assert any(
-        not np.array_equal(a[0], b[0]) for a, b in zip(first, other, strict=True)
-    )
-
-
-def test_two_environments_of_a_process_share_no_state():
-    alone = [play(GrowEnv(task="tiny"), seed, 2 * HORIZON) for seed in (3, 4)]
-    chances = [np.random.default_rng(5) for _ in alone]
-    envs = [GrowEnv(task="tiny") for _ in alone]
-    told = [env.reset(seed=seed) for env, seed in zip(envs, (3, 4), strict=True)]
-    seen = [[(row, 0.0, False, info)] for row, info in told]
-    for _ in range(2 * HORIZON):
-        for env, chance, run in zip(envs, chances, seen, strict=True):
-            action = chance.choice(np.flatnonzero(run[-1][3]["action_mask"]))
-            row, reward, over, _, info = env.step(action)
-            run.append((row, reward, over, info))
-            if over:
-                row, info = env.reset()
-                run.append((row, 0.0, False, info))
-    assert_same(seen, alone)
+def test_equal_seeds_give_equal_trajectories_in_any_number_of_environments():
+    env, other = GrowEnv(task="tiny"), GrowEnv(task="tiny")
+    first, second = ([*play(env, seed, 2 * HORIZON)] for seed in (3, 4))
+    pairs = [*zip(first, second, strict=True)]
+    assert not all(np.array_equal(one[0], two[0]) for one, two in pairs)
+    beside = zip(play(env, 3, 2 * HORIZON), play(other, 4, 2 * HORIZON), strict=True)
+    assert_same([*beside], pairs)
 
 
 @pytest.mark.usefixtures("unchecked")  # beartype draws from `random`
@@ -235,43 +194,28 @@ def test_the_process_around_an_environment_is_left_alone(make, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def waiting(env: GrowEnv) -> list[float]:
-    """The rewards of an episode, up to its end, in which nothing is done."""
-    rewards, over = [], False
-    while not over:
-        _, reward, over, _, _ = env.step(0)
-        rewards.append(reward)
-    return rewards
-
-
-def test_without_a_seed_the_run_goes_on_with_another_host():
+def test_without_a_seed_the_run_goes_on_with_the_same_next_episode_even_if_cut():
     env = GrowEnv(task="tiny")
-    env.reset(seed=3)
-    first = waiting(env)
-    env.reset()
-    assert waiting(env) != first
-
-
-def test_an_episode_cut_short_is_followed_by_the_same_as_a_whole_one():
-    env = GrowEnv(task="tiny")
-    env.reset(seed=3)
-    waiting(env)
+    first = env.reset(seed=3)
+    while not env.step(0)[2]:
+        pass
     after_whole = env.reset(), env.step(0)
     env.reset(seed=3)
     env.step(0)
     after_cut = env.reset(), env.step(0)
     assert_same(after_whole, after_cut)
+    assert not np.array_equal(first[0], after_cut[0][0])
 
 
 def test_the_horizon_terminates_and_only_then_the_test_score_is_reported():
     env = GrowEnv(task="tiny")
-    seen = play(env, 0, HORIZON)[:-1]
+    seen = [*play(env, 0, HORIZON)][:-1]
     assert [over for _, _, over, _ in seen] == [False] * HORIZON + [True]
     progress = [row[env.features.index("host progress")] for row, _, _, _ in seen]
     np.testing.assert_allclose(progress, np.arange(HORIZON + 1) / HORIZON)
-    told = {"score", "test_score", "added", "macs", "panicked"}
+    results = {"score", "test_score", "added", "macs", "panicked"}
     for _, _, over, info in seen:
-        assert info.keys() - {"action_mask", "invalid"} == (told if over else set())
+        assert info.keys() - {"action_mask", "invalid"} == (results if over else set())
     last = seen[-1]
     assert last[3]["score"] == last[0][env.features.index("host score")]
     assert 0.0 <= last[3]["test_score"] <= 1.0
@@ -314,13 +258,15 @@ def test_an_impossible_action_is_a_wait_that_costs_the_penalty():
 
 
 @pytest.mark.parametrize("action", [-1, 23, 1.5, None, "WAIT", [0, 1]])
-def test_what_is_no_action_is_refused_and_changes_nothing(action):
-    env, untouched = GrowEnv(task="tiny"), GrowEnv(task="tiny")
+@pytest.mark.parametrize("make", [GrowEnv, GrowVectorEnv])
+def test_what_is_no_action_is_refused_and_changes_nothing(make, action):
+    env, untouched = make(task="tiny"), make(task="tiny")
     env.reset(seed=1)
     untouched.reset(seed=1)
-    with pytest.raises(BadInput, match=r"whole number in 0\.\.22, got"):
-        env.step(action)
-    assert_same(env.step(1), untouched.step(1))
+    single = make is GrowEnv
+    with pytest.raises(BadInput, match=r"a whole number in 0\.\.22, got"):
+        env.step(action if single else [action])
+    assert_same(*(one.step(1 if single else [1]) for one in (env, untouched)))
 
 
 def test_calls_out_of_order_are_refused():
@@ -328,7 +274,7 @@ def test_calls_out_of_order_are_refused():
     for early in (lambda: env.step(0), env.action_masks):
         with pytest.raises(CallOrder, match="before reset"):
             early()
-    play(env, 0, HORIZON - 1)
+    assert len([*play(env, 0, HORIZON - 1)]) == HORIZON
     env.step(0)
     with pytest.raises(CallOrder, match="after the last one; call reset"):
         env.step(0)
@@ -347,7 +293,8 @@ def test_options_change_the_terms_of_a_run():
     assert env.action_masks().sum() == 1
     assert none[env.features.index("host budget_left")] == 0.0
     options = {"rent": (0.0, 1.0)}
-    assert_same(play(env, 6, HORIZON, options), play(env, 6, HORIZON, options))
+    one, same = ([*play(env, 6, HORIZON, options)] for _ in range(2))
+    assert_same(one, same)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -356,15 +303,9 @@ def test_options_change_the_terms_of_a_run():
     [
         ({"options": {"colour": 1}}, r"rent, budget, rate; got 'colour'"),
         ({"options": {"rent": nan}}, r"rent must be a finite number or .* got nan"),
-        ({"options": {"rent": (2, 1)}}, r"got \(2, 1\)"),
-        ({"options": {"rate": "fast"}}, r"rate must be .* above 0 .* got 'fast'"),
-        ({"options": {"budget": -1}}, r"budget must be .* from 0 .* got -1"),
-        ({"options": {"budget": (1, 2, 3)}}, r"got \(1, 2, 3\)"),
         ({"options": [1]}, "options must be a dict of terms, got"),
-        ({"options": "rent"}, "options must be a dict of terms, got"),
         ({"seed": -1}, "whole number of at least 0, got -1"),
         ({"seed": 1.5}, "whole number of at least 0, got"),
-        ({"seed": [1, 2]}, "whole number of at least 0, got"),
     ],
 )
 @pytest.mark.parametrize("make", [GrowEnv, GrowVectorEnv])
@@ -392,8 +333,6 @@ def test_resets_that_cannot_be_meant_are_refused_and_the_run_goes_on(
         ({"task": 3}, "task must be a Task or the name of one, got 3"),
         ({"task": "tinny"}, "did you mean 'tiny'"),
         ({"horizon": 0}, "horizon must be a whole number of at least 1, got 0"),
-        ({"decision_every": 2.5}, "decision_every .* got 2.5"),
-        ({"rate": 0.0}, r"rate must be a finite number above 0 .* got 0\.0"),
     ],
 )
 @pytest.mark.parametrize("make", [GrowEnv, GrowVectorEnv])
@@ -403,11 +342,6 @@ def test_settings_that_cannot_be_meant_are_refused(make, settings, words):
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_render_mode_is_refused():
-    with pytest.raises(BadInput, match="render_mode must be None or 'ansi'"):
-        GrowEnv(task="tiny", render_mode="human")
-
-
 def test_rendering_describes_the_host():
     env = GrowEnv(task="tiny", render_mode="ansi")
     env.reset(seed=0)
@@ -415,6 +349,8 @@ def test_rendering_describes_the_host():
     line = env.render()
     assert line.startswith("25% score 0.")
     assert line.endswith("slots dormant training")
+    with pytest.raises(BadInput, match="render_mode must be None or 'ansi'"):
+        GrowEnv(task="tiny", render_mode="human")
 
 
 @EVERY_KIND
@@ -448,6 +384,7 @@ def test_a_vector_reports_the_end_of_every_episode():
     for _ in range(HORIZON):
         rows, rewards, over, cut, info = env.step([0, 1, 2])
         assert rows in env.observation_space
+        assert [array.dtype for array in (rewards, over, cut)] == [float, bool, bool]
         assert (rewards.shape, cut.any()) == ((3,), False)
     assert over.all()
     progress = env.features.index("host progress")
@@ -459,14 +396,6 @@ def test_a_vector_reports_the_end_of_every_episode():
     assert final["added"][1:].all()
     assert final["invalid"].tolist() == [False, True, True]
     assert not info["invalid"].any()
-
-
-@pytest.mark.parametrize("actions", [[0], [0, -1], [0, 23], [0.0, 1.0], "00"])
-def test_a_vector_refuses_what_are_no_actions(actions):
-    env = GrowVectorEnv(2, task="tiny")
-    env.reset(seed=0)
-    with pytest.raises(BadInput, match=r"2 environments a whole number in 0\.\.22, got"):
-        env.step(actions)
 
 
 def test_masks_say_what_is_carried_out():
@@ -613,5 +542,5 @@ def test_the_page_names_the_keys_of_the_last_info():
         line for line in page.read_text().splitlines() if line.startswith("| last info")
     )
     env = GrowEnv(task="tiny")
-    info = play(env, 0, HORIZON)[-2][3]
+    info = [*play(env, 0, HORIZON)][-2][3]
     assert {*re.findall(r"`(\w+)`", line)} == info.keys() - {"action_mask", "invalid"}

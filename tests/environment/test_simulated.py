@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput, CallOrder, IllegalAction
 from esper.contracts.stages import Stage
-from esper.environment.instances import HORIZON, draw_instances, twins
+from esper.environment.instances import HORIZON, draw_instances, exchanged
 from esper.environment.simulated import SimulatedWorld
 from esper.environment.slot_life import LIFE, LIVES, SPEC, mature
 from esper.tamiyo.policy.action_masks import compute_masks
@@ -256,7 +256,7 @@ def test_promises_are_the_gains_where_visible_and_unknown_where_hidden():
 def test_twins_differ_only_in_a_contribution_that_fades_before_anything_can_be_done():
     instances = drawn(256, 11, hidden=True)
     one = SimulatedWorld.from_instances(instances)
-    other = SimulatedWorld.from_instances(twins(instances))
+    other = SimulatedWorld.from_instances(exchanged(instances))
     ours, theirs = one.reset(), other.reset()
     shown = ours.slots.contribution_measured
     assert (shown.sum(1) == 1).all()

@@ -47,74 +47,61 @@ def load(value: object, tensors: Mapping[str, Tensor], path: str = "") -> None:
         tensors: What `save` gave.
         path: What every name begins with.
     """
-    _check({name: there for name, there in _walk(value, path)}, tensors)
+    _check(dict(_walk(value, path)), tensors)
     _fill(value, tensors, path)
+
+
+def _parts(value: Any) -> dict[str, Any] | None:  # noqa: ANN401
+    """Named parts of a value; None if it is a number, tensor or generator."""
+    if isinstance(value, Stateful):
+        return {name: getattr(value, name) for name in value.STATE}
+    if isinstance(value, nn.Module):
+        return dict(value.state_dict())
+    if isinstance(value, Optimizer):  # must have taken or made room for a step
+        parameters = [p for group in value.param_groups for p in group["params"]]
+        return {
+            f"{number}/{name}": kept
+            for number, parameter in enumerate(parameters)
+            for name, kept in sorted(value.state[parameter].items())
+        }
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, list | tuple):
+        return {str(index): part for index, part in enumerate(value)}
+    return None
 
 
 def _walk(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401
     """Every leaf with its path."""
-    if isinstance(value, Stateful):
-        for name in value.STATE:
-            yield from _walk(getattr(value, name), _join(path, name))
-    elif isinstance(value, Optimizer):
-        yield from _moments(value, path)
-    elif isinstance(value, nn.Module):
-        for name, tensor in value.state_dict().items():
-            yield _join(path, name), tensor
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _walk(getattr(value, field.name), _join(path, field.name))
-    elif isinstance(value, list | tuple):
-        for index, part in enumerate(value):
-            yield from _walk(part, _join(path, str(index)))
-    else:
+    parts = _parts(value)
+    if parts is None:
         yield path, _as_tensor(value, path)
+        return
+    for name, part in parts.items():
+        yield from _walk(part, _join(path, name))
 
 
 def _fill(value: Any, tensors: Mapping[str, Tensor], path: str) -> Any:  # noqa: ANN401
     """The value with saved numbers; objects are filled, plain values made anew."""
-    if isinstance(value, Stateful):
-        for name in value.STATE:
-            old = getattr(value, name)
-            new = _fill(old, tensors, _join(path, name))
-            if new is not old:
-                setattr(value, name, new)
-        value.loaded()
-        return value
+    parts = _parts(value)
+    if parts is None:
+        return _like(value, tensors[path])
     if isinstance(value, Optimizer | nn.Module):
         with torch.no_grad():
-            for name, there in _walk(value, path):
-                there.copy_(tensors[name])
+            for name, part in parts.items():
+                part.copy_(tensors[_join(path, name)])
         return value
-    if isinstance(value, Generator):
-        value.set_state(tensors[path])
+    filled = {n: _fill(part, tensors, _join(path, n)) for n, part in parts.items()}
+    if isinstance(value, Stateful):
+        for name, part in filled.items():
+            if part is not parts[name]:
+                setattr(value, name, part)
+        value.loaded()
         return value
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {
-            field.name: _fill(
-                getattr(value, field.name), tensors, _join(path, field.name)
-            )
-            for field in fields(value)
-        }
-        return replace(value, **parts)
-    if isinstance(value, list | tuple):
-        filled = [
-            _fill(part, tensors, _join(path, str(index)))
-            for index, part in enumerate(value)
-        ]
-        named = hasattr(value, "_fields")
-        return type(value)(*filled) if named else type(value)(filled)
-    return _like(value, tensors[path])
-
-
-def _moments(optimizer: Optimizer, path: str) -> Iterator[tuple[str, Tensor]]:
-    """What an optimiser remembers; it must have taken or made room for a step."""
-    number = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for name, kept in sorted(optimizer.state[parameter].items()):
-                yield _join(path, f"{number}/{name}"), kept
-            number += 1
+    if is_dataclass(value):
+        return replace(value, **filled)  # type: ignore[type-var]
+    named = hasattr(value, "_fields")
+    return type(value)(*filled.values()) if named else type(value)(filled.values())
 
 
 def _as_tensor(value: Any, path: str) -> Tensor:  # noqa: ANN401
@@ -136,28 +123,30 @@ def _like(value: Any, saved: Tensor) -> Any:  # noqa: ANN401
     match value:
         case Tensor():
             return saved.to(value.device, copy=True)
+        case Generator():
+            value.set_state(saved)
+            return value
         case np.ndarray():
             return saved.clone().numpy()
     return type(value)(saved.item())
 
 
 def _check(there: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Refuse another set of names, shapes or kinds, and name the first three."""
+    """Refuse another set of names, shapes or dtypes, and name the first three."""
     wrong = [f"{name} is missing" for name in there.keys() - saved.keys()]
     wrong += [f"{name} is not known here" for name in saved.keys() - there.keys()]
     for name in there.keys() & saved.keys():
-        one, other = there[name], saved[name]
-        if one.shape != other.shape or one.dtype != other.dtype:
-            wrong.append(f"{name} is {_say(other)}, expected {_say(one)}")
+        expected, found = (
+            f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            for tensor in (there[name], saved[name])
+        )
+        if found != expected:
+            wrong.append(f"{name} is {found}, expected {expected}")
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise BadInput(
             f"This state does not fit: {'; '.join(sorted(wrong)[:3])}{more}."
         )
-
-
-def _say(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _join(path: str, name: str) -> str:

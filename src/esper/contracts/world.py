@@ -106,20 +106,10 @@ class StepResult:
 class VectorWorld(Protocol):
     """Many environments that step together."""
 
-    @property
-    def spec(self) -> ActionSpec:
-        """The action space."""
-        ...
-
-    @property
-    def num_envs(self) -> int:
-        """How many environments step together."""
-        ...
-
-    @property
-    def group_size(self) -> int:
-        """How many environments in a row have the same random streams."""
-        return 1
+    spec: ActionSpec
+    num_envs: int
+    group_size: int = 1
+    """Environments in a row that have the same data, batches and terms."""
 
     def begin_round(self) -> Observation | None:
         """Called before every rollout; the first observation if all episodes are new.

@@ -12,7 +12,7 @@ charged `penalty`. Test rows are read when an episode ends, for the report.
 """
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -110,7 +110,7 @@ class GrowingWorld(Stateful, VectorWorld):
         self.settings = settings = settings or WorldSettings()
         self.task = task = settings.applied_to(task)
         self.host = task.host
-        self._envs = num_envs
+        self.num_envs, self.group_size = num_envs, settings.group_size
         self._device = usable_device(device)
         self._episodes = EpisodeData(task, num_envs, rng_seed, settings, self._device)
         chosen = find_blueprints(settings.blueprints or OFFERED[self.host.kind])
@@ -126,10 +126,15 @@ class GrowingWorld(Stateful, VectorWorld):
             engine=engine,
         )
         slots = SlotConfig(max_slots=self.cohort.places * per_place, min_age=1)
-        self._spec = ActionSpec(slots, chosen, {"style": ("ADD",)})
+        self.spec = ActionSpec(slots, chosen, {"style": ("ADD",)})
         self._geometry = place_geometries(self.host)
-        self._offers = _offers(self.host, self._geometry, chosen, per_place)
-        self._offers = _repeat(self._offers, num_envs, self._device)
+        sizes = (num_envs, per_place, 1)
+        self._offers = BlueprintOffers(
+            **{
+                name: offer.repeat(sizes).to(self._device)
+                for name, offer in _offers(self.host, self._geometry, chosen).items()
+            }
+        )
         self._started = False
         self.ended: EpisodeReport | None = None
         self.trained_lives: SeedStates | None = None
@@ -144,26 +149,11 @@ class GrowingWorld(Stateful, VectorWorld):
         self._gradient_share = torch.ones(places, device=device)
         self._liveness = torch.ones(places, device=device)
 
-    @property
-    def spec(self) -> ActionSpec:
-        """The action space."""
-        return self._spec
-
-    @property
-    def num_envs(self) -> int:
-        """How many environments step together."""
-        return self._envs
-
-    @property
-    def group_size(self) -> int:
-        """How many environments in a row have the same random streams."""
-        return self.settings.group_size
-
     @torch.inference_mode(False)
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
         self._started = True
-        self._begin(range(self._envs))
+        self._begin(range(self.num_envs))
         return self._observe()
 
     @torch.inference_mode(False)
@@ -172,7 +162,7 @@ class GrowingWorld(Stateful, VectorWorld):
         """Act and train until the next decision; ended episodes start anew."""
         if not self._started:
             raise CallOrder("step() before reset(); call reset() first.")
-        check_actions(actions, self._envs)
+        check_actions(actions, self.num_envs)
         self._act(actions.clone().to(self._device))
         due = self._track.decisions % self.settings.measure_every == 0
         goes_on = self._track.decisions < self.task.horizon
@@ -208,16 +198,18 @@ class GrowingWorld(Stateful, VectorWorld):
 
     def _begin(self, envs: Iterable[int]) -> None:
         """Start new episodes: data, host, order of batches and terms are drawn anew."""
-        fresh = torch.zeros(self._envs, dtype=torch.bool, device=self._device)
+        fresh = torch.zeros(self.num_envs, dtype=torch.bool, device=self._device)
         for env in envs:
             fresh[env] = True
             self._episodes.begin(env)
             self.cohort.set_host(env, self.host.build(self._episodes.streams[env]))
         whole = fresh.unsqueeze(1).expand(self._lives.stage.shape)
-        none = SeedStates.empty(self._envs, self._spec.slots.max_slots, self._device)
+        none = SeedStates.empty(self.num_envs, self.spec.slots.max_slots, self._device)
         self._lives = select(whole, none, self._lives)
         self._alphas = Alphas.of(self._lives)
-        self._track = self._track.replaced(fresh, Track.fresh(self._envs, self._device))
+        self._track = self._track.replaced(
+            fresh, Track.fresh(self.num_envs, self._device)
+        )
         self._measured = self._measured & ~whole
         self._gradient_share = torch.where(fresh[:, None], 1.0, self._gradient_share)
         self._liveness = torch.where(fresh[:, None], 1.0, self._liveness)
@@ -232,16 +224,16 @@ class GrowingWorld(Stateful, VectorWorld):
 
     def _act(self, actions: Int64[Tensor, "env head"]) -> None:
         """Carry out what is possible; the rest is a WAIT and is flagged."""
-        sizes = torch.tensor(self._spec.sizes, device=self._device)
+        sizes = torch.tensor(self.spec.sizes, device=self._device)
         known = (actions >= 0) & (actions < sizes)
         actions = torch.where(known, actions, 0)
         op, slot = actions[:, HEAD["op"]], actions[:, HEAD["slot"]]
         heads = torch.arange(len(sizes), device=self._device)
-        offered = known & self._spec.allowed.to(self._device)[heads, actions]
+        offered = known & self.spec.allowed.to(self._device)[heads, actions]
         unused = ~RELEVANT.to(self._device)[op]
         offered = (offered | unused).all(dim=1) & known[:, HEAD["op"]]
         kind = actions[:, HEAD["blueprint"]]
-        envs = torch.arange(self._envs, device=self._device)
+        envs = torch.arange(self.num_envs, device=self._device)
         price = self._offers.parameters[envs, slot, kind]
         affordable = price <= self._episodes.budget - self._added()
         plants = op == Op.GERMINATE
@@ -249,10 +241,10 @@ class GrowingWorld(Stateful, VectorWorld):
         wrong |= ~offered
         legal = torch.where(wrong.unsqueeze(1), 0, actions)
         before = self._lives
-        acted, done = lifecycle.act(before, legal, self._spec.slots.min_age)
+        acted, done = lifecycle.act(before, legal, self.spec.slots.min_age)
         self.illegal = wrong | ~done
         for env in torch.nonzero(plants & done & ~wrong).flatten().tolist():
-            self._plant(env, int(slot[env]), self._spec.blueprints[int(kind[env])])
+            self._plant(env, int(slot[env]), self.spec.blueprints[int(kind[env])])
         self._lives = self.trained_lives = lifecycle.tick(acted)
         gone = (before.stage != Stage.DORMANT) & (self._lives.stage == Stage.DORMANT)
         for env, index in torch.nonzero(gone).tolist():
@@ -288,7 +280,7 @@ class GrowingWorld(Stateful, VectorWorld):
         """Measure contributions of seeds and promises of places, where it is due."""
         if trained.places is None:
             return
-        seen = place_statistics(trained.places, trained.losses, self._spec.blueprints)
+        seen = place_statistics(trained.places, trained.losses, self.spec.blueprints)
         there, per = due[:, None], self.cohort.seeds_per_slot
         promise = seen.promise.repeat(1, per, 1)
         known = torch.isfinite(promise) & there[..., None] & self._offers.fits
@@ -371,41 +363,22 @@ class GrowingWorld(Stateful, VectorWorld):
 
 
 def _offers(
-    host: Host,
-    geometry: list[Geometry],
-    blueprints: tuple[Blueprint, ...],
-    per_place: int,
-) -> BlueprintOffers:
-    """What every slot of one host could be planted with."""
-    fits = [[not misfit(b, place) for b in blueprints] for place in geometry]
+    host: Host, geometry: list[Geometry], blueprints: tuple[Blueprint, ...]
+) -> dict[str, Tensor]:
+    """What every place of one host could be planted with: columns of the offers."""
+    fits = torch.tensor([[not misfit(b, p) for b in blueprints] for p in geometry])
     costs = [
-        [
-            cost(b, place) if fit else Cost(0, 0)
-            for b, fit in zip(blueprints, row, strict=True)
-        ]
-        for place, row in zip(geometry, fits, strict=True)
+        [Cost(0, 0) if misfit(b, p) else cost(b, p) for b in blueprints]
+        for p in geometry
     ]
     parameters, macs = (
-        torch.tensor([[getattr(c, what) for c in row] for row in costs]).float()
+        torch.tensor([[getattr(each, what) for each in row] for row in costs]).float()
         for what in ("parameters", "macs")
     )
-    shape = (1, per_place * len(geometry), len(blueprints))
-    return BlueprintOffers(
-        fits=torch.tensor(fits).repeat(per_place, 1).unsqueeze(0),
-        parameters=(parameters / host.parameters).repeat(per_place, 1).unsqueeze(0),
-        macs=(macs / host.macs).repeat(per_place, 1).unsqueeze(0),
-        promise=torch.zeros(shape),
-        promise_known=torch.zeros(shape, dtype=torch.bool),
-    )
-
-
-def _repeat(
-    offers: BlueprintOffers, envs: int, device: torch.device
-) -> BlueprintOffers:
-    """The offers of one host for every environment."""
-    return BlueprintOffers(
-        **{
-            field.name: getattr(offers, field.name).to(device).repeat(envs, 1, 1)
-            for field in fields(BlueprintOffers)
-        }
-    )
+    return {
+        "fits": fits,
+        "parameters": parameters / host.parameters,
+        "macs": macs / host.macs,
+        "promise": torch.zeros_like(parameters),
+        "promise_known": torch.zeros_like(fits),
+    }

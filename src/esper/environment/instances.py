@@ -12,6 +12,7 @@ small blueprint is safe and poor.
 Everything that adds up is drawn on a grid of powers of two, so sums are exact.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
@@ -95,23 +96,24 @@ class Instances:
 
     def select(self, index: Tensor) -> "Instances":
         """The instances at an index or where a mask is set."""
-        return Instances(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+        return self._each(lambda _, mine: mine[index])
 
     def to(self, device: str) -> "Instances":
         """The same instances on another device."""
-        return Instances(
-            **{f.name: getattr(self, f.name).to(device) for f in fields(self)}
-        )
+        return self._each(lambda _, mine: mine.to(device))
 
     def replaced(self, where: Bool[Tensor, " env"], others: "Instances") -> "Instances":
         """These instances, or the others where the mask is set."""
 
-        def pick(name: str) -> Tensor:
-            mine, other = getattr(self, name), getattr(others, name)
+        def pick(name: str, mine: Tensor) -> Tensor:
             mask = where.view(-1, *[1] * (mine.dim() - 1))
-            return torch.where(mask, other, mine)
+            return torch.where(mask, getattr(others, name), mine)
 
-        return Instances(**{f.name: pick(f.name) for f in fields(self)})
+        return self._each(pick)
+
+    def _each(self, change: Callable[[str, Tensor], Tensor]) -> "Instances":
+        names = [field.name for field in fields(self)]
+        return Instances(**{name: change(name, getattr(self, name)) for name in names})
 
 
 def draw_instances(
@@ -186,25 +188,20 @@ def hide(instances: Instances, generator: Generator) -> Instances:
 
     fading = torch.tensor([LIFE[cooling(4)], LIFE[cooling(3)]])[late]
     kept = torch.tensor([LIFE[mature(Stage.FOSSILIZED, alpha)] for alpha in (0.5, 1.0)])
-    return Instances(
+    return replace(
+        instances,
         hidden=torch.ones(num, dtype=torch.bool),
         gain=gain,
         fits=torch.ones_like(instances.fits),
         parameters=instances.parameters[:, :, [0, 1, 1]],  # neither is the cheaper bet
         budget=torch.full_like(instances.budget, 2.0),
-        rent=instances.rent,
-        depth=instances.depth,
-        capacity=instances.capacity,
-        liveness=instances.liveness,
-        gradient_share=instances.gradient_share,
         life=torch.where(here, fading.unsqueeze(1), kept[full].unsqueeze(1)),
         blueprint=here.long(),
         style=style.unsqueeze(1).expand(num, SPEC.slots.max_slots),
-        clock=instances.clock,
     )
 
 
-def twins(instances: Instances) -> Instances:
+def exchanged(instances: Instances) -> Instances:
     """The same hidden instances with the good and the bad blueprint exchanged."""
     swapped = instances.gain[:, :, [0, 2, 1]]
     gain = torch.where(instances.hidden.view(-1, 1, 1), swapped, instances.gain)

@@ -11,9 +11,9 @@ unit, so that a smaller one is a prefix. Rows of a minibatch are the last axis.
 A tap is a position of a 3 x 3 kernel; a dense layer has one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -111,17 +111,6 @@ def _geometry(first: LayerShape, last: LayerShape) -> Geometry:
     )
 
 
-class _Offsets:
-    """Hands out offsets one after the other."""
-
-    def __init__(self) -> None:
-        self.length = 0
-
-    def take(self, length: int) -> int:
-        start, self.length = self.length, self.length + length
-        return start
-
-
 class MemoryLayout:
     """Offsets of everything of a host with slots of so many units.
 
@@ -132,44 +121,82 @@ class MemoryLayout:
     """
 
     def __init__(self, host: Host, units: int, seeds_per_slot: int) -> None:
-        self.shapes = tuple(layer_shapes(host))
+        self.shapes = shapes = tuple(layer_shapes(host))
         self.units = units
-        self.places = len(self.shapes) - 1
+        self.places = len(shapes) - 1
         self.slots = self.places * seeds_per_slot
-        weights, activations = _Offsets(), _Offsets()
-        rows = [_layer(shape, weights, activations) for shape in self.shapes]
-        self.layers: NDArray[Any] = np.array(rows, dtype=LAYER)
-        self.host_parameters = weights.length
-        """Weights of the host, which come first."""
-        self.host_activations = activations.length
-        """Activations of the host per row of a minibatch, which come first."""
-        pairs = list(pairwise(self.shapes))
-        # The slots of a place share room for the gradients at their units.
-        shared = [_gradients(*pair, units, activations) for pair in pairs]
-        seeds = [
-            (place, *_seed(*pair, units, weights, activations), *shared[place])
-            for _ in range(seeds_per_slot)
-            for place, pair in enumerate(pairs)
+        spans = [(*pair, inputs_per_unit(*pair)) for pair in pairwise(shapes)]
+        of_layers = [(own.weights, own.outputs) for own in shapes]
+        of_seeds = seeds_per_slot * [
+            (
+                units * first.inputs * first.taps,
+                units,
+                units * each * last.outputs * last.taps,
+                last.outputs,
+            )
+            for first, last, each in spans
         ]
-        self.seeds: NDArray[Any] = np.array(seeds, dtype=SEED)
-        self.parameters = weights.length
+        self.lengths = [*chain(*of_layers, *of_seeds)]
+        """Lengths of the parts of an environment's weights, in their order."""
+        weights = accumulate(self.lengths, initial=0)
+        layer_weights, seed_weights = _offsets(weights, of_layers, of_seeds)
+        activations = [
+            (
+                own.inputs * own.padded,
+                own.outputs * own.positions,
+                own.outputs * own.padded,
+                own.inputs * own.positions,
+            )
+            for own in shapes
+        ]
+        # The slots of a place share room for the gradients at their units.
+        gradients = [
+            (units * first.padded, units * each * last.positions)
+            for first, last, each in spans
+        ]
+        hidden = seeds_per_slot * [
+            (units * first.positions, units * each * last.padded)
+            for first, last, each in spans
+        ]
+        ends = accumulate(chain(*activations, *gradients, *hidden), initial=0)
+        layer_at, gradient_at, hidden_at = _offsets(
+            ends, activations, gradients, hidden
+        )
+        self.layers: NDArray[Any] = np.array(
+            [
+                (
+                    *(own.kind, own.inputs, own.outputs, own.high, own.wide),
+                    *(own.taps, own.padded, *of_weights, *of_activations),
+                )
+                for own, of_weights, of_activations in zip(
+                    shapes, layer_weights, layer_at, strict=True
+                )
+            ],
+            dtype=LAYER,
+        )
+        self.seeds: NDArray[Any] = np.array(
+            [
+                (
+                    *(slot % self.places, *seed_weights[slot], *hidden_at[slot]),
+                    *(*gradient_at[slot % self.places], spans[slot % self.places][2]),
+                )
+                for slot in range(self.slots)
+            ],
+            dtype=SEED,
+        )
+        self.host_parameters = sum(chain(*of_layers))
+        """Weights of the host, which come first."""
+        self.host_activations = sum(chain(*activations))
+        """Activations of the host per row of a minibatch, which come first."""
+        self.parameters = next(weights)
         """Weights of host and seeds."""
-        self.activations = activations.length
+        self.activations = next(ends)
         """Activations and gradients per row of a minibatch."""
 
     @property
     def tables(self) -> tuple[NDArray[Any], NDArray[Any], int]:
         """What the kernels read."""
         return self.layers, self.seeds, self.host_parameters
-
-    @property
-    def lengths(self) -> list[int]:
-        """Lengths of the parts of an environment's weights, in their order."""
-        found = [n for own in self.shapes for n in (own.weights, own.outputs)]
-        for slot in range(self.slots):
-            first, last = self.shapes[slot % self.places :][:2]
-            found += _seed_lengths(first, last, self.units)
-        return found
 
     def extent(self, slot: int) -> tuple[int, int]:
         """Where the weights of a slot's seed begin and end."""
@@ -182,61 +209,8 @@ class MemoryLayout:
         return first.kind == last.kind == DENSE
 
 
-def _layer(
-    own: LayerShape, weights: _Offsets, activations: _Offsets
-) -> tuple[int, ...]:
-    """A `LAYER`."""
-    return (
-        own.kind,
-        own.inputs,
-        own.outputs,
-        own.high,
-        own.wide,
-        own.taps,
-        own.padded,
-        weights.take(own.weights),
-        weights.take(own.outputs),
-        activations.take(own.inputs * own.padded),
-        activations.take(own.outputs * own.positions),
-        activations.take(own.outputs * own.padded),
-        activations.take(own.inputs * own.positions),
-    )
-
-
-def _seed(
-    first: LayerShape,
-    last: LayerShape,
-    units: int,
-    weights: _Offsets,
-    activations: _Offsets,
-) -> tuple[int, ...]:
-    """A `SEED` without its place and without what the slots of a place share."""
-    each = inputs_per_unit(first, last)
-    return (
-        *(weights.take(length) for length in _seed_lengths(first, last, units)),
-        activations.take(units * first.positions),
-        activations.take(units * each * last.padded),
-    )
-
-
-def _seed_lengths(first: LayerShape, last: LayerShape, units: int) -> list[int]:
-    """Lengths of a seed's four parts: two maps, each with its bias."""
-    each = inputs_per_unit(first, last)
-    return [
-        units * first.inputs * first.taps,
-        units,
-        units * each * last.outputs * last.taps,
-        last.outputs,
-    ]
-
-
-def _gradients(
-    first: LayerShape, last: LayerShape, units: int, activations: _Offsets
-) -> tuple[int, ...]:
-    """What the slots of a place share: gradients at their units, inputs per unit."""
-    each = inputs_per_unit(first, last)
-    return (
-        activations.take(units * first.padded),
-        activations.take(units * each * last.positions),
-        each,
-    )
+def _offsets(
+    ends: Iterator[int], *tables: Sequence[tuple[int, ...]]
+) -> list[list[tuple[int, ...]]]:
+    """Offsets in the shape of tables of lengths, which lie behind each other."""
+    return [[tuple(next(ends) for _ in row) for row in table] for table in tables]

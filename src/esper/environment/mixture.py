@@ -5,7 +5,8 @@ differ.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -42,22 +43,9 @@ class Mixture(Stateful, VectorWorld):
                 )
         self.worlds = list(worlds)
         self._counts = [world.num_envs for world in worlds]
-
-    @property
-    def spec(self) -> ActionSpec:
-        """The action space of every world."""
-        return self.worlds[0].spec
-
-    @property
-    def num_envs(self) -> int:
-        """Environments of all worlds."""
-        return sum(self._counts)
-
-    @property
-    def group_size(self) -> int:
-        """How many environments in a row have the same random streams."""
-        sizes = {world.group_size for world in self.worlds}
-        return sizes.pop() if len(sizes) == 1 else 1
+        self.spec, self.num_envs = worlds[0].spec, sum(self._counts)
+        sizes = {world.group_size for world in worlds}
+        self.group_size = sizes.pop() if len(sizes) == 1 else 1
 
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
@@ -119,17 +107,13 @@ def _report(
     results: Sequence[StepResult], counts: Sequence[int]
 ) -> EpisodeReport | None:
     """The reports of all worlds, by environment of the mixture."""
-    found: list[EpisodeReport] = []
-    start = 0
-    for result, count in zip(results, counts, strict=True):
-        if result.report is not None:
-            found.append(replace(result.report, env=result.report.env + start))
-        start += count
-    if not found:
-        return None
-    names = [field.name for field in fields(EpisodeReport)]
-    columns = {n: torch.cat([getattr(each, n) for each in found]) for n in names}
-    return EpisodeReport(**columns)
+    starts = accumulate(counts, initial=0)
+    found = [
+        replace(result.report, env=result.report.env + start)
+        for result, start in zip(results, starts, strict=False)
+        if result.report is not None
+    ]
+    return together(found) if found else None
 
 
 def _describe(spec: ActionSpec) -> str:

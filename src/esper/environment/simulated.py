@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor
 
-from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, RELEVANT, ActionSpec, Op
+from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, RELEVANT, Op
 from esper.contracts.errors import BadInput, CallOrder, IllegalAction
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
@@ -174,7 +174,7 @@ class SimulatedWorld(Stateful, VectorWorld):
             raise BadInput(f"num_envs must be at least 1, got {num_envs}.")
         if not 0.0 <= hidden_share <= 1.0:
             raise BadInput(f"hidden_share must lie in [0, 1], got {hidden_share}.")
-        self._num_envs = num_envs
+        self.spec, self.num_envs = SPEC, num_envs
         self._hidden_share = hidden_share
         self._device = device
         self._check = torch.device(device).type == "cpu" if check is None else check
@@ -202,16 +202,6 @@ class SimulatedWorld(Stateful, VectorWorld):
         return world
 
     @property
-    def spec(self) -> ActionSpec:
-        """The action space."""
-        return SPEC
-
-    @property
-    def num_envs(self) -> int:
-        """How many environments step together."""
-        return self._num_envs
-
-    @property
     def instances(self) -> Instances:
         """What decides the episodes that are being played."""
         return self._current().instances
@@ -235,15 +225,15 @@ class SimulatedWorld(Stateful, VectorWorld):
         instances = instances.to(self._device)
         slots = (instances.life, instances.blueprint, instances.style)
         self._state = SimulatedState.of(instances, slots, self._tables.worth)
-        first = torch.ones(self._num_envs, dtype=torch.bool, device=self._device)
+        first = torch.ones(self.num_envs, dtype=torch.bool, device=self._device)
         return self._state.observe(self._tables, self._progress(), first)
 
     def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
         """Act everywhere; ended environments start anew in the same step."""
         before = self._current()
-        if actions.shape != (self._num_envs, NUM_HEADS):
+        if actions.shape != (self.num_envs, NUM_HEADS):
             raise BadInput(
-                f"actions must have shape {(self._num_envs, NUM_HEADS)}, one row per "
+                f"actions must have shape {(self.num_envs, NUM_HEADS)}, one row per "
                 f"environment, got {tuple(actions.shape)}."
             )
         parsed = self._parse(before, actions)
@@ -318,9 +308,9 @@ class SimulatedWorld(Stateful, VectorWorld):
         """Instances for all environments, whether they are needed or not."""
         if self._given is not None:
             return self._given
-        drawn = torch.rand(self._num_envs, generator=self._generator)
+        drawn = torch.rand(self.num_envs, generator=self._generator)
         hidden = drawn < self._hidden_share
-        return draw_instances(self._num_envs, self._generator, hidden)
+        return draw_instances(self.num_envs, self._generator, hidden)
 
     def _progress(self) -> Float[Tensor, " env"]:
         return (self._clock / HORIZON).to(self._device)
