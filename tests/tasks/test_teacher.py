@@ -67,15 +67,13 @@ def test_noise_is_the_share_of_labels_that_change():
     assert shares[1:].min() > 0.1
 
 
-def test_without_hidden_layers_a_linear_student_learns_nearly_everything():
-    splits = teacher(0, kind=Teacher(width=16, depth=0, noise=0.0))
-    assert score(nn.Linear(16, 8), splits) > 0.9
-
-
-def test_a_hidden_layer_makes_it_hard_for_a_linear_student_but_not_for_a_wide_one():
-    splits = teacher(0, kind=Teacher(width=16, depth=1, noise=0.0))
+def test_hidden_layers_make_it_hard_for_a_linear_student_but_not_for_a_wide_one():
+    easy, hard = (
+        teacher(0, kind=Teacher(width=16, depth=depth, noise=0.0)) for depth in (0, 1)
+    )
+    assert score(nn.Linear(16, 8), easy) > 0.9
     wide = MlpHost((16, 64, 64, 8)).build(Generator().manual_seed(0))
-    assert score(nn.Linear(16, 8), splits) < score(wide, splits) - 0.04
+    assert score(nn.Linear(16, 8), hard) < score(wide, hard) - 0.04
 
 
 def score(network, splits):
@@ -95,25 +93,21 @@ def score(network, splits):
         return (network(test.features).argmax(1) == test.labels).double().mean()
 
 
+def kind(width=4, depth=1, noise=0.0):
+    return Teacher(width=width, depth=depth, noise=noise)
+
+
 @pytest.mark.parametrize(
-    "wrong",
+    ("call", "words"),
     [
-        {"width": 0, "depth": 1, "noise": 0.0},
-        {"width": 4, "depth": -1, "noise": 0.0},
-        {"width": 4, "depth": 1, "noise": -0.1},
-        {"width": 4, "depth": 1, "noise": 0.9},
+        (lambda: kind(width=0), "expected width >= 1.*got width 0"),
+        (lambda: kind(depth=-1), "depth -1"),
+        (lambda: kind(noise=-0.1), r"noise -0\.1"),
+        (lambda: kind(noise=0.9), r"noise 0\.9"),
+        (lambda: teacher(0, kind=kind(width=1)), "width=1.*make it wider"),
+        (lambda: teacher(0, 79), "at least 80; got 79"),
     ],
 )
-def test_a_teacher_that_cannot_be_meant_is_refused(wrong):
-    with pytest.raises(BadInput, match=r"expected width >= 1.*got width"):
-        Teacher(**wrong)
-
-
-def test_a_teacher_too_narrow_for_eight_classes_is_refused():
-    with pytest.raises(BadInput, match=r"width=1.*make it wider"):
-        teacher(0, kind=Teacher(width=1, depth=1, noise=0.0))
-
-
-def test_few_rows_are_refused():
-    with pytest.raises(BadInput, match="at least 80; got 79"):
-        teacher(0, 79)
+def test_teachers_that_cannot_be_meant_are_refused(call, words):
+    with pytest.raises(BadInput, match=words):
+        call()

@@ -30,11 +30,6 @@ def paragraphs(ids):
     return [" ".join(part.split()) for part in decode(ids).split("\n\n")]
 
 
-def test_the_alphabet_is_newline_and_printable_ascii():
-    assert ALPHABET[0] == "\n"
-    assert ALPHABET[1:] == bytes(range(32, 127)).decode("ascii")
-
-
 @given(st.text(ALPHABET))
 def test_decoding_undoes_encoding(characters):
     ids = encode(characters)
@@ -43,6 +38,7 @@ def test_decoding_undoes_encoding(characters):
 
 
 def test_typographic_signs_become_plain_and_others_a_question_mark():
+    assert "\n" + bytes(range(32, 127)).decode("ascii") == ALPHABET
     assert decode(encode("“it’s” – 20°…")) == '"it\'s" - 20?...'
 
 
@@ -64,21 +60,36 @@ def test_each_target_is_the_character_after_its_input():
     assert inputs.equal(inputs[:, :1] + torch.arange(8))
 
 
-def test_the_generator_alone_decides_the_windows():
-    ids, state = text().train, torch.get_rng_state()
-    first, again, other = (
-        windows(ids, count=4, length=9, generator=Generator().manual_seed(seed))[0]
-        for seed in (1, 1, 2)
-    )
-    assert first.equal(again)
-    assert not first.equal(other)
-    assert state.equal(torch.get_rng_state())
+ALPHABETICAL = encode("".join(ALPHABET[1:60]))
+STRETCHES = Text("alphabet", ALPHABET, ALPHABETICAL, ALPHABETICAL, ALPHABETICAL)
 
 
-@pytest.mark.parametrize(("count", "length"), [(0, 4), (4, 0), (4, 10), (4, 11)])
-def test_windows_must_fit(count, length):
-    with pytest.raises(BadInput, match=f"got count {count} and length {length}"):
-        windows(torch.arange(10), count=count, length=length, generator=Generator())
+@pytest.mark.parametrize(
+    ("call", "given", "words"),
+    [
+        *(
+            (
+                lambda count, length: windows(
+                    torch.arange(10), count=count, length=length, generator=Generator()
+                ),
+                given,
+                f"got count {given[0]} and length {given[1]}",
+            )
+            for given in ((0, 4), (4, 0), (4, 10))
+        ),
+        *(
+            (
+                lambda count: characters(0, (40, count, 40), source=STRETCHES),
+                (count,),
+                rf"in 1\.\.47, .* 59 characters; got {count}",
+            )
+            for count in (0, 48)
+        ),
+    ],
+)
+def test_windows_must_fit(call, given, words):
+    with pytest.raises(BadInput, match=words):
+        call(*given)
 
 
 def test_missing_help_texts_are_named_in_one_line(monkeypatch):
@@ -135,13 +146,10 @@ def test_rows_are_windows_of_their_stretch_with_the_character_after(english):
 
 
 def test_every_window_of_a_stretch_can_come_and_comes_once():
-    ids = encode("".join(ALPHABET[1:60]))
-    stretches = Text("alphabet", ALPHABET, ids, ids, ids)
-    places = len(ids) - CONTEXT
-    splits = characters(0, (places, places, places), source=stretches)
-    whole = decode(ids)
+    places = len(ALPHABETICAL) - CONTEXT
+    whole = decode(ALPHABETICAL)
     expected = {whole[place : place + CONTEXT] for place in range(places)}
-    for part in splits:
+    for part in characters(0, (places, places, places), source=STRETCHES):
         assert len(part) == places
         assert set(shown(part.features)) == expected
 
@@ -159,19 +167,13 @@ def test_every_character_has_a_code_of_its_own():
 
 
 def test_the_number_alone_decides_the_windows(english):
+    def drawn(seed):
+        chance = Generator().manual_seed(seed)
+        cut, _ = windows(english.train, count=4, length=9, generator=chance)
+        return [cut, characters(seed, (50, 50, 50), source=english).test.features]
+
     state = torch.get_rng_state()
-    first, again, other = (
-        characters(seed, (50, 50, 50), source=english).test.features
-        for seed in (1, 1, 2)
-    )
-    assert first.equal(again)
-    assert not first.equal(other)
+    for first, again, other in zip(drawn(1), drawn(1), drawn(2), strict=True):
+        assert first.equal(again)
+        assert not first.equal(other)
     assert state.equal(torch.get_rng_state())
-
-
-@pytest.mark.parametrize("count", [0, 48])
-def test_a_stretch_must_have_that_many_windows(count):
-    ids = encode("".join(ALPHABET[1:60]))
-    stretches = Text("alphabet", ALPHABET, ids, ids, ids)
-    with pytest.raises(BadInput, match=rf"in 1\.\.47, .* 59 characters; got {count}"):
-        characters(0, (40, count, 40), source=stretches)
