@@ -11,6 +11,7 @@ small multiple of a power of two: sums are exact in float32, and the optimum is 
 the bit.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
@@ -198,21 +199,28 @@ def damage(
     )
 
 
-def every_act() -> tuple[Act, ...]:
-    """Every way to move a slot; WAIT is the first."""
-    acts = []
-    for op in Op:
-        numbers = [
-            [HEADS[HEAD[name]].choices[choice] for choice in SPEC.narrowed[name]]
+CODED: Final = ("op", "style", "tempo", "alpha_target", "alpha_speed", "alpha_curve")
+"""Heads that a code counts through: all but where and what to plant."""
+
+
+def coded_actions() -> Iterator[tuple[Act, dict[str, str], bool]]:
+    """Act of every code in order, choices that its op uses, whether all are allowed."""
+    for choices in product(*(HEADS[HEAD[name]].choices for name in CODED)):
+        op = Op[choices[0]]
+        used = {
+            name: choice
+            for name, choice in zip(CODED, choices, strict=True)
             if op in HEADS[HEAD[name]].used_by
-            else [0.0]
-            for name in ("tempo", "alpha_target", "alpha_speed")
-        ]
-        acts += [
-            Act(op, int(tempo), target, int(speed))
-            for tempo, target, speed in product(*numbers)
-        ]
-    return tuple(acts)
+        }
+        number = {name: HEADS[HEAD[name]].choices[used[name]] for name in used}
+        act = Act(
+            op,
+            int(number.get("tempo", 0)),
+            number.get("alpha_target", 0.0),
+            int(number.get("alpha_speed", 0)),
+        )
+        allowed = all(used[n] in SPEC.narrowed.get(n, used.values()) for n in used)
+        yield act, used, allowed
 
 
 def every_life(acts: tuple[Act, ...]) -> tuple[SlotLife, ...]:
@@ -231,16 +239,16 @@ def every_life(acts: tuple[Act, ...]) -> tuple[SlotLife, ...]:
     return tuple(found)
 
 
-ACTS: Final = every_act()
+ACTS: Final = tuple(
+    dict.fromkeys(act for act, _, allowed in coded_actions() if allowed)
+)
+"""Every way to move a slot; WAIT is the first."""
 NO_ACT: Final = len(ACTS)
 """Stands for an act that no slot allows."""
 LIVES: Final = every_life(ACTS)
 LIFE: Final = {life: index for index, life in enumerate(LIVES)}
 """Where a life stands on the life axis."""
 EMPTY: Final = LIFE[SlotLife(Stage.DORMANT)]
-
-CODED: Final = ("op", "style", "tempo", "alpha_target", "alpha_speed", "alpha_curve")
-"""Heads that a code counts through: all but where and what to plant."""
 NATURES: Final = tuple(product((False, True), repeat=3))
 """What a slot may be: (deep, fragile, lively)."""
 
@@ -279,23 +287,7 @@ def slot_tables() -> SlotTables:
     """Write the rules down, once."""
     after = [[*(acted(life, act) for act in ACTS), None] for life in LIVES]
     acts, damages = [], []
-    for choices in product(*(HEADS[HEAD[name]].choices for name in CODED)):
-        op = Op[choices[0]]
-        used = {
-            name: choice
-            for name, choice in zip(CODED, choices, strict=True)
-            if op in HEADS[HEAD[name]].used_by
-        }
-        number = {name: HEADS[HEAD[name]].choices[used[name]] for name in used}
-        act = Act(
-            op,
-            int(number.get("tempo", 0)),
-            number.get("alpha_target", 0.0),
-            int(number.get("alpha_speed", 0)),
-        )
-        allowed = all(
-            used[name] in SPEC.narrowed.get(name, used.values()) for name in used
-        )
+    for act, used, allowed in coded_actions():
         acts.append(ACTS.index(act) if allowed else NO_ACT)
         damages += [
             damage(act, used.get("style"), used.get("alpha_curve"), *nature)
