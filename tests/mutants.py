@@ -216,6 +216,48 @@ MUTANTS = (
         "torch.full_like(self._phi, -1.0)",
         f"{GROWING}::test_a_panic_never_pays",
     ),
+    Mutant(
+        "one absurd reward moves the statistics of returns",
+        "simic/agent/normalization.py",
+        "returns = self._clip_outliers(returns, valid)",
+        "returns = returns + 0.0",
+        "tests/simic/test_normalization.py",
+    ),
+    Mutant(
+        "a schedule plants more often than it says",
+        "tamiyo/schedule.py",
+        "due &= (planted < count) & (progress < until)",
+        "due &= progress < until",
+        "tests/tamiyo/test_schedule.py",
+    ),
+    Mutant(
+        "a damaged checkpoint is believed",
+        "experiment/checkpoint.py",
+        "if hashlib.sha256(state).hexdigest() != manifest.sha256:",
+        "if not state:",
+        "tests/experiment/test_checkpoint_damage.py",
+    ),
+    Mutant(
+        "p-values of several tests are not kept in order",
+        "experiment/statistics.py",
+        "np.maximum.accumulate(np.minimum(steps, 1.0))",
+        "np.minimum(steps, 1.0)",
+        "tests/experiment/test_statistics.py",
+    ),
+    Mutant(
+        "names are written into the report as markup",
+        "report/page.py",
+        "autoescape=True",
+        "autoescape=False",
+        "tests/report/test_page.py",
+    ),
+    Mutant(
+        "a broken weight stays in a grown model",
+        "growth/safety.py",
+        "if not all_finite(tensors, LARGEST):",
+        "if not tensors:",
+        "tests/growth/test_safety.py",
+    ),
 )
 
 
