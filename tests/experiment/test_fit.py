@@ -92,7 +92,7 @@ def test_lines_for_each_epoch_without_a_terminal_and_none_without_progress(capsy
 def test_classes_are_measured_by_accuracy():
     result = short(controller="never")
     assert 0.0 <= result.history[0].metric <= 1.0
-    assert result.grower._ruler.score(0.25) == 0.25
+    assert result.grower._scorer.score(0.25) == 0.25
 
 
 def test_numbers_are_measured_by_the_loss_on_the_validation_batches():

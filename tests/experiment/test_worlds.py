@@ -83,7 +83,7 @@ def test_a_family_is_redrawn_and_other_tasks_are_not():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tasks": ("family", "letter")}, "family cannot be mixed"),
+        ({"tasks": ("family", "letter")}, "cannot be mixed with other tasks"),
         ({"envs": 3}, "group_size is 2, which does not divide envs 3"),
     ],
 )
