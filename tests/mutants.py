@@ -56,8 +56,8 @@ MUTANTS = (
     Mutant(
         "a truncation bootstraps from the next episode",
         "scan.py",
-        "following, trace = rollout.final_values[time, env], zero",
-        "trace = zero",
+        "bootstrap = final if truncated else bootstrap",
+        "bootstrap = bootstrap",
         SCAN,
     ),
     Mutant(
@@ -76,9 +76,9 @@ MUTANTS = (
     ),
     Mutant(
         "padding is left as it is",
-        "simic/agent/sequence_batch.py",
-        "        if padding:\n            whole.masked",
-        "        if False:\n            whole.masked",
+        "simic/agent/rollout_buffer.py",
+        "whole.masked_fill_(beyond, 0)",
+        "pass",
         PPO,
     ),
     Mutant(
@@ -133,8 +133,8 @@ MUTANTS = (
     Mutant(
         "the slot is drawn without regard to the op",
         "simic/agent/distribution.py",
-        '_of_choice(masks.slot, actions[:, HEAD["op"]])',
-        "masks.slot.any(dim=1, keepdim=True)",
+        "_of_choice(masks.slot, op)",
+        "masks.slot.any(dim=1)",
         CHOICE,
     ),
     Mutant(
@@ -160,7 +160,7 @@ MUTANTS = (
     ),
     Mutant(
         "statistics move without the value head",
-        "simic/agent/normalization.py",
+        "simic/agent/ppo.py",
         "add_(old_mean - new_mean)",
         "add_(new_mean - old_mean)",
         "tests/simic/test_normalization.py",

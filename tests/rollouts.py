@@ -10,8 +10,7 @@ from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.slots import SlotConfig, SlotStates
 from esper.contracts.stages import Stage
 from esper.contracts.world import BlueprintOffers, HostStates, Observation, StepResult
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.agent.sequence_batch import SequenceBatch
+from esper.simic.agent.rollout_buffer import SequenceBatch, TamiyoRolloutBuffer
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy

@@ -4,8 +4,8 @@ Run forwards it is the memory of the policy, run backwards it is generalized
 advantage estimation, and its own gradient is the same recurrence the other way
 round. A boundary between episodes is decay 0: nothing passes it, not even NaN or inf.
 
-On the CPU the loops are compiled (along the row for few lanes, SIMD across lanes for
-many); elsewhere the steps are combined in pairs, in a depth of log2(time).
+On the CPU the loops are compiled, SIMD across lanes; elsewhere the steps are combined
+in pairs, in a depth of log2(time).
 Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 16; Blelloch 1990.
 """
 
@@ -28,7 +28,6 @@ Rollout = namedtuple(
     "Rollout", "rewards values dones truncated step_counts final_values last_values"
 )
 FLOATS: Final = (torch.float32, torch.float64)
-FEW_LANES: Final = 24  # Below this many environments, SIMD costs more than it saves.
 
 
 def scan(
@@ -109,15 +108,12 @@ def gae(
     if rewards.device.type != "cpu":
         results = _gae_log_depth(rollout, gamma, lam)
         return advantages.copy_(results[0]), returns.copy_(results[1])
-    tensors = [*(x.detach() for x in rollout), advantages, returns]
-    if all(x.T.is_contiguous() for x in tensors if x.ndim == 2):
-        arrays = [x.numpy().T for x in tensors]
-        _gae_time_major(*arrays[:7], gamma, lam, *arrays[7:])
-        return advantages, returns
-    tensors = [x.contiguous() for x in tensors]
-    arrays = [x.numpy().T for x in tensors]
-    _gae_rows(Rollout(*arrays[:7]), gamma, lam, *arrays[7:])
-    return advantages.copy_(tensors[7]), returns.copy_(tensors[8])
+    tensors = [_by_time(x) for x in (*rollout, advantages, returns)]
+    _gae_time_major(*(x.numpy() for x in tensors), gamma, lam)
+    for out_tensor, result in ((advantages, tensors[7]), (returns, tensors[8])):
+        if result.data_ptr() != out_tensor.data_ptr():
+            out_tensor.copy_(result.T)
+    return advantages, returns
 
 
 class _Scan(torch.autograd.Function):
@@ -135,7 +131,8 @@ class _Scan(torch.autograd.Function):
         """Return y, and keep it."""
         if compiled:
             y = inputs.new_empty(inputs.shape)
-            _recur_rows(*map(_packed, (decay, inputs, initial, y)), reverse, False)
+            arrays = (x.detach().contiguous() for x in (decay, inputs, initial, y))
+            _recur_rows(*(x.numpy() for x in arrays), reverse)
         else:
             y = _log_depth(decay, inputs, initial, reverse)
         ctx.save_for_backward(decay, y, initial)
@@ -148,16 +145,6 @@ class _Scan(torch.autograd.Function):
         decay, y, initial = ctx.saved_tensors
         reverse, compiled = ctx.reverse, ctx.compiled
         zero = torch.zeros_like(initial)
-        if compiled and not torch.is_grad_enabled():
-            total, grad_decay = y.new_empty(y.shape), y.new_empty(y.shape)
-            _recur_rows(*map(_packed, (decay, grad, zero, total)), not reverse, True)
-            first, early, late = -1 if reverse else 0, slice(None, -1), slice(1, None)
-            now, then = (early, late) if reverse else (late, early)
-            torch.mul(total[:, now], y[:, then], out=grad_decay[:, now])
-            torch.mul(total[:, first], initial, out=grad_decay[:, first])
-            grad_initial = _step(decay[:, first], total[:, first], zero)
-            return grad_decay, total, grad_initial, None, None
-
         # As if `initial` had been the input of a step before the first.
         start, gap = initial.unsqueeze(1), zero.unsqueeze(1)
         ahead, sums, before = (decay, gap), (gap, grad), (start, y[:, :-1])
@@ -174,25 +161,24 @@ class _Scan(torch.autograd.Function):
 _recur: Final[Callable[..., Tensor]] = _Scan.apply
 
 
-def _packed(x: Tensor) -> Array:
-    """A tensor as a contiguous array, copied only if need be."""
-    return x.detach().contiguous().numpy()
+def _by_time(x: Tensor) -> Tensor:
+    """`[time, env]` and contiguous, copied only if need be."""
+    return (x.T if x.ndim == 2 else x).detach().contiguous()
 
 
 @kernel
 def _recur_rows(
-    decay: Array, inputs: Array, initial: Array, y: Array, reverse: bool, late: bool
+    decay: Array, inputs: Array, initial: Array, y: Array, reverse: bool
 ) -> None:
-    """The recurrence on `[row, time, lane]`; `late` takes the decay of `before`."""
+    """The recurrence on `[row, time, lane]`."""
     rows, time, lanes = inputs.shape
     for row in range(rows):
         for step in range(time):
             now = time - 1 - step if reverse else step
             before = now + 1 if reverse else now - 1
-            kept = before if late and step > 0 else now
             for lane in range(lanes):
                 carried = initial[row, lane] if step == 0 else y[row, before, lane]
-                keep, value = decay[row, kept, lane], inputs[row, now, lane]
+                keep, value = decay[row, now, lane], inputs[row, now, lane]
                 carried = keep * carried + value
                 y[row, now, lane] = value if keep == 0 else carried
 
@@ -254,19 +240,16 @@ def _gae_time_major(
     step_counts: Array,
     final_values: Array,
     last_values: Array,
-    gamma: float,
-    lam: float,
     advantages: Array,
     returns: Array,
+    gamma: float,
+    lam: float,
 ) -> None:
     """`gae` on contiguous arrays `[time, env]`."""
     time, envs = rewards.shape
     rollout = Rollout(
         rewards, values, dones, truncated, step_counts, final_values, last_values
     )
-    if envs < FEW_LANES:
-        _gae_rows(rollout, gamma, lam, advantages, returns)
-        return
     following, trace = last_values.copy(), np.zeros_like(last_values)
     shortest = step_counts.min()
     for step in range(time):
@@ -278,31 +261,6 @@ def _gae_time_major(
                 if now >= step_counts[env]:
                     following[env] = last_values[env]
                     trace[env] = advantages[now, env] = returns[now, env] = 0
-
-
-@kernel
-def _gae_rows(
-    rollout: Rollout, gamma: float, lam: float, advantages: Array, returns: Array
-) -> None:
-    """One environment after the other, each from its last step to its first."""
-    kind = advantages.dtype.type
-    scale, fade, zero = kind(gamma), kind(gamma * lam), kind(0)
-    length, envs = advantages.shape
-    for env in range(envs):
-        count = min(max(rollout.step_counts[env], 0), length)
-        advantages[count:, env] = zero
-        returns[count:, env] = zero
-        following, trace = rollout.last_values[env], zero
-        for time in range(count - 1, -1, -1):
-            if rollout.truncated[time, env]:
-                following, trace = rollout.final_values[time, env], zero
-            elif rollout.dones[time, env]:
-                following, trace = zero, zero
-            value = rollout.values[time, env]
-            delta = rollout.rewards[time, env] + scale * following - value
-            following, trace = value, delta + fade * trace
-            advantages[time, env] = trace
-            returns[time, env] = trace + value
 
 
 @kernel

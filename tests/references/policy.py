@@ -7,7 +7,7 @@ from torch.distributions import Categorical
 from esper.contracts.actions import HEAD_NAMES, NUM_HEADS, ActionMasks
 from esper.simic.agent.distribution import HEAD_GROUPS
 from esper.tamiyo.policy.features import Features
-from esper.tamiyo.policy.network import TamiyoPolicy, one_step
+from esper.tamiyo.policy.network import TamiyoPolicy
 
 
 def act_with_categoricals(
@@ -22,17 +22,19 @@ def act_with_categoricals(
 
     Draws come from torch's global stream, as `Categorical` offers no other.
     """
-    context, state = policy.encode(one_step(features), first[:, None], state)
+    context, state = policy.encode(features, first[:, None], state)
     actions = torch.zeros(first.shape[0], NUM_HEADS, dtype=torch.int64)
     log_probs: dict[str, Tensor] = {}
     groups = policy.head_logits(context)
-    for group, heads in enumerate(HEAD_GROUPS):
-        group_logits = groups.send(actions if group else None)
+    choice = None
+    for heads in HEAD_GROUPS:
+        group_logits = groups.send(choice).view(len(first), len(heads), -1)
         for index, head in enumerate(heads):
             logits = group_logits[:, index]
             row = masks[HEAD_NAMES[head]]
             logits = logits[:, : row.shape[1]].masked_fill(~row, -1e8)
             distribution = Categorical(logits=logits)
             actions[:, head] = distribution.sample()
+            choice = actions[:, head]
             log_probs[HEAD_NAMES[head]] = distribution.log_prob(actions[:, head])
     return actions, torch.stack(list(log_probs.values()), dim=1), state

@@ -6,7 +6,7 @@ from torch import Generator
 from esper.contracts.actions import NUM_HEADS
 from esper.simic.agent.distribution import chosen, masked_log_softmax, sample
 from esper.simic.agent.losses import LossWeights, ppo_terms
-from esper.simic.agent.sequence_batch import SequenceBatch
+from esper.simic.agent.rollout_buffer import SequenceBatch
 from esper.tamiyo.policy.features import Features
 from esper.tamiyo.policy.network import Evaluation
 from tests.references import ppo as reference

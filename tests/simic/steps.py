@@ -9,8 +9,7 @@ from torch.testing import assert_close
 from esper.contracts.actions import NUM_HEADS, ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.slots import SlotConfig
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.agent.sequence_batch import SequenceBatch
+from esper.simic.agent.rollout_buffer import SequenceBatch, TamiyoRolloutBuffer
 from esper.tamiyo.policy.features import (
     HOST_COLUMNS,
     OFFER_COLUMNS,

@@ -10,20 +10,18 @@ from torch import Generator
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from esper.contracts.actions import HEAD, HEAD_NAMES, NUM_HEADS, ActionMasks, Op
+from esper.contracts.actions import HEAD, NUM_HEADS, RELEVANT, ActionMasks, Op
 from esper.contracts.errors import BadInput, NoLegalAction
 from esper.simic.agent.distribution import (
-    HEAD_GROUPS,
     chosen,
     entropy,
     inverse_cdf,
     kl_divergence,
+    legal_rows,
     masked_log_softmax,
-    probabilities,
     relevant,
     require_choice,
     require_masks,
-    rows_of_group,
     sample,
 )
 from esper.tamiyo.policy.action_masks import compute_masks
@@ -37,6 +35,10 @@ def random_rows(*shape, generator, chance=0.5):
     rows = torch.rand(shape, generator=generator) < chance
     place = torch.randint(shape[-1], shape[:-1], generator=generator)
     return rows.scatter(-1, place.unsqueeze(-1), True)
+
+
+def probabilities(log_probs, rows):
+    return torch.where(rows, log_probs.exp(), 0.0)
 
 
 def random_masks(envs=5, density=0.6, rng_seed=0):
@@ -238,16 +240,13 @@ def test_rows_are_conditional_on_the_heads_before_and_irrelevant_heads_are_force
     actions = torch.stack(
         [torch.randint(size, (40,), generator=generator) for size in SPEC.sizes], dim=1
     )
-    rows = torch.cat(
-        [rows_of_group(masks, group, actions) for group in range(len(HEAD_GROUPS))],
-        dim=1,
-    )
+    rows = legal_rows(masks, actions)
     for env in range(40):
         op, slot = Op(int(actions[env, 0])), int(actions[env, 1])
         expected = torch.zeros(8, SPEC.width, dtype=torch.bool)
         expected[0, :6] = masks.op[env]
         for name, head in list(HEAD.items())[1:]:
-            if name not in USED_BY[op.name].split():
+            if not RELEVANT[op, head]:
                 expected[head, 0] = True
             elif name == "slot":
                 expected[head, :3] = masks.slot[env, op]
@@ -261,9 +260,8 @@ def test_rows_are_conditional_on_the_heads_before_and_irrelevant_heads_are_force
 def test_without_causality_heads_that_the_op_does_not_use_are_open():
     masks = random_masks(envs=3)
     waits = torch.zeros(3, 8, dtype=torch.int64)
-    for group, heads in enumerate(HEAD_GROUPS[1:], start=1):
-        rows = rows_of_group(masks, group, waits, causal=False)
-        assert torch.equal(rows, SPEC.allowed[list(heads)].expand(3, -1, -1))
+    rows = legal_rows(masks, waits, causal=False)
+    assert torch.equal(rows[:, 1:], SPEC.allowed[1:].expand(3, -1, -1))
 
 
 def as_is(masks: ActionMasks, **fields: torch.Tensor) -> ActionMasks:
@@ -298,49 +296,23 @@ def test_masks_of_another_shape_are_refused_even_if_they_would_broadcast():
             require_masks(as_is(masks, **{name: value}), 5, SPEC)
 
 
-USED_BY = {
-    "WAIT": "op",
-    "GERMINATE": "op slot blueprint style tempo alpha_target",
-    "ADVANCE": "op slot",
-    "SET_ALPHA": "op slot style alpha_target alpha_speed alpha_curve",
-    "PRUNE": "op slot alpha_speed alpha_curve",
-    "FOSSILIZE": "op slot",
-}
-
-
-def sentences(ops: torch.Tensor) -> torch.Tensor:
-    """Sentences with given ops; the other choices are noise."""
+def actions_with(ops: torch.Tensor) -> torch.Tensor:
+    """Actions with given ops; the other choices are noise."""
     actions = torch.randint(0, 2, (*ops.shape, NUM_HEADS))
     actions[..., 0] = ops
     return actions
-
-
-def test_each_op_hears_only_its_heads():
-    actions = sentences(torch.arange(len(Op)))
-    for op, row in zip(Op, relevant(actions).tolist(), strict=True):
-        heard = {name for name, used in zip(HEAD_NAMES, row, strict=True) if used}
-        assert heard == set(USED_BY[op.name].split())
-
-
-def test_relevance_keeps_the_shape_of_a_rollout():
-    ops = torch.randint(0, len(Op), (3, 5))
-    used = relevant(sentences(ops))
-    assert used.shape == (3, 5, NUM_HEADS)
-    for env in range(3):
-        for step in range(5):
-            assert_close(used[env, step], relevant(sentences(ops[env, step])))
 
 
 def test_relevance_stays_on_the_device_of_the_actions():
     actions = torch.zeros(2, NUM_HEADS, dtype=torch.int64, device="meta")
     assert relevant(actions).device.type == "meta"
     assert relevant(actions).shape == (2, NUM_HEADS)
-    on_host = sentences(torch.arange(len(Op)))
+    on_host = actions_with(torch.arange(len(Op)))
     assert count_device_reads(lambda: relevant(on_host)) == 0
 
 
 def test_writing_into_relevance_changes_no_later_answer():
-    actions = sentences(torch.arange(len(Op)))
+    actions = actions_with(torch.arange(len(Op)))
     expected = relevant(actions).clone()
     relevant(actions).fill_(True)
     assert_close(relevant(actions), expected)

@@ -156,13 +156,6 @@ def test_gates_shut_or_open_for_good_have_finite_gradients(gate):
         assert parameter.grad.isfinite().all()
 
 
-def test_no_memory_returns_what_it_sees():
-    memory, inputs, first, state = setting("none", 1)
-    outputs, last = memory(inputs, first, state)
-    assert torch.equal(outputs, inputs)
-    assert (last == 0).all()
-
-
 def test_an_unknown_memory_is_refused_by_name():
     with pytest.raises(BadInput, match=r"no memory 'gru'; choose one of mingru, lstm"):
         make_memory("gru", 4, 1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
 
-from esper.simic.agent.normalization import (
+from esper.simic.agent.ppo import (
     SMALLEST_SCALE,
     ReturnMoments,
     rescale_head,
@@ -25,12 +25,6 @@ def moments_of(*rollouts, fading=1.0):
         grid = torch.tensor([returns])
         moments = moments.with_returns(grid, torch.ones_like(grid) > 0, fading)
     return moments
-
-
-def test_before_any_return_values_have_the_unit_one():
-    nothing = ReturnMoments.none(HERE)
-    assert nothing.scale() == 1.0
-    assert nothing.mean == 0.0
 
 
 @given(st.integers(0, 999), st.integers(1, 5), st.floats(0.01, 100))
@@ -136,11 +130,3 @@ def test_changing_units_does_not_change_a_prediction(means, scales):
     rescale_head(head, tensors[0], tensors[1])
     after = means[1] + scales[1] * head(inputs)
     assert_close(after, before, rtol=1e-4, atol=1e-3)
-
-
-def test_where_chooses_whole_records():
-    one, two = moments_of([1.0, 2.0]), moments_of([5.0, 9.0], [1.0, 3.0])
-    yes = torch.tensor(True)
-    assert one.where(yes, two).mean == one.mean
-    assert one.where(~yes, two).variance == two.variance
-    assert one.where(~yes, two).weight == two.weight

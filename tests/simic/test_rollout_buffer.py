@@ -279,28 +279,6 @@ def test_terminated_truncated_and_cut_have_three_different_futures():
     assert buffer.returns[:, 0].tolist() == [1.0, 5.0, 4.0]
 
 
-def test_a_truncation_in_mid_buffer_bootstraps_and_stops_the_trace():
-    buffer, steps = make_buffer(envs=1, steps=2, gamma=1.0, gae_lambda=1.0), Steps(1)
-    buffer.add(
-        **steps(
-            rewards=torch.tensor([1.0]),
-            values=torch.tensor([0.0]),
-            truncated=flags(1, 0),
-            final_values=torch.tensor([10.0]),
-        )
-    )
-    buffer.add(
-        **steps(
-            rewards=torch.tensor([2.0]),
-            values=torch.tensor([5.0]),
-            terminated=flags(1, 0),
-        )
-    )
-    buffer.compute_advantages_and_returns()
-    # Neither the next episode's value (6) nor its advantage (8) comes in.
-    assert buffer.advantages.tolist() == [[11.0, -3.0]]
-
-
 def test_a_cut_of_an_earlier_rollout_is_forgotten():
     buffer = make_buffer(envs=1, steps=1)
     buffer.add(**a_step(1))

@@ -4,7 +4,7 @@ from torch import Generator
 from torch.testing import assert_close
 
 from esper.contracts.errors import BadInput
-from esper.simic.agent.sequence_batch import SequenceBatch
+from esper.simic.agent.rollout_buffer import SequenceBatch
 from tests.simic.steps import Steps, fields, make_buffer
 
 

@@ -209,22 +209,6 @@ def test_every_column_has_been_tried():
     assert tried == declared
 
 
-@pytest.mark.parametrize(
-    "columns", [HOST_COLUMNS, SLOT_COLUMNS, OFFER_COLUMNS, BLUEPRINT_COLUMNS]
-)
-def test_column_names_are_unique(columns):
-    names = [column.name for column in columns]
-    assert len({*names}) == len(names)
-
-
-def test_the_tables_are_as_wide_as_they_say():
-    features = compute_features(quiet(), SPEC)
-    assert features.host.shape == (2, len(HOST_COLUMNS))
-    assert features.slots.shape == (2, 2, len(SLOT_COLUMNS))
-    assert features.offers.shape == (2, 2, 3, len(OFFER_COLUMNS))
-    assert blueprint_table(SPEC).shape == (3, len(BLUEPRINT_COLUMNS))
-
-
 def test_a_blueprint_is_affordable_up_to_the_whole_budget():
     seen = quiet()
     costs = torch.tensor([0.5, 0.6, 0.4]).expand(2, 2, 3)
@@ -305,12 +289,6 @@ def test_nan_in_what_counts_stays_visible(table, field):
     assert column(features, table, field).isnan().all()
 
 
-def test_measured_zero_differs_from_not_measured():
-    known = change(quiet(), "slots", contribution_measured=True)
-    before, after = compute_features(quiet(), SPEC), compute_features(known, SPEC)
-    assert not torch.equal(before.slots, after.slots)
-
-
 # Order, purity, devices
 
 
@@ -337,12 +315,6 @@ def test_features_are_fresh_and_contiguous_and_leave_the_observation_alone():
     for table in ("host", "slots", "offers"):
         assert getattr(first, table).is_contiguous()
         assert_close(getattr(first, table), getattr(kept, table), rtol=0, atol=0)
-
-
-def test_no_environments_give_empty_features():
-    features = compute_features(quiet(envs=0), SPEC)
-    assert features.host.shape == (0, len(HOST_COLUMNS))
-    assert features.offers.shape == (0, 2, 3, len(OFFER_COLUMNS))
 
 
 def test_features_can_be_computed_on_a_device_that_holds_no_values():

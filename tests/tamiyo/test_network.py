@@ -12,11 +12,9 @@ from esper.contracts.actions import HEAD, HEAD_NAMES, ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput, NoLegalAction
 from esper.contracts.slots import SlotConfig
-from esper.simic.agent.distribution import HEAD_GROUPS, sample
-from esper.simic.agent.policy import Policy
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
-from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy, one_step
+from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from esper.tamiyo.policy.sampling import GreedyPolicy
 from tests.rollouts import (
     SPEC,
@@ -220,15 +218,6 @@ def test_t8_sampled_and_likeliest_decisions_are_legal(density):
     assert len(ops) >= {0.0: 1, 0.3: 3, 1.0: 6}[density]
 
 
-def test_the_likeliest_sentence_needs_no_chance_and_is_the_argmax():
-    policy = make_policy(strength=2.0)
-    observation, features, masks = seen()
-    state = policy.initial_state(ENVS)
-    decision = policy.act(features, masks, observation.first, state, None)
-    top = sample(decision.distribution, decision.rows, None)
-    assert torch.equal(decision.actions, top)
-
-
 def test_values_come_in_units_of_reward():
     policy = make_policy()
     _, features, masks = seen()
@@ -277,17 +266,13 @@ def test_t3_an_op_without_a_slot_or_blueprint_is_refused(head, op):
         policy.decide(observation, masks, None, Generator())
 
 
-def test_masks_for_another_number_of_environments_are_refused():
+def test_masks_and_states_that_are_not_the_policys_are_refused():
     policy = make_policy()
-    observation, _, _ = seen(envs=4)
     with pytest.raises(BadInput, match=r"mask 'op' must be \[4, 6\].*got \[5, 6\]"):
-        policy.decide(observation, seen()[2], None, Generator())
-
-
-def test_a_state_that_is_not_the_policys_is_refused():
+        policy.decide(seen(envs=4)[0], seen()[2], None, Generator())
     observation, _, masks = seen()
     with pytest.raises(BadInput, match="state must be a tensor or None, got"):
-        make_policy().decide(observation, masks, (torch.zeros(1),), Generator())
+        policy.decide(observation, masks, (torch.zeros(1),), Generator())
 
 
 @pytest.mark.parametrize("name", ["width", "slot_width", "offer_width", "layers"])
@@ -306,7 +291,7 @@ def test_a_policy_without_an_action_space_is_refused():
 @pytest.mark.parametrize("memory", ["mingru", "lstm", "none"])
 def test_a_state_of_other_environments_is_refused(memory):
     policy = make_policy(config=replace(TINY, memory=memory))
-    features = one_step(seen(envs=8)[1])
+    features = seen(envs=8)[1]
     first, state = torch.zeros(8, 1, dtype=torch.bool), policy.initial_state(2)
     encode = inspect.unwrap(TamiyoPolicy.encode)  # past the type checks of the tests
     with pytest.raises(BadInput, match=r"state must be \[8, .*got \[2, "):
@@ -320,14 +305,6 @@ def test_choices_that_a_head_does_not_have_are_refused(head, choice):
     actions[1, 2, head] = choice
     with pytest.raises(BadInput, match=f"head '{HEAD_NAMES[head]}' must lie in 0"):
         policy.evaluate(features, rows, actions, first, state)
-
-
-def test_heads_are_grouped_in_their_order():
-    assert [head for group in HEAD_GROUPS for head in group] == list(range(8))
-
-
-def test_the_policy_is_what_the_learner_asks_for():
-    assert isinstance(make_policy(), Policy)
 
 
 def situation(policy, envs):

@@ -22,7 +22,6 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor, nn
 
-from esper.contracts.actions import ActionMasks
 from esper.contracts.state import load
 from esper.contracts.world import VectorWorld
 from esper.environment.mixture import Mixture
@@ -31,7 +30,7 @@ from esper.experiment.presets import preset
 from esper.experiment.streams import stream, stream_seed
 from esper.experiment.train import Trainer, loop_of
 from esper.experiment.worlds import steps_of, tasks_of, worlds_of
-from esper.simic.agent.distribution import HEAD_GROUPS, evaluate_choices, rows_of_group
+from esper.simic.agent.distribution import evaluate_choices, legal_rows
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
 from esper.tamiyo.policy.network import TamiyoPolicy
@@ -159,7 +158,7 @@ def tried(
         world: Where; it is reset.
         schedules: One for each environment.
         steps: Decisions; episodes that are not over by then count as far as they went.
-        causal: As in `rows_of_group`.
+        causal: As in `legal_rows`.
     """
     controller, spec = Scheduled(world.spec, schedules), world.spec
     observation, state = world.reset(), None
@@ -171,7 +170,7 @@ def tried(
         features = compute_features(observation, spec)
         masks = compute_masks(observation, spec)
         actions, state = controller.decide(observation, masks, state, nobody)
-        rows = _rows(masks, actions, causal)
+        rows = legal_rows(masks, actions, causal=causal)
         seen = (features.host, features.slots, features.offers)
         told.append((*seen, rows, actions, observation.first, running))
         result = world.step(actions)
@@ -238,12 +237,3 @@ def regression(policy: TamiyoPolicy, trial: Trial, twins: int) -> Float[Tensor, 
     weight = preferred(trial.returns, twins).unsqueeze(1)
     heard = torch.where(trial.valid, weight * said, 0.0)
     return -heard.sum() / trial.valid.sum()
-
-
-def _rows(
-    masks: ActionMasks, actions: Int64[Tensor, "env head"], causal: bool
-) -> Bool[Tensor, "env head choice"]:
-    """What every head could have chosen, given the heads before it."""
-    groups = range(len(HEAD_GROUPS))
-    parts = [rows_of_group(masks, group, actions, causal=causal) for group in groups]
-    return torch.cat(parts, dim=1)

@@ -20,7 +20,7 @@ from esper.contracts.world import (
     StepResult,
     VectorWorld,
 )
-from esper.simic.agent.policy import Policy
+from esper.simic.agent.distribution import Policy
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features

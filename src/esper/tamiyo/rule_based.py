@@ -20,9 +20,9 @@ from esper.contracts.stages import Stage
 from esper.contracts.world import BlueprintOffers, ControllerState, Observation
 from esper.simic.agent.distribution import (
     HEAD_GROUPS,
-    masked_log_softmax,
+    legal_rows,
     relevant,
-    rows_of_group,
+    rows_by_group,
     sample,
 )
 
@@ -59,12 +59,13 @@ class Random:
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
         """One uniformly drawn legal action per environment."""
-        actions, _ = Never().decide(observation, masks, state, generator)
-        for group, heads in enumerate(HEAD_GROUPS):
-            rows = rows_of_group(masks, group, actions)
-            even = masked_log_softmax(torch.zeros(rows.shape, device=rows.device), rows)
-            actions[:, heads[0] : heads[-1] + 1] = sample(even, rows, generator)
-        return actions, None
+        groups, picked, choice = rows_by_group(masks), [], None
+        for _ in HEAD_GROUPS:
+            rows = groups.send(choice)
+            even = torch.zeros(rows.shape, device=rows.device)
+            choice = sample(even, rows, generator)
+            picked.append(choice.view(len(choice), -1))
+        return torch.cat(picked, dim=1), None
 
 
 class Replay:
@@ -333,7 +334,6 @@ def _legal_or_wait(
     inside = actions.clamp(torch.zeros_like(last), last)
     used = relevant(inside)
     inside = torch.where(used, inside, 0)
-    rows = [rows_of_group(masks, group, inside) for group in range(len(HEAD_GROUPS))]
-    legal = torch.cat(rows, dim=1).gather(2, inside.unsqueeze(2)).squeeze(2)
+    legal = legal_rows(masks, inside).gather(2, inside.unsqueeze(2)).squeeze(2)
     legal &= (inside == actions) | ~used
     return torch.where(legal.all(dim=1, keepdim=True), inside, 0)

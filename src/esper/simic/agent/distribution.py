@@ -15,13 +15,15 @@ op, the blueprint row to the slot. A head the op does not use is forced to choic
 its log-ratio, entropy, KL and gradient are 0.
 """
 
+from collections.abc import Generator as Coroutine
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64
-from torch import Generator, Tensor
-from torch.nn.functional import pad
+from torch import Generator, Tensor, nn
 
 from esper.contracts.actions import (
     HEAD,
@@ -33,6 +35,7 @@ from esper.contracts.actions import (
     Op,
 )
 from esper.contracts.errors import BadInput, NoLegalAction
+from esper.contracts.features import Features
 
 HEAD_GROUPS: tuple[tuple[int, ...], ...] = (
     (HEAD["op"],),
@@ -44,6 +47,22 @@ HEAD_GROUPS: tuple[tuple[int, ...], ...] = (
 
 # u < 1 still allows u * total == total after rounding; this keeps it strictly below.
 _BELOW_ONE = 1.0 - 2.0**-22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What was chosen, and everything needed to learn from it."""
+
+    actions: Int64[Tensor, "env head"]
+    log_probs: Float[Tensor, "env head"]
+    """Log-probability of each choice given the heads before it."""
+    rows: Bool[Tensor, "env head choice"]
+    """The exact mask rows the choices were drawn from."""
+    distribution: Float[Tensor, "env head choice"]
+    """Log-probabilities of all choices; 0 where illegal."""
+    values: Float[Tensor, " env"]
+    state: Float[Tensor, "env layer state"]
+    """Memory after this decision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +93,57 @@ def evaluate_choices(
     )
 
 
+@runtime_checkable
+class Policy(Protocol):
+    """A recurrent, masked policy over several heads, with a normalised value."""
+
+    spec: ActionSpec
+    state_shape: tuple[int, int]
+    """Layers and width of its memory."""
+    value_out: nn.Linear
+    """The last layer of the value, rescaled when the statistics move."""
+    value_mean: Tensor
+    value_scale: Tensor
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What is trained."""
+        ...
+
+    def initial_state(self, envs: int) -> Float[Tensor, "env layer state"]:
+        """Empty memory."""
+        ...
+
+    def act(
+        self,
+        features: Features,
+        masks: ActionMasks,
+        first: Bool[Tensor, " env"],
+        state: Float[Tensor, "env layer state"],
+        generator: Generator | None,
+    ) -> Decision:
+        """Decide for every environment; greedily without a generator."""
+        ...
+
+    def scores(
+        self,
+        features: Features,
+        actions: Int64[Tensor, "env time head"],
+        first: Bool[Tensor, "env time"],
+        state: Float[Tensor, "env layer state"],
+    ) -> tuple[Float[Tensor, "env time head choice"], Float[Tensor, "env time"]]:
+        """Logits of every head given the stored choices, and normalised values."""
+        ...
+
+    def value(
+        self,
+        features: Features,
+        first: Bool[Tensor, " env"],
+        state: Float[Tensor, "env layer state"],
+    ) -> Float[Tensor, " env"]:
+        """V(s) of one more observation; memory is read, not advanced."""
+        ...
+
+
 def masked_log_softmax(
     logits: Float[Tensor, "*batch choice"], rows: Bool[Tensor, "*batch choice"]
 ) -> Float[Tensor, "*batch choice"]:
@@ -83,13 +153,6 @@ def masked_log_softmax(
     lowest = torch.finfo(logits.dtype).min
     log_probs = torch.log_softmax(torch.where(rows, logits, lowest), dim=-1)
     return torch.where(rows, log_probs, 0.0)
-
-
-def probabilities(
-    log_probs: Float[Tensor, "*batch choice"], rows: Bool[Tensor, "*batch choice"]
-) -> Float[Tensor, "*batch choice"]:
-    """Probabilities; exactly 0 where illegal."""
-    return torch.where(rows, log_probs.exp(), 0.0)
 
 
 def entropy(log_probs: Float[Tensor, "*batch choice"]) -> Float[Tensor, " *batch"]:
@@ -118,7 +181,7 @@ def sample(
 ) -> Int64[Tensor, " *batch"]:
     """Draw one legal choice per row; the likeliest one if `generator` is None."""
     if generator is None:
-        return greedy(logits, rows)
+        return inverse_cdf(logits, rows, None)
     shape, kind = rows.shape[:-1], logits.dtype
     uniform = torch.rand(
         shape, generator=generator, dtype=kind, device=generator.device
@@ -126,27 +189,23 @@ def sample(
     return inverse_cdf(logits, rows, uniform.to(logits.device))
 
 
-def greedy(
-    logits: Float[Tensor, "*batch choice"], rows: Bool[Tensor, "*batch choice"]
-) -> Int64[Tensor, " *batch"]:
-    """The likeliest legal choice of every row."""
-    return torch.where(rows, logits, -torch.inf).argmax(dim=-1)
-
-
 def inverse_cdf(
     logits: Float[Tensor, "*batch choice"],
     rows: Bool[Tensor, "*batch choice"],
-    uniform: Float[Tensor, " *batch"],
+    uniform: Float[Tensor, " *batch"] | None,
 ) -> Int64[Tensor, " *batch"]:
     """The legal choice in whose share of the probability `uniform` in [0, 1) falls.
 
     Illegal choices are taken out of the cumulative sum rather than trusted to add
-    nothing: a parallel sum may round two equal prefixes differently.
+    nothing: a parallel sum may round two equal prefixes differently. Without `uniform`,
+    the likeliest legal choice.
     """
-    chances = torch.where(rows, logits, -torch.inf).softmax(dim=-1)
-    cumulative = torch.where(rows, chances.cumsum(dim=-1), 0.0)
-    total = cumulative.amax(dim=-1, keepdim=True)
-    missed = cumulative <= (uniform * _BELOW_ONE).unsqueeze(-1) * total
+    legal = torch.where(rows, logits, -torch.inf)
+    if uniform is None:
+        return legal.argmax(dim=-1)
+    cumulative = torch.where(rows, legal.softmax(dim=-1).cumsum(dim=-1), 0.0)
+    reached = cumulative.amax(dim=-1).mul_(uniform * _BELOW_ONE)
+    missed = cumulative <= reached.unsqueeze(-1)
     # NaN is never missed, so that even then the choice is legal.
     return (rows > missed).view(torch.uint8).argmax(dim=-1)
 
@@ -166,53 +225,64 @@ def _relevant_on(device: torch.device) -> Tensor:
         return RELEVANT.to(device)
 
 
-def rows_of_group(
-    masks: ActionMasks,
-    group: int,
-    actions: Int64[Tensor, "env head"],
-    *,
-    causal: bool = True,
-) -> Bool[Tensor, "env group choice"]:
-    """What the heads of a group may choose, given the actions of earlier groups.
+def rows_by_group(
+    masks: ActionMasks, *, causal: bool = True
+) -> Coroutine[Tensor, Any, None]:
+    """What one group of heads after the other may choose, given the choices before.
+
+    A coroutine: it yields the rows of op, slot and blueprint `[env, choice]` and is
+    sent their choices `[env]`; last it yields the rows of all other heads
+    `[env, head, choice]`.
 
     Args:
         masks: What is possible.
-        group: Index into `HEAD_GROUPS`.
-        actions: Choices so far; entries of this group and later are not read.
         causal: Force heads that the op does not use to choice 0. False is the
             ablation in which such heads are drawn, and counted, all the same.
     """
-    heads = slice(HEAD_GROUPS[group][0], HEAD_GROUPS[group][-1] + 1)
-    fixed = masks.fixed[:, heads]
-    if group == 0:
-        return _padded(masks.op.unsqueeze(1), fixed)
-    if group == 1:
-        legal = _padded(_of_choice(masks.slot, actions[:, HEAD["op"]]), fixed)
-    elif group == 2:
-        legal = _padded(_of_choice(masks.blueprint, actions[:, HEAD["slot"]]), fixed)
-    else:
-        legal = fixed
-    uses = relevant(actions)[:, heads].unsqueeze(-1)
-    unused = _first_choice(fixed.shape[2], fixed.device) if causal else fixed
-    return torch.where(uses, legal, unused)
+    fixed, unused = masks.fixed, masks.fixed
+    if causal:
+        unused = _first_choice(fixed.shape[2], fixed.device).expand_as(fixed)
+    op = yield masks.op
+    uses = _relevant_on(op.device).index_select(0, op).unsqueeze(2)
+    one, two = HEAD["slot"], HEAD["blueprint"]
+    rows = _of_choice(masks.slot, op)
+    slot = yield torch.where(uses[:, one], rows, unused[:, one, : rows.shape[1]])
+    rows = _of_choice(masks.blueprint, slot)
+    yield torch.where(uses[:, two], rows, unused[:, two, : rows.shape[1]])
+    rest = slice(two + 1, None)
+    yield torch.where(uses[:, rest], fixed[:, rest], unused[:, rest])
+
+
+def _of_choice(
+    table: Bool[Tensor, "env option choice"], option: Int64[Tensor, " env"]
+) -> Bool[Tensor, "env choice"]:
+    """The row of each environment's option."""
+    index = option.view(-1, 1, 1).expand(-1, 1, table.shape[2])
+    return table.gather(1, index).squeeze(1)
+
+
+def join_groups(groups: Sequence[Tensor], width: int) -> Tensor:
+    """Rows or logits of all groups as `[row, head, choice]`, padded with 0."""
+    *single, rest = groups
+    blank = rest.new_zeros(rest.shape[0], width)
+    padded = [part for row in single for part in (row, blank[:, row.shape[1] :])]
+    flat = torch.cat((*padded, rest.flatten(1)), dim=1)
+    return flat.view(rest.shape[0], -1, width)
+
+
+def legal_rows(
+    masks: ActionMasks, actions: Int64[Tensor, "env head"], *, causal: bool = True
+) -> Bool[Tensor, "env head choice"]:
+    """What every head may choose, given the choices of the heads before it."""
+    groups = rows_by_group(masks, causal=causal)
+    rows = [next(groups), *(groups.send(actions[:, head]) for head in range(3))]
+    return join_groups(rows, masks.fixed.shape[2])
 
 
 @cache
 def _first_choice(width: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.arange(width, device=device) == 0
-
-
-def _of_choice(
-    table: Bool[Tensor, "env option choice"], option: Int64[Tensor, " env"]
-) -> Bool[Tensor, "env 1 choice"]:
-    """The row of each environment's option."""
-    index = option.view(-1, 1, 1).expand(-1, 1, table.shape[2])
-    return table.gather(1, index)
-
-
-def _padded(rows: Tensor, like: Tensor) -> Tensor:
-    return pad(rows, (0, like.shape[-1] - rows.shape[-1]))
 
 
 def require_choice(rows: Bool[Tensor, "env head choice"]) -> None:

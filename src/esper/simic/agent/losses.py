@@ -31,7 +31,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from esper.simic.agent.distribution import Evaluation, entropy, kl_divergence
-from esper.simic.agent.sequence_batch import SequenceBatch
+from esper.simic.agent.metrics import Terms
+from esper.simic.agent.rollout_buffer import SequenceBatch
 
 LARGEST_LOG_RATIO: Final = 20.0  # exp stays finite in float32; clamped ones are counted
 CLIP_MODES: Final = ("joint", "per_head", "mixed")
@@ -46,24 +47,6 @@ class LossWeights:
     value: float
     value_clip: float | None
     entropy: Float[Tensor, " head"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """One minibatch's objective and what to report of it, all on the device."""
-
-    loss: Float[Tensor, ""]
-    policy_loss: Float[Tensor, ""]
-    value_loss: Float[Tensor, ""]
-    clip_fraction: Float[Tensor, ""]
-    clamped: Float[Tensor, ""]
-    """Steps whose log-ratio was clamped to keep its exponential finite."""
-    kl: Float[Tensor, " head"]
-    """Each head's share of KL(old || new); the sum estimates the joint KL."""
-    entropy: Float[Tensor, " head"]
-    """Mean entropy of each head where open, from 0 (certain) to 1 (uniform)."""
-    openness: Float[Tensor, " head"]
-    """Share of valid steps on which each head had a choice."""
 
 
 def ppo_terms(

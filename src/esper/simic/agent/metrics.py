@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.actions import HEAD_NAMES, NUM_HEADS
-from esper.simic.agent.losses import Terms
 
 SCALARS: Final = (
     "policy_loss",
@@ -26,6 +25,24 @@ SCALARS: Final = (
 )
 PER_HEAD: Final = ("kl", "entropy", "openness", "grad_norm")
 FLAGS: Final = ("taken", "stopped", "finite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """One minibatch's objective and what to report of it, all on the device."""
+
+    loss: Float[Tensor, ""]
+    policy_loss: Float[Tensor, ""]
+    value_loss: Float[Tensor, ""]
+    clip_fraction: Float[Tensor, ""]
+    clamped: Float[Tensor, ""]
+    """Steps whose log-ratio was clamped to keep its exponential finite."""
+    kl: Float[Tensor, " head"]
+    """Each head's share of KL(old || new); the sum estimates the joint KL."""
+    entropy: Float[Tensor, " head"]
+    """Mean entropy of each head where open, from 0 (certain) to 1 (uniform)."""
+    openness: Float[Tensor, " head"]
+    """Share of valid steps on which each head had a choice."""
 
 
 @dataclass(frozen=True, slots=True)

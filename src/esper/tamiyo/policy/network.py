@@ -17,6 +17,7 @@ given.
 import math
 from collections.abc import Generator as Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -24,7 +25,6 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from esper.contracts.actions import (
-    HEAD,
     HEAD_NAMES,
     NUM_HEADS,
     ActionMasks,
@@ -35,18 +35,18 @@ from esper.contracts.errors import BadInput
 from esper.contracts.world import ControllerState, Observation
 from esper.simic.agent.distribution import (
     HEAD_GROUPS,
+    Decision,
     Evaluation,
     chosen,
     evaluate_choices,
-    greedy,
     inverse_cdf,
+    join_groups,
     masked_log_softmax,
     require_choice,
     require_masks,
-    rows_of_group,
+    rows_by_group,
 )
 from esper.simic.agent.memory import make_memory
-from esper.simic.agent.policy import Decision
 from esper.tamiyo.policy.features import (
     BLUEPRINT_COLUMNS,
     HOST_COLUMNS,
@@ -153,25 +153,23 @@ class TamiyoPolicy(nn.Module):
         """Decide for every environment; greedily without a generator."""
         envs = first.shape[0]
         require_masks(masks, envs, self.spec)
-        context, state = self.encode(one_step(features), first.unsqueeze(1), state)
-        actions = torch.zeros(envs, NUM_HEADS, dtype=torch.int64, device=first.device)
-        uniform = self._uniform(envs, generator)
-        logits, rows = [], []
-        groups = self.head_logits(context)
-        for group, heads in enumerate(HEAD_GROUPS):
-            scores = groups.send(actions) if group else next(groups)
-            row = rows_of_group(masks, group, actions, causal=self.config.causal)
-            here = slice(heads[0], heads[-1] + 1)
-            if uniform is None:
-                actions[:, here] = greedy(scores, row)
-            else:
-                actions[:, here] = inverse_cdf(scores, row, uniform[group])
-            logits.append(scores)
-            rows.append(row)
-        legal = torch.cat(rows, dim=1)
+        context, state = self.encode(features, first.unsqueeze(1), state)
+        logits, rows, picked = [], [], []
+        scores_of, rows_of = (
+            self.head_logits(context),
+            rows_by_group(masks, causal=self.config.causal),
+        )
+        choice = None
+        for uniform in self._uniform(envs, generator):
+            logits.append(scores_of.send(choice))
+            rows.append(rows_of.send(choice))
+            choice = inverse_cdf(logits[-1], rows[-1], uniform)
+            picked.append(choice)
+        actions = torch.cat((torch.stack(picked[:-1], dim=1), picked[-1]), dim=1)
+        legal = join_groups(rows, self.spec.width)
         if legal.device.type == "cpu":
             require_choice(legal)
-        distribution = masked_log_softmax(torch.cat(logits, dim=1), legal)
+        distribution = masked_log_softmax(join_groups(logits, self.spec.width), legal)
         return Decision(
             actions=actions,
             log_probs=chosen(distribution, actions),
@@ -203,9 +201,10 @@ class TamiyoPolicy(nn.Module):
         """Logits of every head given the stored choices, and normalised values."""
         self._require_actions(actions)
         context, _ = self.encode(features, first, state)
-        groups, rows = self.head_logits(context), actions.flatten(0, 1)
-        parts = [next(groups), *(groups.send(rows) for _ in HEAD_GROUPS[1:])]
-        logits = torch.cat(parts, dim=1).unflatten(0, first.shape)
+        groups = self.head_logits(context)
+        choices = actions.flatten(0, 1).unbind(1)
+        parts = [next(groups), *map(groups.send, choices[: len(HEAD_GROUPS) - 1])]
+        logits = join_groups(parts, self.spec.width).unflatten(0, first.shape)
         return logits, self._values(context.core).view(first.shape)
 
     @torch.no_grad()
@@ -216,7 +215,7 @@ class TamiyoPolicy(nn.Module):
         state: Float[Tensor, "env layer state"],
     ) -> Float[Tensor, " env"]:
         """V(s) of one more observation; memory is read, not advanced."""
-        context, _ = self.encode(one_step(features), first.unsqueeze(1), state)
+        context, _ = self.encode(features, first.unsqueeze(1), state)
         return self.value_mean + self.value_scale * self._values(context.core)
 
     def decide(
@@ -249,31 +248,35 @@ class TamiyoPolicy(nn.Module):
         self._require_state(state, first.shape[0])
         # All rows in two dimensions: what a layer returns is then no view, and relu
         # can be applied in place without a copy.
-        places, kinds = features.offers.shape[-3:-1]
+        places, _, columns = features.offers.shape[-3:]
         declared = self.blueprint_in(self._blueprints)
-        offers = self.offer_in(features.offers.flatten(0, -2)).unflatten(0, (-1, kinds))
-        offers = (offers + declared).relu_().flatten(0, 1)
-        offers = self.offer_out(offers).relu_().unflatten(0, (-1, kinds))
-        best = self.pooled_offers(offers.amax(dim=1))
-        slots = (self.slot_in(features.slots.flatten(0, -2)) + best).relu_()
-        slots = self.slot_out(slots).relu_().unflatten(0, (-1, places))
+        offers = self.offer_in(features.offers.reshape(-1, columns))
+        offers = (offers.view(-1, *declared.shape) + declared).relu_()
+        offers = self.offer_out(offers.view(-1, declared.shape[1])).relu_()
+        offers = offers.view(-1, places, *declared.shape)
+        best = self.pooled_offers(offers.amax(dim=2).flatten(0, 1))
+        slots = self.slot_in(features.slots.reshape(-1, features.slots.shape[-1]))
+        slots = self.slot_out((slots + best).relu_()).relu_()
+        slots = slots.view(-1, places, slots.shape[1])
         pooled = torch.cat((slots.mean(dim=1), slots.amax(dim=1)), dim=1)
-        core = self.host_in(features.host.flatten(0, 1)) + self.pooled_slots(pooled)
-        core = self.core_out(core.relu_()).relu_().unflatten(0, first.shape)
-        core, state = self.memory(core, first, state)
-        offers = offers.unflatten(0, (-1, places))
+        core = self.host_in(features.host.reshape(-1, features.host.shape[-1]))
+        core = self.core_out((core + self.pooled_slots(pooled)).relu_()).relu_()
+        core, state = self.memory(core.view(*first.shape, -1), first, state)
         return Context(core.flatten(0, 1), slots, offers), state
 
-    def _uniform(self, envs: int, generator: Generator | None) -> list[Tensor] | None:
+    def _uniform(
+        self, envs: int, generator: Generator | None
+    ) -> list[Tensor] | list[None]:
         """Uniform numbers for each group of heads; None without a generator."""
         if generator is None:
-            return None
+            return [None] * len(HEAD_GROUPS)
         flat = torch.rand(
             envs * NUM_HEADS, generator=generator, device=generator.device
         )
-        flat = flat.to(self.value_mean.device)
-        groups = flat.split([envs * len(heads) for heads in HEAD_GROUPS])
-        return [group.view(envs, -1) for group in groups]
+        *single, rest = flat.to(self.value_mean.device).split(
+            [envs * len(heads) for heads in HEAD_GROUPS]
+        )
+        return [*single, rest.view(envs, -1)]
 
     def _require_state(self, state: Tensor, envs: int) -> None:
         shape = (envs, *self.state_shape)
@@ -300,41 +303,38 @@ class TamiyoPolicy(nn.Module):
         values: Tensor = self.value_out(self.value_hidden(core).relu_())
         return values.squeeze(1)
 
-    def head_logits(self, context: Context) -> Coroutine[Tensor, Tensor, None]:
-        """Logits of one group of heads after the other, padded to the widest head.
+    def head_logits(self, context: Context) -> Coroutine[Tensor, Any, None]:
+        """Logits of one group of heads after the other, given the choices before.
 
-        A coroutine: it yields a group's logits `[row, group, choice]` and is sent the
-        actions `[row, head]` chosen so far, on which the next group depends.
+        A coroutine: it yields the logits of op, slot and blueprint `[row, choice]` and
+        is sent their choices `[row]`; last it yields the logits of all other heads
+        `[row, head, choice]`, padded to the widest head.
         """
-        core = context.core
-        ops = self.op_out(self.op_hidden(core).relu_())
-        actions = yield self._pad(ops)
+        core, slots = context.core, context.slots
+        op = yield self.op_out(self.op_hidden(core).relu_())
 
-        core = (core + self.op_embedding(actions[:, HEAD["op"]])).relu_()
-        keys = self.slot_key(context.slots.flatten(0, 1))
-        scores = _match(self.slot_query(core), keys, self.slot_score)
-        actions = yield self._pad(scores)
+        core = (core + self.op_embedding(op)).relu_()
+        keys = self.slot_key(slots.flatten(0, 1))
+        slot = yield _match(self.slot_query(core), keys, self.slot_score)
 
-        slot = _pick(context.slots, actions[:, HEAD["slot"]])
-        offers = _pick(context.offers, actions[:, HEAD["slot"]])
+        place = _places(slot, slots.shape[1])
+        slot = _rows_at(slots, place)
+        offers = _rows_at(context.offers, place)
         query = self.offer_query(torch.cat((core, slot), dim=1))
         keys = self.offer_key(offers.flatten(0, 1))
-        actions = yield self._pad(_match(query, keys, self.offer_score))
+        blueprint = yield _match(query, keys, self.offer_score)
 
-        offer = _pick(offers, actions[:, HEAD["blueprint"]])
+        offer = _rows_at(offers, _places(blueprint, offers.shape[1]))
         hidden = self.rest_hidden(torch.cat((core, slot, offer), dim=1)).relu_()
         flat = self.rest_out(hidden)
         heads = len(HEAD_GROUPS[-1])
         padded = flat.new_zeros(flat.shape[0], heads * self.spec.width)
         padded = padded.index_copy(1, self._rest_at, flat)
-        yield padded.unflatten(1, (heads, self.spec.width))
+        yield padded.view(-1, heads, self.spec.width)
 
     def logit_layers(self) -> tuple[nn.Linear, ...]:
         """The last layer of every head."""
         return self.op_out, self.slot_score, self.offer_score, self.rest_out
-
-    def _pad(self, logits: Float[Tensor, "row n"]) -> Float[Tensor, "row 1 choice"]:
-        return F.pad(logits, (0, self.spec.width - logits.shape[1])).unsqueeze(1)
 
     def _rest_positions(self) -> Int64[Tensor, " choices"]:
         """Where the choices of the last group stand in their padded rows."""
@@ -365,30 +365,25 @@ class TamiyoPolicy(nn.Module):
             self.value_out.bias.zero_()
 
 
-def one_step(features: Features) -> Features:
-    """The features of one decision as a sequence of length one."""
-    return Features(
-        features.host.unsqueeze(1),
-        features.slots.unsqueeze(1),
-        features.offers.unsqueeze(1),
-    )
-
-
 def _match(
     query: Float[Tensor, "row unit"], keys: Float[Tensor, "key unit"], score: nn.Linear
 ) -> Float[Tensor, "row key_of_row"]:
     """How well each key of a row answers its query."""
-    hidden = keys.unflatten(0, (len(query), -1)) + query.unsqueeze(1)
+    hidden = keys.view(query.shape[0], -1, keys.shape[1]) + query.unsqueeze(1)
     scores: Tensor = score(hidden.relu_().flatten(0, 1))
-    return scores.view(len(query), -1)
+    return scores.view(query.shape[0], -1)
 
 
-def _pick(
-    items: Float[Tensor, "row item ..."], index: Int64[Tensor, " row"]
+def _places(index: Int64[Tensor, " row"], count: int) -> Int64[Tensor, " row"]:
+    """Where each row's item stands if all rows of `count` items are one table."""
+    start = torch.arange(0, index.shape[0] * count, count, device=index.device)
+    return start.add_(index)
+
+
+def _rows_at(
+    items: Float[Tensor, "row item ..."], places: Int64[Tensor, " row"]
 ) -> Float[Tensor, "row ..."]:
-    """The item at each row's index."""
-    rows, count = items.shape[:2]
-    start = torch.arange(0, rows * count, count, device=index.device)
+    """One item of every row."""
     # As a lookup in one table: its gradient adds whole rows, a gather's numbers.
-    table = items.reshape(rows * count, -1)
-    return F.embedding(start + index, table).view(rows, *items.shape[2:])
+    table = items.reshape(items.shape[0] * items.shape[1], -1)
+    return F.embedding(places, table).view(-1, *items.shape[2:])
