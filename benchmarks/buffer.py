@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.timing import Report, alternate, micro
+from benchmarks.timing import Report, alternate, micro, sizes
 from esper.contracts.actions import HEAD_NAMES, NUM_HEADS, ActionSpec
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.features import (
@@ -43,7 +43,7 @@ def run() -> list[Report]:
             "ours B",
         ),
         notes=[
-            "Ours checks every shape and value. With mask: told who acted, rows may "
+            "Ours checks every shape and value. With mask: of who acted, rows may "
             "differ in length.",
             f"B: bytes per environment and step. The twin's are mostly two memories of "
             f"{HIDDEN}; ours has one per row, and all choices' log-probabilities.",
@@ -56,7 +56,7 @@ def run() -> list[Report]:
             "The twin hands out its storage; ours copies, so that it may be reused."
         ],
     )
-    for envs in ENVS:
+    for envs in sizes(ENVS):
         adding.add(*_adding(envs))
         reading.add(*_reading(envs))
     return [adding, reading]
@@ -131,6 +131,7 @@ def _naive(envs: int) -> NaiveRolloutBuffer:
 def _step(envs: int) -> dict[str, Any]:
     slots, blueprints = SPEC.slots.max_slots, len(SPEC.blueprints)
     nobody = torch.zeros(envs, dtype=torch.bool)
+    distribution = -torch.rand(envs, NUM_HEADS, SPEC.width)
     return {
         "features": Features(
             host=torch.rand(envs, len(HOST_COLUMNS)),
@@ -140,8 +141,8 @@ def _step(envs: int) -> dict[str, Any]:
         "first": nobody,
         "rows": SPEC.allowed.expand(envs, -1, -1).clone(),
         "actions": torch.zeros(envs, NUM_HEADS, dtype=torch.int64),
-        "log_probs": -torch.rand(envs, NUM_HEADS),
-        "distribution": -torch.rand(envs, NUM_HEADS, SPEC.width),
+        "log_probs": distribution[:, :, 0],  # of the first choice
+        "distribution": distribution,
         "values": torch.rand(envs),
         "rewards": torch.rand(envs),
         "terminated": nobody,

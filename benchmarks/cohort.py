@@ -4,93 +4,142 @@ One minibatch of every host: forward, backward, shadow pass, AdamW. Every enviro
 holds other blueprints in other stages. The twin is plain PyTorch, host by host, with an
 `AdamW(fused=True)` each; it is spared what ours includes: gathering the rows, and the
 learning rates of newborns. Ours is given the minibatches of one decision at a time, as
-the world gives them. Then the same in two processes, how the time grows, and how well
-`cohort_cost` tells it beforehand. All of it, about seven minutes:
-
-    python -c "from benchmarks.cohort import main; main('cohort.json', 'cohort.svg')"
+the world gives them. Then the same in two processes; then how the time grows, one thing
+changed at a time, and how well `cohort_cost` predicts it: fitted to two thirds of the
+points and judged by the others. About seven minutes.
 """
 
-import json
 import multiprocessing
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
 from multiprocessing.synchronize import Barrier
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.optimize import nnls
+from torch import Generator, Tensor
 
 from benchmarks import timing
-from benchmarks.cohort_growth import (
-    CNN,
-    KNOWN,
-    MIXED,
-    PER_PLACE,
-    STEPS,
-    Case,
-    Cohorts,
-    Point,
-    curves,
-    draw,
-    fit,
-    grow,
-)
-from benchmarks.timing import Report, alternate, machine, micro, show
+from benchmarks.cohort_cost import SECONDS, Seed, Work, work
+from benchmarks.timing import Report, alternate, micro
+from esper.contracts.blueprints import BLUEPRINTS, Blueprint
 from esper.contracts.stages import Stage
-from esper.tasks.hosts import Host, MlpHost
+from esper.environment.cohort import Alphas, Cohort
+from esper.environment.memory_layout import place_geometries
+from esper.growth.blueprints.forms import FORMS
+from esper.growth.lifecycle import SeedStates
+from esper.tasks.hosts import CnnHost, Host, MlpHost
+from tests.references.cohort import PlainHost
 
+ALPHA = {Stage.TRAINING: 0.0, Stage.BLENDING: 0.5, Stage.HOLDING: 1.0}
+KNOWN = {blueprint.name: blueprint for blueprint in BLUEPRINTS}
+MIXED = {
+    "mlp": ("low_rank_4", "widen_8", "residual_mlp", "widen_16", "widen_32"),
+    "cnn": ("widen_8", "widen_16"),
+}
 STAGES = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.TRAINING, Stage.DORMANT)
 """By environment and slot in turn: two of four seeds are in training."""
+PER_PLACE, RATE, EXAMPLES = 2, 1e-3, 1024
+STEPS = {"mlp": 16, "cnn": 4}
+"""Minibatches until the next decision."""
 TENSOR_STEPS = {"mlp": 4, "cnn": 1}
-"""Minibatches per call: fewer than ours, since they are slow."""
+"""The same for tensors, which are slower."""
+MLP, CNN = MlpHost((16, 32, 32, 26)), CnnHost((1, 28, 28), (4, 8), 10)
 
 
-def run(save: str | Path | None = None, plot: str | Path | None = None) -> list[Report]:
-    """Measure, fit, and put it into tables.
+@dataclass(frozen=True)
+class Case:
+    """Hosts to train, and the seeds in the slots of each."""
 
-    Args:
-        save: Where to write everything that was found, as one JSON document.
-        plot: Where to draw how the time grows; needs matplotlib.
-    """
+    host: Host
+    envs: int
+    seeds: Sequence[Mapping[int, tuple[Blueprint, Stage]]]
+    """By slot; one after the other for the environments, then again."""
+    steps: int
+    batch: int = 64
+
+    def of(self, env: int) -> Mapping[int, tuple[Blueprint, Stage]]:
+        """Seeds of an environment."""
+        return self.seeds[env % len(self.seeds)]
+
+    def counts(self) -> list[float]:
+        """The mean over environments of what each has to do, as `Work` lists it."""
+        places = self.host.layers - 1
+        each = []
+        for held in self.seeds:
+            seeds: list[Seed] = [(slot % places, *seed) for slot, seed in held.items()]
+            each.append(astuple(work(self.host, self.batch, seeds)))
+        return list(np.mean(each, axis=0))
+
+
+class Cohorts:
+    """The hosts of a case, as a cohort and one by one."""
+
+    def __init__(self, case: Case, engine: str = "auto", *, plain: bool) -> None:
+        self.case, chance = case, Generator().manual_seed(0)
+        host = case.host
+        self.cohort = Cohort(
+            case.envs,
+            host,
+            [KNOWN[name] for name in MIXED[host.kind]],
+            seeds_per_slot=PER_PLACE,
+            batch=case.batch,
+            engine=engine,
+        )
+        self.hosts: list[PlainHost] = []
+        lives = SeedStates.empty(case.envs, self.cohort.layout.slots)
+        stages, alphas = lives.stage.clone(), lives.alpha.clone()
+        geometry = place_geometries(host)
+        for env in range(case.envs):
+            network = host.build(chance)
+            self.cohort.set_host(env, network)
+            if plain:
+                decay = self.cohort.decay
+                self.hosts.append(
+                    PlainHost(
+                        network, rate=RATE, decay=decay, newborn=(1.0, 1), fused=True
+                    )
+                )
+            for slot, (blueprint, stage) in case.of(env).items():
+                place = geometry[slot % len(geometry)]
+                made = FORMS[blueprint.form].init(place, blueprint.size, chance)
+                self.cohort.plant(env, slot, blueprint, made)
+                stages[env, slot], alphas[env, slot] = int(stage), ALPHA[stage]
+                if plain:
+                    self.hosts[env].plant(slot, blueprint, made)
+                    self.hosts[env].live(slot, stage, ALPHA[stage])
+        self.plan = Alphas.of(replace(lives, stage=stages, alpha=alphas))
+        self.features = torch.randn(EXAMPLES, *host.shape, generator=chance)
+        self.labels = torch.randint(0, host.classes, (EXAMPLES,), generator=chance)
+        self.picked = torch.randint(
+            0, EXAMPLES, (case.envs, case.steps, case.batch), generator=chance
+        )
+        self.rates = torch.full((case.envs, case.steps), RATE)
+        self.x = self.features[self.picked[:, 0]]
+        self.y = self.labels[self.picked[:, 0]]
+
+    def train(self) -> Tensor:
+        """All minibatches until the next decision, as a cohort."""
+        flat = self.features.flatten(1).unsqueeze(0)
+        return self.cohort.train(
+            flat, self.labels.unsqueeze(0), self.picked, self.plan, self.rates
+        ).losses
+
+    def one_by_one(self) -> None:
+        """One minibatch of every host, prepared beforehand."""
+        for env, host in enumerate(self.hosts):
+            host.train_step(self.x[env], self.y[env])
+
+
+def run() -> list[Report]:
+    """Compare, in one process and in two; measure the growth and fit the model."""
     beside, checks = compare()
-    both = in_processes()
-    _say("how it grows: about three minutes")
-    points = list(grow())
-    fitted, told = fit(points, checks)
-    grown = curves(points, fitted)
-    reports = [beside, both, grown, told]
-    if save is not None:
-        document = {
-            "machine": machine(),
-            "seconds": asdict(fitted),
-            "tables": [report.as_data() for report in reports],
-        }
-        Path(save).parent.mkdir(parents=True, exist_ok=True)
-        Path(save).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        _say(f"everything that was found is in {save}")
-    if plot is not None:
-        draw(grown.as_data()["rows"], plot)
-        _say(f"how the time grows is drawn in {plot}")
-    return reports
+    return [beside, in_processes(), *growth(checks)]
 
 
-def main(
-    save: str | Path | None = None,
-    plot: str | Path | None = None,
-    *,
-    as_json: bool = False,
-) -> None:
-    """Run and print, on one thread."""
-    torch.set_num_threads(1)
-    show(run(save, plot), as_json=as_json)
-
-
-# Beside plain PyTorch.
-
-
-def mixed(host: Host, envs: int, steps: int = STEPS) -> Case:
+def mixed(host: Host, envs: int) -> Case:
     """Other blueprints in other stages everywhere."""
     names, slots = MIXED[host.kind], PER_PLACE * (host.layers - 1)
     seeds = [
@@ -101,13 +150,23 @@ def mixed(host: Host, envs: int, steps: int = STEPS) -> Case:
         }
         for env in range(envs)
     ]
-    return Case(host, envs, seeds, steps=steps)
+    return Case(host, envs, seeds, STEPS[host.kind])
 
 
-def compare(sweeps: int = 4) -> tuple[Report, list[Point]]:
-    """One minibatch of every host, for cohorts of growing size."""
-    if timing.QUICK:
-        sweeps = 1
+def measured(
+    sides: Sequence[Mapping[str, Callable[[], object]]], sweeps: int, seconds: float
+) -> list[dict[str, float]]:
+    """Best seconds of all sides in turn, again and again: a slow minute spoils one."""
+    best = [dict.fromkeys(each, float("inf")) for each in sides]
+    for _ in range(1 if timing.QUICK else sweeps):
+        for each, least in zip(sides, best, strict=True):
+            took = alternate(each, seconds=seconds, budget=2.0)
+            least.update({name: min(least[name], took[name]) for name in took})
+    return best
+
+
+def compare() -> tuple[Report, list[tuple[Case, float]]]:
+    """One minibatch of every host, for cohorts of growing size; and our seconds."""
     report = Report(
         "One minibatch of 64 rows for every host, up to 4 seeds each",
         (
@@ -120,17 +179,18 @@ def compare(sweeps: int = 4) -> tuple[Report, list[Point]]:
         ],
     )  # fmt: skip
     mlps = [(MlpHost((16, w, w, 26)), envs) for w in (12, 64) for envs in (4, 16, 64)]
-    cases = [mixed(host, envs) for host, envs in mlps]
-    cases += [mixed(CNN, envs, steps=4) for envs in (4, 16)]
-    sides = [side_by_side(case) for case in cases]
-    best = [dict.fromkeys(each, float("inf")) for each in sides]
-    for sweep in range(sweeps):  # a slow minute spoils one of them
-        _say(f"side by side: {sweep + 1} of {sweeps}")
-        for each, least in zip(sides, best, strict=True):
-            took = alternate(each, seconds=0.5, rounds=10, budget=2.0)
-            least.update({name: min(least[name], took[name]) for name in took})
+    cases = [mixed(host, envs) for host, envs in [*mlps, (CNN, 4), (CNN, 16)]]
+    cases = cases[::6] if timing.QUICK else cases
+    sides = []
+    for case in cases:
+        ours = Cohorts(case, plain=True)
+        fewer = replace(case, steps=TENSOR_STEPS[case.host.kind])
+        tensors = Cohorts(fewer, "tensors", plain=False)
+        sides.append(
+            {"ours": ours.train, "tensors": tensors.train, "plain": ours.one_by_one}
+        )
     points = []
-    for case, least in zip(cases, best, strict=True):
+    for case, least in zip(cases, measured(sides, 4, 0.5), strict=True):
         ours = least["ours"] / case.steps / case.envs
         tensors = least["tensors"] / TENSOR_STEPS[case.host.kind] / case.envs
         plain = least["plain"] / case.envs
@@ -144,29 +204,19 @@ def compare(sweeps: int = 4) -> tuple[Report, list[Point]]:
             plain / ours,
             plain / tensors,
         )
-        points.append(Point("mixed", case.envs, case, ours))
+        points.append((case, ours))
     return report, points
 
 
-def side_by_side(case: Case) -> dict[str, Callable[[], object]]:
-    """What to time: minibatches of our cohort, of one of tensors, and one by one."""
-    ours = Cohorts(case, plain=True)
-    fewer = replace(case, steps=TENSOR_STEPS[case.host.kind])
-    tensors = Cohorts(fewer, "tensors", plain=False)
-    return {"ours": ours.train, "tensors": tensors.train, "plain": ours.one_by_one}
-
-
-# Two processes.
-
-
-def in_processes(turns: int = 5) -> Report:
+def in_processes() -> Report:
     """Half of the hosts in each of two processes, beside one loop in one process."""
-    case, each = mixed(CNN, 16, steps=4), 2
+    envs, turns = (4, 1) if timing.QUICK else (16, 5)
+    case, each = mixed(CNN, envs), 2
     own = Cohorts(case, plain=True)
     spawn = multiprocessing.get_context("spawn")
-    gate, times = spawn.Barrier(3), spawn.Array("d", 2)
+    gate, times = spawn.Barrier(3, timeout=300), spawn.Array("d", 2)
     halves = [
-        spawn.Process(target=_half, args=(number, gate, times, each, turns))
+        spawn.Process(target=_half, args=(number, envs, gate, times, each, turns))
         for number in range(2)
     ]
     for half in halves:
@@ -176,7 +226,7 @@ def in_processes(turns: int = 5) -> Report:
     gate.wait()  # both are warm
     plain = alone = both = float("inf")
     for _ in range(turns):
-        plain = min(plain, _took(own.one_by_one, 2 * each) / (2 * each))
+        plain = min(plain, _took(own.one_by_one, each) / each)
         alone = min(alone, _took(own.train, each) / (each * case.steps))
         gate.wait()
         gate.wait()
@@ -190,8 +240,8 @@ def in_processes(turns: int = 5) -> Report:
     )
     for name, seconds in (
         ("one by one, one process", plain),
-        ("a cohort of 16, one process", alone),
-        ("two cohorts of 8, two processes", both),
+        (f"a cohort of {envs}, one process", alone),
+        (f"two cohorts of {envs // 2}, two processes", both),
     ):
         report.add(
             name, micro(seconds / case.envs), case.envs / seconds, plain / seconds
@@ -199,11 +249,19 @@ def in_processes(turns: int = 5) -> Report:
     return report
 
 
-def _half(number: int, gate: Barrier, times: Any, each: int, turns: int) -> None:  # noqa: ANN401
-    """Train every second host of sixteen whenever the gate opens."""
+def _half(
+    number: int,
+    envs: int,
+    gate: Barrier,
+    times: Any,  # noqa: ANN401
+    each: int,
+    turns: int,
+) -> None:
+    """Train every second host whenever the gate opens."""
     torch.set_num_threads(1)
-    whole = mixed(CNN, 16, steps=4)
-    mine = Cohorts(replace(whole, envs=8, seeds=whole.seeds[number::2]), plain=False)
+    whole = mixed(CNN, envs)
+    half = replace(whole, envs=envs // 2, seeds=whole.seeds[number::2])
+    mine = Cohorts(half, plain=False)
     mine.train()
     gate.wait()
     for _ in range(turns):
@@ -219,5 +277,81 @@ def _took(call: Callable[[], object], times: int) -> float:
     return time.perf_counter() - began
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def growing_cases() -> Iterator[tuple[str, int, Case]]:
+    """Axis, value on it, and case: one thing is changed at a time."""
+    widen = KNOWN["widen_8"]
+    pair = [{0: (widen, Stage.HOLDING), 1: (widen, Stage.TRAINING)}]
+    wider: dict[str, list[Host]] = {
+        "mlp": [MlpHost((16, w, w, 26)) for w in (8, 12, 16, 24, 32, 48, 64, 96, 128)],
+        "cnn": [CnnHost(CNN.image, (c, 2 * c), 10) for c in (2, 4, 6, 8, 12, 16)],
+    }
+    for base in (Case(MLP, 16, pair, 16), Case(CNN, 4, pair, 2)):
+        for envs in (1, 2, 4, 8, 16, 32, 64, 128):
+            yield "envs", envs, replace(base, envs=envs)
+        for host in wider[base.host.kind]:
+            yield "parameters", host.parameters, replace(base, host=host)
+        kinds = [("active", widen, Stage.HOLDING), ("training", widen, Stage.TRAINING)]
+        if base.host.kind == "mlp":
+            kinds.append(("GELU active", KNOWN["residual_mlp"], Stage.HOLDING))
+        for axis, blueprint, stage in kinds:
+            for seeds in range(5):
+                held = {slot: (blueprint, stage) for slot in range(seeds)}
+                yield axis, seeds, replace(base, seeds=[held])
+        for batch in (16, 32, 64, 128, 256):
+            yield "batch", batch, replace(base, batch=batch)
+
+
+def growth(checks: Sequence[tuple[Case, float]]) -> list[Report]:
+    """Time along each axis with the model's, and how far the model is off.
+
+    Least squares of the relative error, no coefficient below zero; every third point is
+    held out.
+    """
+    cases = list(growing_cases())
+    cases = cases[::12] if timing.QUICK else cases
+    sides = [{"ours": Cohorts(case, plain=False).train} for _, _, case in cases]
+    points = [
+        (case, best["ours"] / case.steps / case.envs)
+        for (_, _, case), best in zip(cases, measured(sides, 5, 0.1), strict=True)
+    ]
+    seen = [point for index, point in enumerate(points) if index % 3 != 1]
+    counts = np.array([np.array(case.counts()) / seconds for case, seconds in seen])
+    scale = np.linalg.norm(counts, axis=0)
+    scale[scale == 0.0] = 1.0  # nothing of it was seen
+    found, _ = nnls(counts / scale, np.ones(len(seen)))
+    fitted = Work(*(found / scale).tolist())
+    curves = Report(
+        "How the time of a host's minibatch grows; one thing is changed at a time",
+        ("host", "axis", "value", "envs", "rows", "µs per env", "model µs"),
+        notes=[
+            "A host has one active seed and one in training, widen_8 both, "
+            "except where seeds are counted."
+        ],
+    )
+    for (axis, value, _), (case, seconds) in zip(cases, points, strict=True):
+        model = micro(predicted(case, fitted))
+        row = (axis, value, case.envs, case.batch, micro(seconds), model)
+        curves.add(str(case.host), *row)
+    errors = Report(
+        "The model of `cohort_cost` beside what was measured",
+        ("points", "number", "median error", "worst error"),
+        notes=[
+            "Seconds for one: "
+            + ", ".join(f"{f.name} {getattr(fitted, f.name):.3g}" for f in fields(Work))
+        ],
+    )
+    held = points[1::3]
+    for name, those, each in (
+        ("fitted to", seen, fitted),
+        ("held out", held, fitted),
+        ("cohorts of mixed seeds", checks, fitted),
+        ("held out, with the constants of the source", held, SECONDS),
+    ):
+        off = [abs(predicted(case, each) / seconds - 1) for case, seconds in those]
+        errors.add(name, len(off), float(np.median(off)), max(off))
+    return [curves, errors]
+
+
+def predicted(case: Case, each: Work) -> float:
+    """Seconds per environment and minibatch by the model."""
+    return float(np.dot(case.counts(), astuple(each)))

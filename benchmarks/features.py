@@ -8,7 +8,7 @@ it the same loop with lists that become tensors once. Ours is one pass over arra
 import torch
 
 from benchmarks.rollouts import random_observation
-from benchmarks.timing import Report, alternate, micro
+from benchmarks.timing import Report, alternate, micro, sizes
 from esper.contracts.actions import ActionSpec
 from esper.tamiyo.policy.features import compute_features
 from tests.references.features import listed_features, naive_features, reports_of
@@ -25,7 +25,7 @@ def run() -> Report:
         notes=["Growth: our time against that of the smallest batch."],
     )
     smallest = None
-    for envs in ENVS:
+    for envs in sizes(ENVS):
         generator = torch.Generator().manual_seed(envs)
         observation = random_observation(envs, generator, SPEC)
         reports = reports_of(observation)

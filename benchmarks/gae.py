@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.timing import Report, alternate, micro
+from benchmarks.timing import Report, alternate, micro, sizes
 from esper.contracts.actions import NUM_HEADS, ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.slots import SlotConfig
@@ -54,14 +54,14 @@ def run() -> list[Report]:
         ),
         notes=[f"Copy: as many bytes as read and written, {BYTES} per element."],
     )
-    for envs, steps in SIZES:
+    for envs, steps in sizes(SIZES):
         times.add(*_times(envs, steps))
     allocations = Report(
         "What one call allocates, 4 environments",
         ("steps", "loop tensors", "loop over time tensors", "ours tensors", "ours KiB"),
         notes=["Ours KiB: peak of Python's own memory during the call."],
     )
-    for steps in LENGTHS:
+    for steps in sizes(LENGTHS):
         allocations.add(*_allocations(4, steps))
     return [times, allocations]
 

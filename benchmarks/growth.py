@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks import timing
 from benchmarks.timing import Report
 from esper.grower import Grower
 from esper.growth.model import GrowingModel
@@ -94,12 +95,13 @@ def in_turn(
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
     names = [*sides]
-    for turn in range(turns + WARM_UP):
+    warm_up, turns = (0, 1) if timing.QUICK else (WARM_UP, turns)
+    for turn in range(turns + warm_up):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             began = time.perf_counter()
             sides[name]()
-            if turn >= WARM_UP:
+            if turn >= warm_up:
                 times[name].append(time.perf_counter() - began)
     return {name: statistics.median(values) for name, values in times.items()}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.rollouts import random_observation
-from benchmarks.timing import Report, alternate, micro
+from benchmarks.timing import Report, alternate, micro, sizes
 from esper.contracts.actions import ActionSpec
 from esper.contracts.slots import SlotMaskState, SlotStates
 from esper.contracts.stages import Stage
@@ -32,7 +32,7 @@ def run() -> Report:
         ],
     )
     smallest = None
-    for envs in ENVS:
+    for envs in sizes(ENVS):
         generator = torch.Generator().manual_seed(envs)
         observation = random_observation(envs, generator, SPEC)
         rows = as_rows(observation.slots)

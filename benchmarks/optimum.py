@@ -2,8 +2,8 @@ r"""The exact best return in the simulated world, with memory and without.
 
     V_t(a, b) = max over legal moves of  V_{t+1}(a', b') - damage,    V_H = phi
 
-over the states of both slots (`planning`). Everything is deterministic, so the optimum
-is a plan: one action per step.
+over the pairs of slot states that can be reached. Everything is deterministic, so the
+optimum is a plan: one action per step.
 
 A *memoryless* policy sees the time and the present observation. In a hidden instance
 it must do well for both types at once, so `a` and `b` become the state of the usable
@@ -13,14 +13,14 @@ each: no stochastic policy does better than the best deterministic one.
 """
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from jaxtyping import Float64, Int64
+from numpy.typing import NDArray
 from torch import Generator, Tensor
 
-from benchmarks.planning import Array, plan_slots, plan_types
 from esper.contracts.actions import HEAD, HEADS, RELEVANT, ActionMasks, Op
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
@@ -39,6 +39,9 @@ from esper.environment.slot_life import (
     suiting_style,
     worth,
 )
+from esper.kernels import kernel
+
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,3 +274,180 @@ def spelt(act: Act, kind: int) -> list[int]:
         choices = [*HEADS[HEAD[name]].choices.values()]
         heads[name] = choices.index(number) if number else 0
     return [heads.get(head.name, 0) for head in HEADS]
+
+
+@kernel
+def plantable(kind: int, fits: Array, needs: float, left: float) -> bool:
+    """Whether a move plants nothing, or what fits and can be afforded."""
+    return kind < 0 or (fits[kind] and needs <= left)
+
+
+@kernel
+def reachable(
+    start: int,
+    clock: int,
+    horizon: int,
+    fits: Array,
+    following: Array,
+    moves: Array,
+    counts: Array,
+    plants: Array,
+) -> tuple[Array, Array]:
+    """States a slot can be in, [time, nth], and how many they are at each time."""
+    states = following.shape[0]
+    found = np.zeros((horizon + 1, states), np.int64)
+    number = np.zeros(horizon + 1, np.int64)
+    found[clock, 0], number[clock] = start, 1
+    for t in range(clock, horizon):
+        known = np.zeros(states, np.bool_)
+        for n in range(number[t]):
+            state = found[t, n]
+            for nth in range(counts[state]):
+                move = moves[state, nth]
+                then = following[state, move]
+                if not known[then] and plantable(plants[move], fits, 0.0, 0.0):
+                    known[then] = True
+                    found[t + 1, number[t + 1]] = then
+                    number[t + 1] += 1
+    return found, number
+
+
+@kernel
+def plan_slots(
+    value: Array,
+    parameters: Array,
+    damage: Array,
+    fits: Array,
+    budget: Array,
+    start: Array,
+    clock: Array,
+    horizon: int,
+    following: Array,
+    moves: Array,
+    counts: Array,
+    plants: Array,
+) -> tuple[Array, Array, Array]:
+    """Best returns, and the slot and the move of every step: one slot moves at a time.
+
+    The arrays are those of `Task` and of `RULES`.
+    """
+    envs, states = value.shape[0], value.shape[2]
+    returns = np.zeros(envs)
+    slots = np.zeros((envs, horizon), np.int64)
+    planned = np.zeros((envs, horizon), np.int64)
+    worth = np.zeros((2, states, states))
+    policy = np.zeros((horizon, states, states, 2), np.int8)
+    for env in range(envs):
+        begin = clock[env]
+        rules = (following, moves, counts, plants)
+        found, number = reachable(start[env, 0], begin, horizon, fits[env, 0], *rules)
+        found_too, number_too = reachable(
+            start[env, 1], begin, horizon, fits[env, 1], *rules
+        )
+        for t in range(horizon, begin - 1, -1):
+            later, now = worth[(t + 1) % 2], worth[t % 2]
+            for a in found[t, : number[t]]:
+                for b in found_too[t, : number_too[t]]:
+                    if t == horizon:
+                        now[a, b] = value[env, 0, a] + value[env, 1, b]
+                        continue
+                    best, slot, chosen = later[following[a, 0], following[b, 0]], 0, 0
+                    for lane in range(2):
+                        own, other = (b, a) if lane else (a, b)
+                        left = budget[env] - parameters[env, 1 - lane, other]
+                        still = following[other, 0]
+                        for nth in range(1, counts[own]):
+                            move = moves[own, nth]
+                            then = following[own, move]
+                            needs = parameters[env, lane, then]
+                            if plantable(plants[move], fits[env, lane], needs, left):
+                                total = (
+                                    later[still, then] if lane else later[then, still]
+                                )
+                                total -= damage[env, lane, move]
+                                if total > best:
+                                    best, slot, chosen = total, lane, move
+                    now[a, b] = best
+                    policy[t, a, b, 0], policy[t, a, b, 1] = slot, chosen
+
+        a, b = start[env, 0], start[env, 1]
+        phi = value[env, 0, a] + value[env, 1, b]
+        returns[env] = worth[begin % 2, a, b] - phi
+        for t in range(begin, horizon):
+            slot, move = policy[t, a, b]
+            slots[env, t], planned[env, t] = slot, move
+            a = following[a, 0 if slot else move]
+            b = following[b, move if slot else 0]
+    return returns, slots, planned
+
+
+@kernel
+def plan_types(
+    value: Array,
+    shown: Array,
+    parameters: Array,
+    damage: Array,
+    fits: Array,
+    budget: Array,
+    start: Array,
+    clock: Array,
+    looks: Array,
+    horizon: int,
+    following: Array,
+    moves: Array,
+    counts: Array,
+    plants: Array,
+) -> tuple[Array, Array]:
+    """Best average returns over two types, and every move, [env, type, time].
+
+    One slot, moved under either type; equal observations force equal moves. The
+    arrays are those of `Task` for the usable slot, with types in the place of slots.
+    """
+    envs, states = value.shape[0], value.shape[2]
+    returns = np.zeros(envs)
+    planned = np.zeros((envs, 2, horizon), np.int64)
+    worth = np.zeros((2, states, states))
+    policy = np.zeros((horizon, states, states, 2), np.int8)
+    for env in range(envs):
+        begin = clock[env]
+        rules = (following, moves, counts, plants)
+        found, number = reachable(start[env], begin, horizon, fits[env], *rules)
+        for t in range(horizon, begin - 1, -1):
+            later, now = worth[(t + 1) % 2], worth[t % 2]
+            for a in found[t, : number[t]]:
+                for b in found[t, : number[t]]:
+                    if t == horizon:
+                        now[a, b] = value[env, 0, a] + value[env, 1, b]
+                        continue
+                    equal = (
+                        looks[a] == looks[b] and shown[env, 0, a] == shown[env, 1, b]
+                    )
+                    best, chosen, chosen_too = -np.inf, 0, 0
+                    for nth in range(counts[a]):
+                        move = moves[a, nth]
+                        then = following[a, move]
+                        needs = parameters[env, then]
+                        if not plantable(plants[move], fits[env], needs, budget[env]):
+                            continue
+                        for nth_too in range(counts[b]):
+                            other = moves[b, nth_too]
+                            if equal and other != move:
+                                continue
+                            after = following[b, other]
+                            needs = parameters[env, after]
+                            if plantable(plants[other], fits[env], needs, budget[env]):
+                                total = later[then, after]
+                                total -= damage[env, move] + damage[env, other]
+                                if total > best:
+                                    best, chosen, chosen_too = total, move, other
+                    now[a, b] = best
+                    policy[t, a, b, 0], policy[t, a, b, 1] = chosen, chosen_too
+
+        a = b = start[env]
+        phi = value[env, 0, a] + value[env, 1, b]
+        returns[env] = (worth[begin % 2, a, b] - phi) / 2
+        for t in range(begin, horizon):
+            planned[env, 0, t], planned[env, 1, t] = policy[t, a, b]
+            a = following[a, planned[env, 0, t]]
+            b = following[b, planned[env, 1, t]]
+    return returns, planned

@@ -3,7 +3,7 @@
 Small runs on real tasks are killed with SIGKILL at moments drawn from the whole length
 of a run, once, twice or five times, and gone on with until they are complete. Each is
 then held against a run that nobody disturbed: every number of every checkpoint, every
-row that counts, every row that was said to be written. Besides, each change that two
+row that counts, every row that was acknowledged. Besides, each change that two
 checkpoints make to a disk is a moment to die at, and to lose power at. Twins that do
 one thing badly must be caught by the same means.
 """
@@ -145,7 +145,7 @@ def killed_runs(trials: Trials, kills: int) -> Report:
         notes=[
             "Same bits: SHA-256 of every tensor of every checkpoint that is kept.",
             "Same rows: all that count, but for how long they took. Acknowledged: "
-            "rows that were said to be written.",
+            "rows that were reported as written.",
             "Ready: median of resumed ones, from the start of a process that has "
             "imported everything.",
             f"0 failures of {kills} runs would mean that at most "

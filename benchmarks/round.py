@@ -1,7 +1,7 @@
 """Where does the time of a round go?
 
 A run on `letter` with 16 environments and default settings: rollout, update, rows and
-checkpoints. Time is told apart by a stopwatch at the calls of each part; what an inner
+checkpoints. Time is split by a stopwatch at the calls of each part; what an inner
 call takes is not the outer one's too. All rounds count but the first, which compiles,
 and as many follow as lie between two checkpoints. Instead of a naive twin there are
 bars: control, update and store at most 10 %, observing at most 20 %.

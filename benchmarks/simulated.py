@@ -10,7 +10,7 @@ the same; its instances are drawn beforehand.
 import torch
 from torch import Generator, Tensor
 
-from benchmarks.timing import Report, alternate, micro
+from benchmarks.timing import Report, alternate, micro, sizes
 from esper.contracts.actions import HEAD_NAMES, RELEVANT
 from esper.contracts.world import Observation
 from esper.environment.instances import HORIZON
@@ -33,7 +33,7 @@ def run() -> Report:
             "Not included: choosing the actions, which were recorded.",
         ],
     )
-    for envs in ENVS:
+    for envs in sizes(ENVS):
         actions, rows = record(envs)
         plain = [step.tolist() for step in actions]
         best = alternate(

@@ -10,17 +10,23 @@ import platform
 import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 Cell = str | float | int | None
+Size = TypeVar("Size")
 QUICK = False
 """Whether every side is called once only, to see that it works; `--quick` sets it."""
 WIDTH = 140
 """Columns of a table that is not shown in a terminal."""
+
+
+def sizes(every: Sequence[Size]) -> Sequence[Size]:
+    """All sizes; with `--quick` the first."""
+    return every[:1] if QUICK else every
 
 
 def alternate(

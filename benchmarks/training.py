@@ -1,8 +1,12 @@
-"""One training of a small network, grown or not, through one and the same loop."""
+"""One training of a small network, grown or not, and what it costs in multiply-adds.
+
+A decision costs a pass over the decision rows, the promises of all places (and one
+more, for a start that is computed), and a few answers to the example.
+"""
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -12,16 +16,21 @@ from torch import Generator, Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
-from benchmarks.macs import Meter, mlp_macs, step_macs
+from esper.contracts.stages import Stage
 from esper.experiment.streams import stream, stream_seed
 from esper.grower import Grower
+from esper.growth.hooks import ROWS
+from esper.growth.macs import promise_macs, step_macs
+from esper.growth.model import GrowingModel
 from esper.growth.optimiser import Newborn
-from esper.tamiyo.schedule import EARLY, Scheduled
+from esper.growth.slots import is_layer
 from esper.tasks.data import Data, split
 
 BLUEPRINTS: Final = ("widen_8", "widen_16", "widen_32")
 EXAMPLE: Final = 8
 """Rows of the example that a growing model is watched with."""
+ANSWERS: Final = 4
+"""Answers to the example in one decision, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +54,6 @@ class Run:
     """Parameters that may be added, relative to the host's; None: never grown."""
     epochs: int = 0
     """Decisions of a growing run, spread evenly over its steps."""
-    initialiser: str = "zero_out"
-    patience: int = 2
     newborn: float = 3.0
 
 
@@ -62,15 +69,11 @@ class Outcome:
     """Numbers that were trained."""
     exported: int
     """Numbers in the exported network, with the zeros that merging writes."""
-    macs: int
-    """Multiply-adds per row of the trained network."""
     training_macs: int
     seconds: float
     cpu_seconds: float
     incidents: int = 0
     """Batches that the guard refused."""
-    story: Sequence[str] = ()
-    """Decisions that changed something."""
 
 
 def train(what: Run, data: Data) -> Outcome:
@@ -112,14 +115,12 @@ def train(what: Run, data: Data) -> Outcome:
         test=accuracy(final, parts.test) if what.judged else None,
         parameters=history[-1].parameters if history else _count(net),
         exported=_count(final),
-        macs=history[-1].macs if history else plain_macs,
         training_macs=meter.spent
         if meter
         else what.steps * what.batch * step_macs(plain_macs),
         seconds=time.perf_counter() - began,
         cpu_seconds=time.process_time() - cpu,
         incidents=sum(len(decision.incidents) for decision in history),
-        story=tuple(f"{d.step}: {d.said}" for d in history if d.grew),
     )
 
 
@@ -143,12 +144,96 @@ def accuracy(net: nn.Module, data: Data) -> float:
     return float(right.double().mean())
 
 
+class Meter:
+    """Adds up what training a growing model costs."""
+
+    def __init__(
+        self, model: GrowingModel, decision_rows: int, example_rows: int
+    ) -> None:
+        self.spent = 0
+        self._model = model
+        self._rows, self._example = decision_rows, example_rows
+        self._layers = [
+            n for n, module in model.host.named_modules() if is_layer(module)
+        ]
+        largest = max(blueprint.size for blueprint in model.spec.blueprints)
+        costs = []
+        for place in model.survey.places:
+            at = place.geometry
+            costs.append(
+                promise_macs(ROWS, at.inlet_width + 1, at.outlet_width, largest)
+            )
+        self._promises = sum(costs) + max(costs)
+
+    def steps(self, rows: int) -> None:
+        """Rows were trained on, since the last decision."""
+        model = self._model
+        training = [
+            slot
+            for slot, name in enumerate(model.slots)
+            if model.stage(name) is Stage.TRAINING
+        ]
+        cost = step_macs(
+            model.macs, sum(map(self._seed, training)), self._behind(training)
+        )
+        self.spent += rows * cost
+
+    def decision(self) -> None:
+        """A decision is taken now."""
+        rows = self._rows + ANSWERS * self._example
+        self.spent += rows * self._model.macs + self._promises
+
+    def _seed(self, slot: int) -> int:
+        kind = int(self._model.states.blueprint[0, slot])
+        return self._model.cost(slot, self._model.spec.blueprints[kind])[1]
+
+    def _behind(self, training: list[int]) -> int:
+        """What reads, directly or not, what the first of some seeds writes."""
+        if not training:
+            return 0
+        model, order = self._model, self._layers
+        first = min(order.index(model.place(slot).site.outlet) for slot in training)
+        host = model.host
+        behind = sum(
+            host.get_submodule(name).get_parameter("weight").numel()
+            for name in order[first + 1 :]
+        )
+        living = [
+            slot
+            for slot in range(len(model.slots))
+            if int(model.states.blueprint[0, slot]) >= 0
+            and order.index(model.place(slot).site.inlet) > first
+        ]
+        return behind + sum(map(self._seed, living))
+
+
+def mlp_macs(inputs: int, width: int, classes: int) -> int:
+    """Multiply-adds per row of input -> width -> width -> classes."""
+    return inputs * width + width * width + width * classes
+
+
+def mlp_parameters(inputs: int, width: int, classes: int) -> int:
+    """Weights and biases of input -> width -> width -> classes."""
+    return mlp_macs(inputs, width, classes) + 2 * width + classes
+
+
+def width_for(inputs: int, classes: int, parameters: int) -> int:
+    """The width whose number of parameters is nearest to the one asked for."""
+    width = 1
+    while mlp_parameters(inputs, width, classes) < parameters:
+        width += 1
+    return min(
+        (max(1, width - 1), width),
+        key=lambda one: abs(mlp_parameters(inputs, one, classes) - parameters),
+    )
+
+
 def _grower(
     what: Run, net: nn.Module, optimizer: AdamW, example: Tensor
 ) -> Grower | None:
     if what.budget is None:
         return None
-    grower = Grower(
+    return Grower(
         net,
         optimizer,
         "auto",
@@ -157,14 +242,9 @@ def _grower(
         budget=what.budget,
         decisions=what.epochs,
         blueprints=BLUEPRINTS,
-        initialiser=what.initialiser,
         newborn=Newborn(factor=what.newborn),
         rng_seed=stream_seed(what.rng_seed, "growth"),
     )
-    grower.controller = Scheduled(
-        grower.model.spec, replace(EARLY, patience=what.patience)
-    )
-    return grower
 
 
 def _batches(

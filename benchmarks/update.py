@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.rollouts import SPEC, filled_buffer
-from benchmarks.timing import Report, alternate
+from benchmarks.timing import Report, alternate, sizes
 from esper.simic.agent.memory import MinGRU
 from esper.simic.agent.ppo import Guard, PPOAgent, PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
@@ -22,18 +22,15 @@ def run() -> Report:
         "PPO update",
         ("what", "size", "ours", "beside it", "ratio", "unit"),
     )
-    for envs, time, width in ((16, 150, 128), (64, 128, 128), (4, 150, 512)):
+    for envs, time, width in sizes(((16, 150, 128), (64, 128, 128), (4, 150, 512))):
         _memory_row(report, envs, time, width)
-    for envs in (4, 16):
-        _epoch_row(report, envs, 150)
-    _epoch_row(report, 8, 30)
-    for envs in (4, 16):
-        _read_row(report, envs, 150)
+    for envs, steps in sizes(((8, 30), (4, 150), (16, 150))):
+        _epoch_row(report, envs, steps)
+        agent = _agent(envs, steps, "mingru")
+        reads = count_device_reads(agent.update)
+        size = f"{envs}×{steps}"
+        report.add("device reads per update", size, reads, None, None, "reads")
     parameters = sum(p.numel() for p in TamiyoPolicy(SPEC).parameters())
-    report.notes.append(
-        "elsewhere: a per-environment PPO with an LSTM policy of 4 M parameters, 4×150 "
-        "steps, 2 threads, another machine; its reads: 267 items and 132 truth tests"
-    )
     report.notes.append(
         f"policy: {parameters:,} parameters, 3 slots, 12 blueprints, 8 heads; an epoch "
         "is one pass over all sequences in one minibatch (forward, backward, Adam)"
@@ -85,11 +82,6 @@ def _epoch_row(report: Report, envs: int, steps: int) -> None:
         f"{best['ours'] / best['without']:.2f}× the time",
         "ms",
     )
-    if envs == 4:
-        report.add(
-            "epoch: ours | LSTM of 4 M parameters, elsewhere", f"{envs}×{steps}",
-            best["ours"] * 1e3, 176.0, None, "ms",
-        )  # fmt: skip
 
 
 def _one_epoch(agent: PPOAgent):  # noqa: ANN202
@@ -97,18 +89,3 @@ def _one_epoch(agent: PPOAgent):  # noqa: ANN202
     batch = agent.buffer.get_batched_sequences()
     guard = Guard(float("inf"), agent.device)
     return lambda: agent.step(batch, guard)
-
-
-def _read_row(report: Report, envs: int, steps: int) -> None:
-    torch.manual_seed(0)
-    policy = TamiyoPolicy(SPEC)
-    agent = PPOAgent(policy, filled_buffer(policy, envs, steps), PPOConfig())
-    reads = count_device_reads(agent.update)
-    report.add(
-        "device reads per update: ours | elsewhere",
-        f"{envs}×{steps}",
-        reads,
-        267 + 132,
-        None,
-        "reads",
-    )

@@ -4,12 +4,12 @@ Arms know nothing of the ledger. What they are made from, be it a controller's f
 or what Tamiyo did on the same hosts, is handed to them as `Supplies`; they return one
 result for each host and, where somebody decided, all that was done.
 
-    random       as many seeds as Tamiyo planted, and while she did, at random
-    replay       her sentences on the next host, replay-elsewhere: on another task
-    static       a plain network of as many parameters as hers, static-macs: trained
+    random       as many seeds as Tamiyo planted, in the same time, at random
+    replay       its actions on the next host, replay-elsewhere: on another task
+    static       a plain network of as many parameters as its, static-macs: trained
                  until it has cost as many multiply-adds
     longer       the host as it is, trained until it has cost as many multiply-adds
-    scratch      hidden layers as wide as hers at the end, from the start
+    scratch      hidden layers as wide as its at the end, from the start
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,8 +43,8 @@ from evidence.protocol import APART
 
 STAGE: Final = "evidence"
 """What the hosts are for: no training sees these."""
-UNFELT: Final = (Stage.DORMANT, Stage.TRAINING)
-"""Stages in which a host does not feel a seed."""
+INACTIVE: Final = (Stage.DORMANT, Stage.TRAINING)
+"""Stages in which a seed adds nothing to the host's activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +56,11 @@ class Supplies:
     facts: str = ""
     """What search or fit found, as JSON."""
     added: float = 0.0
-    """Parameters that Tamiyo added, mean over her controllers and the hosts."""
+    """Parameters that Tamiyo added, mean over its controllers and the hosts."""
     training_macs: float = 0.0
-    """Multiply-adds that her trainings took, the same."""
+    """Multiply-adds that its trainings took, the same."""
     recordings: tuple[Recorded, ...] = ()
-    """What she did, for each host, on it or wherever is meant."""
+    """What it did, for each host, on it or wherever is meant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ def _random(batch: Batch, supplies: Supplies) -> Outcome:
 
 def _replay(batch: Batch, supplies: Supplies) -> Outcome:
     recordings = _all(batch, supplies)
-    actions = sentences(recordings)
+    actions = stacked_actions(recordings)
     return _grown(batch, lambda spec: Replay(actions))
 
 
@@ -230,8 +230,8 @@ ARMS: Final[Mapping[str, Arm]] = MappingProxyType(
 """What each arm does; whoever is not named has learnt."""
 
 
-def sentences(recordings: Sequence[Recorded]) -> Tensor:
-    """Recorded sentences of several hosts, int64 [time, env, head]; WAIT at the end."""
+def stacked_actions(recordings: Sequence[Recorded]) -> Tensor:
+    """Recorded actions of several hosts, int64 [time, env, head]; WAIT at the end."""
     longest = max(len(one.actions) for one in recordings)
     whole = torch.zeros(longest, len(recordings), NUM_HEADS, dtype=torch.int64)
     for env, one in enumerate(recordings):
@@ -246,7 +246,7 @@ def topology(host: Host, recorded: Recorded) -> Host:
     units = [0] * places
     last = (recorded.stages[-1].tolist(), recorded.blueprints[-1].tolist())
     for slot, (stage, kind) in enumerate(zip(*last, strict=True)):
-        if stage not in UNFELT and kinds[kind].form is Form.WIDEN:
+        if stage not in INACTIVE and kinds[kind].form is Form.WIDEN:
             units[slot % places] += kinds[kind].size
     match host:
         case MlpHost():

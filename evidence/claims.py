@@ -55,7 +55,7 @@ class Versus:
     difference: Interval
     """Of the interquartile means over all tasks."""
     improvement: Interval
-    """How often she is above it on the same seed."""
+    """How often it is above the other on the same seed."""
     tasks: Mapping[str, OnTask]
     """Those that have a pair."""
 
@@ -81,7 +81,6 @@ def compare(
     tasks: Sequence[str],
     *,
     resamples: int = RESAMPLES,
-    rng_seed: int = 0,
 ) -> dict[str, Versus]:
     """Tamiyo beside everybody else, by name.
 
@@ -89,15 +88,13 @@ def compare(
         cells: Normalised objectives.
         tasks: Those of the protocol, in its order.
         resamples: How often members and seeds are drawn anew.
-        rng_seed: Start of the random streams.
     """
-    chance: Any = {"resamples": resamples, "rng_seed": rng_seed}
     others = [arm for arm in cells.members if arm != LEARNED]
     corrected = _corrected(cells, tasks, claimed(cells, tasks))
     found = {}
     for other in others:
         same = other in REPLAYS
-        known: Any = {"same_members": same, **chance}
+        known: Any = {"same_members": same, "resamples": resamples}
         rows = {}
         for task in tasks:
             x, y = _beside(cells, other, [task])
@@ -145,8 +142,8 @@ def claims(
     )
     found.append(
         _judged(
-            "above her own actions replayed from another seed: interval clear of 0",
-            "above her replay",
+            "above its own actions replayed from another seed: interval clear of 0",
+            "above its replay",
             tasks,
             against.get("replay"),
             lambda v: v.difference.low > 0.0,
@@ -190,10 +187,10 @@ def _beside(
     ours, theirs = cells.of(LEARNED, tasks), cells.of(other, tasks)
     if other not in REPLAYS:
         return ours, theirs
-    hers, its = cells.members.get(LEARNED, ()), cells.members[other]
-    both = [member for member in hers if member in its]
-    mine = [hers.index(member) for member in both]
-    other_ones = [its.index(member) for member in both]
+    ours_by, theirs_by = cells.members.get(LEARNED, ()), cells.members[other]
+    both = [member for member in ours_by if member in theirs_by]
+    mine = [ours_by.index(member) for member in both]
+    other_ones = [theirs_by.index(member) for member in both]
     return [f[mine] for f in ours], [f[other_ones] for f in theirs]
 
 
@@ -221,7 +218,7 @@ def _everywhere(arm: str, tasks: Sequence[str], versus: Versus | None) -> Claim:
     below = [task for task, gap in gaps.items() if gap.high < 0.0]
     rest = [task for task in gaps if task not in above and task not in below]
     text = [f"above on {len(above)} of {len(tasks)}"]
-    text += [f"not told apart on {_names(rest)}"] if rest else []
+    text += [f"not distinguished on {_names(rest)}"] if rest else []
     text += [f"below on {_names(below)}"] if below else []
     text.append(f"all tasks {_shown(versus.difference)}")
     verdict = REACHED if len(above) == len(tasks) else MISSED
@@ -242,7 +239,9 @@ def _judged(
     if versus is None or not versus.tasks:
         return Claim(goal=goal, short=short, verdict=OPEN, figures="not run")
     gap = versus.difference
-    side = "above" if gap.low > 0.0 else "below" if gap.high < 0.0 else "not told apart"
+    side = (
+        "above" if gap.low > 0.0 else "below" if gap.high < 0.0 else "not distinguished"
+    )
     text = (
         f"{versus.other}: {side}, difference {_shown(gap)}, probability "
         f"{_shown(versus.improvement, '.2f')}"

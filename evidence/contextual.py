@@ -25,11 +25,11 @@ from esper.contracts.world import Controller, VectorWorld
 from esper.experiment.statistics import Floats
 from esper.tamiyo.bandit import CONTEXT, LOOK, LinearBandit, OneChoice
 from esper.tamiyo.schedule import Schedule
-from evidence.search import MakeWorlds, ProgressCallback, Sweeps
+from evidence.search import MakeWorlds, Sweeps
 
 RIDGE: Final = 0.01
 """Weight of the penalty, for columns of unit variance."""
-_CONSTANT: Final = 1e-6  # a column that varies less tells nothing but rounding
+_CONSTANT: Final = 1e-6  # a column that varies less holds nothing but rounding
 ARMS: Final = (
     Schedule(count=0),
     Schedule(blueprint="widen_8", count=1),
@@ -67,7 +67,6 @@ def fit_bandit(
     make_worlds: MakeWorlds,
     env_steps: int,
     rng_seed: int,
-    on_progress: ProgressCallback | None = None,
     *,
     arms: Sequence[Schedule] = ARMS,
     look: int = LOOK,
@@ -78,11 +77,10 @@ def fit_bandit(
         make_worlds: Makes the worlds that are learnt from.
         env_steps: Decisions that may be spent, over all environments.
         rng_seed: Decides which hosts.
-        on_progress: Called before every sweep.
         arms: The schedules to choose from.
         look: Decisions that are waited for before the choice.
     """
-    sweeps = Sweeps(make_worlds, env_steps, rng_seed, "bandit", on_progress)
+    sweeps = Sweeps(make_worlds, env_steps, rng_seed, "bandit")
     contexts, returns = list[Floats](), list[Floats]()
     while grown := _grow(sweeps, len(contexts), arms, look):
         contexts.append(grown[0])
@@ -143,8 +141,7 @@ def _grow(
             return None
         worlds = sweeps.worlds(group)
         kept = [_Turn(world, arms, look, shift) for world in worlds]
-        message = f"hosts {group + 1}: arms, {shift + 1} of {len(arms)}"
-        sweep = sweeps.play(worlds, [turn.controller for turn in kept], message)
+        sweep = sweeps.play(worlds, [turn.controller for turn in kept])
         returns.append(np.concatenate(sweep.returns))
     number = np.concatenate([np.arange(turn.envs) for turn in kept])
     # An arm was played by host `number` when the shift was what it lacks to the arm.

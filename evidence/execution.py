@@ -1,8 +1,8 @@
 """How jobs are carried out, from what the ledger holds.
 
 The ledger is read here and nowhere else on the way to a job; an order can be sent to
-another process. Arms that are made from what Tamiyo did are tuned by what she did on
-the tuning hosts at the learning rate that she does best with.
+another process. Arms that are made from what Tamiyo did are tuned by what it did on
+the tuning hosts at its best learning rate.
 
 A training is a run in the campaign's folder, as `esper train` makes it, and goes on
 from its last checkpoint. Search and bandit grow the same family of hosts and may take
@@ -125,13 +125,13 @@ class Orders:
         if job.arm in ("searched", "bandit"):
             return Supplies(facts=self._trained(job.arm).facts)
         if job.arm in AFTER_TAMIYO:
-            return self._hers(job, batch)
+            return self._from_tamiyo(job, batch)
         if job.arm == "tamiyo" or job.arm in self._protocol.ablations.without:
             run = self._trained(f"{job.arm}-{job.member}").run
             return Supplies(controller=self._folder / run)
         return Supplies()
 
-    def _hers(self, job: Job, batch: Batch) -> Supplies:
+    def _from_tamiyo(self, job: Job, batch: Batch) -> Supplies:
         """What Tamiyo did on the same hosts, or where an arm wants it from."""
         protocol, ledger = self._protocol, self._ledger
         where: dict[str, str | float] = {"task": job.task, "setting": job.setting}
@@ -253,16 +253,14 @@ def find_schedule(config: TrainConfig, env_steps: int) -> Trained:
     """Search for the best static schedule."""
     began = perf_counter()
     found = search.search(_WorldFactory(config), env_steps, config.rng_seed)
-    seconds, facts = perf_counter() - began, search.as_json(found)
-    return _found("searched", found.env_steps, seconds, facts)
+    return _found("searched", found.env_steps, began, search.as_json(found))
 
 
 def fit_context_bandit(config: TrainConfig, env_steps: int) -> Trained:
     """Fit the bandit."""
     began = perf_counter()
     found = contextual.fit_bandit(_WorldFactory(config), env_steps, config.rng_seed)
-    seconds, facts = perf_counter() - began, contextual.as_json(found)
-    return _found("bandit", found.env_steps, seconds, facts)
+    return _found("bandit", found.env_steps, began, contextual.as_json(found))
 
 
 class _WorldFactory:
@@ -272,18 +270,18 @@ class _WorldFactory:
         self._config = config
 
     def __call__(self, rng_seed: int) -> Sequence[VectorWorld]:
-        # Everybody plays on every host here: a twin would tell nothing more.
+        # Everybody plays on every host here: a twin would add nothing.
         alone = replace(self._config.world, group_size=1)
         return worlds_of(replace(self._config, world=alone, rng_seed=rng_seed))
 
 
-def _found(name: str, env_steps: int, seconds: float, facts: str) -> Trained:
+def _found(name: str, env_steps: int, began: float, facts: str) -> Trained:
     return Trained(
         name=name,
         arm=name,
         member=-1,
         env_steps=env_steps,
-        seconds=seconds,
+        seconds=perf_counter() - began,
         run="",
         facts=facts,
     )

@@ -35,7 +35,7 @@ AFTER_TAMIYO: Final = (
     "longer",
     "scratch",
 )
-"""Arms that are made from what she did."""
+"""Arms that are made from what Tamiyo did."""
 TIED: Final = {"replay-elsewhere": "replay"}
 """Arms that train at the learning rate of another; ablations at that of tamiyo."""
 

@@ -158,11 +158,6 @@ class Ledger:
         """Every job that was tried, and what came of it."""
         return dict(self._db.execute("SELECT id, state FROM jobs").fetchall())
 
-    def durations(self) -> dict[str, float]:
-        """Seconds that jobs took."""
-        found = self._db.execute("SELECT id, seconds FROM jobs WHERE state = 'done'")
-        return dict(found.fetchall())
-
     def plan(self, jobs: Iterable[tuple[str, int, str]]) -> None:
         """Note jobs by id, priority and kind, which were not tried yet."""
         with transaction(self._db):
@@ -204,14 +199,13 @@ class Ledger:
 
     def results(self, **wanted: str | int | float) -> list[Result]:
         """Rows whose columns have these values, by seed and member."""
-        columns = ", ".join(item.name for item in fields(Result))
+        names = [item.name for item in fields(Result)]
         where = " AND ".join(f"{name} = ?" for name in wanted) or "1"
         found = self._db.execute(
-            f"SELECT {columns} FROM results WHERE {where} "
+            f"SELECT {', '.join(names)} FROM results WHERE {where} "
             "ORDER BY task, setting, member, rate, seed",
             (*wanted.values(),),
         )
-        names = [item.name for item in fields(Result)]
         return [Result(**dict(zip(names, row, strict=True))) for row in found]
 
     def recordings(
@@ -223,15 +217,14 @@ class Ledger:
             "(?, ?, ?, ?) ORDER BY seed",
             (arm, member, task, setting),
         )
-        return {row[4]: unpacked(row) for row in found}
+        return {row[4]: _unpacked(row) for row in found}
 
     def trained(self, name: str) -> Trained | None:
         """What came of a training."""
-        columns = ", ".join(item.name for item in fields(Trained))
-        row = self._db.execute(
-            f"SELECT {columns} FROM trainings WHERE name = ?", (name,)
-        ).fetchone()
         names = [item.name for item in fields(Trained)]
+        row = self._db.execute(
+            f"SELECT {', '.join(names)} FROM trainings WHERE name = ?", (name,)
+        ).fetchone()
         return None if row is None else Trained(**dict(zip(names, row, strict=True)))
 
     def close(self) -> None:
@@ -263,7 +256,7 @@ def known_states(path: Path) -> tuple[dict[str, str], dict[str, float]]:
     return {job: state for job, state, _ in found}, done
 
 
-def unpacked(row: Sequence[Any]) -> Recorded:
+def _unpacked(row: Sequence[Any]) -> Recorded:
     """A row of the table of recordings as arrays."""
     *key, actions, stages, kinds, alphas, scores, text = row
     shape = json.loads(text)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from esper.contracts.errors import BadInput
 from esper.experiment.files import Disk, publish, storage
@@ -82,8 +82,7 @@ def write_page(folder: Path, to: Path) -> Path:
         known.tasks,
         known.against,
         known.arms,
-        campaign.episode,
-        known.chance,
+        known.resamples,
     )
     lines = page(known, plots, text)
     with storage(figures, "make"):
@@ -120,7 +119,7 @@ class Evidence:
     goals: Sequence[Claim]
     arms: Sequence[str]
     """Who has rows, ablations aside."""
-    chance: tables.Chance
+    resamples: int
 
 
 def compare_arms(campaign: Campaign) -> Evidence:
@@ -132,8 +131,7 @@ def compare_arms(campaign: Campaign) -> Evidence:
     }
     readout = Readout(campaign.results, terms, protocol.rents)
     cells, tasks = readout.normalised(), list(protocol.tasks)
-    chance: dict[str, Any] = {"resamples": protocol.resamples}
-    against = compare(cells, tasks, **chance)
+    against = compare(cells, tasks, resamples=protocol.resamples)
     return Evidence(
         campaign=campaign,
         readout=readout,
@@ -142,7 +140,7 @@ def compare_arms(campaign: Campaign) -> Evidence:
         against=against,
         goals=claims(cells, tasks, against),
         arms=[name for name in STYLES if name in readout.arms],
-        chance=chance,
+        resamples=protocol.resamples,
     )
 
 
@@ -156,7 +154,7 @@ def page(known: Evidence, plots: Sequence[Plot] = (), findings: str = "") -> lis
     """
     campaign, readout, cells = known.campaign, known.readout, known.cells
     tasks, against, arms = known.tasks, known.against, known.arms
-    chance = known.chance
+    resamples = known.resamples
     ablations = [name for name in readout.arms if name not in ARMS]
     shown = {
         each.name: f"![{_alt(each.alt)}]({FIGURES}/{each.name}.svg)" for each in plots
@@ -167,20 +165,20 @@ def page(known: Evidence, plots: Sequence[Plot] = (), findings: str = "") -> lis
     lines += _section(
         "Goals that were set beforehand", tables.claims_table(known.goals)
     )
-    whole = tables.arms_table(readout, cells, tasks, against, arms, chance)
+    whole = tables.arms_table(readout, cells, tasks, against, arms, resamples)
     lines += _section("All tasks together", whole, [LEGEND] if whole else [])
     lines += _shown(shown, "forest")
     costly = [line for price in PRICES for line in _shown(shown, price.name)]
     lines += _section("Score against cost", costly[:-1])
-    lines += _each_task(readout, cells, tasks, against, arms, chance)
+    lines += _each_task(readout, cells, tasks, against, arms, resamples)
     lines += _section(
         "At each rent",
-        tables.rents_table(readout, tasks, arms, chance),
+        tables.rents_table(readout, tasks, arms, resamples),
         ["Normalised objective over all tasks, with n."],
     )
     lines += _section(
         "At each budget",
-        tables.budgets_table(readout, tasks, arms, chance),
+        tables.budgets_table(readout, tasks, arms, resamples),
         [
             "Test score in %, mean over the tasks that were run at all budgets, with "
             "n. Budget: parameters that may be added."
@@ -188,7 +186,7 @@ def page(known: Evidence, plots: Sequence[Plot] = (), findings: str = "") -> lis
     )
     lines += _section(
         "With something taken away",
-        tables.ablations_table(cells, tasks, ablations, chance),
+        tables.ablations_table(cells, tasks, ablations, resamples),
         [
             "Few controllers each: these intervals are wide. `nothing` is what nothing "
             "was taken from, trained as long as the others."
@@ -199,21 +197,7 @@ def page(known: Evidence, plots: Sequence[Plot] = (), findings: str = "") -> lis
         tables.rates_table(readout, tasks, [*arms, *ablations]),
         ["As a multiple of the task's own."],
     )
-    if "episode" in shown:
-        assert campaign.episode is not None
-        lines += ["## One life", ""]
-        lines += [
-            f"{campaign.episode.title}: of her networks at the middle rent, the one in "
-            "which most happened.",
-            "",
-        ]
-        lines += _shown(shown, "episode")
-    spent = tables.cost(readout, campaign.trainings, tasks)
-    lines += _section(
-        "What training took", *([line] for line in tables.cost_sentences(spent))
-    )
-    searched = tables.found_facts(campaign.trainings)
-    lines += _section("What the search and the bandit found", _bullets(searched))
+    lines += _section("Training", [tables.training_cost(campaign.trainings)])
     went_wrong = tables.failures(campaign.results, campaign.jobs)
     lines += _section("What failed", _bullets(went_wrong))
     if findings.strip():
@@ -228,7 +212,7 @@ def headline(known: Evidence) -> str:
     done = cells.done(LEARNED, known.tasks)
     if not done:
         return "Nothing has been counted for Tamiyo yet, so there is no result."
-    share = _percent(iqm_interval(cells.of(LEARNED, done), **known.chance))
+    share = _percent(iqm_interval(cells.of(LEARNED, done), resamples=known.resamples))
     many = len(cells.members[LEARNED])
     tasks = f"{len(done)} held-out task{'s' if len(done) != 1 else ''}"
     first = (
@@ -251,7 +235,7 @@ def _percent(share: Interval) -> str:
     if not isfinite(share.low):
         return text
     low, high = sorted(100 * sign * end for end in (share.low, share.high))
-    doubt = "" if low > 0.0 else "; not told from 0"
+    doubt = "" if low > 0.0 else "; not distinguished from 0"
     return f"{text} [{low:.1f}, {high:.1f}{doubt}]".replace("-", "−")
 
 
@@ -288,11 +272,11 @@ def _each_task(
     tasks: Sequence[str],
     against: Mapping[str, Versus],
     arms: Sequence[str],
-    chance: tables.Chance,
+    resamples: int,
 ) -> list[str]:
     lines: list[str] = []
     for task in tasks:
-        rows = tables.task_table(readout, cells, task, against, arms, chance)
+        rows = tables.task_table(readout, cells, task, against, arms, resamples)
         if rows:
             lines += [f"### {task}", "", *rows, ""]
     return ["## Task by task", "", *lines] if lines else []
@@ -300,7 +284,7 @@ def _each_task(
 
 def _section(title: str, *parts: Sequence[str]) -> list[str]:
     """A title with what stands below it; nothing if there is nothing to say."""
-    if not parts[0]:
+    if not any(parts[0]):
         return []
     return [f"## {title}", "", *(line for part in parts for line in [*part, ""])]
 

@@ -1,4 +1,4 @@
-"""The figures of the evidence: score against cost, differences, and one life.
+"""The figures of the evidence: differences, and score against cost.
 
 Every figure is a file that stands alone, on white paper, so that it can be read on a
 bright page and on a dark one. The same numbers give the same bytes.
@@ -6,22 +6,17 @@ bright page and on a dark one. The same numbers give the same bytes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from esper.contracts.stages import Stage
 from esper.experiment.statistics import Floats, Interval, iqm_interval, mean_interval
-from esper.report.plots import STAGES
 from esper.report.style import (
     DPI,
     Number,
     Plot,
     add_axes,
-    add_rectangle,
-    add_text,
     light,
     new_figure,
     one_line,
@@ -29,7 +24,7 @@ from esper.report.style import (
     render,
 )
 from evidence.claims import Versus
-from evidence.readout import Cells, Episode, Readout
+from evidence.readout import Cells, Readout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,9 +36,8 @@ PANEL: Final = 190
 """Pixels of a panel's height, with its title and ticks."""
 LEFT, RIGHT, TOP, BOTTOM = 38, 12, 34, 34
 ROW: Final = 22
-LANE: Final = 34
 IN_ALT_TEXT: Final = ("tamiyo", "static", "never")
-"""Whose places are told to those who do not see them; the tables have all."""
+"""Arms that alternative texts name; the tables have all."""
 GREY: Final = ("grey", ".", 6.0)
 STYLES: Final[Mapping[str, tuple[str, str, float]]] = {
     "tamiyo": ("blue", "o", 9.0),
@@ -74,15 +68,9 @@ class Spot:
     score: Interval
 
 
-def pareto(
-    name: str,
-    title: str,
-    label: str,
-    tasks: Mapping[str, Sequence[Spot]],
-    *,
-    log: bool = False,
-) -> Plot:
+def pareto(price: "Price", tasks: Mapping[str, Sequence[Spot]]) -> Plot:
     """Test score against a cost, one panel per task."""
+    title, label, log = price.title, price.label, price.log
     rows = -(-len(tasks) // COLUMNS)
     height = TOP + rows * PANEL + BOTTOM + 26
     figure = new_figure(title, WIDTH, height)
@@ -107,7 +95,7 @@ def pareto(
     values = "; ".join(
         f"{one_line(task)}: {_listed(spots)}" for task, spots in tasks.items()
     )
-    return render(figure, name, f"{title} ({label}). {values}.")
+    return render(figure, price.name, f"{title} ({label}). {values}.")
 
 
 def forest(name: str, against: Sequence[Versus]) -> Plot:
@@ -137,51 +125,6 @@ def forest(name: str, against: Sequence[Versus]) -> Plot:
     return render(figure, name, f"{title}: {values}.")
 
 
-def swimlane(name: str, episode: Episode) -> Plot:
-    """One episode: the score above, a lane for each slot below."""
-    decisions, slots = episode.stages.shape
-    height = TOP + 110 + slots * LANE + 66
-    figure = new_figure(one_line(episode.title, 90), WIDTH, height)
-    curve = _place(figure, 90, 66 + slots * LANE + 12, WIDTH - 110, 90)
-    curve.step(
-        np.arange(decisions + 1),
-        100 * np.append(episode.scores, episode.scores[-1:]),
-        where="post",
-        color=light("blue"),
-    )
-    curve.set_xlim(0, decisions)
-    curve.tick_params(labelbottom=False, labelsize=9)
-    curve.set_ylabel("score, %", size=10.5)
-    axes = _place(figure, 90, 66, WIDTH - 110, slots * LANE)
-    axes.set_xlim(0, decisions)
-    axes.locator_params(axis="x", integer=True)
-    axes.set_ylim(slots, 0)
-    axes.set_yticks(
-        [slot + 0.5 for slot in range(slots)],
-        [one_line(slot, 14) for slot in episode.slots],
-    )
-    axes.grid(visible=False)
-    axes.set_xlabel("decision; the bar's height is the seed's alpha", size=10.5)
-    for slot in range(slots):
-        _lane(axes, episode, slot)
-    seen = [Stage(stage).name for stage in np.unique(episode.stages)]
-    shown = [stage for stage in STAGES if stage in seen]
-    for index, stage in enumerate(shown):
-        colour, words = STAGES[stage]
-        left = 90 + index * 150
-        key = _place(figure, left, 12, 14, 12)
-        key.axis("off")
-        add_rectangle(key, (0, 0), (1, 1), colour)
-        figure.text((left + 20) / WIDTH, 14 / height, words, size=10)
-    planted = _plantings(episode)
-    alt = (
-        f"{episode.title}: {planted} seeds planted in {slots} slots over {decisions} "
-        f"decisions; the score goes from {100 * episode.scores[0]:.1f} to "
-        f"{100 * episode.scores[-1]:.1f} %."
-    )
-    return render(figure, name, alt)
-
-
 def _place(
     figure: "Figure", left: Number, bottom: Number, width: Number, height: Number
 ) -> "Axes":
@@ -196,44 +139,12 @@ def _place(
     )
 
 
-def _lane(axes: "Axes", episode: Episode, slot: int) -> None:
-    stages, planted = episode.stages[:, slot], episode.blueprints[:, slot]
-    add_rectangle(axes, (0, slot + 0.06), (len(stages), 0.88), "rule", alpha=0.3)
-    start, last = 0, None
-    for (stage, blueprint), run in groupby(zip(stages, planted, strict=True)):
-        length = len(list(run))
-        if stage != Stage.DORMANT:
-            colour = STAGES[Stage(stage).name][0]
-            add_rectangle(
-                axes, (start, slot + 0.06), (length, 0.88), colour, alpha=0.35
-            )
-            for at in range(start, start + length):
-                high = 0.88 * float(np.clip(episode.alphas[at, slot], 0.0, 1.0))
-                add_rectangle(axes, (at, slot + 0.94 - high), (1, high), colour)
-            if last != blueprint:
-                name = one_line(_name(episode.names, int(blueprint)), 14)
-                add_text(axes, name, (start, slot + 0.5), (3, 0), size=9)
-        last = None if stage == Stage.DORMANT else blueprint
-        start += length
-
-
 def _listed(spots: Sequence[Spot]) -> str:
     return ", ".join(
         f"{spot.arm} {100 * spot.score.estimate:.1f} at {spot.cost.estimate:.3g}"
         for spot in spots
         if spot.arm in IN_ALT_TEXT
     )
-
-
-def _name(names: Sequence[str], index: int) -> str:
-    return names[index] if 0 <= index < len(names) else "?"
-
-
-def _plantings(episode: Episode) -> int:
-    alive = np.vstack(
-        [np.zeros((1, episode.stages.shape[1]), np.bool_), episode.stages != 0]
-    )
-    return int((alive[1:] & ~alive[:-1]).sum())
 
 
 def _spot(axes: "Axes", spot: Spot) -> None:
@@ -316,12 +227,6 @@ PRICES: Final = (
         scale=1e-9,
         log=True,
     ),
-    Price(
-        name="pareto-inference",
-        column="macs",
-        title="Test score, %, against the work of a guess",
-        label="multiply-adds per row, in multiples of the host's",
-    ),
 )
 
 
@@ -330,24 +235,14 @@ def draw_plots(
     tasks: Sequence[str],
     against: Mapping[str, Versus],
     arms: Sequence[str],
-    episode: Episode | None,
-    chance: Mapping[str, Any],
+    resamples: int,
 ) -> list[Plot]:
-    """All figures, in the order of the page.
-
-    Args:
-        readout: What was counted.
-        tasks: Those of the protocol.
-        against: Tamiyo beside everybody else.
-        arms: Who has figures.
-        episode: The one to show.
-        chance: Draws and random seed of every interval.
-    """
+    """All figures, in the order of the page."""
     ordered = [against[arm] for arm in STYLES if arm in against]
     ordered += [versus for arm, versus in against.items() if arm not in STYLES]
     tests = readout.figure("test")
     scores = {
-        (task, arm): iqm_interval(tests.of(arm, [task]), **chance)
+        (task, arm): iqm_interval(tests.of(arm, [task]), resamples=resamples)
         for task in tasks
         for arm in arms
         if tests.count(arm, [task])
@@ -357,13 +252,9 @@ def draw_plots(
         if any(isfinite(versus.difference.estimate) for versus in ordered):
             found.append(forest("forest", ordered))
         for price in PRICES:
-            spots = _spots(readout.figure(price.column), scores, price, chance)
+            spots = _spots(readout.figure(price.column), scores, price, resamples)
             if spots:
-                found.append(
-                    pareto(price.name, price.title, price.label, spots, log=price.log)
-                )
-        if episode is not None:
-            found.append(swimlane("episode", episode))
+                found.append(pareto(price, spots))
     return found
 
 
@@ -371,12 +262,12 @@ def _spots(
     prices: Cells,
     scores: Mapping[tuple[str, str], Interval],
     price: Price,
-    chance: Mapping[str, Any],
+    resamples: int,
 ) -> dict[str, list[Spot]]:
     """Places of arms, by task."""
     found: dict[str, list[Spot]] = {}
     for (task, arm), score in scores.items():
-        paid = mean_interval(prices.of(arm, [task]), **chance)
+        paid = mean_interval(prices.of(arm, [task]), resamples=resamples)
         if isfinite(paid.estimate):
             ends = (paid.estimate, paid.low, paid.high)
             cost = Interval(*(price.shift + price.scale * end for end in ends))

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from esper.contracts.errors import BadInput
 from esper.experiment.messages import short
 from esper.experiment.statistics import Floats
-from evidence.ledger import LEDGER, unpacked
+from evidence.ledger import LEDGER
 from evidence.protocol import Protocol, protocol_of
 
 Row = Mapping[str, Any]
@@ -197,22 +196,6 @@ def _gathered(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
-    """One episode of a network under Tamiyo, decision by decision."""
-
-    title: str
-    stages: NDArray[np.int8]
-    """`[decision, slot]`, as are the next two."""
-    blueprints: NDArray[np.int8]
-    alphas: NDArray[np.float32]
-    scores: NDArray[np.float32]
-    """On the decision rows, after every decision."""
-    slots: Sequence[str]
-    names: Sequence[str]
-    """Of blueprints."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
     """All that a ledger holds but the recordings."""
 
@@ -223,12 +206,10 @@ class Campaign:
     results: Sequence[Row]
     jobs: Sequence[Row]
     trainings: Sequence[Row]
-    episode: Episode | None
-    """The one that is shown."""
 
 
 def read_campaign(folder: Path) -> Campaign:
-    """Read all but the recordings, and one of those."""
+    """Read all but the recordings."""
     path = folder / LEDGER
     if not path.is_file():
         raise BadInput(
@@ -263,42 +244,4 @@ def _read(db: sqlite3.Connection) -> Campaign:
         results=rows("results", key),
         jobs=rows("jobs", "priority, id"),
         trainings=rows("trainings", "name"),
-        episode=_episode(db, protocol),
     )
-
-
-def _episode(db: sqlite3.Connection, protocol: Protocol) -> Episode | None:
-    """Tamiyo's episode in which most happened, at the middle rent if there is one."""
-    order = list(protocol.rents)
-    middle = order[len(order) // 2]
-    found = db.execute(
-        "SELECT * FROM recordings WHERE arm = ? "
-        "ORDER BY setting != ?, member, task, seed",
-        (LEARNED, middle),
-    )
-    best, most = None, -1
-    for row in found:
-        if best is not None and (row["setting"] == middle) < (best.setting == middle):
-            break
-        recorded = unpacked(tuple(row))
-        happened = events(recorded.stages)
-        if happened > most:
-            best, most = recorded, happened
-    if best is None:
-        return None
-    return Episode(
-        title=(
-            f"{best.task} at {best.setting}, controller {best.member}, seed {best.seed}"
-        ),
-        stages=best.stages,
-        blueprints=best.blueprints,
-        alphas=best.alphas,
-        scores=best.scores,
-        slots=best.slots,
-        names=best.names,
-    )
-
-
-def events(stages: NDArray[np.int8]) -> int:
-    """How often a slot changed its stage."""
-    return int((np.diff(stages, axis=0) != 0).sum())

@@ -27,8 +27,6 @@ from esper.tamiyo.schedule import STANDARD, Schedule, Scheduled, draw_schedules
 
 MakeWorlds = Callable[[int], Sequence[VectorWorld]]
 """The worlds that a number stands for; for the same number the same."""
-ProgressCallback = Callable[[int, str], None]
-"""Called with the environment steps so far and what comes next."""
 
 MOST: Final = 256
 """Schedules that are tried, at most."""
@@ -53,27 +51,18 @@ class Found:
         return Scheduled(spec, self.schedule)
 
 
-def search(
-    make_worlds: MakeWorlds,
-    env_steps: int,
-    rng_seed: int,
-    on_progress: ProgressCallback | None = None,
-    *,
-    most: int = MOST,
-) -> Found:
+def search(make_worlds: MakeWorlds, env_steps: int, rng_seed: int) -> Found:
     """Compare as many random schedules as the steps allow; keep the best.
 
     Args:
         make_worlds: Makes the worlds in which schedules are compared.
         env_steps: Decisions that may be spent, over all environments.
         rng_seed: Decides schedules and hosts.
-        on_progress: Called before every sweep.
-        most: Schedules that are tried, at most.
     """
-    sweeps = Sweeps(make_worlds, env_steps, rng_seed, "search", on_progress)
+    sweeps = Sweeps(make_worlds, env_steps, rng_seed, "search")
     worlds = sweeps.worlds(0)
-    price = sweeps.play(worlds, [Never() for _ in worlds], "what a sweep takes").steps
-    number = _affordable((env_steps - price) // price, most)
+    price = sweeps.play(worlds, [Never() for _ in worlds]).steps
+    number = _affordable((env_steps - price) // price)
     if number < len(STANDARD):
         least = price * (1 + _sweeps(len(STANDARD)))
         raise BadInput(f"env_steps must be at least {least} here, got {env_steps}.")
@@ -126,7 +115,6 @@ class Sweeps:
         env_steps: Decisions that may be spent, over all environments.
         rng_seed: Decides which hosts, and all chance of controllers.
         purpose: What it is for; another word stands for other hosts.
-        on_progress: Called before every sweep.
     """
 
     def __init__(
@@ -135,10 +123,9 @@ class Sweeps:
         env_steps: int,
         rng_seed: int,
         purpose: str,
-        on_progress: ProgressCallback | None,
     ) -> None:
         self._make, self._seed, self._purpose = make_worlds, rng_seed, purpose
-        self._on_progress, self._allowed = on_progress, env_steps
+        self._allowed = env_steps
         self.spent = 0
         """Decisions so far."""
         self.longest = 0
@@ -149,11 +136,9 @@ class Sweeps:
         return self._make(stream_seed(self._seed, f"{self._purpose}, {group}"))
 
     def play(
-        self, worlds: Sequence[VectorWorld], controllers: list[Controller], message: str
+        self, worlds: Sequence[VectorWorld], controllers: list[Controller]
     ) -> Sweep:
         """One episode everywhere, a controller for each world."""
-        if self._on_progress is not None:
-            self._on_progress(self.spent, message)
         generator, returns, steps = stream(self._seed, self._purpose), [], 0
         for world, controller in zip(worlds, controllers, strict=True):
             counting = _Counting(world)
@@ -177,8 +162,7 @@ class Sweeps:
                 Scheduled(world.spec, [schedules[each] for each in turn])
                 for world, turn in zip(worlds, turns, strict=True)
             ]
-            message = f"hosts {group + 1}: {number} schedules, {shift + 1} of {number}"
-            sweep = self.play(worlds, controllers, message)
+            sweep = self.play(worlds, controllers)
             if not parts:
                 parts = [np.zeros((number, len(turn))) for turn in turns]
             for part, turn, returns in zip(parts, turns, sweep.returns, strict=True):
@@ -218,9 +202,9 @@ def _sweeps(number: int) -> int:
     return total
 
 
-def _affordable(sweeps: int, most: int) -> int:
+def _affordable(sweeps: int) -> int:
     """How many can be compared in so many sweeps."""
     number = 1
-    while number < most and _sweeps(number + 1) <= sweeps:
+    while number < MOST and _sweeps(number + 1) <= sweeps:
         number += 1
     return number

@@ -1,11 +1,9 @@
 """Tables of the evidence in Markdown: every cell is read from the ledger."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import ceil, isfinite, nan
-from typing import Any, Final
+from math import isfinite, nan
+from typing import Final
 
 import numpy as np
 
@@ -19,14 +17,9 @@ from esper.experiment.statistics import (
 from evidence.claims import Claim, Versus
 from evidence.readout import BASELINE, LEARNED, Cells, Readout, Row
 
-SIZES: Final = (1, 2, 4, 5)
-"""Of plain networks that are tried instead, as a multiple of the host's."""
 HOUR: Final = 3_600.0
-PLAIN: Final = "static"
 NOTHING: Final = "nothing"
 """The ablation in which nothing is missing."""
-Chance = Mapping[str, Any]
-"""Draws and random seed of every interval."""
 
 
 def claims_table(rows: Sequence[Claim]) -> list[str]:
@@ -41,7 +34,7 @@ def arms_table(
     tasks: Sequence[str],
     against: Mapping[str, Versus],
     arms: Sequence[str],
-    chance: Chance,
+    resamples: int,
 ) -> list[str]:
     """Everybody over all tasks, the highest first."""
     added, work = readout.figure("added"), readout.figure("training_macs")
@@ -50,7 +43,7 @@ def arms_table(
         done = cells.done(arm, tasks)
         if not done:
             continue
-        height = iqm_interval(cells.of(arm, done), **chance)
+        height = iqm_interval(cells.of(arm, done), resamples=resamples)
         versus = against.get(arm)
         rows.append(
             (
@@ -92,7 +85,7 @@ def task_table(
     task: str,
     against: Mapping[str, Versus],
     arms: Sequence[str],
-    chance: Chance,
+    resamples: int,
 ) -> list[str]:
     """Everybody on one task, the highest first."""
     columns = ("test", "added", "macs", "training_macs", "seconds")
@@ -101,9 +94,9 @@ def task_table(
     for arm in arms:
         if not cells.count(arm, [task]):
             continue
-        height = iqm_interval(cells.of(arm, [task]), **chance)
+        height = iqm_interval(cells.of(arm, [task]), resamples=resamples)
         row = against[arm].tasks.get(task) if arm in against else None
-        test = iqm_interval(figures["test"].of(arm, [task]), **chance)
+        test = iqm_interval(figures["test"].of(arm, [task]), resamples=resamples)
         rows.append(
             (
                 height.estimate,
@@ -140,7 +133,7 @@ def task_table(
 
 
 def rents_table(
-    readout: Readout, tasks: Sequence[str], arms: Sequence[str], chance: Chance
+    readout: Readout, tasks: Sequence[str], arms: Sequence[str], resamples: int
 ) -> list[str]:
     """Normalised objective at each rent by itself."""
     heads = [f"rent {readout.terms[name].rent:g}" for name in readout.rents]
@@ -150,7 +143,9 @@ def rents_table(
         shown = []
         for cells in columns.values():
             done = cells.done(arm, tasks)
-            height = iqm_interval(cells.of(arm, done), **chance) if done else None
+            height = (
+                iqm_interval(cells.of(arm, done), resamples=resamples) if done else None
+            )
             shown.append(_counted(height, "+.3f", cells.count(arm, done)))
         if any(shown):
             rows.append([_bold(arm), *shown])
@@ -158,7 +153,7 @@ def rents_table(
 
 
 def budgets_table(
-    readout: Readout, tasks: Sequence[str], arms: Sequence[str], chance: Chance
+    readout: Readout, tasks: Sequence[str], arms: Sequence[str], resamples: int
 ) -> list[str]:
     """Test score at each budget, mean over tasks."""
     names = readout.budgets
@@ -180,7 +175,11 @@ def budgets_table(
         shown = []
         for cells in columns.values():
             there = cells.done(arm, done)
-            mean = mean_interval(cells.of(arm, done), **chance) if there else None
+            mean = (
+                mean_interval(cells.of(arm, done), resamples=resamples)
+                if there
+                else None
+            )
             shown.append(_counted(mean, ".1f", cells.count(arm, done), 100.0))
         rows.append([_bold(arm), *shown, f"{len(done)}"])
     return table(["arm", *heads, "tasks"], rows)
@@ -208,7 +207,7 @@ def rates_table(
 
 
 def ablations_table(
-    cells: Cells, tasks: Sequence[str], names: Sequence[str], chance: Chance
+    cells: Cells, tasks: Sequence[str], names: Sequence[str], resamples: int
 ) -> list[str]:
     """What controllers are worth that were trained without something.
 
@@ -223,13 +222,13 @@ def ablations_table(
             continue
         mine, theirs = cells.of(arm, done), cells.of(whole, done)
         versus = [
-            ranged(iqm_difference(theirs, mine, **chance), "+.3f"),
-            ranged(paired_improvement(theirs, mine, **chance), ".2f"),
+            ranged(iqm_difference(theirs, mine, resamples=resamples), "+.3f"),
+            ranged(paired_improvement(theirs, mine, resamples=resamples), ".2f"),
         ]
         rows.append(
             [
                 arm,
-                ranged(iqm_interval(mine, **chance), "+.3f"),
+                ranged(iqm_interval(mine, resamples=resamples), "+.3f"),
                 *(["", ""] if arm == whole else versus),
                 f"{len(cells.members[arm])}",
                 f"{cells.count(arm, done)}",
@@ -301,87 +300,17 @@ def _multiple(work: Cells, arm: str, tasks: Sequence[str]) -> str:
     return f"{share:.2f} ×" if isfinite(share) else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """What training a controller took, and what a use of it saves.
-
-    Break-even: without a controller one trains the plain network at all `SIZES` and
-    keeps the best; one use of the controller is one training.
-    """
-
-    controllers: int
-    hours: float
-    """Of one, on one core."""
-    env_steps: float
-    """Decisions of one."""
-    use: float
-    """Seconds of one network under her, mean over tasks."""
-    plain: float
-    """Seconds of one plain training of equal parameters, mean over the same tasks."""
-    work: float
-    """Multiply-adds of one use, as a share of those of all plain sizes."""
-
-    @property
-    def saved(self) -> float:
-        """Seconds that one use saves; below 0: it costs more."""
-        return len(SIZES) * self.plain - self.use
-
-    @property
-    def uses(self) -> int | None:
-        """After how many uses she has paid for herself; None: never, or not known."""
-        if not (self.saved > 0.0 and isfinite(self.hours)):
-            return None
-        return ceil(self.hours * HOUR / self.saved)
-
-
-def cost(readout: Readout, trainings: Sequence[Row], tasks: Sequence[str]) -> Cost:
-    """Read the cost of a controller from what its campaign noted.
-
-    Args:
-        readout: What was counted.
-        trainings: Rows of the table of trainings.
-        tasks: Those of the protocol.
-    """
+def training_cost(trainings: Sequence[Row]) -> str:
+    """What training one controller took, as a mean."""
     own = [row for row in trainings if row["arm"] == LEARNED]
-    seconds, macs = readout.figure("seconds"), readout.figure("training_macs")
-    added = readout.figure("added")
-    both = [t for t in seconds.done(LEARNED, tasks) if seconds.done(PLAIN, [t])]
-    shares = []
-    for task in both:
-        # A plain network's work grows with its size.
-        per_size = _mean(macs, PLAIN, task) / (1.0 + _mean(added, PLAIN, task))
-        shares.append(_mean(macs, LEARNED, task) / (sum(SIZES) * per_size))
-    return Cost(
-        controllers=len(own),
-        hours=_mean_of([float(row["seconds"]) for row in own]) / HOUR,
-        env_steps=_mean_of([float(row["env_steps"]) for row in own]),
-        use=_mean_of([_mean(seconds, LEARNED, task) for task in both]),
-        plain=_mean_of([_mean(seconds, PLAIN, task) for task in both]),
-        work=_mean_of(shares),
+    if not own:
+        return ""
+    hours = np.mean([row["seconds"] for row in own]) / HOUR
+    steps = np.mean([row["env_steps"] for row in own])
+    return (
+        f"{len(own)} controllers were trained; each took {hours:.1f} hours of one core "
+        f"and {steps:,.0f} decisions."
     )
-
-
-def cost_sentences(found: Cost) -> list[str]:
-    """The same in sentences."""
-    if not found.controllers:
-        return ["No controller is trained yet."]
-    many = "controller" if found.controllers == 1 else "controllers"
-    sentences = [
-        f"Training one controller took {found.hours:.1f} hours of one core and "
-        f"{found.env_steps:,.0f} decisions (mean of {found.controllers} {many})."
-    ]
-    if not isfinite(found.use):
-        return sentences
-    sizes = ", ".join(f"{size}×" for size in SIZES[:-1]) + f" and {SIZES[-1]}×"
-    sentences.append(
-        f"*Break-even.* Somebody without her would train the plain network at {sizes} "
-        "the host's size and keep the best: each of these trainings is taken to last "
-        f"as long as `{PLAIN}` did, {found.plain:.2f} seconds per network, and one use "
-        f"of her took {found.use:.2f}. {_break_even(found)} In multiply-adds, which "
-        f"leave out what small tensors cost, one use is {found.work:.2f} of the work "
-        "of all those sizes."
-    )
-    return sentences
 
 
 def failures(rows: Iterable[Row], jobs: Sequence[Row]) -> list[str]:
@@ -403,36 +332,6 @@ def failures(rows: Iterable[Row], jobs: Sequence[Row]) -> list[str]:
     if jobs and not failed:
         sentences.append("No job failed.")
     return sentences
-
-
-def found_facts(trainings: Sequence[Row]) -> list[str]:
-    """What the search and the bandit found, as they wrote it."""
-    sentences = []
-    for row in trainings:
-        if row["arm"] in ("searched", "bandit", "search"):
-            facts = json.dumps(json.loads(row["facts"] or "{}"), sort_keys=True)
-            short = facts if len(facts) <= 300 else f"{facts[:299]}…"
-            sentences.append(
-                f"`{row['name']}`: {row['env_steps']:,} decisions, "
-                f"{row['seconds'] / HOUR:.2f} hours: `{short}`"
-            )
-    return sentences
-
-
-def _break_even(found: Cost) -> str:
-    if found.uses is None:
-        return (
-            "At this size a use of her takes longer than all of them, so in hours she "
-            "never pays for her training."
-        )
-    return (
-        f"A use saves {found.saved:.1f} seconds, so her training has paid for itself "
-        f"after {found.uses:,} uses."
-    )
-
-
-def _mean_of(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else nan
 
 
 def _line(text: object) -> str:

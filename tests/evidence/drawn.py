@@ -1,6 +1,5 @@
 """Campaigns whose truth is known: every arm removes a stated share of errors."""
 
-import json
 import sqlite3
 
 import numpy as np
@@ -85,7 +84,7 @@ def rows(shares=SHARES, *, tasks=TASKS, seeds=8, noise=0.01, settings=SETTINGS):
     return found
 
 
-def write_ledger(folder, results, *, jobs=(), trainings=(), recordings=()):
+def write_ledger(folder, results, *, jobs=(), trainings=()):
     """A ledger as a campaign would have left it."""
     folder.mkdir(parents=True, exist_ok=True)
     db = sqlite3.connect(folder / LEDGER)
@@ -97,7 +96,6 @@ def write_ledger(folder, results, *, jobs=(), trainings=(), recordings=()):
         ("results", results),
         ("jobs", jobs),
         ("trainings", trainings),
-        ("recordings", recordings),
     ):
         for line in lines:
             holes = ", ".join(f":{name}" for name in line)
@@ -106,31 +104,6 @@ def write_ledger(folder, results, *, jobs=(), trainings=(), recordings=()):
     db.commit()
     db.close()
     return folder
-
-
-def recording(stages, *, seed=0, setting="rent-mid"):
-    """A row of recordings; `stages` is `[decision][slot]`."""
-    stages = np.array(stages, dtype=np.int8)
-    decisions, slots = stages.shape
-    shape = {
-        "decisions": decisions,
-        "heads": 2,
-        "slots": [f"slot {index}" for index in range(slots)],
-        "blueprints": ["widen_8", "widen_16"],
-    }
-    return {
-        "arm": "tamiyo",
-        "member": 0,
-        "task": "letter",
-        "setting": setting,
-        "seed": seed,
-        "actions": np.zeros((decisions, 2), np.int8).tobytes(),
-        "stages": stages.tobytes(),
-        "blueprints": np.where(stages, 1, -1).astype(np.int8).tobytes(),
-        "alphas": (stages > 1).astype(np.float32).tobytes(),
-        "scores": np.linspace(0.5, 0.8, decisions, dtype=np.float32).tobytes(),
-        "shape": json.dumps(shape),
-    }
 
 
 def training(name, *, arm="tamiyo", member=0, seconds=7_200.0):

@@ -76,14 +76,14 @@ def test_what_was_done_is_kept_host_by_host(early):
         assert_array_equal(one.blueprints >= 0, one.stages != Stage.DORMANT)
 
 
-def test_own_sentences_on_the_same_hosts_have_the_same_end(early):
+def test_own_actions_on_the_same_hosts_have_the_same_end(early):
     results, kept = early
     again, _ = carry_out(batch("replay"), Supplies(recordings=kept))
     names = ("score", "test", "added", "training_macs", "planted")
     assert_array_equal(figures(again, *names), figures(results, *names))
 
 
-def test_sentences_of_another_host_have_another_end(early):
+def test_actions_of_another_host_have_another_end(early):
     results, kept = early
     waits = replace(kept[0], actions=np.zeros_like(kept[0].actions))
     again, _ = carry_out(batch("replay"), Supplies(recordings=(waits, *kept[1:])))
@@ -111,7 +111,7 @@ def test_chance_plants_as_often_as_was_recorded(early):
     assert [row.planted for row in rows] == [1, 0, 1]
 
 
-def test_a_static_network_is_as_large_as_she_made_hers():
+def test_a_static_network_is_as_large_as_tamiyos():
     given = Supplies(added=1.5, training_macs=3e6)
     own = batch().task.host
     rows, kept = carry_out(batch("static"), given)
@@ -126,14 +126,14 @@ def test_a_static_network_is_as_large_as_she_made_hers():
     assert_allclose(figures(rows, "training_macs"), 3e6, atol=decision / 2)
 
 
-def test_longer_costs_as_much_as_she_did():
+def test_longer_costs_as_much_as_tamiyo():
     rows, _ = carry_out(batch("longer"), Supplies(added=1.5, training_macs=3e6))
     decision = 3 * batch().task.host.macs * 2 * 64
     assert_allclose(figures(rows, "training_macs"), 3e6, atol=decision / 2)
     assert not figures(rows, "added").any()
 
 
-def test_her_topologies_are_trained_from_the_start_each_on_its_own_host(early):
+def test_final_topologies_are_trained_from_the_start_each_on_its_own_host(early):
     _, kept = early
     bare = replace(kept[1], stages=np.zeros_like(kept[1].stages))
     rows, _ = carry_out(batch("scratch"), Supplies(recordings=(kept[0], bare, kept[2])))
@@ -146,7 +146,7 @@ def test_her_topologies_are_trained_from_the_start_each_on_its_own_host(early):
     assert rows[1].added == 0 < rows[0].added
 
 
-def test_a_topology_has_the_units_that_were_felt_at_the_end():
+def test_a_topology_has_the_units_that_were_active_at_the_end():
     one = recorded()
     one.stages[-1] = [Stage.FOSSILIZED, Stage.TRAINING, Stage.HOLDING, Stage.DORMANT]
     one.blueprints[-1] = [0, 1, 1, -1]

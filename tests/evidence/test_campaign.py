@@ -183,18 +183,18 @@ def test_only_what_is_asked_for_is_begun(tmp_path):
     lock.release()
 
 
-def test_hours_are_told_before_anything_is_done(tmp_path):
+def test_hours_are_printed_before_anything_is_done(tmp_path):
     console = quiet()
     ended = run(TINY, tmp_path / "it", dry=True, console=console)
-    said = console.file.getvalue().splitlines()
+    printed = console.file.getvalue().splitlines()
     jobs = all_jobs(tiny())
     assert ended.left == len(jobs)
-    assert [line.split("  ")[0] for line in said[1:]] == [job.id for job in jobs]
-    assert said[1] == "training/tamiyo/0  4 s"
+    assert [line.split("  ")[0] for line in printed[1:]] == [job.id for job in jobs]
+    assert printed[1] == "training/tamiyo/0  4 s"
     counted = sum(job.kind == "counted" for job in jobs)
     tuning = sum(job.kind == "tuning" for job in jobs)
     hours = (3 * 4 + 1800 + 900 + 3 * tuning + 0.5 * counted) / 7200
-    assert f"{len(jobs)} jobs are to be done: about {hours:.1f} hours" in said[0]
+    assert f"{len(jobs)} jobs are to be done: about {hours:.1f} hours" in printed[0]
     assert not (tmp_path / "it").exists()
 
 
@@ -207,11 +207,13 @@ def test_hours_follow_what_jobs_like_those_took(tmp_path):
         ledger.finish("counted/vowel/tamiyo/0/low/0", 50.0)
     console = quiet()
     run(TINY, tmp_path, dry=True, console=console)
-    said = dict(line.split("  ") for line in console.file.getvalue().splitlines()[1:])
-    assert said["tuning/vowel/periodic/low/1"] == "20 s"
-    assert said["counted/vowel/early/-1/low/0"] == "50 s"
-    assert said["training/tamiyo/0"] == "4 s"
-    assert "tuning/vowel/early/low/1" not in said
+    printed = dict(
+        line.split("  ") for line in console.file.getvalue().splitlines()[1:]
+    )
+    assert printed["tuning/vowel/periodic/low/1"] == "20 s"
+    assert printed["counted/vowel/early/-1/low/0"] == "50 s"
+    assert printed["training/tamiyo/0"] == "4 s"
+    assert "tuning/vowel/early/low/1" not in printed
 
 
 def test_the_best_rate_is_that_of_the_largest_score_less_rent(tmp_path):

@@ -28,7 +28,7 @@ def test_an_arm_that_is_better_by_far_reaches_every_goal():
         "above random",
         "above plateau",
         "above the best schedule",
-        "above her replay",
+        "above its replay",
         "not below static",
         "not below static-macs",
     ]
@@ -46,7 +46,7 @@ def test_an_arm_that_is_worse_reaches_no_goal():
     assert set(found.values()) == {"not reached"}
 
 
-def test_one_task_on_which_she_is_not_ahead_misses_the_goal():
+def test_one_task_on_which_it_is_not_ahead_misses_the_goal():
     found = rows({**SHARES, "plateau": 0.28})
     assert verdicts(found)["above plateau"] == "reached"
     for row in found:
@@ -76,7 +76,7 @@ def test_one_seed_leaves_goals_open():
 
 def test_an_arm_that_was_not_run_leaves_its_goal_open():
     found = verdicts([row for row in rows() if row["arm"] != "replay"])
-    assert found["above her replay"] == "undecided"
+    assert found["above its replay"] == "undecided"
     assert found["above never"] == "reached"
 
 

@@ -20,10 +20,10 @@ def call(capsys, *words):
 
 def refused(capsys, *words):
     """The one line that refuses a command."""
-    said = call(capsys, *words)
-    assert said.code == 2, said
-    assert_one_line(said.err)
-    return said.err
+    outcome = call(capsys, *words)
+    assert outcome.code == 2, outcome
+    assert_one_line(outcome.err)
+    return outcome.err
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +32,9 @@ def _here(tmp_path, monkeypatch):
 
 
 def test_a_dry_run_lists_jobs_and_makes_nothing(capsys, tmp_path):
-    said = call(capsys, "run", str(TINY), "--dry", "--only", "training")
-    assert said.code == 0
-    lines = said.out.splitlines()
+    outcome = call(capsys, "run", str(TINY), "--dry", "--only", "training")
+    assert outcome.code == 0
+    lines = outcome.out.splitlines()
     assert lines[0].startswith("3 jobs are to be done: about 0.0 hours with 2 proc")
     assert lines[1:] == [
         f"training/{arm}  4 s" for arm in ("tamiyo/0", "tamiyo/1", "without-looking/0")
@@ -42,7 +42,7 @@ def test_a_dry_run_lists_jobs_and_makes_nothing(capsys, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_job_that_fails_is_told_with_exit_code_6(capsys, tmp_path):
+def test_a_job_that_fails_is_reported_with_exit_code_6(capsys, tmp_path):
     controllers = tmp_path / "it" / "controllers"
     controllers.mkdir(parents=True)
     for member in (0, 1):
@@ -51,20 +51,22 @@ def test_a_job_that_fails_is_told_with_exit_code_6(capsys, tmp_path):
     (tmp_path / "few.toml").write_text(
         text_of(('[ablations.without.without-looking]\n"world.measure_every" =', "#"))
     )
-    said = call(capsys, "run", "few.toml", *words)
-    assert said.code == 6
-    assert "0 jobs are done, 0 are left." in said.out
-    assert said.err.startswith("esper: 2 jobs failed and will be tried again next time")
-    assert "training/tamiyo/0: " in said.err
-    assert said.err.count("\n") == 1
+    outcome = call(capsys, "run", "few.toml", *words)
+    assert outcome.code == 6
+    assert "0 jobs are done, 0 are left." in outcome.out
+    assert outcome.err.startswith(
+        "esper: 2 jobs failed and will be tried again next time"
+    )
+    assert "training/tamiyo/0: " in outcome.err
+    assert outcome.err.count("\n") == 1
 
 
 def test_what_is_finished_ends_well(capsys):
     words = ("--only", "search", "--processes", "1")
     for _ in range(2):
-        said = call(capsys, "run", str(TINY), "--folder", "it", *words)
-        assert (said.code, said.err) == (0, "")
-        assert said.out.endswith("1 jobs are done, 0 are left.\n")
+        outcome = call(capsys, "run", str(TINY), "--folder", "it", *words)
+        assert (outcome.code, outcome.err) == (0, "")
+        assert outcome.out.endswith("1 jobs are done, 0 are left.\n")
 
 
 @pytest.mark.parametrize(

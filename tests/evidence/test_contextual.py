@@ -76,20 +76,11 @@ def test_no_more_steps_are_spent_than_allowed_and_all_are_counted():
         made.append(rng_seed)
         return worlds(rng_seed)
 
-    heard = []
     price = 2 * ENVS * LENGTH
-    fitted = fit_bandit(
-        counted,
-        price * 6 + 1,
-        0,
-        lambda done, words: heard.append((done, words)),
-        arms=FEW,
-        look=2,
-    )
+    fitted = fit_bandit(counted, price * 6 + 1, 0, arms=FEW, look=2)
     assert fitted.env_steps == len(made) * price == 6 * price
     assert fitted.hosts == 2 * 2 * ENVS
     assert len({*made}) == 2  # two groups of hosts, each grown by every arm
-    assert heard[1] == (price, "hosts 1: arms, 2 of 3")
 
 
 def test_the_number_decides_the_hosts():
@@ -124,8 +115,8 @@ def test_ridge_is_least_squares_with_rows_that_pull_to_zero(hosts, seed, penalty
     spread = context[:, :3].std(axis=0)
     pull = np.sqrt(hosts * penalty) * np.column_stack([np.diag(spread), np.zeros(3)])
     rows = np.vstack([np.delete(context, 3, axis=1), pull])
-    told = np.vstack([paid, np.zeros((3, 3))])
-    expected = np.linalg.lstsq(rows, told, rcond=None)[0]
+    targets = np.vstack([paid, np.zeros((3, 3))])
+    expected = np.linalg.lstsq(rows, targets, rcond=None)[0]
     weights = ridge(context, paid, penalty)
     assert_allclose(np.delete(weights, 3, axis=0), expected, rtol=1e-6, atol=1e-8)
     assert_allclose(weights[3], 0.0)

@@ -83,31 +83,31 @@ def made(orders, name):
     return orders.of(JOBS[name]).args
 
 
-def told(supplies):
+def sources(supplies):
     return [(one.task, one.arm, one.member, one.seed) for one in supplies.recordings]
 
 
 def test_replay_plays_what_was_done_on_the_next_host_of_the_block(orders):
     batch, supplies = made(orders, "counted/vowel/replay/1/low/1")
     assert (batch.block, batch.hosts, batch.member) == (1, 3, 1)
-    assert told(supplies) == [("vowel", "tamiyo", 1, seed) for seed in (11, 12, 10)]
+    assert sources(supplies) == [("vowel", "tamiyo", 1, seed) for seed in (11, 12, 10)]
 
 
 def test_replay_elsewhere_plays_what_was_done_on_another_task(orders):
     _, supplies = made(orders, "counted/vowel/replay-elsewhere/0/low/0")
-    assert told(supplies) == [("letter", "tamiyo", 0, seed) for seed in (0, 1, 2)]
+    assert sources(supplies) == [("letter", "tamiyo", 0, seed) for seed in (0, 1, 2)]
 
 
-def test_chance_takes_turns_with_her_controllers(orders):
+def test_chance_takes_turns_with_tamiyos_controllers(orders):
     _, supplies = made(orders, "counted/vowel/random/-1/low/0")
-    assert told(supplies) == [
+    assert sources(supplies) == [
         ("vowel", "tamiyo", member, seed) for seed, member in enumerate((0, 1, 0))
     ]
 
 
 def test_topologies_are_those_of_the_first_controller(orders):
     _, supplies = made(orders, "counted/vowel/scratch/-1/low/0")
-    assert told(supplies) == [("vowel", "tamiyo", 0, seed) for seed in (0, 1, 2)]
+    assert sources(supplies) == [("vowel", "tamiyo", 0, seed) for seed in (0, 1, 2)]
 
 
 def test_size_and_cost_are_means_over_controllers_and_hosts_of_the_block(orders):
@@ -116,10 +116,10 @@ def test_size_and_cost_are_means_over_controllers_and_hosts_of_the_block(orders)
     assert supplies.training_macs == pytest.approx(1100)
 
 
-def test_arms_made_from_her_are_tuned_by_what_she_did_at_her_best_rate(orders):
+def test_arms_made_from_tamiyo_are_tuned_at_its_best_rate(orders):
     batch, supplies = made(orders, "tuning/vowel/replay/low/1")
     assert (batch.rate, batch.world.rate, batch.hosts) == (1.0, 1.0, 2)
-    assert told(supplies) == [("vowel", "tamiyo@0.5", 0, seed) for seed in (71, 70)]
+    assert sources(supplies) == [("vowel", "tamiyo@0.5", 0, seed) for seed in (71, 70)]
     _, supplies = made(orders, "tuning/vowel/static/low/1")
     assert supplies.added == pytest.approx(0.5 * 0.705)
 

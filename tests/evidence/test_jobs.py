@@ -71,7 +71,7 @@ def test_some_tasks_are_left_out_of_settings_that_are_no_rents():
     assert settings == {("vowel", "low"), ("vowel", "small"), ("letter", "low")}
 
 
-def test_what_is_made_from_tamiyo_waits_for_her():
+def test_what_is_made_from_tamiyo_waits_for_it():
     jobs = {job.id: job for job in all_jobs(tiny(*TWO))}
     both = {f"counted/vowel/tamiyo/{n}/low/0" for n in (0, 1)}
     for arm in ("random", "static", "static-macs", "longer"):

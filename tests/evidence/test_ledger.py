@@ -91,7 +91,6 @@ def test_what_is_written_is_read_as_it_was(ledger):
         else:
             assert got == wanted
     assert ledger.states() == {"a": "done", "b": "waiting"}
-    assert ledger.durations() == {"a": 1.5}
 
 
 def test_a_job_that_cannot_be_written_has_written_nothing(ledger):

@@ -15,14 +15,12 @@ from esper.experiment.statistics import (
     bootstrap,
     compare_pairs,
     holm,
-    iqm,
     iqm_difference,
     iqm_interval,
     mean_interval,
     paired_improvement,
     paired_wilcoxon,
     partners,
-    probability_of_improvement,
 )
 from tests.references import statistics as reference
 
@@ -143,20 +141,6 @@ def test_differences_and_improvements_are_those_of_every_draw(same):
     )
 
 
-def test_the_interval_of_improvement_agrees_with_scipy():
-    x, y = 0.5 + normal(12), normal(15, rng_seed=1)  # other seeds, and more
-
-    def wins(a, b, axis):
-        assert axis == -1
-        return (a[..., :, None] > b[..., None, :]).mean(axis=(-2, -1))
-
-    theirs = stats.bootstrap(
-        (x, y), wins, method="percentile", n_resamples=8_000, rng=1
-    ).confidence_interval
-    ours = probability_of_improvement(x, y)
-    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.02)
-
-
 def test_luck_of_training_widens_the_interval():
     trained = normal(5, 1)
     tasks = [trained + 0.1 * normal(5, 10, rng_seed=n) for n in (1, 2)]
@@ -222,12 +206,9 @@ def test_only_cells_with_a_partner_are_compared():
 # --- Estimates
 
 
-@given(tables, st.randoms(use_true_random=False))
-def test_the_interquartile_mean_is_the_one_by_hand(scores, random):
+@given(tables)
+def test_the_interquartile_mean_is_the_one_by_hand(scores):
     expected = reference.interquartile_mean(scores.tolist())
-    values = scores.ravel().tolist()
-    random.shuffle(values)
-    assert iqm(np.array(values)) == pytest.approx(expected, abs=1e-12)
     found = iqm_interval(scores, resamples=1).estimate
     assert found == pytest.approx(expected, abs=1e-12)
 
@@ -235,15 +216,9 @@ def test_the_interquartile_mean_is_the_one_by_hand(scores, random):
 @given(pairs)
 def test_improvement_counts_wins_and_half_of_ties(both):
     x, y = both
-    found = probability_of_improvement(x, y, resamples=1).estimate
-    expected = reference.probability_of_improvement(x.tolist(), y.tolist())
-    assert found == pytest.approx(expected, abs=1e-12)
-    back = probability_of_improvement(y, x, resamples=1).estimate
-    assert found + back == pytest.approx(1.0, abs=1e-12)
     points = [reference.points_of(*pair) for pair in zip(x.flat, y.flat, strict=True)]
-    assert paired_improvement(x, y, resamples=1).estimate == pytest.approx(
-        np.mean(points), abs=1e-12
-    )
+    found = paired_improvement(x, y, resamples=1).estimate
+    assert found == pytest.approx(np.mean(points), abs=1e-12)
 
 
 # --- Signed ranks and Holm
@@ -305,12 +280,9 @@ def test_a_comparison_holds_what_each_function_finds():
         arms.items(), p_values, reference.holm(p_values), strict=True
     ):
         row = found[name]
-        assert row.difference.estimate == pytest.approx(iqm(x) - iqm(base))
-        assert row.improvement == probability_of_improvement(x, base, resamples=500)
-        assert row.paired == paired_improvement(x, base, resamples=500)
+        assert row.difference == iqm_difference(x, base, resamples=500)
+        assert row.improvement == paired_improvement(x, base, resamples=500)
         assert (row.p, row.adjusted) == pytest.approx((p, corrected), rel=1e-9)
-        assert (row.ahead, row.behind) == ((x > base).sum(), (x < base).sum())
-        assert row.pairs == 20
     assert [row.outcome for row in found.values()] == ["above", "open", "below"]
     assert compare_pairs({}) == {}
 
@@ -333,7 +305,7 @@ def test_a_mean_that_most_pairs_contradict_is_not_shown():
     row = compare_pairs({"mixed": (mixed, base)})["mixed"]
     assert row.difference.low > 0.0
     assert row.adjusted < 0.05
-    assert row.paired.estimate < 0.5
+    assert row.improvement.estimate < 0.5
     assert not row.shown
 
 
@@ -345,11 +317,10 @@ GOOD, BAD = np.ones((2, 3)), np.array([[1.0, 2.0, 3.0], [1.0, np.nan, 3.0]])
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: iqm(BAD), r"finite, got nan at \[1, 1\]"),
-        (lambda: iqm(np.zeros((2, 0))), r"not empty, got shape \(2, 0\)"),
-        (lambda: iqm(np.zeros((2, 2, 2))), r"got shape \(2, 2, 2\)"),
+        (lambda: iqm_interval(BAD), r"finite, got nan at \[1, 1\]"),
+        (lambda: iqm_interval(np.zeros((2, 0))), r"not empty, got shape \(2, 0\)"),
+        (lambda: iqm_interval(np.zeros((2, 2, 2))), r"got shape \(2, 2, 2\)"),
         (lambda: iqm_interval(GOOD, resamples=0), "at least 1, got 0"),
-        (lambda: probability_of_improvement(GOOD, GOOD[0]), "same tasks, got 2 and 1"),
         (lambda: paired_improvement(GOOD, GOOD[:, :2]), r"\(1, 3\) and \(1, 2\)"),
         (lambda: iqm_difference([GOOD], []), "same tasks, got 1 and 0"),
         (lambda: paired_wilcoxon(GOOD[0], GOOD[0, :2]), r"\(3,\) and \(2,\)"),

@@ -93,9 +93,8 @@ def test_figures_are_those_of_scipy_and_of_the_reference():
             x = RECORDED[name][column]
             gap = stats.trim_mean(x, 0.25) - stats.trim_mean(base, 0.25)
             assert row.difference.estimate == pytest.approx(gap, abs=1e-12)
-            assert row.improvement.estimate == pytest.approx(
-                reference.probability_of_improvement([x], [base])
-            )
+            wins = [reference.points_of(*pair) for pair in zip(x, base, strict=True)]
+            assert row.improvement.estimate == pytest.approx(np.mean(wins))
     for name, (returns, test) in RECORDED.items():
         arm = arms[name]
         assert arm.returns.estimate == pytest.approx(stats.trim_mean(returns, 0.25))
@@ -127,14 +126,13 @@ def test_a_learned_arm_is_compared_with_all_others():
         reference.holm(p_values)
     )
     assert all(pair.returns.shown for pair in table.pairwise)
-    assert others[0].returns.ahead == 10
+    assert others[0].returns.improvement.estimate == 1.0
 
 
 def test_all_tasks_together_hold_every_pair(two_tasks):
     whole = two_tasks.aggregate
     assert (whole.task, whole.tasks, whole.hosts) == ("digits, letter", 2, 10)
     row = by_name(whole)["early"].above_never
-    assert row.pairs == 20
     twice = np.tile(np.subtract(RECORDED["early"][0], RECORDED["never"][0]), 2)
     assert row.p == pytest.approx(stats.wilcoxon(np.round(twice, 6)).pvalue)
     # One task, or tasks with other arms, are not added up.
@@ -169,8 +167,7 @@ def test_conclusions_say_what_is_shown_and_what_is_not():
     assert "not shown to differ from 'early' (p = " in learned
     (line,) = headline(summary)
     assert line.startswith("fern's return on 10 unseen hosts of letter: 0.410 [")
-    assert "Above never by +0.070 [" in line
-    assert "Above the best of the others, early by +0.0" in line
+    assert "shown above 'never' (+0.0700), 'early' (+0.0" in line
     without = {name: RECORDED[name] for name in ("never", "early", "random")}
     (line,) = headline(summary_of(without))
     assert line.startswith(

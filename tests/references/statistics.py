@@ -25,15 +25,6 @@ def mean_of_means(tasks):
     return math.fsum(math.fsum(task) / len(task) for task in tasks) / len(tasks)
 
 
-def probability_of_improvement(x, y):
-    """Of flat tasks: every seed against every seed."""
-    points = [
-        [points_of(a, b) for a in ours for b in theirs]
-        for ours, theirs in zip(x, y, strict=True)
-    ]
-    return mean_of_means(points)
-
-
 def paired_improvement(x, y, members, others, seeds):
     """Of one draw; `others` is None if both follow the same members."""
     tasks = []

@@ -8,9 +8,10 @@ table (one task, or all) and each figure (return, test score) is one family of
 comparisons, over which p-values are corrected.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import isfinite, nan
+from math import nan
 from typing import Any, Final
 
 import numpy as np
@@ -96,6 +97,16 @@ class TaskSummary:
     pairwise: tuple[PairwiseComparison, ...]
 
     @property
+    def learned(self) -> list[str]:
+        """Learned arms that are compared with others."""
+        return list(dict.fromkeys(pair.name for pair in self.pairwise))
+
+    def against(self, name: str, figure: str) -> dict[str, Comparison]:
+        """Comparisons of a learned arm by `returns` or `test`, by the other's name."""
+        pairs = [pair for pair in self.pairwise if pair.name == name]
+        return {pair.other: getattr(pair, figure) for pair in pairs}
+
+    @property
     def smallest_p(self) -> float:
         """The smallest adjusted p that so many pairs and arms can give."""
         pairs, count = self.tasks * self.hosts, max(1, len(self.arms) - 1)
@@ -113,9 +124,9 @@ class Summary:
     """What is shown, what is not, and the limits; one paragraph each."""
 
     def as_data(self) -> dict[str, Any]:
-        """The same in types that JSON has."""
-        data = _json_types(asdict(self))
-        assert isinstance(data, dict)
+        """The same in types that JSON has; a figure that is not finite is None."""
+        text = json.dumps(asdict(self))
+        data: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
         return data
 
 
@@ -163,19 +174,19 @@ def headline(summary: Summary) -> list[str]:
     Over all tasks if they can be added up, else task by task. Without a learned arm,
     all arms are held against `never`.
     """
-    tables = [summary.aggregate] if summary.aggregate else summary.tasks
     lines = []
-    for table in tables:
-        hosts = f"{table.hosts} unseen hosts of {'each of ' * (table.tasks > 1)}"
-        for name in dict.fromkeys(pair.name for pair in table.pairwise):
-            arm = next(arm for arm in table.arms if arm.name == name)
-            sentences = [f"{name}'s return on {hosts}{table.task}: {arm.returns:.3f}."]
-            sentences += _against_others(name, table)
-            lines.append(" ".join(sentences))
+    for table in [summary.aggregate] if summary.aggregate else summary.tasks:
+        where = f"{table.hosts} unseen hosts of {'each of ' * (table.tasks > 1)}"
+        where += table.task
+        returns = {arm.name: arm.returns for arm in table.arms}
+        for name in table.learned:
+            outcomes = _outcomes(table.against(name, "returns"))
+            line = f"{name}'s return on {where}: {returns[name]:.3f}; {outcomes}"
+            lines.append(line)
         above = {arm.name: arm.above_never for arm in table.arms if arm.above_never}
-        if above and not table.pairwise:
+        if above and not table.learned:
             outcomes = _outcomes(above, f" {BASELINE!r}:")
-            lines.append(f"By return on {hosts}{table.task}: {outcomes}")
+            lines.append(f"By return on {where}: {outcomes}")
     return lines
 
 
@@ -309,14 +320,10 @@ def _findings(title: str, table: TaskSummary) -> list[str]:
         known = {name: row for name, row in found.items() if row is not None}
         if known:
             lines.append(f"{title}, {label}: {_outcomes(known, f' {BASELINE!r}:')}")
-    for name in dict.fromkeys(pair.name for pair in table.pairwise):
+    for name in table.learned:
         for figure, label in (("returns", "return"), ("test", "test score")):
-            rows = {
-                pair.other: getattr(pair, figure)
-                for pair in table.pairwise
-                if pair.name == name
-            }
-            lines.append(f"{title}, {label} of {name!r}: {_outcomes(rows)}")
+            outcomes = _outcomes(table.against(name, figure))
+            lines.append(f"{title}, {label} of {name!r}: {outcomes}")
     return lines
 
 
@@ -338,31 +345,6 @@ def _outcomes(rows: Mapping[str, Comparison], than: str = "") -> str:
         if names:
             parts.append(f"{label} {', '.join(names)}")
     return f"{'; '.join(parts)}."
-
-
-def _against_others(name: str, table: TaskSummary) -> list[str]:
-    """A sentence each about the simplest baselines, the best other, plain networks."""
-    own = {pair.other: pair.returns for pair in table.pairwise if pair.name == name}
-    simple = [other for other in (BASELINE, "random") if other in own]
-    rest = [
-        arm.name for arm in table.arms if arm.name in own and arm.name not in simple
-    ]
-    static = [other for other in rest if other in STATIC]
-    best = [other for other in rest if other not in STATIC][-1:]  # highest return
-    labels: dict[str, str] = {other: other for other in simple}
-    labels |= {other: f"the best of the others, {other}" for other in best}
-    labels |= {other: f"the plain network, {other}" for other in static}
-    sentences = []
-    for other, label in labels.items():
-        row = own[other]
-        if row.shown:
-            gap = f"by {row.difference:+.3f}, p = {row.adjusted:.2g}"
-            sentences.append(f"{row.outcome.capitalize()} {label} {gap}.")
-        else:
-            sentences.append(
-                f"Not shown to differ from {label}: p = {row.adjusted:.2g}."
-            )
-    return sentences
 
 
 def _limits(tables: Sequence[TaskSummary]) -> list[str]:
@@ -406,13 +388,3 @@ def _limits(tables: Sequence[TaskSummary]) -> list[str]:
 def _finite(values: Sequence[float]) -> Floats:
     known = np.asarray(values, dtype=np.float64)
     return known[np.isfinite(known)]
-
-
-def _json_types(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _json_types(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_types(item) for item in value]
-    if isinstance(value, float) and not isfinite(value):
-        return None
-    return value

@@ -16,7 +16,7 @@ WIDTH: Final = 150
 """Columns of a table that is not printed to a terminal."""
 LEGEND: Final = (
     "Interquartile means over hosts [95 % interval]; p: paired Wilcoxon, Holm over its "
-    "column; P: how often a host returns more than one of never's, drawn by chance; "
+    "column; P: how often a host returns more than with never; "
     "parameters and MACs (multiply-adds per row) as a multiple of the host's; area: "
     "mean score over the decisions."
 )

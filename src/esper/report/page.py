@@ -292,7 +292,7 @@ def _cells(arm: ArmSummary) -> list[Cell]:
     if above is not None:
         comparison = [
             _interval(above.difference, "+.3f"),
-            (f"{100 * above.paired.estimate:.0f} %", ""),
+            (f"{100 * above.improvement.estimate:.0f} %", ""),
             (f"{above.adjusted:.2g}", "shown" if above.shown else "not shown"),
         ]
     return [
