@@ -130,53 +130,6 @@ def test_the_optimum_does_not_depend_on_the_other_instances(visible, plans):
     assert torch.equal(alone.actions, plans.actions[some])
 
 
-def test_the_optimum_of_what_is_left_falls_by_what_was_earned(visible, plans):
-    world = SimulatedWorld.from_instances(visible)
-    world.reset()
-    earned = torch.zeros(len(visible), dtype=torch.float64)
-    for t in range(HORIZON - 1):
-        earned += world.step(plans.actions[:, t]).reward
-        if t % 4 == 1:
-            left = optimal_returns(world.rest)
-            assert_close(earned + left, plans.returns, rtol=0, atol=0)
-
-
-def random_returns(instances, rng_seed=0):
-    """Returns of uniformly random legal play."""
-    world = SimulatedWorld.from_instances(instances)
-    generator = torch.Generator().manual_seed(rng_seed)
-    observation, total = world.reset(), 0.0
-    rows = torch.arange(len(instances))
-    for _ in range(HORIZON):
-        masks = compute_masks(observation, SPEC)
-        actions = torch.zeros(len(instances), len(HEAD), dtype=torch.int64)
-        for head, name in enumerate(HEAD_NAMES):
-            legal = masks[name]
-            if name == "slot":
-                legal = masks.slot[rows, actions[:, 0]]
-            if name == "blueprint":
-                legal = masks.blueprint[rows, actions[:, 1]]
-            relevant = RELEVANT[actions[:, 0], head] | (name == "op")
-            weight = torch.where(relevant.unsqueeze(1), legal, True).float()
-            choice = torch.multinomial(weight, 1, generator=generator)[:, 0]
-            actions[:, head] = torch.where(relevant, choice, 0)
-        result = world.step(actions)
-        observation, total = result.observation, total + result.reward.double()
-    return total
-
-
-def test_never_and_random_stay_below_the_optimum(visible, plans, hidden):
-    for instances, best in (
-        (visible, plans.returns),
-        (hidden, optimal_returns(hidden)),
-    ):
-        never = played(instances, torch.zeros(len(instances), HORIZON, 8).long())
-        random = random_returns(instances)
-        assert (never <= best).all()
-        assert (random <= best).all()
-        assert best.mean() > max(never.mean(), random.mean()) + 0.2
-
-
 def test_every_op_is_part_of_some_optimum_and_some_optimum_only_waits(visible, plans):
     ops = plans.actions[:, :, HEAD["op"]]
     for op in Op:
@@ -220,11 +173,10 @@ def test_every_head_matters(head, visible, plans):
 def test_memory_is_worth_much_in_hidden_instances(hidden):
     best = (optimal_returns(hidden) + optimal_returns(exchanged(hidden))) / 2
     memoryless = best_memoryless_returns(hidden)
-    never = played(hidden, torch.zeros(len(hidden), HORIZON, 8).long())
-    never_twin = played(exchanged(hidden), torch.zeros(len(hidden), HORIZON, 8).long())
-    floor = torch.maximum((never + never_twin) / 2, random_returns(hidden).mean())
-    assert ((best - memoryless) / (best - floor)).min() > 0.3
-    assert memoryless.mean() > floor.mean()
+    waits = torch.zeros(len(hidden), HORIZON, 8, dtype=torch.int64)
+    never = (played(hidden, waits) + played(exchanged(hidden), waits)) / 2
+    assert ((best - memoryless) / (best - never)).min() > 0.3
+    assert memoryless.mean() > never.mean()
 
 
 def observations_equal(ours, theirs):

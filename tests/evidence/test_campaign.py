@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from itertools import product
 
 import pytest
 from rich.console import Console
@@ -75,32 +76,18 @@ def test_everything_is_done(whole):
     }
 
 
-def test_what_was_learnt_is_kept_with_what_it_took(whole):
+def test_what_was_learnt_is_kept_with_what_it_took_and_did(whole):
     folder, _ = whole
-    found = rows(folder, "name, env_steps, run FROM trainings")
-    assert [name for name, _, _ in found] == [
-        "bandit",
-        "searched",
-        "tamiyo-0",
-        "tamiyo-1",
-        "without-looking-0",
-    ]
-    steps = {name: env_steps for name, env_steps, _ in found}
+    found = rows(folder, "name, env_steps FROM trainings")
+    names = ["bandit", "searched", "tamiyo-0", "tamiyo-1", "without-looking-0"]
+    assert [name for name, _ in found] == names
+    steps = dict(found)
     assert steps["tamiyo-0"] == 10
     assert 0 < steps["searched"] <= 90
     assert 0 < steps["bandit"] <= 90
     assert (folder / "controllers" / "tamiyo-1" / "finished.json").is_file()
-
-
-def test_recordings_of_tamiyo_are_of_every_counted_host(whole):
-    folder, _ = whole
     found = rows(folder, "member, setting, seed FROM recordings WHERE arm = 'tamiyo'")
-    assert found == [
-        (member, setting, seed)
-        for member in (0, 1)
-        for setting in ("low", "small")
-        for seed in (0, 1)
-    ]
+    assert found == [*product((0, 1), ("low", "small"), (0, 1))]
 
 
 def test_what_is_done_is_not_done_again(whole):

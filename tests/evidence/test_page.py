@@ -1,7 +1,5 @@
 """The page says what the ledger holds, whichever way it fell and however little."""
 
-import sqlite3
-
 import pytest
 
 from esper.contracts.errors import BadInput
@@ -122,20 +120,16 @@ def test_scores_at_budgets_are_of_the_same_tasks_for_everybody(tmp_path):
     assert line(section, "| random").endswith("(16) | 2 |")
 
 
-def test_what_failed_is_listed_in_one_line_each(whole):
+def test_what_failed_is_listed_in_one_line_each(whole, tmp_path):
     _, text = whole
     assert "- The job `b` failed: the disk is full" in text
     assert "- No network of " in text
     assert "- 1 of 2 jobs are done; figures may still change." in text
-
-
-def test_panicked_networks_are_counted(tmp_path):
     found = rows()
     for row in found:
         if (row["arm"], row["seed"], row["setting"]) == ("early", 1, "rent-low"):
             row.update(panicked=1, test=None)
-    text = page_text(tmp_path, found)
-    assert "3 of 120 networks of `early` panicked" in text
+    assert "3 of 120 networks of `early` panicked" in page_text(tmp_path, found)
 
 
 def test_what_training_took_and_every_figure_are_shown(whole):
@@ -148,25 +142,21 @@ def test_what_training_took_and_every_figure_are_shown(whole):
         assert len(shown) > 60 + len(name)
 
 
-def test_the_same_ledger_gives_the_same_bytes(tmp_path):
+def test_the_same_ledger_gives_the_same_bytes_around_the_findings(tmp_path):
     found = rows({"never": 0.0, "tamiyo": 0.1}, tasks=TASKS[:1], seeds=3)
     write_ledger(tmp_path, found)
     first, second = (tmp_path / name for name in ("first", "second"))
-    write_page(tmp_path, first)
-    write_page(tmp_path, second)
+    findings = "## What was tried\n\nA *longer* horizon: +0.01.\n"
+    for folder in (first, second):
+        folder.mkdir()
+        (folder / "findings.md").write_text(findings)
+        text = write_page(tmp_path, folder).read_text()
+    assert findings in text
+    assert text.index("What was tried") < text.index("## Reproduce")
     files = [first / "README.md", *(first / "figures").iterdir()]
     assert len(files) == 4
     for file in files:
         assert (second / file.relative_to(first)).read_bytes() == file.read_bytes()
-
-
-def test_findings_are_taken_as_they_are(tmp_path):
-    write_ledger(tmp_path, [])
-    findings = "## What was tried\n\nA *longer* horizon: +0.01.\n"
-    (tmp_path / "findings.md").write_text(findings)
-    text = write_page(tmp_path, tmp_path).read_text()
-    assert findings in text
-    assert text.index("What was tried") < text.index("## Reproduce")
 
 
 def test_an_empty_ledger_and_one_without_never_have_a_page_that_says_so(tmp_path):
@@ -194,23 +184,18 @@ def test_part_of_a_campaign_has_a_page(tmp_path):
     assert line(section, "| **tamiyo**").endswith("| 9 |")
 
 
-def test_a_page_that_was_written_by_hand_is_left_alone(tmp_path):
+def test_a_page_written_by_hand_is_left_alone_and_no_ledger_is_refused(tmp_path):
     write_ledger(tmp_path, [])
     (tmp_path / "README.md").write_text("# Mine\n")
     with pytest.raises(BadInput, match="was not made by"):
         write_page(tmp_path, tmp_path)
     assert (tmp_path / "README.md").read_text() == "# Mine\n"
-    assert not (tmp_path / "figures").exists()
-
-
-def test_a_folder_without_a_ledger_is_refused(tmp_path):
+    ledger = tmp_path / "campaign.sqlite"
+    for data, why in ((b"no database" * 99, "is no ledger"), (b"", "is no ledger")):
+        ledger.write_bytes(data)
+        with pytest.raises(BadInput, match=why):
+            write_page(tmp_path, tmp_path / "page")
+    ledger.unlink()
     with pytest.raises(BadInput, match=r"holds no campaign\.sqlite"):
         write_page(tmp_path, tmp_path / "page")
     assert not (tmp_path / "page").exists()
-    (tmp_path / "campaign.sqlite").write_bytes(b"no database at all" * 99)
-    with pytest.raises(BadInput, match="is no ledger"):
-        write_page(tmp_path, tmp_path / "page")
-    (tmp_path / "campaign.sqlite").unlink()
-    sqlite3.connect(tmp_path / "campaign.sqlite").close()
-    with pytest.raises(BadInput, match="is no ledger"):
-        write_page(tmp_path, tmp_path / "page")

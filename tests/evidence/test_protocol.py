@@ -71,19 +71,14 @@ def test_every_host_can_hold_four_seeds_and_has_data_of_its_own(widths):
 
 
 def test_a_convolutional_host_is_offered_what_fits_it():
-    protocol = tiny(('["vowel"]', '["mnist5k", "vowel"]'))
-    task = evidence_task("mnist5k", protocol)
-    world = evidence_world(task, "low", 1.0, protocol)
-    assert world.blueprints == ("widen_8", "widen_16")
-    assert world.seeds_per_slot == 2
-
-
-def test_what_cannot_be_planted_at_all_is_refused():
     protocol = tiny(
         ('["vowel"]', '["mnist5k", "vowel"]'),
         ('measure_every" = "10000"', 'blueprints" = "low_rank_4"'),
     )
     task = evidence_task("mnist5k", protocol)
+    world = evidence_world(task, "low", 1.0, protocol)
+    assert world.blueprints == ("widen_8", "widen_16")
+    assert world.seeds_per_slot == 2
     with pytest.raises(BadInput, match="without-looking: nothing that may be planted"):
         evidence_world(task, "low", 1.0, protocol, "without-looking")
 

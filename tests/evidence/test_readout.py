@@ -51,7 +51,7 @@ def test_known_shares_come_back_whatever_the_rent():
             np.testing.assert_allclose(figures, share, atol=1e-12)
 
 
-def test_a_cell_without_one_of_its_rents_is_missing():
+def test_a_cell_without_one_of_its_rents_or_its_never_is_missing():
     found = [
         row
         for row in rows()
@@ -63,18 +63,13 @@ def test_a_cell_without_one_of_its_rents_is_missing():
     assert missing.sum() == 1
     assert missing[0, 3]
     assert cells.count("early", TASKS) == 23
-
-
-def test_a_cell_whose_never_is_missing_is_missing():
     found = [row for row in rows() if (row["arm"], row["seed"]) != ("never", 2)]
     cells = readout(found).normalised()
     assert np.isnan(cells.at("tamiyo", "text")).sum(axis=1).tolist() == [1, 1, 1]
-
-
-def test_what_was_never_run_has_no_cells():
     cells = readout([]).normalised()
     assert cells.at("tamiyo", "letter").size == 0
     assert cells.done("tamiyo", TASKS) == []
+    assert readout([]).budgets == ["budget-1", "budget-2", "rent-low"]
 
 
 def test_rows_of_tuning_do_not_count():
@@ -84,28 +79,21 @@ def test_rows_of_tuning_do_not_count():
     np.testing.assert_array_equal(first, second)
 
 
-def test_a_panicked_network_guesses_nothing_right():
+def test_a_panicked_network_guesses_nothing_right_and_no_errors_have_no_share():
     found = [one("never", None, setting=s, panicked=1) for s in RENTS]
     found += [one("early", 0.5, setting=s) for s in RENTS]
-    cells = readout(found).normalised()
-    np.testing.assert_allclose(cells.at("early", "letter"), 0.5)
-
-
-def test_a_task_that_never_solves_cannot_be_normalised():
+    np.testing.assert_allclose(readout(found).normalised().at("early", "letter"), 0.5)
     found = [one(arm, 1.0, setting=s) for s in RENTS for arm in ("never", "early")]
     assert readout(found).normalised().count("early", ["letter"]) == 0
 
 
-def test_settings_that_differ_in_budget_go_from_small_to_large():
-    assert readout([]).budgets == ["budget-1", "budget-2", "rent-low"]
-
-
-def test_two_counted_learning_rates_of_a_cell_are_refused():
-    found = [one("never", 0.5), one("never", 0.6, rate=2.0)]
-    with pytest.raises(BadInput, match=r"never on letter, got 1\.0 and 2\.0"):
-        readout(found)
-
-
-def test_a_setting_that_the_protocol_does_not_name_is_refused():
-    with pytest.raises(BadInput, match="rent-odd"):
-        readout([one("never", 0.5, setting="rent-odd")])
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"rate": 2.0}, r"never on letter, got 1\.0 and 2\.0"),
+        ({"setting": "rent-odd"}, "rent-odd"),
+    ],
+)
+def test_rows_that_the_protocol_does_not_ask_for_are_refused(changes, why):
+    with pytest.raises(BadInput, match=why):
+        readout([one("never", 0.5), one("never", 0.6, **changes)])

@@ -138,8 +138,8 @@ def test_a_line_is_the_mean_of_the_rounds_around(values):
 def test_one_round_and_one_host_without_an_interval_can_be_drawn():
     alone = Interval(0.3, nan, nan)
     columns = {"round": np.array([1.0]), "return": np.array([nan])}
-    results = TaskResults(periodic=[(1, alone)], final=alone)
+    results = TaskResults(periodic=[(1, alone)])
     with plot_style():
         plot = learning_curve("some", "letter", columns, results)
     assert "unknown" in plot.alt
-    assert "Tamiyo, at the end" in plot.inline
+    assert "Tamiyo, same hosts" in plot.inline

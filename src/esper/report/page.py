@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -20,7 +20,7 @@ from esper import __version__
 from esper.contracts.errors import BadInput
 from esper.experiment.files import Disk, publish, storage
 from esper.experiment.messages import short
-from esper.experiment.statistics import Interval, iqm_interval, mean_interval
+from esper.experiment.statistics import Interval, iqm_interval
 from esper.experiment.summary import (
     ArmSummary,
     Summary,
@@ -30,7 +30,7 @@ from esper.experiment.summary import (
     summarise,
 )
 from esper.report.data import SHOWN_ENVS, RunData, read_run
-from esper.report.plots import STAGES, ArmPoint, TaskResults, draw_plots
+from esper.report.plots import STAGES, TaskResults, draw_plots
 from esper.report.style import COLOURS
 
 PAGE: Final = "report.html"
@@ -39,8 +39,6 @@ MARK: Final = "esper report"
 """In the first bytes of every page, by which a report is recognised."""
 PERIODIC: Final = 60
 """Evaluations during training that a curve shows, at most."""
-SIMPLE: Final = {"never": "amber", "random": "purple"}
-"""Colours of the simplest baselines."""
 SECTIONS: Final = (
     ("comparison", "Comparison of controllers"),
     ("learning", "Learning curves"),
@@ -98,6 +96,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
             tiles=_tiles(data),
             outcome=headline(summary) if summary else [],
             tables=_tables(data, summary),
+            cells=_cells,
             conclusions=summary.conclusions if summary else [],
             attempts=_attempts(data),
             machine=[
@@ -212,76 +211,26 @@ def _results(run: RunData, summary: Summary | None) -> dict[str, TaskResults]:
         known = sorted(rounds)
         at = np.linspace(0, len(known) - 1, min(len(known), PERIODIC)).round()
         some = [known[int(index)] for index in at]
-        periodic[task] = [(number, _finite_interval(rounds[number])) for number in some]
-    found = {task: TaskResults(periodic=points) for task, points in periodic.items()}
-    for table in _ordered(run, summary):
-        learned = [arm for arm in table.arms if arm.learned]
-        best = next((arm for arm in reversed(table.arms) if not arm.learned), None)
-        found[table.task] = TaskResults(
-            periodic=periodic.get(table.task, ()),
-            final=learned[-1].returns if learned else None,
-            arms=[_arm_point(run, table.task, arm, arm is best) for arm in table.arms],
-        )
-    return found
+        periodic[task] = [
+            (number, iqm_interval([np.array([rounds[number]])], resamples=1_000))
+            for number in some
+        ]
+    arms = {table.task: table.arms for table in _ordered(run, summary)}
+    return {
+        task: TaskResults(periodic=periodic.get(task, ()), arms=arms.get(task, ()))
+        for task in {**periodic, **arms}
+    }
 
 
-def _arm_point(run: RunData, task: str, arm: ArmSummary, best: bool) -> ArmPoint:
-    """One arm; `best` is the highest of those that do not learn."""
-    judged = [row for row in run.evaluations if row["stage"] == "judged"]
-    last = max(row["round"] for row in judged)
-    added = [
-        row["added"]
-        for row in judged
-        if (row["round"], row["task"], row["controller"]) == (last, task, arm.name)
-        and row["added"] is not None
-    ]
-    parameters = Interval(arm.parameters, arm.parameters, arm.parameters)
-    if len(added) > 1:
-        parameters = mean_interval(1.0 + np.array(added, dtype=np.float64))
-    colour, label = SIMPLE.get(arm.name, "grey"), ""
-    if arm.learned:
-        colour = "blue"
-    elif arm.name in SIMPLE:
-        label = arm.name
-    elif best:
-        colour, label = "green", f"{arm.name}, best"
-    return ArmPoint(
-        name=arm.name,
-        colour=colour,
-        returns=arm.returns,
-        test=arm.test,
-        parameters=parameters,
-        label=label,
-    )
-
-
-def _finite_interval(values: Sequence[float]) -> Interval:
-    known = np.array([value for value in values if isfinite(value)])
-    if len(known) < 2:
-        mean = float(known.mean()) if len(known) else nan
-        return Interval(mean, mean, mean)
-    return iqm_interval(known, resamples=1_000)
-
-
-def _tables(run: RunData, summary: Summary | None) -> list[dict[str, Any]]:
-    """The table of all tasks and one of each, best arm first."""
+def _tables(
+    run: RunData, summary: Summary | None
+) -> list[tuple[str, str, TaskSummary]]:
+    """Title, number of hosts and table: of all tasks, then of each."""
     tables = [(table.task, table) for table in _ordered(run, summary)]
     if summary and summary.aggregate:
         tables.insert(0, ("All tasks together", summary.aggregate))
     return [
-        {
-            "title": title,
-            "hosts": f"{table.hosts} hosts{' of each task' * (table.tasks > 1)}",
-            "rows": [
-                {
-                    "name": arm.name,
-                    "panics": arm.panics,
-                    "strong": arm.learned,
-                    "cells": _cells(arm),
-                }
-                for arm in reversed(table.arms)
-            ],
-        }
+        (title, f"{table.hosts} hosts{' of each task' * (table.tasks > 1)}", table)
         for title, table in tables
     ]
 

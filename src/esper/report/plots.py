@@ -11,6 +11,7 @@ import numpy as np
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.stages import Stage
 from esper.experiment.statistics import Floats, Interval
+from esper.experiment.summary import ArmSummary
 from esper.report.data import Columns, LastEpisodes, RunData, SeedCounts, StageSpan
 from esper.report.style import (
     LINES,
@@ -51,6 +52,8 @@ STAGES: Final[Mapping[str, tuple[str, str]]] = {
     Stage.COOLING.name: ("cooling", "cooling, pruned"),
 }
 """Colour and label of each stage."""
+SIMPLE: Final = {"never": "amber", "random": "purple"}
+"""Colours of the simplest baselines."""
 ACTION_LABELS: Final = {
     "planted": "plant",
     "blending": "blend in",
@@ -61,29 +64,38 @@ ACTION_LABELS: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArmPoint:
-    """Figures of one arm on one task."""
-
-    name: str
-    colour: str
-    returns: Interval
-    test: Interval
-    parameters: Interval
-    """Of the final network, as a multiple of the host's."""
-    label: str = ""
-    """At the learning curve; empty: it is not shown there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResults:
     """Evaluations of one task."""
 
     periodic: Sequence[tuple[int, Interval]] = ()
     """Round and return of the policy during training, always on the same hosts."""
-    final: Interval | None = None
-    """Return of the policy at the end."""
-    arms: Sequence[ArmPoint] = ()
-    """All arms at the end."""
+    arms: Sequence[ArmSummary] = ()
+    """All arms at the end, lowest return first."""
+
+    @property
+    def final(self) -> Interval | None:
+        """Return of the policy at the end."""
+        learned = [arm.returns for arm in self.arms if arm.learned]
+        return learned[-1] if learned else None
+
+    @property
+    def levels(self) -> dict[str, ArmSummary]:
+        """Arms that a learning curve is held against, by their labels."""
+        found = {arm.name: arm for arm in self.arms if arm.name in SIMPLE}
+        if (best := self.best) and best.name not in SIMPLE:
+            found[f"{best.name}, best"] = best
+        return found
+
+    @property
+    def best(self) -> ArmSummary | None:
+        """The highest of those that do not learn."""
+        return next((arm for arm in reversed(self.arms) if not arm.learned), None)
+
+    def colour(self, arm: ArmSummary) -> str:
+        """Of one arm in all plots."""
+        if arm.learned:
+            return "blue"
+        return SIMPLE.get(arm.name, "green" if arm is self.best else "grey")
 
 
 def draw_plots(
@@ -100,8 +112,8 @@ def draw_plots(
             name, result = files[task], results.get(task, TaskResults())
             if result.arms:
                 sections["comparison"] += [
-                    forest_plot(f"arms-{name}", task, result.arms),
-                    size_scatter(f"size-{name}", task, result.arms),
+                    forest_plot(f"arms-{name}", task, result),
+                    size_scatter(f"size-{name}", task, result),
                 ]
             if task in run.returns:
                 sections["learning"].append(
@@ -164,16 +176,16 @@ def _update_plots(run: RunData) -> list[Plot]:
     return plots
 
 
-def forest_plot(name: str, task: str, arms: Sequence[ArmPoint]) -> Plot:
+def forest_plot(name: str, task: str, results: TaskResults) -> Plot:
     """The return of every arm with its interval, the best on top."""
-    ordered = sorted(arms, key=lambda arm: -arm.returns.estimate)
+    ordered = results.arms[::-1]
     title = f"Return on {one_line(task, 24)}, 95 % intervals"
     figure = new_figure(title, WIDTH, 64 + ROW * len(ordered))
     axes = add_axes(figure, left=104, right=14)
     for row, arm in enumerate(ordered):
-        at, colour = arm.returns, light(arm.colour)
-        axes.plot([at.low, at.high], [row, row], color=colour, lw=2.2)
-        _point(axes, at.estimate, row, arm.colour)
+        at, colour = arm.returns, results.colour(arm)
+        axes.plot([at.low, at.high], [row, row], color=light(colour), lw=2.2)
+        _point(axes, at.estimate, row, colour)
     _rows(axes, [one_line(arm.name, 16) for arm in ordered])
     axes.margins(x=0.04)
     axes.grid(visible=True, axis="x")
@@ -181,32 +193,30 @@ def forest_plot(name: str, task: str, arms: Sequence[ArmPoint]) -> Plot:
     return render(figure, name, f"{title}: {values}.")
 
 
-def size_scatter(name: str, task: str, arms: Sequence[ArmPoint]) -> Plot:
-    """Test score against parameters, with the intervals of both."""
+def size_scatter(name: str, task: str, results: TaskResults) -> Plot:
+    """Test score with its interval against parameters."""
     title = f"Test score on {one_line(task, 18)} against size"
     figure = new_figure(title, WIDTH, 290)
     axes = add_axes(figure, right=84, bottom=42)
-    for arm in arms:
-        colour, x, y = light(arm.colour), arm.parameters, arm.test
-        axes.plot([x.estimate] * 2, [y.low, y.high], color=colour, lw=1.2, alpha=0.6)
-        axes.plot([x.low, x.high], [y.estimate] * 2, color=colour, lw=1.2, alpha=0.6)
-        _point(axes, x.estimate, y.estimate, arm.colour)
+    for arm in results.arms:
+        at, colour = arm.test, results.colour(arm)
+        _point(axes, arm.parameters, at.estimate, colour, bounds=at)
     axes.margins(x=0.12, y=0.1)
     axes.set_xlim(left=min(0.9, axes.get_xlim()[0]))
     axes.set_xlabel("parameters, in multiples of the host's", labelpad=4)
     box = axes.get_window_extent()
-    ordered = sorted(arms, key=lambda arm: arm.test.estimate)
-    points = [(arm.parameters.estimate, arm.test.estimate) for arm in ordered]
+    ordered = sorted(results.arms, key=lambda arm: arm.test.estimate)
+    points = [(arm.parameters, arm.test.estimate) for arm in ordered]
     levels = [float(axes.transData.transform(point)[1]) for point in points]
     heights = spread(levels, 12.0, box.y0, box.y1)
     for arm, point, level, height in zip(ordered, points, levels, heights, strict=True):
-        colour = "muted" if arm.colour == "grey" else arm.colour
+        colour = results.colour(arm).replace("grey", "muted")
         offset = (9, height - level + 7 * (height == level))
         add_text(axes, one_line(arm.name, 16), point, offset, colour=colour)
     values = ", ".join(
         f"{one_line(arm.name)} {arm.test.estimate:.3f} at "
-        f"{arm.parameters.estimate:.2g} times the host"
-        for arm in arms
+        f"{arm.parameters:.2g} times the host"
+        for arm in results.arms
     )
     return render(figure, name, f"{title}: {values}.")
 
@@ -218,12 +228,12 @@ def learning_curve(
     figure = new_figure(f"Return on {one_line(task, 32)}", WIDTH, 270)
     axes = add_axes(figure, right=118)
     labels = []
-    levels = [arm for arm in results.arms if arm.label]
-    for arm in levels:
-        colour, level = light(arm.colour), arm.returns
+    for label, arm in results.levels.items():
+        name_of, level = results.colour(arm), arm.returns
+        colour = light(name_of)
         axes.axhspan(level.low, level.high, color=colour, alpha=0.07, lw=0)
         axes.axhline(level.estimate, color=colour, lw=1.2, ls=(0, (4, 3)))
-        labels.append((level.estimate, one_line(arm.label, 18), arm.colour))
+        labels.append((level.estimate, one_line(label, 18), name_of))
     rounds, mean = returns["round"], returns["return"]
     if len(rounds):
         _each_round(axes, rounds, mean, "grey")
@@ -249,7 +259,7 @@ def learning_curve(
     alt = (
         f"Learning curve on {one_line(task)}: mean return of training episodes {span}; "
         f"{len(results.periodic)} evaluations in between; levels of "
-        f"{', '.join(one_line(arm.label) for arm in levels) or 'no other arm'}."
+        f"{', '.join(map(one_line, results.levels)) or 'no other arm'}."
     )
     return render(figure, name, alt)
 
