@@ -49,10 +49,10 @@ def run() -> Report:
                 naive.add_steps(1, step, "letter", episode, **figures)
 
         def ours(*, durable: bool) -> None:
-            where = {"round": 1, "task": "letter", "episode": episode}
+            where = {"round": 1, "task": "letter", "episode": 1}
             for step in range(DECISIONS):
-                store.add_steps(step=step, **where, **figures)
-                store.add_events(changes, step=step, blueprints=BLUEPRINTS, **where)
+                store.add("steps", step=step, env=range(ENVS), **where, **figures)
+                store.add_events(changes, BLUEPRINTS, step=step, **where)
             store.add_round(record)
             store.flush(durable=durable)
 

@@ -61,7 +61,9 @@ def add_steps(store, number: int, step: int | None = None, **changed) -> None:
         "added": torch.zeros(ENVS),
         "budget_left": torch.full((ENVS,), torch.inf),
     }
-    store.add_steps(
+    store.add(
+        "steps",
+        env=range(ENVS),
         round=number,
         step=number if step is None else step,
         task="letter",
@@ -81,23 +83,24 @@ def add_event(store, number, word, before, after, *, slot=0, step=None, env=0):
     )
     store.add_events(
         change,
+        ("small", "large"),
         round=number,
         step=number if step is None else step,
         task="letter",
-        episode=torch.ones(ENVS, dtype=torch.int64),
-        blueprints=("small", "large"),
+        episode=1,
     )
 
 
 def add_end(store, number: int, step: int, env: int = 0) -> None:
     one = torch.ones(1)
-    store.add_episodes(
+    store.add(
+        "episodes",
         round=number,
         step=step,
         task="letter",
         env=torch.tensor([env]),
         episode=torch.tensor([1]),
-        returns=one * 0.5,
+        **{"return": one * 0.5},
         score=one * 0.75,
         test=one * 0.7,
         added=one,

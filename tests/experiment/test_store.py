@@ -195,14 +195,13 @@ def test_a_round_that_is_no_count_is_refused_and_nothing_is_stored(path, number)
 def test_a_column_of_another_length_is_refused_and_nothing_is_stored(path):
     with Store(path) as store:
         store.begin_attempt()
-        # Two environments of four: the annotations do not know how many there are.
-        events = torch.zeros(2, dtype=torch.int64)
+        episodes = torch.zeros(2, dtype=torch.int64)
         with pytest.raises(BadInput, match=r"episode must have shape \(4,\), got \(2,"):
-            store._add("steps", 4, round=1, episode=events)
+            store.add("steps", round=1, env=range(4), episode=episodes)
         with pytest.raises(BadInput, match="head must have 2 values, got 1"):
-            store._add("heads", 2, round=1, head=["op"])
+            store.add("heads", round=1, kl=[0.0, 0.1], head=["op"])
         with pytest.raises(BadInput, match="no column 'mood'"):
-            store._add("heads", 1, round=1, mood=1)
+            store.add("heads", round=1, mood=1)
     assert seqs(path, 1) == []
 
 

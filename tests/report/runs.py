@@ -111,8 +111,7 @@ def judged(returns):
 
 
 def _episode(store, number, task, blueprints):
-    episode = torch.full((ENVS,), number, dtype=torch.int64)
-    where = {"round": number, "task": task, "episode": episode}
+    where = {"round": number, "task": task, "episode": number}
     start = (number - 1) * STEPS
     for step, env, slot, word, before, after, blueprint in HISTORY:
         change = Changes(
@@ -124,15 +123,14 @@ def _episode(store, number, task, blueprints):
             blueprint=torch.tensor([blueprint]),
             alpha=torch.tensor([0.5]),
         )
-        store.add_events(change, **where, step=start + step, blueprints=blueprints)
+        store.add_events(change, blueprints, **where, step=start + step)
     figure = torch.full((ENVS,), 0.1 * number)
-    store.add_episodes(
-        round=number,
-        task=task,
-        episode=episode,
+    store.add(
+        "episodes",
+        **where,
         step=start + STEPS,
         env=torch.arange(ENVS),
-        returns=figure + torch.tensor([0.0, 0.2]),
+        **{"return": figure + torch.tensor([0.0, 0.2])},
         score=figure,
         test=figure,
         added=figure,

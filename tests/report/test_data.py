@@ -115,13 +115,14 @@ def test_only_some_environments_are_shown_of_very_many(tmp_path):
     many = SHOWN_ENVS + 5
     with Store(path / "events.sqlite") as store:
         store.begin_attempt(1)
-        store.add_episodes(
+        store.add(
+            "episodes",
             round=1,
             step=STEPS,
             task="letter",
             env=torch.arange(2, many),
-            episode=torch.ones(many - 2, dtype=torch.int64),
-            returns=torch.zeros(many - 2),
+            episode=1,
+            **{"return": torch.zeros(many - 2)},
         )
     run = read_run(path)
     assert [*run.last_episodes["letter"].lengths] == [*range(SHOWN_ENVS)]

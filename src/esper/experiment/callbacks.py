@@ -13,6 +13,9 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+from torch import Tensor
+
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.contracts.state import save
 from esper.experiment.checkpoint import CheckpointFolder
@@ -115,16 +118,25 @@ class Record(Callback):
         """The rows of one step."""
         world, result = trainer.world, step.result
         each = world.num_envs // len(self._tasks)
-        where: dict[str, Any] = {
+        when = {
             "round": trainer.round + 1,
             "step": trainer.round * trainer.config.steps + step.index + 1,
-            "task": [task for task in self._tasks for _ in range(each)],
-            "env_in_task": [*range(each)] * len(self._tasks),
         }
+
+        def where(env: Tensor) -> dict[str, Any]:
+            """The columns that say which episode each row is about."""
+            numbers = env.tolist()
+            return {
+                "task": [self._tasks[number // each] for number in numbers],
+                "env": [number % each for number in numbers],
+                "episode": step.episode[env],
+            }
+
         host, ended = step.observation.host, result.terminated | result.truncated
-        self._store.add_steps(
-            **where,
-            episode=step.episode,
+        self._store.add(
+            "steps",
+            **when,
+            **where(torch.arange(world.num_envs)),
             reward=result.reward,
             score=host.score,
             loss=host.loss,
@@ -138,23 +150,18 @@ class Record(Callback):
             actions=step.actions,
             illegal=result.illegal,
         )
-        self._store.add_events(
-            changes,
-            **where,
-            episode=step.episode,
-            blueprints=[blueprint.name for blueprint in world.spec.blueprints],
-        )
+        names = [blueprint.name for blueprint in world.spec.blueprints]
+        self._store.add_events(changes, names, **when, **where(changes.env))
         if bool(ended.any()):
             report = result.report
             env = ended.nonzero().flatten() if report is None else report.env
-            names = ("score", "test", "added", "macs", "panicked")
-            figures: dict[str, Any] = {n: getattr(report, n, None) for n in names}
-            self._store.add_episodes(
-                **where,
-                env=env,
-                episode=step.episode[env],
-                returns=step.returns[env],
-                **figures,
+            figures = ("score", "test", "added", "macs", "panicked")
+            self._store.add(
+                "episodes",
+                **when,
+                **where(env),
+                **{"return": step.returns[env]},
+                **{name: getattr(report, name, None) for name in figures},
             )
 
     def on_round_end(self, trainer: "Trainer", record: RoundRecord) -> None:

@@ -347,7 +347,7 @@ def _statements() -> list[str]:
     for name, own in COLUMNS.items():
         made.append(
             f"CREATE TABLE {name} (\n  attempt INTEGER NOT NULL, seq INTEGER NOT NULL, "
-            f"round INTEGER NOT NULL,{_before_comment(own)}\n  nans TEXT,\n"
+            f"round INTEGER NOT NULL,{own}\n  , nans TEXT,\n"
             "  PRIMARY KEY (attempt, seq)\n) STRICT, WITHOUT ROWID"
         )
         made.append(
@@ -359,13 +359,6 @@ def _statements() -> list[str]:
     made.append(f"PRAGMA application_id = {APPLICATION}")
     made.append(f"PRAGMA user_version = {VERSION}")
     return made
-
-
-def _before_comment(own: str) -> str:
-    """The same with a comma at the end, before the last line's comment if any."""
-    head, _, last = own.rpartition("\n")
-    column, dashes, comment = last.partition("--")
-    return f"{head}\n{column.rstrip()}, {dashes}{comment}"
 
 
 def _is_empty(path: Path, db: sqlite3.Connection) -> bool:

@@ -19,11 +19,10 @@ from datetime import UTC, datetime
 from operator import ne
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -56,12 +55,6 @@ class Batch:
     count: int
     columns: Mapping[str, Column]
 
-    @classmethod
-    def of(cls, table: str, count: int, columns: Mapping[str, Column]) -> "Batch":
-        """Rows from columns; refuses those that have not a value for each row."""
-        kept = {name: _kept(name, value, count) for name, value in columns.items()}
-        return cls(table, count, kept)
-
     def rows(
         self, names: Iterable[str], attempt: int, seq: int
     ) -> Iterable[tuple[Any, ...]]:
@@ -74,10 +67,9 @@ class Batch:
         """
         count = self.count
         given = {name: _values(own, count) for name, own in self.columns.items()}
-        marks = _nans(given, count)
+        given["nans"] = _nans(given, count)
         given["attempt"] = [attempt] * count
         given["seq"] = range(seq, seq + count)
-        given["nans"] = marks
         missing = [None] * count
         return zip(*(given.get(name, missing) for name in names), strict=True)
 
@@ -156,146 +148,65 @@ class Store:
             self.add_note(self._round, "gap", lost)
         return self._attempt
 
-    def add_round(self, record: RoundRecord) -> None:
-        """One round and its update, head by head."""
-        update = asdict(record.update)
-        heads: Mapping[str, Mapping[str, float]] = update.pop("heads")
-        self._add(
-            "rounds",
-            1,
-            round=record.round,
-            env_steps=record.env_steps,
-            seconds=record.seconds,
-            mean_return=record.mean_return,
-            mean_score=record.mean_score,
-            added=record.added,
-            learning_rate=record.learning_rate,
-            **update,
-        )
-        figures = next(iter(heads.values()), {})
-        self._add(
-            "heads",
-            len(heads),
-            round=record.round,
-            head=[*heads],
-            **{name: [head[name] for head in heads.values()] for name in figures},
-        )
-
-    def add_steps(
-        self,
-        *,
-        round: int,
-        step: int,
-        task: str | Sequence[str],
-        env_in_task: Sequence[int] | None = None,
-        episode: Int64[Tensor, " env"],
-        reward: Float[Tensor, " env"],
-        score: Float[Tensor, " env"] | None = None,
-        loss: Float[Tensor, " env"] | None = None,
-        added: Float[Tensor, " env"] | None = None,
-        budget_left: Float[Tensor, " env"] | None = None,
-    ) -> None:
-        """One decision of every environment; None is stored as missing.
+    def add(self, table: str, **columns: Column) -> None:
+        """Queue rows of one table; refuses before anything is changed.
 
         Args:
-            round: Of the run.
-            step: Number of the decision.
-            task: Of all environments, or one for each.
-            env_in_task: Their numbers within their tasks; None: as they come.
-            episode: Number of the running episode, and so on for all figures.
-            reward: Of the step.
-            score: Before the decision, as all others below.
-            loss: Of the host.
-            added: Parameters, as a multiple of the host's.
-            budget_left: The same.
+            table: One of `database.TABLES`.
+            columns: `round` and others of the table's columns: a value for each row,
+                or one for all; None, like a column that is left out, is missing.
         """
-        self._add(
-            "steps",
-            len(reward),
-            round=round,
-            step=whole("step", step),
-            env=range(len(reward)) if env_in_task is None else env_in_task,
-            task=task,
-            episode=episode,
-            reward=reward,
-            score=score,
-            loss=loss,
-            added=added,
-            budget_left=budget_left,
-        )
+        if not self._attempt:
+            raise CallOrder("rows came before begin_attempt(); call that first.")
+        unknown = columns.keys() - self._columns[table].keys()
+        if unknown:
+            raise BadInput(f"the table {table} has no column {min(unknown)!r}.")
+        for name in columns.keys() & {"round", "step"}:
+            whole(name, columns[name])
+        counts = [len(value) for value in columns.values() if _is_column(value)]
+        count = counts[0] if counts else 1
+        kept = {name: _kept(name, value, count) for name, value in columns.items()}
+        self._round = whole("round", columns["round"])
+        self._put(Batch(table, count, kept))
+        if self._waiting >= self._retry_at:
+            self.flush(durable=False)
+
+    def add_round(self, record: RoundRecord) -> None:
+        """One round and its update, head by head."""
+        figures = asdict(record)
+        del figures["rounds"]
+        update = figures.pop("update")
+        heads: Mapping[str, Mapping[str, float]] = update.pop("heads")
+        self.add("rounds", **figures, **update)
+        if heads:
+            names = next(iter(heads.values()))
+            each = {name: [head[name] for head in heads.values()] for name in names}
+            self.add("heads", round=record.round, head=[*heads], **each)
 
     def add_events(
-        self,
-        changes: Changes,
-        *,
-        round: int,
-        step: int,
-        task: str | Sequence[str],
-        env_in_task: Sequence[int] | None = None,
-        episode: Int64[Tensor, " env"],
-        blueprints: Sequence[str],
+        self, changes: Changes, blueprints: Sequence[str], **columns: Column
     ) -> None:
         """What happened to seeds in one step.
 
         Args:
             changes: As `events_between` found them.
-            round: Of the run.
-            step: The decision that they followed.
-            task: Of all environments, or one for each.
-            env_in_task: Their numbers within their tasks; None: as they come.
-            episode: Number of the episode of every environment before the step.
             blueprints: Names of the run's blueprints.
+            columns: Round, step, task and episode; `env` if it is not as in `changes`.
         """
         if not len(changes):
             return
         stages = [stage.name for stage in Stage]
         names = [*blueprints, None]  # index -1: no seed
-        self._add(
-            "events",
-            len(changes),
-            round=round,
-            step=whole("step", step),
-            **_places(changes.env, task, env_in_task),
-            episode=episode[changes.env],
-            slot=changes.slot,
-            what=[EVENTS[index] for index in changes.what.tolist()],
-            stage_from=[stages[index] for index in changes.before.tolist()],
-            stage_to=[stages[index] for index in changes.after.tolist()],
-            blueprint=[names[index] for index in changes.blueprint.tolist()],
-            alpha=changes.alpha,
-        )
-
-    def add_episodes(
-        self,
-        *,
-        round: int,
-        step: int,
-        task: str | Sequence[str],
-        env_in_task: Sequence[int] | None = None,
-        env: Int64[Tensor, " ended"],
-        episode: Int64[Tensor, " ended"],
-        returns: Float[Tensor, " ended"],
-        score: Float[Tensor, " ended"] | None = None,
-        test: Float[Tensor, " ended"] | None = None,
-        added: Float[Tensor, " ended"] | None = None,
-        macs: Float[Tensor, " ended"] | None = None,
-        panicked: Bool[Tensor, " ended"] | None = None,
-    ) -> None:
-        """How the episodes that ended in one step ended."""
-        self._add(
-            "episodes",
-            len(env),
-            round=round,
-            step=whole("step", step),
-            **_places(env, task, env_in_task),
-            episode=episode,
-            **{"return": returns},
-            score=score,
-            test=test,
-            added=added,
-            macs=macs,
-            panicked=panicked,
-        )
+        found: dict[str, Column] = {
+            "env": changes.env,
+            "slot": changes.slot,
+            "what": [EVENTS[index] for index in changes.what.tolist()],
+            "stage_from": [stages[index] for index in changes.before.tolist()],
+            "stage_to": [stages[index] for index in changes.after.tolist()],
+            "blueprint": [names[index] for index in changes.blueprint.tolist()],
+            "alpha": changes.alpha,
+        }
+        self.add("events", **(found | columns))
 
     def add_evaluation(
         self, judged: Judged, *, round: int, stage: str, controller: str, task: str
@@ -303,20 +214,19 @@ class Store:
         """What became of every host under one controller."""
         figures = {item.name: getattr(judged, item.name) for item in fields(judged)}
         figures["return"] = figures.pop("returns")
-        self._add(
+        self.add(
             "evaluations",
-            len(judged.returns),
+            host=range(len(judged.returns)),
             round=round,
             stage=stage,
             controller=controller,
             task=task,
-            host=range(len(judged.returns)),
             **{name: torch.from_numpy(values) for name, values in figures.items()},
         )
 
     def add_note(self, round: int, kind: str, text: str) -> None:
         """Something worth saying in words."""
-        self._add("notes", 1, round=round, kind=kind, text=text)
+        self.add("notes", round=round, kind=kind, text=text)
 
     def flush(self, *, durable: bool = True) -> int:
         """Write all that waits.
@@ -355,20 +265,6 @@ class Store:
                 self.flush()
         finally:
             self._db.close()
-
-    def _add(self, table: str, count: int, **columns: Column) -> None:
-        """Queue rows; refuses before anything is changed."""
-        if not self._attempt:
-            raise CallOrder("rows came before begin_attempt(); call that first.")
-        unknown = columns.keys() - self._columns[table].keys()
-        if unknown:
-            raise BadInput(f"the table {table} has no column {min(unknown)!r}.")
-        number = whole("round", columns["round"])
-        batch = Batch.of(table, count, columns)
-        self._round = number
-        self._put(batch)
-        if self._waiting >= self._retry_at:
-            self.flush(durable=False)
 
     def _put(self, batch: Batch) -> None:
         self._queue.append(batch)
@@ -418,17 +314,6 @@ class Store:
         )
 
 
-def _places(
-    env: Int64[Tensor, " row"], task: str | Sequence[str], numbers: Sequence[int] | None
-) -> dict[str, Column]:
-    """The columns that say which environment of which task each row is about."""
-    rows = env.tolist()
-    return {
-        "env": env if numbers is None else [numbers[row] for row in rows],
-        "task": task if isinstance(task, str) else [task[row] for row in rows],
-    }
-
-
 def whole(name: str, value: object) -> int:
     """A number that can be counted to; refuses others."""
     if type(value) is not int or not 0 <= value < 2**63:
@@ -457,6 +342,13 @@ def _kept(name: str, value: Column, count: int) -> Column:
     return value
 
 
+def _is_column(value: Column) -> TypeGuard[Tensor | NDArray[Any] | Sequence[Any]]:
+    """Whether there is a value for each row."""
+    if isinstance(value, str):
+        return False
+    return isinstance(value, Tensor | np.ndarray | Sequence)
+
+
 def _clean(text: str) -> str:
     # SQLite takes no lone surrogates, and nobody reads a novel in a column.
     if len(text) <= MAX_TEXT and text.isascii():
@@ -469,9 +361,7 @@ def _values(column: Column, count: int) -> Sequence[Any]:
     if isinstance(column, Tensor | np.ndarray):
         values: list[Any] = column.tolist()
         return values
-    if isinstance(column, Sequence) and not isinstance(column, str):
-        return column
-    return [column] * count
+    return column if _is_column(column) else [column] * count
 
 
 def _nans(columns: Mapping[str, Sequence[Any]], count: int) -> list[str | None]:
