@@ -361,7 +361,9 @@ def _values(column: Column, count: int) -> Sequence[Any]:
     if isinstance(column, Tensor | np.ndarray):
         values: list[Any] = column.tolist()
         return values
-    return column if _is_column(column) else [column] * count
+    if isinstance(column, Sequence) and not isinstance(column, str):
+        return column
+    return [column] * count
 
 
 def _nans(columns: Mapping[str, Sequence[Any]], count: int) -> list[str | None]:
