@@ -59,22 +59,26 @@ def check_blueprint(
         hosts: Sequence[tuple[nn.Module, Sequence[str], Example]] = _hosts()
         if model is not None and example is not None:
             hosts = [(model, slots, example)]
-        tried = [
+        misfits = [
             _check_place(name, host, place, inputs)
             for host, places, inputs in hosts
             for place in places
         ]
-    if not any(tried):
-        raise BadInput(f"blueprint {name!r} fits none of the places; try others.")
+    if all(misfits):
+        raise BadInput(f"blueprint {name!r} fits none of the places: {misfits[0]}")
 
 
-def _check_place(name: str, host: nn.Module, slot: str, example: Example) -> bool:
-    """Run every check in one place; False if the blueprint does not fit there."""
+def _check_place(name: str, host: nn.Module, slot: str, example: Example) -> str:
+    """Run every check in one place; returns why the blueprint does not fit there."""
     exact = tree_map(_double, example)
     model = GrowingModel(deepcopy(host).double(), [slot], exact, blueprints=[name])
     blueprint, place = find(name), model.place(0)
-    if misfit(blueprint, place.geometry):
-        return False
+    try:
+        if reason := misfit(blueprint, place.geometry):
+            return f"it {reason}."
+        declared = model.cost(0, blueprint)
+    except BadInput as error:  # a user's own that does not know where it fits
+        return str(error)
 
     def make(rng_seed: int) -> nn.Module:
         generator = torch.Generator().manual_seed(rng_seed)
@@ -82,7 +86,7 @@ def _check_place(name: str, host: nn.Module, slot: str, example: Example) -> boo
         return build(blueprint, place.geometry, generator, middle).float()
 
     counted = blueprint.form not in ELEMENTWISE
-    trial = SeedTrial(make, place.geometry, model.cost(0, blueprint), counted)
+    trial = SeedTrial(make, place.geometry, declared, counted)
     problems = (
         f"must {requirement}; {problem}"
         for requirement, check in SEED_CHECKS.items()
@@ -92,7 +96,7 @@ def _check_place(name: str, host: nn.Module, slot: str, example: Example) -> boo
         raise BadInput(
             f"blueprint {name!r} {problem} (in {slot!r} of {type(host).__name__})."
         )
-    return True
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """The log of a growing model, decision by decision, and its summary on one page."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -68,14 +69,11 @@ def summary(
             lines += [f"        {receipt}" for receipt in decision.receipts[:2]]
         if len(changes) > CHANGES:
             lines.append(f"  ({len(changes) - CHANGES} earlier ones are in history)")
-    reasons: dict[str, int] = {}
-    for decision in history:
-        if decision.why_not:
-            reasons[decision.why_not] = reasons.get(decision.why_not, 0) + 1
+    reasons = Counter(decision.why_not for decision in history if decision.why_not)
     if reasons:
         lines += ["", "why nothing was planted:"]
-        often = sorted(reasons.items(), key=lambda pair: -pair[1])
-        lines += [f"  {count:>4} x  {reason}" for reason, count in often[:4]]
+        often = reasons.most_common(4)
+        lines += [f"  {count:>4} x  {reason}" for reason, count in often]
     troubles = [i for decision in history for i in decision.incidents]
     if troubles:
         lines += ["", "what was refused:"]
