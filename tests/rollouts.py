@@ -142,10 +142,10 @@ def random_ends(
 def require_legal(observation: Observation, spec: ActionSpec, actions: Tensor) -> None:
     """Look at one environment and one head at a time."""
     masks = compute_masks(observation, spec)
-    for env, sentence in enumerate(actions.tolist()):
-        op, slot, blueprint = sentence[:3]
+    for env, chosen in enumerate(actions.tolist()):
+        op, slot, blueprint = chosen[:3]
         assert masks.op[env, op]
-        for index, (head, choice) in enumerate(zip(HEADS, sentence, strict=True)):
+        for index, (head, choice) in enumerate(zip(HEADS, chosen, strict=True)):
             if Op(op) not in head.used_by:
                 assert choice == 0, f"{head.name} is not used by {Op(op).name}"
             elif index == HEAD["slot"]:

@@ -65,8 +65,8 @@ def test_the_mean_of_the_others_in_a_group_is_subtracted():
 def test_padding_is_left_out_of_the_group_mean():
     advantages = torch.tensor([[1.0], [3.0], [NAN], [8.0]])
     valid = torch.tensor([[True], [True], [False], [True]])
-    merit = subtract_group_baseline(advantages, valid, 4)
-    assert_close(merit[valid], torch.tensor([-4.5, -1.5, 6.0]), rtol=0, atol=0)
+    centred = subtract_group_baseline(advantages, valid, 4)
+    assert_close(centred[valid], torch.tensor([-4.5, -1.5, 6.0]), rtol=0, atol=0)
 
 
 def test_without_another_valid_environment_nothing_is_subtracted():

@@ -23,13 +23,6 @@ def test_t34_a_wild_step_is_the_last_one(learning_rate):
     assert {float(s["step"]) for s in agent.optimizer.state.values()} == {1.0}
 
 
-def test_without_a_target_nothing_stops():
-    agent = agent_with_rollout(learning_rate=0.1, target_kl=math.inf)
-    record = agent.update()
-    assert record.steps_taken == record.steps_planned
-    assert record.stopped_at is None
-
-
 def test_t34_a_partial_stop_keeps_the_steps_before_and_takes_none_after():
     """Stop in mid-epoch: the weights are those of an agent that planned no more."""
     agent = agent_with_rollout(learning_rate=0.004, target_kl=0.02, epochs=6)

@@ -339,10 +339,3 @@ def test_steps_of_another_policy_version_are_refused_and_nothing_changes():
     assert not unequal(before, snapshot(agent))
     agent.buffer.policy_version = 0
     assert agent.update().steps_taken > 0
-
-
-def test_updating_twice_on_one_rollout_is_refused():
-    agent = agent_with_rollout()
-    agent.update()
-    with pytest.raises(CallOrder, match="collect again"):
-        agent.update()

@@ -1,6 +1,7 @@
 """Masks forbid exactly the impossible, for one environment as for a thousand."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from inspect import unwrap
 from itertools import product
 from math import inf
@@ -31,6 +32,7 @@ from tests.references.masks import (
     slots_from_row,
 )
 from tests.strategies import action_specs, observations, slot_rows
+from tests.worlds import blank_slots
 
 STATES = [*product(Stage, (0, 1, 2, 3), (False, True))]
 """Every stage, age and settledness that a rule could tell apart."""
@@ -47,7 +49,7 @@ def assert_says(masks: ActionMasks, env: int, expected: dict) -> None:
 
 
 def states_of(rows: list[list[SlotMaskState | None]]) -> SlotStates:
-    """The same slots as arrays; what masks do not read is noise."""
+    """The same slots as arrays."""
     filled = [
         [seed or SlotMaskState(Stage.DORMANT, 7, alpha_settled=False) for seed in row]
         for row in rows
@@ -56,23 +58,8 @@ def states_of(rows: list[list[SlotMaskState | None]]) -> SlotStates:
         torch.tensor([[getattr(seed, name) for seed in row] for row in filled])
         for name in ("stage", "age", "alpha_settled")
     )
-    noise = torch.rand(stage.shape)
-    return SlotStates(
-        stage=stage,
-        age=age,
-        alpha=noise,
-        alpha_target=noise,
-        alpha_settled=settled,
-        blueprint=stage,
-        style=stage,
-        parameters=noise,
-        depth=noise,
-        capacity=noise,
-        liveness=noise,
-        gradient_share=noise,
-        contribution=noise,
-        contribution_measured=settled,
-    )
+    blank = blank_slots(*stage.shape)
+    return replace(blank, stage=stage, age=age, alpha_settled=settled)
 
 
 # What is legal where
@@ -315,7 +302,7 @@ def test_masks_first_asked_for_in_inference_serve_training_too():
 
 
 def test_masks_make_no_device_wait(monkeypatch):
-    monkeypatch.setattr(action_masks, "_LAWS", {})  # the first call counts too
+    monkeypatch.setattr(action_masks, "_RULES", {})  # the first call counts too
     spec, arguments = ActionSpec(), example(ActionSpec())
 
     def masks() -> ActionMasks:

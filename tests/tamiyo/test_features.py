@@ -33,47 +33,16 @@ from tests.references.features import (
     reports_of,
 )
 from tests.strategies import action_specs, floats, observations
+from tests.worlds import blank_observation
 
 SPEC = ActionSpec(SlotConfig(max_slots=2), BLUEPRINTS[:3])
 
 
-def quiet(device: str = "cpu", envs: int = 2) -> Observation:
-    """Two empty hosts of which nothing is known."""
-    places, offers = (envs, 2), (envs, 2, 3)
-    zeros = torch.zeros(places, device=device)
-    ints, flags = zeros.long(), zeros.bool()
-    numbers, known = (
-        torch.zeros(offers, device=device),
-        torch.zeros(offers, dtype=torch.bool, device=device),
-    )
-    hosts = torch.zeros(envs, device=device)
-    return Observation(
-        first=hosts.bool(),
-        host=HostStates(**{field.name: hosts for field in fields(HostStates)}),
-        slots=SlotStates(
-            stage=ints,
-            age=ints,
-            alpha=zeros,
-            alpha_target=zeros,
-            alpha_settled=flags,
-            blueprint=ints - 1,
-            style=ints,
-            parameters=zeros,
-            depth=zeros,
-            capacity=zeros,
-            liveness=zeros,
-            gradient_share=zeros,
-            contribution=zeros,
-            contribution_measured=flags,
-        ),
-        offers=BlueprintOffers(
-            fits=known,
-            parameters=numbers,
-            macs=numbers,
-            promise=numbers,
-            promise_known=known,
-        ),
-    )
+def quiet(envs: int = 2) -> Observation:
+    """Empty hosts of which nothing is known and in which nothing can be planted."""
+    seen = change(blank_observation(envs, SPEC), "host", budget_left=0.0)
+    seen = change(seen, "slots", alpha_settled=False)
+    return change(seen, "offers", fits=False)
 
 
 def change(observation: Observation, record: str, **values) -> Observation:
@@ -92,21 +61,18 @@ def column(features: Features, table: str, name: str) -> torch.Tensor:
     return getattr(features, table)[..., names.index(name)]
 
 
-def rearrange(observation: Observation, index, dim: int) -> Observation:
-    """Pick environments (`dim` 0) or slots (`dim` 1)."""
+def mapped(observation: Observation, function) -> Observation:
+    """The observation with every tensor changed."""
 
-    def picked(record):
-        tensors = {field.name: getattr(record, field.name) for field in fields(record)}
-        return replace(
-            record, **{n: x.index_select(dim, index) for n, x in tensors.items()}
-        )
+    def each(record):
+        return {f.name: function(getattr(record, f.name)) for f in fields(record)}
 
-    slots, offers = picked(observation.slots), picked(observation.offers)
-    if dim == 1:
-        return replace(observation, slots=slots, offers=offers)
-    first = observation.first.index_select(0, index)
-    host = picked(observation.host)
-    return Observation(first=first, host=host, slots=slots, offers=offers)
+    return Observation(
+        first=function(observation.first),
+        host=HostStates(**each(observation.host)),
+        slots=SlotStates(**each(observation.slots)),
+        offers=BlueprintOffers(**each(observation.offers)),
+    )
 
 
 # The numbers
@@ -299,7 +265,9 @@ def test_a_batch_is_its_environments_bit_for_bit(data):
     observation = data.draw(observations(spec))
     batch = compute_features(observation, spec)
     for env in range(len(observation.first)):
-        single = compute_features(rearrange(observation, torch.tensor([env]), 0), spec)
+        single = compute_features(
+            mapped(observation, lambda x, env=env: x[[env]]), spec
+        )
         for table in ("host", "slots", "offers"):
             expected = getattr(batch, table)[env : env + 1]
             assert_close(getattr(single, table), expected, rtol=0, atol=0)
@@ -318,7 +286,7 @@ def test_features_are_fresh_and_contiguous_and_leave_the_observation_alone():
 
 
 def test_features_can_be_computed_on_a_device_that_holds_no_values():
-    features = compute_features(quiet("meta"), SPEC)
+    features = compute_features(mapped(quiet(), lambda x: x.to("meta")), SPEC)
     for name, shape in (
         ("host", (2, 11)),
         ("slots", (2, 2, 19)),

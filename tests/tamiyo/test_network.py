@@ -230,22 +230,6 @@ def test_values_come_in_units_of_reward():
     assert_close(acted.values, 7.0 + 3.0 * plain)
 
 
-@pytest.mark.parametrize("memory", ["mingru", "lstm", "none"])
-def test_shapes_hold_without_data(memory):
-    """On the meta device nothing can be read: evaluation is data-independent."""
-    policy = make_policy(config=replace(TINY, memory=memory, layers=2)).to("meta")
-    parts = [x.to("meta") for x in sequence(make_policy(config=TINY))[1:4]]
-    features = sequence(make_policy(config=TINY))[0]
-    features = Features(
-        *(getattr(features, f.name).to("meta") for f in fields(Features))
-    )
-    state = policy.initial_state(ENVS)
-    new = policy.evaluate(features, *parts, state)
-    assert new.logits.shape == (ENVS, TIME, 8, SPEC.width)
-    assert new.log_probs.shape == (ENVS, TIME, 8)
-    assert new.normalized_values.shape == (ENVS, TIME)
-
-
 def test_t3_an_environment_without_a_legal_op_is_refused_before_sampling():
     policy = make_policy()
     observation, _, masks = seen()
@@ -325,18 +309,6 @@ def test_every_legal_op_is_drawn_as_often_as_its_probability_says():
     share = torch.where(legal, decision.distribution[:, 0].exp(), 0.0)
     assert (counts[~legal] == 0).all()
     assert_close(counts / draws, share, rtol=0.0, atol=4 * 0.5 / draws**0.5)
-
-
-def test_what_was_remembered_of_another_episode_does_not_pass():
-    policy = make_policy(config=replace(TINY, layers=2))
-    features, masks, first, state = situation(policy, 6)
-    first[:] = True
-    stale = torch.full_like(state, torch.nan)
-    one = policy.act(features, masks, first, stale, None)
-    other = policy.act(features, masks, first, torch.zeros_like(state), None)
-    for field in fields(one):
-        assert torch.equal(getattr(one, field.name), getattr(other, field.name))
-    assert stale.isnan().all()
 
 
 @pytest.mark.parametrize("greedy", [True, False])

@@ -63,7 +63,7 @@ def ppo_terms(
         batch: What was collected; its advantages are normalised already.
         targets: Returns in the units of the value statistics.
         old_values: Values at collection in the same units, for value clipping.
-        weights: Clip range and weights of the terms.
+        weights: Of the terms.
     """
     valid = batch.valid_mask
     legal = batch.rows.sum(dim=-1)
@@ -140,10 +140,7 @@ def subtract_group_baseline(
 ) -> Float[Tensor, "env time"]:
     """Advantages less the mean of the rest of an environment's group at each step.
 
-    Args:
-        advantages: Of every step.
-        valid: False on padding, which is left out of the means.
-        group_size: How many environments in a row form a group; 1: none.
+    Padding is left out of the means; `group_size` environments in a row form a group.
     """
     if group_size == 1:
         return advantages
@@ -160,10 +157,7 @@ def normalize_advantages(
 ) -> Float[Tensor, "env time"]:
     """Advantages with mean 0 and deviation 1 over valid steps; 0 on padding.
 
-    Args:
-        advantages: Of every step; what stands on padding is not read.
-        valid: False on padding. One valid step, or none, gives zeros.
-        floor: Spreads smaller than this are divided by it instead.
+    One valid step, or none, gives zeros; spreads below `floor` are divided by it.
     """
     count = valid.sum().clamp(min=1)
     centred = torch.where(valid, advantages, 0.0)

@@ -234,7 +234,7 @@ class TamiyoRolloutBuffer:
 
         Args:
             state: The policy's memory before the first step; copied.
-            policy_version: Which policy is going to act.
+            policy_version: Version of the policy that is going to act.
             group_size: How many environments in a row have the same random streams.
         """
         if self._adds:
@@ -274,15 +274,10 @@ class TamiyoRolloutBuffer:
         """Copy one step of all environments.
 
         Args:
-            features: What was seen.
             first: Whether it was the first observation of an episode; in mid-row
                 this is so exactly after a step that ended one.
             rows: The mask rows the choices were drawn from.
-            actions: The choices.
-            log_probs: Their log-probabilities.
             distribution: Log-probabilities of all choices, 0 where illegal.
-            values: V of what was seen.
-            rewards: What the choices earned.
             terminated: The episode has no future; it counts where both flags are set.
             truncated: The episode was cut although it had a future.
             final_values: V of the true final observation, wherever truncated.

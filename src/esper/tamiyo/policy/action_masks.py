@@ -1,7 +1,7 @@
-"""Which sentences are possible now. Merit plays no part: merit is observed.
+"""Which actions are possible now; whether they are good ones plays no part.
 
-`contracts.stages.TRANSITIONS` is the whole law; GERMINATE needs a blueprint that
-fits and can be paid for besides; WAIT needs no slot and is always legal. The law is
+`contracts.stages.TRANSITIONS` has all rules; GERMINATE needs a blueprint that
+fits and can be paid for besides; WAIT needs no slot and is always legal. They are
 unrolled once into a table over every state a slot can be in, so a batch costs a handful
 of tensor operations however many environments it has.
 """
@@ -138,31 +138,31 @@ def _masks(
                 f"{name} must be {[*shape]} {dtype or 'float'} on {device} in this "
                 f"action space, got {[*value.shape]} {value.dtype} on {value.device}."
             )
-    law = _law(spec, device)
+    rules = _rules(spec, device)
     blueprint = (stage == DORMANT).unsqueeze(2)
-    blueprint = blueprint & (law.all_fit.expand(offers) if fits is None else fits)
+    blueprint = blueprint & (rules.all_fit.expand(offers) if fits is None else fits)
     if costs is not None and budget_left is not None:
         blueprint &= costs <= budget_left.view(-1, 1, 1)
-    if not law.germinates:
+    if not rules.germinates:
         blueprint.zero_()
     old = age >= spec.slots.min_age
     state = torch.add(settled, stage, alpha=4).add_(old, alpha=2)
     try:
-        slot = torch.embedding(law.table, state)  # [env, slot, op]
+        slot = torch.embedding(rules.table, state)  # [env, slot, op]
     except IndexError as error:  # known at once on the CPU only
         raise BadInput(
             f"stage must lie in 0..{len(Stage) - 1}, got {stage.min()}..{stage.max()}."
         ) from error
     torch.any(blueprint, dim=2, out=slot.select(2, GERMINATE))
-    op = slot.any(dim=1).logical_or_(law.always)
+    op = slot.any(dim=1).logical_or_(rules.always)
     # Masks belong to who asked for them: what is kept is never handed out.
-    fixed = law.fixed.expand(envs, -1, -1).clone()
+    fixed = rules.fixed.expand(envs, -1, -1).clone()
     return ActionMasks(op, slot.transpose(1, 2), blueprint, fixed)
 
 
 @dataclass(frozen=True, slots=True)
-class _Law:
-    """The law of one action space on one device."""
+class _Rules:
+    """The rules of one action space on one device."""
 
     table: Tensor
     """Legal ops of every slot state, bool [state, op]; GERMINATE depends on more. A
@@ -177,29 +177,24 @@ class _Law:
     """True."""
 
 
-_LAWS: Final[dict[Hashable, _Law]] = {}
+_RULES: Final[dict[Hashable, _Rules]] = {}
 
 
-def _law(spec: ActionSpec, device: torch.device) -> _Law:
-    """The law of an action space, unrolled once per device."""
+def _rules(spec: ActionSpec, device: torch.device) -> _Rules:
+    """The rules of an action space, unrolled once per device."""
     key = (device, spec.sizes, *spec.narrowed.items())
-    law = _LAWS.get(key)
-    if law is None:
+    if key not in _RULES:
         with torch.inference_mode(False):  # whoever asks first, gradients may follow
-            law = _LAWS[key] = _unroll(spec, device)
-    return law
-
-
-def _unroll(spec: ActionSpec, device: torch.device) -> _Law:
-    fixed = spec.allowed.clone()
-    ops = fixed[HEAD["op"], : len(Op)]
-    return _Law(
-        table=(LEGAL.flatten(1).T & ops).to(device),
-        always=torch.tensor([op is Op.WAIT for op in Op], device=device),
-        germinates="GERMINATE" in spec.narrowed.get("op", ("GERMINATE",)),
-        fixed=fixed.to(device),
-        all_fit=torch.tensor(True, device=device),
-    )
+            fixed = spec.allowed.clone()
+            ops = fixed[HEAD["op"], : len(Op)]
+            _RULES[key] = _Rules(
+                table=(LEGAL.flatten(1).T & ops).to(device),
+                always=torch.tensor([op is Op.WAIT for op in Op], device=device),
+                germinates="GERMINATE" in spec.narrowed.get("op", ("GERMINATE",)),
+                fixed=fixed.to(device),
+                all_fit=torch.tensor(True, device=device),
+            )
+    return _RULES[key]
 
 
 @cache
