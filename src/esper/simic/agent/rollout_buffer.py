@@ -273,15 +273,12 @@ class TamiyoRolloutBuffer:
     ) -> None:
         """Copy one step of all environments.
 
-        Args:
-            first: Whether it was the first observation of an episode; in mid-row
-                this is so exactly after a step that ended one.
-            rows: The mask rows the choices were drawn from.
-            distribution: Log-probabilities of all choices, 0 where illegal.
-            terminated: The episode has no future; it counts where both flags are set.
-            truncated: The episode was cut although it had a future.
-            final_values: V of the true final observation, wherever truncated.
-            acted: Who acted; the rows of others do not grow. None is everyone.
+        `first` says whether an observation was the first of an episode: in mid-row this
+        is so exactly after a step that ended one. `rows` are the mask rows the choices
+        were drawn from, `distribution` the log-probabilities of all choices, 0 where
+        illegal. An episode that `terminated` has no future, whatever `truncated` says;
+        where only the latter is set, `final_values` is V of the true final observation.
+        Only rows of environments that `acted` grow; None is everyone.
         """
         self._require_open("add")
         if not isinstance(features, Features):
