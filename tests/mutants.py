@@ -168,10 +168,8 @@ MUTANTS = (
     Mutant(
         "a young seed may be pruned",
         "contracts/stages.py",
-        "(Op.PRUNE, Stage.HOLDING): StageTransition(\n"
-        "            Stage.COOLING, min_age=True",
-        "(Op.PRUNE, Stage.HOLDING): StageTransition(\n"
-        "            Stage.COOLING, min_age=False",
+        "(Op.PRUNE, Stage.HOLDING): StageTransition(Stage.COOLING, min_age=True)",
+        "(Op.PRUNE, Stage.HOLDING): StageTransition(Stage.COOLING)",
         MASKS,
     ),
     Mutant(
@@ -184,8 +182,8 @@ MUTANTS = (
     Mutant(
         "a seed is kept while its alpha still moves",
         "contracts/stages.py",
-        "StageTransition(Stage.FOSSILIZED, settled=True)",
         "StageTransition(Stage.FOSSILIZED)",
+        "StageTransition(Stage.FOSSILIZED, settled=False)",
         "tests/growth/test_lifecycle.py",
     ),
     Mutant(

@@ -9,7 +9,6 @@ may choose.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final
@@ -19,7 +18,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, unknown
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Op as Op
 
@@ -100,11 +99,7 @@ class ActionSpec:
                 raise BadInput(f"{name!r} is narrowed to nothing; leave one choice.")
             for choice in chosen:
                 if choice not in choices:
-                    near = get_close_matches(choice, choices, n=1) or [*choices]
-                    raise BadInput(
-                        f"head {name!r} has no choice {choice!r}; did you mean "
-                        f"{near[0]!r}?"
-                    )
+                    raise unknown(f"head {name!r} has no choice", choice, choices)
         if "WAIT" not in self.narrowed.get("op", ("WAIT",)):
             raise BadInput("the op head must keep WAIT, which is always legal.")
 

@@ -14,6 +14,7 @@ refusals all read `TRANSITIONS`.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import product
 from types import MappingProxyType
 from typing import Final
 
@@ -50,31 +51,21 @@ class StageTransition:
     next: Stage
     min_age: bool = False
     """Whether the seed must have spent its minimum age in the stage."""
-    settled: bool = False
+    settled: bool = True
     """Whether alpha must have reached its target."""
 
 
 TRANSITIONS: Final[Mapping[tuple[Op, Stage], StageTransition]] = MappingProxyType(
     {
-        (Op.GERMINATE, Stage.DORMANT): StageTransition(Stage.TRAINING),
-        (Op.ADVANCE, Stage.TRAINING): StageTransition(
-            Stage.BLENDING, min_age=True, settled=True
-        ),
-        (Op.ADVANCE, Stage.BLENDING): StageTransition(
-            Stage.HOLDING, min_age=True, settled=True
-        ),
-        (Op.SET_ALPHA, Stage.BLENDING): StageTransition(Stage.BLENDING, settled=True),
-        (Op.SET_ALPHA, Stage.HOLDING): StageTransition(Stage.HOLDING, settled=True),
-        (Op.PRUNE, Stage.TRAINING): StageTransition(
-            Stage.COOLING, min_age=True, settled=True
-        ),
-        (Op.PRUNE, Stage.BLENDING): StageTransition(
-            Stage.COOLING, min_age=True, settled=True
-        ),
-        (Op.PRUNE, Stage.HOLDING): StageTransition(
-            Stage.COOLING, min_age=True, settled=True
-        ),
-        (Op.FOSSILIZE, Stage.HOLDING): StageTransition(Stage.FOSSILIZED, settled=True),
+        (Op.GERMINATE, Stage.DORMANT): StageTransition(Stage.TRAINING, settled=False),
+        (Op.ADVANCE, Stage.TRAINING): StageTransition(Stage.BLENDING, min_age=True),
+        (Op.ADVANCE, Stage.BLENDING): StageTransition(Stage.HOLDING, min_age=True),
+        (Op.SET_ALPHA, Stage.BLENDING): StageTransition(Stage.BLENDING),
+        (Op.SET_ALPHA, Stage.HOLDING): StageTransition(Stage.HOLDING),
+        (Op.PRUNE, Stage.TRAINING): StageTransition(Stage.COOLING, min_age=True),
+        (Op.PRUNE, Stage.BLENDING): StageTransition(Stage.COOLING, min_age=True),
+        (Op.PRUNE, Stage.HOLDING): StageTransition(Stage.COOLING, min_age=True),
+        (Op.FOSSILIZE, Stage.HOLDING): StageTransition(Stage.FOSSILIZED),
     }
 )
 """Every legal (op, stage) pair; any other pair is illegal.
@@ -104,19 +95,10 @@ def is_legal(op: Op, stage: Stage, *, old_enough: bool, settled: bool) -> bool:
 
 LEGAL: Final[Tensor] = torch.tensor(
     [
-        [
-            [
-                [
-                    is_legal(op, stage, old_enough=old, settled=settled)
-                    for settled in (False, True)
-                ]
-                for old in (False, True)
-            ]
-            for stage in Stage
-        ]
-        for op in Op
+        is_legal(op, stage, old_enough=old, settled=settled)
+        for op, stage, old, settled in product(Op, Stage, (False, True), (False, True))
     ]
-)
+).view(len(Op), len(Stage), 2, 2)
 """`is_legal` as a tensor, bool [op, stage, old enough, settled]."""
 
 NEXT_STAGE: Final[Tensor] = torch.tensor(

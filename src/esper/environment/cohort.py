@@ -9,7 +9,6 @@ numbers do not depend on its neighbours.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Final
 
 import numpy as np
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, unknown
 from esper.contracts.stages import Stage
 from esper.contracts.state import Stateful
 from esper.environment import engine, torch_engine
@@ -45,10 +44,7 @@ def find_blueprints(names: tuple[str, ...]) -> tuple[Blueprint, ...]:
     known = {b.name: b for b in BLUEPRINTS if b.form in ACTIVATIONS}
     for name in names:
         if name not in known:
-            near = get_close_matches(name, known, n=1, cutoff=0.0)
-            raise BadInput(
-                f"this world cannot plant {name!r}; did you mean {near[0]!r}?"
-            )
+            raise unknown("this world cannot plant", name, known)
     return tuple(known[name] for name in names)
 
 

@@ -40,23 +40,23 @@ class EpisodeRows:
     @classmethod
     def of(cls, splits: Splits, device: torch.device, copies: int = 1) -> "EpisodeRows":
         """These rows for all environments, or so many copies to be overwritten."""
-        parts = [part.to(device) for part in splits]
-        train, decisions, test = (
-            part.features.float().flatten(1).repeat(copies, 1, 1) for part in parts
+        parts = [part.flat().to(device) for part in splits]
+        x, x_decisions, x_test = (
+            p.features.float().repeat(copies, 1, 1) for p in parts
         )
         y, y_decisions, y_test = (part.labels.repeat(copies, 1) for part in parts)
-        return cls((train, decisions, test), (y, y_decisions, y_test))
+        return cls((x, x_decisions, x_test), (y, y_decisions, y_test))
 
     def replace(self, env: int, splits: Splits) -> None:
         """Overwrite the rows of one environment."""
-        for name, part, room in zip(Splits._fields, splits, self.features, strict=True):
-            found = part.features.flatten(1).shape
-            if found != room[env].shape:
-                raise BadInput(
-                    f"{part.name}: expected {name} rows of shape "
-                    f"{tuple(room[env].shape)} whatever the number; got "
-                    f"{tuple(found)}; give every number as many"
-                )
+        wanted = [tuple(x[env].shape) for x in self.features]
+        found = [tuple(part.features.flatten(1).shape) for part in splits]
+        if found != wanted:
+            raise BadInput(
+                f"{splits.train.name}: expected train, decision and test rows of "
+                f"shapes {wanted} whatever the number; got {found}; give every number "
+                "as many"
+            )
         for part, x, y in zip(splits, self.features, self.labels, strict=True):
             x[env].copy_(part.features.flatten(1))
             y[env].copy_(part.labels)

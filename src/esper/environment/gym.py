@@ -19,7 +19,6 @@ The same seed gives the same episodes; without one, the next episode of the run 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from itertools import product
 from typing import Any, Final
 
@@ -31,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import BadInput, CallOrder, unknown
 from esper.contracts.features import (
     HOST_COLUMNS,
     OFFER_COLUMNS,
@@ -250,11 +249,8 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
         known = ["task", *(field.name for field in fields(WorldSettings)), "device"]
         for name in settings:
             if name not in known:
-                near = get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                raise BadInput(
-                    f"expected settings out of {', '.join(known)}; got {name!r}; did "
-                    f"you mean {near!r}?"
-                )
+                what = f"expected settings out of {', '.join(known)}; got"
+                raise unknown(what, name, known)
         self.num_envs = num_envs
         self._device = settings.pop("device", "cpu")
         task = settings.pop("task", "digits")
@@ -346,9 +342,9 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
         """A world that was not reset yet; options replace rent, budget and rate."""
         if not isinstance(options, Mapping | None):
             raise BadInput(f"options must be a dict of terms, got {options!r:.99}.")
-        if unknown := {*(options or {})} - {*TERMS}:
+        if others := {*(options or {})} - {*TERMS}:
             raise BadInput(
-                f"options may have {', '.join(TERMS)}; got {min(map(repr, unknown))}."
+                f"options may have {', '.join(TERMS)}; got {min(map(repr, others))}."
             )
         settings = replace(self._settings, **(options or {}))
         return _World(

@@ -10,12 +10,11 @@ AdamW, 480 batches of 64, mean of three splits.
 """
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, Final
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, unknown
 from esper.tasks.data import LEAST_DEVIATION, Data, Splits, split
 from esper.tasks.datasets import TABLES, digits, mnist5k, stored
 from esper.tasks.hosts import CnnHost, Host, MlpHost
@@ -34,11 +33,8 @@ TASKS: Final[Mapping[str, Builder]] = MappingProxyType(_BUILDERS)
 def task(name: str) -> Task:
     """The task of this name."""
     if name not in _BUILDERS:
-        near = get_close_matches(str(name), _BUILDERS, n=1, cutoff=0.0)[0]
-        raise BadInput(
-            f"expected one of {', '.join(_BUILDERS)}; got {name!r}; did you mean "
-            f"{near!r}?"
-        )
+        what = f"expected one of {', '.join(_BUILDERS)}; got"
+        raise unknown(what, str(name), _BUILDERS)
     made = _BUILDERS[name]()
     if not isinstance(made, Task) or made.name != name:
         found = f"named {made.name!r}" if isinstance(made, Task) else ""
