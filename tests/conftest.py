@@ -4,6 +4,7 @@ import os
 import signal
 import tempfile
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import settings
@@ -22,6 +23,14 @@ settings.load_profile("esper")
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def unchecked():
+    """Without the test run's own check of annotations, which would come first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

@@ -324,7 +324,7 @@ def barely():
         ("op", 6, "environment 1: head 'op' must choose from 0 to 5, got 6"),
         ("slot", -1, "environment 1: head 'slot' must choose from 0 to 1, got -1"),
         ("tempo", 2, "environment 1: SLOW of head 'tempo' is not allowed here"),
-        ("blueprint", 1, f"environment 1: {SECOND} does not fit slot 1"),
+        ("blueprint", 1, f"environment 1: {SECOND} in slot 1 does not fit"),
         ("blueprint", 2, f"{THIRD} in slot 1 needs 0.5 .* budget left is 0.25"),
         ("op", Op.ADVANCE, "ADVANCE is illegal in slot 1, which is DORMANT at age 0"),
     ],
@@ -348,7 +348,7 @@ def test_an_illegal_action_names_its_environment_and_changes_nothing(
 def test_calls_and_arguments_that_cannot_be_meant_are_refused():
     with pytest.raises(CallOrder, match=r"call reset\(\) first"):
         SimulatedWorld(1).step(WAIT.expand(1, -1))
-    with pytest.raises(BadInput, match="num_envs must be at least 1, got 0"):
+    with pytest.raises(BadInput, match=r"num_envs .* at least 1, got 0"):
         SimulatedWorld(0)
     with pytest.raises(BadInput, match=r"hidden_share must lie in \[0, 1\], got 1.5"):
         SimulatedWorld(1, hidden_share=1.5)
@@ -357,7 +357,7 @@ def test_calls_and_arguments_that_cannot_be_meant_are_refused():
         SimulatedWorld.from_instances(late)
     world = SimulatedWorld(2)
     world.reset()
-    with pytest.raises(BadInput, match=r"shape \(2, 8\).*got \(3, 8\)"):
+    with pytest.raises(BadInput, match=r"shape \(2, 8\), got .* \(3, 8\)"):
         world.step(WAIT.expand(3, -1))
 
 

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor
 
-from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, RELEVANT, Op
+from esper.contracts.actions import HEAD, HEADS, RELEVANT, Op
 from esper.contracts.errors import BadInput, CallOrder, IllegalAction
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
@@ -30,6 +30,7 @@ from esper.contracts.world import (
     VectorWorld,
 )
 from esper.environment.instances import HORIZON, Instances, draw_instances
+from esper.environment.settings import check_actions, check_count
 from esper.environment.slot_life import (
     EMPTY,
     LIVES,
@@ -170,8 +171,7 @@ class SimulatedWorld(Stateful, VectorWorld):
         device: str = "cpu",
         check: bool | None = None,
     ) -> None:
-        if num_envs < 1:
-            raise BadInput(f"num_envs must be at least 1, got {num_envs}.")
+        check_count("num_envs", num_envs, 1)
         if not 0.0 <= hidden_share <= 1.0:
             raise BadInput(f"hidden_share must lie in [0, 1], got {hidden_share}.")
         self.spec, self.num_envs = SPEC, num_envs
@@ -231,11 +231,7 @@ class SimulatedWorld(Stateful, VectorWorld):
     def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
         """Act everywhere; ended environments start anew in the same step."""
         before = self._current()
-        if actions.shape != (self.num_envs, NUM_HEADS):
-            raise BadInput(
-                f"actions must have shape {(self.num_envs, NUM_HEADS)}, one row per "
-                f"environment, got {tuple(actions.shape)}."
-            )
+        check_actions(actions, self.num_envs)
         parsed = self._parse(before, actions)
         if self._check and not parsed.legal.all():
             raise IllegalAction(explain(before, actions, parsed.legal))
@@ -347,16 +343,16 @@ def explain(
     if op is Op.GERMINATE and life.stage is Stage.DORMANT:
         blueprint = parsed[HEAD["blueprint"]]
         name = SPEC.blueprints[blueprint].name
-        if not state.instances.fits[env, slot, blueprint]:
-            return (
-                f"environment {env}: {name} does not fit slot {slot}; choose by the "
-                "action masks."
-            )
         needs = float(state.instances.parameters[env, slot, blueprint])
+        reason = (
+            f"needs {needs:g} times the host's parameters, budget left is "
+            f"{float(state.budget_left[env]):g}"
+            if state.instances.fits[env, slot, blueprint]
+            else "does not fit"
+        )
         return (
-            f"environment {env}: {name} in slot {slot} needs {needs:g} times the "
-            f"host's parameters, budget left is {float(state.budget_left[env]):g}; "
-            "choose by the action masks."
+            f"environment {env}: {name} in slot {slot} {reason}; choose by the action "
+            "masks."
         )
     return (
         f"environment {env}: {op.name} is illegal in slot {slot}, which is "

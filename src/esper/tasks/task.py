@@ -11,7 +11,7 @@ from math import isfinite, prod
 from typing import Any, Literal
 
 from esper.contracts.errors import BadInput
-from esper.tasks.data import Data, Splits, check_data
+from esper.tasks.data import Splits, check_data
 from esper.tasks.hosts import CnnHost, MlpHost
 
 
@@ -84,7 +84,14 @@ class Task:
                 f"got {type(splits).__name__}"
             )
         for word, part in zip(Splits._fields, splits, strict=True):
-            self._check_part(word, part)
+            shape = tuple(part.features.shape[1:])
+            if shape != self.host.shape or part.classes != self.classes:
+                raise BadInput(
+                    f"{self.name}: expected rows of shape {self.host.shape} in "
+                    f"{self.classes} classes, as {self.host} reads them; {word} has "
+                    f"{shape} in {part.classes}"
+                )
+            check_data(part)
         check_data(splits.train, batch=self.batch)
         return splits
 
@@ -104,14 +111,3 @@ class Task:
             "horizon": self.horizon,
             "learning_rate": self.learning_rate,
         }
-
-    def _check_part(self, word: str, part: Data) -> None:
-        """Refuse rows that the host cannot read, or of one class only."""
-        shape = tuple(part.features.shape[1:])
-        if shape != self.host.shape or part.classes != self.classes:
-            raise BadInput(
-                f"{self.name}: expected rows of shape {self.host.shape} in "
-                f"{self.classes} classes, as {self.host} reads them; {word} has "
-                f"{shape} in {part.classes}"
-            )
-        check_data(part)
