@@ -211,6 +211,7 @@ class TamiyoRolloutBuffer:
         self._steps = torch.arange(max_steps, device=device)
         self.device = self._state.device
         self._looks = self.device.type == "cpu"
+        self._beyond = np.arange(spec.width) >= np.array(spec.sizes)[:, None]
         self.reset()
 
     def reset(self) -> None:
@@ -482,14 +483,15 @@ class TamiyoRolloutBuffer:
             return f"environment {who[row]} at step {counts[row]}"
 
         for name in FINITE:
-            odd = ~np.isfinite(arrays[name])
-            if odd.any():
+            finite = np.isfinite(arrays[name])
+            if not finite.all():
+                odd = ~finite
                 row = odd.nonzero()[0][0]
                 raise BadInput(
                     f"{name} of {place(row)} must be finite, got "
                     f"{arrays[name][odd][0]}; quarantine the environment."
                 )
-        _require_choices(arrays, self.spec, place)
+        _require_choices(arrays, self.spec, self._beyond, place)
         final = arrays["final_values"]
         lost = arrays["truncated"] & ~np.isfinite(final)
         if lost.any():
@@ -590,7 +592,10 @@ def require_finite(name: str, values: Float[Tensor, "env ..."]) -> None:
 
 
 def _require_choices(
-    step: Mapping[str, NDArray[Any]], spec: ActionSpec, place: Callable[[int], str]
+    step: Mapping[str, NDArray[Any]],
+    spec: ActionSpec,
+    beyond: NDArray[np.bool_],
+    place: Callable[[int], str],
 ) -> None:
     """Refuse choices that their rows forbid, or that contradict their distribution."""
     rows, actions, log_probs = step["rows"], step["actions"], step["log_probs"]
@@ -603,7 +608,6 @@ def _require_choices(
     contradicted = (distance > _TOLERANCE * (1.0 + np.abs(expected))) | (
         log_probs > 0.0
     )
-    beyond = np.arange(spec.width) >= sizes[:, None]
     padding = np.any(rows & beyond, axis=2)
     wrong: NDArray[np.bool_] = forbidden | contradicted | padding
     if not wrong.any():
