@@ -13,8 +13,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
+from benchmarks import timing
 from benchmarks.env import Stopwatch
-from benchmarks.round import KEEPING, on_the_watch, unjudged
+from benchmarks.round import KEEPING, SMALL, on_the_watch, unjudged
 from benchmarks.timing import Report
 from esper.experiment.callbacks import OnRoundEnd
 from esper.experiment.config import Budget, TrainConfig
@@ -42,8 +43,9 @@ class Kept:
 def run() -> Report:
     """Time the rounds of two checkpoints."""
     config = preset(DEFAULT)
-    rounds = 1 + CYCLES * config.keeping.every
-    return as_report(config, measure(replace(config, budget=Budget(rounds=rounds))))
+    rounds = Budget(rounds=1 + CYCLES * config.keeping.every)
+    config = SMALL if timing.QUICK else replace(config, budget=rounds)
+    return as_report(config, measure(config))
 
 
 def measure(config: TrainConfig) -> Kept:

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
+from benchmarks import timing
 from benchmarks.timing import Cell, Report
 from esper.contracts.errors import BadInput
 from esper.experiment.config import TrainConfig
@@ -67,7 +68,7 @@ def run(kills: int = 50) -> list[Report]:
         raise BadInput(f"kills must be at least 1, got {kills}.")
     warm_up()
     with TemporaryDirectory() as folder:
-        trials = Trials(Path(folder))
+        trials = Trials(Path(folder), rounds=6 if timing.QUICK else 10)
         return [
             killed_runs(trials, kills),
             crash_points(trials),
@@ -83,7 +84,7 @@ class Trials:
         rounds: Of each; there is a checkpoint after every second one.
     """
 
-    def __init__(self, folder: Path, rounds: int = 10) -> None:
+    def __init__(self, folder: Path, rounds: int) -> None:
         self.folder, self.rounds, self._count = folder, rounds, 0
         self.whole, self.seconds = self.undisturbed()
 

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from time import process_time
 from unittest.mock import patch
 
+from benchmarks import timing
 from benchmarks.env import PARTS, Stopwatch, timed
 from benchmarks.timing import Report
 from esper.environment import growing
@@ -22,7 +23,7 @@ from esper.environment.growing import GrowingWorld
 from esper.experiment import callbacks, rollout
 from esper.experiment.callbacks import OnRoundEnd, Record
 from esper.experiment.checkpoint import CheckpointFolder
-from esper.experiment.config import Budget, Judging, TrainConfig
+from esper.experiment.config import Budget, Judging, Keeping, TrainConfig, World
 from esper.experiment.records import RoundRecord
 from esper.experiment.store import Store
 from esper.experiment.train import begin_run
@@ -65,6 +66,14 @@ ROWS = {
     "rest": ("showing", "rest"),
 }
 """Rows of the table, and the parts that each of them sums up."""
+SMALL = TrainConfig(
+    tasks=("teacher",),
+    envs=2,
+    budget=Budget(rounds=3),
+    world=World(horizon=4, decision_every=1, measure_every=2),
+    keeping=Keeping(every=1),
+)
+"""The run that `--quick` times."""
 BARS = {
     "control + update + store": ("control", "update", "store"),
     "observing": ("observing",),
@@ -97,8 +106,9 @@ class Rounds:
 def run() -> list[Report]:
     """Time the rounds between two checkpoints."""
     config = TrainConfig(tasks=("letter",))
-    every = config.keeping.every
-    return reports(config, measure(replace(config, budget=Budget(rounds=1 + every))))
+    rounds = Budget(rounds=1 + config.keeping.every)
+    config = SMALL if timing.QUICK else replace(config, budget=rounds)
+    return reports(config, measure(config))
 
 
 def measure(config: TrainConfig) -> Rounds:

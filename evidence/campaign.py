@@ -7,7 +7,7 @@ given, begins no more jobs; trainings save where they are.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ def run(
     _print(console, _projection(ahead, guess, processes))
     if dry:
         for job in ahead:
-            _print(console, f"{job.id}  {guess(job):.0f} s")
+            _print(console, f"{job.id}  {guess[job.kind]:.0f} s")
         return Ended(
             done=len(jobs) - len(ahead), failed=(), left=len(ahead), signal=None
         )
@@ -218,33 +218,20 @@ class _Scheduler:
 
 def _guesses(
     jobs: Sequence[Job], durations: Mapping[str, float], protocol: Protocol
-) -> Callable[[Job], float]:
-    """Seconds that a job will take, by those that are most like it."""
-    known: dict[tuple[str, ...], list[float]] = defaultdict(list)
+) -> dict[str, float]:
+    """Seconds that a job takes, by its kind: the mean of those done, if any are."""
+    known: dict[str, list[float]] = defaultdict(list)
     for job in jobs:
         if job.id in durations:
-            for kin in _kin(job):
-                known[kin].append(durations[job.id])
-    means = {kin: sum(values) / len(values) for kin, values in known.items()}
-
-    def guess(job: Job) -> float:
-        unknown = protocol.projection.get(job.kind, PROJECTION[job.kind])
-        return next((means[kin] for kin in _kin(job) if kin in means), unknown)
-
-    return guess
+            known[job.kind].append(durations[job.id])
+    means = {kind: sum(values) / len(values) for kind, values in known.items()}
+    return {**PROJECTION, **protocol.projection, **means}
 
 
-def _kin(job: Job) -> tuple[tuple[str, ...], ...]:
-    """What jobs have in common, most first."""
-    return (job.kind, job.task, job.arm), (job.kind, job.task), (job.kind,)
-
-
-def _projection(
-    jobs: Sequence[Job], guess: Callable[[Job], float], processes: int
-) -> str:
+def _projection(jobs: Sequence[Job], guess: Mapping[str, float], processes: int) -> str:
     seconds = {kind: 0.0 for kind in KINDS}
     for job in jobs:
-        seconds[job.kind] += guess(job)
+        seconds[job.kind] += guess[job.kind]
     hours = sum(seconds.values()) / 3600 / processes
     parts = ", ".join(
         f"{kind} {value / 3600 / processes:.1f}"

@@ -8,17 +8,10 @@ import pytest
 
 from benchmarks import env, overhead, round
 from esper.experiment.checkpoint import CheckpointFolder
-from esper.experiment.config import Budget, Keeping, TrainConfig, World
 from esper.experiment.store import Store
 from esper.simic.agent.ppo import PPOAgent
 
-CONFIG = TrainConfig(
-    tasks=("teacher",),
-    envs=2,
-    budget=Budget(rounds=3),
-    world=World(horizon=4, decision_every=1, measure_every=2),
-    keeping=Keeping(every=1),
-)
+CONFIG = round.SMALL
 
 
 @contextmanager
@@ -67,7 +60,7 @@ def test_what_is_slow_in_a_round_shows_in_its_row():
     assert bars.rows[0] == ("control + update + store", pytest.approx(30.0), 10.0)
 
 
-def test_what_keeping_a_run_costs_is_told_apart():
+def test_what_keeping_a_run_costs_is_split():
     pauses = {
         (PPOAgent, "update"): 10.0,
         (Store, "add_round"): 1.0,
@@ -85,13 +78,13 @@ def test_what_keeping_a_run_costs_is_told_apart():
 
 
 def test_trainings_that_are_not_the_same_are_not_compared():
-    worlds = overhead.worlds_of
+    world_for = overhead.world_for
 
     def others(config):
-        return worlds(replace(config, rng_seed=1))
+        return world_for(replace(config, rng_seed=1))
 
     with (
-        patch.object(overhead, "worlds_of", others),
+        patch.object(overhead, "world_for", others),
         pytest.raises(RuntimeError, match="round 1 is not the same in both"),
     ):
         overhead.measure(CONFIG)

@@ -21,7 +21,6 @@ from benchmarks.training import (
     mlp_macs,
     mlp_parameters,
     promise_macs,
-    step_macs,
     width_for,
 )
 from benchmarks.widening import (
@@ -227,14 +226,6 @@ def _really(work):
     with FlopCounterMode(display=False) as counter:
         work()
     return counter.get_total_flops() // 2
-
-
-def test_a_plain_step_is_three_passes_less_what_the_input_would_need():
-    net = mlp(INPUTS, WIDTH, CLASSES, 0)
-    features = torch.randn(ROWS, INPUTS)
-    really = _really(lambda: net(features).sum().backward())
-    counted = ROWS * step_macs(mlp_macs(INPUTS, WIDTH, CLASSES))
-    assert counted - really == ROWS * INPUTS * WIDTH
 
 
 def _growing():

@@ -6,7 +6,6 @@ from esper.contracts.errors import BadInput
 from evidence.page import compare_arms, page, write_page
 from evidence.readout import read_campaign
 from tests.evidence.drawn import (
-    SETTINGS,
     SHARES,
     TASKS,
     job,
@@ -105,19 +104,6 @@ def test_tables_of_arms_ablations_and_budgets(whole):
     found = line(section, "| without-memory")
     assert "letter, satimage, text" in found
     assert "| 2 | 48 |" in found
-
-
-def test_scores_at_budgets_are_of_the_same_tasks_for_everybody(tmp_path):
-    few = [s for s in SETTINGS if s.startswith("rent")]
-    found = [
-        row
-        for row in rows()
-        if row["setting"] in few or (row["task"] != "text" and row["arm"] != "random")
-    ]
-    section = page_text(tmp_path, found).split("## At each budget")[1].split("##")[0]
-    assert line(section, "| **tamiyo**").endswith("| 2 |")
-    assert line(section, "| random").startswith("| random |  |  | ")
-    assert line(section, "| random").endswith("(16) | 2 |")
 
 
 def test_what_failed_is_listed_in_one_line_each(whole, tmp_path):

@@ -72,16 +72,6 @@ def test_intervals_of_means_hold_the_truth_as_often_as_they_claim(count, least):
     assert least <= held <= 0.975
 
 
-def test_intervals_over_tasks_hold_the_truth_as_often_as_they_claim():
-    generator, tasks = np.random.default_rng(0), np.array([[0.0], [3.0]])
-    held = []
-    for _ in range(300):
-        scores = tasks + generator.normal(size=(2, 30))
-        it = mean_interval(scores, resamples=1_000)
-        held.append(it.low <= 1.5 <= it.high)
-    assert 0.91 <= np.mean(held) <= 0.98
-
-
 def test_groups_are_drawn_independently_and_an_interval_repeats():
     first, last = normal(50), normal(50, rng_seed=1)
     gap = bootstrap([50, 50], lambda a, b: (b @ last - a @ first) / 50)
@@ -139,27 +129,6 @@ def test_differences_and_improvements_are_those_of_every_draw(same):
     assert paired_improvement(x, y, same_members=same).estimate == pytest.approx(
         reference.paired_improvement(ours, theirs, range(2), others, once)
     )
-
-
-def test_luck_of_training_widens_the_interval():
-    trained = normal(5, 1)
-    tasks = [trained + 0.1 * normal(5, 10, rng_seed=n) for n in (1, 2)]
-    one_training = [task[:1] for task in tasks]
-    assert width(iqm_interval(tasks)) > 5 * width(iqm_interval(one_training))
-
-
-def test_a_member_drawn_for_one_task_is_drawn_for_all():
-    member = np.array([[1.0], [-1.0], [3.0]])
-    up, down = np.repeat(member, 4, axis=1), np.repeat(-member, 4, axis=1)
-    mean = mean_interval([up, down])
-    assert (mean.low, mean.high) == pytest.approx((0.0, 0.0), abs=1e-12)
-
-
-def test_luck_that_arms_share_is_not_in_their_difference():
-    luck = normal(3, 10)
-    gap = iqm_difference(luck + 0.1, luck)
-    assert (gap.low, gap.high) == pytest.approx((0.1, 0.1))
-    assert paired_improvement(luck + 0.1, luck) == Interval(1.0, 1.0, 1.0)
 
 
 def test_equal_figures_and_tasks_without_luck_have_an_interval_without_width():

@@ -175,17 +175,6 @@ def test_conclusions_say_what_is_shown_and_what_is_not():
     )
 
 
-def test_an_interval_that_holds_zero_is_never_called_shown():
-    """Whatever the ranks say."""
-    small = {
-        "never": ([0.5] * 10, [0.5] * 10),
-        "early": ([0.5] * 6 + [0.51, 0.49, 0.51, 0.49], [0.5] * 10),
-    }
-    lines = summary_of(small).conclusions
-    assert not any("shown above" in line or "shown below" in line for line in lines)
-    assert sum("not shown to differ" in line for line in lines) == 2
-
-
 def test_conclusions_name_their_limits():
     text = " ".join(summary_of().conclusions)
     assert "10 hosts of each task; it says nothing about other tasks" in text

@@ -156,11 +156,12 @@ def paired_improvement(
     `iqm_difference`.
     """
     ours, theirs = _present(partners(x, y, same_members=same_members))
-    both = list(zip(ours, theirs, strict=True))
-    if same_members:
-        won = [_wins(a, b) for a, b in both]
-    else:
-        won = [_wins(a[:, None], b[None]).reshape(-1, a.shape[1]) for a, b in both]
+    won = []
+    for a, b in zip(ours, theirs, strict=True):
+        pairs = (a, b) if same_members else np.broadcast_arrays(a[:, None], b[None])
+        first, second = (each.reshape(-1, a.shape[1]) for each in pairs)
+        points = np.where(first == second, 0.5, first > second)
+        won.append(np.where(np.isfinite(first + second), points, nan))
 
     def share(members: Sequence[Counts], seeds: Sequence[Counts]) -> Floats:
         pairs = members[0]
@@ -169,9 +170,7 @@ def paired_improvement(
         return _weighted_mean(won, [pairs.reshape(len(pairs), -1)] * len(won), seeds)
 
     return _hierarchical(
-        [ours] if same_members else [ours, theirs],
-        share,
-        resamples=resamples,
+        [ours] if same_members else [ours, theirs], share, resamples=resamples
     )
 
 
@@ -406,10 +405,4 @@ def _weighted_mean(
         with np.errstate(invalid="ignore"):
             means.append(middle + ((row @ offsets) * column).sum(axis=1) / total)
     found: Floats = np.mean(means, axis=0)
-    return found
-
-
-def _wins(x: Floats, y: Floats) -> Floats:
-    won = np.where(x == y, 0.5, (x > y).astype(np.float64))
-    found: Floats = np.where(np.isfinite(x) & np.isfinite(y), won, nan)
     return found
