@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from torch import Tensor
 
 from benchmarks import timing
-from benchmarks.timing import Cell, Report
+from benchmarks.timing import Cell, Report, sizes
 from esper.contracts.errors import BadInput
 from esper.experiment.config import TrainConfig
 from esper.experiment.controllers import MAY_BE_NAN
@@ -162,13 +162,14 @@ def killed_runs(trials: Trials, kills: int) -> Report:
         found.setdefault(when, []).append(trial)
         everything.append(trial)
     found["at random, in all"] = everything
-    found["right after rows or a save"] = [
-        trials.after("rows 1"),  # before there is any checkpoint
-        trials.after("saved 0", "rows 2"),  # rows that no checkpoint knows of
-        trials.after("saved 4"),
-        trials.after("round 3", "rows 2", "saved 6"),
-        trials.after(f"saved {trials.rounds}", "ready"),  # only the last word is left
+    words: list[tuple[str, ...]] = [
+        ("saved 4",),
+        ("rows 1",),  # before there is any checkpoint
+        ("saved 0", "rows 2"),  # rows that no checkpoint knows of
+        ("round 3", "rows 2", "saved 6"),
+        (f"saved {trials.rounds}", "ready"),  # only the last word is left
     ]
+    found["right after rows or a save"] = [trials.after(*w) for w in sizes(words)]
     for when, some in found.items():
         report.add(when, *summed_up(some))
         report.notes += [] if some is everything else troubles(some)
