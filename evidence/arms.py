@@ -29,7 +29,7 @@ from esper.contracts.stages import Stage
 from esper.environment.cohort import find_blueprints
 from esper.experiment.config import World
 from esper.experiment.controllers import load_controller
-from esper.experiment.judging import Recording, judge_closely
+from esper.experiment.judging import Recording, judge_in, judged_world
 from esper.experiment.records import Judged
 from esper.experiment.static import judge_plain, widened
 from esper.tamiyo.matched_random import MatchedRandom
@@ -120,9 +120,8 @@ def carry_out(
 
 def _grown(batch: Batch, who: Maker | str) -> Outcome:
     """Somebody decides."""
-    return judge_closely(
-        who, batch.task, batch.hosts, batch.block, batch.world, stage=STAGE
-    )
+    world = judged_world(batch.task, batch.hosts, batch.block, batch.world, stage=STAGE)
+    return judge_in(world, who, batch.block)
 
 
 def _plain(

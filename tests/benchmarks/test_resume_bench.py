@@ -13,8 +13,6 @@ import pytest
 
 from esper.experiment.controllers import MAY_BE_NAN
 from esper.experiment.run import STORE, Run
-from tests.experiment.checkpoints import state
-from tests.experiment.crash_points import InPlace, Saves
 from tests.experiment.killed_runs import Life, audit
 
 SCRIPT = """
@@ -136,19 +134,3 @@ def test_an_attempt_that_went_back_behind_a_checkpoint_is_caught(copied):
     first = Life([["ready", "0.1"], ["saved", "2"]], 1.0, killed=True)
     later = Life([["ready", "0.1"]], 1.0, killed=False)
     assert "attempt 2 went on from None" in audit(path, [first, later], whole).troubles
-
-
-def test_every_crash_of_two_saves_leaves_a_whole_state(tmp_path):
-    saves = Saves(tmp_path, {step: state(step) for step in (1, 2, 3)})
-    left = saves.crashes()
-    assert sum(map(len, left.values())) > 200
-    for crash, found in left.items():
-        assert None not in found, crash
-    assert set(left["death before each change"]) == {1, 2, 3}
-    assert saves.changes()["writes"] == 4
-
-
-def test_checkpoints_that_are_written_in_place_are_caught(tmp_path):
-    left = Saves(tmp_path, {step: state(step) for step in (1, 2)}, InPlace).crashes()
-    for crash, found in left.items():
-        assert None in found, crash

@@ -40,10 +40,11 @@ class Saves:
         folder: Where to work.
         states: By step, in order.
         kind: What saves.
+        disk: What the changes are recorded with.
     """
 
-    def __init__(self, folder, states, kind=CheckpointFolder):
-        self._folder, self._kind = folder, kind
+    def __init__(self, folder, states, kind=CheckpointFolder, disk=RecordingDisk):
+        self._kind, self._disk = kind, disk
         self._first, *self._later = sorted(states)
         self._states = states
         self._digests = {digest(state): step for step, state in states.items()}
@@ -75,7 +76,7 @@ class Saves:
 
     def _log(self):
         """Every change, and how many there were when each save returned."""
-        disk, returned = RecordingDisk(), [(0, self._first)]
+        disk, returned = self._disk(), [(0, self._first)]
         shutil.copytree(self._base, self._place)
         try:
             made = self._open(self._place, disk)

@@ -105,6 +105,20 @@ for _name in (*CHANGES, *READS):
         setattr(_kind, _name, _counted(_name))
 
 
+class ForgetfulDisk(RecordingDisk):
+    """The bad twin: files are not synced."""
+
+    def sync_file(self, file):
+        pass
+
+
+class HastyDisk(RecordingDisk):
+    """The bad twin: folders are not synced."""
+
+    def sync_folder(self, folder):
+        pass
+
+
 class PowerCut:
     """What may be on a disk when the power goes, as POSIX allows it.
 

@@ -1,58 +1,24 @@
 """A process that dies, a disk that refuses, a loss of power."""
 
 import errno
-import hashlib
 import os
 import shutil
 
 import pytest
 
 from esper.contracts.errors import StorageTrouble
-from esper.experiment.checkpoint import (
-    CheckpointFolder,
-    Manifest,
-    made_by,
-    name_of,
-    write_manifest,
-)
+from esper.experiment.checkpoint import CheckpointFolder
 from esper.experiment.files import discard, unfinished
-from esper.experiment.tensor_file import pack
 from tests.experiment.checkpoints import FACTS, filled, folder, same, state
+from tests.experiment.crash_points import InPlace, Saves
 from tests.experiment.disks import (
     CountingDisk,
     Died,
     DyingDisk,
-    PowerCut,
-    RecordingDisk,
+    ForgetfulDisk,
+    HastyDisk,
     RefusingDisk,
 )
-
-
-class InPlace(CheckpointFolder):
-    """The bad twin: the one checkpoint is written over."""
-
-    def publish(self, step, tensors, facts, *, score=None):
-        data = pack(tensors)
-        target = self.path / name_of(1)
-        discard(self._disk, target)
-        entry = Manifest(
-            step=1,
-            score=None,
-            facts=facts,
-            made_by=made_by(),
-            size=len(data),
-            sha256=hashlib.sha256(data).hexdigest(),
-        )
-        self._disk.mkdir(target)
-        for name, content in {
-            "state.safetensors": data,
-            "manifest.json": write_manifest(entry),
-        }.items():
-            self._disk.create(target / name, content)
-            self._disk.sync_file(target / name)
-        self._disk.sync_folder(target)
-        self._disk.sync_folder(self.path)
-        return target
 
 
 class PruneFirst(CheckpointFolder):
@@ -64,18 +30,29 @@ class PruneFirst(CheckpointFolder):
         return super().publish(step, tensors, facts, score=score)
 
 
-class ForgetfulDisk(RecordingDisk):
-    """The bad twin: files are not synced."""
-
-    def sync_file(self, file):
-        pass
+STATES = {step: state(step) for step in (1, 2, 3)}
 
 
-class HastyDisk(RecordingDisk):
-    """The bad twin: folders are not synced."""
+def test_every_crash_of_two_saves_leaves_a_whole_state(tmp_path):
+    saves = Saves(tmp_path, STATES)
+    left = saves.crashes()
+    assert sum(map(len, left.values())) > 200
+    for crash, found in left.items():
+        assert None not in found, crash
+    assert set(left["death before each change"]) == {1, 2, 3}
+    assert saves.changes()["writes"] == 4
 
-    def sync_folder(self, folder):
-        pass
+
+def test_checkpoints_that_are_written_in_place_are_caught(tmp_path):
+    for crash, found in Saves(tmp_path, STATES, kind=InPlace).crashes().items():
+        assert None in found, crash
+
+
+@pytest.mark.parametrize(
+    "twin", [{"kind": PruneFirst}, {"disk": ForgetfulDisk}, {"disk": HastyDisk}]
+)
+def test_a_loss_of_power_catches_bad_twins(tmp_path, twin):
+    assert None in Saves(tmp_path, STATES, **twin).crashes()["loss of power"]
 
 
 def base(tmp_path):
@@ -83,82 +60,21 @@ def base(tmp_path):
     filled(tmp_path / "base", 1)
 
 
-def what_is_left(path, allowed):
-    """Which of the states is the newest one, or what went wrong."""
-    try:
-        loaded = folder(path).latest()
-    except Exception as error:
-        return f"error: {error}"
-    for number in allowed:
-        if loaded is not None and same(loaded.tensors, state(number)):
-            return number
-    return f"neither: {loaded}"
-
-
-def after_dying(tmp_path, kind):
-    """What is left after a death at each change of two saves, one by one."""
+@pytest.mark.parametrize("when", ["before", "torn", "after"])
+def test_the_next_save_removes_what_a_death_left(tmp_path, when):
     base(tmp_path)
-    results, at = [], 0
-    for when in ("before", "torn", "after"):
-        for at in range(1000):
-            path = tmp_path / f"{when}-{at}"
-            shutil.copytree(tmp_path / "base", path)
-            made = kind(path / "checkpoints", DyingDisk(at, when), keep=1)
-            try:
-                for step in (2, 3):
-                    made.publish(step, state(step), FACTS)
-            except Died:
-                results.append((path, what_is_left(path, (1, 2, 3))))
-                continue
-            break
-    return results, at
-
-
-def test_a_death_at_any_change_leaves_a_whole_state_and_the_next_save_cleans(tmp_path):
-    results, points = after_dying(tmp_path, CheckpointFolder)
-    assert points >= 25
-    assert len(results) == 3 * points
-    assert {left for _, left in results} == {1, 2, 3}
-    for path, _ in results:
-        made = folder(path, keep=1)
-        made.publish(4, state(4), FACTS)
-        assert os.listdir(made.path) == ["000004"]
-
-
-@pytest.mark.parametrize("twin", [InPlace, PruneFirst])
-def test_the_same_deaths_catch_bad_twins(tmp_path, twin):
-    results, _ = after_dying(tmp_path, twin)
-    assert any(left not in (1, 2, 3) for _, left in results)
-
-
-def after_power_loss(tmp_path, kind):
-    """What is left after a loss of power at each change of a save, and at its end."""
-    base(tmp_path)
-    before, disk = PowerCut(tmp_path / "base"), kind()
-    folder(tmp_path / "base", disk, keep=1).publish(2, state(2), FACTS)
-    results = []
-    for length in range(len(disk.log) + 1):
-        cut = before.after(disk.log[:length])
-        for loss in ("none", "all", *range(5)):
-            path = tmp_path / f"{length}-{loss}"
-            cut.restore(path, loss)
-            results.append((length == len(disk.log), what_is_left(path, (1, 2))))
-    return results
-
-
-def test_a_loss_of_power_leaves_a_whole_state_and_never_undoes_a_save(tmp_path):
-    results = after_power_loss(tmp_path, RecordingDisk)
-    assert len(results) >= 90
-    assert {left for _, left in results} == {1, 2}
-    assert {left for done, left in results if done} == {2}
-
-
-@pytest.mark.parametrize("twin", [ForgetfulDisk, HastyDisk])
-def test_the_same_losses_catch_a_missing_sync(tmp_path, twin):
-    results = after_power_loss(tmp_path, twin)
-    whole = {left for _, left in results} == {1, 2}
-    kept = {left for done, left in results if done} == {2}
-    assert not (whole and kept)
+    for at in range(1000):
+        path = tmp_path / str(at)
+        shutil.copytree(tmp_path / "base", path)
+        try:
+            folder(path, DyingDisk(at, when), keep=1).publish(2, state(2), FACTS)
+        except Died:
+            made = folder(path, keep=1)
+            made.publish(3, state(3), FACTS)
+            assert os.listdir(made.path) == ["000003"]
+            continue
+        break
+    assert at >= 12
 
 
 @pytest.mark.parametrize(
@@ -175,7 +91,8 @@ def test_a_disk_that_refuses_any_call_leaves_the_last_state(tmp_path, code):
         made = folder(path, disk, keep=1)
         if disk_is_fine(made, disk):
             break
-        assert what_is_left(path, (1, 2)) in (1, 2), disk.met
+        left = folder(path).latest()
+        assert same(left.tensors, state(left.manifest.step)), disk.met
         made.publish(3, state(3), FACTS)
         assert os.listdir(made.path) == ["000003"]
     assert at >= 18

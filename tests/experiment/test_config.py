@@ -28,7 +28,7 @@ from esper.experiment.config import (
     known_settings,
     toml_value,
 )
-from esper.experiment.presets import PRESETS, preset, read_config, resolve
+from esper.experiment.presets import PRESETS, preset, resolve
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.registry import CONTROLLERS
@@ -153,7 +153,6 @@ def test_a_written_configuration_hides_every_preset(tmp_path_factory, tree):
     file.write_text(as_toml(config), encoding="utf-8")
     for name in PRESETS:
         assert resolve({"preset": name, "config": [file]}) == config
-    assert read_config(file) == config
 
 
 def test_options_hide_files_which_hide_presets(tmp_path):
@@ -335,12 +334,9 @@ def test_files_are_refused_in_one_line_with_their_name(tmp_path):
         *REFUSED_BYTES,
     ):
         file.write_bytes(data)
-        for line in (
-            refused(resolve, {"config": [file]}),
-            refused(read_config, file),
-        ):
-            assert message in line
-            assert "mine.toml" in line
+        line = refused(resolve, {"config": [file]})
+        assert message in line
+        assert "mine.toml" in line
 
 
 def test_python_is_refused_as_files_are():
@@ -444,7 +440,7 @@ def test_damaged_files_are_read_or_refused(tmp_path, count):
 
     def attempt():
         file.write_bytes(mutated(chance, chance.choice(texts)))
-        return read_config(file)
+        return resolve({"config": [file]})
 
     assert outcomes(attempt for _ in range(count)) < 0.75 * count
 

@@ -140,7 +140,7 @@ def test_the_configuration_is_written_whole(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"controllers": ("erly",)}, "no 'erly'; did you mean 'early'"),
+        ({"controllers": ("erly",)}, "controller 'erly'; did you mean 'early'"),
         ({"controllers": ()}, "controllers is empty"),
         ({"controllers": ("never", "static")}, "'static' is measured by a learned"),
         ({"controllers": ("runs/nobody",)}, "nobody is no run"),

@@ -6,7 +6,13 @@ import pytest
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.experiment.files import Disk, beside, discard, publish, storage, unfinished
 from esper.experiment.messages import short
-from tests.experiment.disks import Died, DyingDisk, PowerCut, RecordingDisk
+from tests.experiment.disks import (
+    Died,
+    DyingDisk,
+    ForgetfulDisk,
+    PowerCut,
+    RecordingDisk,
+)
 
 
 def test_a_file_is_published_over_an_older_one(tmp_path):
@@ -49,13 +55,6 @@ def written_in_place(disk, file, data):
     disk.create(file, data)
     disk.sync_file(file)
     disk.sync_folder(file.parent)
-
-
-class ForgetfulDisk(RecordingDisk):
-    """The bad twin that does not sync files."""
-
-    def sync_file(self, file):
-        pass
 
 
 @pytest.mark.parametrize(

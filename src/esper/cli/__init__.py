@@ -1,7 +1,7 @@
 """The command line: parses, refuses in one line, and runs one command.
 
 Nothing heavy is imported before a command is known, so `esper --help` is instant. Each
-command is a module with `HELP`, `add`, which gives a parser its options, and `run`.
+command is a module with `HELP`, `run` and, if it has options, `add`.
 """
 
 import os
@@ -106,10 +106,9 @@ def parser(complete: Collection[str] = ()) -> Parser:
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        if name in complete or not hasattr(module, "USAGE"):
+        own.usage = getattr(module, "USAGE", None)
+        if hasattr(module, "add") and (name in complete or own.usage is None):
             module.add(own)
-        if hasattr(module, "USAGE"):
-            own.usage = module.USAGE
     return whole
 
 

@@ -3,7 +3,7 @@
 import argparse
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf, nan
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -136,6 +136,21 @@ def names(text: str) -> list[str]:
     return found
 
 
+def add_option(
+    parser: argparse.ArgumentParser,
+    name: str,
+    kind: Callable[[str], object],
+    default: object,
+    metavar: str,
+    text: str,
+) -> None:
+    """An option with one value; its default, unless None, is added to the help."""
+    if default is not None:
+        shown = f"{default:g}" if isinstance(default, float) else default
+        text = f"{text} (default: {shown})"
+    parser.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     """The run that a command is about, and the folder of runs."""
     parser.add_argument(
@@ -146,13 +161,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
     """The folder of runs."""
-    parser.add_argument(
-        "--runs",
-        type=path_text,
-        default="runs",
-        metavar="FOLDER",
-        help="where runs are (default: runs)",
-    )
+    add_option(parser, "--runs", path_text, "runs", "FOLDER", "where runs are")
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """`esper blueprints`: what can be planted."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 HELP = "list what can be planted"
 NEEDS_TORCH = False
@@ -10,10 +10,6 @@ examples:
   esper train --world.blueprints widen_16,conv
                                        a training in which only these can be planted
 """
-
-
-def add(parser: ArgumentParser) -> None:
-    """There are no options."""
 
 
 def run(options: Namespace) -> int:

@@ -1,9 +1,15 @@
 """`esper evaluate`: controllers and static networks on the same hosts."""
 
 from argparse import ArgumentParser, Namespace
-from typing import Any
 
-from esper.cli.arguments import RNG_SEED, Whole, add_runs, finite, names
+from esper.cli.arguments import (
+    RNG_SEED,
+    Whole,
+    add_option,
+    add_runs,
+    finite,
+    names,
+)
 
 HELP = "judge controllers and static networks on the same hosts"
 DESCRIPTION = """\
@@ -41,37 +47,20 @@ def add(parser: ArgumentParser) -> None:
         "never grown, for equal work; or folders of runs (default: all but tamiyo and "
         "longer)",
     )
-    parser.add_argument(
-        "--hosts",
-        type=Whole(1, 65_536),
-        default=16,
-        metavar="N",
-        help="hosts of each task (default: 16)",
-    )
-    parser.add_argument(
-        "--rng-seed",
-        type=RNG_SEED,
-        default=0,
-        metavar="N",
-        help="decides which hosts (default: 0)",
-    )
-    parser.add_argument(
-        "--rent",
-        type=finite,
-        default=None,
-        metavar="X",
-        help="score charged per added multiple of the host (default: 0.01)",
-    )
-    parser.add_argument(
-        "--processes",
-        type=Whole(1, 64),
-        default=2,
-        metavar="N",
-        help="arms judged at the same time (default: 2)",
-    )
-    parser.add_argument(
-        "--name", default=None, metavar="TEXT", help="of the run that keeps the figures"
-    )
+    for name, kind, default, metavar, text in (
+        ("--hosts", Whole(1, 65_536), 16, "N", "hosts of each task"),
+        ("--rng-seed", RNG_SEED, 0, "N", "decides which hosts"),
+        (
+            "--rent",
+            finite,
+            None,
+            "X",
+            "score charged per added multiple of the host (default: 0.01)",
+        ),
+        ("--processes", Whole(1, 64), 2, "N", "arms judged at the same time"),
+        ("--name", str, None, "TEXT", "of the run that keeps the figures"),
+    ):
+        add_option(parser, name, kind, default, metavar, text)
     add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print data, not tables")
 
@@ -82,23 +71,16 @@ def run(options: Namespace) -> int:
     from esper.experiment.evaluate import EvaluateConfig, run_evaluation
     from esper.report import write_report
 
-    given: dict[str, Any] = {}
+    given = {
+        name: getattr(options, name)
+        for name in ("hosts", "rng_seed", "processes", "name", "runs")
+    }
     if options.controller:
         given["controllers"] = _names(options.controller)
     if options.rent is not None:
         given["world"] = World(rent=options.rent)
-    path = run_evaluation(
-        EvaluateConfig(
-            tasks=_names(options.task),
-            hosts=options.hosts,
-            rng_seed=options.rng_seed,
-            processes=options.processes,
-            name=options.name,
-            runs=options.runs,
-            **given,
-        ),
-        as_json=options.json,
-    )
+    config = EvaluateConfig(tasks=_names(options.task), **given)
+    path = run_evaluation(config, as_json=options.json)
     page = write_report(path)
     if not options.json:
         print(f"The report is in {page}.")

@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from esper.cli.arguments import add_run, folder
+from esper.cli.arguments import add_option, add_run, folder
 
 HELP = "write what a run recorded as Parquet or CSV, or what it learned"
 EXAMPLES = """\
@@ -27,13 +27,7 @@ def add(parser: ArgumentParser) -> None:
         help="of the files; parquet needs DuckDB; controller: what the run learned "
         "(default: parquet)",
     )
-    parser.add_argument(
-        "--out",
-        type=folder,
-        default=None,
-        metavar="FOLDER",
-        help="where files go",
-    )
+    add_option(parser, "--out", folder, None, "FOLDER", "where files go")
 
 
 def run(options: Namespace) -> int:

@@ -2,7 +2,14 @@
 
 from argparse import ArgumentParser, Namespace
 
-from esper.cli.arguments import RNG_SEED, add_runs, file, path_text, positive
+from esper.cli.arguments import (
+    RNG_SEED,
+    add_option,
+    add_runs,
+    file,
+    path_text,
+    positive,
+)
 
 HELP = "grow one network of a task and write it"
 EXAMPLES = """\
@@ -20,36 +27,20 @@ def add(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--task", required=True, metavar="NAME", help="what it learns (esper tasks)"
     )
-    parser.add_argument(
-        "--controller",
-        type=path_text,
-        default="early",
-        metavar="NAME",
-        help="what decides: never, random, early, periodic, plateau, promise; tamiyo: "
-        "the trained one that comes with Esper; latest: what the newest finished "
-        "training learned; or a run (default: early)",
+    deciders = (
+        "what decides: never, random, early, periodic, plateau, promise; tamiyo: the "
+        "trained one that comes with Esper; latest: what the newest finished training "
+        "learned; or a run"
     )
-    parser.add_argument(
-        "--budget",
-        type=positive,
-        default=4.0,
-        metavar="X",
-        help="parameters that may be added, as a multiple of the host's (default: 4)",
-    )
-    parser.add_argument(
-        "--out",
-        type=file,
-        default=None,
-        metavar="FILE",
-        help="where the grown network goes, NAME.pt2 (default: TASK-CONTROLLER.pt2)",
-    )
-    parser.add_argument(
-        "--rng-seed",
-        type=RNG_SEED,
-        default=0,
-        metavar="N",
-        help="decides everything (default: 0)",
-    )
+    added = "parameters that may be added, as a multiple of the host's"
+    out = "where the grown network goes, NAME.pt2 (default: TASK-CONTROLLER.pt2)"
+    for name, kind, default, metavar, text in (
+        ("--controller", path_text, "early", "NAME", deciders),
+        ("--budget", positive, 4.0, "X", added),
+        ("--out", file, None, "FILE", out),
+        ("--rng-seed", RNG_SEED, 0, "N", "decides everything"),
+    ):
+        add_option(parser, name, kind, default, metavar, text)
     add_runs(parser)
 
 
@@ -57,14 +48,7 @@ def run(options: Namespace) -> int:
     """Grow one network and print its history."""
     from esper.experiment.grow import GrowConfig, run_grow
 
-    run_grow(
-        GrowConfig(
-            task=options.task,
-            controller=options.controller,
-            budget=options.budget,
-            rng_seed=options.rng_seed,
-            out=options.out,
-            runs=options.runs,
-        )
-    )
+    given = vars(options)
+    del given["command"]
+    run_grow(GrowConfig(**given))
     return 0

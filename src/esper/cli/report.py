@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from esper.cli.arguments import add_run, file
+from esper.cli.arguments import add_option, add_run, file
 
 HELP = "write a run as one page that a browser opens"
 EXAMPLES = """\
@@ -16,13 +16,7 @@ examples:
 def add(parser: ArgumentParser) -> None:
     """Add its options."""
     add_run(parser)
-    parser.add_argument(
-        "--out",
-        type=file,
-        default=None,
-        metavar="FILE",
-        help="where the page goes",
-    )
+    add_option(parser, "--out", file, None, "FILE", "where the page goes")
 
 
 def run(options: Namespace) -> int:

@@ -1,6 +1,6 @@
 """`esper tasks`: what there is to learn, with sizes, or what to install for it."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 HELP = "list what networks can be grown on"
 EXAMPLES = """\
@@ -8,10 +8,6 @@ examples:
   esper tasks
   esper grow --task letter             one of them, grown for real
 """
-
-
-def add(parser: ArgumentParser) -> None:
-    """There are no options."""
 
 
 def run(options: Namespace) -> int:

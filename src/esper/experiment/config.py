@@ -22,7 +22,7 @@ from pydantic_core import from_json
 
 from esper.contracts.errors import BadInput
 from esper.environment.settings import WorldSettings
-from esper.experiment.messages import nearest, quoted, refusal
+from esper.experiment.messages import nearest, quoted, refusal, unknown
 from esper.experiment.records import STATIC
 from esper.experiment.run import checked_name
 from esper.growth.blueprints.registry import blueprints
@@ -100,24 +100,12 @@ def check_limits(where: str, config: object) -> None:
             raise refusal(f"{name} must be finite; got {quoted(value)}.")
 
 
-def require_known(where: str, name: str, known: Collection[str]) -> None:
-    """Refuse a name that is not one of some."""
-    if name not in known:
-        raise refusal(
-            f"{where}: there is no {quoted(name)}; did you mean "
-            f"{nearest(name, known)!r}? There are {', '.join(known)}."
-        )
-
-
 def one_of(kind: str, names: Callable[[], Collection[str]]) -> AfterValidator:
     """Only some names, looked up when they are needed."""
 
     def check(name: str) -> str:
         if name not in (known := names()):
-            raise refusal(
-                f"there is no {kind} {quoted(name)}; did you mean "
-                f"{nearest(name, known)!r}? There are {', '.join(known)}."
-            )
+            raise unknown(f"there is no {kind}", name, known)
         return name
 
     return AfterValidator(check)
@@ -188,8 +176,12 @@ class Learner:
         """Refuse what the learner's own classes let through."""
         check_limits("ppo", self.ppo)
         check_limits("policy", self.policy)
-        require_known("ppo.clip_mode", self.ppo.clip_mode, CLIP_MODES)
-        require_known("policy.memory", self.policy.memory, MEMORIES)
+        for where, name, known in (
+            ("ppo.clip_mode", self.ppo.clip_mode, CLIP_MODES),
+            ("policy.memory", self.policy.memory, MEMORIES),
+        ):
+            if name not in known:
+                raise unknown(f"{where}: there is no", name, known)
 
 
 @settings
@@ -260,7 +252,8 @@ class TrainConfig:
             checked_name(self.name)
         check_limits("world", self.world)
         for name in self.world.blueprints or ():
-            require_known("world.blueprints", name, blueprints())
+            if name not in blueprints():
+                raise unknown("world.blueprints: there is no", name, blueprints())
         for alone in (SIMULATED, FAMILY):
             if alone in self.tasks and len(self.tasks) > 1:
                 raise refusal(

@@ -31,7 +31,7 @@ from esper.experiment.config import (
 )
 from esper.experiment.database import open_store, rows
 from esper.experiment.judging import judge, judged_world
-from esper.experiment.messages import nearest, refusal
+from esper.experiment.messages import refusal, unknown
 from esper.experiment.progress import Progress, print_line
 from esper.experiment.records import STATIC, Judged
 from esper.experiment.run import STORE, Run, checked_name, versions_now
@@ -91,12 +91,8 @@ class EvaluateConfig:
         for controller in self.controllers:
             known = controller in NAMES or controller in STATIC
             if not known and not is_folder(controller):
-                near = nearest(controller, (*NAMES, *STATIC))
-                raise refusal(
-                    f"controllers: there is no {controller!r}; did you mean {near!r}? "
-                    f"There are {', '.join((*NAMES, *STATIC))}, and folders of "
-                    "runs."
-                )
+                what = "controllers: there is no run or controller"
+                raise unknown(what, controller, (*NAMES, *STATIC))
 
 
 @dataclass(frozen=True, slots=True)

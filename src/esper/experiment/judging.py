@@ -67,14 +67,6 @@ class Recording:
         """How many seeds were planted in each host."""
         return (self.actions[..., HEAD["op"]] == Op.GERMINATE.value).sum(dim=0)
 
-    @classmethod
-    def concatenate(cls, parts: "list[Recording]") -> "Recording":
-        """Successive decisions as one recording."""
-        names = [each.name for each in fields(cls)]
-        return cls(
-            **{n: torch.cat([getattr(part, n) for part in parts]) for n in names}
-        )
-
 
 def judge(
     controller: Controller | Maker | str,
@@ -95,42 +87,23 @@ def judge(
         settings: How they grow; None: the defaults.
         stage: Another stage stands for other hosts.
     """
-    return judge_closely(controller, task, hosts, rng_seed, settings, stage=stage)[0]
-
-
-def judge_closely(
-    controller: Controller | Maker | str,
-    task: Task,
-    hosts: int,
-    rng_seed: int,
-    settings: World | None = None,
-    *,
-    stage: str = "judged",
-) -> tuple[Judged, Recording]:
-    """The same as `judge`, with the recording."""
     world = judged_world(task, hosts, rng_seed, settings, stage=stage)
-    controller = controller_for(controller, world.spec)
-    log = play_logged(world, controller, rng_seed)
-    recording, final = log.recording(), log.final
-    panicked = final["panicked"].bool()
-    prices = TrainingCost(
+    return judge_in(world, controller, rng_seed)[0]
+
+
+def judge_in(
+    world: GrowingWorld, controller: Controller | Maker | str, rng_seed: int
+) -> tuple[Judged, Recording]:
+    """One episode of a controller on every host of a world, and its recording."""
+    log = play_logged(world, controller_for(controller, world.spec), rng_seed)
+    cost = TrainingCost(
         task=world.task,
         blueprints=world.spec.blueprints,
         decision_rows=len(world.task.splits(rng_seed).decisions),
-        measure_every=(settings or World()).measure_every,
+        measure_every=world.settings.measure_every,
     )
-    judged = Judged(
-        returns=log.returns,
-        score=final["score"].numpy(),
-        test=final["test"].numpy(),
-        area=log.area,
-        added=final["added"].numpy(),
-        macs=final["macs"].numpy(),
-        training_macs=prices.total(recording, panicked),
-        seconds=log.seconds,
-        panicked=panicked.numpy(),
-    )
-    return judged, recording
+    recording = log.recording()
+    return log.judged(cost.total(recording, log.final["panicked"].bool())), recording
 
 
 def judged_world(
@@ -173,13 +146,6 @@ class EpisodeLog:
         self._running = torch.ones(hosts, dtype=torch.bool)
         self._parts: list[Recording] = []
 
-    @property
-    def area(self) -> Floats:
-        """Mean score after a decision; 0 since a panic."""
-        total = sum(part.score[0].double() for part in self._parts)
-        means: Floats = np.asarray(total) / self.world.task.horizon
-        return means
-
     def add(self, actions: Int64[Tensor, "env head"], result: StepResult) -> None:
         """One step of the world."""
         lived = self.world.trained_lives
@@ -208,7 +174,24 @@ class EpisodeLog:
 
     def recording(self) -> Recording:
         """All decisions so far."""
-        return Recording.concatenate(self._parts)
+        names = [each.name for each in fields(Recording)]
+        return Recording(
+            **{n: torch.cat([getattr(one, n) for one in self._parts]) for n in names}
+        )
+
+    def judged(self, training_macs: Floats) -> Judged:
+        """The results of every host; the score is 0 since a panic."""
+        total = sum(part.score[0].double() for part in self._parts)
+        final = {name: values.numpy() for name, values in self.final.items()}
+        panicked = final.pop("panicked").astype(bool)
+        return Judged(
+            returns=self.returns,
+            area=np.asarray(total) / self.world.task.horizon,
+            training_macs=training_macs,
+            seconds=self.seconds,
+            panicked=panicked,
+            **final,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

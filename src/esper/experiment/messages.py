@@ -38,6 +38,20 @@ def short(path: Path) -> str:
     return text if len(text) <= 72 else f"…{text[-71:]}"
 
 
+def unknown(what: str, name: str, known: Collection[str]) -> BadInput:
+    """An error about a name that is not one of some.
+
+    Args:
+        what: Start of the sentence, such as "there is no task".
+        name: The unknown name.
+        known: All that there are.
+    """
+    return refusal(
+        f"{what} {quoted(name)}; did you mean {nearest(name, known)!r}? There are "
+        f"{', '.join(known)}."
+    )
+
+
 def nearest(name: str, names: Collection[str]) -> str:
     """The known name most like an unknown one, also by the last part of a path."""
     exact = {known.lower(): known for known in names}

@@ -26,11 +26,10 @@ from esper.experiment.config import (
     World,
     as_flat,
     construct,
-    from_toml,
     known_settings,
     table_of,
 )
-from esper.experiment.messages import nearest, quoted, refusal, short
+from esper.experiment.messages import nearest, quoted, refusal, short, unknown
 from esper.simic.agent.ppo import PPOConfig
 
 DEFAULT: Final = "default"
@@ -97,10 +96,7 @@ simulated world."""
 def preset(name: str) -> TrainConfig:
     """The configuration of this name."""
     if name not in PRESETS:
-        raise refusal(
-            f"there is no preset {quoted(name)}; did you mean "
-            f"{nearest(name, PRESETS)!r}? There are {', '.join(PRESETS)}."
-        )
+        raise unknown("there is no preset", name, PRESETS)
     return PRESETS[name]
 
 
@@ -117,9 +113,10 @@ def resolve(options: Mapping[str, Any], *, draw_seed: bool = False) -> TrainConf
     given: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for file in texts.pop("config", ()):
-        table = read_table(Path(file))
+        prefix = f"{short(Path(file))}: "
+        table = table_of(read_text(Path(file)), prefix)
         given |= table
-        origins |= dict.fromkeys(table, f"{short(Path(file))}: ")
+        origins |= dict.fromkeys(table, prefix)
     known = known_settings(TrainConfig)
     for name, text in texts.items():
         if name not in known:
@@ -136,16 +133,6 @@ def resolve(options: Mapping[str, Any], *, draw_seed: bool = False) -> TrainConf
     if draw_seed and "rng_seed" not in given:
         given["rng_seed"] = secrets.randbelow(2**32)
     return construct(TrainConfig, {**below, **given}, origins)
-
-
-def read_config(file: Path) -> TrainConfig:
-    """The configuration in a file, without a preset below it."""
-    return from_toml(read_text(file), f"{short(file)}: ")
-
-
-def read_table(file: Path) -> dict[str, Any]:
-    """The settings in a file, by dotted names."""
-    return table_of(read_text(file), f"{short(file)}: ")
 
 
 def read_text(file: Path) -> str:

@@ -103,21 +103,17 @@ def judge_plain(
     trained = replace(task, host=host)
     world = judged_world(trained, hosts, rng_seed, terms, stage=stage)
     log = play_logged(world, Never(), rng_seed)
-    final, panicked = log.final, log.final["panicked"].bool().numpy()
     decisions = log.recording().lived.sum(dim=0).double().numpy()
+    spent = decisions * own.decision_every * own.batch * step_macs(host.macs)
+    judged = log.judged(spent)
     added = host.parameters / task.host.parameters - 1.0
-    score, start = final["score"].numpy(), before.score.double().numpy()
-    worth = score - before.rent.double().numpy() * added
-    return Judged(
-        returns=np.where(panicked, -1.0, worth) - start,
-        score=score,
-        test=final["test"].numpy(),
-        area=log.area,
+    worth = judged.score - before.rent.double().numpy() * added
+    start = before.score.double().numpy()
+    return replace(
+        judged,
+        returns=np.where(judged.panicked, -1.0, worth) - start,
         added=np.full(hosts, added),
         macs=np.full(hosts, host.macs / task.host.macs),
-        training_macs=decisions * own.decision_every * own.batch * step_macs(host.macs),
-        seconds=log.seconds,
-        panicked=panicked,
     )
 
 
