@@ -76,17 +76,3 @@ def test_an_evaluation_as_data_is_one_document(capsys, here):
     assert data["skipped"].keys() == {"lost"}
     assert "tiny" in json.dumps(data["tasks"])
     assert "arm 1/" in result.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--task", "tinny"), "did you mean 'tiny'"),
-        (("--task", "tiny,lost"), "pip install something[extra]"),
-        (("--controller", "nevr"), "did you mean 'never'"),
-        (("--controller", "static"), "name one of them too"),
-    ],
-)
-def test_who_cannot_be_judged_is_refused_in_one_line(capsys, here, arguments, message):
-    assert message in refused(capsys, *EVALUATE, *arguments)
-    assert not [*here.iterdir()]
