@@ -216,7 +216,7 @@ MUTANTS = (
     ),
     Mutant(
         "one absurd reward moves the statistics of returns",
-        "simic/agent/normalization.py",
+        "simic/agent/ppo.py",
         "returns = self._clip_outliers(returns, valid)",
         "returns = returns + 0.0",
         "tests/simic/test_normalization.py",
