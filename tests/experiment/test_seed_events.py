@@ -127,15 +127,6 @@ def test_last_actions_plant_and_aim_too():
     assert listed(events_between(before, after, actions=waited, **over)) == []
 
 
-def test_changes_of_stage_become_common_events():
-    before = slots([[H, D]])
-    after = replace(slots([[H, T]]), alpha_target=torch.tensor([[0.5, 0.5]]))
-    (event,) = events_between(before, after).stage_changes(step=7)
-    assert (event.env, event.slot, event.step) == (0, 1, 7)
-    assert (event.before, event.after) == (Stage.DORMANT, Stage.TRAINING)
-    assert event.reason == "planted"
-
-
 @settings(max_examples=25)
 @given(st.data())
 def test_all_slots_at_once_equal_one_after_the_other(data):

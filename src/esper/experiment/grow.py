@@ -102,7 +102,8 @@ def run_grow(config: GrowConfig) -> None:
         _check_free(config.out)
     task, console = find_task(config.task), Console()
     controller = _controller(config)
-    out = config.out or _free_name(f"{task.name}-{_label(config)}")
+    label = Path(config.controller).name or "run"
+    out = config.out or _free_name(f"{task.name}-{label}")
     _check_free(out)
     grown = grow(task, config, controller)
     write(grown.fitted.model, task, out)
@@ -202,11 +203,6 @@ def _controller(config: GrowConfig) -> Maker | str:
     except BadInput as error:
         known = ", ".join((*NAMES, NEWEST))
         raise BadInput(f"{error} Who else decides: {known}.") from None
-
-
-def _label(config: GrowConfig) -> str:
-    """A word for the controller that a file can be named after."""
-    return Path(config.controller).name or "run"
 
 
 def _free_name(stem: str) -> Path:

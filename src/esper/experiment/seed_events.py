@@ -15,7 +15,7 @@ from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEADS, Op
 from esper.contracts.slots import SlotStates
-from esper.contracts.stages import NEXT_STAGE, Stage, StageChanged
+from esper.contracts.stages import NEXT_STAGE, Stage
 
 EVENTS: Final = (
     "planted",
@@ -69,23 +69,6 @@ class Changes:
     def __len__(self) -> int:
         """How much happened."""
         return len(self.env)
-
-    def stage_changes(self, step: int) -> tuple[StageChanged, ...]:
-        """The changes of stage, one by one."""
-        columns = (self.env, self.slot, self.before, self.after, self.what)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        return tuple(
-            StageChanged(
-                env=env,
-                slot=slot,
-                step=step,
-                before=Stage(before),
-                after=Stage(after),
-                reason=EVENTS[what],
-            )
-            for env, slot, before, after, what in rows
-            if before != after
-        )
 
 
 def events_between(
