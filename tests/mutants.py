@@ -9,6 +9,7 @@ mutant that survives is a hole in the tests.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -282,9 +283,10 @@ def caught(mutant: Mutant) -> bool:
             text=True,
             check=False,
         )
-    if done.returncode not in (0, 1):
+    # An access out of bounds may end the process: that is noticed, too.
+    if done.returncode not in (0, 1, -signal.SIGSEGV, -signal.SIGBUS):
         raise SystemExit(f"mutants: the tests did not run:\n{done.stdout}")
-    return done.returncode == 1
+    return done.returncode != 0
 
 
 def main() -> int:
