@@ -185,7 +185,7 @@ MUTANTS = (
         "contracts/stages.py",
         "StageTransition(Stage.FOSSILIZED)",
         "StageTransition(Stage.FOSSILIZED, settled=False)",
-        "tests/growth/test_lifecycle.py",
+        MASKS,
     ),
     Mutant(
         "hosts forget their weight decay",
