@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks import timing
-from esper.cli.failures import explain
+from esper.cli.failures import report_failure
 
 
 def benchmarks() -> dict[str, str]:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         timing.show(run(**options), as_json=as_json)
     except Exception as error:
-        return explain(error)
+        return report_failure(error)
     return 0
 
 

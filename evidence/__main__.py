@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from esper.cli.arguments import Parser, Whole, file, folder, names, positive
-from esper.cli.failures import explain
+from esper.cli.failures import report_failure
 
 HELP = "compare controllers by a protocol, and write the page of what was found"
 FOLDER: Final = "runs/evidence"
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        return explain(error)
+        return report_failure(error)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 
-from esper.cli.failures import explain
+from esper.cli.failures import report_failure
 from esper.contracts.errors import (
     BadInput,
     CallOrder,
@@ -30,13 +30,13 @@ from tests.cli.calls import assert_one_line
     ],
 )
 def test_every_kind_of_trouble_has_its_exit_code(error, code, capsys):
-    assert explain(error) == code
+    assert report_failure(error) == code
     assert capsys.readouterr().err == f"esper: {error}\n"
 
 
 def test_what_the_system_refuses_is_storage_trouble(capsys):
     error = PermissionError(errno.EACCES, "Permission denied", "/a/\x1b[2J/b")
-    assert explain(error) == 5
+    assert report_failure(error) == 5
     result = capsys.readouterr().err
     assert result == "esper: cannot use '/a/\\x1b[2J/b': Permission denied.\n"
 
@@ -49,7 +49,7 @@ def test_a_bug_of_ours_leaves_its_traceback_in_a_file(capsys, tmp_path, monkeypa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ZeroDivisionError) as caught:
         failing()
-    assert explain(caught.value) == 70
+    assert report_failure(caught.value) == 70
     result = capsys.readouterr()
     (file,) = tmp_path.iterdir()
     assert result.out == ""
@@ -60,12 +60,12 @@ def test_a_bug_of_ours_leaves_its_traceback_in_a_file(capsys, tmp_path, monkeypa
 
 def test_a_bug_is_told_of_even_if_no_file_can_be_written(capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
-    assert explain(ZeroDivisionError("by\nzero")) == 70
+    assert report_failure(ZeroDivisionError("by\nzero")) == 70
     assert "ZeroDivisionError; by?zero" in capsys.readouterr().err
 
 
 def test_lines_of_others_are_cut_and_cleaned(capsys):
-    assert explain(BadInput("a\x1b[2J\r\n" + "b" * 500)) == 2
+    assert report_failure(BadInput("a\x1b[2J\r\n" + "b" * 500)) == 2
     result = capsys.readouterr().err
     assert_one_line(result)
     assert result.startswith("esper: a?[2J??bbb")

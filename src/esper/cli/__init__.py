@@ -24,7 +24,7 @@ from esper.cli import (
     train,
 )
 from esper.cli.arguments import Parser
-from esper.cli.failures import explain, explain_output
+from esper.cli.failures import report_failure, explain_output
 from esper.cli.stdio import safe_streams
 
 COMMANDS: Final[dict[str, ModuleType]] = {
@@ -79,7 +79,7 @@ def _run(given: list[str]) -> int:
         print("esper: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        return explain(error)
+        return report_failure(error)
 
 
 def parser(complete: Collection[str] = ()) -> Parser:

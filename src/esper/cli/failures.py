@@ -29,7 +29,7 @@ CODES: Final = {
 }
 
 
-def explain(error: Exception) -> int:
+def report_failure(error: Exception) -> int:
     """Print one line and return the exit code; a bug's traceback goes to a file."""
     for kind, code in CODES.items():
         if isinstance(error, kind):

@@ -47,24 +47,24 @@ def drawn_task(rng_seed: int, number: int) -> Task:
     base = task(KINDS[number % len(KINDS)])
     inputs, classes = base.host.shape[0], base.classes
     layers = 1 + int(random.random() < DEEP)
-    hidden = (_between(random, WIDTHS),) * layers
+    hidden = (_log_uniform_int(random, WIDTHS),) * layers
     varied = replace(
         base,
         name=f"family-{number + 1}",
         description=f"{base.name}, a host of its own",
         host=MlpHost((inputs, *hidden, classes)),
         horizon=int(random.integers(*HORIZONS, endpoint=True)),
-        decision_every=_between(random, CADENCES),
+        decision_every=_log_uniform_int(random, CADENCES),
     )
     if base.name == "teacher":
-        return replace(varied, data=_taught)
+        return replace(varied, data=_teacher_rows)
     if base.name == "mnist1d":
         return replace(varied, data=partial(_curves, _drawn(random)))
     return varied
 
 
 @lru_cache(maxsize=64)
-def _taught(rng_seed: int) -> Splits:
+def _teacher_rows(rng_seed: int) -> Splits:
     """The rows of a teacher; environments that share it draw it once."""
     return teacher(rng_seed)
 
@@ -90,6 +90,6 @@ def _drawn(random: np.random.Generator) -> Distortion:
     )
 
 
-def _between(random: np.random.Generator, ends: tuple[int, int]) -> int:
+def _log_uniform_int(random: np.random.Generator, ends: tuple[int, int]) -> int:
     """A whole number, evenly on a log scale."""
     return int(np.exp(random.uniform(np.log(ends[0]), np.log(ends[1] + 1))))
