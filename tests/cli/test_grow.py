@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from esper.cli.failures import explain
+from esper.cli.failures import report_failure
 from esper.contracts.errors import StorageTrouble
 from esper.experiment.grow import write
 from tests.cli.calls import assert_one_line
@@ -15,7 +15,7 @@ def test_a_folder_that_went_away_is_told_of(capsys, tmp_path):
     model = task.host.build(torch.Generator().manual_seed(0))
     with pytest.raises(StorageTrouble) as trouble:
         write(model, task, tmp_path / "gone" / "grown.pt2")
-    assert explain(trouble.value) == 5
+    assert report_failure(trouble.value) == 5
     result = capsys.readouterr().err
     assert_one_line(result)
     assert "cannot write " in result

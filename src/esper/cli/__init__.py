@@ -24,7 +24,7 @@ from esper.cli import (
     train,
 )
 from esper.cli.arguments import Parser
-from esper.cli.failures import report_failure, explain_output
+from esper.cli.failures import explain_output, report_failure
 from esper.cli.stdio import safe_streams
 
 COMMANDS: Final[dict[str, ModuleType]] = {
