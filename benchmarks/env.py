@@ -185,7 +185,7 @@ def shares(best: Mapping[Case, Played]) -> Report:
         notes=[
             "Observing: score, leaving out and promise together; allowed are 20 %. A "
             "new host's first score is counted there, with all else seen of places.",
-            "Acting: sentences, planting, lifecycle. Deciding: masks and controller.",
+            "Acting: actions, planting, lifecycle. Deciding: masks and controller.",
             "Resets: new episodes, and the test scores of those that ended.",
             "Rest: rewards, tracks and putting the observation together.",
         ],

@@ -159,7 +159,7 @@ def reports(config: TrainConfig, rounds: Rounds) -> list[Report]:
         notes=[
             f"{rounds.count} rounds, with {core:.0f} % of a core; trust no time far "
             "below 100.",
-            "Observing: scores, leaving out, promises. Carrying out: sentences, "
+            "Observing: scores, leaving out, promises. Carrying out: actions, "
             "planting, lifecycle.",
             "Control: features, masks, policy, and storing the step to learn from.",
             "Rest: rewards, tracks and putting the observation together.",

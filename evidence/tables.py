@@ -318,20 +318,20 @@ def failures(rows: Iterable[Row], jobs: Sequence[Row]) -> list[str]:
     counted = [row for row in rows if row["stage"] == "counted"]
     panicked = Counter(row["arm"] for row in counted if row["panicked"])
     total = Counter(row["arm"] for row in counted)
-    sentences = [
+    lines = [
         f"{count} of {total[arm]} networks of `{arm}` panicked: their numbers were no "
         "longer finite. They count as guessing nothing right."
         for arm, count in panicked.items()
     ]
     if counted and not panicked:
-        sentences.append(f"No network of {len(counted):,} panicked.")
+        lines.append(f"No network of {len(counted):,} panicked.")
     failed = [job for job in jobs if job["state"] == "failed"]
-    sentences += [
+    lines += [
         f"The job `{job['id']}` failed: {_line(job['note'])}" for job in failed
     ]
     if jobs and not failed:
-        sentences.append("No job failed.")
-    return sentences
+        lines.append("No job failed.")
+    return lines
 
 
 def _line(text: object) -> str:
