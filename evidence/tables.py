@@ -326,9 +326,7 @@ def failures(rows: Iterable[Row], jobs: Sequence[Row]) -> list[str]:
     if counted and not panicked:
         lines.append(f"No network of {len(counted):,} panicked.")
     failed = [job for job in jobs if job["state"] == "failed"]
-    lines += [
-        f"The job `{job['id']}` failed: {_line(job['note'])}" for job in failed
-    ]
+    lines += [f"The job `{job['id']}` failed: {_line(job['note'])}" for job in failed]
     if jobs and not failed:
         lines.append("No job failed.")
     return lines
