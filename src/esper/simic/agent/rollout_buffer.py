@@ -479,7 +479,7 @@ class TamiyoRolloutBuffer:
         }
         counts = self._counts.numpy()[who]
 
-        def place(row: int) -> str:
+        def place(row: int | np.integer) -> str:
             return f"environment {who[row]} at step {counts[row]}"
 
         for name in FINITE:
