@@ -22,10 +22,9 @@ tamiyo: $(V)/.ok ## set up if needed, train the controller that comes with Esper
 # The random seed of the one that was shipped.
 RNG_SEED ?= 3
 
-test: check browser ## set up if needed, lint, check types and borders, run the tests, try the wheel
+test: check browser ## set up if needed, lint, check types and borders, run the tests
 	$(V)/bin/pytest -q -n 2 -m "not slow and not learns"
 	$(V)/bin/pytest -q -n 2 -m learns $(WITHOUT_SHAPE_CHECKS)
-	scripts/check_wheel.sh
 
 wheel: $(V)/.ok ## build the wheel, install it outside the checkout and use it there
 	scripts/check_wheel.sh
