@@ -316,3 +316,9 @@ def test_writing_into_relevance_changes_no_later_answer():
     expected = relevant(actions).clone()
     relevant(actions).fill_(True)
     assert_close(relevant(actions), expected)
+
+
+def test_a_choice_is_legal_even_if_its_logits_are_nan():
+    rows = torch.tensor([[False, True, True]])
+    logits = torch.full((1, 3), torch.nan)
+    assert int(inverse_cdf(logits, rows, torch.tensor([0.5]))) == 1
