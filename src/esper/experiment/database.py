@@ -362,7 +362,7 @@ def _statements() -> list[str]:
 
 
 def _is_empty(path: Path, db: sqlite3.Connection) -> bool:
-    """Whether nobody has put anything in; refuses what is no database."""
+    """Whether the store is empty; refuses what is no database."""
     try:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         return version == 0 and not _tables(db)

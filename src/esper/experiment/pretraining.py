@@ -164,12 +164,12 @@ def tried(
     observation, state = world.reset(), None
     running = torch.ones_like(observation.first)
     returns = torch.zeros(world.num_envs, device=running.device)
-    nobody = Generator()
+    unused = Generator()
     told: list[tuple[Tensor, ...]] = []
     for _ in range(steps):
         features = compute_features(observation, spec)
         masks = compute_masks(observation, spec)
-        actions, state = controller.decide(observation, masks, state, nobody)
+        actions, state = controller.decide(observation, masks, state, unused)
         rows = legal_rows(masks, actions, causal=causal)
         seen = (features.host, features.slots, features.offers)
         told.append((*seen, rows, actions, observation.first, running))
