@@ -45,9 +45,6 @@ HEAD_GROUPS: tuple[tuple[int, ...], ...] = (
 )
 """The order of sampling: each group is drawn given the groups before it."""
 
-# u < 1 still allows u * total == total after rounding; this keeps it strictly below.
-_BELOW_ONE = 1.0 - 2.0**-22
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
@@ -180,34 +177,29 @@ def sample(
     generator: Generator | None,
 ) -> Int64[Tensor, " *batch"]:
     """Draw one legal choice per row; the likeliest one if `generator` is None."""
-    if generator is None:
-        return inverse_cdf(logits, rows, None)
-    shape, kind = rows.shape[:-1], logits.dtype
-    uniform = torch.rand(
-        shape, generator=generator, dtype=kind, device=generator.device
-    )
-    return inverse_cdf(logits, rows, uniform.to(logits.device))
+    noise = None
+    if generator is not None:
+        noise = gumbel(rows.shape, generator).to(logits.device)
+    return choose(logits, rows, noise)
 
 
-def inverse_cdf(
+def choose(
     logits: Float[Tensor, "*batch choice"],
     rows: Bool[Tensor, "*batch choice"],
-    uniform: Float[Tensor, " *batch"] | None,
+    noise: Float[Tensor, "*batch choice"] | None,
 ) -> Int64[Tensor, " *batch"]:
-    """The legal choice in whose share of the probability `uniform` in [0, 1) falls.
+    """The legal choice of the largest noisy logit: with Gumbel noise, a fair draw."""
+    noisy = logits if noise is None else logits + noise
+    # Even a legal logit of -inf stays above what is illegal; NaN counts as largest.
+    noisy = noisy.clamp(min=torch.finfo(noisy.dtype).min)
+    return torch.where(rows, noisy, -torch.inf).argmax(dim=-1)
 
-    Illegal choices are taken out of the cumulative sum rather than trusted to add
-    nothing: a parallel sum may round two equal prefixes differently. Without `uniform`,
-    the likeliest legal choice.
-    """
-    legal = torch.where(rows, logits, -torch.inf)
-    if uniform is None:
-        return legal.argmax(dim=-1)
-    cumulative = torch.where(rows, legal.softmax(dim=-1).cumsum(dim=-1), 0.0)
-    reached = cumulative.amax(dim=-1).mul_(uniform * _BELOW_ONE)
-    missed = cumulative <= reached.unsqueeze(-1)
-    # NaN is never missed, so that even then the choice is legal.
-    return (rows > missed).view(torch.uint8).argmax(dim=-1)
+
+def gumbel(shape: Sequence[int], generator: Generator) -> Float[Tensor, "*shape"]:
+    """Standard Gumbel noise on the generator's device."""
+    uniform = torch.rand(shape, generator=generator, device=generator.device)
+    # Zero is drawn once in 2^24: half of the next number keeps its noise finite.
+    return uniform.clamp_(min=2.0**-25).log_().neg_().log_().neg_()
 
 
 def relevant(actions: Int64[Tensor, "*batch head"]) -> Bool[Tensor, "*batch head"]:

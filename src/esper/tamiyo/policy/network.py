@@ -37,9 +37,10 @@ from esper.simic.agent.distribution import (
     HEAD_GROUPS,
     Decision,
     Evaluation,
+    choose,
     chosen,
     evaluate_choices,
-    inverse_cdf,
+    gumbel,
     join_groups,
     masked_log_softmax,
     require_choice,
@@ -155,15 +156,13 @@ class TamiyoPolicy(nn.Module):
         require_masks(masks, envs, self.spec)
         context, state = self.encode(features, first.unsqueeze(1), state)
         logits, rows, picked = [], [], []
-        scores_of, rows_of = (
-            self.head_logits(context),
-            rows_by_group(masks, causal=self.config.causal),
-        )
+        scores_of = self.head_logits(context)
+        rows_of = rows_by_group(masks, causal=self.config.causal)
         choice = None
-        for uniform in self._uniform(envs, generator):
+        for noise in self._noise(envs, generator):
             logits.append(scores_of.send(choice))
             rows.append(rows_of.send(choice))
-            choice = inverse_cdf(logits[-1], rows[-1], uniform)
+            choice = choose(logits[-1], rows[-1], noise)
             picked.append(choice)
         actions = torch.cat((torch.stack(picked[:-1], dim=1), picked[-1]), dim=1)
         legal = join_groups(rows, self.spec.width)
@@ -264,19 +263,17 @@ class TamiyoPolicy(nn.Module):
         core, state = self.memory(core.view(*first.shape, -1), first, state)
         return Context(core.flatten(0, 1), slots, offers), state
 
-    def _uniform(
-        self, envs: int, generator: Generator | None
-    ) -> list[Tensor] | list[None]:
-        """Uniform numbers for each group of heads; None without a generator."""
+    def _noise(self, envs: int, generator: Generator | None) -> list[Tensor | None]:
+        """What is added to the logits of each group of heads; None is nothing."""
         if generator is None:
             return [None] * len(HEAD_GROUPS)
-        flat = torch.rand(
-            envs * NUM_HEADS, generator=generator, device=generator.device
-        )
-        *single, rest = flat.to(self.value_mean.device).split(
-            [envs * len(heads) for heads in HEAD_GROUPS]
-        )
-        return [*single, rest.view(envs, -1)]
+        noise = gumbel((envs, NUM_HEADS, self.spec.width), generator)
+        noise = noise.to(self.value_mean.device)
+        *single, rest = HEAD_GROUPS
+        return [
+            *(noise[:, head, : self.spec.sizes[head]] for (head,) in single),
+            noise[:, rest[0] :],
+        ]
 
     def _require_state(self, state: Tensor, envs: int) -> None:
         shape = (envs, *self.state_shape)
