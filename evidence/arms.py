@@ -32,12 +32,11 @@ from esper.experiment.controllers import load_controller
 from esper.experiment.judging import Recording, judge_in, judged_world
 from esper.experiment.records import Judged
 from esper.experiment.static import judge_plain, widened
-from esper.tamiyo.matched_random import MatchedRandom
 from esper.tamiyo.registry import Maker
-from esper.tamiyo.rule_based import Replay
 from esper.tasks.hosts import CnnHost, Host, MlpHost
 from esper.tasks.task import Task
 from evidence import contextual, search
+from evidence.baselines import MatchedRandom, Replay
 from evidence.ledger import Recorded, Result
 from evidence.protocol import APART
 

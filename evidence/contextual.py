@@ -23,8 +23,8 @@ from esper.contracts.actions import ActionSpec
 from esper.contracts.errors import BadInput
 from esper.contracts.world import Controller, VectorWorld
 from esper.experiment.statistics import Floats
-from esper.tamiyo.bandit import CONTEXT, LOOK, LinearBandit, OneChoice
 from esper.tamiyo.schedule import Schedule
+from evidence.bandit import CONTEXT, LOOK, LinearBandit, OneChoice
 from evidence.search import MakeWorlds, Sweeps
 
 RIDGE: Final = 0.01

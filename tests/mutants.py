@@ -127,8 +127,8 @@ MUTANTS = (
     Mutant(
         "illegal choices can be drawn",
         "simic/agent/distribution.py",
-        "return (rows > missed)",
-        "return (~missed)",
+        "torch.where(rows, noisy, -torch.inf).argmax(dim=-1)",
+        "noisy.argmax(dim=-1)",
         CHOICE,
     ),
     Mutant(

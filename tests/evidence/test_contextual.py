@@ -17,9 +17,9 @@ from esper.contracts.slots import SlotConfig
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import WorldSettings
 from esper.experiment.rollout import play
-from esper.tamiyo.bandit import CONTEXT, LinearBandit
 from esper.tamiyo.schedule import Schedule
 from esper.tasks.catalogue import task
+from evidence.bandit import CONTEXT, LinearBandit
 from evidence.contextual import (
     ARMS,
     as_json,

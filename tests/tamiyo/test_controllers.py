@@ -10,13 +10,13 @@ from torch import Generator
 
 from esper.contracts.errors import BadInput
 from esper.contracts.world import Controller
-from esper.tamiyo.bandit import CONTEXT, LinearBandit
-from esper.tamiyo.matched_random import MatchedRandom
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import CONTROLLERS, NAMES, controller_for, make_controller
 from esper.tamiyo.restricted import Restricted
-from esper.tamiyo.rule_based import Never, Plateau, PromiseGreedy, Random, Replay
+from esper.tamiyo.rule_based import Never, Plateau, PromiseGreedy, Random
 from esper.tamiyo.schedule import Schedule, Scheduled
+from evidence.bandit import CONTEXT, LinearBandit
+from evidence.baselines import MatchedRandom, Replay
 from tests.device_reads import count_device_reads
 from tests.rollouts import SPEC, random_observation
 from tests.strategies import action_specs, floats, observations

@@ -1,6 +1,5 @@
 """Rules for seeds, scores for offers, and the controllers made of them."""
 
-from dataclasses import replace
 from math import inf, nan
 
 import pytest
@@ -23,14 +22,13 @@ from esper.tamiyo.rule_based import (
     Plateau,
     PromiseGreedy,
     Random,
-    Replay,
     SizePreference,
     explain_no_planting,
     next_actions,
 )
-from tests.rollouts import random_observation, require_legal
+from tests.rollouts import require_legal
 from tests.strategies import action_specs, observations
-from tests.tamiyo.decisions import decide, observed, play
+from tests.tamiyo.decisions import decide, observed
 
 NAMES = [blueprint.name for blueprint in BLUEPRINTS]
 KINDS = len(NAMES)
@@ -219,62 +217,6 @@ def test_random_draws_each_head_evenly_from_what_is_legal_given_the_heads_before
         counts = torch.bincount(drawn)
         assert counts.nonzero().flatten().tolist() == choices
         assert chisquare(counts[choices].numpy()).pvalue > 1e-4
-
-
-PLANT, KEEP, WAIT = [1, 2, 3, 1, 2, 0, 0, 0], [5, 1, *[0] * 6], [0] * 8
-EMPTY, HOLDING = observed(SPEC), observed(SPEC, stage=Stage.HOLDING)
-
-
-def replayed(recording, episode):
-    return play(Replay(torch.tensor(recording)), episode, SPEC).tolist()
-
-
-def test_replay_repeats_a_recording_then_waits_and_restarts_with_the_episode():
-    again = replace(EMPTY, first=torch.tensor([True]))
-    taken = replayed([PLANT, KEEP], [EMPTY, HOLDING, EMPTY, again, HOLDING])
-    assert taken == [[PLANT], [KEEP], [WAIT], [PLANT], [KEEP]]
-
-
-def test_replay_gives_each_environment_its_own_recording():
-    other = [1, 0, 6, 0, 0, 0, 0, 0]
-    recording = [[PLANT, other], [other, PLANT]]
-    assert replayed(recording, [observed(SPEC, 2)] * 2) == recording
-    with pytest.raises(BadInput, match="recording is of 2 environments, got 3"):
-        replayed(recording, [observed(SPEC, 3)])
-
-
-@pytest.mark.parametrize(
-    ("recorded", "taken"),
-    [
-        (KEEP, WAIT),
-        ([1, 3, 0, 0, 0, 0, 0, 0], WAIT),
-        ([1, -1, 0, 0, 0, 0, 0, 0], WAIT),
-        ([1, 0, KINDS, 0, 0, 0, 0, 0], WAIT),
-        ([1, 0, 0, 2, 0, 0, 0, 0], WAIT),
-        ([1, 0, 0, 0, 0, -1, 0, 0], WAIT),
-        ([6, 0, 0, 0, 0, 0, 0, 0], WAIT),
-        ([-1, 0, 0, 0, 0, 0, 0, 0], WAIT),
-        ([*PLANT[:6], 99, -5], PLANT),  # heads that the op does not use
-    ],
-)
-def test_illegal_recorded_actions_become_wait(recorded, taken):
-    assert replayed([recorded], [EMPTY]) == [[taken]]
-
-
-def test_replaying_actions_to_the_same_hosts_gives_the_same_actions():
-    generator = Generator().manual_seed(0)
-    episode = [random_observation(32, SPEC, generator) for _ in range(6)]
-    recorded = play(Random(), episode, SPEC, generator)
-    assert torch.equal(play(Replay(recorded), episode, SPEC), recorded)
-
-
-@pytest.mark.parametrize(
-    "recording",
-    [torch.zeros(3, 8), torch.zeros(3, 7).long(), torch.zeros(8).long()],
-)
-def test_a_recording_of_another_shape_or_type_is_refused(recording):
-    with pytest.raises(BadInput, match=r"actions must be int64 \[time, 8\] or"):
-        Replay(recording)
 
 
 def first_choice(controller, **given):

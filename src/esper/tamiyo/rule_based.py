@@ -1,4 +1,4 @@
-"""Rule-based controllers: never, random, replay, plateau, promise-greedy.
+"""Rule-based controllers: never, random, plateau, promise-greedy.
 
 All that plant share `next_actions`: one table of scores over (op, slot), the highest
 legal one is taken. Keep a seed in HOLDING, or prune it if its measured contribution is
@@ -20,7 +20,6 @@ from esper.contracts.stages import Stage
 from esper.contracts.world import BlueprintOffers, ControllerState, Observation
 from esper.simic.agent.distribution import (
     HEAD_GROUPS,
-    legal_rows,
     relevant,
     rows_by_group,
     sample,
@@ -66,56 +65,6 @@ class Random:
             choice = sample(even, rows, generator)
             picked.append(choice.view(len(choice), -1))
         return torch.cat(picked, dim=1), None
-
-
-class Replay:
-    """Repeats recorded actions: the open-loop baseline.
-
-    If a policy does no better than its own actions, recorded in one episode and
-    replayed in another, its observations did not matter. An action that is not legal
-    becomes WAIT, as does everything after the end of the recording. The state is the
-    number of decisions since the start of the episode.
-
-    Args:
-        actions: int64 [time, head], or [time, env, head] with one recording for each
-            environment.
-    """
-
-    def __init__(self, actions: Tensor) -> None:
-        if (
-            actions.dtype is not torch.int64
-            or actions.ndim not in (2, 3)
-            or actions.shape[-1] != NUM_HEADS
-        ):
-            raise BadInput(
-                f"actions must be int64 [time, {NUM_HEADS}] or [time, env, "
-                f"{NUM_HEADS}], got {actions.dtype} {[*actions.shape]}."
-            )
-        if actions.ndim == 2:
-            actions = actions.unsqueeze(1)
-        end = actions.new_zeros(1, *actions.shape[1:])
-        self._actions = torch.cat([actions, end])  # the end is WAIT, for ever
-
-    def decide(
-        self,
-        observation: Observation,
-        masks: ActionMasks,
-        state: ControllerState,
-        generator: Generator,
-    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """The action recorded for this time, or WAIT if it is not legal."""
-        envs, device = masks.op.shape[0], masks.op.device
-        if self._actions.shape[1] not in (1, envs):
-            raise BadInput(
-                f"the recording is of {self._actions.shape[1]} environments, got "
-                f"{envs}; replay as many, or one sequence [time, {NUM_HEADS}] for all."
-            )
-        self._actions = self._actions.to(device)
-        time = episode_count(state, observation)
-        row = time.clamp(max=len(self._actions) - 1)
-        every = self._actions.expand(-1, envs, -1)
-        actions = every[row, torch.arange(envs, device=device)]
-        return _legal_or_wait(actions, masks), time + 1
 
 
 class Plateau:
@@ -321,19 +270,3 @@ def explain_no_planting(
         f"({observation.host.budget_left[env].item():.3g} x host): "
         f"the smallest takes {costs.min().item():.3g} x host"
     )
-
-
-def _legal_or_wait(
-    actions: Int64[Tensor, "env head"], masks: ActionMasks
-) -> Int64[Tensor, "env head"]:
-    """The actions with unused heads set to 0; WAIT where illegal."""
-    sizes = [masks.fixed.shape[2]] * NUM_HEADS
-    sizes[HEAD["op"]] = masks.op.shape[1]
-    sizes[HEAD["slot"]], sizes[HEAD["blueprint"]] = masks.blueprint.shape[1:]
-    last = torch.tensor(sizes, device=actions.device) - 1
-    inside = actions.clamp(torch.zeros_like(last), last)
-    used = relevant(inside)
-    inside = torch.where(used, inside, 0)
-    legal = legal_rows(masks, inside).gather(2, inside.unsqueeze(2)).squeeze(2)
-    legal &= (inside == actions) | ~used
-    return torch.where(legal.all(dim=1, keepdim=True), inside, 0)

@@ -1,4 +1,6 @@
-"""The matched random baseline: given counts, within a range of time, of any kind."""
+"""Replayed recordings, and the matched random baseline."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage
-from esper.tamiyo.matched_random import MatchedRandom
+from esper.tamiyo.rule_based import Random
+from evidence.baselines import MatchedRandom, Replay
+from tests.rollouts import random_observation
 from tests.tamiyo.decisions import observed, play
 
 SPEC = ActionSpec(slots=SlotConfig(max_slots=3), blueprints=BLUEPRINTS[5:8])
@@ -86,3 +90,59 @@ def test_shapes_that_do_not_agree_are_refused():
         matched([-1])
     with pytest.raises(BadInput, match="expected 2 environments and 3 blueprints, got"):
         played(matched([1, 1]), 3)
+
+
+PLANT, KEEP, WAIT = [1, 2, 2, 1, 2, 0, 0, 0], [5, 1, *[0] * 6], [0] * 8
+EMPTY, HOLDING = observed(SPEC), observed(SPEC, stage=Stage.HOLDING)
+
+
+def replayed(recording, episode):
+    return play(Replay(torch.tensor(recording)), episode, SPEC).tolist()
+
+
+def test_replay_repeats_a_recording_then_waits_and_restarts_with_the_episode():
+    again = replace(EMPTY, first=torch.tensor([True]))
+    taken = replayed([PLANT, KEEP], [EMPTY, HOLDING, EMPTY, again, HOLDING])
+    assert taken == [[PLANT], [KEEP], [WAIT], [PLANT], [KEEP]]
+
+
+def test_replay_gives_each_environment_its_own_recording():
+    other = [1, 0, 1, 0, 0, 0, 0, 0]
+    recording = [[PLANT, other], [other, PLANT]]
+    assert replayed(recording, [observed(SPEC, 2)] * 2) == recording
+    with pytest.raises(BadInput, match="recording is of 2 environments, got 3"):
+        replayed(recording, [observed(SPEC, 3)])
+
+
+@pytest.mark.parametrize(
+    ("recorded", "taken"),
+    [
+        (KEEP, WAIT),
+        ([1, 3, 0, 0, 0, 0, 0, 0], WAIT),
+        ([1, -1, 0, 0, 0, 0, 0, 0], WAIT),
+        ([1, 0, len(SPEC.blueprints), 0, 0, 0, 0, 0], WAIT),
+        ([1, 0, 0, 2, 0, 0, 0, 0], WAIT),
+        ([1, 0, 0, 0, 0, -1, 0, 0], WAIT),
+        ([6, 0, 0, 0, 0, 0, 0, 0], WAIT),
+        ([-1, 0, 0, 0, 0, 0, 0, 0], WAIT),
+        ([*PLANT[:6], 99, -5], PLANT),  # heads that the op does not use
+    ],
+)
+def test_illegal_recorded_actions_become_wait(recorded, taken):
+    assert replayed([recorded], [EMPTY]) == [[taken]]
+
+
+def test_replaying_actions_to_the_same_hosts_gives_the_same_actions():
+    generator = Generator().manual_seed(0)
+    episode = [random_observation(32, SPEC, generator) for _ in range(6)]
+    recorded = play(Random(), episode, SPEC, generator)
+    assert torch.equal(play(Replay(recorded), episode, SPEC), recorded)
+
+
+@pytest.mark.parametrize(
+    "recording",
+    [torch.zeros(3, 8), torch.zeros(3, 7).long(), torch.zeros(8).long()],
+)
+def test_a_recording_of_another_shape_or_type_is_refused(recording):
+    with pytest.raises(BadInput, match=r"actions must be int64 \[time, 8\] or"):
+        Replay(recording)

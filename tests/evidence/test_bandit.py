@@ -9,9 +9,9 @@ from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotConfig
-from esper.tamiyo.bandit import CONTEXT, LinearBandit, OneChoice, context
 from esper.tamiyo.policy.features import OFFER_COLUMNS, compute_features
 from esper.tamiyo.schedule import Schedule, Scheduled
+from evidence.bandit import CONTEXT, LinearBandit, OneChoice, context
 from tests.rollouts import SPEC, random_observation
 from tests.tamiyo.decisions import observed, play
 
