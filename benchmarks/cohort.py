@@ -66,7 +66,7 @@ class Case:
 
     def counts(self) -> list[float]:
         """The mean over environments of what each has to do, as `Work` lists it."""
-        places = self.host.layers - 1
+        places = len(self.host.slots)
         each = []
         for held in self.seeds:
             seeds: list[Seed] = [(slot % places, *seed) for slot, seed in held.items()]
@@ -141,7 +141,7 @@ def run() -> list[Report]:
 
 def mixed(host: Host, envs: int) -> Case:
     """Other blueprints in other stages everywhere."""
-    names, slots = MIXED[host.kind], PER_PLACE * (host.layers - 1)
+    names, slots = MIXED[host.kind], PER_PLACE * len(host.slots)
     seeds = [
         {
             slot: (KNOWN[names[(3 * env + slot + slot // 2) % len(names)]], stage)

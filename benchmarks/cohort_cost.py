@@ -17,14 +17,9 @@ from esper.contracts.blueprints import Blueprint
 from esper.contracts.stages import Stage
 from esper.environment.cohort import ACTIVATIONS
 from esper.environment.engine import GELU
-from esper.environment.memory_layout import (
-    LayerShape,
-    inputs_per_unit,
-    layer_shapes,
-    place_geometries,
-)
+from esper.environment.memory_layout import inputs_per_unit, place_geometries
 from esper.growth.blueprints.seed import cost
-from esper.tasks.hosts import Host
+from esper.tasks.hosts import Host, LayerShape
 
 Seed = tuple[int, Blueprint, Stage]
 """A seed: its place, what it is, and where in its life it is."""
@@ -65,7 +60,7 @@ def step_seconds(host: Host, batch: int, seeds: Sequence[Seed], envs: int) -> fl
 
 def work(host: Host, batch: int, seeds: Sequence[Seed]) -> Work:
     """What one host and its seeds have to do for a minibatch of `batch` rows."""
-    shapes = tuple(layer_shapes(host))
+    shapes = host.layers
     blended = [s for s in seeds if s[2] not in (Stage.DORMANT, Stage.TRAINING)]
     training = [s for s in seeds if s[2] is Stage.TRAINING]
     done = Counter(softmax=host.classes * (2 if training else 1))

@@ -5,7 +5,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.cohort_cost import step_seconds, work
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.stages import Stage
-from esper.environment.memory_layout import layer_shapes, place_geometries
+from esper.environment.memory_layout import place_geometries
 from esper.growth.blueprints.forms import FORMS
 from esper.tasks.hosts import CnnHost, MlpHost
 from tests.references.cohort import PlainHost
@@ -47,7 +47,7 @@ def known_already(host, seeds):
     if not young:
         return 0
     below = [seed for seed in seeds if seed[0] < min(young)]
-    maps = tuple(layer_shapes(host))
+    maps = host.layers
     total = sum(own.weights * own.positions for own in maps[: min(young) + 1])
     for place, blueprint, _ in below:
         geometry = place_geometries(host)[place]

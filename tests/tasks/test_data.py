@@ -1,7 +1,6 @@
 """Rows are dealt out once each, and only training rows are measured."""
 
 import re
-from math import nan
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper.contracts.errors import BadInput
 from esper.tasks import catalogue
 from esper.tasks.catalogue import TASKS
 from esper.tasks.data import Data, check_data, split
@@ -22,13 +20,9 @@ def numbered(rows, columns=3):
     return Data("numbered", features + 7, labels, rows)
 
 
-def parts(splits):
-    return splits.train, splits.decisions, splits.test
-
-
 @given(rows=st.integers(10, 300), rng_seed=st.integers(0, 2**64))
 def test_every_row_is_in_exactly_one_part(rows, rng_seed):
-    dealt = [part.labels for part in parts(split(numbered(rows), rng_seed))]
+    dealt = [part.labels for part in split(numbered(rows), rng_seed)]
     assert torch.cat(dealt).sort().values.tolist() == list(range(rows))
     for rows_of, share in zip(dealt, (0.6, 0.2, 0.2), strict=True):
         assert abs(len(rows_of) - share * rows) <= 1
@@ -39,7 +33,7 @@ def test_features_stay_with_their_labels():
     splits = split(data, 3)
     train = data.features[splits.train.labels]
     mean, deviation = train.mean(0), train.std(0, correction=0)
-    for part in parts(splits):
+    for part in splits:
         restored = part.features * deviation + mean
         expected = data.features[part.labels]
         torch.testing.assert_close(restored, expected, atol=1e-5, rtol=1e-5)
@@ -62,57 +56,18 @@ def test_a_nearly_constant_column_stays_small():
     rare = split(data, 0).train.labels[0]
     features[rare, 1] = 0.5  # a deviation of 0.02, where others have 1 and 2
     features[split(data, 0).test.labels[0], 1] = 0.5
-    for part in parts(split(Data("rare", features, data.labels, 1000), 0)):
+    for part in split(Data("rare", features, data.labels, 1000), 0):
         assert part.features[:, 1].abs().max() < 5
-
-
-def test_columns_that_never_change_become_zero():
-    constant = Data("constant", torch.full((10, 2), 3.0), torch.arange(10), 10)
-    for part in parts(split(constant, 0)):
-        assert (part.features == 0).all()
 
 
 def test_columns_of_different_units_are_each_measured_by_themselves():
     data = numbered(1000)
     features = data.features * torch.tensor([1e4, 1.0, 1e-4])
     features = torch.cat([features, torch.full((1000, 1), 7.0)], dim=1)
-    train = split(
-        Data("units", features, data.labels, 1000), 0, least_deviation=0.0
-    ).train.features.double()
-    torch.testing.assert_close(
-        train.std(0, correction=0),
-        torch.tensor([1.0, 1, 1, 0]).double(),
-        atol=1e-5,
-        rtol=0,
-    )
-
-
-@pytest.mark.parametrize(
-    ("features", "labels", "message"),
-    [
-        (torch.zeros(3, 2), torch.zeros(4).long(), r"\(3, 2\) and labels \(4,\)"),
-        (torch.zeros(0, 2), torch.zeros(0).long(), "at least one row"),
-        (torch.zeros(2, 2), torch.tensor([-1, 0]), r"0\.\.4; got -1\.\.0"),
-        (
-            torch.zeros(2, 2),
-            torch.tensor([0, 5]),
-            r"got 0\.\.5, first in row 1",
-        ),
-        (torch.tensor([[0.0], [torch.nan]]), torch.tensor([0, 1]), r"at \[1, 0\]"),
-        (torch.zeros(2, 2).byte(), torch.tensor([0, 1]), r"torch\.uint8; call \.fl"),
-        (torch.zeros(2, 2), torch.tensor([0.0, 1.0]), r"int64; got torch\.float32"),
-        (torch.zeros(2, 2).numpy(), torch.tensor([0, 1]), "features .* ndarray"),
-        (torch.zeros(2, 2), [0, 1], "labels as a tensor; got list"),
-        (torch.tensor(1.0), torch.tensor([0]), r"features \(\) and labels \(1,\)"),
-        (torch.zeros(2, 2), torch.zeros(2, 1).long(), r"labels \(2, 1\)"),
-        (torch.zeros(1, 3, 2, 2) - torch.inf, torch.tensor([0]), r"at \[0, 0, 0, 0\]"),
-    ],
-)
-@pytest.mark.usefixtures("unchecked")
-def test_data_that_cannot_be_meant_is_refused_in_one_line(features, labels, message):
-    with pytest.raises(BadInput, match=message) as caught:
-        Data("wrong", features, labels, 5)
-    assert "\n" not in str(caught.value)
+    own = Data("units", features, data.labels, 1000)
+    train = split(own, 0, least_deviation=0.0).train.features.double()
+    expected = torch.tensor([1.0, 1, 1, 0]).double()  # a constant column becomes zero
+    torch.testing.assert_close(train.std(0, correction=0), expected, atol=1e-5, rtol=0)
 
 
 def test_the_number_alone_decides_the_split():
@@ -130,29 +85,6 @@ def test_images_keep_their_shape_until_they_are_flattened():
     assert split(images, 0).test.features.shape == (4, 1, 8, 8)
     assert images.flat().features[7].equal(images.features[7].flatten())
     assert images.flat().labels.equal(images.labels)
-
-
-def alike(rows):
-    return Data("alike", torch.rand(rows, 2), torch.full((rows,), 3), 5)
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: split(numbered(9), 0, least_deviation=-0.1), "0 and 1; got -0.1"),
-        (lambda: split(numbered(9), 0, least_deviation=nan), "0 and 1; got nan"),
-        (lambda: split(numbered(50), 0, (0.5, 0.5)), "three positive"),
-        (lambda: split(numbered(50), 0, (0.6, 0.6, -0.2)), "three positive"),
-        (lambda: split(numbered(50), 0, (0.6, 0.2, 0.1)), "three positive"),
-        (lambda: split(numbered(3), 0), "enough rows .* got 3"),
-        (lambda: split(numbered(50), -1), "0 or more; got -1"),
-        (lambda: check_data(numbered(63), batch=64), "one batch of 64 rows; got 63"),
-        (lambda: check_data(alike(9)), "two classes; all 9 are of class 3"),
-    ],
-)
-def test_splits_that_cannot_be_meant_are_refused(call, words):
-    with pytest.raises(BadInput, match=words):
-        call()
 
 
 def test_the_smallest_data_that_can_be_used():

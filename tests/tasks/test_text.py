@@ -1,7 +1,7 @@
 """Python's help texts become ids, and windows come from where they say."""
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pydoc_data.topics import topics
 
 import pytest
@@ -44,7 +44,7 @@ def test_typographic_signs_become_plain_and_others_a_question_mark():
 
 def test_the_stretches_follow_one_another_and_leave_nothing_out():
     whole = text()
-    joined = torch.cat([whole.train, whole.decisions, whole.test])
+    joined = torch.cat(whole)
     assert len(whole.train) == round(0.6 * len(joined))
     assert len(whole.decisions) == pytest.approx(0.2 * len(joined), abs=1)
     source = encode("".join(topics[name] for name in sorted(topics)))
@@ -61,35 +61,7 @@ def test_each_target_is_the_character_after_its_input():
 
 
 ALPHABETICAL = encode("".join(ALPHABET[1:60]))
-STRETCHES = Text("alphabet", ALPHABET, ALPHABETICAL, ALPHABETICAL, ALPHABETICAL)
-
-
-@pytest.mark.parametrize(
-    ("call", "given", "words"),
-    [
-        *(
-            (
-                lambda count, length: windows(
-                    torch.arange(10), count=count, length=length, generator=Generator()
-                ),
-                given,
-                f"got count {given[0]} and length {given[1]}",
-            )
-            for given in ((0, 4), (4, 0), (4, 10))
-        ),
-        *(
-            (
-                lambda count: characters(0, (40, count, 40), source=STRETCHES),
-                (count,),
-                rf"in 1\.\.47, .* 59 characters; got {count}",
-            )
-            for count in (0, 48)
-        ),
-    ],
-)
-def test_windows_must_fit(call, given, words):
-    with pytest.raises(BadInput, match=words):
-        call(*given)
+STRETCHES = Text(ALPHABETICAL, ALPHABETICAL, ALPHABETICAL)
 
 
 def test_missing_help_texts_are_named_in_one_line(monkeypatch):
@@ -126,23 +98,15 @@ def test_sizes_are_bounded(english):
 def test_rows_are_windows_of_their_stretch_with_the_character_after(english):
     splits = characters(3, (500, 200, 200), source=english)
     count = Counter(decode(english.train))
-    often = sorted(count, key=lambda letter: (-count[letter], letter))[
-        : CHARACTER_CLASSES - 1
-    ]
-    stretches = (english.train, english.decisions, english.test)
-    for part, stretch in zip(splits, map(decode, stretches), strict=True):
-        windows = {}
+    often = sorted(count, key=lambda c: (-count[c], c))[: CHARACTER_CLASSES - 1]
+    for part, stretch in zip(splits, map(decode, english), strict=True):
+        after = defaultdict(set)
         for place in range(len(stretch) - CONTEXT):
-            window = stretch[place : place + CONTEXT]
-            windows.setdefault(window, set()).add(stretch[place + CONTEXT])
-        for window, label in zip(
-            shown(part.features), part.labels.tolist(), strict=True
-        ):
-            after = windows[window]
-            known = {
-                often.index(a) if a in often else CHARACTER_CLASSES - 1 for a in after
-            }
-            assert label in known
+            letter = stretch[place + CONTEXT]
+            known = often.index(letter) if letter in often else CHARACTER_CLASSES - 1
+            after[stretch[place : place + CONTEXT]].add(known)
+        rows = zip(shown(part.features), part.labels.tolist(), strict=True)
+        assert all(label in after[window] for window, label in rows)
 
 
 def test_every_window_of_a_stretch_can_come_and_comes_once():

@@ -24,10 +24,10 @@ from esper.contracts.stages import Stage
 from esper.contracts.state import Stateful
 from esper.environment import engine, torch_engine
 from esper.environment.engine import GELU, LINEAR, RELU
-from esper.environment.memory_layout import CONV, MemoryLayout
+from esper.environment.memory_layout import MemoryLayout
 from esper.environment.torch_engine import PlantedSeeds
 from esper.growth.lifecycle import SeedStates
-from esper.tasks.hosts import Host
+from esper.tasks.hosts import CONV, Host
 
 ACTIVATIONS: Final[Mapping[Form, int]] = {
     Form.WIDEN: RELU,

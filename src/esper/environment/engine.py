@@ -26,8 +26,9 @@ import math
 import numpy as np
 
 from esper.environment import memory_layout
-from esper.environment.memory_layout import CONV
 from esper.kernels import fused_with, summed_with
+from esper.tasks import hosts
+from esper.tasks.hosts import CONV
 
 RELU, LINEAR, GELU = 1, 2, 3
 """Activation between two maps."""
@@ -39,9 +40,9 @@ ROOT_TURN = 1 / math.sqrt(2 * math.pi)
 LOG2E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.4286068203094172e-6
 TAYLOR = tuple(1 / math.factorial(n) for n in range(11, -1, -1))
 
-entry = fused_with(memory_layout)
-fused = fused_with(memory_layout, part=True)
-summed = summed_with(memory_layout, part=True)
+entry = fused_with(memory_layout, hosts)
+fused = fused_with(memory_layout, hosts, part=True)
+summed = summed_with(memory_layout, hosts, part=True)
 
 # ruff: noqa: ANN001, ANN201, ANN202
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"

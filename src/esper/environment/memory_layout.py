@@ -12,7 +12,6 @@ A tap is a position of a 3 x 3 kernel; a dense layer has one.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -20,9 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.growth.blueprints.geometry import Geometry, Kernel, Layout
-from esper.tasks.hosts import CnnHost, Host, MlpHost
-
-DENSE, CONV = 0, 1
+from esper.tasks.hosts import CONV, DENSE, Host, LayerShape
 
 
 def _record(names: str) -> Any:  # noqa: ANN401
@@ -35,59 +32,14 @@ SEED = _record("place first first_bias last last_bias u hid gu ghid each")
 """A slot: its place; offsets of weights, units and gradients; inputs per unit."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Shape of one layer: its kind, channels and positions."""
-
-    kind: int
-    inputs: int
-    outputs: int
-    high: int
-    wide: int
-    """Positions of input and output; 1 x 1 if dense."""
-
-    @property
-    def taps(self) -> int:
-        """Weights per pair of channels."""
-        return 9 if self.kind == CONV else 1
-
-    @property
-    def weights(self) -> int:
-        """Weights without biases."""
-        return self.inputs * self.outputs * self.taps
-
-    @property
-    def positions(self) -> int:
-        """Positions without padding."""
-        return self.high * self.wide
-
-    @property
-    def padded(self) -> int:
-        """Positions with the zero padding that its kernel needs."""
-        return (self.high + 2) * (self.wide + 2) if self.kind == CONV else 1
-
-
 def inputs_per_unit(first: LayerShape, last: LayerShape) -> int:
     """Inputs of the second layer that come from one unit of the first."""
     return last.inputs // first.outputs
 
 
-def layer_shapes(host: Host) -> Iterator[LayerShape]:
-    """The layers of a declared host."""
-    match host:
-        case MlpHost():
-            for inputs, outputs in pairwise(host.widths):
-                yield LayerShape(DENSE, inputs, outputs, 1, 1)
-        case CnnHost():
-            channels = pairwise((host.image[0], *host.channels))
-            for (inputs, outputs), side in zip(channels, host.sides, strict=False):
-                yield LayerShape(CONV, inputs, outputs, *side)
-            yield LayerShape(DENSE, host.flattened, host.classes, 1, 1)
-
-
 def place_geometries(host: Host) -> list[Geometry]:
     """Geometry of every place of a host: the pairs of layers that seeds span."""
-    return [_geometry(*pair) for pair in pairwise(layer_shapes(host))]
+    return [_geometry(*pair) for pair in pairwise(host.layers)]
 
 
 def _geometry(first: LayerShape, last: LayerShape) -> Geometry:
@@ -121,7 +73,7 @@ class MemoryLayout:
     """
 
     def __init__(self, host: Host, units: int, seeds_per_slot: int) -> None:
-        self.shapes = shapes = tuple(layer_shapes(host))
+        self.shapes = shapes = host.layers
         self.units = units
         self.places = len(shapes) - 1
         self.slots = self.places * seeds_per_slot

@@ -17,14 +17,10 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from esper.environment.engine import B1, B2, EPS, GELU, LINEAR, REST1, REST2
-from esper.environment.memory_layout import (
-    CONV,
-    LayerShape,
-    MemoryLayout,
-    inputs_per_unit,
-)
+from esper.environment.memory_layout import MemoryLayout, inputs_per_unit
 from esper.growth.blueprints.geometry import Kernel
 from esper.growth.blueprints.layers import convolve
+from esper.tasks.hosts import CONV, LayerShape
 
 Values = Float[Tensor, "env parameter"]
 PerSlot = Float[Tensor, "env slot"]

@@ -30,7 +30,7 @@ from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.stages import LIVING, Stage
 from esper.contracts.world import Controller, StepResult
 from esper.environment.growing import CONTRIBUTION_ROWS, SCORED_ROWS, GrowingWorld
-from esper.environment.memory_layout import DENSE, layer_shapes, place_geometries
+from esper.environment.memory_layout import place_geometries
 from esper.experiment.config import World
 from esper.experiment.records import Floats, Judged
 from esper.experiment.rollout import play
@@ -40,6 +40,7 @@ from esper.growth.blueprints.seed import cost
 from esper.growth.macs import promise_macs, step_macs
 from esper.growth.promise import LEAST_ROWS
 from esper.tamiyo.registry import Maker, controller_for
+from esper.tasks.hosts import DENSE
 from esper.tasks.task import Task
 
 SlotContents = tuple[tuple[Stage, int], ...]
@@ -244,7 +245,7 @@ class TrainingCost:
 
     def decision(self, slots: SlotContents, look: bool) -> int:
         """From one decision to the next."""
-        task, maps = self.task, tuple(layer_shapes(self.task.host))
+        task, maps = self.task, self.task.host.layers
         places = len(maps) - 1
         seeds = [
             (slot % places, stage, self._seed(slot % places, kind))
@@ -292,6 +293,6 @@ class TrainingCost:
         kinds = len({blueprint.form is Form.LOW_RANK for blueprint in self.blueprints})
         return kinds * sum(
             promise_macs(self.task.batch, first.inputs + 1, last.outputs, largest)
-            for first, last in pairwise(layer_shapes(self.task.host))
+            for first, last in pairwise(self.task.host.layers)
             if first.kind == last.kind == DENSE
         )

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from esper.contracts.errors import BadInput, unknown
 from esper.tasks.data import LEAST_DEVIATION, Data, Splits, split
-from esper.tasks.datasets import TABLES, digits, mnist5k, stored
-from esper.tasks.hosts import CnnHost, Host, MlpHost
+from esper.tasks.datasets import MIXED_UNITS, digits, mnist5k, stored
+from esper.tasks.hosts import CnnHost, MlpHost
 from esper.tasks.mnist1d import mnist1d
 from esper.tasks.task import Task
 from esper.tasks.teacher import teacher
@@ -68,17 +68,15 @@ def register_task(name: str) -> Callable[[Builder], Builder]:
 
 def table() -> list[dict[str, Any]]:
     """One row for each task; what is missing to load its data, if anything."""
-    return [_row(task(name)) for name in TASKS]
-
-
-def _row(made: Task) -> dict[str, Any]:
-    """A task's summary with the number of its rows."""
-    row = made.summary()
-    try:
-        rows = sum(map(len, made.splits(0)))
-    except BadInput as error:
-        return {**row, "rows": None, "missing": str(error)}
-    return {**row, "rows": rows, "missing": ""}
+    found = []
+    for made in map(task, TASKS):
+        rows, missing = None, ""
+        try:
+            rows = sum(map(len, made.splits(0)))
+        except BadInput as error:
+            missing = str(error)
+        found.append({**made.summary(), "rows": rows, "missing": missing})
+    return found
 
 
 def _place(builder: Builder) -> tuple[str, str]:
@@ -100,7 +98,7 @@ def _flat(load: Callable[[], Data], rng_seed: int) -> Splits:
 
 
 def _table(name: str, rng_seed: int) -> Splits:
-    least = LEAST_DEVIATION if TABLES[name].one_unit else 0.0
+    least = 0.0 if name in MIXED_UNITS else LEAST_DEVIATION
     return split(_once(stored, name), rng_seed, least_deviation=least)
 
 
@@ -108,79 +106,38 @@ def _windows(rng_seed: int) -> Splits:
     return characters(rng_seed, source=_once(text))
 
 
-def _built_in(
-    name: str,
-    description: str,
-    data: Callable[[int], Splits],
-    host: Host,
-    learning_rate: float,
-    *,
-    varied: bool = False,
-) -> None:
-    """Register a task that comes with the package."""
-    _BUILDERS[name] = partial(
-        Task,
-        name=name,
-        description=description,
-        data=data,
-        host=host,
-        learning_rate=learning_rate,
-        varied=varied,
-    )
+_OTHER: Final[Mapping[str, Callable[[int], Splits]]] = {
+    "digits": partial(_flat, digits),
+    "mnist1d": partial(_flat, mnist1d),
+    "mnist5k": partial(_images, mnist5k),
+    "text": _windows,
+    "teacher": teacher,
+}
+"""The rows of tasks that are no stored table."""
+_IMAGES: Final = CnnHost((1, 28, 28), (4, 8), 10)
 
-
-_built_in(
-    "digits",
-    "handwritten digits of 8 by 8 pixels",
-    partial(_flat, digits),
-    MlpHost((64, 8, 8, 10)),
-    8e-3,
-)
-_built_in(
-    "mnist1d",
-    "distorted curves of ten shapes",
-    partial(_flat, mnist1d),
-    MlpHost((40, 12, 12, 10)),
-    16e-3,
-)
-for _name, _width, _rate in (
-    ("letter", 12, 16e-3),
-    ("satimage", 8, 16e-3),
-    ("penbased", 4, 32e-3),
-    ("optdigits", 5, 32e-3),
-    ("texture", 5, 32e-3),
-    ("vowel", 6, 32e-3),
-    ("segment", 5, 32e-3),
-    ("phoneme", 6, 16e-3),
-    ("spambase", 4, 4e-3),
+for _name, _description, _host, _rate in (
+    ("digits", "handwritten digits of 8 by 8 pixels", (64, 8, 8, 10), 8e-3),
+    ("mnist1d", "distorted curves of ten shapes", (40, 12, 12, 10), 16e-3),
+    ("letter", "capital letters as sixteen measurements", (16, 12, 12, 26), 16e-3),
+    ("satimage", "soils in a satellite image", (36, 8, 8, 6), 16e-3),
+    ("penbased", "digits as the way of the pen", (16, 4, 4, 10), 32e-3),
+    ("optdigits", "handwritten digits, other writers", (64, 5, 5, 10), 32e-3),
+    ("texture", "surfaces in photographs", (40, 5, 5, 11), 32e-3),
+    ("vowel", "spoken English vowels", (10, 6, 6, 11), 32e-3),
+    ("segment", "what a patch of a photograph shows", (19, 5, 5, 7), 32e-3),
+    ("phoneme", "nasal or oral sounds", (5, 6, 6, 2), 16e-3),
+    ("spambase", "letters that nobody asked for", (57, 4, 4, 2), 4e-3),
+    ("mnist5k", "handwritten digits of 28 by 28 pixels", _IMAGES, 4e-3),
+    ("text", "the next character of English", (84, 16, 16, CHARACTER_CLASSES), 8e-3),
+    ("teacher", "labels of a random network, another each time", (16, 8, 8, 8), 16e-3),
 ):
-    _known = TABLES[_name]
-    _built_in(
-        _name,
-        _known.description,
-        partial(_table, _name),
-        MlpHost((_known.inputs, _width, _width, _known.classes)),
-        _rate,
+    _BUILDERS[_name] = partial(
+        Task,
+        name=_name,
+        description=_description,
+        data=_OTHER.get(_name, partial(_table, _name)),
+        host=MlpHost(_host) if isinstance(_host, tuple) else _host,
+        learning_rate=_rate,
+        varied=_name == "teacher",
     )
-_built_in(
-    "mnist5k",
-    "handwritten digits of 28 by 28 pixels",
-    partial(_images, mnist5k),
-    CnnHost((1, 28, 28), (4, 8), 10),
-    4e-3,
-)
-_built_in(
-    "text",
-    "the next character of English",
-    _windows,
-    MlpHost((84, 16, 16, CHARACTER_CLASSES)),
-    8e-3,
-)
-_built_in(
-    "teacher",
-    "labels of a random network, another one each time",
-    teacher,
-    MlpHost((16, 8, 8, 8)),
-    16e-3,
-    varied=True,
-)

@@ -11,7 +11,7 @@ over all columns, so it is for columns of one unit; a share of 0 is for all othe
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import fsum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Never
 from zlib import crc32
 
 import numpy as np
@@ -38,28 +38,38 @@ class Data:
 
     def __post_init__(self) -> None:
         """Refuse what no loss could be computed from."""
-        _check_kinds(self)
-        rows = self.features.shape[0] if self.features.ndim else 0
-        if rows == 0 or self.labels.shape != (rows,):
-            raise BadInput(
-                f"{self.name}: expected one label for each of at least one row; got "
-                f"features {tuple(self.features.shape)} and labels "
-                f"{tuple(self.labels.shape)}"
+        x, y = self.features, self.labels
+        given: dict[str, object] = {"features": x, "labels": y}
+        for word, value in given.items():
+            if not isinstance(value, Tensor):
+                kind = type(value).__name__
+                self._refuse(f"{word} as a tensor; got {kind}; call torch.as_tensor")
+        if not x.is_floating_point():
+            self._refuse(f"floating-point features; got {x.dtype}; call .float()")
+        if y.dtype != torch.int64:
+            self._refuse(
+                f"labels as int64; got {y.dtype}; number the classes from 0 and call "
+                ".long()"
             )
-        least, most = int(self.labels.min()), int(self.labels.max())
-        if least < 0 or most >= self.classes:
-            wrong = (self.labels < 0) | (self.labels >= self.classes)
-            raise BadInput(
-                f"{self.name}: expected labels in 0..{self.classes - 1}; got "
-                f"{least}..{most}, first in row {_first(wrong)}; count the classes "
-                f"again"
+        if x.ndim == 0 or len(x) == 0 or y.shape != x.shape[:1]:
+            self._refuse(
+                f"one label for each of at least one row; got features "
+                f"{tuple(x.shape)} and labels {tuple(y.shape)}"
             )
-        finite = self.features.isfinite()
-        if not finite.all():
-            raise BadInput(
-                f"{self.name}: expected finite features; got NaN or infinity, first "
-                f"at {_first(~finite)}; drop or fill those rows"
+        wrong = (y < 0) | (y >= self.classes)
+        if wrong.any():
+            self._refuse(
+                f"labels in 0..{self.classes - 1}; got {int(y.min())}..{int(y.max())}, "
+                f"first in row {_first(wrong)}; count the classes again"
             )
+        if not x.isfinite().all():
+            self._refuse(
+                f"finite features; got NaN or infinity, first at "
+                f"{_first(~x.isfinite())}; drop or fill those rows"
+            )
+
+    def _refuse(self, wanted: str) -> Never:
+        raise BadInput(f"{self.name}: expected {wanted}")
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -132,7 +142,10 @@ def split(
         replace(data, features=data.features[part], labels=data.labels[part])
         for part in (rows[:first], rows[first:second], rows[second:])
     ]
-    mean, deviation = _statistics(parts[0].features, least_deviation)
+    # In double precision; a constant column becomes zero.
+    variance, mean = torch.var_mean(parts[0].features.double(), dim=0, correction=0)
+    deviation = variance.sqrt().maximum(least_deviation * variance.mean().sqrt())
+    deviation = torch.where(deviation > 0, deviation, 1.0)
     train, decisions, test = (
         replace(part, features=((part.features - mean) / deviation).float())
         for part in parts
@@ -161,35 +174,6 @@ def random_source(rng_seed: int, purpose: str) -> np.random.Generator:
         raise BadInput(f"expected rng_seed to be 0 or more; got {rng_seed}")
     mixed = np.random.SeedSequence([rng_seed, crc32(purpose.encode())])
     return np.random.default_rng(mixed)
-
-
-def _statistics(
-    features: Float[Tensor, "row ..."], least_deviation: float
-) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
-    """Mean and floored deviation of each column, in double precision."""
-    variance, mean = torch.var_mean(features.double(), dim=0, correction=0)
-    deviation = variance.sqrt().maximum(least_deviation * variance.mean().sqrt())
-    return mean, torch.where(deviation > 0, deviation, torch.ones_like(deviation))
-
-
-def _check_kinds(data: Data) -> None:
-    """Refuse what is no tensor, or a tensor of the wrong kind."""
-    for word, value in (("features", data.features), ("labels", data.labels)):
-        if not isinstance(value, Tensor):
-            raise BadInput(
-                f"{data.name}: expected {word} as a tensor; got "
-                f"{type(value).__name__}; call torch.as_tensor"
-            )
-    if not data.features.is_floating_point():
-        raise BadInput(
-            f"{data.name}: expected floating-point features; got "
-            f"{data.features.dtype}; call .float()"
-        )
-    if data.labels.dtype != torch.int64:
-        raise BadInput(
-            f"{data.name}: expected labels as int64; got {data.labels.dtype}; number "
-            f"the classes from 0 and call .long()"
-        )
 
 
 def _first(wrong: Bool[Tensor, "*place"]) -> str:

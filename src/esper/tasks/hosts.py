@@ -3,6 +3,7 @@ r"""Networks that a task starts from, declared as plain data.
     MlpHost    Linear, ReLU, ..., Linear
     CnnHost    (Conv 3x3, ReLU, MaxPool 2), ..., Flatten, Linear
 
+A host is its layers: sizes, slots and the network itself follow from their shapes.
 Weights and biases are drawn as PyTorch draws them by default, uniformly within
 
     1 / sqrt(inputs of a unit)
@@ -10,24 +11,111 @@ Weights and biases are drawn as PyTorch draws them by default, uniformly within
 in the order of the layers, from the generator alone. MACs are multiply-adds per row.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from math import prod
+from itertools import accumulate, pairwise
 from typing import Final, Literal
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, nn
 from torch.nn.utils import skip_init
 
 from esper.contracts.errors import BadInput
 
 KERNEL: Final = 3
 """Side of every convolution's kernel."""
+DENSE, CONV = 0, 1
+"""Kinds of layers; a convolution is followed by pooling, two by two."""
 
 
 @dataclass(frozen=True, slots=True)
-class MlpHost:
+class LayerShape:
+    """Shape of one layer: its kind, channels and positions."""
+
+    kind: int
+    inputs: int
+    outputs: int
+    high: int = 1
+    wide: int = 1
+    """Positions of input and output; 1 x 1 if dense."""
+
+    @property
+    def taps(self) -> int:
+        """Weights per pair of channels."""
+        return KERNEL**2 if self.kind == CONV else 1
+
+    @property
+    def weights(self) -> int:
+        """Weights without biases."""
+        return self.inputs * self.outputs * self.taps
+
+    @property
+    def positions(self) -> int:
+        """Positions without padding."""
+        return self.high * self.wide
+
+    @property
+    def padded(self) -> int:
+        """Positions with the zero padding that its kernel needs."""
+        return (self.high + 2) * (self.wide + 2) if self.kind == CONV else 1
+
+    def build(self, generator: Generator) -> nn.Linear | nn.Conv2d:
+        """The layer on the generator's device, drawn from it."""
+        sizes, device = (self.inputs, self.outputs), generator.device
+        layer = (
+            skip_init(nn.Conv2d, *sizes, KERNEL, padding=KERNEL // 2, device=device)
+            if self.kind == CONV
+            else skip_init(nn.Linear, *sizes, device=device)
+        )
+        assert isinstance(layer, nn.Linear | nn.Conv2d)
+        bound = (self.inputs * self.taps) ** -0.5
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.uniform_(-bound, bound, generator=generator)
+        return layer
+
+
+class _Declared:
+    """What every host has by its layers."""
+
+    __slots__ = ()
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        """Shapes of the layers."""
+        raise NotImplementedError
+
+    @property
+    def parameters(self) -> int:
+        """Weights and biases."""
+        return sum(own.weights + own.outputs for own in self.layers)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds per row."""
+        return sum(own.weights * own.positions for own in self.layers)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the spans of every two consecutive layers in the network."""
+        steps = (3 if own.kind == CONV else 2 for own in self.layers[:-1])
+        places = [*accumulate(steps, initial=0)]
+        places[-1] += self.layers[0].kind == CONV  # after a Flatten
+        return tuple(f"{inlet}->{outlet}" for inlet, outlet in pairwise(places))
+
+    def build(self, generator: Generator) -> nn.Sequential:
+        """A network of this kind on the generator's device."""
+        modules: list[nn.Module] = []
+        for own in self.layers[:-1]:
+            modules += [own.build(generator), nn.ReLU()]
+            if own.kind == CONV:
+                modules.append(nn.MaxPool2d(2))
+        if self.layers[0].kind == CONV:
+            modules.append(nn.Flatten())
+        return nn.Sequential(*modules, self.layers[-1].build(generator))
+
+
+@dataclass(frozen=True, slots=True)
+class MlpHost(_Declared):
     """A multilayer perceptron: inputs, hidden widths, classes."""
 
     widths: tuple[int, ...]
@@ -49,31 +137,9 @@ class MlpHost:
         return self.widths[-1]
 
     @property
-    def layers(self) -> int:
-        """How many layers have weights."""
-        return len(self.widths) - 1
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        """The span of every two consecutive layers."""
-        return _spans([2 * layer for layer in range(self.layers)])
-
-    @property
-    def parameters(self) -> int:
-        """Weights and biases."""
-        return self.macs + sum(self.widths[1:])
-
-    @property
-    def macs(self) -> int:
-        """Multiply-adds per row."""
-        return sum(inputs * units for inputs, units in pairwise(self.widths))
-
-    def build(self, generator: Generator) -> nn.Sequential:
-        """A network of this kind on the generator's device."""
-        modules: list[nn.Module] = []
-        for inputs, units in pairwise(self.widths):
-            modules += [_linear(inputs, units, generator), nn.ReLU()]
-        return nn.Sequential(*modules[:-1])
+    def layers(self) -> tuple[LayerShape, ...]:
+        """Shapes of the layers."""
+        return tuple(LayerShape(DENSE, *pair) for pair in pairwise(self.widths))
 
     def __str__(self) -> str:
         """Such as `mlp 16-12-12-26`."""
@@ -81,7 +147,7 @@ class MlpHost:
 
 
 @dataclass(frozen=True, slots=True)
-class CnnHost:
+class CnnHost(_Declared):
     """A small convolutional network; each convolution is followed by pooling."""
 
     image: tuple[int, int, int]
@@ -107,50 +173,14 @@ class CnnHost:
         return self.image
 
     @property
-    def layers(self) -> int:
-        """How many layers have weights."""
-        return len(self.channels) + 1
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        """The span of every two consecutive layers."""
-        convolutions = [3 * layer for layer in range(len(self.channels))]
-        return _spans([*convolutions, 3 * len(self.channels) + 1])
-
-    @property
-    def sides(self) -> tuple[tuple[int, int], ...]:
-        """Height and width that each layer sees; the last, what is flattened."""
-        _, height, width = self.image
-        return tuple((height >> k, width >> k) for k in range(self.layers))
-
-    @property
-    def flattened(self) -> int:
-        """Inputs of the last layer."""
-        return self.channels[-1] * prod(self.sides[-1])
-
-    @property
-    def parameters(self) -> int:
-        """Weights and biases."""
-        weights = sum(KERNEL**2 * a * b for a, b in self._convolutions)
-        units = sum(self.channels) + self.classes
-        return weights + self.flattened * self.classes + units
-
-    @property
-    def macs(self) -> int:
-        """Multiply-adds per row."""
-        pixels = (prod(side) for side in self.sides[:-1])
-        weights = (KERNEL**2 * a * b for a, b in self._convolutions)
-        convolved = sum(a * b for a, b in zip(pixels, weights, strict=True))
-        return convolved + self.flattened * self.classes
-
-    def build(self, generator: Generator) -> nn.Sequential:
-        """A network of this kind on the generator's device."""
-        modules: list[nn.Module] = []
-        for inputs, units in self._convolutions:
-            layer = _convolution(inputs, units, generator)
-            modules += [layer, nn.ReLU(), nn.MaxPool2d(2)]
-        last = _linear(self.flattened, self.classes, generator)
-        return nn.Sequential(*modules, nn.Flatten(), last)
+    def layers(self) -> tuple[LayerShape, ...]:
+        """Shapes of the layers."""
+        inputs, high, wide = self.image
+        found = []
+        for outputs in self.channels:
+            found.append(LayerShape(CONV, inputs, outputs, high, wide))
+            inputs, high, wide = outputs, high // 2, wide // 2
+        return (*found, LayerShape(DENSE, inputs * high * wide, self.classes))
 
     def __str__(self) -> str:
         """Such as `cnn 1x28x28-4-8-10`."""
@@ -158,54 +188,17 @@ class CnnHost:
         rest = "-".join(map(str, (*self.channels, self.classes)))
         return f"{self.kind} {image}-{rest}"
 
-    @property
-    def _convolutions(self) -> list[tuple[int, int]]:
-        """Channels in and out of each convolution."""
-        return list(pairwise((self.image[0], *self.channels)))
-
 
 Host = MlpHost | CnnHost
 
 
-def _linear(inputs: int, units: int, generator: Generator) -> nn.Linear:
-    """A linear layer, drawn from the generator."""
-    layer = skip_init(nn.Linear, inputs, units, device=generator.device)
-    assert isinstance(layer, nn.Linear)
-    _draw(layer.weight, layer.bias, generator)
-    return layer
-
-
-def _convolution(inputs: int, units: int, generator: Generator) -> nn.Conv2d:
-    """A convolution that keeps height and width, drawn from the generator."""
-    layer = skip_init(
-        nn.Conv2d, inputs, units, KERNEL, padding=KERNEL // 2, device=generator.device
-    )
-    assert isinstance(layer, nn.Conv2d)
-    assert layer.bias is not None
-    _draw(layer.weight, layer.bias, generator)
-    return layer
-
-
-@torch.no_grad()
-def _draw(weight: Tensor, bias: Tensor, generator: Generator) -> None:
-    """Fill a layer as PyTorch does by default."""
-    bound = weight[0].numel() ** -0.5
-    weight.uniform_(-bound, bound, generator=generator)
-    bias.uniform_(-bound, bound, generator=generator)
-
-
-def _spans(places: Sequence[int]) -> tuple[str, ...]:
-    """Names of the spans between consecutive places of an `nn.Sequential`."""
-    return tuple(f"{inlet}->{outlet}" for inlet, outlet in pairwise(places))
-
-
 def _check_counts(word: str, counts: object, *, least: int) -> None:
     """Refuse all but a tuple of enough positive whole numbers."""
-    whole = isinstance(counts, tuple) and all(
-        isinstance(count, int) and not isinstance(count, bool) and count > 0
-        for count in counts
-    )
-    if not whole or not isinstance(counts, tuple) or len(counts) < least:
+    if (
+        not isinstance(counts, tuple)
+        or len(counts) < least
+        or any(type(count) is not int or count < 1 for count in counts)
+    ):
         raise BadInput(
             f"expected {word} as a tuple of at least {least} positive whole numbers; "
             f"got {counts!r}"

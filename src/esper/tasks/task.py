@@ -2,13 +2,14 @@
 
 A task is plain data and one function: a number goes in, three sets of rows come out.
 An episode is `horizon` decisions, with `decision_every` batches of training between
-them. The score is the share of rows that were guessed right, from 0 to 1.
+them. The loss is the cross-entropy, the score the share of rows that are
+classified correctly.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite, prod
-from typing import Any, Literal
+from typing import Any
 
 from esper.contracts.errors import BadInput
 from esper.tasks.data import Splits, check_data
@@ -32,42 +33,35 @@ class Task:
     """Decisions of an episode."""
     learning_rate: float = 4e-3
     weight_decay: float = 0.01
-    loss: Literal["cross_entropy"] = "cross_entropy"
-    score: Literal["accuracy"] = "accuracy"
     varied: bool = False
     """Whether every environment is to have data of its own."""
 
     def __post_init__(self) -> None:
         """Refuse terms on which nothing can be learnt."""
-        if not isinstance(self.name, str) or not self.name:
-            raise BadInput(f"expected a task's name; got {self.name!r}")
+        name = self.name
+        if not isinstance(name, str) or not name:
+            raise BadInput(f"expected a task's name; got {name!r}")
         if not isinstance(self.host, MlpHost | CnnHost):
             raise BadInput(
-                f"{self.name}: expected an MlpHost or a CnnHost; got "
+                f"{name}: expected an MlpHost or a CnnHost; got "
                 f"{type(self.host).__name__}; hosts are declared, not built"
             )
         if not callable(self.data):
             raise BadInput(
-                f"{self.name}: expected data as a function of rng_seed; got "
+                f"{name}: expected data as a function of rng_seed; got "
                 f"{type(self.data).__name__}"
             )
         for word in ("batch", "decision_every", "horizon"):
             count = getattr(self, word)
             if not isinstance(count, int) or count < 1:
                 raise BadInput(
-                    f"{self.name}: expected {word} to be a whole number from 1; got "
-                    f"{count!r}"
+                    f"{name}: expected {word} as a whole number from 1; got {count!r}"
                 )
         rate, decay = self.learning_rate, self.weight_decay
         if not (rate > 0 and isfinite(rate) and decay >= 0 and isfinite(decay)):
             raise BadInput(
-                f"{self.name}: expected learning_rate > 0 and weight_decay >= 0, both "
+                f"{name}: expected learning_rate > 0 and weight_decay >= 0, both "
                 f"finite; got {rate} and {decay}"
-            )
-        if (self.loss, self.score) != ("cross_entropy", "accuracy"):
-            raise BadInput(
-                f"{self.name}: expected loss 'cross_entropy' and score 'accuracy'; got "
-                f"{self.loss!r} and {self.score!r}"
             )
 
     @property

@@ -90,7 +90,11 @@ def drawn(rng_seed: int) -> Teacher:
 def _taught(features: Rows, kind: Teacher, random: np.random.Generator) -> Labels:
     """Labels of the first drawn teacher that uses every class."""
     for _ in range(TRIES):
-        outputs = _outputs(features, kind, random)
+        outputs = features
+        for _ in range(kind.depth):
+            outputs = _mixed(outputs, kind.width, random)
+            outputs = np.maximum(outputs, outputs / 5)
+        outputs = _mixed(outputs, CLASSES, random)
         labels: Labels = (outputs + _bias(outputs[:SAMPLE])).argmax(1)
         if _shares(labels).min() >= LEAST_SHARE:
             return labels
@@ -98,17 +102,6 @@ def _taught(features: Rows, kind: Teacher, random: np.random.Generator) -> Label
         f"expected a teacher that tells {CLASSES} classes apart; got {TRIES} of {kind} "
         f"that do not; make it wider or less deep"
     )
-
-
-def _outputs(
-    features: Rows, kind: Teacher, random: np.random.Generator
-) -> Float32[np.ndarray, "row class"]:
-    """Logits of the teacher before they are balanced."""
-    signal = features
-    for units in (kind.width,) * kind.depth:
-        signal = _mixed(signal, units, random)
-        signal = np.maximum(signal, signal / 5)
-    return _mixed(signal, CLASSES, random)
 
 
 def _mixed(

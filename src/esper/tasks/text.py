@@ -14,10 +14,8 @@ overlap; those of two stretches do not.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
-from platform import python_version
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -49,17 +47,14 @@ COUNTS: Final = (40_000, 8_000, 8_000)
 Ids = Int64[Tensor, " char"]
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Three disjoint stretches of one text, as ids of its alphabet."""
+class Text(NamedTuple):
+    """Three disjoint stretches of one text, as ids of the alphabet."""
 
-    name: str
-    alphabet: str
-    train: Int64[Tensor, " learnt"]
+    train: Ids
     """What a model learns from."""
-    decisions: Int64[Tensor, " deciding"]
+    decisions: Ids
     """What decides whether and how it grows."""
-    test: Int64[Tensor, " tested"]
+    test: Ids
     """What is looked at once, at the end."""
 
 
@@ -74,13 +69,7 @@ def text(shares: Sequence[float] = SHARES) -> Text:
         ) from error
     ids = encode(_without_repeats("".join(topics[name] for name in sorted(topics))))
     first, second = borders(len(ids), shares)
-    return Text(
-        f"help texts of Python {python_version()}",
-        ALPHABET,
-        ids[:first].clone(),
-        ids[first:second].clone(),
-        ids[second:].clone(),
-    )
+    return Text(*(part.clone() for part in ids.tensor_split((first, second))))
 
 
 def windows(
@@ -102,11 +91,9 @@ def windows(
 
 def encode(characters: str) -> Ids:
     """The id of each character, after typographic signs were made plain."""
-    known = {character: number for number, character in enumerate(ALPHABET)}
-    unknown = known["?"]
+    ids = {character: number for number, character in enumerate(ALPHABET)}
     plain = characters.translate(PLAIN)
-    ids = [known.get(character, unknown) for character in plain]
-    return torch.tensor(ids, dtype=torch.int64)
+    return torch.tensor([ids.get(c, ids["?"]) for c in plain], dtype=torch.int64)
 
 
 def decode(ids: Ids) -> str:
@@ -132,24 +119,15 @@ def characters(
     source = source or text()
     classes = common(source.train)
     random = random_source(rng_seed, "characters")
-    stretches = (source.train, source.decisions, source.test)
-    parts = [
-        _table(stretch, count, classes, random)
-        for stretch, count in zip(stretches, counts, strict=True)
-    ]
-    return Splits(*parts)
+    parts = zip(source, counts, strict=True)
+    return Splits(*(_table(ids, count, classes, random) for ids, count in parts))
 
 
 def common(ids: Ids) -> Int64[Tensor, " alphabet"]:
     """The class of each id of the alphabet: commonest first, the rest together."""
-    often = torch.bincount(ids, minlength=len(ALPHABET)).argsort(
-        descending=True, stable=True
-    )
-    classes = torch.full_like(often, CHARACTER_CLASSES - 1)
-    classes[often[: CHARACTER_CLASSES - 1]] = torch.arange(
-        CHARACTER_CLASSES - 1, device=ids.device
-    )
-    return classes
+    counts = torch.bincount(ids, minlength=len(ALPHABET))
+    rank = counts.argsort(descending=True, stable=True).argsort()
+    return rank.clamp(max=CHARACTER_CLASSES - 1)
 
 
 def codes() -> Float[Tensor, "alphabet bit"]:

@@ -1,15 +1,18 @@
-"""Rows follow their description, and a small network finds them hard."""
+"""Curves and teachers follow their description, and numbers alone decide them."""
 
-from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.ndimage import gaussian_filter1d
+from torch import Generator, nn
 
-from esper.contracts.errors import BadInput
+from esper.tasks.hosts import MlpHost
 from esper.tasks.mnist1d import Distortion, mnist1d, templates
+from esper.tasks.teacher import Teacher, drawn, teacher
 from tests.references.mnist1d import curve, ramp, resampled
 
 STILL = Distortion(
@@ -18,41 +21,27 @@ STILL = Distortion(
 NOISELESS = Distortion(smooth_noise=0.0, white_noise=0.0)
 
 
-def test_shapes_are_those_of_the_paper_and_the_number_alone_decides_the_rows():
+def test_the_number_alone_decides_the_rows():
     states = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    first, again, other = (mnist1d(seed) for seed in (7, 7, 8))
+    for draw in (mnist1d, lambda seed: teacher(seed).train):
+        first, again, other = (draw(seed) for seed in (7, 7, 8))
+        assert first.features.equal(again.features)
+        assert first.labels.equal(again.labels)
+        assert not first.features.equal(other.features)
+        assert not first.labels.equal(other.labels)
     assert states[0].equal(torch.get_rng_state())
     assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
-    assert first.features.shape == (5000, 40)
-    assert (first.features.dtype, first.classes) == (torch.float32, 10)
-    assert first.features.equal(again.features)
-    assert not first.features.equal(other.features)
-    assert not first.labels.equal(other.labels)
-    assert len(first.labels[:100].unique()) == 10
+
+
+def test_shapes_are_those_of_the_paper_and_digits_come_equally_often():
+    data = mnist1d()
+    assert data.features.shape == (5000, 40)
+    assert (data.features.dtype, data.classes) == (torch.float32, 10)
+    assert len(data.labels[:100].unique()) == 10
     for rows in (10, 57, 5000):
         counts = mnist1d(rows=rows).labels.bincount(minlength=10)
         assert counts.sum() == rows
         assert counts.max() - counts.min() <= 1
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        *((partial(mnist1d, rows=n), f"at least 10; got {n}") for n in (9, 0, -5)),
-        *(
-            (partial(Distortion, **wrong), r"expected 0 <= least .* got padding")
-            for wrong in (
-                {"padding": (60, 36)},
-                {"padding": (-1, 60)},
-                {"shifts": 0},
-                {"shifts": 73},
-            )
-        ),
-    ],
-)
-def test_curves_that_cannot_be_drawn_are_refused(call, words):
-    with pytest.raises(BadInput, match=words):
-        call()
 
 
 def test_every_template_starts_and_ends_at_zero_with_one_deviation():
@@ -122,3 +111,76 @@ def test_noise_deviates_as_described(smooth, white):
     expected = parts.T @ parts
     tolerance = 0.08 * expected.diagonal().max()
     np.testing.assert_allclose(noise.T @ noise / 5000, expected, atol=tolerance)
+
+
+def labels(splits):
+    return torch.cat([part.labels for part in splits])
+
+
+@settings(max_examples=20)
+@given(rng_seed=st.integers(0, 2**40))
+def test_every_teacher_has_the_same_shapes_and_no_rare_class(rng_seed):
+    splits = teacher(rng_seed)
+    assert [tuple(part.features.shape) for part in splits] == [
+        (3600, 16),
+        (1200, 16),
+        (1200, 16),
+    ]
+    assert all(part.classes == 8 for part in splits)
+    shares = labels(splits).bincount(minlength=8) / 6000
+    assert shares.min() > 0.02
+    assert shares.max() < 0.3
+
+
+@pytest.mark.parametrize("rng_seed", range(5))
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_narrowest_teachers_know_every_class(depth, rng_seed):
+    splits = teacher(rng_seed, kind=Teacher(width=4, depth=depth, noise=0.0))
+    assert labels(splits).bincount(minlength=8).min() > 0.02 * 6000
+
+
+def test_the_kinds_fill_their_ranges():
+    kinds = [drawn(rng_seed) for rng_seed in range(1000)]
+    widths = [kind.width for kind in kinds]
+    assert (min(widths), max(widths)) == (4, 48)
+    assert sorted({kind.depth for kind in kinds}) == [1, 2, 3]
+    noise = torch.tensor([kind.noise for kind in kinds])
+    assert 0 <= noise.min() < 0.01
+    assert 0.19 < noise.max() <= 0.2
+
+
+def test_noise_is_the_share_of_labels_that_change():
+    clean, noisy = (
+        labels(teacher(4, 40_000, kind=Teacher(width=16, depth=2, noise=noise)))
+        for noise in (0.0, 0.2)
+    )
+    assert (clean != noisy).double().mean() == pytest.approx(0.2, abs=0.01)
+    moved = (noisy - clean)[clean != noisy] % 8
+    shares = moved.bincount(minlength=8) / len(moved)
+    assert shares[1:].min() > 0.1
+
+
+def test_hidden_layers_make_it_hard_for_a_linear_student_but_not_for_a_wide_one():
+    easy, hard = (
+        teacher(0, kind=Teacher(width=16, depth=depth, noise=0.0)) for depth in (0, 1)
+    )
+    assert score(nn.Linear(16, 8), easy) > 0.9
+    wide = MlpHost((16, 64, 64, 8)).build(Generator().manual_seed(0))
+    assert score(nn.Linear(16, 8), hard) < score(wide, hard) - 0.04
+
+
+def score(network, splits):
+    """Share of the test rows that a network guesses right after 300 batches."""
+    optimiser = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    order = Generator().manual_seed(0)
+    train, test = splits.train, splits.test
+    for _ in range(300):
+        rows = torch.randint(len(train), (128,), generator=order)
+        loss = nn.functional.cross_entropy(
+            network(train.features[rows]), train.labels[rows]
+        )
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    with torch.inference_mode():
+        return (network(test.features).argmax(1) == test.labels).double().mean()
