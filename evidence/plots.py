@@ -12,17 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from esper.experiment.statistics import Floats, Interval, iqm_interval, mean_interval
-from esper.report.style import (
-    DPI,
-    Number,
-    Plot,
-    add_axes,
-    light,
-    new_figure,
-    one_line,
-    plot_style,
-    render,
-)
+from esper.report.style import LIGHT, Plot, new_figure, one_line, plot_style, render
 from evidence.claims import Versus
 from evidence.readout import Cells, Readout
 
@@ -34,7 +24,6 @@ WIDTH: Final = 900
 COLUMNS: Final = 4
 PANEL: Final = 190
 """Pixels of a panel's height, with its title and ticks."""
-LEFT, RIGHT, TOP, BOTTOM = 38, 12, 34, 34
 ROW: Final = 22
 IN_ALT_TEXT: Final = ("tamiyo", "static", "never")
 """Arms that alternative texts name; the tables have all."""
@@ -72,26 +61,23 @@ def pareto(price: "Price", tasks: Mapping[str, Sequence[Spot]]) -> Plot:
     """Test score against a cost, one panel per task."""
     title, label, log = price.title, price.label, price.log
     rows = -(-len(tasks) // COLUMNS)
-    height = TOP + rows * PANEL + BOTTOM + 26
-    figure = new_figure(title, WIDTH, height)
-    wide = WIDTH / COLUMNS
-    for index, (task, spots) in enumerate(tasks.items()):
-        left = index % COLUMNS * wide + LEFT
-        bottom = height - TOP - (index // COLUMNS + 1) * PANEL + 32
-        axes = _place(figure, left, bottom, wide - LEFT - RIGHT, PANEL - 58)
-        axes.set_title(one_line(task, 24), size=11, loc="left", pad=5)
+    figure = new_figure(title, 60 + rows * PANEL, WIDTH)
+    grid = figure.subplots(rows, COLUMNS, squeeze=False).ravel()
+    for axes in grid[len(tasks) :]:
+        axes.set_axis_off()
+    for axes, (task, spots) in zip(grid, tasks.items(), strict=False):
+        axes.set_title(one_line(task, 24))
         if log:
             axes.set_xscale("log")
         for spot in spots:
             _spot(axes, spot)
         axes.margins(x=0.1, y=0.12)
-        axes.tick_params(labelsize=9)
         axes.minorticks_off()
         if log:
             _few_ticks(axes)
-    figure.text(0.5, 50 / height, label, ha="center", size=10.5, color=light("muted"))
+    figure.supxlabel(label)
     arms = {spot.arm for spots in tasks.values() for spot in spots}
-    _legend(figure, [arm for arm in STYLES if arm in arms], height)
+    _legend(figure, [arm for arm in STYLES if arm in arms])
     values = "; ".join(
         f"{one_line(task)}: {_listed(spots)}" for task, spots in tasks.items()
     )
@@ -101,20 +87,19 @@ def pareto(price: "Price", tasks: Mapping[str, Sequence[Spot]]) -> Plot:
 def forest(name: str, against: Sequence[Versus]) -> Plot:
     """Tamiyo less every other arm, all tasks together and each as a dot."""
     known = [each for each in against if isfinite(each.difference.estimate)]
-    height = TOP + 40 + ROW * max(1, len(known))
     title = "Tamiyo less everybody else: share of never's errors, 95 % intervals"
-    figure = new_figure(title, WIDTH, height)
-    axes = _place(figure, 130, 40, WIDTH - 150, height - TOP - 40)
+    figure = new_figure(title, 80 + ROW * max(1, len(known)), WIDTH)
+    axes = figure.subplots()
     for row, versus in enumerate(known):
-        gap, colour = versus.difference, light(STYLES.get(versus.other, GREY)[0])
+        gap, colour = versus.difference, LIGHT[STYLES.get(versus.other, GREY)[0]]
         tasks = [each.difference.estimate for each in versus.tasks.values()]
-        axes.plot(tasks, [row] * len(tasks), "o", color=light("rule"), ms=4, zorder=1)
+        axes.plot(tasks, [row] * len(tasks), "o", color=LIGHT["rule"], ms=4, zorder=1)
         if isfinite(gap.low):
             axes.plot([gap.low, gap.high], [row, row], color=colour, lw=2.2, zorder=2)
         axes.plot(
-            [gap.estimate], [row], "o", color=colour, ms=7, mec=light("background")
+            [gap.estimate], [row], "o", color=colour, ms=7, mec=LIGHT["background"]
         )
-    axes.axvline(0.0, color=light("text"), lw=1.0)
+    axes.axvline(0.0, color=LIGHT["text"], lw=1.0)
     axes.set_yticks(range(len(known)), [one_line(each.other, 20) for each in known])
     axes.set_ylim(max(1, len(known)) - 0.5, -0.5)
     axes.grid(visible=True, axis="x")
@@ -123,20 +108,6 @@ def forest(name: str, against: Sequence[Versus]) -> Plot:
     axes.set_xlabel("to the right Tamiyo is ahead; a pale dot is one task", size=10.5)
     values = ", ".join(f"{one_line(v.other)} {v.difference:+.3f}" for v in known)
     return render(figure, name, f"{title}: {values}.")
-
-
-def _place(
-    figure: "Figure", left: Number, bottom: Number, width: Number, height: Number
-) -> "Axes":
-    """Axes at a place in pixels."""
-    wide, high = figure.get_size_inches() * DPI
-    return add_axes(
-        figure,
-        left=left,
-        right=wide - left - width,
-        bottom=bottom,
-        top=high - bottom - height,
-    )
 
 
 def _listed(spots: Sequence[Spot]) -> str:
@@ -150,7 +121,7 @@ def _listed(spots: Sequence[Spot]) -> str:
 def _spot(axes: "Axes", spot: Spot) -> None:
     colour, marker, size = STYLES.get(spot.arm, GREY)
     x, y = spot.cost, spot.score
-    line: Any = {"color": light(colour), "lw": 1.0, "alpha": 0.6, "zorder": 2}
+    line: Any = {"color": LIGHT[colour], "lw": 1.0, "alpha": 0.6, "zorder": 2}
     if isfinite(y.low):
         axes.plot([x.estimate] * 2, [100 * y.low, 100 * y.high], **line)
     if isfinite(x.low):
@@ -159,9 +130,9 @@ def _spot(axes: "Axes", spot: Spot) -> None:
         [x.estimate],
         [100 * y.estimate],
         marker,
-        color=light(colour),
+        color=LIGHT[colour],
         ms=size,
-        mec=light("background"),
+        mec=LIGHT["background"],
         mew=0.6,
         zorder=4 if spot.arm == "tamiyo" else 3,
     )
@@ -178,24 +149,14 @@ def _few_ticks(axes: "Axes") -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _legend(figure: "Figure", arms: Sequence[str], height: int) -> None:
+def _legend(figure: "Figure", arms: Sequence[str]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], ls="", marker=marker, color=light(colour), ms=size)
+        Line2D([], [], ls="", marker=marker, color=LIGHT[colour], ms=size)
         for colour, marker, size in (STYLES[arm] for arm in arms)
     ]
-    figure.legend(
-        handles,
-        list(arms),
-        loc="lower center",
-        ncols=8,
-        frameon=False,
-        fontsize=9.5,
-        handletextpad=0.2,
-        columnspacing=1.2,
-        bbox_to_anchor=(0.5, 0.0),
-    )
+    figure.legend(handles, list(arms), loc="outside lower center", ncols=8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

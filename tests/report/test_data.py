@@ -1,7 +1,5 @@
 """What is read from a run's folder and store."""
 
-from dataclasses import astuple
-
 import numpy as np
 import torch
 from numpy.testing import assert_allclose
@@ -33,7 +31,7 @@ def test_figures_of_rounds_heads_and_episodes(reported):
 def test_spans_are_those_of_the_view_counted_from_the_start_of_the_episode(reported):
     episodes = read_run(reported).last_episodes["letter"]
     assert episodes.lengths == {0: STEPS, 1: STEPS}
-    found = [astuple(span) for span in episodes.spans]
+    found = [*episodes.spans]
     assert [(*row[:2], *row[3:]) for row in found] == [
         (0, 0, "small", "TRAINING", 1, 2),
         (0, 0, "small", "BLENDING", 2, 3),

@@ -101,7 +101,7 @@ def test_the_page_is_quiet_whole_and_as_wide_as_the_window(
         "[...document.querySelectorAll('svg')].map(s => {"
         "const b = s.getBoundingClientRect(); return [b.width, b.height]})"
     )
-    assert len(boxes) == 20
+    assert len(boxes) == 18
     assert all(wide > 300 and high > 100 for wide, high in boxes)
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(21, 25, 29)" if dark else "rgb(255, 255, 255)")
@@ -157,7 +157,7 @@ def test_a_page_and_every_plot_are_written(reported, page):
         *(
             f"{kind}-{task}"
             for task in ("1-letter", "2-digits")
-            for kind in ("arms", "size", "learning", "seeds", "planted", "outcomes")
+            for kind in ("arms", "learning", "seeds", "planted", "outcomes")
         ),
         *("actions", "grown", "entropy", "kl"),
         *("clipped", "explained", "taken", "speed"),
@@ -212,7 +212,7 @@ def test_evaluations_alone_and_nothing_at_all_are_reports(tmp_path):
     assert "still going on" in page
     assert "By return on 12 unseen hosts of letter: " in page
     assert page.count('class="none"') == 6  # five sections, and no notes
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 1
     with Run.create(tmp_path, "young", config(), {}) as run:
         with Store(run.path / "events.sqlite"):
             pass

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -20,25 +20,15 @@ from esper.contracts.errors import BadInput
 from esper.experiment.database import VIEWS, open_store, rows
 from esper.experiment.files import is_locked
 from esper.experiment.messages import short
-from esper.experiment.run import Run
+from esper.experiment.run import STORE, Run
 from esper.experiment.statistics import Floats
 
-STORE: Final = "events.sqlite"
 POINTS: Final = 600
 """Bins of rounds, and so points of a curve, at most."""
 SHOWN_ENVS: Final = 16
 """Environments of a task whose seeds are shown, at most."""
 THIRDS: Final = ("early", "middle", "late")
-MEANS: Final = (
-    "mean_return",
-    "clip_fraction",
-    "explained_variance",
-    "kl",
-    "grad_norm",
-    "learning_rate",
-    "steps_planned",
-    "steps_taken",
-)
+MEANS: Final = ("clip_fraction", "explained_variance", "steps_planned", "steps_taken")
 ACTIONS: Final = ("planted", "blending", "aimed", "pruned", "kept")
 """Events that a controller causes; the others follow by themselves."""
 
@@ -46,8 +36,7 @@ Columns = Mapping[str, Floats]
 """Figures by name, one for each bin; NaN is missing."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageSpan:
+class StageSpan(NamedTuple):
     """One stage of a seed, in decisions since its episode began."""
 
     env: int
@@ -59,6 +48,17 @@ class StageSpan:
     end: int
 
 
+class SeedCounts(NamedTuple):
+    """What became of the seeds of one blueprint in one slot, in a third of the run."""
+
+    third: str
+    blueprint: str
+    slot: int
+    planted: int
+    kept: int
+    pruned: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastEpisodes:
     """The seeds of the last complete episode of each environment of a task."""
@@ -68,18 +68,6 @@ class LastEpisodes:
     """Decisions of that episode, by environment."""
     envs: int
     """Environments of the task, shown or not."""
-
-
-@dataclass(frozen=True, slots=True)
-class SeedCounts:
-    """What became of the seeds of one blueprint in one slot, in a third of the run."""
-
-    third: str
-    blueprint: str
-    slot: int
-    planted: int
-    kept: int
-    pruned: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,16 +106,15 @@ class RunData:
 
 def read_run(path: Path) -> RunData:
     """Read a run, also while another process is at work in it."""
-    run = Run.read(path)
+    run, store = Run.read(path), path / STORE
     state = "stopped" if run.finished is None else "finished"
-    store = path / STORE
     try:
         with closing(open_store(store)) as db:
             db.execute("BEGIN")  # all answers as of one moment
             found = _query(db, _configured_tasks(run.config_toml))
-    except (sqlite3.Error, UnicodeDecodeError, ValueError) as error:
-        if isinstance(error, BadInput):
-            raise
+    except BadInput:
+        raise
+    except (sqlite3.Error, ValueError) as error:
         why = str(error).splitlines()[0][:80] if str(error) else "no reason given"
         raise BadInput(
             f"{short(store)} is damaged or of another version: {why}; report another "
@@ -152,6 +139,7 @@ def _configured_tasks(toml: str) -> list[str]:
 
 
 def _query(db: sqlite3.Connection, configured: list[str]) -> dict[str, Any]:
+    """All fields of `RunData` that come from the store."""
     last, steps, seconds, refused = db.execute(
         "SELECT ifnull(max(round), 0), ifnull(max(env_steps), 0), "
         "ifnull(max(seconds), 0.0), ifnull(sum(refused), 0) FROM live_rounds"
@@ -164,14 +152,23 @@ def _query(db: sqlite3.Connection, configured: list[str]) -> dict[str, Any]:
     tasks = [name for name in configured if name in seen]
     tasks += sorted(seen - {*configured})
     bin_of = f"(round - 1) * {POINTS} / {max(last, POINTS)}"
-    means = ", ".join(f"avg({name})" for name in MEANS)
+    means = ", ".join(f"avg({name}) AS {name}" for name in MEANS)
     rounds = _columns(
-        ["round", "env_steps", "seconds", "refused", *MEANS],
-        db.execute(
-            "SELECT avg(round), max(env_steps), max(seconds), sum(refused), "
-            f"{means} FROM live_rounds GROUP BY {bin_of} ORDER BY 1"
-        ).fetchall(),
+        db,
+        "SELECT avg(round) AS round, max(env_steps) AS env_steps, "
+        f"max(seconds) AS seconds, sum(refused) AS refused, {means} "
+        f"FROM live_rounds GROUP BY {bin_of} ORDER BY 1",
     )
+    counts = ", ".join(f"ifnull(sum(what = '{a}'), 0) AS {a}" for a in ACTIONS)
+    actions = _columns(
+        db,
+        f"SELECT {counts} FROM (SELECT DISTINCT {bin_of} AS bin FROM live_rounds) "
+        f"LEFT JOIN (SELECT {bin_of} AS bin, what FROM live_events) USING (bin) "
+        "GROUP BY bin ORDER BY bin",
+    )
+    decisions = np.diff(rounds["env_steps"], prepend=0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = {name: 100.0 * count / decisions for name, count in actions.items()}
     attempts = db.execute(
         "SELECT attempt, started, resumed_after, last_round, rows, versions "
         "FROM attempts ORDER BY attempt"
@@ -186,8 +183,8 @@ def _query(db: sqlite3.Connection, configured: list[str]) -> dict[str, Any]:
         "refused": refused,
         "rounds": rounds,
         "heads": _grouped(db, "head", ("entropy", "kl"), "live_heads", bin_of),
-        "returns": _grouped(db, "task", ('"return"', "added"), "live_episodes", bin_of),
-        "actions": _actions(db, bin_of, rounds),
+        "returns": _grouped(db, "task", ("return", "added"), "live_episodes", bin_of),
+        "actions": {"round": rounds["round"], **shares},
         "last_episodes": _last_episodes(db),
         "seed_counts": _seed_counts(db, last),
         "evaluations": tuple(rows(db, "live_evaluations")),
@@ -198,39 +195,28 @@ def _query(db: sqlite3.Connection, configured: list[str]) -> dict[str, Any]:
     }
 
 
-def _columns(names: list[str], rows: list[tuple[Any, ...]]) -> dict[str, Floats]:
-    """Rows as one array for each name; NULL is NaN."""
-    table = np.array(rows, dtype=np.float64).reshape(len(rows), len(names))
-    return {name: table[:, index] for index, name in enumerate(names)}
+def _columns(db: sqlite3.Connection, query: str, *values: object) -> dict[str, Floats]:
+    """The rows of a query as one array for each column; NULL is NaN."""
+    cursor = db.execute(query, values)
+    names = [column[0] for column in cursor.description]
+    table = np.array(cursor.fetchall(), dtype=np.float64).reshape(-1, len(names))
+    return dict(zip(names, table.T, strict=True))
 
 
 def _grouped(
     db: sqlite3.Connection, key: str, figures: tuple[str, ...], table: str, bin_of: str
 ) -> dict[str, Columns]:
     """Means of some figures in each bin, for each value of a column."""
-    means = ", ".join(f"avg({figure})" for figure in figures)
-    found = db.execute(
-        f"SELECT {key}, avg(round), {means} FROM {table} "
-        f"GROUP BY {key}, {bin_of} ORDER BY {key}, 2"
-    ).fetchall()
-    names = ["round", *(figure.strip('"') for figure in figures)]
+    means = ", ".join(f'avg("{figure}") AS "{figure}"' for figure in figures)
     return {
-        value: _columns(names, [row[1:] for row in found if row[0] == value])
-        for value in dict.fromkeys(row[0] for row in found)
+        value: _columns(
+            db,
+            f"SELECT avg(round) AS round, {means} FROM {table} WHERE {key} = ? "
+            f"GROUP BY {bin_of} ORDER BY 1",
+            value,
+        )
+        for (value,) in db.execute(f"SELECT DISTINCT {key} FROM {table} ORDER BY 1")
     }
-
-
-def _actions(db: sqlite3.Connection, bin_of: str, rounds: Columns) -> Columns:
-    counts = ", ".join(f"sum(what = '{action}')" for action in ACTIONS)
-    found = db.execute(f"SELECT {bin_of}, {counts} FROM live_events GROUP BY 1")
-    known = {row[0]: row[1:] for row in found.fetchall()}
-    bins = db.execute(f"SELECT {bin_of} FROM live_rounds GROUP BY 1 ORDER BY 1")
-    none = (0,) * len(ACTIONS)
-    table = _columns([*ACTIONS], [known.get(index, none) for (index,) in bins])
-    decisions = np.diff(rounds["env_steps"], prepend=0.0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        shares = {name: 100.0 * count / decisions for name, count in table.items()}
-    return {"round": rounds["round"], **shares}
 
 
 def _last_episodes(db: sqlite3.Connection) -> dict[str, LastEpisodes]:
@@ -245,38 +231,34 @@ def _last_episodes(db: sqlite3.Connection) -> dict[str, LastEpisodes]:
         lasts AS MATERIALIZED (SELECT * FROM ends WHERE episode = last),
         last_events AS (
           SELECT v.* FROM live_events AS v JOIN lasts USING (task, env, episode))
-        SELECT e.task, e.env, e.over - e.before, l.slot, l.seed, l.blueprint, l.stage,
+        SELECT e.task, e.over - e.before, e.env, l.slot, l.seed,
+          ifnull(l.blueprint, '?'), l.stage,
           l.from_step - e.before, l.to_step - e.before
         FROM lasts AS e LEFT JOIN ({lives}) AS l USING (task, env, episode)
         ORDER BY e.task, e.env, l.slot, l.from_step"""
     ).fetchall()
-    envs = dict(db.execute("SELECT task, max(env) + 1 FROM live_episodes GROUP BY 1"))
+    envs = db.execute("SELECT task, max(env) + 1 FROM live_episodes GROUP BY 1")
     return {
         task: LastEpisodes(
             spans=tuple(
-                StageSpan(env, slot, seed, blueprint or "?", stage, start, end)
-                for name, env, _, slot, seed, blueprint, stage, start, end in found
-                if name == task and slot is not None
+                StageSpan(*row[2:])
+                for row in found
+                if row[0] == task and row[3] is not None
             ),
-            lengths={row[1]: row[2] for row in found if row[0] == task},
-            envs=envs[task],
+            lengths={row[2]: row[1] for row in found if row[0] == task},
+            envs=count,
         )
-        for task in dict.fromkeys(row[0] for row in found)
+        for task, count in envs
     }
 
 
 def _seed_counts(db: sqlite3.Connection, last: int) -> dict[str, Any]:
-    found = db.execute(
-        "SELECT task, min(2, (round - 1) * 3 / max(?1, 1)), blueprint, slot, "
-        "sum(what = 'planted'), sum(what = 'kept'), sum(what = 'pruned') "
+    found: dict[str, tuple[SeedCounts, ...]] = {}
+    for task, third, *counts in db.execute(
+        "SELECT task, min(2, (round - 1) * 3 / max(?1, 1)), ifnull(blueprint, '?'), "
+        "slot, sum(what = 'planted'), sum(what = 'kept'), sum(what = 'pruned') "
         "FROM live_events GROUP BY 1, 2, 3, 4",
         (last,),
-    ).fetchall()
-    return {
-        task: tuple(
-            SeedCounts(THIRDS[third], blueprint or "?", *counts)
-            for name, third, blueprint, *counts in found
-            if name == task
-        )
-        for task in dict.fromkeys(row[0] for row in found)
-    }
+    ):
+        found[task] = (*found.get(task, ()), SeedCounts(THIRDS[third], *counts))
+    return found

@@ -22,7 +22,6 @@ from esper.experiment.files import Disk, publish, storage
 from esper.experiment.messages import short
 from esper.experiment.statistics import Interval, iqm_interval
 from esper.experiment.summary import (
-    ArmSummary,
     Summary,
     TaskSummary,
     headline,
@@ -31,7 +30,7 @@ from esper.experiment.summary import (
 )
 from esper.report.data import SHOWN_ENVS, RunData, read_run
 from esper.report.plots import STAGES, TaskResults, draw_plots
-from esper.report.style import COLOURS
+from esper.report.style import DARK, LIGHT
 
 PAGE: Final = "report.html"
 PLOTS: Final = "plots"
@@ -53,8 +52,6 @@ STATES: Final = {
     "running": "The run is still going on; this is what it has written so far.",
     "stopped": "The run stopped before its end; it can be resumed.",
 }
-Cell = tuple[str, str]
-"""What a cell of a table shows, and what stands small below it."""
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
@@ -74,12 +71,15 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     file = run / PAGE if out is None else out
     folder = run / PLOTS if out is None else out.with_name(f"{out.stem}-plots")
     _require_writable(file, folder)
-    summary, trouble = None, ""
+    summary, trouble = Summary(tasks=(), aggregate=None, conclusions=()), ""
     try:
         summary = summarise(data.evaluations)
     except BadInput as error:
         trouble = str(error)
-    plots = draw_plots(data, _results(data, summary))
+    # Tables in the order of the configuration.
+    order = {name: index for index, name in enumerate(data.tasks)}
+    tables = sorted(summary.tasks, key=lambda t: order.get(t.task, len(order)))
+    plots = draw_plots(data, _results(data, tables))
     page = (
         _environment()
         .get_template("report.html")
@@ -90,26 +90,14 @@ def write_report(run: Path, out: Path | None = None) -> Path:
             version=__version__,
             mark=MARK,
             sections=SECTIONS,
+            state=STATES[data.state],
             stages=STAGES.values(),
             shown_envs=SHOWN_ENVS,
-            title_line=_title_line(data),
-            tiles=_tiles(data),
-            outcome=headline(summary) if summary else [],
-            tables=_tables(data, summary),
-            cells=_cells,
-            conclusions=summary.conclusions if summary else [],
-            attempts=_attempts(data),
-            machine=[
-                (name, _listed(value) if isinstance(value, list) else value)
-                for name, value in data.versions.items()
-            ],
-            crowded=[
-                f"{task} ({episodes.envs})"
-                for task, episodes in data.last_episodes.items()
-                if episodes.envs > SHOWN_ENVS
-            ],
-            light={name: pair[0] for name, pair in COLOURS.items()},
-            dark={name: pair[1] for name, pair in COLOURS.items()},
+            outcome=headline(summary),
+            tables=[*filter(None, [summary.aggregate]), *tables],
+            conclusions=summary.conclusions,
+            light=LIGHT,
+            dark=DARK,
         )
     )
     disk = Disk()
@@ -146,7 +134,14 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"listed": _listed, "svg": Markup}
+    environment.filters |= {
+        "listed": _listed,
+        "svg": Markup,
+        "number": _number,
+        "bounds": _bounds,
+        "engineering": _engineering,
+        "duration": _duration,
+    }
     return environment
 
 
@@ -162,124 +157,32 @@ def _visible(value: object) -> object:
     )
 
 
-def _title_line(run: RunData) -> str:
-    tasks = _listed(run.tasks) or "no task"
-    if not run.last_round:
-        judged = "were judged" if run.evaluations else "have not been judged yet"
-        return f"Controllers {judged} on {tasks}; none was trained. {STATES[run.state]}"
-    return (
-        f"Tamiyo was trained on {tasks} for {run.last_round:,} "
-        f"round{'s' * (run.last_round != 1)}: {run.env_steps:,} decisions in "
-        f"{_duration(run.seconds)}. {STATES[run.state]}"
-    )
-
-
-def _tiles(run: RunData) -> dict[str, str]:
-    if not run.last_round:
-        hosts = {(row["task"], row["host"]) for row in run.evaluations}
-        arms = {row["controller"] for row in run.evaluations}
-        return {
-            "tasks": str(len(run.tasks)),
-            "controllers": str(len(arms)),
-            "hosts": str(len(hosts)),
-        }
-    speed = run.env_steps / run.seconds if run.seconds else 0.0
-    return {
-        "rounds": f"{run.last_round:,}",
-        "decisions": f"{run.env_steps:,}",
-        "training time": _duration(run.seconds),
-        "decisions per second": f"{speed:,.0f}",
-    }
-
-
-def _ordered(run: RunData, summary: Summary | None) -> list[TaskSummary]:
-    """Tables of the tasks, in the order of the configuration."""
-    order = {name: index for index, name in enumerate(run.tasks)}
-    tables = summary.tasks if summary else ()
-    return sorted(tables, key=lambda table: order.get(table.task, len(order)))
-
-
-def _results(run: RunData, summary: Summary | None) -> dict[str, TaskResults]:
+def _results(run: RunData, tables: Sequence[TaskSummary]) -> dict[str, TaskResults]:
     """Evaluations of each task, as plots show them."""
-    returns: dict[str, dict[int, list[float]]] = defaultdict(dict)
+    returns: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in run.evaluations:
         if row["stage"] == "watched" and is_learned(row["controller"]):
             value = nan if row["return"] is None else row["return"]
-            returns[row["task"]].setdefault(row["round"], []).append(value)
-    periodic = {}
-    for task, rounds in returns.items():
-        known = sorted(rounds)
-        at = np.linspace(0, len(known) - 1, min(len(known), PERIODIC)).round()
-        some = [known[int(index)] for index in at]
-        periodic[task] = [
-            (number, iqm_interval([np.array([rounds[number]])], resamples=1_000))
-            for number in some
-        ]
-    arms = {table.task: table.arms for table in _ordered(run, summary)}
+            returns[row["task"]][row["round"]].append(value)
+    arms = {table.task: table.arms for table in tables}
     return {
-        task: TaskResults(periodic=periodic.get(task, ()), arms=arms.get(task, ()))
-        for task in {**periodic, **arms}
+        task: TaskResults(periodic=_periodic(returns[task]), arms=arms.get(task, ()))
+        for task in {**returns, **arms}
     }
 
 
-def _tables(
-    run: RunData, summary: Summary | None
-) -> list[tuple[str, str, TaskSummary]]:
-    """Title, number of hosts and table: of all tasks, then of each."""
-    tables = [(table.task, table) for table in _ordered(run, summary)]
-    if summary and summary.aggregate:
-        tables.insert(0, ("All tasks together", summary.aggregate))
+def _periodic(returns: dict[int, list[float]]) -> list[tuple[int, Interval]]:
+    known = sorted(returns)
+    at = np.linspace(0, len(known) - 1, min(len(known), PERIODIC)).round()
     return [
-        (title, f"{table.hosts} hosts{' of each task' * (table.tasks > 1)}", table)
-        for title, table in tables
+        (number, iqm_interval([np.array([returns[number]])], resamples=1_000))
+        for number in (known[int(index)] for index in at)
     ]
 
 
-def _cells(arm: ArmSummary) -> list[Cell]:
-    above = arm.above_never
-    comparison: list[Cell] = [("–", "")] * 3
-    if above is not None:
-        comparison = [
-            _interval(above.difference, "+.3f"),
-            (f"{100 * above.improvement.estimate:.0f} %", ""),
-            (f"{above.adjusted:.2g}", "shown" if above.shown else "not shown"),
-        ]
-    return [
-        _interval(arm.returns, ".3f"),
-        _interval(arm.test, ".3f"),
-        _interval(arm.area, ".3f"),
-        (_number(arm.parameters, ".2f", "×"), ""),
-        (_number(arm.macs, ".2f", "×"), ""),
-        (_engineering(arm.training_macs), ""),
-        (_number(arm.seconds, ".2f"), ""),
-        *comparison,
-    ]
-
-
-def _attempts(run: RunData) -> list[list[str]]:
-    found = []
-    for row in run.attempts:
-        resumed, last = row["resumed_after"], row["last_round"]
-        counts = "all of it" if last is None else f"up to round {last}"
-        found.append(
-            [
-                str(row["attempt"]),
-                row["started"].partition("+")[0].replace("T", " "),
-                "the start" if resumed is None else f"round {resumed}",
-                "none of it" if last == 0 else counts,
-                f"{row['rows']:,}",
-                str(row["versions"].get("esper", "")),
-                str(row["versions"].get("torch", "")),
-            ]
-        )
-    return found
-
-
-def _interval(interval: Interval, spec: str) -> Cell:
-    bounds = ""
-    if isfinite(interval.low) and isfinite(interval.high):
-        bounds = f"{_number(interval.low, spec)} to {_number(interval.high, spec)}"
-    return _number(interval.estimate, spec), bounds
+def _bounds(interval: Interval, spec: str) -> str:
+    ends = [_number(end, spec) for end in (interval.low, interval.high)]
+    return "" if "–" in ends else " to ".join(ends)
 
 
 def _number(value: float, spec: str, unit: str = "") -> str:
@@ -306,6 +209,4 @@ def _duration(seconds: float) -> str:
 def _listed(names: Sequence[object]) -> str:
     """Names in a sentence."""
     texts = [str(name) for name in names]
-    if len(texts) < 2:
-        return "".join(texts)
-    return f"{', '.join(texts[:-1])} and {texts[-1]}"
+    return " and ".join([*filter(None, [", ".join(texts[:-1])]), *texts[-1:]])

@@ -1,6 +1,7 @@
 """All plots of a report; what a run has no numbers for is not drawn."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,34 +15,27 @@ from esper.experiment.statistics import Floats, Interval
 from esper.experiment.summary import ArmSummary
 from esper.report.data import Columns, LastEpisodes, RunData, SeedCounts, StageSpan
 from esper.report.style import (
+    LIGHT,
     LINES,
     WIDTH,
-    Number,
     Plot,
-    add_axes,
-    add_rectangle,
-    add_text,
-    label_ends,
-    light,
     new_figure,
     one_line,
     plot_style,
     render,
-    spread,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-DOTS: Final = 150
-"""Rounds that are drawn as dots, at most."""
 BLUEPRINTS: Final = 14
 """Blueprints that are shown; the others are added up."""
 OTHERS: Final = "all others"
 ROW: Final = 26
 """Pixels of one row of a chart of arms or blueprints."""
-LANE, BAR, GAP = 11, 9.5, 6
-"""Pixels of a slot's lane, of a bar in it, and between two environments."""
+LANE: Final = 11
+"""Pixels of a slot's lane; half of them are between two environments."""
 LETTER: Final = 4.6
 """Pixels of a letter on a bar, about."""
 STAGES: Final[Mapping[str, tuple[str, str]]] = {
@@ -73,29 +67,14 @@ class TaskResults:
     """All arms at the end, lowest return first."""
 
     @property
-    def final(self) -> Interval | None:
-        """Return of the policy at the end."""
-        learned = [arm.returns for arm in self.arms if arm.learned]
-        return learned[-1] if learned else None
-
-    @property
-    def levels(self) -> dict[str, ArmSummary]:
-        """Arms that a learning curve is held against, by their labels."""
-        found = {arm.name: arm for arm in self.arms if arm.name in SIMPLE}
-        if (best := self.best) and best.name not in SIMPLE:
-            found[f"{best.name}, best"] = best
-        return found
-
-    @property
     def best(self) -> ArmSummary | None:
         """The highest of those that do not learn."""
         return next((arm for arm in reversed(self.arms) if not arm.learned), None)
 
     def colour(self, arm: ArmSummary) -> str:
         """Of one arm in all plots."""
-        if arm.learned:
-            return "blue"
-        return SIMPLE.get(arm.name, "green" if arm is self.best else "grey")
+        other = "green" if arm is self.best else "grey"
+        return LIGHT["blue" if arm.learned else SIMPLE.get(arm.name, other)]
 
 
 def draw_plots(
@@ -103,50 +82,46 @@ def draw_plots(
 ) -> dict[str, list[Plot]]:
     """All plots of a run, by section of the page."""
     tasks = [*run.tasks, *(task for task in results if task not in run.tasks)]
-    files = {task: f"{index}-{_slug(task)}" for index, task in enumerate(tasks, 1)}
     sections: dict[str, list[Plot]] = {
         name: [] for name in ("comparison", "learning", "seeds", "blueprints", "heads")
     }
     with plot_style():
-        for task in tasks:
-            name, result = files[task], results.get(task, TaskResults())
+        for index, task in enumerate(tasks, 1):
+            name, result = f"{index}-{_slug(task)}", results.get(task, TaskResults())
             if result.arms:
-                sections["comparison"] += [
-                    forest_plot(f"arms-{name}", task, result),
-                    size_scatter(f"size-{name}", task, result),
-                ]
+                plot = forest_plot(f"arms-{name}", task, result)
+                sections["comparison"].append(plot)
             if task in run.returns:
-                sections["learning"].append(
-                    learning_curve(f"learning-{name}", task, run.returns[task], result)
+                plot = learning_curve(
+                    f"learning-{name}", task, run.returns[task], result
                 )
+                sections["learning"].append(plot)
             if task in run.last_episodes:
-                episodes = run.last_episodes[task]
-                sections["seeds"].append(swimlanes(f"seeds-{name}", task, episodes))
-            if task in run.seed_counts:
-                counts = run.seed_counts[task]
+                plot = swimlanes(f"seeds-{name}", task, run.last_episodes[task])
+                sections["seeds"].append(plot)
+            if counts := run.seed_counts.get(task):
                 sections["blueprints"] += [
                     planted_heatmap(f"planted-{name}", task, counts),
                     outcome_bars(f"outcomes-{name}", task, counts),
                 ]
         at = run.actions["round"]
         if sections["blueprints"] and len(at):
-            actions = [(ACTION_LABELS[k], at, run.actions[k]) for k in ACTION_LABELS]
-            grown = [
-                (task, run.returns[task]["round"], run.returns[task]["added"])
+            actions = {ACTION_LABELS[k]: (at, run.actions[k]) for k in ACTION_LABELS}
+            grown = {
+                task: (run.returns[task]["round"], run.returns[task]["added"])
                 for task in tasks
                 if task in run.returns
-            ]
+            }
             sections["blueprints"] += [
                 line_plot("actions", "Actions per hundred decisions", actions),
                 line_plot("grown", "Parameters added by the end, in multiples", grown),
             ]
-        order = [*HEAD_NAMES, *run.heads]
-        heads = {head: run.heads[head] for head in order if head in run.heads}
+        heads = [h for h in dict.fromkeys((*HEAD_NAMES, *run.heads)) if h in run.heads]
         for figure, title in (
             ("entropy", "Entropy of each head"),
             ("kl", "KL of each head in an update"),
         ):
-            lines = [(head, one["round"], one[figure]) for head, one in heads.items()]
+            lines = {h: (run.heads[h]["round"], run.heads[h][figure]) for h in heads}
             if lines:
                 sections["heads"].append(line_plot(figure, title, lines))
         sections["updates"] = _update_plots(run)
@@ -163,200 +138,153 @@ def _update_plots(run: RunData) -> list[Plot]:
     with np.errstate(divide="ignore", invalid="ignore"):
         speed = np.where(seconds > 0.0, steps / seconds, np.nan)
         taken = rounds["steps_taken"] / rounds["steps_planned"]
-    title = "Share of steps that were clipped"
-    clipped, explained = rounds["clip_fraction"], rounds["explained_variance"]
-    plots = [
-        update_plot("clipped", title, at, clipped, healthy=(0.02, 0.3)),
-        update_plot("explained", "Explained variance of returns", at, explained),
-        update_plot("taken", "Share of planned optimiser steps taken", at, taken),
-        update_plot("speed", "Decisions per second", at, speed),
+    explained, clipped = rounds["explained_variance"], rounds["clip_fraction"]
+    return [
+        line_plot(name, title, {title: (at, values)}, healthy)
+        for name, title, values, healthy in (
+            ("clipped", "Share of steps that were clipped", clipped, (0.02, 0.3)),
+            ("explained", "Explained variance of returns", explained, None),
+            ("taken", "Share of planned optimiser steps taken", taken, None),
+            ("speed", "Decisions per second", speed, None),
+            ("refused", "Refused steps", rounds["refused"], None),
+        )
+        if name != "refused" or run.refused
     ]
-    if run.refused:
-        plots.append(update_plot("refused", "Refused steps", at, rounds["refused"]))
-    return plots
 
 
 def forest_plot(name: str, task: str, results: TaskResults) -> Plot:
-    """The return of every arm with its interval, the best on top."""
+    """Return, test score and size of every arm, the best on top."""
     ordered = results.arms[::-1]
-    title = f"Return on {one_line(task, 24)}, 95 % intervals"
-    figure = new_figure(title, WIDTH, 64 + ROW * len(ordered))
-    axes = add_axes(figure, left=104, right=14)
+    title = f"Controllers on {one_line(task, 24)}, 95 % intervals"
+    figure = new_figure(title, 84 + ROW * len(ordered))
+    returns, test, size = figure.subplots(1, 3, sharey=True)
     for row, arm in enumerate(ordered):
-        at, colour = arm.returns, results.colour(arm)
-        axes.plot([at.low, at.high], [row, row], color=light(colour), lw=2.2)
-        _point(axes, at.estimate, row, colour)
-    _rows(axes, [one_line(arm.name, 16) for arm in ordered])
-    axes.margins(x=0.04)
-    axes.grid(visible=True, axis="x")
-    values = ", ".join(f"{one_line(arm.name)} {arm.returns:.3f}" for arm in ordered)
-    return render(figure, name, f"{title}: {values}.")
-
-
-def size_scatter(name: str, task: str, results: TaskResults) -> Plot:
-    """Test score with its interval against parameters."""
-    title = f"Test score on {one_line(task, 18)} against size"
-    figure = new_figure(title, WIDTH, 290)
-    axes = add_axes(figure, right=84, bottom=42)
-    for arm in results.arms:
-        at, colour = arm.test, results.colour(arm)
-        _point(axes, arm.parameters, at.estimate, colour, bounds=at)
-    axes.margins(x=0.12, y=0.1)
-    axes.set_xlim(left=min(0.9, axes.get_xlim()[0]))
-    axes.set_xlabel("parameters, in multiples of the host's", labelpad=4)
-    box = axes.get_window_extent()
-    ordered = sorted(results.arms, key=lambda arm: arm.test.estimate)
-    points = [(arm.parameters, arm.test.estimate) for arm in ordered]
-    levels = [float(axes.transData.transform(point)[1]) for point in points]
-    heights = spread(levels, 12.0, box.y0, box.y1)
-    for arm, point, level, height in zip(ordered, points, levels, heights, strict=True):
-        colour = results.colour(arm).replace("grey", "muted")
-        offset = (9, height - level + 7 * (height == level))
-        add_text(axes, one_line(arm.name, 16), point, offset, colour=colour)
+        colour = results.colour(arm)
+        for axes, at in ((returns, arm.returns), (test, arm.test)):
+            axes.plot([at.low, at.high], [row, row], color=colour)
+            axes.plot(at.estimate, row, "o", color=colour)
+        size.plot(arm.parameters, row, "o", color=colour)
+    for axes, label in ((returns, "return"), (test, "test score"), (size, "size, ×")):
+        _rows(axes, [one_line(arm.name, 16) for arm in ordered])
+        axes.set_title(label)
+        axes.grid(visible=True, axis="x")
+        axes.locator_params(axis="x", nbins=3)
+        axes.margins(x=0.1)
+    size.axvline(1.0, color=LIGHT["muted"], lw=0.8)
     values = ", ".join(
-        f"{one_line(arm.name)} {arm.test.estimate:.3f} at "
-        f"{arm.parameters:.2g} times the host"
-        for arm in results.arms
+        f"{one_line(arm.name)} {arm.returns:.3f}, test score {arm.test.estimate:.3f} "
+        f"at {arm.parameters:.2g} times the host"
+        for arm in ordered
     )
-    return render(figure, name, f"{title}: {values}.")
+    return render(figure, name, f"Return on {one_line(task, 24)}: {values}.")
 
 
 def learning_curve(
     name: str, task: str, returns: Columns, results: TaskResults
 ) -> Plot:
     """Returns of a task over rounds, beside what others reach."""
-    figure = new_figure(f"Return on {one_line(task, 32)}", WIDTH, 270)
-    axes = add_axes(figure, right=118)
-    labels = []
-    for label, arm in results.levels.items():
-        name_of, level = results.colour(arm), arm.returns
-        colour = light(name_of)
-        axes.axhspan(level.low, level.high, color=colour, alpha=0.07, lw=0)
-        axes.axhline(level.estimate, color=colour, lw=1.2, ls=(0, (4, 3)))
-        labels.append((level.estimate, one_line(label, 18), name_of))
+    figure = new_figure(f"Return on {one_line(task, 32)}", 290)
+    axes = figure.subplots()
     rounds, mean = returns["round"], returns["return"]
-    if len(rounds):
-        _each_round(axes, rounds, mean, "grey")
-        smooth = smoothed(mean)
-        axes.plot(rounds, smooth, color=light("muted"))
-        if np.isfinite(smooth[-1]):
-            labels.append((float(smooth[-1]), "training", "muted"))
-    last = float(rounds[-1]) if len(rounds) else 1.0
-    for number, at in results.periodic:
-        _point(axes, number, at.estimate, "blue", bounds=at, size=6)
-    final = results.final
-    if final is not None:
-        # A little to the right, so that it does not hide the last round.
-        _point(axes, last * 1.03, final.estimate, "blue", bounds=final, marker="D")
-        labels.append((final.estimate, "Tamiyo, at the end", "blue"))
-    elif results.periodic:
-        level = results.periodic[-1][1]
-        labels.append((level.estimate, "Tamiyo, same hosts", "blue"))
-    _round_axis(axes, last * (1.06 if final is not None else 1.0))
-    axes.margins(y=0.08)
-    label_ends(axes, labels)
-    span = f"from {_first(mean)} to {_first(mean[::-1])}" if len(rounds) else "absent"
+    axes.plot(rounds, mean, ".", color=LIGHT["grey"], alpha=0.45, mew=0)
+    axes.plot(rounds, smoothed(mean), color=LIGHT["muted"], label="training")
+    levels = [arm for arm in results.arms if arm.name in SIMPLE or arm is results.best]
+    for arm in levels:
+        level, colour = arm.returns, results.colour(arm)
+        axes.axhspan(level.low, level.high, color=colour, alpha=0.07, lw=0)
+        label = one_line(arm.name, 18) + ", best" * (arm.name not in SIMPLE)
+        axes.axhline(level.estimate, color=colour, lw=1.2, ls="--", label=label)
+    points = [(number, at, "o", 5) for number, at in results.periodic]
+    final = [arm.returns for arm in results.arms if arm.learned][-1:]
+    # A little to the right, so that it does not hide the last round.
+    points += [(rounds.max(initial=1.0) * 1.03, at, "D", 7) for at in final]
+    for number, at, marker, size in points:
+        axes.plot([number] * 2, [at.low, at.high], color=LIGHT["blue"], lw=1.3)
+        label = "Tamiyo, at the end" if final else "Tamiyo, same hosts"
+        axes.plot(
+            number,
+            at.estimate,
+            marker,
+            color=LIGHT["blue"],
+            ms=size,
+            label=label if at is points[-1][1] else None,
+        )
+    _round_axis(figure, axes)
     alt = (
-        f"Learning curve on {one_line(task)}: mean return of training episodes {span}; "
-        f"{len(results.periodic)} evaluations in between; levels of "
-        f"{', '.join(map(one_line, results.levels)) or 'no other arm'}."
+        f"Learning curve on {one_line(task)}: mean return of training episodes from "
+        f"{_first(mean)} to {_first(mean[::-1])}; {len(results.periodic)} evaluations "
+        f"in between; levels of "
+        f"{', '.join(one_line(arm.name) for arm in levels) or 'no other arm'}."
     )
     return render(figure, name, alt)
 
 
-def update_plot(
+def line_plot(
     name: str,
     title: str,
-    rounds: Floats,
-    values: Floats,
+    lines: Mapping[str, tuple[Floats, Floats]],
     healthy: tuple[float, float] | None = None,
 ) -> Plot:
-    """One figure of the PPO update over rounds; the green band is healthy."""
-    from matplotlib.ticker import MaxNLocator
-
-    figure = new_figure(title, WIDTH, 170)
-    axes = add_axes(figure, right=48)
-    if healthy is not None:
-        axes.axhspan(*healthy, color=light("green"), alpha=0.1, lw=0)
-    _each_round(axes, rounds, values, "blue")
-    axes.plot(rounds, smoothed(values), color=light("blue"))
-    _round_axis(axes, float(rounds[-1]))
-    axes.margins(y=0.12)
-    low, high = axes.get_ylim()
-    if name != "explained":  # the only figure that may be negative
-        axes.set_ylim(bottom=0.0)
-    elif high - low < 1e-6:  # do not zoom in on the rounding of a constant
-        axes.set_ylim(low - 0.1, high + 0.1)
-    axes.yaxis.set_major_locator(MaxNLocator(4))
-    ends = f"{_first(values)} at first, {_first(values[::-1])} at last"
-    return render(figure, name, f"{title} over rounds: {ends}.")
-
-
-def line_plot(
-    name: str, title: str, lines: Sequence[tuple[str, Floats, Floats]]
-) -> Plot:
-    """Several curves from zero on, each with its name at its end.
+    """Curves over rounds, smoothed, with the rounds themselves as dots.
 
     Args:
         name: Of the files.
         title: What is drawn.
-        lines: Name, rounds and values of each.
+        lines: Rounds and values by name; one alone is what the title says.
+        healthy: The usual range, a green band.
     """
-    figure = new_figure(title, WIDTH, 270)
-    axes = add_axes(figure, right=104)
-    labels, ends, last = [], [], 1.0
-    for index, (label, rounds, values) in enumerate(lines):
-        colour, line = LINES[index % len(LINES)], smoothed(values)
-        axes.plot(rounds, values, color=light(colour), lw=0.7, alpha=0.3)
-        axes.plot(rounds, line, color=light(colour))
-        last = max(last, float(rounds[-1]))
-        if np.isfinite(line[-1]):
-            labels.append((float(line[-1]), one_line(label, 14), colour))
-        ends.append(f"{one_line(label)} {_first(line[-1:])}")
-    _round_axis(axes, last)
-    axes.margins(y=0.06)
-    axes.set_ylim(bottom=0)
-    label_ends(axes, labels)
-    return render(figure, name, f"{title}, over rounds; at the end: {', '.join(ends)}.")
+    figure = new_figure(title, 170 if len(lines) == 1 else 290)
+    axes = figure.subplots()
+    if healthy is not None:
+        axes.axhspan(*healthy, color=LIGHT["green"], alpha=0.1, lw=0)
+    ends = []
+    for index, (label, (rounds, values)) in enumerate(lines.items()):
+        colour, line = LIGHT[LINES[index % len(LINES)]], smoothed(values)
+        axes.plot(rounds, values, ".", color=colour, ms=4, alpha=0.3, mew=0)
+        axes.plot(rounds, line, color=colour, label=one_line(label, 18))
+        ends.append(f"{one_line(label)} {_first(values)} to {_first(line[::-1])}")
+    low, high = axes.get_ylim()
+    if low >= 0.0 or name != "explained":  # the only figure that may be negative
+        axes.set_ylim(bottom=0.0)
+    elif high - low < 1e-6:  # do not zoom in on the rounding of a constant
+        axes.set_ylim(low - 0.1, high + 0.1)
+    _round_axis(figure, axes, legend=len(lines) > 1)
+    return render(figure, name, f"{title} over rounds: {', '.join(ends)}.")
 
 
 def planted_heatmap(name: str, task: str, counts: Sequence[SeedCounts]) -> Plot:
     """Share of seeds by blueprint and slot, in the first and the last rounds."""
     order = _blueprint_rows(counts)
     slots = sorted({count.slot for count in counts})
-    title = f"Planted on {one_line(task, 32)}"
-    figure = new_figure(title, WIDTH, 88 + ROW * len(order))
-    width, most = (WIDTH - 128) / 2, []
-    for left, third, label in (
-        (104, "early", "first third of the rounds"),
-        (104 + width + 18, "late", "last third"),
+    title = f"Planted on {one_line(task, 32)}, in % by slot"
+    figure = new_figure(title, 84 + ROW * len(order))
+    most = []
+    for axes, third, label in zip(
+        figure.subplots(1, 2, sharey=True),
+        ("early", "late"),
+        ("first third of the rounds", "last third"),
+        strict=True,
     ):
-        axes = add_axes(figure, left=left, right=WIDTH - left - width, top=58)
-        cells = {(row, slot): 0 for row in order for slot in slots}
+        cells: Counter[tuple[str, int]] = Counter()
         for count in counts:
             if count.third == third:
                 cells[_row(count, order), count.slot] += count.planted
-        total, largest = max(1, sum(cells.values())), max(1, *cells.values())
+        total, largest = max(1, cells.total()), max(1, *cells.values(), 1)
         for (row, slot), planted in cells.items():
             if planted:
                 x, y = slots.index(slot), order.index(row)
                 # Behind text: at full strength it could not be read.
                 alpha = 0.06 + 0.6 * planted / largest
-                add_rectangle(
-                    axes, (x - 0.47, y - 0.45), (0.94, 0.9), "blue", alpha=alpha
-                )
+                axes.barh(y, 0.94, 0.9, x - 0.47, color=LIGHT["blue"], alpha=alpha)
                 share = f"{100 * planted / total:.0f}"
-                add_text(axes, share, (x, y), size=9.5, align="center")
-        _rows(axes, order if third == "early" else [""] * len(order))
+                axes.text(x, y, share, ha="center", va="center_baseline")
+        _rows(axes, order)
         axes.set_xlim(-0.5, len(slots) - 0.5)
         axes.set_xticks(range(len(slots)), map(str, slots))
-        axes.set_xlabel("slot; shares in %", labelpad=2)
-        axes.spines["bottom"].set_visible(False)
-        axes.tick_params(axis="x", length=0)
-        axes.set_title(label, size=10.5, color=light("muted"), loc="left", pad=6)
-        row, slot = max(cells, key=lambda cell: cells[cell])
-        share = f"{100 * cells[row, slot] / total:.0f} %"
-        most.append(f"{label}: most often {row} in slot {slot}, {share}")
+        axes.set_title(label)
+        for (row, slot), planted in cells.most_common(1):
+            share = f"{100 * planted / total:.0f} %"
+            most.append(f"{label}: most often {row} in slot {slot}, {share}")
     alt = f"Share of seeds planted on {one_line(task)}; {'; '.join(most)}."
     return render(figure, name, alt)
 
@@ -364,39 +292,32 @@ def planted_heatmap(name: str, task: str, counts: Sequence[SeedCounts]) -> Plot:
 def outcome_bars(name: str, task: str, counts: Sequence[SeedCounts]) -> Plot:
     """Shares of each blueprint's seeds that were kept, pruned, or neither."""
     order = _blueprint_rows(counts)
-    title = f"Outcome of seeds on {one_line(task, 24)}"
-    figure = new_figure(title, WIDTH, 88 + ROW * len(order))
-    axes = add_axes(figure, left=104, right=52, top=58)
-    totals = {row: [0, 0, 0] for row in order}
+    title = f"Outcome of seeds on {one_line(task, 24)}, in %"
+    figure = new_figure(title, 84 + ROW * len(order))
+    axes = figure.subplots()
+    numbers = np.zeros((3, len(order)))
     for count in counts:
-        total = totals[_row(count, order)]
-        total[0] += count.kept
-        total[1] += count.planted - count.kept - count.pruned
-        total[2] += count.pruned
-    outcomes = (("kept", "kept"), ("neither", "training"), ("pruned", "cooling"))
-    for row, numbers in enumerate(totals.values()):
-        start, planted = 0.0, max(1, sum(numbers))
-        for number, (_, colour) in zip(numbers, outcomes, strict=True):
-            share = 100 * number / planted
-            add_rectangle(axes, (start, row - 0.35), (share, 0.7), colour)
-            if share >= 9:
-                middle = (start + share / 2, row)
-                add_text(axes, f"{share:.0f}", middle, size=9.5, align="center")
-            start += share
-        add_text(axes, f"{sum(numbers):,}", (100, row), (6, 0), colour="muted", size=10)
-    top = (0, 1)
-    for index, (label, colour) in enumerate(outcomes):
-        x = 70 * index
-        where = "axes fraction"
-        add_text(axes, "■", top, (x, 12), where=where, colour=colour, size=13)
-        add_text(axes, label, top, (x + 15, 12), where=where, colour="muted")
-    _rows(axes, order)
+        neither = count.planted - count.kept - count.pruned
+        numbers[:, order.index(_row(count, order))] += count.kept, neither, count.pruned
+    planted = numbers.sum(axis=0)
+    shares = 100 * numbers / np.maximum(planted, 1)
+    starts = np.cumsum(shares, axis=0) - shares
+    for label, colour, share, start in zip(
+        ("kept", "neither", "pruned"),
+        ("kept", "training", "cooling"),
+        shares,
+        starts,
+        strict=True,
+    ):
+        bars = axes.barh(
+            range(len(order)), share, 0.7, start, color=LIGHT[colour], label=label
+        )
+        written = [f"{one:.0f}" if one >= 9 else "" for one in share]
+        axes.bar_label(bars, written, label_type="center")
+    _rows(axes, [f"{row} ({n:,.0f})" for row, n in zip(order, planted, strict=True)])
     axes.set_xlim(0, 100)
-    axes.set_xticks([0, 50, 100], ["0", "50", "100 %"])
-    kept = [
-        f"{row} {100 * numbers[0] / max(1, sum(numbers)):.0f} % kept"
-        for row, numbers in totals.items()
-    ]
+    figure.legend(loc="outside lower left", ncols=3)
+    kept = [f"{row} {s:.0f} % kept" for row, s in zip(order, shares[0], strict=True)]
     return render(figure, name, f"{title}: {', '.join(kept)}.")
 
 
@@ -404,40 +325,36 @@ def swimlanes(name: str, task: str, episodes: LastEpisodes) -> Plot:
     """Stages of every seed: one lane for each slot of each environment."""
     slots = 1 + max((span.slot for span in episodes.spans), default=0)
     envs = sorted(episodes.lengths)
-    pitch = slots * LANE + GAP
-    figure = new_figure(one_line(task, 40), WIDTH, 64 + len(envs) * pitch)
-    axes = add_axes(figure, left=34, right=10)
-    longest = max(1, *episodes.lengths.values())
+    height, longest = slots + 0.5, max(1, *episodes.lengths.values())
+    figure = new_figure(one_line(task, 40), 80 + len(envs) * height * LANE)
+    axes = figure.subplots()
     axes.set_xlim(0, longest)
-    axes.set_ylim(len(envs) * pitch, 0)
-    axes.grid(visible=True, axis="x")
+    axes.set_ylim(len(envs) * height, 0)
     axes.grid(visible=False, axis="y")
-    tops = {env: index * pitch + GAP / 2 for index, env in enumerate(envs)}
-    for env, top in tops.items():
-        for slot in range(slots):
-            size = (episodes.lengths[env], BAR)
-            add_rectangle(axes, (0.0, top + slot * LANE), size, "rule", alpha=0.35)
-    axes.set_yticks([top + slots * LANE / 2 for top in tops.values()], map(str, envs))
-    fraction, offset = "axes fraction", (-6, 8)
-    add_text(axes, "env", (0, 1), offset, where=fraction, colour="muted", align="right")
-    axes.set_xlabel("decision of the episode", labelpad=2)
+    middles = [height * (index + 0.5) for index in range(len(envs))]
+    axes.set_yticks(middles, map(str, envs))
+    axes.set_xlabel("decision of the episode")
+    axes.set_ylabel("env")
+    top = {env: height * index + 0.75 for index, env in enumerate(envs)}
+    for env, length in episodes.lengths.items():
+        lanes = [top[env] + slot for slot in range(slots)]
+        axes.barh(lanes, length, 0.9, color=LIGHT["rule"], alpha=0.35)
     tooltips: dict[str, str] = {}
     for span in episodes.spans:
         gid = f"tip{len(tooltips)}"
         tooltips[gid] = _tooltip(span)
-        colour = STAGES.get(span.stage, ("grey", ""))[0]
-        corner = (span.start, tops[span.env] + span.slot * LANE)
-        size = (span.end - span.start, BAR)
-        add_rectangle(axes, corner, size, colour, edge=0.6, gid=gid)
-    pixels = (WIDTH - 44) / longest
+        colour = LIGHT[STAGES.get(span.stage, ("grey", ""))[0]]
+        at, wide = top[span.env] + span.slot, span.end - span.start
+        axes.barh(at, wide, 0.9, span.start, color=colour, gid=gid)
     seeds = 0
     for _, one in groupby(episodes.spans, lambda s: (s.env, s.slot, s.seed)):
         spans, seeds = [*one], seeds + 1
         first = spans[0]
-        letters = int(((spans[-1].end - first.start) * pixels - 4) / LETTER)
+        share = (spans[-1].end - first.start) / longest
+        letters = int((share * (WIDTH - 44) - 4) / LETTER)
         if letters >= min(4, len(first.blueprint)):
-            at = (first.start, tops[first.env] + first.slot * LANE + BAR / 2)
-            add_text(axes, one_line(first.blueprint, letters), at, (2.5, 0), size=8)
+            text, at = one_line(first.blueprint, letters), top[first.env] + first.slot
+            axes.text(first.start, at, f" {text}", size=8, va="center_baseline")
     kept = sum(span.stage == Stage.FOSSILIZED.name for span in episodes.spans)
     alt = (
         f"Swimlanes of {one_line(task)}: {seeds} seeds in the last episodes of "
@@ -448,14 +365,15 @@ def swimlanes(name: str, task: str, episodes: LastEpisodes) -> Plot:
 
 def smoothed(values: Floats) -> Floats:
     """Mean of the rounds around each, about a tenth of them, without missing ones."""
-    reach = len(values) // 20
+    if not len(values):
+        return values
+    window = np.ones(2 * (len(values) // 20) + 1)
     known = np.isfinite(values)
-    counts = np.concatenate([[0], np.cumsum(known)])
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    at = np.arange(len(values))
-    low, high = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(values))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        means: Floats = (sums[high] - sums[low]) / (counts[high] - counts[low])
+    sums, counts = (
+        np.convolve(np.pad(one, len(window) // 2), window, mode="valid")
+        for one in (np.where(known, values, 0.0), known.astype(np.float64))
+    )
+    means: Floats = np.where(counts > 0.0, sums / np.maximum(counts, 1.0), np.nan)
     return means
 
 
@@ -467,37 +385,12 @@ def _tooltip(span: StageSpan) -> str:
     )
 
 
-def _point(
-    axes: "Axes",
-    x: Number,
-    y: Number,
-    colour: str,
-    *,
-    bounds: Interval | None = None,
-    marker: str = "o",
-    size: Number = 7,
-) -> None:
-    if bounds is not None:
-        axes.plot([x, x], [bounds.low, bounds.high], color=light(colour), lw=1.3)
-    edge = light("background")
-    axes.plot([x], [y], marker, color=light(colour), ms=size, mec=edge, mew=1)
-
-
-def _each_round(axes: "Axes", rounds: Floats, values: Floats, colour: str) -> None:
-    """Every round by itself: a dot, or if they are very many a point of a pale line."""
-    if len(rounds) <= DOTS:
-        axes.plot(rounds, values, "o", color=light(colour), ms=3, alpha=0.45, mew=0)
-    else:
-        axes.plot(rounds, values, color=light(colour), lw=0.7, alpha=0.35)
-
-
-def _round_axis(axes: "Axes", last: float) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_xlim(-0.01 * last - 0.2, max(last, 1.0) + 0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
-    where, offset = "axes fraction", (6, -13)
-    add_text(axes, "round", (1, 0), offset, where=where, colour="muted", va="baseline")
+def _round_axis(figure: "Figure", axes: "Axes", *, legend: bool = True) -> None:
+    axes.locator_params(axis="x", nbins=6, integer=True, min_n_ticks=1)
+    axes.locator_params(axis="y", nbins=5)
+    axes.set_xlabel("round")
+    if legend:
+        figure.legend(loc="outside lower left", ncols=4, fontsize="small")
 
 
 def _rows(axes: "Axes", labels: Sequence[str]) -> None:
@@ -509,12 +402,12 @@ def _rows(axes: "Axes", labels: Sequence[str]) -> None:
 
 def _blueprint_rows(counts: Sequence[SeedCounts]) -> list[str]:
     """Blueprints, the most planted first."""
-    planted: dict[str, int] = {}
-    for count in counts:
-        planted[count.blueprint] = planted.get(count.blueprint, 0) + count.planted
-    ordered = sorted(planted, key=lambda name: (-planted[name], name))
-    rows = [one_line(name, 16) for name in ordered[:BLUEPRINTS]]
-    return [*dict.fromkeys(rows), *([OTHERS] if len(ordered) > BLUEPRINTS else [])]
+    planted: Counter[str] = Counter()
+    for count in sorted(counts, key=lambda count: count.blueprint):
+        planted[count.blueprint] += count.planted
+    names = [name for name, _ in planted.most_common()]
+    rows = [one_line(name, 16) for name in names[:BLUEPRINTS]]
+    return [*dict.fromkeys(rows), *([OTHERS] if len(names) > BLUEPRINTS else [])]
 
 
 def _row(count: SeedCounts, order: Sequence[str]) -> str:

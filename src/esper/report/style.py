@@ -2,27 +2,24 @@
 
 Plots are drawn in the colours of light mode. In an SVG of the page each of them becomes
 `var(--name)`, which the page's CSS sets for both modes; text stays text in the page's
-own font. One unit of a figure is one pixel of the page. Line colours differ for any
-kind of colour vision (after Okabe and Ito 2008).
+own font. Line colours differ for any kind of colour vision (after Okabe and Ito 2008).
 """
 
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Number = int | float
 DPI: Final = 72
 WIDTH: Final = 456
-"""Of a plot, of which two stand side by side on a wide screen."""
+"""Pixels of a plot, of which two stand side by side on a wide screen."""
 
 COLOURS: Final[Mapping[str, tuple[str, str]]] = {
     "background": ("#ffffff", "#15191d"),
@@ -43,38 +40,39 @@ COLOURS: Final[Mapping[str, tuple[str, str]]] = {
     "cooling": ("#c6ccd2", "#474f57"),
 }
 """Every colour in light and dark mode; text stands on the last five."""
+LIGHT: Final = {name: pair[0] for name, pair in COLOURS.items()}
+DARK: Final = {name: pair[1] for name, pair in COLOURS.items()}
 LINES: Final = ("blue", "orange", "green", "purple", "amber", "sky", "grey", "text")
 STYLE: Any = {
-    "font.family": "sans-serif",
-    "font.size": 11,
-    "text.color": COLOURS["text"][0],
+    "font.size": 10.5,
+    "text.color": LIGHT["text"],
     "text.parse_math": False,
-    "axes.edgecolor": COLOURS["rule"][0],
-    "axes.labelcolor": COLOURS["muted"][0],
-    "axes.labelsize": 10.5,
-    "axes.linewidth": 1.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    "axes.edgecolor": LIGHT["rule"],
+    "axes.facecolor": "none",
+    "axes.labelcolor": LIGHT["muted"],
     "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
     "axes.formatter.useoffset": False,
-    "grid.color": COLOURS["rule"][0],
-    "grid.linewidth": 0.8,
-    "xtick.color": COLOURS["rule"][0],
-    "ytick.color": COLOURS["rule"][0],
-    "xtick.labelcolor": COLOURS["muted"][0],
-    "ytick.labelcolor": COLOURS["muted"][0],
-    "xtick.major.size": 3,
-    "ytick.major.size": 0,
-    "ytick.major.pad": 6,
-    "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "round",
+    "axes.titlelocation": "left",
+    "axes.titlesize": "medium",
     "figure.facecolor": "none",
-    "axes.facecolor": "none",
+    "figure.dpi": DPI,
+    "figure.titlesize": 12.5,
+    "figure.titleweight": "bold",
+    "grid.color": LIGHT["rule"],
+    "legend.frameon": False,
+    "legend.labelcolor": LIGHT["muted"],
+    "lines.linewidth": 1.8,
     "svg.fonttype": "none",
     "svg.hashsalt": "esper",
+    "xtick.color": LIGHT["rule"],
+    "xtick.labelcolor": LIGHT["muted"],
+    "ytick.labelcolor": LIGHT["muted"],
+    "ytick.major.size": 0,
 }
 
 
@@ -103,122 +101,19 @@ def plot_style() -> Iterator[None]:
         yield
 
 
-def light(name: str) -> str:
-    """A colour in light mode, as figures are drawn."""
-    return COLOURS[name][0]
-
-
 def one_line(text: object, limit: int = 48) -> str:
     """A name as one short line of visible characters."""
     shown = "".join(sign if sign.isprintable() else "�" for sign in str(text))
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
 
 
-def new_figure(title: str, width: int, height: int) -> "Figure":
+def new_figure(title: str, height: float, width: float = WIDTH) -> "Figure":
     """A figure with nothing but its title; sizes in pixels."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
-    figure.text(0, 1 - 14 / height, title, size=12.5, weight="bold", va="baseline")
+    figure = Figure(figsize=(width / DPI, height / DPI), layout="constrained")
+    figure.suptitle(title, x=0, ha="left")
     return figure
-
-
-def add_axes(
-    figure: "Figure",
-    *,
-    left: Number = 46,
-    right: Number = 12,
-    top: Number = 34,
-    bottom: Number = 30,
-) -> "Axes":
-    """Axes that leave these margins, in pixels."""
-    wide, high = figure.get_size_inches() * DPI
-    size = ((wide - left - right) / wide, (high - top - bottom) / high)
-    return figure.add_axes((left / wide, bottom / high, *size))
-
-
-def add_text(
-    axes: "Axes",
-    text: str,
-    at: tuple[Number, Number],
-    offset: tuple[Number, Number] = (0, 0),
-    *,
-    where: str = "data",
-    colour: str = "text",
-    size: Number = 10.5,
-    align: str = "left",
-    va: str = "center_baseline",
-) -> None:
-    """Text at a point in data or `axes fraction`, moved by pixels."""
-    axes.annotate(
-        text,
-        at,
-        xycoords=where,
-        xytext=offset,
-        textcoords="offset points",
-        ha=align,
-        va=va,
-        size=size,
-        color=light(colour),
-    )
-
-
-def add_rectangle(
-    axes: "Axes",
-    corner: tuple[Number, Number],
-    size: tuple[Number, Number],
-    colour: str,
-    *,
-    alpha: float | None = None,
-    edge: float = 0.0,
-    gid: str | None = None,
-) -> None:
-    """A filled rectangle in data coordinates; limits do not follow it."""
-    from matplotlib.patches import Rectangle
-
-    face, rim = light(colour), light("background")
-    rectangle = Rectangle(corner, *size, fc=face, ec=rim, lw=edge, alpha=alpha, gid=gid)
-    axes.add_artist(rectangle)
-
-
-def spread(
-    heights: Sequence[float], gap: float, low: float, high: float
-) -> list[float]:
-    """Ascending heights moved apart by at least a gap, within bounds if they fit."""
-    moved: list[float] = []
-    for height in heights:
-        wanted = min(max(height, low), high)
-        moved.append(wanted if not moved else max(wanted, moved[-1] + gap))
-    for index in reversed(range(len(moved))):
-        limit = high if index == len(moved) - 1 else moved[index + 1] - gap
-        moved[index] = min(moved[index], limit)
-    return moved
-
-
-def label_ends(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> None:
-    """Write names at the right edge, each at its height or the next free one.
-
-    Args:
-        axes: With their final limits.
-        labels: Height in data, text and colour of each.
-    """
-    box = axes.get_window_extent()
-    ordered = sorted(labels, key=lambda label: label[0])
-    levels = [float(axes.transData.transform((0, y))[1]) for y, _, _ in ordered]
-    heights = spread(levels, 13.0, box.y0 + 4, box.y1 - 4)
-    for (_, text, colour), *ends in zip(ordered, levels, heights, strict=True):
-        level, height = ((end - box.y0) / box.height for end in ends)
-        axes.plot(
-            [1, 1 + 10 / box.width],
-            [level, height],
-            transform=axes.transAxes,
-            clip_on=False,
-            color=light(colour),
-            lw=0.8,
-            scalex=False,
-            scaley=False,
-        )
-        add_text(axes, text, (1, height), (13, 0), where="axes fraction", colour=colour)
 
 
 def render(
@@ -235,19 +130,16 @@ def render(
     vector, raster = io.BytesIO(), io.BytesIO()
     no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(vector, format="svg", metadata=no_metadata)
+    figure.set_layout_engine("none")  # it is laid out, and stays so
+    paper = LIGHT["background"]
     figure.savefig(
-        raster,
-        format="png",
-        dpi=2 * DPI,
-        facecolor=light("background"),
-        metadata={"Software": None},
-        pil_kwargs={"compress_level": 4},
+        raster, dpi=2 * DPI, facecolor=paper, pil_kwargs={"compress_level": 4}
     )
     text = vector.getvalue().decode()
     start = text.index("<svg")
     head, (opening, body) = text[:start], text[start:].split(">", 1)
     # On white, for programs that show transparency as black.
-    ground = f'<rect width="100%" height="100%" fill="{light("background")}"/>'
+    ground = f'<rect width="100%" height="100%" fill="{paper}"/>'
     return Plot(
         name=name,
         alt=alt,
@@ -283,6 +175,6 @@ def _tag(tag: str, name: str, tooltips: Mapping[str, str]) -> str:
     tag = re.sub(r'\bid="', f'id="{name}-', tag)
     tag = re.sub(r'(url\(|href=")#', rf"\1#{name}-", tag)
     tag = re.sub(r" *font-family:[^;\"]*;?", "", tag)
-    for colour, (value, _) in COLOURS.items():
+    for colour, value in LIGHT.items():
         tag = tag.replace(value, f"var(--{colour})")
     return tag
