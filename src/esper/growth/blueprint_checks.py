@@ -4,13 +4,14 @@
     esper.check_blueprint("my_block", model, ["fc1->fc2"], example)
 
 It is tried in every place that it fits of a small host of every layout, or of a copy of
-the user's own: first `SEED_CHECKS` of a seed by itself, then its life in the host. The
-first failure is raised in one line.
+the user's own: first `SEED_CHECKS` of a seed by itself, beginning with those that a
+user's module passes before it is planted, then its life in the host. The first failure
+is raised in one line.
 """
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -21,7 +22,13 @@ from torch.utils._pytree import tree_map
 from esper.contracts.blueprints import Form
 from esper.contracts.errors import BadInput
 from esper.growth.blueprints.geometry import Geometry
-from esper.growth.blueprints.registry import find, first_line, lent_random_state
+from esper.growth.blueprints.registry import (
+    UnsuitableError,
+    find,
+    lent_random_state,
+    try_gradients,
+    try_out,
+)
 from esper.growth.blueprints.seed import build, count_macs, misfit
 from esper.growth.export import export
 from esper.growth.hooks import shadow_gradients
@@ -87,15 +94,13 @@ def _check_place(name: str, host: nn.Module, slot: str, example: Example) -> str
 
     counted = blueprint.form not in ELEMENTWISE
     trial = SeedTrial(make, place.geometry, declared, counted)
-    problems = (
-        f"must {requirement}; {problem}"
-        for requirement, check in SEED_CHECKS.items()
-        if (problem := check(trial))
-    )
-    if problem := next(problems, "") or check_in_host(model, name):
-        raise BadInput(
-            f"blueprint {name!r} {problem} (in {slot!r} of {type(host).__name__})."
-        )
+    try:
+        for check in SEED_CHECKS:
+            check(trial)
+        check_in_host(model, name)
+    except UnsuitableError as error:
+        where = f"(in {slot!r} of {type(host).__name__})"
+        raise BadInput(f"blueprint {name!r} {error} {where}.") from error
     return ""
 
 
@@ -124,83 +129,50 @@ class SeedTrial:
         return seed
 
 
-def zero_at_birth(trial: SeedTrial) -> str:
+def zero_at_birth(trial: SeedTrial) -> None:
     """Not one output differs from zero, in training or evaluation."""
     seed = trial.make(0)
-    inputs = trial.inputs(3)
     for training in (True, False):
-        largest = float(seed.train(training)(inputs).detach().abs().max())
+        largest = float(seed.train(training)(trial.inputs(3)).detach().abs().max())
         if largest != 0.0:
-            return f"its largest output is {largest:g}"
-    return ""
+            raise UnsuitableError(
+                f"must be zero at birth; its largest output is {largest:g}"
+            )
 
 
-def live_gradients(trial: SeedTrial) -> str:
+def live_gradients(trial: SeedTrial) -> None:
     """Some gradients at birth are not zero, and all are finite."""
-    seed = trial.make(0)
-    outputs = seed(trial.inputs(3))
-    (outputs * _normal(outputs.shape, 1)).sum().backward()
-    gradients = [p.grad for p in seed.parameters() if p.grad is not None]
-    if not all(bool(gradient.isfinite().all()) for gradient in gradients):
-        return "some of its gradients are not finite"
-    if not any(bool(gradient.count_nonzero()) for gradient in gradients):
-        return "all its gradients are zero"
-    return ""
+    try_gradients(trial.make(0), trial.geometry)
 
 
-def keeps_shape(trial: SeedTrial) -> str:
-    """Outputs are shaped like the outlet for every batch and every size of image."""
-    seed = trial.perturbed().eval()
-    geometry = trial.geometry
-    wanted = [
-        (batch, geometry.inlet_shape, geometry.outlet_shape) for batch in (1, 2, 3)
-    ]
-    if geometry.inlet_layout.channels_first and geometry.keeps_shape:
-        longer = (geometry.inlet_width, *(n + 3 for n in geometry.inlet_shape[1:]))
-        wanted.append((2, longer, longer))
-    for batch, inlet, outlet in wanted:
-        try:
-            outputs = seed(_normal((batch, *inlet), 2))
-        except Exception as error:
-            return f"it failed on {(batch, *inlet)}: {first_line(error)}"
-        if outputs.shape != (batch, *outlet):
-            return f"it gave {tuple(outputs.shape)} for {(batch, *inlet)}"
-    return ""
+def sound_outputs(trial: SeedTrial) -> None:
+    """Any batch, size of inputs and size of image gives what the outlet takes."""
+    seed, at = trial.perturbed(), trial.geometry
+    places = [at]
+    if at.inlet_layout.channels_first and at.keeps_shape:
+        longer = (at.inlet_width, *(n + 3 for n in at.inlet_shape[1:]))
+        places.append(replace(at, inlet_shape=longer, outlet_shape=longer))
+    with torch.no_grad():
+        for place in places:
+            for scale in (0.0, 1e-3, 1.0, 1e3):
+                try_out(seed, place, training=False, scale=scale)
 
 
-def stays_finite(trial: SeedTrial) -> str:
-    """Small, usual and large inputs give finite outputs."""
-    seed = trial.perturbed().eval()
-    for scale in (0.0, 1e-3, 1.0, 1e3):
-        if not bool(seed(scale * trial.inputs(2)).isfinite().all()):
-            return f"inputs of size {scale:g} gave values that are not finite"
-    return ""
-
-
-def is_independent_of_other_samples(trial: SeedTrial) -> str:
-    """Other samples in the batch do not change a sample's output."""
-    seed = trial.perturbed().eval()
-    one = trial.inputs(3)
-    other = torch.cat([one[:1], 5 * _normal((2, *trial.geometry.inlet_shape), 4)])
-    if not torch.equal(seed(one)[0], seed(other)[0]):
-        return "other samples changed its output"
-    return ""
-
-
-def costs_what_it_declares(trial: SeedTrial) -> str:
+def costs_what_it_declares(trial: SeedTrial) -> None:
     """Declared parameters and multiply-adds are the real ones."""
     seed, (parameters, macs) = trial.make(0).eval(), trial.declared
     actual = sum(parameter.numel() for parameter in seed.parameters())
     if actual != parameters:
-        return f"it declares {parameters} parameters and has {actual}"
+        raise UnsuitableError(f"declares {parameters} parameters and has {actual}")
     counted = count_macs(seed, trial.geometry)
     honest = macs > 0 and macs >= (1.0 - MACS_TOLERANCE) * counted
     if trial.counted:
         honest = honest and macs <= (1.0 + MACS_TOLERANCE) * counted
-    return "" if honest else f"it declares {macs} multiply-adds and does {counted}"
+    if not honest:
+        raise UnsuitableError(f"declares {macs} multiply-adds and does {counted}")
 
 
-def learns(trial: SeedTrial) -> str:
+def learns(trial: SeedTrial) -> None:
     """A seed halves its distance to another one within a few steps of Adam."""
     inputs = trial.inputs(16)
     target = trial.perturbed()(inputs).detach()
@@ -208,66 +180,66 @@ def learns(trial: SeedTrial) -> str:
     optimizer = torch.optim.Adam(seed.parameters(), lr=LEARNING_RATE)
     first = float(F.mse_loss(seed(inputs).detach(), target))
     if first == 0.0:
-        return "it gives zero with any weights"
+        raise UnsuitableError("must learn; it gives zero with any weights")
     for _ in range(LEARNING_STEPS):
         optimizer.zero_grad()
         loss = F.mse_loss(seed(inputs), target)
         if float(loss.detach()) * LEARNING_FACTOR <= first:
-            return ""
+            return
         loss.backward()
         optimizer.step()
-    return (
-        f"its loss went from {first:g} to {float(loss.detach()):g} in {LEARNING_STEPS} "
-        f"steps, less than {LEARNING_FACTOR:g}-fold"
+    raise UnsuitableError(
+        f"must learn; its loss went from {first:g} to {float(loss.detach()):g} in "
+        f"{LEARNING_STEPS} steps, less than {LEARNING_FACTOR:g}-fold"
     )
 
 
-SEED_CHECKS: Final[dict[str, Callable[[SeedTrial], str]]] = {
-    "be zero at birth": zero_at_birth,
-    "have live gradients at birth": live_gradients,
-    "keep the outlet's shape": keeps_shape,
-    "stay finite": stays_finite,
-    "treat samples independently": is_independent_of_other_samples,
-    "cost what it declares": costs_what_it_declares,
-    "learn": learns,
-}
+SEED_CHECKS: Final[tuple[Callable[[SeedTrial], None], ...]] = (
+    zero_at_birth,
+    live_gradients,
+    sound_outputs,
+    costs_what_it_declares,
+    learns,
+)
 
 
-def check_in_host(model: GrowingModel, name: str) -> str:
-    """What is wrong with a seed's life in a host, in words; empty if nothing is."""
+def check_in_host(model: GrowingModel, name: str) -> None:
+    """A seed's life in a host disturbs nothing that it should not."""
     slot, other = model.slots[:2]
     bare, before = model.answer(), _outputs_and_gradients(model)
     model.plant(slot, name, tempo="FAST", alpha_target="MOST")
     model.plant(other, name)
-    if not _equal(before, _outputs_and_gradients(model)):
-        return "changes the host's output or gradients when it is planted"
+    after = _outputs_and_gradients(model)
+    _require(_equal(before, after), "changes the host's output or gradients at birth")
     weights = [t.clone() for t in model.host.state_dict().values()]
     losses = _train(model)
-    if not _equal(weights, [*model.host.state_dict().values()]):
-        return "changes the host while it trains"
-    if min(losses[1:]) >= losses[0]:
-        return "does not lower its shadow loss"
+    kept = _equal(weights, [*model.host.state_dict().values()])
+    _require(kept, "changes the host while it trains")
+    _require(min(losses[1:]) < losses[0], "does not lower its shadow loss")
     model.tick()
     model.prune(other)
     model.tick()
-    if len(model.seeds) > 1 or not _equal(bare, model.answer()):
-        return "leaves something behind when it is pruned"
+    clean = len(model.seeds) == 1 and _equal(bare, model.answer())
+    _require(clean, "leaves something behind when it is pruned")
     for _ in range(2):
         model.advance(slot)
         model.tick()
     before = model.answer()
     model.keep(slot)
     model.tick()
-    if not _equal(before, model.answer()):
-        return "changes the output when it is fossilised"
+    _require(_equal(before, model.answer()), "changes the output when it is kept")
     exported = eval_outputs(export(model), model.example)
     apart = max(
         float((a - b).abs().max() / a.abs().max().clamp(min=1e-30))
         for a, b in zip(before, exported, strict=True)
     )
-    if apart > EXPORT_TOLERANCE:
-        return f"changes the output by {apart:.2g} when it is exported"
-    return ""
+    moved = f"changes the output by {apart:.2g} when it is exported"
+    _require(apart <= EXPORT_TOLERANCE, moved)
+
+
+def _require(fine: bool, problem: str) -> None:
+    if not fine:
+        raise UnsuitableError(problem)
 
 
 def _train(model: GrowingModel) -> list[float]:

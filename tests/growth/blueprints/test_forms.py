@@ -53,7 +53,7 @@ def test_a_form_is_what_its_definition_says(blueprint, geometry):
     params = awake(blueprint.form, blueprint.size, geometry)
     h = double(2, *geometry.inlet_shape)
     apply = FORMS[blueprint.form].apply
-    ours = apply(params, h, geometry, middle(geometry))
+    ours = apply(params, h, geometry, blueprint.size, middle(geometry))
     plain = {name: value.numpy() for name, value in params.items()}
     one = middle_of_one_sample(geometry)
     theirs = [
@@ -75,10 +75,16 @@ def test_many_models_at_once_equal_each_alone(blueprint, geometry):
     weigh = double(3, 2, *geometry.outlet_shape)
     apply, between = FORMS[blueprint.form].apply, middle(geometry)
 
-    together = apply(params, h, geometry, between)
+    together = apply(params, h, geometry, blueprint.size, between)
     alone = torch.stack(
         [
-            apply({k: v[env] for k, v in params.items()}, h[env], geometry, between)
+            apply(
+                {k: v[env] for k, v in params.items()},
+                h[env],
+                geometry,
+                blueprint.size,
+                between,
+            )
             for env in range(3)
         ]
     )
@@ -103,7 +109,7 @@ def test_a_newborn_is_exactly_zero_and_its_last_layer_feels_gradients(
         assert bool(value.count_nonzero()) is not name.startswith("last")
         value.requires_grad_()
     h = torch.randn(3, *geometry.inlet_shape)
-    out = spec.apply(params, h, geometry, middle(geometry))
+    out = spec.apply(params, h, geometry, blueprint.size, middle(geometry))
     assert not out.count_nonzero()
     (out * torch.randn_like(out)).sum().backward()
     # The only hidden unit of a narrow squeeze-excite may be off; its bias never is.
@@ -169,8 +175,8 @@ def test_on_a_sequence_nothing_looks_ahead(blueprint, geometry):
     h = double(2, *geometry.inlet_shape)
     for cut in range(1, geometry.inlet_shape[0]):
         changed = torch.cat([h[:, :cut], double(2, *geometry.inlet_shape)[:, cut:]], 1)
-        was = apply(params, h, geometry, between)
-        now = apply(params, changed, geometry, between)
+        was = apply(params, h, geometry, blueprint.size, between)
+        now = apply(params, changed, geometry, blueprint.size, between)
         assert torch.equal(was[:, :cut], now[:, :cut])
         assert not torch.equal(was[:, cut:], now[:, cut:])
 
@@ -241,7 +247,7 @@ def test_an_adapter_of_a_convolution_is_a_convolution_of_low_rank(case):
     spec = FORMS[Form.LOW_RANK]
     assert spec.fits(geometry, 2) == ""
     params = awake(Form.LOW_RANK, 2, geometry)
-    grown = out + spec.apply(params, h, geometry, nn.Identity())
+    grown = out + spec.apply(params, h, geometry, 2, nn.Identity())
     product = torch.einsum(
         "or,ri...->oi...", params["last"].flatten(1), params["first"]
     )
@@ -312,7 +318,7 @@ def test_widening_is_a_wider_host(kind):
     }
     shapes = {name: tuple(value.shape) for name, value in params.items()}
     assert shapes == spec.shapes(geometry, 3)
-    seed = spec.apply(params, h, geometry, between)
+    seed = spec.apply(params, h, geometry, 3, between)
     with torch.no_grad():
         first.weight[5:], first.bias[5:] = 0.0, 0.0
     torch.testing.assert_close(

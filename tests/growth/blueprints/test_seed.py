@@ -28,7 +28,9 @@ def test_a_seed_is_its_form_with_its_own_weights(planted, geometry):
         nn.init.normal_(parameter)
     h = torch.randn(2, *geometry.inlet_shape, dtype=torch.float64)
     weights = dict(seed.weights.items())
-    expected = FORMS[planted.form].apply(weights, h, geometry, SpanMiddle(geometry))
+    expected = FORMS[planted.form].apply(
+        weights, h, geometry, planted.size, SpanMiddle(geometry)
+    )
     assert torch.equal(seed(h), expected)
     assert seed(h).dtype == torch.float64
     assert seed(h).count_nonzero()

@@ -10,11 +10,11 @@ r"""The forms: families of functions of the tensor at a slot's inlet.
     CONV             a convolution of gelu(h)
     ATTENTION        softmax(q k' / sqrt(d)) v B + b,   q, k, v = norm(h) W
 
-A form says where it fits, which layers it has, what it costs and how it is applied. All
-are zero at birth, by a zero that is their very last operation (`last`), and learn from
-there. On a sequence no form looks ahead: `pool` is the mean up to each position and
-attention is causal. No form looks at other samples of the batch. `apply` takes
-parameters and inputs of one model or, with a leading env axis, of many.
+A form says where it fits, which layers it has, and how they are joined. All are zero at
+birth, by a zero that is their very last operation (`last`), and learn from there. On a
+sequence no form looks ahead: `pool` is the mean up to each position and attention is
+causal. No form looks at other samples of the batch. `apply` takes parameters and inputs
+of one model or, with a leading env axis, of many.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,20 +30,12 @@ from torch import Tensor
 
 from esper.contracts.blueprints import Form
 from esper.growth.blueprints.geometry import Geometry, Kernel, Layout, convolved, spots
-from esper.growth.blueprints.layers import (
-    Layer,
-    Params,
-    axes,
-    convolve,
-    mix,
-    neighbour_layer,
-    neighbours,
-    per_channel,
-    pointwise,
-    pointwise_layer,
-)
+from esper.growth.blueprints.layers import Layer, Params, neighbours, pointwise
 
+Layers = dict[str, Layer]
 Middle = Callable[[Tensor], Tensor]
+Run = Callable[[str, Tensor], Tensor]
+"""Applies one of a form's layers, by name."""
 BOTTLENECK_KERNEL: Final = 3
 MOST_POSITIONS: Final = 1024
 """Positions that attention is offered for."""
@@ -55,334 +47,227 @@ class FormSpec:
 
     fits: Callable[[Geometry, int], str]
     """Empty if it fits there, else why it does not."""
-    layers: Callable[[Geometry, int], dict[str, Layer]]
+    layers: Callable[[Geometry, int], Layers]
     """Its layers by name; the one called `last` begins at zero."""
-    apply: Callable[[Params, Tensor, Geometry, Middle], Tensor]
-    """Parameters, inlet, place and what the host does between two layers (for a
-    widening seed only), to a tensor shaped like the outlet."""
-    further_macs: Callable[[Geometry], int] = lambda geometry: 0
+    join: Callable[[Run, Tensor, Geometry, Middle], Tensor]
+    """From the inlet to a tensor shaped like the outlet, by way of the layers and, for
+    a widening seed, of what the host does between its two layers."""
+    further_macs: Callable[[Geometry], int] = lambda at: 0
     """Multiply-adds per sample outside its layers."""
 
-    def shapes(self, geometry: Geometry, size: int) -> dict[str, tuple[int, ...]]:
+    def apply(
+        self, params: Params, h: Tensor, at: Geometry, size: int, middle: Middle
+    ) -> Tensor:
+        """What the form gives with these parameters."""
+        layers = self.layers(at, size)
+
+        def run(name: str, x: Tensor) -> Tensor:
+            return layers[name].apply(x, params[name], params.get(f"{name}_bias"))
+
+        return self.join(run, h, at, middle)
+
+    def shapes(self, at: Geometry, size: int) -> dict[str, tuple[int, ...]]:
         """Parameter shapes by name; a layer's bias is called `<layer>_bias`."""
         return {
             key: shape
-            for name, layer in self.layers(geometry, size).items()
+            for name, layer in self.layers(at, size).items()
             for key, shape in layer.shapes(name).items()
         }
 
-    def macs(self, geometry: Geometry, size: int) -> int:
+    def macs(self, at: Geometry, size: int) -> int:
         """Multiply-adds per sample."""
-        layers = self.layers(geometry, size).values()
-        return sum(layer.macs for layer in layers) + self.further_macs(geometry)
+        layers = self.layers(at, size).values()
+        return sum(layer.macs for layer in layers) + self.further_macs(at)
 
     def init(
-        self, geometry: Geometry, size: int, generator: torch.Generator
+        self, at: Geometry, size: int, generator: torch.Generator
     ) -> dict[str, Tensor]:
         """First parameters, float32 on the CPU, drawn from `generator` alone."""
         return {
             key: value
-            for name, layer in self.layers(geometry, size).items()
+            for name, layer in self.layers(at, size).items()
             for key, value in layer.init(name, generator).items()
         }
 
 
-# Where forms fit.
+# Where forms fit: empty if they do, else why not.
 
 
-def same_shape_fit(geometry: Geometry, _size: int) -> str:
-    """Why the outlet is not shaped like the inlet, if it is not."""
-    if geometry.keeps_shape:
-        return ""
-    return (
-        "needs an outlet shaped like the inlet, they are "
-        f"{geometry.outlet_shape} and {geometry.inlet_shape}"
-    )
+def same_shape_fit(at: Geometry, _size: int) -> str:
+    """The outlet must be shaped like the inlet."""
+    shapes = f"{at.outlet_shape} and {at.inlet_shape}"
+    wanted = f"needs an outlet shaped like the inlet, they are {shapes}"
+    return "" if at.keeps_shape else wanted
 
 
-def channels_fit(geometry: Geometry, _size: int) -> str:
-    """Why inlet and outlet differ in more than channels, if they do."""
-    same_positions = spots(geometry.inlet_shape, geometry.inlet_layout) == spots(
-        geometry.outlet_shape, geometry.outlet_layout
-    )
-    if geometry.inlet_layout is geometry.outlet_layout and same_positions:
+def channels_fit(at: Geometry, _size: int) -> str:
+    """Inlet and outlet may differ in channels alone."""
+    positions = [
+        spots(at.inlet_shape, at.inlet_layout),
+        spots(at.outlet_shape, at.outlet_layout),
+    ]
+    if at.inlet_layout is at.outlet_layout and positions[0] == positions[1]:
         return ""
     return (
         "needs an inlet and an outlet that differ in channels alone, they are "
-        f"{geometry.inlet_shape} and {geometry.outlet_shape}"
+        f"{at.inlet_shape} and {at.outlet_shape}"
     )
 
 
-def neighbours_fit(geometry: Geometry, size: int) -> str:
-    """Why neighbours cannot be mixed in place, if they cannot."""
-    if geometry.outlet_layout is Layout.VECTOR:
+def neighbours_fit(at: Geometry, size: int) -> str:
+    """There must be positions, which can be mixed in place."""
+    if at.outlet_layout is Layout.VECTOR:
         return "needs positions to mix, the outlet is a vector"
-    if reason := same_shape_fit(geometry, size):
+    if reason := same_shape_fit(at, size):
         return reason
-    if geometry.outlet_layout.channels_first and size % 2 == 0:
+    if at.outlet_layout.channels_first and size % 2 == 0:
         return f"needs an odd kernel to keep the positions, it is {size}"
     return ""
 
 
-def low_rank_fit(geometry: Geometry, size: int) -> str:
-    """Why no adapter fits here, if none does."""
-    kernel = adapted_kernel(geometry)
+def low_rank_fit(at: Geometry, size: int) -> str:
+    """An adapter must end where the layer ends that it is beside."""
+    kernel = adapted_kernel(at)
     if kernel is None:
-        return channels_fit(geometry, size)
-    inlet = spots(geometry.inlet_shape, geometry.inlet_layout)
-    after = convolved(inlet, kernel)
-    if after == spots(geometry.outlet_shape, geometry.outlet_layout):
+        return channels_fit(at, size)
+    after = convolved(spots(at.inlet_shape, at.inlet_layout), kernel)
+    if after == spots(at.outlet_shape, at.outlet_layout):
         return ""
     return (
         f"needs the outlet of the convolution itself, which has positions {after}, "
-        f"the outlet is {geometry.outlet_shape}"
+        f"the outlet is {at.outlet_shape}"
     )
 
 
-def widen_fit(geometry: Geometry, _size: int) -> str:
-    """Why no hidden units can be put here, if none can."""
-    if not geometry.spans:
-        return geometry.why_no_span or "needs two layers to put hidden units between"
-    ends = (
-        ("inlet", geometry.inlet_layout, geometry.inlet_kernel),
-        ("outlet", geometry.outlet_layout, geometry.outlet_kernel),
-    )
-    for name, layout, kernel in ends:
+def widen_fit(at: Geometry, _size: int) -> str:
+    """Hidden units need two layers over channels with channel-wise work between."""
+    if not at.spans:
+        return at.why_no_span or "needs two layers to put hidden units between"
+    for end, layout, kernel in (
+        ("inlet", at.inlet_layout, at.inlet_kernel),
+        ("outlet", at.outlet_layout, at.outlet_kernel),
+    ):
         if layout.channels_first is (kernel is None):
-            return (
-                f"needs a layer over channels at its {name}, which is a "
-                f"{layout.name.lower()}"
-            )
+            what = layout.name.lower()
+            return f"needs a layer over channels at its {end}, which is a {what}"
     return ""
 
 
-def attention_fit(geometry: Geometry, size: int) -> str:
-    """Why `size` heads cannot attend here, if they cannot."""
-    if reason := neighbours_fit(geometry, 1):
+def attention_fit(at: Geometry, size: int) -> str:
+    """`size` heads must share the width of not too many positions."""
+    if reason := neighbours_fit(at, 1):
         return reason
-    if geometry.outlet_positions > MOST_POSITIONS:
-        return (
-            f"attends over at most {MOST_POSITIONS} positions, here are "
-            f"{geometry.outlet_positions}"
-        )
-    if geometry.outlet_width % size:
-        return f"needs a width that {size} heads share, it is {geometry.outlet_width}"
+    if at.outlet_positions > MOST_POSITIONS:
+        found = f"here are {at.outlet_positions}"
+        return f"attends over at most {MOST_POSITIONS} positions, {found}"
+    if at.outlet_width % size:
+        return f"needs a width that {size} heads share, it is {at.outlet_width}"
     return ""
 
 
-# Gates.
+# Their layers.
 
 
-def scale_shift_layers(geometry: Geometry, _size: int) -> dict[str, Layer]:
+def scale_shift_layers(at: Geometry, _size: int) -> Layers:
     """Two numbers per channel."""
-    width, positions = geometry.outlet_width, geometry.outlet_positions
     return {
         "last": Layer(
-            inputs=width, outputs=width, positions=positions, diagonal=True, zero=True
+            inputs=at.outlet_width,
+            outputs=at.outlet_width,
+            positions=at.outlet_positions,
+            diagonal=True,
+            axes_behind=at.outlet_layout.axes_behind,
+            zero=True,
         )
     }
 
 
-def scale_shift(
-    params: Params, h: Tensor, geometry: Geometry, _middle: Middle
-) -> Float[Tensor, "..."]:
-    """Each channel, scaled and shifted."""
-    layout = geometry.outlet_layout
-    scale = per_channel(params["last"], h, layout)
-    return h * scale + per_channel(params["last_bias"], h, layout)
-
-
-def squeeze_excite_layers(geometry: Geometry, size: int) -> dict[str, Layer]:
+def squeeze_excite_layers(at: Geometry, size: int) -> Layers:
     """From the pooled channels to `width / size` and back, once per pool."""
-    width = geometry.outlet_width
+    width = at.outlet_width
     hidden = max(1, width // size)
-    sequence = geometry.outlet_layout is Layout.SEQUENCE
-    pools = geometry.outlet_positions if sequence else 1
+    pools = at.outlet_positions if at.outlet_layout is Layout.SEQUENCE else 1
     return {
         "first": Layer(inputs=width, outputs=hidden, positions=pools),
         "last": Layer(inputs=hidden, outputs=width, positions=pools, zero=True),
     }
 
 
-def squeeze_excite_macs(geometry: Geometry) -> int:
-    """The gate times every channel at every position."""
-    return geometry.outlet_width * geometry.outlet_positions
-
-
-def squeeze_excite(
-    params: Params, h: Tensor, geometry: Geometry, _middle: Middle
-) -> Float[Tensor, "..."]:
-    """Each channel, scaled by a function of all channels' means."""
-    pooled = pool(h, geometry.outlet_layout)
-    hidden = mix(pooled, params["first"], params["first_bias"]).relu()
-    gate = 2 * mix(hidden, params["last"], params["last_bias"]).sigmoid() - 1
-    for _ in range(h.dim() - gate.dim()):
-        gate = gate.unsqueeze(-1)
-    return h * gate
-
-
-def pool(h: Float[Tensor, "..."], layout: Layout) -> Float[Tensor, "..."]:
-    """Mean over the positions, `[..., C]`; per prefix `[..., T, C]` on a sequence."""
-    if layout is Layout.VECTOR:
-        return h
-    if layout is Layout.SEQUENCE:
-        lengths = torch.arange(1, h.shape[-2] + 1, dtype=h.dtype, device=h.device)
-        return h.cumsum(-2) / lengths.unsqueeze(-1)
-    return h.mean(-1) if layout is Layout.SIGNAL else h.mean((-2, -1))
-
-
-# Two maps with something between them.
-
-
-def adapted_kernel(geometry: Geometry) -> Kernel | None:
+def adapted_kernel(at: Geometry) -> Kernel | None:
     """The kernel of the convolution that the slot is beside, if there is one."""
-    return geometry.outlet_kernel if geometry.beside else None
+    return at.outlet_kernel if at.beside else None
 
 
-def low_rank_layers(geometry: Geometry, size: int) -> dict[str, Layer]:
+def low_rank_layers(at: Geometry, size: int) -> Layers:
     """Down to `size` channels as the adapted layer does, and up."""
-    first = pointwise_layer(geometry, geometry.inlet_width, size, bias=False)
-    kernel = adapted_kernel(geometry)
-    if kernel is not None:
-        first = replace(first, kernel=kernel)
-    width = geometry.outlet_width
-    last = pointwise_layer(geometry, size, width, bias=False, zero=True)
-    return {"first": first, "last": last}
+    first = pointwise(at, at.inlet_width, size, bias=False)
+    kernel = adapted_kernel(at)
+    return {
+        "first": first if kernel is None else replace(first, kernel=kernel),
+        "last": pointwise(at, size, at.outlet_width, bias=False, zero=True),
+    }
 
 
-def low_rank(
-    params: Params, h: Tensor, geometry: Geometry, _middle: Middle
-) -> Float[Tensor, "..."]:
-    """Linear, through few channels."""
-    kernel = adapted_kernel(geometry)
-    if kernel is None:
-        down = pointwise(h, params["first"], None, geometry.inlet_layout)
-    else:
-        down = convolve(h, params["first"], None, kernel)
-    return pointwise(down, params["last"], None, geometry.outlet_layout)
-
-
-def widen_layers(geometry: Geometry, size: int) -> dict[str, Layer]:
+def widen_layers(at: Geometry, size: int) -> Layers:
     """A layer like the host's first to `size` units, and one like its second.
 
     A flattened convolution hands each unit to the second layer as `unit_inputs`
     inputs, side by side.
     """
-    positions = geometry.inlet_positions
-    if geometry.inlet_kernel is not None:
-        inlet = spots(geometry.inlet_shape, geometry.inlet_layout)
-        positions = prod(convolved(inlet, geometry.inlet_kernel))
+    positions = at.inlet_positions
+    if at.inlet_kernel is not None:
+        inlet = spots(at.inlet_shape, at.inlet_layout)
+        positions = prod(convolved(inlet, at.inlet_kernel))
     return {
         "first": Layer(
-            inputs=geometry.inlet_width,
+            inputs=at.inlet_width,
             outputs=size,
             positions=positions,
-            kernel=geometry.inlet_kernel,
+            kernel=at.inlet_kernel,
         ),
         "last": Layer(
-            inputs=size * geometry.unit_inputs,
-            outputs=geometry.outlet_width,
-            positions=geometry.outlet_positions,
-            kernel=geometry.outlet_kernel,
+            inputs=size * at.unit_inputs,
+            outputs=at.outlet_width,
+            positions=at.outlet_positions,
+            kernel=at.outlet_kernel,
             bias=False,
             zero=True,
         ),
     }
 
 
-def widen(
-    params: Params, h: Tensor, geometry: Geometry, middle: Middle
-) -> Float[Tensor, "..."]:
-    """What new hidden units would add to the second layer's outputs."""
-    units = _like(h, params["first"], params["first_bias"], geometry.inlet_kernel)
-    return _like(middle(units), params["last"], None, geometry.outlet_kernel)
-
-
-def _like(
-    h: Float[Tensor, "..."],
-    weight: Float[Tensor, "..."],
-    bias: Tensor | None,
-    kernel: Kernel | None,
-) -> Float[Tensor, "..."]:
-    """The host's kind of layer: linear without a kernel, a convolution with one."""
-    return mix(h, weight, bias) if kernel is None else convolve(h, weight, bias, kernel)
-
-
-def residual_mlp_layers(geometry: Geometry, size: int) -> dict[str, Layer]:
+def residual_mlp_layers(at: Geometry, size: int) -> Layers:
     """Two maps over channels."""
     return {
-        "first": pointwise_layer(geometry, geometry.inlet_width, size),
-        "last": pointwise_layer(geometry, size, geometry.outlet_width, zero=True),
+        "first": pointwise(at, at.inlet_width, size),
+        "last": pointwise(at, size, at.outlet_width, zero=True),
     }
 
 
-def residual_mlp(
-    params: Params, h: Tensor, geometry: Geometry, _middle: Middle
-) -> Float[Tensor, "..."]:
-    """A network with one hidden layer at every position."""
-    layout = geometry.outlet_layout
-    hidden = F.gelu(pointwise(h, params["first"], params["first_bias"], layout))
-    return pointwise(hidden, params["last"], params["last_bias"], layout)
-
-
-# Convolutions and attention: forms that mix positions.
-
-
-def depthwise_layers(geometry: Geometry, size: int) -> dict[str, Layer]:
-    """One kernel per channel."""
-    width = geometry.outlet_width
-    return {"last": neighbour_layer(geometry, width, size, groups=width, zero=True)}
-
-
-def depthwise(
-    params: Params, h: Tensor, geometry: Geometry, _middle: Middle
-) -> Float[Tensor, "..."]:
-    """Each channel's neighbours, weighted."""
-    layout, width = geometry.outlet_layout, geometry.outlet_width
-    return neighbours(h, params["last"], params["last_bias"], layout, width)
-
-
-def conv_layers(geometry: Geometry, size: int) -> dict[str, Layer]:
-    """One full convolution."""
-    return {"last": neighbour_layer(geometry, geometry.outlet_width, size, zero=True)}
-
-
-def conv(
-    params: Params, h: Tensor, geometry: Geometry, _middle: Middle
-) -> Float[Tensor, "..."]:
-    """All channels' neighbours after an activation."""
-    layout = geometry.outlet_layout
-    return neighbours(F.gelu(h), params["last"], params["last_bias"], layout)
-
-
-def bottleneck_layers(geometry: Geometry, size: int) -> dict[str, Layer]:
+def bottleneck_layers(at: Geometry, size: int) -> Layers:
     """Down to `size` channels, mix them with their neighbours, and up."""
-    between = Layer(inputs=size, outputs=size)
-    if geometry.outlet_layout is not Layout.VECTOR:
-        between = neighbour_layer(geometry, size, BOTTLENECK_KERNEL)
-    return {
-        "first": pointwise_layer(geometry, geometry.inlet_width, size),
-        "between": between,
-        "last": pointwise_layer(geometry, size, geometry.outlet_width, zero=True),
-    }
+    vector = at.outlet_layout is Layout.VECTOR
+    between = (
+        pointwise(at, size, size) if vector else neighbours(at, size, BOTTLENECK_KERNEL)
+    )
+    first, last = residual_mlp_layers(at, size).values()
+    return {"first": first, "between": between, "last": last}
 
 
-def bottleneck(
-    params: Params, h: Tensor, geometry: Geometry, _middle: Middle
-) -> Float[Tensor, "..."]:
-    """Few channels, mixed with their neighbours."""
-    layout = geometry.outlet_layout
-    down = F.gelu(pointwise(h, params["first"], params["first_bias"], layout))
-    if layout is Layout.VECTOR:
-        mixed = mix(down, params["between"], params["between_bias"])
-    else:
-        mixed = neighbours(down, params["between"], params["between_bias"], layout)
-    return pointwise(F.gelu(mixed), params["last"], params["last_bias"], layout)
+def depthwise_layers(at: Geometry, size: int) -> Layers:
+    """One kernel per channel."""
+    width = at.outlet_width
+    return {"last": neighbours(at, width, size, groups=width, zero=True)}
 
 
-def attention_layers(geometry: Geometry, size: int) -> dict[str, Layer]:
+def conv_layers(at: Geometry, size: int) -> Layers:
+    """One full convolution."""
+    return {"last": neighbours(at, at.outlet_width, size, zero=True)}
+
+
+def attention_layers(at: Geometry, size: int) -> Layers:
     """Queries, keys and values in one matrix, and the output projection."""
-    width, positions = geometry.outlet_width, geometry.outlet_positions
+    width, positions = at.outlet_width, at.outlet_positions
     return {
         "first": Layer(
             inputs=width,
@@ -395,48 +280,85 @@ def attention_layers(geometry: Geometry, size: int) -> dict[str, Layer]:
     }
 
 
-def attention_macs(geometry: Geometry) -> int:
-    """Every position with every other, once for the weights and once for the sum."""
-    return 2 * geometry.outlet_positions**2 * geometry.outlet_width
+# How they are joined, where that takes more than a line.
 
 
-def attention(
-    params: Params, h: Tensor, geometry: Geometry, _middle: Middle
-) -> Float[Tensor, "..."]:
+def squeeze_excite(run: Run, h: Tensor, at: Geometry, _middle: Middle) -> Tensor:
+    """Each channel, scaled by a function of all channels' means."""
+    hidden = run("first", pool(h, at.outlet_layout)).relu()
+    gate = 2 * run("last", hidden).sigmoid() - 1
+    return h * gate.reshape(*gate.shape, *(1,) * (h.dim() - gate.dim()))
+
+
+def pool(h: Float[Tensor, "..."], layout: Layout) -> Float[Tensor, "..."]:
+    """Mean over the positions, `[..., C]`; per prefix `[..., T, C]` on a sequence."""
+    if layout is Layout.VECTOR:
+        return h
+    if layout is Layout.SEQUENCE:
+        lengths = torch.arange(1, h.shape[-2] + 1, dtype=h.dtype, device=h.device)
+        return h.cumsum(-2) / lengths.unsqueeze(-1)
+    return h.mean(-1) if layout is Layout.SIGNAL else h.mean((-2, -1))
+
+
+def attention(run: Run, h: Tensor, at: Geometry, _middle: Middle) -> Tensor:
     """Self-attention over positions; the norm is over channels, without weights."""
-    layout = geometry.outlet_layout
-    x = h
-    if layout.channels_first:
-        x = h.flatten(-axes(layout)).transpose(-1, -2)  # [..., positions, channels]
-    weight = params["first"]
-    heads, depth = weight.shape[-2:]
-    x = F.layer_norm(x, (heads * depth,))
-    lead = x.shape[:-1]
-    triple = mix(x, weight.flatten(-3), None).reshape(-1, lead[-1], 3, heads, depth)
-    queries, keys, values = triple.permute(2, 0, 3, 1, 4)  # [rows, head, pos, depth]
-    causal = layout is Layout.SEQUENCE
+    behind = at.outlet_layout.axes_behind
+    # [..., positions, channels]
+    x = h.flatten(-behind).transpose(-1, -2) if behind else h
+    triple = run("first", F.layer_norm(x, x.shape[-1:]))
+    triple = triple.reshape(-1, *triple.shape[-4:])  # [rows, position, 3, head, depth]
+    queries, keys, values = triple.permute(2, 0, 3, 1, 4)
+    causal = at.outlet_layout is Layout.SEQUENCE
     read = F.scaled_dot_product_attention(queries, keys, values, is_causal=causal)
-    joined = read.transpose(1, 2).reshape(*lead, heads * depth)
-    out = mix(joined, params["last"], params["last_bias"])
-    if layout.channels_first:
-        return out.transpose(-1, -2).reshape(h.shape)
-    return out
+    out = run("last", read.transpose(1, 2).reshape(x.shape))
+    return out.transpose(-1, -2).reshape(h.shape) if behind else out
 
 
 FORMS: Final[Mapping[Form, FormSpec]] = MappingProxyType(
     {
-        Form.SCALE_SHIFT: FormSpec(same_shape_fit, scale_shift_layers, scale_shift),
-        Form.SQUEEZE_EXCITE: FormSpec(
-            same_shape_fit, squeeze_excite_layers, squeeze_excite, squeeze_excite_macs
+        Form.SCALE_SHIFT: FormSpec(
+            same_shape_fit, scale_shift_layers, lambda run, h, *_: run("last", h)
         ),
-        Form.LOW_RANK: FormSpec(low_rank_fit, low_rank_layers, low_rank),
-        Form.DEPTHWISE: FormSpec(neighbours_fit, depthwise_layers, depthwise),
-        Form.WIDEN: FormSpec(widen_fit, widen_layers, widen),
-        Form.RESIDUAL_MLP: FormSpec(channels_fit, residual_mlp_layers, residual_mlp),
-        Form.BOTTLENECK: FormSpec(channels_fit, bottleneck_layers, bottleneck),
-        Form.CONV: FormSpec(neighbours_fit, conv_layers, conv),
+        Form.SQUEEZE_EXCITE: FormSpec(
+            same_shape_fit,
+            squeeze_excite_layers,
+            squeeze_excite,
+            lambda at: at.outlet_width * at.outlet_positions,
+        ),
+        Form.LOW_RANK: FormSpec(
+            low_rank_fit,
+            low_rank_layers,
+            lambda run, h, *_: run("last", run("first", h)),
+        ),
+        Form.DEPTHWISE: FormSpec(
+            neighbours_fit, depthwise_layers, lambda run, h, *_: run("last", h)
+        ),
+        Form.WIDEN: FormSpec(
+            widen_fit,
+            widen_layers,
+            lambda run, h, _, middle: run("last", middle(run("first", h))),
+        ),
+        Form.RESIDUAL_MLP: FormSpec(
+            channels_fit,
+            residual_mlp_layers,
+            lambda run, h, *_: run("last", F.gelu(run("first", h))),
+        ),
+        Form.BOTTLENECK: FormSpec(
+            channels_fit,
+            bottleneck_layers,
+            lambda run, h, *_: run(
+                "last", F.gelu(run("between", F.gelu(run("first", h))))
+            ),
+        ),
+        Form.CONV: FormSpec(
+            neighbours_fit, conv_layers, lambda run, h, *_: run("last", F.gelu(h))
+        ),
         Form.ATTENTION: FormSpec(
-            attention_fit, attention_layers, attention, attention_macs
+            attention_fit,
+            attention_layers,
+            attention,
+            # Every position with every other, once for weights and once for the sum.
+            lambda at: 2 * at.outlet_positions**2 * at.outlet_width,
         ),
     }
 )

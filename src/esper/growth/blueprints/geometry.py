@@ -21,7 +21,12 @@ class Layout(IntEnum):
     @property
     def channels_first(self) -> bool:
         """Whether channels come before positions."""
-        return self in (Layout.SIGNAL, Layout.IMAGE)
+        return self.axes_behind > 0
+
+    @property
+    def axes_behind(self) -> int:
+        """Axes of positions behind the channels."""
+        return {Layout.SIGNAL: 1, Layout.IMAGE: 2}.get(self, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ r"""The affine maps that forms are made of, for one model or for many at once.
     convolution   y = W * x + b      W [outputs, inputs / groups, ...], channels first
     diagonal      y = w x + b        w [outputs]
 
-A `Layer` declares a map: from it follow shapes, multiply-adds and first weights. Every
+From a `Layer` follow shapes, multiply-adds, first weights and what it computes. Every
 tensor may have a leading env axis: weights `[E, ...]` on inputs `[E, B, ...]` give
 what the E single maps would give; the weight's number of axes says which it is. N
 models are one grouped convolution, each a group. On a sequence a convolution is padded
@@ -36,10 +36,14 @@ class Layer:
     """Positions of one sample at which it gives outputs."""
     kernel: Kernel | None = None
     """None for a matrix."""
+    causal: bool = False
+    """Whether it walks along a sequence, channels last, and looks back only."""
     groups: int = 1
     bias: bool = True
     diagonal: bool = False
     """Each channel is scaled by itself."""
+    axes_behind: int = 0
+    """Axes behind the channels of what a diagonal is applied to."""
     split: tuple[int, ...] = ()
     """How a matrix keeps its outputs apart, such as in heads; they multiply to it."""
     zero: bool = False
@@ -83,10 +87,54 @@ class Layer:
             value.uniform_(-bound, bound, generator=generator)
         return params
 
+    def apply(
+        self, h: Float[Tensor, "..."], weight: Float[Tensor, "..."], bias: Tensor | None
+    ) -> Float[Tensor, "..."]:
+        """The map of a tensor; split outputs stay apart on axes of their own."""
+        if self.diagonal:
+            h = h * per_channel(weight, h, self.axes_behind)
+            return h if bias is None else h + per_channel(bias, h, self.axes_behind)
+        if self.split:
+            parts = mix(h, weight.flatten(-len(self.split)), bias)
+            return parts.unflatten(-1, self.split)
+        if self.kernel is None:
+            return mix(h, weight, bias)
+        if not self.causal:
+            return convolve(h, weight, bias, self.kernel, self.groups)
+        past = F.pad(h.transpose(-1, -2), (self.kernel.size[0] - 1, 0))
+        return convolve(past, weight, bias, self.kernel, self.groups).transpose(-1, -2)
 
-def axes(layout: Layout) -> int:
-    """Axes of positions."""
-    return {Layout.VECTOR: 0, Layout.IMAGE: 2}.get(layout, 1)
+
+def pointwise(
+    at: Geometry, inputs: int, outputs: int, *, bias: bool = True, zero: bool = False
+) -> Layer:
+    """Mixes channels at each position: a matrix, or a convolution of size one."""
+    axes = at.outlet_layout.axes_behind
+    return Layer(
+        inputs=inputs,
+        outputs=outputs,
+        positions=at.outlet_positions,
+        kernel=Kernel.same(1, axes) if axes else None,
+        bias=bias,
+        zero=zero,
+    )
+
+
+def neighbours(
+    at: Geometry, width: int, size: int, *, groups: int = 1, zero: bool = False
+) -> Layer:
+    """Mixes neighbouring positions and keeps their number."""
+    causal = at.outlet_layout is Layout.SEQUENCE
+    unpadded = Kernel((size,), (1,), (0,), (1,))
+    return Layer(
+        inputs=width,
+        outputs=width,
+        positions=at.outlet_positions,
+        kernel=unpadded if causal else Kernel.same(size, at.outlet_layout.axes_behind),
+        causal=causal,
+        groups=groups,
+        zero=zero,
+    )
 
 
 def mix(
@@ -126,74 +174,11 @@ def convolve(
     return split.transpose(0, 1)
 
 
-def pointwise(
-    h: Float[Tensor, "..."],
-    weight: Float[Tensor, "..."],
-    bias: Tensor | None,
-    layout: Layout,
-) -> Float[Tensor, "..."]:
-    """Mix channels at each position: a matrix, or a convolution of size one."""
-    if layout.channels_first:
-        return convolve(h, weight, bias, Kernel.same(1, axes(layout)))
-    return mix(h, weight, bias)
-
-
-def neighbours(
-    h: Float[Tensor, "..."],
-    weight: Float[Tensor, "..."],
-    bias: Tensor | None,
-    layout: Layout,
-    groups: int = 1,
-) -> Float[Tensor, "..."]:
-    """Mix neighbouring positions and keep their number; a sequence only looks back."""
-    size = weight.shape[-1]
-    if layout.channels_first:
-        return convolve(h, weight, bias, Kernel.same(size, axes(layout)), groups)
-    past = F.pad(h.transpose(-1, -2), (size - 1, 0))
-    unpadded = Kernel((size,), (1,), (0,), (1,))
-    return convolve(past, weight, bias, unpadded, groups).transpose(-1, -2)
-
-
-def pointwise_layer(
-    geometry: Geometry,
-    inputs: int,
-    outputs: int,
-    *,
-    bias: bool = True,
-    zero: bool = False,
-) -> Layer:
-    """The layer that `pointwise` applies at the positions of the outlet."""
-    layout, positions = geometry.outlet_layout, geometry.outlet_positions
-    kernel = Kernel.same(1, axes(layout)) if layout.channels_first else None
-    return Layer(
-        inputs=inputs,
-        outputs=outputs,
-        positions=positions,
-        kernel=kernel,
-        bias=bias,
-        zero=zero,
-    )
-
-
-def neighbour_layer(
-    geometry: Geometry, width: int, size: int, *, groups: int = 1, zero: bool = False
-) -> Layer:
-    """The layer that `neighbours` applies at the positions of the outlet."""
-    return Layer(
-        inputs=width,
-        outputs=width,
-        positions=geometry.outlet_positions,
-        kernel=Kernel.same(size, axes(geometry.outlet_layout)),
-        groups=groups,
-        zero=zero,
-    )
-
-
 def per_channel(
-    vector: Float[Tensor, "..."], h: Float[Tensor, "..."], layout: Layout
+    vector: Float[Tensor, "..."], h: Float[Tensor, "..."], axes_behind: int
 ) -> Float[Tensor, "..."]:
     """A vector `[C]` or `[E, C]` shaped to be broadcast over the tensor h."""
-    after = axes(layout) if layout.channels_first else 0
-    before = h.dim() - vector.dim() - after
-    shape = (*vector.shape[:-1], *(1,) * before, vector.shape[-1], *(1,) * after)
-    return vector.reshape(shape)
+    before = h.dim() - vector.dim() - axes_behind
+    return vector.reshape(
+        (*vector.shape[:-1], *(1,) * before, vector.shape[-1], *(1,) * axes_behind)
+    )

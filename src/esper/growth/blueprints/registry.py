@@ -45,12 +45,12 @@ class Gated(nn.Module):
         super().__init__()
         self.module = module
         self.gate = nn.Parameter(torch.zeros(width))
-        self.layout = layout
+        self.axes_behind = layout.axes_behind
 
     def forward(self, h: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The module's output times the gate."""
         result: Tensor = self.module(h)
-        return result * per_channel(self.gate, result, self.layout)
+        return result * per_channel(self.gate, result, self.axes_behind)
 
 
 _BUILT_IN: Mapping[str, Blueprint] = MappingProxyType({b.name: b for b in BLUEPRINTS})
@@ -129,15 +129,20 @@ def raise_module(
         try:
             module: nn.Module = _attempt("failed", entry.factory, geometry)
             _check_module(module)
-            zero = _begins_at_zero(module, geometry)
-        except _UnsuitableError as error:
+            # A copy is tried, since a forward in training may change buffers.
+            what = "made a module that cannot be copied"
+            trial: nn.Module = _attempt(what, copy.deepcopy, module)
+            zero = all([try_out(trial, geometry, training=t) for t in (True, False)])
+            if zero:
+                try_gradients(trial, geometry)
+        except UnsuitableError as error:
             raise BadInput(f"Blueprint {name!r} {error}.") from error
     if zero:
         return module
     return Gated(module, geometry.outlet_width, geometry.outlet_layout)
 
 
-class _UnsuitableError(Exception):
+class UnsuitableError(Exception):
     """Why a module cannot be planted, as what its blueprint does or must do."""
 
 
@@ -146,76 +151,54 @@ def _attempt(what: str, call: Callable[[Any], Any], given: object) -> Any:  # no
     try:
         return call(given)
     except Exception as error:
-        raise _UnsuitableError(f"{what}: {first_line(error)}") from error
+        raise UnsuitableError(f"{what}: {first_line(error)}") from error
 
 
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
-        raise _UnsuitableError(
-            f"must make an nn.Module, it made a {type(module).__name__}"
-        )
-    if any(isinstance(p, nn.UninitializedParameter) for p in module.parameters()):
-        raise _UnsuitableError(
-            "made a lazy module; give its layers their sizes from the geometry"
-        )
-    if not any(p.requires_grad and p.numel() for p in module.parameters()):
-        raise _UnsuitableError(
-            "made a module without trainable parameters; it could never learn"
-        )
+        problem = f"must make an nn.Module, it made a {type(module).__name__}"
+    elif any(isinstance(p, nn.UninitializedParameter) for p in module.parameters()):
+        problem = "made a lazy module; give its layers their sizes from the geometry"
+    elif not any(p.requires_grad and p.numel() for p in module.parameters()):
+        problem = "made a module without trainable parameters; it could never learn"
+    else:
+        return
+    raise UnsuitableError(problem)
 
 
-def _begins_at_zero(module: nn.Module, geometry: Geometry) -> bool:
-    """Whether every output of the trial was zero; refuses what cannot be planted."""
-    # The copy is tried, since a forward in training may change buffers.
-    trial = _attempt("made a module that cannot be copied", copy.deepcopy, module)
-    inputs = torch.randn(3, *geometry.inlet_shape)
+def try_out(
+    module: nn.Module, geometry: Geometry, *, training: bool, scale: float = 1.0
+) -> bool:
+    """Whether a module gives nothing but zeros for batches of random inputs.
+
+    Refuses outputs that cannot be added to the outlet, that depend on other samples
+    of the batch, or that are random in eval mode.
+    """
+    module.train(training)
+    inputs = scale * torch.randn(3, *geometry.inlet_shape)
     others = torch.cat([inputs[:1], torch.randn(2, *geometry.inlet_shape)])
     zero = True
-    for mode, training in (("training", True), ("eval", False)):
-        trial.train(training)
-        for batch in (1, 2, 3):
-            result = _run(trial, inputs[:batch], geometry)
-            zero = zero and not bool(result.count_nonzero())
-        seeded = torch.get_rng_state()
-        alone = _run(trial, inputs, geometry)[0]
-        if not training and not torch.equal(seeded, torch.get_rng_state()):
-            raise _UnsuitableError(
-                "draws random numbers in eval mode; draw them in training only"
-            )
-        torch.set_rng_state(seeded)
-        if not torch.equal(alone, _run(trial, others, geometry)[0]):
-            raise _UnsuitableError(
-                "gives a sample another output with other samples in its batch "
-                f"({mode} mode); use a norm over channels instead of one over the batch"
-            )
-    if zero:
-        _check_gradients(trial.train(), inputs, geometry)
+    for batch in (1, 2, 3):
+        zero &= not bool(_run(module, inputs[:batch], geometry).count_nonzero())
+    seeded = torch.get_rng_state()
+    alone = _run(module, inputs, geometry)[0]
+    if not training and not torch.equal(seeded, torch.get_rng_state()):
+        raise UnsuitableError(
+            "draws random numbers in eval mode; draw them in training only"
+        )
+    torch.set_rng_state(seeded)
+    if not torch.equal(alone, _run(module, others, geometry)[0]):
+        raise UnsuitableError(
+            "gives a sample another output with other samples in its batch "
+            f"({'training' if training else 'eval'} mode); use a norm over channels "
+            "instead of one over the batch"
+        )
     return zero
 
 
-def _run(module: nn.Module, inputs: Tensor, geometry: Geometry) -> Tensor:
-    shape, expected = tuple(inputs.shape), (len(inputs), *geometry.outlet_shape)
-    result = _attempt(f"failed on an input of shape {shape}", module, inputs.clone())
-    if not isinstance(result, Tensor):
-        raise _UnsuitableError(f"must give a tensor, it gave a {type(result).__name__}")
-    if tuple(result.shape) != expected:
-        raise _UnsuitableError(
-            f"must give shape {expected} for an input of shape {shape}, it gave "
-            f"{tuple(result.shape)}"
-        )
-    if result.dtype != inputs.dtype or result.device != inputs.device:
-        raise _UnsuitableError(
-            f"must keep {inputs.dtype} on {inputs.device}, it gave {result.dtype} on "
-            f"{result.device}"
-        )
-    if not bool(result.isfinite().all()):
-        raise _UnsuitableError(f"gave values that are not finite for shape {shape}")
-    return result
-
-
-def _check_gradients(module: nn.Module, inputs: Tensor, geometry: Geometry) -> None:
+def try_gradients(module: nn.Module, geometry: Geometry) -> None:
     """A zero at birth must be one that it can leave."""
-    result = _run(module, inputs, geometry)
+    result = _run(module.train(), torch.randn(3, *geometry.inlet_shape), geometry)
     parameters = [p for p in module.parameters() if p.requires_grad]
     gradients: tuple[Tensor | None, ...] = ()
     if result.requires_grad:
@@ -223,12 +206,35 @@ def _check_gradients(module: nn.Module, inputs: Tensor, geometry: Geometry) -> N
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     live = [gradient for gradient in gradients if gradient is not None]
     if not all(bool(gradient.isfinite().all()) for gradient in live):
-        raise _UnsuitableError("has gradients that are not finite")
+        raise UnsuitableError("has gradients that are not finite")
     if not any(bool(gradient.count_nonzero()) for gradient in live):
-        raise _UnsuitableError(
+        raise UnsuitableError(
             "is zero at birth and so are all its gradients; let the zero be its last "
             "operation"
         )
+
+
+def _run(module: nn.Module, inputs: Tensor, geometry: Geometry) -> Tensor:
+    shape, expected = tuple(inputs.shape), (len(inputs), *geometry.outlet_shape)
+    result = _attempt(f"failed on an input of shape {shape}", module, inputs.clone())
+    problem = ""
+    if not isinstance(result, Tensor):
+        problem = f"must give a tensor, it gave a {type(result).__name__}"
+    elif tuple(result.shape) != expected:
+        problem = (
+            f"must give shape {expected} for an input of shape {shape}, it gave "
+            f"{tuple(result.shape)}"
+        )
+    elif (result.dtype, result.device) != (inputs.dtype, inputs.device):
+        problem = (
+            f"must keep {inputs.dtype} on {inputs.device}, it gave {result.dtype} on "
+            f"{result.device}"
+        )
+    elif not bool(result.isfinite().all()):
+        problem = f"gave values that are not finite for shape {shape}"
+    if problem:
+        raise UnsuitableError(problem)
+    return result  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -244,13 +250,13 @@ def _same(one: Factory, other: Factory) -> bool:
     """Whether a factory is the same, or was only defined a second time."""
     if one is other:
         return True
-    marks = [
-        (getattr(f, "__code__", None), getattr(f, "__defaults__", None))
-        for f in (one, other)
-    ]
+    codes, defaults, closures = (
+        [getattr(factory, name, None) for factory in (one, other)]
+        for name in ("__code__", "__defaults__", "__closure__")
+    )
     # A closure may hold other values with the same code.
-    closed = any(getattr(f, "__closure__", None) for f in (one, other))
-    return marks[0][0] is not None and marks[0] == marks[1] and not closed
+    same = codes[0] == codes[1] and defaults[0] == defaults[1]
+    return same and codes[0] is not None and not any(closures)
 
 
 def first_line(error: Exception) -> str:

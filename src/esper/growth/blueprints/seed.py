@@ -38,8 +38,9 @@ class FormSeed(nn.Module):
 
     def forward(self, h: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """What the seed adds to the outlet."""
-        apply = FORMS[self.blueprint.form].apply
-        return apply(dict(self.weights.items()), h, self.geometry, self.middle)
+        weights, size = dict(self.weights.items()), self.blueprint.size
+        form = FORMS[self.blueprint.form]
+        return form.apply(weights, h, self.geometry, size, self.middle)
 
     def extra_repr(self) -> str:
         """The blueprint's name."""
