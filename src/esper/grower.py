@@ -34,7 +34,7 @@ from esper.growth.history import GrowthDecision, from_plain, summary, to_plain
 from esper.growth.hooks import Sample, attach_gradients, shadow_gradients
 from esper.growth.initialisers import find_initialiser
 from esper.growth.measurements import MetricScorer, Track, observe
-from esper.growth.model import GrowingModel
+from esper.growth.model import GrowingModel, NamedOps
 from esper.growth.optimiser import Newborn
 from esper.growth.safety import (
     GovernorConfig,
@@ -43,7 +43,7 @@ from esper.growth.safety import (
     set_random_state,
 )
 from esper.growth.slots import suggest_slots
-from esper.growth.topology import ManualOps, Topology, action_text, refuse_illegal
+from esper.growth.topology import Receipt, Topology, action_text, refuse_illegal
 from esper.growth.tracing import Example
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import Maker, controller_for
@@ -53,7 +53,7 @@ FORMAT: Final = 2
 """Version of what `state_dict` holds."""
 
 
-class Grower(ManualOps):
+class Grower(NamedOps[Receipt]):
     """Grows a host while the user trains it.
 
     Args:
@@ -236,7 +236,8 @@ class Grower(ManualOps):
         op = Op(int(actions[0, HEAD["op"]]))
         why_not = explain_no_planting(observation, masks) if op is Op.WAIT else ""
         said = action_text(actions, self.model.slots, self.model.spec)
-        self.topology.act(actions, self.initialiser)
+        if op is not Op.WAIT:
+            self.topology.act(actions, self.initialiser)
         self._track, self._controller_state = track, state
         self.topology.tick()
         receipts, events = self.topology.collect()
@@ -365,6 +366,14 @@ class Grower(ManualOps):
             self.safety.topology_changed()
 
     # Inside.
+
+    def _op(
+        self, op: Op, slot: str, initialiser: str | None = None, **choices: str
+    ) -> Receipt:
+        actions = self.model.encode(op, slot, **choices)
+        receipt = self.topology.act(actions, initialiser or self.initialiser)
+        self.safety.topology_changed()
+        return receipt
 
     def _pass_training(self) -> None:
         """Without `grower.loss` a seed cannot train beside the host."""

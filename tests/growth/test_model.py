@@ -118,13 +118,13 @@ def train(kind, planting=None, *, steps, prune_at=None):
     model.shadow_losses = []
     model.optimizer = optimizer
     if planting:
-        topology.change(lambda: model.plant(*planting), Op.GERMINATE, planting[0])
+        topology.act(model.encode(Op.GERMINATE, planting[0], blueprint=planting[1]))
     x, y = make_batch(kind, rows=32)
     torch.manual_seed(1)
     for step in range(steps):
         if step == prune_at:
             topology.tick()
-            topology.change(lambda: model.prune(planting[0]), Op.PRUNE, planting[0])
+            topology.act(model.encode(Op.PRUNE, planting[0]))
             topology.tick()
 
         def closure():

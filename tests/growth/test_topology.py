@@ -92,12 +92,12 @@ def test_parameters_join_and_leave_with_their_seed():
     topology = Topology(model, optimizer, Newborn())
     host = len(optimizer.param_groups[0]["params"])
     slot = "first->second#0"
-    receipt = topology.change(lambda: model.plant(slot, "widen_8"), Op.GERMINATE, slot)
+    receipt = topology.act(model.encode(Op.GERMINATE, slot, blueprint="widen_8"))
     assert receipt == Receipt("GERMINATE", slot, "widen_8", 0.0, "zero_out")
     group = optimizer.param_groups[0]["params"]
     assert {id(p) for p in group} == {id(p) for p in model.parameters()}
     topology.tick()
-    topology.change(lambda: model.prune(slot), Op.PRUNE, slot)
+    topology.act(model.encode(Op.PRUNE, slot))
     topology.tick()
     assert len(optimizer.param_groups[0]["params"]) == host
     receipts, events = topology.collect()
@@ -114,9 +114,9 @@ def test_what_is_refused_leaves_the_optimiser_alone():
     before = len(optimizer.param_groups[0]["params"])
     slot = "second#0"
     with pytest.raises(IllegalAction):
-        topology.change(lambda: model.advance(slot), Op.ADVANCE, slot)
+        topology.act(model.encode(Op.ADVANCE, slot))
     with pytest.raises(BadInput):
-        topology.change(lambda: model.plant(slot, "widen_8"), Op.GERMINATE, slot)
+        topology.act(model.encode(Op.GERMINATE, slot, blueprint="widen_8"))
     assert len(optimizer.param_groups[0]["params"]) == before
     assert topology.collect() == ((), ())
 
@@ -129,6 +129,6 @@ def test_an_optimiser_that_cannot_train_a_seed_gives_its_slot_back():
     topology = Topology(model, torch.optim.Muon(matrices), None)
     slot = "second#0"
     with pytest.raises(BadInput, match="Muon trains matrices only"):
-        topology.change(lambda: model.plant(slot, "residual_mlp"), Op.GERMINATE, slot)
+        topology.act(model.encode(Op.GERMINATE, slot, blueprint="residual_mlp"))
     assert model.stage(slot) is Stage.DORMANT
     assert not model.seeds

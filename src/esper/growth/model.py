@@ -10,7 +10,7 @@ nothing has changed then. Time passes only when `tick` is called.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from jaxtyping import Int64
@@ -34,7 +34,60 @@ FORMAT: Final = 2
 """Version of what a saved growing model holds besides weights."""
 
 
-class GrowingModel(nn.Module):
+Done = TypeVar("Done")
+
+
+class NamedOps(Generic[Done]):
+    """The ops of a growing model as calls, by the names of slots and choices."""
+
+    def plant(
+        self,
+        slot: str,
+        blueprint: str,
+        *,
+        style: str = "ADD",
+        tempo: str = "STANDARD",
+        alpha_target: str = "FULL",
+        initialiser: str | None = None,
+    ) -> Done:
+        """Plant a seed; it leaves the output unchanged until it is advanced."""
+        how = {"style": style, "tempo": tempo, "alpha_target": alpha_target}
+        return self._op(Op.GERMINATE, slot, initialiser, blueprint=blueprint, **how)
+
+    def advance(self, slot: str) -> Done:
+        """Move a seed on: from training to blending, from blending to holding."""
+        return self._op(Op.ADVANCE, slot)
+
+    def set_alpha(
+        self,
+        slot: str,
+        target: str,
+        *,
+        speed: str = "FAST",
+        curve: str = "LINEAR",
+        style: str = "ADD",
+    ) -> Done:
+        """Move a seed's alpha to another target."""
+        how = {"alpha_target": target, "alpha_speed": speed, "alpha_curve": curve}
+        return self._op(Op.SET_ALPHA, slot, style=style, **how)
+
+    def prune(
+        self, slot: str, *, speed: str = "INSTANT", curve: str = "LINEAR"
+    ) -> Done:
+        """Fade a seed out; a training seed leaves at the next tick."""
+        return self._op(Op.PRUNE, slot, alpha_speed=speed, alpha_curve=curve)
+
+    def keep(self, slot: str) -> Done:
+        """Fossilise a holding seed: it stays for good."""
+        return self._op(Op.FOSSILIZE, slot)
+
+    def _op(
+        self, op: Op, slot: str, initialiser: str | None = None, **choices: str
+    ) -> Done:
+        raise NotImplementedError
+
+
+class GrowingModel(nn.Module, NamedOps[None]):
     """A host and the seeds in its slots.
 
     Args:
@@ -93,67 +146,18 @@ class GrowingModel(nn.Module):
         """The grown host's answer."""
         return self.host(*args, **kwargs)
 
-    # Ops, by name.
-
-    def plant(
-        self,
-        slot: str,
-        blueprint: str,
-        *,
-        style: str = "ADD",
-        tempo: str = "STANDARD",
-        alpha_target: str = "FULL",
-        initialiser: str = "zero_out",
-    ) -> None:
-        """Plant a seed; it leaves the output unchanged until it is advanced."""
-        action = encode_action(
-            Op.GERMINATE,
-            slot=self.index(slot),
-            blueprint=self._blueprint_index(blueprint),
-            style=style,
-            tempo=tempo,
-            alpha_target=alpha_target,
-        )
-        self.act(action, initialiser)
-
-    def advance(self, slot: str) -> None:
-        """Move a seed on: from training to blending, from blending to holding."""
-        self.act(encode_action(Op.ADVANCE, slot=self.index(slot)))
-
-    def set_alpha(
-        self,
-        slot: str,
-        target: str,
-        *,
-        speed: str = "FAST",
-        curve: str = "LINEAR",
-        style: str = "ADD",
-    ) -> None:
-        """Move a seed's alpha to another target."""
-        action = encode_action(
-            Op.SET_ALPHA,
-            slot=self.index(slot),
-            alpha_target=target,
-            alpha_speed=speed,
-            alpha_curve=curve,
-            style=style,
-        )
-        self.act(action)
-
-    def prune(
-        self, slot: str, *, speed: str = "INSTANT", curve: str = "LINEAR"
-    ) -> None:
-        """Fade a seed out; a training seed leaves at the next tick."""
-        index = self.index(slot)
-        self.act(
-            encode_action(Op.PRUNE, slot=index, alpha_speed=speed, alpha_curve=curve)
-        )
-
-    def keep(self, slot: str) -> None:
-        """Fossilise a holding seed: it stays for good."""
-        self.act(encode_action(Op.FOSSILIZE, slot=self.index(slot)))
-
-    # The same, as a controller's action.
+    def encode(self, op: Op, slot: str, **choices: str) -> Int64[Tensor, "1 head"]:
+        """An action as numbers; heads that are not named are 0."""
+        numbers: dict[str, int | str] = {"slot": self.index(slot), **choices}
+        if "blueprint" in choices:
+            names = [blueprint.name for blueprint in self.spec.blueprints]
+            name = find(choices["blueprint"]).name  # refuses an unknown one
+            if name not in names:
+                raise BadInput(
+                    f"blueprint {name!r} is not among this model's: {', '.join(names)}."
+                )
+            numbers["blueprint"] = names.index(name)
+        return encode_action(op, **numbers)
 
     def act(
         self, actions: Int64[Tensor, "1 head"], initialiser: str = "zero_out"
@@ -354,14 +358,10 @@ class GrowingModel(nn.Module):
             f"for {age} decisions{moving}."
         )
 
-    def _blueprint_index(self, name: str) -> int:
-        names = [blueprint.name for blueprint in self.spec.blueprints]
-        if name not in names:
-            known = find(name).name  # refuses an unknown one with the nearest name
-            raise BadInput(
-                f"blueprint {known!r} is not among this model's: {', '.join(names)}."
-            )
-        return names.index(name)
+    def _op(
+        self, op: Op, slot: str, initialiser: str | None = None, **choices: str
+    ) -> None:
+        self.act(self.encode(op, slot, **choices), initialiser or "zero_out")
 
 
 def encode_action(op: Op, **choices: int | str) -> Int64[Tensor, "1 head"]:

@@ -2,14 +2,12 @@
 
 Every op goes through `Topology`: the model changes, parameters join or leave the
 optimiser, the change of the model's output on its example is measured, and receipts
-and events are kept until they are collected. `ManualOps` are the same ops as calls.
+and events are kept until they are collected.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
 
 from jaxtyping import Int64
 from torch import Tensor, nn
@@ -20,9 +18,6 @@ from esper.contracts.errors import BadInput, IllegalAction
 from esper.contracts.stages import Stage, StageChanged
 from esper.growth.model import GrowingModel
 from esper.growth.optimiser import Newborn, OptimizerSurgery
-
-if TYPE_CHECKING:
-    from esper.growth.safety import Safety
 
 VERBS = {
     Op.ADVANCE: "advance",
@@ -63,16 +58,18 @@ class Topology:
         self.receipts: list[Receipt] = []
         self.events: list[StageChanged] = []
 
-    def change(self, change: Callable[[], None], op: Op, slot: str) -> Receipt:
+    def act(
+        self, actions: Int64[Tensor, "1 head"], initialiser: str = "zero_out"
+    ) -> Receipt:
         """Change a slot, let the optimiser follow, and measure the jump."""
-        index = self.model.index(slot)
+        op, index = Op(int(actions[0, HEAD["op"]])), int(actions[0, HEAD["slot"]])
         before, stages = self.model.answer(), self.model.states.stage
         kind = int(self.model.states.blueprint[0, index])
-        self._follow(change, index)
+        self._follow(lambda: self.model.act(actions, initialiser), index)
         kind = max(kind, int(self.model.states.blueprint[0, index]))
         receipt = Receipt(
             op=op.name,
-            slot=slot,
+            slot=self.model.slots[index],
             blueprint=self.model.spec.blueprints[kind].name if kind >= 0 else "",
             jump=_jump(before, self.model.answer()),
             note=self.model.note if op is Op.GERMINATE else "",
@@ -80,13 +77,6 @@ class Topology:
         self.receipts.append(receipt)
         self._record_stages(stages, op.name)
         return receipt
-
-    def act(self, actions: Int64[Tensor, "1 head"], initialiser: str) -> None:
-        """Carry out a controller's action."""
-        op, slot = Op(int(actions[0, HEAD["op"]])), int(actions[0, HEAD["slot"]])
-        if op is not Op.WAIT:
-            act = partial(self.model.act, actions, initialiser)
-            self.change(act, op, self.model.slots[slot])
 
     def tick(self) -> None:
         """Let one decision pass; a jump of the output gets a receipt."""
@@ -156,43 +146,6 @@ class Topology:
                     reason=reason,
                 )
             )
-
-
-class ManualOps:
-    """The ops of a growing model as calls, with the optimiser following."""
-
-    model: GrowingModel
-    topology: Topology
-    safety: "Safety"
-    initialiser: str
-
-    def plant(self, slot: str, blueprint: str, **options: str) -> Receipt:
-        """Plant a seed now; see `GrowingModel.plant`."""
-        options = {"initialiser": self.initialiser, **options}
-        plant = partial(self.model.plant, slot, blueprint, **options)
-        return self._change(plant, Op.GERMINATE, slot)
-
-    def advance(self, slot: str) -> Receipt:
-        """Move a seed to its next stage; see `GrowingModel.advance`."""
-        return self._change(partial(self.model.advance, slot), Op.ADVANCE, slot)
-
-    def set_alpha(self, slot: str, target: str, **options: str) -> Receipt:
-        """Move alpha to another target; see `GrowingModel.set_alpha`."""
-        move = partial(self.model.set_alpha, slot, target, **options)
-        return self._change(move, Op.SET_ALPHA, slot)
-
-    def prune(self, slot: str, **options: str) -> Receipt:
-        """Fade a seed out; see `GrowingModel.prune`."""
-        return self._change(partial(self.model.prune, slot, **options), Op.PRUNE, slot)
-
-    def keep(self, slot: str) -> Receipt:
-        """Keep a seed for good; see `GrowingModel.keep`."""
-        return self._change(partial(self.model.keep, slot), Op.FOSSILIZE, slot)
-
-    def _change(self, change: Callable[[], None], op: Op, slot: str) -> Receipt:
-        receipt = self.topology.change(change, op, slot)
-        self.safety.topology_changed()
-        return receipt
 
 
 def action_text(

@@ -96,7 +96,7 @@ class Layer:
             return h if bias is None else h + per_channel(bias, h, self.axes_behind)
         if self.split:
             parts = mix(h, weight.flatten(-len(self.split)), bias)
-            return parts.unflatten(-1, self.split)
+            return parts.reshape(*parts.shape[:-1], *self.split)
         if self.kernel is None:
             return mix(h, weight, bias)
         if not self.causal:
