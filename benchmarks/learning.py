@@ -28,8 +28,8 @@ from esper.experiment.progress import Progress
 from esper.experiment.rollout import play
 from esper.experiment.statistics import Floats, Interval, bootstrap, mean_interval
 from esper.experiment.streams import stream
-from esper.experiment.train import loop_of, train
-from esper.experiment.worlds import worlds_of
+from esper.experiment.trainer import Trainer
+from esper.experiment.worlds import steps_of, worlds_of
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tamiyo.rule_based import Never, PromiseGreedy, Random
@@ -100,7 +100,9 @@ def trained_returns(config: TrainConfig) -> Returns:
     """Train one policy; its returns on instances that no training saw."""
     torch.set_num_threads(1)
     (world,) = worlds_of(config)
-    policy = GreedyPolicy(train(world, loop_of(config, world)))
+    trainer = Trainer(world, config, steps_of(config))
+    trainer.run()
+    policy = GreedyPolicy(trainer.policy)
     return {kind: _arms(kind, {"it": policy})["it"] for kind in TITLES}
 
 

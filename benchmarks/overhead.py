@@ -17,12 +17,12 @@ from benchmarks import timing
 from benchmarks.env import Stopwatch
 from benchmarks.round import KEEPING, SMALL, on_the_watch, unjudged
 from benchmarks.timing import Report
-from esper.experiment.callbacks import OnRoundEnd
 from esper.experiment.config import Budget, TrainConfig
 from esper.experiment.presets import DEFAULT, preset
 from esper.experiment.records import RoundRecord
-from esper.experiment.train import Trainer, begin_run, loop_of
-from esper.experiment.worlds import world_for
+from esper.experiment.train import begin_run
+from esper.experiment.trainer import OnRoundEnd, Trainer
+from esper.experiment.worlds import steps_of, world_for
 
 CYCLES = 2
 """Checkpoints that are timed."""
@@ -53,8 +53,7 @@ def measure(config: TrainConfig) -> Kept:
     with TemporaryDirectory() as folder:
         config = unjudged(config, Path(folder))
         last = config.budget.rounds
-        world = world_for(config)
-        alone = Trainer(world, loop_of(config, world))
+        alone = Trainer(world_for(config), config, steps_of(config))
         watch, kept, bare = Stopwatch(), list[float](), list[float]()
         parts: dict[str, float] = {}
         since = 0.0

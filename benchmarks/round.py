@@ -21,12 +21,13 @@ from benchmarks.timing import Report
 from esper.environment import growing
 from esper.environment.growing import GrowingWorld
 from esper.experiment import callbacks, rollout
-from esper.experiment.callbacks import OnRoundEnd, Record
+from esper.experiment.callbacks import Record
 from esper.experiment.checkpoint import CheckpointFolder
 from esper.experiment.config import Budget, Judging, Keeping, TrainConfig, World
 from esper.experiment.records import RoundRecord
 from esper.experiment.store import Store
 from esper.experiment.train import begin_run
+from esper.experiment.trainer import OnRoundEnd
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import TamiyoPolicy

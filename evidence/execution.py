@@ -22,13 +22,13 @@ from typing import Final
 import torch
 
 from esper.contracts.world import VectorWorld
-from esper.experiment.callbacks import OnRoundEnd
 from esper.experiment.config import TrainConfig
 from esper.experiment.evaluate import compile_engine
 from esper.experiment.pretraining import imitation_steps
 from esper.experiment.records import RoundRecord
 from esper.experiment.run import Run
 from esper.experiment.train import begin_run, resume_run
+from esper.experiment.trainer import OnRoundEnd
 from esper.experiment.workers import stopping
 from esper.experiment.worlds import worlds_of
 from evidence import contextual, search

@@ -18,17 +18,10 @@ from pydantic import Field
 
 from esper.environment.growing import OFFERED
 from esper.environment.settings import as_range
-from esper.experiment.config import (
-    BlueprintName,
-    TrainConfig,
-    World,
-    construct,
-    one_of,
-    settings,
-    table_of,
-)
+from esper.experiment.config import BlueprintName, TrainConfig, World
 from esper.experiment.messages import nearest, quoted, refusal, short
 from esper.experiment.presets import MAX_BYTES, resolve
+from esper.experiment.settings import construct, one_of, settings, table_of
 from esper.tasks.catalogue import TASKS
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.hosts import MlpHost
@@ -234,7 +227,7 @@ def protocol_of(toml: bytes, prefix: str = "") -> Protocol:
         text = toml.decode()
     except UnicodeDecodeError as error:
         raise refusal(f"{prefix}expected TOML; got {error}.") from None
-    table = table_of(text, prefix, Protocol)
+    table = table_of(text, Protocol, prefix)
     made = construct(Protocol, table, dict.fromkeys(table, prefix))
     for arm in ("tamiyo", *made.ablations.without):
         training_of(arm, 0, made)

@@ -6,8 +6,9 @@ import sys
 from dataclasses import dataclass
 
 from esper.cli import main
-from esper.experiment.config import TrainConfig, as_toml
+from esper.experiment.config import TrainConfig
 from esper.experiment.run import Run
+from esper.experiment.settings import as_toml
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from unittest.mock import patch
 
 import torch
 
-from esper.experiment.callbacks import OnRoundEnd
 from esper.experiment.checkpoint import CheckpointFolder
 from esper.experiment.config import (
     Budget,
@@ -36,6 +35,7 @@ from esper.experiment.files import unfinished
 from esper.experiment.run import STORE, Run
 from esper.experiment.store import Store
 from esper.experiment.train import begin_run, resume_run
+from esper.experiment.trainer import OnRoundEnd
 from esper.experiment.worlds import worlds_of
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig

@@ -13,9 +13,10 @@ from esper.environment.growing import GrowingWorld
 from esper.environment.mixture import Mixture
 from esper.environment.simulated import SimulatedWorld
 from esper.experiment.callbacks import Record, TensorBoard, scalars, summary_writer
+from esper.experiment.config import Budget, TrainConfig
 from esper.experiment.database import open_store
 from esper.experiment.store import Store
-from esper.experiment.train import LoopConfig, Trainer
+from esper.experiment.trainer import Trainer
 from esper.tasks.catalogue import task
 from tests.experiment.stores import record
 
@@ -27,8 +28,8 @@ def recorded_by(path, world, tasks, rounds=2):
     """The store of a training of some rounds."""
     with Store(path) as store:
         store.begin_attempt()
-        config = LoopConfig(rounds=rounds, steps=STEPS)
-        Trainer(world, config, [Record(store, tasks)]).run()
+        config = TrainConfig(budget=Budget(rounds=rounds))
+        Trainer(world, config, STEPS, [Record(store, tasks)]).run()
     return closing(open_store(path))
 
 

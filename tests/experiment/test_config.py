@@ -21,14 +21,11 @@ from esper.experiment.config import (
     Learner,
     TrainConfig,
     World,
-    as_flat,
-    as_toml,
     digest,
     from_toml,
-    known_settings,
-    toml_value,
 )
 from esper.experiment.presets import PRESETS, preset, resolve
+from esper.experiment.settings import as_flat, as_toml, known_settings, toml_value
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.registry import CONTROLLERS

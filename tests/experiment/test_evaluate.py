@@ -12,14 +12,7 @@ import pytest
 from rich.console import Console
 
 from esper.contracts.errors import BadInput, RunTaken
-from esper.experiment.config import (
-    Budget,
-    TrainConfig,
-    World,
-    as_toml,
-    construct,
-    table_of,
-)
+from esper.experiment.config import Budget, TrainConfig, World
 from esper.experiment.controllers import load_controller
 from esper.experiment.database import open_store, rows
 from esper.experiment.evaluate import (
@@ -30,6 +23,7 @@ from esper.experiment.evaluate import (
 )
 from esper.experiment.judging import judge
 from esper.experiment.run import STORE, Run
+from esper.experiment.settings import as_toml, construct, table_of
 from esper.experiment.static import judge_static
 from esper.experiment.train import begin_run
 from esper.tasks import catalogue
@@ -133,7 +127,7 @@ def test_the_configuration_is_written_whole(tmp_path):
     table = tomllib.loads(as_toml(made))
     assert table["controllers"] == ["never", "early", "static"]
     assert table["name"] == "none"
-    given = table_of(as_toml(made), "", EvaluateConfig)
+    given = table_of(as_toml(made), EvaluateConfig)
     assert construct(EvaluateConfig, given) == made
 
 

@@ -16,14 +16,22 @@ from esper.contracts.errors import BadInput, NumericsTrouble, RunTaken, StorageT
 from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
 from esper.environment.simulated import SimulatedWorld
-from esper.experiment.callbacks import Callback, OnRoundEnd, mean_return
-from esper.experiment.config import Budget, Judging, Keeping, from_toml
+from esper.experiment.config import (
+    Budget,
+    Judging,
+    Keeping,
+    Learner,
+    TrainConfig,
+    from_toml,
+)
 from esper.experiment.controllers import MAY_BE_NAN, load_controller
 from esper.experiment.database import open_store, rows
 from esper.experiment.presets import preset
+from esper.experiment.records import mean_return
 from esper.experiment.run import STORE, VERSIONS, Run
-from esper.experiment.train import LoopConfig, Trainer, begin_run, loop_of, resume_run
-from esper.experiment.worlds import world_for
+from esper.experiment.train import begin_run, resume_run
+from esper.experiment.trainer import Callback, OnRoundEnd, Trainer
+from esper.experiment.worlds import steps_of, world_for
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from tests.census import changed, fixed, stateful
@@ -55,8 +63,7 @@ def simulated(folder, name="run", **changed):
 
 
 def trainer_of(settings):
-    world = world_for(settings)
-    return Trainer(world, loop_of(settings, world))
+    return Trainer(world_for(settings), settings, steps_of(settings))
 
 
 def checkpoints(path):
@@ -105,9 +112,9 @@ class Log(Callback):
 @pytest.mark.parametrize("kind", WORLDS)
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_a_training_goes_on_to_the_bit_from_what_was_saved(kind, at):
-    ppo = PPOConfig(minibatches=2, epochs=2)
-    loop = LoopConfig(rounds=6, steps=7, rng_seed=5, ppo=ppo)
-    whole, other = (Trainer(WORLDS[kind](5), loop) for _ in range(2))
+    learner = Learner(ppo=PPOConfig(minibatches=2, epochs=2))
+    own = TrainConfig(rng_seed=5, budget=Budget(rounds=6), learner=learner)
+    whole, other = (Trainer(WORLDS[kind](5), own, 7) for _ in range(2))
     for _ in range(at):
         whole.play_round()
     load(other, save(whole))

@@ -9,14 +9,16 @@ import torch
 
 from esper.contracts.errors import BadInput
 from esper.contracts.state import load, save
+from esper.environment.growing import GrowingWorld
 from esper.environment.mixture import RedrawnMixture
 from esper.experiment import pretraining
-from esper.experiment.callbacks import WATCHED, Callback
+from esper.experiment.callbacks import WATCHED
 from esper.experiment.config import Budget, Judging, TrainConfig, World
 from esper.experiment.presets import preset
 from esper.experiment.run import STORE, Run
-from esper.experiment.train import Trainer, begin_run, loop_of
-from esper.experiment.worlds import tasks_of, world_for, world_of
+from esper.experiment.train import begin_run
+from esper.experiment.trainer import Callback, Trainer
+from esper.experiment.worlds import steps_of, tasks_of, world_for
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tasks.catalogue import task as find_task
 
@@ -40,8 +42,7 @@ def family():
 
 
 def training(config):
-    world = world_for(config)
-    return Trainer(world, loop_of(config, world))
+    return Trainer(world_for(config), config, steps_of(config))
 
 
 def test_a_training_that_was_saved_goes_on_to_the_bit_in_worlds_of_its_own():
@@ -95,9 +96,9 @@ def test_families_that_cannot_be_are_refused(changes, words):
 def test_slots_are_shared_out_over_the_places_of_a_host():
     digits = find_task("digits")  # two places
     terms = World(slots=6, blueprints=("widen_8",))
-    assert world_of(digits, 1, 0, terms).spec.slots.max_slots == 6
+    assert GrowingWorld(digits, 1, 0, settings=terms).spec.slots.max_slots == 6
     with pytest.raises(BadInput, match="2 places"):
-        world_of(digits, 1, 0, replace(terms, slots=5))
+        GrowingWorld(digits, 1, 0, settings=replace(terms, slots=5))
 
 
 def stored_returns(path, number):

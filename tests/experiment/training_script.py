@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from esper.experiment.callbacks import OnRoundEnd
 from esper.experiment.config import Budget, Judging, Keeping, TrainConfig, World
 from esper.experiment.train import begin_run, resume_run
+from esper.experiment.trainer import OnRoundEnd
 
 
 def config(folder, name, rounds):

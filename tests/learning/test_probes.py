@@ -7,8 +7,9 @@ import torch
 from torch import Generator
 
 from esper.contracts.actions import HEAD, Op
+from esper.experiment.config import Budget, Learner, TrainConfig
 from esper.experiment.rollout import play
-from esper.experiment.train import LoopConfig, train
+from esper.experiment.trainer import OnRoundEnd, Trainer
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
@@ -24,13 +25,13 @@ SMALL = PolicyConfig(width=32, slot_width=16, offer_width=8)
 def learn(world, *, rounds=15, steps=8, on_round=None, ppo=None, **config):
     """Few but large rounds: small ones cost as much and teach less."""
     settings = {"learning_rate": 1e-2, "minibatches": 1} | (ppo or {})
-    config = LoopConfig(
-        rounds=rounds,
-        steps=steps,
-        ppo=PPOConfig(**settings),
-        **({"policy": SMALL} | config),
-    )
-    return train(world, config, on_round or (lambda record: None))
+    learner = Learner(ppo=PPOConfig(**settings), **({"policy": SMALL} | config))
+    config = TrainConfig(budget=Budget(rounds=rounds), learner=learner)
+    callbacks = [OnRoundEnd(on_round)] if on_round else []
+    trainer = Trainer(world, config, steps, callbacks)
+    trainer.run()
+    assert not trainer.diverged
+    return trainer.policy
 
 
 def values(world, policy):

@@ -1,7 +1,5 @@
 """On a real task the return rises, and the run says so only if it did."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ from esper.environment.growing import GrowingWorld
 from esper.experiment.config import Budget, Learner, TrainConfig
 from esper.experiment.judging import judge
 from esper.experiment.summary import FEW_ROUNDS, return_trend, sparkline
-from esper.experiment.train import loop_of, train
+from esper.experiment.trainer import OnRoundEnd, Trainer
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tasks.hosts import MlpHost
@@ -49,13 +47,14 @@ def test_the_return_rises_where_growing_pays():
     returns = []
     world = GrowingWorld(TOO_NARROW, 16, rng_seed=1)
     config = TrainConfig(budget=Budget(rounds=ROUNDS), learner=Learner(ppo=BOLD))
-    loop = replace(loop_of(config, world), steps=TOO_NARROW.horizon)
-    policy = train(world, loop, lambda record: returns.append(record.mean_return))
+    callback = OnRoundEnd(lambda record: returns.append(record.mean_return))
+    trainer = Trainer(world, config, TOO_NARROW.horizon, [callback])
+    trainer.run()
     assert np.mean(returns[-FEW_ROUNDS:]) > np.mean(returns[:FEW_ROUNDS]) + 0.06
     assert return_trend(returns).startswith("The return rose:")
     never, chance, tamiyo = (
         judge(controller, TOO_NARROW, 16, 0).returns.mean()
-        for controller in ("never", "random", GreedyPolicy(policy))
+        for controller in ("never", "random", GreedyPolicy(trainer.policy))
     )
     assert tamiyo > max(never, chance) + 0.1
 

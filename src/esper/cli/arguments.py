@@ -170,8 +170,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     Options that are not given are not in the parsed namespace; those that are, are
     texts, which `presets.resolve` reads.
     """
-    from esper.experiment.config import as_flat, known_settings, toml_value
     from esper.experiment.presets import DEFAULT, PRESETS, preset
+    from esper.experiment.settings import as_flat, known_settings, toml_value
 
     parser.add_argument(
         "--preset",

@@ -20,8 +20,8 @@ def add(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Print the resolved settings."""
-    from esper.experiment.config import as_toml
     from esper.experiment.presets import resolve
+    from esper.experiment.settings import as_toml
 
     given = vars(options)
     del given["command"]

@@ -1,17 +1,16 @@
-"""What happens around the rounds of a training: record, evaluate, save, final results.
+"""Callbacks of a training: record, TensorBoard, periodic evaluation, checkpoints.
 
-A callback overrides the hooks it needs. `begin_run` puts its own around those it is
-given: rows and TensorBoard before them, evaluation and checkpoints after them, so that
-a round is known everywhere when it is saved.
+`begin_run` puts its own around those it is given: rows and TensorBoard before them,
+evaluation and checkpoints after them, so that a round is known everywhere when it is
+saved.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import fields
 from importlib import import_module
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,88 +18,18 @@ from torch import Tensor
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.contracts.state import save
 from esper.experiment.checkpoint import CheckpointFolder
-from esper.experiment.config import SIMULATED, TrainConfig
-from esper.experiment.controllers import Learned, load_controller
-from esper.experiment.database import open_store
-from esper.experiment.evaluate import Job, results_of
-from esper.experiment.judging import judge
-from esper.experiment.records import STATIC, Judged, RoundRecord
+from esper.experiment.records import Results, RoundRecord, mean_return
 from esper.experiment.rollout import Transition
-from esper.experiment.run import STORE, Run
 from esper.experiment.seed_events import events_between
 from esper.experiment.store import Store
-from esper.experiment.worlds import tasks_of
+from esper.experiment.trainer import PATIENCE, Callback, Trainer
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
-from esper.tamiyo.policy.sampling import with_temperature
+from esper.tamiyo.policy.network import TamiyoPolicy
 
-if TYPE_CHECKING:
-    from esper.experiment.train import Trainer
-
-PATIENCE: Final = 3
-"""Failures in a row that are borne: refused checkpoints, refused updates."""
 LEARNED: Final = "Tamiyo"
 """What the policy is called in tables."""
 WATCHED: Final = "watched"
 """Stage of the periodic evaluation: hosts that choose the best checkpoint."""
-JUDGED: Final = "judged"
-"""Stage of the final evaluation: hosts that decided nothing so far."""
-FINAL_HOSTS: Final = 1
-"""Number of the hosts of the final evaluation, in every run; `esper evaluate` has
-others unless it is told so."""
-
-Results = Mapping[str, Judged]
-"""Results of the policy by task."""
-
-
-class Callback:
-    """Hooks into a training; each does nothing unless it is overridden."""
-
-    def on_message(self, text: str, *, warning: bool = False) -> None:
-        """Something to be read by people."""
-
-    def on_progress(self, name: str, done: int, total: int, text: str) -> None:
-        """One step of something that takes a while before or after the rounds."""
-
-    def on_train_start(self, trainer: "Trainer", *, resumed: bool) -> None:
-        """Before the first round; `resumed`: from a checkpoint."""
-
-    def on_step(self, trainer: "Trainer", step: Transition) -> None:
-        """After every step of the world."""
-
-    def on_round_end(self, trainer: "Trainer", record: RoundRecord) -> None:
-        """After every round."""
-
-    def on_evaluation(self, trainer: "Trainer", results: Results) -> None:
-        """After a periodic evaluation."""
-
-    def on_train_end(self, trainer: "Trainer") -> None:
-        """When the budget is used up; not after a signal or an error."""
-
-    def on_close(self) -> None:
-        """At the very end, whatever it was."""
-
-
-class CallbackList:
-    """Several callbacks, called one after the other."""
-
-    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
-        self.callbacks = tuple(callbacks)
-
-    def call(self, hook: str, *args: Any, **options: Any) -> None:  # noqa: ANN401
-        """Call one hook of all, by name."""
-        for callback in self.callbacks:
-            getattr(callback, hook)(*args, **options)
-
-
-class OnRoundEnd(Callback):
-    """Calls a function with the record of every round."""
-
-    def __init__(self, function: Callable[[RoundRecord], object]) -> None:
-        self._function = function
-
-    def on_round_end(self, trainer: "Trainer", record: RoundRecord) -> None:
-        """Call it."""
-        self._function(record)
 
 
 class Record(Callback):
@@ -114,13 +43,13 @@ class Record(Callback):
     def __init__(self, store: Store, tasks: Sequence[str]) -> None:
         self._store, self._tasks = store, tasks
 
-    def on_step(self, trainer: "Trainer", step: Transition) -> None:
+    def on_step(self, trainer: Trainer, step: Transition) -> None:
         """The rows of one step."""
         world, result = trainer.world, step.result
         each = world.num_envs // len(self._tasks)
         when = {
             "round": trainer.round + 1,
-            "step": trainer.round * trainer.config.steps + step.index + 1,
+            "step": trainer.round * trainer.steps + step.index + 1,
         }
 
         def where(env: Tensor) -> dict[str, Any]:
@@ -164,11 +93,11 @@ class Record(Callback):
                 **{name: getattr(report, name, None) for name in figures},
             )
 
-    def on_round_end(self, trainer: "Trainer", record: RoundRecord) -> None:
+    def on_round_end(self, trainer: Trainer, record: RoundRecord) -> None:
         """The rows of one round."""
         self._store.add_round(record)
 
-    def on_evaluation(self, trainer: "Trainer", results: Results) -> None:
+    def on_evaluation(self, trainer: Trainer, results: Results) -> None:
         """The rows of a periodic evaluation."""
         for task, judged in results.items():
             self._store.add_evaluation(
@@ -191,12 +120,12 @@ class TensorBoard(Callback):
         self._folder = str(folder)
         self._writer: Any = None
 
-    def on_train_start(self, trainer: "Trainer", *, resumed: bool) -> None:
+    def on_train_start(self, trainer: Trainer, *, resumed: bool) -> None:
         """Open the files; figures beyond a checkpoint are no longer shown."""
         later = trainer.env_steps + 1 if resumed else None
         self._writer = summary_writer()(self._folder, purge_step=later)
 
-    def on_round_end(self, trainer: "Trainer", record: RoundRecord) -> None:
+    def on_round_end(self, trainer: Trainer, record: RoundRecord) -> None:
         """Write the figures of one round."""
         for name, value in scalars(record):
             self._writer.add_scalar(name, value, record.env_steps)
@@ -210,34 +139,26 @@ class TensorBoard(Callback):
 class Evaluate(Callback):
     """Evaluates the policy every so often on the same hosts.
 
-    They choose the best checkpoint, so the final evaluation has others. The simulated
-    world has no hosts.
+    They choose the best checkpoint, so the final evaluation has others.
+
+    Args:
+        every: Rounds between two evaluations.
+        evaluate: Results of a policy.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._config = config
+    def __init__(self, every: int, evaluate: Callable[[TamiyoPolicy], Results]) -> None:
+        self._every, self._evaluate = every, evaluate
 
-    def on_train_start(self, trainer: "Trainer", *, resumed: bool) -> None:
+    def on_train_start(self, trainer: Trainer, *, resumed: bool) -> None:
         """Where it starts from."""
         if not resumed and not trainer.stopping:
-            self._evaluate(trainer)
+            trainer.call("on_evaluation", trainer, self._evaluate(trainer.policy))
 
-    def on_round_end(self, trainer: "Trainer", record: RoundRecord) -> None:
+    def on_round_end(self, trainer: Trainer, record: RoundRecord) -> None:
         """If it is time to; a signal must not choose another best checkpoint."""
-        due = record.round % self._config.judging.every == 0 or trainer.over
+        due = record.round % self._every == 0 or trainer.over
         if due and trainer.sound:
-            self._evaluate(trainer)
-
-    def _evaluate(self, trainer: "Trainer") -> None:
-        if SIMULATED in self._config.tasks:
-            return
-        hosts, settings = self._config.judging.hosts, self._config.world
-        policy = with_temperature(trainer.policy)
-        results = {
-            task.name: judge(policy, task, hosts, 0, settings, stage=WATCHED)
-            for task in tasks_of(self._config, WATCHED)
-        }
-        trainer.callbacks.call("on_evaluation", trainer, results)
+            trainer.call("on_evaluation", trainer, self._evaluate(trainer.policy))
 
 
 class Checkpoint(Callback):
@@ -264,16 +185,16 @@ class Checkpoint(Callback):
         self._failures = 0
         self._score: float | None = None
 
-    def on_evaluation(self, trainer: "Trainer", results: Results) -> None:
+    def on_evaluation(self, trainer: Trainer, results: Results) -> None:
         """Remember how good the policy is."""
         self._score = mean_return(results)
 
-    def on_train_start(self, trainer: "Trainer", *, resumed: bool) -> None:
+    def on_train_start(self, trainer: Trainer, *, resumed: bool) -> None:
         """Save where it starts from."""
         if not resumed and not trainer.stopping:
             self._save(trainer, last=False)
 
-    def on_round_end(self, trainer: "Trainer", record: RoundRecord) -> None:
+    def on_round_end(self, trainer: Trainer, record: RoundRecord) -> None:
         """Save if it is time to."""
         last = trainer.over or trainer.stopping
         due = last or self._score is not None or record.round % self._every == 0
@@ -281,7 +202,7 @@ class Checkpoint(Callback):
         if due and trainer.sound:
             self._save(trainer, last=last)
 
-    def _save(self, trainer: "Trainer", *, last: bool) -> None:
+    def _save(self, trainer: Trainer, *, last: bool) -> None:
         score, self._score = self._score, None
         try:
             self._store.flush()
@@ -291,63 +212,7 @@ class Checkpoint(Callback):
             self._failures += 1
             if last or self._failures == PATIENCE:
                 raise
-            trainer.warn(f"{trouble} Training goes on.")
-
-
-class FinalEvaluation(Callback):
-    """Evaluates the best policy and every other arm on hosts that are new to all.
-
-    What was evaluated before an interruption is in the store and is not done again.
-    """
-
-    def __init__(self, config: TrainConfig, run: Run, store: Store) -> None:
-        self._config, self._run, self._store = config, run, store
-
-    def on_train_end(self, trainer: "Trainer") -> None:
-        """Evaluate and store, arm by arm; a signal ends it."""
-        config = self._config
-        if SIMULATED in config.tasks or not config.judging.controllers:
-            return
-        done, best = self._done(), load_controller(self._run.path)
-        jobs = _jobs(config, best, done)
-        if not jobs:
-            return
-        if not done:
-            text = (
-                f"what is judged is the checkpoint of round {best.round}, the best one"
-            )
-            self._store.add_note(trainer.round, JUDGED, text)
-        results = results_of(jobs, config.judging.processes, trainer.interrupted)
-        with closing(results):
-            for number, (job, judged) in enumerate(results, start=1):
-                task, arm = job.task.name, job.arm
-                if (task, arm) not in done:
-                    self._store.add_evaluation(
-                        judged,
-                        round=trainer.round,
-                        stage=JUDGED,
-                        controller=arm,
-                        task=task,
-                    )
-                    self._store.flush()
-                text = f"{arm} on {task}: return {judged.returns.mean():.4f}"
-                trainer.report_progress("judging", number, len(jobs), text)
-
-    def _done(self) -> set[tuple[str, str]]:
-        """Tasks and arms that are in the store."""
-        with closing(open_store(self._run.path / STORE)) as db:
-            found = db.execute(
-                "SELECT DISTINCT task, controller FROM live_evaluations "
-                "WHERE stage = ?",
-                [JUDGED],
-            )
-            return {(task, controller) for task, controller in found}
-
-
-def mean_return(results: Results) -> float:
-    """Mean return over tasks that count alike."""
-    means = [float(judged.returns.mean()) for judged in results.values()]
-    return sum(means) / len(means)
+            trainer.call("on_message", f"{trouble} Training goes on.", warning=True)
 
 
 def scalars(record: RoundRecord) -> Iterator[tuple[str, float]]:
@@ -377,24 +242,3 @@ def summary_writer() -> Any:  # noqa: ANN401
         raise BadInput(
             "TensorBoard is not installed: pip install 'esper-lite[tensorboard]'."
         ) from None
-
-
-def _jobs(config: TrainConfig, best: Learned, done: set[tuple[str, str]]) -> list[Job]:
-    """What is left to evaluate, and the policy again if static arms wait for it."""
-    arms = (LEARNED, *config.judging.controllers)
-    jobs = []
-    for task in tasks_of(config, JUDGED):
-        left = {arm for arm in arms if (task.name, arm) not in done}
-        jobs += [
-            Job(
-                arm,
-                task,
-                config.judging.hosts,
-                FINAL_HOSTS,
-                config.world,
-                best if arm == LEARNED else None,
-            )
-            for arm in arms
-            if arm in left or (arm == LEARNED and left & {*STATIC})
-        ]
-    return jobs

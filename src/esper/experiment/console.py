@@ -1,6 +1,6 @@
 """A run in a terminal: live bars and a panel; elsewhere plain lines."""
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -9,13 +9,10 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from esper.experiment.callbacks import Callback, Results, mean_return
 from esper.experiment.progress import print_line
-from esper.experiment.records import ENDLESS, RoundRecord
+from esper.experiment.records import ENDLESS, Results, RoundRecord, mean_return
 from esper.experiment.summary import sparkline
-
-if TYPE_CHECKING:
-    from esper.experiment.train import Trainer
+from esper.experiment.trainer import Callback, Trainer
 
 LINES: Final = 16
 """Lines about rounds, where there is no terminal."""
@@ -58,7 +55,7 @@ class ConsoleProgress(Callback):
         elif done % max(total // 5, 1) == 0 or total <= LINES:
             self.on_message(f"{name} {done}/{total}  {text}")
 
-    def on_evaluation(self, trainer: "Trainer", results: Results) -> None:
+    def on_evaluation(self, trainer: Trainer, results: Results) -> None:
         """Show the mean return, or print all."""
         self._evaluated = trainer.round, mean_return(results)
         if self._live is None:
@@ -68,10 +65,10 @@ class ConsoleProgress(Callback):
             ]
             self.on_message(f"round {trainer.round}  evaluation: {', '.join(parts)}")
 
-    def on_round_end(self, trainer: "Trainer", record: RoundRecord) -> None:
+    def on_round_end(self, trainer: Trainer, record: RoundRecord) -> None:
         """Show one round."""
         self._returns.append(record.mean_return)
-        minutes, endless = trainer.config.minutes, record.rounds == ENDLESS
+        minutes, endless = trainer.config.budget.minutes, record.rounds == ENDLESS
         left = f"{time_left(record, minutes)} left"
         if self._live is None:
             every = max(record.rounds // LINES, 1)

@@ -20,21 +20,14 @@ from rich.console import Console
 
 from esper.contracts.actions import NUM_HEADS
 from esper.contracts.errors import BadInput
-from esper.experiment.config import (
-    Count,
-    RngSeed,
-    Text,
-    World,
-    as_toml,
-    one_of,
-    settings,
-)
+from esper.experiment.config import Count, RngSeed, World
 from esper.experiment.database import open_store, rows
 from esper.experiment.judging import judge, judged_world
-from esper.experiment.messages import refusal, unknown
+from esper.experiment.messages import checked_name, refusal, unknown
 from esper.experiment.progress import Progress, print_line
 from esper.experiment.records import STATIC, Judged
-from esper.experiment.run import STORE, Run, checked_name, versions_now
+from esper.experiment.run import STORE, Run, versions_now
+from esper.experiment.settings import Text, as_toml, one_of, settings
 from esper.experiment.static import judge_static
 from esper.experiment.store import Store
 from esper.experiment.summary import (

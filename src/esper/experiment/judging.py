@@ -31,11 +31,10 @@ from esper.contracts.stages import LIVING, Stage
 from esper.contracts.world import Controller, StepResult
 from esper.environment.growing import CONTRIBUTION_ROWS, SCORED_ROWS, GrowingWorld
 from esper.environment.memory_layout import place_geometries
-from esper.experiment.config import World
+from esper.environment.settings import WorldSettings as World
 from esper.experiment.records import Floats, Judged
 from esper.experiment.rollout import play
 from esper.experiment.streams import stream, stream_seed
-from esper.experiment.worlds import world_of
 from esper.growth.blueprints.seed import cost
 from esper.growth.macs import promise_macs, step_macs
 from esper.growth.promise import LEAST_ROWS
@@ -119,7 +118,7 @@ def judged_world(
     number = stream_seed(rng_seed, f"{stage}, {task.name}")
     # Judged hosts differ from each other, whatever the training groups.
     settings = replace(settings or World(), group_size=1)
-    return world_of(task, hosts, number, settings)
+    return GrowingWorld(task, hosts, number, settings=settings)
 
 
 def play_logged(

@@ -15,8 +15,6 @@ from typing import Any, Final
 from esper.experiment.config import (
     FAMILY,
     IMITATION,
-    MAX_DOTS,
-    NONE,
     SIMULATED,
     Budget,
     Judging,
@@ -24,12 +22,16 @@ from esper.experiment.config import (
     Learner,
     TrainConfig,
     World,
+)
+from esper.experiment.messages import nearest, quoted, refusal, short, unknown
+from esper.experiment.settings import (
+    MAX_DOTS,
+    NONE,
     as_flat,
     construct,
     known_settings,
     table_of,
 )
-from esper.experiment.messages import nearest, quoted, refusal, short, unknown
 from esper.simic.agent.ppo import PPOConfig
 
 DEFAULT: Final = "default"
@@ -114,7 +116,7 @@ def resolve(options: Mapping[str, Any], *, draw_seed: bool = False) -> TrainConf
     origins: dict[str, str] = {}
     for file in texts.pop("config", ()):
         prefix = f"{short(Path(file))}: "
-        table = table_of(read_text(Path(file)), prefix)
+        table = table_of(read_text(Path(file)), TrainConfig, prefix)
         given |= table
         origins |= dict.fromkeys(table, prefix)
     known = known_settings(TrainConfig)

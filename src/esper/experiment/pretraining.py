@@ -24,12 +24,10 @@ from torch import Generator, Tensor, nn
 
 from esper.contracts.state import load
 from esper.contracts.world import VectorWorld
-from esper.environment.mixture import Mixture
 from esper.experiment.config import IMITATION, SIMULATED, TrainConfig
 from esper.experiment.presets import preset
 from esper.experiment.streams import stream, stream_seed
-from esper.experiment.train import Trainer, loop_of
-from esper.experiment.worlds import steps_of, tasks_of, worlds_of
+from esper.experiment.trainer import Trainer
 from esper.simic.agent.distribution import evaluate_choices, legal_rows
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
@@ -79,6 +77,8 @@ def warm_policy(
         report: Called after every round.
         stop: Whether to give up; there is no policy then.
     """
+    from esper.experiment.worlds import steps_of, worlds_of
+
     own = preset(SIMULATED)
     simulated = replace(
         own,
@@ -87,7 +87,7 @@ def warm_policy(
         learner=replace(own.learner, policy=config.learner.policy),
     )
     (world,) = worlds_of(simulated)
-    trainer = Trainer(world, loop_of(simulated, world))
+    trainer = Trainer(world, simulated, steps_of(simulated))
     while not trainer.over:
         if stop():
             return None
@@ -109,6 +109,9 @@ def imitated_policy(
         report: Called after every trial.
         stop: Whether to give up; there is no policy then.
     """
+    from esper.environment.mixture import Mixture
+    from esper.experiment.worlds import steps_of, worlds_of
+
     weights = warm_policy(config, report, stop)
     grouped = replace(config, world=replace(config.world, group_size=config.envs))
     steps, trials = steps_of(config), []
@@ -132,12 +135,14 @@ def imitated_policy(
 
 def imitation_steps(config: TrainConfig) -> int:
     """Decisions on real hosts that a run's start takes, over all environments."""
+    from esper.experiment.worlds import steps_of, tasks_of
+
     if config.start_from != IMITATION:
         return 0
     return TRIALS * steps_of(config) * config.envs * len(tasks_of(config))
 
 
-def _plans(world: Mixture, twins: int, rng_seed: int) -> list[Schedule]:
+def _plans(world: VectorWorld, twins: int, rng_seed: int) -> list[Schedule]:
     """For every group one that never plants, and others at random."""
     chance = np.random.default_rng(stream_seed(rng_seed, "schedules"))
     never, *pool = draw_schedules(POOL, [world.spec], chance)

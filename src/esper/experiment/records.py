@@ -1,14 +1,17 @@
 """What a run records: one round of training, and an evaluation on hosts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from esper.contracts.actions import HEAD_NAMES
-from esper.simic.agent.metrics import UpdateRecord
+
+if TYPE_CHECKING:
+    from esper.simic.agent.metrics import UpdateRecord
 
 ENDLESS: Final = 1_000_000
 """Rounds of a training that only time ends."""
@@ -37,7 +40,7 @@ class RoundRecord:
     """Mean final score of the episodes that ended, where the world knows one."""
     added: float | None = None
     """Parameters that they added, as a multiple of the host's, mean."""
-    update: UpdateRecord
+    update: "UpdateRecord"
 
     @property
     def refused(self) -> bool:
@@ -88,3 +91,13 @@ class Judged:
     """Time that the training took, hosts side by side."""
     panicked: NDArray[np.bool_]
     """Whether the host's numbers were no longer finite."""
+
+
+Results = Mapping[str, Judged]
+"""Results of the policy by task."""
+
+
+def mean_return(results: Results) -> float:
+    """Mean return over tasks that count alike."""
+    means = [float(judged.returns.mean()) for judged in results.values()]
+    return sum(means) / len(means)

@@ -6,6 +6,7 @@ one episode everywhere. Both run all environments at once, in any world.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int64
@@ -20,10 +21,12 @@ from esper.contracts.world import (
     StepResult,
     VectorWorld,
 )
-from esper.simic.agent.distribution import Policy
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
+
+if TYPE_CHECKING:
+    from esper.simic.agent.distribution import Policy
+    from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class Finished:
         return float(torch.cat([getattr(each, name) for each in self.reports]).mean())
 
 
-def start(world: VectorWorld, policy: Policy) -> Live:
+def start(world: VectorWorld, policy: "Policy") -> Live:
     """Begin a new episode everywhere, with empty memory."""
     observation = world.reset()
     device = observation.first.device
@@ -89,8 +92,8 @@ def start(world: VectorWorld, policy: Policy) -> Live:
 @torch.inference_mode()
 def collect(
     world: VectorWorld,
-    policy: Policy,
-    buffer: TamiyoRolloutBuffer,
+    policy: "Policy",
+    buffer: "TamiyoRolloutBuffer",
     live: Live,
     generator: Generator,
     *,

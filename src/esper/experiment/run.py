@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -43,7 +42,7 @@ from esper.experiment.files import (
     publish,
     storage,
 )
-from esper.experiment.messages import quoted, short
+from esper.experiment.messages import checked_name, quoted, short
 from esper.kernels import compiled_for
 
 CONFIG, VERSIONS, FINISHED = "config.toml", "versions.json", "finished.json"
@@ -51,7 +50,6 @@ CHECKPOINTS: Final = "checkpoints"
 STORE: Final = "events.sqlite"
 MAX_TEXT: Final = 1 << 20
 OCCUPIED: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
-RESERVED: Final = frozenset({"latest", "best", "con", "prn", "aux", "nul"})
 FIRST: Final = ("amber", "bold", "calm", "deep", "fair", "green", "keen", "mild")
 LAST: Final = ("alder", "birch", "cedar", "fern", "hazel", "larch", "maple", "reed")
 
@@ -254,20 +252,6 @@ def find_run(text: str, root: Path) -> Path:
     near = get_close_matches(text, names, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ". See esper runs."
     raise BadInput(f"there is no run {quoted(text)} in {short(root)}{hint}")
-
-
-def checked_name(name: str) -> str:
-    """A name that is one safe word of a path on every system, or an error."""
-    if (
-        not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name)
-        or name.endswith(".")
-        or name.split(".")[0].lower() in RESERVED
-    ):
-        raise BadInput(
-            f"a run cannot be called {quoted(name)}; use 1 to 64 of a-z, 0-9, '_', "
-            "'-', '.', beginning with a letter or digit."
-        )
-    return name
 
 
 def invented_name(now: datetime | None = None) -> str:

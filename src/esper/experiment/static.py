@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from esper.contracts.errors import BadInput
-from esper.experiment.config import World
+from esper.environment.settings import WorldSettings as World
 from esper.experiment.judging import judged_world, play_logged
 from esper.experiment.records import STATIC, Judged
 from esper.growth.macs import step_macs

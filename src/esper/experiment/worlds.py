@@ -1,20 +1,18 @@
 """The tasks and worlds that settings stand for."""
 
 from functools import partial
-from math import ceil
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from esper.contracts.world import VectorWorld
 from esper.environment.growing import GrowingWorld
-from esper.environment.instances import HORIZON
 from esper.environment.mixture import Mixture, RedrawnMixture
-from esper.environment.simulated import SimulatedWorld
-from esper.experiment.config import FAMILY, SIMULATED, TrainConfig, World
-from esper.experiment.records import ENDLESS
 from esper.experiment.streams import stream_seed
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.family import HORIZONS, drawn_task
 from esper.tasks.task import Task
+
+if TYPE_CHECKING:
+    from esper.experiment.config import TrainConfig
 
 TRAINING: Final = "training"
 """The stage of what a policy learns from."""
@@ -22,38 +20,40 @@ HIDDEN_SHARE: Final = 0.2
 """Share of hidden instances in the simulated world."""
 
 
-def world_for(config: TrainConfig) -> VectorWorld:
+def world_for(config: "TrainConfig") -> VectorWorld:
     """The world of a run: all tasks side by side, or families drawn every round."""
-    if FAMILY in config.tasks:
+    if config.family:
         return RedrawnMixture(partial(worlds_of, config))
     worlds = worlds_of(config)
     return worlds[0] if len(worlds) == 1 else Mixture(worlds)
 
 
-def worlds_of(config: TrainConfig, drawing: int = 0) -> list[VectorWorld]:
+def worlds_of(config: "TrainConfig", drawing: int = 0) -> list[VectorWorld]:
     """The worlds of a run, one for each task.
 
     Args:
         config: The run's.
         drawing: Which family, if tasks are drawn.
     """
-    if SIMULATED in config.tasks:
+    if config.simulated:
+        from esper.environment.simulated import SimulatedWorld
+
         seed = stream_seed(config.rng_seed, "world")
         return [SimulatedWorld(config.envs, seed, hidden_share=HIDDEN_SHARE)]
     again = f", {drawing}" if drawing else ""
     return [
-        world_of(
+        GrowingWorld(
             task,
             config.envs,
             stream_seed(config.rng_seed, f"world, {task.name}{again}"),
-            config.world,
+            settings=config.world,
         )
         for task in tasks_of(config, drawing=drawing)
     ]
 
 
 def tasks_of(
-    config: TrainConfig, stage: str = TRAINING, drawing: int = 0
+    config: "TrainConfig", stage: str = TRAINING, drawing: int = 0
 ) -> list[Task]:
     """The tasks that a run's hosts learn; those of a family are drawn.
 
@@ -63,33 +63,30 @@ def tasks_of(
             run, so that runs can be compared.
         drawing: Which family of that stage.
     """
-    if FAMILY not in config.tasks:
+    if not config.family:
         return [find_task(name) for name in config.tasks]
     seed = config.rng_seed if stage == TRAINING else 0
     number = stream_seed(seed, f"family, {stage}, {drawing}")
     return [drawn_task(number, each) for each in range(config.variants)]
 
 
-def world_of(task: Task, envs: int, rng_seed: int, settings: World) -> GrowingWorld:
-    """Hosts of a task that train and grow with these settings."""
-    return GrowingWorld(task, envs, rng_seed, settings=settings)
+def check_world(config: "TrainConfig") -> None:
+    """Refuse tasks whose data are missing or that cannot be mixed."""
+    if not config.simulated:
+        tasks = tasks_of(config)
+        for task in tasks:
+            task.splits(config.rng_seed)
+        Mixture([GrowingWorld(task, 1, 0, settings=config.world) for task in tasks])
 
 
-def steps_of(config: TrainConfig) -> int:
+def steps_of(config: "TrainConfig") -> int:
     """Decisions of the longest episode."""
-    if SIMULATED in config.tasks:
+    if config.simulated:
+        from esper.environment.instances import HORIZON
+
         return HORIZON
     if config.world.horizon is not None:
         return config.world.horizon
-    if FAMILY in config.tasks:
+    if config.family:
         return HORIZONS[1]  # of whatever will be drawn
     return max(task.horizon for task in tasks_of(config))
-
-
-def rounds_of(config: TrainConfig, num_envs: int) -> int:
-    """Rounds that the budget allows for, time aside."""
-    budget = config.budget
-    rounds = ENDLESS if budget.rounds is None else budget.rounds
-    if budget.env_steps is not None:
-        rounds = min(rounds, ceil(budget.env_steps / (steps_of(config) * num_envs)))
-    return rounds

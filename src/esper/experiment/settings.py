@@ -1,0 +1,280 @@
+"""Settings as trees of dataclasses that pydantic validates, and their TOML.
+
+The text below a field is its help. Values are checked when they are made, by a file,
+the command line or Python: strictly, so no text becomes a number. A tree is written as
+TOML and read back equal; None is the word "none" there. Refusals are one line.
+"""
+
+import json
+import tomllib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Annotated, Any, Final, TypeVar, cast, dataclass_transform
+
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
+from pydantic_core import from_json
+
+from esper.contracts.errors import BadInput
+from esper.experiment.messages import nearest, quoted, refusal, unknown
+
+T = TypeVar("T")
+
+NONE: Final = "none"
+"""None in a file or on the command line."""
+MAX_DOTS: Final = 1_024
+"""In a line; Python's parser takes minutes over names of many thousand parts."""
+MAX_TEXT: Final = 1_000
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def settings(cls: type[T]) -> type[T]:
+    """A frozen dataclass whose fields are validated; refuses in one line."""
+    made = validated(
+        frozen=True,
+        kw_only=True,
+        config=ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True),
+    )(cls)
+    init = made.__init__
+
+    def checked_init(self: object, **values: Any) -> None:  # noqa: ANN401
+        try:
+            init(self, **values)
+        except ValidationError as error:
+            raise _refusal(cls, error) from None
+
+    made.__init__ = checked_init  # type: ignore[method-assign]
+    return cast("type[T]", made)
+
+
+def one_of(kind: str, names: Callable[[], Collection[str]]) -> AfterValidator:
+    """Only some names, looked up when they are needed."""
+
+    def check(name: str) -> str:
+        if name not in (known := names()):
+            raise unknown(f"there is no {kind}", name, known)
+        return name
+
+    return AfterValidator(check)
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable() or not 0 < len(text) <= MAX_TEXT:
+        raise refusal(
+            f"expected 1 to {MAX_TEXT} printable characters, got {quoted(text)}."
+        )
+    return text
+
+
+Text = Annotated[str, AfterValidator(_printable)]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is known of one setting, from its annotation and docstring."""
+
+    type: str
+    """As JSON schema says it: integer, number, string, boolean, array or object."""
+    nullable: bool
+    description: str
+
+
+@cache
+def _adapter(cls: type) -> Any:  # noqa: ANN401
+    return TypeAdapter(cls)
+
+
+def known_settings(cls: type) -> dict[str, Setting]:
+    """Every setting of a tree of dataclasses, by its dotted name."""
+    return _known(cls)
+
+
+@cache
+def _known(cls: type) -> dict[str, Setting]:
+    schema = _adapter(cls).json_schema()
+
+    def walk(node: Mapping[str, Any], where: str) -> dict[str, Setting]:
+        found: dict[str, Setting] = {}
+        for name, entry in node.get("properties", {}).items():
+            if "$ref" in entry:
+                below = schema["$defs"][entry["$ref"].rpartition("/")[2]]
+                found |= walk(below, f"{where}{name}.")
+                continue
+            kinds = [one.get("type") for one in entry.get("anyOf", [entry])]
+            text = " ".join(entry.get("description", "").split())
+            found[where + name] = Setting(kinds[0], "null" in kinds, text)
+        return found
+
+    return walk(schema, "")
+
+
+def table_of(text: str, cls: type, prefix: str = "") -> dict[str, Any]:
+    """The settings in a text, by dotted names.
+
+    Args:
+        text: TOML.
+        cls: The dataclass that they belong to.
+        prefix: Start of every error message, such as the name of a file.
+    """
+    if any(line.count(".") > MAX_DOTS for line in text.split("\n")):
+        raise refusal(f"{prefix}expected TOML; got a line of too many dots.")
+    try:
+        table = tomllib.loads(text)
+    except RecursionError:
+        raise refusal(f"{prefix}expected TOML; got brackets too deep.") from None
+    except ValueError as error:
+        raise refusal(f"{prefix}expected TOML; got {error}.") from None
+    return flat(cls, table, prefix)
+
+
+def flat(cls: type, table: object, prefix: str = "") -> dict[str, Any]:
+    """A nested table by dotted names; refuses names that are no settings.
+
+    Args:
+        cls: The dataclass at the top of the tree.
+        table: Nested settings, such as those of a TOML file.
+        prefix: Start of every error message, such as the name of a file.
+    """
+    known = known_settings(cls)
+    found: dict[str, Any] = {}
+    todo = [("", table)]
+    while todo:
+        where, value = todo.pop()
+        if where in known:
+            found[where] = value
+        elif where and not any(name.startswith(f"{where}.") for name in known):
+            near = nearest(where if "." in where else where.lower(), known)
+            raise refusal(
+                f"{prefix}there is no setting {quoted(where)}; did you mean {near!r}?"
+            )
+        elif not isinstance(value, Mapping):
+            raise refusal(
+                f"{prefix}{where or 'a configuration'} must be a table of settings; "
+                f"got {quoted(value)}."
+            )
+        else:
+            dot = f"{where}." if where else ""
+            todo += [(f"{dot}{name}", one) for name, one in value.items()][::-1]
+    return found
+
+
+def construct(
+    cls: type[T],
+    values: Mapping[str, Any],
+    origins: Mapping[str, str] = MappingProxyType({}),
+) -> T:
+    """The validated tree; settings that are left out have their defaults.
+
+    Args:
+        cls: The dataclass at the top of the tree.
+        values: By dotted names, as `flat` returns them.
+        origins: Start of the error messages about each, such as the name of a file.
+    """
+    known = known_settings(cls)
+    tree: dict[str, Any] = {}
+    for dotted, value in values.items():
+        try:
+            from_json(_json(value))
+        except (ValueError, RecursionError):  # half of a sign, or hundreds of brackets
+            raise refusal(
+                f"{origins.get(dotted, '')}{dotted} must be a plain value; got "
+                f"{quoted(value)}."
+            ) from None
+        *path, name = dotted.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[name] = None if value == NONE and known[dotted].nullable else value
+    try:
+        # Only JSON is both strict about numbers and open to tables and lists.
+        made: T = _adapter(cast(type, cls)).validate_json(_json(tree))
+    except ValidationError as error:
+        raise _refusal(cls, error, origins) from None
+    return made
+
+
+def as_toml(config: object, *, explain: bool = False) -> str:
+    """All settings as text, including those with default values.
+
+    Args:
+        config: A tree of dataclasses.
+        explain: Whether to write the description of every setting above it.
+    """
+    known = known_settings(type(config))
+    sections: dict[str, list[str]] = {"": []}
+    for name, value in as_flat(config).items():
+        where, _, last = name.rpartition(".")
+        lines = sections.setdefault(where, ["", f"[{where}]"])
+        if explain:
+            lines.append(f"# {known[name].description}")
+        lines.append(f"{last} = {toml_value(value)}")
+    return "\n".join(line for lines in sections.values() for line in lines) + "\n"
+
+
+def as_flat(config: object, where: str = "") -> dict[str, Any]:
+    """All values of a tree of dataclasses, by dotted names."""
+    found: dict[str, Any] = {}
+    for item in fields(config):  # type: ignore[arg-type]
+        value, name = getattr(config, item.name), f"{where}{item.name}"
+        found |= as_flat(value, f"{name}.") if is_dataclass(value) else {name: value}
+    return found
+
+
+def toml_value(value: object) -> str:
+    """A plain value as TOML."""
+    if value is None:
+        return f'"{NONE}"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):  # DEL is the one sign that JSON leaves and TOML forbids
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, Mapping):
+        pairs = (f"{toml_value(k)} = {toml_value(value[k])}" for k in sorted(value))
+        return f"{{{', '.join(pairs)}}}"
+    # -0.0 is written as the 0.0 that it equals.
+    return repr(value + 0.0) if isinstance(value, float) else repr(value)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, default=lambda other: {"date": str(other)})
+
+
+def _refusal(
+    cls: type,
+    error: ValidationError,
+    origins: Mapping[str, str] = MappingProxyType({}),
+) -> BadInput:
+    """The first thing that is wrong, in one line."""
+    known = known_settings(cls)
+    errors = error.errors(include_url=False)
+    first = errors[0]
+    where = ""
+    for depth, part in enumerate(first["loc"]):  # noqa: B007
+        if where in known:
+            break
+        where = f"{where}.{part}".strip(".")
+    else:
+        depth = len(first["loc"])
+    if first["type"] == "value_error":
+        text = str(first["ctx"]["error"])
+        # Checks of a whole class begin with the name of the setting that they blame.
+        setting = f"{where}.{text.split()[0].strip(':')}".strip(".")
+        if setting in known:
+            dot = "." if where else ""
+            return refusal(f"{origins.get(setting, '')}{where}{dot}{text}")
+        return refusal(f"{origins.get(where, '')}{where}: {text}" if where else text)
+    if first["type"] == "missing" and depth == len(first["loc"]):
+        return refusal(f"there is no {where!r}, which is needed.")
+    # A union reports each of its members.
+    expected = " or ".join(
+        each["msg"].replace("Input should be", "must be")
+        for each in errors
+        if each["loc"][:depth] == first["loc"][:depth]
+    )
+    return refusal(
+        f"{origins.get(where, '')}{where} {expected}; got {quoted(first['input'])}."
+    )

@@ -1,0 +1,224 @@
+"""The training loop: rounds of a rollout and an update, with callbacks around them.
+
+    trainer = Trainer(world, config, steps=16, callbacks=[...])
+    trainer.run()
+    trainer.policy
+
+It knows any world by its protocol. `esper.experiment.train` makes runs of it.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from esper.contracts.errors import BadInput
+from esper.contracts.state import Stateful
+from esper.contracts.world import VectorWorld
+from esper.experiment.config import TrainConfig
+from esper.experiment.records import Results, RoundRecord
+from esper.experiment.rollout import Transition, collect, start
+from esper.experiment.streams import stream, stream_seed
+from esper.simic.agent.ppo import PPOAgent
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.tamiyo.policy.network import TamiyoPolicy
+
+PATIENCE: Final = 3
+"""Failures in a row that are borne: refused checkpoints, refused updates."""
+BROKEN: Final = f"{PATIENCE} rounds in a row had no update that was finite"
+
+
+class Callback:
+    """Hooks into a training; each does nothing unless it is overridden."""
+
+    def on_message(self, text: str, *, warning: bool = False) -> None:
+        """Something to be read by people."""
+
+    def on_progress(self, name: str, done: int, total: int, text: str) -> None:
+        """One step of something that takes a while before or after the rounds."""
+
+    def on_train_start(self, trainer: "Trainer", *, resumed: bool) -> None:
+        """Before the first round; `resumed`: from a checkpoint."""
+
+    def on_step(self, trainer: "Trainer", step: Transition) -> None:
+        """After every step of the world."""
+
+    def on_round_end(self, trainer: "Trainer", record: RoundRecord) -> None:
+        """After every round."""
+
+    def on_evaluation(self, trainer: "Trainer", results: Results) -> None:
+        """After a periodic evaluation."""
+
+    def on_close(self) -> None:
+        """At the very end, also after a signal or an error."""
+
+
+class OnRoundEnd(Callback):
+    """Calls a function with the record of every round."""
+
+    def __init__(self, function: Callable[[RoundRecord], object]) -> None:
+        self._function = function
+
+    def on_round_end(self, trainer: "Trainer", record: RoundRecord) -> None:
+        """Call it."""
+        self._function(record)
+
+
+class Trainer(Stateful):
+    """A world, the policy that acts in it and its learner, between two rounds.
+
+    Args:
+        world: Where the policy acts; it is reset.
+        config: Learner, budget and random seed; the rest is not read.
+        steps: Decisions per environment and rollout.
+        callbacks: Called around steps and rounds.
+        signals: Training ends after a round in which this is no longer empty.
+    """
+
+    STATE = ("world", "agent", "live", "generator", "round", "seconds", "rollbacks")
+    DERIVED = ("policy", "refused_rounds", "stopping")
+
+    def __init__(
+        self,
+        world: VectorWorld,
+        config: TrainConfig,
+        steps: int,
+        callbacks: Sequence[Callback] = (),
+        signals: Sequence[int] = (),
+    ) -> None:
+        if steps < 1:
+            raise BadInput(f"steps must be at least 1, got {steps}.")
+        self.world, self.config, self.steps = world, config, steps
+        self.callbacks, self._signals = tuple(callbacks), signals
+        learner, seed = config.learner, config.rng_seed
+        self.rounds = config.budget.rounds_of(steps * world.num_envs)
+        """Rounds that the budget allows for, time aside."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream_seed(seed, "weights"))
+            self.policy = TamiyoPolicy(world.spec, learner.policy)
+        self.generator = stream(seed, "choices")
+        buffer = TamiyoRolloutBuffer(
+            world.num_envs,
+            steps,
+            world.spec,
+            state_shape=self.policy.state_shape,
+            gamma=learner.gamma,
+            gae_lambda=learner.gae_lambda,
+        )
+        order = stream_seed(seed, "order")
+        self.agent = PPOAgent(self.policy, buffer, learner.ppo, rng_seed=order)
+        self.live = start(world, self.policy)
+        self.round = 0
+        """Rounds that were played."""
+        self.seconds = 0.0
+        """Time that they took."""
+        self.rollbacks = 0
+        """How often the run went back to a checkpoint because updates were refused."""
+        self.refused_rounds = 0
+        """Rounds in a row, up to the last one, whose updates were all refused."""
+        self.stopping = False
+        """Whether a signal ends training with the last round."""
+
+    @property
+    def env_steps(self) -> int:
+        """Decisions since the start, over all environments."""
+        return self.round * self.steps * self.world.num_envs
+
+    @property
+    def done(self) -> float:
+        """Share of the budget that is used up, from 0 to 1."""
+        share, minutes = (
+            self.round / max(self.rounds - 1, 1),
+            self.config.budget.minutes,
+        )
+        if minutes is not None:
+            share = max(share, self.seconds / (60 * minutes))
+        return min(share, 1.0)
+
+    @property
+    def over(self) -> bool:
+        """Whether the budget is used up."""
+        minutes = self.config.budget.minutes
+        late = minutes is not None and self.seconds >= 60 * minutes
+        return late or self.round >= self.rounds
+
+    @property
+    def diverged(self) -> bool:
+        """Whether so many updates in a row were refused that it should go back."""
+        return self.refused_rounds >= PATIENCE
+
+    @property
+    def sound(self) -> bool:
+        """Whether the state is worth going back to, or the last there will be."""
+        return not self.refused_rounds or (self.over and not self.diverged)
+
+    def interrupted(self) -> bool:
+        """Whether a signal has come."""
+        return bool(self._signals)
+
+    def call(self, hook: str, *args: Any, **options: Any) -> None:  # noqa: ANN401
+        """Call one hook of all callbacks, by name."""
+        for callback in self.callbacks:
+            getattr(callback, hook)(*args, **options)
+
+    def run(self) -> RoundRecord | None:
+        """Play rounds until the budget is used up, a signal comes or it diverges.
+
+        Returns:
+            The last round, if there was one.
+        """
+        record = None
+        self.stopping = self.interrupted()
+        while not (self.over or self.stopping or self.diverged):
+            record = self.play_round()
+            self.stopping = self.interrupted()
+            self.call("on_round_end", self, record)
+        return record
+
+    def play_round(self) -> RoundRecord:
+        """Collect a rollout and learn from it."""
+        began, learner, agent = time.monotonic(), self.config.learner, self.agent
+        share = 1.0 - (1.0 - learner.final_share) * self.done
+        agent.anneal(share)
+        observation = self.world.begin_round()
+        if observation is not None:
+            self.live = replace(
+                self.live,
+                observation=observation,
+                state=self.policy.initial_state(self.world.num_envs),
+                returns=torch.zeros_like(self.live.returns),
+            )
+        self.live, finished = collect(
+            self.world,
+            self.policy,
+            agent.buffer,
+            self.live,
+            self.generator,
+            policy_version=agent.version,
+            on_step=lambda step: self.call("on_step", self, step),
+        )
+        update = agent.update()
+        self.round += 1
+        self.seconds += time.monotonic() - began
+        record = RoundRecord(
+            round=self.round,
+            rounds=self.rounds,
+            env_steps=self.env_steps,
+            seconds=self.seconds,
+            mean_return=finished.mean_return(),
+            mean_score=finished.mean("score"),
+            added=finished.mean("added"),
+            learning_rate=share * learner.ppo.learning_rate,
+            update=update,
+        )
+        self.refused_rounds = self.refused_rounds + 1 if record.refused else 0
+        return record
+
+    def draw_streams_anew(self, rollbacks: int) -> None:
+        """Give choices and minibatches other random streams after a rollback."""
+        self.rollbacks = max(self.rollbacks, rollbacks)
+        seed, again = self.config.rng_seed, f"again {self.rollbacks}"
+        self.generator.manual_seed(stream_seed(seed, f"choices, {again}"))
+        self.agent.generator.manual_seed(stream_seed(seed, f"order, {again}"))
