@@ -12,7 +12,6 @@ import esper
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import WorldSettings
-from esper.experiment.callbacks import _jobs
 from esper.experiment.config import Judging, from_toml
 from esper.experiment.controllers import (
     commit_of,
@@ -23,7 +22,7 @@ from esper.experiment.controllers import (
 )
 from esper.experiment.evaluate import print_training
 from esper.experiment.files import Disk
-from esper.experiment.train import begin_run
+from esper.experiment.train import begin_run, jobs_left
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.shipped import MANIFEST, WEIGHTS, read
 from tests.cli.calls import call, make_run, refused
@@ -131,9 +130,9 @@ def test_who_was_judged_before_an_interruption_is_not_judged_again(ending):
         for task in ("teacher", "digits")
         for arm in ("Tamiyo", "never", "early", "static")
     }
-    assert _jobs(settings, best, everybody) == []
+    assert jobs_left(settings, best, everybody) == []
     left = everybody - {("digits", "static"), ("digits", "early")}
-    jobs = _jobs(settings, best, left)
+    jobs = jobs_left(settings, best, left)
     # The plain network is measured by Tamiyo, who is judged again but not stored.
     assert [(job.task.name, job.arm) for job in jobs] == [
         ("digits", "Tamiyo"),

@@ -10,7 +10,7 @@ refused as not finite take the run back to its last checkpoint, with new random 
 Here, and only here, settings become worlds, policies and callbacks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,12 @@ from esper.experiment.callbacks import (
     summary_writer,
 )
 from esper.experiment.config import IMITATION, WARM, TrainConfig, digest, from_toml
-from esper.experiment.controllers import MAY_BE_NAN, find_controller, load_controller
+from esper.experiment.controllers import (
+    MAY_BE_NAN,
+    Learned,
+    find_controller,
+    load_controller,
+)
 from esper.experiment.database import open_store
 from esper.experiment.evaluate import Job, results_of
 from esper.experiment.judging import judge
@@ -243,6 +248,23 @@ def _watch(config: TrainConfig, policy: TamiyoPolicy) -> Results:
     }
 
 
+def jobs_left(
+    config: TrainConfig, best: Learned, done: Collection[tuple[str, str]]
+) -> list[Job]:
+    """What is left to evaluate, and the policy again if static arms wait for it."""
+    arms, jobs = (LEARNED, *config.judging.controllers), []
+    for task in tasks_of(config, JUDGED):
+        left = {arm for arm in arms if (task.name, arm) not in done}
+        if left & {*STATIC}:
+            left.add(LEARNED)
+        for arm in arms:
+            if arm in left:
+                maker = best if arm == LEARNED else None
+                hosts = config.judging.hosts
+                jobs.append(Job(arm, task, hosts, FINAL_HOSTS, config.world, maker))
+    return jobs
+
+
 def _judge(config: TrainConfig, run: Run, store: Store, trainer: Trainer) -> None:
     """Evaluate the best policy and all other arms on hosts that are new to all.
 
@@ -255,23 +277,7 @@ def _judge(config: TrainConfig, run: Run, store: Store, trainer: Trainer) -> Non
         query = "SELECT DISTINCT task, controller FROM live_evaluations WHERE stage = ?"
         done = {(task, arm) for task, arm in db.execute(query, [JUDGED])}
     best = load_controller(run.path)
-    arms, jobs = (LEARNED, *config.judging.controllers), []
-    for task in tasks_of(config, JUDGED):
-        left = {arm for arm in arms if (task.name, arm) not in done}
-        if left & {*STATIC}:  # which are measured by the policy
-            left.add(LEARNED)
-        jobs += [
-            Job(
-                arm,
-                task,
-                config.judging.hosts,
-                FINAL_HOSTS,
-                config.world,
-                best if arm == LEARNED else None,
-            )
-            for arm in arms
-            if arm in left
-        ]
+    jobs = jobs_left(config, best, done)
     if not jobs:
         return
     if not done:
