@@ -1,3 +1,5 @@
+"""Rows, counts, padding, memory and advantages against one list per environment."""
+
 import pytest
 import torch
 from hypothesis import given
@@ -6,6 +8,7 @@ from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.errors import CallOrder
+from esper.simic.agent.rollout_buffer import RESULTS
 from tests.references.recurrence import gae_reference
 from tests.references.rollout_buffer import NaiveRolloutBuffer
 from tests.simic.steps import (
@@ -21,9 +24,6 @@ from tests.simic.steps import (
     make_buffer,
     take,
 )
-
-# --- What is stored ----------------------------------------------------------------
-
 
 patterns = st.integers(1, 4).flatmap(
     lambda envs: st.tuples(
@@ -90,14 +90,11 @@ def test_any_pattern_of_actors_equals_plain_lists(pattern):
             if t < len(row):
                 for name, value in here.items():
                     assert torch.equal(value, row[t][name])
-                assert stored["advantages"][env, t].item() == pytest.approx(
-                    expected[0][t], rel=1e-5, abs=1e-5
-                )
-                assert stored["returns"][env, t].item() == pytest.approx(
-                    expected[1][t], rel=1e-5, abs=1e-5
-                )
+                results = [stored[name][env, t].item() for name in RESULTS]
+                wanted = [result[t] for result in expected]
+                assert results == pytest.approx(wanted, rel=1e-5, abs=1e-5)
             else:
-                assert stored["advantages"][env, t] == stored["returns"][env, t] == 0
+                assert all(stored[name][env, t] == 0 for name in RESULTS)
                 assert_is_padding(here)
 
 
@@ -141,71 +138,21 @@ def test_what_the_caller_does_to_its_tensors_afterwards_changes_nothing():
     buffer.begin(state)
     buffer.add(**step)
     before = take(buffer)
-
     for tensor in (state, *flat({**step, "final_values": torch.zeros(2)}).values()):
         tensor.copy_(~tensor if tensor.dtype == torch.bool else tensor + 7)
-
+    take(buffer).state.mul_(2)
     assert_same(take(buffer), before)
 
 
-def test_rows_may_be_views_that_are_not_contiguous():
-    rewards = torch.tensor([[1.0, 5.0], [2.0, 6.0]])[:, 0]
-    buffer = make_buffer()
-    buffer.add(**a_step(rewards=rewards))
-    assert buffer.rewards[:, 0].tolist() == [1.0, 2.0]
-
-
-def test_both_flags_mean_terminated():
-    buffer = make_buffer(gamma=0.5)
-    one = torch.ones(2)
-    buffer.add(
-        **a_step(
-            rewards=one,
-            values=one,
-            terminated=flags(2, 0),
-            truncated=flags(2, 0, 1),
-            final_values=torch.tensor([torch.nan, 4.0]),
-        )
-    )
-    buffer.compute_advantages_and_returns()
-    assert buffer.dones[:, 0].tolist() == [True, True]
-    assert buffer.truncated[:, 0].tolist() == [False, True]
-    assert buffer.advantages[:, 0].tolist() == [0.0, 2.0]
-
-
-def test_t28_stored_rewards_are_the_environments_own():
+def test_views_that_are_not_contiguous_are_stored_and_no_reward_is_edited():
     """A bootstrap that edits rewards would show in logs and normalisers."""
-    buffer, steps = make_buffer(envs=2, steps=3, gamma=0.9), Steps()
-    earned = []
-    for _ in range(3):
-        step = steps(truncated=flags(2, 0), final_values=torch.full((2,), 9.0))
-        buffer.add(**step)
-        earned.append(step["rewards"].clone())
-    buffer.cut(torch.full((2,), 9.0))
+    rewards = torch.tensor([[1.0, 5.0], [2.0, 6.0]])[:, 0]
+    buffer = make_buffer(steps=1, gamma=0.9)
+    final = torch.full((2,), 9.0)
+    buffer.add(**a_step(rewards=rewards, truncated=flags(2, 0), final_values=final))
+    buffer.cut(final)
     buffer.compute_advantages_and_returns()
-    assert_close(buffer.rewards, torch.stack(earned, dim=1), rtol=0, atol=0)
-
-
-def test_t7_each_step_keeps_its_own_rows_and_features():
-    """Rows are a function of what was seen; every stored pair must still obey it."""
-    buffer, steps = make_buffer(envs=3, steps=5), Steps(3)
-    for moment in range(5):
-        step = steps(acted=flags(3, *range(moment % 3 + 1)))
-        seen = step["features"].host[:, :1, None] > 0
-        step["rows"] = torch.where(seen, SPEC.allowed, first_choice())
-        step["actions"] = torch.zeros_like(step["actions"])
-        step["log_probs"] = step["distribution"][..., 0]
-        buffer.add(**step)
-    buffer.cut(torch.zeros(3))
-    batch = take(buffer)
-    seen = batch.features.host[..., :1, None] > 0
-    expected = torch.where(seen, SPEC.allowed, first_choice())
-    assert batch.valid_mask.sum() == 9
-    assert torch.equal(batch.rows[batch.valid_mask], expected[batch.valid_mask])
-
-
-def first_choice():
-    return torch.arange(SPEC.width) == 0
+    assert buffer.rewards[:, 0].tolist() == [1.0, 2.0]
 
 
 def test_the_naive_twin_of_the_benchmark_stores_the_same():
@@ -254,29 +201,30 @@ def test_the_naive_twin_of_the_benchmark_stores_the_same():
         )
 
 
-# --- Advantages --------------------------------------------------------------------
-
-
 def test_terminated_truncated_and_cut_have_three_different_futures():
-    buffer = make_buffer(envs=3, steps=1, gamma=0.5)
+    """Both flags mean terminated."""
+    buffer = make_buffer(envs=4, steps=1, gamma=0.5)
     buffer.add(
         **a_step(
-            3,
-            rewards=torch.full((3,), 1.0),
-            values=torch.full((3,), 2.0),
-            terminated=flags(3, 0),
-            truncated=flags(3, 1),
-            final_values=torch.tensor([torch.nan, 8.0, torch.nan]),
+            4,
+            rewards=torch.full((4,), 1.0),
+            values=torch.full((4,), 2.0),
+            terminated=flags(4, 0, 3),
+            truncated=flags(4, 1, 3),
+            final_values=torch.tensor([torch.nan, 8.0, torch.nan, 8.0]),
         )
     )
-    buffer.cut(torch.tensor([torch.nan, torch.inf, 6.0]))
+    buffer.cut(torch.tensor([torch.nan, torch.inf, 6.0, 6.0]))
     buffer.compute_advantages_and_returns()
+    assert buffer.dones[:, 0].tolist() == [True, True, False, True]
+    assert buffer.truncated[:, 0].tolist() == [False, True, False, False]
     assert buffer.advantages[:, 0].tolist() == [
         1 - 2,  # no future
         1 + 0.5 * 8 - 2,  # the future its final observation promises
         1 + 0.5 * 6 - 2,  # the future of the observation that comes next
+        1 - 2,
     ]
-    assert buffer.returns[:, 0].tolist() == [1.0, 5.0, 4.0]
+    assert buffer.returns[:, 0].tolist() == [1.0, 5.0, 4.0, 1.0]
 
 
 def test_a_cut_of_an_earlier_rollout_is_forgotten():
@@ -290,35 +238,16 @@ def test_a_cut_of_an_earlier_rollout_is_forgotten():
     assert_close(buffer.returns, torch.ones(1, 1), rtol=0, atol=1e-6)
 
 
-# --- Memory where rows start -------------------------------------------------------
-
-
 def test_memory_is_that_of_begin_and_zero_without_it():
     buffer, state = make_buffer(), torch.randn(2, *STATE)
-    buffer.begin(state, policy_version=5)
-    buffer.add(**a_step(terminated=flags(2, 0, 1)))
-    assert_close(take(buffer).state, state, rtol=0, atol=0)
-    assert buffer.policy_version == 5
-
-    buffer.reset()
-    buffer.add(**a_step(terminated=flags(2, 0, 1)))
-    assert not take(buffer).state.any()
-    assert buffer.policy_version == 0
-
-    buffer.reset()
-    buffer.begin(state)
-    buffer.begin(policy_version=6)
-    buffer.add(**a_step(terminated=flags(2, 0, 1)))
-    assert not take(buffer).state.any()
-    assert buffer.policy_version == 6
-
-
-def test_t21_the_live_memory_and_the_stored_one_are_two():
-    buffer, live = make_buffer(), torch.randn(2, *STATE)
-    buffer.begin(live)
-    expected = live.clone()
-    live.zero_()
-    buffer.add(**a_step(terminated=flags(2, 0, 1)))
-    batch = take(buffer)
-    batch.state.mul_(2)
-    assert_close(take(buffer).state, expected, rtol=0, atol=0)
+    for begins, version, expected in (
+        ([(state, 5)], 5, state),
+        ([], 0, torch.zeros_like(state)),
+        ([(state, 0), (None, 6)], 6, torch.zeros_like(state)),
+    ):
+        buffer.reset()
+        for arguments in begins:
+            buffer.begin(*arguments)
+        buffer.add(**a_step(terminated=flags(2, 0, 1)))
+        assert torch.equal(take(buffer).state, expected)
+        assert buffer.policy_version == version

@@ -24,27 +24,22 @@ from tests.simic.steps import (
     take,
 )
 
-# --- Use again, and leftovers ------------------------------------------------------
-
 
 @pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("poison", [float("nan"), 1e30])
+@pytest.mark.parametrize("poison", [float("nan"), 1e30, None])
 def test_t24_leftovers_in_storage_change_nothing(ragged, poison):
-    buffer = make_buffer(steps=5)
-    for stored in buffer._storage.values():
-        stored.fill_(poison if stored.is_floating_point() else 77)
-    assert_same(fill(buffer, ragged=ragged), fill(make_buffer(steps=5), ragged=ragged))
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-def test_a_buffer_used_again_equals_a_fresh_one(ragged):
+    """Whatever was stored before, or a whole rollout that was reset."""
     buffer, steps = make_buffer(steps=3), Steps(rng_seed=9)
-    for _ in range(3):
-        buffer.add(**steps(rewards=torch.full((2,), 1e30)))
-    buffer.cut(torch.full((2,), 1e30))
-    buffer.compute_advantages_and_returns()
-    buffer.reset()
-    assert buffer.step_counts.tolist() == [0, 0]
+    if poison is None:
+        for _ in range(3):
+            buffer.add(**steps(rewards=torch.full((2,), 1e30)))
+        buffer.cut(torch.full((2,), 1e30))
+        buffer.compute_advantages_and_returns()
+        buffer.reset()
+        assert buffer.step_counts.tolist() == [0, 0]
+    else:
+        for stored in buffer._storage.values():
+            stored.fill_(poison if stored.is_floating_point() else 77)
     assert_same(fill(buffer, ragged=ragged), fill(make_buffer(steps=3), ragged=ragged))
 
 
@@ -73,26 +68,27 @@ def test_step_counts_belong_to_the_caller():
     assert buffer.step_counts.tolist() == [1, 1]
 
 
-# --- The order of calls ------------------------------------------------------------
-
-
-def filled() -> TamiyoRolloutBuffer:
+def filled(cut=False, computed=False) -> TamiyoRolloutBuffer:
     buffer, steps = make_buffer(steps=2), Steps()
     buffer.add(**steps())
     buffer.add(**steps())
+    if cut or computed:
+        buffer.cut(torch.zeros(2))
+    if computed:
+        buffer.compute_advantages_and_returns()
     return buffer
 
 
 def cut() -> TamiyoRolloutBuffer:
-    buffer = filled()
-    buffer.cut(torch.zeros(2))
-    return buffer
+    return filled(cut=True)
 
 
 def computed() -> TamiyoRolloutBuffer:
-    buffer = cut()
-    buffer.compute_advantages_and_returns()
-    return buffer
+    return filled(computed=True)
+
+
+def cut_again(buffer):
+    buffer.cut(torch.zeros(2))
 
 
 def compute(buffer):
@@ -107,17 +103,17 @@ def add(buffer):
     ("make", "call", "match"),
     [
         (make_buffer, compute, "nothing to compute"),
-        (make_buffer, lambda b: b.cut(torch.zeros(2)), "empty buffer"),
+        (make_buffer, cut_again, "empty buffer"),
         (make_buffer, lambda b: b.get_batched_sequences(), "advantages are missing"),
         (filled, add, "every row has 2 steps"),
         (filled, lambda b: b.begin(), r"begin\(\) after 2 steps"),
         (filled, compute, "environment 0 goes on"),
         (filled, lambda b: b.get_batched_sequences(), "advantages are missing"),
         (cut, add, r"add\(\) after cut"),
-        (cut, lambda b: b.cut(torch.zeros(2)), r"cut\(\) after cut"),
+        (cut, cut_again, r"cut\(\) after cut"),
         (cut, lambda b: b.begin(), r"begin\(\) after 2 steps"),
         (computed, add, r"add\(\) after compute"),
-        (computed, lambda b: b.cut(torch.zeros(2)), r"cut\(\) after compute"),
+        (computed, cut_again, r"cut\(\) after compute"),
         (filled, pickle.dumps, "cannot be pickled"),
         (filled, copy.deepcopy, "cannot be pickled"),
     ],
@@ -135,16 +131,9 @@ def test_a_full_row_is_named_and_the_others_may_go_on():
     assert not buffer.is_full
     buffer.add(**Steps(3)(acted=flags(3, 0)))
     assert buffer.is_full
-    assert buffer.step_counts.tolist() == [1, 1, 1]
-
-
-def test_after_a_partial_step_everyone_may_act_again():
-    buffer, steps = make_buffer(envs=2, steps=2), Steps()
-    buffer.add(**steps(acted=flags(2, 1)))
-    buffer.add(**steps())
-    assert buffer.step_counts.tolist() == [1, 2]
-    with pytest.raises(CallOrder, match="row of environment 1 is full"):
+    with pytest.raises(CallOrder, match="row of environment 0 is full"):
         buffer.add(**steps())
+    assert buffer.step_counts.tolist() == [1, 1, 1]
 
 
 def test_a_row_that_goes_on_is_named_before_advantages_are_computed():
@@ -154,16 +143,7 @@ def test_a_row_that_goes_on_is_named_before_advantages_are_computed():
     with pytest.raises(CallOrder, match="environment 1 goes on"):
         buffer.compute_advantages_and_returns()
     buffer.cut(torch.zeros(3))
-    buffer.compute_advantages_and_returns()
-
-
-def test_a_row_without_steps_needs_no_cut():
-    buffer = make_buffer()
-    buffer.add(**a_step(terminated=flags(2, 0), acted=flags(2, 0)))
-    assert take(buffer).valid_mask.tolist() == [[True], [False]]
-
-
-# --- Sizes and devices -------------------------------------------------------------
+    assert take(buffer).valid_mask.tolist() == [[True, True]] * 2 + [[False, False]]
 
 
 @pytest.mark.parametrize(
@@ -240,11 +220,10 @@ def test_steps_taken_in_inference_mode_can_be_learned_from():
     buffer.reset()
 
 
-def test_a_rollout_says_how_many_environments_share_their_chances():
+def test_a_rollout_says_how_many_environments_share_their_random_streams():
     buffer = make_buffer(envs=2)
     buffer.begin(group_size=2)
-    buffer.add(**a_step())
-    buffer.cut(torch.zeros(2))
+    buffer.add(**a_step(terminated=flags(2, 0, 1)))
     batch = take(buffer)
     assert batch.group_size == 2
     assert batch.select(torch.tensor([1])).group_size == 1

@@ -11,13 +11,13 @@ over, has the future of the observation that comes next.
 
 Shapes, dtypes and devices are checked everywhere. Values are checked on the CPU alone:
 elsewhere a look would stall the device, and the update refuses non-finite numbers
-anyway. A refused step leaves no trace.
+anyway. A refused step is not counted, and the next one is written over it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from math import prod
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -29,20 +29,18 @@ from esper.contracts.actions import HEAD_NAMES, NUM_HEADS, ActionSpec
 from esper.contracts.devices import usable_device
 from esper.contracts.errors import BadInput, CallOrder, IllegalAction, NoLegalAction
 from esper.contracts.features import Features, feature_shapes
+from esper.kernels import kernel
 from esper.scan import gae
 
-RESULTS = ("advantages", "returns")
-FINITE = (
-    "features.host",
-    "features.slots",
-    "features.offers",
-    "rewards",
-    "values",
-    "log_probs",
-    "distribution",
+Array = NDArray[Any]
+Record = TypeVar("Record")
+RESULTS: Final = ("advantages", "returns")
+JUDGED: Final = (
+    *("rows", "actions", "log_probs", "distribution"),
+    *("first", "dones", "truncated", "final_values"),
 )
-"""Stored fields that must be finite."""
-_TOLERANCE = 1e-4  # between a log-probability and its distribution
+"""What `_first_problem` reads."""
+TOLERANCE: Final = 1e-4  # between a log-probability and its distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,16 +87,8 @@ class SequenceBatch:
     def select(self, index: Int64[Tensor, " chosen"]) -> "SequenceBatch":
         """The rows of some environments, copied; groups are not kept together."""
         index = index.to(self.valid_mask.device)
-        chosen = {
-            field.name: getattr(self, field.name).index_select(0, index)
-            for field in fields(self)
-            if field.name not in ("features", "group_size")
-        }
-        seen = {
-            field.name: getattr(self.features, field.name).index_select(0, index)
-            for field in fields(self.features)
-        }
-        return SequenceBatch(features=Features(**seen), **chosen)
+        chosen = map_tensors(lambda tensor: tensor.index_select(0, index), self)
+        return replace(chosen, group_size=1)
 
     def minibatches(
         self, count: int, generator: Generator
@@ -119,17 +109,23 @@ class SequenceBatch:
         return (self.select(part) for part in order.tensor_split(count))
 
 
-class Kind(NamedTuple):
+def map_tensors(function: Callable[[Tensor], Tensor], value: Record) -> Record:
+    """A record, whose fields may be records, with every tensor changed."""
+    if isinstance(value, Tensor):
+        return function(value)  # type: ignore[return-value]
+    if not is_dataclass(value):
+        return value
+    names = [field.name for field in fields(value)]
+    parts = {name: map_tensors(function, getattr(value, name)) for name in names}
+    return replace(value, **parts)  # type: ignore[type-var]
+
+
+class Field(NamedTuple):
     """What a tensor must be."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """What it takes to store one."""
-        return prod(self.shape) * self.dtype.itemsize
+    dtype: torch.dtype = torch.float32
 
 
 class TamiyoRolloutBuffer:
@@ -137,7 +133,7 @@ class TamiyoRolloutBuffer:
 
     Calls come in this order: `begin` (optional), `add` for every step, `cut` unless
     every row ends with its episode, `compute_advantages_and_returns`,
-    `get_batched_sequences`, `reset`.
+    `get_batched_sequences`, `reset`. Views show leftovers beyond `step_counts`.
 
     Args:
         num_envs: Environments that step together; rows.
@@ -149,6 +145,19 @@ class TamiyoRolloutBuffer:
         device: Where everything is stored.
         max_bytes: A buffer larger than this is refused.
     """
+
+    dones: Bool[Tensor, "env time"]
+    """Whether a step ended its episode, for whatever reason."""
+    truncated: Bool[Tensor, "env time"]
+    """Whether a step ended an episode that had a future."""
+    rewards: Float32[Tensor, "env time"]
+    values: Float32[Tensor, "env time"]
+    """V(s) under the policy that acted."""
+    final_values: Float32[Tensor, "env time"]
+    """V of the last observation where truncated."""
+    advantages: Float32[Tensor, "env time"]
+    returns: Float32[Tensor, "env time"]
+    """Lambda-returns, once computed."""
 
     @torch.inference_mode(False)  # storage outlives the mode it is made in
     def __init__(
@@ -171,47 +180,50 @@ class TamiyoRolloutBuffer:
                 raise BadInput(f"{name} must lie in [0, 1], got {share}.")
         if not isinstance(spec, ActionSpec):
             raise BadInput(f"spec must be an ActionSpec, got {type(spec).__name__}.")
-        device = usable_device(device)
+        self.device = device = usable_device(device)
         self.num_envs, self.max_steps, self.spec = num_envs, max_steps, spec
         self.state_shape = tuple(state_shape)
         self.gamma, self.gae_lambda = float(gamma), float(gae_lambda)
 
-        kinds = self._kinds = step_kinds(num_envs, spec)
-        self._state_kind = Kind("state", (num_envs, *state_shape), torch.float32)
-        self._acted_kind = Kind("acted", (num_envs,), torch.bool)
-        self._last_kind = Kind("last_values", (num_envs,), torch.float32)
-        results = [self._last_kind._replace(name=name) for name in RESULTS]
+        self._fields = step_fields(num_envs, spec)
+        self._state_field = Field("state", (num_envs, *state_shape))
         # One column more: it takes the steps of environments that did not act.
         columns = max_steps + 1
-        self.nbytes = columns * sum(kind.nbytes for kind in (*kinds, *results))
-        self.nbytes += self._state_kind.nbytes
+        stored = [*self._fields, *(Field(name, (num_envs,)) for name in RESULTS)]
+        self.nbytes = sum(columns * prod(f.shape) * f.dtype.itemsize for f in stored)
+        self.nbytes += prod(self._state_field.shape) * 4
         if self.nbytes > max_bytes:
             raise BadInput(
                 f"{num_envs} environments x {max_steps} steps need {self.nbytes:,} "
                 f"bytes, more than max_bytes = {max_bytes:,}."
             )
         self._storage = {
-            kind.name: torch.zeros(
-                (columns, *kind.shape), dtype=kind.dtype, device=device
+            # What is given as `terminated` is kept as `dones`.
+            "dones" if f.name == "terminated" else f.name: torch.zeros(
+                (columns, *f.shape), dtype=f.dtype, device=device
             )
-            for kind in (*kinds, *results)
+            for f in stored
         }
-        self._written = [self._storage[kind.name] for kind in kinds]
+        for name, tensor in self._storage.items():
+            if tensor.ndim == 2 and name in self.__annotations__:
+                setattr(self, name, tensor[:max_steps].T)
+        self._written = [*self._storage.values()][: len(self._fields)]
         self._columns = [*zip(*map(torch.unbind, self._written), strict=True)]
-        # What is given as `terminated` is kept as `dones`.
-        self._given = [
-            kind._replace(name="terminated") if kind.name == "dones" else kind
-            for kind in kinds
-        ]
         self._counts = torch.zeros(num_envs, dtype=torch.int64, device=device)
         self._last_values = torch.zeros(num_envs, device=device)
-        self._state = torch.zeros(self._state_kind.shape, device=device)
+        self._state = torch.zeros(self._state_field.shape, device=device)
         self._unknown = torch.full((num_envs,), torch.nan, device=device)
         self._envs = torch.arange(num_envs, device=device)
         self._steps = torch.arange(max_steps, device=device)
-        self.device = self._state.device
-        self._looks = self.device.type == "cpu"
-        self._beyond = np.arange(spec.width) >= np.array(spec.sizes)[:, None]
+        self._sizes = np.array(spec.sizes)
+        self._looks = device.type == "cpu"
+        if self._looks:
+            self._judged = [self._storage[name].numpy() for name in JUDGED]
+            self._finite = {
+                f.name: self._storage[f.name].numpy().reshape(columns, num_envs, -1)
+                for f in self._fields
+                if f.dtype.is_floating_point and f.name != "final_values"
+            }
         self.reset()
 
     def reset(self) -> None:
@@ -250,9 +262,8 @@ class TamiyoRolloutBuffer:
         if state is None:
             self._state.zero_()
         else:
-            require_kinds([self._state_kind], [state], self.device)
-            if self._looks:
-                require_finite("state", state)
+            self._require([self._state_field], [state])
+            self._require_known("state", state)
             self._state.copy_(state)
         self.policy_version, self.group_size = policy_version, group_size
 
@@ -299,7 +310,7 @@ class TamiyoRolloutBuffer:
             truncated,
             self._unknown if final_values is None else final_values,
         )
-        require_kinds(self._given, given, self.device)
+        self._require(self._fields, given)
         cut_short = truncated > terminated
         step = (*given[:-3], terminated | truncated, cut_short, given[-1])
         if self._is_level and acted is None:
@@ -308,8 +319,8 @@ class TamiyoRolloutBuffer:
                     f"the buffer is full, every row has {self.max_steps} steps: "
                     "reset() first."
                 )
-            self._require_values(step)
             torch._foreach_copy_(self._columns[self._adds], step)
+            self._require_values(self._counts)
             self._counts += 1
         else:
             self._add_ragged(step, acted)
@@ -325,10 +336,9 @@ class TamiyoRolloutBuffer:
         self._require_open("cut")
         if not self._adds:
             raise CallOrder("cut() of an empty buffer: add() first.")
-        require_kinds([self._last_kind], [last_values], self.device)
+        self._require([Field("last_values", (self.num_envs,))], [last_values])
         used = torch.where(self._unfinished(), last_values, 0.0)
-        if self._looks:
-            require_finite("last_values", used)
+        self._require_known("last_values", used)
         self._last_values.copy_(used)
         self._is_cut = True
 
@@ -349,7 +359,7 @@ class TamiyoRolloutBuffer:
             self.dones,
             self.truncated,
             self._counts,
-            self._view("final_values"),
+            self.final_values,
             self._last_values,
             gamma=self.gamma,
             lam=self.gae_lambda,
@@ -394,52 +404,17 @@ class TamiyoRolloutBuffer:
 
     @property
     def step_counts(self) -> Int64[Tensor, " env"]:
-        """How many steps each row holds; views show leftovers beyond."""
+        """How many steps each row holds."""
         return self._counts.clone()
 
     @property
     def is_full(self) -> bool:
-        """Whether no row can take another step."""
-        if self._is_level or self._adds < self.max_steps:
-            return self._adds == self.max_steps
-        return not bool((self._counts < self.max_steps).cpu().numpy().any())
-
-    @property
-    def dones(self) -> Bool[Tensor, "env time"]:
-        """Whether a step ended its episode, for whatever reason."""
-        return self._view("dones")
-
-    @property
-    def truncated(self) -> Bool[Tensor, "env time"]:
-        """Whether a step ended an episode that had a future."""
-        return self._view("truncated")
-
-    @property
-    def rewards(self) -> Float32[Tensor, "env time"]:
-        """What was earned, as the environments said it."""
-        return self._view("rewards")
-
-    @property
-    def values(self) -> Float32[Tensor, "env time"]:
-        """V(s) under the policy that acted."""
-        return self._view("values")
-
-    @property
-    def advantages(self) -> Float32[Tensor, "env time"]:
-        """How much better a step was than expected, once computed."""
-        return self._view("advantages")
-
-    @property
-    def returns(self) -> Float32[Tensor, "env time"]:
-        """What the values should have been, once computed."""
-        return self._view("returns")
+        """Whether no row can take another step (reads the device)."""
+        return not bool((self._counts < self.max_steps).any())
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied: a rollout belongs to its policy's update."""
         raise CallOrder("a rollout buffer cannot be pickled; collect a rollout anew.")
-
-    def _view(self, name: str) -> Tensor:
-        return self._storage[name][: self.max_steps].T
 
     def _require_open(self, call: str) -> None:
         if self._is_computed or self._is_cut:
@@ -450,7 +425,7 @@ class TamiyoRolloutBuffer:
         """Some rows grow, each at its own end."""
         if acted is None:
             acted = torch.ones_like(self._envs, dtype=torch.bool)
-        require_kinds([self._acted_kind], [acted], self.device)
+        self._require([Field("acted", (self.num_envs,), torch.bool)], [acted])
         # No row can be full before so many calls, so the device need not be asked.
         if self._adds >= self.max_steps:
             full = (acted & (self._counts == self.max_steps)).cpu().numpy()
@@ -459,54 +434,64 @@ class TamiyoRolloutBuffer:
                     f"the row of environment {int(full.argmax())} is full, it has "
                     f"{self.max_steps} steps: reset() first."
                 )
-        self._require_values(step, acted)
         columns = torch.where(acted, self._counts, self.max_steps)
         for storage, values in zip(self._written, step, strict=True):
             storage.index_put_((columns, self._envs), values)
+        self._require_values(columns)
         self._counts += acted
         self._is_level = False
 
-    def _require_values(
-        self, step: tuple[Tensor, ...], acted: Tensor | None = None
-    ) -> None:
+    def _require(self, expected: Sequence[Field], given: Sequence[object]) -> None:
+        """Refuse what is not a plain tensor of the right shape, dtype and device."""
+        device = self.device
+        for (name, shape, dtype), value in zip(expected, given, strict=True):
+            if not isinstance(value, Tensor):
+                problem = f"must be a tensor, got {type(value).__name__}"
+            elif value.layout is not torch.strided:
+                problem = f"must be dense, got {value.layout}"
+            elif value.shape != shape or value.dtype is not dtype:
+                problem = (
+                    f"must be {dtype} of shape {shape}, got {value.dtype} of shape "
+                    f"{tuple(value.shape)}"
+                )
+            elif value.device != device:
+                problem = f"must be on {device}, got {value.device}; move it first"
+            elif value.requires_grad:
+                problem = "requires grad; detach it, or act under torch.no_grad()"
+            else:
+                continue
+            raise BadInput(f"{name} {problem}.")
+
+    def _require_known(self, name: str, values: Float[Tensor, "env ..."]) -> None:
+        if self._looks:
+            array = values.contiguous().numpy().reshape(1, self.num_envs, -1)
+            self._require_finite(name, array, np.zeros(self.num_envs, np.int64))
+
+    def _require_finite(self, name: str, array: Array, at: Array) -> None:
+        """Refuse NaN and infinity at each environment's column."""
+        env = _first_infinite(array, at)
+        if env >= 0:
+            row = array[at[env], env]
+            raise BadInput(
+                f"{name} of environment {env} at step {int(self._counts[env])} must be "
+                f"finite, got {row[~np.isfinite(row)][0]}; quarantine the environment."
+            )
+
+    def _require_values(self, columns: Int64[Tensor, " env"]) -> None:
         """Refuse a step in which a value cannot be meant; looks on the CPU only."""
         if not self._looks:
             return
-        who = self._envs.numpy() if acted is None else acted.numpy().nonzero()[0]
-        arrays = {
-            kind.name: tensor.numpy() if acted is None else tensor.numpy()[who]
-            for kind, tensor in zip(self._kinds, step, strict=True)
-        }
-        counts = self._counts.numpy()[who]
-
-        def place(row: int | np.integer) -> str:
-            return f"environment {who[row]} at step {counts[row]}"
-
-        for name in FINITE:
-            finite = np.isfinite(arrays[name])
-            if not finite.all():
-                odd = ~finite
-                row = odd.nonzero()[0][0]
-                raise BadInput(
-                    f"{name} of {place(row)} must be finite, got "
-                    f"{arrays[name][odd][0]}; quarantine the environment."
-                )
-        _require_choices(arrays, self.spec, self._beyond, place)
-        final = arrays["final_values"]
-        lost = arrays["truncated"] & ~np.isfinite(final)
-        if lost.any():
-            row = lost.argmax()
-            raise BadInput(
-                f"final_values of {place(row)} must be finite, got {final[row]}; where "
-                "an episode is truncated, give the value of its last observation."
-            )
-        ended = self._storage["dones"].numpy()[counts - 1, who]
-        torn = (counts > 0) & (arrays["first"] != ended)
-        if torn.any():
-            row = torn.argmax()
-            raise BadInput(
-                f"first of {place(row)} must be {ended[row]}: the step before "
-                f"{'ended' if ended[row] else 'did not end'} its episode."
+        at = columns.numpy()
+        for name, array in self._finite.items():
+            self._require_finite(name, array, at)
+        problem, env, head = _first_problem(*self._judged, self._sizes, at)
+        if problem:
+            error, text = PROBLEMS[problem - 1]
+            actions, log_probs = (x[at[env], env, head] for x in self._judged[1:3])
+            raise error(
+                f"{text}; head {HEAD_NAMES[head]!r} of environment {env} at step "
+                f"{int(self._counts[env])}, choice {actions} with log-probability "
+                f"{log_probs}."
             )
 
     def _unfinished(self) -> Bool[Tensor, " env"]:
@@ -518,120 +503,101 @@ class TamiyoRolloutBuffer:
 
     def _longest(self) -> int:
         """Steps of the longest row, or what is known of it without asking a device."""
-        if self._is_level:
-            return self._adds
-        if self._looks:
+        if self._looks and not self._is_level:
             return int(self._counts.numpy().max())
         return min(self._adds, self.max_steps)
 
 
-def step_kinds(num_envs: int, spec: ActionSpec) -> tuple[Kind, ...]:
+def step_fields(num_envs: int, spec: ActionSpec) -> tuple[Field, ...]:
     """What is stored of one step of all environments."""
-    heads, width = NUM_HEADS, spec.width
-    axes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        **{
-            f"features.{name}": (torch.float32, shape)
-            for name, shape in feature_shapes(spec).items()
-        },
-        "first": (torch.bool, ()),
-        "rows": (torch.bool, (heads, width)),
-        "actions": (torch.int64, (heads,)),
-        "log_probs": (torch.float32, (heads,)),
-        "distribution": (torch.float32, (heads, width)),
-        "values": (torch.float32, ()),
-        "rewards": (torch.float32, ()),
-        "dones": (torch.bool, ()),
-        "truncated": (torch.bool, ()),
-        "final_values": (torch.float32, ()),
-    }
-    return tuple(
-        Kind(name, (num_envs, *shape), dtype) for name, (dtype, shape) in axes.items()
+    env, choices = (num_envs,), (num_envs, NUM_HEADS, spec.width)
+    return (
+        *(Field(f"features.{n}", (*env, *s)) for n, s in feature_shapes(spec).items()),
+        Field("first", env, torch.bool),
+        Field("rows", choices, torch.bool),
+        Field("actions", choices[:2], torch.int64),
+        Field("log_probs", choices[:2]),
+        Field("distribution", choices),
+        Field("values", env),
+        Field("rewards", env),
+        Field("terminated", env, torch.bool),
+        Field("truncated", env, torch.bool),
+        Field("final_values", env),
     )
 
 
-def require_kinds(
-    kinds: Sequence[Kind], values: Sequence[object], device: torch.device
-) -> None:
-    """Refuse what is not a plain tensor of the right shape, dtype and device."""
-    for kind, value in zip(kinds, values, strict=True):
-        if not (
-            isinstance(value, Tensor)
-            and value.shape == kind.shape
-            and value.dtype is kind.dtype
-            and value.device == device
-            and value.layout is torch.strided
-            and not value.requires_grad
-        ):
-            raise BadInput(_complaint(kind, value, device))
+# One look at all values of a step, compiled: it runs at every step. Arrays are
+# [time, env, ...], `at` is each environment's column, the last one if it did not act.
+
+PADDED, NOTHING, OUTSIDE, FORBIDDEN, CONTRADICTED, LOST, TORN = range(1, 8)
+PROBLEMS: Final = (
+    (BadInput, "rows allow more choices than the head has"),
+    (NoLegalAction, "rows allow nothing: let a head that is not used have choice 0"),
+    (IllegalAction, "actions has a choice that the head does not have"),
+    (IllegalAction, "actions has a choice that its row forbids: store the rows used"),
+    (BadInput, "log_probs contradict their distribution: store both as they were used"),
+    (BadInput, "final_values must be finite where an episode is truncated"),
+    (BadInput, "first must be True after the end of an episode and nowhere else"),
+)
 
 
-def _complaint(kind: Kind, value: object, device: torch.device) -> str:
-    if not isinstance(value, Tensor):
-        return f"{kind.name} must be a tensor, got {type(value).__name__}."
-    if value.layout is not torch.strided:
-        return f"{kind.name} must be dense, got {value.layout}."
-    if value.shape != kind.shape or value.dtype != kind.dtype:
-        return (
-            f"{kind.name} must be {kind.dtype} of shape {kind.shape}, got "
-            f"{value.dtype} of shape {tuple(value.shape)}."
-        )
-    if value.device != device:
-        return f"{kind.name} must be on {device}, got {value.device}; move it first."
-    return f"{kind.name} requires grad; detach it, or act under torch.no_grad()."
+@kernel
+def _first_infinite(values: Array, at: Array) -> int:
+    """The first environment with a number that is not finite; -1 if there is none."""
+    last = values.shape[0] - 1
+    for env in range(values.shape[1]):
+        if at[env] < last or last == 0:
+            odd = 0
+            for number in range(values.shape[2]):
+                value = values[at[env], env, number]
+                odd += value - value != 0  # NaN of NaN and infinity; vectorised
+            if odd:
+                return env
+    return -1
 
 
-def require_finite(name: str, values: Float[Tensor, "env ..."]) -> None:
-    """Refuse NaN and infinity in a tensor on the CPU, naming the environment."""
-    array = values.numpy()
-    odd = ~np.isfinite(array)
-    if odd.any():
-        env = int(np.argwhere(odd)[0][0])
-        raise BadInput(
-            f"{name} of environment {env} must be finite, got {array[odd][0]}."
-        )
+@kernel
+def _first_problem(
+    rows: Array,
+    actions: Array,
+    log_probs: Array,
+    distribution: Array,
+    first: Array,
+    dones: Array,
+    truncated: Array,
+    final_values: Array,
+    sizes: Array,
+    at: Array,
+) -> tuple[int, int, int]:
+    """What cannot be meant in a step of finite numbers, in which environment and head.
 
-
-def _require_choices(
-    step: Mapping[str, NDArray[Any]],
-    spec: ActionSpec,
-    beyond: NDArray[np.bool_],
-    place: Callable[[int], str],
-) -> None:
-    """Refuse choices that their rows forbid, or that contradict their distribution."""
-    rows, actions, log_probs = step["rows"], step["actions"], step["log_probs"]
-    sizes = np.array(spec.sizes)
-    outside = (actions < 0) | (actions >= sizes)
-    at = np.arange(actions.size) * spec.width + np.where(outside, 0, actions).ravel()
-    expected = step["distribution"].ravel()[at].reshape(actions.shape)
-    forbidden = outside | ~rows.ravel()[at].reshape(actions.shape)
-    distance = np.abs(log_probs - expected)
-    contradicted = (distance > _TOLERANCE * (1.0 + np.abs(expected))) | (
-        log_probs > 0.0
-    )
-    padding = np.any(rows & beyond, axis=2)
-    wrong: NDArray[np.bool_] = forbidden | contradicted | padding
-    if not wrong.any():
-        return
-    row, head = (int(index) for index in np.argwhere(wrong)[0])
-    where = f"head {HEAD_NAMES[head]!r} of {place(row)}"
-    action, size = actions[row, head], sizes[head]
-    if padding[row, head]:
-        raise BadInput(f"rows allow more than the {size} choices of {where}.")
-    if not rows[row, head].any():
-        raise NoLegalAction(
-            f"rows allow nothing for {where}; let a head that is not used have choice "
-            "0."
-        )
-    if outside[row, head]:
-        raise IllegalAction(
-            f"actions has {action} for {where}, which has {size} choices."
-        )
-    if forbidden[row, head]:
-        raise IllegalAction(
-            f"actions has {action} for {where}, which its row forbids; store the rows "
-            "that were drawn from."
-        )
-    raise BadInput(
-        f"log_probs has {log_probs[row, head]} for {where}, its distribution "
-        f"{expected[row, head]}; store both as they were when the choice was made."
-    )
+    A choice that its row forbids or its distribution contradicts, a truncation without
+    a value, an episode that does not begin after an end.
+    """
+    for env in range(rows.shape[1]):
+        now = at[env]
+        if now == rows.shape[0] - 1:
+            continue
+        for head in range(rows.shape[2]):
+            row, size, action = (
+                rows[now, env, head],
+                sizes[head],
+                actions[now, env, head],
+            )
+            if row[size:].any():
+                return PADDED, env, head
+            if not row.any():
+                return NOTHING, env, head
+            if not 0 <= action < size:
+                return OUTSIDE, env, head
+            if not row[action]:
+                return FORBIDDEN, env, head
+            given = log_probs[now, env, head]
+            expected = distribution[now, env, head, action]
+            if given > 0 or abs(given - expected) > TOLERANCE * (1 + abs(expected)):
+                return CONTRADICTED, env, head
+        if truncated[now, env] and not np.isfinite(final_values[now, env]):
+            return LOST, env, 0
+        if now > 0 and first[now, env] != dones[now - 1, env]:
+            return TORN, env, 0
+    return 0, 0, 0
