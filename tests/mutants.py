@@ -231,10 +231,10 @@ MUTANTS = (
     ),
     Mutant(
         "a checkpoint may hold numbers that are not finite",
-        "experiment/tensor_file.py",
+        "experiment/checkpoint.py",
         "elif values.is_floating_point() and not bool(values.isfinite().all()):",
         "elif not values.numel():",
-        "tests/experiment/test_tensor_file.py",
+        "tests/experiment/test_checkpoint.py",
     ),
     Mutant(
         "p-values of several tests are not kept in order",

@@ -98,13 +98,11 @@ def test_what_the_system_says_becomes_one_line(tmp_path, code):
     assert isinstance(error.value, OSError)
 
 
-def test_only_the_first_bytes_are_read_and_all_are_digested(tmp_path):
+def test_only_the_first_bytes_are_read(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(bytes(3_000_000))
     assert Disk().read(file, 10) == bytes(10)
-    assert len(Disk().read(file, 1 << 40)) == Disk().size(file) == 3_000_000
-    # head -c 3000000 /dev/zero | sha256sum
-    assert Disk().digest(file).startswith("35bce4eae54ec8e6cc2868baa8d15791")
+    assert len(Disk().read(file, 1 << 40)) == 3_000_000
 
 
 @pytest.mark.timeout(10)
@@ -118,9 +116,8 @@ def test_nothing_but_a_regular_file_is_read(tmp_path, kind):
         odd.symlink_to(tmp_path / "secret")
     else:
         odd.mkdir()
-    for call in (Disk().size, Disk().digest, lambda file: Disk().read(file, 9)):
-        with pytest.raises(BadInput, match="odd is not a regular file"):
-            call(odd)
+    with pytest.raises(BadInput, match="odd is not a regular file"):
+        Disk().read(odd, 9)
 
 
 def test_a_link_is_removed_and_what_it_leads_to_stays(tmp_path):

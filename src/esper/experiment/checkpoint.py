@@ -6,6 +6,10 @@
 A checkpoint is made in a hidden folder, the manifest last, and gets its name in one
 rename. It is read again and compared before an older one is removed. There is no file
 that names the newest: it is the highest step that verifies, so nothing can disagree.
+
+safetensors checks that a header describes exactly the bytes behind it. Checked here is
+what it lets through: tensors of other kinds, bytes that are no bool, and numbers that
+are not finite unless the caller names the tensor. Nothing in a file is ever executed.
 """
 
 import hashlib
@@ -15,11 +19,15 @@ import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_bytes
+from safetensors.torch import save as save_bytes
 from torch import Tensor
 
 from esper import __version__
@@ -27,13 +35,36 @@ from esper.contracts.errors import BadInput, StorageTrouble
 from esper.contracts.state import Tensors
 from esper.experiment.files import Disk, beside, discard, storage, unfinished
 from esper.experiment.messages import one_line, quoted, short
-from esper.experiment.tensor_file import MAX_BYTES, pack, recognise, unpack
 
 SCHEMA: Final = 1
 STATE: Final = "state.safetensors"
 MAX_MANIFEST: Final = 1 << 20
 MAX_STEP: Final = 10**12
 MANIFEST: Final = "manifest.json"
+MAX_TENSORS: Final = 10_000
+MAX_BYTES: Final = 4 << 30
+MAX_RANK: Final = 16
+KINDS: Final = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+DISGUISES: Final = {
+    "a zip archive, as torch.save writes": (b"PK\x03\x04",),
+    "a pickle": (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"),
+    "a Git LFS pointer; fetch it with git lfs pull": (b"version https://git-lfs",),
+    "an HTML page; the download went wrong": (b"<!doctype", b"<html"),
+    "a gzip archive": (b"\x1f\x8b",),
+}
+"""What a file is that begins so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +159,13 @@ class CheckpointFolder:
                 self._clean()
                 self._write(target, {STATE: state, MANIFEST: manifest})
             self._disk.sync_folder(self.path)
-            self._read_again(step)
+            try:
+                self.load(step)
+            except BadInput as error:
+                raise StorageTrouble(
+                    f"{short(target)} does not read back as it was written; nothing "
+                    "older was removed. Check the disk."
+                ) from error
             self._prune(step)
             self._clean()
         return target
@@ -163,19 +200,17 @@ class CheckpointFolder:
 
     def load(self, which: int | Path) -> Loaded:
         """One checkpoint, by step or by its folder; refuses unless all verifies."""
-        folder = self._folder(which)
-        with storage(folder, "read"):
-            manifest = self._verified(which)
-            state = self._disk.read(folder / STATE, manifest.size)
-        name = short(folder / STATE)
+        file = self._folder(which) / STATE
+        with storage(file.parent, "read"):
+            manifest = self._manifest(which)
+            state = self._disk.read(file, manifest.size + 1)
         if hashlib.sha256(state).hexdigest() != manifest.sha256:
-            raise BadInput(f"{name} changed while it was read; try again.")
-        tensors = unpack(name, state, self._may_be_nan)
-        return Loaded(path=folder, manifest=manifest, tensors=tensors)
-
-    def names(self) -> list[str]:
-        """Folders that should be checkpoints, oldest first."""
-        return [name_of(step) for step in self.steps()]
+            why = "damaged: its content is not what was saved"
+            raise BadInput(
+                f"{short(file)} is {recognise(state) or why}; use another checkpoint."
+            )
+        tensors = unpack(short(file), state, self._may_be_nan)
+        return Loaded(path=file.parent, manifest=manifest, tensors=tensors)
 
     def steps(self) -> list[int]:
         """Steps at which there should be a checkpoint, in order."""
@@ -201,7 +236,7 @@ class CheckpointFolder:
         """Whether this very state is there; refuses to go back behind a good one."""
         for later in [there for there in self.steps() if there >= step]:
             try:
-                manifest = self._verified(later)
+                manifest = self.load(later).manifest
             except BadInput:
                 continue
             if later > step or manifest.sha256 != sha256:
@@ -232,15 +267,6 @@ class CheckpointFolder:
                 discard(disk, temporary)
             raise
 
-    def _read_again(self, step: int) -> None:
-        try:
-            self._verified(step)
-        except BadInput as error:
-            raise StorageTrouble(
-                f"{short(self._folder(step))} does not read back as it was written; "
-                "nothing older was removed. Check the disk."
-            ) from error
-
     def _prune(self, newest: int) -> None:
         """Remove what is older than the last `keep` good ones, except the best."""
         good = [entry for entry in self.manifests() if entry.step <= newest]
@@ -259,19 +285,6 @@ class CheckpointFolder:
         if self.path.is_dir():
             for leftover in unfinished(self.path):
                 discard(self._disk, leftover)
-
-    def _verified(self, which: int | Path) -> Manifest:
-        """The manifest, after size and digest of the state agreed with it."""
-        manifest, file = self._manifest(which), self._folder(which) / STATE
-        size = self._disk.size(file)
-        why = ""
-        if size != manifest.size:
-            why = f"damaged: it has {size:,} bytes, expected {manifest.size:,}"
-        elif self._disk.digest(file) != manifest.sha256:
-            why = "damaged: its content is not what was saved"
-        if why:
-            raise _refusal(file, recognise(self._disk.read(file, 64)) or why)
-        return manifest
 
     def _manifest(self, which: int | Path) -> Manifest:
         folder = self._folder(which)
@@ -308,10 +321,6 @@ def name_of(step: int) -> str:
 def _rank(manifest: Manifest) -> tuple[float, int]:
     score = manifest.score
     return (-float("inf") if score is None else score, -manifest.step)
-
-
-def _refusal(file: Path, what: str) -> BadInput:
-    return BadInput(f"{short(file)} is {what}; use another checkpoint.")
 
 
 def write_manifest(manifest: Manifest) -> bytes:
@@ -413,3 +422,77 @@ def _seal(body: Mapping[str, Any]) -> bytes:
 
 def _text(value: object) -> str:
     return json.dumps(value, allow_nan=False, indent=1, sort_keys=True) + "\n"
+
+
+def pack(tensors: Mapping[str, Tensor], may_be_nan: Collection[str] = ()) -> bytes:
+    """The bytes of a file that `unpack` will accept.
+
+    Args:
+        tensors: On any device; none may share memory with another.
+        may_be_nan: Names, or patterns such as `*/first_loss`, of tensors that may hold
+            numbers that are not finite.
+    """
+    for name, tensor in tensors.items():
+        if name == "__metadata__" or not name.isprintable():
+            raise BadInput(f"a tensor cannot be called {quoted(name)}; rename it.")
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise BadInput(f"tensor {quoted(name)} is sparse or has no data; fill it.")
+    ready = {name: part.detach().cpu().contiguous() for name, part in tensors.items()}
+    if strange := _strange(ready, may_be_nan):
+        raise BadInput(f"{strange} and is not saved; go back to a good checkpoint.")
+    try:
+        data: bytes = save_bytes(ready)
+    except RuntimeError as error:
+        raise BadInput("two tensors share memory; clone one before saving.") from error
+    if len(data) > MAX_BYTES:
+        raise BadInput(
+            f"the state has {len(data):,} bytes, at most {MAX_BYTES:,} are saved; use "
+            "fewer hosts."
+        )
+    return data
+
+
+def unpack(name: str, data: bytes, may_be_nan: Collection[str] = ()) -> Tensors:
+    """The tensors in the bytes of a file, on the CPU.
+
+    Args:
+        name: What the file is called in an error.
+        data: All of it.
+        may_be_nan: As for `pack`.
+    """
+    if disguise := recognise(data):
+        raise BadInput(f"{name} is {disguise}; Esper reads safetensors only.")
+    try:
+        tensors: Tensors = load_bytes(data)
+        why = _strange(tensors, may_be_nan)
+    except SafetensorError as error:
+        why = quoted(str(error).rpartition("deserializing: ")[2])
+    if why:
+        raise BadInput(f"{name} cannot be trusted: {why}; use another checkpoint.")
+    return tensors
+
+
+def recognise(opening: bytes) -> str:
+    """What a file is that is not what it should be, or nothing if unknown."""
+    start = opening[:64].lstrip().lower()
+    for what, signs in DISGUISES.items():
+        if opening.startswith(signs) or start.startswith(signs):
+            return what
+    return ""
+
+
+def _strange(tensors: Mapping[str, Tensor], may_be_nan: Collection[str]) -> str:
+    """Which tensor is or holds what no tensor should, or nothing."""
+    if not 0 < len(tensors) <= MAX_TENSORS:
+        return f"it has {len(tensors):,} tensors, expected 1 to {MAX_TENSORS:,},"
+    for name, values in tensors.items():
+        if values.dtype not in KINDS or values.ndim > MAX_RANK:
+            return f"{quoted(name)} is of unknown kind {values.dtype} or shape"
+        if values.dtype is torch.bool:
+            if bool((values.view(torch.uint8) > 1).any()):
+                return f"{quoted(name)} holds bytes that are no bool"
+        elif values.is_floating_point() and not bool(values.isfinite().all()):
+            if any(fnmatchcase(name, pattern) for pattern in may_be_nan):
+                continue
+            return f"{quoted(name)} holds NaN or infinity"
+    return ""

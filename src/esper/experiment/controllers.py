@@ -31,13 +31,12 @@ from esper.contracts.errors import BadInput
 from esper.contracts.state import Tensors, load
 from esper.contracts.world import Controller
 from esper.experiment.checkpoint import MANIFEST as CHECKPOINT_MANIFEST
-from esper.experiment.checkpoint import CheckpointFolder, Loaded
+from esper.experiment.checkpoint import CheckpointFolder, Loaded, pack
 from esper.experiment.config import from_toml
 from esper.experiment.files import Disk, publish, storage
 from esper.experiment.messages import quoted, short
 from esper.experiment.run import CHECKPOINTS, Run, find_run
 from esper.experiment.settings import as_toml
-from esper.experiment.tensor_file import pack
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from esper.tamiyo.policy.sampling import with_temperature
 from esper.tamiyo.shipped import FORMAT, MANIFEST, WEIGHTS, read

@@ -10,7 +10,6 @@ them. An fsync that failed is not tried again on the same file: what it lost is 
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import socket
@@ -26,7 +25,6 @@ from filelock import FileLock, Timeout
 from esper.contracts.errors import BadInput, RunTaken, StorageTrouble
 from esper.experiment.messages import quoted, short
 
-CHUNK: Final = 1 << 20
 TEMPORARY: Final = ".tmp-"
 """In the names of unfinished files, which also begin with a dot."""
 LOCK: Final = "lock"
@@ -69,24 +67,11 @@ class Disk:
         """Remove an empty folder."""
         folder.rmdir()
 
-    def size(self, file: Path) -> int:
-        """Bytes of a regular file."""
-        with _opened(file) as stream:
-            return os.fstat(stream.fileno()).st_size
-
     def read(self, file: Path, limit: int) -> bytes:
         """The first `limit` bytes of a regular file, or all if it has fewer."""
         with _opened(file) as stream:
             # A stream makes room for all it is asked for; a file may be far smaller.
             return stream.read(min(limit, os.fstat(stream.fileno()).st_size))
-
-    def digest(self, file: Path) -> str:
-        """SHA-256 of a regular file, of which only a part is in memory at a time."""
-        found = hashlib.sha256()
-        with _opened(file) as stream:
-            while part := stream.read(CHUNK):
-                found.update(part)
-        return found.hexdigest()
 
 
 def publish(disk: Disk, file: Path, data: bytes) -> None:
