@@ -186,7 +186,7 @@ def test_a_column_of_another_length_is_refused_and_nothing_is_stored(path):
     with Store(path) as store:
         store.begin_attempt()
         episodes = torch.zeros(2, dtype=torch.int64)
-        with pytest.raises(BadInput, match=r"episode must have shape \(4,\), got \(2,"):
+        with pytest.raises(BadInput, match="episode must have 4 values, got 2"):
             store.add("steps", round=1, env=range(4), episode=episodes)
         with pytest.raises(BadInput, match="head must have 2 values, got 1"):
             store.add("heads", round=1, kl=[0.0, 0.1], head=["op"])

@@ -13,16 +13,15 @@ import json
 import os
 import sqlite3
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from operator import ne
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -35,43 +34,14 @@ from esper.experiment.seed_events import EVENTS, Changes
 BATCH: Final = 1_000
 """Rows that wait before they are written unasked."""
 LIMIT: Final = 100_000
-"""Rows that may wait while the store cannot be written: about 50 MiB."""
+"""Rows that may wait while the store cannot be written."""
 MAX_TEXT: Final = 10_000
 """Characters of a text that are kept."""
 DROPPABLE: Final = frozenset({"steps", "heads"})
 
 Column = Tensor | NDArray[Any] | Sequence[Any] | str | float | int | None
 """One value for each row, or one for all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Rows of one table that came together, column by column, until they are written.
-
-    Columns are kept as they came, tensors on their device or as arrays.
-    """
-
-    table: str
-    count: int
-    columns: Mapping[str, Column]
-
-    def rows(
-        self, names: Iterable[str], attempt: int, seq: int
-    ) -> Iterable[tuple[Any, ...]]:
-        """Rows in the order of the table's columns; what was not given is missing.
-
-        Args:
-            names: The columns of the table.
-            attempt: Who writes.
-            seq: Number of the first row.
-        """
-        count = self.count
-        given = {name: _values(own, count) for name, own in self.columns.items()}
-        given["nans"] = _nans(given, count)
-        given["attempt"] = [attempt] * count
-        given["seq"] = range(seq, seq + count)
-        missing = [None] * count
-        return zip(*(given.get(name, missing) for name in names), strict=True)
+Row = tuple[Any, ...]
 
 
 class Store:
@@ -88,7 +58,7 @@ class Store:
         """Rows that were given up since the store was opened."""
         self.failures = 0
         """Times that waiting rows could not be written."""
-        self._queue: deque[Batch] = deque()
+        self._queue: deque[tuple[str, list[Row]]] = deque()
         self._waiting, self._retry_at = 0, BATCH
         self._attempt, self._seq, self._round, self._unreported = 0, 0, 0, 0
         self._db = open_writer(self.path)
@@ -163,11 +133,10 @@ class Store:
             raise BadInput(f"the table {table} has no column {min(unknown)!r}.")
         for name in columns.keys() & {"round", "step"}:
             whole(name, columns[name])
-        counts = [len(value) for value in columns.values() if _is_column(value)]
-        count = counts[0] if counts else 1
-        kept = {name: _kept(name, value, count) for name, value in columns.items()}
+        rows = self._rows(table, columns)
         self._round = whole("round", columns["round"])
-        self._put(Batch(table, count, kept))
+        self._queue.append((table, rows))
+        self._waiting += len(rows)
         if self._waiting >= self._retry_at:
             self.flush(durable=False)
 
@@ -221,7 +190,7 @@ class Store:
             stage=stage,
             controller=controller,
             task=task,
-            **{name: torch.from_numpy(values) for name, values in figures.items()},
+            **figures,
         )
 
     def add_note(self, round: int, kind: str, text: str) -> None:
@@ -244,8 +213,13 @@ class Store:
         if self._unreported:
             text = f"{self._unreported} rows of steps or heads were dropped"
             self._unreported = 0
-            note: dict[str, Column] = {"kind": "dropped", "text": text}
-            self._put(Batch("notes", 1, {"round": self._round, **note}))
+            note: dict[str, Column] = {
+                "round": self._round,
+                "kind": "dropped",
+                "text": text,
+            }
+            self._queue.append(("notes", self._rows("notes", note)))
+            self._waiting += 1
         try:
             self._write(durable=durable)
         except sqlite3.IntegrityError:
@@ -266,20 +240,37 @@ class Store:
         finally:
             self._db.close()
 
-    def _put(self, batch: Batch) -> None:
-        self._queue.append(batch)
-        self._waiting += batch.count
+    def _rows(self, table: str, columns: Mapping[str, Column]) -> list[Row]:
+        """Rows in the order of the table's columns, but for attempt and seq."""
+        given = {name: _listed(name, value) for name, value in columns.items()}
+        counts = [len(value) for value in given.values() if isinstance(value, list)]
+        count = counts[0] if counts else 1
+        marks: list[list[str]] = [[] for _ in range(count)]
+        for name, values in given.items():
+            if not isinstance(values, list):
+                given[name] = values = [values] * count
+            if len(values) != count:
+                raise BadInput(f"{name} must have {count} values, got {len(values)}.")
+            if any(map(ne, values, values)):  # only NaN differs from itself
+                for mark, value in zip(marks, values, strict=True):
+                    if value != value:
+                        mark.append(name)
+        given["nans"] = [" ".join(mark) or None for mark in marks]
+        missing = [None] * count
+        _, _, *names = self._columns[table]
+        return [*zip(*(given.get(name, missing) for name in names), strict=True)]
 
     def _write(self, *, durable: bool) -> None:
         """One transaction with all that waits; a full sync makes it durable."""
         if durable and os.stat(self.path).st_ino != self._file:
             raise OSError("it was replaced by another file")
-        rows: dict[str, list[tuple[Any, ...]]] = {}
+        rows: dict[str, list[Row]] = {}
         seq = self._seq
-        for batch in self._queue:
-            made = batch.rows(self._columns[batch.table], self._attempt, seq + 1)
-            rows.setdefault(batch.table, []).extend(made)
-            seq += batch.count
+        for table, batch in self._queue:
+            lines = rows.setdefault(table, [])
+            for row in batch:
+                seq += 1
+                lines.append((self._attempt, seq, *row))
         # In WAL mode FULL syncs the log at every commit, NORMAL does not.
         self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         with transaction(self._db):
@@ -296,15 +287,14 @@ class Store:
 
     def _shed(self) -> None:
         """Give up the oldest figures until what waits is bearable."""
-        excess, kept = self._waiting - self._limit, deque[Batch]()
-        for batch in self._queue:
-            if excess > 0 and batch.table in DROPPABLE:
-                excess -= batch.count
-                self._waiting -= batch.count
-                self.dropped += batch.count
-                self._unreported += batch.count
+        kept = deque[tuple[str, list[Row]]]()
+        for table, batch in self._queue:
+            if self._waiting > self._limit and table in DROPPABLE:
+                self._waiting -= len(batch)
+                self.dropped += len(batch)
+                self._unreported += len(batch)
             else:
-                kept.append(batch)
+                kept.append((table, batch))
         self._queue = kept
 
     def _trouble(self, error: Exception) -> StorageTrouble:
@@ -321,32 +311,17 @@ def whole(name: str, value: object) -> int:
     return value
 
 
-def _kept(name: str, value: Column, count: int) -> Column:
-    """A column as it is queued; refuses one that has not a value for each row."""
-    if isinstance(value, Tensor):
-        if tuple(value.shape) != (count,):
-            raise BadInput(
-                f"{name} must have shape ({count},), got {tuple(value.shape)}."
-            )
-        # Worlds go on writing into theirs.
-        value = value.detach()
-        return value.numpy().copy() if value.device.type == "cpu" else value.clone()
+def _listed(name: str, value: Column) -> Any:  # noqa: ANN401
+    """A list with a value for each row, or the one value of all."""
     if isinstance(value, str):
         return _clean(value)
+    if isinstance(value, Tensor | np.ndarray):
+        if value.ndim != 1:
+            raise BadInput(f"{name} must have one axis, got shape {(*value.shape,)}.")
+        return value.tolist()
     if isinstance(value, Sequence):
-        if len(value) != count:
-            raise BadInput(f"{name} must have {count} values, got {len(value)}.")
-        if isinstance(value, range):
-            return value
         return [_clean(each) if isinstance(each, str) else each for each in value]
     return value
-
-
-def _is_column(value: Column) -> TypeGuard[Tensor | NDArray[Any] | Sequence[Any]]:
-    """Whether there is a value for each row."""
-    if isinstance(value, str):
-        return False
-    return isinstance(value, Tensor | np.ndarray | Sequence)
 
 
 def _clean(text: str) -> str:
@@ -354,26 +329,3 @@ def _clean(text: str) -> str:
     if len(text) <= MAX_TEXT and text.isascii():
         return text
     return text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8")
-
-
-def _values(column: Column, count: int) -> Sequence[Any]:
-    """One value for each row."""
-    if isinstance(column, Tensor | np.ndarray):
-        values: list[Any] = column.tolist()
-        return values
-    if isinstance(column, Sequence) and not isinstance(column, str):
-        return column
-    return [column] * count
-
-
-def _nans(columns: Mapping[str, Sequence[Any]], count: int) -> list[str | None]:
-    """Names of the columns that are NaN, for each row; None if there are none."""
-    marks: list[str | None] = [None] * count
-    for name, values in columns.items():
-        if not any(map(ne, values, values)):  # only NaN differs from itself
-            continue
-        for row, value in enumerate(values):
-            if value != value:
-                mark = marks[row]
-                marks[row] = name if mark is None else f"{mark} {name}"
-    return marks
