@@ -26,7 +26,7 @@ from benchmarks.cohort_cost import SECONDS, Seed, Work, work
 from benchmarks.timing import Report, alternate, micro
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint
 from esper.contracts.stages import Stage
-from esper.environment.cohort import Alphas, Cohort
+from esper.environment.cohort import Cohort
 from esper.environment.memory_layout import place_geometries
 from esper.growth.blueprints.forms import FORMS
 from esper.growth.lifecycle import SeedStates
@@ -110,7 +110,7 @@ class Cohorts:
                 if plain:
                     self.hosts[env].plant(slot, blueprint, made)
                     self.hosts[env].live(slot, stage, ALPHA[stage])
-        self.plan = Alphas.of(replace(lives, stage=stages, alpha=alphas))
+        self.lives = replace(lives, stage=stages, alpha=alphas)
         self.features = torch.randn(EXAMPLES, *host.shape, generator=chance)
         self.labels = torch.randint(0, host.classes, (EXAMPLES,), generator=chance)
         self.picked = torch.randint(
@@ -124,7 +124,7 @@ class Cohorts:
         """All minibatches until the next decision, as a cohort."""
         flat = self.features.flatten(1).unsqueeze(0)
         return self.cohort.train(
-            flat, self.labels.unsqueeze(0), self.picked, self.plan, self.rates
+            flat, self.labels.unsqueeze(0), self.picked, self.lives, self.rates
         ).losses
 
     def one_by_one(self) -> None:

@@ -9,7 +9,7 @@ from esper.contracts.blueprints import BLUEPRINTS, Form
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
 from esper.contracts.state import save
-from esper.environment.cohort import ACTIVATIONS, Alphas, Cohort
+from esper.environment.cohort import ACTIVATIONS, Cohort, active_alpha
 from esper.environment.engine import adamw
 from esper.growth.lifecycle import SeedStates
 from esper.tasks.hosts import CnnHost, MlpHost
@@ -101,7 +101,7 @@ class Garden:
             self.x,
             self.y,
             picked,
-            Alphas.of(self.lives),
+            self.lives,
             torch.full((self.envs, steps), RATE, dtype=torch.float64),
             keep=keep,
         )
@@ -199,7 +199,7 @@ def test_the_rows_that_are_counted_are_those_that_the_host_guesses_right(host, e
         garden.live(1, slot, ACTIVE[slot])
     garden.train(14, start=6)
     wanted = torch.tensor([True, True, False])
-    alpha = Alphas.of(garden.lives).host
+    alpha = active_alpha(garden.lives)
     found = garden.cohort.count(garden.x, garden.y, alpha, wanted)
     assert found[2] == 0
     for env, plain in enumerate(garden.hosts[:2]):
@@ -390,8 +390,7 @@ def test_rows_of_each_environments_own_are_read_by_their_owner(host):
     apart = garden.cohort
     picked = torch.stack([rows(0, 0)[None]] * 2)
     rates = torch.full((2, 1), RATE, dtype=torch.float64)
-    plan = Alphas.of(garden.lives)
-    losses = apart.train(garden.x, garden.y, picked, plan, rates).losses
+    losses = apart.train(garden.x, garden.y, picked, garden.lives, rates).losses
     for env in range(2):
         network = host.build(torch.Generator().manual_seed(env)).double()
         x = garden.x[env, picked[env, 0]].view(-1, *host.shape)
@@ -419,7 +418,7 @@ def test_elsewhere_than_on_the_cpu_tensors_are_used(host):
         torch.empty(1, EXAMPLES, torch.Size(host.shape).numel(), device="meta"),
         torch.empty(1, EXAMPLES, **numbers),
         torch.empty(3, 2, ROWS, **numbers),
-        Alphas(*(torch.zeros(3, SLOTS, device="meta") for _ in range(3))),
+        SeedStates.empty(3, SLOTS, "meta"),
         torch.empty(3, 2, device="meta"),
         keep=True,
     )
@@ -427,24 +426,6 @@ def test_elsewhere_than_on_the_cpu_tensors_are_used(host):
     assert [place.outputs.shape[2] for place in trained.places] == [
         own.outputs for own in cohort.layout.shapes[1:]
     ]
-
-
-@pytest.mark.learns  # the compiler cannot look through checked annotations
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_tensors_do_what_tensors_do():
-    small = MlpHost((5, 7, 4))  # compiling takes seconds per slot
-    plain, compiled = (
-        Garden(3, torch.float32, small, plain=False, engine=e)
-        for e in ("tensors", "compile")
-    )
-    for garden in (plain, compiled):
-        garden.plant(0, 0, garden.chosen[0])
-        garden.plant(1, 1, garden.chosen[2])
-        garden.live(1, 1, Stage.HOLDING)
-        garden.train(6, keep=True)
-    torch.testing.assert_close(
-        compiled.cohort.values, plain.cohort.values, rtol=1e-4, atol=1e-5
-    )
 
 
 WRONG = {
@@ -456,7 +437,7 @@ WRONG = {
     "sets": (torch.zeros(3, EXAMPLES).long(), r"labels must be \[1 or 2, example\]"),
     "width": (torch.zeros(1, EXAMPLES, 4).double(), r"features must be \[1, 90, 5\]"),
     "dtype": (torch.zeros(1, EXAMPLES, 5), "features must be .* got .* torch.float32"),
-    "alphas": (torch.zeros(2, 3), r"alpha 'host' must be \[2, 4\]"),
+    "alpha": (torch.zeros(2, 3), r"alpha must be \[2, 4\]"),
 }
 
 
@@ -464,24 +445,25 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_arrays_that_a_kernel_would_misread_are_refused(what):
     garden, (wrong, words) = Garden(2, plain=False), WRONG[what]
-    alphas = Alphas.of(garden.lives)
     given = {
         "features": garden.x,
         "labels": garden.y,
         "picked": torch.zeros(2, 1, ROWS, dtype=torch.int64),
-        "alphas": alphas,
+        "lives": garden.lives,
         "rates": torch.ones(2, 1, dtype=torch.float64),
     }
     name = {"beyond": "picked", "before": "picked", "sets": "labels"}.get(what, what)
     name = "features" if what in ("width", "dtype") else name
-    given[name] = replace(alphas, host=wrong) if what == "alphas" else wrong
+    if what == "alpha":
+        name, wrong = "lives", replace(garden.lives, alpha=wrong)
+    given[name] = wrong
     kept = garden.cohort.values.clone()
     with pytest.raises(BadInput, match=words):
         garden.cohort.train(**given)
     assert torch.equal(garden.cohort.values, kept)
     if name in ("features", "labels"):
         with pytest.raises(BadInput, match=words):
-            garden.cohort.count(given["features"], given["labels"], alphas.host)
+            garden.cohort.count(given["features"], given["labels"], garden.lives.alpha)
 
 
 # AdamW on a stretch of a vector.

@@ -11,7 +11,6 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from esper.contracts.actions import NUM_HEADS, Op
 from esper.contracts.stages import Stage
-from esper.environment.cohort import Alphas
 from esper.environment.growing import CONTRIBUTION_ROWS, GrowingWorld
 from esper.environment.settings import WorldSettings
 from esper.growth.blueprints.geometry import Geometry, Layout
@@ -371,10 +370,9 @@ def test_a_seed_whose_own_loss_is_not_finite_ends_its_episode():
     say(world, {env: (Op.GERMINATE, slot, RESIDUAL) for env in range(ENVS)})
     bias = seed_parts(world, 1, slot)["last_bias"]
     bias.copy_(torch.tensor([1.8e38, -1.8e38, 0.0]))
-    cohort, rows = copy.deepcopy(world.cohort), world._episodes.rows
+    cohort, (x, y) = copy.deepcopy(world.cohort), world._episodes.rows[0]
     picked, rates = world._episodes.minibatches(torch.ones(ENVS, dtype=torch.int64))
-    x, y = rows.features[0], rows.labels[0]
-    trained = cohort.train(x, y, picked, Alphas.of(world._lives), rates)
+    trained = cohort.train(x, y, picked, world._lives, rates)
     assert trained.shadow_losses.isfinite().tolist() == [True, False, True]
     assert trained.losses.isfinite().all()
     assert cohort.values.sum(dim=1).isfinite().all()
@@ -458,9 +456,7 @@ def test_every_pass_takes_all_rows_once_in_an_order_of_its_own():
 def drawn(world, env):
     """All that chance gave the running episode of an environment."""
     episodes = world._episodes
-    rows = [
-        part[env].clone() for part in (*episodes.rows.features, *episodes.rows.labels)
-    ]
+    rows = [part[env].clone() for pair in episodes.rows for part in pair]
     terms = [
         part[env].clone() for part in (episodes.rent, episodes.budget, episodes.rate)
     ]

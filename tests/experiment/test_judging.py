@@ -187,7 +187,5 @@ def test_everybody_has_the_same_data_first_weights_and_batches():
     other.reset()
     assert torch.equal(one.cohort.values, other.cohort.values)
     assert torch.equal(one._episodes.batches, other._episodes.batches)
-    for mine, yours in zip(
-        one._episodes.rows.features, other._episodes.rows.features, strict=True
-    ):
-        assert torch.equal(mine, yours)
+    for mine, yours in zip(one._episodes.rows, other._episodes.rows, strict=True):
+        assert torch.equal(mine[0], yours[0])

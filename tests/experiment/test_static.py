@@ -107,7 +107,7 @@ def test_data_and_order_of_batches_are_the_reference_s(early):
     for world in (wide, longer):
         theirs = world._episodes
         assert (mine.batches == theirs.batches[:, :steps]).all()
-        assert (mine.rows.features[0] == theirs.rows.features[0]).all()
+        assert (mine.rows[0][0] == theirs.rows[0][0]).all()
 
 
 def test_a_static_host_that_panics_is_worth_what_any_is(early):

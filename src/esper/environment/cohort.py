@@ -13,9 +13,7 @@ from typing import Final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
@@ -25,7 +23,6 @@ from esper.contracts.state import Stateful
 from esper.environment import engine, torch_engine
 from esper.environment.engine import GELU, LINEAR, RELU
 from esper.environment.memory_layout import MemoryLayout
-from esper.environment.torch_engine import PlantedSeeds
 from esper.growth.lifecycle import SeedStates
 from esper.tasks.hosts import CONV, Host
 
@@ -35,7 +32,7 @@ ACTIVATIONS: Final[Mapping[Form, int]] = {
     Form.RESIDUAL_MLP: GELU,
 }
 """Forms that can be planted, and the activation between their two maps."""
-ENGINES: Final = ("auto", "kernels", "tensors", "compile")
+ENGINES: Final = ("auto", "kernels", "tensors")
 """What can train a cohort."""
 
 
@@ -48,26 +45,9 @@ def find_blueprints(names: tuple[str, ...]) -> tuple[Blueprint, ...]:
     return tuple(known[name] for name in names)
 
 
-@dataclass(frozen=True, slots=True)
-class Alphas:
-    """Alphas of all seeds, constant until the next decision."""
-
-    host: Float[Tensor, "env slot"]
-    """In the host's own pass; 0 for a seed in training."""
-    shadow: Float[Tensor, "env slot"]
-    """In the shadow pass; 1 for a seed in training."""
-    training: Float[Tensor, "env slot"]
-    """1 where a seed trains in the shadow pass."""
-
-    @classmethod
-    def of(cls, lives: SeedStates) -> "Alphas":
-        """The alphas of seeds in these stages."""
-        training = lives.stage == Stage.TRAINING
-        return cls(
-            host=torch.where(training, 0.0, lives.alpha),
-            shadow=torch.where(training, 1.0, lives.alpha),
-            training=training.to(lives.alpha.dtype),
-        )
+def active_alpha(lives: SeedStates) -> Float[Tensor, "env slot"]:
+    """Alphas in the hosts' own pass: 0 for a seed in training."""
+    return torch.where(lives.stage == Stage.TRAINING, 0.0, lives.alpha)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +56,9 @@ class PlaceSample:
 
     inputs: Float[Tensor, "env row feature"]
     """At its inlet."""
-    outputs: Float[Tensor, "env row channel *spot"]
+    outputs: Float[Tensor, "env row channel spot"]
     """At its outlet, seeds included, before the activation."""
-    gradient: Float[Tensor, "env row channel *spot"]
+    gradient: Float[Tensor, "env row channel spot"]
     """Of each host's mean loss with respect to the outputs."""
     dense: bool
     """Whether both its layers are dense."""
@@ -108,8 +88,8 @@ class Cohort(Stateful):
         newborn: Learning rate of a newborn against the host's, and steps until equal.
         device: Where everything lives.
         dtype: Of the weights.
-        engine: `kernels` on the CPU, `tensors` anywhere, `compile` for tensors through
-            `torch.compile`; `auto` takes kernels where they can run.
+        engine: `kernels` on the CPU, `tensors` anywhere; `auto` takes kernels where
+            they can run.
     """
 
     STATE = ("values", "mean", "square", "size", "act", "clocks")
@@ -137,7 +117,6 @@ class Cohort(Stateful):
         if engine == "kernels" and not on_cpu:
             raise BadInput(f"engine 'kernels' runs on the CPU, the device is {device}.")
         self.kernels = engine == "kernels" or (engine == "auto" and on_cpu)
-        self.compiles = engine == "compile"
         self.envs, self.host, self.batch = envs, host, batch
         self.decay, self.newborn = decay, newborn
         units = max(blueprint.size for blueprint in blueprints)
@@ -153,7 +132,10 @@ class Cohort(Stateful):
             (envs, 1 + self.layout.slots), dtype=torch.int64, device=device
         )
         """Optimiser steps of host and seeds."""
-        self._buffer: NDArray[np.floating] | None = None
+        # Activations of one environment. A tensor begins at a cache line, an array
+        # need not: a third of the time.
+        length = self.layout.activations * batch if self.kernels else 0
+        self._buffer = torch.zeros(length, dtype=dtype)
 
     # Hosts and seeds.
 
@@ -208,7 +190,7 @@ class Cohort(Stateful):
         features: Float[Tensor, "_ example input"],
         labels: Int64[Tensor, "_ example"],
         picked: Int64[Tensor, "env step row"],
-        alphas: Alphas,
+        lives: SeedStates,
         rates: Float[Tensor, "env step"],
         *,
         keep: bool = False,
@@ -219,7 +201,7 @@ class Cohort(Stateful):
             features: Rows to train on, of each environment or of all.
             labels: Their labels.
             picked: Which rows make each minibatch.
-            alphas: Of all seeds.
+            lives: Stages and alphas of all seeds, constant meanwhile.
             rates: Learning rate of every minibatch.
             keep: Whether to keep samples of the places in the last minibatch.
         """
@@ -227,43 +209,41 @@ class Cohort(Stateful):
         steps = picked.shape[1] if picked.dim() == 3 else 0
         _check("picked", picked, (self.envs, steps, self.batch), torch.int64)
         _check("rates", rates, (self.envs, steps))
-        for name in ("host", "shadow", "training"):
-            self._check_alphas(name, getattr(alphas, name))
+        _check("alpha", lives.alpha, self.size.shape)
+        _check("stage", lives.stage, self.size.shape)
+        training, kind = lives.stage == Stage.TRAINING, self.values.dtype
+        alpha = active_alpha(lives).to(kind)
+        shadow = torch.where(training, 1.0, lives.alpha).to(kind)
+        state = (self.values, self.mean, self.square, self.clocks)
         if not self.kernels:
-            return self._train_tensors(features, labels, picked, alphas, rates, keep)
+            losses, shadow_losses, seen = torch_engine.train(
+                *(self.layout, features, labels, picked, rates, *state),
+                *(self.size, self.act, alpha, shadow, training),
+                *(self.decay, self.newborn),
+            )
+            places = self._places(*seen) if keep else None
+            return TrainingResult(losses, shadow_losses, places)
         _check_indices("picked", picked, features.shape[1])
-        kind = self.values.dtype
-        buffer, bits = self._buffers()
         length = self.layout.host_activations * self.batch if keep else 0
-        kept = np.zeros((self.envs if keep else 0, length), buffer.dtype)
-        losses, shadow_losses = engine.train(
-            features.numpy(),
-            labels.numpy(),
-            picked.numpy(),
-            rates.double().numpy(),
-            self.values.numpy(),
-            self.mean.numpy(),
-            self.square.numpy(),
-            self.clocks.numpy(),
-            np.zeros(self.layout.parameters, buffer.dtype),
-            buffer,
-            bits,
+        kept = torch.zeros(self.envs if keep else 0, length, dtype=kind)
+        given = (features, labels, picked, rates.double(), *state)
+        bits = torch.int32 if kind is torch.float32 else torch.int64
+        found = engine.train(
+            *(part.numpy() for part in given),
+            np.zeros_like(self.values[0].numpy()),
+            self._buffer.numpy(),
+            self._buffer.view(bits).numpy(),
             self.layout.tables,
             self.size.numpy(),
             self.act.numpy(),
-            alphas.host.to(kind).numpy(),
-            alphas.shadow.to(kind).numpy(),
-            alphas.training.to(kind).numpy(),
+            *(part.numpy() for part in (alpha, shadow, training.to(kind))),
             float(self.decay),
-            float(self.newborn[0]),
-            float(self.newborn[1]),
-            kept,
+            *map(float, self.newborn),
+            kept.numpy(),
         )
-        return TrainingResult(
-            torch.from_numpy(losses),
-            torch.from_numpy(shadow_losses),
-            self._places(torch.from_numpy(kept)) if keep else None,
-        )
+        places = self._places(*self._unpacked(kept)) if keep else None
+        losses, shadow_losses = map(torch.from_numpy, found)
+        return TrainingResult(losses, shadow_losses, places)
 
     def count(
         self,
@@ -276,29 +256,23 @@ class Cohort(Stateful):
         if wanted is None:
             wanted = torch.ones(self.envs, dtype=torch.bool, device=self.size.device)
         self._check_rows(features, labels)
-        self._check_alphas("alpha", alpha)
+        _check("alpha", alpha, self.size.shape)
         _check("wanted", wanted, (self.envs,), torch.bool)
-        alpha = alpha.to(self.values.dtype)
+        seeds = (self.size, self.act, alpha.to(self.values.dtype))
         if not self.kernels:
-            x = self._shaped(features.expand(self.envs, -1, -1))
-            seeds = PlantedSeeds(self.size, self.act)
+            x = torch_engine.shaped(self.layout, features.expand(self.envs, -1, -1))
             with torch.no_grad():
-                passed = torch_engine.forward(self.layout, self.values, x, seeds, alpha)
-            right = (passed.logits.argmax(dim=2) == labels).sum(dim=1)
+                _, outputs = torch_engine.forward(self.layout, self.values, x, *seeds)
+            right = (outputs[-1].argmax(dim=2) == labels).sum(dim=1)
             return torch.where(wanted, right, 0)
-        right = engine.count(
-            features.numpy(),
-            labels.numpy(),
-            wanted.numpy(),
-            self.values.numpy(),
-            self._buffers()[0],
+        given = (features, labels, wanted, self.values, self._buffer)
+        found = engine.count(
+            *(part.numpy() for part in given),
             self.layout.tables,
             self.batch,
-            self.size.numpy(),
-            self.act.numpy(),
-            alpha.numpy(),
+            *(part.numpy() for part in seeds),
         )
-        return torch.from_numpy(right)
+        return torch.from_numpy(found)
 
     def _check_rows(self, features: Tensor, labels: Tensor) -> None:
         """Refuse rows that a kernel would read out of bounds."""
@@ -314,115 +288,41 @@ class Cohort(Stateful):
         if self.kernels:
             _check_indices("labels", labels, self.layout.shapes[-1].outputs)
 
-    def _check_alphas(self, name: str, alpha: Tensor) -> None:
-        _check(f"alpha {name!r}", alpha, (self.envs, self.layout.slots))
+    def _unpacked(self, kept: Float[Tensor, "env room"]) -> tuple[list[Tensor], ...]:
+        """Inputs, outputs and their gradients by layer, as a kernel left them."""
+        layout = self.layout
 
-    def _buffers(self) -> tuple[NDArray[np.floating], NDArray[np.integer]]:
-        """Memory for the activations of one environment, and the same as integers."""
-        if self._buffer is None:
-            # A tensor begins at a cache line, an array need not: a third of the time.
-            length = self.layout.activations * self.batch
-            self._buffer = torch.zeros(length, dtype=self.values.dtype).numpy()
-        whole = np.int32 if self._buffer.itemsize == 4 else np.int64
-        return self._buffer, self._buffer.view(whole)
-
-    def _places(self, kept: Float[Tensor, "env room"]) -> list[PlaceSample]:
-        """Samples of every place from the host activations that a kernel left."""
-        rows, layout = self.batch, self.layout
-
-        def part(layer: int, what: str, channels: int, *, padded: bool) -> Tensor:
-            own, start = layout.shapes[layer], int(layout.layers[layer][what]) * rows
-            edge = 2 if padded and own.kind == CONV else 0
-            high, wide = own.high + edge, own.wide + edge
-            cut = kept[:, start : start + channels * high * wide * rows]
-            cut = cut.view(-1, channels, high, wide, rows).movedim(4, 1)
+        def part(layer: int, what: str, channels: int, edge: int) -> Tensor:
+            own, rows = layout.shapes[layer], self.batch
+            start = int(layout.layers[layer][what]) * rows
+            edge = edge if own.kind == CONV else 0
+            sides = (own.high + 2 * edge, own.wide + 2 * edge)
+            cut = kept[:, start : start + channels * sides[0] * sides[1] * rows]
+            cut = cut.view(-1, channels, *sides, rows).movedim(4, 1)
             return cut[..., 1:-1, 1:-1] if edge else cut
 
-        found = []
-        for place in range(layout.places):
-            before, own = layout.shapes[place : place + 2]
-            inputs = part(place, "x", before.inputs, padded=True)
-            outputs = part(place + 1, "z", own.outputs, padded=False)
-            gradient = part(place + 1, "gz", own.outputs, padded=True)
-            dense = layout.is_dense(place)
-            found.append(PlaceSample(inputs.flatten(2), outputs, gradient, dense))
-        return found
-
-    def _train_tensors(
-        self,
-        features: Float[Tensor, "_ example input"],
-        labels: Int64[Tensor, "_ example"],
-        picked: Int64[Tensor, "env step row"],
-        alphas: Alphas,
-        rates: Float[Tensor, "env step"],
-        keep: bool,
-    ) -> TrainingResult:
-        """The same in torch operations."""
-        kind, device = self.values.dtype, self.values.device
-        alpha, shadow, training = (
-            part.to(kind) for part in (alphas.host, alphas.shadow, alphas.training)
+        shapes = [*enumerate(layout.shapes)]
+        return (
+            [part(n, "x", own.inputs, 1) for n, own in shapes],
+            [part(n, "z", own.outputs, 0) for n, own in shapes],
+            [part(n, "gz", own.outputs, 1) for n, own in shapes],
         )
-        seeds = PlantedSeeds(self.size, self.act)
-        active = (alpha > 0) | (training > 0)
-        move = torch_engine.moves(self.layout, seeds, active)
-        owner = torch_engine.owners(self.layout).to(device)
-        any_trains = device.type == "meta" or bool((training > 0).any())
-        trains = F.pad(training, (1, 0))[:, owner] > 0 if any_trains else None
-        ticks = F.pad(active & (self.size > 0), (1, 0), value=True)
-        envs = torch.arange(self.envs, device=device).unsqueeze(1) % len(features)
-        total = shadow_total = torch.zeros(self.envs, device=device, dtype=kind)
-        factor, until = self.newborn
-        steps = picked.shape[1]
-        for number in range(steps):
-            rows = picked[:, number]
-            last = number == steps - 1
-            compiles = self.compiles and not (keep and last)
-            found, loss, shadow_loss, passed, at_outputs = torch_engine.gradients(
-                self.layout,
-                self.values,
-                self._shaped(features[envs, rows]),
-                labels[envs, rows],
-                seeds,
-                alpha,
-                shadow,
-                trains,
-                torch_engine.compiled_losses() if compiles else torch_engine.losses,
-            )
-            total, shadow_total = total + loss, shadow_total + shadow_loss
-            young = (1 - self.clocks.double() / until).clamp(min=0.0)
-            boost = 1 + (factor - 1) * young
-            boost[:, 0] = 1.0
-            self.clocks += ticks
-            torch_engine.adamw(
-                owner,
-                self.values,
-                found,
-                self.mean,
-                self.square,
-                move,
-                rates[:, number, None] * boost,
-                self.clocks,
-                self.decay,
-            )
-        places = None
-        if keep:
-            places = [
-                PlaceSample(
-                    passed.inputs[p].detach().flatten(2),
-                    passed.outputs[p + 1].detach(),
-                    at_outputs[p + 1],
-                    self.layout.is_dense(p),
-                )
-                for p in range(self.places)
-            ]
-        return TrainingResult(total / steps, shadow_total / steps, places)
 
-    def _shaped(self, rows: Float[Tensor, "env row input"]) -> Tensor:
-        """Rows as the first layer reads them."""
-        own = self.layout.shapes[0]
-        if own.kind != CONV:
-            return rows
-        return rows.reshape(*rows.shape[:2], own.inputs, own.high, own.wide)
+    def _places(
+        self, inputs: list[Tensor], outputs: list[Tensor], gradients: list[Tensor]
+    ) -> list[PlaceSample]:
+        def spots(part: Tensor) -> Tensor:
+            return part.reshape(*part.shape[:3], -1)
+
+        return [
+            PlaceSample(
+                inputs[place].flatten(2),
+                spots(outputs[place + 1]),
+                spots(gradients[place + 1]),
+                self.layout.is_dense(place),
+            )
+            for place in range(self.places)
+        ]
 
 
 def _check(

@@ -6,7 +6,6 @@ depends on another, or on how many there are. Environments of a group have the s
 streams: what becomes of them differs only by what was decided.
 """
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -17,7 +16,6 @@ from torch import Generator, Tensor
 from esper.contracts.errors import BadInput
 from esper.contracts.state import Stateful
 from esper.environment.settings import TERMS, WorldSettings
-from esper.tasks.data import Splits
 from esper.tasks.task import Task
 
 WARMUP: Final = 0.1
@@ -26,48 +24,8 @@ SLACK: Final = 1e-6
 """Share of a budget by which it may be passed."""
 FLOOR: Final = 0.02
 """Share of the learning rate that is left at the end."""
-Features = Float[Tensor, "set _ input"]
-Labels = Int64[Tensor, "set _"]
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeRows:
-    """Train, decision and test rows; the first axis is 1 if all share them."""
-
-    features: tuple[Features, Features, Features]
-    labels: tuple[Labels, Labels, Labels]
-
-    @classmethod
-    def of(cls, splits: Splits, device: torch.device, copies: int = 1) -> "EpisodeRows":
-        """These rows for all environments, or so many copies to be overwritten."""
-        parts = [part.flat().to(device) for part in splits]
-        x, x_decisions, x_test = (
-            p.features.float().repeat(copies, 1, 1) for p in parts
-        )
-        y, y_decisions, y_test = (part.labels.repeat(copies, 1) for part in parts)
-        return cls((x, x_decisions, x_test), (y, y_decisions, y_test))
-
-    def replace(self, env: int, splits: Splits) -> None:
-        """Overwrite the rows of one environment."""
-        wanted = [tuple(x[env].shape) for x in self.features]
-        found = [tuple(part.features.flatten(1).shape) for part in splits]
-        if found != wanted:
-            raise BadInput(
-                f"{splits.train.name}: expected train, decision and test rows of "
-                f"shapes {wanted} whatever the number; got {found}; give every number "
-                "as many"
-            )
-        for part, x, y in zip(splits, self.features, self.labels, strict=True):
-            x[env].copy_(part.features.flatten(1))
-            y[env].copy_(part.labels)
-
-    def decisions(self, count: int) -> tuple[Features, Labels]:
-        """The first decision rows."""
-        return self.features[1][:, :count], self.labels[1][:, :count]
-
-    def tests(self) -> tuple[Features, Labels]:
-        """All test rows."""
-        return self.features[2], self.labels[2]
+Rows = tuple[Float[Tensor, "set _ input"], Int64[Tensor, "set _"]]
+"""Features and labels; the first axis is 1 if all environments share them."""
 
 
 class EpisodeData(Stateful):
@@ -82,7 +40,7 @@ class EpisodeData(Stateful):
     """
 
     STATE = ("begun", "rent", "budget", "rate", "streams")
-    DERIVED = ("_rows", "batches")
+    DERIVED = ("rows", "batches")
 
     rent: Float[Tensor, " env"]
     budget: Float[Tensor, " env"]
@@ -107,13 +65,8 @@ class EpisodeData(Stateful):
         )
         self.streams = [Generator() for _ in range(envs)]
         """Where the weights of each environment come from."""
-        self._rows: EpisodeRows | None = None
-
-    @property
-    def rows(self) -> EpisodeRows:
-        """The rows of all environments; there are some once an episode has begun."""
-        assert self._rows is not None
-        return self._rows
+        self.rows: list[Rows] = []
+        """Train, decision and test rows, once an episode has begun."""
 
     def begin(self, env: int) -> None:
         """Draw the next episode of an environment."""
@@ -128,7 +81,7 @@ class EpisodeData(Stateful):
 
     def loaded(self) -> None:
         """Rows and batches of the running episodes follow from their numbers."""
-        self._rows = None
+        self.rows = []
         for env, begun in enumerate(self.begun.tolist()):
             if begun:
                 data, _, order, _ = self._sequences(env, begun - 1)
@@ -159,18 +112,36 @@ class EpisodeData(Stateful):
         return np.random.SeedSequence(key).spawn(4)
 
     def _draw_rows(self, env: int, sequence: np.random.SeedSequence) -> None:
-        if not self.task.varied:
-            if self._rows is None:
-                self._rows = EpisodeRows.of(self.task.splits(self._run), self._device)
+        varied, set_ = self.task.varied, env if self.task.varied else 0
+        if self.rows and not varied:
             return
-        splits = self.task.splits(int(sequence.generate_state(1)[0]))
-        if self._rows is None:
-            self._rows = EpisodeRows.of(splits, self._device, copies=self._envs)
-        self._rows.replace(env, splits)
+        seed = int(sequence.generate_state(1)[0]) if varied else self._run
+        splits = self.task.splits(seed)
+        drawn = [(part.features.flatten(1), part.labels) for part in splits]
+        if not self.rows:
+            copies = self._envs if varied else 1
+            self.rows = [
+                (
+                    x.float().to(self._device).repeat(copies, 1, 1),
+                    y.to(self._device).repeat(copies, 1),
+                )
+                for x, y in drawn
+            ]
+        wanted = [tuple(x.shape[1:]) for x, _ in self.rows]
+        found = [tuple(x.shape) for x, _ in drawn]
+        if found != wanted:
+            raise BadInput(
+                f"{splits.train.name}: expected train, decision and test rows of "
+                f"shapes {wanted} whatever the number; got {found}; give every number "
+                "as many"
+            )
+        for (x, y), (new_x, new_y) in zip(self.rows, drawn, strict=True):
+            x[set_].copy_(new_x)
+            y[set_].copy_(new_y)
 
     def _draw_batches(self, env: int, sequence: np.random.SeedSequence) -> None:
         order = np.random.default_rng(sequence)
-        rows, needed = self.rows.labels[0].shape[1], self.batches[env].numel()
+        rows, needed = self.rows[0][1].shape[1], self.batches[env].numel()
         passes = -(-needed // rows)
         drawn = np.concatenate([order.permutation(rows) for _ in range(passes)])
         self.batches[env] = torch.from_numpy(drawn[:needed]).view_as(self.batches[env])

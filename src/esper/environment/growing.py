@@ -33,8 +33,13 @@ from esper.contracts.world import (
     StepResult,
     VectorWorld,
 )
-from esper.environment.cohort import Alphas, Cohort, TrainingResult, find_blueprints
-from esper.environment.episode_data import EpisodeData
+from esper.environment.cohort import (
+    Cohort,
+    TrainingResult,
+    active_alpha,
+    find_blueprints,
+)
+from esper.environment.episode_data import EpisodeData, Rows
 from esper.environment.looks import contributions, place_statistics
 from esper.environment.memory_layout import place_geometries
 from esper.environment.settings import (
@@ -89,7 +94,7 @@ class GrowingWorld(Stateful, VectorWorld):
         "_liveness",
         "_started",
     )
-    DERIVED = ("_alphas", "ended", "trained_lives")
+    DERIVED = ("ended", "trained_lives")
 
     _track: Track
     _phi: PerEnv
@@ -192,8 +197,7 @@ class GrowingWorld(Stateful, VectorWorld):
         )
 
     def loaded(self) -> None:
-        """Alphas follow from the seeds' stages; nothing has ended yet."""
-        self._alphas = Alphas.of(self._lives)
+        """Nothing has been trained and nothing has ended yet."""
         self.ended, self.trained_lives = None, None
 
     def _begin(self, envs: Iterable[int]) -> None:
@@ -206,7 +210,6 @@ class GrowingWorld(Stateful, VectorWorld):
         whole = fresh.unsqueeze(1).expand(self._lives.stage.shape)
         none = SeedStates.empty(self.num_envs, self.spec.slots.max_slots, self._device)
         self._lives = select(whole, none, self._lives)
-        self._alphas = Alphas.of(self._lives)
         self._track = self._track.replaced(
             fresh, Track.fresh(self.num_envs, self._device)
         )
@@ -250,7 +253,6 @@ class GrowingWorld(Stateful, VectorWorld):
         for env, index in torch.nonzero(gone).tolist():
             self.cohort.remove(env, index)
         self._measured = self._measured & (self._lives.stage == before.stage)
-        self._alphas = Alphas.of(self._lives)
 
     def _plant(self, env: int, slot: int, blueprint: Blueprint) -> None:
         """Plant a seed that is zero out; new units are as large as the host's own."""
@@ -265,16 +267,18 @@ class GrowingWorld(Stateful, VectorWorld):
 
     def _train(self, *, keep: bool) -> TrainingResult:
         """All minibatches until the next decision."""
-        rows = self._episodes.rows
         picked, rates = self._episodes.minibatches(self._track.decisions - 1)
-        return self.cohort.train(
-            rows.features[0], rows.labels[0], picked, self._alphas, rates, keep=keep
-        )
+        x, y = self._episodes.rows[0]
+        return self.cohort.train(x, y, picked, self._lives, rates, keep=keep)
+
+    def _decision_rows(self, count: int) -> Rows:
+        x, y = self._episodes.rows[1]
+        return x[:, :count], y[:, :count]
 
     def _score(self, wanted: Bool[Tensor, " env"] | None = None) -> PerEnv:
         """Share of decision rows that each host classifies correctly."""
-        x, y = self._episodes.rows.decisions(SCORED_ROWS)
-        return self.cohort.count(x, y, self._alphas.host, wanted) / y.shape[1]
+        x, y = self._decision_rows(SCORED_ROWS)
+        return self.cohort.count(x, y, active_alpha(self._lives), wanted) / y.shape[1]
 
     def _look(self, trained: TrainingResult, due: Bool[Tensor, " env"]) -> None:
         """Measure contributions of seeds and promises of places, where it is due."""
@@ -294,7 +298,7 @@ class GrowingWorld(Stateful, VectorWorld):
             sound, seen.gradient_share, self._gradient_share
         )
         self._liveness = torch.where(there, seen.liveness, self._liveness)
-        x, y = self._episodes.rows.decisions(CONTRIBUTION_ROWS)
+        x, y = self._decision_rows(CONTRIBUTION_ROWS)
         gain, measured = contributions(self.cohort, self._lives, due, x, y)
         self._contribution = torch.where(measured, gain, self._contribution)
         self._measured = self._measured | measured
@@ -312,8 +316,8 @@ class GrowingWorld(Stateful, VectorWorld):
     def _report(
         self, over: Bool[Tensor, " env"], score: PerEnv, panicked: Bool[Tensor, " env"]
     ) -> EpisodeReport:
-        x, y = self._episodes.rows.tests()
-        test = self.cohort.count(x, y, self._alphas.host, over) / y.shape[1]
+        x, y = self._episodes.rows[2]
+        test = self.cohort.count(x, y, active_alpha(self._lives), over) / y.shape[1]
         macs = 1 + self._of_seeds(self._offers.macs).sum(dim=1)
         return EpisodeReport(
             env=torch.nonzero(over).flatten(),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.stages import LIVING, Stage
-from esper.environment.cohort import Alphas, Cohort, PlaceSample
+from esper.environment.cohort import Cohort, PlaceSample, active_alpha
 from esper.growth.lifecycle import SeedStates
 from esper.growth.promise import LEAST_ROWS, RIDGE
 
@@ -88,7 +88,7 @@ def contributions(
     stages = torch.tensor(LIVING, device=lives.stage.device)
     living = (lives.stage[..., None] == stages).any(dim=2) & due[:, None]
     training = lives.stage == Stage.TRAINING
-    alpha, rows = Alphas.of(lives).host, y.shape[1]
+    alpha, rows = active_alpha(lives), y.shape[1]
     base = cohort.count(x, y, alpha, living.any(dim=1))
     gain = torch.zeros_like(lives.alpha)
     for slot in torch.nonzero(living.any(dim=0)).flatten().tolist():

@@ -11,16 +11,14 @@ is known exactly. The horizon terminates; nothing is truncated.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor
 
-from esper.contracts.actions import HEAD, HEADS, RELEVANT, Op
-from esper.contracts.errors import BadInput, CallOrder, IllegalAction
+from esper.contracts.actions import HEAD, RELEVANT, Op
+from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.slots import SlotStates
-from esper.contracts.stages import Stage
 from esper.contracts.state import Stateful
 from esper.contracts.world import (
     BlueprintOffers,
@@ -33,7 +31,6 @@ from esper.environment.instances import HORIZON, Instances, draw_instances
 from esper.environment.settings import check_actions, check_count
 from esper.environment.slot_life import (
     EMPTY,
-    LIVES,
     NATURES,
     NO_ACT,
     SPEC,
@@ -132,23 +129,11 @@ class SimulatedState:
         )
 
 
-class ParsedActions(NamedTuple):
-    """The actions as table entries, [env, 1] each."""
-
-    op: Tensor
-    slot: Tensor
-    blueprint: Tensor
-    style: Tensor
-    code: Tensor
-    act: Tensor
-    planting: Tensor
-    legal: Tensor
-
-
 class SimulatedWorld(Stateful, VectorWorld):
     """Many analytic hosts that step together.
 
-    Heads that the op does not use are ignored.
+    An illegal action is a WAIT and is flagged; heads that the op does not use are
+    ignored.
 
     Args:
         num_envs: How many environments step together.
@@ -156,8 +141,6 @@ class SimulatedWorld(Stateful, VectorWorld):
         hidden_share: Share of hidden instances: 0 none, 1 all.
         device: Where the tensors live. Instances are drawn on the CPU, so a world is
             the same on every device.
-        check: Whether an illegal action raises `IllegalAction` and changes nothing;
-            otherwise it is a WAIT. None: on the CPU only, elsewhere it would stall.
     """
 
     STATE = ("_generator", "_state", "_clock")
@@ -169,7 +152,6 @@ class SimulatedWorld(Stateful, VectorWorld):
         *,
         hidden_share: float = 0.0,
         device: str = "cpu",
-        check: bool | None = None,
     ) -> None:
         check_count("num_envs", num_envs, 1)
         if not 0.0 <= hidden_share <= 1.0:
@@ -177,7 +159,6 @@ class SimulatedWorld(Stateful, VectorWorld):
         self.spec, self.num_envs = SPEC, num_envs
         self._hidden_share = hidden_share
         self._device = device
-        self._check = torch.device(device).type == "cpu" if check is None else check
         self._generator = Generator().manual_seed(rng_seed)
         self._given: Instances | None = None
         self._tables = slot_tables().to(device)
@@ -189,7 +170,7 @@ class SimulatedWorld(Stateful, VectorWorld):
 
     @classmethod
     def from_instances(
-        cls, instances: Instances, *, device: str = "cpu", check: bool | None = None
+        cls, instances: Instances, *, device: str = "cpu"
     ) -> "SimulatedWorld":
         """A world whose environment i plays instance i, again in every episode."""
         if (instances.clock >= HORIZON).any():
@@ -197,7 +178,7 @@ class SimulatedWorld(Stateful, VectorWorld):
                 f"an instance must start before step {HORIZON}, got one that starts at "
                 f"{int(instances.clock.max())}."
             )
-        world = cls(len(instances), device=device, check=check)
+        world = cls(len(instances), device=device)
         world._given = instances.to("cpu")
         return world
 
@@ -232,10 +213,7 @@ class SimulatedWorld(Stateful, VectorWorld):
         """Act everywhere; ended environments start anew in the same step."""
         before = self._current()
         check_actions(actions, self.num_envs)
-        parsed = self._parse(before, actions)
-        if self._check and not parsed.legal.all():
-            raise IllegalAction(explain(before, actions, parsed.legal))
-        slots, damage = self._act(before, parsed)
+        slots, damage, legal = self._act(before, actions)
         instances, worth = before.instances, self._tables.worth
         state = SimulatedState.of(instances, slots, worth)
         reward = state.phi - before.phi - damage
@@ -261,44 +239,38 @@ class SimulatedWorld(Stateful, VectorWorld):
             reward=reward,
             terminated=terminated,
             truncated=torch.zeros_like(terminated),
+            illegal=~legal,
         )
 
     def legal(self, actions: Int64[Tensor, "env head"]) -> Bool[Tensor, " env"]:
         """Whether each environment could carry its action out now."""
-        return self._parse(self._current(), actions).legal.squeeze(1)
-
-    def _parse(
-        self, state: SimulatedState, actions: Int64[Tensor, "env head"]
-    ) -> ParsedActions:
-        """The actions as table entries, and whether they are legal."""
-        tables = self._tables
-        parsed = actions.clamp(self._zero, self._last)
-        op, slot, blueprint, style = parsed[:, :4, None].unbind(1)
-        code = (parsed * tables.strides).sum(dim=1, keepdim=True)
-        act = tables.act.take(code)
-        legal = (parsed == actions).all(dim=1, keepdim=True)
-        legal &= tables.legal.take(state.life.gather(1, slot) * (NO_ACT + 1) + act)
-        planting = op == Op.GERMINATE
-        pair = slot * len(SPEC.blueprints) + blueprint
-        legal &= ~planting | state.plantable.flatten(1).gather(1, pair)
-        return ParsedActions(op, slot, blueprint, style, code, act, planting, legal)
+        return self._act(self._current(), actions)[2]
 
     def _act(
-        self, state: SimulatedState, parsed: ParsedActions
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Float[Tensor, " env"]]:
-        """Life, blueprint and style one step later, and the damage done on the way."""
-        tables = self._tables
-        is_here = (self._slots == parsed.slot) & parsed.legal  # [env, slot]
-        life = tables.following.take(state.life * (NO_ACT + 1) + parsed.act * is_here)
-        planted = is_here & parsed.planting
-        restyled = is_here & self._restyles.take(parsed.op)
-        blueprint = torch.where(planted, parsed.blueprint, state.blueprint)
-        style = torch.where(restyled, parsed.style, state.style)
+        self, state: SimulatedState, actions: Int64[Tensor, "env head"]
+    ) -> tuple[
+        tuple[Tensor, Tensor, Tensor], Float[Tensor, " env"], Bool[Tensor, " env"]
+    ]:
+        """Slots one step later, the damage done on the way, and what was legal."""
+        tables, known = self._tables, actions.clamp(self._zero, self._last)
+        op, slot, planted, chosen_style = known[:, :4, None].unbind(1)
+        code = (known * tables.strides).sum(dim=1, keepdim=True)
+        act = tables.act.take(code)
+        legal = (known == actions).all(dim=1, keepdim=True)
+        legal &= tables.legal.take(state.life.gather(1, slot) * (NO_ACT + 1) + act)
+        planting = op == Op.GERMINATE
+        pair = slot * len(SPEC.blueprints) + planted
+        legal &= ~planting | state.plantable.flatten(1).gather(1, pair)
+        is_here = (self._slots == slot) & legal  # [env, slot]
+        life = tables.following.take(state.life * (NO_ACT + 1) + act * is_here)
+        blueprint = torch.where(is_here & planting, planted, state.blueprint)
+        restyled = is_here & self._restyles.take(op)
+        style = torch.where(restyled, chosen_style, state.style)
         empty = life == EMPTY
-        nature = state.instances.nature.gather(1, parsed.slot)
-        damage = tables.damage.take(parsed.code * len(NATURES) + nature) * parsed.legal
+        nature = state.instances.nature.gather(1, slot)
+        damage = tables.damage.take(code * len(NATURES) + nature) * legal
         slots = (life, blueprint.masked_fill(empty, -1), style.masked_fill(empty, 0))
-        return slots, damage.squeeze(1)
+        return slots, damage.squeeze(1), legal.squeeze(1)
 
     def _draw(self) -> Instances:
         """Instances for all environments, whether they are needed or not."""
@@ -315,47 +287,3 @@ class SimulatedWorld(Stateful, VectorWorld):
         if self._state is None:
             raise CallOrder("the world has no episode yet; call reset() first.")
         return self._state
-
-
-def explain(
-    state: SimulatedState,
-    actions: Int64[Tensor, "env head"],
-    legal: Bool[Tensor, "env 1"],
-) -> str:
-    """Which environment was given an illegal action, and why it is illegal."""
-    env = int((~legal).nonzero()[0, 0])
-    parsed = actions[env].tolist()
-    for head, choice, size in zip(HEADS, parsed, SPEC.sizes, strict=True):
-        if not 0 <= choice < size:
-            return (
-                f"environment {env}: head {head.name!r} must choose from 0 to "
-                f"{size - 1}, got {choice}."
-            )
-    op, slot = Op(parsed[HEAD["op"]]), parsed[HEAD["slot"]]
-    for index, head in enumerate(HEADS):
-        if op in head.used_by and not SPEC.allowed[index, parsed[index]]:
-            return (
-                f"environment {env}: {[*head.choices][parsed[index]]} of head "
-                f"{head.name!r} is not allowed here; allowed are "
-                f"{', '.join(SPEC.narrowed[head.name])}."
-            )
-    life = LIVES[int(state.life[env, slot])]
-    if op is Op.GERMINATE and life.stage is Stage.DORMANT:
-        blueprint = parsed[HEAD["blueprint"]]
-        name = SPEC.blueprints[blueprint].name
-        needs = float(state.instances.parameters[env, slot, blueprint])
-        reason = (
-            f"needs {needs:g} times the host's parameters, budget left is "
-            f"{float(state.budget_left[env]):g}"
-            if state.instances.fits[env, slot, blueprint]
-            else "does not fit"
-        )
-        return (
-            f"environment {env}: {name} in slot {slot} {reason}; choose by the action "
-            "masks."
-        )
-    return (
-        f"environment {env}: {op.name} is illegal in slot {slot}, which is "
-        f"{life.stage.name} at age {life.age} with alpha "
-        f"{'settled' if life.settled else 'moving'}; choose by the action masks."
-    )

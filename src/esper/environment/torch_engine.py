@@ -2,14 +2,11 @@
 
 All hosts at once: parameters have a leading env axis, convolutions are grouped, and a
 seed is a prefix of the units that its slot has room for. Units that take no part are
-removed by selection, never by a zero factor: NaN times 0 is NaN. With `compile` the
-passes go through `torch.compile`.
+removed by selection, never by a zero factor: NaN times 0 is NaN. They stay zero, as do
+their gradients and moments, so that only whole seeds must be kept from moving.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Final
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -24,33 +21,81 @@ from esper.tasks.hosts import CONV, LayerShape
 
 Values = Float[Tensor, "env parameter"]
 PerSlot = Float[Tensor, "env slot"]
+Whole = Int64[Tensor, "env slot"]
+Layers = list[Tensor]
+"""A tensor of every layer, `[env, row, ...]`."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlantedSeeds:
-    """What is planted in the slots."""
+def train(
+    layout: MemoryLayout,
+    features: Float[Tensor, "_ example input"],
+    labels: Int64[Tensor, "_ example"],
+    picked: Int64[Tensor, "env step row"],
+    rates: Float[Tensor, "env step"],
+    values: Values,
+    mean: Values,
+    square: Values,
+    clocks: Int64[Tensor, "env group"],
+    size: Whole,
+    act: Whole,
+    alpha: PerSlot,
+    shadow: PerSlot,
+    training: Bool[Tensor, "env slot"],
+    decay: float,
+    newborn: tuple[float, int],
+) -> tuple[Tensor, Tensor, tuple[Layers, Layers, Layers]]:
+    """Train every host and its seeds on its minibatches, as `engine.train` does.
 
-    size: Int64[Tensor, "env slot"]
-    """Units; 0 where there is none."""
-    act: Int64[Tensor, "env slot"]
-    """Activation: RELU, LINEAR or GELU."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardPass:
-    """Logits and activations of one pass."""
-
-    logits: Float[Tensor, "env row classes"]
-    inputs: list[Tensor]
-    """Of every layer, `[env, row, ...]`."""
-    outputs: list[Tensor]
-    """Of every layer with its seeds, before the activation."""
+    Returns the mean losses of the hosts and of their shadow passes; and of the last
+    minibatch the inputs and outputs of every layer, and the gradients at the outputs.
+    """
+    device = values.device
+    owner = owners(layout).to(device)
+    active = F.pad(((alpha > 0) | training) & (size > 0), (1, 0), value=True)
+    read = device.type != "meta"  # which has no values
+    trains = F.pad(training, (1, 0))[:, owner] if not read or training.any() else None
+    envs = torch.arange(len(values), device=device).unsqueeze(1) % len(features)
+    total = shadow_total = torch.zeros(len(values), device=device, dtype=values.dtype)
+    factor, until = newborn
+    seen: tuple[Layers, Layers, Layers] = ([], [], [])
+    for step, rate in enumerate(rates.unbind(1)):
+        rows = picked[:, step]
+        x, y = shaped(layout, features[envs, rows]), labels[envs, rows]
+        leaf = values.detach().requires_grad_()
+        inputs, outputs = forward(layout, leaf, x, size, act, alpha)
+        loss = losses(outputs[-1], y)
+        found, *at_outputs = torch.autograd.grad(loss.sum(), [leaf, *outputs])
+        total = total + loss.detach()
+        if trains is not None:
+            held = layout.host_parameters
+            frozen = torch.cat([leaf[:, :held].detach(), leaf[:, held:]], dim=1)
+            _, beside = forward(layout, frozen, x, size, act, shadow)
+            shadow_loss = losses(beside[-1], y)
+            (from_shadow,) = torch.autograd.grad(shadow_loss.sum(), [leaf])
+            found = torch.where(trains, from_shadow, found)
+            there = training.any(dim=1)
+            shadow_total = shadow_total + torch.where(there, shadow_loss.detach(), 0.0)
+        boost = 1 + (factor - 1) * (1 - clocks.double() / until).clamp(min=0.0)
+        boost[:, 0] = 1.0
+        clocks += active
+        far = rate.unsqueeze(1) * boost
+        adamw(owner, values, found, mean, square, active, far, clocks, decay)
+        seen = ([h.detach() for h in inputs], [z.detach() for z in outputs], at_outputs)
+    return total / picked.shape[1], shadow_total / picked.shape[1], seen
 
 
 def forward(
-    layout: MemoryLayout, values: Values, x: Tensor, seeds: PlantedSeeds, alpha: PerSlot
-) -> ForwardPass:
-    """Pass of all hosts over `x [env, row, ...]`, seeds blended with these alphas."""
+    layout: MemoryLayout,
+    values: Values,
+    x: Tensor,
+    size: Whole,
+    act: Whole,
+    alpha: PerSlot,
+) -> tuple[Layers, Layers]:
+    """Inputs and outputs of every layer over `x [env, row, ...]`, seeds blended.
+
+    Outputs are those before the activation; the last are the logits.
+    """
     parts = iter(values.split(layout.lengths, dim=1))
     host = [(next(parts), next(parts)) for _ in layout.shapes]
     slots = [tuple(next(parts) for _ in range(4)) for _ in range(layout.slots)]
@@ -60,10 +105,11 @@ def forward(
         z = _apply(own, inputs[n], weight.unflatten(1, _shape(own)), bias)
         for q in range(layout.slots):
             if q % layout.places == n - 1:
-                z = z + _seed(layout, n, inputs[n - 1], slots[q], seeds, alpha[:, q], q)
+                here = (size[:, q, None], act[:, q, None], alpha[:, q])
+                z = z + _seed(layout, n, inputs[n - 1], slots[q], *here)
         outputs.append(z)
         inputs.append(_pool(own, torch.relu(z)))
-    return ForwardPass(outputs[-1], inputs[:-1], outputs)
+    return inputs[:-1], outputs
 
 
 def _seed(
@@ -71,17 +117,16 @@ def _seed(
     n: int,
     h: Tensor,
     parts: tuple[Tensor, ...],
-    seeds: PlantedSeeds,
+    size: Int64[Tensor, "env 1"],
+    act: Int64[Tensor, "env 1"],
     alpha: Float[Tensor, " env"],
-    q: int,
 ) -> Tensor:
-    """What slot q of every environment adds to layer n."""
+    """What the seeds in one slot of every environment add to layer n."""
     before, own, units = layout.shapes[n - 1], layout.shapes[n], layout.units
     each = inputs_per_unit(before, own)
     first, first_bias, last, last_bias = parts
-    act = seeds.act[:, q, None]
     numbers = torch.arange(units, device=h.device)
-    used = (numbers < seeds.size[:, q, None]) & (alpha > 0)[:, None]
+    used = (numbers < size) & (alpha > 0)[:, None]
     inner = replace(before, outputs=units)
     bias = torch.where(used & (act != LINEAR), first_bias, 0.0)
     first = torch.where(used[..., None], first.unflatten(1, (units, -1)), 0.0)
@@ -95,7 +140,7 @@ def _seed(
     last = last.unflatten(1, (units, each, own.outputs, own.taps))
     last = torch.where(used[:, :, None, None, None], last, 0.0)
     last = (last * alpha.view(-1, *[1] * 4)).flatten(1, 2).transpose(1, 2)
-    biased = (act == GELU) & (alpha > 0)[:, None] & (seeds.size[:, q, None] > 0)
+    biased = (act == GELU) & (alpha > 0)[:, None] & (size > 0)
     own_bias = torch.where(biased, last_bias, 0.0) * alpha[:, None]
     if own.kind != CONV and hidden.dim() > 3:
         hidden = hidden.flatten(2)
@@ -121,86 +166,26 @@ def _shape(own: LayerShape) -> tuple[int, ...]:
     return (own.outputs, own.inputs, *kernel)
 
 
+def shaped(layout: MemoryLayout, rows: Float[Tensor, "env row input"]) -> Tensor:
+    """Rows as the first layer reads them."""
+    own = layout.shapes[0]
+    image = (own.inputs, own.high, own.wide)
+    return rows.unflatten(2, image) if own.kind == CONV else rows
+
+
 def losses(
-    layout: MemoryLayout,
-    values: Values,
-    x: Tensor,
-    y: Int64[Tensor, "env row"],
-    seeds: PlantedSeeds,
-    alpha: PerSlot,
-) -> tuple[Float[Tensor, " env"], ForwardPass]:
-    """Mean cross-entropy of every host, and its pass."""
-    passed = forward(layout, values, x, seeds, alpha)
-    each = F.cross_entropy(passed.logits.flatten(0, 1), y.flatten(), reduction="none")
-    return each.view(y.shape).mean(dim=1), passed
-
-
-@cache
-def compiled_losses() -> Callable[..., tuple[Tensor, ForwardPass]]:
-    """`losses` through `torch.compile`, for fixed shapes; returns only the losses."""
-    compiled = torch.compile(lambda *given: losses(*given)[0], dynamic=False)
-    return lambda *given: (compiled(*given), _EMPTY_PASS)
-
-
-_EMPTY_PASS: Final = ForwardPass(torch.empty(0, 0, 0), [], [])
-
-
-def gradients(
-    layout: MemoryLayout,
-    values: Values,
-    x: Tensor,
-    y: Int64[Tensor, "env row"],
-    seeds: PlantedSeeds,
-    alpha: PerSlot,
-    shadow: PerSlot,
-    trains: Bool[Tensor, "env parameter"] | None,
-    find: Callable[..., tuple[Tensor, ForwardPass]] = losses,
-) -> tuple[Values, Tensor, Tensor, ForwardPass, list[Tensor]]:
-    """Gradients, losses of both passes, the host's pass, gradients at its outputs.
-
-    `trains` marks weights that take theirs from the shadow pass; None skips it.
-    """
-    leaf = values.detach().requires_grad_()
-    loss, passed = find(layout, leaf, x, y, seeds, alpha)
-    own, *at_outputs = torch.autograd.grad(loss.sum(), [leaf, *passed.outputs])
-    if trains is None:
-        return own, loss.detach(), torch.zeros_like(loss), passed, at_outputs
-    split = layout.host_parameters
-    frozen = torch.cat([leaf[:, :split].detach(), leaf[:, split:]], dim=1)
-    shadow_loss, _ = find(layout, frozen, x, y, seeds, shadow)
-    (from_shadow,) = torch.autograd.grad(shadow_loss.sum(), [leaf])
-    found = torch.where(trains, from_shadow, own)
-    shadow_loss = torch.where(trains.any(dim=1), shadow_loss.detach(), 0.0)
-    return found, loss.detach(), shadow_loss, passed, at_outputs
+    logits: Float[Tensor, "env row classes"], y: Int64[Tensor, "env row"]
+) -> Float[Tensor, " env"]:
+    """Mean cross-entropy of every host."""
+    each = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+    return each.view(y.shape).mean(dim=1)
 
 
 def owners(layout: MemoryLayout) -> Int64[Tensor, " parameter"]:
     """Owner of each weight: 0 the host, 1 + slot a seed."""
-    lengths = layout.lengths[2 * len(layout.shapes) :]
-    slots = torch.arange(1, layout.slots + 1).repeat_interleave(4)
-    seeds = slots.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-    return torch.cat([torch.zeros(layout.host_parameters, dtype=torch.int64), seeds])
-
-
-def moves(
-    layout: MemoryLayout, seeds: PlantedSeeds, active: Bool[Tensor, "env slot"]
-) -> Bool[Tensor, "env parameter"]:
-    """Which weights the optimiser steps."""
-    envs, device = seeds.size.shape[0], seeds.size.device
-    parts = [torch.ones(envs, layout.host_parameters, dtype=torch.bool, device=device)]
-    numbers = torch.arange(layout.units, device=device)
-    for q in range(layout.slots):
-        size, act = seeds.size[:, q, None], seeds.act[:, q, None]
-        there = (size > 0) & active[:, q, None]
-        used = (numbers < size) & there
-        first, _, last, outputs = layout.lengths[2 * len(layout.shapes) + 4 * q :][:4]
-        parts += [
-            used.repeat_interleave(first // layout.units, dim=1),
-            used & (act != LINEAR),
-            used.repeat_interleave(last // layout.units, dim=1),
-            (there & (act == GELU)).expand(-1, outputs),
-        ]
-    return torch.cat(parts, dim=1)
+    begins = torch.from_numpy(layout.seeds["first"].copy())
+    numbers = torch.arange(layout.parameters)
+    return torch.searchsorted(begins, numbers, right=True)
 
 
 def adamw(
@@ -209,13 +194,13 @@ def adamw(
     found: Values,
     mean: Values,
     square: Values,
-    move: Bool[Tensor, "env parameter"],
+    active: Bool[Tensor, "env group"],
     rate: Float[Tensor, "env group"],
     clock: Int64[Tensor, "env group"],
     decay: float,
 ) -> None:
     """One step in place; groups are the host and its slots."""
-    time = clock.clamp(min=1).double()
+    move, time = active[:, owner], clock.clamp(min=1).double()
     scale1 = (1 / (1 - B1**time)).to(values.dtype)[:, owner]
     scale2 = (1 - B2**time).rsqrt().to(values.dtype)[:, owner]
     far = rate.to(values.dtype)[:, owner]
