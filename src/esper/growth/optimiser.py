@@ -54,15 +54,14 @@ class OptimizerSurgery:
     def __init__(
         self, optimizer: object, host: nn.Module, newborn: Newborn | None = None
     ) -> None:
-        self._optimizer = _check_optimizer(optimizer)
-        self._rule = Newborn() if newborn is None else newborn
         self._host = {p: name for name, p in host.named_parameters()}
+        self._optimizer = _check_optimizer(optimizer, self._host)
+        self._rule = Newborn() if newborn is None else newborn
         self._joined: dict[nn.Parameter, str] = {}
         self._ages: dict[nn.Parameter, int] = {}
         self._held: dict[nn.Parameter, Tensor] = {}
         self.before_step: StepJudge | None = None
         """Called first before every step; it may clear gradients."""
-        _check_parameters(self._optimizer, self._host)
         self._handles = (
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
@@ -108,14 +107,11 @@ class OptimizerSurgery:
         """Names of the parameters of every group, in the optimiser's order."""
         known = {**self._host, **self._joined}
         groups = [group["params"] for group in self._optimizer.param_groups]
-        for number, parameters in enumerate(groups):
-            for parameter in parameters:
-                if parameter not in known:
-                    raise BadInput(
-                        f"group {number} of the optimiser holds a parameter of shape "
-                        f"{tuple(parameter.shape)} that was added from outside; "
-                        "let it join instead."
-                    )
+        for parameter in (p for group in groups for p in group if p not in known):
+            raise BadInput(
+                f"the optimiser holds a parameter of shape {tuple(parameter.shape)} "
+                "that was added from outside; let it join instead."
+            )
         return [[known[parameter] for parameter in group] for group in groups]
 
     def restore(
@@ -138,9 +134,7 @@ class OptimizerSurgery:
             if "param_names" in group:
                 group["param_names"] = list(given)
             for parameter, name in zip(parameters, given, strict=True):
-                if parameter in self._joined:
-                    self._joined[parameter] = name
-                elif parameter not in self._host:
+                if parameter not in self._host and parameter not in self._joined:
                     self._register(parameter, name, group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,8 +155,6 @@ class OptimizerSurgery:
             self.before_step(args, kwargs)
         if isinstance(self._optimizer, SGD) and self._joined:
             self._complete_buffers(self._optimizer)
-        if not self._ages:
-            return
         with torch.no_grad():
             for parameter in self._ages:
                 if parameter in self._held:
@@ -172,18 +164,14 @@ class OptimizerSurgery:
 
     def _after_step(self, *_: object) -> None:
         """Stretch the newborns' step; a weight that did not move keeps every bit."""
-        if not self._ages:
-            return
         with torch.no_grad():
-            for parameter, held in self._held.items():
+            for parameter, held in [*self._held.items()]:
                 factor = self._rule.at(self._ages[parameter])
                 moved = (parameter - held).mul_(factor).add_(held)
                 parameter.copy_(torch.where(parameter == held, parameter, moved))
-        for parameter in self._held:
-            self._ages[parameter] += 1
-        for parameter in [p for p, a in self._ages.items() if a >= self._rule.steps]:
-            del self._ages[parameter]
-            self._held.pop(parameter, None)
+                self._ages[parameter] += 1
+                if self._ages[parameter] >= self._rule.steps:
+                    del self._ages[parameter], self._held[parameter]
 
     def _complete_buffers(self, optimizer: SGD) -> None:
         """Zero momentum for newborns among others: fused SGD needs all or none."""
@@ -209,8 +197,12 @@ class OptimizerSurgery:
         if self._rule.factor != 1.0:
             self._ages[parameter] = 0
         if isinstance(self._optimizer, Adagrad):
+            # Its constructor makes the zero state; others make it when needed.
             start = float(self._optimizer.defaults["initial_accumulator_value"])
-            self._optimizer.state[parameter] = _adagrad_state(parameter, group, start)
+            alone = Adagrad(
+                [parameter], initial_accumulator_value=start, fused=group["fused"]
+            )
+            self._optimizer.state[parameter] = alone.state[parameter]
 
     def _forget(self, parameter: nn.Parameter) -> None:
         del self._joined[parameter]
@@ -233,32 +225,35 @@ class OptimizerSurgery:
     ) -> list[list[nn.Parameter]]:
         """The parameters that `names` mean, or a refusal before anything changed."""
         groups = self._optimizer.param_groups
-        if len(names) != len(groups):
-            raise BadInput(
-                f"{len(names)} parameter groups were saved, the optimiser has "
-                f"{len(groups)}; build it with the same groups."
-            )
         saved = [name for group in names for name in group]
-        for name in saved:
-            if name not in named_parameters:
-                raise BadInput(
-                    f"the optimiser was saved with a parameter {name!r} that does not "
-                    "exist; rebuild the network as it was when it was saved."
-                )
-        for parameter in (p for group in groups for p in group["params"]):
-            known = self._host.get(parameter)
-            if known is not None and known not in saved:
-                raise BadInput(
-                    f"the saved groups lack {known!r}, which the "
-                    "optimiser trains; load into the optimiser that was saved."
-                )
+        trained = [self._host.get(p) for group in groups for p in group["params"]]
+        unknown = [name for name in saved if name not in named_parameters]
+        missing = [name for name in trained if name is not None and name not in saved]
+        problem = ""
+        if len(names) != len(groups):
+            problem = (
+                f"{len(names)} parameter groups were saved, the optimiser has "
+                f"{len(groups)}; build it with the same groups"
+            )
+        elif unknown:
+            problem = (
+                f"the optimiser was saved with a parameter {unknown[0]!r} that does "
+                "not exist; rebuild the network as it was when it was saved"
+            )
+        elif missing:
+            problem = (
+                f"the saved groups lack {missing[0]!r}, which the optimiser trains; "
+                "load into the optimiser that was saved"
+            )
+        if problem:
+            raise BadInput(f"{problem}.")
         wanted = {name: named_parameters[name] for name in saved}
         self._refuse_untrainable(wanted)
         return [[wanted[name] for name in group] for group in names]
 
 
-def _check_optimizer(optimizer: object) -> Optimizer:
-    """The optimiser, or why it cannot be operated on."""
+def _check_optimizer(optimizer: object, host: Mapping[nn.Parameter, str]) -> Optimizer:
+    """The optimiser, if it trains the host's parameters, each once, and no others."""
     if not isinstance(optimizer, Optimizer):
         raise BadInput(
             f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
@@ -274,37 +269,22 @@ def _check_optimizer(optimizer: object) -> Optimizer:
             "SparseAdam takes sparse gradients only and newborns have dense ones; "
             "use Adam."
         )
-    return optimizer
-
-
-def _check_parameters(optimizer: Optimizer, host: Mapping[nn.Parameter, str]) -> None:
-    """Host and optimiser must mean the same parameters, each once."""
     seen: set[Tensor] = set()
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            if parameter not in host:
-                raise BadInput(
-                    f"parameter {place} of group {number} of the optimiser, of shape "
-                    f"{tuple(parameter.shape)}, is not the host's; give the optimiser "
-                    "the parameters of this host only."
-                )
-            if parameter in seen:
-                raise BadInput(
-                    f"{host[parameter]!r} is in the optimiser twice; give it once."
-                )
-            seen.add(parameter)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter not in host:
+            raise BadInput(
+                f"a parameter of the optimiser, of shape {tuple(parameter.shape)}, is "
+                "not the host's; give it the parameters of this host only."
+            )
+        if parameter in seen:
+            raise BadInput(
+                f"{host[parameter]!r} is in the optimiser twice; give it once."
+            )
+        seen.add(parameter)
     for parameter, name in host.items():
         if parameter.requires_grad and parameter not in seen:
             raise BadInput(
                 f"{name!r} is trainable but not in the optimiser; add it, or freeze "
                 "it with requires_grad_(False)."
             )
-
-
-def _adagrad_state(
-    parameter: nn.Parameter, group: Mapping[str, Any], start: float
-) -> dict[str, Any]:
-    """The zero state Adagrad gives in its constructor; others give it when needed."""
-    alone = Adagrad([parameter], initial_accumulator_value=start, fused=group["fused"])
-    state: dict[str, Any] = alone.state[parameter]
-    return state
+    return optimizer

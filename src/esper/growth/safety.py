@@ -151,30 +151,27 @@ class HealthMonitor:
                 "the governor's statistics are not of this window; load a state that "
                 "was saved with the same configuration."
             )
+        device = self.ring.device
         for name, value in state.items():
-            is_tensor = isinstance(value, Tensor)
-            setattr(
-                self,
-                name,
-                value.to(self.ring.device, copy=True) if is_tensor else value,
-            )
+            moved = value.to(device, copy=True) if isinstance(value, Tensor) else value
+            setattr(self, name, moved)
 
     def describe(
         self, verdict: Verdict, loss: float, norm: float, *, finite: bool
     ) -> str:
         """The reason of a verdict in one line; reads the device."""
-        usual_loss, usual_norm = self.medians().tolist()
-        if not abs(loss) <= _FLOAT_MAX:
-            why = f"the loss is not finite ({loss})"
-        elif not abs(norm) <= _FLOAT_MAX:
-            why = f"the gradient norm is not finite ({norm})"
+        names, values = ("loss", "gradient norm"), (loss, norm)
+        usual = self.medians().tolist()
+        wild = [row for row in (0, 1) if not abs(values[row]) <= _FLOAT_MAX]
+        if wild:
+            why = f"the {names[wild[0]]} is not finite ({values[wild[0]]})"
         elif not finite:
             why = "a buffer of the model is not finite"
-        # The one further from its median is the reason a reader looks for.
-        elif loss / max(abs(usual_loss), 1e-30) >= norm / max(abs(usual_norm), 1e-30):
-            why = f"the loss is {loss:.4g}, usually {usual_loss:.4g}"
         else:
-            why = f"the gradient norm is {norm:.4g}, usually {usual_norm:.4g}"
+            # The one further from its median is the reason a reader looks for.
+            far = [values[row] / max(abs(usual[row]), 1e-30) for row in (0, 1)]
+            row = int(far[1] > far[0])
+            why = f"the {names[row]} is {values[row]:.4g}, usually {usual[row]:.4g}"
         if verdict is Verdict.DIVERGED:
             return f"{int(self.streak)} bad batches in a row; at the last, {why}"
         return f"{why}; the step was refused"
@@ -217,14 +214,13 @@ class Snapshot:
 
     def follow_topology(self) -> None:
         """Add what has joined the model as it is now, forget what has left it."""
-        live, state = self._live(), self._state()
-        new = {name for name in live if name not in self.tensors}
+        known, live, state = self.tensors, self._live(), self._state()
         self.tensors = {
-            name: tensor.detach().clone() if name in new else self.tensors[name]
+            name: known[name] if name in known else tensor.detach().clone()
             for name, tensor in live.items()
         }
         kept = {name: held for name, held in self.state.items() if name in live}
-        born = {name: held for name, held in state.items() if name in new}
+        born = {name: held for name, held in state.items() if name not in known}
         self.state = {**kept, **copy.deepcopy(born)}
 
     def restore(self) -> None:
@@ -307,12 +303,10 @@ class Safety:
         if self.monitor is None or self._loss is not None:  # gradients accumulate
             return
         live = [*self._model.buffers()]
-        kept = [held for _, held in self._buffers]
         if [id(b) for b in live] != [id(b) for b, _ in self._buffers]:
-            kept = [buffer.clone() for buffer in live]
+            self._buffers = [(buffer, buffer.clone()) for buffer in live]
         elif live:
-            torch._foreach_copy_(kept, live)
-        self._buffers = [*zip(live, kept, strict=True)]
+            torch._foreach_copy_([held for _, held in self._buffers], live)
 
     def after_batch(self, loss: Tensor) -> None:
         """Remember the worst loss of a step; it is judged with its gradients."""
@@ -323,18 +317,18 @@ class Safety:
         """Judge what was learnt so far; returns whether all was rolled back."""
         if self.monitor is None:
             return False
+        reason, usual = "", self.monitor.medians()[0]
         if not self._is_finite():
-            self._roll_back("a weight, buffer or moment of the model is not finite")
-            return True
-        medians = self.monitor.medians()
-        lost = bool(self.monitor.has_unlearnt(medians[0]))
-        if lost:
-            self._roll_back(
-                f"the loss is usually {float(medians[0]):.4g} now, worse than the "
+            reason = "a weight, buffer or moment of the model is not finite"
+        elif bool(self.monitor.has_unlearnt(usual)):
+            reason = (
+                f"the loss is usually {float(usual):.4g} now, worse than the "
                 f"{float(self.monitor.first_window):.4g} it began with; what was "
                 "learnt is lost"
             )
-        return lost
+        if reason:
+            self._roll_back(reason)
+        return bool(reason)
 
     def remove_failed_seeds(self) -> None:
         """Remove seeds whose own code raised."""
@@ -373,9 +367,8 @@ class Safety:
             return
         # Training seeds do not affect the host, so they have no part in its norm.
         norm = torch.nn.utils.get_total_norm(active).float()
-        loss = norm.new_zeros(())  # unknown without `grower.loss`
-        if self._loss is not None:
-            loss = self._loss.to(norm.device)
+        # Without `grower.loss` the loss is unknown.
+        loss = norm.new_zeros(()) if self._loss is None else self._loss.to(norm.device)
         skip = shadow | self._constants
         buffers = [buffer for buffer, _ in self._buffers if id(buffer) not in skip]
         finite = all_finite(buffers, LARGEST).to(loss.device)
@@ -400,9 +393,7 @@ class Safety:
 
     def _refuse(self, parameters: list[Tensor], verdict: Verdict, reason: str) -> None:
         """Let the step change nothing; roll back if the model itself is damaged."""
-        for parameter in parameters:
-            parameter.grad = None
-        self._restore_buffers({id(buffer) for buffer, _ in self._buffers})
+        self._undo(parameters, {id(buffer) for buffer, _ in self._buffers})
         for hook in self._model.hooks:  # samples of a bad batch are misleading
             hook.samples.clear()
         if verdict is Verdict.DIVERGED or not all_finite(self._active(), LARGEST):
@@ -413,10 +404,7 @@ class Safety:
     def _refuse_shadow(self, parameters: list[Tensor], shadow: set[int]) -> None:
         """Drop non-finite gradients of training seeds; repeated ones remove seeds."""
         assert self.monitor is not None
-        for parameter in parameters:
-            if id(parameter) in shadow:
-                parameter.grad = None
-        self._restore_buffers(shadow)
+        self._undo([p for p in parameters if id(p) in shadow], shadow)
         reason = "the gradients of a training seed are not finite"
         self._shadow_failures += 1
         if self._shadow_failures < self.monitor.config.patience:
@@ -424,11 +412,7 @@ class Safety:
             return
         self._shadow_failures = 0
         training = [*self._model.training_seeds()]
-        broken = []
-        for slot in training:
-            with self._model.flow.using(tried=slot):
-                if not all_finite(self._model.answer()):
-                    broken.append(slot)
+        broken = [slot for slot in training if not self._is_finite_with(tried=slot)]
         for slot in broken or training:
             self._remove(slot, reason)
 
@@ -447,29 +431,30 @@ class Safety:
             for moment in self._moments(self._optimizer.state):
                 moment.zero_()
         self.incidents.append(f"rolled back: {reason}")
+        slots = range(len(self._model.slots))
         spoilers = []
         if not all_finite(self._model.answer()):
-            for slot in range(len(self._model.slots)):
-                with self._model.flow.using(left_out=slot):
-                    if all_finite(self._model.answer()):
-                        spoilers.append(slot)
+            spoilers = [s for s in slots if self._is_finite_with(left_out=s)]
         for slot in spoilers:
             self._remove(slot, "its output is not finite")
-        if not spoilers and self.rollbacks > 2:
-            slots = [
-                slot
-                for slot, name in enumerate(self._model.slots)
-                if self._model.stage(name) in REMOVABLE
-            ]
-            ages = self._model.states.age
-            if slots:
-                newest = min(slots, key=lambda slot: int(ages[0, slot]))
-                self._remove(newest, "training kept failing with it")
+        stages, ages = self._model.states.stage[0], self._model.states.age[0]
+        active = [slot for slot in slots if int(stages[slot]) in REMOVABLE]
+        if active and not spoilers and self.rollbacks > 2:
+            newest = min(active, key=lambda slot: int(ages[slot]))
+            self._remove(newest, "training kept failing with it")
 
-    def _restore_buffers(self, chosen: set[int]) -> None:
+    def _is_finite_with(self, **seeds: int) -> bool:
+        """Whether the output is finite with a seed tried or left out."""
+        with self._model.flow.using(**seeds):
+            return bool(all_finite(self._model.answer()))
+
+    def _undo(self, parameters: Iterable[Tensor], buffers: set[int]) -> None:
+        """Drop gradients and put buffers back to before the batch."""
+        for parameter in parameters:
+            parameter.grad = None
         with torch.no_grad():
             for buffer, held in self._buffers:
-                if id(buffer) in chosen:
+                if id(buffer) in buffers:
                     buffer.copy_(held)
 
     def _training_tensors(self) -> set[int]:
