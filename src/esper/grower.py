@@ -30,7 +30,7 @@ from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
 from esper.contracts.world import Controller, ControllerState
 from esper.growth.export import export
-from esper.growth.history import GrowthDecision, from_plain, summary, to_plain
+from esper.growth.history import PLAIN, GrowthDecision, summary
 from esper.growth.hooks import Sample, attach_gradients, shadow_gradients
 from esper.growth.initialisers import find_initialiser
 from esper.growth.measurements import MetricScorer, Track, observe
@@ -49,7 +49,7 @@ from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import Maker, controller_for
 from esper.tamiyo.rule_based import explain_no_planting
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Version of what `state_dict` holds."""
 
 
@@ -325,8 +325,7 @@ class Grower(NamedOps[Receipt]):
                 [[s.given, s.answer, s.rows, s.gradient] for s in hooks.samples]
                 for hooks in self.model.hooks
             ],
-            "history": [to_plain(decision) for decision in self.history],
-            "pending": to_plain(pending),
+            "history": PLAIN.dump_python([*self.history, pending], mode="json"),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -355,9 +354,8 @@ class Grower(NamedOps[Receipt]):
             hooks.forget()
             hooks.passed = passed
             hooks.samples.extend(Sample(*sample) for sample in samples)
-        self.topology.step = len(state["history"])
-        self.history = [from_plain(decision) for decision in state["history"]]
-        unfinished = from_plain(state["pending"])
+        *self.history, unfinished = PLAIN.validate_python(state["history"])
+        self.topology.step = len(self.history)
         self.topology.receipts = [*unfinished.receipts]
         self.topology.events = [*unfinished.events]
         self.safety.incidents = [*unfinished.incidents]

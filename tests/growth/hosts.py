@@ -78,6 +78,15 @@ class Images(nn.Module):
         return self.last(self.drop(x.flatten(1)))
 
 
+class Net(nn.Sequential):
+    """Named layers one after the other."""
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A host, what it is called with, and its places."""

@@ -93,12 +93,6 @@ def judged(batches, config=SMALL):
     return found
 
 
-def one(losses, norms=None, config=SMALL):
-    norms = norms or [1.0] * len(losses)
-    batches = [(loss, norm, True) for loss, norm in zip(losses, norms, strict=True)]
-    return [verdict for verdict, _ in judged(batches, config)]
-
-
 USUAL = [0.0, 0.013, 0.71, 1.0, 1.9, 3.3, 17.0, 233.0, 4700.0, -2.1, -0.03]
 ODD = [NAN, INF, -INF, 3e38, -3e38, 1e-45]
 BATCH = st.tuples(
@@ -115,16 +109,6 @@ def test_verdicts_are_those_of_the_plain_rules(batches):
     assert judged(batches) == wanted
 
 
-@given(st.lists(BATCH, max_size=12))
-def test_no_number_poisons_the_statistics(batches):
-    monitor = HealthMonitor(SMALL, "cpu")
-    for batch in [(1.0, 1.0, True)] * 16 + batches:
-        monitor.judge(*map(torch.tensor, batch))
-    for values in (monitor.ring, monitor.limits, monitor.first):
-        assert bool(torch.isfinite(values).all())
-    assert float(monitor.first[0]) == 1.0
-
-
 SPIKE, BAD, GONE = Verdict.SPIKE, Verdict.NON_FINITE, Verdict.DIVERGED
 
 
@@ -132,15 +116,12 @@ SPIKE, BAD, GONE = Verdict.SPIKE, Verdict.NON_FINITE, Verdict.DIVERGED
     ("losses", "norms", "last"),
     [
         ([NAN], None, [BAD]),
-        ([1.0] * 20 + [-INF], None, [BAD]),
         ([1.0] * 4, [1.0, 1.0, 1.0, INF], [BAD]),
         ([1.0] * 8 + [30.0], None, [SPIKE]),
         ([1.0] * 7 + [30.0], None, [0]),  # before the warm-up
         ([1.0] * 9, [1.0] * 8 + [1100.0], [SPIKE]),
         ([1.0] * 9, [1.0] * 8 + [900.0], [0]),
         ([1.0] * 8 + [19.0], None, [0]),
-        ([1.0] * 8 + [3e38], None, [SPIKE]),
-        ([1.0] * 10 + [50.0, 50.0, 1.0], None, [SPIKE, SPIKE, 0]),
         ([1.0] * 10 + [50.0, NAN, 50.0, 50.0], None, [SPIKE, BAD, GONE, GONE]),
         ([NAN] * 6, None, [BAD] * 6),
         ([1.0] * 10 + [1e-9] * 20 + [0.04], None, [0] * 31),  # near zero
@@ -151,13 +132,15 @@ SPIKE, BAD, GONE = Verdict.SPIKE, Verdict.NON_FINITE, Verdict.DIVERGED
     ],
 )
 def test_spikes_divergence_and_jitter(losses, norms, last):
-    assert one(losses, norms)[-len(last) :] == last
+    norms = norms or [1.0] * len(losses)
+    batches = [(*pair, True) for pair in zip(losses, norms, strict=True)]
+    assert [verdict for verdict, _ in judged(batches)][-len(last) :] == last
 
 
 @pytest.mark.parametrize("kind", range(5))
 def test_a_healthy_run_is_never_disturbed(kind):
     generator = torch.Generator().manual_seed(kind)
-    batches = 1500
+    batches = 600
     time = torch.linspace(0.0, 1.0, batches)
     noise = torch.randn(batches, generator=generator)
     decay = 2.3 * (0.1 + 0.9 * torch.exp(-time * 80.0))
@@ -177,20 +160,6 @@ def test_a_healthy_run_is_never_disturbed(kind):
             assert not bool(monitor.has_unlearnt(monitor.medians()[0]))
 
 
-def test_statistics_are_saved_and_those_of_another_window_refused():
-    monitor, other = HealthMonitor(SMALL, "cpu"), HealthMonitor(SMALL, "cpu")
-    for value in [1.0] * 12 + [NAN]:
-        monitor.judge(*map(torch.tensor, (value, 1.0, True)))
-    saved = monitor.state_dict()
-    other.load_state_dict(saved)
-    monitor.judge(*map(torch.tensor, (7.0, 1.0, True)))
-    assert torch.equal(other.ring, saved["ring"])  # a copy of its own
-    assert int(other.streak) == 1
-    assert other.batches == 13
-    with pytest.raises(BadInput, match="not of this window"):
-        other.load_state_dict({**saved, "ring": torch.ones(2, 8)})
-
-
 @pytest.mark.parametrize(
     ("batch", "wanted"),
     [
@@ -202,30 +171,28 @@ def test_statistics_are_saved_and_those_of_another_window_refused():
         ((Verdict.DIVERGED, 50.0, 1.0, True), "1 bad batches in a row; at the last"),
     ],
 )
-def test_reasons_are_one_line(batch, wanted):
-    monitor = HealthMonitor(SMALL, "cpu")
+def test_reasons_are_one_line_and_the_same_after_loading(batch, wanted):
+    first, monitor = HealthMonitor(SMALL, "cpu"), HealthMonitor(SMALL, "cpu")
     for value in [1.0] * 12 + [NAN]:
-        monitor.judge(*map(torch.tensor, (value, 1.0, True)))
+        first.judge(*map(torch.tensor, (value, 1.0, True)))
+    monitor.load_state_dict(saved := first.state_dict())
+    first.judge(*map(torch.tensor, (7.0, 1.0, True)))  # on numbers of its own
     verdict, loss, norm, finite = batch
     reason = monitor.describe(verdict, loss, norm, finite=finite)
     assert wanted in reason
     assert "\n" not in reason
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+    with pytest.raises(BadInput, match="not of this window"):
+        monitor.load_state_dict({**saved, "ring": torch.ones(2, 8)})
+    for field, value in (
         ("spike", 1.0),
         ("loss_spike", NAN),
         ("guessing", INF),
         ("slack", -1.0),
         ("window", 7),
         ("patience", 0),
-    ],
-)
-def test_limits_that_a_healthy_run_would_cross_are_refused(field, value):
-    with pytest.raises(BadInput, match=f"^{field} must be"):
-        GovernorConfig(**{field: value})
+    ):
+        with pytest.raises(BadInput, match=f"^{field} must be"):
+            GovernorConfig(**{field: value})
 
 
 def test_all_finite_sees_every_number():
@@ -303,33 +270,6 @@ def test_everything_comes_back_to_the_bit_and_the_run_repeats_itself(name, befor
     assert identities == [id(t) for t in (*model.parameters(), *model.buffers())]
     train(model, optimizer, 4)
     assert everything(model, optimizer) == later
-    snapshot.restore()
-    assert everything(model, optimizer) == kept
-
-
-DAMAGE = st.sampled_from(["weight", "buffer", "moment", "stream", "drop"])
-VALUES = st.sampled_from([NAN, INF, -3e38, 1e-45, -0.0])
-
-
-@given(st.lists(st.tuples(DAMAGE, st.integers(0, 99), VALUES), max_size=6))
-def test_any_damage_is_undone_to_the_bit(damage):
-    model, optimizer = build()
-    train(model, optimizer, 1)
-    snapshot = Snapshot(model, optimizer)
-    kept = everything(model, optimizer)
-    for what, which, value in damage:
-        states = [*optimizer.state.values()]
-        with torch.no_grad():
-            if what == "weight":
-                [*model.parameters()][which % 5].fill_(value)
-            elif what == "buffer":
-                model.layers[1].running_var.fill_(value)
-            elif what == "moment" and states:
-                states[which % len(states)]["exp_avg"].fill_(value)
-            elif what == "stream":
-                torch.manual_seed(which)
-            elif what == "drop":
-                optimizer.state.clear()
     snapshot.restore()
     assert everything(model, optimizer) == kept
 
@@ -413,10 +353,3 @@ def test_what_was_learnt_and_lost_is_rolled_back_at_the_decision():
     assert "what was learnt is lost" in run.safety.incidents[-1]
     assert all(map(torch.equal, kept, run.weights()))
     assert not run.safety.check_decision()  # the statistics were rolled back too
-
-
-def test_detaching_ends_the_checks():
-    run = Run()
-    run.topology.surgery.detach()
-    run.train(range(1), factor=torch.nan)
-    assert run.safety.incidents == []

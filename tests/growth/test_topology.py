@@ -8,7 +8,7 @@ import torch
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput, IllegalAction
 from esper.contracts.stages import Stage, StageChanged
-from esper.growth.history import GrowthDecision, from_plain, summary, to_plain
+from esper.growth.history import PLAIN, GrowthDecision, summary
 from esper.growth.model import encode_action
 from esper.growth.optimiser import Newborn
 from esper.growth.topology import Receipt, Topology, action_text
@@ -40,8 +40,8 @@ def decision(step=0, **changed) -> GrowthDecision:
 
 
 def test_a_decision_survives_being_plain_data():
-    plain = to_plain(decision())
-    assert from_plain(json.loads(json.dumps(plain))) == decision()
+    plain = PLAIN.dump_python([decision()], mode="json")
+    assert PLAIN.validate_python(json.loads(json.dumps(plain))) == [decision()]
     assert bool(decision())
     assert not bool(decision(grew=False))
 

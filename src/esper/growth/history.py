@@ -1,9 +1,11 @@
 """The log of a growing model, decision by decision, and its summary on one page."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pydantic import TypeAdapter
 
 from esper.contracts.stages import Stage, StageChanged
 from esper.growth.model import GrowingModel
@@ -37,6 +39,10 @@ class GrowthDecision:
     def __bool__(self) -> bool:
         """Whether anything changed."""
         return self.grew
+
+
+PLAIN: Final = TypeAdapter(list[GrowthDecision])
+"""Decisions as plain data, for saving, and back."""
 
 
 def summary(
@@ -98,25 +104,3 @@ def _seeds(model: GrowingModel) -> list[str]:
     if len(lines) > SEEDS:
         lines[SEEDS:] = [f"  ({len(lines) - SEEDS} more)"]
     return lines or ["  no seed is planted"]
-
-
-def to_plain(decision: GrowthDecision) -> dict[str, Any]:
-    """A decision as plain data, for saving."""
-    plain = asdict(decision)
-    for event in plain["events"]:
-        event.update(before=int(event["before"]), after=int(event["after"]))
-    return plain
-
-
-def from_plain(plain: Mapping[str, Any]) -> GrowthDecision:
-    """A decision from plain data."""
-    events = [
-        {**event, "before": Stage(event["before"]), "after": Stage(event["after"])}
-        for event in plain["events"]
-    ]
-    lists = {
-        "receipts": tuple(Receipt(**receipt) for receipt in plain["receipts"]),
-        "events": tuple(StageChanged(**event) for event in events),
-        "incidents": tuple(plain["incidents"]),
-    }
-    return GrowthDecision(**{**plain, **lists})

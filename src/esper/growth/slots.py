@@ -171,38 +171,33 @@ def suggest_slots(model: nn.Module, example: Example) -> tuple[str, ...]:
         example: What it is called with: a tensor, a tuple or a dictionary.
     """
 
-    def works(site: Site, kind: str) -> bool:
+    def usable(slot: str, kind: str) -> bool:
         try:
-            place = survey(model, [site], example).places[0]
+            place = survey(model, find_sites(model, [slot]), example).places[0]
         except BadInput:
             return False
         return bool(getattr(place.geometry, kind))
 
+    _check_host(model)
     layers = [name for name, module in model.named_modules() if is_layer(module)]
-    layers = [name for name in layers if name and _is_valid(model, name)]
-    if not layers:
-        raise BadInput(
-            "the host has no linear or convolution layer that seeds could join; name "
-            "slots by hand."
-        )
-    beside = [Site(name, name, residual=False) for name in layers]
+    beside = {name: parse(f"{name}{ARROW}{name}") for name in layers if name}
     with isolated(model, training=False), torch.no_grad():
-        records = _trace(model, tuple(beside), example).records
-    called = sorted(
-        (name for name in layers if records[name].calls == 1),
-        key=lambda name: records[name].order,
-    )
+        records = _trace(model, tuple(beside.values()), example).records
+    called = [name for name in beside if records[name].calls == 1]
+    called.sort(key=lambda name: records[name].order)
     spans = [
-        Site(first, second, residual=False)
+        f"{first}{ARROW}{second}"
         for index, first in enumerate(called)
         for second in called[index + 1 : index + 1 + REACH]
     ]
-    found = [site.name for site in spans if works(site, "spans")]
+    found = [slot for slot in spans if usable(slot, "spans")] or [
+        beside[name].name for name in called if usable(beside[name].name, "beside")
+    ]
     if not found:
-        beside = [Site(name, name, residual=False) for name in called]
-        found = [site.name for site in beside if works(site, "beside")]
-    if not found:
-        raise BadInput("no place of the host can be grown; name slots by hand.")
+        raise BadInput(
+            "no linear or convolution layer of the host can be grown; name slots by "
+            "hand."
+        )
     return tuple(found)
 
 
@@ -229,14 +224,6 @@ def kernel_of(module: nn.Module) -> Kernel | None:
         tuple(int(pad) for pad in module.padding),
         tuple(module.dilation),
     )
-
-
-def _is_valid(model: nn.Module, name: str) -> bool:
-    try:
-        find_sites(model, [name])
-    except BadInput:
-        return False
-    return True
 
 
 def _check_host(host: nn.Module) -> None:
