@@ -25,7 +25,6 @@ from tests.growth.hosts import (
 
 SMALLEST = {blueprint.form: blueprint.name for blueprint in reversed(BLUEPRINTS)}
 PLANTINGS = [p for p in every_planting() if p[2] in SMALLEST.values()]
-STEPS = 50
 
 
 def tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict:
@@ -74,17 +73,6 @@ def test_a_training_seed_leaves_the_host_unchanged_to_the_bit(kind, slot, bluepr
     beside, model = train(kind, (slot, blueprint), steps=STEPS)
     assert_same_bits(train_alone(kind, STEPS), beside)
     assert len(model.shadow_losses) == STEPS
-
-
-@pytest.mark.parametrize(("kind", "slot", "blueprint"), PLANTINGS)
-def test_pruning_a_training_seed_leaves_no_trace(kind, slot, blueprint):
-    pruned, model = train(kind, (slot, blueprint), steps=12, prune_at=6)
-    assert_same_bits(train_alone(kind, 12), pruned)
-    assert not model.seeds
-    assert [*model.optimizer.state] == [*model.host.parameters()]
-    assert len(model.optimizer.param_groups[0]["params"]) == len(
-        [*model.host.parameters()]
-    )
 
 
 @pytest.mark.parametrize(("kind", "slot", "blueprint"), PLANTINGS)
