@@ -69,10 +69,16 @@ def test_planting_changes_no_bit_of_output_and_host_gradients(kind, slot, bluepr
 
 
 @pytest.mark.parametrize(("kind", "slot", "blueprint"), PLANTINGS)
-def test_a_training_seed_leaves_the_host_unchanged_to_the_bit(kind, slot, blueprint):
-    beside, model = train(kind, (slot, blueprint), steps=STEPS)
-    assert_same_bits(train_alone(kind, STEPS), beside)
-    assert len(model.shadow_losses) == STEPS
+def test_a_seed_in_training_and_its_pruning_change_no_bit_of_the_host(
+    kind, slot, blueprint
+):
+    pruned, model = train(kind, (slot, blueprint), steps=20, prune_at=14)
+    assert_same_bits(train_alone(kind, 20), pruned)
+    assert len(model.shadow_losses) == 14
+    assert not model.seeds
+    host = [*model.host.parameters()]
+    assert [*model.optimizer.state] == host
+    assert len(model.optimizer.param_groups[0]["params"]) == len(host)
 
 
 @pytest.mark.parametrize(("kind", "slot", "blueprint"), PLANTINGS)
