@@ -29,9 +29,14 @@ from esper.contracts.stages import Stage
 from esper.environment.cohort import find_blueprints
 from esper.experiment.config import World
 from esper.experiment.controllers import load_controller
-from esper.experiment.judging import Recording, judge_in, judged_world
+from esper.experiment.judging import (
+    Recording,
+    judge_in,
+    judge_plain,
+    judged_world,
+    widened,
+)
 from esper.experiment.records import Judged
-from esper.experiment.static import judge_plain, widened
 from esper.tamiyo.registry import Maker
 from esper.tasks.hosts import CnnHost, Host, MlpHost
 from esper.tasks.task import Task
@@ -120,7 +125,8 @@ def carry_out(
 def _grown(batch: Batch, who: Maker | str) -> Outcome:
     """Somebody decides."""
     world = judged_world(batch.task, batch.hosts, batch.block, batch.world, stage=STAGE)
-    return judge_in(world, who, batch.block)
+    recording = judge_in(world, who, batch.block)
+    return recording.judged, recording
 
 
 def _plain(

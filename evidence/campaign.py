@@ -19,8 +19,8 @@ from typing import Final
 from rich.console import Console
 
 from esper.contracts.errors import BadInput, EsperError
-from esper.experiment.evaluate import PAUSE
 from esper.experiment.files import Lock, storage
+from esper.experiment.judging import PAUSE
 from esper.experiment.messages import nearest, quoted, refusal
 from esper.experiment.progress import Progress
 from esper.experiment.run import versions_now

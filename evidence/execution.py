@@ -23,7 +23,7 @@ import torch
 
 from esper.contracts.world import VectorWorld
 from esper.experiment.config import TrainConfig
-from esper.experiment.evaluate import compile_engine
+from esper.experiment.judging import compile_engine
 from esper.experiment.pretraining import imitation_steps
 from esper.experiment.records import RoundRecord
 from esper.experiment.run import Run
@@ -206,7 +206,7 @@ def _find(
 
 
 def _batch(batch: Batch, supplies: Supplies) -> Done:
-    compile_engine(batch.task, batch.block)
+    compile_engine(batch.task)
     began = perf_counter()
     results, recordings = carry_out(batch, supplies)
     return Done(seconds=perf_counter() - began, results=results, recordings=recordings)

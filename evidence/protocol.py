@@ -16,8 +16,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from esper.environment.growing import OFFERED
-from esper.environment.settings import as_range
+from esper.environment.settings import OFFERED, as_range
 from esper.experiment.config import BlueprintName, TrainConfig, World
 from esper.experiment.messages import nearest, quoted, refusal, short
 from esper.experiment.presets import MAX_BYTES, resolve

@@ -9,8 +9,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
-from esper.experiment.judging import judge
-from esper.experiment.static import judge_plain
+from esper.experiment.judging import judge, judge_plain
 from esper.tasks.hosts import CnnHost, MlpHost
 from evidence.arms import Batch, Supplies, carry_out, topology
 from evidence.protocol import evidence_task, evidence_world

@@ -20,8 +20,8 @@ from esper.experiment.controllers import (
     load_controller,
     newest_controller,
 )
-from esper.experiment.evaluate import print_training
 from esper.experiment.files import Disk
+from esper.experiment.summary import print_training
 from esper.experiment.train import begin_run, jobs_left
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.shipped import MANIFEST, WEIGHTS, read
@@ -112,7 +112,7 @@ def test_the_end_of_a_run_is_told_with_its_figures(ending):
         "Mean return per round:",
         "Too few rounds to tell",
         ": 3 unseen hosts of each",
-        "Tamiyo's return on 3 unseen hosts of ",
+        "Return of 'Tamiyo' on 3 unseen hosts of ",
         "not shown to differ from",
         f"The run is in {ending.path}.",
     ):

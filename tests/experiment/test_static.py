@@ -10,9 +10,8 @@ from torch import Generator
 
 from esper.contracts.errors import BadInput
 from esper.experiment.config import World
-from esper.experiment.judging import judge, judged_world
-from esper.experiment.static import judge_static, widened
-from esper.experiment.summary import reference_of
+from esper.experiment.judging import judge, judge_static, judged_world, widened
+from esper.experiment.records import reference_of
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.hosts import CnnHost, MlpHost
 from tests.experiment.test_judging import HOSTS, often_too_large, tiny

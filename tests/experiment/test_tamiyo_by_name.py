@@ -6,7 +6,7 @@ import pytest
 from esper.experiment.config import Judging
 from esper.experiment.evaluate import EvaluateConfig, evaluate
 from esper.experiment.judging import judge
-from esper.experiment.summary import is_learned
+from esper.experiment.records import is_learned
 from esper.tamiyo.shipped import shipped
 from tests.experiment.test_evaluate import (
     _few_tasks,  # noqa: F401

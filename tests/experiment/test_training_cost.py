@@ -10,7 +10,13 @@ import torch
 from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.stages import Stage
 from esper.experiment.config import World
-from esper.experiment.judging import EpisodeLog, TrainingCost, judge, judged_world
+from esper.experiment.judging import (
+    decision_macs,
+    judge,
+    judge_in,
+    judged_world,
+    training_macs,
+)
 from esper.growth.macs import promise_macs
 from esper.tasks.hosts import MlpHost
 from tests.experiment.test_judging import tiny
@@ -74,41 +80,38 @@ class Tally:
         return self.train(features, labels, picked, alphas, rates, keep=keep)
 
 
-def sentence(**words):
-    said = torch.zeros(HOSTS, NUM_HEADS, dtype=torch.int64)
-    for head, value in words.items():
-        said[:, HEAD[head]] = value
-    return said
+class Script:
+    """Says what is written down for a decision, and adds up what each one cost."""
+
+    def __init__(self, script, tally):
+        self.script, self.tally, self.number, self.total = script, tally, 0, 0.0
+
+    def decide(self, observation, masks, state, generator):
+        self.add(self.tally.calls)
+        self.number += 1
+        actions = torch.zeros(HOSTS, NUM_HEADS, dtype=torch.int64)
+        for head, value in self.script.get(self.number, {}).items():
+            actions[:, HEAD[head]] = value
+        return actions, state
+
+    def add(self, calls):
+        self.total += np.array(calls, dtype=np.float64).sum(axis=0)
+        self.tally.calls.clear()
 
 
 def played(script):
     """Multiply-adds that a world was asked for, and the recording."""
     world = judged_world(deep(), HOSTS, 0)
     tally = Tally(world)
-    log = EpisodeLog(world)
-    world.reset()
-    total = np.array(tally.calls, dtype=np.float64).sum(axis=0)
-    for number in range(1, HORIZON + 1):
-        tally.calls.clear()
-        actions = sentence(**script.get(number, {}))
-        log.add(actions, world.step(actions))
-        # At the end come test rows, and the score of the next episode's host.
-        calls = tally.calls[:2] if number == HORIZON else tally.calls
-        total += np.array(calls, dtype=np.float64).sum(axis=0)
+    controller = Script(script, tally)
+    recording = judge_in(world, controller, 0)
+    # At the end come test rows, and the score of the next episode's host.
+    controller.add(tally.calls[:2])
     promise = sum(
         2 * promise_macs(64, inputs + 1, outputs, 32)
         for inputs, outputs in zip(WIDTHS, WIDTHS[2:], strict=False)
     )
-    return total + tally.looks * promise, log.recording(), world
-
-
-def spending(world):
-    return TrainingCost(
-        task=world.task,
-        blueprints=world.spec.blueprints,
-        decision_rows=len(world.task.splits(0).decisions),
-        measure_every=4,
-    )
+    return controller.total + tally.looks * promise, recording, world
 
 
 GROWING = {
@@ -123,9 +126,8 @@ GROWING = {
 
 @pytest.mark.parametrize("script", [{}, GROWING], ids=["never", "growing"])
 def test_counts_what_the_world_asked_for(script):
-    expected, recording, world = played(script)
-    found = spending(world).total(recording, torch.zeros(HOSTS).bool())
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    expected, recording, _ = played(script)
+    np.testing.assert_allclose(recording.judged.training_macs, expected, rtol=1e-12)
     if script:
         assert {Stage.TRAINING, Stage.BLENDING} <= {*recording.stage.flatten().tolist()}
 
@@ -149,12 +151,13 @@ def test_what_grows_costs_more_and_so_does_looking_often():
 
 def test_a_host_that_ended_costs_nothing_any_more():
     _, whole, world = played({})
-    short = replace(whole, lived=whole.lived.clone())
+    rows = len(world.task.splits(0).decisions)
+    judged = replace(whole.judged, panicked=np.array([True, False]))
+    short = replace(whole, lived=whole.lived.clone(), judged=judged)
     short.lived[4:, 0] = False
-    panicked = torch.tensor([True, False])
-    prices = spending(world)
-    found = prices.total(short, panicked)
-    empty = tuple((Stage.DORMANT, -1) for _ in range(whole.stage.shape[2]))
+    found = training_macs(world, short, rows)
+    empty = tuple((0, -1) for _ in range(whole.stage.shape[2]))
     # Four decisions; the fourth would be looked at, had it not ended in a panic.
-    assert found[0] == prices.start + 4 * prices.decision(empty, look=False)
-    assert found[1] == prices.total(whole, ~panicked)[1]
+    decision = decision_macs(world, rows, empty, look=False)
+    assert found[0] == rows * world.task.host.macs + 4 * decision
+    assert found[1] == whole.judged.training_macs[1]

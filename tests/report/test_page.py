@@ -210,7 +210,7 @@ def test_evaluations_alone_and_nothing_at_all_are_reports(tmp_path):
         assert write_report(run.path).read_text() == page
     assert "Controllers were judged on letter; none was trained." in page
     assert "still going on" in page
-    assert "By return on 12 unseen hosts of letter: " in page
+    assert "Return on 12 unseen hosts of letter: " in page
     assert page.count('class="none"') == 6  # five sections, and no notes
     assert page.count("<svg") == 1
     with Run.create(tmp_path, "young", config(), {}) as run:

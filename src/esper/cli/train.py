@@ -74,7 +74,7 @@ def _resume(given: dict[str, Any]) -> int:
 
 def _end(result: "RunResult") -> int:
     """Print the results and write the report."""
-    from esper.experiment.evaluate import print_training
+    from esper.experiment.summary import print_training
     from esper.report import write_report
 
     if result.signal is not None:

@@ -13,7 +13,6 @@ charged `penalty`. Test rows are read when an episode ends, for the report.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Final
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -43,6 +42,9 @@ from esper.environment.episode_data import EpisodeData, Rows
 from esper.environment.looks import contributions, place_statistics
 from esper.environment.memory_layout import place_geometries
 from esper.environment.settings import (
+    CONTRIBUTION_ROWS,
+    OFFERED,
+    SCORED_ROWS,
     WorldSettings,
     check_actions,
     check_count,
@@ -56,15 +58,6 @@ from esper.growth.measurements import Track, host_states
 from esper.tasks.hosts import Host
 from esper.tasks.task import Task
 
-OFFERED: Final = {
-    "mlp": ("low_rank_4", "widen_8", "widen_16", "widen_32", "residual_mlp"),
-    "cnn": ("widen_8", "widen_16"),
-}
-"""Blueprints of the world unless others are named, by kind of host."""
-SCORED_ROWS: Final = 512
-"""Decision rows that a score is taken on, at most."""
-CONTRIBUTION_ROWS: Final = 256
-"""Decision rows that a contribution is taken on, at most."""
 PerEnv = Float[Tensor, " env"]
 
 

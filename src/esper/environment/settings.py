@@ -19,6 +19,15 @@ from esper.tasks.task import Task
 
 Term = float | tuple[float, float]
 
+OFFERED: Final = {
+    "mlp": ("low_rank_4", "widen_8", "widen_16", "widen_32", "residual_mlp"),
+    "cnn": ("widen_8", "widen_16"),
+}
+"""Blueprints of the world unless others are named, by kind of host."""
+SCORED_ROWS: Final = 512
+"""Decision rows that a score is taken on, at most."""
+CONTRIBUTION_ROWS: Final = 256
+"""Decision rows that a contribution is taken on, at most."""
 TERMS: Final[Mapping[str, tuple[float, str]]] = {
     "rent": (-inf, ""),
     "budget": (0.0, " from 0"),

@@ -22,7 +22,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from esper.contracts.errors import BadInput, StorageTrouble
-from esper.environment.growing import OFFERED
+from esper.environment.settings import OFFERED
 from esper.experiment.controllers import find_controller, newest_controller
 from esper.experiment.fit import Fitted, fit
 from esper.experiment.fit import accuracy as share_right

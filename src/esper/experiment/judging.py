@@ -1,48 +1,72 @@
-"""One controller on hosts of a real task that no training saw, and what it cost.
+"""Controllers and static networks on hosts of a real task that no training saw.
 
 The number and the task decide data, first weights and order of batches, whoever
-controls: controllers that are judged with the same number are paired, host by host.
+controls: arms that are judged with the same number are paired, host by host. Two arms
+do not grow:
+
+    static    the host with all hidden layers wider, from the start: as many parameters
+              as the reference ended with on average, or the most that are not more
+    longer    the host as it is, trained on until it has cost as many multiply-adds as
+              the reference; the learning rate's rise and fall are stretched along
+
+Both pay rent for what they have more than the host, at the task's own learning rate,
+tuned for neither. The reference is the learned controller, or `early`.
 
 The cost of training a host is counted in multiply-adds from its seeds' lifecycles:
 
     decision = batches * rows * step + decision rows * forward + look
 
-A step and a promise are counted as `growth.macs` does: three forward passes of all
-active parts; while seeds train, a whole shadow pass on top. After every decision, and
-once at the start, the decision rows are scored. A look, where it is due, is a promise
-of every place between dense layers, for units with a bias and without, and a pass over
+A step and a promise are counted as `growth.macs` does. After every decision, and once
+at the start, the decision rows are scored. A look, where it is due, is a promise of
+every place between dense layers, for units with a bias and without, and a pass over
 rows that are tried with all active parts and for every seed that can still be pruned.
-Nothing is left out because an engine could reuse it. Test rows are no part of training.
+Nothing is left out because an engine could reuse it. Without a controller nothing is
+measured, so of a static arm only the training counts.
 """
 
-from collections import Counter
-from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import count, pairwise
 from time import perf_counter
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from esper.contracts.actions import HEAD, Op
-from esper.contracts.blueprints import Blueprint, Form
+from esper.contracts.actions import HEAD, NUM_HEADS, Op
+from esper.contracts.blueprints import Form
+from esper.contracts.errors import BadInput
 from esper.contracts.stages import LIVING, Stage
 from esper.contracts.world import Controller, StepResult
-from esper.environment.growing import CONTRIBUTION_ROWS, SCORED_ROWS, GrowingWorld
 from esper.environment.memory_layout import place_geometries
-from esper.environment.settings import WorldSettings as World
-from esper.experiment.records import Floats, Judged
+from esper.environment.settings import CONTRIBUTION_ROWS, SCORED_ROWS, WorldSettings
+from esper.experiment.records import STATIC, Floats, Judged, reference_of
 from esper.experiment.rollout import play
 from esper.experiment.streams import stream, stream_seed
+from esper.experiment.workers import workers
 from esper.growth.blueprints.seed import cost
 from esper.growth.macs import promise_macs, step_macs
 from esper.growth.promise import LEAST_ROWS
 from esper.tamiyo.registry import Maker, controller_for
-from esper.tasks.hosts import DENSE
+from esper.tamiyo.rule_based import Never
+from esper.tasks.hosts import DENSE, CnnHost, Host, MlpHost
 from esper.tasks.task import Task
 
-SlotContents = tuple[tuple[Stage, int], ...]
+if TYPE_CHECKING:
+    from esper.environment.growing import GrowingWorld
+
+PAUSE: Final = 0.5
+"""Seconds between two looks at the stop condition."""
+NO_LOOK: Final = 10_000
+"""Decisions between two looks: more than any episode has."""
+LONGEST: Final = 10_000
+"""Decisions of an episode, at most."""
+SlotContents = tuple[tuple[int, int], ...]
 """Stage and blueprint (-1: none) of every slot of a host."""
 
 
@@ -61,6 +85,8 @@ class Recording:
     """On the decision rows, after that training; 0 since a panic."""
     lived: Bool[Tensor, "decision env"]
     """Whether the episode was still running at the decision."""
+    judged: Judged
+    """Results of every host; the cost is not counted yet."""
 
     @property
     def planted(self) -> Int64[Tensor, " env"]:
@@ -68,12 +94,111 @@ class Recording:
         return (self.actions[..., HEAD["op"]] == Op.GERMINATE.value).sum(dim=0)
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One arm on one task."""
+
+    arm: str
+    task: Task
+    hosts: int
+    rng_seed: int
+    world: WorldSettings
+    maker: Maker | None = None
+    """Of a learned controller."""
+
+
+class _Stopped(Exception):  # noqa: N818
+    """No more results are wanted."""
+
+
+def results_of(
+    jobs: Sequence[Job], processes: int, stop: Callable[[], bool] = lambda: False
+) -> Generator[tuple[Job, Judged], None, None]:
+    """The result of each job, in the order in which they end.
+
+    Args:
+        jobs: Arms on tasks, with those that static ones are measured by.
+        processes: Jobs at the same time, in processes of one thread each.
+        stop: Asked every now and then; if it says so, there are no more.
+    """
+    ready = [job for job in jobs if job.arm not in STATIC]
+    waiting = [job for job in jobs if job.arm in STATIC]
+    reference = reference_of(job.arm for job in jobs)
+    # What others wait for comes first.
+    ready.sort(key=lambda job: job.arm != reference)
+
+    def freed(job: Job) -> list[Job]:
+        same = job.arm == reference
+        return [one for one in waiting if same and one.task.name == job.task.name]
+
+    if processes == 1 or len(jobs) == 1:
+        for job in ready:
+            if stop():
+                return
+            judged = _run_job(job)
+            yield job, judged
+            for after in freed(job):
+                yield after, _run_job(after, judged)
+        return
+    with suppress(_Stopped), workers(min(processes, len(jobs))) as pool:
+        running = {pool.submit(_run_job, job): job for job in ready}
+        while running:
+            ended, _ = wait(running, timeout=PAUSE, return_when=FIRST_COMPLETED)
+            if stop():
+                raise _Stopped
+            for future in ended:
+                job, judged = running.pop(future), future.result()
+                running |= {
+                    pool.submit(_run_job, after, judged): after for after in freed(job)
+                }
+                yield job, judged
+
+
+def _run_job(job: Job, reference: Judged | None = None) -> Judged:
+    torch.set_num_threads(1)
+    compile_engine(job.task)
+    hosts = (job.task, job.hosts, job.rng_seed)
+    if reference is None:
+        return judge(job.maker or job.arm, *hosts, job.world)
+    return judge_static(job.arm, *hosts, reference, job.world)
+
+
+_COMPILED: Final[set[str]] = set()
+
+
+def compile_engine(task: Task) -> None:
+    """Load what is compiled before anything is timed, once in a process."""
+    if task.host.kind not in _COMPILED:
+        world = judged_world(task, 1, 0)
+        world.reset()
+        world.step(torch.zeros(1, NUM_HEADS, dtype=torch.int64))
+        _COMPILED.add(task.host.kind)
+
+
+def judged_world(
+    task: Task,
+    hosts: int,
+    rng_seed: int,
+    settings: WorldSettings | None = None,
+    *,
+    stage: str = "judged",
+) -> "GrowingWorld":
+    """The hosts of a task that a number and a stage stand for."""
+    # The engine is compiled; only what trains hosts waits for it.
+    from esper.environment.growing import GrowingWorld
+
+    number = stream_seed(rng_seed, f"{stage}, {task.name}")
+    # Judged hosts differ from each other, whatever the training groups.
+    settings = replace(settings or WorldSettings(), group_size=1)
+    return GrowingWorld(task, hosts, number, settings=settings)
+
+
 def judge(
     controller: Controller | Maker | str,
     task: Task,
     hosts: int,
     rng_seed: int,
-    settings: World | None = None,
+    settings: WorldSettings | None = None,
     *,
     stage: str = "judged",
 ) -> Judged:
@@ -88,210 +213,220 @@ def judge(
         stage: Another stage stands for other hosts.
     """
     world = judged_world(task, hosts, rng_seed, settings, stage=stage)
-    return judge_in(world, controller, rng_seed)[0]
+    return judge_in(world, controller, rng_seed).judged
 
 
 def judge_in(
-    world: GrowingWorld, controller: Controller | Maker | str, rng_seed: int
-) -> tuple[Judged, Recording]:
-    """One episode of a controller on every host of a world, and its recording."""
-    log = play_logged(world, controller_for(controller, world.spec), rng_seed)
-    cost = TrainingCost(
-        task=world.task,
-        blueprints=world.spec.blueprints,
-        decision_rows=len(world.task.splits(rng_seed).decisions),
-        measure_every=world.settings.measure_every,
-    )
-    recording = log.recording()
-    return log.judged(cost.total(recording, log.final["panicked"].bool())), recording
+    world: "GrowingWorld", controller: Controller | Maker | str, rng_seed: int
+) -> Recording:
+    """One episode of a controller on every host of a world, with its cost."""
+    recording = record(world, controller_for(controller, world.spec), rng_seed)
+    rows = len(world.task.splits(rng_seed).decisions)
+    spent = training_macs(world, recording, rows)
+    return replace(recording, judged=replace(recording.judged, training_macs=spent))
 
 
-def judged_world(
+def judge_static(
+    name: str,
     task: Task,
     hosts: int,
     rng_seed: int,
-    settings: World | None = None,
+    reference: Judged,
+    settings: WorldSettings | None = None,
+) -> Judged:
+    """One of the `STATIC` arms on the hosts that the reference was judged on."""
+    if name not in STATIC:
+        raise BadInput(f"no static arm {name!r}; there are {', '.join(STATIC)}.")
+    where = (task, hosts, rng_seed, settings)
+    if name == "static":
+        size = task.host.parameters * (1.0 + float(reference.added.mean()))
+        return judge_plain(widened(task.host, size), *where)
+    spend = float(reference.training_macs.mean())
+    least = (settings or WorldSettings()).horizon or task.horizon
+    return judge_plain(task.host, *where, spend=spend, least=least)
+
+
+def judge_plain(
+    host: Host,
+    task: Task,
+    hosts: int,
+    rng_seed: int,
+    settings: WorldSettings | None = None,
     *,
+    spend: float | None = None,
+    least: int = 1,
     stage: str = "judged",
-) -> GrowingWorld:
-    """The hosts of a task that a number stands for."""
-    number = stream_seed(rng_seed, f"{stage}, {task.name}")
-    # Judged hosts differ from each other, whatever the training groups.
-    settings = replace(settings or World(), group_size=1)
-    return GrowingWorld(task, hosts, number, settings=settings)
+) -> Judged:
+    """A network that does not grow, on the data of the hosts that a number stands for.
+
+    Args:
+        host: Trained in place of the task's own, which rent is relative to.
+        task: What is learnt.
+        hosts: How many.
+        rng_seed: Decides which hosts.
+        settings: How others grow; None: the defaults.
+        spend: Multiply-adds to train for; None: as many decisions as others have.
+        least: Decisions to train for, at least, however little there is to spend.
+        stage: As for `judge`.
+    """
+    settings = settings or WorldSettings()
+    plain = judged_world(task, hosts, rng_seed, settings, stage=stage)
+    own = plain.task
+    # All arms begin with the score of the same plain host.
+    before = plain.reset().host
+    decision = own.decision_every * own.batch * step_macs(host.macs)
+    horizon = own.horizon
+    if spend is not None:
+        horizon = min(max(round(spend / decision), least), LONGEST)
+    terms = replace(settings, horizon=horizon, measure_every=NO_LOOK)
+    trained = replace(task, host=host)
+    world = judged_world(trained, hosts, rng_seed, terms, stage=stage)
+    recording = record(world, Never(), rng_seed)
+    judged = recording.judged
+    added = host.parameters / task.host.parameters - 1.0
+    worth = judged.score - before.rent.double().numpy() * added
+    start = before.score.double().numpy()
+    return replace(
+        judged,
+        returns=np.where(judged.panicked, -1.0, worth) - start,
+        added=np.full(hosts, added),
+        macs=np.full(hosts, host.macs / task.host.macs),
+        training_macs=recording.lived.sum(dim=0).double().numpy() * decision,
+    )
 
 
-def play_logged(
-    world: GrowingWorld, controller: Controller, rng_seed: int
-) -> "EpisodeLog":
-    """One episode of a controller in every environment, and its log."""
-    log = EpisodeLog(world)
-    began = perf_counter()
-    returns = play(world, controller, stream(rng_seed, "judging"), on_step=log.add)
-    log.seconds[:] = (perf_counter() - began) / world.num_envs
-    log.returns[:] = returns.numpy()
-    return log
+def widened(host: Host, parameters: int | float) -> Host:
+    """The host with hidden layers as wide as so many parameters allow, in proportion.
+
+    It is never narrower than it was.
+    """
+    hidden = host.widths[1:-1] if isinstance(host, MlpHost) else host.channels
+    best, narrowest = host, min(hidden)
+    for more in count(1):
+        wide = tuple(n * (narrowest + more) // narrowest for n in hidden)
+        match host:
+            case MlpHost():
+                wider: Host = MlpHost((host.widths[0], *wide, host.widths[-1]))
+            case CnnHost():
+                wider = replace(host, channels=wide)
+        if wider.parameters > parameters:
+            break
+        best = wider
+    return best
 
 
-class EpisodeLog:
-    """The first episode of every host of a world."""
+def record(world: "GrowingWorld", controller: Controller, rng_seed: int) -> Recording:
+    """One episode of a controller in every environment."""
+    hosts = world.num_envs
+    final = {
+        name: torch.zeros(hosts, dtype=torch.float64)
+        for name in ("score", "test", "added", "macs", "panicked")
+    }
+    names = ("actions", "stage", "blueprint", "alpha", "score", "lived")
+    parts: dict[str, list[Tensor]] = {name: [] for name in names}
+    running = torch.ones(hosts, dtype=torch.bool)
 
-    def __init__(self, world: GrowingWorld) -> None:
-        self.world = world
-        names = ("score", "test", "added", "macs", "panicked")
-        hosts = world.num_envs
-        self.final = {n: torch.zeros(hosts, dtype=torch.float64) for n in names}
-        """What the world reported of each host at its end."""
-        self.returns, self.seconds = np.zeros(hosts), np.zeros(hosts)
-        self._running = torch.ones(hosts, dtype=torch.bool)
-        self._parts: list[Recording] = []
-
-    def add(self, actions: Int64[Tensor, "env head"], result: StepResult) -> None:
-        """One step of the world."""
-        lived = self.world.trained_lives
-        assert lived is not None  # there was a step
+    def add(actions: Int64[Tensor, "env head"], result: StepResult) -> None:
+        nonlocal running
+        seeds = world.trained_lives
+        assert seeds is not None  # there was a step
         assert result.illegal is not None
         # Where an episode has ended, the next observation is of another one.
         score = result.observation.host.score.double()
         if (report := result.report) is not None:
             score[report.env] = torch.where(report.panicked, 0.0, report.score.double())
             # A host that ended before does so again if its next episode panics.
-            first = self._running[report.env]
-            for name, values in self.final.items():
+            first = running[report.env]
+            for name, values in final.items():
                 values[report.env[first]] = getattr(report, name)[first].double()
-        done = self._running & ~result.illegal
-        self._parts.append(
-            Recording(
-                actions=torch.where(done[:, None], actions, 0)[None],
-                stage=lived.stage[None],
-                blueprint=lived.blueprint[None],
-                alpha=lived.alpha[None],
-                score=torch.where(self._running, score, 0.0)[None],
-                lived=self._running[None],
-            )
-        )
-        self._running = self._running & ~(result.terminated | result.truncated)
+        done = running & ~result.illegal
+        parts["actions"].append(torch.where(done[:, None], actions, 0))
+        parts["stage"].append(seeds.stage)
+        parts["blueprint"].append(seeds.blueprint)
+        parts["alpha"].append(seeds.alpha)
+        parts["score"].append(torch.where(running, score, 0.0))
+        parts["lived"].append(running)
+        running = running & ~(result.terminated | result.truncated)
 
-    def recording(self) -> Recording:
-        """All decisions so far."""
-        names = [each.name for each in fields(Recording)]
-        return Recording(
-            **{n: torch.cat([getattr(one, n) for one in self._parts]) for n in names}
-        )
-
-    def judged(self, training_macs: Floats) -> Judged:
-        """The results of every host; the score is 0 since a panic."""
-        total = sum(part.score[0].double() for part in self._parts)
-        final = {name: values.numpy() for name, values in self.final.items()}
-        panicked = final.pop("panicked").astype(bool)
-        return Judged(
-            returns=self.returns,
-            area=np.asarray(total) / self.world.task.horizon,
-            training_macs=training_macs,
-            seconds=self.seconds,
-            panicked=panicked,
-            **final,
-        )
+    began = perf_counter()
+    returns = play(world, controller, stream(rng_seed, "judging"), on_step=add)
+    seconds = (perf_counter() - began) / hosts
+    stacked = {name: torch.stack(tensors) for name, tensors in parts.items()}
+    figures = {name: values.numpy() for name, values in final.items()}
+    judged = Judged(
+        returns=returns.double().numpy(),
+        area=stacked["score"].sum(dim=0).numpy() / world.task.horizon,
+        training_macs=np.zeros(hosts),
+        seconds=np.full(hosts, seconds),
+        **figures | {"panicked": figures["panicked"].astype(bool)},
+    )
+    return Recording(**stacked, judged=judged)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingCost:
-    """Multiply-adds of training hosts of one task.
+def training_macs(
+    world: "GrowingWorld", recording: Recording, decision_rows: int
+) -> Floats:
+    """Multiply-adds that the training of each host took.
 
     Args:
-        task: With the horizon and the batches that are played.
-        blueprints: What can be planted, by index.
+        world: In which it was recorded.
+        recording: With every seed as it was while the host trained.
         decision_rows: Rows that there are to decide on.
-        measure_every: Decisions between two looks.
     """
+    task, every = world.task, world.settings.measure_every
+    decision = cache(partial(decision_macs, world, decision_rows))
+    stages, blueprints = recording.stage.tolist(), recording.blueprint.tolist()
+    start = min(SCORED_ROWS, decision_rows) * task.host.macs
+    spent = np.full(world.num_envs, float(start))
+    for env, panicked in enumerate(recording.judged.panicked):
+        last = int(recording.lived[:, env].sum())
+        for number in range(1, last + 1):
+            kinds = stages[number - 1][env], blueprints[number - 1][env]
+            look = number % every == 0 and number < task.horizon
+            # A panic is not looked at.
+            look &= not (panicked and number == last)
+            spent[env] += decision(tuple(zip(*kinds, strict=True)), look)
+    return spent
 
-    task: Task
-    blueprints: tuple[Blueprint, ...]
-    decision_rows: int
-    measure_every: int
 
-    def total(self, recording: Recording, panicked: Bool[Tensor, " env"]) -> Floats:
-        """Multiply-adds that each host took.
-
-        Args:
-            recording: With every seed as it was while the host trained.
-            panicked: Where the episode ended in a panic, which is not looked at.
-        """
-        stage, blueprint = recording.stage, recording.blueprint
-        spent = np.empty(stage.shape[1])
-        known: dict[tuple[SlotContents, bool], int] = {}
-        for env in range(stage.shape[1]):
-            count = int(recording.lived[:, env].sum())
-            pairs = zip(
-                *(part[:count, env].tolist() for part in (stage, blueprint)),
-                strict=True,
-            )
-            slots = [tuple(zip(map(Stage, a), b, strict=True)) for a, b in pairs]
-            looks = [
-                self._due(n) and not (n == count and bool(panicked[env]))
-                for n in range(1, count + 1)
-            ]
-            counted = Counter(zip(slots, looks, strict=True))
-            for key in counted.keys() - known.keys():
-                known[key] = self.decision(*key)
-            spent[env] = self.start + sum(known[k] * n for k, n in counted.items())
+def decision_macs(
+    world: "GrowingWorld", decision_rows: int, slots: SlotContents, look: bool
+) -> int:
+    """Multiply-adds of one host from one decision to the next."""
+    task, host, blueprints = world.task, world.task.host, world.spec.blueprints
+    maps, geometries = host.layers, place_geometries(host)
+    places = len(maps) - 1
+    seeds = [
+        (slot % places, stage, cost(blueprints[kind], geometries[slot % places]).macs)
+        for slot, (stage, kind) in enumerate(slots)
+        if stage != Stage.DORMANT
+    ]
+    young = [(at, price) for at, stage, price in seeds if stage == Stage.TRAINING]
+    active = host.macs + sum(price for *_, price in seeds)
+    active -= sum(price for _, price in young)
+    behind = 0
+    if young:
+        outlet = 1 + min(at for at, _ in young)
+        behind = sum(own.weights * own.positions for own in maps[outlet + 1 :])
+        behind += sum(price for at, _, price in seeds if at > outlet)
+    step = step_macs(active, sum(price for _, price in young), behind)
+    spent = task.decision_every * task.batch * step
+    spent += min(SCORED_ROWS, decision_rows) * active
+    if not look:
         return spent
-
-    @property
-    def start(self) -> int:
-        """The score of a host that has not trained."""
-        return self._judged * self.task.host.macs
-
-    def decision(self, slots: SlotContents, look: bool) -> int:
-        """From one decision to the next."""
-        task, maps = self.task, self.task.host.layers
-        places = len(maps) - 1
-        seeds = [
-            (slot % places, stage, self._seed(slot % places, kind))
-            for slot, (stage, kind) in enumerate(slots)
-            if stage is not Stage.DORMANT
-        ]
-        active = task.host.macs + sum(
-            price for _, stage, price in seeds if stage is not Stage.TRAINING
-        )
-        young = [(at, price) for at, stage, price in seeds if stage is Stage.TRAINING]
-        behind = 0
-        if young:
-            outlet = 1 + min(at for at, _ in young)
-            behind = sum(own.weights * own.positions for own in maps[outlet + 1 :])
-            behind += sum(price for at, _, price in seeds if at > outlet)
-        step = step_macs(active, sum(price for _, price in young), behind)
-        spent = task.decision_every * task.batch * step + self._judged * active
-        if not look:
-            return spent
-        tried = [
-            active + (price if stage is Stage.TRAINING else -price)
-            for _, stage, price in seeds
-            if stage in LIVING
-        ]
-        rows = min(CONTRIBUTION_ROWS, self.decision_rows)
-        return spent + self._promises() + rows * (sum(tried) + active * bool(tried))
-
-    @property
-    def _judged(self) -> int:
-        return min(SCORED_ROWS, self.decision_rows)
-
-    def _due(self, decision: int) -> bool:
-        return decision % self.measure_every == 0 and decision < self.task.horizon
-
-    def _seed(self, place: int, kind: int) -> int:
-        """Multiply-adds per row of a seed."""
-        geometry = place_geometries(self.task.host)[place]
-        return cost(self.blueprints[kind], geometry).macs
-
-    def _promises(self) -> int:
-        """Multiply-adds of one look at all places."""
-        if self.task.batch // 2 < LEAST_ROWS:
-            return 0
-        largest = max(blueprint.size for blueprint in self.blueprints)
-        kinds = len({blueprint.form is Form.LOW_RANK for blueprint in self.blueprints})
-        return kinds * sum(
-            promise_macs(self.task.batch, first.inputs + 1, last.outputs, largest)
-            for first, last in pairwise(self.task.host.layers)
-            if first.kind == last.kind == DENSE
-        )
+    tried = [
+        active + (price if stage == Stage.TRAINING else -price)
+        for _, stage, price in seeds
+        if stage in LIVING
+    ]
+    rows = min(CONTRIBUTION_ROWS, decision_rows)
+    spent += rows * (sum(tried) + active * bool(tried))
+    if task.batch // 2 < LEAST_ROWS:
+        return spent
+    largest = max(blueprint.size for blueprint in blueprints)
+    kinds = len({blueprint.form is Form.LOW_RANK for blueprint in blueprints})
+    return spent + kinds * sum(
+        promise_macs(task.batch, first.inputs + 1, last.outputs, largest)
+        for first, last in pairwise(maps)
+        if first.kind == last.kind == DENSE
+    )

@@ -1,6 +1,6 @@
 """What a run records: one round of training, and an evaluation on hosts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Final
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.contracts.actions import HEAD_NAMES
+from esper.tamiyo.registry import CONTROLLERS
 
 if TYPE_CHECKING:
     from esper.simic.agent.metrics import UpdateRecord
@@ -19,6 +20,17 @@ STATIC: Final = ("static", "longer")
 """Baselines without a controller: networks that are not grown."""
 
 Floats = NDArray[np.float64]
+
+
+def is_learned(name: str) -> bool:
+    """Whether an arm of this name is a trained controller."""
+    return name not in CONTROLLERS and name not in STATIC
+
+
+def reference_of(names: Iterable[str]) -> str | None:
+    """The arm that static ones are measured by: the first learned one, else `early`."""
+    known = list(names)
+    return min(filter(is_learned, known), default="early" if "early" in known else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,21 @@ comparisons, over which p-values are corrected.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
-from math import nan
+from math import isnan, nan
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from esper.experiment.records import STATIC
+from esper.experiment.database import open_store, rows
+from esper.experiment.progress import print_line, printable
+from esper.experiment.records import STATIC, is_learned, reference_of
+from esper.experiment.run import STORE
 from esper.experiment.statistics import (
     LEVEL,
     Comparison,
@@ -26,7 +34,6 @@ from esper.experiment.statistics import (
     compare_pairs,
     iqm_interval,
 )
-from esper.tamiyo.registry import CONTROLLERS
 
 BASELINE: Final = "never"
 RESAMPLES: Final = 4_000
@@ -37,6 +44,15 @@ FEW_ROUNDS: Final = 8
 BARS: Final = "▁▂▃▄▅▆▇█"
 COLUMNS: Final = 60
 """Bars of a sparkline, at most."""
+WIDTH: Final = 150
+"""Columns of a table that is not printed to a terminal."""
+LEGEND: Final = (
+    "Interquartile means over hosts [95 % interval]; p: paired Wilcoxon, Holm over its "
+    "column; P: how often a host returns more than with never; "
+    "parameters and MACs (multiply-adds per row) as a multiple of the host's; area: "
+    "mean score over the decisions."
+)
+LABELS: Final = {"returns": "Return", "test": "Test score"}
 Row = Mapping[str, Any]
 Comparisons = dict[tuple[str, str], Comparison]
 
@@ -107,6 +123,12 @@ class TaskSummary:
         return {pair.other: getattr(pair, figure) for pair in pairs}
 
     @property
+    def where(self) -> str:
+        """Its hosts, in a sentence."""
+        each = "each of " * (self.tasks > 1)
+        return f"{self.hosts} unseen hosts of {each}{self.task}"
+
+    @property
     def smallest_p(self) -> float:
         """The smallest adjusted p that so many pairs and arms can give."""
         pairs, count = self.tasks * self.hosts, max(1, len(self.arms) - 1)
@@ -122,6 +144,11 @@ class Summary:
     """Over all tasks; None if there is one, or if they do not have the same arms."""
     conclusions: tuple[str, ...]
     """What is shown, what is not, and the limits; one paragraph each."""
+
+    @property
+    def overall(self) -> tuple[TaskSummary, ...]:
+        """The table of all tasks, or of each if they cannot be added up."""
+        return self.tasks if self.aggregate is None else (self.aggregate,)
 
     def as_data(self) -> dict[str, Any]:
         """The same in types that JSON has; a figure that is not finite is None."""
@@ -150,44 +177,25 @@ def summarise(rows: Iterable[Row], *, resamples: int = RESAMPLES) -> Summary:
     aggregate = None
     if len(tasks) > 1 and all(shape == shapes[0] for shape in shapes):
         aggregate = _table(", ".join(by_arm), by_arm, resamples)
-    conclusions = [line for table in tasks for line in _findings(table.task, table)]
-    if aggregate is not None:
-        conclusions += _findings("All tasks together", aggregate)
-    conclusions += _limits([*tasks, *filter(None, [aggregate])])
+    tables = [*tasks, *filter(None, [aggregate])]
+    conclusions = [
+        line
+        for table in tables
+        for line in (*_baseline_findings(table), *_learned_findings(table, LABELS))
+    ]
+    conclusions += _limits(tables)
     return Summary(tasks=tasks, aggregate=aggregate, conclusions=tuple(conclusions))
 
 
-def is_learned(name: str) -> bool:
-    """Whether an arm of this name is a trained controller."""
-    return name not in CONTROLLERS and name not in STATIC
-
-
-def reference_of(names: Iterable[str]) -> str | None:
-    """The arm that static ones are measured by: the first learned one, else `early`."""
-    known = list(names)
-    return min(filter(is_learned, known), default="early" if "early" in known else None)
-
-
 def headline(summary: Summary) -> list[str]:
-    """The outcome by return, one paragraph for each learned arm.
-
-    Over all tasks if they can be added up, else task by task. Without a learned arm,
-    all arms are held against `never`.
-    """
-    lines = []
-    for table in [summary.aggregate] if summary.aggregate else summary.tasks:
-        where = f"{table.hosts} unseen hosts of {'each of ' * (table.tasks > 1)}"
-        where += table.task
-        returns = {arm.name: arm.returns for arm in table.arms}
-        for name in table.learned:
-            outcomes = _outcomes(table.against(name, "returns"))
-            line = f"{name}'s return on {where}: {returns[name]:.3f}; {outcomes}"
-            lines.append(line)
-        above = {arm.name: arm.above_never for arm in table.arms if arm.above_never}
-        if above and not table.learned:
-            outcomes = _outcomes(above, f" {BASELINE!r}:")
-            lines.append(f"By return on {where}: {outcomes}")
-    return lines
+    """The outcome by return: of each learned arm, or without one of all arms."""
+    return [
+        line
+        for table in summary.overall
+        for line in (
+            _learned_findings(table, ["returns"]) or _baseline_findings(table)[:1]
+        )
+    ]
 
 
 def return_trend(returns: Sequence[float]) -> str:
@@ -309,22 +317,28 @@ def _mean(rows: Sequence[Row], figure: str) -> float:
     return float(np.mean([nan if row[figure] is None else row[figure] for row in rows]))
 
 
-def _findings(title: str, table: TaskSummary) -> list[str]:
-    """One paragraph for each figure of a table, then of each learned arm."""
+def _baseline_findings(table: TaskSummary) -> list[str]:
+    """How all arms compare with the baseline: one line for each figure."""
     lines = []
-    for figure, label in (
-        ("above_never", "return"),
-        ("test_above_never", "test score"),
-    ):
-        found = {arm.name: getattr(arm, figure) for arm in table.arms}
+    for figure, label in LABELS.items():
+        name = "above_never" if figure == "returns" else "test_above_never"
+        found = {arm.name: getattr(arm, name) for arm in table.arms}
         known = {name: row for name, row in found.items() if row is not None}
         if known:
-            lines.append(f"{title}, {label}: {_outcomes(known, f' {BASELINE!r}:')}")
-    for name in table.learned:
-        for figure, label in (("returns", "return"), ("test", "test score")):
-            outcomes = _outcomes(table.against(name, figure))
-            lines.append(f"{title}, {label} of {name!r}: {outcomes}")
+            outcomes = _outcomes(known, f" {BASELINE!r}:")
+            lines.append(f"{label} on {table.where}: {outcomes}")
     return lines
+
+
+def _learned_findings(table: TaskSummary, figures: Iterable[str]) -> list[str]:
+    """How every learned arm compares with the others: one line for each figure."""
+    arms = {arm.name: arm for arm in table.arms}
+    return [
+        f"{LABELS[figure]} of {name!r} on {table.where}: "
+        f"{getattr(arms[name], figure):.3f}; {_outcomes(table.against(name, figure))}"
+        for name in table.learned
+        for figure in figures
+    ]
 
 
 def _outcomes(rows: Mapping[str, Comparison], than: str = "") -> str:
@@ -383,6 +397,119 @@ def _limits(tables: Sequence[TaskSummary]) -> list[str]:
             "plain host alone: a rate of its own might make each of them better."
         )
     return lines
+
+
+def summary_of(path: Path) -> Summary:
+    """What the store of a run says of what was judged in it."""
+    with closing(open_store(path / STORE)) as db:
+        return summarise(rows(db, "live_evaluations"))
+
+
+def print_training(path: Path, console: Console | None = None) -> None:
+    """Print how the return went in a training, and its final evaluation."""
+    console = console or Console()
+    with closing(open_store(path / STORE)) as db:
+        found = db.execute("SELECT mean_return FROM live_rounds ORDER BY round")
+        returns = [nan if value is None else value for (value,) in found]
+        notes = db.execute("SELECT text FROM live_notes WHERE kind = 'judged'")
+        judged = [str(text) for (text,) in notes]
+    print_line(console, f"Mean return per round: {sparkline(returns)}")
+    print_line(console, return_trend(returns))
+    summary = summary_of(path)
+    if summary.tasks:
+        print_scores(console, summary)
+        for line in (*(f"{t[0].upper()}{t[1:]}." for t in judged), *headline(summary)):
+            print_line(console, line)
+    print_line(console, f"The run is in {path}.")
+
+
+def print_summary(console: Console, summary: Summary) -> None:
+    """Print two tables for each task, one of all tasks, and the conclusions."""
+    _widen(console)
+    for table in summary.tasks:
+        console.print(_score_table(table))
+        console.print(_cost_table(table))
+    if summary.aggregate is not None:
+        console.print(_score_table(summary.aggregate))
+    if summary.tasks:
+        print_line(console, LEGEND)
+    for paragraph in summary.conclusions:
+        print_line(console, paragraph)
+
+
+def print_scores(console: Console, summary: Summary) -> None:
+    """Print the scores over all tasks, or of each if they cannot be added up."""
+    _widen(console)
+    for table in summary.overall:
+        console.print(_score_table(table))
+    print_line(console, LEGEND)
+
+
+def _widen(console: Console) -> None:
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+
+
+def _score_table(summary: TaskSummary) -> Table:
+    title = f"{summary.task}: {summary.hosts} unseen hosts"
+    if summary.tasks > 1:
+        title += " of each"
+    above = ("above never", "p")
+    columns = ("return", *above, "P(above never)", "test score, %", *above)
+    rows = []
+    for arm in summary.arms:
+        returns, test = arm.above_never, arm.test_above_never
+        row = [_interval(arm.returns, ".3f"), "", "", ""]
+        if returns is not None:
+            row[1:] = (
+                _interval(returns.difference, "+.3f"),
+                f"{returns.adjusted:.2g}",
+                f"{returns.improvement:.2f}",
+            )
+        row.append(_interval(arm.test, ".1f", 100.0))
+        if test is not None:
+            row.append(_interval(test.difference, "+.1f", 100.0))
+            row.append(f"{test.adjusted:.2g}")
+        rows.append(row)
+    return _arm_table(title, columns, summary, rows)
+
+
+def _cost_table(summary: TaskSummary) -> Table:
+    columns = ("parameters", "MACs", "training GMAC", "seconds", "area, %", "panics")
+    rows = [
+        [
+            f"{arm.parameters:.2f} x",
+            f"{arm.macs:.2f} x",
+            f"{arm.training_macs / 1e9:.3f}",
+            f"{arm.seconds:.2f}",
+            _interval(arm.area, ".1f", 100.0),
+            str(arm.panics),
+        ]
+        for arm in summary.arms
+    ]
+    return _arm_table(f"{summary.task}: costs", columns, summary, rows)
+
+
+def _arm_table(
+    title: str,
+    columns: Sequence[str],
+    summary: TaskSummary,
+    rows: Sequence[Sequence[str]],
+) -> Table:
+    table = Table(title=Text(printable(title)), title_justify="left")
+    table.add_column("controller")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for arm, row in zip(summary.arms, rows, strict=True):
+        style = "bold" if arm.learned else ""
+        table.add_row(Text(printable(arm.name)), *row, style=style)
+    return table
+
+
+def _interval(it: Interval, spec: str, scale: float = 1.0) -> str:
+    """An interval, or the estimate alone if there was one host."""
+    scaled = Interval(scale * it.estimate, scale * it.low, scale * it.high)
+    return f"{scaled.estimate:{spec}}" if isnan(it.low) else f"{scaled:{spec}}"
 
 
 def _finite(values: Sequence[float]) -> Floats:

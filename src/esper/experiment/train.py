@@ -35,8 +35,7 @@ from esper.experiment.controllers import (
     load_controller,
 )
 from esper.experiment.database import open_store
-from esper.experiment.evaluate import Job, results_of
-from esper.experiment.judging import judge
+from esper.experiment.judging import Job, judge, results_of
 from esper.experiment.pretraining import imitated_policy, imitation_steps, warm_policy
 from esper.experiment.records import STATIC, Results
 from esper.experiment.run import STORE, Run, changes_since, versions_now

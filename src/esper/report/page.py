@@ -20,12 +20,12 @@ from esper import __version__
 from esper.contracts.errors import BadInput
 from esper.experiment.files import Disk, publish, storage
 from esper.experiment.messages import short
+from esper.experiment.records import is_learned
 from esper.experiment.statistics import Interval, iqm_interval
 from esper.experiment.summary import (
     Summary,
     TaskSummary,
     headline,
-    is_learned,
     summarise,
 )
 from esper.report.data import SHOWN_ENVS, RunData, read_run
