@@ -1,65 +1,55 @@
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from esper.contracts.errors import BadInput
 from esper.experiment.grow import (
-    GrowConfig,
     ShuffledBatches,
+    check_free,
     grow,
-    run_grow,
     summary_lines,
     write,
 )
 from esper.tamiyo.restricted import Restricted
 from tests.environment.test_growing import LONG, blobs
 
-CONFIG = GrowConfig(task="blobs", budget=20.0)
+
+@pytest.fixture(scope="module")
+def grown():
+    return grow(LONG, budget=20.0, progress=False)
 
 
-def test_a_grown_network_is_larger_and_loads_without_us(tmp_path):
-    grown = grow(LONG, CONFIG, progress=False)
+def test_a_grown_network_is_larger_and_loads_without_us(grown, tmp_path):
+    fitted, test = grown
     file = tmp_path / "grown.pt2"
-    write(grown.fitted.model, LONG, file)
+    write(fitted.model, LONG, file)
     rows = blobs(0).test.features
     program = torch.export.load(file).module()
     with torch.no_grad():
-        expected = grown.fitted.model(rows)
+        expected = fitted.model(rows)
         torch.testing.assert_close(program(rows), expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(
             program(rows[:1]), expected[:1], rtol=1e-5, atol=1e-6
         )
-    size = sum(parameter.numel() for parameter in grown.fitted.model.parameters())
+    size = sum(parameter.numel() for parameter in fitted.model.parameters())
     assert size > LONG.host.parameters
     assert [path.name for path in tmp_path.iterdir()] == ["grown.pt2"]
     right = (expected.argmax(1) == blobs(0).test.labels).float().mean()
-    assert grown.test == pytest.approx(float(right))
+    assert test == pytest.approx(float(right))
 
 
-def test_the_same_number_grows_the_same_network():
-    one, two = (grow(LONG, CONFIG, progress=False) for _ in range(2))
-    pairs = zip(
-        one.fitted.model.parameters(), two.fitted.model.parameters(), strict=True
-    )
-    assert all(torch.equal(a, b) for a, b in pairs)
-    assert one.test == two.test
+def test_the_same_number_grows_the_same_network(grown):
+    again = grow(LONG, budget=20.0, progress=False)
+    models = [fitted.model.parameters() for fitted, _ in (grown, again)]
+    assert all(torch.equal(a, b) for a, b in zip(*models, strict=True))
+    assert grown[1] == again[1]
 
 
 def test_the_shipped_controller_is_had_by_name():
-    config = replace(CONFIG, controller="tamiyo")
-    grown = grow(replace(LONG, horizon=3), config, progress=False)
-    assert isinstance(grown.fitted.grower.controller, Restricted)
-    assert len(grown.fitted.history) == 3
-
-
-def test_who_is_not_known_is_refused_with_everybody_who_is(tmp_path):
-    config = replace(CONFIG, controller="tamyio", runs=str(tmp_path))
-    with pytest.raises(BadInput, match=r"decides: never, .*promise, tamiyo, latest"):
-        grow(LONG, config, progress=False)
-    with pytest.raises(BadInput, match="run esper train first"):
-        grow(LONG, replace(config, controller="latest"), progress=False)
+    fitted, _ = grow(replace(LONG, horizon=3), "tamiyo", progress=False)
+    assert isinstance(fitted.grower.controller, Restricted)
+    assert len(fitted.history) == 3
 
 
 def test_every_row_is_seen_once_before_one_is_seen_again():
@@ -81,13 +71,10 @@ def test_every_row_is_seen_once_before_one_is_seen_again():
         ("nowhere/grown.pt2", "is no folder that can be written to"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_refused_before_any_work(
-    tmp_path, name, words
-):
+def test_a_file_that_cannot_be_written_is_refused(tmp_path, name, words):
     (tmp_path / "there.pt2").write_text("precious")
-    out = tmp_path / Path(name)
     with pytest.raises(BadInput, match=words):
-        run_grow(GrowConfig(task="no such task", out=out))
+        check_free(tmp_path / name)
     assert (tmp_path / "there.pt2").read_text() == "precious"
 
 
@@ -110,8 +97,8 @@ def test_a_network_with_seeds_that_do_not_fold_in_is_written_too(tmp_path):
         torch.testing.assert_close(program(rows), model(rows), rtol=1e-5, atol=1e-6)
 
 
-def test_a_story_is_short_and_says_what_was_done():
-    history = grow(LONG, CONFIG, progress=False).fitted.history
+def test_a_story_is_short_and_says_what_was_done(grown):
+    history = grown[0].history
     lines = summary_lines(history)
     assert 1 <= len(lines) <= 8
     assert "plant" in lines[0]

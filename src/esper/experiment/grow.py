@@ -10,61 +10,29 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from inspect import Parameter, signature
 from itertools import count
 from pathlib import Path
 from typing import Final
 
 import torch
-from rich.console import Console
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.environment.settings import OFFERED
-from esper.experiment.controllers import find_controller, newest_controller
-from esper.experiment.fit import Fitted, fit
-from esper.experiment.fit import accuracy as share_right
+from esper.experiment.fit import Fitted, accuracy, fit
 from esper.experiment.messages import short
 from esper.experiment.streams import stream
 from esper.growth.history import GrowthDecision
-from esper.tamiyo.registry import NAMES, Maker
-from esper.tasks.catalogue import task as find_task
+from esper.tamiyo.registry import Maker
 from esper.tasks.data import Data
 from esper.tasks.task import Task
 
-NEWEST: Final = "latest"
-"""The controller of the newest finished training; no run can be called so."""
 LINES: Final = 8
 """About decisions, at most; two more give the result."""
 ROWS: Final = 512
 """Rows of a batch that is only evaluated."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrowConfig:
-    """What to grow, with which controller, and where to write it."""
-
-    task: str
-    controller: str = "early"
-    """A controller by name, a run, or "latest": the newest finished training."""
-    budget: float = 4.0
-    """Parameters that may be added, as a multiple of the host's."""
-    rng_seed: int = 0
-    out: Path | None = None
-    """File of the exported network; it must not exist. None: a name is made up."""
-    runs: str = "runs"
-    """Where runs are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grown:
-    """A grown network."""
-
-    fitted: Fitted
-    test: float
-    """Share of test rows that the exported network guesses right."""
 
 
 class ShuffledBatches:
@@ -96,27 +64,6 @@ class ShuffledBatches:
             yield self._data.features[rows], self._data.labels[rows]
 
 
-def run_grow(config: GrowConfig) -> None:
-    """Grow a network, print what was done, and write it."""
-    if config.out is not None:
-        _check_free(config.out)
-    task, console = find_task(config.task), Console()
-    controller = _controller(config)
-    label = Path(config.controller).name or "run"
-    out = config.out or _free_name(f"{task.name}-{label}")
-    _check_free(out)
-    grown = grow(task, config, controller)
-    write(grown.fitted.model, task, out)
-    after = sum(parameter.numel() for parameter in grown.fitted.model.parameters())
-    for line in (
-        *summary_lines(grown.fitted.history),
-        f"Test score {grown.test:.1%}; {task.host.parameters:,} parameters became "
-        f"{after:,}.",
-        f"The network is in {out}; it loads without Esper: torch.export.load.",
-    ):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
 def summary_lines(history: Sequence[GrowthDecision]) -> list[str]:
     """What was planted, kept and pruned, in eight lines at most."""
     acts = [d for d in history if d.said.split()[0] in ("plant", "keep", "prune")]
@@ -131,40 +78,43 @@ def summary_lines(history: Sequence[GrowthDecision]) -> list[str]:
 
 def grow(
     task: Task,
-    config: GrowConfig,
-    controller: Maker | str | None = None,
+    controller: Maker | str = "early",
     *,
+    budget: float = 4.0,
+    rng_seed: int = 0,
     progress: bool = True,
-) -> Grown:
+) -> tuple[Fitted, float]:
     """Train a host of the task from scratch and let a controller grow it.
 
     Args:
         task: What it learns.
-        config: How.
-        controller: None: the one that `config` names.
+        controller: What decides.
+        budget: Parameters that may be added, as a multiple of the host's.
+        rng_seed: Decides everything.
         progress: Whether to show how it goes.
+
+    Returns:
+        What was fitted, and the share of test rows that the exported network guesses
+        right.
     """
-    splits = task.splits(config.rng_seed)
-    model = task.host.build(stream(config.rng_seed, "host"))
-    batches = ShuffledBatches(
-        splits.train, task.batch, task.decision_every, stream(config.rng_seed, "rows")
-    )
+    splits = task.splits(rng_seed)
     fitted = fit(
-        model,
-        batches,
+        task.host.build(stream(rng_seed, "host")),
+        ShuffledBatches(
+            splits.train, task.batch, task.decision_every, stream(rng_seed, "rows")
+        ),
         _parts(splits.decisions),
         loss=cross_entropy,
         epochs=task.horizon,
         slots=list(task.host.slots),
         learning_rate=task.learning_rate,
-        controller=_controller(config) if controller is None else controller,
-        budget=config.budget,
+        controller=controller,
+        budget=budget,
         blueprints=OFFERED[task.host.kind],
         progress=progress,
     )
     with torch.no_grad():
-        test = share_right(fitted.model, _parts(splits.test))
-    return Grown(fitted, test)
+        return fitted, accuracy(fitted.model, _parts(splits.test))
 
 
 def write(model: nn.Module, task: Task, out: Path) -> None:
@@ -191,27 +141,13 @@ def _parts(data: Data) -> list[tuple[Tensor, Tensor]]:
     return list(zip(data.features.split(ROWS), data.labels.split(ROWS), strict=True))
 
 
-def _controller(config: GrowConfig) -> Maker | str:
-    """The controller that a name stands for."""
-    name, root = config.controller, Path(config.runs)
-    if name in NAMES:
-        return name
-    if name == NEWEST:
-        return newest_controller(root)
-    try:
-        return find_controller(name, root)
-    except BadInput as error:
-        known = ", ".join((*NAMES, NEWEST))
-        raise BadInput(f"{error} Who else decides: {known}.") from None
-
-
-def _free_name(stem: str) -> Path:
+def free_name(stem: str) -> Path:
     """A file here that is not there yet."""
     names = (f"{stem}{'' if n == 1 else f'-{n}'}.pt2" for n in count(1))
     return next(path for path in map(Path, names) if not path.exists())
 
 
-def _check_free(out: Path) -> None:
+def check_free(out: Path) -> None:
     """Refuse a file that is there or cannot be written, before any work."""
     if out.suffix != ".pt2":
         raise BadInput(f"the network's file must end in .pt2, got {out.name!r:.99}.")
