@@ -10,6 +10,7 @@ from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.slots import SlotConfig, SlotStates
 from esper.contracts.stages import Stage
 from esper.contracts.world import BlueprintOffers, HostStates, Observation, StepResult
+from esper.simic.agent.distribution import Evaluation, evaluate_choices
 from esper.simic.agent.rollout_buffer import SequenceBatch, TamiyoRolloutBuffer
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
@@ -241,3 +242,16 @@ def take(buffer: TamiyoRolloutBuffer) -> SequenceBatch:
     """What an update would see of a filled buffer."""
     buffer.compute_advantages_and_returns()
     return buffer.get_batched_sequences("cpu")
+
+
+def evaluate(policy, features, rows, actions, first, state) -> Evaluation:
+    """The current policy's view of choices made before."""
+    logits, values = policy.scores(features, actions, first, state)
+    return evaluate_choices(logits, values, rows, actions)
+
+
+def evaluate_batch(policy: TamiyoPolicy, batch: SequenceBatch) -> Evaluation:
+    """The same of a whole batch."""
+    return evaluate(
+        policy, batch.features, batch.rows, batch.actions, batch.first, batch.state
+    )

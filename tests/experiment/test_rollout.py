@@ -14,7 +14,7 @@ from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
 from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tamiyo.rule_based import Never, PromiseGreedy, Random
-from tests.rollouts import TINY, HashWorld, make_buffer, make_policy, take
+from tests.rollouts import TINY, HashWorld, evaluate, make_buffer, make_policy, take
 from tests.worlds import ProbeWorld
 
 ENVS, STEPS = 5, 24
@@ -111,7 +111,7 @@ def value_of(policy, batch, state, env, time, last):
     first = torch.cat((batch.first[env, : time + 1], torch.tensor([False])))[None]
     waits = torch.zeros(1, time + 2, 8, dtype=torch.int64)
     rows = torch.ones(1, time + 2, 8, policy.spec.width, dtype=torch.bool)
-    new = policy.evaluate(row, rows, waits, first, state[env][None])
+    new = evaluate(policy, row, rows, waits, first, state[env][None])
     return new.normalized_values[0, -1]
 
 
@@ -170,8 +170,8 @@ def test_t18_a_shout_in_an_episodes_last_observation_leaves_no_bit_in_the_next(m
     outcomes = []
     with torch.no_grad():
         for features in (batch.features, shout):
-            new = policy.evaluate(
-                features, batch.rows, batch.actions, batch.first, batch.state
+            new = evaluate(
+                policy, features, batch.rows, batch.actions, batch.first, batch.state
             )
             outcomes.append((new.distribution, new.normalized_values))
     for plain, loud in zip(*outcomes, strict=True):

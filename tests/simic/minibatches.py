@@ -4,24 +4,27 @@ import torch
 from torch import Generator
 
 from esper.contracts.actions import NUM_HEADS
-from esper.simic.agent.distribution import chosen, masked_log_softmax, sample
-from esper.simic.agent.losses import LossWeights, ppo_terms
+from esper.simic.agent.distribution import (
+    Evaluation,
+    chosen,
+    masked_log_softmax,
+    sample,
+)
+from esper.simic.agent.losses import PPOConfig, ppo_terms
 from esper.simic.agent.rollout_buffer import SequenceBatch
 from esper.tamiyo.policy.features import Features
-from esper.tamiyo.policy.network import Evaluation
 from tests.references import ppo as reference
 
 CHOICES = 6
 
 
 def weights(mode="joint", value=0.5, value_clip=None, entropy=0.01, clip=0.2):
-    return LossWeights(
-        clip=clip,
-        clip_mode=mode,
-        value=value,
-        value_clip=value_clip,
-        entropy=entropy * (1.0 + torch.arange(NUM_HEADS)),
-    )
+    """Settings, and the entropy weight of each head."""
+    if not isinstance(entropy, torch.Tensor):
+        entropy = entropy * (1.0 + torch.arange(NUM_HEADS))
+    return PPOConfig(
+        clip=clip, clip_mode=mode, value=value, value_clip=value_clip
+    ), entropy
 
 
 class Case:
@@ -71,7 +74,7 @@ class Case:
             log_probs=chosen(distribution, self.batch.actions),
             normalized_values=self.values if values is None else values,
         )
-        return ppo_terms(new, self.batch, self.targets, self.old_values, settings)
+        return ppo_terms(new, self.batch, self.targets, self.old_values, *settings)
 
     def append(self, other):
         """Take the environments of another batch in, too; the policy says the same."""
@@ -105,11 +108,11 @@ class Case:
         return reference.objective(
             steps,
             heads=NUM_HEADS,
-            clip=settings.clip,
-            mode=settings.clip_mode,
-            value_clip=settings.value_clip,
-            value_weight=settings.value,
-            entropy_weights=settings.entropy.tolist(),
+            clip=settings[0].clip,
+            mode=settings[0].clip_mode,
+            value_clip=settings[0].value_clip,
+            value_weight=settings[0].value,
+            entropy_weights=settings[1].tolist(),
         )
 
 

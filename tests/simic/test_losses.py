@@ -57,7 +57,7 @@ def test_the_objective_equals_the_float64_sums(mode, value_clip):
 def test_the_clip_by_hand(log_ratio, advantage, expected, mode):
     ratio = torch.zeros(1, 1, NUM_HEADS)
     ratio[..., 3] = log_ratio
-    gain, outside = surrogate(ratio, torch.tensor([[advantage]]), weights(mode))
+    gain, outside = surrogate(ratio, torch.tensor([[advantage]]), weights(mode)[0])
     assert_close(gain, torch.tensor([[expected]]))
     assert bool(outside) == (log_ratio != 0.0)
 
@@ -86,7 +86,7 @@ def test_t36_the_entropy_bonus_alone_has_the_gradient_of_finite_differences():
 
 def test_t11_steps_on_which_a_head_is_closed_weigh_its_gain_and_entropy_alike():
     """Twice the steps, the head closed on the added ones: half of both gradients."""
-    settings = replace(weights(value=0.0), entropy=torch.eye(NUM_HEADS)[4])
+    settings = weights(value=0.0, entropy=torch.eye(NUM_HEADS)[4])
     lone = Case(0, envs=3, time=20, open_share=0.9, valid=torch.ones(3, 20) > 0)
     both = Case(0, envs=3, time=20, open_share=0.9, valid=torch.ones(3, 20) > 0)
     closed = both.batch.rows.clone()
@@ -106,7 +106,7 @@ def test_t11_steps_on_which_a_head_is_closed_weigh_its_gain_and_entropy_alike():
 
 def test_t11_a_head_open_on_one_step_in_thousands_does_not_shout():
     """Its entropy pulls as hard on that step as if it were open on all."""
-    settings = replace(weights(value=0.0), entropy=torch.eye(NUM_HEADS)[5])
+    settings = weights(value=0.0, entropy=torch.eye(NUM_HEADS)[5])
     quiet = {"advantages": torch.zeros(16, 256), "valid": torch.ones(16, 256) > 0}
     grads = []
     for once in (False, True):
@@ -136,9 +136,9 @@ def test_t13_with_one_open_head_the_three_clips_agree_to_the_bit():
 def test_t13_the_joint_ratio_is_the_product_of_the_heads_ratios():
     log_ratio = 0.2 * torch.randn(3, 4, NUM_HEADS)
     ones = torch.ones(3, 4)
-    gain, _ = surrogate(log_ratio, ones, weights(clip=1e6))
+    gain, _ = surrogate(log_ratio, ones, weights(clip=1e6)[0])
     assert_close(gain, log_ratio.exp().prod(dim=-1))
-    separate, _ = surrogate(log_ratio, ones, weights("per_head", clip=1e6))
+    separate, _ = surrogate(log_ratio, ones, weights("per_head", clip=1e6)[0])
     assert_close(separate, log_ratio.exp().sum(dim=-1) - NUM_HEADS + 1)
 
 

@@ -23,6 +23,7 @@ from tests.rollouts import (
     SPEC,
     TINY,
     HashWorld,
+    evaluate_batch,
     fill_ragged,
     make_buffer,
     make_policy,
@@ -42,9 +43,7 @@ def differences(policy, batch, minibatches=3):
     heads = torch.zeros(8)
     anything, values = torch.zeros(()), torch.zeros(())
     for part in batch.minibatches(minibatches, Generator().manual_seed(0)):
-        new = policy.evaluate(
-            part.features, part.rows, part.actions, part.first, part.state
-        )
+        new = evaluate_batch(policy, part)
         valid = part.valid_mask
         moved = (new.log_probs - part.log_probs).abs()[valid]
         heads = torch.cat((heads[None], moved)).amax(dim=0)

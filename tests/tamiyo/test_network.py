@@ -19,6 +19,7 @@ from esper.tamiyo.policy.sampling import GreedyPolicy
 from tests.rollouts import (
     SPEC,
     TINY,
+    evaluate,
     make_policy,
     random_observation,
     require_legal,
@@ -71,8 +72,8 @@ def test_acting_is_evaluating_a_sequence_of_length_one(memory):
     first = torch.tensor([True, False, True, False, False])
     acted = policy.act(features, masks, first, state, Generator().manual_seed(1))
     one = Features(*(getattr(features, f.name)[:, None] for f in fields(Features)))
-    new = policy.evaluate(
-        one, acted.rows[:, None], acted.actions[:, None], first[:, None], state
+    new = evaluate(
+        policy, one, acted.rows[:, None], acted.actions[:, None], first[:, None], state
     )
     close = {"rtol": 1e-6, "atol": 1e-6}
     assert_close(new.log_probs[:, 0], acted.log_probs, **close)
@@ -85,14 +86,14 @@ def test_acting_is_evaluating_a_sequence_of_length_one(memory):
 def test_step_by_step_and_in_halves_equals_the_whole_sequence(memory):
     policy = make_policy(config=replace(TINY, memory=memory, layers=2), strength=2.0)
     features, rows, actions, first, state = sequence(policy)
-    whole = policy.evaluate(features, rows, actions, first, state)
+    whole = evaluate(policy, features, rows, actions, first, state)
     for cuts in (range(TIME), (0, 4)):
         here, parts = state, []
         for begin, end in zip(cuts, [*cuts[1:], TIME], strict=True):
             at = (slice(None), slice(begin, end))
             parts.append(
-                policy.evaluate(
-                    part(features, at), rows[at], actions[at], first[at], here
+                evaluate(
+                    policy, part(features, at), rows[at], actions[at], first[at], here
                 )
             )
             _, here = policy.encode(part(features, at), first[at], here)
@@ -118,11 +119,11 @@ def test_t15_later_heads_depend_on_the_choices_before():
     policy = make_policy(strength=2.0)
     features, rows, actions, first, state = sequence(policy)
     rows = SPEC.allowed.expand_as(rows)
-    base = policy.evaluate(features, rows, actions, first, state).logits
+    base = evaluate(policy, features, rows, actions, first, state).logits
     for head, later in ((0, range(1, 8)), (1, range(2, 8)), (2, range(3, 8))):
         other = actions.clone()
         other[..., head] = (other[..., head] + 1) % SPEC.sizes[head]
-        moved = policy.evaluate(features, rows, other, first, state).logits - base
+        moved = evaluate(policy, features, rows, other, first, state).logits - base
         allowed = SPEC.allowed.expand_as(moved)
         assert (moved[..., : head + 1, :] == 0).all()
         for reached in later:
@@ -159,8 +160,8 @@ def test_slot_logits_follow_their_slots_when_slots_change_places():
     )
     there = actions.clone()
     there[..., 1] = order.argsort()[actions[..., 1]]
-    new = policy.evaluate(moved, rows, there, first, state)
-    old = policy.evaluate(features, rows, actions, first, state)
+    new = evaluate(policy, moved, rows, there, first, state)
+    old = evaluate(policy, features, rows, actions, first, state)
     close = {"rtol": 1e-5, "atol": 1e-5}
     assert_close(new.logits[..., 1, :3], old.logits[..., 1, order], **close)
     others = [0, *range(2, 8)]
@@ -180,8 +181,8 @@ def test_blueprint_logits_follow_their_blueprints_when_these_change_places():
     moved = replace(features, offers=features.offers[:, :, :, order])
     there = actions.clone()
     there[..., 2] = order.argsort()[actions[..., 2]]
-    new = other.evaluate(moved, rows, there, first, state)
-    old = policy.evaluate(features, rows, actions, first, state)
+    new = evaluate(other, moved, rows, there, first, state)
+    old = evaluate(policy, features, rows, actions, first, state)
     close = {"rtol": 1e-5, "atol": 1e-5}
     assert_close(new.logits[..., 2, :7], old.logits[..., 2, order], **close)
     others = [0, 1, *range(3, 8)]
@@ -192,7 +193,7 @@ def test_blueprint_logits_follow_their_blueprints_when_these_change_places():
 def test_a_new_policy_is_nearly_even_and_its_value_is_exactly_zero():
     policy = TamiyoPolicy(SPEC)
     features, rows, actions, first, state = sequence(policy)
-    new = policy.evaluate(features, rows, actions, first, state)
+    new = evaluate(policy, features, rows, actions, first, state)
     assert (new.normalized_values == 0).all()
     even = -rows.sum(dim=-1, keepdim=True).log().expand_as(new.distribution)
     assert_close(new.distribution[rows], even[rows], rtol=0, atol=0.05)
@@ -288,7 +289,7 @@ def test_choices_that_a_head_does_not_have_are_refused(head, choice):
     features, rows, actions, first, state = sequence(policy)
     actions[1, 2, head] = choice
     with pytest.raises(BadInput, match=f"head '{HEAD_NAMES[head]}' must lie in 0"):
-        policy.evaluate(features, rows, actions, first, state)
+        evaluate(policy, features, rows, actions, first, state)
 
 
 def situation(policy, envs):

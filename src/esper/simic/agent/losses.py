@@ -1,4 +1,4 @@
-r"""The terms of PPO's objective over padded sequences and masked, factored actions.
+r"""PPO's settings and objective over padded sequences and masked, factored actions.
 
     d_h   = log π(a_h | a_<h, s) - log π_old(a_h | a_<h, s)     per head
     ratio = exp(Σ_h d_h)                                        joint (default)
@@ -23,13 +23,17 @@ What the others do does not depend on what i chose, so this is a baseline: it re
 the variance of host, data and batches and leaves the policy gradient where it was.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from esper.contracts.actions import HEAD_NAMES
+from esper.contracts.errors import BadInput
 from esper.simic.agent.distribution import Evaluation, entropy, kl_divergence
 from esper.simic.agent.metrics import Terms
 from esper.simic.agent.rollout_buffer import SequenceBatch
@@ -39,14 +43,63 @@ CLIP_MODES: Final = ("joint", "per_head", "mixed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossWeights:
-    """What the terms weigh."""
+class PPOConfig:
+    """How the policy is improved from one rollout."""
 
-    clip: float
-    clip_mode: str
-    value: float
-    value_clip: float | None
-    entropy: Float[Tensor, " head"]
+    learning_rate: float = 1e-3
+    """Step size of Adam."""
+    epochs: int = 4
+    """Passes over one rollout."""
+    minibatches: int = 4
+    """Parts the environments are split into per pass; sequences stay whole."""
+    clip: float = 0.2
+    """Largest change of a probability ratio that still earns gain."""
+    clip_mode: str = "joint"
+    """Clip the joint ratio, each head's (per_head), or the mean of both (mixed)."""
+    target_kl: float = 0.03
+    """Stop the update when KL(old || new) passes this; inf never stops."""
+    entropy: float = 0.01
+    """Weight of each head's normalised entropy."""
+    head_entropy: Mapping[str, float] = field(default_factory=dict)
+    """For some heads, another weight."""
+    value: float = 0.5
+    """Weight of the value loss."""
+    value_clip: float | None = None
+    """Range of the value clip in normalised units; off by default."""
+    value_fading: float = 0.95
+    """Share of the return statistics that is kept at each update."""
+    max_grad_norm: float = 0.5
+    """Gradients longer than this are shortened to it."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that PPO cannot mean."""
+        heads, weights = self.head_entropy.keys(), self.head_entropy.values()
+        near = math.inf if self.value_clip is None else self.value_clip
+        for name, fine, rule in (
+            ("learning_rate", 0.0 < self.learning_rate <= 1e4, "be in (0, 1e4]"),
+            ("epochs", _counts(self.epochs), "be a whole number from 1"),
+            ("minibatches", _counts(self.minibatches), "be a whole number from 1"),
+            ("clip", self.clip > 0.0, "be positive"),
+            ("clip_mode", self.clip_mode in CLIP_MODES, f"be one of {CLIP_MODES}"),
+            ("target_kl", self.target_kl > 0.0, "be positive"),
+            ("entropy", 0.0 <= self.entropy < math.inf, "be finite, not negative"),
+            ("head_entropy", heads <= {*HEAD_NAMES}, f"name heads of {HEAD_NAMES}"),
+            (
+                "head_entropy",
+                all(0.0 <= weight < math.inf for weight in weights),
+                "be finite, not negative",
+            ),
+            ("value", 0.0 <= self.value < math.inf, "be finite, not negative"),
+            ("value_clip", near > 0.0, "be positive, or None: off"),
+            ("value_fading", 0.0 <= self.value_fading <= 1.0, "lie in [0, 1]"),
+            ("max_grad_norm", self.max_grad_norm > 0.0, "be positive"),
+        ):
+            if not fine:
+                raise BadInput(f"{name} must {rule}, got {getattr(self, name)!r}.")
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int) and value >= 1
 
 
 def ppo_terms(
@@ -54,7 +107,8 @@ def ppo_terms(
     batch: SequenceBatch,
     targets: Float[Tensor, "env time"],
     old_values: Float[Tensor, "env time"],
-    weights: LossWeights,
+    config: PPOConfig,
+    entropy_weights: Float[Tensor, " head"],
 ) -> Terms:
     """PPO's objective of `new` on `batch`.
 
@@ -63,7 +117,8 @@ def ppo_terms(
         batch: What was collected; its advantages are normalised already.
         targets: Returns in the units of the value statistics.
         old_values: Values at collection in the same units, for value clipping.
-        weights: Of the terms.
+        config: Clips and the weight of the value loss.
+        entropy_weights: Of each head.
     """
     valid = batch.valid_mask
     legal = batch.rows.sum(dim=-1)
@@ -71,17 +126,17 @@ def ppo_terms(
     raw = torch.where(is_open, new.log_probs - batch.log_probs, 0.0)
     log_ratio = raw.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
-    gain, clipped = surrogate(log_ratio, batch.advantages, weights)
+    gain, clipped = surrogate(log_ratio, batch.advantages, config)
     policy_loss = -masked_mean(gain, valid)
     value_loss = masked_mean(
-        value_error(new.normalized_values, targets, old_values, weights.value_clip),
+        value_error(new.normalized_values, targets, old_values, config.value_clip),
         valid,
     )
     nats = entropy(new.distribution)
     share = torch.where(is_open, nats / legal.clamp(min=2).log(), 0.0)
     steps = valid.sum().clamp(min=1)
-    bonus = (weights.entropy * share.sum(dim=(0, 1))).sum() / steps
-    loss = policy_loss + weights.value * value_loss - bonus
+    bonus = (entropy_weights * share.sum(dim=(0, 1))).sum() / steps
+    loss = policy_loss + config.value * value_loss - bonus
 
     with torch.no_grad():
         open_steps = is_open.sum(dim=(0, 1))
@@ -101,20 +156,20 @@ def ppo_terms(
 def surrogate(
     log_ratio: Float[Tensor, "env time head"],
     advantages: Float[Tensor, "env time"],
-    weights: LossWeights,
+    config: PPOConfig,
 ) -> tuple[Float[Tensor, "env time"], Float[Tensor, "env time"]]:
     """Clipped gain of every step, and whether its (joint) ratio left the range."""
     joint = log_ratio.sum(dim=-1).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     joint_ratio = joint.exp()
-    outside = ((joint_ratio - 1.0).abs() > weights.clip).to(joint_ratio.dtype)
-    whole = _clipped_gain(joint_ratio, advantages, weights.clip)
-    if weights.clip_mode == "joint":
+    outside = ((joint_ratio - 1.0).abs() > config.clip).to(joint_ratio.dtype)
+    whole = _clipped_gain(joint_ratio, advantages, config.clip)
+    if config.clip_mode == "joint":
         return whole, outside
     # The gain of a head at ratio one is a constant; without it, one head is the joint.
-    parts = _clipped_gain(log_ratio.exp(), advantages.unsqueeze(-1), weights.clip)
+    parts = _clipped_gain(log_ratio.exp(), advantages.unsqueeze(-1), config.clip)
     constant = advantages.unsqueeze(-1)
     per_head = (parts - constant).sum(dim=-1) + advantages
-    if weights.clip_mode == "per_head":
+    if config.clip_mode == "per_head":
         return per_head, outside
     return 0.5 * (whole + per_head), outside
 

@@ -9,8 +9,7 @@ read per update brings the record home.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -22,8 +21,7 @@ from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.state import Stateful
 from esper.simic.agent.distribution import Policy, evaluate_choices
 from esper.simic.agent.losses import (
-    CLIP_MODES,
-    LossWeights,
+    PPOConfig,
     masked_mean,
     normalize_advantages,
     ppo_terms,
@@ -32,75 +30,14 @@ from esper.simic.agent.losses import (
 from esper.simic.agent.metrics import UpdateRecord, read_record, step_row
 from esper.simic.agent.rollout_buffer import SequenceBatch, TamiyoRolloutBuffer
 
+__all__ = ["Guard", "PPOAgent", "PPOConfig", "ReturnMoments", "explained_variance"]
+
 SMALLEST_SCALE: Final = 1e-4  # constant returns must not blow up to unit noise
 LIMIT: Final = 10.0
 """Deviations from the median at which a return is clipped in the statistics."""
 FIRST_LIMIT: Final = 100.0
 """The same without a history, when sparse returns cannot be told from outliers."""
 MAD_TO_DEVIATION: Final = 1.4826  # of a normal distribution
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PPOConfig:
-    """How the policy is improved from one rollout."""
-
-    learning_rate: float = 1e-3
-    """Step size of Adam."""
-    epochs: int = 4
-    """Passes over one rollout."""
-    minibatches: int = 4
-    """Parts the environments are split into per pass; sequences stay whole."""
-    clip: float = 0.2
-    """Largest change of a probability ratio that still earns gain."""
-    clip_mode: str = "joint"
-    """Clip the joint ratio, each head's (per_head), or the mean of both (mixed)."""
-    target_kl: float = 0.03
-    """Stop the update when KL(old || new) passes this; inf never stops."""
-    entropy: float = 0.01
-    """Weight of each head's normalised entropy."""
-    head_entropy: Mapping[str, float] = field(default_factory=dict)
-    """For some heads, another weight."""
-    value: float = 0.5
-    """Weight of the value loss."""
-    value_clip: float | None = None
-    """Range of the value clip in normalised units; off by default."""
-    value_fading: float = 0.95
-    """Share of the return statistics that is kept at each update."""
-    max_grad_norm: float = 0.5
-    """Gradients longer than this are shortened to it."""
-
-    def __post_init__(self) -> None:
-        """Refuse values that PPO cannot mean."""
-        for name in ("learning_rate", "clip", "target_kl", "max_grad_norm"):
-            if not getattr(self, name) > 0.0:
-                raise BadInput(f"{name} must be positive, got {getattr(self, name)}.")
-        if self.learning_rate > 1e4:
-            raise BadInput(f"learning_rate {self.learning_rate} cannot be meant.")
-        for name in ("epochs", "minibatches"):
-            count = getattr(self, name)
-            if not isinstance(count, int) or count < 1:
-                raise BadInput(f"{name} must be a whole number of at least 1: {count}.")
-        weights = {"entropy": self.entropy, "value": self.value}
-        for name, weight in self.head_entropy.items():
-            if name not in HEAD_NAMES:
-                raise BadInput(
-                    f"head_entropy names {name!r}; heads are {', '.join(HEAD_NAMES)}."
-                )
-            weights[f"head_entropy of {name!r}"] = weight
-        for name, weight in weights.items():
-            if not 0.0 <= weight < math.inf:
-                raise BadInput(f"{name} must be finite and not negative: {weight}.")
-        if not 0.0 <= self.value_fading <= 1.0:
-            raise BadInput(f"value_fading must lie in [0, 1], got {self.value_fading}.")
-        if self.clip_mode not in CLIP_MODES:
-            raise BadInput(
-                f"clip_mode must be one of {', '.join(CLIP_MODES)}, got "
-                f"{self.clip_mode!r}."
-            )
-        if self.value_clip is not None and not self.value_clip > 0.0:
-            raise BadInput(
-                f"value_clip must be positive, got {self.value_clip}; None is off."
-            )
 
 
 class Guard:
@@ -212,28 +149,11 @@ class ReturnMoments:
         )
 
 
-class ValueBackup:
-    """A copy of value statistics and value head, to restore if no step was taken."""
-
-    def __init__(self, policy: Policy, moments: ReturnMoments) -> None:
-        self.moments = moments
-        head = policy.value_out
-        tensors = (head.weight, head.bias, policy.value_mean, policy.value_scale)
-        self._copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
-
-    def restore_unless(self, taken: Tensor, moments: ReturnMoments) -> ReturnMoments:
-        """Put back every bit unless `taken`; return the moments to go on with."""
-        with torch.no_grad():
-            for tensor, before in self._copies:
-                tensor.copy_(torch.where(taken, tensor, before))
-        return moments.where(taken, self.moments)
-
-
 class PPOAgent(Stateful):
     """Improves a policy on what its buffer holds."""
 
     STATE = ("policy", "optimizer", "generator", "moments", "version")
-    DERIVED = ("buffer", "_weights")  # filled anew and annealed in every round
+    DERIVED = ("buffer", "_entropy")  # filled anew and annealed in every round
 
     def __init__(
         self,
@@ -266,15 +186,9 @@ class PPOAgent(Stateful):
         self.generator = Generator().manual_seed(rng_seed)
         self.moments = ReturnMoments.none(self.device)
         self.version = 0
-        self._weights = self._full_weights = LossWeights(
-            clip=config.clip,
-            clip_mode=config.clip_mode,
-            value=config.value,
-            value_clip=config.value_clip,
-            entropy=torch.tensor(
-                [config.head_entropy.get(name, config.entropy) for name in HEAD_NAMES],
-                device=self.device,
-            ),
+        self._full_entropy = self._entropy = torch.tensor(
+            [config.head_entropy.get(name, config.entropy) for name in HEAD_NAMES],
+            device=self.device,
         )
 
     def anneal(self, share: float) -> None:
@@ -283,16 +197,20 @@ class PPOAgent(Stateful):
             raise BadInput(f"share must be finite and not negative, got {share}.")
         for group in self.optimizer.param_groups:
             group["lr"] = share * self.config.learning_rate
-        self._weights = replace(
-            self._full_weights, entropy=share * self._full_weights.entropy
-        )
+        self._entropy = share * self._full_entropy
 
     def update(self) -> UpdateRecord:
         """Improve the policy on one rollout, empty the buffer, say what happened."""
         config = self.config
         batch = self._take_rollout()
         guard = Guard(config.target_kl, self.device)
-        backup = self._adopt_statistics(batch)
+        head, before = self.policy.value_out, self.moments
+        units = (
+            *(head.weight, head.bias),
+            *(self.policy.value_mean, self.policy.value_scale),
+        )
+        old_units = [tensor.detach().clone() for tensor in units]
+        self._adopt_statistics(batch)
         explained = explained_variance(batch)
         rows: list[Tensor] = []
         for _ in range(config.epochs):
@@ -301,7 +219,12 @@ class PPOAgent(Stateful):
                 rows.append(self.step(part, guard))
             if guard.known_stopped():
                 break
-        self.moments = backup.restore_unless(guard.any_taken, self.moments)
+        # Without a step, the value keeps its old units to the bit.
+        taken = guard.any_taken
+        self.moments = self.moments.where(taken, before)
+        with torch.no_grad():
+            for tensor, old in zip(units, old_units, strict=True):
+                tensor.copy_(torch.where(taken, tensor, old))
         self.buffer.reset()
         self.version += 1
         return read_record(rows, explained, config.epochs * config.minibatches)
@@ -327,10 +250,10 @@ class PPOAgent(Stateful):
         logits, values = self.policy.scores(
             part.features, part.actions, part.first, part.state
         )
-        units = (part.returns - mean) / scale, (part.values - mean) / scale
+        targets, old = ((x - mean) / scale for x in (part.returns, part.values))
         logits.retain_grad()
         new = evaluate_choices(logits, values, part.rows, part.actions)
-        terms = ppo_terms(new, part, *units, self._weights)
+        terms = ppo_terms(new, part, targets, old, self.config, self._entropy)
         self.optimizer.zero_grad(set_to_none=True)
         terms.loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
@@ -343,25 +266,22 @@ class PPOAgent(Stateful):
         lengths = logits.grad.square().sum(dim=(0, 1, 3)).sqrt()
         return step_row(terms, grad_norm, lengths, flags)
 
-    def _adopt_statistics(self, batch: SequenceBatch) -> ValueBackup:
-        """Move the value's units to the new returns; keep what is needed to go back."""
-        policy, head = self.policy, self.policy.value_out
-        backup = ValueBackup(policy, self.moments)
+    def _adopt_statistics(self, batch: SequenceBatch) -> None:
+        """Move the value's units to the new returns."""
+        policy, known = self.policy, self.moments.weight > 0
         self.moments = self.moments.with_returns(
             batch.returns, batch.valid_mask, self.config.value_fading
         )
         new = self.moments.mean, self.moments.scale()
         # The first statistics have no prediction to preserve: begin at their mean, not
         # as far from it as its size in deviations.
-        known = backup.moments.weight > 0
         old = (
             torch.where(known, policy.value_mean, new[0]),
             torch.where(known, policy.value_scale, new[1]),
         )
-        rescale_head(head, old, new)
+        rescale_head(policy.value_out, old, new)
         policy.value_mean.copy_(new[0])
         policy.value_scale.copy_(new[1])
-        return backup
 
 
 def rescale_head(

@@ -9,7 +9,7 @@ r"""Tamiyo's policy and value: any number of slots, any set of blueprints.
 
 One shared encoder per slot and one per (slot, blueprint) offer, whose input are the
 offer's observed and the blueprint's declared properties: no weight knows how many
-there are. Acting is training with a sequence of length one: `act` and `evaluate` run
+there are. Acting is training with a sequence of length one: `act` and `scores` run
 the same encoder and the same heads, the first drawing the actions that the second is
 given.
 """
@@ -36,10 +36,8 @@ from esper.contracts.world import ControllerState, Observation
 from esper.simic.agent.distribution import (
     HEAD_GROUPS,
     Decision,
-    Evaluation,
     choose,
     chosen,
-    evaluate_choices,
     gumbel,
     join_groups,
     masked_log_softmax,
@@ -177,18 +175,6 @@ class TamiyoPolicy(nn.Module):
             values=self.value_mean + self.value_scale * self._values(context.core),
             state=state,
         )
-
-    def evaluate(
-        self,
-        features: Features,
-        rows: Bool[Tensor, "env time head choice"],
-        actions: Int64[Tensor, "env time head"],
-        first: Bool[Tensor, "env time"],
-        state: Float[Tensor, "env layer state"],
-    ) -> Evaluation:
-        """The current distribution of every head, given the stored choices."""
-        logits, values = self.scores(features, actions, first, state)
-        return evaluate_choices(logits, values, rows, actions)
 
     def scores(
         self,
