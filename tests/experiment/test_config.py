@@ -246,7 +246,11 @@ REFUSED_OPTIONS = [
     ("learner.ppo.entropy", "inf", "--learner.ppo.entropy must be finite"),
     ("learner.ppo.clip_mode", "joints", "--learner.ppo.clip_mode"),
     ("learner.ppo.head_entropy", "{opp = 1}", "head_entropy must name heads"),
-    ("learner.ppo.head_entropy", "{op = nan}", "--learner.ppo.head_entropy must be finite"),
+    (
+        "learner.ppo.head_entropy",
+        "{op = nan}",
+        "--learner.ppo.head_entropy must be finite",
+    ),
     ("learner.policy.memory", "gru", "--learner.policy.memory"),
     ("learner.policy.width", "1000000", "must be at most 4096"),
     ("keeping.tensorboard", "yes", "must be a valid boolean; got 'yes'"),
