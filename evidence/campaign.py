@@ -24,11 +24,12 @@ from esper.experiment.judging import PAUSE
 from esper.experiment.messages import nearest, quoted, refusal
 from esper.experiment.progress import Progress
 from esper.experiment.run import versions_now
-from esper.experiment.workers import Workers, caught_signals, one_worker, workers
+from esper.experiment.workers import caught_signals
 from evidence.execution import Done, Order, Orders, do
 from evidence.jobs import KINDS, Job, all_jobs
 from evidence.ledger import LEDGER, Ledger, known_states
 from evidence.protocol import PROJECTION, Protocol, read_protocol
+from evidence.workers import Workers, stoppable
 
 IN_LEDGER: Final = ("began", "config_sha256")
 """Facts that the ledger has anyway."""
@@ -133,11 +134,7 @@ class _Scheduler:
         """Until everything is done, or it is time to end."""
         if minutes is not None:
             self._deadline = monotonic() + 60 * minutes
-        here = processes == 1
-        with (
-            caught_signals() as signals,
-            one_worker() if here else workers(processes) as staff,
-        ):
+        with caught_signals() as signals, stoppable(processes) as staff:
             self._hand_out(staff, processes, signals)
         asked = {job.id for job in self._jobs}
         done = len(asked & self._done)

@@ -29,7 +29,6 @@ from esper.experiment.records import RoundRecord
 from esper.experiment.run import Run
 from esper.experiment.train import begin_run, resume_run
 from esper.experiment.trainer import OnRoundEnd
-from esper.experiment.workers import stopping
 from esper.experiment.worlds import worlds_of
 from evidence import contextual, search
 from evidence.arms import Batch, Supplies, carry_out
@@ -52,6 +51,7 @@ from evidence.protocol import (
     evidence_world,
     training_of,
 )
+from evidence.workers import stopping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,8 +113,7 @@ def test_a_run_in_use_is_left_alone(capsys, here):
 
 
 def damaged_checkpoint(path):
-    (path / "checkpoints" / "000001").mkdir()
-    (path / "checkpoints" / "000001" / "state.safetensors").write_bytes(b"\x80\x04.")
+    (path / "checkpoints" / "000001.safetensors").write_bytes(b"\x80\x04.")
 
 
 @pytest.mark.parametrize(
@@ -150,6 +149,7 @@ def test_a_random_seed_that_is_not_given_is_drawn():
 
 TINY = (
     "train --tasks teacher --envs 2 --budget.rounds 8 --world.horizon 4 --name tiny "
+    "--start_from none "
     "--world.decision_every 2 --judging.every 8 --judging.hosts 2 --keeping.every 2 "
     "--judging.controllers []"
 )

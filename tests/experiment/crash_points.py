@@ -8,7 +8,12 @@ them, whole, and none older than one whose save had returned.
 import shutil
 
 from esper.contracts.errors import BadInput, StorageTrouble
-from esper.experiment.checkpoint import CheckpointFolder, name_of
+from esper.experiment.checkpoint import (
+    CheckpointFolder,
+    manifest_of,
+    name_of,
+    pack,
+)
 from esper.experiment.controllers import MAY_BE_NAN
 from esper.experiment.files import discard
 from tests.experiment.disks import (
@@ -137,14 +142,11 @@ class InPlace(CheckpointFolder):
     """The bad twin: there is one checkpoint, and it is written over."""
 
     def publish(self, step, tensors, facts, *, score=None):
-        discard(self._disk, self.path / name_of(1))
-        return super().publish(1, tensors, facts, score=score)
-
-    def _write(self, target, files):
+        file = self.path / name_of(1)
+        data = pack(tensors, self._may_be_nan, manifest_of(1, score, facts))
         if not self.path.is_dir():
             self._disk.mkdir(self.path)
-        self._disk.mkdir(target)
-        for name, data in files.items():
-            self._disk.create(target / name, data)
-            self._disk.sync_file(target / name)
-        self._disk.sync_folder(target)
+        discard(self._disk, file)
+        self._disk.create(file, data)
+        self._disk.sync_file(file)
+        self._disk.sync_folder(self.path)

@@ -36,11 +36,11 @@ STATES = {step: state(step) for step in (1, 2, 3)}
 def test_every_crash_of_two_saves_leaves_a_whole_state(tmp_path):
     saves = Saves(tmp_path, STATES)
     left = saves.crashes()
-    assert sum(map(len, left.values())) > 200
+    assert sum(map(len, left.values())) > 90
     for crash, found in left.items():
         assert None not in found, crash
     assert set(left["death before each change"]) == {1, 2, 3}
-    assert saves.changes()["writes"] == 4
+    assert saves.changes()["writes"] == 2
 
 
 def test_checkpoints_that_are_written_in_place_are_caught(tmp_path):
@@ -71,10 +71,10 @@ def test_the_next_save_removes_what_a_death_left(tmp_path, when):
         except Died:
             made = folder(path, keep=1)
             made.publish(3, state(3), FACTS)
-            assert os.listdir(made.path) == ["000003"]
+            assert os.listdir(made.path) == ["000003.safetensors"]
             continue
         break
-    assert at >= 12
+    assert at >= 5
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_a_disk_that_refuses_any_call_leaves_the_last_state(tmp_path, code):
         left = folder(path).latest()
         assert same(left.tensors, state(left.manifest.step)), disk.met
         made.publish(3, state(3), FACTS)
-        assert os.listdir(made.path) == ["000003"]
-    assert at >= 16
+        assert os.listdir(made.path) == ["000003.safetensors"]
+    assert at >= 8
 
 
 def disk_is_fine(made, disk):
@@ -112,7 +112,7 @@ def disk_is_fine(made, disk):
 
 def test_room_is_given_back_as_soon_as_a_disk_is_full(tmp_path):
     made = filled(tmp_path, 1)
-    full = RefusingDisk(3, errno.ENOSPC)
+    full = RefusingDisk(0, errno.ENOSPC)
     with pytest.raises(StorageTrouble):
         CheckpointFolder(made.path, full).publish(2, state(2), FACTS)
     assert full.met == "create"
@@ -123,8 +123,7 @@ class LyingDisk(CountingDisk):
     """Says that all is well and writes something else."""
 
     def create(self, file, data):
-        changed = data[:-1] + bytes([data[-1] ^ 1])
-        super().create(file, changed if file.suffix == ".safetensors" else data)
+        super().create(file, data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def test_nothing_old_is_removed_when_the_new_one_does_not_read_back(tmp_path):

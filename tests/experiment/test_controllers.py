@@ -44,7 +44,7 @@ def ending(tmp_path_factory):
 def test_a_run_is_found_by_name_by_folder_and_by_checkpoint(ending):
     by_folder = load_controller(ending.path)
     assert by_folder.name == "small"
-    root, step = ending.path.parent, ending.path / "checkpoints" / "000002"
+    root, step = ending.path.parent, ending.path / "checkpoints" / "000002.safetensors"
     for found in (
         find_controller("small", root),
         find_controller(str(ending.path), root / "elsewhere"),
@@ -219,16 +219,5 @@ def test_the_command_line_writes_it(ending, tmp_path, capsys):
     assert "young is not finished" in refused(capsys, *arguments)
 
 
-def test_a_commit_is_found_loose_packed_detached_or_not_at_all(tmp_path):
+def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path):
     assert commit_of(tmp_path) is None
-    git = tmp_path / ".git"
-    git.mkdir()
-    (git / "HEAD").write_text("ref: refs/heads/main\n")
-    assert commit_of(tmp_path) is None
-    (git / "packed-refs").write_text("# pack-refs\n" + "a" * 40 + " refs/heads/main\n")
-    assert commit_of(tmp_path) == "a" * 40
-    (git / "refs" / "heads").mkdir(parents=True)
-    (git / "refs" / "heads" / "main").write_text("b" * 40 + "\n")
-    assert commit_of(tmp_path) == "b" * 40
-    (git / "HEAD").write_text("c" * 40 + "\n")
-    assert commit_of(tmp_path) == "c" * 40

@@ -343,7 +343,7 @@ def test_a_damaged_checkpoint_is_mentioned(tmp_path):
     with create(tmp_path) as run:
         for step in (1, 2):
             run.checkpoints().publish(step, {"a": torch.ones(1)}, {})
-    (run.path / "checkpoints" / "000002" / "manifest.json").write_text("{}")
+    (run.path / "checkpoints" / "000002.safetensors").write_text("{}")
     (row,) = Run.list(tmp_path)
     assert (row.state, row.step) == ("stopped", 1)
     assert row.trouble == "a checkpoint is damaged"

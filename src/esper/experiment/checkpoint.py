@@ -1,30 +1,32 @@
 """Checkpoints that are whole or not there, and are believed only when they verify.
 
-    checkpoints/000123/state.safetensors    every number of the run
-                       manifest.json        step, score, facts, size and SHA-256
+    checkpoints/000123.safetensors    every number of the run; in the header: step,
+                                      score, facts, and SHA-256 of the file itself
 
-A checkpoint is made in a hidden folder, the manifest last, and gets its name in one
-rename. It is read again and compared before an older one is removed. There is no file
-that names the newest: it is the highest step that verifies, so nothing can disagree.
+A checkpoint is written under a hidden name and gets its own in one rename. It is read
+again before an older one is removed. There is no file that names the newest: it is the
+highest step that verifies, so nothing can disagree.
 
-safetensors checks that a header describes exactly the bytes behind it. Checked here is
-what it lets through: tensors of other kinds, bytes that are no bool, and numbers that
-are not finite unless the caller names the tensor. Nothing in a file is ever executed.
+The digest is that of the file with zeros in the digest's place, so any changed byte
+shows. It detects damage; it is no signature. What safetensors lets through is checked
+besides: tensors of other kinds, bytes that are no bool, and numbers that are not finite
+unless the caller names the tensor. Nothing in a file is ever executed.
 """
 
 import hashlib
 import json
 import platform
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
-from math import isfinite
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
 from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
@@ -33,17 +35,19 @@ from torch import Tensor
 from esper import __version__
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.contracts.state import Tensors
-from esper.experiment.files import Disk, beside, discard, storage, unfinished
+from esper.experiment.files import Disk, discard, publish, storage, unfinished
 from esper.experiment.messages import one_line, quoted, short
 
-SCHEMA: Final = 1
-STATE: Final = "state.safetensors"
-MAX_MANIFEST: Final = 1 << 20
+SCHEMA: Final = "2"
+SUFFIX: Final = ".safetensors"
+MAX_FACTS: Final = 1 << 20
+MAX_HEADER: Final = 8 << 20
 MAX_STEP: Final = 10**12
-MANIFEST: Final = "manifest.json"
 MAX_TENSORS: Final = 10_000
 MAX_BYTES: Final = 4 << 30
 MAX_RANK: Final = 16
+BLANK: Final = b"0" * 64
+SEAL: Final = re.compile(b'"sha256":"([0-9a-f]{64})"')
 KINDS: Final = (
     torch.float64,
     torch.float32,
@@ -67,26 +71,18 @@ DISGUISES: Final = {
 """What a file is that begins so."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
 class Manifest:
-    """The description of a checkpoint: JSON in one form only, with its own SHA-256.
+    """The description of a checkpoint."""
 
-    Written again it gives the same bytes, so any changed byte shows. The digest detects
-    damage; it is no signature.
-    """
-
-    step: int
+    step: Annotated[int, Field(ge=0, le=MAX_STEP)]
     """How far the run was."""
-    score: float | None
+    score: Annotated[float, Field(allow_inf_nan=False)] | None
     """How good it was; the checkpoint with the highest is kept."""
-    facts: Mapping[str, Any]
+    facts: dict[str, Any]
     """What the run wants to know again: configuration digest, action space."""
-    made_by: Mapping[str, str]
+    made_by: dict[str, str]
     """Versions of Esper, PyTorch and Python."""
-    size: int
-    """Bytes of the state."""
-    sha256: str
-    """Digest of the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,30 +131,20 @@ class CheckpointFolder:
         """Save a state; when this returns it survives a loss of power.
 
         Args:
-            step: How far the run is; later than every checkpoint that verifies. The
-                same state at the same step is not written twice.
+            step: How far the run is; later than every checkpoint that verifies.
             tensors: The state by name.
             facts: What JSON can hold, given back by `load`.
             score: How good this state is, if that was measured.
         """
-        state = pack(tensors, self._may_be_nan)
-        sha256 = hashlib.sha256(state).hexdigest()
-        manifest = write_manifest(
-            Manifest(
-                step=step,
-                score=score,
-                facts=facts,
-                made_by=made_by(),
-                size=len(state),
-                sha256=sha256,
-            )
-        )
-        target = self._folder(step)
+        target = self._file(step)
+        data = pack(tensors, self._may_be_nan, manifest_of(step, score, facts))
         with storage(target, "save"):
-            if not self._is_there(step, sha256):
-                self._clean()
-                self._write(target, {STATE: state, MANIFEST: manifest})
-            self._disk.sync_folder(self.path)
+            self._require_later(step)
+            if not self.path.is_dir():
+                self._disk.mkdir(self.path)
+                self._disk.sync_folder(self.path.parent)
+            self._clean()
+            publish(self._disk, target, data)
             try:
                 self.load(step)
             except BadInput as error:
@@ -167,7 +153,6 @@ class CheckpointFolder:
                     "older was removed. Check the disk."
                 ) from error
             self._prune(step)
-            self._clean()
         return target
 
     def latest(self) -> Loaded | None:
@@ -175,262 +160,167 @@ class CheckpointFolder:
 
         Refuses if there are some but none verifies.
         """
-        rejected: list[str] = []
-        for step in reversed(self.steps()):
-            try:
-                return replace(self.load(step), rejected=tuple(rejected))
-            except (BadInput, StorageTrouble) as error:
-                rejected.append(str(error))
-        if rejected:
+        found, rejected = self._first_good(reversed(self.steps()))
+        if found is None and rejected:
             line = f"none of {len(rejected)} checkpoints verifies: {rejected[0]}"
             raise BadInput(one_line(line))
-        return None
+        return found
 
     def best(self) -> Loaded | None:
         """The one with the highest score that verifies, the earliest of equals."""
-        rejected: list[str] = []
-        for manifest in sorted(self.manifests(), key=_rank, reverse=True):
-            if manifest.score is None:
-                break
-            try:
-                return replace(self.load(manifest.step), rejected=tuple(rejected))
-            except (BadInput, StorageTrouble) as error:
-                rejected.append(str(error))
-        return None
+        scored = [
+            (-each.score, each.step)
+            for each in self.manifests()
+            if each.score is not None
+        ]
+        return self._first_good(step for _, step in sorted(scored))[0]
 
     def load(self, which: int | Path) -> Loaded:
-        """One checkpoint, by step or by its folder; refuses unless all verifies."""
-        file = self._folder(which) / STATE
-        with storage(file.parent, "read"):
-            manifest = self._manifest(which)
-            state = self._disk.read(file, manifest.size + 1)
-        if hashlib.sha256(state).hexdigest() != manifest.sha256:
-            why = "damaged: its content is not what was saved"
+        """One checkpoint, by step or by its file; refuses unless all verifies."""
+        file = self._file(which)
+        if not file.exists():
+            raise BadInput(f"{short(file)} is no checkpoint; expected a file.")
+        with storage(file, "read"):
+            data = self._disk.read(file, MAX_BYTES + 1)
+        tensors, manifest = unpack(short(file), data, self._may_be_nan)
+        if isinstance(which, int) and manifest.step != which:
             raise BadInput(
-                f"{short(file)} is {recognise(state) or why}; use another checkpoint."
+                f"{short(file)} holds step {manifest.step}; files were renamed or "
+                "mixed up. Use another checkpoint."
             )
-        tensors = unpack(short(file), state, self._may_be_nan)
-        return Loaded(path=file.parent, manifest=manifest, tensors=tensors)
+        return Loaded(path=file, manifest=manifest, tensors=tensors)
 
     def steps(self) -> list[int]:
         """Steps at which there should be a checkpoint, in order."""
         if not self.path.is_dir():
             return []
         with storage(self.path, "list"):
-            names = [path.name for path in self.path.iterdir()]
-        return sorted(
-            int(name)
-            for name in names
-            if re.fullmatch("[0-9]{6,13}", name) and name == name_of(int(name))
-        )
+            names = {path.name for path in self.path.iterdir()}
+        found = (re.fullmatch(r"([0-9]{6,13})\.safetensors", name) for name in names)
+        steps = sorted(int(match[1]) for match in found if match)
+        return [step for step in steps if name_of(step) in names]
 
     def manifests(self) -> list[Manifest]:
-        """What those say that have a good manifest, oldest first; cheap."""
+        """What those say that have a good header, oldest first; not yet verified."""
         found = []
         for step in self.steps():
-            with suppress(BadInput), storage(self._folder(step), "read"):
-                found.append(self._manifest(step))
+            file = self._file(step)
+            with suppress(BadInput), storage(file, "read"):
+                start = self._disk.read(file, MAX_HEADER)
+                manifest = read_manifest(short(file), start)
+                if manifest.step == step:
+                    found.append(manifest)
         return found
 
-    def _is_there(self, step: int, sha256: str) -> bool:
-        """Whether this very state is there; refuses to go back behind a good one."""
+    def _first_good(self, steps: Iterable[int]) -> tuple[Loaded | None, list[str]]:
+        """The first that verifies, and why those before it do not."""
+        rejected: list[str] = []
+        for step in steps:
+            try:
+                return replace(self.load(step), rejected=tuple(rejected)), rejected
+            except (BadInput, StorageTrouble) as error:
+                rejected.append(str(error))
+        return None, rejected
+
+    def _require_later(self, step: int) -> None:
+        """Refuse to go back behind a good checkpoint; damaged ones are replaced."""
         for later in [there for there in self.steps() if there >= step]:
             try:
-                manifest = self.load(later).manifest
+                self.load(later)
             except BadInput:
                 continue
-            if later > step or manifest.sha256 != sha256:
-                raise BadInput(
-                    f"{short(self.path)} has another state at step {later}, which is "
-                    f"not before {step}; resume from it or start another run."
-                )
-            return True
-        return False
-
-    def _write(self, target: Path, files: Mapping[str, bytes]) -> None:
-        """Make a folder with files, and give it its name in one move."""
-        disk, temporary = self._disk, beside(target)
-        if not self.path.is_dir():
-            disk.mkdir(self.path)
-            disk.sync_folder(self.path.parent)
-        try:
-            disk.mkdir(temporary)
-            for name, data in files.items():
-                disk.create(temporary / name, data)
-                disk.sync_file(temporary / name)
-            disk.sync_folder(temporary)
-            if target.exists():  # a damaged one; a good one was refused before
-                disk.rename(target, beside(target.with_name(f"{target.name}.bad")))
-            disk.rename(temporary, target)
-        except OSError:
-            with suppress(OSError):
-                discard(disk, temporary)
-            raise
+            raise BadInput(
+                f"{short(self.path)} has another state at step {later}, which is not "
+                f"before {step}; resume from it or start another run."
+            )
 
     def _prune(self, newest: int) -> None:
         """Remove what is older than the last `keep` good ones, except the best."""
-        good = [entry for entry in self.manifests() if entry.step <= newest]
-        first = good[-self._keep :][0].step
-        best = max(good, key=_rank)
+        good = [each.step for each in self.manifests() if each.step <= newest]
+        best, first = self.best(), good[-self._keep :][0]
         for step in self.steps():
-            if step < first and (best.score is None or step != best.step):
-                folder = self._folder(step)
-                hidden = beside(folder.with_name(f"{folder.name}.old"))
-                self._disk.rename(folder, hidden)
-                self._disk.sync_folder(self.path)
-                discard(self._disk, hidden)
+            if step < first and (best is None or step != best.manifest.step):
+                self._disk.unlink(self._file(step))
 
     def _clean(self) -> None:
-        """Remove what an interrupted save or removal left behind."""
-        if self.path.is_dir():
-            for leftover in unfinished(self.path):
-                discard(self._disk, leftover)
+        """Remove what an interrupted save left behind."""
+        for leftover in unfinished(self.path):
+            discard(self._disk, leftover)
 
-    def _manifest(self, which: int | Path) -> Manifest:
-        folder = self._folder(which)
-        if not folder.is_dir():
-            raise BadInput(f"{short(folder)} is no checkpoint; expected a folder.")
-        there = sorted(path.name for path in folder.iterdir())
-        if there != [MANIFEST, STATE]:
-            odd = sorted({*there} ^ {MANIFEST, STATE})
-            raise BadInput(
-                f"{short(folder)} must hold {MANIFEST} and {STATE} only; missing or "
-                f"odd: {quoted(odd[0])}. Use another checkpoint."
-            )
-        file = folder / MANIFEST
-        data = self._disk.read(file, MAX_MANIFEST + 1)
-        manifest = read_manifest(short(file), data)
-        if isinstance(which, int) and manifest.step != which:
-            raise BadInput(
-                f"{short(folder)} holds step {manifest.step}; folders were renamed or "
-                "mixed up. Use another checkpoint."
-            )
-        return manifest
-
-    def _folder(self, which: int | Path) -> Path:
+    def _file(self, which: int | Path) -> Path:
         return self.path / name_of(which) if isinstance(which, int) else which
 
 
 def name_of(step: int) -> str:
-    """The folder's name of a step."""
+    """The file's name of a step."""
     if not 0 <= step <= MAX_STEP:
         raise BadInput(f"step must lie in 0 to {MAX_STEP:,}, got {step}.")
-    return f"{step:06d}"
+    return f"{step:06d}{SUFFIX}"
 
 
-def _rank(manifest: Manifest) -> tuple[float, int]:
-    score = manifest.score
-    return (-float("inf") if score is None else score, -manifest.step)
-
-
-def write_manifest(manifest: Manifest) -> bytes:
-    """The bytes of a manifest that `read_manifest` will accept."""
-    score = manifest.score
-    if score is not None and not isfinite(score):
-        raise BadInput(f"score must be finite or None, got {score}.")
-    body = {
-        "schema": SCHEMA,
-        "step": manifest.step,
-        "score": None if score is None else float(score),
-        "facts": manifest.facts,
-        "made_by": manifest.made_by,
-        "files": {STATE: {"bytes": manifest.size, "sha256": manifest.sha256}},
-    }
+def manifest_of(step: int, score: float | None, facts: Mapping[str, Any]) -> Manifest:
+    """The description of a checkpoint that is made now."""
     try:
-        data = _seal(body)
+        size = len(json.dumps(dict(facts), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(
             f"facts must be what JSON holds, all finite: {quoted(str(error))}."
         ) from error
-    if len(data) > MAX_MANIFEST:
+    if size > MAX_FACTS:
         raise BadInput(
-            f"facts make a manifest of {len(data):,} bytes, at most {MAX_MANIFEST:,}; "
-            "store large things elsewhere."
+            f"facts have {size:,} bytes, at most {MAX_FACTS:,} are saved; store large "
+            "things elsewhere."
         )
-    return data
+    made_by = {
+        "esper": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+    try:
+        return Manifest(step=step, score=score, facts=dict(facts), made_by=made_by)
+    except ValidationError:
+        raise BadInput(f"score must be finite or None, got {score}.") from None
 
 
 def read_manifest(name: str, data: bytes) -> Manifest:
-    """Refuse any byte that `write_manifest` would not have written.
+    """The manifest in the header of a file; does not verify the digest.
 
     Args:
         name: What the file is called in an error.
-        data: All of it, or more than `MAX_MANIFEST` bytes of it.
+        data: Its first bytes, the header included.
     """
-    if len(data) > MAX_MANIFEST:
-        raise BadInput(f"{name} is larger than {MAX_MANIFEST:,} bytes; use another.")
+    why = recognise(data) or "damaged"
     try:
-        body = json.loads(data.decode("ascii"))
-        version = body.pop("schema")
-        if type(version) is not int:
-            raise TypeError("schema")
-        if version != SCHEMA:
-            raise BadInput(
-                f"{name} has schema {quoted(str(version))}, Esper {__version__} reads "
-                f"{SCHEMA}; use the Esper that wrote it."
+        size = int.from_bytes(data[:8], "little")
+        found = json.loads(data[8 : 8 + min(size, MAX_HEADER)])["__metadata__"]
+        schema = str(found["schema"])
+        if schema != SCHEMA:
+            why = (
+                f"of schema {quoted(schema)}, Esper {__version__} reads {SCHEMA}; use "
+                "the Esper that wrote it"
             )
-        del body["sha256"]
-        if _seal({"schema": version, **body}) != data:
-            raise KeyError("sha256")
-    except BadInput:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadInput(
-            f"{name} is {recognise(data) or 'damaged'}; use another checkpoint."
-        ) from error
-    match body:
-        case {
-            "step": int(step),
-            "score": int() | float() | None as score,
-            "facts": dict(facts),
-            "made_by": dict(versions),
-            "files": {"state.safetensors": {"bytes": int(size), "sha256": str(sha256)}},
-        } if (
-            len(body) == 5
-            and len(body["files"]) == 1
-            and 0 <= step <= MAX_STEP
-            and 0 < size <= MAX_BYTES
-        ):
-            return Manifest(
-                step=step,
-                score=None if score is None else float(score),
-                facts=facts,
-                made_by={name: str(version) for name, version in versions.items()},
-                size=size,
-                sha256=sha256,
-            )
-    raise BadInput(
-        f"{name} is not as Esper writes it: it must list {STATE} alone, of at most "
-        f"{MAX_BYTES:,} bytes; use another checkpoint."
-    )
+        else:
+            return _ADAPTER.validate_json(found["manifest"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise BadInput(f"{name} is {why}; use another checkpoint.")
 
 
-def made_by() -> dict[str, str]:
-    """Versions that a checkpoint is made with."""
-    return {
-        "esper": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+_ADAPTER: Final = TypeAdapter(Manifest)
 
 
-def _seal(body: Mapping[str, Any]) -> bytes:
-    """JSON in its one form, with a digest of itself."""
-    digest = hashlib.sha256(_text(body).encode()).hexdigest()
-    return _text({**body, "sha256": digest}).encode()
-
-
-def _text(value: object) -> str:
-    return json.dumps(value, allow_nan=False, indent=1, sort_keys=True) + "\n"
-
-
-def pack(tensors: Mapping[str, Tensor], may_be_nan: Collection[str] = ()) -> bytes:
-    """The bytes of a file that `unpack` will accept.
+def pack(
+    tensors: Mapping[str, Tensor],
+    may_be_nan: Collection[str] = (),
+    manifest: Manifest | None = None,
+) -> bytes:
+    """The bytes of a file that `unpack` will accept, if it has a manifest.
 
     Args:
         tensors: On any device; none may share memory with another.
         may_be_nan: Names, or patterns such as `*/first_loss`, of tensors that may hold
             numbers that are not finite.
+        manifest: Written into the header, with a digest of the file.
     """
     for name, tensor in tensors.items():
         if name == "__metadata__" or not name.isprintable():
@@ -440,8 +330,12 @@ def pack(tensors: Mapping[str, Tensor], may_be_nan: Collection[str] = ()) -> byt
     ready = {name: part.detach().cpu().contiguous() for name, part in tensors.items()}
     if strange := _strange(ready, may_be_nan):
         raise BadInput(f"{strange} and is not saved; go back to a good checkpoint.")
+    metadata = None
+    if manifest is not None:
+        text = json.dumps(asdict(manifest), sort_keys=True)
+        metadata = {"schema": SCHEMA, "manifest": text, "sha256": BLANK.decode()}
     try:
-        data: bytes = save_bytes(ready)
+        data: bytes = save_bytes(ready, metadata)
     except RuntimeError as error:
         raise BadInput("two tensors share memory; clone one before saving.") from error
     if len(data) > MAX_BYTES:
@@ -449,19 +343,27 @@ def pack(tensors: Mapping[str, Tensor], may_be_nan: Collection[str] = ()) -> byt
             f"the state has {len(data):,} bytes, at most {MAX_BYTES:,} are saved; use "
             "fewer hosts."
         )
+    if found := SEAL.search(data, 0, MAX_HEADER) if metadata else None:
+        digest = hashlib.sha256(data).hexdigest().encode()
+        data = data[: found.start(1)] + digest + data[found.end(1) :]
     return data
 
 
-def unpack(name: str, data: bytes, may_be_nan: Collection[str] = ()) -> Tensors:
-    """The tensors in the bytes of a file, on the CPU.
+def unpack(
+    name: str, data: bytes, may_be_nan: Collection[str] = ()
+) -> tuple[Tensors, Manifest]:
+    """The tensors in the bytes of a checkpoint, on the CPU, and its manifest.
 
     Args:
         name: What the file is called in an error.
         data: All of it.
         may_be_nan: As for `pack`.
     """
-    if disguise := recognise(data):
-        raise BadInput(f"{name} is {disguise}; Esper reads safetensors only.")
+    manifest = read_manifest(name, data)
+    found = SEAL.search(data, 0, MAX_HEADER)
+    blank = data if not found else data[: found.start(1)] + BLANK + data[found.end(1) :]
+    if not found or hashlib.sha256(blank).hexdigest().encode() != found[1]:
+        raise BadInput(f"{name} is damaged: its content is not what was saved.")
     try:
         tensors: Tensors = load_bytes(data)
         why = _strange(tensors, may_be_nan)
@@ -469,7 +371,7 @@ def unpack(name: str, data: bytes, may_be_nan: Collection[str] = ()) -> Tensors:
         why = quoted(str(error).rpartition("deserializing: ")[2])
     if why:
         raise BadInput(f"{name} cannot be trusted: {why}; use another checkpoint.")
-    return tensors
+    return tensors, manifest
 
 
 def recognise(opening: bytes) -> str:

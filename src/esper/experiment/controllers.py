@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
+from subprocess import CalledProcessError
+from subprocess import run as run_process
 from typing import Any, Final
 
 import torch
@@ -30,7 +32,6 @@ from esper.contracts.blueprints import BLUEPRINTS, Blueprint
 from esper.contracts.errors import BadInput
 from esper.contracts.state import Tensors, load
 from esper.contracts.world import Controller
-from esper.experiment.checkpoint import MANIFEST as CHECKPOINT_MANIFEST
 from esper.experiment.checkpoint import CheckpointFolder, Loaded, pack
 from esper.experiment.config import from_toml
 from esper.experiment.files import Disk, publish, storage
@@ -77,11 +78,11 @@ def find_controller(text: str, root: Path) -> Learned:
     """The controller that a run has learned.
 
     Args:
-        text: The name of a run in `root`, its folder, or that of a checkpoint.
+        text: The name of a run in `root`, its folder, or the file of a checkpoint.
         root: Where runs are.
     """
     # False of what cannot be looked at.
-    if os.path.isfile(Path(text) / CHECKPOINT_MANIFEST):
+    if os.path.isfile(text):
         return load_controller(text)
     return load_controller(find_run(text, root))
 
@@ -90,10 +91,10 @@ def load_controller(path: Path | str) -> Learned:
     """The controller of a run: its best checkpoint, or the one that is named.
 
     Args:
-        path: A run's folder, or the folder of one of its checkpoints.
+        path: A run's folder, or the file of one of its checkpoints.
     """
     folder = Path(path)
-    one = folder.parent.name == CHECKPOINTS and folder.parent.is_dir()
+    one = folder.parent.name == CHECKPOINTS and folder.is_file()
     run = Run.read(folder.parent.parent if one else folder)
     checkpoints = run.checkpoints(may_be_nan=MAY_BE_NAN)
     found = checkpoints.load(folder) if one else _best(checkpoints, folder)
@@ -103,7 +104,7 @@ def load_controller(path: Path | str) -> Learned:
         for name, tensor in found.tensors.items()
         if name.startswith(POLICY)
     }
-    name = f"{run.name}@{folder.name}" if one else run.name
+    name = f"{run.name}@{folder.stem}" if one else run.name
     actions = found.manifest.facts.get("actions", {})
     return Learned(name, config, weights, found.manifest.step, actions)
 
@@ -203,16 +204,12 @@ def _training(run: Run, learned: Learned) -> dict[str, Any]:
 
 
 def commit_of(root: Path) -> str | None:
-    """The commit of a source checkout; None if it is none, or is unknown."""
-    folder = root / ".git"
-    try:
-        head = (folder / "HEAD").read_text().strip()
-        name = head.removeprefix("ref: ")
-        if name == head:
-            return head
-        if (folder / name).is_file():
-            return (folder / name).read_text().strip()
-        lines = (folder / "packed-refs").read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
+    """The commit of a source checkout; None if it is none, or git is missing."""
+    if not (root / ".git").exists():  # else git would ask the folders above
         return None
-    return next((line.split()[0] for line in lines if line.endswith(f" {name}")), None)
+    command = ["git", "-C", str(root), "rev-parse", "--verify", "HEAD"]
+    try:
+        found = run_process(command, capture_output=True, text=True, check=True)
+    except (OSError, CalledProcessError):
+        return None
+    return found.stdout.strip()

@@ -15,7 +15,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -79,9 +79,14 @@ def publish(disk: Disk, file: Path, data: bytes) -> None:
     temporary = beside(file)
     with storage(file, "write"):
         discard(disk, temporary)
-        disk.create(temporary, data)
-        disk.sync_file(temporary)
-        disk.rename(temporary, file)
+        try:
+            disk.create(temporary, data)
+            disk.sync_file(temporary)
+            disk.rename(temporary, file)
+        except OSError:
+            with suppress(OSError):  # gives back room at once
+                discard(disk, temporary)
+            raise
         disk.sync_folder(file.parent)
 
 

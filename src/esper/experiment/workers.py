@@ -1,7 +1,7 @@
 """Worker processes, and the signals that ask a process to end.
 
 Workers ignore Ctrl-C, so that only their parent reacts to it, and the system ends them
-when their parent is gone. What takes long asks `stopping` now and then.
+when their parent is gone.
 """
 
 import ctypes
@@ -12,10 +12,9 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import active_children, get_context
-from multiprocessing.synchronize import Event
 from threading import current_thread, main_thread
 from types import FrameType
-from typing import Any, Final, Protocol, TypeVar, runtime_checkable
+from typing import Any, Final, TypeVar
 
 from esper.contracts.errors import WorkersTrouble
 
@@ -25,34 +24,46 @@ SET_DEATH_SIGNAL: Final = 1
 T = TypeVar("T")
 
 
-@runtime_checkable
-class Workers(Protocol):
-    """An executor of jobs."""
+class Pool:
+    """Submits jobs to worker processes, which ignore Ctrl-C."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self._pool = pool
 
     def submit(self, work: Callable[..., T], *given: Any) -> "Future[T]":  # noqa: ANN401
         """Have a function called as soon as a worker is free."""
-        ...
-
-    def stop(self) -> None:
-        """Ask running jobs to end."""
-        ...
+        if current_thread() is not main_thread():
+            return self._pool.submit(work, *given)
+        # Processes inherit what is ignored when they start.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            return self._pool.submit(work, *given)
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
-def workers(processes: int) -> Iterator[Workers]:
+def workers(
+    processes: int,
+    begin: Callable[..., object] | None = None,
+    *given: Any,  # noqa: ANN401
+) -> Iterator[Pool]:
     """Worker processes; ended at once if something goes wrong.
 
     Args:
         processes: How many.
+        begin: Called first in each of them.
+        given: What it is called with.
     """
     others = set(active_children())
-    context = get_context("spawn")
-    event = context.Event()
     with ProcessPoolExecutor(
-        processes, mp_context=context, initializer=_begin, initargs=(event,)
+        processes,
+        mp_context=get_context("spawn"),
+        initializer=_begin,
+        initargs=(begin, *given),
     ) as pool:
         try:
-            yield _Pool(pool, event)
+            yield Pool(pool)
         except BrokenProcessPool:
             raise WorkersTrouble(
                 "a process that works for this one ended by itself, perhaps for want "
@@ -66,18 +77,12 @@ def workers(processes: int) -> Iterator[Workers]:
             raise
 
 
-@contextmanager
-def one_worker() -> Iterator[Workers]:
-    """This process itself: a job is done when `submit` returns."""
-    yield _ThisProcess()
-
-
-def stopping() -> bool:
-    """Whether the parent of this process wants jobs that can be resumed to end."""
-    return _STOP is not None and _STOP.is_set()
-
-
-_STOP: Event | None = None
+def _begin(begin: Callable[..., object] | None, *given: Any) -> None:  # noqa: ANN401
+    """Have the system end this process when the one that started it is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+    if begin is not None:
+        begin(*given)
 
 
 @contextmanager
@@ -103,49 +108,3 @@ def caught_signals() -> Iterator[list[int]]:
     finally:
         for kind in wanted:
             signal.signal(kind, before[kind])
-
-
-class _Pool:
-    def __init__(self, pool: ProcessPoolExecutor, event: Event) -> None:
-        self._pool, self._event = pool, event
-
-    def submit(self, work: Callable[..., T], *given: Any) -> "Future[T]":  # noqa: ANN401
-        with _ignored_interrupts():
-            return self._pool.submit(work, *given)
-
-    def stop(self) -> None:
-        self._event.set()
-
-
-class _ThisProcess:
-    def submit(self, work: Callable[..., T], *given: Any) -> "Future[T]":  # noqa: ANN401
-        future: Future[T] = Future()
-        try:
-            future.set_result(work(*given))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def stop(self) -> None:
-        """Jobs of this process see its signals themselves."""
-
-
-def _begin(event: Event) -> None:
-    """Have the system end this process when the one that started it is gone."""
-    global _STOP
-    _STOP = event
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
-
-
-@contextmanager
-def _ignored_interrupts() -> Iterator[None]:
-    """Processes that start in here ignore Ctrl-C."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -3,7 +3,7 @@
 import pytest
 
 from esper.contracts.errors import BadInput
-from esper.experiment.workers import one_worker, stopping
+from evidence.workers import stoppable, stopping
 
 
 def half(number):
@@ -13,7 +13,7 @@ def half(number):
 
 
 def test_this_process_can_work_too():
-    with one_worker() as staff:
+    with stoppable(1) as staff:
         done, failed = staff.submit(half, 4), staff.submit(half, 3)
         staff.stop()
     assert done.result(timeout=0) == 2
@@ -26,5 +26,5 @@ def test_an_interruption_is_no_result():
     def interrupted():
         raise KeyboardInterrupt
 
-    with one_worker() as staff, pytest.raises(KeyboardInterrupt):
+    with stoppable(1) as staff, pytest.raises(KeyboardInterrupt):
         staff.submit(interrupted)
