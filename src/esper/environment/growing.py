@@ -203,9 +203,8 @@ class GrowingWorld(Stateful, VectorWorld):
         whole = fresh.unsqueeze(1).expand(self._lives.stage.shape)
         none = SeedStates.empty(self.num_envs, self.spec.slots.max_slots, self._device)
         self._lives = select(whole, none, self._lives)
-        self._track = self._track.replaced(
-            fresh, Track.fresh(self.num_envs, self._device)
-        )
+        unseen = Track.fresh(self.num_envs, self._device)
+        self._track = select(fresh, unseen, self._track)
         self._measured = self._measured & ~whole
         self._gradient_share = torch.where(fresh[:, None], 1.0, self._gradient_share)
         self._liveness = torch.where(fresh[:, None], 1.0, self._liveness)
@@ -216,7 +215,7 @@ class GrowingWorld(Stateful, VectorWorld):
         score = self._score(fresh)
         self._phi = torch.where(fresh, score, self._phi)
         start = self._track.after(score, torch.full_like(score, torch.nan))
-        self._track = self._track.replaced(fresh, start)
+        self._track = select(fresh, start, self._track)
 
     def _act(self, actions: Int64[Tensor, "env head"]) -> None:
         """Carry out what is possible; the rest is a WAIT and is flagged."""

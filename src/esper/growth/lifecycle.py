@@ -8,7 +8,7 @@ leaves its slot. A single model is the same code with one environment.
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import pi
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -17,6 +17,7 @@ from torch import Tensor
 from esper.contracts.actions import HEAD, HEADS, Op
 from esper.contracts.stages import LEGAL, NEXT_STAGE, SETTLES_TO, Stage
 
+Record = TypeVar("Record")
 LEAVING: Final = torch.tensor([*SETTLES_TO])
 """Stages that end in an empty slot once alpha has settled."""
 STEEPNESS: Final = 6.0
@@ -50,8 +51,10 @@ def alpha_at(
     return torch.where(moved >= length, end, start + (end - start) * done)
 
 
-def _meanings(head: str) -> Tensor:
-    return torch.tensor([*HEADS[HEAD[head]].choices.values()])
+MEANINGS: Final = {
+    head.name: torch.tensor([*head.choices.values()]) for head in HEADS if head.choices
+}
+"""Each head's choices as numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,19 +91,9 @@ class SeedStates:
         """Every slot free."""
         whole = torch.zeros(envs, slots, dtype=torch.int64, device=device)
         real = torch.zeros(envs, slots, device=device)
-        return cls(
-            stage=whole,
-            age=whole,
-            blueprint=whole - 1,
-            style=whole,
-            tempo=whole,
-            alpha=real,
-            alpha_from=real,
-            alpha_target=real,
-            moved=whole,
-            length=whole,
-            curve=whole,
-        )
+        names = [field.name for field in fields(cls)]
+        zeros = {name: real if name.startswith("alpha") else whole for name in names}
+        return cls(**zeros | {"blueprint": whole - 1})
 
 
 def possible(
@@ -128,13 +121,7 @@ def act(
     here &= possible(states, op, min_age)
 
     def chosen(head: str) -> Tensor:
-        meanings = _meanings(head).to(device)
-        return meanings[actions[:, HEAD[head]]].unsqueeze(1)
-
-    def put(where: Tensor, new: Tensor | int | float, old: Tensor) -> Tensor:
-        return torch.where(
-            where, torch.as_tensor(new, dtype=old.dtype, device=device), old
-        )
+        return MEANINGS[head].to(device)[actions[:, HEAD[head]]].unsqueeze(1)
 
     verb = op.unsqueeze(1)
     stage = torch.where(here, NEXT_STAGE.to(device)[verb, states.stage], states.stage)
@@ -144,31 +131,26 @@ def act(
     prunes = here & (verb == Op.PRUNE)
     moves = blends | sets | prunes
 
-    target = put(
-        plants | sets, chosen("alpha_target").to(states.alpha), states.alpha_target
-    )
-    target = put(prunes, 0.0, target)
-    speed = chosen("alpha_speed").to(torch.int64)
+    target = torch.where(plants | sets, chosen("alpha_target"), states.alpha_target)
+    target = torch.where(prunes, 0.0, target)
     still = states.alpha == target  # nothing to fade, nothing to wait for
+    speed = torch.where(still, 0, chosen("alpha_speed"))
     length = torch.where(blends, states.tempo, states.length)
-    length = torch.where(sets | prunes, torch.where(still, 0, speed), length)
-    curve = torch.where(
-        sets | prunes, chosen("alpha_curve").to(torch.int64), states.curve
-    )
+    curve = torch.where(sets | prunes, chosen("alpha_curve"), states.curve)
     acted = SeedStates(
         stage=stage,
-        age=put(stage != states.stage, 0, states.age),
+        age=torch.where(stage != states.stage, 0, states.age),
         blueprint=torch.where(
             plants, actions[:, HEAD["blueprint"]].unsqueeze(1), states.blueprint
         ),
-        style=torch.where(plants | sets, chosen("style").to(torch.int64), states.style),
-        tempo=torch.where(plants, chosen("tempo").to(torch.int64), states.tempo),
+        style=torch.where(plants | sets, chosen("style"), states.style),
+        tempo=torch.where(plants, chosen("tempo"), states.tempo),
         alpha=states.alpha,
         alpha_from=torch.where(moves, states.alpha, states.alpha_from),
         alpha_target=target,
-        moved=put(moves, 0, states.moved),
-        length=length,
-        curve=put(blends, 0, curve),
+        moved=torch.where(moves, 0, states.moved),
+        length=torch.where(sets | prunes, speed, length),
+        curve=torch.where(blends, 0, curve),
     )
     return acted, here.any(dim=1) | (op == Op.WAIT)
 
@@ -193,15 +175,8 @@ def tick(states: SeedStates) -> SeedStates:
     return select(gone, none, older)
 
 
-def select(
-    where: Bool[Tensor, "env slot"], new: SeedStates, old: SeedStates
-) -> SeedStates:
-    """The new states where the mask is set, the old ones elsewhere."""
-    return SeedStates(
-        **{
-            field.name: torch.where(
-                where, getattr(new, field.name), getattr(old, field.name)
-            )
-            for field in fields(SeedStates)
-        }
-    )
+def select(where: Bool[Tensor, "env ..."], new: Record, old: Record) -> Record:
+    """A record of tensors: the new ones where the mask is set, else the old ones."""
+    names = [field.name for field in fields(old)]  # type: ignore[arg-type]
+    chosen = {n: torch.where(where, getattr(new, n), getattr(old, n)) for n in names}
+    return type(old)(**chosen)

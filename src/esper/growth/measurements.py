@@ -13,7 +13,7 @@ from math import inf, isfinite, nan
 from typing import Any, Final
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from esper.contracts.errors import BadInput
@@ -153,17 +153,6 @@ class Track:
             loss_slope=MEMORY * self.loss_slope + (1 - MEMORY) * fall,
         )
 
-    def replaced(self, where: Bool[Tensor, " env"], other: "Track") -> "Track":
-        """This track, or the other where the mask is set."""
-        return Track(
-            **{
-                field.name: torch.where(
-                    where, getattr(other, field.name), getattr(self, field.name)
-                )
-                for field in fields(Track)
-            }
-        )
-
 
 def host_states(
     track: Track,
@@ -254,35 +243,25 @@ def slot_states(model: GrowingModel, contributions: Mapping[int, float]) -> Slot
 
 def offers(model: GrowingModel, loss: float) -> BlueprintOffers:
     """What every slot of one model could be planted with."""
-    places, kinds = model.survey.places, model.spec.blueprints
-    shape = (len(places), len(kinds))
-    fits = torch.zeros(shape, dtype=torch.bool)
-    parameters, macs, promise = (torch.zeros(shape) for _ in range(3))
-    known = torch.zeros(shape, dtype=torch.bool)
-    host = model.survey
-    for index, place in enumerate(places):
+    host, kinds, rows = model.survey, model.spec.blueprints, []
+    for index, place in enumerate(host.places):
         gains = promises(model.hooks[index].samples, place.geometry, kinds, loss)
-        for kind, blueprint in enumerate(kinds):
-            cost = model.price(index, blueprint)
-            if cost is None:
-                continue
-            fits[index, kind] = True
-            parameters[index, kind] = cost[0] / host.parameters
-            macs[index, kind] = cost[1] / max(1, host.macs)
-            gain = gains[kind]
-            if gain is not None:
-                promise[index, kind], known[index, kind] = gain, True
-    per_place = len(model.slots) // len(places)
-
-    def spread(values: Tensor) -> Tensor:
-        return values.repeat(per_place, 1).unsqueeze(0)
-
+        for blueprint, gain in zip(kinds, gains, strict=True):
+            price = model.price(index, blueprint)
+            parameters, macs = price or (0, 0)
+            shares = (parameters / host.parameters, macs / max(1, host.macs))
+            known = price is not None and gain is not None
+            rows.append((price is not None, *shares, gain if known else 0.0, known))
+    table = torch.tensor(rows, dtype=torch.float32)
+    table = table.unflatten(0, (1, len(host.places), len(kinds)))
+    per_place = len(model.slots) // len(host.places)
+    fits, size, work, promise, measured = table.repeat(1, per_place, 1, 1).unbind(-1)
     return BlueprintOffers(
-        fits=spread(fits),
-        parameters=spread(parameters),
-        macs=spread(macs),
-        promise=spread(promise),
-        promise_known=spread(known),
+        fits=fits.bool(),
+        parameters=size,
+        macs=work,
+        promise=promise,
+        promise_known=measured.bool(),
     )
 
 
