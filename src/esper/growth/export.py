@@ -16,14 +16,12 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from esper.contracts.errors import BadInput, CallOrder
-from esper.growth.blueprints.geometry import Layout, width
 from esper.growth.blueprints.registry import first_line
 from esper.growth.hooks import ADD
 from esper.growth.merge import ActiveSeed, merge_into, plan
@@ -124,9 +122,9 @@ class BranchHooks:
     def __init__(self, place: InsertionPoint) -> None:
         at = place.geometry
         self.residual = place.site.residual
-        self.reads = width(at.inlet_shape, at.inlet_layout)
-        self.reads_along = _channel_axis(at.inlet_layout)
-        self.writes_along = _channel_axis(at.outlet_layout)
+        self.reads = at.inlet_width
+        self.reads_along = -1 - at.inlet_layout.axes_behind
+        self.writes_along = -1 - at.outlet_layout.axes_behind
         self.branches: list[tuple[str, nn.Module, float, int]] = []
         """Name, seed, alpha and style."""
         self.given: Tensor | None = None
@@ -146,24 +144,12 @@ class BranchHooks:
         for _, seed, alpha, style in self.branches:
             if seed.training != module.training:
                 seed.train(module.training)
-            delta = _padded(alpha * seed(given), answer, self.writes_along)
+            delta = alpha * seed(given)
+            more = answer.shape[self.writes_along] - delta.shape[self.writes_along]
+            if more:
+                delta = F.pad(delta, (0, 0) * (-1 - self.writes_along) + (0, more))
             answer = answer + delta if style == ADD else answer * (1 + delta)
         return answer
-
-
-def _channel_axis(layout: Layout) -> int:
-    return 1 if layout.channels_first else -1
-
-
-def _padded(
-    delta: Float[Tensor, "..."], answer: Float[Tensor, "..."], axis: int
-) -> Float[Tensor, "..."]:
-    """The tensor with zeros for the channels that only the answer has."""
-    more = answer.shape[axis] - delta.shape[axis]
-    if more == 0:
-        return delta
-    after = delta.dim() - 2 if axis == 1 else 0
-    return F.pad(delta, (0, 0) * after + (0, more))
 
 
 class _Work:

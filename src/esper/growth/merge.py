@@ -49,16 +49,6 @@ class ActiveSeed:
         return self.branch.seed
 
 
-@dataclass(slots=True)
-class _Outlet:
-    """Branches that are left at one outlet, by name."""
-
-    any: str = ""
-    reader: str = ""
-    """One that reads the outlet."""
-    scaler: str = ""
-
-
 def plan(
     active: Sequence[ActiveSeed],
     names: Mapping[nn.Module, str],
@@ -71,30 +61,31 @@ def plan(
         names: The host's modules.
         refused: Places that must not be folded, and why.
     """
-    outlets: dict[str, _Outlet] = {}
+    # By outlet, the first branch that is left there, that reads it, that scales it.
+    left: dict[str, dict[str, str]] = {}
     reasons: dict[int, str] = {}
     for site, group in groupby(active, key=lambda one: one.place.site):
-        seeds = [*group]
-        at = outlets.setdefault(site.outlet, _Outlet())
+        seeds, at = [*group], left.setdefault(site.outlet, {})
         own = {s.slot: refused.get(site.name) or why_not(s, names) for s in seeds}
-        if site.residual:
-            left = next((s.name for s in seeds if own[s.slot]), "")
-            what = f"it reads what branch {at.any} adds" if at.any else ""
-            what = what or (f"branch {left} reads the same tensor" if left else "")
-            own = {slot: why or what for slot, why in own.items()}
+        shared = ""
+        if site.residual and at:
+            shared = f"it reads what branch {at['adds']} adds"
+        elif site.residual and any(own.values()):
+            reader = next(seed.name for seed in seeds if own[seed.slot])
+            shared = f"branch {reader} reads the same tensor"
         for seed in seeds:
-            why = own[seed.slot]
-            if not why and at.reader and not site.residual:
-                why = f"branch {at.reader} reads the tensor before it"
-            if not why and at.scaler:
-                why = f"branch {at.scaler} scales the tensor before it"
+            why = own[seed.slot] or shared
+            if not why and "reads" in at and not site.residual:
+                why = f"branch {at['reads']} reads the tensor before it"
+            if not why and "scales" in at:
+                why = f"branch {at['scales']} scales the tensor before it"
             reasons[seed.slot] = why
             if why:
-                at.any = at.any or seed.name
-                if site.residual:
-                    at.reader = at.reader or seed.name
-                if seed.branch.style != ADD:
-                    at.scaler = at.scaler or seed.name
+                at.setdefault("adds", seed.name)
+            if why and site.residual:
+                at.setdefault("reads", seed.name)
+            if why and seed.branch.style != ADD:
+                at.setdefault("scales", seed.name)
     return reasons
 
 
@@ -137,10 +128,9 @@ def merge_into(
                 for norm, own in _pairs(one.place.middle, seed):
                     if isinstance(norm, NORMS):
                         _more_units(host.get_submodule(names[norm]), own)
-            elif site.residual:
-                _after(outlet, before, params, one.branch.alpha)
             else:
-                _beside(outlet, params, one.branch.alpha)
+                read = before if site.residual else None
+                _fold_linear(outlet, params, one.branch.alpha, read)
 
 
 def _widen(
@@ -184,52 +174,41 @@ def _more_units(norm: nn.Module, own: nn.Module) -> None:
         norm.num_features += int(own.num_features)  # type: ignore[arg-type]
 
 
-def _after(
+def _fold_linear(
     outlet: nn.Module,
-    before: tuple[Tensor, Tensor | None],
     params: dict[str, Tensor],
     alpha: float,
+    before: tuple[Tensor, Tensor | None] | None,
 ) -> None:
-    """Add alpha times a channel-wise map of the outlet's earlier output."""
+    """Add alpha times a linear seed, of the outlet's input or of its output before."""
     weight, bias = _read(outlet)
-    old_weight, old_bias = before
-    if "first" in params:
-        matrix = _product(params).flatten(1)
-        width, shift = len(matrix), None
-        added = torch.tensordot(matrix, old_weight[:width], 1)
-        added_bias = None if old_bias is None else matrix @ old_bias[:width]
+    matrix, shift = _linear_map(params)
+    rows, columns = matrix.shape[:2]
+    if before is None:
+        weight[:rows, :columns] += alpha * matrix
     else:
-        scale, shift = params["last"], params["last_bias"]
-        width = len(scale)
-        rows = scale.reshape(-1, *(1,) * (old_weight.dim() - 1))
-        added = rows * old_weight[:width]
-        added_bias = shift if old_bias is None else scale * old_bias[:width] + shift
-    weight[:width] += alpha * added
+        old_weight, old_bias = before
+        matrix = matrix.flatten(1)
+        weight[:rows] += alpha * torch.tensordot(matrix, old_weight[:columns], 1)
+        if old_bias is not None:
+            moved = matrix @ old_bias[:columns]
+            shift = moved if shift is None else moved + shift
     _put(outlet, "weight", weight)
-    if added_bias is not None:
+    if shift is not None:
         bias = weight.new_zeros(len(weight)) if bias is None else bias
-        bias[:width] += alpha * added_bias
+        bias[:rows] += alpha * shift
         _put(outlet, "bias", bias)
 
 
-def _beside(layer: nn.Module, params: dict[str, Tensor], alpha: float) -> None:
-    """Add alpha times a map of what the layer reads."""
-    weight, bias = _read(layer)
-    added = _product(params) if "first" in params else params["last"].diag()
-    weight[: added.shape[0], : added.shape[1]] += alpha * added
-    _put(layer, "weight", weight)
-    if "last_bias" in params:
-        bias = weight.new_zeros(len(weight)) if bias is None else bias
-        bias[: len(added)] += alpha * params["last_bias"]
-        _put(layer, "bias", bias)
-
-
-def _product(params: dict[str, Tensor]) -> Tensor:
-    """Both maps of a low-rank seed as one, `[output, input, ...]`."""
-    first, last = params["first"], params["last"]
+def _linear_map(params: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """A linear seed as one map `[output, input, ...]` and a shift."""
+    last = params["last"]
+    if "first" not in params:
+        return last.diag(), params["last_bias"]
+    first = params["first"]
     if first.dim() == 2:  # matrices keep inputs first
-        return (first @ last).T
-    return torch.einsum("ou,ui...->oi...", last.flatten(1), first)
+        return (first @ last).T, None
+    return torch.einsum("ou,ui...->oi...", last.flatten(1), first), None
 
 
 def _why_no_units(
