@@ -23,16 +23,13 @@ from esper.growth.lifecycle import SeedStates
 from esper.tamiyo.policy.action_masks import compute_action_masks
 
 MIN_AGE = 2
-CASES = [*product(Op, Stage, (MIN_AGE - 1, MIN_AGE), (False, True))]
 
 
 def expected(op: Op, stage: Stage, age: int, settled: bool) -> bool:
-    rule = TRANSITIONS.get((op, stage))
-    return (
-        rule is not None
-        and (age >= MIN_AGE or not rule.min_age)
-        and (settled or not rule.settled)
-    )
+    return is_legal(op, stage, old_enough=age >= MIN_AGE, settled=settled)
+
+
+CASES = [*product(Op, Stage, (MIN_AGE - 1, MIN_AGE), (False, True))]
 
 
 def lives_in(stage: Stage, age: int, settled: bool) -> SeedStates:
@@ -63,11 +60,11 @@ def test_the_diagram_is_the_table():
 
 def test_the_tensors_are_the_table():
     for op, stage, age, settled in CASES:
-        legal = expected(op, stage, age, settled)
-        old = age >= MIN_AGE
-        assert bool(LEGAL[op, stage, int(old), int(settled)]) is legal
-        assert is_legal(op, stage, old_enough=old, settled=settled) is legal
         rule = TRANSITIONS.get((op, stage))
+        old = age >= MIN_AGE
+        legal = rule is not None and old >= rule.min_age and settled >= rule.settled
+        assert bool(LEGAL[op, stage, int(old), int(settled)]) is legal
+        assert expected(op, stage, age, settled) is legal
         assert int(NEXT_STAGE[op, stage]) == (stage if rule is None else rule.next)
 
 

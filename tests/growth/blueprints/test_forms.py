@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -15,7 +14,6 @@ from esper.growth.blueprints.forms import FORMS
 from esper.growth.blueprints.geometry import Geometry, Kernel, Layout
 from tests.growth.blueprints.places import (
     FORM_PLANTINGS,
-    NAMES,
     PLANTINGS,
     STANDARD,
     awake,
@@ -28,7 +26,6 @@ from tests.references.forms import form_of_one_sample
 SMALL = list(FORM_PLANTINGS.values())
 SMALL_NAMES = [f"{b.name}-{STANDARD.index(g)}" for b, g in SMALL]
 each_form = pytest.mark.parametrize(("blueprint", "geometry"), SMALL, ids=SMALL_NAMES)
-each_planting = pytest.mark.parametrize(("blueprint", "geometry"), PLANTINGS, ids=NAMES)
 SEQUENCES = [(b, g) for b, g in SMALL if g.inlet_layout is Layout.SEQUENCE]
 
 
@@ -94,29 +91,6 @@ def test_many_models_at_once_equal_each_alone(blueprint, geometry):
     ours = torch.autograd.grad((together * weigh).sum(), inputs)
     theirs = torch.autograd.grad((alone * weigh).sum(), inputs)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-@each_planting
-def test_a_newborn_is_exactly_zero_and_its_last_layer_feels_gradients(
-    blueprint, geometry
-):
-    spec = FORMS[blueprint.form]
-    params = spec.init(geometry, blueprint.size, torch.Generator().manual_seed(0))
-    shapes = {name: tuple(value.shape) for name, value in params.items()}
-    assert shapes == spec.shapes(geometry, blueprint.size)
-    for name, value in params.items():
-        assert value.dtype == torch.float32
-        assert bool(value.count_nonzero()) is not name.startswith("last")
-        value.requires_grad_()
-    h = torch.randn(3, *geometry.inlet_shape)
-    out = spec.apply(params, h, geometry, blueprint.size, middle(geometry))
-    assert not out.count_nonzero()
-    (out * torch.randn_like(out)).sum().backward()
-    # The only hidden unit of a narrow squeeze-excite may be off; its bias never is.
-    sure = "last_bias" if "last_bias" in params else "last"
-    assert params[sure].grad.count_nonzero()
-    if blueprint.form is not Form.SQUEEZE_EXCITE:
-        assert params["last"].grad.count_nonzero()
 
 
 @each_form
@@ -254,73 +228,3 @@ def test_an_adapter_of_a_convolution_is_a_convolution_of_low_rank(case):
     with torch.no_grad():
         layer.weight += product
     torch.testing.assert_close(grown, layer(h), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", ["linear", "sequence", "signal", "image", "flattened"])
-def test_widening_is_a_wider_host(kind):
-    """A host of 5 + 3 hidden units equals its first 5 plus a seed of the other 3."""
-    make = {
-        "linear": (nn.Linear(4, 8), nn.Linear(8, 2), (4,)),
-        "sequence": (nn.Linear(4, 8), nn.Linear(8, 2), (6, 4)),
-        "signal": (
-            nn.Conv1d(4, 8, 3, stride=2),
-            nn.Conv1d(8, 2, 2, padding=1),
-            (4, 9),
-        ),
-        "image": (
-            nn.Conv2d(4, 8, (3, 1), padding=(1, 0)),
-            nn.Conv2d(8, 2, 2, dilation=2),
-            (4, 5, 6),
-        ),
-        "flattened": (nn.Conv2d(4, 8, 3), nn.Linear(8 * 6, 2), (4, 4, 5)),
-    }
-    first, second, shape = make[kind]
-    first, second = first.double(), second.double()
-    flattened = kind == "flattened"
-    layouts = {
-        "linear": (Layout.VECTOR, Layout.VECTOR),
-        "sequence": (Layout.SEQUENCE, Layout.SEQUENCE),
-        "signal": (Layout.SIGNAL, Layout.SIGNAL),
-        "image": (Layout.IMAGE, Layout.IMAGE),
-        "flattened": (Layout.IMAGE, Layout.VECTOR),
-    }[kind]
-
-    def between(h):
-        return F.relu(h).flatten(1) if flattened else F.relu(h)
-
-    def kernel(layer):
-        if isinstance(layer, nn.Linear):
-            return None
-        return Kernel(layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-
-    h = double(2, *shape)
-    wide = second(between(first(h)))
-    geometry = Geometry(
-        inlet_layout=layouts[0],
-        outlet_layout=layouts[1],
-        inlet_shape=shape,
-        outlet_shape=tuple(wide.shape[1:]),
-        residual=False,
-        inlet_kernel=kernel(first),
-        outlet_kernel=kernel(second),
-        spans=True,
-        unit_inputs=6 if flattened else 1,
-    )
-    spec = FORMS[Form.WIDEN]
-    assert spec.fits(geometry, 3) == ""
-    cut = 5 * geometry.unit_inputs
-    params = {
-        "first": first.weight[5:].T if kernel(first) is None else first.weight[5:],
-        "first_bias": first.bias[5:],
-        "last": second.weight[:, cut:].T
-        if kernel(second) is None
-        else second.weight[:, cut:],
-    }
-    shapes = {name: tuple(value.shape) for name, value in params.items()}
-    assert shapes == spec.shapes(geometry, 3)
-    seed = spec.apply(params, h, geometry, 3, between)
-    with torch.no_grad():
-        first.weight[5:], first.bias[5:] = 0.0, 0.0
-    torch.testing.assert_close(
-        second(between(first(h))) + seed, wide, rtol=1e-9, atol=1e-9
-    )
