@@ -93,9 +93,8 @@ def test_a_whole_run_with_every_controller(kind, controller):
     assert len(grower.history) == 40
     changes = [e for decision in grower.history for e in decision.events]
     assert (controller == "never") == (not changes)
-    page = grower.summary()
-    assert page == str(grower)
-    assert page.isprintable() or page.replace("\n", "").isprintable()
+    page = str(grower)
+    assert page.replace("\n", "").isprintable()
     assert len(page.splitlines()) < 60
     assert "40 decisions" in page
     stages = {slot: Stage.DORMANT for slot in range(len(model.slots))}
@@ -126,21 +125,25 @@ def test_a_training_seed_leaves_the_users_loop_unchanged():
     assert int(norm.num_batches_tracked) == 20  # it follows the data
 
 
-def test_two_halves_of_a_loss_are_one_batch():
-    """Accumulated halves of the same batch lead where the whole batch leads."""
+@pytest.mark.parametrize(("parts", "scale"), [(2, 1.0), (1, 1024.0), (2, 1024.0)])
+def test_accumulated_and_scaled_losses_train_as_whole_ones_do(parts, scale):
     ends = []
-    for parts in (1, 2):
+    for halves, factor in ((1, 1.0), (parts, scale)):
         torch.manual_seed(0)
         host = make_host("vector")
         host.drop.p = 0.0
         grower = begin(host=host, optimizer=torch.optim.SGD)
+        scaler = torch.amp.GradScaler("cpu", init_scale=factor)
         grower.plant("second->last#0", "widen_8")
         for batch in range(4):
             grower._optimizer.zero_grad()
-            for _ in range(parts):
-                (grower.loss(loss_of(grower, batch)) / parts).backward()
-            grower._optimizer.step()
+            for _ in range(halves):
+                loss = grower.loss(loss_of(grower, batch)) / halves
+                scaler.scale(loss).backward()
+            scaler.step(grower._optimizer)
+            scaler.update()
         ends.append([p.detach().clone() for p in grower.model.parameters()])
+    assert parts == 2 or same(*ends)  # powers of two
     for one, other in zip(*ends, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -159,23 +162,6 @@ def test_a_bad_half_refuses_the_whole_step_and_both_halves_of_the_buffers():
     assert same(before, bits(grower.model, grower._optimizer))
     assert len(grower.safety.incidents) == 1
     assert grower.safety.incidents[0].startswith("refused: the loss is not finite")
-
-
-def test_scaled_losses_train_seeds_as_unscaled_ones_do():
-    ends = []
-    for scale in (1.0, 1024.0):
-        torch.manual_seed(0)
-        grower = begin(optimizer=torch.optim.SGD)
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        grower.plant("first->second#0", "widen_8")
-        for batch in range(4):
-            loss = grower.loss(loss_of(grower, batch))
-            grower._optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(grower._optimizer)
-            scaler.update()
-        ends.append(bits(grower.model))
-    assert same(*ends)  # powers of two
 
 
 def test_clipping_leaves_training_seeds_out():
@@ -235,6 +221,10 @@ def test_a_closure_that_raises_or_returns_many_numbers_changes_nothing():
     grower.plant("first->second#0", "widen_8")
     host = grower.model.host
     train(grower, range(3))
+    with torch.no_grad():  # an evaluation leaves no trace
+        grower.loss(lambda: loss_of(grower)() * torch.nan)
+    train(grower, range(3))
+    assert grower.safety.incidents == []
     before = bits(grower.model, grower._optimizer)
 
     def broken():
@@ -275,15 +265,6 @@ def test_a_step_that_computes_its_own_gradients_is_refused():
         return loss
 
     assert float(free._optimizer.step(closure).detach()) > 0
-
-
-def test_evaluating_through_grower_loss_leaves_no_trace():
-    grower = begin()
-    train(grower, range(3))
-    with torch.no_grad():
-        grower.loss(lambda: loss_of(grower)() * torch.nan)
-    train(grower, range(3))
-    assert grower.safety.incidents == []
 
 
 # Controllers of others.
@@ -386,7 +367,7 @@ def test_a_seed_that_turns_bad_is_removed_and_the_host_goes_on(unreliable, how, 
     assert {id(p) for group in groups for p in group["params"]} == owned
 
 
-@pytest.mark.parametrize("how", ["raise", "shape", "none", "nan"])
+@pytest.mark.parametrize("how", ["raise", "nan"])
 def test_a_training_seed_that_turns_bad_leaves_the_host_unchanged(unreliable, how):
     ends = []
     for plant in (False, True):

@@ -48,8 +48,8 @@ def module(forward, *, parameters=True):
     return Own()
 
 
-def test_a_registered_blueprint_is_found_beside_the_built_in_ones():
-    @blueprint("mine")
+def test_a_registered_blueprint_is_found_beside_the_built_in_ones_where_it_fits():
+    @blueprint("mine", fits=lambda place: "" if place.inlet_width < 7 else "too wide")
     def factory(geometry):
         return nn.Linear(geometry.inlet_width, geometry.outlet_width)
 
@@ -58,6 +58,8 @@ def test_a_registered_blueprint_is_found_beside_the_built_in_ones():
     assert find("conv") is next(b for b in BLUEPRINTS if b.name == "conv")
     seed = build(find("mine"), VECTOR, torch.Generator(), nn.Identity())
     assert not seed(torch.randn(2, 6)).count_nonzero()
+    assert misfit(find("mine"), VECTOR) == ""
+    assert misfit(find("mine"), residual(Layout.VECTOR, 7)) == "too wide"
 
 
 @pytest.mark.parametrize(
@@ -165,22 +167,23 @@ def test_what_cannot_be_planted_is_refused_in_one_line(make, reason):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_batch_norm_is_refused_for_its_batch():
-    made = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
-    with pytest.raises(BadInput, match=r"samples in its batch \(training mode\)"):
-        raised(lambda _: made, IMAGE)
-    assert int(made[1].num_batches_tracked) == 0
-
-
-def test_an_unknown_name_is_answered_with_the_nearest():
-    with pytest.raises(BadInput, match=r"no blueprint 'widen_9'; did you mean 'widen_"):
-        find("widen_9")
-
-
-def test_a_name_is_used_once():
+def test_names_that_are_unknown_taken_or_impossible_are_refused():
     blueprint("mine")(lambda _: nn.Linear(6, 6))
-    with pytest.raises(BadInput, match="already registered with another factory"):
-        blueprint("mine")(lambda _: nn.Linear(6, 7))
+    gone = Blueprint("gone", Form.CUSTOM, 0, merges=False)
+    for call, reason in (
+        (lambda: find("widen_9"), "no blueprint 'widen_9'; did you mean 'widen_"),
+        (lambda: blueprint("mine")(lambda _: nn.Linear(6, 7)), "another factory"),
+        (lambda: blueprint("conv"), "is built in"),
+        (lambda: blueprint(""), "letters, digits"),
+        (lambda: blueprint("a b"), "letters, digits"),
+        (
+            lambda: build(gone, VECTOR, torch.Generator(), nn.Identity()),
+            "'gone' is not registered in this process",
+        ),
+        (lambda: forget("gone"), "no registered blueprint 'gone'"),
+    ):
+        with pytest.raises(BadInput, match=reason):
+            call()
     assert raise_module("mine", VECTOR, torch.Generator()).module.out_features == 6
     forget("mine")
     blueprint("mine")(lambda _: nn.Bilinear(6, 6, 6))
@@ -202,30 +205,3 @@ def test_the_same_definition_may_be_run_twice_unless_it_closes_over_values():
     blueprint("closed")(closing(5))
     with pytest.raises(BadInput, match="another factory"):
         blueprint("closed")(closing(6))
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("conv", "is built in"), ("", "letters, digits"), ("a b", "letters, digits")],
-)
-def test_a_name_that_cannot_be_registered_is_refused(name, reason):
-    with pytest.raises(BadInput, match=reason):
-        blueprint(name)
-    assert len(blueprints()) == len(BLUEPRINTS)
-
-
-def test_a_blueprint_of_another_process_is_named():
-    gone = Blueprint("gone", Form.CUSTOM, 0, merges=False)
-    with pytest.raises(BadInput, match="'gone' is not registered in this process"):
-        build(gone, VECTOR, torch.Generator(), nn.Identity())
-    with pytest.raises(BadInput, match="no registered blueprint 'gone'"):
-        forget("gone")
-
-
-def test_a_users_reason_for_not_fitting_is_passed_on():
-    @blueprint("mine", fits=lambda place: "" if place.inlet_width > 6 else "too narrow")
-    def factory(geometry):
-        return nn.Linear(geometry.inlet_width, geometry.outlet_width)
-
-    assert misfit(find("mine"), VECTOR) == "too narrow"
-    assert misfit(find("mine"), residual(Layout.VECTOR, 7)) == ""
