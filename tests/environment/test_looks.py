@@ -100,9 +100,9 @@ def seed_parts(world, env, slot):
         "last": (units, outputs),
         "last_bias": (outputs,),
     }
-    found = {}
-    for name, shape in shapes.items():
-        begin = int(layout.seeds[slot][name])
+    found, parts = {}, (layout.firsts[slot], layout.lasts[slot])
+    begins = [int(part[what]) for part in parts for what in ("weight", "bias")]
+    for begin, (name, shape) in zip(begins, shapes.items(), strict=True):
         length = torch.Size(shape).numel()
         found[name] = world.cohort.values[env, begin : begin + length].view(shape)
     return found

@@ -158,12 +158,12 @@ class Cohort(Stateful):
             params: `first`, as the form keeps it, and `first_bias` if it has one.
         """
         self.remove(env, slot)
-        seed, first = self.layout.seeds[slot], params["first"]
+        own, first = self.layout.firsts[slot], params["first"]
         if self.layout.shapes[slot % self.places].kind != CONV:
             first = first.mT  # a matrix is kept [inputs, units]
-        self._write(env, int(seed["first"]), first)
+        self._write(env, int(own["weight"]), first)
         if "first_bias" in params:
-            self._write(env, int(seed["first_bias"]), params["first_bias"])
+            self._write(env, int(own["bias"]), params["first_bias"])
         self.size[env, slot] = blueprint.size
         self.act[env, slot] = ACTIVATIONS[blueprint.form]
 

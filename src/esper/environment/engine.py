@@ -6,9 +6,10 @@ r"""Compiled training of hosts, one environment after the other: the CPU engine.
 All weights of an environment are one vector `w`, its activations and their gradients
 another, `s`, laid out by `MemoryLayout`; rows of a minibatch are the last axis, so that
 every inner loop runs along memory. Weight (o, i, tap) of a map is at
-`base + o * by_out + i * by_in + tap`; an image that a convolution reads is padded with
-zeros, one pixel wide. A seed is computed at its own size, and only where its alpha is
-not 0. Environments share no number: each is computed as if alone, to the bit.
+`weight + o * by_out + i * by_in + tap`; an image that a convolution reads is padded
+with zeros, one pixel wide. A seed is two maps, computed at its own size, and only where
+its alpha is not 0. Environments share no number: each is computed as if alone, to the
+bit.
 
 Sums are split over lanes and products fused with them: the same input gives the same
 bits, wherever it lies. The optimiser is AdamW (Loshchilov & Hutter 2019,
@@ -70,7 +71,7 @@ def train(
         g: Room for the gradients of one environment.
         s: Room for its activations, zero at first.
         bits: `s` as whole numbers.
-        layout: Layers, seeds, and how many weights are the host's.
+        layout: Maps of the layers and of the slots; how many weights are the host's.
         size: Units of every seed, `[env, slot]`; 0 where there is none.
         act: Its activation.
         alphas: Alpha in the host's own pass; 0 for a seed in training.
@@ -81,17 +82,18 @@ def train(
         newborn_steps: Steps until it is equal.
         kept: Where to leave the hosts' activations at the end; may be empty.
     """
-    layers, seeds, host = layout
+    layers, firsts, lasts, host = layout
     envs, steps, rows = picked.shape
+    seeds, places = (firsts, lasts), len(layers) - 1
     loss, beside = np.zeros(envs, v.dtype), np.zeros(envs, v.dtype)
     y, bottom, top = np.empty(rows, np.int64), np.int64(0), len(layers) - 1
     for e in range(envs):
         mine = e % len(features)
         w, k, a = v[e], size[e], act[e]
         start = top + 1
-        for q in range(len(seeds)):
+        for q in range(len(firsts)):
             if training[e, q] > 0:
-                start = min(start, seeds[q].place + 1)
+                start = min(start, q % places + 1)
         for n in range(steps):
             for r in range(rows):
                 y[r] = labels[mine, picked[e, n, r]]
@@ -105,17 +107,17 @@ def train(
                 total[e] += _loss(s, bits, layers[top], rows, y)
                 _backward(w, g, s, rows, layers, seeds, k, a, alpha, learns, low)
                 if len(kept) > 0 and n == steps - 1 and shadow == 0:
-                    copy(s[: kept.shape[1]], kept[e], bottom)
+                    copy(s[: kept.shape[1]], kept[e])
             rate = rates[e, n]
             clocks[e, 0] += 1
             adamw(w, g, mean[e], square[e], bottom, host, rate, clocks[e, 0], decay)
-            for q in range(len(seeds)):
+            for q in range(len(firsts)):
                 if k[q] > 0 and (alphas[e, q] > 0 or training[e, q] > 0):
                     old = min(clocks[e, q + 1] / newborn_steps, 1.0)
                     own = rate * (1 + (newborn_rate - 1) * (1 - old))
                     clocks[e, q + 1] += 1
                     _move_seed(
-                        w, g, mean[e], square[e], seeds[q], layers, k[q], a[q],
+                        w, g, mean[e], square[e], firsts[q], lasts[q], k[q], a[q],
                         own, clocks[e, q + 1], decay,
                     )  # fmt: skip
         loss[e] /= steps
@@ -124,17 +126,16 @@ def train(
 
 
 @fused
-def _move_seed(w, g, mean, square, seed, layers, units, act, rate, clock, decay):
+def _move_seed(w, g, mean, square, first, last, units, act, rate, clock, decay):
     """One step of a seed; a form without a bias has none to move."""
-    before, own = layers[seed.place], layers[seed.place + 1]
-    first = units * before.inputs * before.taps
-    last = units * seed.each * own.outputs * own.taps
-    adamw(w, g, mean, square, seed.first, first, rate, clock, decay)
-    adamw(w, g, mean, square, seed.last, last, rate, clock, decay)
+    read = units * first.inputs * first.taps
+    written = units * (last.inputs // first.outputs) * last.outputs * last.taps
+    adamw(w, g, mean, square, first.weight, read, rate, clock, decay)
+    adamw(w, g, mean, square, last.weight, written, rate, clock, decay)
     if act != LINEAR:
-        adamw(w, g, mean, square, seed.first_bias, units, rate, clock, decay)
+        adamw(w, g, mean, square, first.bias, units, rate, clock, decay)
     if act == GELU:
-        adamw(w, g, mean, square, seed.last_bias, own.outputs, rate, clock, decay)
+        adamw(w, g, mean, square, last.bias, last.outputs, rate, clock, decay)
 
 
 @entry
@@ -143,7 +144,8 @@ def count(features, labels, wanted, v, s, layout, rows, size, act, alphas):
 
     `features [env, example, in]` and `labels [env, example]`; one set may serve all.
     """
-    layers, seeds, _ = layout
+    layers, firsts, lasts, _ = layout
+    seeds = (firsts, lasts)
     examples, last = labels.shape[1], layers[len(layers) - 1]
     right = np.zeros(v.shape[0], np.int64)
     best, guess = np.empty(rows, v.dtype), np.empty(rows, np.int64)
@@ -156,7 +158,7 @@ def count(features, labels, wanted, v, s, layout, rows, size, act, alphas):
             _gather(features[mine], picked, s, layers[0])
             _forward(v[e], s, rows, layers, seeds, size[e], act[e], alphas[e], bottom)
             z = s[last.z * rows : (last.z + last.outputs) * rows]
-            copy(z[:rows], best, bottom)
+            copy(z[:rows], best)
             guess[:] = 0
             for o in range(1, last.outputs):
                 for r in range(rows):
@@ -188,117 +190,77 @@ def _gather(features, picked, s, first):
 def _forward(w, s, rows, layers, seeds, size, act, alpha, start):
     """Outputs of every layer from `start` on."""
     one, relu = s.dtype.type(1), np.int64(RELU)
+    firsts, lasts = seeds
     for n in range(start, len(layers)):
         own = layers[n]
-        z, taps = own.z * rows, own.taps
-        fill(s, z, w, own.bias, own.outputs, own.high * own.wide * rows)
-        apply(
-            own, rows, w, own.weight, own.inputs * taps, taps, one, s,
-            own.x * rows, own.inputs, z, own.outputs,
-        )  # fmt: skip
-        for q in range(len(seeds)):
-            seed, units = seeds[q], size[q]
-            if seed.place != n - 1 or units == 0 or not alpha[q] > 0:
+        fill(own, rows, w, s, own.outputs)
+        apply(own, rows, w, one, s, own.inputs, own.outputs)
+        for q in range(len(firsts)):
+            first, last, units = firsts[q], lasts[q], size[q]
+            if q % (len(layers) - 1) != n - 1 or units == 0 or not alpha[q] > 0:
                 continue
-            before, u, hid = layers[n - 1], seed.u * rows, seed.hid * rows
-            spots, below = before.high * before.wide * rows, before.taps
             if act[q] == LINEAR:
-                s[u : u + units * spots] = 0
+                u = first.z * rows
+                s[u : u + units * first.high * first.wide * rows] = 0
             else:
-                fill(s, u, w, seed.first_bias, units, spots)
-            apply(
-                before, rows, w, seed.first, before.inputs * below, below, one, s,
-                before.x * rows, before.inputs, u, units,
-            )  # fmt: skip
-            activate(s, u, before, units, act[q], hid, own.kind == CONV, rows)
-            apply(
-                own, rows, w, seed.last, taps, own.outputs * taps, alpha[q], s,
-                hid, units * seed.each, z, own.outputs,
-            )  # fmt: skip
+                fill(first, rows, w, s, units)
+            apply(first, rows, w, one, s, first.inputs, units)
+            activate(first, last, rows, s, units, act[q])
+            read = units * (last.inputs // first.outputs)
+            apply(last, rows, w, alpha[q], s, read, last.outputs)
             if act[q] == GELU:
-                for o in range(own.outputs):
-                    bias = alpha[q] * w[seed.last_bias + o]
+                z = last.z * rows
+                for o in range(last.outputs):
+                    bias = alpha[q] * w[last.bias + o]
                     for r in range(rows):
                         s[z + o * rows + r] += bias
         if n + 1 < len(layers):
-            after = layers[n + 1]
-            padded = after.kind == CONV
-            activate(s, z, own, own.outputs, relu, after.x * rows, padded, rows)
+            activate(own, layers[n + 1], rows, s, own.outputs, relu)
 
 
 @fused
 def _backward(w, g, s, rows, layers, seeds, size, act, alpha, learns, start):
     """Gradients down to layer `start`; the host's own only if that is the first."""
-    relu = np.int64(RELU)
+    one, relu = s.dtype.type(1), np.int64(RELU)
+    firsts, lasts = seeds
     for n in range(len(layers)):
         own = layers[n]
         at = own.gx * rows
         s[at : at + own.inputs * own.high * own.wide * rows] = 0
     for n in range(len(layers) - 1, start - 1, -1):
         own, before = layers[n], layers[max(n - 1, 0)]
-        for q in range(len(seeds)):
-            is_active = seeds[q].place == n - 1 and size[q] > 0 and alpha[q] > 0
+        for q in range(len(firsts)):
+            is_here = q % (len(layers) - 1) == n - 1
+            is_active = is_here and size[q] > 0 and alpha[q] > 0
             if is_active and (learns[q] > 0 or n - 1 > start):
                 _seed_backward(
-                    w, g, s, rows, own, before, seeds[q], size[q], act[q], alpha[q],
+                    w, g, s, rows, firsts[q], lasts[q], size[q], act[q], alpha[q],
                     learns[q] > 0, n - 1 > start,
                 )  # fmt: skip
-        _layer_backward(w, g, s, rows, own, start == 0, n > start)
+        if start == 0:
+            weight_gradient(own, rows, g, one, s, own.inputs, own.outputs)
+            bias_gradient(own, rows, g, one, s, own.outputs)
         if n > start:
-            activate_back(
-                s, own.gx * rows, before.z * rows, before, before.outputs, relu,
-                before.gz * rows, rows,
-            )  # fmt: skip
+            apply_transposed(own, rows, w, one, s, own.inputs, own.outputs)
+            activate_back(before, own, rows, s, before.outputs, relu)
 
 
 @fused
-def _layer_backward(w, g, s, rows, own, learns, further):
-    """Gradients of one layer and, if asked, of its inputs."""
-    one, gz, side = s.dtype.type(1), own.gz * rows, own.inputs * own.taps
-    if learns:
-        weight_gradient(
-            own, rows, g, own.weight, side, own.taps, one, s,
-            own.x * rows, own.inputs, gz, own.outputs,
-        )  # fmt: skip
-        bias_gradient(s, gz, own.outputs, own.padded * rows, g, own.bias, one)
-    if further:
-        apply_transposed(
-            own, rows, w, own.weight, side, own.taps, one, s,
-            own.gx * rows, own.inputs, gz, own.outputs,
-        )  # fmt: skip
-
-
-@fused
-def _seed_backward(
-    w, g, s, rows, own, before, seed, units, act, alpha, learns, further
-):
+def _seed_backward(w, g, s, rows, first, last, units, act, alpha, learns, further):
     """Gradients of one seed and, if asked, of its inlet."""
-    gz, gu, ghid = own.gz * rows, seed.gu * rows, seed.ghid * rows
-    taps, below, inputs = own.taps, before.taps, units * seed.each
-    one = s.dtype.type(1)
-    s[ghid : ghid + inputs * own.high * own.wide * rows] = 0
-    apply_transposed(
-        own, rows, w, seed.last, taps, own.outputs * taps, alpha, s,
-        ghid, inputs, gz, own.outputs,
-    )  # fmt: skip
-    activate_back(s, ghid, seed.u * rows, before, units, act, gu, rows)
+    one, read = s.dtype.type(1), units * (last.inputs // first.outputs)
+    at = last.gx * rows
+    s[at : at + read * last.high * last.wide * rows] = 0
+    apply_transposed(last, rows, w, alpha, s, read, last.outputs)
+    activate_back(first, last, rows, s, units, act)
     if learns:
-        weight_gradient(
-            own, rows, g, seed.last, taps, own.outputs * taps, alpha, s,
-            seed.hid * rows, inputs, gz, own.outputs,
-        )  # fmt: skip
-        weight_gradient(
-            before, rows, g, seed.first, before.inputs * below, below, one, s,
-            before.x * rows, before.inputs, gu, units,
-        )  # fmt: skip
-        bias_gradient(s, gu, units, before.padded * rows, g, seed.first_bias, one)
+        weight_gradient(last, rows, g, alpha, s, read, last.outputs)
+        weight_gradient(first, rows, g, one, s, first.inputs, units)
+        bias_gradient(first, rows, g, one, s, units)
         if act == GELU:
-            bias_gradient(s, gz, own.outputs, rows, g, seed.last_bias, alpha)
+            bias_gradient(last, rows, g, alpha, s, last.outputs)
     if further:
-        apply_transposed(
-            before, rows, w, seed.first, before.inputs * below, below, one, s,
-            before.gx * rows, before.inputs, gu, units,
-        )  # fmt: skip
+        apply_transposed(first, rows, w, one, s, first.inputs, units)
 
 
 @fused
@@ -342,13 +304,14 @@ def _loss(s, bits, last, rows, y):
 
 
 @fused
-def activate(s, z, own, units, act, x, padded, rows):
-    """Activations; after a convolution they are max-pooled, two by two."""
+def activate(own, after, rows, s, units, act):
+    """Outputs of a map to inputs of the next; after a convolution, pooled 2 x 2."""
     real, zero = s.dtype.type, s.dtype.type(0)
+    z, x = own.z * rows, after.x * rows
     if own.kind != CONV:
         pre, post = s[z : z + units * rows], s[x : x + units * rows]
         if act == LINEAR:
-            copy(pre, post, 0)
+            copy(pre, post)
         elif act == GELU:
             for i in range(units * rows):
                 rise = real(0.5) + real(0.5) * math.erf(pre[i] * real(ROOT_HALF))
@@ -357,7 +320,7 @@ def activate(s, z, own, units, act, x, padded, rows):
             for i in range(units * rows):
                 post[i] = zero if pre[i] <= zero else pre[i]
         return
-    half, edge = own.wide // 2, 1 if padded else 0
+    half, edge = own.wide // 2, 1 if after.kind == CONV else 0
     for unit in range(units):
         for h in range(own.high // 2):
             line = unit * (own.high // 2 + 2 * edge) + h + edge
@@ -375,14 +338,15 @@ def activate(s, z, own, units, act, x, padded, rows):
 
 
 @fused
-def activate_back(s, g, z, own, units, act, gz, rows):
+def activate_back(own, after, rows, s, units, act):
     """Gradient before the activation (and pooling), from that after it."""
     real, zero = s.dtype.type, s.dtype.type(0)
+    g, z, gz = after.gx * rows, own.z * rows, own.gz * rows
     if own.kind != CONV:
         length = units * rows
         pre, given, back = s[z : z + length], s[g : g + length], s[gz : gz + length]
         if act == LINEAR:
-            copy(given, back, 0)
+            copy(given, back)
         elif act == GELU:
             for i in range(length):
                 t = pre[i]
@@ -431,45 +395,42 @@ def _pair(s, at, rows):
 
 
 @fused
-def apply(own, rows, w, base, by_out, by_in, scale, s, x, inputs, z, outputs):
-    """Add the map of x to z."""
-    if own.kind == CONV:
-        turn = np.int64(0)
-        _apply_conv(
-            own, rows, w, base, by_out, by_in, turn, scale, s, x, inputs, z, outputs
-        )
-    else:
-        _apply_dense(rows, w, base, by_out, by_in, scale, s, x, inputs, z, outputs)
+def apply(own, rows, w, scale, s, inputs, outputs):
+    """Add the map of its inputs to its outputs."""
+    _apply(
+        own, rows, w, own.by_out, own.by_in, np.int64(0), scale, s,
+        own.x * rows, inputs, own.z * rows, outputs,
+    )  # fmt: skip
 
 
 @fused
-def apply_transposed(
-    own, rows, w, base, by_out, by_in, scale, s, gx, inputs, gz, outputs
-):
-    """Add the transposed map of gz, the gradient at the inputs, to gx."""
+def apply_transposed(own, rows, w, scale, s, inputs, outputs):
+    """Add the transposed map of the gradient at the outputs to that at the inputs."""
+    _apply(
+        own, rows, w, own.by_in, own.by_out, np.int64(8), scale, s,
+        own.gz * rows, outputs, own.gx * rows, inputs,
+    )  # fmt: skip
+
+
+@fused
+def _apply(own, rows, w, by_out, by_in, turn, scale, s, x, inputs, z, outputs):
     if own.kind == CONV:
-        turn = np.int64(8)
-        _apply_conv(
-            own, rows, w, base, by_in, by_out, turn, scale, s, gz, outputs, gx, inputs
-        )
+        _apply_conv(own, rows, w, by_out, by_in, turn, scale, s, x, inputs, z, outputs)
     else:
-        _apply_dense(rows, w, base, by_in, by_out, scale, s, gz, outputs, gx, inputs)
+        _apply_dense(own, rows, w, by_out, by_in, scale, s, x, inputs, z, outputs)
 
 
 @summed
-def weight_gradient(
-    own, rows, g, base, by_out, by_in, scale, s, x, inputs, gz, outputs
-):
+def weight_gradient(own, rows, g, scale, s, inputs, outputs):
     """The gradient of a map's weights."""
     if own.kind == CONV:
-        _conv_gradient(
-            own, rows, g, base, by_out, by_in, scale, s, x, inputs, gz, outputs
-        )
+        _conv_gradient(own, rows, g, scale, s, inputs, outputs)
         return
-    zero = s.dtype.type(0)
+    zero, by_in, x, gz = s.dtype.type(0), own.by_in, own.x * rows, own.gz * rows
     given = s[x : x + inputs * rows].reshape(inputs, rows)
     for o in range(outputs):
         back, i = s[gz + o * rows : gz + (o + 1) * rows], 0
+        at = own.weight + o * own.by_out
         while i + 4 <= inputs:
             x0, x1, x2, x3 = given[i], given[i + 1], given[i + 2], given[i + 3]
             a = b = c = d = zero
@@ -478,24 +439,23 @@ def weight_gradient(
                 b += back[r] * x1[r]
                 c += back[r] * x2[r]
                 d += back[r] * x3[r]
-            at = base + o * by_out + i * by_in
             g[at], g[at + by_in] = scale * a, scale * b
             g[at + 2 * by_in], g[at + 3 * by_in] = scale * c, scale * d
-            i += 4
+            i, at = i + 4, at + 4 * by_in
         while i < inputs:
             a = zero
             for r in range(rows):
                 a += back[r] * given[i, r]
-            g[base + o * by_out + i * by_in] = scale * a
-            i += 1
+            g[at] = scale * a
+            i, at = i + 1, at + by_in
 
 
 @fused
-def _apply_dense(rows, w, base, by_out, by_in, scale, s, x, inputs, z, outputs):
+def _apply_dense(own, rows, w, by_out, by_in, scale, s, x, inputs, z, outputs):
     """A dense map, eight inputs at a time."""
     given = s[x : x + inputs * rows].reshape(inputs, rows)
     for o in range(outputs):
-        out, i, at = s[z + o * rows : z + (o + 1) * rows], 0, base + o * by_out
+        out, i, at = s[z + o * rows : z + (o + 1) * rows], 0, own.weight + o * by_out
         while i + 8 <= inputs:
             x0, x1, x2, x3 = given[i], given[i + 1], given[i + 2], given[i + 3]
             x4, x5, x6, x7 = given[i + 4], given[i + 5], given[i + 6], given[i + 7]
@@ -515,9 +475,7 @@ def _apply_dense(rows, w, base, by_out, by_in, scale, s, x, inputs, z, outputs):
 
 
 @fused
-def _apply_conv(
-    own, rows, w, base, by_out, by_in, turn, scale, s, x, inputs, z, outputs
-):
+def _apply_conv(own, rows, w, by_out, by_in, turn, scale, s, x, inputs, z, outputs):
     """A convolution of padded images, one line of the result at a time.
 
     `turn` is 8 to read the kernel from its end, else 0.
@@ -529,8 +487,9 @@ def _apply_conv(
             at = z + (o * own.high + line) * length
             out = s[at : at + length]
             for i in range(inputs):
+                at = own.weight + o * by_out + i * by_in + turn
                 for t in range(9):
-                    k[t] = scale * w[base + o * by_out + i * by_in + turn + step * t]
+                    k[t] = scale * w[at + step * t]
                 a, b, c, d, e, f, g, h, j = k
                 at = x + (line_at(own, i, line) - 1) * rows
                 h0, h1, h2 = _shifted(s, at, length, rows)
@@ -550,11 +509,10 @@ def _shifted(s, at, length, rows):
 
 
 @summed
-def _conv_gradient(
-    own, rows, grads, base, by_out, by_in, scale, s, x, inputs, gz, outputs
-):
+def _conv_gradient(own, rows, grads, scale, s, inputs, outputs):
     """The gradient of a convolution's weights, nine sums at a time."""
     zero, length = s.dtype.type(0), own.wide * rows
+    x, gz = own.x * rows, own.gz * rows
     for o in range(outputs):
         for n in range(inputs):
             a = b = c = d = e = f = g = h = i = zero
@@ -576,7 +534,7 @@ def _conv_gradient(
                     g += grad * u0[r]
                     h += grad * u1[r]
                     i += grad * u2[r]
-            at = base + o * by_out + n * by_in
+            at = own.weight + o * own.by_out + n * own.by_in
             for t, total in enumerate((a, b, c, d, e, f, g, h, i)):
                 grads[at + t] = scale * total
 
@@ -588,27 +546,29 @@ def line_at(own, channel, h):
 
 
 @fused
-def copy(values, target, start):
-    """Values to a place of the target."""
+def copy(values, target):
+    """Values to the target."""
     for i in range(len(values)):
-        target[start + i] = values[i]
+        target[i] = values[i]
 
 
 @fused
-def fill(s, z, w, bias, units, length):
-    """Biases to everywhere."""
-    for unit in range(units):
-        s[z + unit * length : z + (unit + 1) * length] = w[bias + unit]
+def fill(own, rows, w, s, outputs):
+    """Biases to all outputs."""
+    z, length = own.z * rows, own.high * own.wide * rows
+    for o in range(outputs):
+        s[z + o * length : z + (o + 1) * length] = w[own.bias + o]
 
 
 @summed
-def bias_gradient(s, gz, units, length, g, bias, scale):
+def bias_gradient(own, rows, g, scale, s, outputs):
     """The gradient of biases; a border adds nothing."""
-    for unit in range(units):
-        back, total = s[gz + unit * length : gz + (unit + 1) * length], s.dtype.type(0)
+    gz, length = own.gz * rows, own.padded * rows
+    for o in range(outputs):
+        back, total = s[gz + o * length : gz + (o + 1) * length], s.dtype.type(0)
         for i in range(length):
             total += back[i]
-        g[bias + unit] = scale * total
+        g[own.bias + o] = scale * total
 
 
 @fused

@@ -8,12 +8,14 @@ unit, so that a smaller one is a prefix. Rows of a minibatch are the last axis.
     seed in a slot    first [unit, in, tap], its bias [unit],
                       last [unit, ..., out, tap], its bias [out]
 
-A tap is a position of a 3 x 3 kernel; a dense layer has one.
+A tap is a position of a 3 x 3 kernel; a dense layer has one. To the kernels all of
+these are maps: a seed is two of them, from the inputs of one layer to its own units,
+and from there to the outputs of the next layer.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, pairwise
-from typing import Any
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,15 +23,18 @@ from numpy.typing import NDArray
 from esper.growth.blueprints.geometry import Geometry, Kernel, Layout
 from esper.tasks.hosts import CONV, DENSE, Host, LayerShape
 
-
-def _record(names: str) -> Any:  # noqa: ANN401
-    return np.dtype([(name, np.int64) for name in names.split()], align=True)
-
-
-LAYER = _record("kind inputs outputs high wide taps padded weight bias x z gz gx")
-"""A layer: its shape; offsets of weights, inputs, outputs and their gradients."""
-SEED = _record("place first first_bias last last_bias u hid gu ghid each")
-"""A slot: its place; offsets of weights, units and gradients; inputs per unit."""
+MAP: Final[Any] = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            *("kind", "inputs", "outputs", "high", "wide", "taps", "padded"),
+            *("weight", "bias", "by_out", "by_in", "x", "z", "gz", "gx"),
+        )
+    ],
+    align=True,
+)
+"""A map: its shape; where its weights and biases are, and how far apart the weights of
+two outputs and of two inputs; where its inputs, its outputs and their gradients are."""
 
 
 def inputs_per_unit(first: LayerShape, last: LayerShape) -> int:
@@ -77,82 +82,79 @@ class MemoryLayout:
         self.units = units
         self.places = len(shapes) - 1
         self.slots = self.places * seeds_per_slot
-        spans = [(*pair, inputs_per_unit(*pair)) for pair in pairwise(shapes)]
-        of_layers = [(own.weights, own.outputs) for own in shapes]
-        of_seeds = seeds_per_slot * [
-            (
-                units * first.inputs * first.taps,
-                units,
-                units * each * last.outputs * last.taps,
-                last.outputs,
-            )
-            for first, last, each in spans
-        ]
-        self.lengths = [*chain(*of_layers, *of_seeds)]
+        self.lengths: list[int] = []
         """Lengths of the parts of an environment's weights, in their order."""
-        weights = accumulate(self.lengths, initial=0)
-        layer_weights, seed_weights = _offsets(weights, of_layers, of_seeds)
-        activations = [
+        self.parameters = 0
+        """Weights of host and seeds."""
+        self.activations = 0
+        """Activations and gradients per row of a minibatch."""
+        layers = [self._map(own) for own in shapes]
+        self.host_parameters = self.parameters
+        """Weights of the host, which come first."""
+        self.host_activations = self.activations
+        """Activations of the host per row of a minibatch, which come first."""
+        spans = [
             (
-                own.inputs * own.padded,
-                own.outputs * own.positions,
-                own.outputs * own.padded,
-                own.inputs * own.positions,
+                replace(first, outputs=units),
+                replace(last, inputs=units * inputs_per_unit(first, last)),
             )
-            for own in shapes
+            for first, last in pairwise(shapes)
         ]
         # The slots of a place share room for the gradients at their units.
         gradients = [
-            (units * first.padded, units * each * last.positions)
-            for first, last, each in spans
+            (self._room(first.outputs * first.padded), self._room(inputs(last)))
+            for first, last in spans
         ]
-        hidden = seeds_per_slot * [
-            (units * first.positions, units * each * last.padded)
-            for first, last, each in spans
-        ]
-        ends = accumulate(chain(*activations, *gradients, *hidden), initial=0)
-        layer_at, gradient_at, hidden_at = _offsets(
-            ends, activations, gradients, hidden
+        firsts, lasts = [], []
+        for slot in range(self.slots):
+            place = slot % self.places
+            (first, last), (gz, gx) = spans[place], gradients[place]
+            before, own = layers[place], layers[place + 1]
+            firsts.append(self._map(first, x=before["x"], gz=gz, gx=before["gx"]))
+            to = {"z": own["z"], "gz": own["gz"]}
+            lasts.append(self._map(last, by_input=True, gx=gx, **to))
+        self.layers, self.firsts, self.lasts = (
+            np.array([tuple(each[name] for name in MAP.names) for each in maps], MAP)
+            for maps in (layers, firsts, lasts)
         )
-        self.layers: NDArray[Any] = np.array(
-            [
-                (
-                    *(own.kind, own.inputs, own.outputs, own.high, own.wide),
-                    *(own.taps, own.padded, *of_weights, *of_activations),
-                )
-                for own, of_weights, of_activations in zip(
-                    shapes, layer_weights, layer_at, strict=True
-                )
-            ],
-            dtype=LAYER,
-        )
-        self.seeds: NDArray[Any] = np.array(
-            [
-                (
-                    *(slot % self.places, *seed_weights[slot], *hidden_at[slot]),
-                    *(*gradient_at[slot % self.places], spans[slot % self.places][2]),
-                )
-                for slot in range(self.slots)
-            ],
-            dtype=SEED,
-        )
-        self.host_parameters = sum(chain(*of_layers))
-        """Weights of the host, which come first."""
-        self.host_activations = sum(chain(*activations))
-        """Activations of the host per row of a minibatch, which come first."""
-        self.parameters = next(weights)
-        """Weights of host and seeds."""
-        self.activations = next(ends)
-        """Activations and gradients per row of a minibatch."""
+        """Maps of the host; first and last maps of the slots."""
+
+    def _map(
+        self, own: LayerShape, *, by_input: bool = False, **at: int
+    ) -> dict[str, int]:
+        """A map with room for its weights, and for activations that are nowhere yet."""
+        rooms = {
+            "x": own.inputs * own.padded,
+            "z": own.outputs * own.positions,
+            "gz": own.outputs * own.padded,
+            "gx": inputs(own),
+        }
+        weight, bias = self.parameters, self.parameters + own.weights
+        self.lengths += [own.weights, own.outputs]
+        self.parameters = bias + own.outputs
+        return {
+            **{name: getattr(own, name) for name in MAP.names[:7]},
+            "weight": weight,
+            "bias": bias,
+            "by_out": own.taps if by_input else own.inputs * own.taps,
+            "by_in": own.outputs * own.taps if by_input else own.taps,
+            **{name: self._room(rooms[name]) for name in rooms if name not in at},
+            **at,
+        }
+
+    def _room(self, length: int) -> int:
+        """Where so many new activations lie."""
+        self.activations += length
+        return self.activations - length
 
     @property
-    def tables(self) -> tuple[NDArray[Any], NDArray[Any], int]:
+    def tables(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], int]:
         """What the kernels read."""
-        return self.layers, self.seeds, self.host_parameters
+        return self.layers, self.firsts, self.lasts, self.host_parameters
 
     def extent(self, slot: int) -> tuple[int, int]:
         """Where the weights of a slot's seed begin and end."""
-        begins = [*self.seeds["first"].tolist(), self.parameters]
+        begins = [*self.firsts["weight"].tolist(), self.parameters]
         return begins[slot], begins[slot + 1]
 
     def is_dense(self, place: int) -> bool:
@@ -161,8 +163,6 @@ class MemoryLayout:
         return first.kind == last.kind == DENSE
 
 
-def _offsets(
-    ends: Iterator[int], *tables: Sequence[tuple[int, ...]]
-) -> list[list[tuple[int, ...]]]:
-    """Offsets in the shape of tables of lengths, which lie behind each other."""
-    return [[tuple(next(ends) for _ in row) for row in table] for table in tables]
+def inputs(own: LayerShape) -> int:
+    """Numbers that a layer reads per row, without padding."""
+    return own.inputs * own.positions

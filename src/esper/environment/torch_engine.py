@@ -183,7 +183,7 @@ def losses(
 
 def owners(layout: MemoryLayout) -> Int64[Tensor, " parameter"]:
     """Owner of each weight: 0 the host, 1 + slot a seed."""
-    begins = torch.from_numpy(layout.seeds["first"].copy())
+    begins = torch.from_numpy(layout.firsts["weight"].copy())
     numbers = torch.arange(layout.parameters)
     return torch.searchsorted(begins, numbers, right=True)
 
