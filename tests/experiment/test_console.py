@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from esper.experiment.config import TrainConfig
 from esper.experiment.console import ConsoleProgress, time_left
 from esper.experiment.records import Judged
 from tests.experiment.stores import record
@@ -22,7 +23,7 @@ def evaluation():
 def printed(terminal, width=120):
     file = io.StringIO()
     progress = ConsoleProgress(Console(file=file, force_terminal=terminal, width=width))
-    trainer = SimpleNamespace(round=3, config=SimpleNamespace(minutes=None))
+    trainer = SimpleNamespace(round=3, config=TrainConfig())
     progress.on_message("Training.")
     progress.on_progress("simulated world", 1, 2, "return +0.1")
     progress.on_evaluation(trainer, {"letter": evaluation()})
@@ -38,7 +39,7 @@ def test_a_log_has_plain_lines():
     assert "\x1b" not in text
     for words in (
         "Training.",
-        "simulated world 1/2  return +0.1",
+        "simulated world: round 1/2, return +0.1",
         "round 3  evaluation: letter +0.5000 (score 0.500)",
         "round 1/10  return +0.1000  score 0.500  grown 1.50x  kl 0.0100",
         "warning: the disk is slow",

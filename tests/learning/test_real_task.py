@@ -6,7 +6,8 @@ import pytest
 from esper.environment.growing import GrowingWorld
 from esper.experiment.config import Budget, Learner, TrainConfig
 from esper.experiment.judging import judge
-from esper.experiment.summary import FEW_ROUNDS, return_trend, sparkline
+from esper.experiment.progress import sparkline
+from esper.experiment.summary import FEW_ROUNDS, return_trend
 from esper.experiment.trainer import OnRoundEnd, Trainer
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.sampling import GreedyPolicy

@@ -1,19 +1,33 @@
 """Progress of several jobs: bars in a terminal, plain lines elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Final
 
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
+import numpy as np
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+BARS: Final = "▁▂▃▄▅▆▇█"
+COLUMNS: Final = 60
+"""Bars of a sparkline, at most."""
+
+
+class _Bars(RichProgress):
+    panel: RenderableType = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.panel:
+            yield self.panel
 
 
 class Progress:
     """Shows how far several jobs are.
 
     Args:
-        names: What the jobs are called.
+        names: Jobs that are shown as waiting at first; others come when they begin.
         console: Where to show it.
         unit: What is counted.
     """
@@ -22,15 +36,16 @@ class Progress:
 
     def __init__(
         self,
-        names: Sequence[str],
+        names: Sequence[str] = (),
         console: Console | None = None,
         *,
         unit: str = "round",
     ) -> None:
         self._console, self._unit = console or Console(), unit
-        self._bars: Bars | None = None
+        self._bars: _Bars | None = None
+        self._tasks: dict[str, TaskID] = {}
         if self._console.is_terminal:
-            self._bars = Bars(
+            self._bars = _Bars(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=24),
                 TextColumn("{task.completed}/{task.total}"),
@@ -38,10 +53,8 @@ class Progress:
                 TimeRemainingColumn(),
                 console=self._console,
             )
-            self._tasks = {
-                name: self._bars.add_task(name, total=None, text="waiting", start=False)
-                for name in names
-            }
+            for name in names:
+                self._task(self._bars, name)
 
     def __enter__(self) -> "Progress":
         if self._bars is not None:
@@ -54,21 +67,40 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._bars is not None:
-            self._bars.stop()
+        self.close()
 
-    def update(self, name: str, done: int, total: int, text: str) -> None:
-        """Update the bar of a job, counted from 1."""
+    def update(
+        self,
+        name: str,
+        done: float,
+        total: float,
+        text: str,
+        panel: RenderableType = "",
+    ) -> None:
+        """Update the bar of a job, counted from 1, and what is shown below the bars."""
         if self._bars is None:
             every = max(total // self.LINES_PER_JOB, 1)
             if done % every == 0 or done == total:
                 place = f"{name}: {self._unit} {done}/{total}"
                 print_line(self._console, f"{place}, {text}")
             return
-        task = self._tasks[name]
-        if done == 1:
-            self._bars.start_task(task)
+        task = self._task(self._bars, name)
+        self._bars.start()
+        self._bars.start_task(task)
+        self._bars.panel = panel
         self._bars.update(task, completed=done, total=total, text=text)
+
+    def close(self) -> None:
+        """Leave the terminal."""
+        if self._bars is not None:
+            self._bars.stop()
+
+    def _task(self, bars: _Bars, name: str) -> TaskID:
+        if name not in self._tasks:
+            self._tasks[name] = bars.add_task(
+                name, total=None, text="waiting", start=False
+            )
+        return self._tasks[name]
 
 
 def print_line(console: Console, text: str) -> None:
@@ -79,3 +111,15 @@ def print_line(console: Console, text: str) -> None:
 def printable(text: str) -> str:
     """The text with a question mark for every character that cannot be printed."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as bars from the least to the largest; neighbours share a bar."""
+    known = np.asarray(values, dtype=np.float64)
+    known = known[np.isfinite(known)]
+    if not len(known):
+        return ""
+    parts = np.array_split(known, min(COLUMNS, len(known)))
+    means = np.array([part.mean() for part in parts])
+    share = (means - means.min()) / max(float(np.ptp(means)), 1e-12)  # all may be equal
+    return "".join(BARS[round(level * (len(BARS) - 1))] for level in share.tolist())

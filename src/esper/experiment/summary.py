@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from esper.experiment.database import open_store, rows
-from esper.experiment.progress import print_line, printable
+from esper.experiment.progress import print_line, printable, sparkline
 from esper.experiment.records import STATIC, is_learned, reference_of
 from esper.experiment.run import STORE
 from esper.experiment.statistics import (
@@ -41,9 +41,6 @@ FEW_HOSTS: Final = 10
 """Hosts below which intervals are narrower than they should be."""
 FEW_ROUNDS: Final = 8
 """Rounds in a fifth of a run below which an interval over them is too narrow."""
-BARS: Final = "▁▂▃▄▅▆▇█"
-COLUMNS: Final = 60
-"""Bars of a sparkline, at most."""
 WIDTH: Final = 150
 """Columns of a table that is not printed to a terminal."""
 LEGEND: Final = (
@@ -225,17 +222,6 @@ def return_trend(returns: Sequence[float]) -> str:
         f"The return {change}: {first.mean():.4f} in the first {fifth} rounds, "
         f"{last.mean():.4f} in the last {fifth}, by {rise:+.4f} (95 % over rounds)."
     )
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """Values as bars from the least to the largest; neighbours share a bar."""
-    known = _finite(values)
-    if not len(known):
-        return ""
-    parts = np.array_split(known, min(COLUMNS, len(known)))
-    means = np.array([part.mean() for part in parts])
-    share = (means - means.min()) / max(float(np.ptp(means)), 1e-12)  # all may be equal
-    return "".join(BARS[round(level * (len(BARS) - 1))] for level in share.tolist())
 
 
 def _table(
