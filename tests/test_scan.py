@@ -72,23 +72,6 @@ shapes = st.tuples(st.integers(1, 3), st.integers(1, 17)) | st.tuples(
 
 
 @ROADS
-@pytest.mark.parametrize(
-    ("reverse", "expected"),
-    [
-        (False, [5.0, 4.5, 3.0, 10.0]),  # 8 fades, the zero forgets it, 2 doubles 3
-        (True, [2.75, 3.5, 3.0, 20.0]),  # 2 doubles 8, the zero forgets it
-    ],
-)
-def test_four_steps_by_hand(road, reverse, expected):
-    decay = torch.tensor([[0.5, 0.5, 0.0, 2.0]])
-    inputs = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
-
-    y = road(decay, inputs, torch.tensor([8.0]), reverse)
-
-    assert_close(y, torch.tensor([expected]), **EXACT)
-
-
-@ROADS
 @given(shapes, st.booleans(), st.sampled_from(DTYPES), st.integers(0, 99))
 def test_scan_is_the_sum_of_decayed_inputs(road, shape, reverse, dtype, rng_seed):
     decay, inputs, initial = recurrence(shape, rng_seed, dtype=dtype)
@@ -217,53 +200,25 @@ def test_t18_nothing_passes_a_boundary_in_value_or_gradient(road, reverse, poiso
     assert_close(gradient[:, before], 2.0 * own[:, before], rtol=1e-12, atol=0.0)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 4), (2, 5), (2, 5, 4)])
-def test_scan_knows_shapes_on_a_device_without_numbers(shape):
-    decay, inputs, initial = (x.to("meta") for x in recurrence(shape, 0))
-    inputs.requires_grad_()
-    y = scan(decay, inputs, initial, reverse=True)
-    assert (y.shape, y.device.type) == (shape, "meta")
-    assert grad(y.sum(), inputs)[0].shape == shape
-
-
 @pytest.mark.parametrize(
-    ("decay", "inputs", "initial", "message"),
+    ("shape", "changes", "message"),
     [
-        (torch.ones(3), torch.ones(3), None, r"\[env, time\] or .* got shape \(3,\)"),
-        (torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), None, "reshape"),
-        (
-            torch.ones(2, 3),
-            torch.ones(2, 4),
-            None,
-            r"decay must be .*\(2, 4\).*\(2, 3\)",
-        ),
-        (
-            torch.ones(2, 3),
-            torch.ones(2, 3),
-            torch.ones(3),
-            r"initial .*\(2,\).*\(3,\)",
-        ),
-        (
-            torch.ones(2, 3, 4),
-            torch.ones(2, 3, 4),
-            torch.ones(2),
-            r"initial .*\(2, 4\).*got .*\(2,\)",
-        ),
-        (torch.ones(2, 3).half(), torch.ones(2, 3).half(), None, "inputs .* got .*16"),
-        (torch.ones(2, 3).int(), torch.ones(2, 3).int(), None, "inputs .* got .*int32"),
-        (torch.ones(2, 3).double(), torch.ones(2, 3), None, "decay .* got .*float64"),
-        (
-            torch.ones(2, 3),
-            torch.ones(2, 3),
-            torch.ones(2).double(),
-            "initial .* got .*float64",
-        ),
-        (torch.ones(2, 3, device="meta"), torch.ones(2, 3), None, "on cpu.* on meta"),
+        ((3,), {}, r"\[env, time\] or .* got shape \(3,\)"),
+        ((1, 2, 3, 4), {}, "reshape"),
+        ((2, 4), {"decay": torch.ones(2, 3)}, r"decay must be .*\(2, 4\).*\(2, 3\)"),
+        ((2, 3), {"initial": torch.ones(3)}, r"initial .*\(2,\).*\(3,\)"),
+        ((2, 3, 4), {"initial": torch.ones(2)}, r"initial .*\(2, 4\).*got .*\(2,\)"),
+        ((2, 3), {"inputs": torch.ones(2, 3).half()}, "inputs .* got .*16"),
+        ((2, 3), {"inputs": torch.ones(2, 3).int()}, "inputs .* got .*int32"),
+        ((2, 3), {"decay": torch.ones(2, 3).double()}, "decay .* got .*float64"),
+        ((2, 3), {"initial": torch.ones(2).double()}, "initial .* got .*float64"),
+        ((2, 3), {"decay": torch.ones(2, 3, device="meta")}, "on cpu.* on meta"),
     ],
 )
-def test_scan_refuses_what_does_not_fit(decay, inputs, initial, message):
+def test_scan_refuses_what_does_not_fit(shape, changes, message):
+    given = {"decay": torch.ones(shape), "inputs": torch.ones(shape)} | changes
     with pytest.raises(BadInput, match=message):
-        bare_scan(decay, inputs, initial)
+        bare_scan(**given)
 
 
 # Advantages
@@ -312,6 +267,7 @@ def pairwise(steps, *, gamma, lam):
     return module._gae_log_depth(module.Rollout(**steps), gamma, lam)
 
 
+SHARED = torch.ones(3, 5)
 GAE_ROADS = pytest.mark.parametrize("road", [env_major, time_major, pairwise])
 sizes = st.tuples(st.sampled_from([1, 3, 37]), st.integers(1, 12))
 
@@ -355,6 +311,9 @@ def test_t27_advantages_are_the_sum_over_each_episode(
     road, rng_seed, size, ends, dtype, gamma, lam
 ):
     steps = rollout(rng_seed, *size, ends=ends, dtype=dtype)
+    if rng_seed % 2:  # a truncation ends an episode without its done flag, too
+        steps["dones"] = steps["dones"] & ~steps["truncated"]
+        steps["step_counts"] = steps["step_counts"].int()
 
     actual = road(steps, gamma=gamma, lam=lam)
 
@@ -417,23 +376,6 @@ def test_t26_other_episodes_never_change_this_one(road, rng_seed, size, other):
         assert_close(result[mine], reference[mine], **EXACT)
 
 
-@GAE_ROADS
-@given(st.integers(0, 999), sizes, st.floats(0.0, 1.0))
-def test_t27_value_of_a_constant_reward_does_not_depend_on_the_time_limit(
-    road, rng_seed, size, lam
-):
-    """r / (1 - gamma) for ever: truncations and cuts are no surprise at all."""
-    steps = rollout(rng_seed, *size, cuts=1.0)
-    for name in ("values", "final_values", "last_values"):
-        steps[name] = torch.full_like(steps[name], 3.0 / (1.0 - 0.75))
-    steps["rewards"] = torch.full_like(steps["rewards"], 3.0)
-
-    advantages, returns = road(steps, gamma=0.75, lam=lam)
-
-    assert advantages.eq(0.0).all()
-    assert returns[~padding_of(steps)].eq(12.0).all()
-
-
 def test_t27_the_leaky_trace_is_wrong_exactly_before_a_truncation_in_mid_row():
     steps = rollout(3, 6, 12, full=True, ends=0.15)
     right = env_major(steps, gamma=0.9, lam=0.8)[0]
@@ -450,30 +392,6 @@ def test_t27_the_leaky_trace_is_wrong_exactly_before_a_truncation_in_mid_row():
 
 
 @GAE_ROADS
-def test_a_truncation_without_its_done_flag_ends_the_episode_too(road):
-    steps = rollout(0, 30, 9)
-    unmarked = steps | {"dones": steps["dones"] & ~steps["truncated"]}
-    expected = road(steps, gamma=0.9, lam=0.8)
-    assert_close(road(unmarked, gamma=0.9, lam=0.8), expected, **EXACT)
-
-
-@GAE_ROADS
-def test_t28_bootstrapping_equals_an_edited_reward_and_edits_none(road):
-    steps = rollout(1, 30, 9)
-    kept = {name: x.clone() for name, x in steps.items()}
-    advantages, _ = road(steps, gamma=0.9, lam=0.8)
-
-    assert all(torch.equal(steps[name], kept[name]) for name in steps)
-    bonus = torch.where(steps["truncated"], 0.9 * steps["final_values"], 0.0)
-    edited = steps | {
-        "rewards": steps["rewards"] + bonus,
-        "truncated": torch.zeros_like(steps["truncated"]),
-    }
-    expected, _ = road(edited, gamma=0.9, lam=0.8)
-    assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
-
-
-@GAE_ROADS
 @pytest.mark.parametrize("envs", [2, 30])
 def test_counts_beyond_the_row_mean_all_of_it_and_negative_ones_none(road, envs):
     steps = rollout(4, envs, 9)
@@ -483,13 +401,6 @@ def test_counts_beyond_the_row_mean_all_of_it_and_negative_ones_none(road, envs)
         counts = torch.full((envs,), plain)
         expected = road(steps | {"step_counts": counts}, gamma=0.9, lam=0.8)
         assert_close(actual, expected, **EXACT)
-
-
-def test_counts_may_be_narrow_integers():
-    steps = rollout(4, 30, 9)
-    narrow = steps | {"step_counts": steps["step_counts"].int()}
-    expected = time_major(steps, gamma=0.9, lam=0.8)
-    assert_close(time_major(narrow, gamma=0.9, lam=0.8), expected, **EXACT)
 
 
 def test_any_layout_of_inputs_and_results_gives_the_same_advantages():
@@ -546,11 +457,17 @@ def test_empty_rollouts_give_empty_advantages(size):
     assert advantages.shape == returns.shape == size
 
 
-def test_gae_knows_shapes_on_a_device_without_numbers():
+def test_shapes_are_known_on_a_device_without_numbers():
     steps = {name: x.to("meta") for name, x in rollout(0, 3, 5).items()}
     out = (torch.empty(3, 5, device="meta").double() for _ in range(2))
     for result in gae(**steps, gamma=0.9, lam=0.8, out=tuple(out)):
         assert (result.shape, result.device.type) == ((3, 5), "meta")
+    for shape in ((2, 1, 4), (2, 5), (2, 5, 4)):
+        decay, inputs, initial = (x.to("meta") for x in recurrence(shape, 0))
+        inputs.requires_grad_()
+        y = scan(decay, inputs, initial, reverse=True)
+        assert (y.shape, y.device.type) == (shape, "meta")
+        assert grad(y.sum(), inputs)[0].shape == shape
 
 
 @pytest.mark.parametrize(
@@ -568,23 +485,17 @@ def test_gae_knows_shapes_on_a_device_without_numbers():
         ({"final_values": torch.ones(3, 5, device="meta")}, "final_values .* on meta"),
         ({"last_values": torch.ones(3, 5)}, r"last_values must be .*\(3,\)"),
         ({"out": (torch.ones(3, 5), torch.ones(5, 3))}, r"out\[1\] .* \(5, 3\)"),
+        (
+            {"out": (SHARED, torch.ones(3, 5)), "rewards": SHARED},
+            r"out\[0\] is used tw",
+        ),
+        ({"out": (SHARED, SHARED)}, r"out\[1\] is used twice"),
     ],
 )
 def test_gae_refuses_what_does_not_fit(changes, message):
     steps = rollout(0, 3, 5, dtype=torch.float32) | {"gamma": 0.9, "lam": 0.8}
     with pytest.raises(BadInput, match=message):
         bare_gae(**(steps | changes))
-
-
-def test_gae_refuses_to_write_over_its_inputs_or_twice():
-    steps = rollout(0, 3, 5)
-    kept = steps["rewards"].clone()
-    fresh = torch.empty(3, 5).double()
-    with pytest.raises(BadInput, match=r"out\[0\] is used twice"):
-        gae(**steps, gamma=0.9, lam=0.8, out=(steps["rewards"], fresh))
-    with pytest.raises(BadInput, match=r"out\[1\] is used twice"):
-        gae(**steps, gamma=0.9, lam=0.8, out=(fresh, fresh))
-    assert torch.equal(steps["rewards"], kept)
 
 
 def test_the_loops_to_compare_with_compute_the_same():
