@@ -5,8 +5,9 @@ tested against; the benchmark measures them against `naive_features`, which make
 small tensor of every row, and `listed_features`, which keeps to lists until the end.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from math import inf
+from types import SimpleNamespace as Report
 
 import torch
 
@@ -16,73 +17,29 @@ HUGE = 1e8
 STAGES = ("DORMANT", "TRAINING", "BLENDING", "HOLDING", "FOSSILIZED", "COOLING")
 
 
-@dataclass(slots=True)
-class SlotReport:
-    """One slot, as plain numbers; `offers` are dicts by blueprint."""
-
-    stage: int
-    age: int
-    alpha: float
-    alpha_target: float
-    alpha_settled: bool
-    blueprint: int
-    style: int
-    parameters: float
-    depth: float
-    capacity: float
-    liveness: float
-    gradient_share: float
-    contribution: float
-    contribution_measured: bool
-    offers: list["OfferReport"]
-
-
-@dataclass(slots=True)
-class OfferReport:
-    """One blueprint at one slot, as plain numbers."""
-
-    fits: bool
-    parameters: float
-    macs: float
-    promise: float
-    promise_known: bool
-
-
-@dataclass(slots=True)
-class HostReport:
-    """One host with its slots, as plain numbers."""
-
-    progress: float
-    budget_left: float
-    rent: float
-    added: float
-    score: float
-    score_slope: float
-    loss: float
-    loss_slope: float
-    plateau: float
-    slots: list[SlotReport]
-
-
-def reports_of(observation: Observation) -> list[HostReport]:
+def reports_of(observation: Observation) -> list[Report]:
     """The observation as one record per environment, as a per-env simulator has it."""
     host, slots, offers = (
         {field.name: getattr(record, field.name).tolist() for field in fields(record)}
         for record in (observation.host, observation.slots, observation.offers)
     )
     envs, places, blueprints = observation.offers.fits.shape
+
+    def record(values, *at, **more):
+        for index in at:
+            values = {name: column[index] for name, column in values.items()}
+        return Report(**values, **more)
+
     return [
-        HostReport(
-            **{name: values[env] for name, values in host.items()},
+        record(
+            host,
+            env,
             slots=[
-                SlotReport(
-                    **{name: values[env][slot] for name, values in slots.items()},
-                    offers=[
-                        OfferReport(
-                            **{n: values[env][slot][b] for n, values in offers.items()}
-                        )
-                        for b in range(blueprints)
-                    ],
+                record(
+                    slots,
+                    env,
+                    slot,
+                    offers=[record(offers, env, slot, b) for b in range(blueprints)],
                 )
                 for slot in range(places)
             ],
@@ -101,7 +58,7 @@ def share(value: float) -> float:
     return min(max(value, -1.0), 1.0)
 
 
-def host_features(host: HostReport) -> list[float]:
+def host_features(host: Report) -> list[float]:
     """One host."""
     return [
         share(host.progress),
@@ -118,7 +75,7 @@ def host_features(host: HostReport) -> list[float]:
     ]
 
 
-def slot_features(host: HostReport, slot: SlotReport) -> list[float]:
+def slot_features(host: Report, slot: Report) -> list[float]:
     """One slot."""
     row = [0.0] * len(STAGES)
     row[slot.stage] = 1.0
@@ -146,7 +103,7 @@ def slot_features(host: HostReport, slot: SlotReport) -> list[float]:
 
 
 def offer_features(
-    host: HostReport, slot: SlotReport, index: int, offer: OfferReport
+    host: Report, slot: Report, index: int, offer: Report
 ) -> list[float]:
     """One blueprint at one slot."""
     rent = min(max(host.rent, -HUGE), HUGE) * offer.parameters
@@ -169,7 +126,7 @@ def offer_features(
 
 
 def features_of(
-    host: HostReport,
+    host: Report,
 ) -> tuple[list[float], list[list[float]], list[list[list[float]]]]:
     """One environment: host, slots and offers as nested lists."""
     slot_rows, offer_rows = [], []
@@ -182,7 +139,7 @@ def features_of(
     return host_features(host), slot_rows, offer_rows
 
 
-def naive_features(hosts: list[HostReport]) -> dict[str, torch.Tensor]:
+def naive_features(hosts: list[Report]) -> dict[str, torch.Tensor]:
     """Environment by environment: a small tensor per row, stacked level by level."""
     parts = []
     for host in hosts:
@@ -202,7 +159,7 @@ def naive_features(hosts: list[HostReport]) -> dict[str, torch.Tensor]:
     return {key: torch.stack([part[key] for part in parts]) for key in parts[0]}
 
 
-def listed_features(hosts: list[HostReport]) -> dict[str, torch.Tensor]:
+def listed_features(hosts: list[Report]) -> dict[str, torch.Tensor]:
     """The same loop without small tensors: lists of numbers, converted once."""
     host, slots, offers = zip(*map(features_of, hosts), strict=True)
     return {

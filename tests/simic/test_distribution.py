@@ -1,7 +1,6 @@
 """Masked choices: exact against float64 sums, in value, gradient and chance."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +9,10 @@ from torch import Generator
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from esper.contracts.actions import HEAD, NUM_HEADS, RELEVANT, ActionMasks, Op
+from esper.contracts.actions import HEAD, NUM_HEADS, RELEVANT, Op
 from esper.contracts.errors import BadInput, NoLegalAction
 from esper.simic.agent.distribution import (
     choose,
-    chosen,
     entropy,
     kl_divergence,
     legal_rows,
@@ -28,6 +26,9 @@ from esper.tamiyo.policy.action_masks import compute_masks
 from tests.device_reads import count_device_reads
 from tests.references import ppo as reference
 from tests.rollouts import SPEC, random_observation
+
+TABLES = ("op", "slot", "blueprint", "fixed")
+WRONG = (torch.int64, torch.float32)
 
 
 def random_rows(*shape, generator, chance=0.5):
@@ -187,47 +188,6 @@ def test_without_a_generator_the_likeliest_legal_choice_is_taken():
         assert actions[case] == max(legal, key=lambda i: float(logits[case, i]))
 
 
-def test_t6_each_row_and_head_has_its_own_mask():
-    """Heads of 2, 3, 5 and 7 choices side by side, each row another mask."""
-    generator = Generator().manual_seed(6)
-    sizes, envs, width = [2, 3, 5, 7], 40, 7
-    rows = torch.zeros(envs, 4, width, dtype=torch.bool)
-    for head, size in enumerate(sizes):
-        rows[:, head, :size] = random_rows(envs, size, generator=generator)
-    logits = torch.randn(envs, 4, width, generator=generator)
-    log_probs = masked_log_softmax(logits, rows)
-    actions = sample(log_probs, rows, generator)
-    taken = chosen(log_probs, actions)
-    for env in range(envs):
-        for head, size in enumerate(sizes):
-            legal = [i for i in range(size) if rows[env, head, i]]
-            exact = reference.log_softmax([float(logits[env, head, i]) for i in legal])
-            action = int(actions[env, head])
-            assert action in legal
-            expected = torch.tensor(exact[legal.index(action)])
-            assert_close(taken[env, head], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_t9_kl_skips_illegal_choices_and_is_zero_only_for_equals():
-    rows = random_rows(200, 6, generator=Generator().manual_seed(9))
-    old = masked_log_softmax(torch.randn(200, 6), rows)
-    new = masked_log_softmax(torch.randn(200, 6), rows)
-    open_rows = rows.sum(-1) > 1
-    assert (kl_divergence(old, old) == 0).all()
-    assert (kl_divergence(old, new)[open_rows] > 0).all()
-    assert (kl_divergence(old, new)[~open_rows] == 0).all()
-
-
-def test_t16_a_single_legal_choice_costs_nothing_and_teaches_nothing():
-    logits = (50 * torch.randn(30, 6)).requires_grad_()
-    rows = torch.eye(6, dtype=torch.bool).repeat(5, 1)
-    log_probs = masked_log_softmax(logits, rows)
-    assert (log_probs == 0).all()
-    assert (entropy(log_probs) == 0).all()
-    (entropy(log_probs).sum() + (log_probs * torch.randn(30, 6)).sum()).backward()
-    assert (logits.grad == 0).all()
-
-
 def test_rows_are_conditional_on_the_heads_before_and_irrelevant_heads_are_forced():
     masks = random_masks(envs=40)
     generator = Generator().manual_seed(0)
@@ -258,61 +218,41 @@ def test_without_causality_heads_that_the_op_does_not_use_are_open():
     assert torch.equal(rows[:, 1:], SPEC.allowed[1:].expand(3, -1, -1))
 
 
-def as_is(masks: ActionMasks, **fields: torch.Tensor) -> ActionMasks:
-    """Masks that the type checks of the test run would not let through."""
-    odd = replace(masks)
-    for name, value in fields.items():
-        object.__setattr__(odd, name, value)
-    return odd
-
-
-@pytest.mark.parametrize("kind", [torch.uint8, torch.int64, torch.float32])
-@pytest.mark.parametrize("name", ["op", "slot", "blueprint", "fixed"])
-def test_masks_that_are_not_bool_are_refused(name, kind):
-    masks = random_masks()
-    odd = as_is(masks, **{name: getattr(masks, name).to(kind)})
-    with pytest.raises(BadInput, match=f"mask '{name}' must be bool, got {kind}"):
-        require_masks(odd, 5, SPEC)
-
-
-def test_masks_of_another_shape_are_refused_even_if_they_would_broadcast():
-    masks = random_masks()
-    require_masks(masks, 5, SPEC)
-    with pytest.raises(BadInput, match=r"'op' must be \[6, 6\].*got \[5, 6\]"):
-        require_masks(masks, 6, SPEC)
-    for name, value in {
-        "op": masks.op[:1],
-        "slot": masks.slot.transpose(1, 2),
-        "blueprint": masks.blueprint[..., :1],
-        "fixed": masks.fixed[:1],
-    }.items():
-        with pytest.raises(BadInput, match=f"mask '{name}' must be"):
-            require_masks(as_is(masks, **{name: value}), 5, SPEC)
-
-
-def actions_with(ops: torch.Tensor) -> torch.Tensor:
-    """Actions with given ops; the other choices are noise."""
-    actions = torch.randint(0, 2, (*ops.shape, NUM_HEADS))
-    actions[..., 0] = ops
-    return actions
-
-
-def test_relevance_stays_on_the_device_of_the_actions():
-    actions = torch.zeros(2, NUM_HEADS, dtype=torch.int64, device="meta")
-    assert relevant(actions).device.type == "meta"
-    assert relevant(actions).shape == (2, NUM_HEADS)
-    on_host = actions_with(torch.arange(len(Op)))
-    assert count_device_reads(lambda: relevant(on_host)) == 0
-
-
-def test_writing_into_relevance_changes_no_later_answer():
-    actions = actions_with(torch.arange(len(Op)))
-    expected = relevant(actions).clone()
-    relevant(actions).fill_(True)
-    assert_close(relevant(actions), expected)
-
-
 def test_a_choice_is_legal_even_if_its_logits_are_nan():
     rows = torch.tensor([[False, True, True]])
     logits = torch.full((1, 3), torch.nan)
     assert int(choose(logits, rows, torch.zeros(1, 3))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "message"),
+    [
+        *[("op", lambda x, to=kind: x.to(to), f"bool, got {kind}") for kind in WRONG],
+        *[(n, lambda x: x.to(torch.uint8), "bool, got torch.uint8") for n in TABLES],
+        ("op", lambda x: x[:4], r"\[5, 6\] .*got \[4, 6\]"),
+        ("op", lambda x: x[:1], r"\[5, 6\]"),
+        ("slot", lambda x: x.transpose(1, 2), r"\[5, 6, 3\]"),
+        ("blueprint", lambda x: x[..., :1], r"\[5, 3, 7\]"),
+        ("fixed", lambda x: x[:1], r"\[5, 8, 7\]"),
+    ],
+)
+def test_masks_of_another_kind_are_refused_even_if_they_would_broadcast(
+    name, spoil, message
+):
+    masks = random_masks()
+    require_masks(masks, 5, SPEC)
+    # Past the type checks of the test run.
+    object.__setattr__(masks, name, spoil(getattr(masks, name)))
+    with pytest.raises(BadInput, match=f"mask '{name}' must be {message}"):
+        require_masks(masks, 5, SPEC)
+
+
+def test_relevance_is_a_copy_on_the_device_of_the_actions():
+    actions = torch.zeros(len(Op), NUM_HEADS, dtype=torch.int64)
+    actions[:, 0] = torch.arange(len(Op))
+    assert torch.equal(relevant(actions), RELEVANT)
+    assert count_device_reads(lambda: relevant(actions)) == 0
+    relevant(actions).fill_(True)
+    assert torch.equal(relevant(actions), RELEVANT)
+    there = relevant(actions.to("meta"))
+    assert (there.device.type, there.shape) == ("meta", (len(Op), NUM_HEADS))
