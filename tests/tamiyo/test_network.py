@@ -151,43 +151,33 @@ def test_one_set_of_weights_controls_any_slots_and_blueprints(other):
         require_legal(observation, other, actions)
 
 
-def test_slot_logits_follow_their_slots_when_slots_change_places():
+@pytest.mark.parametrize("head", [1, 2], ids=["slots", "blueprints"])
+def test_logits_follow_their_slots_and_blueprints_when_these_change_places(head):
     policy = make_policy(strength=2.0)
     features, rows, actions, first, state = sequence(policy)
-    order = torch.tensor([2, 0, 1])
-    moved = Features(
-        features.host, features.slots[:, :, order], features.offers[:, :, order]
-    )
+    order = torch.tensor([2, 0, 1] if head == 1 else [3, 6, 0, 5, 1, 4, 2])
+    other, moved = policy, replace(features, offers=features.offers[:, :, :, order])
+    if head == 1:
+        moved = replace(
+            features,
+            slots=features.slots[:, :, order],
+            offers=features.offers[:, :, order],
+        )
+    else:
+        spec = replace(SPEC, blueprints=tuple(BLUEPRINTS[index] for index in order))
+        other = TamiyoPolicy(spec, TINY)
+        other.load_state_dict(policy.state_dict())
     there = actions.clone()
-    there[..., 1] = order.argsort()[actions[..., 1]]
-    new = evaluate(policy, moved, rows, there, first, state)
-    old = evaluate(policy, features, rows, actions, first, state)
-    close = {"rtol": 1e-5, "atol": 1e-5}
-    assert_close(new.logits[..., 1, :3], old.logits[..., 1, order], **close)
-    others = [0, *range(2, 8)]
-    assert_close(new.logits[..., others, :], old.logits[..., others, :], **close)
-    assert_close(new.normalized_values, old.normalized_values, **close)
-    spread = old.logits[..., 1, :3].std(dim=-1)
-    assert spread.min() > 1e-3
-
-
-def test_blueprint_logits_follow_their_blueprints_when_these_change_places():
-    policy = make_policy(strength=2.0)
-    order = torch.tensor([3, 6, 0, 5, 1, 4, 2])
-    spec = replace(SPEC, blueprints=tuple(BLUEPRINTS[index] for index in order))
-    other = TamiyoPolicy(spec, TINY)
-    other.load_state_dict(policy.state_dict())
-    features, rows, actions, first, state = sequence(policy)
-    moved = replace(features, offers=features.offers[:, :, :, order])
-    there = actions.clone()
-    there[..., 2] = order.argsort()[actions[..., 2]]
+    there[..., head] = order.argsort()[actions[..., head]]
     new = evaluate(other, moved, rows, there, first, state)
     old = evaluate(policy, features, rows, actions, first, state)
     close = {"rtol": 1e-5, "atol": 1e-5}
-    assert_close(new.logits[..., 2, :7], old.logits[..., 2, order], **close)
-    others = [0, 1, *range(3, 8)]
+    own = old.logits[..., head, : len(order)]
+    assert_close(new.logits[..., head, : len(order)], own[..., order], **close)
+    others = [each for each in range(8) if each != head]
     assert_close(new.logits[..., others, :], old.logits[..., others, :], **close)
-    assert old.logits[..., 2, :7].std(dim=-1).min() > 1e-3
+    assert_close(new.normalized_values, old.normalized_values, **close)
+    assert own.std(dim=-1).min() > 1e-3
 
 
 def test_a_new_policy_is_nearly_even_and_its_value_is_exactly_zero():
@@ -210,12 +200,10 @@ def test_t8_sampled_and_likeliest_decisions_are_legal(density):
         actions, state = policy.decide(observation, masks, state, generator)
         require_legal(observation, SPEC, actions)
         ops |= set(actions[:, HEAD["op"]].tolist())
-        for controller in (GreedyPolicy(policy), GreedyPolicy(policy)):
-            greedy, after = controller.decide(
-                observation, masks, greedy_state, generator
-            )
-            require_legal(observation, SPEC, greedy)
-        greedy_state = after
+        greedy, greedy_state = GreedyPolicy(policy).decide(
+            observation, masks, greedy_state, generator
+        )
+        require_legal(observation, SPEC, greedy)
     assert len(ops) >= {0.0: 1, 0.3: 3, 1.0: 6}[density]
 
 
@@ -231,65 +219,71 @@ def test_values_come_in_units_of_reward():
     assert_close(acted.values, 7.0 + 3.0 * plain)
 
 
-def test_t3_an_environment_without_a_legal_op_is_refused_before_sampling():
-    policy = make_policy()
-    observation, _, masks = seen()
-    masks.op[3] = False
-    with pytest.raises(NoLegalAction, match="head 'op' of environment 3"):
-        policy.decide(observation, masks, None, Generator())
-
-
-@pytest.mark.parametrize(("head", "op"), [("slot", 4), ("blueprint", 1)])
-def test_t3_an_op_without_a_slot_or_blueprint_is_refused(head, op):
+@pytest.mark.parametrize(("head", "op"), [("op", None), ("slot", 4), ("blueprint", 1)])
+def test_t3_a_head_without_a_legal_choice_is_refused(head, op):
     policy = make_policy()
     observation, _, masks = seen()
     masks.op[:] = torch.arange(6) == 0
-    masks.op[2] = torch.arange(6) == op
-    masks.slot[2, op] = head == "blueprint"
+    masks.op[2] = torch.arange(6) == (-1 if op is None else op)
+    masks.slot[2] = head == "blueprint"
     masks.blueprint[2] = False
     with pytest.raises(NoLegalAction, match=f"head '{head}' of environment 2 has no"):
         policy.decide(observation, masks, None, Generator())
 
 
-def test_masks_and_states_that_are_not_the_policys_are_refused():
-    policy = make_policy()
-    with pytest.raises(BadInput, match=r"mask 'op' must be \[4, 6\].*got \[5, 6\]"):
-        policy.decide(seen(envs=4)[0], seen()[2], None, Generator())
-    observation, _, masks = seen()
-    with pytest.raises(BadInput, match="state must be a tensor or None, got"):
-        policy.decide(observation, masks, (torch.zeros(1),), Generator())
-
-
-@pytest.mark.parametrize("name", ["width", "slot_width", "offer_width", "layers"])
-def test_sizes_that_are_none_are_refused(name):
-    with pytest.raises(BadInput, match=f"{name} must be at least 1, got 0"):
-        PolicyConfig(**{name: 0})
-    with pytest.raises(BadInput, match="no memory 'gru'"):
-        TamiyoPolicy(SPEC, PolicyConfig(memory="gru"))
-
-
-def test_a_policy_without_an_action_space_is_refused():
-    with pytest.raises(BadInput, match="spec must be an ActionSpec, got NoneType"):
-        inspect.unwrap(TamiyoPolicy.__init__)(TamiyoPolicy(SPEC, TINY), None)
-
-
-@pytest.mark.parametrize("memory", ["mingru", "lstm", "none"])
-def test_a_state_of_other_environments_is_refused(memory):
+def encode_a_foreign_state(memory):
     policy = make_policy(config=replace(TINY, memory=memory))
-    features = seen(envs=8)[1]
-    first, state = torch.zeros(8, 1, dtype=torch.bool), policy.initial_state(2)
     encode = inspect.unwrap(TamiyoPolicy.encode)  # past the type checks of the tests
-    with pytest.raises(BadInput, match=r"state must be \[8, .*got \[2, "):
-        encode(policy, features, first, state)
+    first = torch.zeros(8, 1, dtype=torch.bool)
+    encode(policy, seen(envs=8)[1], first, policy.initial_state(2))
 
 
-@pytest.mark.parametrize(("head", "choice"), [(0, 10**9), (1, 3), (2, -1), (7, 2**40)])
-def test_choices_that_a_head_does_not_have_are_refused(head, choice):
+def score_a_foreign_choice(head, choice):
     policy = make_policy()
     features, rows, actions, first, state = sequence(policy)
     actions[1, 2, head] = choice
-    with pytest.raises(BadInput, match=f"head '{HEAD_NAMES[head]}' must lie in 0"):
-        evaluate(policy, features, rows, actions, first, state)
+    evaluate(policy, features, rows, actions, first, state)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        *[
+            (lambda n=name: PolicyConfig(**{n: 0}), f"{name} must be at least 1, got 0")
+            for name in ("width", "slot_width", "offer_width", "layers")
+        ],
+        (lambda: TamiyoPolicy(SPEC, PolicyConfig(memory="gru")), "no memory 'gru'"),
+        (
+            lambda: inspect.unwrap(TamiyoPolicy.__init__)(make_policy(), None),
+            "spec must be an ActionSpec, got NoneType",
+        ),
+        (
+            lambda: make_policy().decide(seen(envs=4)[0], seen()[2], None, Generator()),
+            r"mask 'op' must be \[4, 6\].*got \[5, 6\]",
+        ),
+        (
+            lambda: make_policy().decide(*seen()[::2], (torch.zeros(1),), Generator()),
+            "state must be a tensor or None, got",
+        ),
+        *[
+            (
+                lambda m=memory: encode_a_foreign_state(m),
+                r"must be \[8, .*got \[2",
+            )
+            for memory in ("mingru", "lstm", "none")
+        ],
+        *[
+            (
+                lambda h=head, c=choice: score_a_foreign_choice(h, c),
+                f"head '{HEAD_NAMES[head]}' must lie in 0",
+            )
+            for head, choice in ((0, 10**9), (1, 3), (2, -1), (7, 2**40))
+        ],
+    ],
+)
+def test_what_is_not_the_policys_is_refused(call, match):
+    with pytest.raises(BadInput, match=match):
+        call()
 
 
 def situation(policy, envs):
