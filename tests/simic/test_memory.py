@@ -77,34 +77,17 @@ def test_lstm_equals_torchs_where_nothing_resets(layers):
 
 
 @pytest.mark.parametrize(("name", "layers"), ALL)
-def test_step_by_step_equals_the_whole_sequence(name, layers):
+def test_t21_step_by_step_and_in_halves_equals_the_whole_sequence(name, layers):
     memory, inputs, first, state = setting(name, layers)
     outputs, last = memory(inputs, first, state)
-    for time in range(TIME):
-        here = slice(time, time + 1)
-        with torch.no_grad():
-            one, state = memory(inputs[:, here], first[:, here], state)
-        assert_close(one, outputs[:, here], rtol=1e-6, atol=1e-6)
-    assert_close(state, last, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(("name", "layers"), ALL)
-def test_t21_two_halves_equal_the_whole(name, layers):
-    memory, inputs, first, state = setting(name, layers)
-    outputs, last = memory(inputs, first, state)
-    left, middle = memory(inputs[:, :5], first[:, :5], state)
-    right, end = memory(inputs[:, 5:], first[:, 5:], middle)
-    assert_close(torch.cat((left, right), dim=1), outputs, rtol=1e-6, atol=1e-6)
-    assert_close(end, last, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(("name", "layers"), KINDS)
-def test_t17_the_state_a_row_starts_from_matters(name, layers):
-    memory, inputs, _, state = setting(name, layers)
-    never = torch.zeros(ENVS, TIME, dtype=torch.bool)
-    stored, _ = memory(inputs, never, state)
-    zeroed, _ = memory(inputs, never, torch.zeros_like(state))
-    assert (stored - zeroed).abs().amax(dim=(0, 2))[0] > 1e-2
+    for cuts in (range(TIME), (0, 5)):
+        here, parts = state, []
+        for begin, end in zip(cuts, [*cuts[1:], TIME], strict=True):
+            with torch.no_grad():
+                one, here = memory(inputs[:, begin:end], first[:, begin:end], here)
+            parts.append(one)
+        assert_close(torch.cat(parts, dim=1), outputs, rtol=1e-6, atol=1e-6)
+        assert_close(here, last, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("sentinel", [1e6, -1e30, math.inf, math.nan])

@@ -101,17 +101,6 @@ def test_large_returns_that_differ_little_keep_their_spread():
     )
 
 
-def test_t29_the_unit_of_the_reward_leaves_no_bit():
-    """Times a power of two, everything scales exactly."""
-    first, second = torch.randn(8).tolist(), torch.randn(8).tolist()
-    small = moments_of(first, second, fading=0.9)
-    large = moments_of(
-        [1024 * x for x in first], [1024 * x for x in second], fading=0.9
-    )
-    assert torch.equal(large.mean, 1024 * small.mean)
-    assert torch.equal(large.scale(), 1024 * small.scale())
-
-
 def test_constant_returns_do_not_become_noise():
     assert_close(moments_of([3.0, 3.0]).scale(), torch.tensor(4.0 * SMALLEST_SCALE))
 

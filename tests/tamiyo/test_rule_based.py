@@ -18,7 +18,6 @@ from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.rule_based import (
     SLOW_BLEND,
     STANDARD_BLEND,
-    Never,
     Plateau,
     PromiseGreedy,
     Random,
@@ -109,25 +108,6 @@ MEASURED = {
 
 
 @pytest.mark.parametrize(
-    ("slot", "op"),
-    [
-        ({"stage": Stage.TRAINING, "age": 1}, "WAIT"),
-        ({"stage": Stage.TRAINING, "age": 2}, "ADVANCE"),
-        ({"stage": Stage.BLENDING, "age": 1}, "ADVANCE"),
-        ({"stage": Stage.BLENDING, "age": 9, "alpha_settled": False}, "WAIT"),
-        ({"stage": Stage.HOLDING}, "FOSSILIZE"),
-        ({"stage": Stage.HOLDING, "contribution": -1.0}, "FOSSILIZE"),
-        ({"stage": Stage.COOLING}, "WAIT"),
-        ({"stage": Stage.FOSSILIZED}, "WAIT"),
-        ({**MEASURED, "contribution": 0.3}, "FOSSILIZE"),
-        ({**MEASURED, "contribution": 0.2}, "PRUNE"),
-    ],
-)
-def test_a_seed_advances_in_time_and_is_kept_if_it_earns_its_rent(slot, op):
-    assert in_words(observed(SPEC, host={"rent": 0.5}, **slot))["op"] == op
-
-
-@pytest.mark.parametrize(
     ("narrowed", "blending", "tempo", "target"),
     [
         ({}, STANDARD_BLEND, "STANDARD", "FULL"),
@@ -187,12 +167,6 @@ def test_without_a_widening_the_offer_with_most_parameters_is_preferred():
 def test_offers_of_another_action_space_are_refused():
     with pytest.raises(BadInput, match=rf"{KINDS} blueprints .* got 2"):
         SizePreference(SPEC).scores(observed(PAIR).offers)
-
-
-def test_never_waits():
-    actions, state = decide(Never(), observed(SPEC, 3), SPEC)
-    assert not actions.any()
-    assert state is None
 
 
 def test_random_draws_each_head_evenly_from_what_is_legal_given_the_heads_before():

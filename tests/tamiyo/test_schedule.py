@@ -106,23 +106,6 @@ def test_what_could_not_be_planted_is_made_up_for():
     ]
 
 
-def test_each_environment_and_each_episode_counts_by_itself():
-    progress = torch.tensor([0.1, 0.0])
-    begins = torch.tensor([True, False])
-    episode = [at(progress, 2), at(0.1, 2), at(0.1, 2, first=begins)]
-    taken = play(Scheduled(WIDE, PERIODIC), episode, WIDE)
-    assert taken[:, :, 0].tolist() == [[1, 0], [0, 1], [1, 0]]
-
-
-def test_seeds_come_before_plantings():
-    stage = torch.tensor([[0, 1, 0, 0], [0, 2, 0, 0], [0, 3, 0, 0], [0, 1, 0, 0]])
-    age = torch.tensor([2, 2, 2, 1])[:, None]
-    seen = at(torch.tensor([0.0, 0.9, 0.0, 0.9]), 4, stage=stage, age=age)
-    actions, _ = decide(Scheduled(WIDE, EARLY), seen, WIDE)
-    expected = [Op.ADVANCE, Op.ADVANCE, Op.FOSSILIZE, Op.WAIT]
-    assert actions[:, 0].tolist() == expected
-
-
 @pytest.mark.parametrize(
     ("blueprint", "spec", "planted"),
     [

@@ -136,41 +136,6 @@ def test_a_copy_is_the_same(copy):
     )
 
 
-@pytest.mark.parametrize("name", [MANIFEST, WEIGHTS])
-def test_a_missing_file_is_refused(copy, name):
-    (copy / name).unlink()
-    assert f"{name} is missing" in refusal(copy)
-
-
-def test_one_changed_byte_of_the_weights_is_refused(copy):
-    data = bytearray((copy / WEIGHTS).read_bytes())
-    data[-1] ^= 1
-    (copy / WEIGHTS).write_bytes(data)
-    assert f"{WEIGHTS} has SHA-256 " in refusal(copy)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"format": 1}', "\xff"])
-def test_a_broken_manifest_is_refused(copy, text):
-    (copy / MANIFEST).write_bytes(text.encode("latin-1"))
-    assert f"{MANIFEST} is damaged" in refusal(copy)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"format": 2}, "format 2, not 1"),
-        ({"policy": {"width": 0}}, "is damaged"),
-        ({"policy": {"girth": 1}}, "is damaged"),
-        ({"blueprints": [{"form": "WIDER", "size": 8}]}, "is damaged"),
-        ({"choices": 3}, "is damaged"),
-        ({"weights": b"PK\x03\x04 and so on"}, f"{WEIGHTS} does not fit: "),
-    ],
-)
-def test_contents_of_another_kind_are_refused(copy, changes, words):
-    rewrite(copy, **changes)
-    assert words in refusal(copy)
-
-
 def test_tensors_of_another_shape_or_name_or_not_finite_are_refused(copy):
     tensors = load((copy / WEIGHTS).read_bytes())
     rewrite(copy, {**tensors, "op_out.bias": torch.zeros(2)})
@@ -179,3 +144,42 @@ def test_tensors_of_another_shape_or_name_or_not_finite_are_refused(copy):
     assert "op_out.bias is missing" in refusal(copy)
     rewrite(copy, {**tensors, "value_out.bias": torch.tensor([torch.nan])})
     assert "value_out.bias in tamiyo.safetensors is not finite" in refusal(copy)
+
+
+def changed_byte(folder):
+    data = bytearray((folder / WEIGHTS).read_bytes())
+    data[-1] ^= 1
+    (folder / WEIGHTS).write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST} is missing"),
+        (lambda folder: (folder / WEIGHTS).unlink(), f"{WEIGHTS} is missing"),
+        (changed_byte, f"{WEIGHTS} has SHA-256 "),
+        *[
+            (
+                lambda folder, bad=text: (folder / MANIFEST).write_bytes(bad),
+                f"{MANIFEST} is damaged",
+            )
+            for text in (b"", b"{", b"[]", b"null", b"{}", b'{"format": 1}', b"\xff")
+        ],
+        *[
+            (lambda folder, bad=changes: rewrite(folder, **bad), words)
+            for changes, words in (
+                ({"format": 2}, "format 2, not 1"),
+                ({"policy": {"width": 0}}, "is damaged"),
+                ({"policy": {"girth": 1}}, "is damaged"),
+                ({"blueprints": [{"form": "WIDER", "size": 8}]}, "is damaged"),
+                ({"choices": 3}, "is damaged"),
+                ({"weights": b"PK\x03\x04 and so on"}, f"{WEIGHTS} does not fit: "),
+            )
+        ],
+    ],
+)
+def test_files_that_are_missing_changed_or_of_another_kind_are_refused(
+    copy, spoil, words
+):
+    spoil(copy)
+    assert words in refusal(copy)
