@@ -306,10 +306,10 @@ class _Trace:
 
 def _trace(host: nn.Module, sites: tuple[Site, ...], example: Example) -> _Trace:
     """Call the host once and record what happens at every site."""
-    modules = dict(host.named_modules())
-    names = {site.inlet for site in sites} | {site.outlet for site in sites}
-    trace = _Trace({name: _Record() for name in names})
+    ends = {end for site in sites for end in (site.inlet, site.outlet)}
+    trace = _Trace({name: _Record() for name in ends})
     records, tracer = trace.records, trace.tracer
+    names = {module: name for name, module in host.named_modules()}
     spans = [site for site in sites if not site.residual and site.inlet != site.outlet]
     last_leaf: nn.Module | None = None
 
@@ -321,33 +321,31 @@ def _trace(host: nn.Module, sites: tuple[Site, ...], example: Example) -> _Trace
             trace.leaves += 1
             if isinstance(module, LAYOUT_LAYERS):
                 last_leaf = module
-        for name in names:
-            if modules[name] is module:
-                records[name].calls += 1
-                records[name].given = given
-                if isinstance(given, Tensor):
-                    records[name].given_version = given._version
+        name = names[module]
+        if name in records:
+            records[name].calls += 1
+            records[name].given = given
+            records[name].given_version = getattr(given, "_version", 0)
         for site in spans:
-            if modules[site.outlet] is module:
+            if site.outlet == name:
                 tracer.arrive(site.name, given)
 
     def leave(module: nn.Module, args: Any, answer: Any) -> None:  # noqa: ANN401
         if not [*module.children()]:
             tracer.running.pop()
-        for name in names:
-            if modules[name] is module:
-                record = records[name]
-                record.answer, record.order = answer, trace.leaves
-                record.last_leaf = last_leaf
-                for other in records.values():
-                    if isinstance(other.given, Tensor):
-                        other.version_after[name] = other.given._version
+        name = names[module]
+        if name in records:
+            record = records[name]
+            record.answer, record.order = answer, trace.leaves
+            record.last_leaf = last_leaf
+            for other in records.values():
+                other.version_after[name] = getattr(other.given, "_version", 0)
         for site in spans:
-            if modules[site.inlet] is module and isinstance(answer, Tensor):
+            if site.inlet == name and isinstance(answer, Tensor):
                 tracer.begin(site.name, answer)
 
     with ExitStack() as stack:
-        for module in modules.values():
+        for module in names:
             before = module.register_forward_pre_hook(enter, with_kwargs=True)
             stack.callback(before.remove)
             stack.callback(module.register_forward_hook(leave).remove)

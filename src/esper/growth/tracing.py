@@ -114,32 +114,6 @@ def isolated(host: nn.Module, *, training: bool) -> Iterator[None]:
             module.training = mode
 
 
-@dataclass(slots=True)
-class TraceStep:
-    """One function between two layers."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    module: nn.Module | None
-    """The module that called it; None if the host did so itself."""
-    before: Tensor
-    after: Tensor
-
-
-@dataclass(slots=True)
-class Path:
-    """What was traced between two layers."""
-
-    tail: Tensor
-    """The newest tensor on the path."""
-    tensors: list[Tensor]
-    """All tensors on the path."""
-    steps: list[TraceStep] = field(default_factory=list)
-    arrived: bool = False
-    problem: str = ""
-
-
 class FunctionModule(nn.Module):
     """A torch function that the host called directly, as a module."""
 
@@ -150,12 +124,73 @@ class FunctionModule(nn.Module):
         kwargs: dict[str, Any],
     ) -> None:
         super().__init__()
-        self.function, self.args, self.kwargs = function, args, kwargs
+        self.function, self.args = function, args
+        self.kwargs = {key: kwargs[key] for key in kwargs if key != "inplace"}
 
     def forward(self, h: Tensor) -> Tensor:
         """The same call on another tensor."""
         result: Tensor = self.function(h, *self.args, **self.kwargs)
         return result
+
+
+@dataclass(slots=True)
+class TraceStep:
+    """One module, or function of the host, between two layers."""
+
+    module: nn.Module
+    name: str
+    before: Tensor
+    after: Tensor
+
+
+@dataclass(slots=True)
+class Path:
+    """What was traced between two layers."""
+
+    tensors: list[Tensor]
+    """All tensors on the path, the newest last."""
+    steps: list[TraceStep] = field(default_factory=list)
+    arrived: bool = False
+    problem: str = ""
+
+    def extend(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        called: nn.Module | None,
+        before: Tensor,
+        result: Tensor,
+    ) -> None:
+        """Note a function of a tensor on the path, called by a leaf module or none."""
+        name = getattr(func, "__name__", str(func))
+        given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if self.arrived:
+            # The second layer itself reads the tail; any other reader is a fork.
+            if called is None or not hasattr(called, "weight"):
+                self.problem = "the hidden tensor is also used elsewhere"
+        elif not args or args[0] is not self.tensors[-1]:
+            self.problem = f"the hidden tensor forks or meets another at {name}"
+        elif len(given) > 1 and not isinstance(called, NORMS):
+            self.problem = f"{name} mixes the hidden tensor with another"
+        else:
+            after = result.clone()
+            # What a module does inside is one step of that module.
+            if self.steps and self.steps[-1].module is called:
+                self.steps[-1].after = after
+            elif called is not None:
+                step = TraceStep(called, type(called).__name__, before, after)
+                self.steps.append(step)
+            else:
+                made: nn.Module = FunctionModule(func, args[1:], kwargs)
+                if name == "dropout":
+                    made = nn.Dropout(
+                        args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+                    )
+                elif after.dim() == 2 and before.dim() > 2:
+                    made = nn.Flatten(1)
+                self.steps.append(TraceStep(made, name, before, after))
+            self.tensors.append(result)
 
 
 class PathTracer(TorchFunctionMode):
@@ -169,13 +204,13 @@ class PathTracer(TorchFunctionMode):
 
     def begin(self, name: str, output: Tensor) -> None:
         """The first layer of a path has been called."""
-        self.paths[name] = Path(output, [output])
+        self.paths[name] = Path([output])
 
     def arrive(self, name: str, given: object) -> None:
         """The second layer of a path is being called."""
         path = self.paths.get(name)
         if path is not None and not path.arrived:
-            path.arrived = given is path.tail
+            path.arrived = given is path.tensors[-1]
 
     def __torch_function__(
         self,
@@ -186,97 +221,51 @@ class PathTracer(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401
         """Run the function and note it on every path that it lies on."""
         kwargs = dict(kwargs or {})
+        given = {id(value) for value in (*args, *kwargs.values())}
         # The function may work in place, so its input is copied first.
-        before = [path.tail.clone() for path in self.paths.values()]
+        touched = [
+            (path, path.tensors[-1].clone())
+            for path in self.paths.values()
+            if not path.problem and any(id(t) in given for t in path.tensors)
+        ]
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor):
-            for path, tail in zip(self.paths.values(), before, strict=True):
-                self._extend(path, func, args, kwargs, tail, result)
-        return result
-
-    def _extend(
-        self,
-        path: Path,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: Tensor,
-        result: Tensor,
-    ) -> None:
-        given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        on_path = any(a is tensor for a in given for tensor in path.tensors)
-        if not on_path or path.problem:
-            return
         called = self.running[-1] if self.running else None
-        if path.arrived:
-            # The second layer itself reads the tail; any other reader is a fork.
-            if called is None or not hasattr(called, "weight"):
-                path.problem = "the hidden tensor is also used elsewhere"
-            return
-        function = getattr(func, "__name__", str(func))
-        if not args or args[0] is not path.tail:
-            path.problem = f"the hidden tensor forks or meets another at {function}"
-        elif len(given) > 1 and not isinstance(called, NORMS):
-            path.problem = f"{function} mixes the hidden tensor with another"
-        else:
-            # What a module does inside is one step of that module.
-            if path.steps and called is not None and path.steps[-1].module is called:
-                path.steps[-1].after = result.clone()
-            else:
-                step = TraceStep(func, args, kwargs, called, before, result.clone())
-                path.steps.append(step)
-            path.tail = result
-            path.tensors.append(result)
+        for path, before in touched if isinstance(result, Tensor) else ():
+            path.extend(func, args, kwargs, called, before, result)
+        return result
 
 
 def path_modules(
     path: Path | None, width: int, layout: Layout
 ) -> tuple[tuple[nn.Module, ...], str]:
     """The path as modules, and why new units cannot be put on it ("" if they can)."""
-    if path is None:
-        return (), "its first layer was never called"
-    if path.problem:
-        return (), path.problem
+    problem = "its first layer was never called" if path is None else path.problem
+    if path is None or problem:
+        return (), problem
     if not path.arrived:
         return (), "no channel-wise way leads from the first layer to the second"
-    modules = []
+    modules: list[nn.Module] = []
     for step in path.steps:
-        module, problem = _as_module(step, width, layout)
-        if module is None:
-            return (), problem
+        module = step.module
+        if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
+            problem = "runs over more than the channels"
+        elif isinstance(module, (*NORMS, nn.Dropout)):
+            pass
+        elif any(True for _ in module.parameters()):
+            problem = "has weights of its own"
+        else:
+            module = deepcopy(module)
+            problem = _why_not_channelwise(module, step, width, layout)
+        if problem:
+            return (), f"{step.name} between the layers {problem}"
         modules.append(module)
     return tuple(modules), ""
 
 
-def _as_module(
-    step: TraceStep, width: int, layout: Layout
-) -> tuple[nn.Module | None, str]:
-    name = getattr(step.function, "__name__", str(step.function))
-    what = type(step.module).__name__ if step.module is not None else name
-    if isinstance(step.module, nn.LayerNorm) and len(step.module.normalized_shape) > 1:
-        return None, "LayerNorm between the layers runs over more than the channels"
-    if isinstance(step.module, NORMS):
-        return step.module, ""
-    if step.module is not None:
-        if any(True for _ in step.module.parameters()):
-            return None, f"{what} between the layers has weights of its own"
-        return _if_channelwise(deepcopy(step.module), step, width, layout, what)
-    if name == "dropout":
-        rate = step.args[1] if len(step.args) > 1 else step.kwargs.get("p", 0.5)
-        return nn.Dropout(rate), ""
-    if step.after.dim() == 2 and step.before.dim() > 2:
-        return _if_channelwise(nn.Flatten(1), step, width, layout, what)
-    if any(isinstance(a, Tensor) for a in (*step.args[1:], *step.kwargs.values())):
-        return None, f"{what} mixes the hidden tensor with another"
-    kwargs = {k: v for k, v in step.kwargs.items() if k != "inplace"}
-    copied = FunctionModule(step.function, step.args[1:], kwargs)
-    return _if_channelwise(copied, step, width, layout, what)
-
-
-def _if_channelwise(
-    module: nn.Module, step: TraceStep, width: int, layout: Layout, what: str
-) -> tuple[nn.Module | None, str]:
-    """The module, if it gives some channels the same as all of them."""
+def _why_not_channelwise(
+    module: nn.Module, step: TraceStep, width: int, layout: Layout
+) -> str:
+    """Whether a module gives some channels the same as all of them; else why not."""
     flat = step.before.dim() == 2 and layout is not Layout.VECTOR
     per = step.before.shape[1] // width if flat else 1
     axis = 1 if layout.channels_first or step.before.dim() == 2 else -1
@@ -289,15 +278,11 @@ def _if_channelwise(
             part = module(step.before.narrow(axis, 0, some * per).clone())
             whole = module(step.before.clone())
     except Exception:  # whatever it cannot do is the answer
-        return None, f"{what} between the layers does not take fewer channels"
+        return "does not take fewer channels"
     if whole.dim() == 2 and step.before.dim() > 2:
-        per = whole.shape[1] // width
-        axis = 1
-    if not _close(part, whole.narrow(axis, 0, some * per)) or not _close(
-        whole, step.after
-    ):
-        return None, f"{what} between the layers mixes channels"
-    return module, ""
+        per, axis = whole.shape[1] // width, 1
+    alike = _close(part, whole.narrow(axis, 0, some * per))
+    return "" if alike and _close(whole, step.after) else "mixes channels"
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
