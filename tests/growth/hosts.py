@@ -190,3 +190,11 @@ def bits(value):
     if isinstance(value, list | tuple):
         return [bits(inner) for inner in value]
     return value
+
+
+def everything(module: nn.Module, optimizer: torch.optim.Optimizer | None = None):
+    """All tensors of a module and of its optimiser by name, as bits."""
+    named = dict(module.named_parameters())
+    state = {} if optimizer is None else optimizer.state
+    moments = {name: state.get(p, {}) for name, p in named.items()}
+    return bits([named, dict(module.named_buffers()), moments])
