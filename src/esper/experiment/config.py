@@ -15,6 +15,8 @@ from esper.environment.settings import WorldSettings
 from esper.experiment.messages import checked_name, quoted, refusal, unknown
 from esper.experiment.records import ENDLESS, STATIC
 from esper.experiment.settings import (
+    Count,
+    RngSeed,
     Text,
     as_toml,
     construct,
@@ -76,9 +78,7 @@ def _blueprints() -> Collection[str]:
 TaskName = Annotated[str, one_of("task", _tasks)]
 ArmName = Annotated[str, one_of("controller", lambda: (*_rule_based(), *STATIC))]
 BlueprintName = Annotated[str, one_of("blueprint", _blueprints)]
-Count = Annotated[int, Field(ge=1, le=65_536)]
 Rounds = Annotated[int, Field(ge=1, le=1_000_000)]
-RngSeed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 

@@ -16,12 +16,19 @@ from pydantic import Field
 from rich.console import Console
 
 from esper.contracts.errors import BadInput
-from esper.experiment.config import Count, RngSeed, World
+from esper.environment.settings import WorldSettings
 from esper.experiment.messages import checked_name, refusal, unknown
 from esper.experiment.progress import Progress, print_line
 from esper.experiment.records import STATIC, reference_of
 from esper.experiment.run import STORE, Run, versions_now
-from esper.experiment.settings import Text, as_toml, one_of, settings
+from esper.experiment.settings import (
+    Count,
+    RngSeed,
+    Text,
+    as_toml,
+    one_of,
+    settings,
+)
 from esper.experiment.store import Store
 from esper.experiment.summary import print_summary, summary_of
 from esper.tamiyo.registry import CONTROLLERS, NAMES, SHIPPED, Maker
@@ -53,7 +60,7 @@ class EvaluateConfig:
     """What the run is called; none: a name is made up."""
     runs: Text = "runs"
     """Folder in which runs are kept."""
-    world: World = field(default_factory=World)
+    world: WorldSettings = field(default_factory=WorldSettings)
     """How hosts grow."""
 
     def __post_init__(self) -> None:

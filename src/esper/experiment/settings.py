@@ -13,7 +13,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Final, TypeVar, cast, dataclass_transform
 
-from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 from pydantic_core import from_json
 
@@ -69,6 +69,8 @@ def _printable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_printable)]
+Count = Annotated[int, Field(ge=1, le=65_536)]
+RngSeed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
 
 @dataclass(frozen=True, slots=True)
