@@ -5,24 +5,20 @@ holds other blueprints in other stages. The twin is plain PyTorch, host by host,
 `AdamW(fused=True)` each; it is spared what ours includes: gathering the rows, and the
 learning rates of newborns. Ours is given the minibatches of one decision at a time, as
 the world gives them. Then the same in two processes; then how the time grows, one thing
-changed at a time, and how well `cohort_cost` predicts it: fitted to two thirds of the
-points and judged by the others. About seven minutes.
+changed at a time. About seven minutes.
 """
 
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
-import numpy as np
 import torch
-from scipy.optimize import nnls
 from torch import Generator, Tensor
 
 from benchmarks import timing
-from benchmarks.cohort_cost import SECONDS, Seed, Work, work
 from benchmarks.timing import Report, alternate, micro
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint
 from esper.contracts.stages import Stage
@@ -63,15 +59,6 @@ class Case:
     def of(self, env: int) -> Mapping[int, tuple[Blueprint, Stage]]:
         """Seeds of an environment."""
         return self.seeds[env % len(self.seeds)]
-
-    def counts(self) -> list[float]:
-        """The mean over environments of what each has to do, as `Work` lists it."""
-        places = len(self.host.slots)
-        each = []
-        for held in self.seeds:
-            seeds: list[Seed] = [(slot % places, *seed) for slot, seed in held.items()]
-            each.append(astuple(work(self.host, self.batch, seeds)))
-        return list(np.mean(each, axis=0))
 
 
 class Cohorts:
@@ -134,9 +121,8 @@ class Cohorts:
 
 
 def run() -> list[Report]:
-    """Compare, in one process and in two; measure the growth and fit the model."""
-    beside, checks = compare()
-    return [beside, in_processes(), *growth(checks)]
+    """Compare, in one process and in two; measure the growth."""
+    return [compare(), in_processes(), growth()]
 
 
 def mixed(host: Host, envs: int) -> Case:
@@ -165,8 +151,8 @@ def measured(
     return best
 
 
-def compare() -> tuple[Report, list[tuple[Case, float]]]:
-    """One minibatch of every host, for cohorts of growing size; and our seconds."""
+def compare() -> Report:
+    """One minibatch of every host, for cohorts of growing size."""
     report = Report(
         "One minibatch of 64 rows for every host, up to 4 seeds each",
         (
@@ -180,7 +166,7 @@ def compare() -> tuple[Report, list[tuple[Case, float]]]:
     )  # fmt: skip
     mlps = [(MlpHost((16, w, w, 26)), envs) for w in (12, 64) for envs in (4, 16, 64)]
     cases = [mixed(host, envs) for host, envs in [*mlps, (CNN, 4), (CNN, 16)]]
-    cases = cases[::6] if timing.QUICK else cases
+    cases = list(timing.sizes(cases))
     sides = []
     for case in cases:
         ours = Cohorts(case, plain=True)
@@ -189,7 +175,6 @@ def compare() -> tuple[Report, list[tuple[Case, float]]]:
         sides.append(
             {"ours": ours.train, "tensors": tensors.train, "plain": ours.one_by_one}
         )
-    points = []
     for case, least in zip(cases, measured(sides, 4, 0.5), strict=True):
         ours = least["ours"] / case.steps / case.envs
         tensors = least["tensors"] / TENSOR_STEPS[case.host.kind] / case.envs
@@ -204,19 +189,18 @@ def compare() -> tuple[Report, list[tuple[Case, float]]]:
             plain / ours,
             plain / tensors,
         )
-        points.append((case, ours))
-    return report, points
+    return report
 
 
 def in_processes() -> Report:
     """Half of the hosts in each of two processes, beside one loop in one process."""
-    envs, turns = (4, 1) if timing.QUICK else (16, 5)
-    case, each = mixed(CNN, envs), 2
+    host, envs, turns = (MLP, 4, 1) if timing.QUICK else (CNN, 16, 5)
+    case, each = mixed(host, envs), 2
     own = Cohorts(case, plain=True)
     spawn = multiprocessing.get_context("spawn")
     gate, times = spawn.Barrier(3, timeout=300), spawn.Array("d", 2)
     halves = [
-        spawn.Process(target=_half, args=(number, envs, gate, times, each, turns))
+        spawn.Process(target=_half, args=(number, host, envs, gate, times, each, turns))
         for number in range(2)
     ]
     for half in halves:
@@ -234,7 +218,7 @@ def in_processes() -> Report:
     for half in halves:
         half.join()
     report = Report(
-        f"{case.envs} hosts, {CNN}, up to 4 seeds each: two processes of one thread",
+        f"{case.envs} hosts, {host}, up to 4 seeds each: two processes of one thread",
         ("what", "µs per env", "minibatches per second", "ratio"),
         notes=["Both processes measure at the same time; the slower one counts."],
     )
@@ -251,6 +235,7 @@ def in_processes() -> Report:
 
 def _half(
     number: int,
+    host: Host,
     envs: int,
     gate: Barrier,
     times: Any,  # noqa: ANN401
@@ -259,7 +244,7 @@ def _half(
 ) -> None:
     """Train every second host whenever the gate opens."""
     torch.set_num_threads(1)
-    whole = mixed(CNN, envs)
+    whole = mixed(host, envs)
     half = replace(whole, envs=envs // 2, seeds=whole.seeds[number::2])
     mine = Cohorts(half, plain=False)
     mine.train()
@@ -301,57 +286,21 @@ def growing_cases() -> Iterator[tuple[str, int, Case]]:
             yield "batch", batch, replace(base, batch=batch)
 
 
-def growth(checks: Sequence[tuple[Case, float]]) -> list[Report]:
-    """Time along each axis with the model's, and how far the model is off.
-
-    Least squares of the relative error, no coefficient below zero; every third point is
-    held out.
-    """
+def growth() -> Report:
+    """Time along each axis."""
     cases = list(growing_cases())
-    cases = cases[::12] if timing.QUICK else cases
+    cases = list(timing.sizes(cases))
     sides = [{"ours": Cohorts(case, plain=False).train} for _, _, case in cases]
-    points = [
-        (case, best["ours"] / case.steps / case.envs)
-        for (_, _, case), best in zip(cases, measured(sides, 5, 0.1), strict=True)
-    ]
-    seen = [point for index, point in enumerate(points) if index % 3 != 1]
-    counts = np.array([np.array(case.counts()) / seconds for case, seconds in seen])
-    scale = np.linalg.norm(counts, axis=0)
-    scale[scale == 0.0] = 1.0  # nothing of it was seen
-    found, _ = nnls(counts / scale, np.ones(len(seen)))
-    fitted = Work(*(found / scale).tolist())
     curves = Report(
         "How the time of a host's minibatch grows; one thing is changed at a time",
-        ("host", "axis", "value", "envs", "rows", "µs per env", "model µs"),
+        ("host", "axis", "value", "envs", "rows", "µs per env"),
         notes=[
             "A host has one active seed and one in training, widen_8 both, "
             "except where seeds are counted."
         ],
     )
-    for (axis, value, _), (case, seconds) in zip(cases, points, strict=True):
-        model = micro(predicted(case, fitted))
-        row = (axis, value, case.envs, case.batch, micro(seconds), model)
+    for (axis, value, case), best in zip(cases, measured(sides, 5, 0.1), strict=True):
+        seconds = best["ours"] / case.steps / case.envs
+        row = (axis, value, case.envs, case.batch, micro(seconds))
         curves.add(str(case.host), *row)
-    errors = Report(
-        "The model of `cohort_cost` beside what was measured",
-        ("points", "number", "median error", "worst error"),
-        notes=[
-            "Seconds for one: "
-            + ", ".join(f"{f.name} {getattr(fitted, f.name):.3g}" for f in fields(Work))
-        ],
-    )
-    held = points[1::3]
-    for name, those, each in (
-        ("fitted to", seen, fitted),
-        ("held out", held, fitted),
-        ("cohorts of mixed seeds", checks, fitted),
-        ("held out, with the constants of the source", held, SECONDS),
-    ):
-        off = [abs(predicted(case, each) / seconds - 1) for case, seconds in those]
-        errors.add(name, len(off), float(np.median(off)), max(off))
-    return [curves, errors]
-
-
-def predicted(case: Case, each: Work) -> float:
-    """Seconds per environment and minibatch by the model."""
-    return float(np.dot(case.counts(), astuple(each)))
+    return curves

@@ -14,8 +14,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 
 from benchmarks import timing
-from benchmarks.env import Stopwatch
-from benchmarks.round import KEEPING, SMALL, on_the_watch, unjudged
+from benchmarks.round import KEEPING, SMALL, Stopwatch, on_the_watch, unjudged
 from benchmarks.timing import Report
 from esper.experiment.config import Budget, TrainConfig
 from esper.experiment.presets import DEFAULT, preset

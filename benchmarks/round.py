@@ -7,16 +7,18 @@ and as many follow as lie between two checkpoints. Instead of a naive twin there
 bars: control, update and store at most 10 %, observing at most 20 %.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import process_time
+from time import perf_counter, process_time
+from typing import Any
 from unittest.mock import patch
 
 from benchmarks import timing
-from benchmarks.env import PARTS, Stopwatch, timed
 from benchmarks.timing import Report
 from esper.environment import growing
 from esper.environment.growing import GrowingWorld
@@ -32,6 +34,16 @@ from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import TamiyoPolicy
 
+PARTS = {
+    "_train": "training",
+    "_score": "score",
+    "_look": "promise",
+    "_act": "acting",
+    "_begin": "beginning",
+    "_report": "reporting",
+    "_observe": "showing",
+}
+"""What each method of the world is for."""
 Calls = Iterable[tuple[object, str, str]]
 NEVER = 1_000_000
 
@@ -79,6 +91,41 @@ BARS = {
     "control + update + store": ("control", "update", "store"),
     "observing": ("observing",),
 }
+
+
+class Stopwatch:
+    """Seconds by part; what an inner part takes is not the outer one's too."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._open = ["rest"]
+        self._since = perf_counter()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time goes to this part while it lasts, unless it opens another."""
+        self._turn()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._open.pop()
+
+    def start(self) -> None:
+        """Forget everything and count from now."""
+        self.seconds.clear()
+        self._since = perf_counter()
+
+    def stop(self) -> dict[str, float]:
+        """What every part took since the start; together, all the time there was."""
+        self._turn()
+        return dict(self.seconds)
+
+    def _turn(self) -> None:
+        now = perf_counter()
+        self.seconds[self._open[-1]] += now - self._since
+        self._since = now
 
 
 @dataclass(frozen=True)
@@ -173,3 +220,14 @@ def reports(config: TrainConfig, rounds: Rounds) -> list[Report]:
     for (what, rows), most in zip(BARS.items(), (10.0, 20.0), strict=True):
         bars.add(what, rounds.share(*rows), most)
     return [parts, bars]
+
+
+def timed(watch: Stopwatch, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call, on the watch."""
+
+    @wraps(call)
+    def on_the_watch(*what: Any, **more: Any) -> Any:  # noqa: ANN401
+        with watch.part(part):
+            return call(*what, **more)
+
+    return on_the_watch

@@ -19,20 +19,16 @@ offered weight decay to the plain arms only; this one offers it to all:
   of weight decay, and for `early` of the newborns' learning rate. No test row is read.
 - Counted: ten random seeds. The test rows are read once, at the end of each run.
 
-The whole takes about half an hour on one core. With `--file` results are kept line by
-line, and an interrupted study continues if it is given the same one.
+The whole takes about half an hour on one core.
 """
 
-import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing import get_context
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -59,9 +55,7 @@ from esper.tasks.data import Data
 from esper.tasks.letter import letter
 from esper.tasks.mnist1d import mnist1d
 
-TASKS: Final[Mapping[str, Callable[[], Data]]] = MappingProxyType(
-    {"letter": letter, "mnist1d": mnist1d}
-)
+TASKS: Final[Mapping[str, Callable[[], Data]]] = {"letter": letter, "mnist1d": mnist1d}
 EARLY: Final = "early widening"
 NEVER: Final = "never, equal epochs"
 NEVER_MACS: Final = "never, equal multiply-adds"
@@ -71,12 +65,14 @@ SHAPED: Final = "static, shape of the export, equal multiply-adds"
 PLAIN: Final = (NEVER, NEVER_MACS, STATIC_MACS, STATIC, SHAPED)
 """The arms that `EARLY` is compared with."""
 
-GROWING_CHANGES: Final[tuple[Mapping[str, Any], ...]] = (
+Setting = dict[str, float]
+"""Learning rate and whatever else of a `Run` is tuned."""
+GROWING_CHANGES: Final[tuple[Setting, ...]] = (
     {"newborn": 1.0},
     {"decay": 0.1},
     {"newborn": 1.0, "decay": 0.1},
 )
-PLAIN_CHANGES: Final[tuple[Mapping[str, Any], ...]] = (
+PLAIN_CHANGES: Final[tuple[Setting, ...]] = (
     {"decay": 0.0},
     {"decay": 1e-3},
     {"decay": 0.1},
@@ -113,13 +109,6 @@ class Protocol:
                 f"{self.tuning} and {self.counted}, with rates {self.rates}."
             )
 
-    @property
-    def runs(self) -> int:
-        """How many trainings this is."""
-        changes = len(self.rates) + len(GROWING_CHANGES)
-        each = changes * len(self.tuning) + len(self.counted)
-        return each * len(self.tasks) * (1 + len(PLAIN))
-
 
 QUICK: Final = Protocol(
     tasks=("mnist1d",),
@@ -133,240 +122,142 @@ QUICK: Final = Protocol(
 """What `--quick` runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What tuning chose for one arm, and from what."""
-
-    chosen: Mapping[str, Any]
-    scores: Mapping[str, float]
-    """Mean accuracy on the decision rows, by what was tried."""
-
-
-@dataclass(frozen=True, slots=True)
-class Study:
-    """Everything that came of a protocol, by task and arm."""
-
-    protocol: Protocol
-    settings: Mapping[str, Mapping[str, Setting]]
-    outcomes: Mapping[str, Mapping[str, list[Outcome]]]
-    """One per counted random seed, in their order."""
-
-
+Outcomes = dict[str, dict[str, list[Outcome]]]
+"""By task and arm: one for each random seed, in their order."""
 Workers = Callable[[Sequence[Run]], list[Outcome]]
-"""Carries out runs, in any order, and gives their outcomes in the order of the runs."""
+"""Carries out runs and gives their outcomes in the same order."""
 
 
-@dataclass(slots=True)
-class _Plan:
-    """The runs of one protocol, step by step: each arm follows from `EARLY`."""
+class Study:
+    """The runs of one protocol: every other arm follows from what `EARLY` came to.
 
-    protocol: Protocol
-    work: Workers
-    settings: dict[str, dict[str, Setting]] = field(default_factory=dict)
-    grown: dict[tuple[str, int], Outcome] = field(default_factory=dict)
-    """What `EARLY` came to in its chosen setting, by task and random seed."""
+    Args:
+        protocol: What to run.
+        work: Carries out runs; see `in_processes`.
+    """
 
-    def tune(self, arms: Sequence[str]) -> None:
+    def __init__(self, protocol: Protocol, work: Workers) -> None:
+        self.protocol, self._work = protocol, work
+        self.settings: dict[tuple[str, str], Setting] = {}
+        """What tuning chose, by task and arm."""
+        self._grown: dict[tuple[str, int], Outcome] = {}
+
+    def run(self) -> Outcomes:
+        """Tune every arm, then run it on the counted random seeds."""
+        use = self.protocol
+        self._tune([EARLY])
+        self._outcomes([EARLY], use.tuning)
+        self._tune(PLAIN)
+        early = self._outcomes([EARLY], use.counted, judged=True)
+        plain = self._outcomes(PLAIN, use.counted, judged=True)
+        return {task: {**early[task], **plain[task]} for task in use.tasks}
+
+    def _tune(self, arms: Sequence[str]) -> None:
         """Choose a learning rate for each arm, then perhaps one change."""
-        tasks, rates = self.protocol.tasks, self.protocol.rates
-        pairs = [(task, arm) for task in tasks for arm in arms]
-        tried: list[tuple[str, str, dict[str, Any]]] = [
-            (task, arm, {"rate": rate}) for task, arm in pairs for rate in rates
-        ]
-        found = self._scores(tried)
-        best = {
-            pair: max(found[pair], key=lambda one: one[1])[0]["rate"] for pair in pairs
-        }
-        tried = [
-            (task, arm, {"rate": best[task, arm], **change})
-            for task, arm in pairs
-            for change in (GROWING_CHANGES if arm == EARLY else PLAIN_CHANGES)
-        ]
-        for pair, more in self._scores(tried).items():
-            found[pair] += more
-        for task, arm in pairs:
-            scores = found[task, arm]
-            chosen = max(scores, key=lambda one: one[1])[0]
-            self.settings.setdefault(task, {})[arm] = Setting(
-                chosen, {_words(setting): score for setting, score in scores}
-            )
+        use = self.protocol
+        for task in use.tasks:
+            for arm in arms:
+                scores = self._scores(task, arm, [{"rate": r} for r in use.rates])
+                _, best = max(scores, key=lambda one: one[0])
+                changes = GROWING_CHANGES if arm == EARLY else PLAIN_CHANGES
+                scores += self._scores(task, arm, [best | more for more in changes])
+                self.settings[task, arm] = max(scores, key=lambda one: one[0])[1]
 
-    def outcomes(
-        self, arms: Sequence[str], rng_seeds: Sequence[int], *, counted: bool
-    ) -> dict[str, dict[str, list[Outcome]]]:
+    def _scores(
+        self, task: str, arm: str, settings: Sequence[Setting]
+    ) -> list[tuple[float, Setting]]:
+        """Mean accuracy on the decision rows, beside each setting."""
+        rng_seeds = self.protocol.tuning
+        done = self._work(
+            [self._one(task, arm, n, each) for each in settings for n in rng_seeds]
+        )
+        scores = np.reshape([each.decisions for each in done], (len(settings), -1))
+        return list(zip(scores.mean(axis=1).tolist(), settings, strict=True))
+
+    def _outcomes(
+        self, arms: Sequence[str], rng_seeds: Sequence[int], *, judged: bool = False
+    ) -> Outcomes:
         """Run arms in their chosen settings."""
-        runs = [
-            self.run(task, arm, rng_seed, self.settings[task][arm].chosen, counted)
-            for task in self.protocol.tasks
-            for arm in arms
-            for rng_seed in rng_seeds
-        ]
-        done = iter(self.work(runs))
-        found: dict[str, dict[str, list[Outcome]]] = {}
-        for task in self.protocol.tasks:
-            found[task] = {arm: [next(done) for _ in rng_seeds] for arm in arms}
-            if EARLY in arms:
-                for rng_seed, one in zip(rng_seeds, found[task][EARLY], strict=True):
-                    self.grown[task, rng_seed] = one
+        found: Outcomes = {task: {} for task in self.protocol.tasks}
+        for task in found:
+            for arm in arms:
+                setting = self.settings[task, arm]
+                runs = [self._one(task, arm, n, setting, judged) for n in rng_seeds]
+                done = found[task][arm] = self._work(runs)
+                if arm == EARLY:
+                    pairs = zip(rng_seeds, done, strict=True)
+                    self._grown |= {(task, n): each for n, each in pairs}
         return found
 
-    def run(
-        self,
-        task: str,
-        arm: str,
-        rng_seed: int,
-        setting: Mapping[str, Any],
-        counted: bool = False,
+    def _one(
+        self, task: str, arm: str, rng_seed: int, setting: Setting, judged: bool = False
     ) -> Run:
         """One training of one arm."""
         use = self.protocol
         data = load(task, use.rows)
         inputs = data.features.shape[1]
-        epoch = round(0.6 * len(data)) // use.batch
-        base = Run(
-            task=task,
-            arm=arm,
-            rng_seed=rng_seed,
-            rows=use.rows,
-            width=use.width,
-            batch=use.batch,
-            steps=use.epochs * epoch,
-            budget=use.budget if arm == EARLY else None,
-            epochs=use.epochs,
-            judged=counted,
-            rate=0.0,
-        )
+        width, steps = use.width, use.epochs * (round(0.6 * len(data)) // use.batch)
         if arm not in (EARLY, NEVER):
-            grown, width = self.grown[task, rng_seed], use.width
+            grown = self._grown[task, rng_seed]
             if arm in (STATIC, STATIC_MACS):
                 width = width_for(inputs, data.classes, grown.parameters)
             elif arm == SHAPED:
                 width = width_for(inputs, data.classes, grown.exported)
-            steps = base.steps
             if arm != STATIC:
                 cost = 3 * mlp_macs(inputs, width, data.classes) * use.batch
                 steps = max(1, round(grown.training_macs / cost))
-            base = replace(base, width=width, steps=steps)
-        return replace(base, **setting)
-
-    def _scores(
-        self, tried: Sequence[tuple[str, str, dict[str, Any]]]
-    ) -> dict[tuple[str, str], list[tuple[dict[str, Any], float]]]:
-        runs = [
-            self.run(task, arm, rng_seed, setting)
-            for task, arm, setting in tried
-            for rng_seed in self.protocol.tuning
-        ]
-        done = iter(self.work(runs))
-        found: dict[tuple[str, str], list[tuple[dict[str, Any], float]]] = {}
-        for task, arm, setting in tried:
-            each = [next(done).decisions for _ in self.protocol.tuning]
-            found.setdefault((task, arm), []).append((setting, float(np.mean(each))))
-        return found
+        run = Run(
+            task=task,
+            arm=arm,
+            rng_seed=rng_seed,
+            rows=use.rows,
+            width=width,
+            batch=use.batch,
+            steps=steps,
+            budget=use.budget if arm == EARLY else None,
+            epochs=use.epochs,
+            judged=judged,
+            rate=0.0,
+        )
+        return replace(run, **setting)  # type: ignore[arg-type]
 
 
-def study(protocol: Protocol, work: Workers) -> Study:
-    """Tune every arm, then run it on the counted random seeds.
+def run(workers: int = 1) -> list[Report]:
+    """Run the study and put it into tables.
 
     Args:
-        protocol: What to run.
-        work: Carries out runs; see `Ledger`.
-    """
-    plan = _Plan(protocol, work)
-    plan.tune([EARLY])
-    plan.outcomes([EARLY], protocol.tuning, counted=False)
-    plan.tune(PLAIN)
-    early = plan.outcomes([EARLY], protocol.counted, counted=True)
-    plain = plan.outcomes(PLAIN, protocol.counted, counted=True)
-    outcomes = {task: {**early[task], **plain[task]} for task in protocol.tasks}
-    return Study(protocol, plan.settings, outcomes)
-
-
-def run(
-    file: str | None = None, workers: int = 1, save: str | None = None
-) -> list[Report]:
-    """Run the study, or what is missing of it, and put it into tables.
-
-    Args:
-        file: Where results are kept as they come; None: nowhere.
         workers: Processes, of one thread each.
-        save: Where to write everything that was found, as one JSON document.
     """
     use = QUICK if timing.QUICK else Protocol()
-    found = study(use, Ledger(None if file is None else Path(file), workers, use.runs))
-    reports = [table for task in use.tasks for table in _tables(found, task)]
-    if save is not None:
-        tables = [report.as_data() for report in reports]
-        document = json.dumps(asdict(found) | {"tables": tables}, indent=1)
-        Path(save).write_text(document + "\n", encoding="utf-8")
-    return reports
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        study = Study(use, in_processes(map if workers == 1 else pool.map))
+        found = study.run()
+    return [table for task in use.tasks for table in _tables(study, task, found[task])]
 
 
-class Ledger:
-    """Carries out runs that are not in a file, and keeps what came of them there.
+def in_processes(mapped: Callable[..., Iterable[Outcome]]) -> Workers:
+    """Carries out every run once, by a function such as `map`."""
+    known: dict[Run, Outcome] = {}
 
-    One line of JSON per run; a line that was cut off is as if it were not there.
+    def work(runs: Sequence[Run]) -> list[Outcome]:
+        missing = [one for one in dict.fromkeys(runs) if one not in known]
+        for one, outcome in zip(missing, mapped(carry_out, missing), strict=True):
+            known[one] = outcome
+            print(
+                f"{len(known)}: {one.task}, {one.arm}, rng_seed {one.rng_seed}, rate "
+                f"{one.rate:g}: {outcome.decisions:.1%} on the decision rows, "
+                f"{outcome.seconds:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+        return [known[one] for one in runs]
 
-    Args:
-        file: Where to keep outcomes; None: in memory only.
-        workers: Processes; with 1, runs are carried out in this one.
-        total: How many runs there will be, for the progress on stderr.
-    """
-
-    def __init__(self, file: Path | None, workers: int = 1, total: int = 0) -> None:
-        self._file, self._workers, self._total = file, workers, total
-        self._known: dict[str, Outcome] = {}
-        if file is not None and file.is_file():
-            for line in file.read_text(encoding="utf-8").splitlines():
-                try:
-                    entry = json.loads(line)
-                except json.JSONDecodeError:
-                    continue
-                self._known[_key(Run(**entry["job"]))] = Outcome(**entry["result"])
-
-    def __call__(self, runs: Sequence[Run]) -> list[Outcome]:
-        """The outcomes of runs, in their order."""
-        missing = {_key(one): one for one in runs if _key(one) not in self._known}
-        for key, outcome in self._carry_out(missing):
-            self._known[key] = outcome
-            self._write(missing[key], outcome)
-        return [self._known[_key(one)] for one in runs]
-
-    def _carry_out(self, runs: Mapping[str, Run]) -> Iterator[tuple[str, Outcome]]:
-        if self._workers == 1:
-            for key, one in runs.items():
-                yield key, carry_out(one)
-            return
-        with ProcessPoolExecutor(
-            self._workers, mp_context=get_context("spawn")
-        ) as pool:
-            futures = {pool.submit(carry_out, one): key for key, one in runs.items()}
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-
-    def _write(self, one: Run, outcome: Outcome) -> None:
-        print(
-            f"{len(self._known)} of {self._total}: {one.task}, {one.arm}, rng_seed "
-            f"{one.rng_seed}, rate {one.rate:g}: {outcome.decisions:.1%} on the "
-            f"decision rows, {outcome.seconds:.1f} s",
-            file=sys.stderr,
-            flush=True,
-        )
-        if self._file is None:
-            return
-        line = json.dumps({"job": asdict(one), "result": asdict(outcome)})
-        cut_off = self._file.is_file() and not self._file.read_bytes().endswith(b"\n")
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(("\n" if cut_off else "") + line + "\n")
+    return work
 
 
-def _key(one: Run) -> str:
-    return json.dumps(asdict(one), sort_keys=True)
-
-
-def carry_out(run_: Run) -> Outcome:
+def carry_out(one: Run) -> Outcome:
     """One run on its own; what processes are given to do."""
-    return train(run_, load(run_.task, run_.rows))
+    return train(one, load(one.task, one.rows))
 
 
 @cache
@@ -378,8 +269,10 @@ def load(task: str, rows: int | None) -> Data:
     return replace(data, features=data.features[:rows], labels=data.labels[:rows])
 
 
-def _tables(found: Study, task: str) -> list[Report]:
-    outcomes, use = found.outcomes[task], found.protocol
+def _tables(
+    study: Study, task: str, outcomes: Mapping[str, Sequence[Outcome]]
+) -> list[Report]:
+    use = study.protocol
     data = load(task, use.rows)
     host = mlp_parameters(data.features.shape[1], use.width, data.classes)
     arms = Report(
@@ -400,7 +293,8 @@ def _tables(found: Study, task: str) -> list[Report]:
             f"{np.median([one.seconds for one in each]):.1f}",
             f"{np.median([one.cpu_seconds for one in each]):.1f}",
         )
-        arms.notes.append(f"{arm}: chosen {_words(found.settings[task][arm].chosen)}")
+        chosen = ", ".join(f"{k} {v}" for k, v in study.settings[task, arm].items())
+        arms.notes.append(f"{arm}: chosen {chosen}")
     grown = outcomes[EARLY][0]
     refused = sum(one.incidents for one in outcomes[EARLY])
     arms.notes += [
@@ -436,7 +330,3 @@ def shown(gap: Interval, adjusted: float) -> str:
     if adjusted >= LEVEL or gap.low <= 0.0 <= gap.high:
         return "no"
     return "better" if gap.estimate > 0 else "worse"
-
-
-def _words(setting: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in setting.items())

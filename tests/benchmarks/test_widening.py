@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import timing, widening
+from benchmarks import timing
 from benchmarks.training import (
     Meter,
     Outcome,
@@ -32,11 +32,11 @@ from benchmarks.widening import (
     SHAPED,
     STATIC,
     STATIC_MACS,
-    Ledger,
+    Study,
     carry_out,
+    in_processes,
     run,
     shown,
-    study,
 )
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
@@ -90,7 +90,9 @@ def pretended():
         runs.extend(more)
         return [_pretend(what) for what in more]
 
-    return study(TINY, work), runs
+    study = Study(TINY, work)
+    study.run()
+    return study, runs
 
 
 def test_the_test_rows_are_left_alone_in_tuning(pretended):
@@ -103,18 +105,16 @@ def test_the_test_rows_are_left_alone_in_tuning(pretended):
 
 def test_every_arm_is_tuned_equally_long(pretended):
     _, runs = pretended
-    # The chosen setting of the growing arm is asked for again; a ledger knows it.
+    # The chosen setting of the growing arm is asked for again, and known.
     tried = {str(asdict(what)): what.arm for what in runs if not what.judged}
     counts = [list(tried.values()).count(arm) for arm in (EARLY, *PLAIN)]
     assert counts == [5] * 6
-    assert TINY.runs == sum(counts) + 2 * 6
 
 
 def test_what_was_best_on_the_decision_rows_is_what_is_counted(pretended):
     found, runs = pretended
-    chosen = found.settings["mnist1d"]
-    assert chosen[EARLY].chosen == {"rate": 1e-2, "newborn": 1.0}
-    assert chosen[NEVER].chosen == {"rate": 1e-2}
+    assert found.settings["mnist1d", EARLY] == {"rate": 1e-2, "newborn": 1.0}
+    assert found.settings["mnist1d", NEVER] == {"rate": 1e-2}
     for what in runs:
         if what.judged:
             assert what.rate == 1e-2
@@ -161,42 +161,25 @@ def test_a_run_depends_on_nothing_but_what_it_says(grown):
     assert replace(grown, **timeless) == replace(again, **timeless)
 
 
-def test_the_benchmark_continues_where_it_was_interrupted(
-    tmp_path, capsys, monkeypatch
-):
+def test_the_benchmark_has_a_row_for_every_arm(capsys, monkeypatch):
     monkeypatch.setattr(timing, "QUICK", True)
-    file = tmp_path / "results.jsonl"
-    tables = run(str(file), save=str(tmp_path / "all.json"))
-    lines = file.read_text().splitlines(keepends=True)
-    assert len(lines) == QUICK.runs
-    file.write_text("".join(lines[:-1])[:-9])
-    capsys.readouterr()
-    again = run(str(file))
-    printed = capsys.readouterr().err
-    assert f"{QUICK.runs} of {QUICK.runs}: mnist1d, {SHAPED}" in printed
-    assert printed.count("on the decision rows") == 2
-    assert [table.rows[0][:2] for table in again] == [t.rows[0][:2] for t in tables]
-    arms, gaps = again
+    arms, gaps = run()
     assert [row[0] for row in arms.rows] == [EARLY, *PLAIN]
     assert len(gaps.rows) == len(PLAIN)
-    assert (tmp_path / "all.json").is_file()
+    assert f"mnist1d, {SHAPED}" in capsys.readouterr().err
 
 
-def test_a_run_is_carried_out_once_and_another_setting_is_another_run(
-    tmp_path, monkeypatch
-):
+def test_a_run_is_carried_out_once_and_another_setting_is_another_run():
     done = []
 
-    def note(what):
-        done.append(what)
-        return _pretend(what)
+    def mapped(function, runs):
+        done.extend(runs)
+        return map(_pretend, runs)
 
-    monkeypatch.setattr(widening, "carry_out", note)
     other = replace(GROWING, rate=1e-2)
-    ledger = Ledger(tmp_path / "file")
-    assert ledger([other, GROWING, other])[0] == _pretend(other)
-    assert done == [other, GROWING]
-    Ledger(tmp_path / "file")([GROWING, other])
+    work = in_processes(mapped)
+    assert work([other, GROWING, other])[0] == _pretend(other)
+    work([GROWING, other])
     assert done == [other, GROWING]
 
 
