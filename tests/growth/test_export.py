@@ -237,17 +237,6 @@ def expected_parameters(model, place, name):
     return host + (made if name == "scale_shift" else 0)
 
 
-def test_seeds_of_one_place_append_one_after_the_other():
-    model = host_of("images", ["conv1->conv2"])
-    for slot, target in enumerate(("HALF", "FULL", "MOST")):
-        hold(model, f"conv1->conv2#{slot}", "widen_8", target=target)
-    plain = export(model)
-    assert_plain(plain, model.host)
-    assert assert_agrees(model, plain) > 1e-3
-    assert plain.conv1.out_channels == plain.norm.num_features == 8 + 8 * 3
-    assert plain.conv2.in_channels == plain.norm.running_mean.numel() == 8 + 8 * 3
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_places_that_share_a_layer_are_both_widened(order):
     model = host_of("mlp", ["fc1->fc2", "fc2->fc3"][::order])

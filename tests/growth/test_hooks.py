@@ -30,23 +30,6 @@ def test_a_seed_is_added_or_scales_by_its_alpha(style, target, alpha):
     torch.testing.assert_close(seen[0], wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_a_training_seed_is_active_when_tried_and_an_active_one_can_be_left_out():
-    model = grow("vector")
-    bare = model.answer()[0]
-    move_to(model, SLOT, "residual_mlp", "TRAINING")
-    shake(model)
-    assert torch.equal(bare, model.answer()[0])
-    with model.flow.using(tried=model.index(SLOT)):
-        tried = model.answer()[0]
-    assert not torch.equal(bare, tried)
-    model.advance(SLOT)
-    model.tick()
-    assert torch.equal(tried, model.answer()[0])
-    with model.flow.using(left_out=model.index(SLOT)):
-        assert torch.equal(bare, model.answer()[0])
-    assert torch.equal(tried, model.answer()[0])
-
-
 def test_rows_are_kept_in_training_only_and_not_too_many():
     model = grow("vector")
     hooks = model.hooks[0]

@@ -109,34 +109,6 @@ def test_verdicts_are_those_of_the_plain_rules(batches):
     assert judged(batches) == wanted
 
 
-SPIKE, BAD, GONE = Verdict.SPIKE, Verdict.NON_FINITE, Verdict.DIVERGED
-
-
-@pytest.mark.parametrize(
-    ("losses", "norms", "last"),
-    [
-        ([NAN], None, [BAD]),
-        ([1.0] * 4, [1.0, 1.0, 1.0, INF], [BAD]),
-        ([1.0] * 8 + [30.0], None, [SPIKE]),
-        ([1.0] * 7 + [30.0], None, [0]),  # before the warm-up
-        ([1.0] * 9, [1.0] * 8 + [1100.0], [SPIKE]),
-        ([1.0] * 9, [1.0] * 8 + [900.0], [0]),
-        ([1.0] * 8 + [19.0], None, [0]),
-        ([1.0] * 10 + [50.0, NAN, 50.0, 50.0], None, [SPIKE, BAD, GONE, GONE]),
-        ([NAN] * 6, None, [BAD] * 6),
-        ([1.0] * 10 + [1e-9] * 20 + [0.04], None, [0] * 31),  # near zero
-        ([-1.0] * 10 + [-0.5, 3.0], None, [0] * 12),  # below zero
-        ([-1.0] * 10 + [25.0], None, [SPIKE]),
-        # Bad batches do not move the medians.
-        ([1.0] * 10 + [30.0] * 50, None, [SPIKE, SPIKE] + [GONE] * 48),
-    ],
-)
-def test_spikes_divergence_and_jitter(losses, norms, last):
-    norms = norms or [1.0] * len(losses)
-    batches = [(*pair, True) for pair in zip(losses, norms, strict=True)]
-    assert [verdict for verdict, _ in judged(batches)][-len(last) :] == last
-
-
 @pytest.mark.parametrize("kind", range(5))
 def test_a_healthy_run_is_never_disturbed(kind):
     generator = torch.Generator().manual_seed(kind)

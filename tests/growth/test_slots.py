@@ -26,6 +26,14 @@ class Between(nn.Module):
         return self.second(self.between(self.first(x)))
 
 
+class Fork(Between):
+    """The hidden tensor is also read by another."""
+
+    def forward(self, x):
+        hidden = torch.relu(self.first(x))
+        return self.second(hidden) + hidden[:, :5]
+
+
 def look(host, *slots, example=X):
     return survey(host, find_sites(host, slots), example)
 
@@ -64,38 +72,24 @@ def test_channel_wise_work_between_two_layers_lets_units_in(between):
         (lambda h: h + X.sum(), "mixes the hidden tensor with another"),
         (nn.Linear(12, 12), "linear mixes the hidden tensor with another"),
         (lambda h: h.flip(1), "mixes channels"),
+        (None, "also used elsewhere"),
     ],
 )
 def test_work_that_mixes_channels_does_not(between, reason):
-    found = place(Between(between))
+    found = place(Between(between) if between else Fork(nn.ReLU()))
     assert not found.geometry.spans
     assert reason in found.geometry.why_no_span
 
 
-def test_a_hidden_tensor_that_is_used_elsewhere_too_has_no_room_for_units():
-    class Fork(Between):
-        def forward(self, x):
-            hidden = torch.relu(self.first(x))
-            return self.second(hidden) + hidden[:, :5]
-
-    assert not place(Fork(nn.ReLU())).geometry.spans
-
-
-@pytest.mark.parametrize(
-    ("kind", "slot", "layout"),
-    [
+def test_layouts_are_distinguished_and_a_flattened_unit_has_all_its_inputs():
+    for kind, slot, layout in (
         ("vector", "second", Layout.VECTOR),
         ("sequence", "norm", Layout.SEQUENCE),
         ("signal", "first", Layout.SIGNAL),
         ("image", "second", Layout.IMAGE),
-    ],
-)
-def test_layouts_are_distinguished(kind, slot, layout):
-    found = place(make_host(kind), slot, make_batch(kind, 4)[0])
-    assert found.geometry.outlet_layout is layout
-
-
-def test_a_flattened_convolution_gives_every_unit_its_inputs():
+    ):
+        found = place(make_host(kind), slot, make_batch(kind, 4)[0])
+        assert found.geometry.outlet_layout is layout
     found = place(make_host("image"), "second->last", make_batch("image", 4)[0])
     assert found.geometry.spans
     assert found.geometry.unit_inputs == 16

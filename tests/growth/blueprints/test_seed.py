@@ -1,7 +1,5 @@
 """Seeds as modules: built from a blueprint, weighed, moved, copied and refused."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -37,16 +35,6 @@ def test_a_seed_is_its_form_with_its_own_weights(planted, geometry):
     assert (
         sum(p.numel() for p in seed.parameters()) == cost(planted, geometry).parameters
     )
-
-
-def test_a_seed_is_saved_loaded_and_copied_to_the_bit():
-    seed = build(MLP, VECTOR, generator(1), nn.Identity())
-    nn.init.normal_(seed.weights["last"])
-    other = build(MLP, VECTOR, generator(2), nn.Identity())
-    other.load_state_dict(seed.state_dict())
-    h = torch.randn(3, 6)
-    assert torch.equal(seed(h), other(h))
-    assert torch.equal(seed(h), copy.deepcopy(seed)(h))
 
 
 def test_a_size_of_zero_fits_nowhere():
