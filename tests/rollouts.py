@@ -1,6 +1,6 @@
 """Rollouts in which every head, every mask and every way to end occurs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Generator, Tensor
@@ -32,52 +32,42 @@ def random_observation(
     """Hosts in any state; `density` is how much of what masks ask for is true."""
     slots, kinds = spec.slots.max_slots, len(spec.blueprints)
 
-    def share(*axes: int) -> Tensor:
-        return torch.rand(envs, *axes, generator=generator)
+    def shares(record: type, *axes: int) -> dict[str, Tensor]:
+        return {
+            each.name: torch.rand(envs, *axes, generator=generator)
+            for each in fields(record)
+        }
 
     def whole(low: int, high: int) -> Tensor:
         return torch.randint(low, high, (envs, slots), generator=generator)
 
     def flag(chance: float, *axes: int) -> Tensor:
-        return share(*axes) < chance
+        return torch.rand(envs, *axes, generator=generator) < chance
 
-    grid, offers = (slots,), (slots, kinds)
+    host, state = shares(HostStates), shares(SlotStates, slots)
+    offers = shares(BlueprintOffers, slots, kinds)
+    host["budget_left"][flag(0.5)] = torch.inf
+    for signed in (host["score_slope"], host["loss_slope"], state["contribution"]):
+        signed -= 0.5
+    state |= {
+        "stage": whole(0, len(Stage)),
+        "age": torch.where(flag(density, slots), whole(1, 9), 0),
+        "alpha_settled": flag(density, slots),
+        "blueprint": whole(0, kinds),
+        "style": whole(0, 2),
+        "contribution_measured": flag(0.5, slots),
+    }
+    offers |= {
+        "fits": flag(density, slots, kinds),
+        "parameters": offers["parameters"] * 0.5,
+        "promise": offers["promise"] - 0.5,
+        "promise_known": flag(0.5, slots, kinds),
+    }
     return Observation(
         first=torch.zeros(envs, dtype=torch.bool) if first is None else first,
-        host=HostStates(
-            progress=share(),
-            budget_left=torch.where(flag(0.5), torch.inf, share()),
-            rent=share(),
-            added=share(),
-            score=share(),
-            score_slope=share() - 0.5,
-            loss=share(),
-            loss_slope=share() - 0.5,
-            plateau=share(),
-        ),
-        slots=SlotStates(
-            stage=whole(0, len(Stage)),
-            age=torch.where(flag(density, *grid), whole(1, 9), 0),
-            alpha=share(*grid),
-            alpha_target=share(*grid),
-            alpha_settled=flag(density, *grid),
-            blueprint=whole(0, kinds),
-            style=whole(0, 2),
-            parameters=share(*grid),
-            depth=share(*grid),
-            capacity=share(*grid),
-            liveness=share(*grid),
-            gradient_share=share(*grid),
-            contribution=share(*grid) - 0.5,
-            contribution_measured=flag(0.5, *grid),
-        ),
-        offers=BlueprintOffers(
-            fits=flag(density, *offers),
-            parameters=share(*offers) * 0.5,
-            macs=share(*offers),
-            promise=share(*offers) - 0.5,
-            promise_known=flag(0.5, *offers),
-        ),
+        host=HostStates(**host),
+        slots=SlotStates(**state),
+        offers=BlueprintOffers(**offers),
     )
 
 

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import contextmanager
+from dataclasses import fields
 from math import inf
 
 import numpy as np
@@ -66,24 +67,22 @@ def slot_states(draw, envs, spec, values=None):
     shares = st.floats(0.0, 1.0, width=32) if values is None else values
     flags = tensors(shape, st.booleans(), np.bool_)
     numbers = tensors(shape, shares, np.float32)
-    return SlotStates(
-        stage=draw(tensors(shape, st.sampled_from([*map(int, Stage)]), np.int64)),
-        age=draw(tensors(shape, st.integers(0, 5), np.int64)),
-        alpha=draw(numbers),
-        alpha_target=draw(numbers),
-        alpha_settled=draw(flags),
-        blueprint=draw(
-            tensors(shape, st.integers(-1, len(spec.blueprints) - 1), np.int64)
-        ),
-        style=draw(tensors(shape, st.integers(0, 1), np.int64)),
-        parameters=draw(numbers),
-        depth=draw(numbers),
-        capacity=draw(numbers),
-        liveness=draw(numbers),
-        gradient_share=draw(numbers),
-        contribution=draw(numbers),
-        contribution_measured=draw(flags),
-    )
+    kinds = st.integers(-1, len(spec.blueprints) - 1)
+    special = {
+        "stage": tensors(shape, st.sampled_from([*map(int, Stage)]), np.int64),
+        "age": tensors(shape, st.integers(0, 5), np.int64),
+        "blueprint": tensors(shape, kinds, np.int64),
+        "style": tensors(shape, st.integers(0, 1), np.int64),
+        "alpha_settled": flags,
+        "contribution_measured": flags,
+    }
+    return draw_record(draw, SlotStates, numbers, special)
+
+
+def draw_record(draw, record, usual, special):
+    """A record whose fields are usual, but for some."""
+    names = [field.name for field in fields(record)]
+    return record(**{name: draw(special.get(name, usual)) for name in names})
 
 
 @st.composite
@@ -97,27 +96,14 @@ def observations(draw, spec, envs=None, values=None):
     offers = tensors(shape, numbers, np.float32)
     flags = tensors(shape, st.booleans(), np.bool_)
     budget = st.one_of(st.just(inf), costs)
+    budgets = {"budget_left": tensors((envs,), budget, np.float32)}
+    prices = tensors(shape, costs, np.float32)
+    special = {"fits": flags, "promise_known": flags, "parameters": prices}
     return Observation(
         first=draw(tensors((envs,), st.booleans(), np.bool_)),
-        host=HostStates(
-            progress=draw(host),
-            budget_left=draw(tensors((envs,), budget, np.float32)),
-            rent=draw(host),
-            added=draw(host),
-            score=draw(host),
-            score_slope=draw(host),
-            loss=draw(host),
-            loss_slope=draw(host),
-            plateau=draw(host),
-        ),
+        host=draw_record(draw, HostStates, host, budgets),
         slots=draw(slot_states(envs, spec, values)),
-        offers=BlueprintOffers(
-            fits=draw(flags),
-            parameters=draw(tensors(shape, costs, np.float32)),
-            macs=draw(offers),
-            promise=draw(offers),
-            promise_known=draw(flags),
-        ),
+        offers=draw_record(draw, BlueprintOffers, offers, special),
     )
 
 

@@ -22,6 +22,7 @@ from tests.references.recurrence import (
     time_gae_loop,
 )
 
+BOOL = torch.bool
 DTYPES = [torch.float32, torch.float64]
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 2e-5},
@@ -55,15 +56,6 @@ def on_other_devices(decay, inputs, initial, reverse):
     return module._recur(decay, inputs, initial, reverse, False)
 
 
-def step_by_step(decay, inputs, initial, reverse):
-    """Differentiable, plain: what autograd makes of the definition."""
-    y, rows = initial, [None] * inputs.shape[1]
-    order = range(inputs.shape[1])
-    for t in reversed(order) if reverse else order:
-        y = rows[t] = decay[:, t] * y + inputs[:, t]
-    return torch.stack(rows, dim=1)
-
-
 ROADS = pytest.mark.parametrize("road", [on_cpu, on_other_devices])
 DIRECTIONS = pytest.mark.parametrize("reverse", [False, True])
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 17)) | st.tuples(
@@ -91,20 +83,8 @@ def test_without_initial_the_recurrence_starts_from_zero(shape):
 
 
 @ROADS
-@given(shapes, st.booleans(), st.integers(0, 99))
-def test_gradients_are_those_of_the_plain_loop(road, shape, reverse, rng_seed):
-    leaves = [x.requires_grad_() for x in recurrence(shape, rng_seed)]
-    weights = torch.randn(shape, dtype=torch.float64)
-
-    actual = grad((road(*leaves, reverse) * weights).sum(), leaves)
-
-    expected = grad((step_by_step(*leaves, reverse) * weights).sum(), leaves)
-    assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-
-
-@ROADS
 @DIRECTIONS
-@pytest.mark.parametrize("shape", [(2, 4), (2, 3, 2), (1, 1), (2, 1, 2)])
+@pytest.mark.parametrize("shape", [(2, 4), (2, 3, 2), (1, 1), (2, 1, 2), (1, 7, 2)])
 def test_first_and_second_derivatives_agree_with_differences(road, reverse, shape):
     leaves = [x.requires_grad_() for x in recurrence(shape, 1)]
     assert gradcheck(lambda *x: road(*x, reverse), leaves)
@@ -159,24 +139,6 @@ def test_t18_acting_step_by_step_is_the_whole_sequence_bit_for_bit(shape):
             now = slice(t, t + 1)
             state = scan(decay[:, now], inputs[:, now], state)[:, 0]
             assert_close(state, whole[:, t], **EXACT)
-
-
-@given(shapes, st.integers(0, 17), st.booleans(), st.integers(0, 99))
-def test_t21_two_halves_with_the_state_carried_over_are_the_whole(
-    shape, cut, reverse, rng_seed
-):
-    decay, inputs, initial = recurrence(shape, rng_seed, dtype=torch.float32)
-    halves = [slice(0, cut), slice(cut, None)]
-    parts, state = [], initial
-    for half in reversed(halves) if reverse else halves:
-        part = scan(decay[:, half], inputs[:, half], state, reverse=reverse)
-        if part.shape[1]:
-            state = part[:, 0 if reverse else -1]
-        parts.append(part)
-
-    y = torch.cat(parts[::-1] if reverse else parts, dim=1)
-
-    assert_close(y, scan(decay, inputs, initial, reverse=reverse), **EXACT)
 
 
 @ROADS
@@ -324,38 +286,25 @@ def test_t27_advantages_are_the_sum_over_each_episode(
 
 
 @GAE_ROADS
-@given(st.integers(0, 999), sizes)
-def test_t24_padding_holds_anything_and_changes_nothing(road, rng_seed, size):
+@given(st.integers(0, 999), sizes, st.sampled_from([torch.nan, 1e30, torch.inf]))
+def test_t24_padding_and_values_that_no_ending_asks_for_change_nothing(
+    road, rng_seed, size, stale
+):
     steps = rollout(rng_seed, *size)
-    padding = padding_of(steps)
+    padding, counts = padding_of(steps), steps["step_counts"]
     expected = road(steps, gamma=0.9, lam=0.8)
-    for stale in (torch.nan, 1e30, torch.inf):
-        for flag in (False, True):
-            dirty = {
-                name: x.masked_fill(padding, flag if x.dtype == torch.bool else stale)
-                if x.ndim == 2
-                else x
-                for name, x in steps.items()
-            }
-            assert_close(road(dirty, gamma=0.9, lam=0.8), expected, **EXACT)
-    assert expected[0][padding].eq(0.0).all()
-    assert expected[1][padding].eq(0.0).all()
-
-
-@GAE_ROADS
-@given(st.integers(0, 999), sizes)
-def test_values_that_no_ending_asks_for_are_never_read(road, rng_seed, size):
-    steps = rollout(rng_seed, *size)
-    expected = road(steps, gamma=0.9, lam=0.8)
-    last = (steps["step_counts"] - 1).clamp(min=0)[:, None]
-    ended = steps["dones"].gather(1, last).squeeze(1) | (steps["step_counts"] == 0)
+    ended = steps["dones"].gather(1, (counts - 1).clamp(min=0)[:, None]).squeeze(1)
     dirty = steps | {
-        "final_values": steps["final_values"].masked_fill(
-            ~steps["truncated"], torch.nan
-        ),
-        "last_values": steps["last_values"].masked_fill(ended, torch.nan),
+        name: x.masked_fill(padding, bool(rng_seed % 2) if x.dtype == BOOL else stale)
+        for name, x in steps.items()
+        if x.ndim == 2
     }
+    unused = padding | ~steps["truncated"]
+    dirty["final_values"] = steps["final_values"].masked_fill(unused, stale)
+    unused = ended | (counts == 0)
+    dirty["last_values"] = steps["last_values"].masked_fill(unused, stale)
     assert_close(road(dirty, gamma=0.9, lam=0.8), expected, **EXACT)
+    assert all(result[padding].eq(0.0).all() for result in expected)
 
 
 @GAE_ROADS

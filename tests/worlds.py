@@ -1,7 +1,7 @@
 """Tiny worlds with known answers, and observations with nothing in them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Generator, Tensor
@@ -25,50 +25,29 @@ PROBE_SPEC = ActionSpec(
 def blank_slots(envs: int, slots: int) -> SlotStates:
     """Empty slots: only WAIT and GERMINATE are possible."""
     shape = (envs, slots)
-    zeros, yes = torch.zeros(shape), torch.ones(shape, dtype=torch.bool)
-    whole = torch.zeros(shape, dtype=torch.int64)
+    yes, whole = torch.ones(shape) > 0, torch.zeros(shape, dtype=torch.int64)
     return SlotStates(
-        stage=whole,
-        age=whole,
-        alpha=zeros,
-        alpha_target=zeros,
-        alpha_settled=yes,
-        blueprint=whole - 1,
-        style=whole,
-        parameters=zeros,
-        depth=zeros,
-        capacity=zeros,
-        liveness=zeros,
-        gradient_share=zeros,
-        contribution=zeros,
-        contribution_measured=~yes,
+        **zeros(SlotStates, shape)
+        | {"stage": whole, "age": whole, "blueprint": whole - 1, "style": whole}
+        | {"alpha_settled": yes, "contribution_measured": ~yes}
     )
+
+
+def zeros(record: type, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """0 for every field of a record."""
+    return {each.name: torch.zeros(shape) for each in fields(record)}
 
 
 def blank_observation(envs: int, spec: ActionSpec = PROBE_SPEC) -> Observation:
     """Hosts of which nothing is known and in which everything can be planted."""
-    slots, kinds = spec.slots.max_slots, len(spec.blueprints)
-    zeros, pairs = torch.zeros(envs), torch.zeros(envs, slots, kinds)
+    shape = (envs, spec.slots.max_slots, len(spec.blueprints))
+    yes, unlimited = torch.ones(shape) > 0, torch.full((envs,), torch.inf)
     return Observation(
         first=torch.zeros(envs, dtype=torch.bool),
-        host=HostStates(
-            progress=zeros,
-            budget_left=zeros + torch.inf,
-            rent=zeros,
-            added=zeros,
-            score=zeros,
-            score_slope=zeros,
-            loss=zeros,
-            loss_slope=zeros,
-            plateau=zeros,
-        ),
-        slots=blank_slots(envs, slots),
+        host=HostStates(**zeros(HostStates, (envs,)) | {"budget_left": unlimited}),
+        slots=blank_slots(*shape[:2]),
         offers=BlueprintOffers(
-            fits=pairs == 0,
-            parameters=pairs,
-            macs=pairs,
-            promise=pairs,
-            promise_known=pairs != 0,
+            **zeros(BlueprintOffers, shape) | {"fits": yes, "promise_known": ~yes}
         ),
     )
 

@@ -101,17 +101,6 @@ def test_t10_weights_of_a_head_that_no_op_used_move_nothing_and_get_no_gradient(
         assert torch.equal(getattr(before, name), getattr(after, name)), name
 
 
-def test_t10_without_causality_the_same_weights_do_inflate_kl():
-    """What relevance is for: the ablation counts heads that never mattered."""
-    spec = replace(SPEC, narrowed={"op": ("WAIT", "ADVANCE")})
-    policy = make_policy(spec, replace(TINY, causal=False), strength=0.5)
-    agent = agent_with_rollout(policy)
-    batch = take(agent.buffer)
-    with torch.no_grad():
-        policy.rest_out.weight.add_(torch.randn_like(policy.rest_out.weight))
-    assert terms_of(agent, batch).kl[HEAD["style"] :].sum() > 0.01
-
-
 @pytest.mark.parametrize("filler", [math.nan, 1e30, -math.inf])
 def test_t24_whatever_stands_on_padding_changes_no_bit(filler):
     results = []

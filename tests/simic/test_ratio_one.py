@@ -115,7 +115,7 @@ def test_t15_strong_weights_so_that_every_choice_hangs_on_those_before(memory):
     assert values < 5e-4
     other = batch.actions.clone()
     other[..., 0] = (other[..., 0] + 1) % 6
-    assert differences(policy, replace(batch, actions=other))[0][1:].max() > 1.0
+    assert differences(policy, replace(batch, actions=other))[0][1:].max() > 0.01
 
 
 def test_wide_policies_and_whole_action_spaces():

@@ -207,18 +207,6 @@ def test_t8_sampled_and_likeliest_decisions_are_legal(density):
     assert len(ops) >= {0.0: 1, 0.3: 3, 1.0: 6}[density]
 
 
-def test_values_come_in_units_of_reward():
-    policy = make_policy()
-    _, features, masks = seen()
-    first, state = torch.ones(ENVS, dtype=torch.bool), policy.initial_state(ENVS)
-    plain = policy.value(features, first, state)
-    policy.value_mean.fill_(7.0)
-    policy.value_scale.fill_(3.0)
-    assert_close(policy.value(features, first, state), 7.0 + 3.0 * plain)
-    acted = policy.act(features, masks, first, state, None)
-    assert_close(acted.values, 7.0 + 3.0 * plain)
-
-
 @pytest.mark.parametrize(("head", "op"), [("op", None), ("slot", 4), ("blueprint", 1)])
 def test_t3_a_head_without_a_legal_choice_is_refused(head, op):
     policy = make_policy()
@@ -291,19 +279,6 @@ def situation(policy, envs):
     first = torch.rand(envs, generator=generator) < 0.3
     _, features, masks = seen(envs=envs, first=first)
     return features, masks, first, torch.randn(envs, *policy.state_shape)
-
-
-def test_every_legal_op_is_drawn_as_often_as_its_probability_says():
-    policy = make_policy(strength=4.0)
-    given, chance, draws = situation(policy, 4), Generator().manual_seed(0), 1_000
-    counts = torch.zeros(4, SPEC.width)
-    for _ in range(draws):
-        decision = policy.act(*given, chance)
-        counts[torch.arange(4), decision.actions[:, 0]] += 1
-    legal = decision.rows[:, 0]
-    share = torch.where(legal, decision.distribution[:, 0].exp(), 0.0)
-    assert (counts[~legal] == 0).all()
-    assert_close(counts / draws, share, rtol=0.0, atol=4 * 0.5 / draws**0.5)
 
 
 @pytest.mark.parametrize("greedy", [True, False])
