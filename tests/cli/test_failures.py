@@ -18,23 +18,17 @@ from esper.experiment.messages import one_line
 from tests.cli.calls import assert_one_line
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
+def test_every_kind_of_trouble_has_its_exit_code(capsys):
+    for error, code in (
         (BadInput("wrong"), 2),
         (IllegalAction("wrong"), 2),
         (CallOrder("too early"), 2),
         (RunTaken("taken"), 3),
         (NumericsTrouble("not finite"), 4),
         (StorageTrouble("full"), 5),
-    ],
-)
-def test_every_kind_of_trouble_has_its_exit_code(error, code, capsys):
-    assert report_failure(error) == code
-    assert capsys.readouterr().err == f"esper: {error}\n"
-
-
-def test_what_the_system_refuses_is_storage_trouble(capsys):
+    ):
+        assert report_failure(error) == code
+        assert capsys.readouterr().err == f"esper: {error}\n"
     error = PermissionError(errno.EACCES, "Permission denied", "/a/\x1b[2J/b")
     assert report_failure(error) == 5
     result = capsys.readouterr().err

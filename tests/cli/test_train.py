@@ -85,22 +85,21 @@ def test_a_folder_that_is_only_to_be_read_is_refused(capsys, here):
     assert "Permission denied" in refused(capsys, "train", code=5)
 
 
-def test_a_complete_run_is_complete(capsys, here):
-    path = make_run(here / "runs", "done", finished=True)
-    before = contents(path)
+def test_a_complete_run_and_an_evaluation_are_not_resumed(capsys, here, monkeypatch):
+    runs = here / "runs"
+    path = make_run(runs, "done", finished=True)
+    for number, finished in enumerate((False, True)):
+        make_run(runs, f"judged{number}", kind="evaluation", finished=finished)
+    before = contents(runs)
     result = call(capsys, "train", "--resume", "done")
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("Run done is already complete.")
     assert call(capsys, "train", "--resume", str(path)).code == 0
-    assert contents(path) == before
-
-
-@pytest.mark.parametrize("finished", [False, True])
-def test_an_evaluation_cannot_be_resumed(capsys, here, finished):
-    path = make_run(here / "runs", "judged", kind="evaluation", finished=finished)
-    before = contents(path)
-    assert "is no training" in refused(capsys, "train", "--resume", "judged")
-    assert contents(path) == before
+    for name in ("judged0", "judged1"):
+        assert "is no training" in refused(capsys, "train", "--resume", name)
+    monkeypatch.chdir(path)
+    assert "Run done is already complete" in call(capsys, "train", "--resume=.").out
+    assert contents(runs) == before
 
 
 def test_a_run_in_use_is_left_alone(capsys, here):
@@ -112,31 +111,23 @@ def test_a_run_in_use_is_left_alone(capsys, here):
         assert contents(path) == before
 
 
-def damaged_checkpoint(path):
-    (path / "checkpoints" / "000001.safetensors").write_bytes(b"\x80\x04.")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: (path / "config.toml").write_text("envs = -1"), "envs must be"),
-        (lambda path: (path / "config.toml").write_bytes(b"\xff"), "is no text"),
-        (lambda path: (path / "config.toml").unlink(), "it has no config.toml"),
-        (lambda path: (path / "versions.json").write_text("[]"), "a JSON object"),
-        (lambda path: (path / "finished.json").write_text("{"), "a JSON object"),
-        (damaged_checkpoint, "none of 1 checkpoints verifies"),
-    ],
-)
-def test_a_damaged_run_is_refused(capsys, here, damage, message):
-    path = make_run(here / "runs", "hurt", SIMULATED)
-    damage(path)
-    assert message in refused(capsys, "train", "--resume", "hurt")
-
-
-def test_a_run_is_found_from_within_its_folder(capsys, here, monkeypatch):
-    path = make_run(here / "runs", "done", finished=True)
-    monkeypatch.chdir(path)
-    assert "Run done is already complete" in call(capsys, "train", "--resume=.").out
+def test_damaged_runs_are_refused(capsys, here):
+    for number, (file, data, message) in enumerate(
+        (
+            ("config.toml", b"envs = -1", "envs must be"),
+            ("config.toml", b"\xff", "is no text"),
+            ("config.toml", None, "it has no config.toml"),
+            ("versions.json", b"[]", "a JSON object"),
+            ("finished.json", b"{", "a JSON object"),
+            ("checkpoints/000001.safetensors", b"\x80\x04.", "1 checkpoints verifies"),
+        )
+    ):
+        path = make_run(here / "runs", f"hurt{number}", SIMULATED)
+        if data is None:
+            (path / file).unlink()
+        else:
+            (path / file).write_bytes(data)
+        assert message in refused(capsys, "train", "--resume", path.name)
 
 
 def test_a_random_seed_that_is_not_given_is_drawn():
@@ -148,9 +139,9 @@ def test_a_random_seed_that_is_not_given_is_drawn():
 
 
 TINY = (
-    "train --tasks teacher --envs 2 --budget.rounds 8 --world.horizon 4 --name tiny "
+    "train --tasks teacher --envs 2 --budget.rounds 4 --world.horizon 4 --name tiny "
     "--start_from none "
-    "--world.decision_every 2 --judging.every 8 --judging.hosts 2 --keeping.every 2 "
+    "--world.decision_every 2 --judging.every 4 --judging.hosts 2 --keeping.every 2 "
     "--judging.controllers []"
 )
 
@@ -164,7 +155,7 @@ class Stdout(io.TextIOWrapper):
 
     def write(self, text):
         written = super().write(text)
-        if "round 2/8" in text and not self.interrupted:
+        if "round 2/4" in text and not self.interrupted:
             self.interrupted = True
             if number == signal.SIGTERM:  # and nobody reads any more
                 self.flush()
@@ -206,14 +197,14 @@ def test_a_run_is_interrupted_and_completed(tmp_path, capsys):
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("Going on with tiny: on teacher, 2 environments each")
     assert f"rng_seed {printed}." in done.out
-    assert "round 8/8" in done.out
+    assert "round 4/4" in done.out
     assert "The run is in runs/tiny.\n" in done.out
     assert "The report is in runs/tiny/report.html.\n" in done.out
     assert (run / "report.html").stat().st_size > 10_000
     stored = tomllib.loads((run / "config.toml").read_text())
-    assert (stored["rng_seed"], stored["budget"]["rounds"]) == (int(printed), 8)
+    assert (stored["rng_seed"], stored["budget"]["rounds"]) == (int(printed), 4)
     listed = call(capsys, "runs", "--runs", str(run.parent)).out
-    assert re.search(r"tiny +. finished +. +8 ", listed)
+    assert re.search(r"tiny +. finished +. +4 ", listed)
 
 
 @pytest.mark.slow

@@ -71,26 +71,17 @@ def test_every_step_of_the_table_of_stages_has_a_name_of_its_own():
             assert word not in ("jumped", "aimed")
 
 
-def test_nothing_happens_while_seeds_only_age_and_fade():
-    before = slots([[T, B, D]])
-    after = replace(before, age=before.age + 1, alpha=before.alpha + 0.1)
-    assert listed(events_between(before, after)) == []
-
-
-def test_another_alpha_to_go_to_is_an_event():
+def test_other_changes_than_those_of_stages():
+    aging = slots([[T, B, D]])
+    older = replace(aging, age=aging.age + 1, alpha=aging.alpha + 0.1)
+    assert listed(events_between(aging, older)) == []
     before = slots([[H, H]])
     after = replace(before, alpha_target=torch.tensor([[0.0, 0.7]]))
     changes = events_between(before, after)
     assert listed(changes) == [(0, 1, "HOLDING", "HOLDING", "aimed")]
-
-
-def test_another_seed_in_the_same_stage_is_not_overlooked():
     before = slots([[T]])
     after = replace(before, blueprint=torch.tensor([[0]]))
     assert listed(events_between(before, after))[0][-1] == "jumped"
-
-
-def test_alpha_is_the_weight_of_the_seed_afterwards():
     before = slots([[B]], alpha=torch.tensor([[0.4]]))
     after = slots([[H]], alpha=torch.tensor([[0.7]]))
     assert events_between(before, after).alpha.tolist() == pytest.approx([0.7])

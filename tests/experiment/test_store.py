@@ -1,20 +1,34 @@
-"""The event store: what is stored, what counts, and what is refused."""
+"""The event store: what is stored, what counts, what is refused, read and exported."""
 
+import csv
+import re
 import sqlite3
+import sys
 from contextlib import closing
 from dataclasses import fields
 from math import inf, isnan, nan
+from pathlib import Path
 
 import pytest
 import torch
 
-from esper.contracts.errors import BadInput, CallOrder
-from esper.experiment.database import VERSION, columns_of, open_store
+from esper.contracts.errors import BadInput, CallOrder, StorageTrouble
+from esper.contracts.stages import Stage
+from esper.experiment.database import (
+    TABLES,
+    VERSION,
+    VIEWS,
+    columns_of,
+    export,
+    open_store,
+    rows,
+)
 from esper.experiment.records import RoundRecord
 from esper.experiment.store import Store
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 from tests.experiment.stores import (
     ENVS,
+    add_event,
     add_steps,
     ask,
     fill,
@@ -23,10 +37,12 @@ from tests.experiment.stores import (
     seqs,
 )
 
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "store.md"
+
 
 @pytest.fixture
 def path(tmp_path):
-    return tmp_path / "events.sqlite"
+    return tmp_path / "it's a store.sqlite"
 
 
 # What is stored.
@@ -134,18 +150,12 @@ def test_falling_back_twice_keeps_what_both_attempts_keep(path):
     assert live == [(1, 1), (1, 2), (3, 3), (4, 4)]
 
 
-def test_an_attempt_from_the_start_leaves_nothing_of_earlier_ones(path):
+def test_an_attempt_from_the_start_leaves_nothing_and_gaps_are_noted(path):
     for _ in range(2):
         with Store(path) as store:
             store.begin_attempt()
-            store.add_note(0, "host", "before the first round")
-    assert ask(path, "SELECT attempt FROM live_notes") == [(2,)]
-
-
-def test_rounds_that_are_not_there_at_resumption_are_noted(path):
-    with Store(path) as store:
-        store.begin_attempt()
-        store.add_round(record(1))
+            store.add_round(record(1))
+    assert ask(path, "SELECT attempt FROM live_rounds") == [(2,)]
     with Store(path) as store:
         store.begin_attempt(3)
     (note,) = read(path, "notes")
@@ -156,42 +166,28 @@ def test_rounds_that_are_not_there_at_resumption_are_noted(path):
 # Calls that cannot be meant.
 
 
-def test_rows_before_the_attempt_are_refused(path):
-    with Store(path) as store:
-        with pytest.raises(CallOrder, match=r"begin_attempt\(\)"):
-            store.add_note(1, "host", "too early")
-        with pytest.raises(CallOrder, match=r"begin_attempt\(\)"):
-            store.flush()
-
-
-def test_a_second_attempt_in_one_store_is_refused(path):
-    with Store(path) as store:
+def test_calls_that_cannot_be_meant_are_refused_and_nothing_is_stored(path):
+    with Store(path) as store, Store(path) as other:
+        for early in (lambda: store.add_note(1, "host", "when?"), store.flush):
+            with pytest.raises(CallOrder, match=r"begin_attempt\(\)"):
+                early()
         store.begin_attempt()
         with pytest.raises(CallOrder, match="called before"):
             store.begin_attempt()
-
-
-@pytest.mark.parametrize("number", [-1, 2**63])
-def test_a_round_that_is_no_count_is_refused_and_nothing_is_stored(path, number):
-    with Store(path) as store, Store(path) as other:
-        store.begin_attempt()
-        with pytest.raises(BadInput, match="round must be a whole number"):
-            store.add_note(number, "host", "when?")
-        with pytest.raises(BadInput, match="resume_round must be a whole number"):
-            other.begin_attempt(number)
-    assert seqs(path, 1) == []
-
-
-def test_a_column_of_another_length_is_refused_and_nothing_is_stored(path):
-    with Store(path) as store:
-        store.begin_attempt()
+        for number in (-1, 2**63):
+            with pytest.raises(BadInput, match="round must be a whole number"):
+                store.add_note(number, "host", "when?")
+            with pytest.raises(BadInput, match="resume_round must be a whole number"):
+                other.begin_attempt(number)
         episodes = torch.zeros(2, dtype=torch.int64)
-        with pytest.raises(BadInput, match="episode must have 4 values, got 2"):
-            store.add("steps", round=1, env=range(4), episode=episodes)
-        with pytest.raises(BadInput, match="head must have 2 values, got 1"):
-            store.add("heads", round=1, kl=[0.0, 0.1], head=["op"])
-        with pytest.raises(BadInput, match="no column 'mood'"):
-            store.add("heads", round=1, mood=1)
+        for table, columns, why in (
+            ("steps", {"env": range(4), "episode": episodes}, "have 4 values, got 2"),
+            ("heads", {"kl": [0.0, 0.1], "head": ["op"]}, "must have 2 values, got 1"),
+            ("heads", {"kl": torch.zeros(2, 2)}, "kl must have one axis"),
+            ("heads", {"mood": 1}, "no column 'mood'"),
+        ):
+            with pytest.raises(BadInput, match=why):
+                store.add(table, round=1, **columns)
     assert seqs(path, 1) == []
 
 
@@ -234,3 +230,156 @@ def test_places_where_no_store_can_be_are_refused(tmp_path):
             Store(place)
         with pytest.raises(BadInput, match="no store at"):
             open_store(place)
+
+
+# Views, and the page about them.
+
+
+def test_the_learning_curve_has_one_row_for_each_round(path):
+    fill(path)
+    query = "SELECT round, mean_return, learning_rate, episodes FROM learning_curve"
+    assert ask(path, query) == [(1, 0.1, 1e-3, 0), (2, 0.2, 1e-3, 1)]
+
+
+def test_the_lives_of_seeds_join_end_to_end_over_attempts(path):
+    fill(path)
+    query = "SELECT slot, seed, stage, from_step, to_step FROM seed_lives"
+    assert ask(path, query) == [
+        (0, 1, "TRAINING", 1, 2),
+        (0, 1, "BLENDING", 2, 4),
+        (0, 1, "HOLDING", 4, 5),
+        (0, 1, "FOSSILIZED", 5, 6),
+        (1, 1, "TRAINING", 2, 6),
+    ]
+
+
+def test_a_slot_that_is_planted_again_has_another_seed(path):
+    with Store(path) as store:
+        store.begin_attempt()
+        add_event(store, 1, "planted", Stage.DORMANT, Stage.TRAINING)
+        add_event(store, 2, "pruned", Stage.TRAINING, Stage.DORMANT)
+        add_event(store, 5, "planted", Stage.DORMANT, Stage.TRAINING)
+    lives = "SELECT seed, stage, from_step, to_step FROM seed_lives"
+    assert ask(path, lives) == [(1, "TRAINING", 1, 2), (2, "TRAINING", 5, None)]
+    choices = "SELECT seed, step, blueprint, became FROM choices"
+    assert ask(path, choices) == [(1, 1, "large", "pruned"), (2, 5, "large", "neither")]
+
+
+def test_choices_say_what_became_of_each_seed(path):
+    fill(path)
+    query = "SELECT round, step, slot, blueprint, became FROM choices"
+    assert ask(path, query) == [
+        (1, 1, 0, "large", "kept"),
+        (2, 2, 1, "large", "neither"),
+    ]
+
+
+def test_head_entropy_and_episode_ends_show_what_counts(path):
+    fill(path)
+    heads = ask(path, "SELECT round, head, entropy FROM head_entropy")
+    assert len(heads) == 16
+    assert heads[0] == (1, "op", 0.5)
+    ends = ask(path, 'SELECT round, step, env, "return", how FROM episode_ends')
+    assert ends == [(2, 6, 0, 0.5, "in time")]
+
+
+def test_every_view_and_every_query_of_the_page_runs(path):
+    fill(path)
+    for name in VIEWS:
+        assert ask(path, f"SELECT * FROM {name}"), name
+    queries = re.findall(r"```sql\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    assert len(queries) >= 3
+    for query in queries:
+        assert ask(path, query), query
+
+
+def test_the_page_names_every_table_column_and_view(path):
+    fill(path)
+    text = DOCS.read_text()
+    with closing(open_store(path)) as db:
+        for table in (*TABLES, "attempts"):
+            assert f"`{table}`" in text
+            for column in columns_of(db, table):
+                assert f"`{column}`" in text, (table, column)
+    for view in VIEWS:
+        assert f"`{view}`" in text
+
+
+# Rows and files.
+
+
+@pytest.fixture
+def stored(path):
+    with Store(path) as store:
+        store.begin_attempt()
+        add_steps(store, 1, loss=torch.tensor([nan, inf, -inf, 0.1]), added=None)
+        store.add_note(1, "text", 'a "quoted", line\nand another')
+        store.add_note(1, "text", "")
+        store.add_round(record(1))
+        store.add_round(record(2))
+    with Store(path) as store:
+        store.begin_attempt(1)
+    return path
+
+
+def live(path):
+    with closing(open_store(path)) as db:
+        return {table: [*rows(db, f"live_{table}")] for table in TABLES}
+
+
+def same(one, other):
+    return one == other or (one != one and other != other)
+
+
+def test_csv_tells_missing_nan_infinite_and_empty_apart(stored, tmp_path):
+    files = export(stored, tmp_path / "out", "csv")
+    assert [file.name for file in files] == [f"{table}.csv" for table in TABLES]
+    assert sorted(files) == sorted((tmp_path / "out").iterdir())
+    with files[TABLES.index("steps")].open(newline="") as file:
+        found = [*csv.DictReader(file)]
+    assert [row["loss"] for row in found[:3]] == ["nan", "inf", "-inf"]
+    assert float(found[3]["loss"]) == live(stored)["steps"][3]["loss"]
+    assert {row["added"] for row in found} == {""}
+    notes = files[TABLES.index("notes")].read_text()
+    assert notes.endswith(',"text",""\n')
+    with files[TABLES.index("notes")].open(newline="") as file:
+        first = next(iter(csv.DictReader(file)))
+        assert first["text"] == 'a "quoted", line\nand another'
+    with files[TABLES.index("rounds")].open(newline="") as file:
+        assert [row["round"] for row in csv.DictReader(file)] == ["1"]  # what counts
+    assert isnan(live(stored)["steps"][0]["loss"])
+    assert live(stored)["steps"][0]["added"] is None
+
+
+def test_parquet_holds_what_the_store_holds(stored, tmp_path):
+    duckdb = pytest.importorskip("duckdb")
+    files = export(stored, tmp_path / "it's here")
+    assert sorted(files) == sorted((tmp_path / "it's here").iterdir())
+    for table, file in zip(TABLES, files, strict=True):
+        with closing(duckdb.connect()) as db:
+            name = str(file).replace("'", "''")
+            query = db.execute(f"SELECT * FROM '{name}' ORDER BY attempt, seq")
+            names = [column[0] for column in query.description]
+            found = [dict(zip(names, row, strict=True)) for row in query.fetchall()]
+        for one, other in zip(found, live(stored)[table], strict=True):
+            assert one.keys() == other.keys()
+            assert all(same(one[name], other[name]) for name in one), table
+
+
+def test_exports_that_cannot_be_are_refused(stored, tmp_path, monkeypatch):
+    export(stored, tmp_path / "out", "csv")
+    (tmp_path / "out" / "rounds.csv").write_text("mine")
+    with pytest.raises(BadInput, match=r"already has rounds\.csv"):
+        export(stored, tmp_path / "out", "csv")
+    assert (tmp_path / "out" / "rounds.csv").read_text() == "mine"
+    with pytest.raises(StorageTrouble, match="cannot export to"):
+        export(stored, stored, "csv")
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    with pytest.raises(BadInput, match=r"esper-lite\[query\]"):
+        export(stored, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    with closing(open_store(stored)) as db:
+        with pytest.raises(BadInput, match="no table 'wallet'; known: rounds"):
+            [*rows(db, "wallet")]
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            db.execute("DELETE FROM steps")

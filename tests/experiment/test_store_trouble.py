@@ -21,7 +21,6 @@ from tests.experiment.stores import (
     add_event,
     add_steps,
     ask,
-    fill,
     read,
     record,
     seqs,
@@ -243,12 +242,3 @@ def test_a_reader_sees_whole_rounds_while_somebody_writes(path):
     store.close()
     assert len({rounds for _, rounds in seen}) > 2
     assert all(steps == rounds * ENVS for steps, rounds in seen)
-
-
-def test_a_reader_cannot_write(path):
-    fill(path)
-    with (
-        closing(open_store(path)) as db,
-        pytest.raises(sqlite3.OperationalError, match="readonly"),
-    ):
-        db.execute("DELETE FROM steps")
