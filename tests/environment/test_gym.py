@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.utils.env_checker import check_env
+from gymnasium.utils.env_checker import check_env, data_equivalence
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from sb3_contrib import MaskablePPO
 from stable_baselines3.common.callbacks import BaseCallback
@@ -29,45 +29,15 @@ from esper.environment.gym import (
     feature_names,
     flatten,
 )
-from esper.tasks import catalogue
-from esper.tasks.catalogue import register_task
-from esper.tasks.data import Data, Splits, split
 from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
+from tests.environment.test_growing import HORIZON
+from tests.environment.test_growing import TINY as BLOBS
 from tests.worlds import PROBE_SPEC, blank_observation
 
 ID = "esper.environment.gym:esper/Grow-v0"
-HORIZON = 4
-
-
-def clouds(rng_seed: int) -> Splits:
-    """Three clouds of points."""
-    chance = np.random.default_rng(0)
-    labels = np.arange(90) % 3
-    points = chance.normal(size=(90, 4)) + np.eye(4)[labels]
-    data = Data("tiny", torch.from_numpy(points), torch.from_numpy(labels), 3)
-    return split(data, rng_seed)
-
-
-def tiny() -> Task:
-    return Task(
-        name="tiny",
-        description="three clouds",
-        data=clouds,
-        host=MlpHost((4, 6, 3)),
-        batch=8,
-        decision_every=2,
-        horizon=HORIZON,
-    )
-
-
-@pytest.fixture(autouse=True)
-def _tiny_task():
-    before = dict(catalogue._BUILDERS)
-    register_task("tiny")(tiny)
-    yield
-    catalogue._BUILDERS.clear()
-    catalogue._BUILDERS.update(before)
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "gym.md").read_text("utf-8")
+TINY = replace(BLOBS, name="tiny", host=MlpHost((5, 6, 3)), batch=8)
 
 
 def number(env: GrowEnv | GrowVectorEnv, name: str) -> int:
@@ -91,26 +61,11 @@ def play(env: GrowEnv, seed: int, steps: int, options: dict | None = None):
 
 def assert_same(one: object, other: object) -> None:
     """Equal to the bit, arrays in dicts included."""
-    assert type(one) is type(other)
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for mine, theirs in zip(one, other, strict=True):
-            assert_same(mine, theirs)
-    elif isinstance(one, np.ndarray) and one.dtype == object:
-        assert_same(list(one), list(other))
-    elif isinstance(one, np.ndarray):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
-    else:
-        assert one == other
+    assert data_equivalence(one, other, exact=True)
 
 
-def brief(name: str) -> dict:
-    return {"task": name, "horizon": 3, "decision_every": 2}
+def brief(task: Task | str) -> dict:
+    return {"task": task, "horizon": 3, "decision_every": 2}
 
 
 MNIST5K = pytest.param(
@@ -119,7 +74,7 @@ MNIST5K = pytest.param(
 )
 EVERY_KIND = pytest.mark.parametrize(
     "settings",
-    [brief("tiny"), brief("teacher"), MNIST5K],
+    [brief(TINY), brief("teacher"), MNIST5K],
     ids=["shared data", "varied data", "images"],
 )
 
@@ -145,7 +100,7 @@ class Invalid(BaseCallback):
 
 @pytest.mark.learns
 def test_maskable_ppo_trains_unmodified_and_never_errs():
-    env = gymnasium.make(ID, task="tiny")
+    env = gymnasium.make(ID, task=TINY)
     agent = MaskablePPO(
         "MlpPolicy", env, n_steps=64, batch_size=64, n_epochs=1, seed=0, device="cpu"
     )
@@ -156,7 +111,7 @@ def test_maskable_ppo_trains_unmodified_and_never_errs():
 
 
 def test_equal_seeds_give_equal_trajectories_in_any_number_of_environments():
-    env, other = GrowEnv(task="tiny"), GrowEnv(task="tiny")
+    env, other = GrowEnv(task=TINY), GrowEnv(task=TINY)
     first, second = ([*play(env, seed, 2 * HORIZON)] for seed in (3, 4))
     pairs = [*zip(first, second, strict=True)]
     assert not all(np.array_equal(one[0], two[0]) for one, two in pairs)
@@ -195,7 +150,7 @@ def test_the_process_around_an_environment_is_left_alone(make, capfd):
 
 
 def test_without_a_seed_the_run_goes_on_with_the_same_next_episode_even_if_cut():
-    env = GrowEnv(task="tiny")
+    env = GrowEnv(task=TINY)
     first = env.reset(seed=3)
     while not env.step(0)[2]:
         pass
@@ -208,12 +163,13 @@ def test_without_a_seed_the_run_goes_on_with_the_same_next_episode_even_if_cut()
 
 
 def test_the_horizon_terminates_and_only_then_the_test_score_is_reported():
-    env = GrowEnv(task="tiny")
+    env = GrowEnv(task=TINY)
     seen = [*play(env, 0, HORIZON)][:-1]
     assert [over for _, _, over, _ in seen] == [False] * HORIZON + [True]
     progress = [row[env.features.index("host progress")] for row, _, _, _ in seen]
     np.testing.assert_allclose(progress, np.arange(HORIZON + 1) / HORIZON)
-    results = {"score", "test_score", "added", "macs", "panicked"}
+    (line,) = (x for x in PAGE.splitlines() if x.startswith("| last info"))
+    results = {*re.findall(r"`(\w+)`", line)}
     for _, _, over, info in seen:
         assert info.keys() - {"action_mask", "invalid"} == (results if over else set())
     last = seen[-1]
@@ -223,7 +179,7 @@ def test_the_horizon_terminates_and_only_then_the_test_score_is_reported():
 
 
 def test_the_last_row_of_an_episode_knows_nothing_of_the_next():
-    env = GrowVectorEnv(2, task="tiny", rent=(0.0, 1.0))
+    env = GrowVectorEnv(2, task=TINY, rent=(0.0, 1.0))
     first, _ = env.reset(seed=0)
     for _ in range(HORIZON):
         rows, *_, info = env.step([0, 0])
@@ -233,7 +189,7 @@ def test_the_last_row_of_an_episode_knows_nothing_of_the_next():
 
 
 def test_a_host_that_breaks_ends_its_episode_within_bounds():
-    env = GrowEnv(task="tiny", rate=1e30)
+    env = GrowEnv(task=TINY, rate=1e30)
     env.reset(seed=0)
     over, row, info = False, None, {}
     for _ in range(HORIZON - 1):
@@ -247,7 +203,7 @@ def test_a_host_that_breaks_ends_its_episode_within_bounds():
 
 
 def test_an_impossible_action_is_a_wait_that_costs_the_penalty():
-    env = GrowEnv(task="tiny", penalty=0.25)
+    env = GrowEnv(task=TINY, penalty=0.25)
     env.reset(seed=1)
     waited = env.step(number(env, "WAIT"))
     env.reset(seed=1)
@@ -260,97 +216,81 @@ def test_an_impossible_action_is_a_wait_that_costs_the_penalty():
 @pytest.mark.parametrize("action", [-1, 23, 1.5, None, "WAIT", [0, 1]])
 @pytest.mark.parametrize("make", [GrowEnv, GrowVectorEnv])
 def test_what_is_no_action_is_refused_and_changes_nothing(make, action):
-    env, untouched = make(task="tiny"), make(task="tiny")
+    env, untouched = make(task=TINY), make(task=TINY)
+    single = make is GrowEnv
+    for early in (lambda: env.step(1 if single else [1]), env.action_masks):
+        with pytest.raises(CallOrder, match="before reset"):
+            early()
     env.reset(seed=1)
     untouched.reset(seed=1)
-    single = make is GrowEnv
     with pytest.raises(BadInput, match=r"a whole number in 0\.\.22, got"):
         env.step(action if single else [action])
     assert_same(*(one.step(1 if single else [1]) for one in (env, untouched)))
 
 
-def test_calls_out_of_order_are_refused():
-    env = GrowEnv(task="tiny")
-    for early in (lambda: env.step(0), env.action_masks):
-        with pytest.raises(CallOrder, match="before reset"):
-            early()
+def test_a_step_after_the_last_one_is_refused():
+    env = GrowEnv(task=TINY)
     assert len([*play(env, 0, HORIZON - 1)]) == HORIZON
     env.step(0)
     with pytest.raises(CallOrder, match="after the last one; call reset"):
         env.step(0)
-    together = GrowVectorEnv(2, task="tiny")
-    for early in (lambda: together.step([0, 0]), together.action_masks):
-        with pytest.raises(CallOrder, match="before reset"):
-            early()
 
 
 def test_options_change_the_terms_of_a_run():
-    env = GrowEnv(task="tiny")
+    env = GrowEnv(task=TINY)
     rent = env.features.index("host rent")
     cheap, dear = (env.reset(seed=2, options={"rent": r})[0] for r in (0.1, 0.3))
     assert (cheap[rent], dear[rent]) == (pytest.approx(0.5), pytest.approx(0.75))
     none, _ = env.reset(seed=2, options={"budget": 0.0})
     assert env.action_masks().sum() == 1
     assert none[env.features.index("host budget_left")] == 0.0
-    options = {"rent": (0.0, 1.0)}
-    one, same = ([*play(env, 6, HORIZON, options)] for _ in range(2))
+    one, same = ([*play(env, 6, HORIZON, {"rent": (0.0, 1.0)})] for _ in range(2))
     assert_same(one, same)
 
 
+RESETS = [
+    ({"options": {"colour": 1}}, r"rent, budget, rate; got 'colour'"),
+    ({"options": {"rent": nan}}, r"rent must be a finite number or .* got nan"),
+    ({"options": [1]}, "options must be a dict of terms, got"),
+    ({"seed": -1}, "whole number of at least 0, got -1"),
+    ({"seed": 1.5}, "whole number of at least 0, got"),
+]
+SETTINGS = [
+    ({"horizn": 3}, "got 'horizn'; did you mean 'horizon'"),
+    ({"task": 3}, "task must be a Task or the name of one, got 3"),
+    ({"task": "digit"}, "did you mean 'digits'"),
+    ({"horizon": 0}, "horizon must be a whole number of at least 1, got 0"),
+]
+
+
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"options": {"colour": 1}}, r"rent, budget, rate; got 'colour'"),
-        ({"options": {"rent": nan}}, r"rent must be a finite number or .* got nan"),
-        ({"options": [1]}, "options must be a dict of terms, got"),
-        ({"seed": -1}, "whole number of at least 0, got -1"),
-        ({"seed": 1.5}, "whole number of at least 0, got"),
-    ],
-)
 @pytest.mark.parametrize("make", [GrowEnv, GrowVectorEnv])
-def test_resets_that_cannot_be_meant_are_refused_and_the_run_goes_on(
-    make, given, words
-):
-    env, untouched = make(task="tiny"), make(task="tiny")
-    with pytest.raises(BadInput):
-        env.reset(**given)
+def test_what_cannot_be_meant_is_refused_and_the_run_goes_on(make):
+    env, untouched = make(task=TINY), make(task=TINY)
+    for given, _ in RESETS:
+        with pytest.raises(BadInput):
+            env.reset(**given)
     with pytest.raises(CallOrder):
         env.action_masks()
     for one in (env, untouched):
         one.reset(seed=1)
-    with pytest.raises(BadInput, match=words) as caught:
-        env.reset(**given)
-    assert "\n" not in str(caught.value)
+    for call, cases in ((env.reset, RESETS), (make, SETTINGS)):
+        for given, words in cases:
+            with pytest.raises(BadInput, match=words) as caught:
+                call(**given)
+            assert "\n" not in str(caught.value)
     assert_same(env.reset(), untouched.reset())
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"horizn": 3}, "got 'horizn'; did you mean 'horizon'"),
-        ({"task": 3}, "task must be a Task or the name of one, got 3"),
-        ({"task": "tinny"}, "did you mean 'tiny'"),
-        ({"horizon": 0}, "horizon must be a whole number of at least 1, got 0"),
-    ],
-)
-@pytest.mark.parametrize("make", [GrowEnv, GrowVectorEnv])
-def test_settings_that_cannot_be_meant_are_refused(make, settings, words):
-    with pytest.raises(BadInput, match=words) as caught:
-        make(**{"task": "tiny", **settings})
-    assert "\n" not in str(caught.value)
-
-
 def test_rendering_describes_the_host():
-    env = GrowEnv(task="tiny", render_mode="ansi")
+    env = GrowEnv(task=TINY, render_mode="ansi")
     env.reset(seed=0)
     env.step(number(env, "GERMINATE 1 widen_8"))
     line = env.render()
     assert line.startswith("25% score 0.")
     assert line.endswith("slots dormant training")
     with pytest.raises(BadInput, match="render_mode must be None or 'ansi'"):
-        GrowEnv(task="tiny", render_mode="human")
+        GrowEnv(task=TINY, render_mode="human")
 
 
 @EVERY_KIND
@@ -376,7 +316,7 @@ def test_one_environment_of_the_vector_is_the_single_one(settings):
 
 
 def test_a_vector_reports_the_end_of_every_episode():
-    env = GrowVectorEnv(3, task="tiny")
+    env = GrowVectorEnv(3, task=TINY, rent=(0.0, 1.0))
     first, info = env.reset(seed=0)
     assert first in env.observation_space
     assert info["action_mask"].shape == (3, len(env.actions))
@@ -400,7 +340,7 @@ def test_a_vector_reports_the_end_of_every_episode():
 
 def test_masks_say_what_is_carried_out():
     """Possible actions and arbitrary ones, until every op was done and refused."""
-    env = GrowVectorEnv(8, task="tiny", horizon=16, budget=2.0)
+    env = GrowVectorEnv(8, task=TINY, horizon=16, budget=2.0)
     _, info = env.reset(seed=0)
     chance, envs = np.random.default_rng(0), np.arange(8)
     ops = env.actions.actions[:, HEAD["op"]].numpy()
@@ -514,18 +454,11 @@ def test_gymnasium_is_asked_for_only_by_its_own_module():
     )
 
 
-def examples_of_the_page() -> list[str]:
-    page = Path(__file__).resolve().parents[2] / "docs" / "gym.md"
-    text = page.read_text(encoding="utf-8")
-    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-
-
 @pytest.mark.learns
 def test_the_examples_of_the_page_run_as_they_stand(capsys):
     by_hand, masked, many = ({}, {}, {})
-    for example, names in zip(
-        examples_of_the_page(), (by_hand, masked, many), strict=True
-    ):
+    examples = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    for example, names in zip(examples, (by_hand, masked, many), strict=True):
         exec(compile(example, "docs/gym.md", "exec"), names)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines[:-1]) >= 10
@@ -534,13 +467,3 @@ def test_the_examples_of_the_page_run_as_they_stand(capsys):
     assert isinstance(many["envs"].unwrapped, GrowVectorEnv)
     assert many["over"].all()
     assert many["info"]["final_info"]["test_score"].shape == (16,)
-
-
-def test_the_page_names_the_keys_of_the_last_info():
-    page = Path(__file__).resolve().parents[2] / "docs" / "gym.md"
-    line = next(
-        line for line in page.read_text().splitlines() if line.startswith("| last info")
-    )
-    env = GrowEnv(task="tiny")
-    info = [*play(env, 0, HORIZON)][-2][3]
-    assert {*re.findall(r"`(\w+)`", line)} == info.keys() - {"action_mask", "invalid"}

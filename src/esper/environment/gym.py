@@ -90,27 +90,28 @@ class FlatActions:
     @classmethod
     def of(cls, spec: ActionSpec) -> "FlatActions":
         """Number the actions of an action space."""
+        choices = {head.name: [*head.choices] for head in HEADS}
+        choices["blueprint"] = [blueprint.name for blueprint in spec.blueprints]
         allowed = {
-            head.name: [c for c in range(size) if bool(spec.allowed[index, c])]
-            for index, (head, size) in enumerate(zip(HEADS, spec.sizes, strict=True))
+            head.name: torch.nonzero(row).flatten().tolist()
+            for head, row in zip(HEADS, spec.allowed, strict=True)
         }
-        choice_names = {head.name: [*head.choices] for head in HEADS}
-        choice_names["blueprint"] = [blueprint.name for blueprint in spec.blueprints]
         rows, names = [[0] * len(HEADS)], [Op.WAIT.name]
-        for op in map(Op, allowed["op"]):
-            if op is Op.WAIT:
-                continue
-            defaults = {head: _default(head, op, allowed) for head in DEFAULT_CHOICES}
-            head = CHOSEN_HEAD.get(op)
-            choices = [None] if head is None else allowed[head]
-            for slot, choice in product(allowed["slot"], choices):
-                action = {"op": op.value, "slot": slot, **defaults}
-                words = [op.name, str(slot)]
-                if head is not None and choice is not None:
-                    action[head] = choice
-                    words.append(choice_names[head][choice])
+        for op in (Op(choice) for choice in allowed["op"] if choice != Op.WAIT):
+            action = {"op": op.value}
+            for head, default in DEFAULT_CHOICES.items():
+                if op in HEADS[HEAD[head]].used_by:
+                    usual = choices[head].index(default)
+                    known = allowed[head]
+                    action[head] = usual if usual in known else known[-1]
+            chosen = CHOSEN_HEAD.get(op)
+            for slot, choice in product(
+                allowed["slot"], allowed[chosen] if chosen else [0]
+            ):
+                action |= {"slot": slot} | ({chosen: choice} if chosen else {})
+                what = f" {choices[chosen][choice]}" if chosen else ""
                 rows.append([action.get(head.name, 0) for head in HEADS])
-                names.append(" ".join(words))
+                names.append(f"{op.name} {slot}{what}")
         return cls(spec, torch.tensor(rows), tuple(names))
 
     def __len__(self) -> int:
@@ -133,15 +134,6 @@ class FlatActions:
             offers.parameters[:, slot, kind] <= left
         )
         return (op == Op.WAIT) | (legal & (plantable | (op != Op.GERMINATE)))
-
-
-def _default(head: str, op: Op, allowed: Mapping[str, list[int]]) -> int:
-    """The choice of a head that the agent does not choose; 0 where it is not used."""
-    used = HEADS[HEAD[head]]
-    if op not in used.used_by:
-        return 0
-    choice = [*used.choices].index(DEFAULT_CHOICES[head])
-    return choice if choice in allowed[head] else allowed[head][-1]
 
 
 COMBINED: Final = ("small_rent", "net_contribution", "net_promise")
@@ -315,14 +307,14 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
         self.observation = result.observation
         over, invalid = _numpy(result.terminated), _numpy(self.world.illegal)
         info = self._info(self.observation, ~np.zeros_like(over), invalid & ~over)
-        if self.world.ended is not None:
+        if result.report is not None:
             assert self.world.final is not None
             rows = np.full(self.num_envs, None, dtype=object)
             last = _numpy(flatten(self.world.final))
             for env in np.flatnonzero(over):
                 rows[env] = last[env]
             final = self._info(self.world.final, over, invalid & over)
-            final |= _flagged(_results(self.world.ended, over), over)
+            final |= _flagged(_results(result.report, over), over)
             info |= _flagged({"final_obs": rows, "final_info": final}, over)
         return (
             _numpy(flatten(self.observation)),
