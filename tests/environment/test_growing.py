@@ -14,7 +14,6 @@ from esper.environment.settings import WorldSettings, check_actions
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
 from esper.tamiyo.rule_based import Never, Random
-from esper.tasks.catalogue import task as find_task
 from esper.tasks.data import Data, split
 from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
@@ -61,8 +60,10 @@ def action(op, slot=0, blueprint=0, **heads):
     return row
 
 
-def waits(world):
-    return torch.zeros(world.num_envs, NUM_HEADS, dtype=torch.int64)
+def say(world, *rows):
+    """One step with these actions, and WAIT in all other environments."""
+    waits = [action(Op.WAIT)] * (world.num_envs - len(rows))
+    return world.step(torch.stack([*rows, *waits]))
 
 
 def play(world, steps, rng_seed=0, controller=None):
@@ -97,7 +98,7 @@ def same_weights(one, other, env):
 def test_whatever_masks_allow_is_carried_out_and_observations_are_bounded(task):
     world, chosen = make(12, task=task, measure_every=2), set()
     for observation, actions, result in play(world, 3 * task.horizon):
-        assert not world.illegal.any()
+        assert not result.illegal.any()
         chosen |= {Op(op) for op in actions[:, 0].tolist()}
         assert observation.slots.stage.max() <= Stage.COOLING
         for name, value in save(compute_features(observation, world.spec)).items():
@@ -159,23 +160,16 @@ def test_an_illegal_action_is_flagged_charged_once_and_is_a_wait(kind):
     asked, waited = (make(2, budget=1.5, penalty=0.25) for _ in range(2))
     for world in (asked, waited):
         world.reset()
-        plant = waits(world)
-        plant[:] = action(Op.GERMINATE, 0, 0)
-        world.step(plant)
-        assert not world.illegal.any()
+        assert not say(world, *[action(Op.GERMINATE, 0, 0)] * 2).illegal.any()
         assert world._lives.stage[0, 0] == Stage.TRAINING
-    actions = waits(asked)
-    actions[1] = ILLEGAL[kind]
-    result, plain = asked.step(actions), waited.step(waits(waited))
-    assert asked.illegal.tolist() == [False, True]
-    assert not waited.illegal.any()
-    torch.testing.assert_close(
-        result.reward, plain.reward - torch.tensor([0.0, 0.25]), **EXACT
-    )
+    result, plain = say(asked, action(Op.WAIT), ILLEGAL[kind]), say(waited)
+    assert result.illegal.tolist() == [False, True]
+    assert not plain.illegal.any()
+    charged = plain.reward - torch.tensor([0.0, 0.25])
+    torch.testing.assert_close(result.reward, charged, **EXACT)
     assert_same(result.observation, plain.observation)
     assert all(same_weights(asked, waited, env) for env in range(2))
-    result, plain = asked.step(waits(asked)), waited.step(waits(waited))
-    assert torch.equal(result.reward, plain.reward)
+    assert torch.equal(say(asked).reward, say(waited).reward)
 
 
 def test_test_rows_are_reported_and_never_shown():
@@ -190,11 +184,12 @@ def test_test_rows_are_reported_and_never_shown():
     ):
         assert_same(seen, same)
         assert torch.equal(result.reward, again.reward)
-    assert torch.equal(usual.ended.score, other.ended.score)
-    assert not torch.equal(usual.ended.test, other.ended.test)
-    assert usual.ended.env.tolist() == [0, 1, 2]
-    assert ((usual.ended.test >= 0) & (usual.ended.test <= 1)).all()
-    assert (usual.ended.macs >= 1).all()
+    one, two = result.report, again.report
+    assert torch.equal(one.score, two.score)
+    assert not torch.equal(one.test, two.test)
+    assert one.env.tolist() == [0, 1, 2]
+    assert ((one.test >= 0) & (one.test <= 1)).all()
+    assert (one.macs >= 1).all()
 
 
 @pytest.mark.parametrize("task", [TINY, VARIED], ids=["shared", "varied"])
@@ -222,7 +217,7 @@ def test_environments_share_data_unless_the_task_varies(task):
         assert shared or not torch.equal(x[one], x[other])
     place, kept = x.data_ptr(), x[-1].clone()
     for _ in range(HORIZON):
-        world.step(waits(world))
+        say(world)
     assert world._episodes.rows[0][0].data_ptr() == place, "replaced in place"
     assert torch.equal(x[-1], kept) is shared
     for mine, plain in zip(drawn(0), blobs(0), strict=True):
@@ -264,8 +259,8 @@ def test_a_broken_host_ends_its_own_episode_and_touches_no_neighbour():
         (_, _, plain), (seen, _, result) = (next(run) for run in runs)
         if time == 1:
             assert result.terminated.tolist() == [False, True, False]
-            assert broken.ended.env.tolist() == [1]
-            assert broken.ended.panicked.tolist() == [True]
+            assert result.report.env.tolist() == [1]
+            assert result.report.panicked.tolist() == [True]
             torch.testing.assert_close(result.reward[1], -1 - worth(seen)[1], **EXACT)
             assert result.observation.first.tolist() == [False, True, False]
             compute_features(result.observation, broken.spec)
@@ -279,12 +274,10 @@ def test_a_broken_host_ends_its_own_episode_and_touches_no_neighbour():
 
 def test_an_episode_looks_by_its_own_clock_whatever_happened_to_neighbours():
     sound, broken = (make(2, task=LONG, measure_every=3) for _ in range(2))
-    for world in (sound, broken):
-        world.reset()
-    for time in range(2 * LONG.horizon):
-        if time == 1:
+    runs = [play(w, 2 * LONG.horizon, controller=Never()) for w in (sound, broken)]
+    for time, ((_, _, plain), (_, _, result)) in enumerate(zip(*runs, strict=True)):
+        if time == 0:
             broken.cohort.values[1, 0] = torch.nan
-        plain, result = (world.step(waits(world)) for world in (sound, broken))
         assert_same(plain.observation, result.observation, 0)
         assert torch.equal(plain.reward[0], result.reward[0])
     assert plain.observation.first[0]
@@ -309,24 +302,23 @@ def test_actions_of_one_environment_do_not_reach_another():
 def test_a_seed_costs_what_was_offered():
     world = make()
     offers = world.reset().offers
-    actions = waits(world)
-    actions[0] = action(Op.GERMINATE, 2, 1)
-    shown = world.step(actions).observation
+    shown = say(world, action(Op.GERMINATE, 2, 1)).observation
     assert shown.slots.stage[0].tolist() == [0, 0, int(Stage.TRAINING), 0]
     assert shown.host.added.tolist() == [float(offers.parameters[0, 2, 1]), 0.0, 0.0]
     planted = [0, 0, world.spec.blueprints[1].size, 0]
     assert world.cohort.size[0].tolist() == planted
 
 
-def test_a_budget_is_for_all_seeds_together():
-    world = make(1, budget=1.5)
-    offers = world.reset().offers
-    assert 0.75 < float(offers.parameters[0, 1, 1]) < 1.5
-    shown = world.step(action(Op.GERMINATE, 1, 1).unsqueeze(0)).observation
-    assert not world.illegal.any()
-    assert not compute_masks(shown, world.spec).blueprint[0, 3, 1]
-    world.step(action(Op.GERMINATE, 3, 1).unsqueeze(0))
-    assert world.illegal.all()
+def test_a_budget_is_for_all_seeds_together_and_can_be_spent_whole():
+    cost = float(make(1).reset().offers.parameters[0, 1, 1])
+    for budget, is_enough in ((1.9 * cost, False), (2 * cost, True)):
+        world = make(1, budget=budget)
+        world.reset()
+        shown = say(world, action(Op.GERMINATE, 1, 1)).observation
+        mask = compute_masks(shown, world.spec).blueprint[0, 3, 1]
+        assert bool(mask) is is_enough
+        again = say(world, action(Op.GERMINATE, 3, 1))
+        assert again.illegal.item() is not is_enough
 
 
 def test_a_contribution_is_known_until_the_seed_enters_another_stage():
@@ -334,9 +326,10 @@ def test_a_contribution_is_known_until_the_seed_enters_another_stage():
     world.reset()
     known = []
     for chosen in (action(Op.GERMINATE, 1, 1), action(Op.WAIT), action(Op.ADVANCE, 1)):
-        slots = world.step(chosen.unsqueeze(0)).observation.slots
+        result = say(world, chosen)
+        assert not result.illegal.any()
+        slots = result.observation.slots
         known.append(bool(slots.contribution_measured[0, 1]))
-    assert not world.illegal.any()
     assert known == [False, True, False]
 
 
@@ -419,34 +412,20 @@ def test_terms_may_be_free_and_rent_may_be_paid_back():
 
 def test_a_wait_may_name_anything_in_the_heads_it_does_not_use():
     world = make(2)
-    actions = torch.stack([action(Op.WAIT, slot=-1), action(Op.WAIT, blueprint=99)])
+    actions = [action(Op.WAIT, slot=-1), action(Op.WAIT, blueprint=99)]
     with pytest.raises(CallOrder, match="reset"):
-        world.step(actions)
+        say(world, *actions)
     world.reset()
-    world.step(actions)
-    assert not world.illegal.any()
-    world.step(torch.stack([action(99), action(-1)]))
-    assert world.illegal.all()
-
-
-def test_what_costs_the_whole_budget_is_affordable():
-    cost = float(make(1).reset().offers.parameters[0, 0, 0])
-    world = make(1, budget=3 * cost)
-    world.reset()
-    for slot in range(3):
-        world.step(action(Op.GERMINATE, slot=slot)[None])
-        kinds = world.cohort.size[0, : slot + 1]
-        if slot in (0, 2):  # slots of the same place cost the same
-            assert bool((kinds[::2] > 0).all())
+    assert not say(world, *actions).illegal.any()
+    assert say(world, action(99), action(-1)).illegal.all()
 
 
 def test_a_panic_never_pays():
     world = make(1, rent=1.0, budget=20.0, task=LONG)
     world.reset()
-    worth = float(world.step(action(Op.GERMINATE, blueprint=3)[None]).reward)
-    assert worth < -1.0
+    assert float(say(world, action(Op.GERMINATE, blueprint=3)).reward) < -1.0
     world.cohort.values[0] = torch.nan
-    result = world.step(action(Op.WAIT)[None])
+    result = say(world)
     assert bool(result.terminated[0])
     assert float(result.reward[0]) == 0.0
 
@@ -462,20 +441,16 @@ def test_a_host_that_breaks_in_the_last_minibatch_panics():
         return trained
 
     world.cohort.train = breaking
-    result = world.step(torch.stack([action(Op.WAIT)] * 2))
+    result = say(world)
     assert result.terminated.tolist() == [True, False]
-    assert world.ended.panicked.tolist() == [True]
+    assert result.report.panicked.tolist() == [True]
 
 
 def test_environments_of_a_group_have_the_same_luck():
-    task = replace(find_task("digits"), horizon=3, decision_every=2)
-    world = GrowingWorld(
-        task, 4, 5, settings=WorldSettings(group_size=2, rent=(0.01, 0.1))
-    )
+    world = make(4, 5, VARIED, group_size=2, rent=(0.01, 0.1))
     world.reset()
-    waits = torch.zeros(4, NUM_HEADS, dtype=torch.int64)
-    for _ in range(5):  # into the next episode
-        host = world.step(waits).observation.host
+    for _ in range(HORIZON + 2):  # into the next episode
+        host = say(world).observation.host
         assert torch.equal(host.score[0], host.score[1])
         assert torch.equal(host.rent[0], host.rent[1])
         assert host.rent[0] != host.rent[2]
@@ -484,10 +459,7 @@ def test_environments_of_a_group_have_the_same_luck():
 
 
 def test_rents_are_drawn_evenly_on_a_log_scale():
-    task = replace(find_task("digits"), horizon=1, decision_every=1)
-    settings = WorldSettings(rent=(1e-3, 1e-1), budget=(1.0, 3.0))
-    world = GrowingWorld(task, 200, 0, settings=settings)
-    host = world.reset().host
+    host = make(200, rent=(1e-3, 1e-1), budget=(1.0, 3.0)).reset().host
     assert 0.38 < (host.rent < 1e-2).float().mean() < 0.62
     assert host.rent.min() >= 1e-3
     assert host.rent.max() <= 1e-1

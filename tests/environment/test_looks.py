@@ -78,7 +78,7 @@ def say(world, sentences=None):
         actions[env, 0] = int(op)
         actions[env, 1 : 1 + len(rest)] = torch.tensor(rest, dtype=torch.int64)
     result = world.step(actions)
-    assert not world.illegal.any()
+    assert not result.illegal.any()
     return result
 
 
@@ -378,7 +378,7 @@ def test_a_seed_whose_own_loss_is_not_finite_ends_its_episode():
     assert cohort.values.sum(dim=1).isfinite().all()
     result = say(world)
     assert result.terminated.tolist() == [False, True, False]
-    assert world.ended.panicked.tolist() == [True]
+    assert result.report.panicked.tolist() == [True]
 
 
 @pytest.mark.parametrize("place", range(PLACES))
@@ -405,14 +405,14 @@ def test_what_ended_reports_the_parameters_and_the_multiply_adds_of_its_network(
     say(world, {0: (plant, 0, WIDEN), 1: (plant, 1, RESIDUAL)})
     say(world, {0: (plant, 1, LOW_RANK)})
     for _ in range(HORIZON - 2):
-        say(world)
+        report = say(world).report
     weights = 5 * 7 + 7 * 6 + 6 * 3
     widened, low_rank, residual = 5 * 8 + 8 * 6, 7 * 4 + 4 * 3, 7 * 16 + 16 * 3
     added = torch.tensor([widened + 8.0 + low_rank, residual + 16.0 + 3.0, 0.0])
     macs = weights + torch.tensor([widened + low_rank, residual, 0.0])
-    assert world.ended.env.tolist() == [0, 1, 2]
-    torch.testing.assert_close(world.ended.added, added / (weights + 16.0))
-    torch.testing.assert_close(world.ended.macs, macs / weights)
+    assert report.env.tolist() == [0, 1, 2]
+    torch.testing.assert_close(report.added, added / (weights + 16.0))
+    torch.testing.assert_close(report.macs, macs / weights)
 
 
 def minibatches(world):

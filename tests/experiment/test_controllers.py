@@ -63,8 +63,9 @@ def test_what_was_learned_decides_in_a_world_with_other_slots(ending):
     for _ in range(3):
         masks = compute_masks(observation, world.spec)
         actions, state = controller.decide(observation, masks, state, torch.Generator())
-        observation = world.step(actions).observation
-        assert not world.illegal.any()
+        result = world.step(actions)
+        observation = result.observation
+        assert not result.illegal.any()
 
 
 def test_making_a_controller_draws_no_random_number(ending):

@@ -106,10 +106,10 @@ def test_waiting_adds_nothing_and_returns_the_score_that_was_gained():
     world = judged_world(tiny(), HOSTS, 0)
     world.reset()
     for _ in range(HORIZON):
-        world.step(torch.zeros(HOSTS, len(HEAD), dtype=torch.int64))
-    gained = world.ended.score - watched.scores[0]
+        last = world.step(torch.zeros(HOSTS, len(HEAD), dtype=torch.int64)).report
+    gained = last.score - watched.scores[0]
     assert np.abs(judged.returns - gained.numpy()).max() < 1e-6
-    assert_array_equal(judged.test, world.ended.test.double())
+    assert_array_equal(judged.test, last.test.double())
     assert_array_equal(judged.added, np.zeros(HOSTS))
     assert_array_equal(judged.macs, np.ones(HOSTS))
     assert not judged.panicked.any()
@@ -128,8 +128,7 @@ def test_a_host_that_panics_counts_once_though_the_world_goes_on():
     first: dict[int, tuple[float, bool]] = {}
     again = []
     for step in range(2):
-        world.step(torch.zeros(8, len(HEAD), dtype=torch.int64))
-        report = world.ended
+        report = world.step(torch.zeros(8, len(HEAD), dtype=torch.int64)).report
         for place, env in enumerate(report.env.tolist()):
             if env in first:
                 again.append((step, float(report.test[place]) != first[env][0]))

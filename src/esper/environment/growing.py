@@ -75,7 +75,6 @@ class GrowingWorld(Stateful, VectorWorld):
 
     STATE = (
         "cohort",
-        "illegal",
         "_episodes",
         "_lives",
         "_track",
@@ -87,11 +86,10 @@ class GrowingWorld(Stateful, VectorWorld):
         "_liveness",
         "_started",
     )
-    DERIVED = ("ended", "trained_lives")
+    DERIVED = ("trained_lives",)
 
     _track: Track
     _phi: PerEnv
-    illegal: Bool[Tensor, " env"]
 
     def __init__(
         self,
@@ -134,10 +132,8 @@ class GrowingWorld(Stateful, VectorWorld):
             }
         )
         self._started = False
-        self.ended: EpisodeReport | None = None
         self.trained_lives: SeedStates | None = None
         """Seeds as they were in the last training, also where an episode ended."""
-        self.illegal = torch.zeros(num_envs, dtype=torch.bool, device=device)
         self._lives = SeedStates.empty(num_envs, slots.max_slots, self._device)
         self._track = Track.fresh(num_envs, self._device)
         self._phi = torch.zeros(num_envs, device=device)
@@ -161,7 +157,7 @@ class GrowingWorld(Stateful, VectorWorld):
         if not self._started:
             raise CallOrder("step() before reset(); call reset() first.")
         check_actions(actions, self.num_envs)
-        self._act(actions.clone().to(self._device))
+        illegal = self._act(actions.clone().to(self._device))
         due = self._track.decisions % self.settings.measure_every == 0
         goes_on = self._track.decisions < self.task.horizon
         trained = self._train(keep=bool((due & goes_on).any()))
@@ -171,13 +167,13 @@ class GrowingWorld(Stateful, VectorWorld):
         finite = torch.stack(sums).isfinite().all(dim=0)
         net = score - self._episodes.rent * self._added()
         phi = torch.where(finite, net, self._phi.clamp(max=-1.0))
-        reward = phi - self._phi - self.settings.penalty * self.illegal
+        reward = phi - self._phi - self.settings.penalty * illegal
         self._phi = phi
         self._track = self._track.after(torch.where(finite, score, 0.0), losses)
         over = ~finite | (self._track.decisions > self.task.horizon)
-        self.ended = None
+        report = None
         if bool(over.any()):
-            self.ended = self._report(over, score, ~finite)
+            report = self._report(over, score, ~finite)
             self._begin(torch.nonzero(over).flatten().tolist())
         self._look(trained, ~over & due.to(over.device))
         return StepResult(
@@ -185,13 +181,13 @@ class GrowingWorld(Stateful, VectorWorld):
             reward=reward,
             terminated=over,
             truncated=torch.zeros_like(over),
-            illegal=self.illegal,
-            report=self.ended,
+            illegal=illegal,
+            report=report,
         )
 
     def loaded(self) -> None:
-        """Nothing has been trained and nothing has ended yet."""
-        self.ended, self.trained_lives = None, None
+        """Nothing has been trained yet."""
+        self.trained_lives = None
 
     def _begin(self, envs: Iterable[int]) -> None:
         """Start new episodes: data, host, order of batches and terms are drawn anew."""
@@ -217,8 +213,8 @@ class GrowingWorld(Stateful, VectorWorld):
         start = self._track.after(score, torch.full_like(score, torch.nan))
         self._track = select(fresh, start, self._track)
 
-    def _act(self, actions: Int64[Tensor, "env head"]) -> None:
-        """Carry out what is possible; the rest is a WAIT and is flagged."""
+    def _act(self, actions: Int64[Tensor, "env head"]) -> Bool[Tensor, " env"]:
+        """Carry out what is possible; returns where it was not, which is a WAIT."""
         sizes = torch.tensor(self.spec.sizes, device=self._device)
         known = (actions >= 0) & (actions < sizes)
         actions = torch.where(known, actions, 0)
@@ -237,7 +233,6 @@ class GrowingWorld(Stateful, VectorWorld):
         legal = torch.where(wrong.unsqueeze(1), 0, actions)
         before = self._lives
         acted, done = lifecycle.act(before, legal, self.spec.slots.min_age)
-        self.illegal = wrong | ~done
         for env in torch.nonzero(plants & done & ~wrong).flatten().tolist():
             self._plant(env, int(slot[env]), self.spec.blueprints[int(kind[env])])
         self._lives = self.trained_lives = lifecycle.tick(acted)
@@ -245,6 +240,7 @@ class GrowingWorld(Stateful, VectorWorld):
         for env, index in torch.nonzero(gone).tolist():
             self.cohort.remove(env, index)
         self._measured = self._measured & (self._lives.stage == before.stage)
+        return wrong | ~done
 
     def _plant(self, env: int, slot: int, blueprint: Blueprint) -> None:
         """Plant a seed that is zero out; new units are as large as the host's own."""

@@ -212,11 +212,10 @@ class _World(GrowingWorld):
     """A growing world that keeps the last observation of episodes that ended."""
 
     final: Observation | None = None
-    """Every environment just before the ended ones began anew; None at first."""
+    """Every environment just before episodes began anew."""
 
     def _begin(self, envs: Iterable[int]) -> None:
-        if self.ended is not None:
-            self.final = self._observe()
+        self.final = self._observe()
         super()._begin(envs)
 
 
@@ -305,7 +304,8 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
         chosen = torch.from_numpy(numbers.astype(np.int64))
         result = self.world.step(self.actions.actions[chosen])
         self.observation = result.observation
-        over, invalid = _numpy(result.terminated), _numpy(self.world.illegal)
+        assert result.illegal is not None
+        over, invalid = _numpy(result.terminated), _numpy(result.illegal)
         info = self._info(self.observation, ~np.zeros_like(over), invalid & ~over)
         if result.report is not None:
             assert self.world.final is not None
