@@ -66,7 +66,7 @@ def train(controller: str, data: Data, held_out: Data, epochs: int) -> esper.Gro
         schedule.step()
         # A function instead of a number: every seed is also measured by leaving it out.
         decision = grower.step(metric=lambda: accuracy(model, held_out))  # esper
-        print(f"  {epoch:>3}  accuracy {decision.metric:.3f}  {decision.said}")
+        print(f"  {epoch:>3}  accuracy {decision.metric:.3f}  {decision.action}")
     return grower
 
 

@@ -72,7 +72,7 @@ def train(controller: str, data: Rows, held_out: Rows, epochs: int) -> esper.Gro
             learn(ids[rows], labels[rows])
         schedule.step()
         decision = grower.step(metric=accuracy(model, held_out))  # esper
-        print(f"  {epoch:>3}  accuracy {decision.metric:.3f}  {decision.said}")
+        print(f"  {epoch:>3}  accuracy {decision.metric:.3f}  {decision.action}")
     return grower
 
 

@@ -62,7 +62,7 @@ def train(controller: str, data: Data, held_out: Data, epochs: int) -> esper.Gro
         for rows in torch.randperm(len(data)).split(BATCH)[:batches]:
             learn(data.features[rows], data.labels[rows])
         decision = grower.step(metric=accuracy(model, held_out))  # esper
-        print(f"  {epoch:>3}  accuracy {decision.metric:.3f}  {decision.said}")
+        print(f"  {epoch:>3}  accuracy {decision.metric:.3f}  {decision.action}")
     return grower
 
 

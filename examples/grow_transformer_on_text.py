@@ -84,7 +84,7 @@ def train(who: str, ids: Tensor, held_out: Tensor, epochs: int, steps: int) -> G
             learn(*windows(ids, count=32, length=LENGTH, generator=chance))
         schedule.step()
         decision = grower.step(metric=bits(model, held_out))  # esper
-        print(f"  {epoch:>3}  {decision.metric:.3f} bits  {decision.said}")
+        print(f"  {epoch:>3}  {decision.metric:.3f} bits  {decision.action}")
     return grower
 
 

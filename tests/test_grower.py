@@ -69,10 +69,10 @@ def test_a_whole_run_with_every_controller(kind, controller):
 
     for decision in range(40):
         train(grower, (decision,), kind)
-        said = grower.step(metric=accuracy if decision % 4 == 0 else accuracy())
-        assert said.step == decision
-        assert said.said
-        assert bool(said.why_not) == (said.said == "wait")
+        made = grower.step(metric=accuracy if decision % 4 == 0 else accuracy())
+        assert made.step == decision
+        assert made.action
+        assert bool(made.why_not) == (made.action == "wait")
         assert model.parameters_added <= budget * model.survey.parameters
         groups = grower._optimizer.param_groups
         trained = [id(p) for group in groups for p in group["params"]]
@@ -434,4 +434,4 @@ def test_a_broken_model_with_a_broken_metric_is_healed_at_the_decision():
     decision = grower.step(metric=math.nan)
     assert decision.metric == 1.0
     assert "rolled back" in decision.incidents[0]
-    assert bool(torch.isfinite(grower.model.answer()[0]).all())
+    assert bool(torch.isfinite(grower.model.example_outputs()[0]).all())

@@ -49,7 +49,7 @@ from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import Maker, controller_for
 from esper.tamiyo.rule_based import explain_no_planting
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 """Version of what `state_dict` holds."""
 
 
@@ -235,7 +235,7 @@ class Grower(NamedOps[Receipt]):
         refuse_illegal(actions, masks)
         op = Op(int(actions[0, HEAD["op"]]))
         why_not = explain_no_planting(observation, masks) if op is Op.WAIT else ""
-        said = action_text(actions, self.model.slots, self.model.spec)
+        action = action_text(actions, self.model.slots, self.model.spec)
         if op is not Op.WAIT:
             self.topology.act(actions, self.initialiser)
         self._track, self._controller_state = track, state
@@ -245,7 +245,7 @@ class Grower(NamedOps[Receipt]):
             step=len(self.history),
             metric=measured,
             loss=loss,
-            said=said,
+            action=action,
             grew=bool(receipts or events),
             why_not=why_not,
             parameters=self.model.survey.parameters + self.model.parameters_added,
@@ -322,7 +322,7 @@ class Grower(NamedOps[Receipt]):
             "flags": [self._used_loss, self._skipped_training],
             "passed": [hooks.passed for hooks in self.model.hooks],
             "samples": [
-                [[s.given, s.answer, s.rows, s.gradient] for s in hooks.samples]
+                [[s.inputs, s.outputs, s.rows, s.gradient] for s in hooks.samples]
                 for hooks in self.model.hooks
             ],
             "history": PLAIN.dump_python([*self.history, pending], mode="json"),

@@ -102,7 +102,7 @@ def test_a_story_is_short_and_says_what_was_done(grown):
     lines = summary_lines(history)
     assert 1 <= len(lines) <= 8
     assert "plant" in lines[0]
-    many = [each for each in history if each.said.startswith("plant")] * 12
+    many = [each for each in history if each.action.startswith("plant")] * 12
     told = summary_lines(many)
     assert len(told) == 8
     assert told[-1].endswith(f"{len(many) - 7} x plant.")

@@ -56,10 +56,10 @@ def trains(grower: Grower, x: Tensor = X) -> None:
     slot = model.slots[0]
     geometry = model.place(0).geometry
     kind = next(b.name for b in model.spec.blueprints if not misfit(b, geometry))
-    before = model.answer()
+    before = model.example_outputs()
     receipt = grower.plant(slot, kind, tempo="FAST")
     assert receipt.jump == 0.0
-    assert all(map(torch.equal, before, model.answer()))
+    assert all(map(torch.equal, before, model.example_outputs()))
     optimizer = grower._optimizer
     for step in range(6):
         loss = grower.loss(lambda: model.host(x).float().square().mean())
@@ -72,7 +72,7 @@ def trains(grower: Grower, x: Tensor = X) -> None:
         if step in (1, 3):
             grower.step(metric=0.5)
     assert grower.history[0].incidents == ()
-    assert all(torch.isfinite(t).all() for t in model.answer())
+    assert all(torch.isfinite(t).all() for t in model.example_outputs())
 
 
 class Host(Vectors):
@@ -391,9 +391,9 @@ def test_a_copy_of_a_grown_host_stands_alone():
     grower = attach(host, ["first->second"])
     trains(grower)
     twin = copy.deepcopy(host).eval()
-    before = grower.model.answer()[0]
+    before = grower.model.example_outputs()[0]
     with torch.no_grad():
         assert torch.equal(twin(X), before)
         for parameter in twin.parameters():
             parameter.zero_()
-    assert torch.equal(grower.model.answer()[0], before)
+    assert torch.equal(grower.model.example_outputs()[0], before)

@@ -42,7 +42,7 @@ def test_rows_are_kept_in_training_only_and_not_too_many():
     assert len(hooks.samples) == 0
     for _ in range(5):
         nn.functional.cross_entropy(model.host(x), y).backward()
-    kept = sum(len(sample.given) for sample in hooks.samples)
+    kept = sum(len(sample.inputs) for sample in hooks.samples)
     assert ROWS <= kept < ROWS + 700
     assert all(sample.gradient is not None for sample in hooks.samples)
 
@@ -59,7 +59,7 @@ def test_the_gradient_kept_is_that_of_the_place():
     nn.functional.cross_entropy(host(x), y).backward()
     hooks = model.hooks_of(model.index(SLOT))
     assert torch.equal(hooks.samples[-1].gradient, seen[0].grad)
-    assert torch.equal(hooks.samples[-1].answer, seen[0])
+    assert torch.equal(hooks.samples[-1].outputs, seen[0])
 
 
 def test_full_places_keep_nothing():

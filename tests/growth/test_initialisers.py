@@ -95,7 +95,7 @@ class Bed:
         return seed, note
 
     def output(self, seed):
-        given = self.hooks.samples[-1].given
+        given = self.hooks.samples[-1].inputs
         return seed(given).detach()
 
 
@@ -128,7 +128,7 @@ def test_a_tiny_seed_is_of_its_size_and_lowers_the_loss_more_than_chance(name):
     assert note == f"tiny: {kind.size // 2 if paired else kind.size} directions"
     sample = grown.hooks.samples[-1]
     output = grown.output(seed)
-    assert rms(output) == pytest.approx(OUTPUT_SCALE * rms(sample.answer), rel=1e-4)
+    assert rms(output) == pytest.approx(OUTPUT_SCALE * rms(sample.outputs), rel=1e-4)
     drop = -float((output * sample.gradient).sum())
     by_chance = []
     for rng_seed in range(5):
@@ -183,7 +183,7 @@ def test_gradmax_gives_incoming_weights_a_larger_gradient_than_chance_does(name)
         seed.zero_grad()
         with torch.no_grad():
             seed.weights["last"].copy_(last)
-        (seed.eval()(sample.given) * sample.gradient).sum().backward()
+        (seed.eval()(sample.inputs) * sample.gradient).sum().backward()
         return float(seed.weights["first"].grad.norm())
 
     best, by_chance = pull(chosen), []

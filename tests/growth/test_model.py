@@ -70,15 +70,17 @@ def test_a_blended_seed_changes_the_output_and_a_pruned_one_does_not(
     kind, slot, blueprint, style
 ):
     model = grow(kind)
-    bare = model.answer()[0]
+    bare = model.example_outputs()[0]
     move_to(model, slot, blueprint, "HOLDING", style=style)
-    assert torch.allclose(bare, model.answer()[0], rtol=0, atol=1e-6)  # still zero
+    assert torch.allclose(
+        bare, model.example_outputs()[0], rtol=0, atol=1e-6
+    )  # still zero
     shake(model)
-    assert not torch.equal(bare, model.answer()[0])
+    assert not torch.equal(bare, model.example_outputs()[0])
     model.prune(slot)
     model.tick()
     assert model.stage(slot) is Stage.DORMANT
-    assert torch.equal(bare, model.answer()[0])
+    assert torch.equal(bare, model.example_outputs()[0])
 
 
 @cache
@@ -164,7 +166,7 @@ def test_a_saved_model_answers_as_before(kind):
     shake(model)
     other = grow(kind, make_host(kind, rng_seed=9))
     other.load_state_dict(model.state_dict())
-    assert torch.equal(model.answer()[0], other.answer()[0])
+    assert torch.equal(model.example_outputs()[0], other.example_outputs()[0])
     assert {slot: other.stage(slot) for slot in used} == used
     assert torch.equal(model.generator.get_state(), other.generator.get_state())
 
@@ -180,11 +182,11 @@ def test_a_model_with_other_slots_is_not_loaded():
 
 def test_detaching_leaves_the_host_bare():
     model = grow("vector")
-    bare = model.answer()[0]
+    bare = model.example_outputs()[0]
     move_to(model, "first->second#0", "widen_8", "HOLDING")
     shake(model)
     model.detach()
-    assert torch.equal(bare, model.answer()[0])
+    assert torch.equal(bare, model.example_outputs()[0])
     assert not any(
         module._forward_hooks or module._forward_pre_hooks
         for module in model.host.modules()

@@ -152,7 +152,7 @@ def test_a_promise_is_what_the_slow_twin_says(kind):
     expected = slow_promise(
         *(
             as_numpy(t, geometry.outlet_layout)
-            for t in (sample.given, sample.answer, sample.gradient)
+            for t in (sample.inputs, sample.outputs, sample.gradient)
         ),
         rows=100,
         loss=1000.0,
@@ -171,9 +171,9 @@ def test_scales_of_features_outlet_and_loss_do_not_matter():
     kinds = [low_rank(2), mlp(4)]
     plain = promises([sample], geometry, kinds, loss=50.0)
     assert all(0.0 < part < 1.0 for part in plain)
-    louder = Sample(10 * sample.given, sample.answer, 400, 7 * sample.gradient)
+    louder = Sample(10 * sample.inputs, sample.outputs, 400, 7 * sample.gradient)
     assert promises([louder], geometry, kinds, loss=350.0) == pytest.approx(plain)
-    wider = Sample(sample.given, 10 * sample.answer, 400, sample.gradient / 10)
+    wider = Sample(sample.inputs, 10 * sample.outputs, 400, sample.gradient / 10)
     assert promises([wider], geometry, kinds, loss=50.0) == pytest.approx(plain)
 
 
@@ -252,7 +252,7 @@ def test_a_promise_needs_thirty_two_rows_to_be_judged_by():
     geometry, sample = vector(), planted(3, noise=0.1)
     for rows, known in ((63, False), (64, True)):
         few = Sample(
-            sample.given[:rows], sample.answer[:rows], 400, sample.gradient[:rows]
+            sample.inputs[:rows], sample.outputs[:rows], 400, sample.gradient[:rows]
         )
         assert (promise([few], geometry, mlp(4), 50.0) is not None) is known
 
@@ -289,7 +289,7 @@ def test_degenerate_samples_losses_and_forms(spoilt, value, blueprint, loss, wan
 
 def test_samples_without_gradient_or_of_other_lengths_are_left_out():
     sample = planted(3, noise=1.0)
-    ahead = Sample(100 * sample.given, 100 * sample.answer, 400)
+    ahead = Sample(100 * sample.inputs, 100 * sample.outputs, 400)
     assert promise([ahead], vector(), mlp(4), 50.0) is None
     alone = promise([sample], vector(), mlp(4), 50.0)
     assert promise([sample, ahead], vector(), mlp(4), 50.0) == alone

@@ -28,7 +28,7 @@ def decision(step=0, **changed) -> GrowthDecision:
         "step": step,
         "metric": 0.5,
         "loss": 1.25,
-        "said": "plant widen_8 in a->b#0",
+        "action": "plant widen_8 in a->b#0",
         "grew": True,
         "parameters": 10,
         "macs": 20,

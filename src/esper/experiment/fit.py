@@ -147,7 +147,7 @@ def headline(decision: GrowthDecision) -> str:
     """One epoch in one line."""
     return (
         f"loss {decision.loss:.4g}  metric {decision.metric:.4g}  "
-        f"{decision.parameters:,} parameters  {decision.said}"
+        f"{decision.parameters:,} parameters  {decision.action}"
     )
 
 

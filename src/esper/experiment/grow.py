@@ -66,11 +66,11 @@ class ShuffledBatches:
 
 def summary_lines(history: Sequence[GrowthDecision]) -> list[str]:
     """What was planted, kept and pruned, in eight lines at most."""
-    acts = [d for d in history if d.said.split()[0] in ("plant", "keep", "prune")]
+    acts = [d for d in history if d.action.split()[0] in ("plant", "keep", "prune")]
     shown = acts if len(acts) <= LINES else acts[: LINES - 1]
-    lines = [f"decision {d.step:>3}, score {d.metric:.3f}: {d.said}" for d in shown]
+    lines = [f"decision {d.step:>3}, score {d.metric:.3f}: {d.action}" for d in shown]
     if len(shown) < len(acts):
-        rest = Counter(d.said.split()[0] for d in acts[len(shown) :])
+        rest = Counter(d.action.split()[0] for d in acts[len(shown) :])
         words = ", ".join(f"{count} x {word}" for word, count in rest.items())
         lines.append(f"and then, by decision {acts[-1].step}: {words}.")
     return lines or ["Nothing was planted."]

@@ -25,7 +25,7 @@ from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.registry import (
     UnsuitableError,
     find,
-    lent_random_state,
+    seeded_random_state,
     try_gradients,
     try_out,
 )
@@ -62,7 +62,7 @@ def check_blueprint(
     """
     if (model is None) != (example is None) or (model is None) == bool(slots):
         raise BadInput("pass model, slots and example together, or none of them.")
-    with lent_random_state(torch.Generator().manual_seed(0)):
+    with seeded_random_state(torch.Generator().manual_seed(0)):
         hosts: Sequence[tuple[nn.Module, Sequence[str], Example]] = _hosts()
         if model is not None and example is not None:
             hosts = [(model, slots, example)]
@@ -206,7 +206,7 @@ SEED_CHECKS: Final[tuple[Callable[[SeedTrial], None], ...]] = (
 def check_in_host(model: GrowingModel, name: str) -> None:
     """A seed's life in a host disturbs nothing that it should not."""
     slot, other = model.slots[:2]
-    bare, before = model.answer(), _outputs_and_gradients(model)
+    bare, before = model.example_outputs(), _outputs_and_gradients(model)
     model.plant(slot, name, tempo="FAST", alpha_target="MOST")
     model.plant(other, name)
     after = _outputs_and_gradients(model)
@@ -219,15 +219,17 @@ def check_in_host(model: GrowingModel, name: str) -> None:
     model.tick()
     model.prune(other)
     model.tick()
-    clean = len(model.seeds) == 1 and _equal(bare, model.answer())
+    clean = len(model.seeds) == 1 and _equal(bare, model.example_outputs())
     _require(clean, "leaves something behind when it is pruned")
     for _ in range(2):
         model.advance(slot)
         model.tick()
-    before = model.answer()
+    before = model.example_outputs()
     model.keep(slot)
     model.tick()
-    _require(_equal(before, model.answer()), "changes the output when it is kept")
+    _require(
+        _equal(before, model.example_outputs()), "changes the output when it is kept"
+    )
     exported = eval_outputs(export(model), model.example)
     apart = max(
         float((a - b).abs().max() / a.abs().max().clamp(min=1e-30))
@@ -247,7 +249,7 @@ def _train(model: GrowingModel) -> list[float]:
     model.host.eval()
     learning = model.training_parameters()
     optimizer = torch.optim.Adam(learning, 3e-4)
-    target = [answer.roll(1, 0) + 0.1 for answer in model.answer()]
+    target = [answer.roll(1, 0) + 0.1 for answer in model.example_outputs()]
 
     def closure() -> Tensor:
         answers = tensors_of(call(model.host, model.example))

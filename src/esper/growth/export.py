@@ -144,7 +144,7 @@ class ExportedModel(nn.Module):
             return self.host(*args, **kwargs)
         finally:
             for place in self.places:
-                place.given = None
+                place.inputs = None
 
 
 class BranchHooks:
@@ -158,29 +158,29 @@ class BranchHooks:
         self.writes_along = -1 - at.outlet_layout.axes_behind
         self.branches: list[tuple[str, nn.Module, float, int]] = []
         """Name, seed, alpha and style."""
-        self.given: Tensor | None = None
+        self.inputs: Tensor | None = None
 
     def read(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
         """Keep the inlet's input."""
-        self.given = first_tensor((*args, *kwargs.values()))
+        self.inputs = first_tensor((*args, *kwargs.values()))
 
-    def write(self, module: nn.Module, args: Any, answer: Tensor) -> Tensor:  # noqa: ANN401
+    def write(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:  # noqa: ANN401
         """Add the seeds' outputs to the outlet's."""
-        given = answer if self.residual else self.given
-        self.given = None
-        if given is None:
-            return answer
-        if given.shape[self.reads_along] != self.reads:
-            given = given.narrow(self.reads_along, 0, self.reads)
+        inputs = output if self.residual else self.inputs
+        self.inputs = None
+        if inputs is None:
+            return output
+        if inputs.shape[self.reads_along] != self.reads:
+            inputs = inputs.narrow(self.reads_along, 0, self.reads)
         for _, seed, alpha, style in self.branches:
             if seed.training != module.training:
                 seed.train(module.training)
-            delta = alpha * seed(given)
-            more = answer.shape[self.writes_along] - delta.shape[self.writes_along]
+            delta = alpha * seed(inputs)
+            more = output.shape[self.writes_along] - delta.shape[self.writes_along]
             if more:
                 delta = F.pad(delta, (0, 0) * (-1 - self.writes_along) + (0, more))
-            answer = answer + delta if style == ADD else answer * (1 + delta)
-        return answer
+            output = output + delta if style == ADD else output * (1 + delta)
+        return output
 
 
 class _Work:

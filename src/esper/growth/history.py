@@ -24,7 +24,7 @@ class GrowthDecision:
     metric: float
     loss: float
     """Mean training loss since the decision before; NaN if `grower.loss` is unused."""
-    said: str = ""
+    action: str = ""
     """The controller's action, in words."""
     grew: bool = False
     """Whether anything in the network's topology or blending changed."""
@@ -71,7 +71,7 @@ def summary(
     if changes:
         lines += ["", "what changed:"]
         for decision in changes[-CHANGES:]:
-            lines.append(f"  {decision.step:>4}  {decision.said}")
+            lines.append(f"  {decision.step:>4}  {decision.action}")
             lines += [f"        {receipt}" for receipt in decision.receipts[:2]]
         if len(changes) > CHANGES:
             lines.append(f"  ({len(changes) - CHANGES} earlier ones are in history)")

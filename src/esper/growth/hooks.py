@@ -87,8 +87,8 @@ class Flow:
 class Sample:
     """Some rows of one training batch at a place: activations and gradient."""
 
-    given: Tensor
-    answer: Tensor
+    inputs: Tensor
+    outputs: Tensor
     rows: int
     """Rows of the batch they are from."""
     gradient: Tensor | None = None
@@ -107,7 +107,7 @@ class SlotHooks:
     """Whether samples are kept."""
     passed: int = 0
     """Training batches since the last decision."""
-    _given: Tensor | None = None
+    _inputs: Tensor | None = None
     _handles: list[RemovableHandle] = field(default_factory=list)
 
     def attach(self) -> None:
@@ -134,29 +134,29 @@ class SlotHooks:
 
     def forget(self) -> None:
         """Drop whatever was kept of earlier batches."""
-        self._given = None
+        self._inputs = None
         self.passed = 0
         self.samples.clear()
 
     def read(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
         """Keep the inlet's input."""
-        self._given = first_tensor((*args, *kwargs.values()))
+        self._inputs = first_tensor((*args, *kwargs.values()))
 
-    def write(self, module: nn.Module, args: Any, answer: Tensor) -> Tensor:  # noqa: ANN401
+    def write(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:  # noqa: ANN401
         """Add the seeds' outputs to the outlet's."""
-        given = answer if self.place.site.residual else self._given
-        self._given = None
-        result = answer
+        inputs = output if self.place.site.residual else self._inputs
+        self._inputs = None
+        result = output
         for slot, branch in self.branches.items():
             alpha = self._alpha(slot, branch)
-            if alpha == 0.0 or given is None:
+            if alpha == 0.0 or inputs is None:
                 continue
             if branch.seed.training != module.training:
                 branch.seed.train(module.training)
             try:
-                delta: Tensor = branch.seed(given)
-                if delta.shape != answer.shape:  # never broadcast by accident
-                    raise ValueError(f"it gave {[*delta.shape]} for {[*answer.shape]}")
+                delta: Tensor = branch.seed(inputs)
+                if delta.shape != output.shape:  # never broadcast by accident
+                    raise ValueError(f"it gave {[*delta.shape]} for {[*output.shape]}")
             except Exception as error:  # a seed is code of others; the host goes on
                 self.flow.failed[slot] = f"its forward failed ({first_line(error)})"
                 continue
@@ -166,11 +166,11 @@ class SlotHooks:
             self.keeping
             and module.training
             and result.requires_grad
-            and given is not None
+            and inputs is not None
             and not (self.flow.quiet or self.flow.shadow)
             and torch.is_grad_enabled()
         ):
-            self._keep(given, result)
+            self._keep(inputs, result)
         return result
 
     def _alpha(self, slot: int, branch: Branch) -> float:
@@ -180,23 +180,23 @@ class SlotHooks:
             return 1.0
         return 0.0 if branch.shadow else branch.alpha
 
-    def _keep(self, given: Tensor, answer: Tensor) -> None:
-        rows = answer.shape[0]
-        large = given.numel() + answer.numel() > LARGE
+    def _keep(self, inputs: Tensor, output: Tensor) -> None:
+        rows = output.shape[0]
+        large = inputs.numel() + output.numel() > LARGE
         self.passed += 1
         if large and self.passed % STRIDE and self.samples:
             return
         enough = max(EXAMPLES, ROWS // max(1, self.place.geometry.outlet_positions))
         some = min(rows, enough)
-        while self.samples and sum(s.given.shape[0] for s in self.samples) >= enough:
+        while self.samples and sum(s.inputs.shape[0] for s in self.samples) >= enough:
             self.samples.popleft()
-        sample = Sample(_first_rows(given, some), _first_rows(answer, some), rows)
+        sample = Sample(_first_rows(inputs, some), _first_rows(output, some), rows)
         self.samples.append(sample)
 
         def keep_gradient(gradient: Tensor) -> None:
             sample.gradient = _first_rows(gradient, some)
 
-        answer.register_hook(keep_gradient)
+        output.register_hook(keep_gradient)
 
 
 def _first_rows(tensor: Tensor, rows: int) -> Tensor:

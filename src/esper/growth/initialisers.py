@@ -115,7 +115,7 @@ def tiny(seed: nn.Module, place: InsertionPoint, samples: list[Sample]) -> str:
             torch.stack([weights, -weights], dim=2).flatten(1)[:, :size]
             for weights in (incoming, outgoing)
         )
-    given = torch.cat([sample.given.cpu().float() for sample in trained_on(samples)])
+    given = torch.cat([sample.inputs.cpu().float() for sample in trained_on(samples)])
     if not _put_at_scale(seed, given, incoming, outgoing, known):
         return "zero_out (tiny found no direction to go)"
     return f"tiny: {len(strength)} directions"
@@ -238,7 +238,7 @@ def _in_rank(
     The tolerance is that of `numpy.linalg.matrix_rank`, at most 1e-3.
     """
     widest = max(known.features.shape[1], known.wishes.shape[1])
-    eps = torch.finfo(samples[-1].given.dtype).eps
+    eps = torch.finfo(samples[-1].inputs.dtype).eps
     return sizes > min(1e-3, widest * eps) * sizes.max()
 
 

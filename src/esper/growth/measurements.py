@@ -285,7 +285,7 @@ def _gradient_flow(hooks: SlotHooks) -> float:
         return 1.0
     last = sampled[-1]
     assert last.gradient is not None
-    size = last.answer.float().square().mean().sqrt()
+    size = last.outputs.float().square().mean().sqrt()
     flow = float(size * last.gradient.float().square().mean().sqrt() * last.rows)
     return flow if flow < inf else 1.0
 
@@ -294,8 +294,8 @@ def _liveness(hooks: SlotHooks) -> float:
     """Share of the channels at a place that vary with the input."""
     if not hooks.samples:
         return 1.0
-    answer = hooks.samples[-1].answer.float()
+    outputs = hooks.samples[-1].outputs.float()
     layout = hooks.place.geometry.outlet_layout
-    rows = answer.movedim(1, -1) if layout.channels_first else answer
+    rows = outputs.movedim(1, -1) if layout.channels_first else outputs
     spread = rows.reshape(-1, rows.shape[-1]).std(dim=0)
     return float((spread > 0.01 * spread.max()).float().mean())

@@ -143,7 +143,7 @@ class GrowingModel(nn.Module, NamedOps[None]):
             raise
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """The grown host's answer."""
+        """The grown host's output."""
         return self.host(*args, **kwargs)
 
     def encode(self, op: Op, slot: str, **choices: str) -> Int64[Tensor, "1 head"]:
@@ -258,7 +258,7 @@ class GrowingModel(nn.Module, NamedOps[None]):
         ]
         return self.survey.macs + sum(active)
 
-    def answer(self) -> list[Tensor]:
+    def example_outputs(self) -> list[Tensor]:
         """The model's output on its example in eval mode; nothing changes."""
         return eval_outputs(self, self.example)
 

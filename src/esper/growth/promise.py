@@ -23,7 +23,13 @@ from torch import Tensor
 
 from esper.contracts.blueprints import Blueprint, Form
 from esper.growth.blueprints.forms import adapted_kernel
-from esper.growth.blueprints.geometry import Geometry, Kernel, Layout, convolved, spots
+from esper.growth.blueprints.geometry import (
+    Geometry,
+    Kernel,
+    Layout,
+    convolved,
+    spatial_shape,
+)
 from esper.growth.blueprints.seed import misfit
 from esper.growth.hooks import Sample
 
@@ -132,10 +138,10 @@ def view(geometry: Geometry, form: Form) -> View | None:
     if form is not Form.WIDEN or not geometry.spans:
         return None
     reads, writes = geometry.inlet_kernel, geometry.outlet_kernel
-    given = spots(geometry.inlet_shape, geometry.inlet_layout)
-    hidden = spots(geometry.hidden_shape, geometry.inlet_layout)
+    given = spatial_shape(geometry.inlet_shape, geometry.inlet_layout)
+    hidden = spatial_shape(geometry.hidden_shape, geometry.inlet_layout)
     if reads is None and writes is None:
-        reached = spots(geometry.outlet_shape, geometry.outlet_layout)
+        reached = spatial_shape(geometry.outlet_shape, geometry.outlet_layout)
         return View(None, None, bias=True) if given == hidden == reached else None
     if reads is None or writes is None or convolved(given, reads) != hidden:
         return None
@@ -152,8 +158,8 @@ def statistics(
     used = trained_on(samples)
     if not used:
         return None
-    given = _float64([s.given for s in used])
-    answer = _float64([s.answer for s in used])
+    given = _float64([s.inputs for s in used])
+    answer = _float64([s.outputs for s in used])
     back = [(s.rows, s.gradient) for s in used if s.gradient is not None]
     asked = torch.cat([-rows * _float64([gradient]) for rows, gradient in back])
     if not all(bool(t.isfinite().all()) for t in (given, answer, asked)):
@@ -179,7 +185,7 @@ def statistics(
 def trained_on(samples: Iterable[Sample]) -> list[Sample]:
     """Those that came back with a gradient, with positions like the latest's."""
     back = [sample for sample in samples if sample.gradient is not None]
-    return [s for s in back if s.given.shape[1:] == back[-1].given.shape[1:]]
+    return [s for s in back if s.inputs.shape[1:] == back[-1].inputs.shape[1:]]
 
 
 def gains(known: Statistics, sizes: Sequence[int]) -> Float[Tensor, " size"]:
@@ -274,7 +280,7 @@ def _read(
     given: Float[Tensor, "example ..."], layout: Layout, kernel: Kernel | None
 ) -> tuple[Float[Tensor, "row feature"], tuple[int, ...]]:
     """What a unit reads at each of its positions, and the positions of an example."""
-    places = spots(tuple(given.shape[1:]), layout)
+    places = spatial_shape(tuple(given.shape[1:]), layout)
     if kernel is None:
         return _rows(given, layout), places
     size, stride, padding, dilation = _flat_kernel(kernel)
@@ -300,7 +306,7 @@ def _spread(
     size, stride, padding, dilation = _flat_kernel(kernel)
     taps, channels = math.prod(size), asked.shape[1]
     each = torch.eye(taps, dtype=asked.dtype).reshape(1, taps, *size)
-    there = _flat(spots(tuple(asked.shape[1:]), layout), 1)
+    there = _flat(spatial_shape(tuple(asked.shape[1:]), layout), 1)
     axes = zip(there, _flat(hidden, 1), size, stride, padding, dilation, strict=True)
     missing = tuple(
         wanted - ((length - 1) * step - 2 * pad + apart * (window - 1) + 1)

@@ -433,7 +433,7 @@ class Safety:
         self.incidents.append(f"rolled back: {reason}")
         slots = range(len(self._model.slots))
         spoilers = []
-        if not all_finite(self._model.answer()):
+        if not all_finite(self._model.example_outputs()):
             spoilers = [s for s in slots if self._is_finite_with(left_out=s)]
         for slot in spoilers:
             self._remove(slot, "its output is not finite")
@@ -446,7 +446,7 @@ class Safety:
     def _is_finite_with(self, **seeds: int) -> bool:
         """Whether the output is finite with a seed tried or left out."""
         with self._model.flow.using(**seeds):
-            return bool(all_finite(self._model.answer()))
+            return bool(all_finite(self._model.example_outputs()))
 
     def _undo(self, parameters: Iterable[Tensor], buffers: set[int]) -> None:
         """Drop gradients and put buffers back to before the batch."""

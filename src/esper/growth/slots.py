@@ -284,11 +284,11 @@ def _check_not_shared(host: nn.Module, name: str, module: nn.Module) -> None:
 class _Record:
     """What was seen at one module in one call of the host."""
 
-    given: Any = None
+    inputs: Any = None
     given_version: int = 0
     version_after: dict[str, int] = field(default_factory=dict)
     """Version of what was given, when another module returned."""
-    answer: Any = None
+    outputs: Any = None
     calls: int = 0
     last_leaf: nn.Module | None = None
     order: int = 0
@@ -324,7 +324,7 @@ def _trace(host: nn.Module, sites: tuple[Site, ...], example: Example) -> _Trace
         name = names[module]
         if name in records:
             records[name].calls += 1
-            records[name].given = given
+            records[name].inputs = given
             records[name].given_version = getattr(given, "_version", 0)
         for site in spans:
             if site.outlet == name:
@@ -336,10 +336,10 @@ def _trace(host: nn.Module, sites: tuple[Site, ...], example: Example) -> _Trace
         name = names[module]
         if name in records:
             record = records[name]
-            record.answer, record.order = answer, trace.leaves
+            record.outputs, record.order = answer, trace.leaves
             record.last_leaf = last_leaf
             for other in records.values():
-                other.version_after[name] = getattr(other.given, "_version", 0)
+                other.version_after[name] = getattr(other.inputs, "_version", 0)
         for site in spans:
             if site.inlet == name and isinstance(answer, Tensor):
                 tracer.begin(site.name, answer)
@@ -376,10 +376,10 @@ def _insertion_point(
                 "module that is called once."
             )
     read, written = trace.records[site.inlet], trace.records[site.outlet]
-    outlet = _tensor(written.answer, f"module {site.outlet!r} answers with")
+    outlet = _tensor(written.outputs, f"module {site.outlet!r} answers with")
     inlet = outlet
     if not site.residual:
-        inlet = _tensor(read.given, f"module {site.inlet!r} is given")
+        inlet = _tensor(read.inputs, f"module {site.inlet!r} is given")
         if read.version_after[site.outlet] != read.given_version:
             raise BadInput(
                 f"what {site.inlet!r} reads is changed in place before "
@@ -432,7 +432,7 @@ def _span(
             return (), f"{end!r} is no plain linear or convolution layer", (), 1
     units = int(first.get_parameter("weight").shape[0])
     middle, problem = path_modules(trace.tracer.paths.get(site.name), units, layout)
-    hidden = trace.records[site.outlet].given
+    hidden = trace.records[site.outlet].inputs
     shape = tuple(hidden.shape[1:]) if isinstance(hidden, Tensor) else ()
     inputs = 1
     if not problem:

@@ -63,7 +63,7 @@ class Topology:
     ) -> Receipt:
         """Change a slot, let the optimiser follow, and measure the jump."""
         op, index = Op(int(actions[0, HEAD["op"]])), int(actions[0, HEAD["slot"]])
-        before, stages = self.model.answer(), self.model.states.stage
+        before, stages = self.model.example_outputs(), self.model.states.stage
         kind = int(self.model.states.blueprint[0, index])
         self._follow(lambda: self.model.act(actions, initialiser), index)
         kind = max(kind, int(self.model.states.blueprint[0, index]))
@@ -71,7 +71,7 @@ class Topology:
             op=op.name,
             slot=self.model.slots[index],
             blueprint=self.model.spec.blueprints[kind].name if kind >= 0 else "",
-            jump=_jump(before, self.model.answer()),
+            jump=_jump(before, self.model.example_outputs()),
             note=self.model.note if op is Op.GERMINATE else "",
         )
         self.receipts.append(receipt)
@@ -81,11 +81,11 @@ class Topology:
     def tick(self) -> None:
         """Let one decision pass; a jump of the output gets a receipt."""
         moving = bool((self.model.states.moved < self.model.states.length).any())
-        before = self.model.answer() if moving else []
+        before = self.model.example_outputs() if moving else []
         stages = self.model.states.stage
         self._follow(self.model.tick, None)
         if moving:
-            jump = _jump(before, self.model.answer())
+            jump = _jump(before, self.model.example_outputs())
             self.receipts.append(Receipt("ALPHA", "moved", "", jump))
         self._record_stages(stages, "alpha reached 0")
 

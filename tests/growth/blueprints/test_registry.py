@@ -14,7 +14,7 @@ from esper.growth.blueprints.registry import (
     blueprints,
     find,
     forget,
-    raise_module,
+    make_module,
 )
 from esper.growth.blueprints.seed import build, misfit
 from tests.growth.blueprints.places import residual
@@ -30,7 +30,7 @@ def _clean(monkeypatch):
 
 def raised(factory, geometry=VECTOR, rng_seed=0):
     blueprint("mine")(factory)
-    return raise_module("mine", geometry, torch.Generator().manual_seed(rng_seed))
+    return make_module("mine", geometry, torch.Generator().manual_seed(rng_seed))
 
 
 def module(forward, *, parameters=True):
@@ -184,7 +184,7 @@ def test_names_that_are_unknown_taken_or_impossible_are_refused():
     ):
         with pytest.raises(BadInput, match=reason):
             call()
-    assert raise_module("mine", VECTOR, torch.Generator()).module.out_features == 6
+    assert make_module("mine", VECTOR, torch.Generator()).module.out_features == 6
     forget("mine")
     blueprint("mine")(lambda _: nn.Bilinear(6, 6, 6))
 

@@ -29,7 +29,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from esper.contracts.blueprints import Form
-from esper.growth.blueprints.geometry import Geometry, Kernel, Layout, convolved, spots
+from esper.growth.blueprints.geometry import (
+    Geometry,
+    Kernel,
+    Layout,
+    convolved,
+    spatial_shape,
+)
 from esper.growth.blueprints.layers import Layer, Params, neighbours, pointwise
 
 Layers = dict[str, Layer]
@@ -103,8 +109,8 @@ def same_shape_fit(at: Geometry, _size: int) -> str:
 def channels_fit(at: Geometry, _size: int) -> str:
     """Inlet and outlet may differ in channels alone."""
     positions = [
-        spots(at.inlet_shape, at.inlet_layout),
-        spots(at.outlet_shape, at.outlet_layout),
+        spatial_shape(at.inlet_shape, at.inlet_layout),
+        spatial_shape(at.outlet_shape, at.outlet_layout),
     ]
     if at.inlet_layout is at.outlet_layout and positions[0] == positions[1]:
         return ""
@@ -130,8 +136,8 @@ def low_rank_fit(at: Geometry, size: int) -> str:
     kernel = adapted_kernel(at)
     if kernel is None:
         return channels_fit(at, size)
-    after = convolved(spots(at.inlet_shape, at.inlet_layout), kernel)
-    if after == spots(at.outlet_shape, at.outlet_layout):
+    after = convolved(spatial_shape(at.inlet_shape, at.inlet_layout), kernel)
+    if after == spatial_shape(at.outlet_shape, at.outlet_layout):
         return ""
     return (
         f"needs the outlet of the convolution itself, which has positions {after}, "
@@ -216,7 +222,7 @@ def widen_layers(at: Geometry, size: int) -> Layers:
     """
     positions = at.inlet_positions
     if at.inlet_kernel is not None:
-        inlet = spots(at.inlet_shape, at.inlet_layout)
+        inlet = spatial_shape(at.inlet_shape, at.inlet_layout)
         positions = prod(convolved(inlet, at.inlet_kernel))
     return {
         "first": Layer(

@@ -106,7 +106,7 @@ def width(shape: tuple[int, ...], layout: Layout) -> int:
     return shape[0] if layout.channels_first else shape[-1]
 
 
-def spots(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+def spatial_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
     """A shape without its channels: the positions along each axis."""
     return shape[1:] if layout.channels_first else shape[:-1]
 

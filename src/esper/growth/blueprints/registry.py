@@ -116,16 +116,14 @@ def registered(name: str) -> Registered:
     return _REGISTERED[name]
 
 
-def raise_module(
-    name: str, geometry: Geometry, generator: torch.Generator
-) -> nn.Module:
+def make_module(name: str, geometry: Geometry, generator: torch.Generator) -> nn.Module:
     """Make a user's module for a place, try it and gate it if it is not zero.
 
     The factory and the trial draw from torch's global streams as they please; these
     are seeded from `generator` for the time and put back afterwards.
     """
     entry = registered(name)
-    with lent_random_state(generator):
+    with seeded_random_state(generator):
         try:
             module: nn.Module = _attempt("failed", entry.factory, geometry)
             _check_module(module)
@@ -238,7 +236,7 @@ def _run(module: nn.Module, inputs: Tensor, geometry: Geometry) -> Tensor:
 
 
 @contextmanager
-def lent_random_state(generator: torch.Generator) -> Iterator[None]:
+def seeded_random_state(generator: torch.Generator) -> Iterator[None]:
     """Torch's global streams, seeded from a generator for as long as this lasts."""
     drawn = torch.randint(2**62, (), generator=generator, device=generator.device)
     with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):

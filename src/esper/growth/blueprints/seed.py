@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from esper.contracts.blueprints import Blueprint, Form
 from esper.growth.blueprints.forms import FORMS
 from esper.growth.blueprints.geometry import Geometry
-from esper.growth.blueprints.registry import Factory, raise_module, registered
+from esper.growth.blueprints.registry import Factory, make_module, registered
 
 
 class FormSeed(nn.Module):
@@ -68,7 +68,7 @@ def build(
     span; it must be the seed's own where it has state.
     """
     if blueprint.form is Form.CUSTOM:
-        return raise_module(blueprint.name, geometry, generator)
+        return make_module(blueprint.name, geometry, generator)
     params = FORMS[blueprint.form].init(geometry, blueprint.size, generator)
     return FormSeed(blueprint, geometry, params, middle)
 
@@ -97,7 +97,7 @@ def cost(blueprint: Blueprint, geometry: Geometry) -> Cost:
 def _counted(name: str, factory: Factory, geometry: Geometry) -> Cost:
     """Cost of a user's module, by building and running one; the factory is a key."""
     del factory
-    module = raise_module(name, geometry, torch.Generator().manual_seed(0)).eval()
+    module = make_module(name, geometry, torch.Generator().manual_seed(0)).eval()
     parameters = sum(parameter.numel() for parameter in module.parameters())
     # Scaling by a weight is not counted as a product of matrices, but it is work.
     return Cost(parameters, max(count_macs(module, geometry), parameters))
