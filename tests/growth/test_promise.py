@@ -268,10 +268,10 @@ def test_gains_of_sizes_beyond_the_rank_are_those_of_the_rank():
     ("spoilt", "value", "blueprint", "loss", "wanted"),
     [
         ("gradient", 0.0, mlp(4), 1.0, 0.0),
-        ("answer", 0.0, mlp(4), 1.0, None),  # no relative change
-        ("given", 0.0, low_rank(4), 1.0, 0.0),
-        ("given", torch.nan, mlp(4), 1.0, None),
-        ("answer", torch.inf, mlp(4), 1.0, None),
+        ("outputs", 0.0, mlp(4), 1.0, None),  # no relative change
+        ("inputs", 0.0, low_rank(4), 1.0, 0.0),
+        ("inputs", torch.nan, mlp(4), 1.0, None),
+        ("outputs", torch.inf, mlp(4), 1.0, None),
         ("gradient", torch.nan, mlp(4), 1.0, None),
         ("", 0.0, mlp(4), 0.0, None),
         ("", 0.0, mlp(4), float("nan"), None),
