@@ -10,7 +10,6 @@ from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.stages import Stage
 from esper.experiment.database import open_store, rows
 from esper.experiment.records import Judged, RoundRecord
-from esper.experiment.seed_events import EVENTS, Changes
 from esper.experiment.store import Store
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 
@@ -72,22 +71,19 @@ def add_steps(store, number: int, step: int | None = None, **changed) -> None:
 
 
 def add_event(store, number, word, before, after, *, slot=0, step=None, env=0):
-    change = Changes(
-        env=torch.tensor([env]),
-        slot=torch.tensor([slot]),
-        what=torch.tensor([EVENTS.index(word)]),
-        before=torch.tensor([int(before)]),
-        after=torch.tensor([int(after)]),
-        blueprint=torch.tensor([1]),
-        alpha=torch.tensor([0.5]),
-    )
-    store.add_events(
-        change,
-        ("small", "large"),
+    store.add(
+        "events",
         round=number,
         step=number if step is None else step,
         task="letter",
         episode=1,
+        env=env,
+        slot=slot,
+        what=word,
+        stage_from=before.name,
+        stage_to=after.name,
+        blueprint="large",
+        alpha=0.5,
     )
 
 

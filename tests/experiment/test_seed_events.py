@@ -11,7 +11,7 @@ from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.stages import SETTLES_TO, TRANSITIONS, Stage
 from esper.environment.growing import GrowingWorld
 from esper.environment.simulated import SimulatedWorld
-from esper.experiment.seed_events import EVENTS, events_between
+from esper.experiment.seed_events import events_between
 from esper.experiment.streams import stream
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.rule_based import Random
@@ -20,13 +20,8 @@ from tests.worlds import blank_slots
 
 
 def listed(changes):
-    columns = (changes.env, changes.slot, changes.before, changes.after)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    words = [EVENTS[index] for index in changes.what.tolist()]
-    return [
-        (env, slot, Stage(before).name, Stage(after).name, word)
-        for (env, slot, before, after), word in zip(rows, words, strict=True)
-    ]
+    names = ("env", "slot", "stage_from", "stage_to", "what")
+    return [*zip(*(changes[name] for name in names), strict=True)]
 
 
 def slots(stages, **others):
@@ -60,7 +55,7 @@ def test_a_change_of_stage_has_a_name():
     ):
         changes = events_between(slots([[before]]), slots([[after]]))
         assert listed(changes) == [(0, 0, before.name, after.name, word)]
-        assert changes.blueprint.tolist() == [2]
+        assert changes["blueprint"] == [2]
 
 
 def test_every_step_of_the_table_of_stages_has_a_name_of_its_own():
@@ -84,7 +79,7 @@ def test_other_changes_than_those_of_stages():
     assert listed(events_between(before, after))[0][-1] == "jumped"
     before = slots([[B]], alpha=torch.tensor([[0.4]]))
     after = slots([[H]], alpha=torch.tensor([[0.7]]))
-    assert events_between(before, after).alpha.tolist() == pytest.approx([0.7])
+    assert events_between(before, after)["alpha"] == pytest.approx([0.7])
 
 
 def test_of_an_ended_episode_only_its_last_sentence_is_listed():
@@ -96,7 +91,7 @@ def test_of_an_ended_episode_only_its_last_sentence_is_listed():
     assert listed(events_between(before, after, ended=ended)) == kept[1:]
     changes = events_between(before, after, ended=ended, actions=actions)
     assert listed(changes) == kept
-    assert changes.alpha.tolist() == pytest.approx([0.7, 0.0])
+    assert changes["alpha"] == pytest.approx([0.7, 0.0])
     refused = torch.tensor([True, False])
     changes = events_between(
         before, after, ended=ended, actions=actions, illegal=refused
@@ -110,7 +105,7 @@ def test_last_actions_plant_and_aim_too():
     planted = action(Op.GERMINATE, 0, blueprint=1)
     changes = events_between(before, after, actions=planted, **over)
     assert listed(changes) == [(0, 0, "DORMANT", "TRAINING", "planted")]
-    assert changes.blueprint.tolist() == [1]
+    assert changes["blueprint"] == [1]
     aimed = action(Op.SET_ALPHA, 1, alpha_target=2)
     changes = events_between(before, after, actions=aimed, **over)
     assert listed(changes) == [(0, 1, "HOLDING", "HOLDING", "aimed")]

@@ -13,7 +13,6 @@ import torch
 from esper.contracts.stages import Stage
 from esper.experiment.records import Judged
 from esper.experiment.run import Run
-from esper.experiment.seed_events import EVENTS, Changes
 from esper.experiment.store import Store
 from tests.experiment.stores import record
 
@@ -114,16 +113,18 @@ def _episode(store, number, task, blueprints):
     where = {"round": number, "task": task, "episode": number}
     start = (number - 1) * STEPS
     for step, env, slot, word, before, after, blueprint in HISTORY:
-        change = Changes(
-            env=torch.tensor([env]),
-            slot=torch.tensor([slot]),
-            what=torch.tensor([EVENTS.index(word)]),
-            before=torch.tensor([int(before)]),
-            after=torch.tensor([int(after)]),
-            blueprint=torch.tensor([blueprint]),
-            alpha=torch.tensor([0.5]),
+        store.add(
+            "events",
+            **where,
+            step=start + step,
+            env=env,
+            slot=slot,
+            what=word,
+            stage_from=before.name,
+            stage_to=after.name,
+            blueprint=blueprints[blueprint],
+            alpha=0.5,
         )
-        store.add_events(change, blueprints, **where, step=start + step)
     figure = torch.full((ENVS,), 0.1 * number)
     store.add(
         "episodes",

@@ -79,8 +79,11 @@ class Record(Callback):
             actions=step.actions,
             illegal=result.illegal,
         )
-        names = [blueprint.name for blueprint in world.spec.blueprints]
-        self._store.add_events(changes, names, **when, **where(changes.env))
+        if changes["env"]:
+            names = [*(each.name for each in world.spec.blueprints), None]
+            changes["blueprint"] = [names[index] for index in changes["blueprint"]]
+            changes |= where(torch.tensor(changes["env"]))
+            self._store.add("events", **when, **changes)
         if bool(ended.any()):
             report = result.report
             env = ended.nonzero().flatten() if report is None else report.env

@@ -6,11 +6,10 @@ out. Where an episode has just ended, what is seen next belongs to another one; 
 last decision did follows from its action.
 """
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEADS, Op
@@ -49,28 +48,6 @@ EVENT_OF: Final = torch.tensor(
 ALPHA_TARGETS: Final = torch.tensor([*HEADS[HEAD["alpha_target"]].choices.values()])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
-    """What happened, in order of environment and slot."""
-
-    env: Int64[Tensor, " change"]
-    slot: Int64[Tensor, " change"]
-    what: Int64[Tensor, " change"]
-    """Index into `EVENTS`."""
-    before: Int64[Tensor, " change"]
-    """`Stage` that was left."""
-    after: Int64[Tensor, " change"]
-    """`Stage` that was entered; the same if it was another change."""
-    blueprint: Int64[Tensor, " change"]
-    """Of the seed; -1 if there is none."""
-    alpha: Float[Tensor, " change"]
-    """Afterwards; as last seen where the episode ended."""
-
-    def __len__(self) -> int:
-        """How much happened."""
-        return len(self.env)
-
-
 def events_between(
     before: SlotStates,
     after: SlotStates,
@@ -78,8 +55,8 @@ def events_between(
     ended: Bool[Tensor, " env"] | None = None,
     actions: Int64[Tensor, "env head"] | None = None,
     illegal: Bool[Tensor, " env"] | None = None,
-) -> Changes:
-    """What happened to every slot in one step.
+) -> dict[str, list[Any]]:
+    """What happened to every slot in one step, in order of environment and slot.
 
     Args:
         before: What was seen before the decision.
@@ -88,6 +65,10 @@ def events_between(
         actions: The actions; only used where an episode ended, of which nothing is
             known without them.
         illegal: Where the action was not carried out.
+
+    Returns:
+        Columns of the store's table `events`; `blueprint` is an index, -1 if there is
+        none; `alpha` is that afterwards, or as last seen where the episode ended.
     """
     stage, blueprint, target, alpha = (
         after.stage,
@@ -110,15 +91,22 @@ def events_between(
     word = torch.where(aimed, EVENTS.index("aimed"), word)
     env, slot = torch.nonzero(moved | swapped | aimed, as_tuple=True)
     kind = torch.where(blueprint >= 0, blueprint, before.blueprint)
-    return Changes(
-        env=env,
-        slot=slot,
-        what=word[env, slot],
-        before=before.stage[env, slot],
-        after=stage[env, slot],
-        blueprint=kind[env, slot],
-        alpha=alpha[env, slot],
-    )
+    found = {
+        "env": env,
+        "slot": slot,
+        "what": word[env, slot],
+        "stage_from": before.stage[env, slot],
+        "stage_to": stage[env, slot],
+        "blueprint": kind[env, slot],
+        "alpha": alpha[env, slot],
+    }
+    columns: dict[str, list[Any]] = {
+        name: part.tolist() for name, part in found.items()
+    }
+    columns["what"] = [EVENTS[index] for index in columns["what"]]
+    for name in ("stage_from", "stage_to"):
+        columns[name] = [Stage(number).name for number in columns[name]]
+    return columns
 
 
 def _last_action(

@@ -26,10 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.errors import BadInput, CallOrder, StorageTrouble
-from esper.contracts.stages import Stage
 from esper.experiment.database import TABLES, columns_of, open_writer, transaction
 from esper.experiment.records import Judged, RoundRecord
-from esper.experiment.seed_events import EVENTS, Changes
 
 BATCH: Final = 1_000
 """Rows that wait before they are written unasked."""
@@ -151,31 +149,6 @@ class Store:
             names = next(iter(heads.values()))
             each = {name: [head[name] for head in heads.values()] for name in names}
             self.add("heads", round=record.round, head=[*heads], **each)
-
-    def add_events(
-        self, changes: Changes, blueprints: Sequence[str], **columns: Column
-    ) -> None:
-        """What happened to seeds in one step.
-
-        Args:
-            changes: As `events_between` found them.
-            blueprints: Names of the run's blueprints.
-            columns: Round, step, task and episode; `env` if it is not as in `changes`.
-        """
-        if not len(changes):
-            return
-        stages = [stage.name for stage in Stage]
-        names = [*blueprints, None]  # index -1: no seed
-        found: dict[str, Column] = {
-            "env": changes.env,
-            "slot": changes.slot,
-            "what": [EVENTS[index] for index in changes.what.tolist()],
-            "stage_from": [stages[index] for index in changes.before.tolist()],
-            "stage_to": [stages[index] for index in changes.after.tolist()],
-            "blueprint": [names[index] for index in changes.blueprint.tolist()],
-            "alpha": changes.alpha,
-        }
-        self.add("events", **(found | columns))
 
     def add_evaluation(
         self, judged: Judged, *, round: int, stage: str, controller: str, task: str
