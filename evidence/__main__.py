@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from typing import Final
 
-from esper.cli.arguments import Parser, Whole, file, folder, names, positive
+from esper.cli.arguments import Parser, file, folder, names, positive, whole
 from esper.cli.failures import report_failure
 
 HELP = "compare controllers by a protocol, and write the page of what was found"
@@ -38,7 +38,7 @@ def add(parser: ArgumentParser) -> None:
     _add_folder(run)
     run.add_argument(
         "--processes",
-        type=Whole(1, 64),
+        type=whole(1, 64),
         default=2,
         metavar="N",
         help="jobs at the same time (default: 2)",

@@ -72,22 +72,18 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"esper: {text} (see {self.prog} --help)\n")
 
 
-class Whole:
+def whole(low: int, high: int) -> Callable[[str], int]:
     """Parses a whole number in a range, in plain ASCII digits."""
 
-    def __init__(self, low: int, high: int) -> None:
-        self._low, self._high = low, high
-
-    def __call__(self, text: str) -> int:
-        """The number."""
-        if re.fullmatch("-?[0-9]{1,19}", text) and (
-            self._low <= int(text) <= self._high
-        ):
+    def parse(text: str) -> int:
+        if re.fullmatch("-?[0-9]{1,19}", text) and low <= int(text) <= high:
             return int(text)
-        raise _expected(f"a whole number from {self._low} to {self._high}", text)
+        raise _expected(f"a whole number from {low} to {high}", text)
+
+    return parse
 
 
-RNG_SEED: Final = Whole(0, 2**32 - 1)
+RNG_SEED: Final = whole(0, 2**32 - 1)
 
 
 def finite(text: str, above: float = -inf) -> float:

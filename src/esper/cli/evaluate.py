@@ -4,11 +4,11 @@ from argparse import ArgumentParser, Namespace
 
 from esper.cli.arguments import (
     RNG_SEED,
-    Whole,
     add_option,
     add_runs,
     finite,
     names,
+    whole,
 )
 
 HELP = "judge controllers and static networks on the same hosts"
@@ -48,7 +48,7 @@ def add(parser: ArgumentParser) -> None:
         "longer)",
     )
     for name, kind, default, metavar, text in (
-        ("--hosts", Whole(1, 65_536), 16, "N", "hosts of each task"),
+        ("--hosts", whole(1, 65_536), 16, "N", "hosts of each task"),
         ("--rng-seed", RNG_SEED, 0, "N", "decides which hosts"),
         (
             "--rent",
@@ -57,7 +57,7 @@ def add(parser: ArgumentParser) -> None:
             "X",
             "score charged per added multiple of the host (default: 0.01)",
         ),
-        ("--processes", Whole(1, 64), 2, "N", "arms judged at the same time"),
+        ("--processes", whole(1, 64), 2, "N", "arms judged at the same time"),
         ("--name", str, None, "TEXT", "of the run that keeps the figures"),
     ):
         add_option(parser, name, kind, default, metavar, text)

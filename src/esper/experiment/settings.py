@@ -113,7 +113,7 @@ def _known(cls: type) -> dict[str, Setting]:
 
 
 def table_of(text: str, cls: type, prefix: str = "") -> dict[str, Any]:
-    """The settings in a text, by dotted names.
+    """The settings in a text, by dotted names; refuses names that are no settings.
 
     Args:
         text: TOML.
@@ -123,25 +123,12 @@ def table_of(text: str, cls: type, prefix: str = "") -> dict[str, Any]:
     if any(line.count(".") > MAX_DOTS for line in text.split("\n")):
         raise refusal(f"{prefix}expected TOML; got a line of too many dots.")
     try:
-        table = tomllib.loads(text)
+        todo: list[tuple[str, Any]] = [("", tomllib.loads(text))]
     except RecursionError:
         raise refusal(f"{prefix}expected TOML; got brackets too deep.") from None
     except ValueError as error:
         raise refusal(f"{prefix}expected TOML; got {error}.") from None
-    return flat(cls, table, prefix)
-
-
-def flat(cls: type, table: object, prefix: str = "") -> dict[str, Any]:
-    """A nested table by dotted names; refuses names that are no settings.
-
-    Args:
-        cls: The dataclass at the top of the tree.
-        table: Nested settings, such as those of a TOML file.
-        prefix: Start of every error message, such as the name of a file.
-    """
-    known = known_settings(cls)
-    found: dict[str, Any] = {}
-    todo = [("", table)]
+    known, found = known_settings(cls), dict[str, Any]()
     while todo:
         where, value = todo.pop()
         if where in known:
@@ -153,8 +140,7 @@ def flat(cls: type, table: object, prefix: str = "") -> dict[str, Any]:
             )
         elif not isinstance(value, Mapping):
             raise refusal(
-                f"{prefix}{where or 'a configuration'} must be a table of settings; "
-                f"got {quoted(value)}."
+                f"{prefix}{where} must be a table of settings; got {quoted(value)}."
             )
         else:
             dot = f"{where}." if where else ""
@@ -171,7 +157,7 @@ def construct(
 
     Args:
         cls: The dataclass at the top of the tree.
-        values: By dotted names, as `flat` returns them.
+        values: By dotted names, as `table_of` returns them.
         origins: Start of the error messages about each, such as the name of a file.
     """
     known = known_settings(cls)
