@@ -1,15 +1,14 @@
 """An update asks the device once, at its end, however many steps it takes."""
 
 import traceback
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from esper.simic.agent import metrics
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.tamiyo.policy.features import Features
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, map_tensors
 from tests.device_reads import ReadCounter
 from tests.rollouts import TINY, fill_ragged, make_buffer, make_policy, take
 
@@ -58,29 +57,14 @@ def agent_without_data(memory: str, *, ragged: bool):
         4, 6, policy.spec, state_shape=policy.state_shape, device="meta"
     )
     agent = PPOAgent(policy, buffer, PPOConfig(epochs=2, minibatches=2))
-    for p in agent.parameters:  # Adam itself would refuse to start on this device.
-        zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-        agent.optimizer.state[p] = {"step": torch.zeros((), device="meta")} | zeros
     acted = torch.ones(4, dtype=torch.bool, device="meta") if ragged else None
     for time in range(6):
-        step = {
-            name: batch[name][:, time].to("meta")
-            for name in (
-                "first",
-                "rows",
-                "actions",
-                "log_probs",
-                "distribution",
-                "values",
-            )
-        }
-        seen = {
-            field.name: getattr(batch.features, field.name)[:, time].to("meta")
-            for field in fields(Features)
-        }
+        names = ["first", "rows", "actions", "log_probs", "distribution", "values"]
+        step = {name: batch[name][:, time].to("meta") for name in names}
+        seen = map_tensors(lambda x, at=time: x[:, at].to("meta"), batch.features)
         ended = torch.zeros(4, dtype=torch.bool, device="meta")
         buffer.add(
-            features=Features(**seen),
+            features=seen,
             **step,
             rewards=step["values"],
             terminated=ended,

@@ -12,7 +12,6 @@ from esper.contracts.errors import BadInput, CallOrder
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from tests.device_reads import count_device_reads
 from tests.simic.steps import (
-    SEEN,
     STATE,
     Steps,
     a_step,
@@ -60,34 +59,16 @@ def test_a_batch_is_a_copy_whatever_its_shape(envs, steps):
         assert torch.equal(field, before[name])
 
 
-def test_step_counts_belong_to_the_caller():
-    buffer = make_buffer()
-    buffer.add(**a_step())
-    counts = buffer.step_counts
-    counts.zero_()
-    assert buffer.step_counts.tolist() == [1, 1]
-
-
-def filled(cut=False, computed=False) -> TamiyoRolloutBuffer:
+def filled(*calls) -> TamiyoRolloutBuffer:
     buffer, steps = make_buffer(steps=2), Steps()
     buffer.add(**steps())
     buffer.add(**steps())
-    if cut or computed:
-        buffer.cut(torch.zeros(2))
-    if computed:
-        buffer.compute_advantages_and_returns()
+    for call in calls:
+        call(buffer)
     return buffer
 
 
-def cut() -> TamiyoRolloutBuffer:
-    return filled(cut=True)
-
-
-def computed() -> TamiyoRolloutBuffer:
-    return filled(computed=True)
-
-
-def cut_again(buffer):
+def cut(buffer):
     buffer.cut(torch.zeros(2))
 
 
@@ -103,17 +84,17 @@ def add(buffer):
     ("make", "call", "match"),
     [
         (make_buffer, compute, "nothing to compute"),
-        (make_buffer, cut_again, "empty buffer"),
+        (make_buffer, cut, "empty buffer"),
         (make_buffer, lambda b: b.get_batched_sequences(), "advantages are missing"),
         (filled, add, "every row has 2 steps"),
         (filled, lambda b: b.begin(), r"begin\(\) after 2 steps"),
         (filled, compute, "environment 0 goes on"),
         (filled, lambda b: b.get_batched_sequences(), "advantages are missing"),
-        (cut, add, r"add\(\) after cut"),
-        (cut, cut_again, r"cut\(\) after cut"),
-        (cut, lambda b: b.begin(), r"begin\(\) after 2 steps"),
-        (computed, add, r"add\(\) after compute"),
-        (computed, cut_again, r"cut\(\) after compute"),
+        (lambda: filled(cut), add, r"add\(\) after cut"),
+        (lambda: filled(cut), cut, r"cut\(\) after cut"),
+        (lambda: filled(cut), lambda b: b.begin(), r"begin\(\) after 2 steps"),
+        (lambda: filled(cut, compute), add, r"add\(\) after compute"),
+        (lambda: filled(cut, compute), cut, r"cut\(\) after compute"),
         (filled, pickle.dumps, "cannot be pickled"),
         (filled, copy.deepcopy, "cannot be pickled"),
     ],
@@ -164,10 +145,16 @@ def test_a_buffer_that_cannot_be_meant_is_refused(envs, steps, settings, match):
     with pytest.raises(BadInput, match=match) as caught:
         make_buffer(envs, steps, **settings)
     assert "\n" not in str(caught.value)
+    make = inspect.unwrap(TamiyoRolloutBuffer.__init__)  # past the tests' type checks
+    with pytest.raises(BadInput, match="spec must be an ActionSpec, got NoneType"):
+        make(make_buffer(), 2, 4, None, state_shape=(1, 1))
 
 
-def test_the_byte_count_is_that_of_the_storage():
+def test_counts_belong_to_the_caller_and_bytes_are_those_of_the_storage():
     buffer = make_buffer(3, 4)
+    buffer.add(**a_step(3))
+    buffer.step_counts.zero_()
+    assert buffer.step_counts.tolist() == [1, 1, 1]
     stored = sum(field.nbytes for field in buffer._storage.values())
     stored += buffer._state.nbytes
     assert make_buffer(3, 4, max_bytes=stored).nbytes == stored
@@ -191,24 +178,6 @@ def test_other_devices_compute_the_same_without_looking_at_values(ragged):
         assert_close(here, fields(expected)[name], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_on_a_device_without_values_only_shapes_matter(ragged):
-    """The meta device refuses any read, as a stalled one would only be slow."""
-    buffer, steps = make_buffer(steps=3, device="meta"), Steps()
-    for _ in range(3):
-        step = steps(final_values=torch.zeros(2))
-        features = step.pop("features")
-        step = {name: tensor.to("meta") for name, tensor in step.items()}
-        seen = type(features)(*(getattr(features, name).to("meta") for name in SEEN))
-        acted = flags(2).to("meta") if ragged else None
-        buffer.add(features=seen, **step, acted=acted)
-    buffer.cut(torch.zeros(2, device="meta"))
-    buffer.compute_advantages_and_returns()
-    batch = buffer.get_batched_sequences("meta")
-    assert batch.advantages.shape == (2, 3)
-    assert batch.rows.device.type == "meta"
-
-
 def test_steps_taken_in_inference_mode_can_be_learned_from():
     with torch.inference_mode():
         buffer = make_buffer()
@@ -230,9 +199,3 @@ def test_a_rollout_says_how_many_environments_share_their_random_streams():
     buffer.reset()
     with pytest.raises(BadInput, match="group_size is 3 but the buffer has 2"):
         buffer.begin(group_size=3)
-
-
-def test_a_buffer_without_an_action_space_is_refused():
-    make = inspect.unwrap(TamiyoRolloutBuffer.__init__)  # past the tests' type checks
-    with pytest.raises(BadInput, match="spec must be an ActionSpec, got NoneType"):
-        make(make_buffer(), 2, 4, None, state_shape=(1, 1))

@@ -244,29 +244,24 @@ def germinates(actions: Int64[Tensor, "env head"]) -> Bool[Tensor, " env"]:
     return actions[:, HEAD["op"]] == Op.GERMINATE.value
 
 
-def explain_no_planting(
-    observation: Observation, masks: ActionMasks, env: int = 0
-) -> str:
-    """Why nothing was planted in one environment; reads from the device."""
-    envs = len(masks.op)
-    if not 0 <= env < envs:
-        raise BadInput(f"env must lie in 0..{envs - 1}, got {env}.")
-    if masks.op[env, Op.GERMINATE]:
+def explain_no_planting(observation: Observation, masks: ActionMasks) -> str:
+    """Why nothing was planted in the first environment; reads from the device."""
+    if masks.op[0, Op.GERMINATE]:
         return "the controller chose to wait"
-    if not masks.fixed[env, HEAD["op"], Op.GERMINATE]:
+    if not masks.fixed[0, HEAD["op"], Op.GERMINATE]:
         return "this run does not allow planting"
-    stages = observation.slots.stage[env].tolist()
+    stages = observation.slots.stage[0].tolist()
     if Stage.DORMANT not in stages:
         counts = ((stages.count(stage), stage.name.lower()) for stage in Stage)
         filled = ", ".join(f"{count} {name}" for count, name in counts if count)
         return f"no slot is free ({filled})"
-    free = observation.slots.stage[env] == Stage.DORMANT.value
-    fits = observation.offers.fits[env] & free[:, None]
-    costs = observation.offers.parameters[env][fits]
+    free = observation.slots.stage[0] == Stage.DORMANT.value
+    fits = observation.offers.fits[0] & free[:, None]
+    costs = observation.offers.parameters[0][fits]
     if not len(costs):
         return "nothing fits the free slots"
     return (
         "no blueprint fits the budget left "
-        f"({observation.host.budget_left[env].item():.3g} x host): "
+        f"({observation.host.budget_left[0].item():.3g} x host): "
         f"the smallest takes {costs.min().item():.3g} x host"
     )

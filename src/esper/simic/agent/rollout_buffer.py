@@ -35,6 +35,7 @@ from esper.scan import gae
 Array = NDArray[Any]
 Record = TypeVar("Record")
 RESULTS: Final = ("advantages", "returns")
+VIEWS: Final = ("dones", "truncated", "rewards", "values", "final_values", *RESULTS)
 JUDGED: Final = (
     *("rows", "actions", "log_probs", "distribution"),
     *("first", "dones", "truncated", "final_values"),
@@ -204,9 +205,8 @@ class TamiyoRolloutBuffer:
             )
             for f in stored
         }
-        for name, tensor in self._storage.items():
-            if tensor.ndim == 2 and name in self.__annotations__:
-                setattr(self, name, tensor[:max_steps].T)
+        for name in VIEWS:
+            setattr(self, name, self._storage[name][:max_steps].T)
         self._written = [*self._storage.values()][: len(self._fields)]
         self._columns = [*zip(*map(torch.unbind, self._written), strict=True)]
         self._counts = torch.zeros(num_envs, dtype=torch.int64, device=device)
