@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from esper.contracts.actions import HEADS, ActionSpec, Op
+from esper.contracts.actions import HEADS, ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS, NUM_BLUEPRINTS
 from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
@@ -145,53 +145,6 @@ def test_masks_are_their_owners_and_written_by_name():
     for field in FIELDS:
         getattr(masks, field).logical_not_()
     assert_same(compute_batch_masks(rows, SlotConfig()), before)
-
-
-def germinate_masks(fits, costs, budget) -> ActionMasks:
-    """Two empty slots, two blueprints, one environment."""
-    spec = ActionSpec(SlotConfig(max_slots=2), BLUEPRINTS[:2])
-    return compute_batch_masks(
-        [[None, None]],
-        spec.slots,
-        spec=spec,
-        fits=torch.tensor([fits]),
-        costs=torch.tensor([costs]),
-        budget_left=torch.tensor([budget]),
-    )
-
-
-@pytest.mark.parametrize(
-    ("fits", "costs", "budget", "plantable"),
-    [
-        ([[1, 1], [1, 1]], [[1.0, 2.0], [3.0, 4.0]], inf, [[1, 1], [1, 1]]),
-        ([[1, 1], [1, 1]], [[1.0, 2.0], [3.0, 4.0]], 2.0, [[1, 1], [0, 0]]),
-        ([[0, 1], [1, 0]], [[0.0, 0.0], [0.0, 0.0]], 0.0, [[0, 1], [1, 0]]),
-        ([[1, 0], [0, 1]], [[9.0, 0.0], [0.0, 9.0]], 1.0, [[0, 0], [0, 0]]),
-        ([[1, 1], [1, 1]], [[inf, 1.0], [1.0, inf]], 1.0, [[0, 1], [1, 0]]),
-    ],
-)
-def test_a_seed_needs_a_blueprint_that_fits_and_can_be_paid(
-    fits, costs, budget, plantable
-):
-    expected = torch.tensor(plantable).bool()
-    masks = germinate_masks([[bool(f) for f in row] for row in fits], costs, budget)
-    assert_close(masks.blueprint[0], expected)
-    assert_close(masks.slot[0, Op.GERMINATE], expected.any(dim=1))
-    assert masks.op[0, Op.GERMINATE] == expected.any()
-    assert masks.op[0, Op.WAIT]
-
-
-def test_an_op_that_the_run_leaves_out_is_never_legal():
-    spec = ActionSpec(narrowed={"op": ("WAIT", "PRUNE"), "style": ("SCALE",)})
-    rows = [[SlotMaskState(stage, 5, True)] * 3 for stage in Stage]
-    masks = compute_batch_masks(rows, spec.slots, spec=spec)
-    living = [stage in (1, 2, 3) for stage in Stage]
-    assert masks.op[:, Op.PRUNE].tolist() == living
-    left_out = [Op.GERMINATE, Op.ADVANCE, Op.SET_ALPHA, Op.FOSSILIZE]
-    assert not masks.op[:, left_out].any()
-    assert not masks.slot[:, left_out].any()
-    assert not masks.blueprint.any()  # nothing can be planted in such a run
-    assert masks["style"].tolist() == [[False, True]] * len(rows)
 
 
 def example(spec: ActionSpec, envs: int = 3, device: str = "cpu"):

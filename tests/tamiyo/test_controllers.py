@@ -74,16 +74,6 @@ def test_every_action_is_legal(data):
             _, state = decide(controller, observation, spec, state, generator)
 
 
-@pytest.mark.parametrize("density", [0.0, 0.4, 1.0])
-def test_every_action_is_legal_in_many_environments(density):
-    generator = Generator().manual_seed(0)
-    for make in MAKERS.values():
-        controller, state = make(SPEC, 32), None
-        for _ in range(4):
-            seen = random_observation(32, SPEC, generator, density=density)
-            _, state = decide(controller, seen, SPEC, state, generator)
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_nothing_is_read_from_the_device(name):
     controller, generator = MAKERS[name](SPEC, 8), Generator().manual_seed(0)
@@ -117,10 +107,14 @@ def test_a_controller_is_given_as_itself_its_class_or_its_name():
     assert type(controller_for("random", SPEC)) is Random
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_one_and_the_list():
-    with pytest.raises(BadInput, match=r"'erly'; did you mean 'early'\?.*never, ran"):
-        make_controller("erly", SPEC)
-    with pytest.raises(BadInput, match="no controller ''"):
-        make_controller("", SPEC)
-    with pytest.raises(BadInput, match=r"did you mean 'tamiyo'\?.*promise, tamiyo\."):
-        make_controller("tamyio", SPEC)
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("erly", "'erly'; did you mean 'early'"),
+        ("", "no controller ''"),
+        ("tamyio", "'tamiyo'"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_one(name, match):
+    with pytest.raises(BadInput, match=match):
+        make_controller(name, SPEC)

@@ -102,25 +102,6 @@ def test_features_of_values_up_to_1e30_are_finite_and_bounded(data):
         assert table.abs().max() <= 1.0
 
 
-def test_rent_is_charged_per_size_and_taken_off_what_a_seed_gives():
-    seen = change(quiet(), "host", rent=0.2)
-    seen = change(seen, "slots", parameters=0.5, contribution=0.3)
-    seen = change(seen, "slots", contribution_measured=True)
-    seen = change(seen, "offers", parameters=0.5, promise=0.05, promise_known=True)
-    features = compute_features(seen, SPEC)
-
-    def squashed(x: float, half: float = 0.1) -> torch.Tensor:
-        return torch.tensor(x / (half + abs(x)))
-
-    net = column(features, "slots", "net_contribution")[0, 0]
-    assert_close(net, squashed(0.3 - 0.1, half=0.4), rtol=1e-5, atol=0.0)
-    assert_close(
-        column(features, "offers", "rent")[0, 0, 0], squashed(0.1), rtol=1e-5, atol=0.0
-    )
-    net = column(features, "offers", "net_promise")[0, 0, 0]
-    assert_close(net, squashed(0.05 - 0.1, half=0.4), rtol=1e-5, atol=0.0)
-
-
 @pytest.mark.parametrize("noise", [0.3, -1e30, inf, nan])
 def test_what_was_not_measured_changes_nothing(noise):
     seen = change(quiet(), "host", rent=0.5)

@@ -57,13 +57,6 @@ def test_unknown_blueprints_change_nothing():
     assert torch.equal(state, after)
 
 
-def test_with_nothing_else_offered_it_is_the_policy_itself():
-    spec = ActionSpec(SLOTS, WIDENING)
-    seen = random_observation(64, spec, Generator().manual_seed(0))
-    one, _ = decide(Restricted(strong, spec, KINDS, {}), seen, spec)
-    assert torch.equal(one, decide(strong(spec), seen, spec)[0])
-
-
 def test_it_waits_where_nothing_that_it_knows_can_be_planted():
     spec = ActionSpec(SLOTS, SHUFFLED)
     seen = random_observation(32, spec, Generator().manual_seed(0), density=1.0)

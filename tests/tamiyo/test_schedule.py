@@ -135,7 +135,9 @@ def test_a_blueprint_above_the_budget_waits_but_the_largest_becomes_smaller():
 def test_a_blueprint_that_has_nothing_below_it_is_refused():
     assert playable(NARROW, "conv") is None
     for blueprint in ("conv", "widen_9"):
-        with pytest.raises(BadInput, match=f"no blueprint '{blueprint}' and no small"):
+        with pytest.raises(
+            BadInput, match=f"is the blueprint '{blueprint}'; did you mean"
+        ):
             Scheduled(NARROW, Schedule(blueprint=blueprint))
 
 

@@ -5,12 +5,11 @@ package, read from its files on first use.
 """
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Final
 
 from esper.contracts.actions import ActionSpec
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import unknown
 from esper.contracts.world import Controller
 from esper.tamiyo.rule_based import Never, Plateau, PromiseGreedy, Random
 from esper.tamiyo.schedule import EARLY, PERIODIC, Scheduled
@@ -48,11 +47,7 @@ def controller_for(given: Controller | Maker | str, spec: ActionSpec) -> Control
 def make_controller(name: str, spec: ActionSpec) -> Controller:
     """The controller of that name, with its default settings."""
     if name not in NAMES:
-        near = get_close_matches(name, NAMES, n=1, cutoff=0.0)
-        raise BadInput(
-            f"no controller {name!r}; did you mean {near[0]!r}? There are "
-            f"{', '.join(NAMES)}."
-        )
+        raise unknown("no controller", name, NAMES)
     if name == SHIPPED:
         from esper.tamiyo.shipped import shipped
 

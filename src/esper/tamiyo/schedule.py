@@ -8,7 +8,6 @@ may follow one of its own, and all of them are one tensor program.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from math import isfinite
 from typing import Final
 
@@ -19,7 +18,7 @@ from torch import Generator, Tensor
 
 from esper.contracts.actions import ActionMasks, ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS, Form
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, unknown
 from esper.contracts.world import ControllerState, Observation
 from esper.tamiyo.rule_based import (
     PATIENCE,
@@ -207,11 +206,7 @@ def _wanted(spec: ActionSpec, blueprint: str) -> list[bool]:
     names = [known.name for known in spec.blueprints]
     found = playable(spec, blueprint)
     if found is None:
-        near = get_close_matches(blueprint, [*names, LARGEST], n=1, cutoff=0.0)
-        raise BadInput(
-            f"no blueprint {blueprint!r} and no smaller widening in this action space; "
-            f"did you mean {near[0]!r}?"
-        )
+        raise unknown("nothing offered is the blueprint", blueprint, [*names, LARGEST])
     return [found in (LARGEST, name) for name in names]
 
 
