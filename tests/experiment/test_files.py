@@ -4,11 +4,9 @@ import os
 import pytest
 
 from esper.contracts.errors import BadInput, StorageTrouble
-from esper.experiment.files import Disk, beside, discard, publish, storage, unfinished
+from esper.experiment.files import Disk, beside, discard, publish, storage
 from esper.experiment.messages import short
 from tests.experiment.disks import (
-    Died,
-    DyingDisk,
     ForgetfulDisk,
     PowerCut,
     RecordingDisk,
@@ -28,25 +26,6 @@ def test_file_and_folder_are_synced_before_and_after_the_rename(tmp_path, monkey
     publish(Disk(), tmp_path / "file", b"data")
     inodes = [(tmp_path / "file").stat().st_ino, tmp_path.stat().st_ino]
     assert [status.st_ino for status in synced] == inodes
-
-
-@pytest.mark.parametrize("when", ["before", "torn", "after"])
-def test_a_process_that_dies_anywhere_leaves_the_old_or_the_new_file(tmp_path, when):
-    file, at, seen = tmp_path / "file", 0, set()
-    while True:
-        file.write_bytes(b"the old one")
-        disk = DyingDisk(at, when)
-        try:
-            publish(disk, file, b"the new one")
-        except Died:
-            seen.add(file.read_bytes())
-            for leftover in unfinished(tmp_path):
-                discard(Disk(), leftover)
-            at += 1
-            continue
-        break
-    assert at == 4
-    assert seen == {b"the old one", b"the new one"}
 
 
 def written_in_place(disk, file, data):

@@ -3,9 +3,9 @@
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from shutil import rmtree
 
@@ -87,11 +87,8 @@ def assert_equal(one, other):
 
 
 def read(path, table):
-    db = open_store(path / STORE)
-    try:
-        return list(rows(db, table))
-    finally:
-        db.close()
+    with closing(open_store(path / STORE)) as db:
+        return [*rows(db, table)]
 
 
 class Log(Callback):
@@ -187,85 +184,62 @@ def test_time_ends_a_training_and_lowers_the_learning_rate_on_the_way(tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that nobody disturbed, in a process like those that are."""
-    folder = tmp_path_factory.mktemp("runs")
-    with process(folder, "whole") as alone:
-        lines = alone.stdout.read().split("\n")
-        assert alone.wait() == 0
-    assert lines[:-1] == [f"round {number}" for number in range(1, ROUNDS + 1)]
-    return folder / "whole"
+    """A run that nobody disturbed."""
+    result = begin_run(config(tmp_path_factory.mktemp("runs"), "whole", ROUNDS))
+    assert (result.rounds, result.signal) == (ROUNDS, None)
+    return result.path
 
 
-def process(folder, name, **environment):
-    return subprocess.Popen(
-        [sys.executable, "-m", SCRIPT, str(folder), name, str(ROUNDS)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    )
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_was_interrupted_goes_on_to_the_bit(tmp_path, whole, number):
+    def interrupt(record):
+        if record.round == 2:
+            signal.raise_signal(number)
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
-)
-def test_a_run_that_was_interrupted_goes_on_to_the_bit(tmp_path, whole, how, code):
-    with process(tmp_path, "hit") as first:
-        for line in first.stdout:
-            if line.strip() == "round 3":
-                first.send_signal(how)
-                break
-        assert first.wait() == code
-    with process(tmp_path, "hit") as second:
-        assert second.stdout.read().startswith("round ")
-        assert second.wait() == 0
-    path = tmp_path / "hit"
-    assert_equal(state(path)[1], state(whole)[1])
+    result = begin_run(config(tmp_path, "hit", ROUNDS), [OnRoundEnd(interrupt)])
+    assert (result.rounds, result.signal) == (3, number)
+    assert state(result.path)[0] == 3
+    assert resume_run(result.path).signal is None
+    assert_equal(state(result.path)[1], state(whole)[1])
     for question in (
         "SELECT round, mean_return FROM live_rounds ORDER BY round",
         "SELECT step, env, task, reward FROM live_steps ORDER BY step, task, env",
         'SELECT step, env, task, "return" FROM live_episodes ORDER BY step, task, env',
     ):
         found = []
-        for each in (path, whole):
-            with sqlite3.connect(each / STORE) as db:
+        for each in (result.path, whole):
+            with closing(open_store(each / STORE)) as db:
                 found.append(db.execute(question).fetchall())
         assert found[0] == found[1]
-    assert len(read(path, "live_steps")) == ROUNDS * 4 * 4
+    assert len(read(result.path, "live_steps")) == ROUNDS * 4 * 4
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # all kernels are compiled
-def test_a_run_is_the_same_where_code_is_compiled_and_where_it_is_loaded(tmp_path):
-    for name in ("compiled", "loaded"):
-        with process(tmp_path, name, NUMBA_CACHE_DIR=str(tmp_path / "kept")) as run:
-            run.communicate()
-            assert run.returncode == 0
-    assert any((tmp_path / "kept").rglob("engine.train*.nbc"))
-    assert_equal(state(tmp_path / "compiled")[1], state(tmp_path / "loaded")[1])
-
-
-def test_a_run_is_the_same_in_this_process_and_says_what_it_was_made_of(
+def test_a_run_is_the_same_where_code_is_compiled_and_where_it_is_loaded(
     tmp_path, whole
 ):
-    result = begin_run(config(tmp_path, "here", ROUNDS))
-    assert (result.rounds, result.signal) == (ROUNDS, None)
-    assert_equal(state(result.path)[1], state(whole)[1])
-    run = Run.read(whole)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
+    for name in ("compiled", "loaded"):
+        command = [sys.executable, "-m", SCRIPT, str(tmp_path), name, str(ROUNDS)]
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+        assert_equal(state(tmp_path / name)[1], state(whole)[1])
+    assert any((tmp_path / "kept").rglob("engine.train*.nbc"))
+
+
+def test_a_run_says_what_it_was_made_of_and_is_not_begun_again(whole):
+    run, before = Run.read(whole), state(whole)
     assert from_toml(run.config_toml) == config(whole.parent, "whole", ROUNDS)
     steps = ROUNDS * 4 * 4
     expected = {"rounds": ROUNDS, "env_steps": steps, "imitation_steps": 0}
     assert run.finished == expected
-    assert state(whole)[0] == ROUNDS
-
-
-def test_a_complete_run_is_neither_resumed_nor_begun_again(whole):
-    before = state(whole)[1]
+    assert before[0] == ROUNDS
     with pytest.raises(BadInput, match="run whole is complete"):
         resume_run(whole)
     with pytest.raises(RunTaken):
         begin_run(config(whole.parent, "whole", ROUNDS))
-    assert_equal(state(whole)[1], before)
+    assert_equal(state(whole)[1], before[1])
 
 
 # Disks that refuse, numbers that break, things that changed.
