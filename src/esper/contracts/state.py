@@ -78,7 +78,7 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN40
         yield path, _as_tensor(value, path)
         return
     for name, part in parts.items():
-        yield from _walk(part, _join(path, name))
+        yield from _walk(part, f"{path}/{name}".lstrip("/"))
 
 
 def _fill(value: Any, tensors: Mapping[str, Tensor], path: str) -> Any:  # noqa: ANN401
@@ -86,12 +86,13 @@ def _fill(value: Any, tensors: Mapping[str, Tensor], path: str) -> Any:  # noqa:
     parts = _parts(value)
     if parts is None:
         return _like(value, tensors[path])
+    paths = {name: f"{path}/{name}".lstrip("/") for name in parts}
     if isinstance(value, Optimizer | nn.Module):
         with torch.no_grad():
             for name, part in parts.items():
-                part.copy_(tensors[_join(path, name)])
+                part.copy_(tensors[paths[name]])
         return value
-    filled = {n: _fill(part, tensors, _join(path, n)) for n, part in parts.items()}
+    filled = {n: _fill(part, tensors, paths[n]) for n, part in parts.items()}
     if isinstance(value, Stateful):
         for name, part in filled.items():
             if part is not parts[name]:
@@ -105,29 +106,22 @@ def _fill(value: Any, tensors: Mapping[str, Tensor], path: str) -> Any:  # noqa:
 
 
 def _as_tensor(value: Any, path: str) -> Tensor:  # noqa: ANN401
-    match value:
-        case Tensor():
-            return value
-        case Generator():
-            return value.get_state()
-        case np.ndarray():
-            return torch.from_numpy(value)
-        case bool() | int():
-            return torch.tensor(value)
-        case float():
-            return torch.tensor(value, dtype=torch.float64)
-    raise BadInput(f"{path} is {type(value).__name__}, which cannot be saved.")
+    if isinstance(value, Generator):
+        return value.get_state()
+    if not isinstance(value, Tensor | np.ndarray | int | float):
+        raise BadInput(f"{path} is {type(value).__name__}, which cannot be saved.")
+    exact = torch.float64 if isinstance(value, float) else None
+    return torch.as_tensor(value, dtype=exact)
 
 
 def _like(value: Any, saved: Tensor) -> Any:  # noqa: ANN401
-    match value:
-        case Tensor():
-            return saved.to(value.device, copy=True)
-        case Generator():
-            value.set_state(saved)
-            return value
-        case np.ndarray():
-            return saved.clone().numpy()
+    if isinstance(value, Tensor):
+        return saved.to(value.device, copy=True)
+    if isinstance(value, Generator):
+        value.set_state(saved)
+        return value
+    if isinstance(value, np.ndarray):
+        return saved.clone().numpy()
     return type(value)(saved.item())
 
 
@@ -147,7 +141,3 @@ def _check(there: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
         raise BadInput(
             f"This state does not fit: {'; '.join(sorted(wrong)[:3])}{more}."
         )
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}/{name}" if path else name

@@ -1,14 +1,31 @@
-"""Multiply-adds of training: one rule for every arm.
+"""Multiply-adds: counted in a forward pass, and of training by one rule for every arm.
 
 A step costs three times its forward pass: forwards, and backwards to the weights and to
 the activations. While seeds train, a shadow pass comes on top: forwards through the
 network and the seeds, backwards through what lies behind them, and through them.
 """
 
+from collections.abc import Callable
 from typing import Final
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 SINGULAR: Final = 20
 """Multiply-adds of singular vectors, relative to `rows * columns * min(both)`."""
+
+
+def count_macs(run: Callable[[], object]) -> int:
+    """Multiply-adds of the matrix products and convolutions of a call."""
+    # The counter knows the plain kernel of attention, not the fused ones.
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+        torch.no_grad(),
+    ):
+        run()
+    return int(counter.get_total_flops()) // 2
 
 
 def step_macs(active: int, training: int = 0, behind: int = 0) -> int:

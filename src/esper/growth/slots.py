@@ -17,14 +17,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.utils.flop_counter import FlopCounterMode
 
 from esper.contracts.errors import BadInput, unknown
 from esper.growth.blueprints.geometry import Geometry, Kernel, Layout, width
 from esper.growth.blueprints.registry import first_line
+from esper.growth.macs import count_macs
 from esper.growth.tracing import (
     Example,
     PathTracer,
@@ -137,9 +136,7 @@ def survey(host: nn.Module, sites: Iterable[Site], example: Example) -> Survey:
     with isolated(host, training=False), torch.no_grad():
         trace = _trace(host, sites, example)
         again = _trace(host, sites, example)
-        # The counter knows the plain kernel of attention, not the fused ones.
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            call(host, example)
+        macs = count_macs(lambda: call(host, example))
     if not trace.outputs:
         raise BadInput("the host's answer holds no floating-point tensor.")
     if any(
@@ -156,7 +153,7 @@ def survey(host: nn.Module, sites: Iterable[Site], example: Example) -> Survey:
     return Survey(
         places,
         parameters=sum(p.numel() for p in host.parameters()),
-        macs=counter.get_total_flops() // 2 // max(1, batch_size(example)),
+        macs=macs // max(1, batch_size(example)),
     )
 
 

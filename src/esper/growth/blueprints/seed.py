@@ -11,13 +11,12 @@ from functools import lru_cache
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from esper.contracts.blueprints import Blueprint, Form
 from esper.growth.blueprints.forms import FORMS
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.registry import Factory, make_module, registered
+from esper.growth.macs import count_macs
 
 
 class FormSeed(nn.Module):
@@ -100,16 +99,5 @@ def _counted(name: str, factory: Factory, geometry: Geometry) -> Cost:
     module = make_module(name, geometry, torch.Generator().manual_seed(0)).eval()
     parameters = sum(parameter.numel() for parameter in module.parameters())
     # Scaling by a weight is not counted as a product of matrices, but it is work.
-    return Cost(parameters, max(count_macs(module, geometry), parameters))
-
-
-def count_macs(module: nn.Module, geometry: Geometry) -> int:
-    """Multiply-adds of the products of matrices and convolutions for one sample."""
-    # Fused attention is not counted on every device; spelled out it is.
-    with (
-        FlopCounterMode(display=False) as counter,
-        sdpa_kernel(SDPBackend.MATH),
-        torch.no_grad(),
-    ):
-        module(torch.zeros(1, *geometry.inlet_shape))
-    return int(counter.get_total_flops()) // 2
+    one = torch.zeros(1, *geometry.inlet_shape)
+    return Cost(parameters, max(count_macs(lambda: module(one)), parameters))
