@@ -185,7 +185,7 @@ class Meter:
 
     def _seed(self, slot: int) -> int:
         kind = int(self._model.states.blueprint[0, slot])
-        return self._model.cost(slot, self._model.spec.blueprints[kind])[1]
+        return self._model.cost(slot, self._model.spec.blueprints[kind]).macs
 
     def _behind(self, training: list[int]) -> int:
         """What reads, directly or not, what the first of some seeds writes."""

@@ -14,6 +14,7 @@ from esper.growth.blueprint_checks import SEED_CHECKS, SeedTrial, check_blueprin
 from esper.growth.blueprints import registry
 from esper.growth.blueprints.geometry import Layout
 from esper.growth.blueprints.registry import UnsuitableError
+from esper.growth.blueprints.seed import Cost
 from tests.growth.blueprints.places import residual
 
 VECTOR = residual(Layout.VECTOR, 6)
@@ -55,7 +56,7 @@ def uphill(m, h):
 )
 def test_each_check_alone_catches_its_liar(check, forward):
     def trial(own):
-        return SeedTrial(lambda _: Own(own, 6), VECTOR, (6, 3), counted=False)
+        return SeedTrial(lambda _: Own(own, 6), VECTOR, Cost(6, 3), counted=False)
 
     assert check in SEED_CHECKS
     check(trial(lambda m, h: h * (m.weight - 1)))
@@ -75,7 +76,7 @@ def test_each_check_alone_catches_its_liar(check, forward):
     ],
 )
 def test_declared_costs_are_held_to_ten_per_cent(declared, reason):
-    trial = SeedTrial(lambda _: nn.Linear(6, 6), VECTOR, declared, counted=True)
+    trial = SeedTrial(lambda _: nn.Linear(6, 6), VECTOR, Cost(*declared), counted=True)
     if not reason:
         checks.costs_what_it_declares(trial)
     else:

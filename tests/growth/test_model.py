@@ -148,7 +148,7 @@ def test_parameters_and_macs_are_what_was_declared():
     model = grow("image")
     declared = model.cost(0, model.spec.blueprints[5])
     model.plant(model.slots[0], model.spec.blueprints[5].name)
-    assert declared[0] == model.parameters_added
+    assert declared.parameters == model.parameters_added
     assert model.macs == model.survey.macs  # not felt yet
 
 

@@ -29,7 +29,7 @@ from esper.growth.blueprints.registry import (
     try_gradients,
     try_out,
 )
-from esper.growth.blueprints.seed import build, misfit
+from esper.growth.blueprints.seed import Cost, build, misfit
 from esper.growth.export import export
 from esper.growth.hooks import shadow_gradients
 from esper.growth.macs import count_macs
@@ -112,8 +112,7 @@ class SeedTrial:
     make: Callable[[int], nn.Module]
     """A new seed in float32 from a random seed."""
     geometry: Geometry
-    declared: tuple[int, int]
-    """Parameters and multiply-adds."""
+    declared: Cost
     counted: bool
     """Whether all its multiply-adds are in products of matrices and convolutions."""
 
@@ -161,10 +160,11 @@ def sound_outputs(trial: SeedTrial) -> None:
 
 def costs_what_it_declares(trial: SeedTrial) -> None:
     """Declared parameters and multiply-adds are the real ones."""
-    seed, (parameters, macs) = trial.make(0).eval(), trial.declared
+    seed, macs = trial.make(0).eval(), trial.declared.macs
     actual = sum(parameter.numel() for parameter in seed.parameters())
-    if actual != parameters:
-        raise UnsuitableError(f"declares {parameters} parameters and has {actual}")
+    if actual != trial.declared.parameters:
+        declared = trial.declared.parameters
+        raise UnsuitableError(f"declares {declared} parameters and has {actual}")
     counted = count_macs(lambda: seed(torch.zeros(1, *trial.geometry.inlet_shape)))
     honest = macs > 0 and macs >= (1.0 - MACS_TOLERANCE) * counted
     if trial.counted:

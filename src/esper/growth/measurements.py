@@ -248,10 +248,14 @@ def offers(model: GrowingModel, loss: float) -> BlueprintOffers:
         gains = promises(model.hooks[index].samples, place.geometry, kinds, loss)
         for blueprint, gain in zip(kinds, gains, strict=True):
             price = model.price(index, blueprint)
-            parameters, macs = price or (0, 0)
-            shares = (parameters / host.parameters, macs / max(1, host.macs))
-            known = price is not None and gain is not None
-            rows.append((price is not None, *shares, gain if known else 0.0, known))
+            if price is None:
+                rows.append((False, 0.0, 0.0, 0.0, False))
+                continue
+            shares = (
+                price.parameters / host.parameters,
+                price.macs / max(1, host.macs),
+            )
+            rows.append((True, *shares, gain or 0.0, gain is not None))
     table = torch.tensor(rows, dtype=torch.float32)
     table = table.unflatten(0, (1, len(host.places), len(kinds)))
     per_place = len(model.slots) // len(host.places)

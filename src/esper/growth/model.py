@@ -9,7 +9,7 @@ nothing has changed then. Time passes only when `tick` is called.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final, Generic, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage
 from esper.growth import lifecycle
 from esper.growth.blueprints.registry import find
-from esper.growth.blueprints.seed import build, cost, misfit
+from esper.growth.blueprints.seed import Cost, build, cost, misfit
 from esper.growth.hooks import Branch, Flow, SlotHooks
 from esper.growth.initialisers import start
 from esper.growth.lifecycle import SeedStates
@@ -134,7 +134,7 @@ class GrowingModel(nn.Module, NamedOps[None]):
         self.generator = torch.Generator().manual_seed(rng_seed)
         self.note = ""
         """How the last seed was initialised, in words."""
-        self._prices: dict[tuple[str, str], tuple[int, int] | None] = {}
+        self._prices: dict[tuple[str, str], Cost | None] = {}
         try:
             for hooks in self.hooks:
                 hooks.attach()
@@ -229,14 +229,14 @@ class GrowingModel(nn.Module, NamedOps[None]):
         """Parameters of all seeds."""
         return sum(p.numel() for p in self.seeds.parameters())
 
-    def cost(self, slot: int, blueprint: Blueprint) -> tuple[int, int]:
+    def cost(self, slot: int, blueprint: Blueprint) -> Cost:
         """Parameters and multiply-adds per row of a blueprint in a slot it fits."""
         place = self.place(slot)
         known = cost(blueprint, place.geometry)
         norms = sum(p.numel() for p in seed_middle(place, blueprint).parameters())
-        return known.parameters + norms, known.macs
+        return replace(known, parameters=known.parameters + norms)
 
-    def price(self, slot: int, blueprint: Blueprint) -> tuple[int, int] | None:
+    def price(self, slot: int, blueprint: Blueprint) -> Cost | None:
         """The cost of a blueprint in a slot; None if it does not fit there."""
         key = (self.place(slot).site.name, blueprint.name)
         if key not in self._prices:
@@ -252,7 +252,7 @@ class GrowingModel(nn.Module, NamedOps[None]):
         """Multiply-adds per row of the host with every active seed."""
         kinds = self.states.blueprint[0].tolist()
         active = [
-            self.cost(slot, self.spec.blueprints[kinds[slot]])[1]
+            self.cost(slot, self.spec.blueprints[kinds[slot]]).macs
             for slot in range(len(self.slots))
             if float(self.states.alpha[0, slot]) > 0
         ]
