@@ -50,70 +50,51 @@ def maybe(values):
     return st.none() | values
 
 
-counts = st.integers(1, 4_096)
 texts = st.text(
     st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1, max_size=30
 )
-trees = st.fixed_dictionaries(
-    {
-        "tasks": names(TASKS, 1),
-        "envs": st.integers(4, 65_536),
-        "rng_seed": st.integers(0, 2**32 - 1),
-        "name": maybe(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,9}x", fullmatch=True)),
-        "runs": texts,
-        "start_from": maybe(texts),
-        "budget": st.fixed_dictionaries(
-            {
-                "rounds": maybe(counts),
-                "minutes": numbers(0, 525_600),
-                "env_steps": maybe(st.integers(1, 10**12)),
-            }
-        ),
-        "gamma": st.floats(0, 1),
-        "ppo": st.fixed_dictionaries(
-            {
-                "learning_rate": numbers(0, 1),
-                "minibatches": st.integers(1, 4),
-                "clip": numbers(0, 1e300),
-                "clip_mode": st.sampled_from(("joint", "per_head", "mixed")),
-                "target_kl": numbers(0, 9) | st.just(inf),
-                "head_entropy": st.dictionaries(
-                    st.sampled_from(HEAD_NAMES), st.floats(0, 9)
-                ),
-                "value_clip": maybe(numbers(0, 9)),
-            }
-        ),
-        "memory": st.sampled_from(("mingru", "lstm", "none")),
-        "world": st.fixed_dictionaries(
-            {
-                "horizon": maybe(st.integers(1, 10_000)),
-                "rent": terms(-1e300),
-                "budget": terms(0),
-                "rate": terms(1e-300),
-                "blueprints": maybe(names([b.name for b in BLUEPRINTS], 1)),
-            }
-        ),
-        "controllers": names(list(CONTROLLERS)),
-        "tensorboard": st.booleans(),
-    }
+learners = st.builds(
+    Learner,
+    gamma=st.floats(0, 1),
+    ppo=st.builds(
+        PPOConfig,
+        learning_rate=numbers(0, 1),
+        minibatches=st.integers(1, 4),
+        clip=numbers(0, 1e300),
+        clip_mode=st.sampled_from(("joint", "per_head", "mixed")),
+        target_kl=numbers(0, 9) | st.just(inf),
+        head_entropy=st.dictionaries(st.sampled_from(HEAD_NAMES), st.floats(0, 9)),
+        value_clip=maybe(numbers(0, 9)),
+    ),
+    policy=st.builds(PolicyConfig, memory=st.sampled_from(("mingru", "lstm", "none"))),
 )
-
-
-def built(tree):
-    """A configuration from plain values."""
-    tree = dict(tree)
-    return TrainConfig(
-        budget=Budget(**tree.pop("budget")),
-        learner=Learner(
-            gamma=tree.pop("gamma"),
-            ppo=PPOConfig(**tree.pop("ppo")),
-            policy=PolicyConfig(memory=tree.pop("memory")),
-        ),
-        world=World(**tree.pop("world")),
-        judging=Judging(controllers=tree.pop("controllers")),
-        keeping=Keeping(tensorboard=tree.pop("tensorboard")),
-        **tree,
-    )
+worlds = st.builds(
+    World,
+    horizon=maybe(st.integers(1, 10_000)),
+    rent=terms(-1e300),
+    budget=terms(0),
+    rate=terms(1e-300),
+    blueprints=maybe(names([b.name for b in BLUEPRINTS], 1)),
+)
+configs = st.builds(
+    TrainConfig,
+    tasks=names(TASKS, 1),
+    envs=st.integers(4, 65_536),
+    rng_seed=st.integers(0, 2**32 - 1),
+    name=maybe(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,9}x", fullmatch=True)),
+    runs=texts,
+    start_from=maybe(texts.filter(lambda text: text != "imitation")),
+    budget=st.builds(
+        Budget,
+        rounds=maybe(st.integers(1, 4_096)),
+        minutes=numbers(0, 525_600),
+        env_steps=maybe(st.integers(1, 10**12)),
+    ),
+    learner=learners,
+    world=worlds,
+    judging=st.builds(Judging, controllers=names(list(CONTROLLERS))),
+    keeping=st.builds(Keeping, tensorboard=st.booleans()),
+)
 
 
 def refused(call, *arguments):
@@ -126,10 +107,9 @@ def refused(call, *arguments):
     return line
 
 
-@given(trees)
+@given(configs)
 @settings(max_examples=20)
-def test_written_settings_are_read_back(tree):
-    config = built(tree)
+def test_written_settings_are_read_back(config):
     assert from_toml(as_toml(config)) == config
     assert from_toml(as_toml(config, explain=True)) == config
 
@@ -142,10 +122,9 @@ def test_any_printable_text_survives_quoting(text):
     assert resolve({"runs": text, "start_from": text}) == config
 
 
-@given(trees)
+@given(configs)
 @settings(max_examples=5)
-def test_a_written_configuration_hides_every_preset(tmp_path_factory, tree):
-    config = built(tree)
+def test_a_written_configuration_hides_every_preset(tmp_path_factory, config):
     file = tmp_path_factory.mktemp("config") / "config.toml"
     file.write_text(as_toml(config), encoding="utf-8")
     for name in PRESETS:
