@@ -22,7 +22,6 @@ from benchmarks import timing
 from benchmarks.timing import Cell, Report, sizes
 from esper.contracts.errors import BadInput
 from esper.experiment.config import TrainConfig
-from esper.experiment.controllers import MAY_BE_NAN
 from esper.experiment.run import Run
 from tests.experiment.crash_points import LOSSES, InPlace, Saves
 from tests.experiment.killed_runs import (
@@ -116,7 +115,7 @@ class Trials:
 
     def states(self) -> dict[int, Tensors]:
         """The last three states of the whole run, by step."""
-        kept = Run.read(self.whole).checkpoints(may_be_nan=MAY_BE_NAN)
+        kept = Run.read(self.whole).checkpoints()
         return {step: kept.load(step).tensors for step in kept.steps()[-3:]}
 
     def _next(self) -> TrainConfig:

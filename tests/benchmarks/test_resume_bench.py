@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from esper.experiment.controllers import MAY_BE_NAN
 from esper.experiment.run import STORE, Run
 from tests.experiment.killed_runs import Life, audit
 
@@ -120,7 +119,7 @@ def test_rows_that_were_acknowledged_and_are_gone_are_caught(copied):
 def test_a_state_of_other_bits_and_an_end_that_was_not_said_are_caught(copied):
     _, path = copied
     (path / "finished.json").unlink()
-    kept = Run.read(path).checkpoints(may_be_nan=MAY_BE_NAN)
+    kept = Run.read(path).checkpoints()
     tensors = kept.latest().tensors
     tensors["agent/moments/mean"] += 1e-6
     kept.publish(4, tensors, {})

@@ -14,8 +14,8 @@ from esper.experiment.checkpoint import (
     name_of,
     pack,
 )
-from esper.experiment.controllers import MAY_BE_NAN
 from esper.experiment.files import discard
+from esper.experiment.run import MAY_BE_NAN
 from tests.experiment.disks import (
     CountingDisk,
     Died,

@@ -29,7 +29,6 @@ from esper.experiment.config import (
     World,
     from_toml,
 )
-from esper.experiment.controllers import MAY_BE_NAN
 from esper.experiment.database import TABLES
 from esper.experiment.files import unfinished
 from esper.experiment.run import STORE, Run
@@ -201,7 +200,7 @@ def digest(tensors):
 
 def state_of(path):
     """Every checkpoint that is kept, by step."""
-    kept = Run.read(path).checkpoints(may_be_nan=MAY_BE_NAN)
+    kept = Run.read(path).checkpoints()
     return {step: digest(kept.load(step).tensors) for step in kept.steps()}
 
 

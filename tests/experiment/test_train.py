@@ -25,7 +25,7 @@ from esper.experiment.config import (
     World,
     from_toml,
 )
-from esper.experiment.controllers import MAY_BE_NAN, load_controller
+from esper.experiment.controllers import load_controller
 from esper.experiment.database import open_store, rows
 from esper.experiment.presets import preset
 from esper.experiment.records import mean_return
@@ -69,7 +69,7 @@ def trainer_of(settings):
 
 
 def checkpoints(path):
-    return Run.read(path).checkpoints(may_be_nan=MAY_BE_NAN)
+    return Run.read(path).checkpoints()
 
 
 def state(path):

@@ -46,8 +46,6 @@ POLICY: Final = "agent/policy/"
 """What the names of a policy's numbers begin with in a checkpoint."""
 RECORDED: Final = ("began", "esper", "python", "torch", "numpy", "numba", "machine")
 """Versions that an exported manifest repeats."""
-MAY_BE_NAN: Final = ("*first_loss",)
-"""Unknown before the first loss of an episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,7 @@ def load_controller(path: Path | str) -> Learned:
     folder = Path(path)
     one = folder.parent.name == CHECKPOINTS and folder.is_file()
     run = Run.read(folder.parent.parent if one else folder)
-    checkpoints = run.checkpoints(may_be_nan=MAY_BE_NAN)
+    checkpoints = run.checkpoints()
     found = checkpoints.load(folder) if one else _best(checkpoints, folder)
     config = from_toml(run.config_toml).learner.policy
     weights = {

@@ -17,7 +17,7 @@ import json
 import os
 import platform
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -49,6 +49,8 @@ CONFIG, VERSIONS, FINISHED = "config.toml", "versions.json", "finished.json"
 CHECKPOINTS: Final = "checkpoints"
 STORE: Final = "events.sqlite"
 MAX_TEXT: Final = 1 << 20
+MAY_BE_NAN: Final = ("*first_loss",)
+"""Tensors of a state: unknown before the first loss of an episode."""
 OCCUPIED: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 FIRST: Final = ("amber", "bold", "calm", "deep", "fair", "green", "keen", "mild")
 LAST: Final = ("alder", "birch", "cedar", "fern", "hazel", "larch", "maple", "reed")
@@ -195,12 +197,10 @@ class Run:
             raise CallOrder(f"{short(self.path)} is only read here; use Run.open.")
         publish(self._disk, self.path / name, _encoded(facts))
 
-    def checkpoints(
-        self, *, keep: int = 3, may_be_nan: Collection[str] = ()
-    ) -> CheckpointFolder:
-        """Its checkpoints; the arguments are those of `CheckpointFolder`."""
+    def checkpoints(self, *, keep: int = 3) -> CheckpointFolder:
+        """Its checkpoints, of which so many of the newest are kept, and the best."""
         return CheckpointFolder(
-            self.path / CHECKPOINTS, self._disk, keep=keep, may_be_nan=may_be_nan
+            self.path / CHECKPOINTS, self._disk, keep=keep, may_be_nan=MAY_BE_NAN
         )
 
     def close(self) -> None:

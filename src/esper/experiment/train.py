@@ -29,7 +29,6 @@ from esper.experiment.callbacks import (
 )
 from esper.experiment.config import IMITATION, WARM, TrainConfig, digest, from_toml
 from esper.experiment.controllers import (
-    MAY_BE_NAN,
     Learned,
     find_controller,
     load_controller,
@@ -153,7 +152,7 @@ def _attempt(
     rollbacks: int,
 ) -> Trainer:
     """Train from the newest checkpoint, if there is one, to an end."""
-    checkpoints = run.checkpoints(keep=config.keeping.last, may_be_nan=MAY_BE_NAN)
+    checkpoints = run.checkpoints(keep=config.keeping.last)
     world = world_for(config)
     facts = {"config": digest(config), "actions": world.spec.describe()}
     names = config.tasks if config.simulated else [t.name for t in tasks_of(config)]
