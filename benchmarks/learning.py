@@ -20,8 +20,7 @@ from benchmarks import timing
 from benchmarks.optimum import best_memoryless_returns, optimal_returns
 from benchmarks.timing import Report
 from esper.contracts.world import Controller
-from esper.environment.instances import draw_instances
-from esper.environment.simulated import SimulatedWorld
+from esper.environment.simulated import SimulatedWorld, draw_instances
 from esper.experiment.config import SIMULATED, Budget, TrainConfig
 from esper.experiment.presets import preset
 from esper.experiment.progress import Progress

@@ -25,7 +25,7 @@ from esper.contracts.actions import HEAD, HEADS, RELEVANT, ActionMasks, Op
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
 from esper.contracts.world import ControllerState, Observation
-from esper.environment.instances import HORIZON, Instances, exchanged
+from esper.environment.simulated import HORIZON, Instances, exchanged
 from esper.environment.slot_life import (
     ACTS,
     LIFE,

@@ -20,8 +20,12 @@ from esper.contracts.actions import HEAD, HEAD_NAMES, RELEVANT, Op
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
 from esper.contracts.world import Controller
-from esper.environment.instances import HORIZON, draw_instances, exchanged
-from esper.environment.simulated import SimulatedWorld
+from esper.environment.simulated import (
+    HORIZON,
+    SimulatedWorld,
+    draw_instances,
+    exchanged,
+)
 from esper.environment.slot_life import LIFE, LIVES, SPEC, SlotLife
 from esper.tamiyo.policy.action_masks import compute_masks
 from tests.references.simulated import (

@@ -14,8 +14,12 @@ from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
 from esper.contracts.state import save
-from esper.environment.instances import HORIZON, draw_instances, exchanged
-from esper.environment.simulated import SimulatedWorld
+from esper.environment.simulated import (
+    HORIZON,
+    SimulatedWorld,
+    draw_instances,
+    exchanged,
+)
 from esper.environment.slot_life import LIFE, LIVES, SPEC, mature
 from esper.tamiyo.policy.action_masks import compute_masks
 from tests.references.simulated import EVERY_ACTION, PlainHost, plain_instances

@@ -82,7 +82,7 @@ def check_world(config: "TrainConfig") -> None:
 def steps_of(config: "TrainConfig") -> int:
     """Decisions of the longest episode."""
     if config.simulated:
-        from esper.environment.instances import HORIZON
+        from esper.environment.simulated import HORIZON
 
         return HORIZON
     if config.world.horizon is not None:
