@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
 from esper.contracts.actions import ActionSpec
@@ -57,7 +57,7 @@ class Mixture(Stateful, VectorWorld):
         check_actions(actions, self.num_envs)
         parts = actions.split(self._counts)
         results = [w.step(part) for w, part in zip(self.worlds, parts, strict=True)]
-        final = None
+        final, illegal = None, [r.illegal for r in results if r.illegal is not None]
         if any(result.final is not None for result in results):
             # Read only where an episode was truncated: what stands elsewhere is free.
             final = together([r.final or r.observation for r in results])
@@ -67,7 +67,7 @@ class Mixture(Stateful, VectorWorld):
             terminated=torch.cat([result.terminated for result in results]),
             truncated=torch.cat([result.truncated for result in results]),
             final=final,
-            illegal=_illegal(results),
+            illegal=torch.cat(illegal) if len(illegal) == len(results) else None,
             report=_report(results, self._counts),
         )
 
@@ -96,11 +96,6 @@ class RedrawnMixture(Mixture):
         self.worlds = list(self._make(self.drawn))
         self.drawn += 1
         return self.reset()
-
-
-def _illegal(results: Sequence[StepResult]) -> Bool[Tensor, " env"] | None:
-    known = [result.illegal for result in results if result.illegal is not None]
-    return torch.cat(known) if len(known) == len(results) else None
 
 
 def _report(
