@@ -84,7 +84,6 @@ class GrowingWorld(Stateful, VectorWorld):
         "_measured",
         "_gradient_share",
         "_liveness",
-        "_started",
     )
     DERIVED = ("trained_lives",)
 
@@ -131,7 +130,6 @@ class GrowingWorld(Stateful, VectorWorld):
                 for name, offer in _offers(self.host, self._geometry, chosen).items()
             }
         )
-        self._started = False
         self.trained_lives: SeedStates | None = None
         """Seeds as they were in the last training, also where an episode ended."""
         self._lives = SeedStates.empty(num_envs, slots.max_slots, self._device)
@@ -146,7 +144,6 @@ class GrowingWorld(Stateful, VectorWorld):
     @torch.inference_mode(False)
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
-        self._started = True
         self._begin(range(self.num_envs))
         return self._observe()
 
@@ -154,7 +151,7 @@ class GrowingWorld(Stateful, VectorWorld):
     @torch.enable_grad()
     def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
         """Act and train until the next decision; ended episodes start anew."""
-        if not self._started:
+        if not self._episodes.begun.all():
             raise CallOrder("step() before reset(); call reset() first.")
         check_actions(actions, self.num_envs)
         illegal = self._act(actions.clone().to(self._device))

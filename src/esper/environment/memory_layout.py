@@ -102,7 +102,10 @@ class MemoryLayout:
         ]
         # The slots of a place share room for the gradients at their units.
         gradients = [
-            (self._room(first.outputs * first.padded), self._room(inputs(last)))
+            (
+                self._room(first.outputs * first.padded),
+                self._room(last.inputs * last.positions),
+            )
             for first, last in spans
         ]
         firsts, lasts = [], []
@@ -127,7 +130,7 @@ class MemoryLayout:
             "x": own.inputs * own.padded,
             "z": own.outputs * own.positions,
             "gz": own.outputs * own.padded,
-            "gx": inputs(own),
+            "gx": own.inputs * own.positions,
         }
         weight, bias = self.parameters, self.parameters + own.weights
         self.lengths += [own.weights, own.outputs]
@@ -161,8 +164,3 @@ class MemoryLayout:
         """Whether both layers of a place are dense."""
         first, last = self.shapes[place : place + 2]
         return first.kind == last.kind == DENSE
-
-
-def inputs(own: LayerShape) -> int:
-    """Numbers that a layer reads per row, without padding."""
-    return own.inputs * own.positions

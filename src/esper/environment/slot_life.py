@@ -293,13 +293,11 @@ def slot_tables() -> SlotTables:
             damage(act, used.get("style"), used.get("alpha_curve"), *nature)
             for nature in NATURES
         ]
+    of_life = ("stage", "age", "alpha", "target", "settled", "measured")
+    sizes = [SPEC.sizes[HEAD[name]] for name in CODED]
+    strides = {name: prod(sizes[n + 1 :]) for n, name in enumerate(CODED)}
     return SlotTables(
-        stage=torch.tensor([int(life.stage) for life in LIVES]),
-        age=torch.tensor([life.age for life in LIVES]),
-        alpha=torch.tensor([life.alpha for life in LIVES]),
-        target=torch.tensor([life.target for life in LIVES]),
-        settled=torch.tensor([life.settled for life in LIVES]),
-        measured=torch.tensor([life.measured for life in LIVES]),
+        **{n: torch.tensor([getattr(life, n) for life in LIVES]) for n in of_life},
         worth=torch.tensor(
             [worth(life, wants_half=half) for life in LIVES for half in (False, True)]
         ),
@@ -313,12 +311,5 @@ def slot_tables() -> SlotTables:
         legal=torch.tensor([then is not None for row in after for then in row]),
         act=torch.tensor(acts),
         damage=torch.tensor(damages),
-        strides=torch.tensor([stride(head.name) for head in HEADS]),
+        strides=torch.tensor([strides.get(head.name, 0) for head in HEADS]),
     )
-
-
-def stride(head: str) -> int:
-    """How many codes lie between two neighbouring choices of a head; 0 if not coded."""
-    if head not in CODED:
-        return 0
-    return prod(SPEC.sizes[HEAD[name]] for name in CODED[CODED.index(head) + 1 :])

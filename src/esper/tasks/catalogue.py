@@ -127,7 +127,7 @@ for _name, _description, _host, _rate in (
     ("vowel", "spoken English vowels", (10, 6, 6, 11), 32e-3),
     ("segment", "what a patch of a photograph shows", (19, 5, 5, 7), 32e-3),
     ("phoneme", "nasal or oral sounds", (5, 6, 6, 2), 16e-3),
-    ("spambase", "letters that nobody asked for", (57, 4, 4, 2), 4e-3),
+    ("spambase", "wanted and unwanted e-mail", (57, 4, 4, 2), 4e-3),
     ("mnist5k", "handwritten digits of 28 by 28 pixels", _IMAGES, 4e-3),
     ("text", "the next character of English", (84, 16, 16, CHARACTER_CLASSES), 8e-3),
     ("teacher", "labels of a random network, another each time", (16, 8, 8, 8), 16e-3),

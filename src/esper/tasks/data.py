@@ -122,11 +122,11 @@ def split(
     *,
     least_deviation: float = LEAST_DEVIATION,
 ) -> Splits:
-    """Deal out the rows at random; the same number deals the same hands.
+    """Split the rows at random; the same number gives the same split.
 
     Args:
         data: All rows.
-        rng_seed: Decides who gets which.
+        rng_seed: Decides which row goes where.
         shares: How large the three parts are.
         least_deviation: Floor of a column's deviation, as a share of the deviation of
             all columns; 0 where columns are of different units.
