@@ -189,7 +189,7 @@ def bits(value):
         return {key: bits(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [bits(inner) for inner in value]
-    return value
+    return value.hex() if isinstance(value, float) else value  # NaN equals NaN
 
 
 def everything(module: nn.Module, optimizer: torch.optim.Optimizer | None = None):

@@ -12,6 +12,7 @@ from torch import nn
 from esper.contracts.blueprints import Form
 from esper.growth.blueprints.forms import FORMS
 from esper.growth.blueprints.geometry import Geometry, Kernel, Layout
+from esper.growth.blueprints.layers import Layer
 from tests.growth.blueprints.places import (
     FORM_PLANTINGS,
     PLANTINGS,
@@ -108,36 +109,21 @@ def test_first_weights_come_from_the_generator_alone(blueprint, geometry):
 
 
 @pytest.mark.parametrize(
-    ("layer", "kernel", "layout", "shape"),
+    ("host", "kernel", "inputs"),
     [
-        (nn.Linear(7, 4000), None, Layout.VECTOR, (7,)),
-        (nn.Conv1d(3, 4000, 5), Kernel.same(5, 1), Layout.SIGNAL, (3, 9)),
-        (nn.Conv2d(3, 4000, 3), Kernel.same(3, 2), Layout.IMAGE, (3, 5, 5)),
+        (nn.Linear(7, 4000), None, 7),
+        (nn.Conv1d(3, 4000, 5), Kernel.same(5, 1), 3),
+        (nn.Conv2d(3, 4000, 3), Kernel.same(3, 2), 3),
     ],
 )
-def test_new_units_are_born_as_torch_begins_the_hosts_own_layer(
-    layer, kernel, layout, shape
-):
-    geometry = Geometry(
-        inlet_layout=layout,
-        outlet_layout=layout,
-        inlet_shape=shape,
-        outlet_shape=shape,
-        residual=False,
-        inlet_kernel=kernel,
-        outlet_kernel=kernel,
-        spans=True,
-    )
-    born = FORMS[Form.WIDEN].init(geometry, 4000, torch.Generator().manual_seed(0))
-    for ours, theirs in (
-        (born["first"], layer.weight),
-        (born["first_bias"], layer.bias),
-    ):
+def test_new_units_are_born_as_torch_begins_the_hosts_own_layer(host, kernel, inputs):
+    layer = Layer(inputs=inputs, outputs=4000, kernel=kernel)
+    born = layer.init("first", torch.Generator().manual_seed(0))
+    for ours, theirs in zip(born.values(), (host.weight, host.bias), strict=True):
         # The standard deviation of 4,000 uniform numbers is known to about 1 %.
         torch.testing.assert_close(ours.std(), theirs.std(), rtol=0.05, atol=0.0)
-        torch.testing.assert_close(
-            ours.abs().max(), theirs.abs().max(), rtol=0.01, atol=0.0
-        )
+        most = theirs.abs().max()
+        torch.testing.assert_close(ours.abs().max(), most, rtol=0.01, atol=0.0)
 
 
 @pytest.mark.parametrize(
