@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from jaxtyping import Float64, Int64
 from numpy.typing import NDArray
-from torch import Generator, Tensor
+from torch import Tensor
 
-from esper.contracts.actions import HEAD, HEADS, RELEVANT, ActionMasks, Op
+from esper.contracts.actions import HEAD, HEADS, RELEVANT, Op
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
-from esper.contracts.world import ControllerState, Observation
 from esper.environment.simulated import HORIZON, Instances, exchanged
 from esper.environment.slot_life import (
     ACTS,
@@ -51,28 +50,6 @@ class Plans:
     returns: Float64[Tensor, " env"]
     actions: Int64[Tensor, "env time head"]
     """The action at each step of the horizon; WAIT before an instance's start."""
-
-
-class OptimalController:
-    """Plays the optimal plan of given instances; a `Controller`.
-
-    The world must play the same instances: `SimulatedWorld.from_instances`.
-    """
-
-    def __init__(self, instances: Instances) -> None:
-        self._actions = optimal_plans(instances).actions
-
-    def decide(
-        self,
-        observation: Observation,
-        masks: ActionMasks,
-        state: ControllerState,
-        generator: Generator,
-    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """The planned action at the present time."""
-        now = (observation.host.progress * HORIZON).round().to(torch.int64).cpu()
-        actions = self._actions[torch.arange(len(now)), now]
-        return actions.to(observation.first.device), None
 
 
 def optimal_returns(instances: Instances) -> Float64[Tensor, " env"]:

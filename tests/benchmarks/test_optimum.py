@@ -10,7 +10,6 @@ from torch.testing import assert_close
 from benchmarks.optimum import (
     FOLLOWING,
     LOOKS,
-    OptimalController,
     best_memoryless_plans,
     best_memoryless_returns,
     optimal_plans,
@@ -19,7 +18,6 @@ from benchmarks.optimum import (
 from esper.contracts.actions import HEAD, HEAD_NAMES, RELEVANT, Op
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
-from esper.contracts.world import Controller
 from esper.environment.simulated import (
     HORIZON,
     SimulatedWorld,
@@ -27,7 +25,6 @@ from esper.environment.simulated import (
     exchanged,
 )
 from esper.environment.slot_life import LIFE, LIVES, SPEC, SlotLife
-from esper.tamiyo.policy.action_masks import compute_masks
 from tests.references.simulated import (
     EVERY_ACTION,
     FOSSILIZED,
@@ -111,17 +108,14 @@ def test_the_optimum_is_the_best_of_all_action_sequences(num, steps):
 
 
 @pytest.mark.parametrize("is_hidden", [False, True])
-def test_playing_the_optimal_controller_attains_the_optimum_to_the_bit(is_hidden):
+def test_playing_the_optimal_plan_attains_the_optimum_to_the_bit(is_hidden):
     instances = drawn(64, 30, hidden=is_hidden)
-    world = SimulatedWorld.from_instances(instances)
-    controller, generator = OptimalController(instances), torch.Generator()
-    assert isinstance(controller, Controller)
-    observation, state = world.reset(), None
+    world, plans = SimulatedWorld.from_instances(instances), optimal_plans(instances)
+    observation = world.reset()
     total = torch.zeros(64, dtype=torch.float64)
     for _ in range(2 * HORIZON):
-        masks = compute_masks(observation, SPEC)
-        actions, state = controller.decide(observation, masks, state, generator)
-        result = world.step(actions)
+        now = (observation.host.progress * HORIZON).round().to(torch.int64)
+        result = world.step(plans.actions[torch.arange(64), now])
         total += result.reward
         observation = result.observation
     assert_close(total, 2 * optimal_returns(instances), rtol=0, atol=0)

@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import closing
 from itertools import product
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -236,8 +237,10 @@ def test_killed_processes_leave_a_campaign_that_can_be_gone_on_with(tmp_path, wh
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     words = [sys.executable, str(script), str(path), str(folder)]
+    # Evidence is beside the package, not installed with it.
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     for kind in (signal.SIGKILL, signal.SIGTERM):
-        going = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        going = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
         before = len(rows(folder)) if (folder / "campaign.sqlite").exists() else 0
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
@@ -246,6 +249,6 @@ def test_killed_processes_leave_a_campaign_that_can_be_gone_on_with(tmp_path, wh
                 break
         going.send_signal(kind)
         going.communicate(timeout=60)
-    last = subprocess.run(words, capture_output=True, text=True, check=True)
+    last = subprocess.run(words, capture_output=True, text=True, check=True, env=env)
     assert "failed=(), left=0, signal=None" in last.stdout
     assert rows(folder) == same_rows(whole[0])

@@ -101,7 +101,13 @@ def fit(
     if optimizer is None:
         if not learning_rate > 0.0:
             raise BadInput(f"learning_rate must be positive, got {learning_rate}.")
-        steps = epochs * _length(train_loader)
+        try:
+            steps = epochs * len(train_loader)  # type: ignore[arg-type]
+        except TypeError:
+            raise BadInput(
+                "train_loader has no length, which the learning-rate schedule needs; "
+                "pass an optimizer of your own."
+            ) from None
         optimizer = AdamW(model.parameters(), lr=learning_rate)
         schedule = OneCycleLR(
             optimizer, learning_rate, total_steps=steps, cycle_momentum=False
@@ -120,34 +126,39 @@ def fit(
         decisions=epochs,
         **options,
     )
+
+    def batch_loss(x: Tensor, y: Tensor) -> Tensor:
+        return loss(model(x), y)
+
+    def measured() -> float:
+        model.eval()
+        with torch.no_grad():
+            return metric(model)
+
     name = type(model).__name__
     try:
         with Progress([name], unit="epoch") if progress else nullcontext() as bar:
             for epoch in range(1, epochs + 1):
                 model.train()
                 for x, y in _batches(train_loader, "train_loader", model):
-                    total = grower.loss(partial(_batch_loss, model, loss, x, y))
+                    total = grower.loss(partial(batch_loss, x, y))
                     optimizer.zero_grad()
                     total.backward()
                     optimizer.step()
                     if schedule is not None:
                         schedule.step()
-                decision = grower.step(metric=partial(_measured, metric, model))
+                decision = grower.step(metric=measured)
                 if bar is not None:
-                    bar.update(name, epoch, epochs, headline(decision))
+                    text = (
+                        f"loss {decision.loss:.4g}  metric {decision.metric:.4g}  "
+                        f"{decision.parameters:,} parameters  {decision.action}"
+                    )
+                    bar.update(name, epoch, epochs, text)
     except BaseException:
         grower.model.detach()
         raise
     return Fitted(
         grower.export().eval(), tuple(grower.history), grower.summary(), grower
-    )
-
-
-def headline(decision: GrowthDecision) -> str:
-    """One epoch in one line."""
-    return (
-        f"loss {decision.loss:.4g}  metric {decision.metric:.4g}  "
-        f"{decision.parameters:,} parameters  {decision.action}"
     )
 
 
@@ -167,16 +178,6 @@ def mean_loss(model: nn.Module, batches: Batches, loss: Loss) -> float:
         total += float(loss(model(x), y)) * len(x)
         count += len(x)
     return total / count
-
-
-def _batch_loss(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
-    return loss(model(x), y)
-
-
-def _measured(metric: Callable[[nn.Module], float], model: nn.Module) -> float:
-    model.eval()
-    with torch.no_grad():
-        return metric(model)
 
 
 def _batches(
@@ -243,16 +244,6 @@ def _try(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, who: str) -> bool:
         raise BadInput(f"the loss must be one number, as a tensor, got {got}.")
     whole = not y.is_floating_point() and y.dtype is not torch.bool
     return isinstance(answer, Tensor) and whole and answer.ndim == y.ndim + 1
-
-
-def _length(loader: Batches) -> int:
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        raise BadInput(
-            "train_loader has no length, which the learning-rate schedule needs; pass "
-            "an optimizer of your own."
-        ) from None
 
 
 def _refuse_unknown(options: dict[str, Any], *, own_metric: bool) -> None:
