@@ -125,7 +125,7 @@ def compare(name: str, seed: int) -> Pair:
         never=never,
         grown=grown,
         rows=len(loop.test[1]),
-        planted=sum(each.said.startswith("plant ") for each in grower.history),
+        planted=sum(each.action.startswith("plant ") for each in grower.history),
         times=1.0 + grower.model.parameters_added / host,
     )
 

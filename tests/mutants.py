@@ -257,6 +257,20 @@ MUTANTS = (
         "if not tensors:",
         "tests/test_grower_faults.py",
     ),
+    Mutant(
+        "alpha is forgotten when a seed is folded into its layer",
+        "growth/export.py",
+        "weight[:rows, :columns] += alpha * matrix",
+        "weight[:rows, :columns] += matrix",
+        "tests/growth/test_export.py",
+    ),
+    Mutant(
+        "a newborn parameter has no rate of its own",
+        "growth/optimiser.py",
+        "moved = (parameter - held).mul_(factor).add_(held)",
+        "moved = parameter + 0.0",
+        "tests/growth/test_optimiser.py",
+    ),
 )
 
 
