@@ -210,7 +210,7 @@ def another_database(path):
     ("make", "message"),
     [
         (newer_schema, f"schema {VERSION + 1}, .* reads {VERSION}"),
-        (no_database, "is no store"),
+        (no_database, "cannot be used as a store"),
         (another_database, "no store of Esper"),
     ],
 )

@@ -268,7 +268,7 @@ def everything(folder):
         (shutil.rmtree, "is no run; expected a folder"),
         (lambda path: (path / "config.toml").unlink(), "it has no config.toml"),
         (lambda path: (path / "events.sqlite").unlink(), "there is no store at"),
-        (no_database, "is no store: file is not a database"),
+        (no_database, "cannot be used as a store: file is not a database"),
         (torn, "is damaged or of another version"),
         (changed(f"PRAGMA user_version = {VERSION + 1}"), "use a newer Esper"),
         (changed("DROP VIEW live_rounds"), "of another version: no such table"),

@@ -154,25 +154,17 @@ def open_writer(path: Path) -> sqlite3.Connection:
         raise BadInput(
             f"{path} cannot be a store: name a file in a folder that exists."
         )
-    try:
+    with _opening(path):
         db = sqlite3.connect(path, timeout=TIMEOUT, isolation_level=None)
-    except sqlite3.Error as error:
-        raise BadInput(f"cannot open {path}: {error}; is it yours to write?") from None
-    try:
-        if _is_empty(path, db):
+    with _opening(path, db):
+        if not _tables(db) and db.execute("PRAGMA user_version").fetchone() == (0,):
             db.execute("PRAGMA journal_mode = WAL")
             with transaction(db):
                 if not _tables(db):  # else somebody was faster
                     for statement in _statements():
                         db.execute(statement)
-        check(path, db)
+        _check(path, db)
         db.execute("PRAGMA journal_mode = WAL")
-    except sqlite3.Error as error:
-        db.close()
-        raise BadInput(f"{path} cannot be used: {error}; name another file.") from None
-    except BadInput:
-        db.close()
-        raise
     return db
 
 
@@ -185,27 +177,34 @@ def open_store(path: Path | str) -> sqlite3.Connection:
     path = Path(path).absolute()
     if not path.is_file():
         raise BadInput(f"there is no store at {path}; name the database of a run.")
-    try:
+    with _opening(path):
         db = sqlite3.connect(
             f"{path.as_uri()}?mode=ro", uri=True, timeout=TIMEOUT, isolation_level=None
         )
-    except sqlite3.Error as error:
-        raise BadInput(f"cannot open {path}: {error}.") from None
-    try:
-        check(path, db)
-    except BadInput:
-        db.close()
-        raise
+    with _opening(path, db):
+        _check(path, db)
     return db
 
 
-def check(path: Path, db: sqlite3.Connection) -> None:
-    """Refuse what is no store, or one of a later schema."""
+@contextmanager
+def _opening(path: Path, db: sqlite3.Connection | None = None) -> Iterator[None]:
+    """Turn errors of SQLite into one line, and close what was opened."""
     try:
-        (application,) = db.execute("PRAGMA application_id").fetchone()
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-    except sqlite3.Error as error:
-        raise BadInput(f"{path} is no store: {error}; name another file.") from None
+        yield
+    except (sqlite3.Error, BadInput) as error:
+        if db is not None:
+            db.close()
+        if isinstance(error, BadInput):
+            raise
+        raise BadInput(
+            f"{path} cannot be used as a store: {error}; name another file."
+        ) from None
+
+
+def _check(path: Path, db: sqlite3.Connection) -> None:
+    """Refuse a database that is no store, or one of another schema."""
+    (application,) = db.execute("PRAGMA application_id").fetchone()
+    (version,) = db.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION:
         raise BadInput(f"{path} is a database but no store of Esper; name another.")
     if version != VERSION:
@@ -359,15 +358,6 @@ def _statements() -> list[str]:
     made.append(f"PRAGMA application_id = {APPLICATION}")
     made.append(f"PRAGMA user_version = {VERSION}")
     return made
-
-
-def _is_empty(path: Path, db: sqlite3.Connection) -> bool:
-    """Whether the store is empty; refuses what is no database."""
-    try:
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        return version == 0 and not _tables(db)
-    except sqlite3.DatabaseError as error:
-        raise BadInput(f"{path} is no store: {error}; name another file.") from None
 
 
 def _tables(db: sqlite3.Connection) -> int:
