@@ -214,7 +214,7 @@ def test_a_run_that_learnt_is_an_arm_by_its_name_and_the_reference(tmp_path, tra
 def test_a_checkpoint_is_an_arm_too_and_none_is_named_twice(tmp_path, trained):
     one = max((trained / "checkpoints").iterdir())
     path, _ = evaluate(config(tmp_path, controllers=(str(one),)), quiet())
-    assert {row["controller"] for row in stored(path)} == {f"fern@{one.name}"}
+    assert {row["controller"] for row in stored(path)} == {f"fern@{one.stem}"}
     twice = (str(trained), f"{trained}/")
     with pytest.raises(BadInput, match="'fern' twice"):
         evaluate(config(tmp_path, controllers=twice, name="two"), quiet())

@@ -9,6 +9,7 @@ import torch
 
 from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.stages import Stage
+from esper.environment.cohort import active_alpha
 from esper.experiment.config import World
 from esper.experiment.judging import (
     decision_macs,
@@ -62,22 +63,23 @@ class Tally:
         )
         return self.count(x, y, alpha, wanted)
 
-    def on_train(self, features, labels, picked, alphas, rates, *, keep=False):
-        spent = []
+    def on_train(self, features, labels, picked, states, rates, *, keep=False):
+        spent, host = [], active_alpha(states)
+        training = states.stage == Stage.TRAINING
         for env in range(HOSTS):
-            each = 3 * self.forward(env, alphas.host)
-            young = self.seeds(env, alphas.training)
+            each = 3 * self.forward(env, host)
+            young = self.seeds(env, training)
             if young:
                 outlet = min(place for place, _ in young) + 1
-                each += self.forward(env, alphas.host) + sum(macs for _, macs in young)
+                each += self.forward(env, host) + sum(macs for _, macs in young)
                 each += 2 * sum(macs for _, macs in young)
                 each += sum(LAYERS[outlet + 1 :])
-                everyone = self.seeds(env, alphas.host) + young
+                everyone = self.seeds(env, host) + young
                 each += sum(macs for place, macs in everyone if place > outlet)
             spent.append(each * picked.shape[1] * picked.shape[2])
         self.looks += keep
         self.calls.append(spent)
-        return self.train(features, labels, picked, alphas, rates, keep=keep)
+        return self.train(features, labels, picked, states, rates, keep=keep)
 
 
 class Script:
