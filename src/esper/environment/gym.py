@@ -48,7 +48,6 @@ from esper.contracts.world import (
 )
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import TERMS, WorldSettings, check_count
-from esper.tasks.catalogue import task as find_task
 from esper.tasks.task import Task
 
 try:
@@ -245,9 +244,13 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
         self.num_envs = num_envs
         self._device = settings.pop("device", "cpu")
         task = settings.pop("task", "digits")
-        self._task = find_task(task) if isinstance(task, str) else task
-        if not isinstance(self._task, Task):
+        if isinstance(task, str):
+            from esper.tasks.catalogue import task as find_task  # brings all data sets
+
+            task = find_task(task)
+        if not isinstance(task, Task):
             raise BadInput(f"task must be a Task or the name of one, got {task!r:.99}.")
+        self._task = task
         self._settings = WorldSettings(**settings)
         self.world = self._new_world(0)
         self.actions = FlatActions.of(self.world.spec)
