@@ -76,17 +76,9 @@ class Case:
         )
         return ppo_terms(new, self.batch, self.targets, self.old_values, *settings)
 
-    def append(self, other):
-        """Take the environments of another batch in, too; the policy says the same."""
-        seen = vars_of(self.batch.features)
-        self.batch = SequenceBatch(
-            features=Features(*(torch.cat((x, x)) for x in seen.values())),
-            **{
-                name: torch.cat((mine, getattr(other, name)))
-                for name, mine in vars_of(self.batch).items()
-                if name not in ("features", "group_size")
-            },
-        )
+    def twice(self):
+        """Have every environment twice, one batch after the other."""
+        self.batch = self.batch.select(torch.arange(self.batch.num_envs).repeat(2))
         for name in ("logits", "values", "targets", "old_values"):
             setattr(self, name, torch.cat((getattr(self, name),) * 2))
 
@@ -114,8 +106,3 @@ class Case:
             value_weight=settings[0].value,
             entropy_weights=settings[1].tolist(),
         )
-
-
-def vars_of(record):
-    """The fields of a slotted dataclass."""
-    return {name: getattr(record, name) for name in record.__slots__}

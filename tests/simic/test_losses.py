@@ -58,9 +58,8 @@ def test_t11_steps_on_which_a_head_is_closed_weigh_its_gain_and_entropy_alike():
     settings = weights(value=0.0, entropy=torch.eye(NUM_HEADS)[4])
     lone = Case(0, envs=3, time=20, open_share=0.9, valid=torch.ones(3, 20) > 0)
     both = Case(0, envs=3, time=20, open_share=0.9, valid=torch.ones(3, 20) > 0)
-    closed = both.batch.rows.clone()
-    closed[:, :, 4] = torch.arange(CHOICES) == 0
-    both.append(replace(both.batch, rows=closed))
+    both.twice()
+    both.batch.rows[3:, :, 4] = torch.arange(CHOICES) == 0
     grads, terms = [], []
     for case in (lone, both):
         logits = case.logits.requires_grad_()
