@@ -177,22 +177,3 @@ def test_t27_the_value_of_an_endless_reward_does_not_depend_on_the_time_limit(li
     )
     trained = learn(world, gamma=0.8, rounds=20, steps=16)
     assert (values(world, trained) - 5.0).abs().max() < 0.35
-
-
-def test_masks_are_respected_on_every_step_of_a_trained_policy():
-    """T8: evaluation emits no illegal action."""
-    world = ProbeWorld(
-        32,
-        pay=lambda time, bit, actions: plants(actions),
-        fits=torch.tensor([[True, False, True], [False, False, False]]),
-    )
-    trained = learn(world, rounds=5)
-    observation = world.reset()
-    masks = compute_masks(observation, world.spec)
-    for draw in range(20):
-        actions, _ = trained.decide(
-            observation, masks, None, Generator().manual_seed(draw)
-        )
-        planted = plants(actions)
-        assert (actions[planted, HEAD["slot"]] == 0).all()
-        assert (actions[planted, HEAD["blueprint"]] != 1).all()

@@ -132,7 +132,7 @@ def test_t29_the_unit_of_the_reward_does_not_matter_to_the_bit():
         agent = PPOAgent(policy, make_buffer(policy, 6, 12), PPOConfig(minibatches=2))
         live, generator = start(world, policy), Generator().manual_seed(0)
         records = []
-        for _ in range(4):
+        for _ in range(2):
             version = {"policy_version": agent.version}
             live, _ = collect(world, policy, agent.buffer, live, generator, **version)
             records.append(agent.update())

@@ -60,7 +60,7 @@ MAKERS = {
 }
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.data())
 def test_every_action_is_legal(data):
     spec = data.draw(action_specs())
