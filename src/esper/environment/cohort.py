@@ -85,7 +85,6 @@ class Cohort(Stateful):
         seeds_per_slot: Slots of each place.
         batch: Rows of a minibatch.
         decay: Weight decay.
-        newborn: Learning rate of a newborn against the host's, and steps until equal.
         device: Where everything lives.
         dtype: Of the weights.
         engine: `kernels` on the CPU, `tensors` anywhere; `auto` takes kernels where
@@ -104,7 +103,6 @@ class Cohort(Stateful):
         seeds_per_slot: int = 2,
         batch: int = 64,
         decay: float = 1e-2,
-        newborn: tuple[float, int] = (3.0, 200),
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         engine: str = "auto",
@@ -118,7 +116,7 @@ class Cohort(Stateful):
             raise BadInput(f"engine 'kernels' runs on the CPU, the device is {device}.")
         self.kernels = engine == "kernels" or (engine == "auto" and on_cpu)
         self.envs, self.host, self.batch = envs, host, batch
-        self.decay, self.newborn = decay, newborn
+        self.decay = decay
         units = max(blueprint.size for blueprint in blueprints)
         self.layout = MemoryLayout(host, units, seeds_per_slot)
         self.places, self.seeds_per_slot = self.layout.places, seeds_per_slot
@@ -218,8 +216,7 @@ class Cohort(Stateful):
         if not self.kernels:
             losses, shadow_losses, seen = torch_engine.train(
                 *(self.layout, features, labels, picked, rates, *state),
-                *(self.size, self.act, alpha, shadow, training),
-                *(self.decay, self.newborn),
+                *(self.size, self.act, alpha, shadow, training, self.decay),
             )
             places = self._places(*seen) if keep else None
             return TrainingResult(losses, shadow_losses, places)
@@ -238,7 +235,6 @@ class Cohort(Stateful):
             self.act.numpy(),
             *(part.numpy() for part in (alpha, shadow, training.to(kind))),
             float(self.decay),
-            *map(float, self.newborn),
             kept.numpy(),
         )
         places = self._places(*self._unpacked(kept)) if keep else None

@@ -36,6 +36,8 @@ RELU, LINEAR, GELU = 1, 2, 3
 B1, B2, EPS = 0.9, 0.999, 1e-8
 REST1, REST2 = 1 - B1, 1 - B2
 """Taken before rounding: 1 - 0.999 in float32 is wrong in the fifth digit."""
+NEWBORN_RATE, NEWBORN_STEPS = 3.0, 200.0
+"""Learning rate of a newborn against the host's, and steps until it is equal."""
 ROOT_HALF = math.sqrt(0.5)
 ROOT_TURN = 1 / math.sqrt(2 * math.pi)
 LOG2E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.4286068203094172e-6
@@ -52,8 +54,7 @@ summed = summed_with(memory_layout, hosts, part=True)
 @entry
 def train(
     features, labels, picked, rates, v, mean, square, clocks, g, s, bits, layout,
-    size, act, alphas, shadow_alphas, training, decay, newborn_rate, newborn_steps,
-    kept,
+    size, act, alphas, shadow_alphas, training, decay, kept,
 ):  # fmt: skip
     """Train every host and its seeds on its minibatches, one after the other.
 
@@ -78,8 +79,6 @@ def train(
         shadow_alphas: Alpha in the shadow pass.
         training: 1 where it trains in the shadow pass.
         decay: Weight decay.
-        newborn_rate: Learning rate of a newborn against the host's.
-        newborn_steps: Steps until it is equal.
         kept: Where to leave the hosts' activations at the end; may be empty.
     """
     layers, firsts, lasts, host = layout
@@ -113,8 +112,8 @@ def train(
             adamw(w, g, mean[e], square[e], bottom, host, rate, clocks[e, 0], decay)
             for q in range(len(firsts)):
                 if k[q] > 0 and (alphas[e, q] > 0 or training[e, q] > 0):
-                    old = min(clocks[e, q + 1] / newborn_steps, 1.0)
-                    own = rate * (1 + (newborn_rate - 1) * (1 - old))
+                    old = min(clocks[e, q + 1] / NEWBORN_STEPS, 1.0)
+                    own = rate * (1 + (NEWBORN_RATE - 1) * (1 - old))
                     clocks[e, q + 1] += 1
                     _move_seed(
                         w, g, mean[e], square[e], firsts[q], lasts[q], k[q], a[q],

@@ -13,7 +13,17 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from esper.environment.engine import B1, B2, EPS, GELU, LINEAR, REST1, REST2
+from esper.environment.engine import (
+    B1,
+    B2,
+    EPS,
+    GELU,
+    LINEAR,
+    NEWBORN_RATE,
+    NEWBORN_STEPS,
+    REST1,
+    REST2,
+)
 from esper.environment.memory_layout import MemoryLayout, inputs_per_unit
 from esper.growth.blueprints.geometry import Kernel
 from esper.growth.blueprints.layers import convolve
@@ -42,7 +52,6 @@ def train(
     shadow: PerSlot,
     training: Bool[Tensor, "env slot"],
     decay: float,
-    newborn: tuple[float, int],
 ) -> tuple[Tensor, Tensor, tuple[Layers, Layers, Layers]]:
     """Train every host and its seeds on its minibatches, as `engine.train` does.
 
@@ -56,7 +65,6 @@ def train(
     trains = F.pad(training, (1, 0))[:, owner] if not read or training.any() else None
     envs = torch.arange(len(values), device=device).unsqueeze(1) % len(features)
     total = shadow_total = torch.zeros(len(values), device=device, dtype=values.dtype)
-    factor, until = newborn
     seen: tuple[Layers, Layers, Layers] = ([], [], [])
     for step, rate in enumerate(rates.unbind(1)):
         rows = picked[:, step]
@@ -75,7 +83,8 @@ def train(
             found = torch.where(trains, from_shadow, found)
             there = training.any(dim=1)
             shadow_total = shadow_total + torch.where(there, shadow_loss.detach(), 0.0)
-        boost = 1 + (factor - 1) * (1 - clocks.double() / until).clamp(min=0.0)
+        young = (1 - clocks.double() / NEWBORN_STEPS).clamp(min=0.0)
+        boost = 1 + (NEWBORN_RATE - 1) * young
         boost[:, 0] = 1.0
         clocks += active
         far = rate.unsqueeze(1) * boost
