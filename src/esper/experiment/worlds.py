@@ -7,8 +7,6 @@ from esper.contracts.world import VectorWorld
 from esper.environment.growing import GrowingWorld
 from esper.environment.mixture import Mixture, RedrawnMixture
 from esper.experiment.streams import stream_seed
-from esper.tasks.catalogue import task as find_task
-from esper.tasks.family import HORIZONS, drawn_task
 from esper.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -63,6 +61,10 @@ def tasks_of(
             run, so that runs can be compared.
         drawing: Which family of that stage.
     """
+    # Which tasks there are is nothing that worlds depend on.
+    from esper.tasks.catalogue import task as find_task
+    from esper.tasks.family import drawn_task
+
     if not config.family:
         return [find_task(name) for name in config.tasks]
     seed = config.rng_seed if stage == TRAINING else 0
@@ -88,5 +90,7 @@ def steps_of(config: "TrainConfig") -> int:
     if config.world.horizon is not None:
         return config.world.horizon
     if config.family:
+        from esper.tasks.family import HORIZONS
+
         return HORIZONS[1]  # of whatever will be drawn
     return max(task.horizon for task in tasks_of(config))
