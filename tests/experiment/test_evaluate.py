@@ -1,7 +1,6 @@
 """An evaluation is stored as it goes, and refused before anything is written."""
 
 import io
-import json
 import tomllib
 from contextlib import closing
 from dataclasses import replace
@@ -107,14 +106,6 @@ def test_tables_and_conclusions_are_those_of_the_store(tmp_path, capsys):
     for line in summary_of(path).conclusions:
         assert line in out
     assert out.splitlines()[-1] == f"Stored in {path}"
-
-
-def test_data_are_one_document(tmp_path, capsys):
-    run_evaluation(config(tmp_path, tasks=()), as_json=True)
-    data = json.loads(capsys.readouterr().out)
-    assert data["run"].endswith("runs/it")
-    assert [task["task"] for task in data["tasks"]] == ["tiny"]
-    assert data["skipped"].keys() == {"lost"}
 
 
 def test_the_configuration_is_written_whole(tmp_path):

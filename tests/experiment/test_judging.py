@@ -177,14 +177,3 @@ def test_another_number_or_stage_is_other_hosts(rng_seed, stage):
     judge(first, tiny(), HOSTS, 0)
     judge(second, tiny(), HOSTS, rng_seed, stage=stage)
     assert not torch.equal(first.scores[0], second.scores[0])
-
-
-def test_everybody_has_the_same_data_first_weights_and_batches():
-    task = replace(tiny(), varied=True)
-    one, other = (judged_world(task, HOSTS, 7) for _ in range(2))
-    one.reset()
-    other.reset()
-    assert torch.equal(one.cohort.values, other.cohort.values)
-    assert torch.equal(one._episodes.batches, other._episodes.batches)
-    for mine, yours in zip(one._episodes.rows, other._episodes.rows, strict=True):
-        assert torch.equal(mine[0], yours[0])
