@@ -88,7 +88,7 @@ def test_an_action_space_describes_itself_in_plain_data():
     assert described["min_age"] == 3
     assert described["blueprints"] == ["scale_shift", "squeeze_excite"]
     assert described["heads"]["style"] == ["SCALE"]
-    assert described["heads"]["tempo"] == ["FAST", "STANDARD", "SLOW"]
+    assert described["heads"]["tempo"] == ["AT_ONCE", "FAST", "STANDARD", "SLOW"]
     assert "slot" not in described["heads"]
 
 

@@ -91,11 +91,12 @@ def test_the_lifecycle_does_what_the_table_says():
         assert int(after.stage) == (NEXT_STAGE[op, stage] if legal else stage)
 
 
-def test_time_moves_only_seeds_that_have_cooled_down():
+def test_seeds_tend_themselves_up_to_holding_and_leave_when_cooled_down():
     for stage, settled in product(Stage, (False, True)):
-        after = lifecycle.tick(lives_in(stage, 1, settled))
-        left = SETTLES_TO.get(stage, stage) if settled else stage
-        assert int(after.stage) == left
+        after = lifecycle.after(lives_in(stage, 1, settled), torch.ones(1).long())
+        holds = stage in (Stage.TRAINING, Stage.BLENDING)
+        left = Stage.HOLDING if holds else SETTLES_TO.get(stage, stage)
+        assert int(after.stage) == (left if settled else stage)
 
 
 def test_the_simulated_world_does_what_the_table_says():

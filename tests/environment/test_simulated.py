@@ -297,9 +297,9 @@ def test_what_does_not_fit_or_cannot_be_afforded_is_illegal():
     )
     world = SimulatedWorld.from_instances(instances)
     world.reset()
-    plant = torch.tensor([Op.GERMINATE, 1, 0, 0, 0, 0, 0, 0])
+    plant = torch.tensor([Op.GERMINATE, 1, 0, 0, 1, 0, 0, 0])
     for head, choice in (
-        ("op", 6), ("slot", -1), ("tempo", 2), ("blueprint", 1), ("blueprint", 2),
+        ("op", 6), ("slot", -1), ("tempo", 0), ("tempo", 3), ("blueprint", 1), ("blueprint", 2),
         ("op", Op.ADVANCE),
     ):  # fmt: skip
         wrong = plant.clone()

@@ -153,16 +153,9 @@ def move_to(
     model: GrowingModel, slot: str, blueprint: str, stage: str, **manner
 ) -> None:
     """Plant and bring a seed to a stage."""
-    model.plant(slot, blueprint, tempo="FAST", **manner)
-    model.tick()
-    if stage == "TRAINING":
-        return
-    model.advance(slot)
-    model.tick()
-    if stage == "BLENDING":
-        return
-    model.advance(slot)
-    model.tick()
+    tempo = {"TRAINING": "SLOW", "BLENDING": "SLOW"}.get(stage, "FAST")
+    model.plant(slot, blueprint, tempo=tempo, **manner)
+    model.tick({"TRAINING": 1, "BLENDING": 6}.get(stage, 2))
     if stage == "FOSSILIZED":
         model.keep(slot)
         model.tick()

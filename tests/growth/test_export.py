@@ -134,10 +134,7 @@ def randomise(module):
 def hold(model, slot, name, style="ADD", target="MOST"):
     model.plant(slot, name, style=style, alpha_target=target, tempo="FAST")
     randomise(model.seeds[f"slot_{model.index(slot)}"])
-    model.tick()
-    for _ in range(2):
-        model.advance(slot)
-        model.tick()
+    model.tick(2)
     assert model.stage(slot) is Stage.HOLDING
 
 

@@ -41,26 +41,42 @@ def together(chosen):
 @settings(max_examples=60)
 @given(
     st.integers(0, 2),
+    st.integers(1, 3),
     st.lists(
-        st.tuples(actions_of_one(), actions_of_one(), actions_of_one()), max_size=24
+        st.tuples(
+            st.tuples(actions_of_one(), actions_of_one(), actions_of_one()),
+            st.integers(0, 5),
+            st.booleans(),
+        ),
+        max_size=24,
     ),
 )
-def test_all_slots_at_once_equal_each_slot_alone(min_age, story):
+def test_all_slots_at_once_equal_each_slot_alone(min_age, tick, story):
     states = SeedStates.empty(3, SLOTS)
     alone = [[Slot() for _ in range(SLOTS)] for _ in range(3)]
-    for chosen in story:
-        states, done = lifecycle.act(states, together(chosen), min_age)
+    for chosen, batches, decision in story:
+        states, done = lifecycle.act(states, together(chosen), min_age, tick)
         for env, (op, slot, choices) in enumerate(chosen):
-            assert bool(done[env]) == alone[env][slot].act(op.name, choices, min_age)
-        states = lifecycle.tick(states)
+            acted = alone[env][slot].act(op.name, choices, min_age, tick)
+            assert bool(done[env]) == acted
+        passed = torch.full((3,), batches)
+        alphas, trains = lifecycle.schedule(states, batches)
+        for batch in range(batches):
+            before, then = (
+                lifecycle.after(states, torch.full((3,), batch + more)) for more in (0, 1)
+            )
+            assert torch.equal(trains[:, batch], before.stage == Stage.TRAINING)
+            assert torch.equal(alphas[:, batch], then.alpha)
+        states = lifecycle.after(states, passed, decision=decision)
         for env in range(3):
             for index, slot in enumerate(alone[env]):
-                slot.tick()
+                slot.after(batches, decision)
                 assert Stage(int(states.stage[env, index])).name == slot.stage
                 assert int(states.age[env, index]) == slot.age
                 assert int(states.blueprint[env, index]) == slot.blueprint
                 assert int(states.style[env, index]) == slot.style
-                assert bool(states.settled[env, index]) == (slot.moved >= slot.length)
+                settled = slot.moved >= slot.length or slot.stage == "TRAINING"
+                assert bool(states.settled[env, index]) == settled
                 alpha = float(states.alpha[env, index])
                 assert alpha == pytest.approx(slot.alpha, abs=1e-6)
 
@@ -69,7 +85,8 @@ def test_nothing_leaves_the_device():
     states = SeedStates.empty(2, 3, device="meta")
     actions = torch.zeros(2, NUM_HEADS, dtype=torch.int64, device="meta")
     acted, done = lifecycle.act(states, actions, 1)
-    assert lifecycle.tick(acted).alpha.device.type == "meta"
+    later = lifecycle.after(acted, actions[:, 0])
+    assert later.alpha.device.type == "meta"
     assert done.shape == (2,)
 
 

@@ -8,7 +8,7 @@ from copy import copy
 from itertools import product
 
 HORIZON = 12
-TEMPOS = {0: 1, 1: 2}
+TEMPOS = {1: 1, 2: 2}
 TARGETS = {0: 0.5, 2: 1.0}
 SPEEDS = {0: 1, 1: 2}
 CURVES = (0, 2)

@@ -140,7 +140,7 @@ def test_masks_are_their_owners_and_written_by_name():
     before, masks = (compute_batch_masks(rows, SlotConfig()) for _ in range(2))
     masks["tempo"][0, 1] = False
     masks["op"][1] = torch.arange(6) == 0
-    assert masks["tempo"].tolist() == [[True, False, True], [True, True, True]]
+    assert masks["tempo"].tolist() == [[True, False, True, True], [True] * 4]
     assert masks["op"][1].tolist() == [True] + [False] * 5
     for field in FIELDS:
         getattr(masks, field).logical_not_()

@@ -178,7 +178,7 @@ def test_random_draws_each_head_evenly_from_what_is_legal_given_the_heads_before
         (actions[:, HEAD["op"]], [0, 1]),
         (plants[:, HEAD["slot"]], [0, 2]),
         (in_last[:, HEAD["blueprint"]], [0, 1, 2, 3]),
-        (plants[:, HEAD["tempo"]], [0, 1, 2]),
+        (plants[:, HEAD["tempo"]], [0, 1, 2, 3]),
     ):
         counts = torch.bincount(drawn)
         assert counts.nonzero().flatten().tolist() == choices

@@ -24,6 +24,7 @@ def run(options: Namespace) -> int:
         shown.add_column(column, justify="right" if column == "size" else "left")
     for blueprint in BLUEPRINTS:
         form, merges = blueprint.form.name.lower(), "yes" if blueprint.merges else "no"
-        shown.add_row(blueprint.name, form, str(blueprint.size), merges)
+        size = f"+{blueprint.share:.0%}" if blueprint.share else str(blueprint.size)
+        shown.add_row(blueprint.name, form, size, merges)
     Console().print(shown)
     return 0

@@ -33,7 +33,7 @@ class Head:
     """One choice of an action.
 
     `choices` maps a name to its meaning as a number: a style's or curve's index, a
-    tempo's or speed's length in steps, a target's alpha. It is empty for `slot` and
+    tempo's or speed's length in ticks, a target's alpha. It is empty for `slot` and
     `blueprint`, whose choices a run declares.
     """
 
@@ -47,7 +47,7 @@ HEADS: Final[tuple[Head, ...]] = (
     Head("slot", ALL - {Op.WAIT}),
     Head("blueprint", PLANT),
     Head("style", PLANT_OR_SET, {"ADD": 0, "SCALE": 1}),
-    Head("tempo", PLANT, {"FAST": 1, "STANDARD": 2, "SLOW": 4}),
+    Head("tempo", PLANT, {"AT_ONCE": 0, "FAST": 1, "STANDARD": 2, "SLOW": 4}),
     Head("alpha_target", PLANT_OR_SET, {"HALF": 0.5, "MOST": 0.7, "FULL": 1.0}),
     Head("alpha_speed", FADE, {"INSTANT": 1, "FAST": 2, "SLOW": 4}),
     Head("alpha_curve", FADE, {"LINEAR": 0, "COSINE": 1, "SIGMOID": 2}),

@@ -38,7 +38,7 @@ ENGINES: Final = ("auto", "kernels", "tensors")
 
 def find_blueprints(names: tuple[str, ...]) -> tuple[Blueprint, ...]:
     """Blueprints by name; two-matrix forms only."""
-    known = {b.name: b for b in BLUEPRINTS if b.form in ACTIVATIONS}
+    known = {b.name: b for b in BLUEPRINTS if b.form in ACTIVATIONS and b.size}
     for name in names:
         if name not in known:
             raise unknown("this world cannot plant", name, known)

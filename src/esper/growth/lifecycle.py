@@ -1,8 +1,10 @@
 """The lifecycle of every seed of every host: pure functions over `[env, slot]` records.
 
-`act` carries out one action per host by the table of transitions; `tick` lets one
-decision pass: seeds age, alphas move along their curves, and a seed that has faded out
-leaves its slot. A single model is the same code with one environment.
+`act` carries out one action per host by the table of transitions; after it seeds tend
+themselves. `after` lets batches pass: a seed trains and blends for the ticks of its
+tempo, up to HOLDING, alphas move along their curves, and a seed that has faded out
+leaves its slot. A tick is a number of batches. A single model is the same code with one
+environment.
 """
 
 from collections.abc import Callable
@@ -38,16 +40,16 @@ CURVES: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 
 def alpha_at(
-    start: Float[Tensor, "env slot"],
-    end: Float[Tensor, "env slot"],
-    moved: Int64[Tensor, "env slot"],
-    length: Int64[Tensor, "env slot"],
-    curve: Int64[Tensor, "env slot"],
-) -> Float[Tensor, "env slot"]:
-    """Alpha after `moved` of `length` decisions; monotone, and exact at both ends."""
+    start: Float[Tensor, "*seed"],
+    end: Float[Tensor, "*seed"],
+    moved: Int64[Tensor, "*moment"],
+    length: Int64[Tensor, "*seed"],
+    curve: Int64[Tensor, "*seed"],
+) -> Float[Tensor, "*moment"]:
+    """Alpha after `moved` of `length` batches; monotone, and exact at both ends."""
     share = (moved / length.clamp(min=1)).clamp(max=1.0).to(start.dtype)
     curves = torch.stack([function(share) for function in CURVES.values()])
-    done = curves.gather(0, curve.unsqueeze(0)).squeeze(0)
+    done = curves.gather(0, curve.expand(share.shape).unsqueeze(0)).squeeze(0)
     return torch.where(moved >= length, end, start + (end - start) * done)
 
 
@@ -68,21 +70,21 @@ class SeedStates:
     """Index into the run's blueprints; -1 when empty."""
     style: Int64[Tensor, "env slot"]
     tempo: Int64[Tensor, "env slot"]
-    """Decisions that the blend will take."""
+    """Ticks that training takes, and the blend after it."""
     alpha: Float[Tensor, "env slot"]
     alpha_from: Float[Tensor, "env slot"]
     """Where the present move began."""
     alpha_target: Float[Tensor, "env slot"]
     moved: Int64[Tensor, "env slot"]
-    """Decisions of the present move that have passed."""
+    """Batches of training, or of the present move of alpha, that have passed."""
     length: Int64[Tensor, "env slot"]
-    """Decisions the present move takes."""
+    """Batches that it takes."""
     curve: Int64[Tensor, "env slot"]
 
     @property
     def settled(self) -> Bool[Tensor, "env slot"]:
         """Whether alpha stands still."""
-        return self.moved >= self.length
+        return (self.moved >= self.length) | (self.stage == Stage.TRAINING)
 
     @classmethod
     def empty(
@@ -96,6 +98,9 @@ class SeedStates:
         return cls(**zeros | {"blueprint": whole - 1})
 
 
+FIELDS: Final = fields(SeedStates)
+
+
 def possible(
     states: SeedStates, op: Int64[Tensor, " env"], min_age: int
 ) -> Bool[Tensor, "env slot"]:
@@ -106,9 +111,18 @@ def possible(
 
 
 def act(
-    states: SeedStates, actions: Int64[Tensor, "env head"], min_age: int
+    states: SeedStates,
+    actions: Int64[Tensor, "env head"],
+    min_age: int,
+    tick: int = 1,
 ) -> tuple[SeedStates, Bool[Tensor, " env"]]:
     """Carry out one action per environment.
+
+    Args:
+        states: Seeds before it.
+        actions: What to do.
+        min_age: Decisions that a seed spends in a stage before some ops.
+        tick: Batches of a tick, in which tempos and speeds are counted.
 
     Returns:
         The states, and where the action was carried out; elsewhere it was not
@@ -135,7 +149,8 @@ def act(
     target = torch.where(prunes, 0.0, target)
     still = states.alpha == target  # nothing to fade, nothing to wait for
     speed = torch.where(still, 0, chosen("alpha_speed"))
-    length = torch.where(blends, states.tempo, states.length)
+    tempo = torch.where(plants, chosen("tempo"), states.tempo)
+    length = torch.where(plants | blends, tempo * tick, states.length)
     curve = torch.where(sets | prunes, chosen("alpha_curve"), states.curve)
     acted = SeedStates(
         stage=stage,
@@ -144,35 +159,60 @@ def act(
             plants, actions[:, HEAD["blueprint"]].unsqueeze(1), states.blueprint
         ),
         style=torch.where(plants | sets, chosen("style"), states.style),
-        tempo=torch.where(plants, chosen("tempo"), states.tempo),
+        tempo=tempo,
         alpha=states.alpha,
         alpha_from=torch.where(moves, states.alpha, states.alpha_from),
         alpha_target=target,
-        moved=torch.where(moves, 0, states.moved),
-        length=torch.where(sets | prunes, speed, length),
-        curve=torch.where(blends, 0, curve),
+        moved=torch.where(plants | moves, 0, states.moved),
+        length=torch.where(sets | prunes, speed * tick, length),
+        curve=torch.where(plants | blends, 0, curve),
     )
     return acted, here.any(dim=1) | (op == Op.WAIT)
 
 
-def tick(states: SeedStates) -> SeedStates:
-    """Let one decision pass."""
-    moving = (states.moved < states.length).to(torch.int64)
-    moved = states.moved + moving
-    alpha = alpha_at(
-        states.alpha_from, states.alpha_target, moved, states.length, states.curve
-    )
-    alpha = torch.where(states.stage == Stage.TRAINING, 0.0, alpha)
+def after(
+    states: SeedStates, batches: Int64[Tensor, " env"], *, decision: bool = True
+) -> SeedStates:
+    """The states after so many batches and, if asked, at the next decision."""
+    stage, moved, alpha = _tended(states, batches.unsqueeze(1))
+    age = torch.where(stage == states.stage, states.age, 0)
     older = replace(
         states,
-        age=states.age + (states.stage != Stage.DORMANT),
+        stage=stage,
+        age=age + ((stage != Stage.DORMANT) if decision else 0),
         moved=moved,
         alpha=alpha,
     )
-    gone = torch.isin(states.stage, LEAVING.to(states.stage.device)) & older.settled
-    envs, slots = states.stage.shape
-    none = SeedStates.empty(envs, slots, states.stage.device)
-    return select(gone, none, older)
+    none = SeedStates.empty(*stage.shape, stage.device)
+    return select(stage == Stage.DORMANT, none, older)
+
+
+def schedule(
+    states: SeedStates, batches: int
+) -> tuple[Float[Tensor, "env batch slot"], Bool[Tensor, "env batch slot"]]:
+    """Alpha of every seed in each of the coming batches, and whether it trains."""
+    each = SeedStates(**{f.name: getattr(states, f.name)[:, None] for f in FIELDS})
+    count = torch.arange(batches, device=states.stage.device).view(1, -1, 1)
+    stage, _, _ = _tended(each, count)
+    _, _, alpha = _tended(each, count + 1)
+    return alpha, stage == Stage.TRAINING
+
+
+def _tended(states: SeedStates, batches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Stage, moved and alpha after so many batches in which nothing is said."""
+    moved, length = states.moved + batches, states.length
+    # Training and blending take equally long, one after the other.
+    grown = (states.stage == Stage.TRAINING) & (moved >= length)
+    stage = torch.where(grown, Stage.BLENDING, states.stage)
+    moved = torch.where(grown, moved - length, moved).minimum(length)
+    settled = moved >= length
+    alpha = alpha_at(
+        states.alpha_from, states.alpha_target, moved, length, states.curve
+    )
+    alpha = torch.where(stage == Stage.TRAINING, 0.0, alpha)
+    stage = torch.where((stage == Stage.BLENDING) & settled, Stage.HOLDING, stage)
+    leaves = torch.isin(stage, LEAVING.to(stage.device)) & settled
+    return torch.where(leaves, Stage.DORMANT, stage), moved, alpha
 
 
 def select(where: Bool[Tensor, "env ..."], new: Record, old: Record) -> Record:

@@ -5,7 +5,8 @@
 
 The host stays the user's own module: its names, weights and calls are untouched. Every
 op is checked by the lifecycle and refused in one line if it is not possible now;
-nothing has changed then. Time passes only when `tick` is called.
+nothing has changed then. Time passes only when `tick` is called; seeds train, blend and
+hold by themselves then, at the tempo that they were planted with.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,12 +51,12 @@ class NamedOps(Generic[Done]):
         alpha_target: str = "FULL",
         initialiser: str | None = None,
     ) -> Done:
-        """Plant a seed; it leaves the output unchanged until it is advanced."""
+        """Plant a seed; it leaves the output unchanged until it blends in."""
         how = {"style": style, "tempo": tempo, "alpha_target": alpha_target}
         return self._op(Op.GERMINATE, slot, initialiser, blueprint=blueprint, **how)
 
     def advance(self, slot: str) -> Done:
-        """Move a seed on: from training to blending, from blending to holding."""
+        """Let a training seed blend in now; left alone it does so by its tempo."""
         return self._op(Op.ADVANCE, slot)
 
     def set_alpha(
@@ -74,7 +75,7 @@ class NamedOps(Generic[Done]):
     def prune(
         self, slot: str, *, speed: str = "INSTANT", curve: str = "LINEAR"
     ) -> Done:
-        """Fade a seed out; a training seed leaves at the next tick."""
+        """Fade a seed out; a training seed leaves at once."""
         return self._op(Op.PRUNE, slot, alpha_speed=speed, alpha_curve=curve)
 
     def keep(self, slot: str) -> Done:
@@ -99,6 +100,7 @@ class GrowingModel(nn.Module, NamedOps[None]):
         seeds_per_slot: How many seeds a place can hold; its slots are called
             "fc1->fc2#0", "fc1->fc2#1" and so on.
         min_age: Decisions a seed spends in a stage before it may be moved.
+        tick: Batches in which tempos and speeds are counted.
         rng_seed: Where the seeds' first weights come from.
     """
 
@@ -111,11 +113,14 @@ class GrowingModel(nn.Module, NamedOps[None]):
         blueprints: Sequence[str] | None = None,
         seeds_per_slot: int = 4,
         min_age: int = 1,
+        tick: int = 1,
         rng_seed: int = 0,
     ) -> None:
         super().__init__()
         if seeds_per_slot < 1:
             raise BadInput(f"seeds_per_slot must be at least 1, got {seeds_per_slot}.")
+        if tick < 1:
+            raise BadInput(f"tick must be at least 1 batch, got {tick}.")
         chosen = BLUEPRINTS if blueprints is None else tuple(map(find, blueprints))
         self.survey: Survey = survey(host, find_sites(host, slots), example)
         self.host = host
@@ -131,6 +136,7 @@ class GrowingModel(nn.Module, NamedOps[None]):
         )
         self.spec = ActionSpec(SlotConfig(len(self.slots), min_age), chosen)
         self.states = SeedStates.empty(1, len(self.slots))
+        self.batches_per_tick = tick
         self.generator = torch.Generator().manual_seed(rng_seed)
         self.note = ""
         """How the last seed was initialised, in words."""
@@ -164,17 +170,24 @@ class GrowingModel(nn.Module, NamedOps[None]):
     ) -> None:
         """Carry out one action; refuses what is not possible now."""
         op, index = Op(int(actions[0, HEAD["op"]])), int(actions[0, HEAD["slot"]])
-        after, done = lifecycle.act(self.states, actions, self.spec.slots.min_age)
+        after, done = lifecycle.act(
+            self.states, actions, self.spec.slots.min_age, self.batches_per_tick
+        )
         if not bool(done):
             raise IllegalAction(self._why_not(op, index))
         if op is Op.GERMINATE:
             blueprint = self.spec.blueprints[int(actions[0, HEAD["blueprint"]])]
             self._grow(index, blueprint, initialiser)
-        self._put(after)
+        self.states = after
+        self.tick(0, decision=False)  # what takes no time is done
 
-    def tick(self) -> None:
-        """Let one decision pass: alphas move, seeds that have faded out leave."""
-        self._put(lifecycle.tick(self.states))
+    def tick(self, batches: int = 1, *, decision: bool = True) -> None:
+        """Let batches pass, up to a decision: seeds move on, alphas move, faded leave.
+
+        A seed trains for the ticks of its tempo, blends for as many, and holds.
+        """
+        passed = torch.tensor([batches])
+        self._put(lifecycle.after(self.states, passed, decision=decision))
 
     def remove(self, slot: int) -> None:
         """Take a seed out at once, whatever its stage: for one that failed."""

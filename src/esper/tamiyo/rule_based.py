@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor
 
 from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionMasks, ActionSpec, Op
-from esper.contracts.blueprints import Form
+from esper.contracts.blueprints import NOMINAL_WIDTH, Form
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
 from esper.contracts.world import BlueprintOffers, ControllerState, Observation
@@ -132,7 +132,9 @@ class SizePreference:
         # Sizes are squeezed into [1.5, 2), above all parameters in (-1, 1).
         self._widening = torch.tensor(
             [
-                2.0 - 1.0 / (1.0 + known.size) if known.form is Form.WIDEN else 0.0
+                2.0 - 1.0 / (1.0 + known.units(NOMINAL_WIDTH))
+                if known.form is Form.WIDEN
+                else 0.0
                 for known in spec.blueprints
             ]
         )

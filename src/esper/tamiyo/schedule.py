@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int64
 from torch import Generator, Tensor
 
 from esper.contracts.actions import ActionMasks, ActionSpec
-from esper.contracts.blueprints import BLUEPRINTS, Form
+from esper.contracts.blueprints import BLUEPRINTS, NOMINAL_WIDTH, Blueprint, Form
 from esper.contracts.errors import BadInput, unknown
 from esper.contracts.world import ControllerState, Observation
 from esper.tamiyo.rule_based import (
@@ -192,13 +192,18 @@ def playable(spec: ActionSpec, blueprint: str) -> str | None:
     """
     if blueprint == LARGEST or blueprint in {known.name for known in spec.blueprints}:
         return blueprint
-    sizes = {b.name: b.size for b in BLUEPRINTS if b.form is Form.WIDEN}
+    sizes = {b.name: _size(b) for b in BLUEPRINTS}
     smaller = [
-        (known.size, known.name)
+        (_size(known), known.name)
         for known in spec.blueprints
-        if known.form is Form.WIDEN and known.size <= sizes.get(blueprint, -1)
+        if 0 < _size(known) <= sizes.get(blueprint, -1)
     ]
     return max(smaller)[1] if smaller else None
+
+
+def _size(blueprint: Blueprint) -> int:
+    """Units of a widening; 0 if it is none."""
+    return blueprint.units(NOMINAL_WIDTH) if blueprint.form is Form.WIDEN else 0
 
 
 def _wanted(spec: ActionSpec, blueprint: str) -> list[bool]:

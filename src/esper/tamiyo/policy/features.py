@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from esper.contracts.actions import ActionSpec
-from esper.contracts.blueprints import Form
+from esper.contracts.blueprints import NOMINAL_WIDTH, Form
 from esper.contracts.errors import BadInput
 from esper.contracts.features import (
     BLUEPRINT_COLUMNS,
@@ -100,7 +100,7 @@ def blueprint_table(spec: ActionSpec) -> Float[Tensor, "blueprint column"]:
     """What is declared of each blueprint: `BLUEPRINT_COLUMNS`, on the CPU."""
     rows = [
         [
-            log2(max(1, blueprint.size)),
+            log2(max(1, blueprint.units(NOMINAL_WIDTH))),
             blueprint.merges,
             *(blueprint.form is f for f in Form if f is not Form.CUSTOM),
         ]
