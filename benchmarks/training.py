@@ -22,7 +22,6 @@ from esper.grower import Grower
 from esper.growth.hooks import ROWS
 from esper.growth.macs import promise_macs, step_macs
 from esper.growth.model import GrowingModel
-from esper.growth.optimiser import Newborn
 from esper.growth.slots import is_layer
 from esper.tasks.data import Data, split
 
@@ -54,7 +53,6 @@ class Run:
     """Parameters that may be added, relative to the host's; None: never grown."""
     epochs: int = 0
     """Decisions of a growing run, spread evenly over its steps."""
-    newborn: float = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +240,6 @@ def _grower(
         budget=what.budget,
         decisions=what.epochs,
         blueprints=BLUEPRINTS,
-        newborn=Newborn(factor=what.newborn),
         rng_seed=stream_seed(what.rng_seed, "growth"),
     )
 

@@ -16,7 +16,7 @@ offered weight decay to the plain arms only; this one offers it to all:
 - Multiply-adds are counted in full (`training`): shadow passes, decisions, promises.
 - Tuning: on three random seeds that are not counted, by accuracy on the decision rows.
   Every arm gets one grid of five learning rates and then, at its best, three changes:
-  of weight decay, and for `early` of the newborns' learning rate. No test row is read.
+  of weight decay. No test row is read.
 - Counted: ten random seeds. The test rows are read once, at the end of each run.
 
 The whole takes about half an hour on one core.
@@ -67,12 +67,7 @@ PLAIN: Final = (NEVER, NEVER_MACS, STATIC_MACS, STATIC, SHAPED)
 
 Setting = dict[str, float]
 """Learning rate and whatever else of a `Run` is tuned."""
-GROWING_CHANGES: Final[tuple[Setting, ...]] = (
-    {"newborn": 1.0},
-    {"decay": 0.1},
-    {"newborn": 1.0, "decay": 0.1},
-)
-PLAIN_CHANGES: Final[tuple[Setting, ...]] = (
+CHANGES: Final[tuple[Setting, ...]] = (
     {"decay": 0.0},
     {"decay": 1e-3},
     {"decay": 0.1},
@@ -159,8 +154,7 @@ class Study:
             for arm in arms:
                 scores = self._scores(task, arm, [{"rate": r} for r in use.rates])
                 _, best = max(scores, key=lambda one: one[0])
-                changes = GROWING_CHANGES if arm == EARLY else PLAIN_CHANGES
-                scores += self._scores(task, arm, [best | more for more in changes])
+                scores += self._scores(task, arm, [best | more for more in CHANGES])
                 self.settings[task, arm] = max(scores, key=lambda one: one[0])[1]
 
     def _scores(

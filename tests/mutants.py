@@ -264,13 +264,6 @@ MUTANTS = (
         "weight[:rows, :columns] += matrix",
         "tests/growth/test_export.py",
     ),
-    Mutant(
-        "a newborn parameter has no rate of its own",
-        "growth/optimiser.py",
-        "moved = (parameter - held).mul_(factor).add_(held)",
-        "moved = parameter + 0.0",
-        "tests/growth/test_optimiser.py",
-    ),
 )
 
 

@@ -35,7 +35,6 @@ from esper.growth.hooks import Sample, attach_gradients, shadow_gradients
 from esper.growth.initialisers import find_initialiser
 from esper.growth.measurements import MetricScorer, Track, observe
 from esper.growth.model import GrowingModel, NamedOps
-from esper.growth.optimiser import Newborn
 from esper.growth.safety import (
     GovernorConfig,
     Safety,
@@ -49,7 +48,7 @@ from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import Maker, controller_for
 from esper.tamiyo.rule_based import explain_no_planting
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 """Version of what `state_dict` holds."""
 
 
@@ -72,7 +71,6 @@ class Grower(NamedOps[Receipt]):
         blueprints: Names of what may be planted; all built-in ones if None.
         seeds_per_slot: How many seeds a place can hold.
         initialiser: How seeds start: "zero_out", "gradmax" or "tiny".
-        newborn: Learning rate of new parameters, relative to their group's.
         governor: Limits of what counts as healthy; None switches the checks off.
         mode: "max" if a larger metric is better (it must lie in [0, 1]), "min" if
             it is a loss.
@@ -94,7 +92,6 @@ class Grower(NamedOps[Receipt]):
         blueprints: Sequence[str] | None = None,
         seeds_per_slot: int = 4,
         initialiser: str = "zero_out",
-        newborn: Newborn | None = None,
         governor: GovernorConfig | None = GovernorConfig(),  # noqa: B008
         mode: str = "max",
         min_age: int = 1,
@@ -121,7 +118,7 @@ class Grower(NamedOps[Receipt]):
         try:
             self._scorer = MetricScorer(self.model, mode)
             self.controller = controller_for(controller, self.model.spec)
-            self.topology = Topology(self.model, optimizer, newborn)
+            self.topology = Topology(self.model, optimizer)
             self.safety = Safety(self.topology, governor)
         except BaseException:
             self.model.detach()
@@ -311,7 +308,6 @@ class Grower(NamedOps[Receipt]):
             "model": self.model.state_dict(),
             "groups": self.topology.surgery.names(),
             "optimizer": self._optimizer.state_dict(),
-            "newborn": self.topology.surgery.state_dict(),
             "governor": monitor.state_dict() if monitor else None,
             "track": asdict(self._track),
             "controller": self._controller_state,
@@ -339,7 +335,6 @@ class Grower(NamedOps[Receipt]):
         self.topology.surgery.restore(state["groups"], self.topology.named_parameters())
         # Torch's optimisers go on in the very tensors that they are given.
         self._optimizer.load_state_dict(deepcopy(state["optimizer"]))
-        self.topology.surgery.load_state_dict(state["newborn"])
         if self.safety.monitor is not None and state["governor"] is not None:
             self.safety.monitor.load_state_dict(state["governor"])
         self._track = Track(**state["track"])

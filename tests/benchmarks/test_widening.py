@@ -62,9 +62,10 @@ GROWING = Run(
 
 
 def _pretend(what: Run) -> Outcome:
-    """An outcome without training: the host likes rate 0.01, and early newborn 1."""
-    score = 0.5 + 0.1 * (what.rate == 1e-2) + 0.1 * (what.newborn == 1.0)
-    score -= 0.01 * (what.decay == 0.1)
+    """An outcome without training: the host likes rate 0.01, and early decay 0."""
+    score = 0.5 + 0.1 * (what.rate == 1e-2)
+    score += (0.1 if what.arm == EARLY else -0.1) * (what.decay == 0.0)
+    score -= 0.01 * (what.decay in (1e-3, 0.1))
     return Outcome(
         decisions=score,
         test=0.25 if what.judged else None,
@@ -113,13 +114,12 @@ def test_every_arm_is_tuned_equally_long(pretended):
 
 def test_what_was_best_on_the_decision_rows_is_what_is_counted(pretended):
     found, runs = pretended
-    assert found.settings["mnist1d", EARLY] == {"rate": 1e-2, "newborn": 1.0}
+    assert found.settings["mnist1d", EARLY] == {"rate": 1e-2, "decay": 0.0}
     assert found.settings["mnist1d", NEVER] == {"rate": 1e-2}
     for what in runs:
         if what.judged:
             assert what.rate == 1e-2
-            assert what.newborn == (1.0 if what.arm == EARLY else 3.0)
-            assert what.decay == 1e-2
+            assert what.decay == (0.0 if what.arm == EARLY else 1e-2)
 
 
 def test_equal_means_equal(pretended):

@@ -93,7 +93,7 @@ def train(kind, planting=None, *, steps, prune_at=None):
     host = make_host(kind)
     optimizer = torch.optim.Adam(host.parameters(), 3e-3)
     model = grow(kind, host)
-    topology = Topology(model, optimizer, None)
+    topology = Topology(model, optimizer)
     model.shadow_losses = []
     model.optimizer = optimizer
     if planting:

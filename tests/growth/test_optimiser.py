@@ -7,7 +7,6 @@ from torch import nn, optim
 from torch.optim import lr_scheduler as schedules
 
 from esper.contracts.errors import BadInput
-from esper.growth.optimiser import Newborn
 from esper.growth.optimiser import OptimizerSurgery as Surgery
 from tests.growth.hosts import bits
 
@@ -32,7 +31,6 @@ OPTIMISERS = {
     "rprop": partial(optim.Rprop, lr=0.01),
     "adafactor": partial(optim.Adafactor, lr=0.05),
 }
-LINEAR_IN_LR = [name for name in OPTIMISERS if name not in ("asgd", "rprop")]
 
 
 def sequential(optimizer):
@@ -140,7 +138,7 @@ def test_every_scheduler_goes_on_unchanged_and_a_newborn_follows_its_groups_rate
     build = partial(optim.SGD, lr=0.1)
     host, optimizer = host_and_optimiser(build)
     twin, twins = host_and_optimiser(build)
-    surgery = Surgery(optimizer, host, Newborn(factor=1.0))
+    surgery = Surgery(optimizer, host)
     schedule, other = (SCHEDULES[name](one) for one in (optimizer, twins))
     newborn, rates = nn.Parameter(torch.zeros(3, dtype=torch.float64)), []
     for step in range(23):
@@ -158,40 +156,6 @@ def test_every_scheduler_goes_on_unchanged_and_a_newborn_follows_its_groups_rate
     assert bits(host.state_dict()) == bits(twin.state_dict())
 
 
-@pytest.mark.parametrize("name", LINEAR_IN_LR)
-def test_a_newborn_learns_at_the_stated_multiple_of_its_groups_rate(name):
-    rule = Newborn(factor=3.0, steps=4)
-    host, optimizer = host_and_optimiser(OPTIMISERS[name])
-    seed, alone = a_seed(), a_seed()
-    surgery = Surgery(optimizer, host, rule)
-    train(host, optimizer, 3)
-    surgery.join(seed, beside=host.second.weight)
-    rate = float(optimizer.param_groups[1]["lr"])
-    reference = OPTIMISERS[name]([{"params": list(alone.values()), "lr": rate}])
-    for step, factor in enumerate([3.0, 2.5, 2.0, 1.5, 1.0, 1.0]):
-        train(host, optimizer, 1, start=step, seed=seed)
-        reference.param_groups[0]["lr"] = rate * factor
-        for mine, theirs in zip(seed.values(), alone.values(), strict=True):
-            theirs.grad = mine.grad.clone()
-        reference.step()
-        for mine, theirs in zip(seed.values(), alone.values(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-6)
-        ages = dict.fromkeys(seed, step + 1) if step < 3 else {}
-        assert surgery.state_dict() == {"ages": ages}
-
-
-def test_a_newborn_that_did_not_move_keeps_every_bit():
-    host, optimizer = host_and_optimiser(OPTIMISERS["sgd"])
-    surgery = Surgery(optimizer, host)
-    odd = torch.tensor([-0.0, 0.0, torch.inf, -torch.inf, 1e-45, 3e38, torch.nan])
-    still, waiting = nn.Parameter(odd.clone()), nn.Parameter(odd.clone())
-    surgery.join({"still": still, "waiting": waiting}, beside=host.second.weight)
-    still.grad = torch.zeros_like(still)
-    optimizer.step()
-    assert bits(still.data) == bits(odd - 0.02 * torch.zeros(7))
-    assert bits(waiting.data) == bits(odd)
-
-
 @pytest.mark.parametrize("name", ["sgd momentum", "adamw fused", "adagrad", "nadam"])
 def test_a_saved_run_goes_on_bit_for_bit_in_a_rebuilt_network(name):
     host, optimizer = host_and_optimiser(OPTIMISERS[name])
@@ -206,7 +170,6 @@ def test_a_saved_run_goes_on_bit_for_bit_in_a_rebuilt_network(name):
         (
             surgery.names(),
             optimizer.state_dict(),
-            surgery.state_dict(),
             host.state_dict(),
             {key: value.detach() for key, value in seed.items()},
         )
@@ -217,15 +180,13 @@ def test_a_saved_run_goes_on_bit_for_bit_in_a_rebuilt_network(name):
     again, other = Surgery(twins, twin), a_seed()
     stale = {"stale": nn.Parameter(torch.ones(1))}
     again.join(stale)
-    names, moments, ages, weights, seeds = saved
+    names, moments, weights, seeds = saved
     again.restore(names, dict(twin.named_parameters()) | other)
     twins.load_state_dict(moments)
-    again.load_state_dict(ages)
     twin.load_state_dict(weights)
     for key, value in seeds.items():
         other[key].data.copy_(value)
     assert again.names() == names
-    assert again.state_dict() == {"ages": {"seed.w": 2, "seed.b": 2}}
     train(twin, twins, 4, start=4, seed=other)
     assert bits(twin.state_dict()) == bits(host.state_dict())
     assert bits(other) == bits(seed)
@@ -275,9 +236,6 @@ def test_what_cannot_be_operated_on_is_refused():
     matrix = nn.Linear(3, 2, bias=False)
     surgery = Surgery(optim.Muon(matrix.parameters()), matrix)
     assert "Muon" in refusal(lambda: surgery.join({"b": nn.Parameter(torch.ones(2))}))
-    for factor in (0.0, -1.0, float("nan"), float("inf")):
-        assert "factor" in refusal(lambda factor=factor: Newborn(factor=factor))
-    assert "steps" in refusal(lambda: Newborn(steps=0))
 
 
 def test_a_refused_restore_changes_nothing():
@@ -286,7 +244,7 @@ def test_a_refused_restore_changes_nothing():
     seed = a_seed()
     surgery.join(seed)
     train(host, optimizer, 2, seed=seed)
-    before = bits([optimizer.state_dict(), surgery.state_dict(), surgery.names()])
+    before = bits([optimizer.state_dict(), surgery.names()])
     (first, second), everything = surgery.names(), dict(host.named_parameters()) | seed
     restore = surgery.restore
     assert "'ghost'" in refusal(
@@ -294,5 +252,5 @@ def test_a_refused_restore_changes_nothing():
     )
     assert "2" in refusal(lambda: restore([first], everything))
     assert "'second.bias'" in refusal(lambda: restore([first, second[:-1]], everything))
-    after = bits([optimizer.state_dict(), surgery.state_dict(), surgery.names()])
+    after = bits([optimizer.state_dict(), surgery.names()])
     assert after == before

@@ -10,7 +10,6 @@ from esper.contracts.errors import BadInput, IllegalAction
 from esper.contracts.stages import Stage, StageChanged
 from esper.growth.history import PLAIN, GrowthDecision, summary
 from esper.growth.model import encode_action
-from esper.growth.optimiser import Newborn
 from esper.growth.topology import Receipt, Topology, action_text
 from tests.growth.hosts import grow
 
@@ -89,7 +88,7 @@ def test_actions_go_to_numbers_and_to_words():
 def test_parameters_join_and_leave_with_their_seed():
     model = grow("vector")
     optimizer = torch.optim.Adam(model.host.parameters())
-    topology = Topology(model, optimizer, Newborn())
+    topology = Topology(model, optimizer)
     host = len(optimizer.param_groups[0]["params"])
     slot = "first->second#0"
     receipt = topology.act(model.encode(Op.GERMINATE, slot, blueprint="widen_8"))
@@ -110,7 +109,7 @@ def test_parameters_join_and_leave_with_their_seed():
 def test_what_is_refused_leaves_the_optimiser_alone():
     model = grow("vector")
     optimizer = torch.optim.Adam(model.host.parameters())
-    topology = Topology(model, optimizer, None)
+    topology = Topology(model, optimizer)
     before = len(optimizer.param_groups[0]["params"])
     slot = "second#0"
     with pytest.raises(IllegalAction):
@@ -126,7 +125,7 @@ def test_an_optimiser_that_cannot_train_a_seed_gives_its_slot_back():
     matrices = [p for p in model.host.parameters() if p.ndim == 2]
     for parameter in model.host.parameters():
         parameter.requires_grad_(parameter.ndim == 2)
-    topology = Topology(model, torch.optim.Muon(matrices), None)
+    topology = Topology(model, torch.optim.Muon(matrices))
     slot = "second#0"
     with pytest.raises(BadInput, match="Muon trains matrices only"):
         topology.act(model.encode(Op.GERMINATE, slot, blueprint="residual_mlp"))

@@ -1,18 +1,11 @@
 """Optimiser surgery: parameters join and leave an optimiser that is in use.
 
 A newborn is appended to the parameter group of the layer it grows beside, so every
-scheduler and every hyperparameter is right at once; no other state is touched.
-Its own learning rate is a stated multiple of the group's and decays to it:
-
-    p <- p_old + f (p_new - p_old),    f = 1 + (factor - 1) max(0, 1 - age / steps)
-
-The step itself is stretched, whatever the optimiser computed, so the rule needs no
-knowledge of it. Ages are counts of optimiser steps; no tensor is read.
+scheduler and every hyperparameter is right at once and it learns at its group's rate;
+no other state is touched.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,51 +17,24 @@ from esper.contracts.errors import BadInput
 StepJudge = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Newborn:
-    """How much faster than its neighbours a parameter learns after it joined."""
-
-    factor: float = 3.0
-    """Learning rate of the first step, as a multiple of the group's."""
-    steps: int = 200
-    """Optimiser steps until the multiple has decayed, linearly, to 1."""
-
-    def __post_init__(self) -> None:
-        """Refuse a rule that is none."""
-        if not (math.isfinite(self.factor) and self.factor > 0.0):
-            raise BadInput(
-                f"factor must be positive and finite, got {self.factor}; "
-                "1 gives newborns the learning rate of their group."
-            )
-        if self.steps < 1:
-            raise BadInput(f"steps must be at least 1, got {self.steps}.")
-
-    def at(self, age: int) -> float:
-        """Multiple of the group's learning rate after `age` steps."""
-        return 1.0 + (self.factor - 1.0) * max(0.0, 1.0 - age / self.steps)
-
-
 class OptimizerSurgery:
     """Lets parameters join and leave one optimiser over one host."""
 
-    def __init__(
-        self, optimizer: object, host: nn.Module, newborn: Newborn | None = None
-    ) -> None:
+    def __init__(self, optimizer: object, host: nn.Module) -> None:
         self._host = {p: name for name, p in host.named_parameters()}
         self._optimizer = _check_optimizer(optimizer, self._host)
-        self._rule = Newborn() if newborn is None else newborn
         self._joined: dict[nn.Parameter, str] = {}
-        self._ages: dict[nn.Parameter, int] = {}
-        self._held: dict[nn.Parameter, Tensor] = {}
         self.before_step: StepJudge | None = None
         """Called first before every step; it may clear gradients."""
+        self.after_step: Callable[[], None] | None = None
+        """Called last after every step."""
         self._handles = (
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
         )
 
     def detach(self) -> None:
-        """Take the hooks off the optimiser; newborns have no rate of their own then."""
+        """Take the hooks off the optimiser."""
         for handle in self._handles:
             handle.remove()
 
@@ -121,8 +87,8 @@ class OptimizerSurgery:
     ) -> None:
         """Give every group the parameters of `names`, as they were when it was saved.
 
-        Loading is then `optimizer.load_state_dict` and `load_state_dict` of this
-        object. Parameters that are not named leave; those that come are newborn.
+        Loading is then `optimizer.load_state_dict`. Parameters that are not named
+        leave.
         """
         wanted = self._resolve(names, named_parameters)
         stays = {parameter for group in wanted for parameter in group}
@@ -137,41 +103,15 @@ class OptimizerSurgery:
                 if parameter not in self._host and parameter not in self._joined:
                     self._register(parameter, name, group)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Ages of the newborns that still learn at a rate of their own, by name."""
-        return {"ages": {self._joined[p]: age for p, age in self._ages.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the ages; a joined parameter that is not named has no rate of its own."""
-        joined = {name: parameter for parameter, name in self._joined.items()}
-        ages: Mapping[str, int] = state["ages"]
-        grown = 0 if self._rule.factor == 1.0 else self._rule.steps
-        self._ages = {joined[name]: age for name, age in ages.items() if age < grown}
-        self._held.clear()
-
     def _before_step(self, _: object, args: Any, kwargs: Any) -> None:  # noqa: ANN401
-        """Keep the weights of the newborns, in memory that is used again."""
         if self.before_step is not None:
             self.before_step(args, kwargs)
         if isinstance(self._optimizer, SGD) and self._joined:
             self._complete_buffers(self._optimizer)
-        with torch.no_grad():
-            for parameter in self._ages:
-                if parameter in self._held:
-                    self._held[parameter].copy_(parameter)
-                else:
-                    self._held[parameter] = parameter.detach().clone()
 
     def _after_step(self, *_: object) -> None:
-        """Stretch the newborns' step; a weight that did not move keeps every bit."""
-        with torch.no_grad():
-            for parameter, held in [*self._held.items()]:
-                factor = self._rule.at(self._ages[parameter])
-                moved = (parameter - held).mul_(factor).add_(held)
-                parameter.copy_(torch.where(parameter == held, parameter, moved))
-                self._ages[parameter] += 1
-                if self._ages[parameter] >= self._rule.steps:
-                    del self._ages[parameter], self._held[parameter]
+        if self.after_step is not None:
+            self.after_step()
 
     def _complete_buffers(self, optimizer: SGD) -> None:
         """Zero momentum for newborns among others: fused SGD needs all or none."""
@@ -194,8 +134,6 @@ class OptimizerSurgery:
         self, parameter: nn.Parameter, name: str, group: dict[str, Any]
     ) -> None:
         self._joined[parameter] = name
-        if self._rule.factor != 1.0:
-            self._ages[parameter] = 0
         if isinstance(self._optimizer, Adagrad):
             # Its constructor makes the zero state; others make it when needed.
             start = float(self._optimizer.defaults["initial_accumulator_value"])
@@ -206,8 +144,6 @@ class OptimizerSurgery:
 
     def _forget(self, parameter: nn.Parameter) -> None:
         del self._joined[parameter]
-        self._ages.pop(parameter, None)
-        self._held.pop(parameter, None)
         self._optimizer.state.pop(parameter, None)
 
     def _refuse_untrainable(self, named: Mapping[str, nn.Parameter]) -> None:

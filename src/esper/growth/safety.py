@@ -278,7 +278,6 @@ class Safety:
         self._constants = {id(b) for b in buffers if not all_finite([b], LARGEST)}
         self.snapshot = Snapshot(self._model, self._optimizer)
         self._healthy = self.monitor.state_dict()
-        # Judged first: the rule for newborn parameters must not see a refused step.
         topology.surgery.before_step = self._before_step
 
     def take_snapshot(self) -> bool:

@@ -17,7 +17,7 @@ from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionMasks, ActionS
 from esper.contracts.errors import BadInput, IllegalAction
 from esper.contracts.stages import Stage, StageChanged
 from esper.growth.model import GrowingModel
-from esper.growth.optimiser import Newborn, OptimizerSurgery
+from esper.growth.optimiser import OptimizerSurgery
 
 VERBS = {
     Op.ADVANCE: "advance",
@@ -48,11 +48,9 @@ class Receipt:
 class Topology:
     """A growing model and the optimiser that follows its changes."""
 
-    def __init__(
-        self, model: GrowingModel, optimizer: Optimizer, newborn: Newborn | None
-    ) -> None:
+    def __init__(self, model: GrowingModel, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.surgery = OptimizerSurgery(optimizer, model.host, newborn)
+        self.surgery = OptimizerSurgery(optimizer, model.host)
         self.step = 0
         """The decision that events are recorded under."""
         self.receipts: list[Receipt] = []
