@@ -141,15 +141,12 @@ def grower_step(x: Tensor, y: Tensor, stage: str) -> tuple[Callable[[], None], G
     """The same step through a Grower with one seed in a stage."""
     model = host()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    grower = Grower(model, optimizer, [SLOT], example=x[:8], controller="never")
+    options = {"controller": "never", "tick": 10**6}  # stages last
+    grower = Grower(model, optimizer, [SLOT], example=x[:8], **options)
     name = f"{SLOT}#0"
     if stage != "DORMANT":
-        grower.plant(name, BLUEPRINT, tempo="FAST")
-        grower.model.tick()
-    if stage == "HOLDING":
-        for _ in range(2):
-            grower.advance(name)
-            grower.model.tick()
+        tempo = "AT_ONCE" if stage == "HOLDING" else "SLOW"
+        grower.plant(name, BLUEPRINT, tempo=tempo)
 
     def step() -> None:
         loss = grower.loss(lambda: cross_entropy(model(x), y))

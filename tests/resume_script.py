@@ -19,24 +19,17 @@ from tests.growth.hosts import make_batch, make_host
 SLOTS = ("first->second", "second->last", "second->second")
 BATCHES, PER_DECISION = 40, 5
 BY_HAND = {
-    # batch: (what, slot, manner); at batch 25 every stage is there.
-    0: [("plant", "first->second#0", {"blueprint": "widen_8", "tempo": "FAST"})],
+    # batch: (what, slot, manner); at batch 20 every stage is there.
+    0: [("plant", "first->second#0", {"blueprint": "widen_x1.5", "tempo": "FAST"})],
     1: [("plant", "second->last#0", {"blueprint": "widen_8", "tempo": "FAST"})],
     2: [("plant", "second->second#0", {"blueprint": "low_rank_4", "tempo": "FAST"})],
-    5: [("advance", "first->second#0", {}), ("advance", "second->last#0", {})],
-    6: [("advance", "second->second#0", {})],
-    10: [
-        ("advance", "first->second#0", {}),
-        ("advance", "second->last#0", {}),
-        ("advance", "second->second#0", {}),
-        ("plant", "first->second#1", {"blueprint": "widen_8", "tempo": "SLOW"}),
-    ],
+    5: [("plant", "second->second#1", {"blueprint": "low_rank_4"})],
+    10: [("plant", "first->second#1", {"blueprint": "widen_x1.5", "tempo": "SLOW"})],
     15: [
         ("keep", "first->second#0", {}),
         ("prune", "second->last#0", {"speed": "SLOW", "curve": "COSINE"}),
-        ("advance", "first->second#1", {}),
-        ("plant", "second->last#1", {"blueprint": "residual_mlp"}),
     ],
+    22: [("plant", "second->last#1", {"blueprint": "widen_x2", "tempo": "AT_ONCE"})],
 }
 
 
@@ -57,7 +50,14 @@ class Training:
             example=make_batch("vector", 4)[0],
             controller=controller,
             decisions=BATCHES // PER_DECISION,
-            blueprints=["widen_8", "low_rank_4", "residual_mlp"],
+            blueprints=[
+                "widen_8",
+                "low_rank_4",
+                "residual_mlp",
+                "widen_x1.5",
+                "widen_x2",
+            ],
+            tick=PER_DECISION,
             seeds_per_slot=2,
             initialiser="gradmax",
         )

@@ -167,7 +167,7 @@ def test_clipping_leaves_training_seeds_out():
 
 
 def test_without_grower_loss_training_passes_and_the_summary_notes_it():
-    grower = begin(controller="early", decisions=10)
+    grower = begin(controller="early", decisions=10, tick=1)
     for batch in range(10):
         grower._optimizer.zero_grad()
         loss_of(grower, batch)().backward()
@@ -328,7 +328,7 @@ def unreliable():
 @pytest.mark.parametrize("stage", ["TRAINING", "BLENDING"])
 def test_a_seed_that_turns_bad_is_removed_and_the_host_goes_on(unreliable, how, stage):
     torch.manual_seed(0)
-    grower = begin(blueprints=["unreliable", "residual_mlp"])
+    grower = begin(blueprints=["unreliable", "residual_mlp"], tick=100)
     grower.plant("second#0", "unreliable", tempo="FAST")
     grower.plant("second#1", "residual_mlp", tempo="FAST")
     train(grower, range(10))

@@ -67,20 +67,16 @@ class Run:
             blueprints=["widen_8", "low_rank_4"],
             seeds_per_slot=2,
             governor=governor,
+            tick=100,
         )
         self.model = self.grower.model
         torch.manual_seed(0)
         kept, blending = SEEDS["active"]
-        self.grower.plant(kept, "widen_8", tempo="FAST")
-        self.grower.plant(blending, "low_rank_4", tempo="SLOW")
-        for start, ops in (
-            (99, [(self.grower.advance, kept), (self.grower.advance, blending)]),
-            (102, [(self.grower.advance, kept)]),
-            (105, [(self.grower.keep, kept)]),
-        ):
-            self.train(range(start, start + 3))
-            for op, slot in ops:
-                op(slot)
+        self.grower.plant(kept, "widen_8", tempo="AT_ONCE")
+        self.grower.plant(blending, "low_rank_4", tempo="FAST")
+        self.train(range(99, 108))
+        self.grower.advance(blending)
+        self.grower.keep(kept)
         self.grower.plant(*SEEDS["training"], "widen_8")
         self.train(range(108, 141))
         stages = [self.model.stage(s) for slots in SEEDS.values() for s in slots]

@@ -50,6 +50,8 @@ from esper.tamiyo.rule_based import explain_no_planting
 
 FORMAT: Final = 5
 """Version of what `state_dict` holds."""
+DECISIONS: Final = 30
+"""Decisions of a run whose end is known but was not given."""
 
 
 class Grower(NamedOps[Receipt]):
@@ -66,7 +68,9 @@ class Grower(NamedOps[Receipt]):
             what makes one: `load_controller(run)`.
         budget: How much may be added: a float is a multiple of the host's
             parameters, an int a number of parameters.
-        decisions: How often `step` will be called; schedules need to know.
+        decisions: How often `step` will be called; with stop="anytime" it is not used.
+        stop: "end" if what counts is the end, after so many decisions; "anytime" if
+            training may end at any moment: then nothing that is seen depends on it.
         rent: Score that one more multiple of the host's parameters must earn.
         blueprints: Names of what may be planted; all built-in ones if None.
         seeds_per_slot: How many seeds a place can hold.
@@ -74,7 +78,9 @@ class Grower(NamedOps[Receipt]):
         governor: Limits of what counts as healthy; None switches the checks off.
         mode: "max" if a larger metric is better (it must lie in [0, 1]), "min" if
             it is a loss.
-        min_age: Decisions a seed spends in a stage before it may be moved.
+        min_age: Decisions a seed spends in a stage before it may be moved by hand.
+        tick: Batches in which the tempos of seeds are counted: they train for 0
+            (AT_ONCE) to 4 ticks (SLOW), blend in for as many, and hold.
         rng_seed: Where the seeds' weights and the controller's chances come from.
     """
 
@@ -87,7 +93,8 @@ class Grower(NamedOps[Receipt]):
         example: Example,
         controller: str | Controller | Maker = "early",
         budget: float | int = 2.0,
-        decisions: int = 30,
+        decisions: int | None = None,
+        stop: str = "end",
         rent: float = 0.0,
         blueprints: Sequence[str] | None = None,
         seeds_per_slot: int = 4,
@@ -95,9 +102,12 @@ class Grower(NamedOps[Receipt]):
         governor: GovernorConfig | None = GovernorConfig(),  # noqa: B008
         mode: str = "max",
         min_age: int = 1,
+        tick: int = 16,
         rng_seed: int = 0,
     ) -> None:
-        if decisions < 1:
+        if stop not in ("end", "anytime"):
+            raise BadInput(f"stop must be 'end' or 'anytime', got {stop!r}.")
+        if decisions is not None and decisions < 1:
             raise BadInput(f"decisions must be at least 1, got {decisions}.")
         if not isfinite(rent) or rent < 0:
             raise BadInput(f"rent must be a number of at least 0, got {rent}.")
@@ -113,6 +123,7 @@ class Grower(NamedOps[Receipt]):
             blueprints=blueprints,
             seeds_per_slot=seeds_per_slot,
             min_age=min_age,
+            tick=tick,
             rng_seed=rng_seed,
         )
         try:
@@ -120,6 +131,7 @@ class Grower(NamedOps[Receipt]):
             self.controller = controller_for(controller, self.model.spec)
             self.topology = Topology(self.model, optimizer)
             self.safety = Safety(self.topology, governor)
+            self.topology.surgery.after_step = self._after_step
         except BaseException:
             self.model.detach()
             if hasattr(self, "topology"):
@@ -127,7 +139,8 @@ class Grower(NamedOps[Receipt]):
             raise
         host = self.model.survey.parameters
         self.budget: float = budget if isinstance(budget, float) else budget / host
-        self.decisions, self.rent = decisions, rent
+        self.decisions = None if stop == "anytime" else decisions or DECISIONS
+        self.rent = rent
         self.initialiser = initialiser
         self.history: list[GrowthDecision] = []
         self._optimizer = optimizer
@@ -137,6 +150,8 @@ class Grower(NamedOps[Receipt]):
         self._losses: list[Tensor] = []
         self._used_loss = False
         self._skipped_training = False
+        self._moved = False
+        """Whether an alpha has moved since the last decision."""
         like = next(model.parameters())
         self._home = (like.device, like.dtype)
         self._own = [id(parameter) for parameter in model.parameters()]
@@ -236,16 +251,16 @@ class Grower(NamedOps[Receipt]):
         if op is not Op.WAIT:
             self.topology.act(actions, self.initialiser)
         self._track, self._controller_state = track, state
-        self.topology.tick()
+        self.topology.tick(0)
         receipts, events = self.topology.collect()
         decision = GrowthDecision(
             step=len(self.history),
             metric=measured,
             loss=loss,
             action=action,
-            grew=bool(receipts or events),
+            grew=bool(receipts or events) or self._moved,
             why_not=why_not,
-            parameters=self.model.survey.parameters + self.model.parameters_added,
+            parameters=self.model.count().parameters,
             macs=self.model.macs,
             receipts=receipts,
             events=events,
@@ -253,7 +268,7 @@ class Grower(NamedOps[Receipt]):
         )
         self.history.append(decision)
         self.topology.step = len(self.history)
-        self._losses, self._used_loss = [], False
+        self._losses, self._used_loss, self._moved = [], False, False
         self.safety.incidents = []
         for hooks in self.model.hooks:
             hooks.forget()
@@ -315,7 +330,7 @@ class Grower(NamedOps[Receipt]):
             "random": random_state(self.model),
             "first_metric": self._scorer.first,
             "losses": [*self._losses],
-            "flags": [self._used_loss, self._skipped_training],
+            "flags": [self._used_loss, self._skipped_training, self._moved],
             "passed": [hooks.passed for hooks in self.model.hooks],
             "samples": [
                 [[s.inputs, s.outputs, s.rows, s.gradient] for s in hooks.samples]
@@ -342,7 +357,7 @@ class Grower(NamedOps[Receipt]):
         self._generator.set_state(state["generator"])
         self._scorer.first = state["first_metric"]
         self._losses = [*state["losses"]]
-        self._used_loss, self._skipped_training = state["flags"]
+        self._used_loss, self._skipped_training, self._moved = state["flags"]
         for hooks, passed, samples in zip(
             self.model.hooks, state["passed"], state["samples"], strict=True
         ):
@@ -367,6 +382,16 @@ class Grower(NamedOps[Receipt]):
         receipt = self.topology.act(actions, initialiser or self.initialiser)
         self.safety.topology_changed()
         return receipt
+
+    def _after_step(self) -> None:
+        """One batch more: seeds train, blend and fade by their tempos."""
+        if self.topology.moving:
+            before = self.model.states
+            self.topology.tick(1, decision=False)
+            after = self.model.states
+            self._moved |= not torch.equal(before.alpha, after.alpha)
+            if not torch.equal(before.stage, after.stage):
+                self.safety.topology_changed()
 
     def _pass_training(self) -> None:
         """Without `grower.loss` a seed cannot train beside the host."""

@@ -48,7 +48,7 @@ def test_relevance_is_the_list_of_heads_that_each_op_uses():
 
 def test_an_action_space_has_every_choice_that_is_not_taken_from_it():
     spec = ActionSpec()
-    assert spec.sizes == (6, 3, NUM_BLUEPRINTS, 2, 3, 3, 3, 3)
+    assert spec.sizes == (6, 3, NUM_BLUEPRINTS, 2, 4, 3, 3, 3)
     assert spec.width == NUM_BLUEPRINTS
     assert spec.allowed.shape == (NUM_HEADS, NUM_BLUEPRINTS)
     assert spec.allowed.sum(dim=1).tolist() == [*spec.sizes]

@@ -5,7 +5,7 @@ from math import inf, nan
 import pytest
 import torch
 
-from esper.contracts.actions import HEAD, NUM_HEADS, Op
+from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, Op
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
 from esper.contracts.state import load, save
@@ -52,9 +52,13 @@ def make(envs=3, rng_seed=0, task=TINY, **more):
     return GrowingWorld(task, envs, rng_seed, settings=settings)
 
 
+SLOW = [*HEADS[HEAD["tempo"]].choices].index("SLOW")
+
+
 def action(op, slot=0, blueprint=0, **heads):
     row = torch.zeros(NUM_HEADS, dtype=torch.int64)
     row[:3] = torch.tensor([int(op), slot, blueprint])
+    row[HEAD["tempo"]] = SLOW if op == Op.GERMINATE else 0
     for name, choice in heads.items():
         row[HEAD[name]] = choice
     return row

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from esper.contracts.actions import NUM_HEADS, Op
+from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.stages import Stage
 from esper.environment.growing import CONTRIBUTION_ROWS, GrowingWorld
 from esper.environment.settings import WorldSettings
@@ -77,6 +77,7 @@ def say(world, sentences=None):
     for env, (op, *rest) in (sentences or {}).items():
         actions[env, 0] = int(op)
         actions[env, 1 : 1 + len(rest)] = torch.tensor(rest, dtype=torch.int64)
+    actions[:, HEAD["tempo"]] = 3 * (actions[:, 0] == Op.GERMINATE)  # SLOW
     result = world.step(actions)
     assert not result.illegal.any()
     return result
@@ -286,13 +287,13 @@ def test_a_contribution_is_score_lost_without_a_seed_or_won_with_one_in_training
     for env, slots in planted.items():
         for slot, (_, size) in slots.items():
             loud(world, env, slot, size)
-    shown = say(world, {2: (Op.ADVANCE, 2)}).observation.slots
+    shown = say(world).observation.slots
     stages, alphas = shown.stage.tolist(), shown.alpha.tolist()
     assert [stages[0][0], stages[0][3], stages[1][3], stages[2][2]] == [
         Stage.TRAINING,
         Stage.TRAINING,
         Stage.BLENDING,
-        Stage.HOLDING,
+        Stage.BLENDING,
     ]
     rows = clouds(0).decisions
     assert len(rows) > CONTRIBUTION_ROWS

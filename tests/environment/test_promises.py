@@ -10,7 +10,9 @@ from esper.growth.hooks import Sample
 from esper.growth.promise import promises as promises_of_one
 
 FORMS = (Form.LOW_RANK, Form.WIDEN, Form.RESIDUAL_MLP)
-KINDS = [blueprint for blueprint in BLUEPRINTS if blueprint.form in FORMS]
+KINDS = [
+    blueprint for blueprint in BLUEPRINTS if blueprint.form in FORMS and blueprint.size
+]
 SIZES = [blueprint.size for blueprint in KINDS]
 BIASED = [blueprint.form is not Form.LOW_RANK for blueprint in KINDS]
 ENVS, ROWS = 4, 128

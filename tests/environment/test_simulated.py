@@ -299,8 +299,8 @@ def test_what_does_not_fit_or_cannot_be_afforded_is_illegal():
     world.reset()
     plant = torch.tensor([Op.GERMINATE, 1, 0, 0, 1, 0, 0, 0])
     for head, choice in (
-        ("op", 6), ("slot", -1), ("tempo", 0), ("tempo", 3), ("blueprint", 1), ("blueprint", 2),
-        ("op", Op.ADVANCE),
+        ("op", 6), ("slot", -1), ("tempo", 0), ("tempo", 3), ("blueprint", 1),
+        ("blueprint", 2), ("op", Op.ADVANCE),
     ):  # fmt: skip
         wrong = plant.clone()
         wrong[HEAD[head]] = choice

@@ -63,7 +63,8 @@ def test_all_slots_at_once_equal_each_slot_alone(min_age, tick, story):
         alphas, trains = lifecycle.schedule(states, batches)
         for batch in range(batches):
             before, then = (
-                lifecycle.after(states, torch.full((3,), batch + more)) for more in (0, 1)
+                lifecycle.after(states, torch.full((3,), batch + more))
+                for more in (0, 1)
             )
             assert torch.equal(trains[:, batch], before.stage == Stage.TRAINING)
             assert torch.equal(alphas[:, batch], then.alpha)

@@ -97,7 +97,9 @@ def train(kind, planting=None, *, steps, prune_at=None):
     model.shadow_losses = []
     model.optimizer = optimizer
     if planting:
-        topology.act(model.encode(Op.GERMINATE, planting[0], blueprint=planting[1]))
+        slot, name = planting
+        how = {"blueprint": name, "tempo": "SLOW"}
+        topology.act(model.encode(Op.GERMINATE, slot, **how))
     x, y = make_batch(kind, rows=32)
     torch.manual_seed(1)
     for step in range(steps):
@@ -158,12 +160,11 @@ def test_a_saved_model_answers_as_before(kind):
     stages = ("TRAINING", "BLENDING", "HOLDING", "FOSSILIZED", "COOLING")
     fitting = [p for p in PLANTINGS if p[0] == kind and p[2] != "attention"]
     free = iter(dict.fromkeys(slot for _, slot, _ in fitting))
-    used = {}
     for stage, slot in zip(stages, free, strict=False):
         blueprint = next(b for _, s, b in fitting if s == slot)
         move_to(model, slot, blueprint, stage)
-        used[slot] = model.stage(slot)
     shake(model)
+    used = {slot: model.stage(slot) for slot in model.slots}
     other = grow(kind, make_host(kind, rng_seed=9))
     other.load_state_dict(model.state_dict())
     assert torch.equal(model.example_outputs()[0], other.example_outputs()[0])

@@ -254,7 +254,7 @@ class Run:
         self.model = grow("vector")
         self.model.host.drop.p = 0.0
         self.optimizer = torch.optim.Adam(self.model.host.parameters(), 1e-3)
-        self.topology = Topology(self.model, self.optimizer, None)
+        self.topology = Topology(self.model, self.optimizer)
         self.safety = Safety(self.topology, GovernorConfig(**config))
 
     def train(self, batches, factor=1.0):

@@ -91,17 +91,17 @@ def test_parameters_join_and_leave_with_their_seed():
     topology = Topology(model, optimizer)
     host = len(optimizer.param_groups[0]["params"])
     slot = "first->second#0"
-    receipt = topology.act(model.encode(Op.GERMINATE, slot, blueprint="widen_8"))
+    how = {"blueprint": "widen_8", "tempo": "SLOW"}
+    receipt = topology.act(model.encode(Op.GERMINATE, slot, **how))
     assert receipt == Receipt("GERMINATE", slot, "widen_8", 0.0, "zero_out")
     group = optimizer.param_groups[0]["params"]
     assert {id(p) for p in group} == {id(p) for p in model.parameters()}
     topology.tick()
     topology.act(model.encode(Op.PRUNE, slot))
-    topology.tick()
     assert len(optimizer.param_groups[0]["params"]) == host
     receipts, events = topology.collect()
-    assert [e.after for e in events] == [Stage.TRAINING, Stage.COOLING, Stage.DORMANT]
-    assert events[-1].reason == "alpha reached 0"
+    assert [e.after for e in events] == [Stage.TRAINING, Stage.DORMANT]
+    assert events[-1].reason == "PRUNE"
     assert [r.op for r in receipts] == ["GERMINATE", "PRUNE"]
     assert topology.collect() == ((), ())
 

@@ -169,7 +169,7 @@ def test_masks_can_be_computed_on_a_device_that_holds_no_values():
         slot_config=spec.slots, spec=spec, device="meta", **example(spec, device="meta")
     )
     listed = compute_batch_masks([[None] * 3] * 3, SlotConfig(), device="meta")
-    for field, shape in zip(FIELDS, [(6,), (6, 3), (3, 12), (8, 12)], strict=True):
+    for field, shape in zip(FIELDS, [(6,), (6, 3), (3, 16), (8, 16)], strict=True):
         for mask in (getattr(masks, field), getattr(listed, field)):
             assert (mask.device.type, mask.shape) == ("meta", (3, *shape))
 
@@ -250,7 +250,7 @@ def test_a_slot_state_that_cannot_be_is_named(field, value):
         ("stage", lambda x: x - 1, r"stage must lie in 0\.\.5, got -1\.\.-1"),
         ("fits", lambda x: x.float(), "fits must be .*bool on .* got .*float32"),
         ("fits", lambda x: x.to("meta"), "fits .* on cpu .* on meta"),
-        ("costs", lambda x: x[:1], r"costs must be \[3, 3, 12\] .* got \[1, 3, 12\]"),
+        ("costs", lambda x: x[:1], r"costs must be \[3, 3, 16\] .* got \[1, 3, 16\]"),
         ("costs", lambda x: None, "budget_left needs costs"),
         ("budget_left", lambda x: x[:, None], r"budget_left must be \[3\] .* \[3, 1\]"),
     ],

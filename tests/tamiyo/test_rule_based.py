@@ -135,13 +135,15 @@ def test_the_largest_widening_goes_to_the_first_free_slot():
     """However large other offers are, or the same one elsewhere."""
     parameters = torch.rand(1, 3, KINDS) * 1e6
     seen = observed(SPEC, stage=[[4, 0, 0]], offers={"parameters": parameters})
-    assert preferred(seen) == (1, "widen_32")
+    assert preferred(seen) == (1, "widen_x4")
 
 
 def test_the_largest_widening_within_the_budget_is_preferred():
     costs = torch.full((1, 3, KINDS), 0.1)
-    costs[:, :, NAMES.index("widen_32")] = 0.5
-    costs[:, :2, NAMES.index("widen_16")] = 0.5
+    for name in ("widen_32", "widen_x2", "widen_x4"):
+        costs[:, :, NAMES.index(name)] = 0.5
+    for name in ("widen_16", "widen_x1.5"):
+        costs[:, :2, NAMES.index(name)] = 0.5
     seen = observed(SPEC, host={"budget_left": 0.3}, offers={"parameters": costs})
     assert preferred(seen) == (2, "widen_16")
 
@@ -239,7 +241,7 @@ def test_an_unknown_promise_is_tried_when_nothing_known_pays():
 def test_promises_are_blended_slowly_and_fully():
     seen = observed(PAIR, **promised(1.0, 0.1))
     actions, _ = decide(PromiseGreedy(), seen, PAIR)
-    assert actions[0, 3:].tolist() == [0, 2, 2, 0, 0]
+    assert actions[0, 3:].tolist() == [0, 3, 2, 0, 0]
 
 
 @pytest.mark.parametrize(

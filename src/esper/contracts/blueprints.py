@@ -1,8 +1,9 @@
 """What can be planted: one line per blueprint.
 
-A blueprint is a form at a size, or at a share of the layer's present width. The table declares what a controller may know of it
-without building it; parameters and multiply-adds depend on the place and are
-observed per slot. Adding a blueprint is one line here.
+A blueprint is a form at a size, or at a share of the layer's present width. The table
+declares what a controller may know of it without building it; parameters and
+multiply-adds depend on the place and are observed per slot. Adding a blueprint is one
+line here.
 """
 
 from dataclasses import dataclass

@@ -232,9 +232,7 @@ class GrowingWorld(Stateful, VectorWorld):
         acted, done = lifecycle.act(before, legal, self.spec.slots.min_age)
         for env in torch.nonzero(plants & done & ~wrong).flatten().tolist():
             self._plant(env, int(slot[env]), self.spec.blueprints[int(kind[env])])
-        self._lives = self.trained_lives = lifecycle.after(
-            acted, torch.ones_like(op)
-        )
+        self._lives = self.trained_lives = lifecycle.after(acted, torch.ones_like(op))
         gone = (before.stage != Stage.DORMANT) & (self._lives.stage == Stage.DORMANT)
         for env, index in torch.nonzero(gone).tolist():
             self.cohort.remove(env, index)

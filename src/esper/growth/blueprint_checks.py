@@ -85,6 +85,7 @@ def _check_place(name: str, host: nn.Module, slot: str, example: Example) -> str
         if reason := misfit(blueprint, place.geometry):
             return f"it {reason}."
         declared = model.cost(0, blueprint)
+        blueprint = model.sized(0, blueprint)
     except BadInput as error:  # a user's own that does not know where it fits
         return str(error)
 
@@ -208,8 +209,8 @@ def check_in_host(model: GrowingModel, name: str) -> None:
     """A seed's life in a host disturbs nothing that it should not."""
     slot, other = model.slots[:2]
     bare, before = model.example_outputs(), _outputs_and_gradients(model)
-    model.plant(slot, name, tempo="FAST", alpha_target="MOST")
-    model.plant(other, name)
+    model.plant(slot, name, tempo="SLOW", alpha_target="MOST")
+    model.plant(other, name, tempo="SLOW")
     after = _outputs_and_gradients(model)
     _require(_equal(before, after), "changes the host's output or gradients at birth")
     weights = [t.clone() for t in model.host.state_dict().values()]
@@ -221,7 +222,7 @@ def check_in_host(model: GrowingModel, name: str) -> None:
     model.prune(other)
     clean = len(model.seeds) == 1 and _equal(bare, model.example_outputs())
     _require(clean, "leaves something behind when it is pruned")
-    model.tick()
+    model.tick(8)
     before = model.example_outputs()
     model.keep(slot)
     model.tick()

@@ -2,23 +2,25 @@ r"""A grown model as a plain module: seeds are folded into the host, or stay bra
 
     plain = export(growing)
 
-    WIDEN         W1 <- [W1; A],  W2 <- [W2, alpha B], and norms between get units
+    WIDEN         W1 <- [W1; A],  W2 <- [W2, alpha B], and norms between get units;
+                  blocks between units of neighbouring places go where both meet
     LOW_RANK      W <- W + alpha B A beside a layer, W <- (I + alpha B A) W after it
     SCALE_SHIFT   the same with B A = diag(a), and b <- b + alpha shift
 
 If all seeds fold, the result has the host's own class and no trace of growing; the
 others stay branches of an `ExportedModel`. A layer's own output comes before everything
 added to it, so a seed folds only if no branch is left that would read or scale it
-otherwise. Weights are computed in float64, on the rows and columns that the seed knows
-of, since layers may have been widened before. The result is tried on the example: where
-folding breaks a host, branches stay.
+otherwise, and seeds whose units feed each other fold together. Weights are computed in
+float64, on the rows and columns that the seed knows of, since layers may have been
+widened before. The result is tried on the example: where folding breaks a host,
+branches stay.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, Final
 
 import torch
@@ -33,7 +35,7 @@ from esper.contracts.errors import BadInput, CallOrder
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.registry import first_line
 from esper.growth.blueprints.seed import FormSeed
-from esper.growth.hooks import ADD, Branch
+from esper.growth.hooks import ADD, Branch, feed_below, run_seed
 from esper.growth.model import GrowingModel
 from esper.growth.slots import InsertionPoint, is_layer
 from esper.growth.tracing import NORMS, Example, eval_outputs, first_tensor
@@ -132,7 +134,9 @@ class ExportedModel(nn.Module):
         self.host = host
         self.places = [*places]
         branches = [branch for place in places for branch in place.branches]
-        self.seeds = nn.ModuleDict({name: seed for name, seed, *_ in branches})
+        self.seeds = nn.ModuleDict(
+            {f"slot_{slot}": seed for slot, seed, *_ in branches}
+        )
         self.training = self.seeds.training = host.training
         # Loaded in another process, the youngest handle keeps torch from giving the
         # numbers of these hooks to others.
@@ -145,6 +149,7 @@ class ExportedModel(nn.Module):
         finally:
             for place in self.places:
                 place.inputs = None
+                place.above.clear()
 
 
 class BranchHooks:
@@ -156,8 +161,10 @@ class BranchHooks:
         self.reads = at.inlet_width
         self.reads_along = -1 - at.inlet_layout.axes_behind
         self.writes_along = -1 - at.outlet_layout.axes_behind
-        self.branches: list[tuple[str, nn.Module, float, int]] = []
-        """Name, seed, alpha and style."""
+        self.branches: list[tuple[int, nn.Module, float, int]] = []
+        """Slot, seed, alpha and style."""
+        self.below: list[BranchHooks] = []
+        self.above: dict[int, tuple[FormSeed, Tensor]] = {}
         self.inputs: Tensor | None = None
 
     def read(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
@@ -172,10 +179,12 @@ class BranchHooks:
             return output
         if inputs.shape[self.reads_along] != self.reads:
             inputs = inputs.narrow(self.reads_along, 0, self.reads)
-        for _, seed, alpha, style in self.branches:
+        for slot, seed, alpha, style in self.branches:
             if seed.training != module.training:
                 seed.train(module.training)
-            delta = alpha * seed(inputs)
+            units: list[Tensor] = []
+            delta = alpha * run_seed(slot, seed, inputs, self.above, units)
+            feed_below(slot, seed, alpha, units, self.below)
             more = output.shape[self.writes_along] - delta.shape[self.writes_along]
             if more:
                 delta = F.pad(delta, (0, 0) * (-1 - self.writes_along) + (0, more))
@@ -236,11 +245,17 @@ def copy_host(
     }
     places: list[BranchHooks] = [*memo.values()]
     for hooks, place in zip(model.hooks, places, strict=True):
+        place.below = [memo[id(other)] for other in hooks.below]
         place.branches = [
-            (f"slot_{one.slot}", deepcopy(one.seed), one.branch.alpha, one.branch.style)
+            (one.slot, deepcopy(one.seed), one.branch.alpha, one.branch.style)
             for one in branches
             if one.place is hooks.place
         ]
+        for seed in (seed for _, seed, *_ in place.branches):
+            blocks = seed.cross if isinstance(seed, FormSeed) else nn.ParameterDict()
+            for key in [*blocks]:  # those with a seed that is left out
+                if int(key.split("_")[1]) not in {one.slot for one in branches}:
+                    del blocks[key]
     try:
         host = deepcopy(model.host, memo)
     except Exception as error:
@@ -329,12 +344,38 @@ def plan(
         names: The host's modules.
         refused: Places that must not be folded, and why.
     """
+    whys = {
+        one.slot: refused.get(one.place.site.name) or why_not(one, names)
+        for one in active
+    }
+    while True:
+        reasons = _reasons(active, whys)
+        torn = [
+            sorted(pair, key=lambda one: not reasons[one.slot])
+            for pair in _linked(active)
+            if bool(reasons[pair[0].slot]) is not bool(reasons[pair[1].slot])
+        ]
+        if not torn:
+            return reasons
+        for stays, folds in torn:
+            whys[folds.slot] = f"its units and those of {stays.name} feed each other"
+
+
+def _linked(active: Sequence[ActiveSeed]) -> list[tuple[ActiveSeed, ActiveSeed]]:
+    """Pairs of seeds of which the first one's units feed the second one's."""
+    widening = [s for s in active if isinstance(s.seed, FormSeed) and s.seed.widens]
+    pairs = product(widening, widening)
+    return [(u, d) for u, d in pairs if u.place.outlet is d.place.inlet]
+
+
+def _reasons(active: Sequence[ActiveSeed], whys: Mapping[int, str]) -> dict[int, str]:
+    """Why each slot's seed stays a branch, its own reason or its neighbours'."""
     # By outlet, the first branch that is left there, that reads it, that scales it.
     left: dict[str, dict[str, str]] = {}
     reasons: dict[int, str] = {}
     for site, group in groupby(active, key=lambda one: one.place.site):
         seeds, at = [*group], left.setdefault(site.outlet, {})
-        own = {s.slot: refused.get(site.name) or why_not(s, names) for s in seeds}
+        own = {seed.slot: whys[seed.slot] for seed in seeds}
         shared = ""
         if site.residual and at:
             shared = f"it reads what branch {at['adds']} adds"
@@ -382,6 +423,7 @@ def merge_into(
     host: nn.Module, names: Mapping[nn.Module, str], active: Sequence[ActiveSeed]
 ) -> None:
     """Fold seeds into a copy of their host, in the order in which they are applied."""
+    at: dict[int, tuple[int, int]] = {}
     for site, group in groupby(active, key=lambda one: one.place.site):
         outlet = host.get_submodule(site.outlet)
         # Residual seeds of one place all read what was there before them.
@@ -392,13 +434,29 @@ def merge_into(
             params = {key: _exact(value) for key, value in seed.weights.items()}
             if seed.blueprint.form is Form.WIDEN:
                 inlet = host.get_submodule(site.inlet)
-                _widen(inlet, outlet, params, seed.geometry, one.branch.alpha)
+                at[one.slot] = _widen(
+                    inlet, outlet, params, seed.geometry, one.branch.alpha
+                )
                 for norm, own in _pairs(one.place.middle, seed):
                     if isinstance(norm, NORMS):
                         _more_units(host.get_submodule(names[norm]), own)
             else:
                 read = before if site.residual else None
                 _fold_linear(outlet, params, one.branch.alpha, read)
+    for above, below in _linked(active):
+        block = above.branch.alpha * _exact(_cross_weight(above, below))
+        block = block.T if above.place.geometry.outlet_kernel is None else block
+        layer = host.get_submodule(below.place.site.inlet)
+        weight, (row, column) = _read(layer)[0], (at[below.slot][0], at[above.slot][1])
+        weight[row : row + len(block), column : column + block.shape[1]] = block
+        _put(layer, "weight", weight)
+
+
+def _cross_weight(above: ActiveSeed, below: ActiveSeed) -> Tensor:
+    """The block between the units of two seeds; the younger one owns it."""
+    assert isinstance(above.seed, FormSeed)
+    assert isinstance(below.seed, FormSeed)
+    return below.seed.block(below.slot, above.slot, above.seed)
 
 
 def _widen(
@@ -407,18 +465,24 @@ def _widen(
     params: dict[str, Tensor],
     at: Geometry,
     alpha: float,
-) -> None:
-    """Units for the first layer, columns for the second; both at the end."""
+) -> tuple[int, int]:
+    """Units for the first layer, columns for the second; both at the end.
+
+    Returns:
+        Where they begin.
+    """
     first, last = params["first"], alpha * params["last"]
     first = first.T if at.inlet_kernel is None else first  # [unit, input, ...]
     last = last.T if at.outlet_kernel is None else last  # [output, unit, ...]
     weight, bias = _read(inlet)
-    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    row = len(weight)
     rows = weight.new_zeros(len(first), *weight.shape[1:])
     rows[:, : first.shape[1]] = first
     _put(inlet, "weight", torch.cat([weight, rows]))
-    _put(inlet, "bias", torch.cat([bias, params["first_bias"]]))
+    if bias is not None:
+        _put(inlet, "bias", torch.cat([bias, params["first_bias"]]))
     weight, _ = _read(outlet)
+    column = weight.shape[1]
     columns = weight.new_zeros(len(weight), *last.shape[1:])
     columns[: len(last)] = last
     _put(outlet, "weight", torch.cat([weight, columns], dim=1))
@@ -427,6 +491,7 @@ def _widen(
         sizes = layer.get_parameter("weight").shape
         setattr(layer, outputs, sizes[0])
         setattr(layer, inputs, sizes[1])
+    return row, column
 
 
 def _more_units(norm: nn.Module, own: nn.Module) -> None:

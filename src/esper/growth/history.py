@@ -49,12 +49,17 @@ def summary(
     model: GrowingModel, history: Sequence[GrowthDecision], notes: Sequence[str] = ()
 ) -> str:
     """One page: what grew, what it cost, and why nothing grew when nothing did."""
-    host, added = model.survey.parameters, model.parameters_added
+    host, grown, active = model.survey, model.count(), model.count(active=True)
     lines = [
-        f"{len(history)} decisions; parameters {host:,} -> {host + added:,} "
-        f"({1 + added / host:.2f} x), multiply-adds per row {model.survey.macs:,} -> "
-        f"{model.macs:,}"
+        f"{len(history)} decisions; parameters {host.parameters:,} -> "
+        f"{grown.parameters:,} ({grown.parameters / host.parameters:.2f} x), "
+        f"multiply-adds per row {host.macs:,} -> {active.macs:,}"
     ]
+    if grown.parameters > active.parameters:
+        lines.append(
+            f"{grown.parameters - active.parameters:,} of the parameters are in seeds "
+            "that do not change the output yet; an export leaves them out"
+        )
     if history:
         first, last = history[0], history[-1]
         least, most = (

@@ -2,6 +2,8 @@
 
 Two hooks per place: the inlet's keeps the tensor that the seeds read, the outlet's adds
 their outputs to the tensor there. An empty place costs two calls of a few instructions.
+New units of neighbouring places feed each other, times the first one's alpha; a seed
+that is not active in a pass feeds nobody in it.
 A seed whose code raises is skipped from then on and recorded in `Flow.failed`.
 
     ADD     z + alpha * s
@@ -14,7 +16,7 @@ bit. While the host trains, the hooks also keep samples of activations and gradi
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -25,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from esper.contracts.errors import BadInput
 from esper.growth.blueprints.registry import first_line
+from esper.growth.blueprints.seed import FormSeed
 from esper.growth.slots import InsertionPoint
 from esper.growth.tracing import first_tensor, kept_randomness, swapped_buffers
 
@@ -107,6 +110,10 @@ class SlotHooks:
     """Whether samples are kept."""
     passed: int = 0
     """Training batches since the last decision."""
+    below: list["SlotHooks"] = field(default_factory=list)
+    """Places that begin with the layer where this one ends: units feed units there."""
+    above: dict[int, tuple[FormSeed, Tensor]] = field(default_factory=dict)
+    """Units of the seeds before, in the present pass, times alpha."""
     _inputs: Tensor | None = None
     _handles: list[RemovableHandle] = field(default_factory=list)
 
@@ -135,11 +142,13 @@ class SlotHooks:
     def forget(self) -> None:
         """Drop whatever was kept of earlier batches."""
         self._inputs = None
+        self.above.clear()
         self.passed = 0
         self.samples.clear()
 
     def read(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
         """Keep the inlet's input."""
+        self.above.clear()
         self._inputs = first_tensor((*args, *kwargs.values()))
 
     def write(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:  # noqa: ANN401
@@ -153,8 +162,9 @@ class SlotHooks:
                 continue
             if branch.seed.training != module.training:
                 branch.seed.train(module.training)
+            units: list[Tensor] = []
             try:
-                delta: Tensor = branch.seed(inputs)
+                delta: Tensor = run_seed(slot, branch.seed, inputs, self.above, units)
                 if delta.shape != output.shape:  # never broadcast by accident
                     raise ValueError(f"it gave {[*delta.shape]} for {[*output.shape]}")
             except Exception as error:  # a seed is code of others; the host goes on
@@ -162,6 +172,8 @@ class SlotHooks:
                 continue
             delta = delta if alpha == 1.0 else alpha * delta
             result = result + delta if branch.style == ADD else result * (1 + delta)
+            feed_below(slot, branch.seed, alpha, units, self.below)
+        self.above.clear()
         if (
             self.keeping
             and module.training
@@ -197,6 +209,35 @@ class SlotHooks:
             sample.gradient = _first_rows(gradient, some)
 
         output.register_hook(keep_gradient)
+
+
+def run_seed(
+    slot: int,
+    seed: nn.Module,
+    inputs: Tensor,
+    above: Mapping[int, tuple[FormSeed, Tensor]],
+    units: list[Tensor],
+) -> Tensor:
+    """What a seed gives, fed by the units above it; `units` takes its own."""
+    if not (isinstance(seed, FormSeed) and seed.widens):
+        alone: Tensor = seed(inputs)
+        return alone
+    delta: Tensor = seed(inputs, seed.feed(slot, above), units)
+    return delta
+
+
+def feed_below(
+    slot: int,
+    seed: nn.Module,
+    alpha: float,
+    units: Sequence[Tensor],
+    below: Iterable[Any],
+) -> None:
+    """Hand a seed's units, times alpha, to the places behind its own."""
+    for hidden in units:
+        given = hidden if alpha == 1.0 else alpha * hidden
+        for hooks in below:
+            hooks.above[slot] = (seed, given)
 
 
 def _first_rows(tensor: Tensor, rows: int) -> Tensor:

@@ -183,7 +183,8 @@ def after(
         moved=moved,
         alpha=alpha,
     )
-    none = SeedStates.empty(*stage.shape, stage.device)
+    envs, slots = stage.shape
+    none = SeedStates.empty(envs, slots, stage.device)
     return select(stage == Stage.DORMANT, none, older)
 
 

@@ -25,6 +25,8 @@ from esper.growth.model import GrowingModel
 from esper.growth.promise import promises
 from esper.growth.tracing import isolated
 
+HALFWAY: Final = 30
+"""Decisions after which progress is one half if the end is not known."""
 MEMORY: Final = 0.6
 """Decay of the running slopes per decision."""
 
@@ -157,15 +159,20 @@ class Track:
 def host_states(
     track: Track,
     *,
-    horizon: int,
+    horizon: int | None,
     budget_left: Float[Tensor, " env"],
     rent: Float[Tensor, " env"],
     added: Float[Tensor, " env"],
 ) -> HostStates:
-    """Every host as a controller sees it."""
+    """Every host as a controller sees it.
+
+    Without a horizon progress approaches 1 as decisions go on, and nothing depends on
+    an end.
+    """
     seen = (track.decisions - 1).clamp(min=0)
+    whole = seen + HALFWAY if horizon is None else torch.full_like(seen, horizon)
     return HostStates(
-        progress=(seen / horizon).clamp(max=1.0),
+        progress=(seen / whole).clamp(max=1.0),
         budget_left=budget_left,
         rent=rent,
         added=added,
@@ -177,7 +184,7 @@ def host_states(
             track.loss / track.first_loss.abs().clamp(min=1e-12),
         ),
         loss_slope=track.loss_slope,
-        plateau=((seen - track.best_at) / horizon).clamp(0.0, 1.0),
+        plateau=((seen - track.best_at) / whole).clamp(0.0, 1.0),
     )
 
 
@@ -185,7 +192,7 @@ def observe(
     model: GrowingModel,
     track: Track,
     *,
-    horizon: int,
+    horizon: int | None,
     budget: float,
     rent: float,
     contributions: Mapping[int, float],
@@ -215,7 +222,7 @@ def slot_states(model: GrowingModel, contributions: Mapping[int, float]) -> Slot
     flows = [_gradient_flow(hooks) for hooks in model.hooks]
     total = sum(flows) or 1.0
     seeds = {
-        slot: sum(p.numel() for p in model.seeds[f"slot_{slot}"].parameters())
+        slot: model.cost_of(slot).parameters
         for slot in count
         if f"slot_{slot}" in model.seeds
     }
@@ -245,7 +252,8 @@ def offers(model: GrowingModel, loss: float) -> BlueprintOffers:
     """What every slot of one model could be planted with."""
     host, kinds, rows = model.survey, model.spec.blueprints, []
     for index, place in enumerate(host.places):
-        gains = promises(model.hooks[index].samples, place.geometry, kinds, loss)
+        sized = [model.sized(index, kind) for kind in kinds]
+        gains = promises(model.hooks[index].samples, place.geometry, sized, loss)
         for blueprint, gain in zip(kinds, gains, strict=True):
             price = model.price(index, blueprint)
             if price is None:

@@ -23,15 +23,17 @@ from esper.contracts.errors import BadInput, IllegalAction, unknown
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage
 from esper.growth import lifecycle
+from esper.growth.blueprints.forms import cross_layer
+from esper.growth.blueprints.layers import Layer
 from esper.growth.blueprints.registry import find
-from esper.growth.blueprints.seed import Cost, build, cost, misfit
+from esper.growth.blueprints.seed import Cost, FormSeed, build, cost, misfit
 from esper.growth.hooks import Branch, Flow, SlotHooks
 from esper.growth.initialisers import start
 from esper.growth.lifecycle import SeedStates
 from esper.growth.slots import InsertionPoint, Survey, find_sites, survey
 from esper.growth.tracing import Example, eval_outputs, new_middle
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Version of what a saved growing model holds besides weights."""
 
 
@@ -140,7 +142,16 @@ class GrowingModel(nn.Module, NamedOps[None]):
         self.generator = torch.Generator().manual_seed(rng_seed)
         self.note = ""
         """How the last seed was initialised, in words."""
-        self._prices: dict[tuple[str, str], Cost | None] = {}
+        self._prices: dict[tuple[str, Blueprint, tuple[Layer, ...]], Cost] = {}
+        for hooks in self.hooks:
+            own = hooks.place
+            hooks.below = [
+                other
+                for other in self.hooks
+                if other.place.inlet is own.outlet
+                and own.geometry.spans
+                and other.place.geometry.spans
+            ]
         try:
             for hooks in self.hooks:
                 hooks.attach()
@@ -237,39 +248,118 @@ class GrowingModel(nn.Module, NamedOps[None]):
             if p.requires_grad
         ]
 
+    # What it costs.
+
+    def count(self, *, active: bool = False) -> Cost:
+        """Parameters and multiply-adds per row of the host with its living seeds.
+
+        With `active`, without those that do not change the output and that an export
+        leaves out. This is the one count for budget, rent, receipts and summary.
+        """
+        alive = {
+            slot
+            for hooks in self.hooks
+            for slot, branch in hooks.branches.items()
+            if not active or (branch.alpha > 0 and not branch.shadow)
+        }
+        seeds = [self.cost_of(slot) for slot in alive]
+        # Without blocks between a seed that counts and one that does not.
+        seeds += [
+            Cost(-block.parameters, -block.macs)
+            for slot, seed in self.widening_seeds().items()
+            for key, block in self._owned(slot, seed).items()
+            if slot in alive and int(key.split("_")[1]) not in alive
+        ]
+        return Cost(
+            self.survey.parameters + sum(seed.parameters for seed in seeds),
+            self.survey.macs + sum(seed.macs for seed in seeds),
+        )
+
+    def cost_of(self, slot: int) -> Cost:
+        """Parameters and multiply-adds per row of a planted seed, with its blocks."""
+        seed = self.seeds[f"slot_{slot}"]
+        kind = self.spec.blueprints[int(self.states.blueprint[0, slot])]
+        own = seed.blueprint if isinstance(seed, FormSeed) else kind
+        macs = cost(own, self.place(slot).geometry).macs
+        if isinstance(seed, FormSeed):
+            macs += sum(block.macs for block in self._owned(slot, seed).values())
+        return Cost(sum(p.numel() for p in seed.parameters()), macs)
+
     @property
     def parameters_added(self) -> int:
         """Parameters of all seeds."""
-        return sum(p.numel() for p in self.seeds.parameters())
-
-    def cost(self, slot: int, blueprint: Blueprint) -> Cost:
-        """Parameters and multiply-adds per row of a blueprint in a slot it fits."""
-        place = self.place(slot)
-        known = cost(blueprint, place.geometry)
-        norms = sum(p.numel() for p in seed_middle(place, blueprint).parameters())
-        return replace(known, parameters=known.parameters + norms)
-
-    def price(self, slot: int, blueprint: Blueprint) -> Cost | None:
-        """The cost of a blueprint in a slot; None if it does not fit there."""
-        key = (self.place(slot).site.name, blueprint.name)
-        if key not in self._prices:
-            try:
-                fits = not misfit(blueprint, self.place(slot).geometry)
-                self._prices[key] = self.cost(slot, blueprint) if fits else None
-            except BadInput:  # a user's own that does not know where it fits
-                self._prices[key] = None
-        return self._prices[key]
+        return self.count().parameters - self.survey.parameters
 
     @property
     def macs(self) -> int:
         """Multiply-adds per row of the host with every active seed."""
-        kinds = self.states.blueprint[0].tolist()
-        active = [
-            self.cost(slot, self.spec.blueprints[kinds[slot]]).macs
-            for slot in range(len(self.slots))
-            if float(self.states.alpha[0, slot]) > 0
-        ]
-        return self.survey.macs + sum(active)
+        return self.count(active=True).macs
+
+    def width(self, slot: int) -> int:
+        """Units between the two layers of a slot's place, those of seeds included."""
+        place = self.place(slot)
+        return int(place.inlet.get_parameter("weight").shape[0]) + sum(
+            seed.blueprint.size
+            for other, seed in self.widening_seeds().items()
+            if self.place(other) is place
+        )
+
+    def sized(self, slot: int, blueprint: Blueprint) -> Blueprint:
+        """The blueprint at the size that it has in a slot now."""
+        if not blueprint.share or not self.place(slot).geometry.spans:
+            return blueprint
+        return replace(blueprint, size=blueprint.units(self.width(slot)), share=0.0)
+
+    def cost(self, slot: int, blueprint: Blueprint) -> Cost:
+        """Parameters and multiply-adds per row that a blueprint adds in a slot now."""
+        place, blueprint = self.place(slot), self.sized(slot, blueprint)
+        blocks = tuple(self._blocks(slot, blueprint).values())
+        key = (place.site.name, blueprint, blocks)
+        if key not in self._prices:
+            known = cost(blueprint, place.geometry)
+            norms = sum(p.numel() for p in seed_middle(place, blueprint).parameters())
+            shapes = [block.weight_shape for block in blocks]
+            more = norms + sum(torch.Size(shape).numel() for shape in shapes)
+            macs = known.macs + sum(block.macs for block in blocks)
+            self._prices[key] = Cost(known.parameters + more, macs)
+        return self._prices[key]
+
+    def price(self, slot: int, blueprint: Blueprint) -> Cost | None:
+        """The cost of a blueprint in a slot; None if it does not fit there."""
+        try:
+            fits = not misfit(blueprint, self.place(slot).geometry)
+            return self.cost(slot, blueprint) if fits else None
+        except BadInput:  # a user's own that does not know where it fits
+            return None
+
+    def widening_seeds(self) -> dict[int, FormSeed]:
+        """Seeds with hidden units of their own by slot number, the oldest first."""
+        return {
+            int(name.removeprefix("slot_")): seed
+            for name, seed in self.seeds.items()
+            if isinstance(seed, FormSeed) and seed.widens
+        }
+
+    def _blocks(self, slot: int, blueprint: Blueprint) -> dict[str, Layer]:
+        """Blocks that a new seed has with the units of neighbouring places."""
+        here, size, blocks = self.place(slot), blueprint.size, dict[str, Layer]()
+        if blueprint.form is not Form.WIDEN:
+            return blocks
+        for other, seed in self.widening_seeds().items():
+            there, units = self.place(other), seed.blueprint.size
+            if there.outlet is here.inlet:
+                blocks[f"from_{other}"] = cross_layer(there.geometry, units, size)
+            elif there.inlet is here.outlet:
+                blocks[f"into_{other}"] = cross_layer(here.geometry, size, units)
+        return blocks
+
+    def _owned(self, slot: int, seed: FormSeed) -> dict[str, Cost]:
+        """What the blocks cost that belong to a planted seed."""
+        return {
+            key: Cost(seed.cross[key].numel(), block.macs)
+            for key, block in self._blocks(slot, seed.blueprint).items()
+            if key in seed.cross
+        }
 
     def example_outputs(self) -> list[Tensor]:
         """The model's output on its example in eval mode; nothing changes."""
@@ -289,6 +379,9 @@ class GrowingModel(nn.Module, NamedOps[None]):
             "slots": [*self.slots],
             "blueprints": [blueprint.name for blueprint in self.spec.blueprints],
             "states": asdict(self.states),
+            "seeds": [
+                [int(name[5:]), size_of(seed)] for name, seed in self.seeds.items()
+            ],
             "generator": self.generator.get_state(),
         }
 
@@ -310,17 +403,18 @@ class GrowingModel(nn.Module, NamedOps[None]):
         names = [blueprint.name for blueprint in self.spec.blueprints]
         saved = _saved_topology(state_dict, self.host, self.slots, names)
         for slot in range(len(self.slots)):
-            index = int(saved["states"]["blueprint"][0, slot])
             self._uproot(slot)
-            if index >= 0:
-                self._grow(slot, self.spec.blueprints[index], "zero_out")
+        for slot, size in saved["seeds"]:  # the oldest first, for their blocks
+            kind = self.spec.blueprints[int(saved["states"]["blueprint"][0, slot])]
+            self._grow(slot, replace(kind, size=size, share=0.0), "zero_out")
         return super().load_state_dict(state_dict)
 
     # Inside.
 
     def _put(self, states: SeedStates) -> None:
-        """Set the seeds' alphas and styles; remove those of free slots."""
+        """Give the seeds the alphas of the next batch; remove those of free slots."""
         self.states = states
+        alphas, training = lifecycle.schedule(states, 1)
         for slot in range(len(self.slots)):
             stage = int(states.stage[0, slot])
             hooks = self.hooks_of(slot)
@@ -328,9 +422,9 @@ class GrowingModel(nn.Module, NamedOps[None]):
                 self._uproot(slot)
             elif slot in hooks.branches:
                 branch = hooks.branches[slot]
-                branch.alpha = float(states.alpha[0, slot])
+                branch.alpha = float(alphas[0, 0, slot])
                 branch.style = int(states.style[0, slot])
-                branch.shadow = stage == Stage.TRAINING
+                branch.shadow = bool(training[0, 0, slot])
         count = len(self.hooks)
         for index, hooks in enumerate(self.hooks):
             stages = states.stage[0, index::count]
@@ -340,6 +434,7 @@ class GrowingModel(nn.Module, NamedOps[None]):
 
     def _grow(self, slot: int, blueprint: Blueprint, initialiser: str) -> None:
         place, hooks = self.place(slot), self.hooks_of(slot)
+        blueprint = self.sized(slot, blueprint)
         if reason := misfit(blueprint, place.geometry):
             raise BadInput(
                 f"blueprint {blueprint.name!r} does not fit slot "
@@ -348,6 +443,8 @@ class GrowingModel(nn.Module, NamedOps[None]):
         middle = seed_middle(place, blueprint)
         seed = build(blueprint, place.geometry, self.generator, middle)
         self.note = start(seed, place, hooks.samples, initialiser)
+        if isinstance(seed, FormSeed):
+            self._add_blocks(slot, seed)
         near = (place.outlet, place.inlet, self.host)
         like = next(p for m in near for p in m.parameters() if p.is_floating_point())
         seed = seed.to(device=like.device, dtype=like.dtype)
@@ -356,11 +453,29 @@ class GrowingModel(nn.Module, NamedOps[None]):
         hooks.branches[slot] = Branch(seed)
         hooks.branches = dict(sorted(hooks.branches.items()))
 
+    def _add_blocks(self, slot: int, seed: FormSeed) -> None:
+        """Blocks with older seeds: zero into their units, random from them.
+
+        Random ones are as large as what else the units read; either way the output
+        is unchanged.
+        """
+        for key, block in self._blocks(slot, seed.blueprint).items():
+            weight = torch.zeros(block.weight_shape)
+            if key.startswith("from"):
+                spread = seed.weights["first"].detach().std(correction=0)
+                bound = float(spread) * 3**0.5
+                weight.uniform_(-bound, bound, generator=self.generator)
+            seed.cross[key] = nn.Parameter(weight)
+
     def _uproot(self, slot: int) -> None:
         if f"slot_{slot}" in self.seeds:
             del self.seeds[f"slot_{slot}"]
             self.hooks_of(slot).branches.pop(slot, None)
             self.flow.failed.pop(slot, None)
+            for seed in self.widening_seeds().values():
+                for key in (f"from_{slot}", f"into_{slot}"):
+                    if key in seed.cross:
+                        del seed.cross[key]
 
     def _why_not(self, op: Op, slot: int) -> str:
         stage = Stage(int(self.states.stage[0, slot])).name
@@ -396,6 +511,11 @@ def seed_middle(place: InsertionPoint, blueprint: Blueprint) -> nn.Module:
         return nn.Identity()
     units = place.inlet.get_parameter("weight").shape[0]
     return new_middle(place.middle, blueprint.size, int(units))
+
+
+def size_of(seed: nn.Module) -> int:
+    """The size that a seed was built with."""
+    return seed.blueprint.size if isinstance(seed, FormSeed) else 0
 
 
 def _saved_topology(

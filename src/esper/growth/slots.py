@@ -407,6 +407,7 @@ def _insertion_point(
             residual=site.residual,
             inlet_kernel=None if site.residual else kernel_of(first),
             outlet_kernel=kernel_of(second),
+            inlet_bias=getattr(first, "bias", None) is not None,
             beside=site.inlet == site.outlet and not site.residual and is_layer(second),
             spans=not problem,
             hidden_shape=hidden,

@@ -25,6 +25,12 @@ VERBS = {
     Op.PRUNE: "prune",
     Op.FOSSILIZE: "keep",
 }
+PASSED = {
+    Stage.BLENDING: "trained for its tempo",
+    Stage.HOLDING: "alpha reached its target",
+    Stage.DORMANT: "alpha reached 0",
+}
+"""Why a stage was entered when nothing was said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +69,34 @@ class Topology:
         op, index = Op(int(actions[0, HEAD["op"]])), int(actions[0, HEAD["slot"]])
         before, stages = self.model.example_outputs(), self.model.states.stage
         kind = int(self.model.states.blueprint[0, index])
+        without: list[Tensor] = []
+        if op is Op.PRUNE:  # it fades; the receipt prints the whole of the jump
+            with self.model.flow.using(left_out=index):
+                without = self.model.example_outputs()
         self._follow(lambda: self.model.act(actions, initialiser), index)
         kind = max(kind, int(self.model.states.blueprint[0, index]))
         receipt = Receipt(
             op=op.name,
             slot=self.model.slots[index],
             blueprint=self.model.spec.blueprints[kind].name if kind >= 0 else "",
-            jump=_jump(before, self.model.example_outputs()),
+            jump=_jump(before, without or self.model.example_outputs()),
             note=self.model.note if op is Op.GERMINATE else "",
         )
         self.receipts.append(receipt)
         self._record_stages(stages, op.name)
         return receipt
 
-    def tick(self) -> None:
-        """Let one decision pass; a jump of the output gets a receipt."""
-        moving = bool((self.model.states.moved < self.model.states.length).any())
-        before = self.model.example_outputs() if moving else []
+    @property
+    def moving(self) -> bool:
+        """Whether a seed trains, blends or fades: batches matter to it."""
+        states = self.model.states
+        return bool((states.moved < states.length).any())
+
+    def tick(self, batches: int = 1, *, decision: bool = True) -> None:
+        """Let batches pass, up to a decision."""
         stages = self.model.states.stage
-        self._follow(self.model.tick, None)
-        if moving:
-            jump = _jump(before, self.model.example_outputs())
-            self.receipts.append(Receipt("ALPHA", "moved", "", jump))
-        self._record_stages(stages, "alpha reached 0")
+        self._follow(lambda: self.model.tick(batches, decision=decision), None)
+        self._record_stages(stages, "")
 
     def remove(self, slot: int, reason: str) -> None:
         """Take a seed out at once."""
@@ -131,7 +142,7 @@ class Topology:
         return None
 
     def _record_stages(self, before: Tensor, reason: str) -> None:
-        """An event for every slot whose stage changed."""
+        """An event for every slot whose stage changed, by an op or by itself."""
         after = self.model.states.stage
         for slot in (before[0] != after[0]).nonzero().flatten().tolist():
             self.events.append(
@@ -141,7 +152,7 @@ class Topology:
                     step=self.step,
                     before=Stage(int(before[0, slot])),
                     after=Stage(int(after[0, slot])),
-                    reason=reason,
+                    reason=reason or PASSED[Stage(int(after[0, slot]))],
                 )
             )
 

@@ -54,7 +54,7 @@ PLANTINGS = [
     (blueprint, geometry)
     for blueprint in BLUEPRINTS
     for geometry in STANDARD
-    if not FORMS[blueprint.form].fits(geometry, blueprint.size)
+    if blueprint.size and not FORMS[blueprint.form].fits(geometry, blueprint.size)
 ]
 NAMES = [
     f"{blueprint.name}-{STANDARD.index(geometry)}-{geometry.outlet_layout.name.lower()}"

@@ -230,6 +230,7 @@ def widen_layers(at: Geometry, size: int) -> Layers:
             outputs=size,
             positions=positions,
             kernel=at.inlet_kernel,
+            bias=at.inlet_bias,
         ),
         "last": Layer(
             inputs=size * at.unit_inputs,
@@ -240,6 +241,14 @@ def widen_layers(at: Geometry, size: int) -> Layers:
             zero=True,
         ),
     }
+
+
+def cross_layer(at: Geometry, units: int, size: int) -> Layer:
+    """From units of a widening seed at a place to `size` units at the one behind it.
+
+    It is like the layer that the two places share.
+    """
+    return replace(widen_layers(at, units)["last"], outputs=size)
 
 
 def residual_mlp_layers(at: Geometry, size: int) -> Layers:

@@ -59,6 +59,8 @@ class Geometry:
     """Of the convolution that the inlet leads into; None if it is no convolution."""
     outlet_kernel: Kernel | None = None
     """Of the convolution that the outlet comes from; None if it is no convolution."""
+    inlet_bias: bool = True
+    """Whether the layer that the inlet leads into has a bias."""
     beside: bool = False
     """Whether the slot stands beside one linear or convolution layer."""
     spans: bool = False

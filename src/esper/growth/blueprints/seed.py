@@ -5,6 +5,7 @@ fit there, and `cost` what it would add. A seed begins in float32 on the CPU; pl
 moves it to its host.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from esper.contracts.blueprints import Blueprint, Form
-from esper.growth.blueprints.forms import FORMS
+from esper.growth.blueprints.forms import FORMS, cross_layer
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.registry import Factory, make_module, registered
 from esper.growth.macs import count_macs
@@ -34,12 +35,59 @@ class FormSeed(nn.Module):
         self.geometry = geometry
         self.weights = nn.ParameterDict(params)
         self.middle = middle
+        self.cross = nn.ParameterDict()
+        """Blocks between its units and those of older seeds at neighbouring places,
+        `from_<slot>` and `into_<slot>`."""
 
-    def forward(self, h: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """What the seed adds to the outlet."""
+    @property
+    def widens(self) -> bool:
+        """Whether it has hidden units between two layers of the host."""
+        return self.blueprint.form is Form.WIDEN
+
+    def forward(
+        self,
+        h: Float[Tensor, "..."],
+        fed: Sequence[Tensor] = (),
+        kept: list[Tensor] | None = None,
+    ) -> Float[Tensor, "..."]:
+        """What the seed adds to the outlet.
+
+        Args:
+            h: The tensor at the inlet.
+            fed: What units of other seeds add to its first layer.
+            kept: Takes its own units, as its last layer reads them.
+        """
         weights, size = dict(self.weights.items()), self.blueprint.size
+
+        def middle(hidden: Tensor) -> Tensor:
+            for more in fed:
+                hidden = hidden + more
+            units: Tensor = self.middle(hidden)
+            if kept is not None:
+                kept.append(units)
+            return units
+
         form = FORMS[self.blueprint.form]
-        return form.apply(weights, h, self.geometry, size, self.middle)
+        return form.apply(weights, h, self.geometry, size, middle)
+
+    def feed(
+        self, slot: int, above: Mapping[int, tuple["FormSeed", Tensor]]
+    ) -> list[Tensor]:
+        """What units of seeds at the place before add to its first layer."""
+        fed = []
+        for other, (seed, units) in above.items():
+            sizes = seed.blueprint.size, self.blueprint.size
+            weight = self.block(slot, other, seed)
+            fed.append(cross_layer(seed.geometry, *sizes).apply(units, weight, None))
+        return fed
+
+    def block(self, slot: int, other: int, above: "FormSeed") -> Tensor:
+        """The block from the units of a seed above; the younger of the two owns it."""
+        own = f"from_{other}" in self.cross
+        weight: Tensor = (
+            self.cross[f"from_{other}"] if own else above.cross[f"into_{slot}"]
+        )
+        return weight
 
     def extra_repr(self) -> str:
         """The blueprint's name."""
@@ -77,7 +125,7 @@ def misfit(blueprint: Blueprint, geometry: Geometry) -> str:
     if blueprint.form is Form.CUSTOM:
         fits = registered(blueprint.name).fits
         return "" if fits is None else fits(geometry)
-    if blueprint.size < 1:
+    if blueprint.size < 1 and not blueprint.share:
         return f"needs a size of at least 1, it is {blueprint.size}"
     return FORMS[blueprint.form].fits(geometry, blueprint.size)
 
