@@ -2,16 +2,19 @@
 
 import copy
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
 from esper.contracts.actions import HEAD, NUM_HEADS, Op
+from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.errors import BadInput, CallOrder, IllegalAction
 from esper.contracts.stages import Stage
 from esper.grower import Grower
-from esper.growth.blueprints.registry import blueprint, forget
+from esper.growth.blueprints.registry import blueprint, find, forget
+from esper.growth.measurements import Track, host_states
 from esper.tamiyo.registry import CONTROLLERS
 from tests.growth.hosts import HOSTS, everything, make_batch, make_host
 
@@ -185,6 +188,103 @@ def test_without_grower_loss_training_passes_and_the_summary_notes_it():
     stages = {grower.model.stage(slot) for slot in grower.model.slots}
     assert Stage.FOSSILIZED in stages
     assert "note: grower.loss was not used" in grower.summary()
+
+
+def test_seeds_tend_themselves_by_batches_up_to_holding():
+    grower, model = (made := begin(tick=3)), made.model
+    slots = ("first->second#0", "second->last#0", "second#0")
+    for slot, tempo in zip(slots, ("AT_ONCE", "FAST", "STANDARD"), strict=True):
+        kind = "residual_mlp" if slot == "second#0" else "widen_x1.25"
+        assert grower.plant(slot, kind, tempo=tempo).jump == 0.0
+    lives, alphas = [], []
+    for batch in range(13):
+        lives.append([model.stage(slot).name for slot in slots])
+        branches = [model.hooks_of(model.index(s)).branches for s in slots]
+        alphas.append(
+            [b[model.index(s)].alpha for b, s in zip(branches, slots, strict=True)]
+        )
+        train(grower, [batch])
+        if batch == 4:  # decisions have no part in it
+            decision = grower.step(metric=0.5)
+            assert bool(decision)
+            reasons = {event.reason for event in decision.events}
+            assert "trained for its tempo" in reasons
+    holds, fast, standard = zip(*lives, strict=True)
+    assert set(holds) == {"HOLDING"}
+    assert fast == ("TRAINING",) * 3 + ("BLENDING",) * 3 + ("HOLDING",) * 7
+    assert standard == ("TRAINING",) * 6 + ("BLENDING",) * 6 + ("HOLDING",)
+    assert [round(a[1], 3) for a in alphas[:7]] == [0, 0, 0, 0.333, 0.667, 1, 1]
+    assert [round(6 * a[2]) for a in alphas] == [0] * 6 + [1, 2, 3, 4, 5, 6, 6]
+    assert model.stage(slots[2]) is Stage.HOLDING
+    grower.step(metric=0.5)
+    jump = grower.prune(slots[0]).jump
+    assert jump > 0
+    train(grower, range(13, 16))
+    assert model.stage(slots[0]) is Stage.DORMANT
+    grower.topology.surgery.names()  # the optimiser knows every parameter
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_with_an_unknown_end_nothing_depends_on_one(controller):
+    """The same run, whatever number of decisions is given; it plants at first."""
+    ends = []
+    for decisions in (None, 5, 500):
+        torch.manual_seed(0)
+        grower = begin(controller=controller, stop="anytime", decisions=decisions)
+        for batch in range(6):
+            train(grower, [batch])
+            grower.step(metric=0.5)
+        ends.append([made.action for made in grower.history])
+    assert ends[0] == ends[1] == ends[2]
+    seen = []
+    for horizon in (None, 8):
+        track = Track.fresh(1)
+        progress = []
+        for _ in range(100):
+            track = track.after(torch.zeros(1), torch.ones(1))
+            terms = {name: torch.zeros(1) for name in ("budget_left", "rent", "added")}
+            host = host_states(track, horizon=horizon, **terms)
+            progress.append(float(host.progress))
+        seen.append(progress)
+    assert all(a < b < 1 for a, b in pairwise(seen[0]))
+    assert seen[1][8:] == [1.0] * 92
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"stop": "sometime"}, "stop must be 'end' or 'anytime', got 'sometime'"),
+        ({"decisions": 0}, "decisions must be at least 1, got 0"),
+        ({"tick": 0}, "tick must be at least 1 batch, got 0"),
+        ({"blueprints": ["widen_x1"]}, "did you mean"),
+    ],
+)
+def test_terms_that_cannot_be_meant_are_refused_in_one_line(options, line):
+    with pytest.raises(BadInput, match=line) as refused:
+        begin(**options)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_amount_that_rounds_to_nothing_is_refused():
+    with pytest.raises(BadInput, match=r"adds -0\.5 of a layer's width"):
+        Blueprint("less", Form.WIDEN, 0, merges=True, share=-0.5)
+    assert [find(f"widen_x{x}").units(1) for x in (1.25, 1.5, 2, 4)] == [1, 1, 1, 3]
+
+
+def test_summary_receipts_and_export_count_the_same():
+    grower = begin()
+    grower.plant("first->second#0", "widen_x2", tempo="AT_ONCE")
+    grower.plant("second->last#0", "widen_x2", tempo="AT_ONCE")
+    train(grower, range(2))
+    decision = grower.step(metric=0.5)
+    plain = sum(p.numel() for p in grower.export().parameters())
+    assert plain == decision.parameters == grower.model.count().parameters
+    assert f"-> {plain:,} (" in grower.summary()
+    assert "leaves them out" not in grower.summary()
+    grower.plant("second->last#1", "widen_x2", tempo="SLOW")
+    more = grower.model.count().parameters - plain
+    assert sum(p.numel() for p in grower.export().parameters()) == plain
+    assert f"{more:,} of the parameters are in seeds" in grower.summary()
 
 
 def test_a_metric_that_is_none_is_refused_and_nothing_happens():

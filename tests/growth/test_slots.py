@@ -139,3 +139,20 @@ def test_a_host_without_such_places_is_offered_those_beside_its_layers():
     assert suggest_slots(host, X) == ("first->first", "second->second")
     with pytest.raises(BadInput, match="name slots by hand"):
         suggest_slots(nn.Sequential(nn.Embedding(4, 3)), torch.zeros(2, 3).long())
+
+
+def test_recurrent_layers_count_their_products():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(5, 7, num_layers=2, bidirectional=True, batch_first=True)
+            self.first, self.last = nn.Linear(14, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.last(self.first(self.rnn(x)[0][:, -1]).relu())
+
+    example = torch.randn(2, 6, 5)
+    host = Recurrent()
+    seen = survey(host, find_sites(host, ["first->last"]), example)
+    cells = 6 * 2 * 4 * 7 * ((5 + 7) + (14 + 7))
+    assert seen.macs == cells + 14 * 6 + 6 * 3

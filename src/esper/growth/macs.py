@@ -5,6 +5,7 @@ the activations. While seeds train, a shadow pass comes on top: forwards through
 network and the seeds, backwards through what lies behind them, and through them.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Final
 
@@ -18,8 +19,11 @@ SINGULAR: Final = 20
 
 def count_macs(run: Callable[[], object]) -> int:
     """Multiply-adds of the matrix products and convolutions of a call."""
-    # The counter knows the plain kernel of attention, not the fused ones.
+    # The counter knows the plain kernels of attention and of LSTMs, not the fused ones.
     with (
+        warnings.catch_warnings(action="ignore"),
+        torch.backends.mkldnn.flags(enabled=False),
+        torch.backends.cudnn.flags(enabled=False),
         FlopCounterMode(display=False) as counter,
         sdpa_kernel(SDPBackend.MATH),
         torch.no_grad(),

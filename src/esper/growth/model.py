@@ -35,7 +35,8 @@ from esper.growth.tracing import Example, eval_outputs, new_middle
 
 FORMAT: Final = 3
 """Version of what a saved growing model holds besides weights."""
-
+OPS: Final = tuple(op.name for op in Op if op is not Op.ADVANCE)
+"""What a controller decides; seeds advance by themselves, or by hand."""
 
 Done = TypeVar("Done")
 
@@ -136,7 +137,8 @@ class GrowingModel(nn.Module, NamedOps[None]):
             for index in range(seeds_per_slot)
             for place in self.survey.places
         )
-        self.spec = ActionSpec(SlotConfig(len(self.slots), min_age), chosen)
+        slot_config = SlotConfig(len(self.slots), min_age)
+        self.spec = ActionSpec(slot_config, chosen, {"op": OPS})
         self.states = SeedStates.empty(1, len(self.slots))
         self.batches_per_tick = tick
         self.generator = torch.Generator().manual_seed(rng_seed)

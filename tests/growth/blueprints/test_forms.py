@@ -181,7 +181,7 @@ def convolutions(draw):
         for low, high in ((1, 4), (1, 3), (0, 2), (1, 2))
     ]
     spots = tuple(draw(st.integers(7, 9)) for _ in range(axes))
-    inputs, outputs = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    inputs, outputs = draw(st.integers(2, 3)), draw(st.integers(2, 3))
     return outputs, numbers, (inputs, *spots)
 
 

@@ -42,6 +42,14 @@ def test_a_size_of_zero_fits_nowhere():
     assert "size of at least 1" in misfit(none, VECTOR)
 
 
+def test_a_rank_above_that_of_any_matrix_there_is_refused():
+    """It would cost more than the layer that it stands beside."""
+    for rank, fits in ((6, True), (7, False)):
+        low = Blueprint("low", Form.LOW_RANK, rank, merges=True)
+        assert (misfit(low, VECTOR) == "") is fits
+    assert "a rank of at most 6" in misfit(low, VECTOR)
+
+
 def test_costs_are_those_of_the_definition():
     """By hand: 6 x 4 + 4 + 4 x 6 + 6 weights; 6 x 4 + 4 x 6 products."""
     assert (cost(MLP, VECTOR).parameters, cost(MLP, VECTOR).macs) == (58, 48)

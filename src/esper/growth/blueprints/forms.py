@@ -132,8 +132,11 @@ def neighbours_fit(at: Geometry, size: int) -> str:
 
 
 def low_rank_fit(at: Geometry, size: int) -> str:
-    """An adapter must end where the layer ends that it is beside."""
+    """An adapter must end where its layer ends, and be of lower rank than a matrix."""
     kernel = adapted_kernel(at)
+    most = min(low_rank_layers(at, size)["first"].fan_in, at.outlet_width)
+    if size > most:
+        return f"needs a rank of at most {most}, the smaller side there, it is {size}"
     if kernel is None:
         return channels_fit(at, size)
     after = convolved(spatial_shape(at.inlet_shape, at.inlet_layout), kernel)
