@@ -50,7 +50,7 @@ def train(controller: str, data: Data, held_out: Data, epochs: int) -> esper.Gro
         example=data.features[:8],
         controller=controller,
         budget=4.0,  # it may add four times its own parameters
-        blueprints=["widen_8", "widen_16"],
+        blueprints=["widen_x1.5", "widen_x2"],  # half as many channels more, or twice
         decisions=epochs,
     )
 

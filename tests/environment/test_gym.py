@@ -321,8 +321,9 @@ def test_a_vector_reports_the_end_of_every_episode():
     assert first in env.observation_space
     assert info["action_mask"].shape == (3, len(env.actions))
     assert len({row.tobytes() for row in first}) == 3
+    plants = [n for n, name in enumerate(env.actions.names) if "GERMINATE 0 w" in name]
     for _ in range(HORIZON):
-        rows, rewards, over, cut, info = env.step([0, 1, 2])
+        rows, rewards, over, cut, info = env.step([0, *plants[:2]])
         assert rows in env.observation_space
         assert [array.dtype for array in (rewards, over, cut)] == [float, bool, bool]
         assert (rewards.shape, cut.any()) == ((3,), False)

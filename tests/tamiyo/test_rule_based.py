@@ -102,11 +102,12 @@ def test_every_action_is_the_legal_one_of_the_highest_priority(data):
 @pytest.mark.parametrize(
     ("narrowed", "blending", "tempo", "target"),
     [
-        ({}, STANDARD_BLEND, "STANDARD", "FULL"),
+        ({}, STANDARD_BLEND, "AT_ONCE", "FULL"),
+        ({"tempo": ("FAST", "STANDARD")}, STANDARD_BLEND, "STANDARD", "FULL"),
         ({}, SLOW_BLEND, "SLOW", "FULL"),
         ({"tempo": ("FAST", "SLOW")}, STANDARD_BLEND, "FAST", "FULL"),
         ({"tempo": ("FAST", "STANDARD")}, SLOW_BLEND, "STANDARD", "FULL"),
-        ({"alpha_target": ("HALF", "MOST")}, STANDARD_BLEND, "STANDARD", "MOST"),
+        ({"alpha_target": ("HALF", "MOST")}, STANDARD_BLEND, "AT_ONCE", "MOST"),
     ],
 )
 @pytest.mark.parametrize("slots", [3, 20])
@@ -266,6 +267,14 @@ def test_plateau_plants_when_the_score_stands_still_and_no_seed_is_on_its_way(
 def test_a_patience_that_is_no_share_is_refused(patience):
     with pytest.raises(BadInput, match=r"patience must be a share in \[0, 1\]"):
         Plateau(PAIR, patience)
+
+
+def test_where_seeds_tend_themselves_planting_comes_before_keeping():
+    for ops, op in ((None, Op.FOSSILIZE), (("WAIT", "GERMINATE", "FOSSILIZE"), 1)):
+        spec = ActionSpec(SPEC.slots, narrowed={} if ops is None else {"op": ops})
+        seen = observed(spec, stage=[[Stage.HOLDING, 0, 0]])
+        words = in_words(seen, torch.zeros(1, 3, KINDS), spec)
+        assert words["op"] == Op(op).name
 
 
 FORBIDDEN = ActionSpec(slots=SPEC.slots, narrowed={"op": ("WAIT", "ADVANCE")})

@@ -3,8 +3,9 @@
 All that plant share `next_actions`: one table of scores over (op, slot), the highest
 legal one is taken. Keep a seed in HOLDING, or prune it if its measured contribution is
 below its rent; advance what has trained or blended long enough; plant the offer of the
-highest score; otherwise wait. Controllers differ in the scores that they give offers,
-float [env, slot, blueprint], -inf where nothing shall be planted.
+highest score (first of all where seeds advance by themselves); otherwise wait.
+Controllers differ in the scores that they give offers, float [env, slot, blueprint],
+-inf where nothing shall be planted.
 """
 
 from typing import Final
@@ -171,8 +172,15 @@ def blend_distances(*preferred: str) -> Float[Tensor, "head choice"]:
     return distance
 
 
-STANDARD_BLEND: Final = blend_distances("ADD", "STANDARD", "FULL", "FAST", "COSINE")
-"""Neither at once nor slowly, and fully."""
+def _default_blend() -> Float[Tensor, "head choice"]:
+    distance = blend_distances("ADD", "STANDARD", "FULL", "FAST", "COSINE")
+    tempo = [head.name for head in BLEND_HEADS].index("tempo")
+    distance[tempo, [*BLEND_HEADS[tempo].choices].index("AT_ONCE")] = -1.0
+    return distance
+
+
+STANDARD_BLEND: Final = _default_blend()
+"""At once where that may be, otherwise neither quickly nor slowly; and fully."""
 SLOW_BLEND: Final = blend_distances("ADD", "SLOW", "FULL", "SLOW", "SIGMOID")
 """As slowly as the run allows, and fully."""
 
@@ -213,9 +221,11 @@ def next_actions(
     holding = slots.stage == Stage.HOLDING.value
     ready = (slots.stage != Stage.TRAINING.value) | (slots.age >= patience)
     never = torch.zeros_like(slots.stage)
+    # Seeds that tend themselves hold until they are kept: planting is more urgent.
+    tended = ~masks.fixed[:, HEAD["op"], Op.ADVANCE.value, None]
     priorities = {
         Op.WAIT: never,
-        Op.GERMINATE: chosen * 1,
+        Op.GERMINATE: chosen * torch.where(tended, 5, 1),
         Op.ADVANCE: ready * 2,
         Op.SET_ALPHA: never,
         Op.PRUNE: (holding & useless) * 3,
