@@ -66,7 +66,7 @@ class Outcome:
     parameters: int
     """Numbers that were trained."""
     exported: int
-    """Numbers in the exported network, with the zeros that merging writes."""
+    """Numbers in the exported network."""
     training_macs: int
     seconds: float
     cpu_seconds: float
@@ -182,8 +182,7 @@ class Meter:
         self.spent += rows * self._model.macs + self._promises
 
     def _seed(self, slot: int) -> int:
-        kind = int(self._model.states.blueprint[0, slot])
-        return self._model.cost(slot, self._model.spec.blueprints[kind]).macs
+        return self._model.cost_of(slot).macs
 
     def _behind(self, training: list[int]) -> int:
         """What reads, directly or not, what the first of some seeds writes."""

@@ -293,7 +293,7 @@ def _tables(
     refused = sum(one.incidents for one in outcomes[EARLY])
     arms.notes += [
         f"host: {host:,} parameters; grown to {grown.parameters:,}, which an export "
-        f"writes as {grown.exported:,} numbers with the zeros between seeds",
+        f"writes as {grown.exported:,} numbers",
         f"batches refused by the guard: {refused}; GMAC: 10^9 multiply-adds in all of "
         "training, with shadow passes, decisions and promises; seconds: medians",
     ]

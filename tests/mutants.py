@@ -264,6 +264,20 @@ MUTANTS = (
         "weight[:rows, :columns] += matrix",
         "tests/growth/test_export.py",
     ),
+    Mutant(
+        "units of the place before feed those behind without their alpha",
+        "growth/hooks.py",
+        "given = hidden if alpha == 1.0 else alpha * hidden",
+        "given = hidden",
+        "tests/growth/test_cross.py",
+    ),
+    Mutant(
+        "a younger seed's units flow into an older one's at birth",
+        "growth/model.py",
+        'if key.startswith("from"):',
+        "if key:",
+        "tests/growth/test_cross.py",
+    ),
 )
 
 

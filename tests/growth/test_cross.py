@@ -1,6 +1,7 @@
 """New units of neighbouring places feed each other, and nobody is disturbed by it."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -274,16 +275,17 @@ def test_seeds_that_feed_each_other_fold_together():
 
 
 def test_what_trains_is_left_out_of_an_export_with_its_blocks():
-    for order in ORDERS:
+    for order, trains in product(ORDERS, (0, 1)):  # the block is either one's
         model = grow("linear", torch.float64).eval()
-        hold(model, order[0])
-        model.plant(order[1], "widen_8", tempo="SLOW")
+        for number, slot in enumerate(order):
+            tempo = "SLOW" if number == trains else "AT_ONCE"
+            model.plant(slot, "widen_8", tempo=tempo)
         for seed in model.seeds.values():
             shake(seed)
         x = batch("linear")[0].double()
         for merge in (True, False):
             plain, report = export_with_report(model, merge=merge)
-            assert report.left_out == (f"{order[1]}: it is still in training",)
+            assert report.left_out == (f"{order[trains]}: it is still in training",)
             torch.testing.assert_close(plain(x), model.host(x), rtol=1e-6, atol=1e-9)
             count = sum(p.numel() for p in plain.parameters())
             assert count == model.count(active=True).parameters
@@ -324,6 +326,8 @@ def test_amounts_follow_the_present_width_and_stay_what_they_were():
         hold(model, f"a->b#{number}", name)
         assert seed_of(model, f"a->b#{number}").blueprint.size == units
     assert model.width(0) == 8 + 4 + 12 + 6 + 8
+    model.remove(0)
+    assert model.width(0) == 8 + 12 + 6 + 8
     other = grow("linear")
     other.load_state_dict(model.state_dict())
     assert other.width(0) == model.width(0)
