@@ -171,18 +171,13 @@ class Meter:
             for slot, name in enumerate(model.slots)
             if model.stage(name) is Stage.TRAINING
         ]
-        cost = step_macs(
-            model.macs, sum(map(self._seed, training)), self._behind(training)
-        )
-        self.spent += rows * cost
+        beside = model.count().macs - model.macs
+        self.spent += rows * step_macs(model.macs, beside, self._behind(training))
 
     def decision(self) -> None:
         """A decision is taken now."""
         rows = self._rows + ANSWERS * self._example
         self.spent += rows * self._model.macs + self._promises
-
-    def _seed(self, slot: int) -> int:
-        return self._model.cost_of(slot).macs
 
     def _behind(self, training: list[int]) -> int:
         """What reads, directly or not, what the first of some seeds writes."""
@@ -199,9 +194,9 @@ class Meter:
             slot
             for slot in range(len(model.slots))
             if int(model.states.blueprint[0, slot]) >= 0
-            and order.index(model.place(slot).site.inlet) > first
+            and order.index(model.place(slot).site.inlet) >= first
         ]
-        return behind + sum(map(self._seed, living))
+        return behind + sum(self._model.cost_of(slot).macs for slot in living)
 
 
 def mlp_macs(inputs: int, width: int, classes: int) -> int:

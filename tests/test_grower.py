@@ -187,7 +187,16 @@ def test_without_grower_loss_training_passes_and_the_summary_notes_it():
         assert max(trained, default=0) <= 1
     stages = {grower.model.stage(slot) for slot in grower.model.slots}
     assert Stage.FOSSILIZED in stages
-    assert "note: grower.loss was not used" in grower.summary()
+    assert "grower.loss was not used" not in grower.summary()  # none had to train
+    for tick in (1, 1000):  # by its tempo, or at the decision
+        grower = begin(tick=tick)
+        grower.plant("second#0", "residual_mlp", tempo="FAST")
+        for _ in range(2):
+            loss_of(grower)().backward()
+            grower._optimizer.step()
+            grower.step(metric=0.5)
+        assert grower.model.stage("second#0") is not Stage.TRAINING
+        assert "note: grower.loss was not used" in grower.summary()
 
 
 def test_seeds_tend_themselves_by_batches_up_to_holding():

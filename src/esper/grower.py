@@ -390,7 +390,10 @@ class Grower(NamedOps[Receipt]):
             self.topology.tick(1, decision=False)
             after = self.model.states
             self._moved |= not torch.equal(before.alpha, after.alpha)
-            if not torch.equal(before.stage, after.stage):
+            moved_on = before.stage != after.stage
+            if bool(moved_on.any()):
+                trained = moved_on & (before.stage == Stage.TRAINING)
+                self._skipped_training |= bool(trained.any()) and not self._used_loss
                 self.safety.topology_changed()
 
     def _pass_training(self) -> None:

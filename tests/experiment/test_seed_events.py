@@ -51,7 +51,10 @@ def test_a_change_of_stage_has_a_name():
         *((stage, D, "pruned") for stage in (T, B, H)),
         (C, D, "cleared"),
         (F, D, "jumped"),
-        (D, H, "jumped"),
+        (D, H, "planted"),
+        (D, B, "planted"),
+        (T, H, "holding"),
+        (D, F, "jumped"),
     ):
         changes = events_between(slots([[before]]), slots([[after]]))
         assert listed(changes) == [(0, 0, before.name, after.name, word)]

@@ -117,12 +117,12 @@ def played(script):
 
 
 GROWING = {
-    1: {"op": Op.GERMINATE, "slot": 2, "blueprint": 1},
-    2: {"op": Op.GERMINATE, "slot": 0, "blueprint": 0},
+    1: {"op": Op.GERMINATE, "slot": 2, "blueprint": 1, "tempo": 3},
+    2: {"op": Op.GERMINATE, "slot": 0, "blueprint": 0, "tempo": 3},
     4: {"op": Op.ADVANCE, "slot": 2},
     5: {"op": Op.ADVANCE, "slot": 0},
-    6: {"op": Op.GERMINATE, "slot": 4, "blueprint": 4},
-    7: {"op": Op.PRUNE, "slot": 0},
+    6: {"op": Op.GERMINATE, "slot": 4, "blueprint": 4, "tempo": 3},
+    7: {"op": Op.PRUNE, "slot": 4},
 }
 
 

@@ -1,9 +1,9 @@
 """What happened to seeds between two observations, for all slots at once.
 
-Worlds report states, not changes: `events_between` compares two of them. A seed whose
-alpha is 0 is pruned and gone within one decision, so that a stage may seem to be left
-out. Where an episode has just ended, what is seen next belongs to another one; what the
-last decision did follows from its action.
+Worlds report states, not changes: `events_between` compares two of them. A seed may go
+through several stages within one decision, so that some seem to be left out. Where an
+episode has just ended, what is seen next belongs to another one; what the last decision
+did follows from its action.
 """
 
 from typing import Any, Final
@@ -30,8 +30,9 @@ EVENTS: Final = (
 
 _GROWING: Final = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING)
 _NAMED: Final = {
-    (Stage.DORMANT, Stage.TRAINING): "planted",
+    **{(Stage.DORMANT, stage): "planted" for stage in _GROWING},
     (Stage.TRAINING, Stage.BLENDING): "blending",
+    (Stage.TRAINING, Stage.HOLDING): "holding",
     (Stage.BLENDING, Stage.HOLDING): "holding",
     (Stage.HOLDING, Stage.FOSSILIZED): "kept",
     (Stage.COOLING, Stage.DORMANT): "cleared",
