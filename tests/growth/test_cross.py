@@ -147,6 +147,20 @@ def test_planting_changes_no_bit_whoever_is_born_last(kind, order, tempo):
     if new == DOWN:  # as its own first layer
         first = seed_of(model, new).weights["first"].detach()
         assert float(block.detach().std() / first.std()) == pytest.approx(1, abs=0.35)
+        host = model.host.b.weight.detach()
+        more = block[0].numel() if host.dim() > 2 else block.shape[0]
+        share = host[0].numel() / (host[0].numel() + more)
+        spread = float(first.std(correction=0) / host.std(correction=0))
+        assert spread == pytest.approx(share**0.5, rel=1e-4)
+
+
+def test_blocks_begin_at_zero_beside_an_initialiser_that_speaks_at_once():
+    grower = grower_of("linear", (UP, "AT_ONCE"), (DOWN, ""))
+    train(grower, "linear", 2)
+    grower.plant(DOWN, "widen_8", initialiser="gradmax")
+    seed = seed_of(grower.model, DOWN)
+    assert bool(seed.weights["last"].any())
+    assert not bool(seed.cross["from_0"].any())
 
 
 def grower_of(kind, first, second):

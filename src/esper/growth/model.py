@@ -458,14 +458,22 @@ class GrowingModel(nn.Module, NamedOps[None]):
     def _add_blocks(self, slot: int, seed: FormSeed) -> None:
         """Blocks with older seeds: zero into their units, random from them.
 
-        Random ones are as large as what else the units read; either way the output
-        is unchanged.
+        Random ones are drawn like the first layer, which is scaled down as if all that
+        the units read had been drawn with it. What reads the units is zero, so that
+        nothing changes; where an initialiser has set it, blocks begin at zero.
         """
-        for key, block in self._blocks(slot, seed.blueprint).items():
+        blocks = self._blocks(slot, seed.blueprint)
+        above = [block for key, block in blocks.items() if key.startswith("from")]
+        bound = 0.0
+        if above and not bool(seed.weights["last"].any()):
+            first = seed.weights["first"].detach()
+            fan_in = first.numel() / seed.blueprint.size
+            fan_in_all = fan_in + sum(block.fan_in for block in above)
+            first.mul_((fan_in / fan_in_all) ** 0.5)
+            bound = float(first.std(correction=0)) * 3**0.5
+        for key, block in blocks.items():
             weight = torch.zeros(block.weight_shape)
             if key.startswith("from"):
-                spread = seed.weights["first"].detach().std(correction=0)
-                bound = float(spread) * 3**0.5
                 weight.uniform_(-bound, bound, generator=self.generator)
             seed.cross[key] = nn.Parameter(weight)
 
