@@ -64,7 +64,7 @@ def main() -> None:
     packages = [p for p in sorted((SOURCE / "esper").iterdir()) if p.suffix != ".pyc"]
     for path in (
         *packages,
-        *(ROOT / name for name in ("evidence", "benchmarks", "tests")),
+        *(ROOT / name for name in ("benchmarks", "tests")),
     ):
         files = [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))
         if files:

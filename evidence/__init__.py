@@ -1,1 +1,0 @@
-"""Whether a learned controller pays: a protocol, a campaign, a ledger and a page."""
