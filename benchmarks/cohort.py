@@ -1,9 +1,9 @@
 """How much faster do N hosts train as one cohort than one after the other?
 
 One minibatch of every host: forward, backward, shadow pass, AdamW. Every environment
-holds other blueprints in other stages. The twin is plain PyTorch, host by host, with an
-`AdamW(fused=True)` each; it is spared what ours includes: gathering the rows, and the
-learning rates of newborns. Ours is given the minibatches of one decision at a time, as
+holds other seeds in other stages. The twin is plain PyTorch, host by host, with an
+`AdamW` each; it is spared what ours includes: gathering the rows. Ours is given the
+minibatches of one decision at a time, as
 the world gives them. Then the same in two processes; then how the time grows, one thing
 changed at a time. About seven minutes.
 """
@@ -20,21 +20,14 @@ from torch import Generator, Tensor
 
 from benchmarks import timing
 from benchmarks.timing import Report, alternate, micro
-from esper.contracts.blueprints import BLUEPRINTS, Blueprint
 from esper.contracts.stages import Stage
-from esper.environment.cohort import Cohort
-from esper.environment.memory_layout import place_geometries
-from esper.growth.blueprints.forms import FORMS
-from esper.growth.lifecycle import SeedStates
+from esper.environment.cohort import Cohort, SeedSchedule
 from esper.tasks.hosts import CnnHost, Host, MlpHost
-from tests.references.cohort import PlainHost
+from tests.references.cohort import PlainNetwork
 
 ALPHA = {Stage.TRAINING: 0.0, Stage.BLENDING: 0.5, Stage.HOLDING: 1.0}
-KNOWN = {blueprint.name: blueprint for blueprint in BLUEPRINTS}
-MIXED = {
-    "mlp": ("low_rank_4", "widen_8", "residual_mlp", "widen_16", "widen_32"),
-    "cnn": ("widen_8", "widen_16"),
-}
+UNITS = {"mlp": (4, 8, 12, 16, 32), "cnn": (8, 16)}
+"""Sizes of seeds."""
 STAGES = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.TRAINING, Stage.DORMANT)
 """By environment and slot in turn: two of four seeds are in training."""
 PER_PLACE, RATE, EXAMPLES = 2, 1e-3, 1024
@@ -51,12 +44,12 @@ class Case:
 
     host: Host
     envs: int
-    seeds: Sequence[Mapping[int, tuple[Blueprint, Stage]]]
-    """By slot; one after the other for the environments, then again."""
+    seeds: Sequence[Mapping[int, tuple[int, Stage]]]
+    """Units and stage by slot; one after the other for the environments, then again."""
     steps: int
     batch: int = 64
 
-    def of(self, env: int) -> Mapping[int, tuple[Blueprint, Stage]]:
+    def of(self, env: int) -> Mapping[int, tuple[int, Stage]]:
         """Seeds of an environment."""
         return self.seeds[env % len(self.seeds)]
 
@@ -70,34 +63,34 @@ class Cohorts:
         self.cohort = Cohort(
             case.envs,
             host,
-            [KNOWN[name] for name in MIXED[host.kind]],
-            seeds_per_slot=PER_PLACE,
+            slots_per_place=PER_PLACE,
+            capacity=64 * host.parameters,
             batch=case.batch,
             engine=engine,
         )
-        self.hosts: list[PlainHost] = []
-        lives = SeedStates.empty(case.envs, self.cohort.layout.slots)
-        stages, alphas = lives.stage.clone(), lives.alpha.clone()
-        geometry = place_geometries(host)
+        self.hosts: list[PlainNetwork] = []
+        shape = (case.envs, self.cohort.slots)
+        self.alpha, self.training = torch.zeros(shape), torch.zeros(shape).bool()
         for env in range(case.envs):
             network = host.build(chance)
             self.cohort.set_host(env, network)
             if plain:
                 decay = self.cohort.decay
-                self.hosts.append(
-                    PlainHost(
-                        network, rate=RATE, decay=decay, newborn=(1.0, 1), fused=True
-                    )
-                )
-            for slot, (blueprint, stage) in case.of(env).items():
-                place = geometry[slot % len(geometry)]
-                made = FORMS[blueprint.form].init(place, blueprint.size, chance)
-                self.cohort.plant(env, slot, blueprint, made)
-                stages[env, slot], alphas[env, slot] = int(stage), ALPHA[stage]
+                self.hosts.append(PlainNetwork(network, rate=RATE, decay=decay))
+            for slot, (units, stage) in case.of(env).items():
+                inputs, taps = self.cohort.inputs(env, slot % self.cohort.places)
+                weight = 0.1 * torch.randn(units, inputs, taps, generator=chance)
+                bias = torch.zeros(units)
+                self.cohort.plant(env, slot, weight, bias)
+                self.alpha[env, slot] = ALPHA[stage]
+                self.training[env, slot] = stage is Stage.TRAINING
                 if plain:
-                    self.hosts[env].plant(slot, blueprint, made)
-                    self.hosts[env].live(slot, stage, ALPHA[stage])
-        self.lives = replace(lives, stage=stages, alpha=alphas)
+                    self.hosts[env].plant(slot, weight, bias)
+        steps = (case.envs, case.steps, self.cohort.slots)
+        self.schedule = SeedSchedule(
+            *(part[:, None].expand(steps).contiguous() for part in
+              (self.alpha, self.training))
+        )  # fmt: skip
         self.features = torch.randn(EXAMPLES, *host.shape, generator=chance)
         self.labels = torch.randint(0, host.classes, (EXAMPLES,), generator=chance)
         self.picked = torch.randint(
@@ -111,13 +104,14 @@ class Cohorts:
         """All minibatches until the next decision, as a cohort."""
         flat = self.features.flatten(1).unsqueeze(0)
         return self.cohort.train(
-            flat, self.labels.unsqueeze(0), self.picked, self.lives, self.rates
+            flat, self.labels.unsqueeze(0), self.picked, self.schedule, self.rates
         ).losses
 
     def one_by_one(self) -> None:
         """One minibatch of every host, prepared beforehand."""
         for env, host in enumerate(self.hosts):
-            host.train_step(self.x[env], self.y[env])
+            lives = self.alpha[env].tolist(), self.training[env].tolist()
+            host.train_step(self.x[env], self.y[env], *lives)
 
 
 def run() -> list[Report]:
@@ -126,11 +120,11 @@ def run() -> list[Report]:
 
 
 def mixed(host: Host, envs: int) -> Case:
-    """Other blueprints in other stages everywhere."""
-    names, slots = MIXED[host.kind], PER_PLACE * len(host.slots)
+    """Other sizes in other stages everywhere."""
+    sizes, slots = UNITS[host.kind], PER_PLACE * len(host.slots)
     seeds = [
         {
-            slot: (KNOWN[names[(3 * env + slot + slot // 2) % len(names)]], stage)
+            slot: (sizes[(3 * env + slot + slot // 2) % len(sizes)], stage)
             for slot in range(slots)
             if (stage := STAGES[(env + slot) % len(STAGES)]) is not Stage.DORMANT
         }
@@ -161,7 +155,7 @@ def compare() -> Report:
         ),
         notes=[
             "Included: forward, backward, shadow pass, AdamW; in ours also the rows.",
-            "Tensors: the same cohort by batched products and grouped convolutions.",
+            "Tensors: the same cohort in torch operations, network by network.",
         ],
     )  # fmt: skip
     mlps = [(MlpHost((16, w, w, 26)), envs) for w in (12, 64) for envs in (4, 16, 64)]
@@ -264,8 +258,7 @@ def _took(call: Callable[[], object], times: int) -> float:
 
 def growing_cases() -> Iterator[tuple[str, int, Case]]:
     """Axis, value on it, and case: one thing is changed at a time."""
-    widen = KNOWN["widen_8"]
-    pair = [{0: (widen, Stage.HOLDING), 1: (widen, Stage.TRAINING)}]
+    pair = [{0: (8, Stage.HOLDING), 1: (8, Stage.TRAINING)}]
     wider: dict[str, list[Host]] = {
         "mlp": [MlpHost((16, w, w, 26)) for w in (8, 12, 16, 24, 32, 48, 64, 96, 128)],
         "cnn": [CnnHost(CNN.image, (c, 2 * c), 10) for c in (2, 4, 6, 8, 12, 16)],
@@ -275,12 +268,9 @@ def growing_cases() -> Iterator[tuple[str, int, Case]]:
             yield "envs", envs, replace(base, envs=envs)
         for host in wider[base.host.kind]:
             yield "parameters", host.parameters, replace(base, host=host)
-        kinds = [("active", widen, Stage.HOLDING), ("training", widen, Stage.TRAINING)]
-        if base.host.kind == "mlp":
-            kinds.append(("GELU active", KNOWN["residual_mlp"], Stage.HOLDING))
-        for axis, blueprint, stage in kinds:
+        for axis, stage in (("active", Stage.HOLDING), ("training", Stage.TRAINING)):
             for seeds in range(5):
-                held = {slot: (blueprint, stage) for slot in range(seeds)}
+                held = {slot: (8, stage) for slot in range(seeds)}
                 yield axis, seeds, replace(base, seeds=[held])
         for batch in (16, 32, 64, 128, 256):
             yield "batch", batch, replace(base, batch=batch)
@@ -295,7 +285,7 @@ def growth() -> Report:
         "How the time of a host's minibatch grows; one thing is changed at a time",
         ("host", "axis", "value", "envs", "rows", "µs per env"),
         notes=[
-            "A host has one active seed and one in training, widen_8 both, "
+            "A host has one active seed and one in training, of 8 units each, "
             "except where seeds are counted."
         ],
     )

@@ -30,7 +30,7 @@ CASES = (
     ("letter", 16),
     ("letter", 64),
 )
-CONTROLLER = "promise"
+CONTROLLER = "periodic"
 TURNS = 3
 ALONE = 2
 """Hosts that a world of one environment is tried with, one after the other."""

@@ -20,7 +20,6 @@ from unittest.mock import patch
 
 from benchmarks import timing
 from benchmarks.timing import Report
-from esper.environment import growing
 from esper.environment.growing import GrowingWorld
 from esper.experiment import callbacks, rollout
 from esper.experiment.callbacks import Record
@@ -37,7 +36,6 @@ from esper.tamiyo.policy.network import TamiyoPolicy
 PARTS = {
     "_train": "training",
     "_score": "score",
-    "_look": "promise",
     "_act": "acting",
     "_begin": "beginning",
     "_report": "reporting",
@@ -57,7 +55,6 @@ KEEPING: Calls = (
 """Who is called, by which name, and for what: what a run keeps."""
 PLAYING: Calls = (
     *((GrowingWorld, name, part) for name, part in PARTS.items()),
-    (growing, "contributions", "leaving out"),
     (rollout, "compute_features", "features"),
     (rollout, "compute_masks", "masks"),
     (TamiyoPolicy, "act", "policy"),
@@ -69,7 +66,7 @@ PLAYING: Calls = (
 """The same: rollout and update."""
 ROWS = {
     "training hosts": ("training",),
-    "observing": ("score", "leaving out", "promise"),
+    "observing": ("score",),
     "carrying out": ("acting",),
     "resets": ("beginning", "reporting"),
     "control": ("features", "masks", "policy", "buffer"),
@@ -83,7 +80,7 @@ SMALL = TrainConfig(
     tasks=("teacher",),
     envs=2,
     budget=Budget(rounds=3),
-    world=World(horizon=4, decision_every=1, measure_every=2),
+    world=World(horizon=4, decision_every=1),
     keeping=Keeping(every=1),
 )
 """The run that `--quick` times."""
@@ -207,8 +204,7 @@ def reports(config: TrainConfig, rounds: Rounds) -> list[Report]:
         notes=[
             f"{rounds.count} rounds, with {core:.0f} % of a core; trust no time far "
             "below 100.",
-            "Observing: scores, leaving out, promises. Carrying out: actions, "
-            "planting, lifecycle.",
+            "Observing: scores. Carrying out: actions, planting, lifecycle.",
             "Control: features, masks, policy, and storing the step to learn from.",
             "Rest: rewards, tracks and putting the observation together.",
         ],

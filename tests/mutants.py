@@ -192,14 +192,46 @@ MUTANTS = (
         "environment/engine.py",
         "w[i] -= shrink * w[i] + far *",
         "w[i] -= far *",
-        f"{COHORT}::test_a_stretch_moves_as_in_an_optimiser_of_its_own",
+        f"{COHORT}::test_a_cohort_is_separate_trainings",
     ),
     Mutant(
         "a row beyond the last one reaches a kernel",
         "environment/cohort.py",
         "low < 0 or high >= count",
         "low < 0 or high > count",
-        f"{COHORT}::test_arrays_that_a_kernel_would_misread_are_refused",
+        f"{COHORT}::test_what_a_kernel_would_read_out_of_bounds_is_refused",
+    ),
+    Mutant(
+        "new units are read by others from the start",
+        "environment/cohort.py",
+        "self._move(env, grown)\n        own",
+        "self._move(env, grown)\n"
+        "        to, since = grown.blocks['out_owner'], grown.blocks['in_owner']\n"
+        "        crossed = (to > 0) & (to != slot + 1) & (since == slot + 1)\n"
+        "        self.values[env, grown.parameters_of(crossed)] = 0.1\n"
+        "        own",
+        f"{COHORT}::test_planting_changes_no_output_by_a_bit",
+    ),
+    Mutant(
+        "gradients pass a blended seed as if it were there in full",
+        "environment/engine.py",
+        "_scale(s, gx, length, scale[b.out_owner])",
+        "_scale(s, gx, length, scale[0])",
+        f"{COHORT}::test_a_cohort_is_separate_trainings",
+    ),
+    Mutant(
+        "a removed seed leaves its moments behind",
+        "environment/cohort.py",
+        "rows[env] = 0\n            rows[env, target] = held",
+        "rows[env, target] = held",
+        COHORT,
+    ),
+    Mutant(
+        "the learning rate falls towards an end that nobody knows",
+        "environment/clock.py",
+        "return torch.ones_like(moment)",
+        "pass",
+        f"{GROWING}::test_nothing_that_is_seen_depends_on_an_unknown_end",
     ),
     Mutant(
         "environments of a group have different data",
@@ -225,8 +257,8 @@ MUTANTS = (
     Mutant(
         "a schedule plants more often than it says",
         "tamiyo/schedule.py",
-        "due &= (planted < count) & (progress < until)",
-        "due &= progress < until",
+        "due &= (planted < count * places) & (now < until)",
+        "due &= now < until",
         "tests/tamiyo/test_schedule.py",
     ),
     Mutant(

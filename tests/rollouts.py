@@ -47,6 +47,7 @@ def random_observation(
     host, state = shares(HostStates), shares(SlotStates, slots)
     offers = shares(BlueprintOffers, slots, kinds)
     host["budget_left"][flag(0.5)] = torch.inf
+    host["end_known"] = flag(0.5)
     for signed in (host["score_slope"], host["loss_slope"], state["contribution"]):
         signed -= 0.5
     state |= {

@@ -44,7 +44,10 @@ def blank_observation(envs: int, spec: ActionSpec = PROBE_SPEC) -> Observation:
     yes, unlimited = torch.ones(shape) > 0, torch.full((envs,), torch.inf)
     return Observation(
         first=torch.zeros(envs, dtype=torch.bool),
-        host=HostStates(**zeros(HostStates, (envs,)) | {"budget_left": unlimited}),
+        host=HostStates(
+            **zeros(HostStates, (envs,))
+            | {"budget_left": unlimited, "end_known": unlimited > 0}
+        ),
         slots=blank_slots(*shape[:2]),
         offers=BlueprintOffers(
             **zeros(BlueprintOffers, shape) | {"fits": yes, "promise_known": ~yes}

@@ -152,6 +152,10 @@ class Grower(NamedOps[Receipt]):
         self._skipped_training = False
         self._moved = False
         """Whether an alpha has moved since the last decision."""
+        self._batches = 0
+        """Since the last decision."""
+        self._compute = 0.0
+        """Batches of the host as it was given that cost as much as training so far."""
         like = next(model.parameters())
         self._home = (like.device, like.dtype)
         self._own = [id(parameter) for parameter in model.parameters()]
@@ -228,6 +232,9 @@ class Grower(NamedOps[Receipt]):
             torch.tensor([score]), torch.tensor([loss], dtype=torch.float32)
         )
         self.safety.remove_broken_seeds()
+        macs = self.model.macs / max(self.model.survey.macs, 1)
+        self._compute += self._batches * macs
+        self._batches = 0
         contributions = self._scorer.contributions(metric, score)
         self.safety.remove_failed_seeds()
         if not self._used_loss:
@@ -236,6 +243,7 @@ class Grower(NamedOps[Receipt]):
             self.model,
             track,
             horizon=self.decisions,
+            compute=self._compute,
             budget=self.budget,
             rent=self.rent,
             contributions=contributions,
@@ -331,6 +339,7 @@ class Grower(NamedOps[Receipt]):
             "first_metric": self._scorer.first,
             "losses": [*self._losses],
             "flags": [self._used_loss, self._skipped_training, self._moved],
+            "compute": [self._batches, self._compute],
             "passed": [hooks.passed for hooks in self.model.hooks],
             "samples": [
                 [[s.inputs, s.outputs, s.rows, s.gradient] for s in hooks.samples]
@@ -358,6 +367,7 @@ class Grower(NamedOps[Receipt]):
         self._scorer.first = state["first_metric"]
         self._losses = [*state["losses"]]
         self._used_loss, self._skipped_training, self._moved = state["flags"]
+        self._batches, self._compute = state["compute"]
         for hooks, passed, samples in zip(
             self.model.hooks, state["passed"], state["samples"], strict=True
         ):
@@ -385,6 +395,7 @@ class Grower(NamedOps[Receipt]):
 
     def _after_step(self) -> None:
         """One batch more: seeds train, blend and fade by their tempos."""
+        self._batches += 1
         if self.topology.moving:
             before = self.model.states
             self.topology.tick(1, decision=False)

@@ -5,12 +5,12 @@ from math import inf, nan
 import pytest
 import torch
 
-from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, Op
+from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
 from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
-from esper.environment.settings import WorldSettings, check_actions
+from esper.environment.settings import OPS, WorldSettings, check_actions
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
 from esper.tamiyo.rule_based import Never, Random
@@ -52,13 +52,9 @@ def make(envs=3, rng_seed=0, task=TINY, **more):
     return GrowingWorld(task, envs, rng_seed, settings=settings)
 
 
-SLOW = [*HEADS[HEAD["tempo"]].choices].index("SLOW")
-
-
 def action(op, slot=0, blueprint=0, **heads):
     row = torch.zeros(NUM_HEADS, dtype=torch.int64)
     row[:3] = torch.tensor([int(op), slot, blueprint])
-    row[HEAD["tempo"]] = SLOW if op == Op.GERMINATE else 0
     for name, choice in heads.items():
         row[HEAD[name]] = choice
     return row
@@ -100,7 +96,7 @@ def same_weights(one, other, env):
 
 @pytest.mark.parametrize("task", [TINY, VARIED, LONG], ids=["shared", "varied", "long"])
 def test_whatever_masks_allow_is_carried_out_and_observations_are_bounded(task):
-    world, chosen = make(12, task=task, measure_every=2), set()
+    world, chosen = make(12, task=task), set()
     for observation, actions, result in play(world, 3 * task.horizon):
         assert not result.illegal.any()
         chosen |= {Op(op) for op in actions[:, 0].tolist()}
@@ -109,7 +105,7 @@ def test_whatever_masks_allow_is_carried_out_and_observations_are_bounded(task):
             assert value.isfinite().all(), name
             assert value.float().abs().max() <= 1.0, name
         assert result.reward.isfinite().all()
-    assert chosen == set(Op) or task is not LONG
+    assert chosen == {Op[name] for name in OPS} or task is not LONG
 
 
 def worth(observation):
@@ -138,7 +134,7 @@ def test_rewards_of_an_episode_add_up_to_what_the_network_gained():
 
 
 def test_what_was_shown_stays_as_it_was_shown():
-    world, shown = make(measure_every=1), []
+    world, shown = make(), []
     for observation, _, _ in play(world, 2 * HORIZON):
         shown.append((observation, save(observation)))
     for observation, then in shown:
@@ -147,7 +143,7 @@ def test_what_was_shown_stays_as_it_was_shown():
 
 
 ILLEGAL = {
-    "advance an empty slot": action(Op.ADVANCE, 1),
+    "advance a seed that tends itself": action(Op.ADVANCE, 0),
     "prune an empty slot": action(Op.PRUNE, 2),
     "fossilize an empty slot": action(Op.FOSSILIZE, 0),
     "set alpha of an empty slot": action(Op.SET_ALPHA, 3),
@@ -164,7 +160,8 @@ def test_an_illegal_action_is_flagged_charged_once_and_is_a_wait(kind):
     asked, waited = (make(2, budget=1.5, penalty=0.25) for _ in range(2))
     for world in (asked, waited):
         world.reset()
-        assert not say(world, *[action(Op.GERMINATE, 0, 0)] * 2).illegal.any()
+        planted = action(Op.GERMINATE, 0, 2, tempo=1)
+        assert not say(world, *[planted] * 2).illegal.any()
         assert world._lives.stage[0, 0] == Stage.TRAINING
     result, plain = say(asked, action(Op.WAIT), ILLEGAL[kind]), say(waited)
     assert result.illegal.tolist() == [False, True]
@@ -241,7 +238,7 @@ def test_a_number_that_gives_fewer_rows_than_the_first_is_refused():
 
 
 def test_tensors_grow_hosts_as_kernels_do():
-    settings = WorldSettings(**TERMS, measure_every=2)
+    settings = WorldSettings(**TERMS)
     runs = (
         play(GrowingWorld(TINY, 3, settings=settings, engine=engine), HORIZON)
         for engine in ("kernels", "tensors")
@@ -249,12 +246,10 @@ def test_tensors_grow_hosts_as_kernels_do():
     for (_, actions, mine), (_, same, other) in zip(*runs, strict=True):
         assert torch.equal(actions, same)
         torch.testing.assert_close(mine.reward, other.reward, rtol=0, atol=0.05)
-        known = mine.observation.offers.promise_known
-        assert torch.equal(known, other.observation.offers.promise_known)
 
 
 def test_a_broken_host_ends_its_own_episode_and_touches_no_neighbour():
-    sound, broken = (make(penalty=0.0, measure_every=1) for _ in range(2))
+    sound, broken = (make(penalty=0.0) for _ in range(2))
     runs = [play(world, 2 * HORIZON, controller=Never()) for world in (sound, broken)]
     others = torch.tensor([0, 2])
     for time in range(2 * HORIZON):
@@ -276,19 +271,8 @@ def test_a_broken_host_ends_its_own_episode_and_touches_no_neighbour():
     assert all(w.isfinite().all() for w in weights(broken, 1))
 
 
-def test_an_episode_looks_by_its_own_clock_whatever_happened_to_neighbours():
-    sound, broken = (make(2, task=LONG, measure_every=3) for _ in range(2))
-    runs = [play(w, 2 * LONG.horizon, controller=Never()) for w in (sound, broken)]
-    for time, ((_, _, plain), (_, _, result)) in enumerate(zip(*runs, strict=True)):
-        if time == 0:
-            broken.cohort.values[1, 0] = torch.nan
-        assert_same(plain.observation, result.observation, 0)
-        assert torch.equal(plain.reward[0], result.reward[0])
-    assert plain.observation.first[0]
-
-
 def test_actions_of_one_environment_do_not_reach_another():
-    quiet, busy = (make(3, task=LONG, measure_every=2) for _ in range(2))
+    quiet, busy = (make(3, task=LONG) for _ in range(2))
     seen = {quiet: quiet.reset(), busy: busy.reset()}
     chance = torch.Generator().manual_seed(3)
     for _ in range(LONG.horizon):
@@ -303,38 +287,107 @@ def test_actions_of_one_environment_do_not_reach_another():
         seen = {quiet: plain.observation, busy: result.observation}
 
 
-def test_a_seed_costs_what_was_offered():
+def test_a_seed_costs_what_was_offered_and_is_as_large_as_said():
     world = make()
     offers = world.reset().offers
-    shown = say(world, action(Op.GERMINATE, 2, 1)).observation
-    assert shown.slots.stage[0].tolist() == [0, 0, int(Stage.TRAINING), 0]
-    assert shown.host.added.tolist() == [float(offers.parameters[0, 2, 1]), 0.0, 0.0]
-    planted = [0, 0, world.spec.blueprints[1].size, 0]
-    assert world.cohort.size[0].tolist() == planted
+    chosen = action(Op.GERMINATE, 2, 2, alpha_target=2)
+    shown = say(world, chosen).observation
+    assert shown.slots.stage[0].tolist() == [0, 0, int(Stage.HOLDING), 0]
+    assert shown.slots.alpha[0, 2] == 1.0
+    price = float(offers.parameters[0, 2, 2])
+    assert shown.host.added.tolist() == pytest.approx([price, 0.0, 0.0])
+    assert world.cohort.units[0].tolist() == [0, 0, 6, 0]
+    # As much again means more where there is more, and less would be left out.
+    again = shown.offers.parameters[0, 0, 2]
+    assert float(again) == pytest.approx(2 * price)
+
+
+def test_seeds_tend_themselves_by_their_tempo():
+    world = make(1, task=replace(LONG, decision_every=4), tick=4)
+    world.reset()
+    seen = [say(world, action(Op.GERMINATE, 0, 2, tempo=2, alpha_target=2))]
+    seen += [say(world) for _ in range(4)]
+    slots = [result.observation.slots for result in seen]
+    stages = [Stage(int(one.stage[0, 0])).name for one in slots]
+    assert stages == ["TRAINING", "BLENDING", "BLENDING", "HOLDING", "HOLDING"]
+    assert [float(one.alpha[0, 0]) for one in slots] == [0.0, 0.0, 0.5, 1.0, 1.0]
+    assert compute_masks(seen[-1].observation, world.spec).slot[0, Op.PRUNE, 0]
+
+
+def compute_world(envs=2, **more):
+    given = {"clock": "compute", "stop": "anytime", "rent": 0.02, "budget": 20.0}
+    return make(envs, task=LONG, **given | {"first": 8.0, "horizon": 14} | more)
+
+
+def test_a_larger_network_takes_fewer_batches_until_the_same_compute():
+    world = compute_world()
+    world.reset()
+    say(world, action(Op.GERMINATE, 0, 3, alpha_target=2))
+    for _ in range(12):
+        say(world)
+    drawn, compute = world._episodes.drawn, world._compute
+    macs = world.cohort.macs() / LONG.host.macs
+    assert macs[0] > 2
+    assert drawn[1] > 2 * drawn[0]
+    end = float(world.clock.times()[13])
+    assert (compute - end).abs().max() < 3 * float(macs[0])
+
+
+def test_equal_luck_sees_prefixes_of_one_sequence():
+    world = compute_world(group_size=2)
+    world.reset()
+    first = [world._episodes._rows_between(env, 0, 64).tolist() for env in range(2)]
+    say(world, action(Op.GERMINATE, 0, 3, alpha_target=2))
+    again = [world._episodes._rows_between(env, 0, 64).tolist() for env in range(2)]
+    assert first[0] == first[1] == again[0] == again[1]
+    rows = world._episodes.rows[0][1].shape[1]
+    whole = world._episodes._rows_between(0, 0, 3 * rows)
+    for epoch in whole.reshape(3, rows):
+        assert sorted(epoch.tolist()) == [*range(rows)]
+
+
+def test_the_return_is_the_mean_over_the_stops():
+    world = compute_world(rent=0.05)
+    start, weights = worth(world.reset()), world.clock.weights()
+    total, found = torch.zeros(2), torch.zeros(2)
+    for time in range(14):
+        chosen = action(Op.GERMINATE, 0, 2, alpha_target=2)
+        result = say(world, chosen) if time == 2 else say(world)
+        total += result.reward
+        shown = worth(result.observation)
+        if result.report is not None:
+            shown = result.report.score - 0.05 * result.report.added
+        found += weights[time + 1].float() * shown
+    torch.testing.assert_close(total, found - start, **EXACT)
+    assert (weights > 0).sum() > 1
+    report = result.report
+    end = report.test - 0.05 * report.added
+    assert not torch.allclose(report.objective, end)
+
+
+def test_nothing_that_is_seen_depends_on_an_unknown_end():
+    near, far = (compute_world(horizon=n) for n in (6, 14))
+    runs = [play(world, 5) for world in (near, far)]
+    for (one, _, _), (two, _, _) in zip(*runs, strict=True):
+        assert_same(one, two)
+    assert not one.host.end_known.any()
+    known = [compute_world(horizon=n, stop="end") for n in (6, 14)]
+    runs = [play(world, 5) for world in known]
+    ends = [[*run][-1][0].host.progress for run in runs]
+    assert (ends[0] > ends[1]).all()
 
 
 def test_a_budget_is_for_all_seeds_together_and_can_be_spent_whole():
-    cost = float(make(1).reset().offers.parameters[0, 1, 1])
+    named = {"blueprints": ("widen_8", "widen_16")}
+    cost = float(make(1, **named).reset().offers.parameters[0, 1, 0])
     for budget, is_enough in ((1.9 * cost, False), (2 * cost, True)):
-        world = make(1, budget=budget)
+        world = make(1, budget=budget, **named)
         world.reset()
-        shown = say(world, action(Op.GERMINATE, 1, 1)).observation
-        mask = compute_masks(shown, world.spec).blueprint[0, 3, 1]
+        shown = say(world, action(Op.GERMINATE, 1, 0)).observation
+        mask = compute_masks(shown, world.spec).blueprint[0, 3, 0]
         assert bool(mask) is is_enough
-        again = say(world, action(Op.GERMINATE, 3, 1))
+        again = say(world, action(Op.GERMINATE, 3, 0))
         assert again.illegal.item() is not is_enough
-
-
-def test_a_contribution_is_known_until_the_seed_enters_another_stage():
-    world = make(1, measure_every=2)
-    world.reset()
-    known = []
-    for chosen in (action(Op.GERMINATE, 1, 1), action(Op.WAIT), action(Op.ADVANCE, 1)):
-        result = say(world, chosen)
-        assert not result.illegal.any()
-        slots = result.observation.slots
-        known.append(bool(slots.contribution_measured[0, 1]))
-    assert known == [False, True, False]
 
 
 def test_a_score_is_the_share_of_decision_rows_that_the_host_gets_right():
@@ -357,7 +410,11 @@ SETTINGS = [
     ({"rent": (0.2, 0.1)}, r"got \(0\.2, 0\.1\)"),
     ({"budget": (-0.5, 1.0)}, r"budget must be a finite number from 0 or"),
     ({"rate": (0.0, 1.0)}, r"rate must be a finite number above 0 or"),
-    ({"measure_every": 1.5}, r"measure_every must be .* got 1\.5"),
+    ({"tick": 1.5}, r"tick must be .* got 1\.5"),
+    ({"clock": "sundial"}, "clock must be one of compute, batches, got 'sundial'"),
+    ({"stop": "never"}, "stop must be one of end, anytime, got 'never'"),
+    ({"clock": "compute", "first": 0.5}, "first interval must be at least one batch"),
+    ({"clock": "compute", "ratio": 1.0}, "ratio must be more than 1"),
     ({"group_size": 0}, "group_size must be a whole number of at least 1"),
     ({"seeds_per_slot": 0}, "seeds_per_slot must be a whole number"),
     ({"horizon": True}, "horizon must be a whole number .* got True"),

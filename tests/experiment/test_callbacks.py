@@ -11,6 +11,7 @@ import pytest
 from esper.contracts.errors import BadInput
 from esper.environment.growing import GrowingWorld
 from esper.environment.mixture import Mixture
+from esper.environment.settings import OFFERED
 from esper.environment.simulated import SimulatedWorld
 from esper.experiment.callbacks import Record, TensorBoard, scalars, summary_writer
 from esper.experiment.config import Budget, TrainConfig
@@ -84,8 +85,7 @@ def test_every_event_belongs_to_the_episode_of_its_step(recorded):
     assert count > 5
     assert wrong == 0
     found = recorded.execute("SELECT DISTINCT blueprint FROM choices").fetchall()
-    known = {"low_rank_4", "widen_8", "widen_16", "widen_32", "residual_mlp"}
-    assert {name for (name,) in found} <= known
+    assert {name for (name,) in found} <= {*OFFERED}
     assert found
 
 

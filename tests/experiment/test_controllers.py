@@ -9,9 +9,10 @@ from rich.console import Console
 from torch import Generator, nn
 
 import esper
+from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.environment.growing import GrowingWorld
-from esper.environment.settings import WorldSettings
+from esper.environment.settings import OPS, WorldSettings
 from esper.experiment.config import Judging, from_toml
 from esper.experiment.controllers import (
     commit_of,
@@ -147,11 +148,10 @@ def test_what_is_shipped_decides_as_the_run_does(ending, tmp_path):
     shipped, learned = read(tmp_path / "new"), load_controller(ending.path)
     assert shipped.weights.keys() == learned.weights.keys()
     assert shipped.figures == {"letter": 0.5}
-    known = {(b.form, b.size) for b in SPEC.blueprints} & shipped.kinds
     spec = replace(
         SPEC,
-        blueprints=tuple(b for b in SPEC.blueprints if (b.form, b.size) in known),
-        narrowed={"style": ("ADD",)},
+        blueprints=tuple(b for b in BLUEPRINTS if b.name in shipped.blueprints),
+        narrowed={"style": ("ADD",), "op": OPS},
     )
     generator = Generator().manual_seed(0)
     seen = random_observation(64, spec, generator, density=0.9)
@@ -167,8 +167,8 @@ def test_the_manifest_says_how_it_was_trained_and_nothing_of_where(ending, tmp_p
     text = (tmp_path / MANIFEST).read_text()
     body = json.loads(text)
     training = body["training"]
-    names = [each["name"] for each in body["blueprints"]]
-    assert names == load_controller(ending.path).actions["blueprints"]
+    known = load_controller(ending.path).actions["blueprints"]
+    assert body["blueprints"] == [*known]
     assert body["choices"]["style"] == ["ADD"]
     assert (training["rounds"], training["env_steps"]) == (2, 2 * 4 * 4)
     assert training["round"] in (0, 2)

@@ -160,7 +160,7 @@ def test_the_area_is_the_mean_of_the_scores_after_every_decision():
 
 
 def test_a_run_is_judged_on_its_own_terms():
-    settings = World(horizon=2, rent=0.5, budget=1.0, blueprints=("low_rank_4",))
+    settings = World(horizon=2, rent=0.5, budget=1.0, blueprints=("widen_8",))
     watched = Watched(Never())
     judge(watched, tiny(), HOSTS, 0, settings)
     assert len(watched.scores) == 2

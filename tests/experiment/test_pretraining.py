@@ -36,7 +36,7 @@ def a_world(envs=4):
             horizon=3,
             decision_every=2,
             slots=4,
-            blueprints=("widen_8",),
+            blueprints=("widen_x2",),
             group_size=envs,
         ),
     )

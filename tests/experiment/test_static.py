@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator
 
 from esper.contracts.errors import BadInput
+from esper.environment.settings import SCORED_ROWS
 from esper.experiment.config import World
 from esper.experiment.judging import judge, judge_static, judged_world, widened
 from esper.experiment.records import reference_of
@@ -22,6 +24,16 @@ TASK = replace(tiny(), decision_every=8, learning_rate=0.02)
 @pytest.fixture(scope="module")
 def early():
     return judge("early", TASK, HOSTS, 0)
+
+
+def decision(host):
+    """Multiply-adds of the training and scoring of one decision."""
+    scored = min(SCORED_ROWS, len(TASK.splits(0).decisions))
+    return (TASK.decision_every * TASK.batch * 3 + scored) * host.macs
+
+
+def assert_cost(found, macs):
+    np.testing.assert_allclose(found.training_macs, [macs] * HOSTS, rtol=1e-12)
 
 
 hidden = st.lists(st.integers(1, 20), min_size=1, max_size=3)
@@ -56,8 +68,7 @@ def test_static_really_has_the_parameters_of_the_reference(early):
     assert size == pytest.approx(host.parameters * (1 + found.added[0]))
     assert 1 < 1 + found.added[0] <= 1 + early.added.mean()
     assert found.macs.tolist() == [wide.macs / host.macs] * HOSTS
-    rows = TASK.horizon * TASK.decision_every * TASK.batch
-    assert found.training_macs.tolist() == [rows * 3 * wide.macs] * HOSTS
+    assert_cost(found, TASK.horizon * decision(wide))
 
 
 def test_static_pays_rent_and_begins_with_the_worth_of_the_plain_host(early):
@@ -79,10 +90,9 @@ def test_static_without_anything_more_is_the_host_itself(early):
 
 def test_longer_costs_what_the_reference_cost(early):
     found = judge_static("longer", TASK, HOSTS, 0, early)
-    decision = TASK.decision_every * TASK.batch * 3 * TASK.host.macs
     gap = found.training_macs - early.training_macs.mean()
-    assert np.abs(gap).max() <= decision / 2
-    assert (found.training_macs > TASK.horizon * decision).all()
+    assert np.abs(gap).max() <= decision(TASK.host) / 2
+    assert (found.training_macs > TASK.horizon * decision(TASK.host)).all()
     assert found.added.tolist() == [0.0] * HOSTS
     never = judge("never", TASK, HOSTS, 0)
     assert not np.array_equal(found.score, never.score)
@@ -91,8 +101,7 @@ def test_longer_costs_what_the_reference_cost(early):
 def test_longer_is_never_shorter(early):
     cheap = replace(early, training_macs=np.ones(HOSTS))
     found = judge_static("longer", TASK, HOSTS, 0, cheap, World(horizon=2))
-    rows = 2 * TASK.decision_every * TASK.batch
-    assert found.training_macs.tolist() == [rows * 3 * TASK.host.macs] * HOSTS
+    assert_cost(found, 2 * decision(TASK.host))
 
 
 def test_data_and_order_of_batches_are_the_reference_s(early):
@@ -102,10 +111,12 @@ def test_data_and_order_of_batches_are_the_reference_s(early):
     for world in (plain, wide, longer):
         world.reset()
     steps = TASK.horizon * TASK.decision_every
+    count = torch.full((HOSTS,), steps)
     mine = plain._episodes
+    drawn = mine.minibatches(count, steps)
     for world in (wide, longer):
         theirs = world._episodes
-        assert (mine.batches == theirs.batches[:, :steps]).all()
+        assert torch.equal(theirs.minibatches(count, steps), drawn)
         assert (mine.rows[0][0] == theirs.rows[0][0]).all()
 
 

@@ -40,7 +40,7 @@ from tests.environment.test_growing import TINY, VARIED
 from tests.experiment.training_script import config
 
 ROUNDS, SCRIPT = 6, "tests.experiment.training_script"
-SETTINGS = World(measure_every=2, rent=(0.0, 0.1), budget=(0.5, 3.0))
+SETTINGS = World(rent=(0.0, 0.1), budget=(0.5, 3.0))
 SMALL = PolicyConfig(width=8, slot_width=8, offer_width=4)
 WORLDS = {
     "shared": lambda seed: GrowingWorld(TINY, 4, seed, settings=SETTINGS),

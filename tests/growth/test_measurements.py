@@ -47,7 +47,10 @@ def test_a_track_is_what_a_loop_over_decisions_gives(seen):
     assert float(track.score_slope) == pytest.approx(rise, **close)
     assert (float(track.best), int(track.best_at)) == (best, best_at)
     one = torch.ones(1)
-    host = host_states(track, horizon=20, budget_left=one, rent=one, added=one)
+    terms = {"compute": 7 * one, "budget_left": one, "rent": one, "added": one}
+    host = host_states(track, horizon=20, **terms)
+    assert float(host.compute) == pytest.approx(math.log2(1 + 7 * float(one)))
+    assert bool(host.end_known)
     assert float(host.progress) == pytest.approx((len(seen) - 1) / 20)
     assert float(host.plateau) == pytest.approx((len(seen) - 1 - best_at) / 20)
     relative = 1.0 if math.isnan(first) else known / first
@@ -60,6 +63,7 @@ def look(model, budget=2.0, contributions=None):
         model,
         track,
         horizon=10,
+        compute=3.0,
         budget=budget,
         rent=0.1,
         contributions=contributions or {},

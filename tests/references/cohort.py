@@ -1,143 +1,131 @@
-"""One host after the other in plain PyTorch: what a cohort must be equal to.
+"""One network after the other in plain PyTorch: what a cohort must be equal to.
 
-A host is the network itself, its seeds are modules. A seed that the host does not feel
-learns from a second forward pass, in which it has alpha 1 and the host is detached. One
-`torch.optim.AdamW` per host; a newborn's step is stretched by the rule of growing
-models.
+Every block between two ranges of units is a layer of its own. A seed that the host does
+not see learns from a second forward pass, in which it has alpha 1 and everything else
+is frozen. One `torch.optim.AdamW` per network.
 """
+
+import itertools
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from esper.contracts.blueprints import Form
-from esper.contracts.stages import Stage
+HOST = -1
 
 
-class PlainSeed(nn.Module):
-    """`last(act(first(h)))`, with the kinds of layers that the host has there."""
+class PlainNetwork:
+    """A host with new units by slot, and their optimiser."""
 
-    def __init__(self, blueprint, params, before, own, middle):
-        super().__init__()
-        self.form, units = blueprint.form, blueprint.size
-        biased = self.form is not Form.LOW_RANK
-        dtype = own.weight.dtype
-        if isinstance(before, nn.Conv2d):
-            self.first = nn.Conv2d(before.in_channels, units, 3, padding=1, dtype=dtype)
-            weight, width = params["first"], before.out_channels
-        else:
-            self.first = nn.Linear(before.in_features, units, biased, dtype=dtype)
-            weight, width = params["first"].T, before.out_features
-        ends = self.form is Form.RESIDUAL_MLP
-        if isinstance(own, nn.Conv2d):
-            self.last = nn.Conv2d(
-                units, own.out_channels, 3, padding=1, bias=ends, dtype=dtype
-            )
-        else:
-            inputs = own.in_features // width * units
-            self.last = nn.Linear(inputs, own.out_features, ends, dtype=dtype)
-        with torch.no_grad():
-            self.first.weight.copy_(weight)
-            if biased:
-                self.first.bias.copy_(params["first_bias"])
-            for parameter in self.last.parameters():
-                parameter.zero_()
-        self.middle = {
-            Form.WIDEN: middle,
-            Form.LOW_RANK: nn.Identity(),
-            Form.RESIDUAL_MLP: nn.GELU(),
-        }[self.form]
-        self.stage, self.alpha, self.age = Stage.TRAINING, 0.0, 0
-
-    def forward(self, h):
-        return self.last(self.middle(self.first(h)))
-
-
-def frozen(layer, h):
-    """What a layer says, learning nothing."""
-    weight, bias = layer.weight.detach(), layer.bias.detach()
-    if isinstance(layer, nn.Conv2d):
-        return F.conv2d(h, weight, bias, padding=1)
-    return F.linear(h, weight, bias)
-
-
-class PlainHost(nn.Module):
-    """A network with seeds by slot, and its optimiser."""
-
-    def __init__(self, network, *, rate, decay, newborn=(3.0, 200), **more):
-        super().__init__()
+    def __init__(self, network, *, rate, decay):
         marks = [i for i, m in enumerate(network) if any(True for _ in m.parameters())]
-        self.layers = nn.ModuleList(network[i] for i in marks)
         ends = [*marks[1:], len(network)]
         self.between = [network[a + 1 : b] for a, b in zip(marks, ends, strict=True)]
-        self.seeds = nn.ModuleDict()
-        self.newborn = newborn
-        self.optimizer = torch.optim.AdamW(
-            self.parameters(), lr=rate, weight_decay=decay, **more
-        )
+        layers = [network[i] for i in marks]
+        self.conv = [isinstance(layer, nn.Conv2d) for layer in layers]
+        self.each = [1] + [
+            after.weight.shape[1] // before.weight.shape[0]
+            for before, after in itertools.pairwise(layers)
+        ]
+        self.weights = {(n, HOST, HOST): p.weight for n, p in enumerate(layers)}
+        self.biases = {(n, HOST): p.bias for n, p in enumerate(layers)}
+        self.seeds = {}  # slot -> place, in the order of birth
+        held = [*self.weights.values(), *self.biases.values()]
+        self.optimizer = torch.optim.AdamW(held, lr=rate, weight_decay=decay)
 
     @property
     def places(self):
-        return len(self.layers) - 1
+        return len(self.between) - 1
 
-    def plant(self, slot, blueprint, params):
+    def owners(self, place):
+        """Who has units on an axis, the oldest first."""
+        return [HOST, *(s for s, at in self.seeds.items() if at == place)]
+
+    def units(self, place, owner):
+        return len(self.biases[place, owner])
+
+    def plant(self, slot, weight, bias):
+        """New units that read everything before them; nothing reads them yet."""
         place = slot % self.places
-        before, own = self.layers[place], self.layers[place + 1]
-        seed = PlainSeed(blueprint, params, before, own, self.between[place])
-        self.seeds[str(slot)] = seed
-        self.optimizer.param_groups[0]["params"].extend(seed.parameters())
+        kernel = (3, 3) if self.conv[place] else ()
+        new, start = {}, 0
+        for owner in self.owners(place - 1) if place else [HOST]:
+            inputs = self.weights[place, HOST, HOST].shape[1]
+            if owner != HOST or place:
+                inputs = self.units(place - 1, owner) * self.each[place]
+            part = weight[:, start : start + inputs].reshape(len(bias), inputs, *kernel)
+            new[place, slot, owner] = part
+            start += inputs
+        kernel = (3, 3) if self.conv[place + 1] else ()
+        for owner in self.owners(place + 1):
+            inputs = len(bias) * self.each[place + 1]
+            new[place + 1, owner, slot] = torch.zeros(
+                self.units(place + 1, owner), inputs, *kernel
+            )
+        dtype = self.weights[0, HOST, HOST].dtype
+        new = {key: nn.Parameter(p.to(dtype).clone()) for key, p in new.items()}
+        self.weights |= new
+        self.biases[place, slot] = nn.Parameter(bias.to(dtype).clone())
+        self.seeds[slot] = place
+        added = [*new.values(), self.biases[place, slot]]
+        self.optimizer.param_groups[0]["params"].extend(added)
 
-    def uproot(self, slot):
-        leaving = {id(p) for p in self.seeds[str(slot)].parameters()}
+    def remove(self, slot):
+        gone = {k: p for k, p in self.weights.items() if slot in k[1:]}
+        bias = self.biases.pop((self.seeds.pop(slot), slot))
+        self.weights = {k: p for k, p in self.weights.items() if k not in gone}
+        leaving = {id(p) for p in [*gone.values(), bias]}
         held = self.optimizer.param_groups[0]["params"]
-        held[:] = [parameter for parameter in held if id(parameter) not in leaving]
-        del self.seeds[str(slot)]
+        held[:] = [p for p in held if id(p) not in leaving]
 
-    def live(self, slot, stage, alpha):
-        self.seeds[str(slot)].stage = Stage(stage)
-        self.seeds[str(slot)].alpha = alpha
+    def forward(self, x, alpha):
+        """Logits; seeds without alpha take no part."""
+        before = {HOST: x}
+        for n, between in enumerate(self.between):
+            after = {}
+            for to in self.owners(n):
+                if to != HOST and alpha[to] <= 0:
+                    continue
+                z = 0.0
+                for since, h in before.items():
+                    weight = self.weights[n, to, since]
+                    bias = self.biases[n, to] if since == HOST else None
+                    if self.conv[n]:
+                        z = z + F.conv2d(h, weight, bias, padding=1)
+                    else:
+                        z = z + F.linear(h.flatten(1), weight, bias)
+                after[to] = between(z)
+                if to != HOST:
+                    after[to] = after[to] * alpha[to]
+            before = after
+        return after[HOST]
 
-    def forward(self, x, *, shadow=False):
-        inputs = [x]
-        for n, layer in enumerate(self.layers):
-            z = frozen(layer, inputs[n]) if shadow else layer(inputs[n])
-            for slot, seed in self.seeds.items():
-                training = seed.stage is Stage.TRAINING
-                alpha = float(shadow) if training else seed.alpha
-                if int(slot) % self.places == n - 1 and alpha > 0:
-                    z = z + alpha * seed(inputs[n - 1])
-            inputs.append(self.between[n](z))
-        return z
-
-    def train_step(self, x, y):
+    def train_step(self, x, y, alpha, training):
+        """One minibatch; returns the loss of the host's own pass."""
         self.optimizer.zero_grad()
-        loss = F.cross_entropy(self(x), y)
+        loss = F.cross_entropy(self.forward(x, alpha), y)
         loss.backward()
-        newborns = [
-            parameter
-            for seed in self.seeds.values()
-            if seed.stage is Stage.TRAINING
-            for parameter in seed.parameters()
-        ]
-        if newborns:
-            beside = F.cross_entropy(self(x, shadow=True), y)
-            found = torch.autograd.grad(beside, newborns)
-            for parameter, gradient in zip(newborns, found, strict=True):
+        young = {slot for slot in self.seeds if training[slot]}
+        if young:
+            raised = [1.0 if s in young else a for s, a in enumerate(alpha)]
+            beside = F.cross_entropy(self.forward(x, raised), y)
+            learning = [
+                p for k, p in [*self.weights.items(), *self.biases.items()]
+                if young & set(k[1:])
+            ]  # fmt: skip
+            found = torch.autograd.grad(beside, learning, allow_unused=True)
+            for parameter, gradient in zip(learning, found, strict=True):
                 parameter.grad = gradient
-        self._move()
+        self.optimizer.step()
         return loss.detach()
 
-    def _move(self):
-        """One step of the optimiser, longer for the young."""
-        factor, steps = self.newborn
-        young = [s for s in self.seeds.values() if s.age < steps and factor != 1.0]
-        held = [[p.detach().clone() for p in seed.parameters()] for seed in young]
-        self.optimizer.step()
-        with torch.no_grad():
-            for seed, before in zip(young, held, strict=True):
-                stretch = 1.0 + (factor - 1.0) * (1.0 - seed.age / steps)
-                for parameter, old in zip(seed.parameters(), before, strict=True):
-                    parameter.copy_(old + stretch * (parameter - old))
-        for seed in self.seeds.values():
-            if any(p.grad is not None for p in seed.parameters()):
-                seed.age += 1
+    def layer(self, n):
+        """Weights `[out, in, tap]` and biases of a whole layer, seeds included."""
+        rows = []
+        for to in self.owners(n):
+            before = self.owners(n - 1) if n else [HOST]
+            parts = [self.weights[n, to, since] for since in before]
+            rows.append(torch.cat(parts, dim=1))
+        weight = torch.cat(rows).detach()
+        bias = torch.cat([self.biases[n, to] for to in self.owners(n)]).detach()
+        return weight.reshape(*weight.shape[:2], -1), bias

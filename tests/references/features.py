@@ -62,6 +62,8 @@ def host_features(host: Report) -> list[float]:
     """One host."""
     return [
         share(host.progress),
+        float(host.end_known),
+        size(host.compute, 8.0),
         1.0 if host.budget_left > HUGE else size(host.budget_left, 0.5),
         1.0 if host.budget_left == inf else 0.0,
         size(host.rent, 0.1),

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator
@@ -15,27 +14,19 @@ from esper.tamiyo.registry import CONTROLLERS, NAMES, controller_for, make_contr
 from esper.tamiyo.restricted import Restricted
 from esper.tamiyo.rule_based import Never, Plateau, PromiseGreedy, Random
 from esper.tamiyo.schedule import Schedule, Scheduled
-from evidence.bandit import CONTEXT, LinearBandit
-from evidence.baselines import MatchedRandom, Replay
 from tests.device_reads import count_device_reads
 from tests.rollouts import SPEC, random_observation
 from tests.strategies import action_specs, floats, observations
 from tests.tamiyo.decisions import decide
 
 
-def recording(spec, envs):
-    """Any actions, legal or not."""
-    generator = Generator().manual_seed(envs)
-    return torch.randint(-1, 6, (4, envs, 8), generator=generator)
-
-
 def schedules(spec):
     names = [blueprint.name for blueprint in spec.blueprints]
     return [
-        Schedule(),
-        Schedule(count=0),
-        Schedule(blueprint=names[0], every=0.0, place="last", patience=0, prune=False),
-        Schedule(blueprint=names[-1], every=0.0, place="first"),
+        Schedule(blueprint="largest"),
+        Schedule(blueprint=names[0], count=0),
+        Schedule(blueprint=names[0], every=0.0, scale="octaves"),
+        Schedule(blueprint=names[-1], every=0.0, cut=0.1, keep=1),
     ]
 
 
@@ -46,17 +37,7 @@ def by_name(name):
 MAKERS = {
     **{name: by_name(name) for name in CONTROLLERS},
     "promise without spec": lambda spec, envs: PromiseGreedy(),
-    "replay": lambda spec, envs: Replay(recording(spec, envs)),
     "scheduled": lambda spec, envs: Scheduled(spec, (schedules(spec) * envs)[:envs]),
-    "matched": lambda spec, envs: MatchedRandom(
-        spec, torch.full((envs,), 5), torch.zeros(envs), torch.ones(envs), horizon=6
-    ),
-    "bandit": lambda spec, envs: LinearBandit(
-        spec,
-        schedules(spec),
-        torch.randn(4, len(CONTEXT), generator=Generator().manual_seed(0)),
-        look=0,
-    ),
 }
 
 
@@ -90,6 +71,8 @@ def test_names_make_their_controllers():
         "random": Random,
         "early": Scheduled,
         "periodic": Scheduled,
+        "doubling": Scheduled,
+        "large-then-cut": Scheduled,
         "plateau": Plateau,
         "promise": PromiseGreedy,
         "tamiyo": Restricted,

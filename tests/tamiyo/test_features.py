@@ -159,7 +159,7 @@ def test_features_are_fresh_and_contiguous_and_leave_the_observation_alone():
 def test_features_can_be_computed_on_a_device_that_holds_no_values():
     features = compute_features(mapped(quiet(), lambda x: x.to("meta")), SPEC)
     for name, shape in (
-        ("host", (2, 11)),
+        ("host", (2, 13)),
         ("slots", (2, 2, 19)),
         ("offers", (2, 2, 3, 10)),
     ):

@@ -17,7 +17,7 @@ from tests.rollouts import make_policy, random_observation
 from tests.strategies import action_specs, floats, observations
 from tests.tamiyo.decisions import decide
 
-KINDS = {(Form.WIDEN, 8), (Form.WIDEN, 16), (Form.WIDEN, 32)}
+KINDS = {"widen_8", "widen_16", "widen_32"}
 WIDENING = tuple(each for each in BLUEPRINTS if each.form is Form.WIDEN)
 SHUFFLED = (BLUEPRINTS[0], WIDENING[2], BLUEPRINTS[9], WIDENING[0], WIDENING[1])
 SLOTS = SlotConfig(max_slots=3)
@@ -97,15 +97,15 @@ def test_unknown_choices_are_left_out_unless_no_other_is_allowed():
 def test_every_action_is_legal_whatever_is_known(values, data):
     spec = data.draw(action_specs())
     kinds = data.draw(
-        st.sets(st.sampled_from([(b.form, b.size) for b in BLUEPRINTS]), min_size=1)
+        st.sets(st.sampled_from([b.name for b in BLUEPRINTS]), min_size=1)
     )
     seen = data.draw(observations(spec, values=values))
     choices = {"style": ("ADD",), "op": ("GERMINATE", "ADVANCE")}
     restricted = Restricted(anything, spec, kinds, choices)
     actions, _ = decide(restricted, seen, spec)
-    known = {(b.form, b.size) for b in spec.blueprints} & kinds
+    known = {b.name for b in spec.blueprints} & kinds
     for op, _, blueprint, *_ in actions.tolist():
         assert Op(op) in (Op.WAIT, Op.GERMINATE, Op.ADVANCE) or not known
         if op == Op.GERMINATE and known:
             chosen = spec.blueprints[blueprint]
-            assert (chosen.form, chosen.size) in known
+            assert chosen.name in known

@@ -16,6 +16,7 @@ from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.rule_based import (
+    PATIENCE,
     SLOW_BLEND,
     STANDARD_BLEND,
     Plateau,
@@ -52,33 +53,40 @@ def in_words(observation, scores=NOTHING, spec=SPEC, **settings):
     return words
 
 
-def reference(observation, spec, scores, env, patience):
+def reference(observation, spec, scores, env):
     """Op, slot and blueprint, one rule after the other."""
     masks = compute_masks(observation, spec)
     slots = observation.slots
-    for op in (Op.FOSSILIZE, Op.PRUNE, Op.ADVANCE):
+
+    def first(op):
         for slot in range(spec.slots.max_slots):
             stage = slots.stage[env, slot].item()
             cost = (observation.host.rent[env] * slots.parameters[env, slot]).item()
-            useless = (
-                slots.contribution_measured[env, slot].item()
-                and slots.contribution[env, slot].item() <= cost
-            )
+            measured = slots.contribution_measured[env, slot].item()
+            earns = slots.contribution[env, slot].item() > cost
             due = {
-                Op.FOSSILIZE: not useless,
-                Op.PRUNE: useless and stage == Stage.HOLDING,
+                Op.FOSSILIZE: measured and earns,
+                Op.PRUNE: measured and not earns and stage == Stage.HOLDING,
                 Op.ADVANCE: stage == Stage.BLENDING
-                or slots.age[env, slot].item() >= patience,
+                or slots.age[env, slot].item() >= PATIENCE,
             }[op]
             if due and masks.slot[env, op, slot]:
-                return op, slot, 0
+                return slot
+        return None
+
+    for op in (Op.PRUNE, Op.ADVANCE):
+        if (slot := first(op)) is not None:
+            return op, slot, 0
     best = (-inf, 0, 0)
     for slot in range(spec.slots.max_slots):
         for blueprint in range(len(spec.blueprints)):
             value = scores[env, slot, blueprint].item()
             if masks.blueprint[env, slot, blueprint] and value > best[0]:
                 best = (value, slot, blueprint)
-    return (Op.GERMINATE, *best[1:]) if best[0] > -inf else (Op.WAIT, 0, 0)
+    if best[0] > -inf:
+        return Op.GERMINATE, *best[1:]
+    kept = first(Op.FOSSILIZE)
+    return (Op.WAIT, 0, 0) if kept is None else (Op.FOSSILIZE, kept, 0)
 
 
 @settings(max_examples=40)
@@ -90,12 +98,12 @@ def test_every_action_is_the_legal_one_of_the_highest_priority(data):
     values = st.sampled_from([-inf, -1.0, 0.0, 1.0, inf, nan])
     count = shape.numel()
     drawn = data.draw(st.lists(values, min_size=count, max_size=count))
-    scores, patience = torch.tensor(drawn).view(shape), data.draw(st.integers(0, 3))
+    scores = torch.tensor(drawn).view(shape)
     masks = compute_masks(observation, spec)
-    actions = next_actions(observation, masks, scores, patience)
+    actions = next_actions(observation, masks, scores)
     require_legal(observation, spec, actions)
     for env, action in enumerate(actions.tolist()):
-        expected = reference(observation, spec, scores, env, patience)
+        expected = reference(observation, spec, scores, env)
         assert tuple(action[:3]) == expected
 
 
@@ -269,12 +277,11 @@ def test_a_patience_that_is_no_share_is_refused(patience):
         Plateau(PAIR, patience)
 
 
-def test_where_seeds_tend_themselves_planting_comes_before_keeping():
-    for ops, op in ((None, Op.FOSSILIZE), (("WAIT", "GERMINATE", "FOSSILIZE"), 1)):
-        spec = ActionSpec(SPEC.slots, narrowed={} if ops is None else {"op": ops})
-        seen = observed(spec, stage=[[Stage.HOLDING, 0, 0]])
-        words = in_words(seen, torch.zeros(1, 3, KINDS), spec)
-        assert words["op"] == Op(op).name
+def test_planting_comes_before_keeping():
+    earning = {"contribution": 1.0, "contribution_measured": True}
+    seen = observed(SPEC, stage=[[Stage.HOLDING, 0, 0]], **earning)
+    assert in_words(seen, torch.zeros(1, 3, KINDS))["op"] == "GERMINATE"
+    assert in_words(seen)["op"] == "FOSSILIZE"
 
 
 FORBIDDEN = ActionSpec(slots=SPEC.slots, narrowed={"op": ("WAIT", "ADVANCE")})

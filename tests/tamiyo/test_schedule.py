@@ -1,62 +1,77 @@
-"""Schedules plant what is due, each environment by its own plan."""
+"""Schedules plant what is due at all places, each environment by its own plan."""
 
+from math import inf, nan
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator
 
-from esper.contracts.actions import HEAD, ActionSpec, Op
+from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage
 from esper.tamiyo.schedule import (
+    DOUBLING,
     EARLY,
+    LARGE_THEN_CUT,
     LARGEST,
     PERIODIC,
-    PLACES,
+    STANDARD,
     Schedule,
     Scheduled,
-    playable,
+    draw_schedules,
 )
-from tests.rollouts import SPEC, random_observation
+from tests.rollouts import random_observation
 from tests.tamiyo.decisions import decide, observed, play
 
-WIDE = ActionSpec(slots=SlotConfig(max_slots=4), blueprints=BLUEPRINTS[5:8])
-NARROW = ActionSpec(slots=SlotConfig(max_slots=4), blueprints=BLUEPRINTS[5:7])
+RELATIVE = [known for known in BLUEPRINTS if known.share]
+SPEC = ActionSpec(SlotConfig(max_slots=4), tuple(RELATIVE))
+ONE_PLACE = ActionSpec(SlotConfig(max_slots=9), tuple(RELATIVE))
+TWO_PLACES = [0.5, 1.0, 0.5, 1.0]
+"""Depths of two places with two slots each, as the slots of a world lie."""
 
 
-def at(progress, envs=1, spec=WIDE, **given):
-    """Hosts at some share of their horizon."""
-    return observed(spec, envs, host={"progress": progress}, **given)
+def at(progress=0.0, envs=1, spec=SPEC, *, compute=0.0, **given):
+    host = {"progress": progress, "compute": compute}
+    return observed(spec, envs, host=host, **given)
 
 
-def first_actions(plans, observation, spec=WIDE):
-    return decide(Scheduled(spec, plans), observation, spec)[0].tolist()
+def named(action, spec=SPEC):
+    return spec.blueprints[action[HEAD["blueprint"]]].name
 
 
-def planting_times(controller, horizon=20):
-    taken = play(controller, [at(step / horizon) for step in range(horizon)], WIDE)
+def planting_times(plan, moments, **given):
+    """Which of the moments see a planting in a host of one place."""
+    episode = [at(spec=ONE_PLACE, **moment, **given) for moment in moments]
+    taken = play(Scheduled(ONE_PLACE, plan), episode, ONE_PLACE)
     return (taken[:, 0, 0] == Op.GERMINATE).nonzero().flatten().tolist()
 
 
+def shares(horizon=20):
+    return [{"progress": step / horizon} for step in range(horizon)]
+
+
+times = st.one_of(st.floats(0, 1), st.just(inf))
 schedules = st.builds(
     Schedule,
-    blueprint=st.sampled_from(["widen_8", "widen_16", LARGEST, "low_rank_4"]),
+    blueprint=st.sampled_from([LARGEST, *(known.name for known in RELATIVE)]),
     count=st.integers(0, 4),
     start=st.floats(0, 1),
     every=st.floats(0, 1),
-    until=st.floats(0, 1),
-    patience=st.integers(0, 4),
-    place=st.sampled_from([*PLACES]),
-    prune=st.booleans(),
+    until=times,
+    scale=st.sampled_from(["share", "octaves"]),
+    cut=times,
+    keep=st.integers(0, 2),
 )
 
 
 @settings(max_examples=15)
 @given(st.lists(schedules, min_size=1, max_size=5), st.integers(0, 99))
-def test_every_environment_follows_its_own_schedule_as_if_it_were_alone(plans, seed):
+def test_many_plans_in_one_table_are_followed_as_each_alone(plans, seed):
     generator, state = Generator().manual_seed(seed), None
     together, alone = Scheduled(SPEC, plans), [Scheduled(SPEC, p) for p in plans]
     states = [None] * len(plans)
@@ -69,123 +84,120 @@ def test_every_environment_follows_its_own_schedule_as_if_it_were_alone(plans, s
 
 
 @pytest.mark.parametrize(
-    ("schedule", "times"),
+    ("plan", "due"),
     [
         (Schedule(count=0), []),
+        (Schedule(count=1), [0]),
         (Schedule(count=3, start=0.25, every=0.2), [5, 9, 13]),
         (Schedule(count=3, start=0.25, every=0.0), [5, 6, 7]),
-        (Schedule(count=9, start=0.7, every=0.1), [14, 16, 18]),
-        (Schedule(count=9, start=0.7, every=0.1, until=0.9), [14, 16]),
-        (Schedule(count=1), [0]),
+        (Schedule(count=9, start=0.7), [14, 16, 18]),
+        (Schedule(count=9, start=0.7, until=0.9), [14, 16]),
+        (EARLY, [0, 1]),
+        (PERIODIC, [*range(2, 18, 2)]),
+        (DOUBLING, []),
     ],
 )
-def test_seeds_are_planted_when_they_are_due_and_no_more_than_are_wanted(
-    schedule, times
-):
-    assert planting_times(Scheduled(WIDE, schedule)) == times
+def test_seeds_are_planted_when_they_are_due_and_no_more_than_are_wanted(plan, due):
+    assert planting_times(plan, shares()) == due
 
 
-def test_early_and_periodic_plant_without_limit():
-    assert planting_times(Scheduled(WIDE, EARLY), horizon=200) == [*range(60)]
-    assert planting_times(Scheduled(WIDE, PERIODIC)) == [*range(2, 20, 2)]
+def test_octaves_count_compute_and_do_not_see_progress():
+    """Twice as wide at 31 batches, then whenever compute has grown fourfold."""
+    moments = [{"progress": 0.0, "compute": octave} for octave in range(20)]
+    assert planting_times(DOUBLING, moments) == [*range(5, 17, 2)]
+    ended = [moment | {"progress": 1.0} for moment in moments]
+    assert planting_times(DOUBLING, ended) == [*range(5, 17, 2)]
 
 
 def test_what_is_due_at_a_decision_is_planted_at_it_whatever_rounding_does():
     for parts in (3, 7, 10, 30):
         plan = Schedule(count=99, start=1 / parts, every=1 / parts)
-        steps = [*range(5, 5 * parts, 5)]
-        assert planting_times(Scheduled(WIDE, plan), horizon=5 * parts) == steps
+        assert planting_times(plan, shares(5 * parts)) == [*range(5, 5 * parts, 5)]
 
 
 def test_what_could_not_be_planted_is_made_up_for():
     plan = Schedule(count=2, start=0.1, every=0.1)
     episode = [at(0.2, stage=Stage.FOSSILIZED), *[at(0.3)] * 3, at(0.1, first=True)]
-    assert play(Scheduled(WIDE, plan), episode, WIDE)[:, 0, 0].tolist() == [
-        *(0, 1, 1, 0),
-        1,  # a new episode starts at none
+    assert play(Scheduled(SPEC, plan), episode, SPEC)[:, 0, 0].tolist() == [
+        *(Op.WAIT, Op.GERMINATE, Op.GERMINATE, Op.WAIT),
+        Op.GERMINATE,  # a new episode starts at none
     ]
 
 
-@pytest.mark.parametrize(
-    ("blueprint", "spec", "planted"),
-    [
-        ("widen_8", WIDE, "widen_8"),
-        ("widen_32", WIDE, "widen_32"),
-        ("widen_32", NARROW, "widen_16"),
-        (LARGEST, WIDE, "widen_32"),
-        (LARGEST, NARROW, "widen_16"),
-    ],
-)
-def test_the_blueprint_is_planted_or_the_largest_widening_below_it(
-    blueprint, spec, planted
-):
-    plan = Schedule(blueprint=blueprint)
-    (action,) = first_actions(plan, at(0.0, spec=spec), spec)
-    assert spec.blueprints[action[HEAD["blueprint"]]].name == planted
+def test_all_places_are_planted_before_the_next_growth_is_due():
+    plan = Schedule(count=2, start=0.1, every=0.5)
+    state, taken = None, []
+    for progress in (0.1, 0.2, 0.3, 0.6, 0.7, 0.8):
+        full = torch.tensor([[4 * (slot in taken) for slot in range(4)]])
+        seen = at(progress, stage=full, depth=TWO_PLACES)
+        actions, state = decide(Scheduled(SPEC, plan), seen, SPEC, state)
+        if actions[0, 0] == Op.GERMINATE:
+            taken.append(int(actions[0, HEAD["slot"]]))
+        else:
+            taken.append(None)
+    assert taken == [0, 1, None, 2, 3, None]
+
+
+def test_a_seed_is_in_the_forward_pass_with_the_next_batch():
+    (action,), _ = decide(Scheduled(SPEC, EARLY), at(), SPEC)
+    assert named(action) == "widen_x2"
+    for head, choice in (("tempo", "AT_ONCE"), ("alpha_target", "FULL")):
+        assert [*HEADS[HEAD[head]].choices][action[HEAD[head]]] == choice
 
 
 def test_a_blueprint_above_the_budget_waits_but_the_largest_becomes_smaller():
-    host = {"progress": 0.0, "budget_left": 1.5}
-    seen = observed(WIDE, 2, host=host, offers={"parameters": [0.5, 1.0, 2.0]})
-    one, other = first_actions([Schedule(blueprint="widen_32"), Schedule()], seen)
+    offers = {"parameters": [0.25, 0.5, 1.0, 3.0]}
+    host = {"progress": 0.0, "budget_left": 0.75}
+    seen = observed(SPEC, 2, host=host, offers=offers)
+    plans = [Schedule(), Schedule(blueprint=LARGEST)]
+    (one, other), _ = decide(Scheduled(SPEC, plans), seen, SPEC)
     assert one[0] == Op.WAIT
-    assert other[:3] == [Op.GERMINATE, 0, 1]
+    assert (other[0], named(other)) == (Op.GERMINATE, "widen_x1.5")
 
 
-def test_a_blueprint_that_has_nothing_below_it_is_refused():
-    assert playable(NARROW, "conv") is None
-    for blueprint in ("conv", "widen_9"):
-        with pytest.raises(
-            BadInput, match=f"is the blueprint '{blueprint}'; did you mean"
-        ):
-            Scheduled(NARROW, Schedule(blueprint=blueprint))
+def test_a_cut_prunes_the_youngest_until_so_many_are_left_at_every_place():
+    stages, pruned = [Stage.HOLDING] * 4, []
+    for progress in (0.4, 0.5, 0.6, 0.7):
+        seen = at(progress, stage=[stages], age=1, depth=TWO_PLACES, first=True)
+        (action,), _ = decide(Scheduled(SPEC, LARGE_THEN_CUT), seen, SPEC)
+        pruned.append(int(action[1]) if action[0] == Op.PRUNE else None)
+        if pruned[-1] is not None:
+            stages[pruned[-1]] = Stage.DORMANT
+    assert pruned == [None, 3, 2, None]
 
 
-@pytest.mark.parametrize(
-    ("place", "taken"),
-    [("spread", [0, 1, 2, 3]), ("first", [0, 2, 1, 3]), ("last", [1, 3, 0, 2])],
-)
-def test_free_slots_are_taken_in_the_order_of_the_place(place, taken):
-    """Two places with two slots each, as the slots of a world lie."""
-    plan = Schedule(every=0.0, place=place)
-    state, slots = None, []
-    for _ in range(4):
-        stage = torch.tensor([[4 * (slot in slots) for slot in range(4)]])
-        seen = at(0.0, stage=stage, depth=[0.5, 1.0, 0.5, 1.0])
-        actions, state = decide(Scheduled(WIDE, plan), seen, WIDE, state)
-        slots.append(int(actions[0, HEAD["slot"]]))
-    assert slots == taken
-
-
-def test_each_schedule_has_its_own_pruning_and_patience():
-    useless = at(
-        0.5,
-        2,
-        stage=Stage.HOLDING,
-        age=1,
-        contribution=-1.0,
-        contribution_measured=True,
+def test_a_seed_of_which_nothing_was_measured_is_not_kept_for_good():
+    holds = at(0.9, stage=Stage.HOLDING, age=1)
+    assert decide(Scheduled(SPEC, EARLY), holds, SPEC)[0][0, 0] == Op.WAIT
+    earns = at(
+        0.9, stage=Stage.HOLDING, age=1, contribution=1.0, contribution_measured=True
     )
-    one, other = first_actions([Schedule(), Schedule(prune=False)], useless)
-    assert (one[0], other[0]) == (Op.PRUNE, Op.FOSSILIZE)
-    growing = at(0.5, 2, stage=Stage.TRAINING, age=2)
-    plans = [Schedule(patience=2), Schedule(patience=3)]
-    one, other = first_actions(plans, growing)
-    assert (one[0], other[0]) == (Op.ADVANCE, Op.WAIT)
+    assert decide(Scheduled(SPEC, EARLY), earns, SPEC)[0][0, 0] == Op.FOSSILIZE
+
+
+def test_drawn_schedules_are_the_standard_ones_and_others_that_can_be_played():
+    drawn = draw_schedules(40, [SPEC], np.random.default_rng(0))
+    assert tuple(drawn[:3]) == STANDARD
+    assert len(drawn) == len({*drawn}) == 40
+    Scheduled(SPEC, drawn)
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: Schedule(count=-1), "count must be a whole number from 0, got -1"),
-        (lambda: Schedule(patience=True), "patience must be a whole number"),
-        (lambda: Schedule(start=1.1), r"start must be a share in \[0, 1\], got 1.1"),
-        (lambda: Schedule(every=float("nan")), "every must be a share"),
-        (lambda: Schedule(until=-0.1), "until must be a share"),
-        (lambda: Schedule(place="middle"), "one of first, spread, last; got 'mid"),
-        (lambda: Scheduled(WIDE, []), "at least one schedule"),
+        (lambda: Schedule(keep=True), "keep must be a whole number from 0, got True"),
+        (lambda: Schedule(start=-0.1), "start must be a time from 0, got -0.1"),
+        (lambda: Schedule(every=nan), "every must be a time from 0, got nan"),
+        (lambda: Schedule(cut=-1.0), "cut must be a time"),
+        (lambda: Schedule(scale="days"), "one of share, octaves; got 'days'"),
+        (lambda: Scheduled(SPEC, []), "at least one schedule"),
         (
-            lambda: first_actions([Schedule()] * 2, at(0.0, 3)),
+            lambda: Scheduled(SPEC, Schedule(blueprint="widen_9")),
+            "no blueprint 'widen_9'",
+        ),
+        (
+            lambda: decide(Scheduled(SPEC, [EARLY] * 2), at(0.0, 3), SPEC),
             "schedules for 2 environments, got 3",
         ),
     ],

@@ -57,7 +57,7 @@ def refusal(folder):
 def test_it_is_small_read_once_and_says_how_it_was_trained():
     found = shipped()
     assert len((HOME / WEIGHTS).read_bytes()) < 4 << 20
-    assert found.kinds
+    assert found.blueprints
     assert {"rng_seed", "rounds", "env_steps", "hours"} <= found.training.keys()
     assert {"config", "versions", "shipped_from"} <= found.training.keys()
     assert shipped() is found
@@ -98,7 +98,7 @@ def test_only_what_it_was_trained_with_is_planted():
     plants = actions[:, HEAD["op"]] == Op.GERMINATE
     assert plants.any()
     for choice in actions[plants, HEAD["blueprint"]].tolist():
-        assert (BLUEPRINTS[choice].form, BLUEPRINTS[choice].size) in shipped().kinds
+        assert BLUEPRINTS[choice].name in shipped().blueprints
     assert (actions[plants, HEAD["style"]] == 0).all()  # ADD is all that it saw
 
 
@@ -130,7 +130,7 @@ def test_it_grows_a_users_own_network():
 
 def test_a_copy_is_the_same(copy):
     one, two = read(copy), shipped()
-    assert (one.config, one.kinds) == (two.config, two.kinds)
+    assert (one.config, one.blueprints) == (two.config, two.blueprints)
     assert all(
         torch.equal(one.weights[name], two.weights[name]) for name in two.weights
     )
@@ -163,12 +163,12 @@ def changed_byte(folder):
                 lambda folder, bad=text: (folder / MANIFEST).write_bytes(bad),
                 f"{MANIFEST} is damaged",
             )
-            for text in (b"", b"{", b"[]", b"null", b"{}", b'{"format": 1}', b"\xff")
+            for text in (b"", b"{", b"[]", b"null", b"{}", b'{"format": 2}', b"\xff")
         ],
         *[
             (lambda folder, bad=changes: rewrite(folder, **bad), words)
             for changes, words in (
-                ({"format": 2}, "format 2, not 1"),
+                ({"format": 1}, "format 1, not 2"),
                 ({"policy": {"width": 0}}, "is damaged"),
                 ({"policy": {"girth": 1}}, "is damaged"),
                 ({"blueprints": [{"form": "WIDER", "size": 8}]}, "is damaged"),

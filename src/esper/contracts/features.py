@@ -22,6 +22,8 @@ class Column:
 
 HOST_COLUMNS: Final = (
     Column("progress"),
+    Column("end_known"),
+    Column("compute", half=8.0),
     Column("budget_left", half=0.5),
     Column("budget_unlimited"),
     Column("rent", half=0.1),
@@ -68,6 +70,7 @@ OFFER_COLUMNS: Final = (
 
 BLUEPRINT_COLUMNS: Final = (
     Column("log2_size", half=3.0),
+    Column("share", half=1.0),
     Column("merges"),
     # A user's own form is none of these: no column says nothing of it.
     *(Column(f"form_{form.name.lower()}") for form in Form if form is not Form.CUSTOM),

@@ -21,7 +21,11 @@ class HostStates:
     """Every host in one record of `[env]` tensors."""
 
     progress: Float[Tensor, " env"]
-    """Share of the horizon that has passed, in [0, 1]."""
+    """Share of the horizon that has passed, in [0, 1]; 0 if the end is not known."""
+    end_known: Bool[Tensor, " env"]
+    """Whether there is a horizon."""
+    compute: Float[Tensor, " env"]
+    """Compute so far: log2(1 + batches of the starting host that cost as much)."""
     budget_left: Float[Tensor, " env"]
     """Parameters that may still be added, as a multiple of the host's; inf: any."""
     rent: Float[Tensor, " env"]
@@ -37,7 +41,8 @@ class HostStates:
     loss_slope: Float[Tensor, " env"]
     """Relative change of the training loss per step, recently."""
     plateau: Float[Tensor, " env"]
-    """Share of the horizon since the score last improved, in [0, 1]."""
+    """Share of the horizon since the score last improved, or of what has passed if the
+    end is not known, in [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +81,14 @@ class EpisodeReport:
     """On the decision rows."""
     test: Float[Tensor, " ended"]
     """On the test rows, which no decision and no reward ever sees."""
+    objective: Float[Tensor, " ended"]
+    """On the test rows: net of rent, weighted over the stops."""
     added: Float[Tensor, " ended"]
     """Parameters added, as a multiple of the host's."""
     macs: Float[Tensor, " ended"]
     """Multiply-adds per row, as a multiple of the host's."""
+    training_macs: Float[Tensor, " ended"]
+    """Multiply-adds that training and scoring took, in float64."""
     panicked: Bool[Tensor, " ended"]
 
 

@@ -1,88 +1,64 @@
 """N hosts of one task that train and grow together.
 
-All weights of all environments are one matrix, a row each, and so are the optimiser's
-moments; `MemoryLayout` says what lies where. On the CPU `engine` trains one environment
-after the other, each in cache and as if alone; elsewhere, or if asked, `torch_engine`
-trains all at once. The result is what N separate trainings give, and an environment's
-numbers do not depend on its neighbours.
+All weights of an environment are a prefix of its row, and so are the optimiser's
+moments; `NetworkLayout` says what lies where. On the CPU `engine` trains one
+environment after the other, each in cache and as if alone; elsewhere, or if asked,
+`torch_engine` does the same in torch operations. The result is what N separate
+trainings give, and an environment's numbers do not depend on its neighbours.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
-from esper.contracts.errors import BadInput, unknown
-from esper.contracts.stages import Stage
+from esper.contracts.errors import BadInput
 from esper.contracts.state import Stateful
 from esper.environment import engine, torch_engine
-from esper.environment.engine import GELU, LINEAR, RELU
-from esper.environment.memory_layout import MemoryLayout
-from esper.growth.lifecycle import SeedStates
-from esper.tasks.hosts import CONV, Host
+from esper.environment.network_layout import (
+    BLOCK,
+    LAYER,
+    NetworkLayout,
+    Widening,
+)
+from esper.tasks.hosts import Host
 
-ACTIVATIONS: Final[Mapping[Form, int]] = {
-    Form.WIDEN: RELU,
-    Form.LOW_RANK: LINEAR,
-    Form.RESIDUAL_MLP: GELU,
-}
-"""Forms that can be planted, and the activation between their two maps."""
 ENGINES: Final = ("auto", "kernels", "tensors")
 """What can train a cohort."""
 
 
-def find_blueprints(names: tuple[str, ...]) -> tuple[Blueprint, ...]:
-    """Blueprints by name; two-matrix forms only."""
-    known = {b.name: b for b in BLUEPRINTS if b.form in ACTIVATIONS and b.size}
-    for name in names:
-        if name not in known:
-            raise unknown("this world cannot plant", name, known)
-    return tuple(known[name] for name in names)
-
-
-def active_alpha(lives: SeedStates) -> Float[Tensor, "env slot"]:
-    """Alphas in the hosts' own pass: 0 for a seed in training."""
-    return torch.where(lives.stage == Stage.TRAINING, 0.0, lives.alpha)
-
-
 @dataclass(frozen=True, slots=True)
-class PlaceSample:
-    """Activations and gradients at a place in the last minibatch."""
+class SeedSchedule:
+    """How every seed takes part in each of the coming minibatches."""
 
-    inputs: Float[Tensor, "env row feature"]
-    """At its inlet."""
-    outputs: Float[Tensor, "env row channel spot"]
-    """At its outlet, seeds included, before the activation."""
-    gradient: Float[Tensor, "env row channel spot"]
-    """Of each host's mean loss with respect to the outputs."""
-    dense: bool
-    """Whether both its layers are dense."""
+    alpha: Float[Tensor, "env step slot"]
+    """Its weight in the host's own pass; 0 for a seed in training."""
+    training: Bool[Tensor, "env step slot"]
+    """Whether it trains in the shadow pass, where its weight is 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """Losses of some minibatches, and samples of the last one."""
+    """Mean losses over some minibatches."""
 
     losses: Float[Tensor, " env"]
-    """Mean over the minibatches."""
     shadow_losses: Float[Tensor, " env"]
     """Of the shadow passes; 0 where there was none."""
-    places: list[PlaceSample] | None = None
 
 
 class Cohort(Stateful):
-    """Hosts with slots of room for the largest blueprint.
+    """Hosts of one kind with slots for new units.
 
     Args:
         envs: How many hosts.
         host: What they are.
-        blueprints: What can be planted.
-        seeds_per_slot: Slots of each place.
+        slots_per_place: Seeds that each pair of layers can hold; slot s stands at
+            place s % places.
+        capacity: Parameters that a network can have, seeds included.
         batch: Rows of a minibatch.
         decay: Weight decay.
         device: Where everything lives.
@@ -91,16 +67,16 @@ class Cohort(Stateful):
             they can run.
     """
 
-    STATE = ("values", "mean", "square", "size", "act", "clocks")
-    DERIVED = ("_buffer",)
+    STATE = ("values", "mean", "square", "clocks", "units", "born")
+    DERIVED = ("layouts", "_layers", "_blocks", "_counts", "_buffer")
 
     def __init__(
         self,
         envs: int,
         host: Host,
-        blueprints: Sequence[Blueprint],
         *,
-        seeds_per_slot: int = 2,
+        slots_per_place: int = 2,
+        capacity: int | None = None,
         batch: int = 64,
         decay: float = 1e-2,
         device: torch.device | str = "cpu",
@@ -115,71 +91,166 @@ class Cohort(Stateful):
         if engine == "kernels" and not on_cpu:
             raise BadInput(f"engine 'kernels' runs on the CPU, the device is {device}.")
         self.kernels = engine == "kernels" or (engine == "auto" and on_cpu)
-        self.envs, self.host, self.batch = envs, host, batch
-        self.decay = decay
-        units = max(blueprint.size for blueprint in blueprints)
-        self.layout = MemoryLayout(host, units, seeds_per_slot)
-        self.places, self.seeds_per_slot = self.layout.places, seeds_per_slot
-        shape = (envs, self.layout.parameters)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.envs, self.host, self.batch, self.decay = envs, host, batch, decay
+        self.shapes = host.layers
+        self.places = len(self.shapes) - 1
+        self.slots = self.places * slots_per_place
+        self.capacity = max(capacity or 0, host.parameters)
+        self.values = torch.zeros(envs, self.capacity, device=device, dtype=dtype)
         self.mean, self.square = (torch.zeros_like(self.values) for _ in range(2))
-        slots = (envs, self.layout.slots)
-        self.size = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.act = torch.full_like(self.size, RELU)
-        self.clocks = torch.zeros(
-            (envs, 1 + self.layout.slots), dtype=torch.int64, device=device
-        )
-        """Optimiser steps of host and seeds."""
-        # Activations of one environment. A tensor begins at a cache line, an array
-        # need not: a third of the time.
-        length = self.layout.activations * batch if self.kernels else 0
-        self._buffer = torch.zeros(length, dtype=dtype)
+        self.units = np.zeros((envs, self.slots), np.int64)
+        """New units of every seed; 0 where there is none."""
+        self.born = np.zeros((envs, self.slots), np.int64)
+        """Which of the environment's seeds it is, counted from 1."""
+        pairs = slots_per_place**2 * max(self.places - 1, 0)
+        most = 2 * len(self.shapes) + 3 * self.slots + pairs
+        self.clocks = torch.zeros((envs, most), dtype=torch.int64, device=device)
+        """Optimiser steps of every block."""
+        self.layouts = [NetworkLayout(self.shapes)] * envs
+        self._layers = np.zeros((envs, len(self.shapes)), LAYER)
+        self._blocks = np.zeros((envs, most), BLOCK)
+        self._counts = np.zeros(envs, np.int64)
+        self._buffer: NDArray[np.floating] | None = None
+        self.loaded()
+
+    def loaded(self) -> None:
+        """Layouts follow from the seeds."""
+        for env in range(self.envs):
+            order = np.argsort(self.born[env], kind="stable")
+            alive = [slot for slot in order.tolist() if self.units[env, slot]]
+            seeds = [
+                Widening(slot, slot % self.places, int(self.units[env, slot]))
+                for slot in alive
+            ]
+            self._show(env, NetworkLayout(self.shapes, seeds))
 
     # Hosts and seeds.
 
     def set_host(self, env: int, network: nn.Module) -> None:
         """Give an environment a new host, without seeds."""
         vector = nn.utils.parameters_to_vector(network.parameters()).detach()
-        for rows in (self.values, self.mean, self.square, self.clocks, self.size):
+        for rows in (self.values, self.mean, self.square, self.clocks):
             rows[env] = 0
-        self._write(env, 0, vector)
+        self.units[env] = self.born[env] = 0
+        self.values[env, : len(vector)] = vector.to(self.values)
+        self._show(env, NetworkLayout(self.shapes))
 
     def plant(
-        self, env: int, slot: int, blueprint: Blueprint, params: Mapping[str, Tensor]
+        self,
+        env: int,
+        slot: int,
+        weight: Float[Tensor, "unit input tap"],
+        bias: Float[Tensor, " unit"],
     ) -> None:
-        """Put a newborn seed into a slot, its first map as given, its last map zero.
+        """Put a newborn seed into a slot; nothing reads its units yet.
 
         Args:
             env: Where.
-            slot: Which of its slots.
-            blueprint: Form and size.
-            params: `first`, as the form keeps it, and `first_bias` if it has one.
+            slot: Which of its slots; it must be free.
+            weight: What the new units make of all units of the axis before, seeds
+                included; see `inputs`.
+            bias: Their biases.
         """
-        self.remove(env, slot)
-        own, first = self.layout.firsts[slot], params["first"]
-        if self.layout.shapes[slot % self.places].kind != CONV:
-            first = first.mT  # a matrix is kept [inputs, units]
-        self._write(env, int(own["weight"]), first)
-        if "first_bias" in params:
-            self._write(env, int(own["bias"]), params["first_bias"])
-        self.size[env, slot] = blueprint.size
-        self.act[env, slot] = ACTIVATIONS[blueprint.form]
+        place, layout = slot % self.places, self.layouts[env]
+        shape = (len(bias), *self.inputs(env, place))
+        if self.units[env, slot] or tuple(weight.shape) != shape:
+            raise BadInput(
+                f"slot {slot} of environment {env} takes weights of shape {[*shape]} "
+                f"if it is free, got {[*weight.shape]}."
+            )
+        seeds = (*layout.seeds, Widening(slot, place, len(bias)))
+        grown = NetworkLayout(self.shapes, seeds)
+        if grown.parameters > self.capacity:
+            raise BadInput(
+                f"{len(bias)} units at place {place} make {grown.parameters:,} "
+                f"parameters, more than the cohort's capacity of {self.capacity:,}."
+            )
+        self.units[env, slot] = len(bias)
+        self.born[env, slot] = self.born[env].max() + 1
+        self._move(env, grown)
+        own = grown.layers[place]
+        flat = weight.detach().to(self.values)
+        for block in grown.blocks[own["biases"] : own["end"]]:
+            if block["out_owner"] == slot + 1:
+                at, length = int(block["offset"]), int(block["length"])
+                into = slice(block["into"], block["into"] + block["ins"])
+                part = flat[:, into] if block["ins"] else bias.detach().to(flat)
+                self.values[env, at : at + length] = part.reshape(-1)
 
     def remove(self, env: int, slot: int) -> None:
         """Leave nothing of a slot's seed."""
-        begin, end = self.layout.extent(slot)
+        seeds = [seed for seed in self.layouts[env].seeds if seed.slot != slot]
+        self.units[env, slot] = self.born[env, slot] = 0
+        self._move(env, NetworkLayout(self.shapes, seeds))
+
+    def inputs(self, env: int, place: int) -> tuple[int, int]:
+        """Inputs and taps of a new unit at a place."""
+        own = self.layouts[env].layers[place]
+        return int(own["inputs"]), int(own["taps"])
+
+    def layer(self, env: int, index: int) -> tuple[Tensor, Tensor]:
+        """Weights `[out, in, tap]` and biases of a whole layer, seeds included."""
+        row = self.values[env]
+        weight, bias = (
+            row[torch.from_numpy(at).to(row.device)]
+            for at in self.layouts[env].indices(index)
+        )
+        return weight, bias
+
+    def parameters(self) -> Int64[Tensor, " env"]:
+        """Parameters of every network, living seeds included."""
+        return torch.tensor([layout.parameters for layout in self.layouts])
+
+    def macs(self) -> Int64[Tensor, " env"]:
+        """Multiply-adds per row of every network, living seeds included."""
+        return torch.tensor([layout.macs for layout in self.layouts])
+
+    def widths(self) -> Int64[Tensor, "env place"]:
+        """Units of every place, living seeds included."""
+        return torch.tensor([layout.widths[:-1] for layout in self.layouts])
+
+    def unit_costs(
+        self,
+    ) -> tuple[Int64[Tensor, "env place"], Int64[Tensor, "env place"]]:
+        """Parameters and multiply-adds per row that one new unit adds at each place."""
+        own, after = self._layers[:, :-1], self._layers[:, 1:]
+        into, out = own["inputs"] * own["taps"], after["each"] * after["taps"]
+        out = out * after["outputs"]
+        positions = [layers["high"] * layers["wide"] for layers in (own, after)]
+        macs = into * positions[0] + out * positions[1]
+        return torch.from_numpy(into + 1 + out), torch.from_numpy(macs)
+
+    def seed_parameters(self) -> Int64[Tensor, "env slot"]:
+        """Parameters of every seed; a block between two is the younger one's."""
+        found = np.zeros((self.envs, 1 + self.slots), np.int64)
+        for env, layout in enumerate(self.layouts):
+            np.add.at(found[env], layout.blocks["owner"], layout.blocks["length"])
+        return torch.from_numpy(found[:, 1:])
+
+    def _move(self, env: int, layout: NetworkLayout) -> None:
+        """Bring what both layouts have to where it lies in the new one."""
+        old = self.layouts[env]
+        kept, there = old.shared_with(layout), layout.shared_with(old)
+        device = self.values.device
+        source, target = (
+            torch.from_numpy(own.parameters_of(mask)).to(device)
+            for own, mask in ((old, kept), (layout, there))
+        )
         for rows in (self.values, self.mean, self.square):
-            rows[env, begin:end] = 0.0
-        self.size[env, slot] = self.clocks[env, 1 + slot] = 0
+            held = rows[env, source]
+            rows[env] = 0
+            rows[env, target] = held
+        held = self.clocks[env, torch.from_numpy(np.flatnonzero(kept)).to(device)]
+        self.clocks[env] = 0
+        self.clocks[env, torch.from_numpy(np.flatnonzero(there)).to(device)] = held
+        self._show(env, layout)
 
-    def inlet_weights(self, env: int, place: int) -> Float[Tensor, "..."]:
-        """Weights of the layer that leads into a place."""
-        start = int(self.layout.layers[place]["weight"])
-        return self.values[env, start : start + self.layout.shapes[place].weights]
-
-    def _write(self, env: int, start: int, values: Tensor) -> None:
-        flat = values.detach().reshape(-1)
-        self.values[env, start : start + len(flat)] = flat.to(self.values)
+    def _show(self, env: int, layout: NetworkLayout) -> None:
+        """Let the kernels see a network's layout."""
+        self.layouts[env] = layout
+        self._layers[env] = layout.layers
+        self._counts[env] = len(layout.blocks)
+        self._blocks[env, : len(layout.blocks)] = layout.blocks
 
     # Training and measuring.
 
@@ -188,10 +259,9 @@ class Cohort(Stateful):
         features: Float[Tensor, "_ example input"],
         labels: Int64[Tensor, "_ example"],
         picked: Int64[Tensor, "env step row"],
-        lives: SeedStates,
+        seeds: SeedSchedule,
         rates: Float[Tensor, "env step"],
-        *,
-        keep: bool = False,
+        steps: Int64[Tensor, " env"] | None = None,
     ) -> TrainingResult:
         """Train every host on its minibatches.
 
@@ -199,47 +269,46 @@ class Cohort(Stateful):
             features: Rows to train on, of each environment or of all.
             labels: Their labels.
             picked: Which rows make each minibatch.
-            lives: Stages and alphas of all seeds, constant meanwhile.
+            seeds: How the seeds take part.
             rates: Learning rate of every minibatch.
-            keep: Whether to keep samples of the places in the last minibatch.
+            steps: Minibatches of each environment; all of them if None.
         """
         self._check_rows(features, labels)
-        steps = picked.shape[1] if picked.dim() == 3 else 0
-        _check("picked", picked, (self.envs, steps, self.batch), torch.int64)
-        _check("rates", rates, (self.envs, steps))
-        _check("alpha", lives.alpha, self.size.shape)
-        _check("stage", lives.stage, self.size.shape)
-        training, kind = lives.stage == Stage.TRAINING, self.values.dtype
-        alpha = active_alpha(lives).to(kind)
-        shadow = torch.where(training, 1.0, lives.alpha).to(kind)
-        state = (self.values, self.mean, self.square, self.clocks)
+        most = picked.shape[1] if picked.dim() == 3 else 0
+        _check("picked", picked, (self.envs, most, self.batch), torch.int64)
+        _check("rates", rates, (self.envs, most))
+        for name in ("alpha", "training"):
+            _check(name, getattr(seeds, name), (self.envs, most, self.slots))
+        if steps is None:
+            steps = torch.full((self.envs,), most)
+        _check("steps", steps, (self.envs,), torch.int64)
+        _check_indices("steps", steps, most + 1)
         if not self.kernels:
-            losses, shadow_losses, seen = torch_engine.train(
-                *(self.layout, features, labels, picked, rates, *state),
-                *(self.size, self.act, alpha, shadow, training, self.decay),
+            return torch_engine.train(
+                self, features, labels, picked, steps, seeds, rates
             )
-            places = self._places(*seen) if keep else None
-            return TrainingResult(losses, shadow_losses, places)
         _check_indices("picked", picked, features.shape[1])
-        length = self.layout.host_activations * self.batch if keep else 0
-        kept = torch.zeros(self.envs if keep else 0, length, dtype=kind)
-        given = (features, labels, picked, rates.double(), *state)
-        bits = torch.int32 if kind is torch.float32 else torch.int64
-        found = engine.train(
-            *(part.numpy() for part in given),
-            np.zeros_like(self.values[0].numpy()),
-            self._buffer.numpy(),
-            self._buffer.view(bits).numpy(),
-            self.layout.tables,
-            self.size.numpy(),
-            self.act.numpy(),
-            *(part.numpy() for part in (alpha, shadow, training.to(kind))),
+        kind = self.values.dtype
+        buffer, bits = self._buffers()
+        losses, shadow_losses = engine.train(
+            features.numpy(),
+            labels.numpy(),
+            picked.numpy(),
+            steps.numpy(),
+            rates.double().numpy(),
+            self.values.numpy(),
+            self.mean.numpy(),
+            self.square.numpy(),
+            self.clocks.numpy(),
+            np.zeros(self.capacity, buffer.dtype),
+            buffer,
+            bits,
+            *(self._layers, self._blocks, self._counts),
+            seeds.alpha.to(kind).numpy(),
+            seeds.training.numpy(),
             float(self.decay),
-            kept.numpy(),
         )
-        places = self._places(*self._unpacked(kept)) if keep else None
-        losses, shadow_losses = map(torch.from_numpy, found)
-        return TrainingResult(losses, shadow_losses, places)
+        return TrainingResult(torch.from_numpy(losses), torch.from_numpy(shadow_losses))
 
     def count(
         self,
@@ -250,25 +319,24 @@ class Cohort(Stateful):
     ) -> Int64[Tensor, " env"]:
         """Rows that every host classifies correctly; 0 where that is not wanted."""
         if wanted is None:
-            wanted = torch.ones(self.envs, dtype=torch.bool, device=self.size.device)
+            wanted = torch.ones(self.envs, dtype=torch.bool, device=alpha.device)
         self._check_rows(features, labels)
-        _check("alpha", alpha, self.size.shape)
+        _check("alpha", alpha, (self.envs, self.slots))
         _check("wanted", wanted, (self.envs,), torch.bool)
-        seeds = (self.size, self.act, alpha.to(self.values.dtype))
+        alpha = alpha.to(self.values.dtype)
         if not self.kernels:
-            x = torch_engine.shaped(self.layout, features.expand(self.envs, -1, -1))
-            with torch.no_grad():
-                _, outputs = torch_engine.forward(self.layout, self.values, x, *seeds)
-            right = (outputs[-1].argmax(dim=2) == labels).sum(dim=1)
-            return torch.where(wanted, right, 0)
-        given = (features, labels, wanted, self.values, self._buffer)
-        found = engine.count(
-            *(part.numpy() for part in given),
-            self.layout.tables,
+            return torch_engine.count(self, features, labels, alpha, wanted)
+        right = engine.count(
+            features.numpy(),
+            labels.numpy(),
+            wanted.numpy(),
+            self.values.numpy(),
+            self._buffers()[0],
+            *(self._layers, self._blocks, self._counts),
             self.batch,
-            *(part.numpy() for part in seeds),
+            alpha.numpy(),
         )
-        return torch.from_numpy(found)
+        return torch.from_numpy(right)
 
     def _check_rows(self, features: Tensor, labels: Tensor) -> None:
         """Refuse rows that a kernel would read out of bounds."""
@@ -277,48 +345,20 @@ class Cohort(Stateful):
             raise BadInput(
                 f"labels must be [1 or {self.envs}, example], got {[*labels.shape]}."
             )
-        own = self.layout.shapes[0]
-        width = own.inputs * own.positions
+        width = self.shapes[0].inputs * self.shapes[0].positions
         _check("features", features, (sets, examples, width), self.values.dtype)
         _check("labels", labels, (sets, examples), torch.int64)
         if self.kernels:
-            _check_indices("labels", labels, self.layout.shapes[-1].outputs)
+            _check_indices("labels", labels, self.shapes[-1].outputs)
 
-    def _unpacked(self, kept: Float[Tensor, "env room"]) -> tuple[list[Tensor], ...]:
-        """Inputs, outputs and their gradients by layer, as a kernel left them."""
-        layout = self.layout
-
-        def part(layer: int, what: str, channels: int, edge: int) -> Tensor:
-            own, rows = layout.shapes[layer], self.batch
-            start = int(layout.layers[layer][what]) * rows
-            edge = edge if own.kind == CONV else 0
-            sides = (own.high + 2 * edge, own.wide + 2 * edge)
-            cut = kept[:, start : start + channels * sides[0] * sides[1] * rows]
-            cut = cut.view(-1, channels, *sides, rows).movedim(4, 1)
-            return cut[..., 1:-1, 1:-1] if edge else cut
-
-        shapes = [*enumerate(layout.shapes)]
-        return (
-            [part(n, "x", own.inputs, 1) for n, own in shapes],
-            [part(n, "z", own.outputs, 0) for n, own in shapes],
-            [part(n, "gz", own.outputs, 1) for n, own in shapes],
-        )
-
-    def _places(
-        self, inputs: list[Tensor], outputs: list[Tensor], gradients: list[Tensor]
-    ) -> list[PlaceSample]:
-        def spots(part: Tensor) -> Tensor:
-            return part.reshape(*part.shape[:3], -1)
-
-        return [
-            PlaceSample(
-                inputs[place].flatten(2),
-                spots(outputs[place + 1]),
-                spots(gradients[place + 1]),
-                self.layout.is_dense(place),
-            )
-            for place in range(self.places)
-        ]
+    def _buffers(self) -> tuple[NDArray[np.floating], NDArray[np.integer]]:
+        """Memory for the activations of one environment, and the same as integers."""
+        length = max(layout.activations for layout in self.layouts) * self.batch
+        if self._buffer is None or len(self._buffer) < length:
+            # A tensor begins at a cache line, an array need not: a third of the time.
+            self._buffer = torch.zeros(length, dtype=self.values.dtype).numpy()
+        whole = np.int32 if self._buffer.itemsize == 4 else np.int64
+        return self._buffer, self._buffer.view(whole)
 
 
 def _check(

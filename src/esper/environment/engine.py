@@ -1,51 +1,44 @@
-r"""Compiled training of hosts, one environment after the other: the CPU engine.
+r"""Compiled training of networks that grow, one after the other: the CPU engine.
 
     train   hosts and seeds, on all minibatches until the next decision
     count   correctly classified rows of every host
 
 All weights of an environment are one vector `w`, its activations and their gradients
-another, `s`, laid out by `MemoryLayout`; rows of a minibatch are the last axis, so that
-every inner loop runs along memory. Weight (o, i, tap) of a map is at
-`weight + o * by_out + i * by_in + tap`; an image that a convolution reads is padded
-with zeros, one pixel wide. A seed is two maps, computed at its own size, and only where
-its alpha is not 0. Environments share no number: each is computed as if alone, to the
-bit.
+another, `s`, laid out by `NetworkLayout`; rows of a minibatch are the last axis, so
+that every inner loop runs along memory. Weight (o, i, tap) of a block is at
+`offset + (o * ins + i) * taps + tap`; an image that a convolution reads is padded with
+zeros, one pixel wide. Activations of a seed's units are scaled by its alpha; blocks of
+a seed that takes no part are skipped, so that a host does not see it by a bit.
+Environments share no number: each is computed as if alone.
 
 Sums are split over lanes and products fused with them: the same input gives the same
 bits, wherever it lies. The optimiser is AdamW (Loshchilov & Hutter 2019,
-https://arxiv.org/abs/1711.05101), with a step count for the host and one per seed:
+https://arxiv.org/abs/1711.05101), with a step count for each block:
 
     m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2
     p <- p - r (w p + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
 
-A stretch of weights that is not stepped does not move by a bit. `Cohort` checks shapes,
-dtypes and indices before it calls in.
+A block that is not stepped does not move by a bit. `Cohort` checks shapes, dtypes and
+indices before it calls in.
 """
 
 import math
 
 import numpy as np
 
-from esper.environment import memory_layout
+from esper.environment import network_layout
 from esper.kernels import fused_with, summed_with
-from esper.tasks import hosts
 from esper.tasks.hosts import CONV
 
-RELU, LINEAR, GELU = 1, 2, 3
-"""Activation between two maps."""
 B1, B2, EPS = 0.9, 0.999, 1e-8
 REST1, REST2 = 1 - B1, 1 - B2
 """Taken before rounding: 1 - 0.999 in float32 is wrong in the fifth digit."""
-NEWBORN_RATE, NEWBORN_STEPS = 3.0, 200.0
-"""Learning rate of a newborn against the host's, and steps until it is equal."""
-ROOT_HALF = math.sqrt(0.5)
-ROOT_TURN = 1 / math.sqrt(2 * math.pi)
 LOG2E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.4286068203094172e-6
 TAYLOR = tuple(1 / math.factorial(n) for n in range(11, -1, -1))
 
-entry = fused_with(memory_layout, hosts)
-fused = fused_with(memory_layout, hosts, part=True)
-summed = summed_with(memory_layout, hosts, part=True)
+entry = fused_with(network_layout)
+fused = fused_with(network_layout, part=True)
+summed = summed_with(network_layout, part=True)
 
 # ruff: noqa: ANN001, ANN201, ANN202
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -53,8 +46,8 @@ summed = summed_with(memory_layout, hosts, part=True)
 
 @entry
 def train(
-    features, labels, picked, rates, v, mean, square, clocks, g, s, bits, layout,
-    size, act, alphas, shadow_alphas, training, decay, kept,
+    features, labels, picked, steps, rates, v, mean, square, clocks, g, s, bits,
+    layers, blocks, counts, alphas, training, decay,
 ):  # fmt: skip
     """Train every host and its seeds on its minibatches, one after the other.
 
@@ -64,100 +57,89 @@ def train(
         features: Rows to train on, `[env, example, in]`; one set may serve all.
         labels: Their labels `[env, example]`.
         picked: Which rows make each minibatch, `[env, step, row]`.
+        steps: How many minibatches each environment takes.
         rates: Learning rate of every minibatch, `[env, step]`.
         v: Weights `[env, parameter]`; `mean` and `square` are what AdamW remembers.
         mean: See `v`.
         square: See `v`.
-        clocks: Steps taken by host and seeds, `[env, 1 + slot]`.
+        clocks: Steps that each block has taken, `[env, block]`.
         g: Room for the gradients of one environment.
-        s: Room for its activations, zero at first.
+        s: Room for its activations.
         bits: `s` as whole numbers.
-        layout: Maps of the layers and of the slots; how many weights are the host's.
-        size: Units of every seed, `[env, slot]`; 0 where there is none.
-        act: Its activation.
-        alphas: Alpha in the host's own pass; 0 for a seed in training.
-        shadow_alphas: Alpha in the shadow pass.
-        training: 1 where it trains in the shadow pass.
+        layers: Layers of every network, `[env, layer]`.
+        blocks: Its blocks, `[env, block]`.
+        counts: How many blocks it has.
+        alphas: Alpha of every seed in the host's own pass, `[env, step, slot]`.
+        training: Whether it trains in the shadow pass, where its alpha is 1.
         decay: Weight decay.
-        kept: Where to leave the hosts' activations at the end; may be empty.
     """
-    layers, firsts, lasts, host = layout
-    envs, steps, rows = picked.shape
-    seeds, places = (firsts, lasts), len(layers) - 1
+    envs, _, rows = picked.shape
+    owners = alphas.shape[2] + 1
     loss, beside = np.zeros(envs, v.dtype), np.zeros(envs, v.dtype)
-    y, bottom, top = np.empty(rows, np.int64), np.int64(0), len(layers) - 1
+    y, bottom = np.empty(rows, np.int64), np.int64(0)
+    scale, young = np.ones(owners, v.dtype), np.zeros(owners, np.bool_)
+    moved = np.zeros(blocks.shape[1], np.bool_)
     for e in range(envs):
-        mine = e % len(features)
-        w, k, a = v[e], size[e], act[e]
-        start = top + 1
-        for q in range(len(firsts)):
-            if training[e, q] > 0:
-                start = min(start, q % places + 1)
-        for n in range(steps):
+        mine, w, lay, block = e % len(features), v[e], layers[e], blocks[e][: counts[e]]
+        top, shadows = lay[len(lay) - 1], 0
+        _clear_borders(s, lay, rows)
+        for n in range(steps[e]):
             for r in range(rows):
                 y[r] = labels[mine, picked[e, n, r]]
-            _gather(features[mine], picked[e, n], s, layers[0])
-            for shadow in range(2 if start <= top else 1):
-                low = start if shadow == 1 else bottom
-                alpha, learns, total = alphas[e], alphas[e], loss
-                if shadow == 1:
-                    alpha, learns, total = shadow_alphas[e], training[e], beside
-                _forward(w, s, rows, layers, seeds, k, a, alpha, low)
-                total[e] += _loss(s, bits, layers[top], rows, y)
-                _backward(w, g, s, rows, layers, seeds, k, a, alpha, learns, low)
-                if len(kept) > 0 and n == steps - 1 and shadow == 0:
-                    copy(s[: kept.shape[1]], kept[e])
-            rate = rates[e, n]
-            clocks[e, 0] += 1
-            adamw(w, g, mean[e], square[e], bottom, host, rate, clocks[e, 0], decay)
-            for q in range(len(firsts)):
-                if k[q] > 0 and (alphas[e, q] > 0 or training[e, q] > 0):
-                    old = min(clocks[e, q + 1] / NEWBORN_STEPS, 1.0)
-                    own = rate * (1 + (NEWBORN_RATE - 1) * (1 - old))
-                    clocks[e, q + 1] += 1
-                    _move_seed(
-                        w, g, mean[e], square[e], firsts[q], lasts[q], k[q], a[q],
-                        own, clocks[e, q + 1], decay,
+            _gather(features[mine], picked[e, n], s, lay[0])
+            scale[1:] = alphas[e, n]
+            moved[:] = False
+            young[:] = False
+            _forward(w, s, rows, lay, block, scale, bottom)
+            loss[e] += _loss(s, bits, top, rows, y)
+            _backward(w, g, s, rows, lay, block, scale, young, moved, bottom)
+            start = np.int64(len(lay))
+            for b in block:
+                if b.out_owner > 0 and training[e, n, b.out_owner - 1]:
+                    young[b.out_owner] = True
+                    scale[b.out_owner] = 1
+                    start = min(start, b.layer)
+            if start < len(lay):
+                _forward(w, s, rows, lay, block, scale, start)
+                beside[e] += _loss(s, bits, top, rows, y)
+                _backward(w, g, s, rows, lay, block, scale, young, moved, start)
+                shadows += 1
+            for i in range(len(block)):
+                if moved[i]:
+                    b = block[i]
+                    clocks[e, i] += 1
+                    adamw(
+                        w, g, mean[e], square[e], b.offset, b.length, rates[e, n],
+                        clocks[e, i], decay,
                     )  # fmt: skip
-        loss[e] /= steps
-        beside[e] /= steps
+        loss[e] /= max(steps[e], 1)
+        beside[e] /= max(shadows, 1)
     return loss, beside
 
 
-@fused
-def _move_seed(w, g, mean, square, first, last, units, act, rate, clock, decay):
-    """One step of a seed; a form without a bias has none to move."""
-    read = units * first.inputs * first.taps
-    written = units * (last.inputs // first.outputs) * last.outputs * last.taps
-    adamw(w, g, mean, square, first.weight, read, rate, clock, decay)
-    adamw(w, g, mean, square, last.weight, written, rate, clock, decay)
-    if act != LINEAR:
-        adamw(w, g, mean, square, first.bias, units, rate, clock, decay)
-    if act == GELU:
-        adamw(w, g, mean, square, last.bias, last.outputs, rate, clock, decay)
-
-
 @entry
-def count(features, labels, wanted, v, s, layout, rows, size, act, alphas):
+def count(features, labels, wanted, v, s, layers, blocks, counts, rows, alphas):
     """Correctly classified examples of every host; 0 where it is not wanted.
 
     `features [env, example, in]` and `labels [env, example]`; one set may serve all.
     """
-    layers, firsts, lasts, _ = layout
-    seeds = (firsts, lasts)
-    examples, last = labels.shape[1], layers[len(layers) - 1]
+    examples = labels.shape[1]
     right = np.zeros(v.shape[0], np.int64)
     best, guess = np.empty(rows, v.dtype), np.empty(rows, np.int64)
     picked, bottom = np.empty(rows, np.int64), np.int64(0)
+    scale = np.ones(alphas.shape[1] + 1, v.dtype)
     for e in range(v.shape[0]):
-        mine = e % len(features)
+        mine, lay, block = e % len(features), layers[e], blocks[e][: counts[e]]
+        last = lay[len(lay) - 1]
+        scale[1:] = alphas[e]
+        _clear_borders(s, lay, rows)
         for begin in range(0, examples if wanted[e] else 0, rows):
             for r in range(rows):  # the last minibatch may be filled up
                 picked[r] = min(begin + r, examples - 1)
-            _gather(features[mine], picked, s, layers[0])
-            _forward(v[e], s, rows, layers, seeds, size[e], act[e], alphas[e], bottom)
+            _gather(features[mine], picked, s, lay[0])
+            _forward(v[e], s, rows, lay, block, scale, bottom)
             z = s[last.z * rows : (last.z + last.outputs) * rows]
-            copy(z[:rows], best)
+            copy(z[:rows], best, bottom)
             guess[:] = 0
             for o in range(1, last.outputs):
                 for r in range(rows):
@@ -167,6 +149,15 @@ def count(features, labels, wanted, v, s, layout, rows, size, act, alphas):
             for r in range(min(rows, examples - begin)):
                 right[e] += guess[r] == labels[mine, begin + r]
     return right
+
+
+@fused
+def _clear_borders(s, layers, rows):
+    """Zeros where convolutions read their padding; networks lie differently."""
+    for own in layers:
+        if own.kind == CONV:
+            s[own.x * rows : (own.x + own.inputs * own.padded) * rows] = 0
+            s[own.gz * rows : (own.gz + own.outputs * own.padded) * rows] = 0
 
 
 @fused
@@ -186,80 +177,89 @@ def _gather(features, picked, s, first):
 
 
 @fused
-def _forward(w, s, rows, layers, seeds, size, act, alpha, start):
+def _forward(w, s, rows, layers, blocks, scale, start):
     """Outputs of every layer from `start` on."""
-    one, relu = s.dtype.type(1), np.int64(RELU)
-    firsts, lasts = seeds
     for n in range(start, len(layers)):
         own = layers[n]
-        fill(own, rows, w, s, own.outputs)
-        apply(own, rows, w, one, s, own.inputs, own.outputs)
-        for q in range(len(firsts)):
-            first, last, units = firsts[q], lasts[q], size[q]
-            if q % (len(layers) - 1) != n - 1 or units == 0 or not alpha[q] > 0:
-                continue
-            if act[q] == LINEAR:
-                u = first.z * rows
-                s[u : u + units * first.high * first.wide * rows] = 0
-            else:
-                fill(first, rows, w, s, units)
-            apply(first, rows, w, one, s, first.inputs, units)
-            activate(first, last, rows, s, units, act[q])
-            read = units * (last.inputs // first.outputs)
-            apply(last, rows, w, alpha[q], s, read, last.outputs)
-            if act[q] == GELU:
-                z = last.z * rows
-                for o in range(last.outputs):
-                    bias = alpha[q] * w[last.bias + o]
-                    for r in range(rows):
-                        s[z + o * rows + r] += bias
-        if n + 1 < len(layers):
-            activate(own, layers[n + 1], rows, s, own.outputs, relu)
-
-
-@fused
-def _backward(w, g, s, rows, layers, seeds, size, act, alpha, learns, start):
-    """Gradients down to layer `start`; the host's own only if that is the first."""
-    one, relu = s.dtype.type(1), np.int64(RELU)
-    firsts, lasts = seeds
-    for n in range(len(layers)):
-        own = layers[n]
-        at = own.gx * rows
-        s[at : at + own.inputs * own.high * own.wide * rows] = 0
-    for n in range(len(layers) - 1, start - 1, -1):
-        own, before = layers[n], layers[max(n - 1, 0)]
-        for q in range(len(firsts)):
-            is_here = q % (len(layers) - 1) == n - 1
-            is_active = is_here and size[q] > 0 and alpha[q] > 0
-            if is_active and (learns[q] > 0 or n - 1 > start):
-                _seed_backward(
-                    w, g, s, rows, firsts[q], lasts[q], size[q], act[q], alpha[q],
-                    learns[q] > 0, n - 1 > start,
+        spots = own.high * own.wide * rows
+        for b in blocks[own.biases : own.weights]:
+            if scale[b.out_owner] > 0:
+                fill(s, own.z * rows + b.out * spots, w, b.offset, b.outs, spots)
+        for b in blocks[own.weights : own.end]:
+            if scale[b.out_owner] > 0 and scale[b.in_owner] > 0:
+                apply(
+                    own, rows, w, b.offset, b.ins * own.taps, own.taps, s,
+                    own.x * rows + b.into * own.padded * rows, b.ins,
+                    own.z * rows + b.out * spots, b.outs,
                 )  # fmt: skip
-        if start == 0:
-            weight_gradient(own, rows, g, one, s, own.inputs, own.outputs)
-            bias_gradient(own, rows, g, one, s, own.outputs)
-        if n > start:
-            apply_transposed(own, rows, w, one, s, own.inputs, own.outputs)
-            activate_back(before, own, rows, s, before.outputs, relu)
+        if n + 1 < len(layers):
+            after = layers[n + 1]
+            for b in blocks[own.biases : own.weights]:
+                if scale[b.out_owner] > 0:
+                    x = (after.x + b.out * after.each * after.padded) * rows
+                    activate(
+                        s, own.z * rows + b.out * spots, own, b.outs, x,
+                        after.kind == CONV, rows,
+                    )  # fmt: skip
+                    length = b.outs * after.each * after.padded * rows
+                    _scale(s, x, length, scale[b.out_owner])
 
 
 @fused
-def _seed_backward(w, g, s, rows, first, last, units, act, alpha, learns, further):
-    """Gradients of one seed and, if asked, of its inlet."""
-    one, read = s.dtype.type(1), units * (last.inputs // first.outputs)
-    at = last.gx * rows
-    s[at : at + read * last.high * last.wide * rows] = 0
-    apply_transposed(last, rows, w, alpha, s, read, last.outputs)
-    activate_back(first, last, rows, s, units, act)
-    if learns:
-        weight_gradient(last, rows, g, alpha, s, read, last.outputs)
-        weight_gradient(first, rows, g, one, s, first.inputs, units)
-        bias_gradient(first, rows, g, one, s, units)
-        if act == GELU:
-            bias_gradient(last, rows, g, alpha, s, last.outputs)
-    if further:
-        apply_transposed(first, rows, w, one, s, first.inputs, units)
+def _backward(w, g, s, rows, layers, blocks, scale, young, moved, start):
+    """Gradients down to layer `start`, of the blocks that learn; these have `moved`.
+
+    Every block in use learns; beside a young range, only those at its ends.
+    """
+    shadow = False
+    for q in range(len(young)):
+        shadow |= young[q]
+    for n in range(len(layers) - 1, start - 1, -1):
+        own = layers[n]
+        spots, edged = own.high * own.wide * rows, own.padded * rows
+        if n > start:
+            s[own.gx * rows : own.gx * rows + own.inputs * spots] = 0
+        for i in range(own.biases, own.end):
+            b = blocks[i]
+            if not (scale[b.out_owner] > 0 and scale[b.in_owner] > 0):
+                continue
+            gz = own.gz * rows + b.out * edged
+            learns = not shadow or young[b.out_owner] or young[b.in_owner]
+            moved[i] |= learns
+            if i < own.weights:
+                if learns:
+                    bias_gradient(s, gz, b.outs, edged, g, b.offset)
+                continue
+            if learns:
+                weight_gradient(
+                    own, rows, g, b.offset, b.ins * own.taps, own.taps, s,
+                    own.x * rows + b.into * edged, b.ins, gz, b.outs,
+                )  # fmt: skip
+            if n > start:
+                apply_transposed(
+                    own, rows, w, b.offset, b.ins * own.taps, own.taps, s,
+                    own.gx * rows + b.into * spots, b.ins, gz, b.outs,
+                )  # fmt: skip
+        if n > start:
+            before = layers[n - 1]
+            for b in blocks[before.biases : before.weights]:
+                if scale[b.out_owner] > 0:
+                    gx = (own.gx + b.out * own.each * own.high * own.wide) * rows
+                    length = b.outs * own.each * own.high * own.wide * rows
+                    _scale(s, gx, length, scale[b.out_owner])
+                    activate_back(
+                        s, gx, (before.z + b.out * before.high * before.wide) * rows,
+                        before, b.outs, (before.gz + b.out * before.padded) * rows,
+                        rows,
+                    )  # fmt: skip
+
+
+@fused
+def _scale(s, at, length, factor):
+    """Multiply a stretch; one that is not scaled keeps its bits."""
+    if factor != 1:
+        for i in range(at, at + length):
+            s[i] *= factor
 
 
 @fused
@@ -303,23 +303,15 @@ def _loss(s, bits, last, rows, y):
 
 
 @fused
-def activate(own, after, rows, s, units, act):
-    """Outputs of a map to inputs of the next; after a convolution, pooled 2 x 2."""
-    real, zero = s.dtype.type, s.dtype.type(0)
-    z, x = own.z * rows, after.x * rows
+def activate(s, z, own, units, x, padded, rows):
+    """ReLU; after a convolution its results are max-pooled, two by two."""
+    zero = s.dtype.type(0)
     if own.kind != CONV:
         pre, post = s[z : z + units * rows], s[x : x + units * rows]
-        if act == LINEAR:
-            copy(pre, post)
-        elif act == GELU:
-            for i in range(units * rows):
-                rise = real(0.5) + real(0.5) * math.erf(pre[i] * real(ROOT_HALF))
-                post[i] = pre[i] * rise
-        else:
-            for i in range(units * rows):
-                post[i] = zero if pre[i] <= zero else pre[i]
+        for i in range(units * rows):
+            post[i] = zero if pre[i] <= zero else pre[i]
         return
-    half, edge = own.wide // 2, 1 if after.kind == CONV else 0
+    half, edge = own.wide // 2, 1 if padded else 0
     for unit in range(units):
         for h in range(own.high // 2):
             line = unit * (own.high // 2 + 2 * edge) + h + edge
@@ -337,24 +329,14 @@ def activate(own, after, rows, s, units, act):
 
 
 @fused
-def activate_back(own, after, rows, s, units, act):
+def activate_back(s, g, z, own, units, gz, rows):
     """Gradient before the activation (and pooling), from that after it."""
-    real, zero = s.dtype.type, s.dtype.type(0)
-    g, z, gz = after.gx * rows, own.z * rows, own.gz * rows
+    zero = s.dtype.type(0)
     if own.kind != CONV:
         length = units * rows
         pre, given, back = s[z : z + length], s[g : g + length], s[gz : gz + length]
-        if act == LINEAR:
-            copy(given, back)
-        elif act == GELU:
-            for i in range(length):
-                t = pre[i]
-                bell = real(ROOT_TURN) * math.exp(real(-0.5) * t * t)
-                rise = real(0.5) + real(0.5) * math.erf(t * real(ROOT_HALF)) + t * bell
-                back[i] = given[i] * rise
-        else:
-            for i in range(length):
-                back[i] = zero if pre[i] <= zero else given[i]
+        for i in range(length):
+            back[i] = zero if pre[i] <= zero else given[i]
         return
     half = own.wide // 2
     for unit in range(units):
@@ -394,42 +376,35 @@ def _pair(s, at, rows):
 
 
 @fused
-def apply(own, rows, w, scale, s, inputs, outputs):
-    """Add the map of its inputs to its outputs."""
-    _apply(
-        own, rows, w, own.by_out, own.by_in, np.int64(0), scale, s,
-        own.x * rows, inputs, own.z * rows, outputs,
-    )  # fmt: skip
-
-
-@fused
-def apply_transposed(own, rows, w, scale, s, inputs, outputs):
-    """Add the transposed map of the gradient at the outputs to that at the inputs."""
-    _apply(
-        own, rows, w, own.by_in, own.by_out, np.int64(8), scale, s,
-        own.gz * rows, outputs, own.gx * rows, inputs,
-    )  # fmt: skip
-
-
-@fused
-def _apply(own, rows, w, by_out, by_in, turn, scale, s, x, inputs, z, outputs):
+def apply(own, rows, w, base, by_out, by_in, s, x, inputs, z, outputs):
+    """Add the map of x to z."""
     if own.kind == CONV:
-        _apply_conv(own, rows, w, by_out, by_in, turn, scale, s, x, inputs, z, outputs)
+        turn = np.int64(0)
+        _apply_conv(own, rows, w, base, by_out, by_in, turn, s, x, inputs, z, outputs)
     else:
-        _apply_dense(own, rows, w, by_out, by_in, scale, s, x, inputs, z, outputs)
+        _apply_dense(rows, w, base, by_out, by_in, s, x, inputs, z, outputs)
+
+
+@fused
+def apply_transposed(own, rows, w, base, by_out, by_in, s, gx, inputs, gz, outputs):
+    """Add the transposed map of gz, the gradient at the inputs, to gx."""
+    if own.kind == CONV:
+        turn = np.int64(8)
+        _apply_conv(own, rows, w, base, by_in, by_out, turn, s, gz, outputs, gx, inputs)
+    else:
+        _apply_dense(rows, w, base, by_in, by_out, s, gz, outputs, gx, inputs)
 
 
 @summed
-def weight_gradient(own, rows, g, scale, s, inputs, outputs):
+def weight_gradient(own, rows, g, base, by_out, by_in, s, x, inputs, gz, outputs):
     """The gradient of a map's weights."""
     if own.kind == CONV:
-        _conv_gradient(own, rows, g, scale, s, inputs, outputs)
+        _conv_gradient(own, rows, g, base, by_out, by_in, s, x, inputs, gz, outputs)
         return
-    zero, by_in, x, gz = s.dtype.type(0), own.by_in, own.x * rows, own.gz * rows
+    zero = s.dtype.type(0)
     given = s[x : x + inputs * rows].reshape(inputs, rows)
     for o in range(outputs):
         back, i = s[gz + o * rows : gz + (o + 1) * rows], 0
-        at = own.weight + o * own.by_out
         while i + 4 <= inputs:
             x0, x1, x2, x3 = given[i], given[i + 1], given[i + 2], given[i + 3]
             a = b = c = d = zero
@@ -438,43 +413,44 @@ def weight_gradient(own, rows, g, scale, s, inputs, outputs):
                 b += back[r] * x1[r]
                 c += back[r] * x2[r]
                 d += back[r] * x3[r]
-            g[at], g[at + by_in] = scale * a, scale * b
-            g[at + 2 * by_in], g[at + 3 * by_in] = scale * c, scale * d
-            i, at = i + 4, at + 4 * by_in
+            at = base + o * by_out + i * by_in
+            g[at], g[at + by_in] = a, b
+            g[at + 2 * by_in], g[at + 3 * by_in] = c, d
+            i += 4
         while i < inputs:
             a = zero
             for r in range(rows):
                 a += back[r] * given[i, r]
-            g[at] = scale * a
-            i, at = i + 1, at + by_in
+            g[base + o * by_out + i * by_in] = a
+            i += 1
 
 
 @fused
-def _apply_dense(own, rows, w, by_out, by_in, scale, s, x, inputs, z, outputs):
+def _apply_dense(rows, w, base, by_out, by_in, s, x, inputs, z, outputs):
     """A dense map, eight inputs at a time."""
     given = s[x : x + inputs * rows].reshape(inputs, rows)
     for o in range(outputs):
-        out, i, at = s[z + o * rows : z + (o + 1) * rows], 0, own.weight + o * by_out
+        out, i, at = s[z + o * rows : z + (o + 1) * rows], 0, base + o * by_out
         while i + 8 <= inputs:
             x0, x1, x2, x3 = given[i], given[i + 1], given[i + 2], given[i + 3]
             x4, x5, x6, x7 = given[i + 4], given[i + 5], given[i + 6], given[i + 7]
-            a, b = scale * w[at], scale * w[at + by_in]
-            c, d = scale * w[at + 2 * by_in], scale * w[at + 3 * by_in]
-            e, f = scale * w[at + 4 * by_in], scale * w[at + 5 * by_in]
-            g, h = scale * w[at + 6 * by_in], scale * w[at + 7 * by_in]
+            a, b = w[at], w[at + by_in]
+            c, d = w[at + 2 * by_in], w[at + 3 * by_in]
+            e, f = w[at + 4 * by_in], w[at + 5 * by_in]
+            g, h = w[at + 6 * by_in], w[at + 7 * by_in]
             for r in range(rows):
                 one = out[r] + a * x0[r] + b * x1[r] + c * x2[r] + d * x3[r]
                 out[r] = one + e * x4[r] + f * x5[r] + g * x6[r] + h * x7[r]
             i, at = i + 8, at + 8 * by_in
         while i < inputs:
-            a, x0 = scale * w[at], given[i]
+            a, x0 = w[at], given[i]
             for r in range(rows):
                 out[r] += a * x0[r]
             i, at = i + 1, at + by_in
 
 
 @fused
-def _apply_conv(own, rows, w, by_out, by_in, turn, scale, s, x, inputs, z, outputs):
+def _apply_conv(own, rows, w, base, by_out, by_in, turn, s, x, inputs, z, outputs):
     """A convolution of padded images, one line of the result at a time.
 
     `turn` is 8 to read the kernel from its end, else 0.
@@ -486,9 +462,8 @@ def _apply_conv(own, rows, w, by_out, by_in, turn, scale, s, x, inputs, z, outpu
             at = z + (o * own.high + line) * length
             out = s[at : at + length]
             for i in range(inputs):
-                at = own.weight + o * by_out + i * by_in + turn
                 for t in range(9):
-                    k[t] = scale * w[at + step * t]
+                    k[t] = w[base + o * by_out + i * by_in + turn + step * t]
                 a, b, c, d, e, f, g, h, j = k
                 at = x + (line_at(own, i, line) - 1) * rows
                 h0, h1, h2 = _shifted(s, at, length, rows)
@@ -508,10 +483,9 @@ def _shifted(s, at, length, rows):
 
 
 @summed
-def _conv_gradient(own, rows, grads, scale, s, inputs, outputs):
+def _conv_gradient(own, rows, grads, base, by_out, by_in, s, x, inputs, gz, outputs):
     """The gradient of a convolution's weights, nine sums at a time."""
     zero, length = s.dtype.type(0), own.wide * rows
-    x, gz = own.x * rows, own.gz * rows
     for o in range(outputs):
         for n in range(inputs):
             a = b = c = d = e = f = g = h = i = zero
@@ -533,9 +507,9 @@ def _conv_gradient(own, rows, grads, scale, s, inputs, outputs):
                     g += grad * u0[r]
                     h += grad * u1[r]
                     i += grad * u2[r]
-            at = own.weight + o * own.by_out + n * own.by_in
+            at = base + o * by_out + n * by_in
             for t, total in enumerate((a, b, c, d, e, f, g, h, i)):
-                grads[at + t] = scale * total
+                grads[at + t] = total
 
 
 @fused
@@ -545,29 +519,27 @@ def line_at(own, channel, h):
 
 
 @fused
-def copy(values, target):
-    """Values to the target."""
+def copy(values, target, start):
+    """Values to a place of the target."""
     for i in range(len(values)):
-        target[i] = values[i]
+        target[start + i] = values[i]
 
 
 @fused
-def fill(own, rows, w, s, outputs):
-    """Biases to all outputs."""
-    z, length = own.z * rows, own.high * own.wide * rows
-    for o in range(outputs):
-        s[z + o * length : z + (o + 1) * length] = w[own.bias + o]
+def fill(s, z, w, bias, units, length):
+    """Biases to everywhere."""
+    for unit in range(units):
+        s[z + unit * length : z + (unit + 1) * length] = w[bias + unit]
 
 
 @summed
-def bias_gradient(own, rows, g, scale, s, outputs):
+def bias_gradient(s, gz, units, length, g, bias):
     """The gradient of biases; a border adds nothing."""
-    gz, length = own.gz * rows, own.padded * rows
-    for o in range(outputs):
-        back, total = s[gz + o * length : gz + (o + 1) * length], s.dtype.type(0)
+    for unit in range(units):
+        back, total = s[gz + unit * length : gz + (unit + 1) * length], s.dtype.type(0)
         for i in range(length):
             total += back[i]
-        g[own.bias + o] = scale * total
+        g[bias + unit] = total
 
 
 @fused

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
+from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from esper.contracts.errors import BadInput
@@ -18,12 +19,8 @@ from esper.contracts.state import Stateful
 from esper.environment.settings import TERMS, WorldSettings
 from esper.tasks.task import Task
 
-WARMUP: Final = 0.1
-"""Share of an episode over which the learning rate rises."""
 SLACK: Final = 1e-6
 """Share of a budget by which it may be passed."""
-FLOOR: Final = 0.02
-"""Share of the learning rate that is left at the end."""
 Rows = tuple[Float[Tensor, "set _ input"], Int64[Tensor, "set _"]]
 """Features and labels; the first axis is 1 if all environments share them."""
 
@@ -39,8 +36,8 @@ class EpisodeData(Stateful):
         device: Where rows and terms live.
     """
 
-    STATE = ("begun", "rent", "budget", "rate", "streams")
-    DERIVED = ("rows", "batches")
+    STATE = ("begun", "drawn", "rent", "budget", "rate", "streams")
+    DERIVED = ("rows", "_orders")
 
     rent: Float[Tensor, " env"]
     budget: Float[Tensor, " env"]
@@ -58,8 +55,9 @@ class EpisodeData(Stateful):
         self._settings, self._device = settings, device
         self.begun = np.zeros(envs, dtype=np.int64)
         """Episodes that each environment has begun."""
-        steps = task.horizon * task.decision_every
-        self.batches = torch.zeros(envs, steps, task.batch, dtype=torch.int64)
+        self.drawn = np.zeros(envs, dtype=np.int64)
+        """Minibatches that the running episodes have drawn."""
+        self._orders = self._no_orders()
         self.rent, self.budget, self.rate = (
             torch.zeros(envs, device=device) for _ in TERMS
         )
@@ -68,43 +66,64 @@ class EpisodeData(Stateful):
         self.rows: list[Rows] = []
         """Train, decision and test rows, once an episode has begun."""
 
+    def _no_orders(self) -> list[tuple[int, NDArray[np.int64]]]:
+        return [(-1, np.empty(0, np.int64))] * self._envs
+
     def begin(self, env: int) -> None:
         """Draw the next episode of an environment."""
-        data, weights, order, terms = self._sequences(env, int(self.begun[env]))
+        data, weights, _, terms = self._sequences(env, int(self.begun[env]))
         self.begun[env] += 1
         self._draw_rows(env, data)
         # Torch's CPU generator keeps 32 bits of its seed.
         drawn = int(weights.generate_state(1, np.uint64)[0] >> np.uint64(1))
         self.streams[env].manual_seed(drawn % 2**32)
-        self._draw_batches(env, order)
+        self.drawn[env] = 0
+        self._orders[env] = (-1, np.empty(0, np.int64))
         self._draw_terms(env, terms)
 
     def loaded(self) -> None:
-        """Rows and batches of the running episodes follow from their numbers."""
-        self.rows = []
+        """Rows and orders of the running episodes follow from their numbers."""
+        self.rows, self._orders = [], self._no_orders()
         for env, begun in enumerate(self.begun.tolist()):
             if begun:
-                data, _, order, _ = self._sequences(env, begun - 1)
-                self._draw_rows(env, data)
-                self._draw_batches(env, order)
+                self._draw_rows(env, self._sequences(env, begun - 1)[0])
 
     def minibatches(
-        self, decision: Int64[Tensor, " env"]
-    ) -> tuple[Int64[Tensor, "env step row"], Float[Tensor, "env step"]]:
-        """Rows and learning rates of the minibatches after a decision (from 0)."""
-        every = self.task.decision_every
-        steps = decision.cpu()[:, None] * every + torch.arange(every)
-        picked = self.batches[torch.arange(self._envs)[:, None], steps]
-        rates = self.task.learning_rate * self.rate[:, None] * self._one_cycle(steps)
-        return picked.to(self._device), rates
+        self, steps: Int64[Tensor, " env"], most: int
+    ) -> Int64[Tensor, "env step row"]:
+        """Rows of the next minibatches; each environment draws as many as it takes.
 
-    def _one_cycle(self, done: Int64[Tensor, "env step"]) -> Float[Tensor, "env step"]:
-        """A short rise and a long fall of the learning rate."""
-        share = done / (self.task.horizon * self.task.decision_every)
-        rise = (share / WARMUP).clamp(max=1.0)
-        passed = ((share - WARMUP) / (1 - WARMUP)).clamp(0, 1)
-        fall = (1 + torch.cos(torch.pi * passed)) / 2
-        return (FLOOR + (1 - FLOOR) * torch.minimum(rise, fall)).to(self._device)
+        Environments of equal luck see prefixes of one sequence.
+        """
+        batch = self.task.batch
+        picked = np.zeros((self._envs, most, batch), dtype=np.int64)
+        for env, count in enumerate(steps.tolist()):
+            start = int(self.drawn[env]) * batch
+            rows = self._rows_between(env, start, start + count * batch)
+            picked[env, :count] = rows.reshape(count, batch)
+            self.drawn[env] += count
+        return torch.from_numpy(picked).to(self._device)
+
+    def rates(self, shares: Float[Tensor, "env step"]) -> Float[Tensor, "env step"]:
+        """Learning rates, given what share of them is due."""
+        return self.task.learning_rate * self.rate[:, None] * shares
+
+    def _rows_between(self, env: int, start: int, end: int) -> NDArray[np.int64]:
+        """A stretch of the endless row of permutations of an episode."""
+        count = self.rows[0][1].shape[1]
+        parts = []
+        for number in range(start // count, -(-end // count)):
+            if self._orders[env][0] != number:
+                order = self._sequences(env, int(self.begun[env]) - 1)[2]
+                key = np.random.SeedSequence(
+                    order.entropy, spawn_key=(*order.spawn_key, number)
+                )
+                drawn = np.random.default_rng(key).permutation(count)
+                self._orders[env] = (number, drawn)
+            own = self._orders[env][1]
+            begins = number * count
+            parts.append(own[max(start - begins, 0) : min(end - begins, count)])
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _sequences(self, env: int, episode: int) -> list[np.random.SeedSequence]:
         """Streams of data, weights, order and terms of an episode."""
@@ -138,13 +157,6 @@ class EpisodeData(Stateful):
         for (x, y), (new_x, new_y) in zip(self.rows, drawn, strict=True):
             x[set_].copy_(new_x)
             y[set_].copy_(new_y)
-
-    def _draw_batches(self, env: int, sequence: np.random.SeedSequence) -> None:
-        order = np.random.default_rng(sequence)
-        rows, needed = self.rows[0][1].shape[1], self.batches[env].numel()
-        passes = -(-needed // rows)
-        drawn = np.concatenate([order.permutation(rows) for _ in range(passes)])
-        self.batches[env] = torch.from_numpy(drawn[:needed]).view_as(self.batches[env])
 
     def _draw_terms(self, env: int, sequence: np.random.SeedSequence) -> None:
         generator = np.random.default_rng(sequence)

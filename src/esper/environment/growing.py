@@ -1,25 +1,27 @@
 r"""The real world: many hosts train on a task while controllers grow them.
 
-    phi    = score - rent * added parameters / host parameters
-    reward = phi' - phi
+    phi = score - rent * added size
+    Phi = sum of w_j phi_j over the stops that are past + (the weights to come) phi
+    reward = Phi' - Phi
 
-A step is one decision: the action is carried out, every host trains `decision_every`
-minibatches, and the score is taken on the decision rows. The return is the final phi
-less the first, and nothing can be farmed. The horizon terminates. A host or seed whose
-numbers are no longer finite panics: phi becomes -1, or stays where it was if that was
-less, and the episode ends. An action that is not possible is a WAIT, flagged and
-charged `penalty`. Test rows are read when an episode ends, for the report.
+A step is one decision: the action is carried out, every host trains until the next
+decision comes by the clock, and the score is taken on the decision rows. The return is
+the weighted mean of phi over the stops less the first phi, and nothing can be farmed.
+Size and compute are in multiples of the task's starting host. The horizon terminates. A
+host or seed whose numbers are no longer finite panics: phi becomes -1, or stays where
+it was if that was less, and the episode ends. An action that is not possible is a WAIT,
+flagged and charged `penalty`. Test rows are read at the stops, for the report.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from math import ceil
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from esper.contracts.actions import HEAD, RELEVANT, ActionSpec, Op
-from esper.contracts.blueprints import Blueprint, Form
+from esper.contracts.blueprints import Blueprint
 from esper.contracts.devices import usable_device
 from esper.contracts.errors import CallOrder
 from esper.contracts.slots import SlotConfig, SlotStates
@@ -32,30 +34,21 @@ from esper.contracts.world import (
     StepResult,
     VectorWorld,
 )
-from esper.environment.cohort import (
-    Cohort,
-    TrainingResult,
-    active_alpha,
-    find_blueprints,
-)
-from esper.environment.episode_data import EpisodeData, Rows
-from esper.environment.looks import contributions, place_statistics
-from esper.environment.memory_layout import place_geometries
+from esper.environment.clock import BACKWARD
+from esper.environment.cohort import Cohort, SeedSchedule, TrainingResult
+from esper.environment.episode_data import SLACK, EpisodeData
 from esper.environment.settings import (
-    CONTRIBUTION_ROWS,
     OFFERED,
+    OPS,
     SCORED_ROWS,
     WorldSettings,
     check_actions,
     check_count,
+    find_blueprints,
 )
 from esper.growth import lifecycle
-from esper.growth.blueprints.forms import FORMS as FORM_SPECS
-from esper.growth.blueprints.geometry import Geometry
-from esper.growth.blueprints.seed import Cost, cost, misfit
 from esper.growth.lifecycle import SeedStates, select
 from esper.growth.measurements import Track, host_states
-from esper.tasks.hosts import Host
 from esper.tasks.task import Task
 
 PerEnv = Float[Tensor, " env"]
@@ -68,7 +61,7 @@ class GrowingWorld(Stateful, VectorWorld):
         task: What the hosts learn.
         num_envs: How many hosts.
         rng_seed: Decides data, hosts, batches and terms, with environment and episode.
-        settings: How they grow; blueprints must be two-matrix forms.
+        settings: How they grow; blueprints must be widenings.
         device: Where everything lives.
         engine: What trains the hosts, see `Cohort`.
     """
@@ -79,13 +72,13 @@ class GrowingWorld(Stateful, VectorWorld):
         "_lives",
         "_track",
         "_phi",
-        "_offers",
-        "_contribution",
-        "_measured",
-        "_gradient_share",
-        "_liveness",
+        "_banked",
+        "_passed",
+        "last_test",
+        "_tested",
+        "_compute",
     )
-    DERIVED = ("trained_lives",)
+    DERIVED = ("trained_lives", "trained_steps", "trained_macs")
 
     _track: Track
     _phi: PerEnv
@@ -104,42 +97,42 @@ class GrowingWorld(Stateful, VectorWorld):
         check_count("rng_seed", rng_seed, 0)
         self.settings = settings = settings or WorldSettings()
         self.task = task = settings.applied_to(task)
-        self.host = task.host
+        self.host, self.clock = task.host, settings.clock_of(task)
+        self._weights = self.clock.weights().float()
         self.num_envs, self.group_size = num_envs, settings.group_size
         self._device = usable_device(device)
         self._episodes = EpisodeData(task, num_envs, rng_seed, settings, self._device)
-        chosen = find_blueprints(settings.blueprints or OFFERED[self.host.kind])
+        chosen = find_blueprints(settings.blueprints or OFFERED)
         per_place = settings.seeds_per_place(task)
+        most = 1 + settings.range_of("budget")[1] * (1 + SLACK)
         self.cohort = Cohort(
             num_envs,
             self.host,
-            chosen,
-            seeds_per_slot=per_place,
+            slots_per_place=per_place,
+            capacity=self.host.parameters + ceil((most - 1) * task.unit.parameters),
             batch=task.batch,
             decay=task.weight_decay,
             device=device,
             engine=engine,
         )
-        slots = SlotConfig(max_slots=self.cohort.places * per_place, min_age=1)
-        self.spec = ActionSpec(slots, chosen, {"style": ("ADD",)})
-        self._geometry = place_geometries(self.host)
-        sizes = (num_envs, per_place, 1)
-        self._offers = BlueprintOffers(
-            **{
-                name: offer.repeat(sizes).to(self._device)
-                for name, offer in _offers(self.host, self._geometry, chosen).items()
-            }
-        )
+        slots = SlotConfig(max_slots=self.cohort.slots, min_age=1)
+        self.spec = ActionSpec(slots, chosen, {"op": OPS, "style": ("ADD",)})
         self.trained_lives: SeedStates | None = None
         """Seeds as they were in the last training, also where an episode ended."""
+        self.trained_steps = torch.zeros(num_envs, dtype=torch.int64)
+        """Minibatches of that training, and multiply-adds per row of the networks."""
+        self.trained_macs = torch.zeros(num_envs, dtype=torch.int64)
         self._lives = SeedStates.empty(num_envs, slots.max_slots, self._device)
         self._track = Track.fresh(num_envs, self._device)
         self._phi = torch.zeros(num_envs, device=device)
-        self._contribution = torch.zeros(num_envs, slots.max_slots, device=device)
-        self._measured = torch.zeros_like(self._contribution, dtype=torch.bool)
-        places = (num_envs, self.cohort.places)
-        self._gradient_share = torch.ones(places, device=device)
-        self._liveness = torch.ones(places, device=device)
+        self._banked = torch.zeros(num_envs, device=device)
+        """Weighted phi of the stops that are past, and their weight."""
+        self._passed = torch.zeros(num_envs, device=device)
+        self.last_test = torch.zeros(num_envs, device=device)
+        """Test score at the last stop, also where an episode has ended."""
+        self._tested = torch.zeros(num_envs, device=device)
+        self._compute = torch.zeros(num_envs, dtype=torch.float64, device=device)
+        """Batches of the starting host that cost as much as the episode so far."""
 
     @torch.inference_mode(False)
     def reset(self) -> Observation:
@@ -155,24 +148,22 @@ class GrowingWorld(Stateful, VectorWorld):
             raise CallOrder("step() before reset(); call reset() first.")
         check_actions(actions, self.num_envs)
         illegal = self._act(actions.clone().to(self._device))
-        due = self._track.decisions % self.settings.measure_every == 0
-        goes_on = self._track.decisions < self.task.horizon
-        trained = self._train(keep=bool((due & goes_on).any()))
-        losses, score = trained.losses, self._score()
+        trained = self._train()
+        score = self._score()
         # The sum is finite only if all weights of host and seeds are.
-        sums = (losses, trained.shadow_losses, self.cohort.values.sum(dim=1))
+        sums = (trained.losses, trained.shadow_losses, self.cohort.values.sum(dim=1))
         finite = torch.stack(sums).isfinite().all(dim=0)
+        before = self._objective()
         net = score - self._episodes.rent * self._added()
-        phi = torch.where(finite, net, self._phi.clamp(max=-1.0))
-        reward = phi - self._phi - self.settings.penalty * illegal
-        self._phi = phi
-        self._track = self._track.after(torch.where(finite, score, 0.0), losses)
-        over = ~finite | (self._track.decisions > self.task.horizon)
+        self._phi = torch.where(finite, net, self._phi.clamp(max=-1.0))
+        over = ~finite | (self._track.decisions >= self.task.horizon)
+        self._stop(over)
+        reward = self._objective() - before - self.settings.penalty * illegal
+        self._track = self._track.after(torch.where(finite, score, 0.0), trained.losses)
         report = None
         if bool(over.any()):
             report = self._report(over, score, ~finite)
             self._begin(torch.nonzero(over).flatten().tolist())
-        self._look(trained, ~over & due.to(over.device))
         return StepResult(
             observation=self._observe(),
             reward=reward,
@@ -193,20 +184,16 @@ class GrowingWorld(Stateful, VectorWorld):
             fresh[env] = True
             self._episodes.begin(env)
             self.cohort.set_host(env, self.host.build(self._episodes.streams[env]))
-        whole = fresh.unsqueeze(1).expand(self._lives.stage.shape)
         none = SeedStates.empty(self.num_envs, self.spec.slots.max_slots, self._device)
+        whole = fresh.unsqueeze(1).expand(self._lives.stage.shape)
         self._lives = select(whole, none, self._lives)
         unseen = Track.fresh(self.num_envs, self._device)
         self._track = select(fresh, unseen, self._track)
-        self._measured = self._measured & ~whole
-        self._gradient_share = torch.where(fresh[:, None], 1.0, self._gradient_share)
-        self._liveness = torch.where(fresh[:, None], 1.0, self._liveness)
-        self._offers = replace(
-            self._offers,
-            promise_known=self._offers.promise_known & ~fresh[:, None, None],
-        )
         score = self._score(fresh)
-        self._phi = torch.where(fresh, score, self._phi)
+        phi = score - self._episodes.rent * self._added()
+        self._phi = torch.where(fresh, phi, self._phi)
+        for past in (self._banked, self._passed, self._tested, self._compute):
+            past[fresh] = 0.0
         start = self._track.after(score, torch.full_like(score, torch.nan))
         self._track = select(fresh, start, self._track)
 
@@ -222,111 +209,163 @@ class GrowingWorld(Stateful, VectorWorld):
         offered = (offered | unused).all(dim=1) & known[:, HEAD["op"]]
         kind = actions[:, HEAD["blueprint"]]
         envs = torch.arange(self.num_envs, device=self._device)
-        price = self._offers.parameters[envs, slot, kind]
-        affordable = price <= self._episodes.budget - self._added()
+        price = self._offers().parameters[envs, slot, kind]
         plants = op == Op.GERMINATE
-        wrong = plants & ~(affordable & self._offers.fits[envs, slot, kind])
-        wrong |= ~offered
+        wrong = ~offered | (plants & (price > self._episodes.budget - self._added()))
         legal = torch.where(wrong.unsqueeze(1), 0, actions)
         before = self._lives
-        acted, done = lifecycle.act(before, legal, self.spec.slots.min_age)
+        acted, done = lifecycle.act(
+            before, legal, self.spec.slots.min_age, self.settings.tick
+        )
         for env in torch.nonzero(plants & done & ~wrong).flatten().tolist():
             self._plant(env, int(slot[env]), self.spec.blueprints[int(kind[env])])
-        self._lives = self.trained_lives = lifecycle.after(acted, torch.ones_like(op))
-        gone = (before.stage != Stage.DORMANT) & (self._lives.stage == Stage.DORMANT)
-        for env, index in torch.nonzero(gone).tolist():
-            self.cohort.remove(env, index)
-        self._measured = self._measured & (self._lives.stage == before.stage)
+        none = torch.zeros_like(op)
+        self._lives = lifecycle.after(acted, none, decision=False)
+        self._remove_gone(before)
         return wrong | ~done
 
+    def _remove_gone(self, before: SeedStates) -> None:
+        """Take the weights of seeds that have left out of their networks."""
+        gone = (before.stage != Stage.DORMANT) & (self._lives.stage == Stage.DORMANT)
+        for env, slot in torch.nonzero(gone).tolist():
+            self.cohort.remove(env, slot)
+
     def _plant(self, env: int, slot: int, blueprint: Blueprint) -> None:
-        """Plant a seed that is zero out; new units are as large as the host's own."""
+        """Plant new units that are as large as the layer's own."""
         place = slot % self.cohort.places
-        made = FORM_SPECS[blueprint.form].init(
-            self._geometry[place], blueprint.size, self._episodes.streams[env]
+        units = blueprint.units(self.cohort.layouts[env].widths[place])
+        inputs, taps = self.cohort.inputs(env, place)
+        own, _ = self.cohort.layer(env, place)
+        drawn = torch.empty(units, inputs, taps).uniform_(
+            -1.0, 1.0, generator=self._episodes.streams[env]
         )
-        if blueprint.form is Form.WIDEN:
-            own, first = self.cohort.inlet_weights(env, place).cpu(), made["first"]
-            made["first"] = first * (own.std(correction=0) / first.std(correction=0))
-        self.cohort.plant(env, slot, blueprint, made)
+        # Uniform in [-1, 1]: a deviation of 3^-½.
+        deviation = own.std(correction=0).cpu()
+        self.cohort.plant(env, slot, drawn * (deviation * 3**0.5), torch.zeros(units))
 
-    def _train(self, *, keep: bool) -> TrainingResult:
+    def _train(self) -> TrainingResult:
         """All minibatches until the next decision."""
-        picked, rates = self._episodes.minibatches(self._track.decisions - 1)
+        lives, decision = self._lives, self._track.decisions - 1
+        compute = self.cohort.macs().to(self._compute) / self.task.unit.macs
+        cost = compute if self.clock.kind == "compute" else torch.ones_like(compute)
+        shadow = cost if self.clock.kind == "compute" else torch.zeros_like(cost)
+        now = self._compute
+        if self.clock.kind == "batches":
+            now = torch.from_numpy(self._episodes.drawn).to(now)
+        left = self.clock.times().to(self._device)[decision + 1] - now
+        young = lives.stage == Stage.TRAINING
+        trains = torch.where(young, lives.length - lives.moved, 0).amax(dim=1)
+        # First the batches with a shadow pass, then those without.
+        doubled = _whole(left / (cost + shadow)).minimum(trains)
+        steps = doubled + _whole((left - doubled * (cost + shadow)) / cost)
+        most = int(steps.max())
+        count = torch.arange(most, device=self._device)
+        pass_costs = cost[:, None] + shadow[:, None] * (count < trains[:, None])
+        moments = now[:, None] + pass_costs.cumsum(dim=1) - pass_costs
+        rates = self._episodes.rates(self.clock.rate(moments))
+        picked = self._episodes.minibatches(steps, most)
+        alpha, training = lifecycle.schedule(lives, most)
         x, y = self._episodes.rows[0]
-        return self.cohort.train(x, y, picked, self._lives, rates, keep=keep)
+        trained = self.cohort.train(
+            x, y, picked, SeedSchedule(alpha, training), rates, steps
+        )
+        passes = steps + trains.minimum(steps) + self._look_batches()
+        self._compute = self._compute + compute * passes
+        self.trained_lives, self.trained_steps = lives, steps
+        self.trained_macs = self.cohort.macs()
+        self._lives = lifecycle.after(lives, steps)
+        self._remove_gone(lives)
+        return trained
 
-    def _decision_rows(self, count: int) -> Rows:
-        x, y = self._episodes.rows[1]
-        return x[:, :count], y[:, :count]
+    def _look_batches(self) -> float:
+        """Batches of training that cost as much as scoring the decision rows once."""
+        rows = min(SCORED_ROWS, self._episodes.rows[1][1].shape[1])
+        return rows / (self.task.batch * (1 + BACKWARD))
 
     def _score(self, wanted: Bool[Tensor, " env"] | None = None) -> PerEnv:
         """Share of decision rows that each host classifies correctly."""
-        x, y = self._decision_rows(SCORED_ROWS)
-        return self.cohort.count(x, y, active_alpha(self._lives), wanted) / y.shape[1]
+        x, y = (part[:, :SCORED_ROWS] for part in self._episodes.rows[1])
+        return self.cohort.count(x, y, self._lives.alpha, wanted) / y.shape[1]
 
-    def _look(self, trained: TrainingResult, due: Bool[Tensor, " env"]) -> None:
-        """Measure contributions of seeds and promises of places, where it is due."""
-        if trained.places is None:
-            return
-        seen = place_statistics(trained.places, trained.losses, self.spec.blueprints)
-        there, per = due[:, None], self.cohort.seeds_per_slot
-        promise = seen.promise.repeat(1, per, 1)
-        known = torch.isfinite(promise) & there[..., None] & self._offers.fits
-        self._offers = replace(
-            self._offers,
-            promise=torch.where(known, promise, self._offers.promise),
-            promise_known=self._offers.promise_known | known,
-        )
-        sound = there & torch.isfinite(seen.gradient_share)
-        self._gradient_share = torch.where(
-            sound, seen.gradient_share, self._gradient_share
-        )
-        self._liveness = torch.where(there, seen.liveness, self._liveness)
-        x, y = self._decision_rows(CONTRIBUTION_ROWS)
-        gain, measured = contributions(self.cohort, self._lives, due, x, y)
-        self._contribution = torch.where(measured, gain, self._contribution)
-        self._measured = self._measured | measured
+    def _objective(self) -> PerEnv:
+        """Phi: what the stops that are past have brought, and phi for those to come."""
+        return self._banked + (1 - self._passed) * self._phi
+
+    def _stop(self, over: Bool[Tensor, " env"]) -> None:
+        """Score every environment that is at a stop; who is over, at all to come."""
+        weight = self._weights.to(self._device)[self._track.decisions]
+        weight = torch.where(over, 1 - self._passed, weight)
+        self._banked = self._banked + weight * self._phi
+        self._passed = self._passed + weight
+        here = weight > 0
+        if bool(here.any()):
+            x, y = self._episodes.rows[2]
+            test = self.cohort.count(x, y, self._lives.alpha, here) / y.shape[1]
+            self.last_test = torch.where(here, test, self.last_test)
+            net = test - self._episodes.rent * self._added()
+            self._tested = self._tested + torch.where(here, weight * net, 0.0)
 
     def _added(self) -> PerEnv:
-        """Parameters of all seeds, as a multiple of the host's."""
-        return self._of_seeds(self._offers.parameters).sum(dim=1)
-
-    def _of_seeds(self, table: Float[Tensor, "env slot blueprint"]) -> Tensor:
-        """The table's entry of each slot's blueprint; 0 where there is none."""
-        kind = self._lives.blueprint.clamp(min=0).unsqueeze(2)
-        entries = table.gather(2, kind).squeeze(2)
-        return torch.where(self._lives.blueprint >= 0, entries, 0.0)
+        """Parameters beyond the starting host's, as a multiple of them."""
+        own = self.cohort.parameters().to(self._device)
+        return (own / self.task.unit.parameters - 1).float()
 
     def _report(
         self, over: Bool[Tensor, " env"], score: PerEnv, panicked: Bool[Tensor, " env"]
     ) -> EpisodeReport:
-        x, y = self._episodes.rows[2]
-        test = self.cohort.count(x, y, active_alpha(self._lives), over) / y.shape[1]
-        macs = 1 + self._of_seeds(self._offers.macs).sum(dim=1)
+        macs = self.cohort.macs().to(self._device) / self.task.unit.macs
         return EpisodeReport(
             env=torch.nonzero(over).flatten(),
             score=score[over],
-            test=test[over],
+            test=self.last_test[over],
+            objective=self._tested[over],
             added=self._added()[over],
-            macs=macs[over],
+            macs=macs.float()[over],
+            training_macs=self._compute[over] * self._batch_macs(),
             panicked=panicked[over],
         )
 
+    def _batch_macs(self) -> int:
+        """Multiply-adds of one training batch of the starting host."""
+        return self.task.unit.macs * self.task.batch * (1 + BACKWARD)
+
+    def _offers(self) -> BlueprintOffers:
+        """What every slot could be planted with, at the networks' present widths."""
+        parameters, macs = self.cohort.unit_costs()
+        widths = self.cohort.widths()
+        units = torch.tensor(
+            [
+                [[b.units(width) for b in self.spec.blueprints] for width in row]
+                for row in widths.tolist()
+            ]
+        )
+        per = self.cohort.slots // self.cohort.places
+
+        def of_slots(costs: Tensor, unit: int) -> Tensor:
+            offered = (costs[..., None] * units / unit).float()
+            return offered.repeat(1, per, 1).to(self._device)
+
+        price = of_slots(parameters, self.task.unit.parameters)
+        unknown_ = torch.zeros_like(price)
+        return BlueprintOffers(
+            fits=torch.ones_like(price, dtype=torch.bool),
+            parameters=price,
+            macs=of_slots(macs, self.task.unit.macs),
+            promise=unknown_,
+            promise_known=unknown_.bool(),
+        )
+
     def _observe(self) -> Observation:
-        lives, per = self._lives, self.cohort.seeds_per_slot
+        lives, per = self._lives, self.cohort.slots // self.cohort.places
         depth = torch.arange(1, self.cohort.places + 1) / self.cohort.places
-        shapes = self.cohort.layout.shapes
-        widths = torch.tensor([own.outputs for own in shapes[1:]]).float()
-
-        def fixed(values: Tensor) -> Tensor:
-            return values.to(self._device).repeat(per).expand(lives.stage.shape)
-
+        widths = self.cohort.widths().float()
+        none = torch.zeros_like(lives.alpha)
         return Observation(
             first=self._track.decisions <= 1,
             host=host_states(
                 self._track,
-                horizon=self.task.horizon,
+                horizon=self.task.horizon if self.clock.stop == "end" else None,
+                compute=self._compute,
                 budget_left=self._episodes.budget - self._added(),
                 rent=self._episodes.rent.clone(),  # rewritten when an episode begins
                 added=self._added(),
@@ -339,35 +378,21 @@ class GrowingWorld(Stateful, VectorWorld):
                 alpha_settled=lives.settled,
                 blueprint=lives.blueprint,
                 style=lives.style,
-                parameters=self._of_seeds(self._offers.parameters),
-                depth=fixed(depth),
-                capacity=fixed(widths / widths.max()),
-                liveness=self._liveness.repeat(1, per),
-                gradient_share=self._gradient_share.repeat(1, per),
-                contribution=torch.where(self._measured, self._contribution, 0.0),
-                contribution_measured=self._measured,
+                parameters=self.cohort.seed_parameters().to(none)
+                / self.task.unit.parameters,
+                depth=depth.to(none).repeat(per).expand(none.shape),
+                capacity=(widths / widths.amax(dim=1, keepdim=True))
+                .repeat(1, per)
+                .to(none),
+                liveness=none + 1,
+                gradient_share=none + 1,
+                contribution=none,
+                contribution_measured=none.bool(),
             ),
-            offers=self._offers,
+            offers=self._offers(),
         )
 
 
-def _offers(
-    host: Host, geometry: list[Geometry], blueprints: tuple[Blueprint, ...]
-) -> dict[str, Tensor]:
-    """What every place of one host could be planted with: columns of the offers."""
-    fits = torch.tensor([[not misfit(b, p) for b in blueprints] for p in geometry])
-    costs = [
-        [Cost(0, 0) if misfit(b, p) else cost(b, p) for b in blueprints]
-        for p in geometry
-    ]
-    parameters, macs = (
-        torch.tensor([[getattr(each, what) for each in row] for row in costs]).float()
-        for what in ("parameters", "macs")
-    )
-    return {
-        "fits": fits,
-        "parameters": parameters / host.parameters,
-        "macs": macs / host.macs,
-        "promise": torch.zeros_like(parameters),
-        "promise_known": torch.zeros_like(fits),
-    }
+def _whole(batches: Float[Tensor, " env"]) -> Int64[Tensor, " env"]:
+    """Whole batches, whatever an interval rounds to."""
+    return (batches + 1e-9).floor().clamp(min=0).to(torch.int64)

@@ -14,20 +14,19 @@ import torch
 from torch import Tensor
 
 from esper.contracts.actions import NUM_HEADS
-from esper.contracts.errors import BadInput
+from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
+from esper.contracts.errors import BadInput, unknown
+from esper.environment.clock import Clock
 from esper.tasks.task import Task
 
 Term = float | tuple[float, float]
 
-OFFERED: Final = {
-    "mlp": ("low_rank_4", "widen_8", "widen_16", "widen_32", "residual_mlp"),
-    "cnn": ("widen_8", "widen_16"),
-}
-"""Blueprints of the world unless others are named, by kind of host."""
-SCORED_ROWS: Final = 512
+OFFERED: Final = ("widen_x1.25", "widen_x1.5", "widen_x2", "widen_x4")
+"""Blueprints of the world unless others are named."""
+OPS: Final = ("WAIT", "GERMINATE", "PRUNE", "FOSSILIZE")
+"""What can be decided; seeds advance and blend by themselves."""
+SCORED_ROWS: Final = 256
 """Decision rows that a score is taken on, at most."""
-CONTRIBUTION_ROWS: Final = 256
-"""Decision rows that a contribution is taken on, at most."""
 TERMS: Final[Mapping[str, tuple[float, str]]] = {
     "rent": (-inf, ""),
     "budget": (0.0, " from 0"),
@@ -54,8 +53,16 @@ class WorldSettings:
     """Parameters that may be added, as a multiple of the host's; or a range."""
     rate: Term = 1.0
     """Learning rate against the task's own; or a range."""
-    measure_every: int = 4
-    """Decisions between two looks at contributions and promises."""
+    clock: str = "batches"
+    """What counts: compute or batches."""
+    first: float = 4.0
+    """Batches of the starting host before the second decision (clock compute)."""
+    ratio: float = 2 ** (1 / 3)
+    """Compute at each decision after it, as a multiple (clock compute)."""
+    stop: str = "end"
+    """When an episode is scored: at its end, or anytime."""
+    tick: int = 16
+    """Batches in which tempos and speeds of seeds are counted."""
     penalty: float = 0.01
     """Reward taken for an action that is not possible."""
     blueprints: tuple[str, ...] | None = None
@@ -68,7 +75,7 @@ class WorldSettings:
         for name in ("horizon", "decision_every", "slots"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), 1)
-        for name in ("seeds_per_slot", "measure_every", "group_size"):
+        for name in ("seeds_per_slot", "tick", "group_size"):
             check_count(name, getattr(self, name), 1)
         for name in TERMS:
             self.range_of(name)
@@ -96,6 +103,11 @@ class WorldSettings:
         given = {name: getattr(self, name) for name in ("horizon", "decision_every")}
         return replace(task, **{k: v for k, v in given.items() if v is not None})
 
+    def clock_of(self, task: Task) -> Clock:
+        """The moments of an episode of the task."""
+        first = task.decision_every if self.clock == "batches" else self.first
+        return Clock(self.clock, task.horizon, float(first), self.ratio, self.stop)
+
     def seeds_per_place(self, task: Task) -> int:
         """Seeds that each place of the task's host can hold."""
         if self.slots is None:
@@ -107,6 +119,15 @@ class WorldSettings:
                 "which share them evenly; give a multiple."
             )
         return self.slots // places
+
+
+def find_blueprints(names: tuple[str, ...]) -> tuple[Blueprint, ...]:
+    """Blueprints by name; widenings only."""
+    known = {b.name: b for b in BLUEPRINTS if b.form is Form.WIDEN}
+    for name in names:
+        if name not in known:
+            raise unknown("this world cannot plant", name, known)
+    return tuple(known[name] for name in names)
 
 
 def as_range(name: str, term: Any) -> tuple[float, float]:  # noqa: ANN401

@@ -294,6 +294,8 @@ class SimulatedState:
             first=first,
             host=HostStates(
                 progress=progress,
+                end_known=torch.ones_like(first),
+                compute=torch.log2(1 + HORIZON * progress),
                 budget_left=self.budget_left,
                 rent=instances.rent,
                 added=self.added,

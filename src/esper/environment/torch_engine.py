@@ -1,221 +1,158 @@
 """The engine in torch operations: for every device, and to be compared with.
 
-All hosts at once: parameters have a leading env axis, convolutions are grouped, and a
-seed is a prefix of the units that its slot has room for. Units that take no part are
-removed by selection, never by a zero factor: NaN times 0 is NaN. They stay zero, as do
-their gradients and moments, so that only whole seeds must be kept from moving.
+Each network is read from its vector as whole layers; units that take no part are left
+out by selection, never by a zero factor: NaN times 0 is NaN.
 """
 
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from esper.environment.engine import (
-    B1,
-    B2,
-    EPS,
-    GELU,
-    LINEAR,
-    NEWBORN_RATE,
-    NEWBORN_STEPS,
-    REST1,
-    REST2,
-)
-from esper.environment.memory_layout import MemoryLayout, inputs_per_unit
-from esper.growth.blueprints.geometry import Kernel
-from esper.growth.blueprints.layers import convolve
-from esper.tasks.hosts import CONV, LayerShape
+from esper.environment.engine import B1, B2, EPS, REST1, REST2
+from esper.environment.network_layout import NetworkLayout
+from esper.tasks.hosts import CONV
 
-Values = Float[Tensor, "env parameter"]
-PerSlot = Float[Tensor, "env slot"]
-Whole = Int64[Tensor, "env slot"]
-Layers = list[Tensor]
-"""A tensor of every layer, `[env, row, ...]`."""
-
-
-def train(
-    layout: MemoryLayout,
-    features: Float[Tensor, "_ example input"],
-    labels: Int64[Tensor, "_ example"],
-    picked: Int64[Tensor, "env step row"],
-    rates: Float[Tensor, "env step"],
-    values: Values,
-    mean: Values,
-    square: Values,
-    clocks: Int64[Tensor, "env group"],
-    size: Whole,
-    act: Whole,
-    alpha: PerSlot,
-    shadow: PerSlot,
-    training: Bool[Tensor, "env slot"],
-    decay: float,
-) -> tuple[Tensor, Tensor, tuple[Layers, Layers, Layers]]:
-    """Train every host and its seeds on its minibatches, as `engine.train` does.
-
-    Returns the mean losses of the hosts and of their shadow passes; and of the last
-    minibatch the inputs and outputs of every layer, and the gradients at the outputs.
-    """
-    device = values.device
-    owner = owners(layout).to(device)
-    active = F.pad(((alpha > 0) | training) & (size > 0), (1, 0), value=True)
-    read = device.type != "meta"  # which has no values
-    trains = F.pad(training, (1, 0))[:, owner] if not read or training.any() else None
-    envs = torch.arange(len(values), device=device).unsqueeze(1) % len(features)
-    total = shadow_total = torch.zeros(len(values), device=device, dtype=values.dtype)
-    seen: tuple[Layers, Layers, Layers] = ([], [], [])
-    for step, rate in enumerate(rates.unbind(1)):
-        rows = picked[:, step]
-        x, y = shaped(layout, features[envs, rows]), labels[envs, rows]
-        leaf = values.detach().requires_grad_()
-        inputs, outputs = forward(layout, leaf, x, size, act, alpha)
-        loss = losses(outputs[-1], y)
-        found, *at_outputs = torch.autograd.grad(loss.sum(), [leaf, *outputs])
-        total = total + loss.detach()
-        if trains is not None:
-            held = layout.host_parameters
-            frozen = torch.cat([leaf[:, :held].detach(), leaf[:, held:]], dim=1)
-            _, beside = forward(layout, frozen, x, size, act, shadow)
-            shadow_loss = losses(beside[-1], y)
-            (from_shadow,) = torch.autograd.grad(shadow_loss.sum(), [leaf])
-            found = torch.where(trains, from_shadow, found)
-            there = training.any(dim=1)
-            shadow_total = shadow_total + torch.where(there, shadow_loss.detach(), 0.0)
-        young = (1 - clocks.double() / NEWBORN_STEPS).clamp(min=0.0)
-        boost = 1 + (NEWBORN_RATE - 1) * young
-        boost[:, 0] = 1.0
-        clocks += active
-        far = rate.unsqueeze(1) * boost
-        adamw(owner, values, found, mean, square, active, far, clocks, decay)
-        seen = ([h.detach() for h in inputs], [z.detach() for z in outputs], at_outputs)
-    return total / picked.shape[1], shadow_total / picked.shape[1], seen
+if TYPE_CHECKING:
+    from esper.environment.cohort import Cohort, SeedSchedule, TrainingResult
 
 
 def forward(
-    layout: MemoryLayout,
-    values: Values,
-    x: Tensor,
-    size: Whole,
-    act: Whole,
-    alpha: PerSlot,
-) -> tuple[Layers, Layers]:
-    """Inputs and outputs of every layer over `x [env, row, ...]`, seeds blended.
-
-    Outputs are those before the activation; the last are the logits.
-    """
-    parts = iter(values.split(layout.lengths, dim=1))
-    host = [(next(parts), next(parts)) for _ in layout.shapes]
-    slots = [tuple(next(parts) for _ in range(4)) for _ in range(layout.slots)]
-    inputs, outputs = [x], []
-    for n, own in enumerate(layout.shapes):
-        weight, bias = host[n]
-        z = _apply(own, inputs[n], weight.unflatten(1, _shape(own)), bias)
-        for q in range(layout.slots):
-            if q % layout.places == n - 1:
-                here = (size[:, q, None], act[:, q, None], alpha[:, q])
-                z = z + _seed(layout, n, inputs[n - 1], slots[q], *here)
-        outputs.append(z)
-        inputs.append(_pool(own, torch.relu(z)))
-    return inputs[:-1], outputs
-
-
-def _seed(
-    layout: MemoryLayout,
-    n: int,
-    h: Tensor,
-    parts: tuple[Tensor, ...],
-    size: Int64[Tensor, "env 1"],
-    act: Int64[Tensor, "env 1"],
-    alpha: Float[Tensor, " env"],
-) -> Tensor:
-    """What the seeds in one slot of every environment add to layer n."""
-    before, own, units = layout.shapes[n - 1], layout.shapes[n], layout.units
-    each = inputs_per_unit(before, own)
-    first, first_bias, last, last_bias = parts
-    numbers = torch.arange(units, device=h.device)
-    used = (numbers < size) & (alpha > 0)[:, None]
-    inner = replace(before, outputs=units)
-    bias = torch.where(used & (act != LINEAR), first_bias, 0.0)
-    first = torch.where(used[..., None], first.unflatten(1, (units, -1)), 0.0)
-    u = _apply(inner, h, first.reshape(-1, *_shape(inner)), bias)
-    spread = (-1, 1, units) + (1,) * (u.dim() - 3)
-    kind = act.expand(-1, units).reshape(spread)
-    active = torch.where(kind == LINEAR, u, torch.relu(u))
-    active = torch.where(kind == GELU, F.gelu(u), active)
-    hidden = _pool(before, torch.where(used.reshape(spread), active, 0.0))
-    outer = replace(own, inputs=units * each)
-    last = last.unflatten(1, (units, each, own.outputs, own.taps))
-    last = torch.where(used[:, :, None, None, None], last, 0.0)
-    last = (last * alpha.view(-1, *[1] * 4)).flatten(1, 2).transpose(1, 2)
-    biased = (act == GELU) & (alpha > 0)[:, None] & (size > 0)
-    own_bias = torch.where(biased, last_bias, 0.0) * alpha[:, None]
-    if own.kind != CONV and hidden.dim() > 3:
-        hidden = hidden.flatten(2)
-    return _apply(outer, hidden, last.reshape(-1, *_shape(outer)), own_bias)
-
-
-def _apply(own: LayerShape, h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    if own.kind == CONV:
-        return convolve(h, weight, bias, Kernel.same(3, 2))
-    return torch.baddbmm(bias.unsqueeze(1), h.flatten(2), weight.mT)
-
-
-def _pool(own: LayerShape, active: Tensor) -> Tensor:
-    """Max-pooling after a convolution."""
-    if own.kind != CONV:
-        return active
-    pooled = F.max_pool2d(active.flatten(0, 1), 2)
-    return pooled.view(*active.shape[:3], *pooled.shape[2:])
-
-
-def _shape(own: LayerShape) -> tuple[int, ...]:
-    kernel = (3, 3) if own.kind == CONV else ()
-    return (own.outputs, own.inputs, *kernel)
-
-
-def shaped(layout: MemoryLayout, rows: Float[Tensor, "env row input"]) -> Tensor:
-    """Rows as the first layer reads them."""
+    layout: NetworkLayout,
+    vector: Float[Tensor, " parameter"],
+    x: Float[Tensor, "row input"],
+    scale: Float[Tensor, " owner"],
+) -> Float[Tensor, "row output"]:
+    """Logits of one network; activations of each owner's units are scaled."""
     own = layout.shapes[0]
-    image = (own.inputs, own.high, own.wide)
-    return rows.unflatten(2, image) if own.kind == CONV else rows
+    if own.kind == CONV:
+        x = x.view(-1, own.inputs, own.high, own.wide)
+    inputs = None
+    for n, own in enumerate(layout.shapes):
+        weight, bias = (
+            torch.from_numpy(at).to(vector.device) for at in layout.indices(n)
+        )
+        owners = torch.cat(
+            [torch.full((part.units,), part.owner) for part in layout.axes[n]]
+        ).to(vector.device)
+        used = scale[owners] > 0
+        weight, bias = vector[weight[used]], vector[bias[used]]
+        if inputs is not None:
+            each = int(layout.layers[n]["each"])
+            weight = weight[:, inputs.repeat_interleave(each)]
+        if own.kind == CONV:
+            x = F.conv2d(x, weight.unflatten(2, (3, 3)), bias, padding=1)
+        else:
+            x = F.linear(x.flatten(1), weight.squeeze(2), bias)
+        if n + 1 < len(layout.shapes):
+            x = F.relu(x)
+            x = F.max_pool2d(x, 2) if own.kind == CONV else x
+            factor = scale[owners[used]]
+            x = x * factor.view(-1, *[1] * (x.ndim - 2))
+        inputs = used
+    return x
 
 
-def losses(
-    logits: Float[Tensor, "env row classes"], y: Int64[Tensor, "env row"]
-) -> Float[Tensor, " env"]:
-    """Mean cross-entropy of every host."""
-    each = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
-    return each.view(y.shape).mean(dim=1)
+def train(
+    cohort: "Cohort",
+    features: Float[Tensor, "_ example input"],
+    labels: Int64[Tensor, "_ example"],
+    picked: Int64[Tensor, "env step row"],
+    steps: Int64[Tensor, " env"],
+    seeds: "SeedSchedule",
+    rates: Float[Tensor, "env step"],
+) -> "TrainingResult":
+    """Train every host on its minibatches; see `Cohort.train`."""
+    from esper.environment.cohort import TrainingResult
+
+    losses = cohort.values.new_zeros(cohort.envs)
+    shadow_losses = torch.zeros_like(losses)
+    for env, count in enumerate(steps.tolist()):
+        layout, mine, shadows = cohort.layouts[env], env % len(features), 0
+        size = layout.parameters
+        number, out_owner, in_owner = _owners(layout, cohort.values.device)
+        w, mean, square = (
+            rows[env, :size] for rows in (cohort.values, cohort.mean, cohort.square)
+        )
+        for step in range(count):
+            rows = picked[env, step]
+            x, y = features[mine, rows], labels[mine, rows]
+            scale = F.pad(seeds.alpha[env, step].to(w), (1, 0), value=1.0)
+            vector = w.detach().clone().requires_grad_()
+            loss = F.cross_entropy(forward(layout, vector, x, scale), y)
+            (gradient,) = torch.autograd.grad(loss, vector)
+            losses[env] += loss.detach()
+            move = (scale[out_owner] > 0) & (scale[in_owner] > 0)
+            young = F.pad(seeds.training[env, step], (1, 0))
+            if bool(young.any()):
+                scale = torch.where(young, 1.0, scale)
+                loss = F.cross_entropy(forward(layout, vector, x, scale), y)
+                (beside,) = torch.autograd.grad(loss, vector)
+                shadow_losses[env] += loss.detach()
+                shadows += 1
+                learns = (scale[out_owner] > 0) & (scale[in_owner] > 0)
+                learns &= young[out_owner] | young[in_owner]
+                gradient = torch.where(learns, beside, gradient)
+                move = move | learns
+            clocks = cohort.clocks[env]
+            clocks[number[move].unique()] += 1
+            clock = clocks[number].double()
+            _adamw(
+                w, gradient, mean, square, move, rates[env, step], clock, cohort.decay
+            )
+        losses[env] /= max(count, 1)
+        shadow_losses[env] /= max(shadows, 1)
+    return TrainingResult(losses, shadow_losses)
 
 
-def owners(layout: MemoryLayout) -> Int64[Tensor, " parameter"]:
-    """Owner of each weight: 0 the host, 1 + slot a seed."""
-    begins = torch.from_numpy(layout.firsts["weight"].copy())
-    numbers = torch.arange(layout.parameters)
-    return torch.searchsorted(begins, numbers, right=True)
+@torch.no_grad()
+def count(
+    cohort: "Cohort",
+    features: Float[Tensor, "_ example input"],
+    labels: Int64[Tensor, "_ example"],
+    alpha: Float[Tensor, "env slot"],
+    wanted: Bool[Tensor, " env"],
+) -> Int64[Tensor, " env"]:
+    """Correctly classified rows; see `Cohort.count`."""
+    right = torch.zeros_like(wanted, dtype=torch.int64)
+    for env in wanted.nonzero().flatten().tolist():
+        layout, mine = cohort.layouts[env], env % len(features)
+        scale = F.pad(alpha[env], (1, 0), value=1.0)
+        logits = forward(
+            layout, cohort.values[env, : layout.parameters], features[mine], scale
+        )
+        right[env] = (logits.argmax(dim=1) == labels[mine]).sum()
+    return right
 
 
-def adamw(
-    owner: Int64[Tensor, " parameter"],
-    values: Values,
-    found: Values,
-    mean: Values,
-    square: Values,
-    active: Bool[Tensor, "env group"],
-    rate: Float[Tensor, "env group"],
-    clock: Int64[Tensor, "env group"],
+def _owners(layout: NetworkLayout, device: torch.device) -> list[Tensor]:
+    """Block of each parameter, and who owns its two ends."""
+    found = torch.empty(3, layout.parameters, dtype=torch.int64)
+    for number, block in enumerate(layout.blocks):
+        at = slice(block["offset"], block["offset"] + block["length"])
+        found[0, at] = number
+        found[1, at], found[2, at] = int(block["out_owner"]), int(block["in_owner"])
+    return list(found.to(device))
+
+
+@torch.no_grad()
+def _adamw(
+    w: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    move: Bool[Tensor, " parameter"],
+    rate: Float[Tensor, ""],
+    clock: Float[Tensor, " parameter"],
     decay: float,
 ) -> None:
-    """One step in place; groups are the host and its slots."""
-    move, time = active[:, owner], clock.clamp(min=1).double()
-    scale1 = (1 / (1 - B1**time)).to(values.dtype)[:, owner]
-    scale2 = (1 - B2**time).rsqrt().to(values.dtype)[:, owner]
-    far = rate.to(values.dtype)[:, owner]
-    m = B1 * mean + REST1 * found
-    q = B2 * square + REST2 * found.square()
-    step = far * (decay * values + m * scale1 / (q.sqrt() * scale2 + EPS))
-    values.copy_(torch.where(move, values - step, values))
-    mean.copy_(torch.where(move, m, mean))
-    square.copy_(torch.where(move, q, square))
+    """One step of the parameters that move, in place."""
+    first = B1 * mean + REST1 * gradient
+    second = B2 * square + REST2 * gradient.square()
+    unbiased = first / (1 - B1**clock).to(w)
+    spread = second.sqrt() / (1 - B2**clock).sqrt().to(w)
+    step = rate * (decay * w + unbiased / (spread + EPS))
+    for kept, new in ((mean, first), (square, second), (w, w - step)):
+        kept.copy_(torch.where(move, new, kept))

@@ -28,7 +28,7 @@ import torch
 
 import esper
 from esper.contracts.actions import ActionSpec
-from esper.contracts.blueprints import BLUEPRINTS, Blueprint
+from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput
 from esper.contracts.state import Tensors, load
 from esper.contracts.world import Controller
@@ -151,10 +151,7 @@ def export_controller(
         "format": FORMAT,
         "policy": asdict(learned.config),
         "sha256": sha256(data).hexdigest(),
-        "blueprints": [
-            {"name": each.name, "form": each.form.name, "size": each.size}
-            for each in _blueprints(learned)
-        ],
+        "blueprints": _blueprints(learned),
         "choices": dict(learned.actions["heads"]),
         "training": _training(run, learned),
         "figures": dict(figures or {}),
@@ -168,9 +165,9 @@ def export_controller(
     read(folder)(ActionSpec())
 
 
-def _blueprints(learned: Learned) -> list[Blueprint]:
-    """The blueprints of its action space."""
-    table = {each.name: each for each in BLUEPRINTS}
+def _blueprints(learned: Learned) -> list[str]:
+    """Names of the blueprints of its action space."""
+    table = {each.name for each in BLUEPRINTS}
     names = learned.actions.get("blueprints", ())
     if not names:
         raise BadInput(f"{learned.name} has no list of blueprints; train it anew.")
@@ -179,7 +176,7 @@ def _blueprints(learned: Learned) -> list[Blueprint]:
             f"{learned.name} knows {quoted(strange[0])}, which is not Esper's own; "
             "train without it."
         )
-    return [table[name] for name in names]
+    return [*names]
 
 
 def _training(run: Run, learned: Learned) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def grow(
         learning_rate=task.learning_rate,
         controller=controller,
         budget=budget,
-        blueprints=OFFERED[task.host.kind],
+        blueprints=OFFERED,
         progress=progress,
     )
     with torch.no_grad():

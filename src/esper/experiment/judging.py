@@ -12,24 +12,15 @@ do not grow:
 Both pay rent for what they have more than the host, at the task's own learning rate,
 tuned for neither. The reference is the learned controller, or `early`.
 
-The cost of training a host is counted in multiply-adds from its seeds' lifecycles:
-
-    decision = batches * rows * step + decision rows * forward + look
-
-A step and a promise are counted as `growth.macs` does. After every decision, and once
-at the start, the decision rows are scored. A look, where it is due, is a promise of
-every place between dense layers, for units with a bias and without, and a pass over
-rows that are tried with all active parts and for every seed that can still be pruned.
-Nothing is left out because an engine could reuse it. Without a controller nothing is
-measured, so of a static arm only the training counts.
+The cost of training a host, scoring of its decision rows included, is what the world
+counts, in multiply-adds.
 """
 
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import count, pairwise
+from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
@@ -39,22 +30,17 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from esper.contracts.actions import HEAD, NUM_HEADS, Op
-from esper.contracts.blueprints import Form
 from esper.contracts.errors import BadInput
-from esper.contracts.stages import LIVING, Stage
 from esper.contracts.world import Controller, StepResult
-from esper.environment.memory_layout import place_geometries
-from esper.environment.settings import CONTRIBUTION_ROWS, SCORED_ROWS, WorldSettings
-from esper.experiment.records import STATIC, Floats, Judged, reference_of
+from esper.environment.settings import SCORED_ROWS, WorldSettings
+from esper.experiment.records import STATIC, Judged, reference_of
 from esper.experiment.rollout import play
 from esper.experiment.streams import stream, stream_seed
 from esper.experiment.workers import workers
-from esper.growth.blueprints.seed import cost
-from esper.growth.macs import promise_macs, step_macs
-from esper.growth.promise import LEAST_ROWS
+from esper.growth.macs import step_macs
 from esper.tamiyo.registry import Maker, controller_for
 from esper.tamiyo.rule_based import Never
-from esper.tasks.hosts import DENSE, CnnHost, Host, MlpHost
+from esper.tasks.hosts import CnnHost, Host, MlpHost
 from esper.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -62,12 +48,8 @@ if TYPE_CHECKING:
 
 PAUSE: Final = 0.5
 """Seconds between two looks at the stop condition."""
-NO_LOOK: Final = 10_000
-"""Decisions between two looks: more than any episode has."""
 LONGEST: Final = 10_000
 """Decisions of an episode, at most."""
-SlotContents = tuple[tuple[int, int], ...]
-"""Stage and blueprint (-1: none) of every slot of a host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +68,7 @@ class Recording:
     lived: Bool[Tensor, "decision env"]
     """Whether the episode was still running at the decision."""
     judged: Judged
-    """Results of every host; the cost is not counted yet."""
+    """Results of every host."""
 
     @property
     def planted(self) -> Int64[Tensor, " env"]:
@@ -219,11 +201,8 @@ def judge(
 def judge_in(
     world: "GrowingWorld", controller: Controller | Maker | str, rng_seed: int
 ) -> Recording:
-    """One episode of a controller on every host of a world, with its cost."""
-    recording = record(world, controller_for(controller, world.spec), rng_seed)
-    rows = len(world.task.splits(rng_seed).decisions)
-    spent = training_macs(world, recording, rows)
-    return replace(recording, judged=replace(recording.judged, training_macs=spent))
+    """One episode of a controller on every host of a world."""
+    return record(world, controller_for(controller, world.spec), rng_seed)
 
 
 def judge_static(
@@ -270,29 +249,24 @@ def judge_plain(
         stage: As for `judge`.
     """
     settings = settings or WorldSettings()
-    plain = judged_world(task, hosts, rng_seed, settings, stage=stage)
-    own = plain.task
-    # All arms begin with the score of the same plain host.
-    before = plain.reset().host
-    decision = own.decision_every * own.batch * step_macs(host.macs)
+    own = settings.applied_to(task)
     horizon = own.horizon
-    if spend is not None:
-        horizon = min(max(round(spend / decision), least), LONGEST)
-    terms = replace(settings, horizon=horizon, measure_every=NO_LOOK)
-    trained = replace(task, host=host)
-    world = judged_world(trained, hosts, rng_seed, terms, stage=stage)
-    recording = record(world, Never(), rng_seed)
-    judged = recording.judged
-    added = host.parameters / task.host.parameters - 1.0
-    worth = judged.score - before.rent.double().numpy() * added
-    start = before.score.double().numpy()
-    return replace(
-        judged,
-        returns=np.where(judged.panicked, -1.0, worth) - start,
-        added=np.full(hosts, added),
-        macs=np.full(hosts, host.macs / task.host.macs),
-        training_macs=recording.lived.sum(dim=0).double().numpy() * decision,
+    if spend is not None and settings.clock == "batches":
+        scored = min(SCORED_ROWS, len(own.splits(rng_seed).decisions))
+        decision = own.decision_every * own.batch * step_macs(host.macs)
+        spent = decision + scored * host.macs
+        horizon = min(max(round(spend / spent), least), LONGEST)
+    terms = replace(settings, horizon=horizon)
+    trained = replace(task, host=host, unit_host=task.unit)
+    # All arms begin with the worth of the same plain host, whatever they are.
+    plain, wide = (
+        judged_world(each, hosts, rng_seed, terms, stage=stage).reset().host
+        for each in (task, trained)
     )
+    ahead = wide.score - wide.rent * wide.added - plain.score
+    world = judged_world(trained, hosts, rng_seed, terms, stage=stage)
+    judged = record(world, Never(), rng_seed).judged
+    return replace(judged, returns=judged.returns + ahead.double().numpy())
 
 
 def widened(host: Host, parameters: int | float) -> Host:
@@ -320,7 +294,7 @@ def record(world: "GrowingWorld", controller: Controller, rng_seed: int) -> Reco
     hosts = world.num_envs
     final = {
         name: torch.zeros(hosts, dtype=torch.float64)
-        for name in ("score", "test", "added", "macs", "panicked")
+        for name in ("score", "test", "added", "macs", "training_macs", "panicked")
     }
     names = ("actions", "stage", "blueprint", "alpha", "score", "lived")
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -356,77 +330,7 @@ def record(world: "GrowingWorld", controller: Controller, rng_seed: int) -> Reco
     judged = Judged(
         returns=returns.double().numpy(),
         area=stacked["score"].sum(dim=0).numpy() / world.task.horizon,
-        training_macs=np.zeros(hosts),
         seconds=np.full(hosts, seconds),
         **figures | {"panicked": figures["panicked"].astype(bool)},
     )
     return Recording(**stacked, judged=judged)
-
-
-def training_macs(
-    world: "GrowingWorld", recording: Recording, decision_rows: int
-) -> Floats:
-    """Multiply-adds that the training of each host took.
-
-    Args:
-        world: In which it was recorded.
-        recording: With every seed as it was while the host trained.
-        decision_rows: Rows that there are to decide on.
-    """
-    task, every = world.task, world.settings.measure_every
-    decision = cache(partial(decision_macs, world, decision_rows))
-    stages, blueprints = recording.stage.tolist(), recording.blueprint.tolist()
-    start = min(SCORED_ROWS, decision_rows) * task.host.macs
-    spent = np.full(world.num_envs, float(start))
-    for env, panicked in enumerate(recording.judged.panicked):
-        last = int(recording.lived[:, env].sum())
-        for number in range(1, last + 1):
-            kinds = stages[number - 1][env], blueprints[number - 1][env]
-            look = number % every == 0 and number < task.horizon
-            # A panic is not looked at.
-            look &= not (panicked and number == last)
-            spent[env] += decision(tuple(zip(*kinds, strict=True)), look)
-    return spent
-
-
-def decision_macs(
-    world: "GrowingWorld", decision_rows: int, slots: SlotContents, look: bool
-) -> int:
-    """Multiply-adds of one host from one decision to the next."""
-    task, host, blueprints = world.task, world.task.host, world.spec.blueprints
-    maps, geometries = host.layers, place_geometries(host)
-    places = len(maps) - 1
-    seeds = [
-        (slot % places, stage, cost(blueprints[kind], geometries[slot % places]).macs)
-        for slot, (stage, kind) in enumerate(slots)
-        if stage != Stage.DORMANT
-    ]
-    young = [(at, price) for at, stage, price in seeds if stage == Stage.TRAINING]
-    active = host.macs + sum(price for *_, price in seeds)
-    active -= sum(price for _, price in young)
-    behind = 0
-    if young:
-        outlet = 1 + min(at for at, _ in young)
-        behind = sum(own.weights * own.positions for own in maps[outlet + 1 :])
-        behind += sum(price for at, _, price in seeds if at > outlet)
-    step = step_macs(active, sum(price for _, price in young), behind)
-    spent = task.decision_every * task.batch * step
-    spent += min(SCORED_ROWS, decision_rows) * active
-    if not look:
-        return spent
-    tried = [
-        active + (price if stage == Stage.TRAINING else -price)
-        for _, stage, price in seeds
-        if stage in LIVING
-    ]
-    rows = min(CONTRIBUTION_ROWS, decision_rows)
-    spent += rows * (sum(tried) + active * bool(tried))
-    if task.batch // 2 < LEAST_ROWS:
-        return spent
-    largest = max(blueprint.size for blueprint in blueprints)
-    kinds = len({blueprint.form is Form.LOW_RANK for blueprint in blueprints})
-    return spent + kinds * sum(
-        promise_macs(task.batch, first.inputs + 1, last.outputs, largest)
-        for first, last in pairwise(maps)
-        if first.kind == last.kind == DENSE
-    )

@@ -61,9 +61,8 @@ PRESETS: Final[Mapping[str, TrainConfig]] = MappingProxyType(
             # The right answer differs from episode to episode, and can be seen.
             world=World(
                 slots=6,
-                blueprints=("widen_8",),
                 rent=(0.001, 0.1),
-                budget=(0.5, 5.0),
+                budget=(0.5, 15.0),
                 rate=(0.5, 2.0),
                 group_size=4,
             ),

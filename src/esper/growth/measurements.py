@@ -25,8 +25,6 @@ from esper.growth.model import GrowingModel
 from esper.growth.promise import promises
 from esper.growth.tracing import isolated
 
-HALFWAY: Final = 30
-"""Decisions after which progress is one half if the end is not known."""
 MEMORY: Final = 0.6
 """Decay of the running slopes per decision."""
 
@@ -160,19 +158,28 @@ def host_states(
     track: Track,
     *,
     horizon: int | None,
+    compute: Float[Tensor, " env"],
     budget_left: Float[Tensor, " env"],
     rent: Float[Tensor, " env"],
     added: Float[Tensor, " env"],
 ) -> HostStates:
     """Every host as a controller sees it.
 
-    Without a horizon progress approaches 1 as decisions go on, and nothing depends on
-    an end.
+    Args:
+        track: How it has done.
+        horizon: Decisions until the end; None if nobody knows it.
+        compute: Batches of the starting host that cost as much as training so far.
+        budget_left: Size that may be added, as a multiple of the starting host.
+        rent: Score charged for as much size as the starting host has.
+        added: Size added so far.
     """
     seen = (track.decisions - 1).clamp(min=0)
-    whole = seen + HALFWAY if horizon is None else torch.full_like(seen, horizon)
+    whole = seen.clamp(min=1) if horizon is None else torch.full_like(seen, horizon)
+    passed = torch.zeros_like(track.score) if horizon is None else seen / whole
     return HostStates(
-        progress=(seen / whole).clamp(max=1.0),
+        progress=passed.clamp(max=1.0),
+        end_known=torch.full_like(seen, horizon is not None, dtype=torch.bool),
+        compute=torch.log2(1 + compute).float(),
         budget_left=budget_left,
         rent=rent,
         added=added,
@@ -193,6 +200,7 @@ def observe(
     track: Track,
     *,
     horizon: int | None,
+    compute: float,
     budget: float,
     rent: float,
     contributions: Mapping[int, float],
@@ -205,6 +213,7 @@ def observe(
         host=host_states(
             track,
             horizon=horizon,
+            compute=torch.tensor([compute], dtype=torch.float64),
             budget_left=torch.tensor([budget - added]),
             rent=torch.tensor([rent]),
             added=torch.tensor([added]),

@@ -5,6 +5,7 @@ package, read from its files on first use.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -12,17 +13,39 @@ from esper.contracts.actions import ActionSpec
 from esper.contracts.errors import unknown
 from esper.contracts.world import Controller
 from esper.tamiyo.rule_based import Never, Plateau, PromiseGreedy, Random
-from esper.tamiyo.schedule import EARLY, PERIODIC, Scheduled
+from esper.tamiyo.schedule import (
+    DOUBLING,
+    EARLY,
+    LARGE_THEN_CUT,
+    LARGEST,
+    PERIODIC,
+    Schedule,
+    Scheduled,
+)
 
 Maker = Callable[[ActionSpec], Controller]
 """Makes a controller for an action space."""
+
+
+def _follow(schedule: Schedule) -> Maker:
+    """Follows it; plants the largest widening where its own is not offered."""
+
+    def make(spec: ActionSpec) -> Controller:
+        offered = schedule.blueprint in {known.name for known in spec.blueprints}
+        playable = schedule if offered else replace(schedule, blueprint=LARGEST)
+        return Scheduled(spec, playable)
+
+    return make
+
 
 CONTROLLERS: Final[Mapping[str, Maker]] = MappingProxyType(
     {
         "never": lambda spec: Never(),
         "random": lambda spec: Random(),
-        "early": lambda spec: Scheduled(spec, EARLY),
-        "periodic": lambda spec: Scheduled(spec, PERIODIC),
+        "early": _follow(EARLY),
+        "periodic": _follow(PERIODIC),
+        "doubling": _follow(DOUBLING),
+        "large-then-cut": _follow(LARGE_THEN_CUT),
         "plateau": Plateau,
         "promise": PromiseGreedy,
     }

@@ -16,16 +16,12 @@ from jaxtyping import Int64
 from torch import Generator, Tensor
 
 from esper.contracts.actions import HEAD, HEADS, ActionMasks, ActionSpec, Op
-from esper.contracts.blueprints import Form
 from esper.contracts.world import (
     BlueprintOffers,
     Controller,
     ControllerState,
     Observation,
 )
-
-Kind = tuple[Form, int]
-"""Form and size of a blueprint."""
 
 BLUEPRINT: Final = HEAD["blueprint"]
 GERMINATE: Final = Op.GERMINATE.value
@@ -37,7 +33,7 @@ class Restricted:
     Args:
         make: Makes the controller for the part that it knows.
         spec: The full action space.
-        kinds: Blueprints that it knows.
+        names: Blueprints that it knows.
         choices: For some heads, the choices that it knows; all if a head is left out.
     """
 
@@ -45,19 +41,18 @@ class Restricted:
         self,
         make: Callable[[ActionSpec], Controller],
         spec: ActionSpec,
-        kinds: Collection[Kind],
+        names: Collection[str],
         choices: Mapping[str, Collection[str]],
     ) -> None:
         self.notes: tuple[str, ...] = ()
         """Warnings for the user."""
-        offered = [(known.form, known.size) for known in spec.blueprints]
-        known = [at for at, kind in enumerate(offered) if kind in kinds]
+        offered = [known.name for known in spec.blueprints]
+        known = [at for at, name in enumerate(offered) if name in names]
         if not known:
             known = [*range(len(offered))]
-            names = ", ".join(sorted(f"{f.name.lower()}_{n}" for f, n in kinds))
             self.notes = (
                 "the controller was trained with none of these blueprints, so what it "
-                f"plants is a guess; offer {names}.",
+                f"plants is a guess; offer {', '.join(sorted(names))}.",
             )
         narrowed = dict[str, tuple[str, ...]]()
         for head in (head for head in HEADS if head.choices):

@@ -1,11 +1,11 @@
 """Rule-based controllers: never, random, plateau, promise-greedy.
 
 All that plant share `next_actions`: one table of scores over (op, slot), the highest
-legal one is taken. Keep a seed in HOLDING, or prune it if its measured contribution is
-below its rent; advance what has trained or blended long enough; plant the offer of the
-highest score (first of all where seeds advance by themselves); otherwise wait.
-Controllers differ in the scores that they give offers, float [env, slot, blueprint],
--inf where nothing shall be planted.
+legal one is taken. Prune a seed in HOLDING whose measured contribution is below its
+rent; advance what has trained or blended long enough, where seeds do not do so by
+themselves; plant the offer of the highest score; keep a seed that is seen to earn its
+rent for good; otherwise wait. Controllers differ in the scores that they give offers,
+float [env, slot, blueprint], -inf where nothing shall be planted.
 """
 
 from typing import Final
@@ -181,6 +181,8 @@ def _default_blend() -> Float[Tensor, "head choice"]:
 
 STANDARD_BLEND: Final = _default_blend()
 """At once where that may be, otherwise neither quickly nor slowly; and fully."""
+BLEND_AT_ONCE: Final = blend_distances("ADD", "AT_ONCE", "FULL", "INSTANT", "LINEAR")
+"""With the next batch, and fully."""
 SLOW_BLEND: Final = blend_distances("ADD", "SLOW", "FULL", "SLOW", "SIGMOID")
 """As slowly as the run allows, and fully."""
 
@@ -189,9 +191,8 @@ def next_actions(
     observation: Observation,
     masks: ActionMasks,
     scores: Float[Tensor, "env slot blueprint"],
-    patience: int | Int64[Tensor, " env"] = PATIENCE,
     blending: Float[Tensor, "setting choice"] = STANDARD_BLEND,
-    prunes: Bool[Tensor, " env"] | None = None,
+    prunes: Bool[Tensor, "env slot"] | None = None,
 ) -> Int64[Tensor, "env head"]:
     """The legal action of the highest priority in every environment.
 
@@ -199,11 +200,8 @@ def next_actions(
         observation: The observation.
         masks: The legal actions.
         scores: Of the offers to plant; -inf or NaN: not at all.
-        patience: Steps a seed trains before it is blended in. A blended one advances
-            as soon as its alpha has arrived.
         blending: `blend_distances`; of the choices that are allowed the nearest.
-        prunes: Where seeds that do not earn their rent are pruned rather than kept;
-            None: everywhere.
+        prunes: Seeds that shall be pruned whatever they earn.
     """
     slots, rent = observation.slots, observation.host.rent
     wanted = masks.blueprint & (scores > -torch.inf)
@@ -213,23 +211,20 @@ def next_actions(
     chosen = (order == (offer // kinds)[:, None]) & (best > -torch.inf)[:, None]
 
     earns = slots.contribution > rent[:, None] * slots.parameters
-    useless = slots.contribution_measured & ~earns
-    if prunes is not None:
-        useless = useless & prunes[:, None]
-    if isinstance(patience, Tensor):
-        patience = patience[:, None]
     holding = slots.stage == Stage.HOLDING.value
-    ready = (slots.stage != Stage.TRAINING.value) | (slots.age >= patience)
+    judged = holding & slots.contribution_measured
+    useless = judged & ~earns
+    if prunes is not None:
+        useless = useless | prunes
+    ready = (slots.stage != Stage.TRAINING.value) | (slots.age >= PATIENCE)
     never = torch.zeros_like(slots.stage)
-    # Seeds that tend themselves hold until they are kept: planting is more urgent.
-    tended = ~masks.fixed[:, HEAD["op"], Op.ADVANCE.value, None]
     priorities = {
         Op.WAIT: never,
-        Op.GERMINATE: chosen * torch.where(tended, 5, 1),
-        Op.ADVANCE: ready * 2,
+        Op.GERMINATE: chosen * 2,
+        Op.ADVANCE: ready * 3,
         Op.SET_ALPHA: never,
-        Op.PRUNE: (holding & useless) * 3,
-        Op.FOSSILIZE: (holding & ~useless) * 4,
+        Op.PRUNE: useless * 4,
+        Op.FOSSILIZE: (judged & ~useless) * 1,
     }
     table = torch.stack([priorities[op] for op in Op], dim=1) * masks.slot
     # Where nothing is due, the first of all zeros is WAIT.
@@ -249,11 +244,6 @@ def episode_count(
     if not isinstance(state, Tensor):
         return torch.zeros_like(observation.first, dtype=torch.int64)
     return torch.where(observation.first, 0, state)
-
-
-def germinates(actions: Int64[Tensor, "env head"]) -> Bool[Tensor, " env"]:
-    """Where a seed is planted."""
-    return actions[:, HEAD["op"]] == Op.GERMINATE.value
 
 
 def explain_no_planting(observation: Observation, masks: ActionMasks) -> str:

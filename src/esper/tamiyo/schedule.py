@@ -1,14 +1,15 @@
-"""Growth by a timetable: what to plant, how often, when and where.
+"""Growth by a timetable: how much to plant, how often, when and where.
 
-The n-th seed is due at start + (n - 1) * every, as shares of the horizon; a planting
-that could not be made is made up for later. A schedule is plain data, so that schedules
-can be drawn and searched. `Timetable` holds many of them as tensors: every environment
-may follow one of its own, and all of them are one tensor program.
+The n-th growth of all places is due at start + n * every; one that could not be made is
+made up for later. Times are shares of the horizon or, where the end is not known,
+octaves: log2 of the compute so far. A schedule is plain data, so that schedules can be
+drawn and searched. `Timetable` holds many of them as tensors: every environment may
+follow one of its own, and all of them are one tensor program.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import isfinite
+from dataclasses import dataclass
+from math import inf, isnan
 from typing import Final
 
 import numpy as np
@@ -16,15 +17,14 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Generator, Tensor
 
-from esper.contracts.actions import ActionMasks, ActionSpec
-from esper.contracts.blueprints import BLUEPRINTS, NOMINAL_WIDTH, Blueprint, Form
+from esper.contracts.actions import HEAD, ActionMasks, ActionSpec, Op
 from esper.contracts.errors import BadInput, unknown
+from esper.contracts.stages import Stage
 from esper.contracts.world import ControllerState, Observation
 from esper.tamiyo.rule_based import (
-    PATIENCE,
+    BLEND_AT_ONCE,
     SizePreference,
     episode_count,
-    germinates,
     next_actions,
 )
 
@@ -32,56 +32,58 @@ LARGEST: Final = "largest"
 """Stands for the largest widening that can be planted."""
 UNLIMITED: Final = 1 << 40
 """A count that is never reached."""
-PLACES: Final = {"first": -1.0, "spread": 0.0, "last": 1.0}
-"""Weight of a slot's depth: nearest to the input, all in turn, to the output."""
+SCALES: Final = ("share", "octaves")
 _ROUNDING: Final = 1e-5  # 0.7 falls short of 7 * 0.1; decisions are further apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """When to plant what; times are shares of the horizon."""
+    """When to plant how much."""
 
-    blueprint: str = LARGEST
+    blueprint: str = "widen_x2"
     """What is planted; "largest": the largest widening that fits."""
-    count: int = 4
-    """Seeds to plant in all."""
+    count: int = 2
+    """Seeds to plant at every place."""
     start: float = 0.0
     """When the first is due."""
     every: float = 0.1
     """From one to the next."""
-    until: float = 1.0
+    until: float = inf
     """From when on nothing is planted, due or not."""
-    patience: int = PATIENCE
-    """Steps a seed trains before it is blended in."""
-    place: str = "spread"
-    """Which free slot is taken: "first", "last" or "spread"."""
-    prune: bool = True
-    """Whether seeds whose measured contribution is below their rent are removed."""
+    scale: str = "share"
+    """What times are: shares of the horizon, or octaves of compute."""
+    cut: float = inf
+    """When seeds are pruned, the youngest first ..."""
+    keep: int = 0
+    """... until so many are left at every place."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be played."""
-        for name, count in (("count", self.count), ("patience", self.patience)):
+        for name in ("count", "keep"):
+            count = getattr(self, name)
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 raise BadInput(f"{name} must be a whole number from 0, got {count!r}.")
-        for name in ("start", "every", "until"):
-            share = getattr(self, name)
-            if not (isfinite(share) and 0.0 <= share <= 1.0):
-                raise BadInput(f"{name} must be a share in [0, 1], got {share}.")
-        if self.place not in PLACES:
+        for name in ("start", "every", "until", "cut"):
+            time = getattr(self, name)
+            if isnan(time) or time < 0:
+                raise BadInput(f"{name} must be a time from 0, got {time}.")
+        if self.scale not in SCALES:
             raise BadInput(
-                f"place must be one of {', '.join(PLACES)}; got {self.place!r}."
+                f"scale must be one of {', '.join(SCALES)}; got {self.scale!r}."
             )
 
 
-EARLY: Final = Schedule(count=UNLIMITED, every=0.0, until=0.3)
-"""Whenever possible in the first part of the horizon."""
-PERIODIC: Final = Schedule(count=UNLIMITED, start=0.1, every=0.1)
-"""For the n-th time when n tenths of the horizon have passed."""
-STANDARD: Final = (
-    Schedule(count=0),
-    replace(EARLY, count=32),
-    replace(PERIODIC, count=32),
+EARLY: Final = Schedule(count=2, every=0.0)
+"""Twice as wide, and again, as soon as possible."""
+PERIODIC: Final = Schedule(blueprint="widen_x1.25", count=8, start=0.1)
+"""A quarter more, every tenth of the horizon."""
+DOUBLING: Final = Schedule(count=6, start=5.0, every=2.0, scale="octaves")
+"""Twice as wide whenever compute has grown fourfold."""
+LARGE_THEN_CUT: Final = Schedule(
+    blueprint="widen_x4", count=2, every=0.0, cut=0.5, keep=1
 )
+"""Everything at once, and a part of it removed at half time."""
+STANDARD: Final = (Schedule(blueprint=LARGEST, count=0), EARLY, PERIODIC)
 """Baselines; `draw_schedules` begins with them."""
 
 
@@ -120,7 +122,7 @@ class Scheduled:
         planted = episode_count(state, observation)
         plan = self._plan.expand(envs)
         actions = self._table.actions(observation, masks, plan, planted)
-        return actions, planted + germinates(actions)
+        return actions, planted + (actions[:, HEAD["op"]] == Op.GERMINATE)
 
 
 class Timetable:
@@ -136,11 +138,11 @@ class Timetable:
             raise BadInput("expected at least one schedule, got none.")
         self._preference = SizePreference(spec)
         self._flags = torch.tensor(
-            [[s.prune, *_wanted(spec, s.blueprint)] for s in schedules]
+            [[s.scale == "octaves", *_wanted(spec, s.blueprint)] for s in schedules]
         )
-        self._whole = torch.tensor([[s.count, s.patience] for s in schedules])
+        self._whole = torch.tensor([[s.count, s.keep] for s in schedules])
         self._real = torch.tensor(
-            [[s.start, s.every, s.until, PLACES[s.place]] for s in schedules]
+            [[s.start, s.every, s.until, s.cut] for s in schedules]
         )
 
     def actions(
@@ -166,53 +168,36 @@ class Timetable:
         )
         flags = self._flags[plan]
         wanted = flags[:, None, 1:]  # [env, 1, blueprint]
-        count, patience = self._whole[plan].unbind(1)
-        start, every, until, lean = self._real[plan].unbind(1)
-        progress = observation.host.progress
-        due = progress + _ROUNDING >= start + every * planted
-        due &= (planted < count) & (progress < until)
+        count, keep = self._whole[plan].unbind(1)
+        start, every, until, cut = self._real[plan].unbind(1)
+        host, slots = observation.host, observation.slots
+        now = torch.where(flags[:, 0], host.compute, host.progress) + _ROUNDING
+        # Slot s stands at place s % places, and places differ in depth.
+        per_place = (slots.depth == slots.depth[:, :1]).sum(dim=1)
+        places = slots.depth.shape[1] // per_place
+        due = now >= start + every * (planted // places)
+        due &= (planted < count * places) & (now < until)
         if allowed is not None:
             due &= allowed
-        free = (masks.blueprint & wanted).any(dim=2)
-        # A lean of 0 ranks all free slots equally: the first of them is taken.
-        rank = torch.where(free, lean[:, None] * observation.slots.depth, -torch.inf)
-        best = rank == rank.amax(dim=1, keepdim=True)
         scores = self._preference.scores(observation.offers, due)
-        scores = torch.where(wanted & best[:, :, None], scores, -torch.inf)
-        return next_actions(
-            observation, masks, scores, patience=patience, prunes=flags[:, 0]
-        )
-
-
-def playable(spec: ActionSpec, blueprint: str) -> str | None:
-    """The blueprint that a schedule's `blueprint` stands for in an action space.
-
-    Itself, or if it is not offered the largest widening that is not larger; None if
-    there is none.
-    """
-    if blueprint == LARGEST or blueprint in {known.name for known in spec.blueprints}:
-        return blueprint
-    sizes = {b.name: _size(b) for b in BLUEPRINTS}
-    smaller = [
-        (_size(known), known.name)
-        for known in spec.blueprints
-        if 0 < _size(known) <= sizes.get(blueprint, -1)
-    ]
-    return max(smaller)[1] if smaller else None
-
-
-def _size(blueprint: Blueprint) -> int:
-    """Units of a widening; 0 if it is none."""
-    return blueprint.units(NOMINAL_WIDTH) if blueprint.form is Form.WIDEN else 0
+        free = (masks.blueprint & wanted).any(dim=2)
+        first = free & (free.cumsum(dim=1) == 1)
+        scores = torch.where(wanted & first[:, :, None], scores, -torch.inf)
+        living = (slots.stage != Stage.DORMANT) & (slots.stage != Stage.COOLING)
+        excess = living.sum(dim=1) > keep * places
+        youngest = living & (living.flip(1).cumsum(dim=1).flip(1) == 1)
+        prunes = youngest & ((now >= cut) & excess)[:, None]
+        return next_actions(observation, masks, scores, BLEND_AT_ONCE, prunes)
 
 
 def _wanted(spec: ActionSpec, blueprint: str) -> list[bool]:
     """Which blueprints a schedule may plant."""
     names = [known.name for known in spec.blueprints]
-    found = playable(spec, blueprint)
-    if found is None:
-        raise unknown("nothing offered is the blueprint", blueprint, [*names, LARGEST])
-    return [found in (LARGEST, name) for name in names]
+    if blueprint != LARGEST and blueprint not in names:
+        raise unknown(
+            "this action space has no blueprint", blueprint, [*names, LARGEST]
+        )
+    return [blueprint in (LARGEST, name) for name in names]
 
 
 def draw_schedules(
@@ -225,20 +210,17 @@ def draw_schedules(
         specs: Action spaces in which all of them must be playable.
         chance: The random generator.
     """
-    named = dict.fromkeys(kind.name for spec in specs for kind in spec.blueprints)
-    kinds = [n for n in named if all(playable(spec, n) for spec in specs)]
-    drawn = [*STANDARD]
+    named = [{kind.name for kind in spec.blueprints} for spec in specs]
+    kinds = sorted(set.intersection(*named))
+    drawn = [s for s in STANDARD if s.count == 0 or s.blueprint in kinds]
     while len(drawn) < number:
         start = float(chance.uniform(0.0, 0.5)) * bool(chance.integers(4))
         drawn.append(
             Schedule(
                 blueprint=str(chance.choice([*kinds, LARGEST])),
-                count=int(chance.integers(1, 9)),
+                count=int(chance.integers(1, 5)),
                 start=start,
                 every=float(np.exp(chance.uniform(np.log(0.01), np.log(0.3)))),
-                patience=int(chance.integers(1, 5)),
-                place=str(chance.choice([*PLACES])),
-                prune=bool(chance.integers(2)),
             )
         )
     return drawn[:number]

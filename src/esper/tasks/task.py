@@ -35,6 +35,8 @@ class Task:
     weight_decay: float = 0.01
     varied: bool = False
     """Whether every environment is to have data of its own."""
+    unit_host: MlpHost | CnnHost | None = None
+    """The starting host, in which size and compute are counted; none: the host."""
 
     def __post_init__(self) -> None:
         """Refuse terms on which nothing can be learnt."""
@@ -63,6 +65,11 @@ class Task:
                 f"{name}: expected learning_rate > 0 and weight_decay >= 0, both "
                 f"finite; got {rate} and {decay}"
             )
+
+    @property
+    def unit(self) -> MlpHost | CnnHost:
+        """The host in which size and compute are counted."""
+        return self.unit_host or self.host
 
     @property
     def classes(self) -> int:

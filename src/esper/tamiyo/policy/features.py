@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from esper.contracts.actions import ActionSpec
-from esper.contracts.blueprints import NOMINAL_WIDTH, Form
+from esper.contracts.blueprints import Form
 from esper.contracts.errors import BadInput
 from esper.contracts.features import (
     BLUEPRINT_COLUMNS,
@@ -100,7 +100,8 @@ def blueprint_table(spec: ActionSpec) -> Float[Tensor, "blueprint column"]:
     """What is declared of each blueprint: `BLUEPRINT_COLUMNS`, on the CPU."""
     rows = [
         [
-            log2(max(1, blueprint.units(NOMINAL_WIDTH))),
+            log2(max(1, blueprint.size)),
+            blueprint.share,
             blueprint.merges,
             *(blueprint.form is f for f in Form if f is not Form.CUSTOM),
         ]
@@ -119,6 +120,7 @@ def _of_host(host: HostStates) -> dict[str, Tensor]:
     return {
         "budget_left": host.budget_left.clamp(max=HUGE),
         "budget_unlimited": (host.budget_left == inf).float(),
+        "end_known": host.end_known.float(),
         "small_rent": host.rent.clamp(-HUGE, HUGE),
     }
 

@@ -22,15 +22,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
 
 from esper.contracts.actions import ActionSpec
-from esper.contracts.blueprints import Form
 from esper.contracts.errors import BadInput
 from esper.contracts.state import Tensors, load
 from esper.contracts.world import Controller
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from esper.tamiyo.policy.sampling import with_temperature
-from esper.tamiyo.restricted import Kind, Restricted
+from esper.tamiyo.restricted import Restricted
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of the manifest."""
 WEIGHTS: Final = "tamiyo.safetensors"
 MANIFEST: Final = "manifest.json"
@@ -43,7 +42,7 @@ class ShippedController:
     """A trained policy; called with an action space it gives a controller."""
 
     config: PolicyConfig
-    kinds: frozenset[Kind]
+    blueprints: frozenset[str]
     """Blueprints that it was trained with."""
     choices: Mapping[str, tuple[str, ...]]
     """Of every head but slot and blueprint, what it was trained with."""
@@ -59,7 +58,7 @@ class ShippedController:
         return Restricted(
             lambda known: with_temperature(self.policy(known)),
             spec,
-            self.kinds,
+            self.blueprints,
             self.choices,
         )
 
@@ -91,9 +90,7 @@ def read(folder: Traversable) -> ShippedController:
         digest = str(body["sha256"])
         found = ShippedController(
             config=PolicyConfig(**body["policy"]),
-            kinds=frozenset(
-                (Form[each["form"]], int(each["size"])) for each in body["blueprints"]
-            ),
+            blueprints=frozenset(body["blueprints"]),
             choices={name: tuple(known) for name, known in body["choices"].items()},
             training=dict(body["training"]),
             figures=dict(body["figures"]),
