@@ -202,7 +202,7 @@ def test_every_blueprint_is_exported_wherever_it_fits(host, slot):
     model = host_of(host, [slot])
     place = model.survey.places[0]
     names = [one.name for one in BLUEPRINTS if not misfit(one, place.geometry)]
-    assert len(names) >= 2
+    assert names
     for name in names:
         hold(model, f"{slot}#0", name)
         before = picture(model)
