@@ -98,9 +98,6 @@ class SeedStates:
         return cls(**zeros | {"blueprint": whole - 1})
 
 
-FIELDS: Final = fields(SeedStates)
-
-
 def possible(
     states: SeedStates, op: Int64[Tensor, " env"], min_age: int
 ) -> Bool[Tensor, "env slot"]:
@@ -192,24 +189,31 @@ def schedule(
     states: SeedStates, batches: int
 ) -> tuple[Float[Tensor, "env batch slot"], Bool[Tensor, "env batch slot"]]:
     """Alpha of every seed in each of the coming batches, and whether it trains."""
-    each = SeedStates(**{f.name: getattr(states, f.name)[:, None] for f in FIELDS})
     count = torch.arange(batches, device=states.stage.device).view(1, -1, 1)
-    stage, _, _ = _tended(each, count)
-    _, _, alpha = _tended(each, count + 1)
+    stage, _, _ = _tended(states, count)
+    _, _, alpha = _tended(states, count + 1)
     return alpha, stage == Stage.TRAINING
 
 
-def _tended(states: SeedStates, batches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Stage, moved and alpha after so many batches in which nothing is said."""
-    moved, length = states.moved + batches, states.length
+def _tended(
+    states: SeedStates, batches: Int64[Tensor, "... 1"]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Stage, moved and alpha after so many batches in which nothing is said.
+
+    Batches are `[env, 1]`, or `[env, moment, 1]` for several moments at once.
+    """
+    names = ("stage", "moved", "length", "alpha_from", "alpha_target", "curve")
+    parts = (getattr(states, name) for name in names)
+    stage, moved, length, start, end, curve = (
+        part.unsqueeze(1) if batches.dim() == 3 else part for part in parts
+    )
+    moved = moved + batches
     # Training and blending take equally long, one after the other.
-    grown = (states.stage == Stage.TRAINING) & (moved >= length)
-    stage = torch.where(grown, Stage.BLENDING, states.stage)
+    grown = (stage == Stage.TRAINING) & (moved >= length)
+    stage = torch.where(grown, Stage.BLENDING, stage)
     moved = torch.where(grown, moved - length, moved).minimum(length)
     settled = moved >= length
-    alpha = alpha_at(
-        states.alpha_from, states.alpha_target, moved, length, states.curve
-    )
+    alpha = alpha_at(start, end, moved, length, curve)
     alpha = torch.where(stage == Stage.TRAINING, 0.0, alpha)
     stage = torch.where((stage == Stage.BLENDING) & settled, Stage.HOLDING, stage)
     leaves = torch.isin(stage, LEAVING.to(stage.device)) & settled
