@@ -96,7 +96,8 @@ def observations(draw, spec, envs=None, values=None):
     offers = tensors(shape, numbers, np.float32)
     flags = tensors(shape, st.booleans(), np.bool_)
     budget = st.one_of(st.just(inf), costs)
-    budgets = {"budget_left": tensors((envs,), budget, np.float32)}
+    known = tensors((envs,), st.booleans(), np.bool_)
+    budgets = {"budget_left": tensors((envs,), budget, np.float32), "end_known": known}
     prices = tensors(shape, costs, np.float32)
     special = {"fits": flags, "promise_known": flags, "parameters": prices}
     return Observation(
