@@ -1,8 +1,8 @@
 """Networks that grow by a timetable, or do not, trained on the clock of compute.
 
-What the studies of growing share: tasks with one hidden layer of W/16 units as the
-starting host, W the largest size, and C the compute of 600 batches of W; whole curves
-of the test score, from which every stop, rent and control is computed afterwards.
+What the studies of growing share: tasks with a starting host of W/16 hidden units, W
+the largest size, and C the compute of 600 batches of W; whole curves of the test score,
+from which every stop, rent and control is computed afterwards.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,25 +30,34 @@ from esper.tasks.task import Task
 
 Floats = NDArray[np.float64]
 LARGEST: Final = 64
-"""W: hidden units of the largest network, unless a task is drawn with another."""
-SIZES: Final = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
-"""Static networks, as shares of W; the first is the starting host."""
 BATCHES: Final = 600
-"""C: batches of the largest network that cost as much as an episode."""
 FIRST: Final = 8.0
 """Batches of the starting host before the second decision, at least."""
+EVERY: Final = 4
+"""Batches between two decisions where the end is known."""
 NEVER: Final = Schedule(count=0)
 
 
 @dataclass(frozen=True)
 class Study:
-    """A task, its largest network and how it is trained."""
+    """A task, its networks and how long they are trained."""
 
     name: str
     largest: int = LARGEST
+    """W: hidden units of the largest network, in every layer."""
     layers: int = 1
-    batches: int = BATCHES
+    batches: float = BATCHES
+    """C: batches of the largest network that cost as much as an episode."""
     stop: str = "anytime"
+    """Or "end": the end is known, and batches count instead of compute."""
+    start: float = 1 / 16
+    """Size of the starting host, as a share of W."""
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Sizes of static networks, from the starting host to W, by doubling."""
+        count = round(log2(1 / self.start))
+        return tuple(self.start * 2.0**n for n in range(count + 1))
 
     def host(self, share: float) -> MlpHost:
         """The network whose hidden layers have this share of W."""
@@ -110,19 +119,21 @@ def _flat(splits: Splits) -> Splits:
 def world_of(what: Episodes) -> GrowingWorld:
     """The hosts of some episodes."""
     study, task = what.study, task_of(what.study.name)
-    small, large = study.host(SIZES[0]), study.host(1)
-    compute = study.batches * large.macs / small.macs
-    # Decisions a third of an octave apart, so that stops are decisions.
-    horizon = 1 + int(3 * log2(compute / FIRST))
+    small, large = study.host(study.start), study.host(1)
     settings = WorldSettings(
-        clock="compute",
         stop=study.stop,
-        first=compute / 2 ** ((horizon - 1) / 3),
-        horizon=horizon,
+        horizon=max(1, round(study.batches / EVERY)),
+        decision_every=EVERY,
         budget=4.0 * ceil(large.parameters / small.parameters),
         seeds_per_slot=12,
         rent=0.0,
     )
+    if study.stop == "anytime":
+        compute = study.batches * large.macs / small.macs
+        # Decisions a third of an octave apart, so that stops are decisions.
+        horizon = 1 + int(3 * log2(compute / FIRST))
+        first = compute / 2 ** ((horizon - 1) / 3)
+        settings = replace(settings, clock="compute", first=first, horizon=horizon)
     task = replace(
         task, host=study.host(what.share), unit_host=small, learning_rate=what.rate
     )

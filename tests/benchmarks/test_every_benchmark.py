@@ -9,7 +9,7 @@ from benchmarks.__main__ import benchmarks, main
 SMALLEST = {
     "learning": ["--rounds", "1", "--envs", "8", "--processes", "1"],
 }
-OWN_TESTS = {"out_of_the_box", "resume", "widening"}
+OWN_TESTS = {"out_of_the_box", "resume"}
 """Benchmarks of whole trainings, which have test files of their own."""
 
 
