@@ -138,6 +138,11 @@ def test_all_places_are_planted_before_the_next_growth_is_due():
     assert taken == [0, 1, None, 2, 3, None]
 
 
+def test_a_depth_that_is_not_known_is_a_place_of_its_own():
+    actions, _ = decide(Scheduled(SPEC, EARLY), at(depth=nan), SPEC)
+    assert actions[0, 0] == Op.GERMINATE
+
+
 def test_a_seed_is_in_the_forward_pass_with_the_next_batch():
     (action,), _ = decide(Scheduled(SPEC, EARLY), at(), SPEC)
     assert named(action) == "widen_x2"

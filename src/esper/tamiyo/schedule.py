@@ -173,7 +173,7 @@ class Timetable:
         host, slots = observation.host, observation.slots
         now = torch.where(flags[:, 0], host.compute, host.progress) + _ROUNDING
         # Slot s stands at place s % places, and places differ in depth.
-        per_place = (slots.depth == slots.depth[:, :1]).sum(dim=1)
+        per_place = (slots.depth == slots.depth[:, :1]).sum(dim=1).clamp(min=1)
         places = slots.depth.shape[1] // per_place
         due = now >= start + every * (planted // places)
         due &= (planted < count * places) & (now < until)
