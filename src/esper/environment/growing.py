@@ -280,6 +280,7 @@ class GrowingWorld(Stateful, VectorWorld):
     def _look_batches(self) -> float:
         """Batches of training that cost as much as scoring the decision rows once."""
         rows = min(SCORED_ROWS, self._episodes.rows[1][1].shape[1])
+        rows *= self.settings.charge_looks
         return rows / (self.task.batch * (1 + BACKWARD))
 
     def _score(self, wanted: Bool[Tensor, " env"] | None = None) -> PerEnv:

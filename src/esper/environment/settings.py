@@ -61,6 +61,9 @@ class WorldSettings:
     """Compute at each decision after it, as a multiple (clock compute)."""
     stop: str = "end"
     """When an episode is scored: at its end, or anytime."""
+    charge_looks: bool = True
+    """Whether scoring the decision rows counts as compute; false for controllers that
+    do not look, and for networks without one."""
     tick: int = 16
     """Batches in which tempos and speeds of seeds are counted."""
     penalty: float = 0.01
