@@ -157,7 +157,7 @@ def test_t12_a_head_that_matters_on_one_step_in_a_hundred_stays_open_and_is_lear
     )
     assert max(head["style"].openness for head in heads) < 0.02
     assert min(head["style"].entropy for head in heads[:3]) > 0.5
-    assert min(head["tempo"].entropy for head in heads) > 0.75
+    assert min(head["tempo"].entropy for head in heads) > 0.5  # 0.18 without the weight
     world.reset()
     world.rare[:] = True
     observation = world._observe()
