@@ -101,9 +101,8 @@ class Curves:
 @cache
 def task_of(name: str) -> Task:
     """A task of the catalogue with flat rows, or a drawn one, such as `drawn 3`."""
-    if name.startswith("drawn "):
-        return drawn_task(0, int(name.removeprefix("drawn ")))
-    task = find_task(name)
+    drawn = name.startswith("drawn ")
+    task = drawn_task(0, int(name.split()[1])) if drawn else find_task(name)
     if task.host.kind == "mlp":
         return task
     inputs = int(np.prod(task.host.shape))

@@ -11,7 +11,6 @@ from esper.tasks import catalogue
 from esper.tasks.catalogue import TASKS, register_task, table, task
 from esper.tasks.data import Data, Splits
 from esper.tasks.datasets import DIGESTS
-from esper.tasks.family import CADENCES, HORIZONS, KINDS, WIDTHS, drawn_task
 from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
 
@@ -93,29 +92,3 @@ def test_a_user_adds_a_task_with_one_function():
     assert register_task("rings")(rings) is rings
     assert task("rings").splits(0).train.classes == 3
     assert register_task("rings")(rings) is rings
-
-
-@pytest.mark.parametrize("number", range(len(KINDS)))
-def test_a_drawn_task_lies_within_its_bounds_and_has_rows(number):
-    drawn = drawn_task(3, number)
-    assert drawn.name == f"family-{number + 1}"
-    assert HORIZONS[0] <= drawn.horizon <= HORIZONS[1]
-    assert CADENCES[0] <= drawn.decision_every <= CADENCES[1]
-    hidden = drawn.host.widths[1:-1]
-    assert len(hidden) in (1, 2)
-    assert all(WIDTHS[0] <= units <= WIDTHS[1] for units in hidden)
-    assert len(drawn.splits(5).train) > drawn.batch
-
-
-def test_numbers_decide_what_is_drawn_and_nothing_held_out_is():
-    assert not HELD_OUT & set(KINDS)
-    assert str(drawn_task(3, 1)) == str(drawn_task(3, 1))
-    assert len({str(drawn_task(seed, 1)) for seed in range(8)}) == 8
-    assert len({drawn_task(seed, 2).host for seed in range(8)}) > 3
-    assert {len(drawn_task(seed, 0).host.widths) for seed in range(24)} == {3, 4}
-    one, other = (drawn_task(seed, 1) for seed in (1, 2))
-    rows = [each.splits(0).train.features for each in (one, other)]
-    assert not torch.equal(*rows)
-    for made in (one, drawn_task(1, 0)):
-        sent = pickle.loads(pickle.dumps(made)).splits(0)
-        assert torch.equal(sent.train.features, made.splits(0).train.features)

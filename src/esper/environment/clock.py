@@ -17,7 +17,7 @@ or decided depends on the end.
 """
 
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, log
 from typing import Final
 
 import torch
@@ -87,6 +87,10 @@ class Clock:
         else:
             after = self.first * self.ratio**count
         return torch.cat((torch.zeros(1, dtype=torch.float64), after))
+
+    def decisions_within(self, compute: float) -> int:
+        """The horizon of an episode of so much compute (`compute`); at least 1."""
+        return 1 + int(log(max(compute / self.first, 1)) / log(self.ratio) + SLACK)
 
     def weights(self) -> Float[Tensor, " decision"]:
         """What the state at each moment weighs in the score; they sum to 1."""

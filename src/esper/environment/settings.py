@@ -102,9 +102,20 @@ class WorldSettings:
         return as_range(name, getattr(self, name))
 
     def applied_to(self, task: Task) -> Task:
-        """The task with this horizon and number of batches between decisions."""
+        """The task with this horizon and number of batches between decisions.
+
+        By the clock `compute` and without a horizon, the decisions that fit into the
+        task's compute, if it says how much that is.
+        """
         given = {name: getattr(self, name) for name in ("horizon", "decision_every")}
+        if self.horizon is None and self.clock == "compute" and task.compute:
+            given["horizon"] = self.decisions_within(task.compute)
         return replace(task, **{k: v for k, v in given.items() if v is not None})
+
+    def decisions_within(self, compute: float) -> int:
+        """Decisions of an episode of so much compute, by the clock `compute`."""
+        clock = Clock("compute", 1, self.first, self.ratio, self.stop)
+        return clock.decisions_within(compute)
 
     def clock_of(self, task: Task) -> Clock:
         """The moments of an episode of the task."""

@@ -90,7 +90,10 @@ def steps_of(config: "TrainConfig") -> int:
     if config.world.horizon is not None:
         return config.world.horizon
     if config.family:
-        from esper.tasks.family import HORIZONS
+        from esper.tasks.family import COMPUTE, HORIZONS
 
-        return HORIZONS[1]  # of whatever will be drawn
-    return max(task.horizon for task in tasks_of(config))
+        # Of whatever will be drawn.
+        if config.world.clock == "compute":
+            return config.world.decisions_within(COMPUTE[1])
+        return HORIZONS[1]
+    return max(config.world.applied_to(task).horizon for task in tasks_of(config))

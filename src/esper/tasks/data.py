@@ -176,6 +176,11 @@ def random_source(rng_seed: int, purpose: str) -> np.random.Generator:
     return np.random.default_rng(mixed)
 
 
+def log_uniform_int(random: np.random.Generator, low: int, high: int) -> int:
+    """A whole number from low to high, evenly on a log scale."""
+    return int(np.exp(random.uniform(np.log(low), np.log(high + 1))))
+
+
 def _first(wrong: Bool[Tensor, "*place"]) -> str:
     """Where the first true element stands, such as `12` or `[12, 0, 3]`."""
     place = wrong.nonzero()[0].tolist()

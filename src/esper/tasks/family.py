@@ -1,92 +1,126 @@
 """Tasks drawn at random: what a controller is trained on if it is to serve any host.
 
-    kind             one after the other: teachers, curves, small real tables
-    hidden layers    one, or with a chance of a quarter two
-    width            3 to 16, evenly on a log scale
-    horizon          20 to 36 decisions
-    decision_every   8 to 24 batches, evenly on a log scale
-    curves           scale, noise and shear of MNIST-1D around the published ones
+    kind             in random order: tables, curves, teachers, formulas, series, images
+    host             one or two hidden layers of 4 to 256 units (images: 2 to 16
+                     channels), evenly on a log scale, as wide as an episode can pay for
+    batch            32, 64 or 128 rows
+    learning rate    within a factor of two of 0.06 / sqrt(mean inputs of a unit)
+    horizon          20 to 36 decisions (clock `batches`)
+    decision_every   8 to 24 batches on a log scale, fewer for large hosts
+    compute          batches of an episode (clock `compute`): 100 to 10,000 on a log
+                     scale, as many as an episode can pay for
 
-Teachers differ from episode to episode, everything else from task to task. Data sets
-that others are judged on are not in here.
+What an episode can pay for is about a tenth of a second for the host as it is. Two
+kinds are held out from development and drawn only by name, and data sets that
+controllers are judged on are in no kind.
 """
 
-from dataclasses import replace
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Final
 
 import numpy as np
 
-from esper.tasks.catalogue import task
-from esper.tasks.data import Splits, random_source, split
-from esper.tasks.hosts import MlpHost
-from esper.tasks.mnist1d import Distortion, mnist1d
+from esper.contracts.errors import unknown
+from esper.tasks.data import Data, Splits, log_uniform_int, random_source, split
+from esper.tasks.generated import VECTORS, Kind
+from esper.tasks.hosts import CnnHost, Host, MlpHost
+from esper.tasks.images import IMAGES
 from esper.tasks.task import Task
-from esper.tasks.teacher import teacher
+from esper.tasks.variants import VARIANTS
 
-KINDS: Final = (
-    "teacher",
-    "mnist1d",
-    "vowel",
-    "segment",
-    "phoneme",
-    "spambase",
-    "digits",
-)
-"""What the tasks of a family are made of, in turn."""
-DEEP: Final = 0.25
+ALL_KINDS: Final[Mapping[str, Kind]] = {**VARIANTS, **VECTORS, **IMAGES}
+"""What draws the rows of each kind."""
+HELD_OUT_KINDS: Final = ("spirals", "textures")
+"""Kinds that nothing is developed on."""
+KINDS: Final = tuple(kind for kind in ALL_KINDS if kind not in HELD_OUT_KINDS)
+DEEP: Final = 0.3
 """Chance of a second hidden layer."""
-WIDTHS: Final = (3, 16)
+WIDTHS: Final = (4, 256)
+CHANNELS: Final = (2, 16)
+BATCHES: Final = (32, 64, 128)
 HORIZONS: Final = (20, 36)
 CADENCES: Final = (8, 24)
+COMPUTE: Final = (100, 10_000)
+WORK: Final = 1e8
+"""Rows times multiply-adds of a host that an episode trains, at most."""
+LEAST_BATCHES: Final = 300
+"""That every host can be trained for within this work."""
+OVERHEAD: Final = 300
+"""Multiply-adds that take as long as whatever else is done with a row."""
+RATE: Final = 0.06
+SMALL_SIDE: Final = 8
+"""Images with fewer pixels a side are pooled once only."""
 
 
-def drawn_task(rng_seed: int, number: int) -> Task:
-    """The task of this number in the family that a random seed stands for."""
-    random = random_source(rng_seed, f"family, {number}")
-    base = task(KINDS[number % len(KINDS)])
-    inputs, classes = base.host.shape[0], base.classes
-    layers = 1 + int(random.random() < DEEP)
-    hidden = (_log_uniform_int(random, WIDTHS),) * layers
-    varied = replace(
-        base,
+def drawn_task(rng_seed: int, number: int, kinds: Sequence[str] = KINDS) -> Task:
+    """The task of this number in the family that a random seed stands for.
+
+    Args:
+        rng_seed: Which family.
+        number: Which of its tasks; every kind comes once in `len(kinds)` of them.
+        kinds: What tasks are made of, such as `HELD_OUT_KINDS`.
+    """
+    turn, place = divmod(number, len(kinds))
+    order = random_source(rng_seed, f"kinds, {turn}").permutation(len(kinds))
+    kind = kinds[order[place]]
+    if kind not in ALL_KINDS:
+        raise unknown("there is no kind of task", kind, ALL_KINDS)
+    random = random_source(rng_seed, f"family, {kind}, {number}")
+    batch = BATCHES[random.integers(len(BATCHES))]
+    host = _host(_rows(kind, rng_seed, number), batch, random)
+    most = int(WORK / (batch * (host.macs + OVERHEAD)))
+    horizon = int(random.integers(*HORIZONS, endpoint=True))
+    cadence = log_uniform_int(random, *CADENCES)
+    return Task(
         name=f"family-{number + 1}",
-        description=f"{base.name}, a host of its own",
-        host=MlpHost((inputs, *hidden, classes)),
-        horizon=int(random.integers(*HORIZONS, endpoint=True)),
-        decision_every=_log_uniform_int(random, CADENCES),
+        description=kind,
+        data=partial(_splits, kind, rng_seed, number),
+        host=host,
+        batch=batch,
+        horizon=horizon,
+        decision_every=min(cadence, max(1, most // horizon)),
+        compute=log_uniform_int(
+            random, COMPUTE[0], max(COMPUTE[0], min(COMPUTE[1], most))
+        ),
+        learning_rate=learning_rate(host, batch) * 2 ** random.uniform(-1, 1),
     )
-    if base.name == "teacher":
-        return replace(varied, data=_teacher_rows)
-    if base.name == "mnist1d":
-        return replace(varied, data=partial(_curves, _drawn(random)))
-    return varied
 
 
-_rows = lru_cache(maxsize=8)(mnist1d)
+def learning_rate(host: Host, batch: int) -> float:
+    """A rate at which a host of this size learns well."""
+    inputs = np.mean([layer.inputs * layer.taps for layer in host.layers])
+    return float(RATE * (batch / 64) ** 0.5 / inputs**0.5)
 
 
 @lru_cache(maxsize=64)
-def _teacher_rows(rng_seed: int) -> Splits:
-    """The rows of a teacher; environments that share it draw it once."""
-    return teacher(rng_seed)
+def _rows(kind: str, rng_seed: int, number: int) -> Data:
+    """The rows of a task; once for the shape of its host and once for its world."""
+    return ALL_KINDS[kind](random_source(rng_seed, f"rows, {kind}, {number}"))
 
 
-def _curves(distortion: Distortion, rng_seed: int) -> Splits:
-    """Curves that are distorted in a way of their own, dealt out."""
-    return split(_rows(distortion=distortion), rng_seed)
+def _splits(kind: str, rng_seed: int, number: int, split_seed: int) -> Splits:
+    """The rows of a task, split."""
+    return split(_rows(kind, rng_seed, number), split_seed)
 
 
-def _drawn(random: np.random.Generator) -> Distortion:
-    """Distortions around the published ones."""
-    return Distortion(
-        scale=float(random.uniform(0.2, 0.6)),
-        smooth_noise=float(random.uniform(0.1, 0.4)),
-        white_noise=float(random.uniform(0.01, 0.1)),
-        shear=float(random.uniform(0.4, 1.1)),
-    )
+def _host(data: Data, batch: int, random: np.random.Generator) -> Host:
+    """A host for these rows, evenly on a log scale up to what can be paid for."""
+    shape = tuple(data.features.shape[1:])
+    flat = len(shape) == 1
+    deep = random.random() < DEEP and (flat or shape[1] >= SMALL_SIDE)
+    second = random.uniform(0.5, 1)
 
+    def of_width(units: int) -> Host:
+        hidden = (units, max(2, round(units * second))) if deep else (units,)
+        if flat:
+            return MlpHost((*shape, *hidden, data.classes))
+        channels, high, wide = shape
+        return CnnHost((channels, high, wide), hidden, data.classes)
 
-def _log_uniform_int(random: np.random.Generator, ends: tuple[int, int]) -> int:
-    """A whole number, evenly on a log scale."""
-    return int(np.exp(random.uniform(np.log(ends[0]), np.log(ends[1] + 1))))
+    least, most = WIDTHS if flat else CHANNELS
+    affordable = WORK / (batch * LEAST_BATCHES) - OVERHEAD
+    widths = range(1, most + 1)
+    widest = bisect_right(widths, affordable, key=lambda units: of_width(units).macs)
+    return of_width(log_uniform_int(random, least, max(least, widest)))

@@ -31,6 +31,9 @@ class Task:
     """Batches between two decisions."""
     horizon: int = 30
     """Decisions of an episode."""
+    compute: int | None = None
+    """Training compute of an episode by the clock `compute`, in batches of the starting
+    host; none: what the world's horizon makes."""
     learning_rate: float = 4e-3
     weight_decay: float = 0.01
     varied: bool = False
@@ -53,8 +56,10 @@ class Task:
                 f"{name}: expected data as a function of rng_seed; got "
                 f"{type(self.data).__name__}"
             )
-        for word in ("batch", "decision_every", "horizon"):
+        for word in ("batch", "decision_every", "horizon", "compute"):
             count = getattr(self, word)
+            if word == "compute" and count is None:
+                continue
             if not isinstance(count, int) or count < 1:
                 raise BadInput(
                     f"{name}: expected {word} as a whole number from 1; got {count!r}"

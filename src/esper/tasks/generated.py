@@ -1,0 +1,494 @@
+r"""Kinds of tasks by formula: rows of numbers with classes, or with targets.
+
+Every function draws the sizes of its task and then its rows from one generator. What
+decides a label is computed in float64 from the rows before they are rounded, so that no
+label depends on how a processor rounds. The columns that decide are put among others
+that are noise, in random order or turned by a random rotation (`lifted`), and a share
+of the labels, also of those that test, is replaced by another class (`classified`).
+
+    scores      polynomial, periodic, additive, bumps, ...: one number for each row, cut
+                into classes of equal size (`binned`)
+    geometry    clusters, cells, boxes, shells, spirals
+    logic       parity, multiplexer, rules, counts
+    sequences   the next symbol of a Markov chain, the last state of an automaton, which
+                motif or which frequency is in a noisy series
+"""
+
+from collections.abc import Callable, Mapping
+from math import isqrt
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from esper.tasks.data import Data, log_uniform_int
+from esper.tasks.teacher import Teacher, taught
+
+Random = np.random.Generator
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Kind = Callable[[Random], Data]
+"""Draws the rows of one task."""
+
+ROWS: Final = (1_500, 5_000)
+"""Rows of a generated task, evenly on a log scale."""
+MOST_NOISE: Final = 0.1
+"""Share of labels that are replaced, at most."""
+DIRECTIONS: Final = 4
+"""Directions that decide in a teacher of few directions, at most."""
+
+
+def as_data(
+    features: NDArray[np.floating], labels: Ints | Floats, outputs: int
+) -> Data:
+    """Rows of arrays; with one output, labels are targets."""
+    kind = np.float32 if outputs == 1 else np.int64
+    rows, answers = features.astype(np.float32), labels.astype(kind)
+    return Data("generated", torch.from_numpy(rows), torch.from_numpy(answers), outputs)
+
+
+def classified(
+    random: Random,
+    features: Floats,
+    labels: Ints,
+    classes: int,
+    most: float = MOST_NOISE,
+) -> Data:
+    """Rows with classes, of which a share is replaced by another class."""
+    wrong = random.random(len(labels)) < random.uniform(0, most)
+    moved = labels + wrong * random.integers(1, classes, len(labels))
+    return as_data(features, moved % classes, classes)
+
+
+def lifted(random: Random, signal: Floats, most: int = 16) -> Floats:
+    """Columns that decide among columns of noise, shuffled or rotated.
+
+    Args:
+        random: Where everything comes from.
+        signal: Columns that decide; they get a deviation of 1.
+        most: Columns of noise, at most.
+    """
+    extra = log_uniform_int(random, 1, most + 1) - 1
+    noise = random.standard_normal((len(signal), extra))
+    columns = np.hstack([(signal - signal.mean(0)) / signal.std(0), noise])
+    if random.random() < 0.5:
+        return columns[:, random.permutation(columns.shape[1])]
+    return columns @ rotation(random, columns.shape[1])
+
+
+def rotation(random: Random, size: int) -> Floats:
+    """A random orthogonal matrix."""
+    matrix: Floats = np.linalg.qr(random.standard_normal((size, size)))[0]
+    return matrix
+
+
+def binned(score: Floats, classes: int) -> Ints:
+    """Classes of equal size, by the rank of a score."""
+    ranks = np.empty(len(score), np.int64)
+    ranks[np.argsort(score, kind="stable")] = np.arange(len(score))
+    return ranks * classes // len(score)
+
+
+def row_count(random: Random) -> int:
+    """How many rows a task has."""
+    return log_uniform_int(random, *ROWS)
+
+
+# Teachers: random networks that label random rows.
+
+
+def _teacher(
+    random: Random,
+    *,
+    depth: tuple[int, int],
+    inputs: tuple[int, int] = (4, 32),
+    sparse: bool = False,
+) -> Data:
+    columns = log_uniform_int(random, *inputs)
+    kind = Teacher(
+        width=log_uniform_int(random, 6, 48),
+        depth=int(random.integers(*depth, endpoint=True)),
+        noise=random.uniform(0, MOST_NOISE),
+        inputs=columns,
+        classes=log_uniform_int(random, 2, 10),
+        fan_in=int(random.integers(2, 5)) if sparse else None,
+    )
+    return taught(random, row_count(random), kind)
+
+
+def teacher(random: Random) -> Data:
+    """Labels of a network with one hidden layer."""
+    return _teacher(random, depth=(1, 1))
+
+
+def teacher_deep(random: Random) -> Data:
+    """Labels of a network with several hidden layers."""
+    return _teacher(random, depth=(2, 4))
+
+
+def teacher_sparse(random: Random) -> Data:
+    """Labels of a network whose first units read a few of many inputs each."""
+    return _teacher(random, depth=(1, 2), inputs=(12, 64), sparse=True)
+
+
+def teacher_directions(random: Random) -> Data:
+    """Labels of a network that reads a few directions of the inputs."""
+    data = _teacher(random, depth=(1, 3), inputs=(2, DIRECTIONS))
+    signal = data.features.double().numpy()
+    return as_data(lifted(random, signal, 30), data.labels.numpy(), data.classes)
+
+
+# Scores: one number for each row.
+
+
+def polynomial_scores(random: Random) -> tuple[Floats, Floats]:
+    """Sum of random monomials of the columns."""
+    columns = log_uniform_int(random, 2, 12)
+    x = random.standard_normal((row_count(random), columns))
+    score = np.zeros(len(x))
+    for _ in range(log_uniform_int(random, 2, 12)):
+        degree = int(random.integers(2, 4))
+        score += random.standard_normal() * x[
+            :, random.integers(columns, size=degree)
+        ].prod(1)
+    return x, score
+
+
+def periodic_scores(random: Random) -> tuple[Floats, Floats]:
+    """Sum of waves along random directions."""
+    columns = log_uniform_int(random, 1, 8)
+    x = random.uniform(-1, 1, (row_count(random), columns))
+    score = np.zeros(len(x))
+    for _ in range(int(random.integers(1, 4))):
+        direction = random.standard_normal(columns)
+        direction *= random.uniform(2, 7) / np.sqrt((direction**2).sum())
+        score += np.sin(x @ direction + random.uniform(0, 2 * np.pi))
+    return x, score
+
+
+SHAPES: Final[tuple[Callable[[Floats], Floats], ...]] = (
+    lambda x: x,
+    np.abs,
+    lambda x: x**2,
+    lambda x: np.sin(3 * x),
+    lambda x: np.maximum(x, 0),
+    lambda x: (x > 0.3).astype(np.float64),
+    lambda x: np.exp(-4 * x**2),
+)
+"""Functions of one column that an additive score is made of."""
+
+
+def additive_scores(random: Random) -> tuple[Floats, Floats]:
+    """Sum of functions of one column each."""
+    columns = log_uniform_int(random, 2, 12)
+    x = random.standard_normal((row_count(random), columns))
+    score = np.zeros(len(x))
+    for column in range(columns):
+        part = SHAPES[random.integers(len(SHAPES))](x[:, column])
+        score += random.uniform(0.5, 1.5) * part / part.std()
+    return x, score
+
+
+def bump_scores(random: Random) -> tuple[Floats, Floats]:
+    """Sum of Gaussian bumps, up and down, in a few dimensions."""
+    columns = int(random.integers(1, 5))
+    x = random.uniform(-1, 1, (row_count(random), columns))
+    centres = random.uniform(-1, 1, (log_uniform_int(random, 3, 24), columns))
+    heights = random.standard_normal(len(centres))
+    width = random.uniform(0.3, 0.6) * isqrt(4 * columns) / 2
+    score: Floats = np.exp(-distances(x, centres) / (2 * width**2)) @ heights
+    return x, score
+
+
+def friedman_scores(random: Random) -> tuple[Floats, Floats]:
+    """One of the three functions of Friedman (1991)."""
+    u = random.random((row_count(random), 5))
+    number = int(random.integers(3))
+    if number == 0:
+        waves = 10 * np.sin(np.pi * u[:, 0] * u[:, 1])
+        return u, waves + 20 * (u[:, 2] - 0.5) ** 2 + 10 * u[:, 3] + 5 * u[:, 4]
+    x = u[:, :4] * (100, 520 * np.pi, 1, 10) + (0, 40 * np.pi, 0, 1)
+    inner = x[:, 1] * x[:, 2] - 1 / (x[:, 1] * x[:, 3])
+    if number == 1:
+        return x, np.sqrt(x[:, 0] ** 2 + inner**2)
+    return x, np.arctan(inner / x[:, 0].clip(1e-3))
+
+
+def step_scores(random: Random) -> tuple[Floats, Floats]:
+    """Constant in each box of a random tree."""
+    x, leaf = _boxes(random)
+    return x, random.standard_normal(leaf.max() + 1)[leaf]
+
+
+def _scored(scores: Callable[[Random], tuple[Floats, Floats]]) -> Kind:
+    """The kind whose classes are ranges of a score."""
+
+    def draw(random: Random) -> Data:
+        signal, score = scores(random)
+        classes = log_uniform_int(random, 2, 6)
+        labels = binned(score, classes)
+        return classified(random, lifted(random, signal), labels, classes)
+
+    draw.__doc__ = f"{scores.__doc__} Cut into classes of equal size."
+    return draw
+
+
+# Geometry.
+
+
+def distances(x: Floats, centres: Floats) -> Floats:
+    """Squared distance of each row from each centre."""
+    found: Floats = (
+        (x**2).sum(1, keepdims=True) - 2 * x @ centres.T + (centres**2).sum(1)
+    )
+    return found
+
+
+def mixture(random: Random) -> Data:
+    """Gaussian clusters, several for each class."""
+    columns, classes = log_uniform_int(random, 2, 24), log_uniform_int(random, 2, 12)
+    clusters = classes * log_uniform_int(random, 1, 6)
+    centres = random.standard_normal((clusters, columns))
+    cluster = random.integers(clusters, size=row_count(random))
+    spread = random.uniform(0.3, 0.8) * columns**0.25
+    x = centres[cluster] + spread * random.standard_normal((len(cluster), columns))
+    return classified(random, lifted(random, x, 8), cluster % classes, classes)
+
+
+def covariances(random: Random) -> Data:
+    """Gaussians around one mean that differ by their covariance."""
+    columns, classes = log_uniform_int(random, 2, 12), int(random.integers(2, 7))
+    x = random.standard_normal((row_count(random), columns))
+    labels = random.integers(classes, size=len(x))
+    for own in range(classes):
+        scales = np.exp(random.uniform(-1.2, 1.2, columns))
+        x[labels == own] = x[labels == own] * scales @ rotation(random, columns)
+    return classified(random, lifted(random, x, 8), labels, classes)
+
+
+def cells(random: Random) -> Data:
+    """Which prototype is nearest; several have the same class."""
+    columns, classes = int(random.integers(2, 9)), log_uniform_int(random, 2, 8)
+    x = random.uniform(-1, 1, (row_count(random), columns))
+    count = classes * log_uniform_int(random, 2, 6)
+    nearest = distances(x, random.uniform(-1, 1, (count, columns))).argmin(1)
+    return classified(random, lifted(random, x, 8), nearest % classes, classes)
+
+
+def _boxes(random: Random) -> tuple[Floats, Ints]:
+    """Rows, and the leaf of a random tree of thresholds that each lies in."""
+    columns = log_uniform_int(random, 2, 12)
+    x = random.standard_normal((row_count(random), columns))
+    leaf, leaves = np.zeros(len(x), np.int64), 1
+    for _ in range(log_uniform_int(random, 3, 30)):
+        # The largest leaf is cut, so that none is tiny.
+        rows = np.flatnonzero(leaf == np.bincount(leaf).argmax())
+        column = x[rows, random.integers(columns)]
+        cut = np.sort(column)[int(len(rows) * random.uniform(0.3, 0.7))]
+        leaf[rows[column > cut]] = leaves
+        leaves += 1
+    return x, leaf
+
+
+def boxes(random: Random) -> Data:
+    """The leaves of a random tree of thresholds, each with a class."""
+    x, leaf = _boxes(random)
+    classes = log_uniform_int(random, 2, min(8, int(leaf.max()) + 1))
+    labels = random.permutation(int(leaf.max()) + 1)[leaf] % classes
+    return classified(random, lifted(random, x, 8), labels, classes)
+
+
+def checkerboard(random: Random) -> Data:
+    """The colour of a field in two or three dimensions."""
+    columns = int(random.integers(2, 4))
+    fields = int(random.integers(2, 5)) if columns == 2 else 2
+    classes = int(random.integers(2, 4))
+    x = random.uniform(0, fields, (row_count(random), columns))
+    labels = np.floor(x).sum(1).astype(np.int64) % classes
+    return classified(random, lifted(random, x, 4), labels, classes)
+
+
+def shells(random: Random) -> Data:
+    """Distance from the centre in some of the dimensions."""
+    columns, classes = log_uniform_int(random, 2, 10), int(random.integers(2, 6))
+    x = random.standard_normal((row_count(random), columns))
+    labels = binned((x**2).sum(1), classes)
+    return classified(random, lifted(random, x), labels, classes)
+
+
+def spirals(random: Random) -> Data:
+    """The arm of a spiral, in a plane of more dimensions."""
+    arms = int(random.integers(2, 6))
+    rows = row_count(random)
+    labels = random.integers(arms, size=rows)
+    along = np.sqrt(random.uniform(0.02, 1, rows))
+    turns = random.uniform(0.5, 1.5)
+    angle = 2 * np.pi * (turns * along + labels / arms)
+    x = along[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=1)
+    x += random.uniform(0, 0.08) * random.standard_normal(x.shape)
+    return classified(random, lifted(random, x), labels, arms)
+
+
+def sparse_linear(random: Random) -> Data:
+    """Linear in a few of many columns."""
+    columns, relevant = log_uniform_int(random, 20, 96), int(random.integers(2, 9))
+    kind = Teacher(
+        width=1,
+        depth=0,
+        noise=random.uniform(0, MOST_NOISE),
+        inputs=relevant,
+        classes=int(random.integers(2, max(3, relevant))),
+    )
+    data = taught(random, row_count(random), kind)
+    noise = random.standard_normal((len(data), columns - relevant))
+    x = np.hstack([data.features.numpy(), noise])[:, random.permutation(columns)]
+    return as_data(x, data.labels.numpy(), data.classes)
+
+
+def largest(random: Random) -> Data:
+    """Which group of columns is the longest vector."""
+    classes, each = int(random.integers(3, 9)), int(random.integers(2, 5))
+    x = random.standard_normal((row_count(random), classes, each))
+    labels = (x**2).sum(2).argmax(1)
+    return classified(random, lifted(random, x.reshape(len(x), -1), 8), labels, classes)
+
+
+# Logic.
+
+
+def _signs(random: Random, columns: int) -> tuple[Floats, NDArray[np.bool_]]:
+    """Columns with two clusters each, and which of the two every row is in."""
+    bits = random.random((row_count(random), columns)) < 0.5
+    noise = random.uniform(0.1, 0.4) * random.standard_normal(bits.shape)
+    return np.where(bits, 1.0, -1.0) + noise, bits
+
+
+def parity(random: Random) -> Data:
+    """Whether an odd number of two or three columns is positive."""
+    x, bits = _signs(random, int(random.integers(2, 4)))
+    return classified(random, lifted(random, x, 8), bits.sum(1) % 2, 2)
+
+
+def multiplexer(random: Random) -> Data:
+    """The sign of the column that the signs of other columns point at."""
+    address = int(random.integers(1, 4))
+    x, bits = _signs(random, address + 2**address)
+    place = address + bits[:, :address] @ 2 ** np.arange(address)
+    labels = bits[np.arange(len(bits)), place].astype(np.int64)
+    return classified(random, lifted(random, x, 4), labels, 2)
+
+
+def counting(random: Random) -> Data:
+    """How many columns are far from zero."""
+    columns = log_uniform_int(random, 3, 12)
+    classes = int(random.integers(2, min(6, columns + 2)))
+    x = random.standard_normal((row_count(random), columns))
+    count = (np.abs(x) > 0.7).sum(1)
+    labels = (count - (columns + 1 - classes) // 2).clip(0, classes - 1)
+    return classified(random, lifted(random, x, 8), labels, classes)
+
+
+def rules(random: Random) -> Data:
+    """The first rule that holds; a rule is two or three thresholds."""
+    columns, classes = log_uniform_int(random, 3, 16), int(random.integers(2, 7))
+    x = random.standard_normal((row_count(random), columns))
+    labels, free = np.full(len(x), classes - 1), np.ones(len(x), np.bool_)
+    for number in range(log_uniform_int(random, classes - 1, 10)):
+        holds = free.copy()
+        for column in random.integers(columns, size=random.integers(1, 3)):
+            cut = random.uniform(-0.8, 0.8)
+            holds &= (x[:, column] > cut) ^ (random.random() < 0.5)
+        labels[holds] = number % classes
+        free &= ~holds
+    return classified(random, lifted(random, x, 8), labels, classes)
+
+
+# Sequences.
+
+
+def markov(random: Random) -> Data:
+    """The symbol after a window of a random Markov chain."""
+    symbols, order = int(random.integers(3, 13)), int(random.integers(1, 3))
+    length = int(random.integers(order, 9))
+    chances = random.dirichlet(np.full(symbols, 0.3), symbols**order).cumsum(1)
+    rows, warm = row_count(random), 8
+    text = random.integers(symbols, size=(rows, warm + length + 1))
+    for place in range(order, text.shape[1]):
+        state = text[:, place - order : place] @ symbols ** np.arange(order)
+        drawn = (random.random((rows, 1)) > chances[state]).sum(1)
+        text[:, place] = drawn.clip(0, symbols - 1)
+    shown, labels = text[:, warm:-1], text[:, -1]
+    codes = np.eye(symbols, dtype=np.float64)
+    if random.random() < 0.5:
+        bits = np.arange(symbols)[:, None] >> np.arange(4) & 1
+        codes = 2 * bits.astype(np.float64) - 1
+    return as_data(codes[shown].reshape(rows, -1), labels, symbols)
+
+
+def automaton(random: Random) -> Data:
+    """The state of a random finite automaton after a word."""
+    states, symbols = int(random.integers(2, 6)), int(random.integers(2, 4))
+    # Each symbol permutes the states: no word forgets how it began.
+    moves = np.stack([random.permutation(states) for _ in range(symbols)])
+    words = random.integers(symbols, size=(row_count(random), random.integers(3, 6)))
+    state = np.zeros(len(words), np.int64)
+    for place in range(words.shape[1]):
+        state = moves[words[:, place], state]
+    x = np.eye(symbols)[words].reshape(len(words), -1)
+    x += random.uniform(0.05, 0.25) * random.standard_normal(x.shape)
+    return classified(random, x, state, states, 0.05)
+
+
+def motif(random: Random) -> Data:
+    """Which of several motifs is somewhere in a noisy series."""
+    length, classes = log_uniform_int(random, 12, 48), int(random.integers(2, 9))
+    span = int(random.integers(5, 11))
+    motifs = random.standard_normal((classes, span)).cumsum(1)
+    motifs = (motifs - motifs.mean(1, keepdims=True)) / motifs.std(1, keepdims=True)
+    labels = random.integers(classes, size=row_count(random))
+    x = random.uniform(0.1, 0.5) * random.standard_normal((len(labels), length))
+    shifts = int(random.integers(2, min(length - span, 16) + 1))
+    place = random.integers(shifts, size=len(labels))
+    x[np.arange(len(x))[:, None], place[:, None] + np.arange(span)] += motifs[labels]
+    return classified(random, x, labels, classes)
+
+
+def harmonics(random: Random) -> Data:
+    """The frequency of a wave of any phase in a noisy series."""
+    length, classes = log_uniform_int(random, 12, 48), int(random.integers(2, 7))
+    labels = random.integers(classes, size=row_count(random))
+    step = random.uniform(0.6, 1.0)
+    angle = 2 * np.pi * (1 + step * labels[:, None]) * np.arange(length) / length
+    x = np.sin(angle + random.uniform(0, 2 * np.pi, (len(labels), 1)))
+    x += random.uniform(0.1, 0.7) * random.standard_normal(x.shape)
+    return classified(random, x, labels, classes)
+
+
+VECTORS: Final[Mapping[str, Kind]] = {
+    "teacher": teacher,
+    "teacher-deep": teacher_deep,
+    "teacher-sparse": teacher_sparse,
+    "teacher-directions": teacher_directions,
+    "polynomial": _scored(polynomial_scores),
+    "periodic": _scored(periodic_scores),
+    "additive": _scored(additive_scores),
+    "bumps": _scored(bump_scores),
+    "mixture": mixture,
+    "covariances": covariances,
+    "cells": cells,
+    "boxes": boxes,
+    "checkerboard": checkerboard,
+    "shells": shells,
+    "spirals": spirals,
+    "sparse-linear": sparse_linear,
+    "largest": largest,
+    "parity": parity,
+    "multiplexer": multiplexer,
+    "counting": counting,
+    "rules": rules,
+    "markov": markov,
+    "automaton": automaton,
+    "motif": motif,
+    "harmonics": harmonics,
+}

@@ -1,0 +1,136 @@
+"""Kinds of tasks with small images, `[row, 1, side, side]`, for convolutional hosts.
+
+Pictures of one thing (a bar, blobs, a shape, a texture) at a random place under noise,
+and the digits of scikit-learn as images.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper.tasks.data import Data
+from esper.tasks.generated import Floats, Kind, Random, as_data, classified, row_count
+from esper.tasks.variants import table
+
+SIDES: Final = (6, 12)
+"""Pixels of a side."""
+ROWS: Final = 3_000
+"""Images of a task, at most."""
+
+
+def _canvas(random: Random) -> tuple[int, int, Floats, Floats]:
+    """Rows, side, and the coordinates of the pixels from -1 to 1."""
+    side = int(random.integers(*SIDES, endpoint=True))
+    place = np.linspace(-1, 1, side)
+    return min(row_count(random), ROWS), side, place[:, None], place[None, :]
+
+
+def _noisy(random: Random, images: Floats, most: float) -> Floats:
+    noise = random.uniform(0.1, most) * random.standard_normal(images.shape)
+    return (images + noise)[:, None]
+
+
+def _column(values: NDArray[Any]) -> NDArray[Any]:
+    """Numbers of every image, to be combined with its pixels."""
+    return values[:, None, None]
+
+
+def digit_images(random: Random) -> Data:
+    """Handwritten digits, some or all of them."""
+    data = table("digits")
+    classes = int(random.integers(4, 11))
+    chosen = random.permutation(10)[:classes]
+    number = np.full(10, -1)
+    number[chosen] = np.arange(classes)
+    labels = number[data.labels.numpy()]
+    x = data.features.numpy()[labels >= 0].reshape(-1, 8, 8).astype(np.float64)
+    return as_data(_noisy(random, x / x.std(), 0.6), labels[labels >= 0], classes)
+
+
+def _bars(random: Random, angle: Floats) -> Floats:
+    """Images of a bar under each angle."""
+    _, _, high, wide = _canvas(random)
+    shift = _column(random.uniform(-0.5, 0.5, len(angle)))
+    across = _column(np.cos(angle)) * wide + _column(np.sin(angle)) * high - shift
+    bars: Floats = np.exp(-((across / random.uniform(0.15, 0.3)) ** 2))
+    return bars
+
+
+def bars(random: Random) -> Data:
+    """The direction of a bar."""
+    classes = int(random.integers(2, 9))
+    labels = random.integers(classes, size=min(row_count(random), ROWS))
+    jitter = random.uniform(-0.25, 0.25, len(labels))
+    images = _bars(random, np.pi * (labels + jitter) / classes)
+    return classified(random, _noisy(random, images, 0.6), labels, classes)
+
+
+def bar_angles(random: Random) -> Data:
+    """The slope of a bar, as a target."""
+    angle = random.uniform(0, np.pi, min(row_count(random), ROWS))
+    images = _bars(random, angle)
+    return as_data(_noisy(random, images, 0.4), np.cos(2 * angle), 1)
+
+
+def blobs(random: Random) -> Data:
+    """How many blobs there are."""
+    rows, _, high, wide = _canvas(random)
+    classes = int(random.integers(2, 6))
+    labels, size = random.integers(classes, size=rows), random.uniform(0.15, 0.3)
+    images = np.zeros((rows, high.size, wide.size))
+    for number in range(classes):
+        y, x = (_column(random.uniform(-0.8, 0.8, rows)) for _ in range(2))
+        blob = np.exp(-((high - y) ** 2 + (wide - x) ** 2) / (2 * size**2))
+        images += blob * _column(labels >= number)
+    return classified(random, _noisy(random, images, 0.4), labels, classes)
+
+
+def shapes(random: Random) -> Data:
+    """A disc, a square, a ring, a frame, a cross, a diagonal cross or a line."""
+    rows, side, high, wide = _canvas(random)
+    y, x = (_column(random.uniform(-0.35, 0.35, rows)) for _ in range(2))
+    radius, thin = _column(random.uniform(0.4, 0.65, rows)), 1.2 / side
+    y, x = np.abs(high - y), np.abs(wide - x)
+    disc, square = np.hypot(x, y), np.maximum(x, y)
+    kinds: list[NDArray[np.bool_]] = [
+        disc < radius,
+        square < 0.8 * radius,
+        np.abs(disc - radius) < thin,
+        np.abs(square - radius) < thin,
+        (np.minimum(x, y) < thin) & (square < radius),
+        (np.abs(x - y) < thin) & (square < radius),
+        (y + 0 * x < thin) & (x + 0 * y < radius),
+    ]
+    classes = int(random.integers(3, len(kinds) + 1))
+    chosen = random.permutation(len(kinds))[:classes]
+    labels = random.integers(classes, size=rows)
+    drawn = np.stack([kinds[kind] for kind in chosen])[labels, np.arange(rows)]
+    images = drawn.astype(np.float64)
+    return classified(random, _noisy(random, images, 0.6), labels, classes)
+
+
+def textures(random: Random) -> Data:
+    """Which kernel white noise was filtered with."""
+    rows, side, _, _ = _canvas(random)
+    classes = int(random.integers(2, 6))
+    kernels = random.standard_normal((classes, 3, 3))
+    kernels /= np.sqrt((kernels**2).sum((1, 2), keepdims=True))
+    labels = random.integers(classes, size=rows)
+    white = random.standard_normal((rows, side + 2, side + 2))
+    images = np.zeros((rows, side, side))
+    for y in range(3):
+        for x in range(3):
+            part = white[:, y : y + side, x : x + side]
+            images += _column(kernels[labels, y, x]) * part
+    return classified(random, _noisy(random, images, 0.2), labels, classes)
+
+
+IMAGES: Final[Mapping[str, Kind]] = {
+    "digit-images": digit_images,
+    "bars": bars,
+    "blobs": blobs,
+    "shapes": shapes,
+    "textures": textures,
+}
