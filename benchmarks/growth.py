@@ -120,19 +120,13 @@ def step_of(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
 
 
 def hooked(model: GrowingModel, step: Callable[[], None]) -> Callable[[], None]:
-    """The same step of the same host, with hooks on it for as long as it lasts.
-
-    What a place keeps from batch to batch is given back to it after the hooks.
-    """
+    """The same step of the same host, with hooks on it for as long as it lasts."""
     (hooks,) = model.hooks
 
     def with_hooks() -> None:
         hooks.attach()
         step()
-        passed, samples = hooks.passed, [*hooks.samples]
         hooks.detach()
-        hooks.passed = passed
-        hooks.samples.extend(samples)
 
     return with_hooks
 

@@ -14,12 +14,15 @@ from typing import Final
 
 import numpy as np
 import torch
+from jaxtyping import Int64
 from rich.console import Console
+from torch import Generator, Tensor
 
 from benchmarks import timing
 from benchmarks.optimum import best_memoryless_returns, optimal_returns
 from benchmarks.timing import Report
-from esper.contracts.world import Controller
+from esper.contracts.actions import ActionMasks
+from esper.contracts.world import Controller, ControllerState, Observation
 from esper.environment.simulated import SimulatedWorld, draw_instances
 from esper.experiment.config import SIMULATED, Budget, TrainConfig
 from esper.experiment.presets import preset
@@ -31,7 +34,43 @@ from esper.experiment.trainer import Trainer
 from esper.experiment.worlds import steps_of, worlds_of
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.policy.sampling import GreedyPolicy
-from esper.tamiyo.rule_based import Never, PromiseGreedy, Random
+from esper.tamiyo.rule_based import (
+    Never,
+    Random,
+    blend_distances,
+    next_actions,
+    size_scores,
+)
+
+SLOW_BLEND: Final = blend_distances("ADD", "SLOW", "FULL", "SLOW", "SIGMOID")
+"""As slowly as the world allows, and fully."""
+
+
+class PromiseGreedy:
+    """Plants the offer of the largest promised gain per parameter; blends slowly.
+
+    Only the simulated world knows what offers promise. Those that promise less than
+    their rent are left out; where it is not known, the largest are tried when nothing
+    else pays.
+    """
+
+    def decide(
+        self,
+        observation: Observation,
+        masks: ActionMasks,
+        state: ControllerState,
+        generator: Generator,
+    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
+        """Follow the rules, and plant what promises most per parameter."""
+        offers, rent = observation.offers, observation.host.rent[:, None, None]
+        pays = offers.promise - rent * offers.parameters > 0.0
+        # An offer without parameters costs next to nothing.
+        gain = offers.promise / offers.parameters.clamp_min(1e-12)
+        known = torch.where(pays, gain, -torch.inf)
+        trial = size_scores(offers) - 3.0  # below every gain that pays
+        scores = torch.where(offers.promise_known, known, trial)
+        return next_actions(observation, masks, scores, blending=SLOW_BLEND), None
+
 
 OPTIMUM, MEMORYLESS = "optimum", "best without memory"
 BASELINES: Mapping[str, Controller] = {

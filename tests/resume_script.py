@@ -59,7 +59,6 @@ class Training:
             ],
             tick=PER_DECISION,
             seeds_per_slot=2,
-            initialiser="gradmax",
         )
         self.batch = 0
         torch.manual_seed(7)

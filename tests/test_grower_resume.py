@@ -24,7 +24,7 @@ def uninterrupted(controller: str) -> dict:
 
 @pytest.mark.parametrize(
     ("controller", "batch"),
-    [("never", 20), ("never", 18), ("random", 23), ("promise", 17)],
+    [("never", 20), ("never", 18), ("random", 23), ("periodic", 17)],
 )
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(controller, batch, tmp_path):
     path = tmp_path / "saved.pt"

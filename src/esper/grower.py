@@ -31,8 +31,7 @@ from esper.contracts.stages import Stage
 from esper.contracts.world import Controller, ControllerState
 from esper.growth.export import export
 from esper.growth.history import PLAIN, GrowthDecision, summary
-from esper.growth.hooks import Sample, attach_gradients, shadow_gradients
-from esper.growth.initialisers import find_initialiser
+from esper.growth.hooks import attach_gradients, shadow_gradients
 from esper.growth.measurements import MetricScorer, Track, observe
 from esper.growth.model import GrowingModel, NamedOps
 from esper.growth.safety import (
@@ -48,7 +47,7 @@ from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import Maker, controller_for
 from esper.tamiyo.rule_based import explain_no_planting
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 """Version of what `state_dict` holds."""
 DECISIONS: Final = 30
 """Decisions of a run whose end is known but was not given."""
@@ -63,9 +62,9 @@ class Grower(NamedOps[Receipt]):
         slots: Places by module name: "fc1->fc2" for new hidden units between two
             layers, "fc2->fc2" beside one layer, "block" for residual seeds; or "auto".
         example: What the model is called with: a tensor, a tuple or a dictionary.
-        controller: "never", "random", "early", "periodic", "plateau", "promise",
-            "tamiyo" (the trained one that comes with Esper), or any `Controller`, or
-            what makes one: `load_controller(run)`.
+        controller: "never", "random", "early", "periodic", "plateau", "tamiyo" (the
+            trained one that comes with Esper), or any `Controller`, or what makes
+            one: `load_controller(run)`.
         budget: How much may be added: a float is a multiple of the host's
             parameters, an int a number of parameters.
         decisions: How often `step` will be called; with stop="anytime" it is not used.
@@ -74,7 +73,6 @@ class Grower(NamedOps[Receipt]):
         rent: Score that one more multiple of the host's parameters must earn.
         blueprints: Names of what may be planted; all built-in ones if None.
         seeds_per_slot: How many seeds a place can hold.
-        initialiser: How seeds start: "zero_out", "gradmax" or "tiny".
         governor: Limits of what counts as healthy; None switches the checks off.
         mode: "max" if a larger metric is better (it must lie in [0, 1]), "min" if
             it is a loss.
@@ -98,7 +96,6 @@ class Grower(NamedOps[Receipt]):
         rent: float = 0.0,
         blueprints: Sequence[str] | None = None,
         seeds_per_slot: int = 4,
-        initialiser: str = "zero_out",
         governor: GovernorConfig | None = GovernorConfig(),  # noqa: B008
         mode: str = "max",
         min_age: int = 1,
@@ -113,7 +110,6 @@ class Grower(NamedOps[Receipt]):
             raise BadInput(f"rent must be a number of at least 0, got {rent}.")
         if budget != budget or budget < 0:
             raise BadInput(f"budget must not be negative, got {budget}.")
-        find_initialiser(initialiser)
         if isinstance(slots, str):
             slots = _automatic(model, slots, example)
         self.model = GrowingModel(
@@ -141,7 +137,6 @@ class Grower(NamedOps[Receipt]):
         self.budget: float = budget if isinstance(budget, float) else budget / host
         self.decisions = None if stop == "anytime" else decisions or DECISIONS
         self.rent = rent
-        self.initialiser = initialiser
         self.history: list[GrowthDecision] = []
         self._optimizer = optimizer
         self._generator = torch.Generator().manual_seed(rng_seed)
@@ -209,8 +204,8 @@ class Grower(NamedOps[Receipt]):
 
         Args:
             metric: How well the host does, on data it is not trained on; a number,
-                or a function that measures it. With a function, the contribution of
-                every seed is measured too, by leaving it out.
+                or a function that measures it; what the function changes of the host
+                is put back.
 
         Returns:
             What was decided; true if anything changed.
@@ -235,8 +230,6 @@ class Grower(NamedOps[Receipt]):
         macs = self.model.macs / max(self.model.survey.macs, 1)
         self._compute += self._batches * macs
         self._batches = 0
-        contributions = self._scorer.contributions(metric, score)
-        self.safety.remove_failed_seeds()
         if not self._used_loss:
             self._pass_training()
         observation = observe(
@@ -246,7 +239,6 @@ class Grower(NamedOps[Receipt]):
             compute=self._compute,
             budget=self.budget,
             rent=self.rent,
-            contributions=contributions,
         )
         masks = compute_masks(observation, self.model.spec)
         actions, state = self.controller.decide(
@@ -257,7 +249,7 @@ class Grower(NamedOps[Receipt]):
         why_not = explain_no_planting(observation, masks) if op is Op.WAIT else ""
         action = action_text(actions, self.model.slots, self.model.spec)
         if op is not Op.WAIT:
-            self.topology.act(actions, self.initialiser)
+            self.topology.act(actions)
         self._track, self._controller_state = track, state
         self.topology.tick(0)
         receipts, events = self.topology.collect()
@@ -278,8 +270,6 @@ class Grower(NamedOps[Receipt]):
         self.topology.step = len(self.history)
         self._losses, self._used_loss, self._moved = [], False, False
         self.safety.incidents = []
-        for hooks in self.model.hooks:
-            hooks.forget()
         self.safety.topology_changed()
         return decision
 
@@ -340,11 +330,6 @@ class Grower(NamedOps[Receipt]):
             "losses": [*self._losses],
             "flags": [self._used_loss, self._skipped_training, self._moved],
             "compute": [self._batches, self._compute],
-            "passed": [hooks.passed for hooks in self.model.hooks],
-            "samples": [
-                [[s.inputs, s.outputs, s.rows, s.gradient] for s in hooks.samples]
-                for hooks in self.model.hooks
-            ],
             "history": PLAIN.dump_python([*self.history, pending], mode="json"),
         }
 
@@ -368,12 +353,6 @@ class Grower(NamedOps[Receipt]):
         self._losses = [*state["losses"]]
         self._used_loss, self._skipped_training, self._moved = state["flags"]
         self._batches, self._compute = state["compute"]
-        for hooks, passed, samples in zip(
-            self.model.hooks, state["passed"], state["samples"], strict=True
-        ):
-            hooks.forget()
-            hooks.passed = passed
-            hooks.samples.extend(Sample(*sample) for sample in samples)
         *self.history, unfinished = PLAIN.validate_python(state["history"])
         self.topology.step = len(self.history)
         self.topology.receipts = [*unfinished.receipts]
@@ -385,11 +364,8 @@ class Grower(NamedOps[Receipt]):
 
     # Inside.
 
-    def _op(
-        self, op: Op, slot: str, initialiser: str | None = None, **choices: str
-    ) -> Receipt:
-        actions = self.model.encode(op, slot, **choices)
-        receipt = self.topology.act(actions, initialiser or self.initialiser)
+    def _op(self, op: Op, slot: str, **choices: str) -> Receipt:
+        receipt = self.topology.act(self.model.encode(op, slot, **choices))
         self.safety.topology_changed()
         return receipt
 

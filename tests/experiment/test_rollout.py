@@ -13,7 +13,7 @@ from esper.experiment.rollout import collect, play, start
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
 from esper.tamiyo.policy.sampling import GreedyPolicy
-from esper.tamiyo.rule_based import Never, PromiseGreedy, Random
+from esper.tamiyo.rule_based import Never, Random
 from tests.rollouts import TINY, HashWorld, evaluate, make_buffer, make_policy, take
 from tests.worlds import ProbeWorld
 
@@ -234,7 +234,7 @@ def test_a_world_with_another_action_space_is_refused():
         collect(world, policy, buffer, live, Generator(), policy_version=0)
 
 
-@pytest.mark.parametrize("controller", [Never(), Random(), PromiseGreedy()])
+@pytest.mark.parametrize("controller", [Never(), Random()])
 def test_any_controller_can_play_and_every_sentence_is_legal(controller):
     """The world itself judges each sentence."""
     world = HashWorld(ENVS, ends=0.3)

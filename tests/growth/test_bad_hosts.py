@@ -214,7 +214,6 @@ def test_hosts_and_slots_that_cannot_be_grown_are_refused(make, slots, line):
         ({"kind": torch.optim.LBFGS}, "use a first-order optimiser"),
         ({"controller": "premise"}, "did you mean"),
         ({"mode": "best"}, "mode must be"),
-        ({"initialiser": "zero"}, "did you mean 'zero_out'"),
         ({"blueprints": ["widen_9"]}, "did you mean"),
         ({"decisions": 0}, "decisions must be at least 1, got 0"),
         ({"rent": -1.0}, "rent must be a number of at least 0, got -1"),

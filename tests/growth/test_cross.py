@@ -154,15 +154,6 @@ def test_planting_changes_no_bit_whoever_is_born_last(kind, order, tempo):
         assert spread == pytest.approx(share**0.5, rel=1e-4)
 
 
-def test_blocks_begin_at_zero_beside_an_initialiser_that_speaks_at_once():
-    grower = grower_of("linear", (UP, "AT_ONCE"), (DOWN, ""))
-    train(grower, "linear", 2)
-    grower.plant(DOWN, "widen_8", initialiser="gradmax")
-    seed = seed_of(grower.model, DOWN)
-    assert bool(seed.weights["last"].any())
-    assert not bool(seed.cross["from_0"].any())
-
-
 def grower_of(kind, first, second):
     """A Grower whose seeds are planted at these tempos; the older one is not zero."""
     host = host_of(kind)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper.growth.hooks import ROWS, shadow_gradients
+from esper.growth.hooks import shadow_gradients
 from tests.growth.hosts import grow, make_batch, move_to, shake
 
 SLOT = "second#0"
@@ -28,47 +28,6 @@ def test_a_seed_is_added_or_scales_by_its_alpha(style, target, alpha):
     wanted = bare + alpha * delta if style == "ADD" else bare * (1 + alpha * delta)
     assert not torch.allclose(bare, seen[0])
     torch.testing.assert_close(seen[0], wanted, rtol=1e-6, atol=1e-6)
-
-
-def test_rows_are_kept_in_training_only_and_not_too_many():
-    model = grow("vector")
-    hooks = model.hooks[0]
-    x, y = make_batch("vector", 700)
-    model.host.eval()
-    model.host(x)
-    model.host.train()
-    with torch.no_grad():
-        model.host(x)
-    assert len(hooks.samples) == 0
-    for _ in range(5):
-        nn.functional.cross_entropy(model.host(x), y).backward()
-    kept = sum(len(sample.inputs) for sample in hooks.samples)
-    assert ROWS <= kept < ROWS + 700
-    assert all(sample.gradient is not None for sample in hooks.samples)
-
-
-def test_the_gradient_kept_is_that_of_the_place():
-    model = grow("vector", min_age=0)
-    x, y = make_batch("vector", 8)
-    host = model.host.train()
-    host.drop.p = 0.0
-    seen = []
-    host.second.register_forward_hook(
-        lambda m, a, out: (out.retain_grad(), seen.append(out))[0]
-    )
-    nn.functional.cross_entropy(host(x), y).backward()
-    hooks = model.hooks_of(model.index(SLOT))
-    assert torch.equal(hooks.samples[-1].gradient, seen[0].grad)
-    assert torch.equal(hooks.samples[-1].outputs, seen[0])
-
-
-def test_full_places_keep_nothing():
-    model = grow("vector", seeds_per_slot=1)
-    model.plant(SLOT, "residual_mlp")
-    x, y = make_batch("vector", 8)
-    nn.functional.cross_entropy(model.host(x), y).backward()
-    assert len(model.hooks_of(model.index(SLOT)).samples) == 0
-    assert len(model.hooks[0].samples) == 1
 
 
 def test_shadow_gradients_are_those_of_the_seed_in_place():

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from esper.contracts.errors import BadInput
 from esper.growth.measurements import (
@@ -16,7 +15,7 @@ from esper.growth.measurements import (
     host_states,
     observe,
 )
-from tests.growth.hosts import grow, make_batch, move_to, shake
+from tests.growth.hosts import grow, make_batch, move_to
 
 LOSSES = st.floats(0.01, 10) | st.just(math.nan)
 
@@ -57,53 +56,24 @@ def test_a_track_is_what_a_loop_over_decisions_gives(seen):
     assert float(host.loss) == pytest.approx(relative, **close)
 
 
-def look(model, budget=2.0, contributions=None):
-    track = Track.fresh(1).after(torch.tensor([0.4]), torch.tensor([1.5]))
-    return observe(
-        model,
-        track,
-        horizon=10,
-        compute=3.0,
-        budget=budget,
-        rent=0.1,
-        contributions=contributions or {},
-    )
-
-
 def test_an_observation_shows_budget_slots_and_offers():
     model = grow("vector")
-    empty = look(model)
     move_to(model, "first->second#0", "widen_8", "HOLDING", alpha_target="MOST")
-    seen = look(model, contributions={0: 0.25})
+    track = Track.fresh(1).after(torch.tensor([0.4]), torch.tensor([1.5]))
+    seen = observe(model, track, horizon=10, compute=3.0, budget=2.0, rent=0.1)
     share = model.parameters_added / model.survey.parameters
     assert float(seen.host.budget_left) == pytest.approx(2.0 - share)
     assert float(seen.host.added) == pytest.approx(share)
     assert float(seen.slots.parameters[0, 0]) == pytest.approx(share)
     assert float(seen.slots.alpha[0, 0]) == pytest.approx(0.7)
-    assert seen.slots.contribution_measured[0].tolist() == [True] + [False] * 7
-    assert float(seen.slots.contribution[0, 0]) == 0.25
-    assert not bool(empty.slots.contribution_measured.any())
+    assert not bool(seen.slots.contribution_measured.any())
+    assert not bool(seen.offers.promise_known.any())
     names = [blueprint.name for blueprint in model.spec.blueprints]
     widen = names.index("widen_8")
     assert seen.offers.fits[0, :, widen].tolist() == [True, True, False, False] * 2
     assert float(seen.offers.parameters[0, 0, widen]) == pytest.approx(share)
     assert float(seen.slots.depth[0, 0]) < float(seen.slots.depth[0, 1])
     assert bool(seen.first)
-
-
-def test_promises_are_known_after_training_and_liveness_sees_dead_units():
-    model = grow("vector")
-    assert not bool(look(model).offers.promise_known.any())
-    x, y = make_batch("vector", 256)
-    with torch.no_grad():
-        model.host.second.weight[:6] = 0.0
-    nn.functional.cross_entropy(model.host(x), y).backward()
-    seen = look(model)
-    assert bool(seen.offers.promise_known.any())
-    assert float(seen.offers.promise.max()) > 0
-    slot = model.index("second#0")
-    assert float(seen.slots.liveness[0, slot]) == pytest.approx(0.5)
-    assert float(seen.slots.gradient_share[0, :4].sum()) == pytest.approx(1.0)
 
 
 def test_scores_of_losses_begin_at_a_half_and_rise_as_the_loss_falls():
@@ -114,31 +84,6 @@ def test_scores_of_losses_begin_at_a_half_and_rise_as_the_loss_falls():
     assert MetricScorer(grow("vector"), "max").score(0.3) == 0.3
     with pytest.raises(BadInput, match="must be a number, got None"):
         scorer.measure(lambda: None)
-
-
-def test_a_contribution_is_the_score_lost_without_the_seed():
-    model = grow("vector")
-    move_to(model, "first->second#0", "widen_8", "HOLDING")
-    move_to(model, "second#0", "residual_mlp", "TRAINING")
-    shake(model)
-    x, y = make_batch("vector", 64)
-
-    def metric():
-        with torch.no_grad():
-            loss = nn.functional.cross_entropy(model.host.eval()(x), y)
-        model.host.train()
-        return float(torch.exp(-loss))
-
-    scorer = MetricScorer(model, "max")
-    score = scorer.measure(metric)
-    found = scorer.contributions(metric, score)
-    active, trained = model.index("first->second#0"), model.index("second#0")
-    assert set(found) == {active, trained}
-    with model.flow.using(left_out=active):
-        assert found[active] == pytest.approx(score - metric())
-    with model.flow.using(tried=trained):
-        assert found[trained] == pytest.approx(metric() - score)
-    assert scorer.contributions(0.5, 0.5) == {}
 
 
 def test_measuring_leaves_no_trace():
@@ -154,4 +99,3 @@ def test_measuring_leaves_no_trace():
     MetricScorer(model, "max").measure(metric)
     assert all(torch.equal(before[n], t) for n, t in model.host.state_dict().items())
     assert torch.equal(streams, torch.get_rng_state())
-    assert all(len(hooks.samples) == 0 for hooks in model.hooks)

@@ -192,3 +192,17 @@ def test_detaching_leaves_the_host_bare():
         module._forward_hooks or module._forward_pre_hooks
         for module in model.host.modules()
     )
+
+
+def test_new_units_are_as_large_as_the_old_ones_where_these_are_a_measure():
+    model = grow("signal", seeds_per_slot=3)
+    for slot, factor in enumerate((7.0, 0.0, torch.nan)):
+        with torch.no_grad():
+            model.host.first.weight.mul_(factor)
+        model.plant(f"first->second#{slot}", "widen_8")
+        seed = model.seeds[f"slot_{model.index(f'first->second#{slot}')}"]
+        built = seed.weights["first"].detach().std(correction=0)
+        if factor == 7.0:
+            old = model.host.first.weight.detach().std(correction=0)
+            torch.testing.assert_close(built, old)
+        assert 0.0 < float(built) < 4.0

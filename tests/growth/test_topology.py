@@ -31,7 +31,7 @@ def decision(step=0, **changed) -> GrowthDecision:
         "grew": True,
         "parameters": 10,
         "macs": 20,
-        "receipts": (Receipt("GERMINATE", "a->b#0", "widen_8", 0.0, "as built"),),
+        "receipts": (Receipt("GERMINATE", "a->b#0", "widen_8", 0.0),),
         "events": (event,),
         "incidents": ("refused: the loss is not finite (nan)",),
     }
@@ -59,7 +59,7 @@ def test_the_summary_lists_changes_reasons_and_incidents():
         "second#0",
         "TRAINING",
         "residual_mlp",
-        "GERMINATE a->b#0 widen_8: output changed by 0 (as built)",
+        "GERMINATE a->b#0 widen_8: output changed by 0",
         "2 x  no slot is free",
         "refused: the loss is not finite (nan)",
         "note: a note",
@@ -93,7 +93,7 @@ def test_parameters_join_and_leave_with_their_seed():
     slot = "first->second#0"
     how = {"blueprint": "widen_8", "tempo": "SLOW"}
     receipt = topology.act(model.encode(Op.GERMINATE, slot, **how))
-    assert receipt == Receipt("GERMINATE", slot, "widen_8", 0.0, "zero_out")
+    assert receipt == Receipt("GERMINATE", slot, "widen_8", 0.0)
     group = optimizer.param_groups[0]["params"]
     assert {id(p) for p in group} == {id(p) for p in model.parameters()}
     topology.tick()

@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator
 
+from benchmarks.learning import PromiseGreedy
 from esper.contracts.errors import BadInput
 from esper.contracts.world import Controller
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import CONTROLLERS, NAMES, controller_for, make_controller
 from esper.tamiyo.restricted import Restricted
-from esper.tamiyo.rule_based import Never, Plateau, PromiseGreedy, Random
+from esper.tamiyo.rule_based import Never, Plateau, Random
 from esper.tamiyo.schedule import Schedule, Scheduled
 from tests.device_reads import count_device_reads
 from tests.rollouts import SPEC, random_observation
@@ -36,7 +37,7 @@ def by_name(name):
 
 MAKERS = {
     **{name: by_name(name) for name in CONTROLLERS},
-    "promise without spec": lambda spec, envs: PromiseGreedy(),
+    "promise": lambda spec, envs: PromiseGreedy(),
     "scheduled": lambda spec, envs: Scheduled(spec, (schedules(spec) * envs)[:envs]),
 }
 
@@ -74,7 +75,6 @@ def test_names_make_their_controllers():
         "doubling": Scheduled,
         "large-then-cut": Scheduled,
         "plateau": Plateau,
-        "promise": PromiseGreedy,
         "tamiyo": Restricted,
     }
     assert [*NAMES] == [*CONTROLLERS, "tamiyo"] == [*kinds]

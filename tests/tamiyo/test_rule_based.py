@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Generator
 
+from benchmarks.learning import SLOW_BLEND, PromiseGreedy
 from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput
@@ -17,10 +18,8 @@ from esper.contracts.stages import Stage
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.rule_based import (
     PATIENCE,
-    SLOW_BLEND,
     STANDARD_BLEND,
     Plateau,
-    PromiseGreedy,
     Random,
     SizePreference,
     explain_no_planting,
@@ -244,7 +243,6 @@ def test_an_unknown_promise_is_tried_when_nothing_known_pays():
     assert first_choice(PromiseGreedy(), **pays) == (1, 1, 1)
     dear = promised(*offers, known=known, rent=1.0)
     assert first_choice(PromiseGreedy(), **dear) == (1, 1, 0)
-    assert first_choice(PromiseGreedy(PAIR), **dear) == (1, 0, 1)
 
 
 def test_promises_are_blended_slowly_and_fully():

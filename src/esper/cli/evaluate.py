@@ -42,7 +42,7 @@ def add(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAMES",
-        help="never, random, early, periodic, plateau, promise; tamiyo: the trained "
+        help="never, random, early, periodic, plateau; tamiyo: the trained "
         "one that comes with Esper; static: a plain network of equal size; longer: "
         "never grown, for equal work; or folders of runs (default: all but tamiyo and "
         "longer)",

@@ -36,7 +36,7 @@ def add(parser: ArgumentParser) -> None:
         "--task", required=True, metavar="NAME", help="what it learns (esper tasks)"
     )
     deciders = (
-        "what decides: never, random, early, periodic, plateau, promise; tamiyo: the "
+        "what decides: never, random, early, periodic, plateau; tamiyo: the "
         "trained one that comes with Esper; latest: what the newest finished training "
         "learned; or a run"
     )

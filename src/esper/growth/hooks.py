@@ -12,10 +12,9 @@ A seed whose code raises is skipped from then on and recorded in `Flow.failed`.
 both are the identity at s = 0. In a shadow pass the same loss is computed once more
 with the training seeds at alpha 1, the host frozen and on copies of its buffers, and
 random state restored: a host with a training seed equals the host without it to the
-bit. While the host trains, the hooks also keep samples of activations and gradients.
+bit.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,18 +32,6 @@ from esper.growth.tracing import first_tensor, kept_randomness, swapped_buffers
 
 ADD: Final = 0
 SCALE: Final = 1
-
-ROWS: Final = 1024
-"""Rows (or positions) of a place that are kept as samples."""
-EXAMPLES: Final = 16
-"""Examples that are kept at least, however many positions each has."""
-LARGE: Final = 2**15
-"""Numbers in a batch at a place from which only some batches are kept: what is kept
-cannot be reused by the allocator for the next batch."""
-STRIDE: Final = 16
-"""Every which batch is kept of large ones."""
-SAMPLES: Final = 16
-"""Batches of a place that are kept at most."""
 
 
 @dataclass(slots=True)
@@ -64,8 +51,6 @@ class Flow:
 
     shadow: bool = False
     """Whether TRAINING seeds are active, at alpha 1."""
-    quiet: bool = False
-    """Whether no samples are kept."""
     left_out: int | None = None
     """A slot whose seed is inactive in this pass."""
     tried: int | None = None
@@ -87,17 +72,6 @@ class Flow:
 
 
 @dataclass(slots=True)
-class Sample:
-    """Some rows of one training batch at a place: activations and gradient."""
-
-    inputs: Tensor
-    outputs: Tensor
-    rows: int
-    """Rows of the batch they are from."""
-    gradient: Tensor | None = None
-
-
-@dataclass(slots=True)
 class SlotHooks:
     """The hooks of one place and its seeds."""
 
@@ -105,11 +79,6 @@ class SlotHooks:
     flow: Flow
     branches: dict[int, Branch] = field(default_factory=dict)
     """Seeds by slot number, in the order of slots."""
-    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    keeping: bool = True
-    """Whether samples are kept."""
-    passed: int = 0
-    """Training batches since the last decision."""
     below: list["SlotHooks"] = field(default_factory=list)
     """Places that begin with the layer where this one ends: units feed units there."""
     above: dict[int, tuple[FormSeed, Tensor]] = field(default_factory=dict)
@@ -137,14 +106,8 @@ class SlotHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop whatever was kept of earlier batches."""
         self._inputs = None
         self.above.clear()
-        self.passed = 0
-        self.samples.clear()
 
     def read(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
         """Keep the inlet's input."""
@@ -174,15 +137,6 @@ class SlotHooks:
             result = result + delta if branch.style == ADD else result * (1 + delta)
             feed_below(slot, branch.seed, alpha, units, self.below)
         self.above.clear()
-        if (
-            self.keeping
-            and module.training
-            and result.requires_grad
-            and inputs is not None
-            and not (self.flow.quiet or self.flow.shadow)
-            and torch.is_grad_enabled()
-        ):
-            self._keep(inputs, result)
         return result
 
     def _alpha(self, slot: int, branch: Branch) -> float:
@@ -191,24 +145,6 @@ class SlotHooks:
         if slot == self.flow.tried or (branch.shadow and self.flow.shadow):
             return 1.0
         return 0.0 if branch.shadow else branch.alpha
-
-    def _keep(self, inputs: Tensor, output: Tensor) -> None:
-        rows = output.shape[0]
-        large = inputs.numel() + output.numel() > LARGE
-        self.passed += 1
-        if large and self.passed % STRIDE and self.samples:
-            return
-        enough = max(EXAMPLES, ROWS // max(1, self.place.geometry.outlet_positions))
-        some = min(rows, enough)
-        while self.samples and sum(s.inputs.shape[0] for s in self.samples) >= enough:
-            self.samples.popleft()
-        sample = Sample(_first_rows(inputs, some), _first_rows(output, some), rows)
-        self.samples.append(sample)
-
-        def keep_gradient(gradient: Tensor) -> None:
-            sample.gradient = _first_rows(gradient, some)
-
-        output.register_hook(keep_gradient)
 
 
 def run_seed(
@@ -238,12 +174,6 @@ def feed_below(
         given = hidden if alpha == 1.0 else alpha * hidden
         for hooks in below:
             hooks.above[slot] = (seed, given)
-
-
-def _first_rows(tensor: Tensor, rows: int) -> Tensor:
-    """The first rows; a copy if there are more, so that the rest can be freed."""
-    tensor = tensor.detach()
-    return tensor if rows == tensor.shape[0] else tensor[:rows].clone()
 
 
 def shadow_gradients(

@@ -7,14 +7,10 @@ network and the seeds, backwards through what lies behind them, and through them
 
 import warnings
 from collections.abc import Callable
-from typing import Final
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-
-SINGULAR: Final = 20
-"""Multiply-adds of singular vectors, relative to `rows * columns * min(both)`."""
 
 
 def count_macs(run: Callable[[], object]) -> int:
@@ -42,12 +38,3 @@ def step_macs(active: int, training: int = 0, behind: int = 0) -> int:
     """
     shadow = active + training + 2 * training + behind if training else 0
     return 3 * active + shadow
-
-
-def promise_macs(rows: int, features: int, wishes: int, size: int) -> int:
-    """Multiply-adds of what one place promises, fitted and judged on half the rows."""
-    half, rank = rows // 2, min(size, features, wishes)
-    fit = half * features * (features + wishes)
-    solve = features**3 // 3 + features**2 * wishes
-    singular = SINGULAR * features * wishes * min(features, wishes)
-    return fit + solve + singular + half * rank * (features + wishes)

@@ -1,15 +1,15 @@
-"""What is measured on a growing model: score, contributions, and the observation.
+"""What is measured on a growing model: its score, and what a controller sees of it.
 
 A score lies in [0, 1] and more is better. An accuracy is its own score; a loss m
-becomes m0 / (m0 + m), with m0 its first value: 1/2 at the start, 1 at no loss. A seed's
-contribution is the score lost by leaving it out. `Track` follows score and loss over
-decisions in `[env]` tensors; `observe` is what a controller sees of one model with its
-slots, relative to the host, with flags for what was not measured.
+becomes m0 / (m0 + m), with m0 its first value: 1/2 at the start, 1 at no loss. `Track`
+follows score and loss over decisions in `[env]` tensors; `observe` is what a controller
+sees of one model with its slots, relative to the host. What slots contribute or promise
+is not measured: it was found not to predict what pruning or planting brings.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from math import inf, isfinite, nan
+from math import isfinite, nan
 from typing import Any, Final
 
 import torch
@@ -18,11 +18,8 @@ from torch import Tensor
 
 from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotStates
-from esper.contracts.stages import LIVING, Stage
 from esper.contracts.world import BlueprintOffers, HostStates, Observation
-from esper.growth.hooks import SlotHooks
 from esper.growth.model import GrowingModel
-from esper.growth.promise import promises
 from esper.growth.tracing import isolated
 
 MEMORY: Final = 0.6
@@ -49,11 +46,7 @@ class MetricScorer:
         """The metric; a function's side effects on the model are undone."""
         value: Any = metric
         if callable(metric):
-            model = self._model
-            with (
-                model.flow.using(quiet=True),
-                isolated(model, training=model.host.training),
-            ):
+            with isolated(self._model, training=self._model.host.training):
                 value = metric()
         try:
             return float(value)
@@ -74,29 +67,6 @@ class MetricScorer:
         if self.first != self.first:
             self.first = metric
         return self.first / max(self.first + metric, 1e-30)
-
-    def contributions(self, metric: Metric, score: float) -> dict[int, float]:
-        """Score lost without each living seed; empty if it cannot be measured.
-
-        A seed in training is tried at alpha 1 instead of being left out.
-        """
-        if not callable(metric):
-            return {}
-        found = {}
-        for slot, name in enumerate(self._model.slots):
-            stage = self._model.stage(name)
-            if stage is Stage.TRAINING:
-                with self._model.flow.using(tried=slot):
-                    found[slot] = self._score_or_zero(metric) - score
-            elif stage in LIVING:
-                with self._model.flow.using(left_out=slot):
-                    found[slot] = score - self._score_or_zero(metric)
-        return found
-
-    def _score_or_zero(self, metric: Metric) -> float:
-        """A score of 0 where a broken seed spoils the metric."""
-        measured = self.measure(metric)
-        return self.score(measured) if isfinite(measured) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +173,6 @@ def observe(
     compute: float,
     budget: float,
     rent: float,
-    contributions: Mapping[int, float],
 ) -> Observation:
     """One model before a decision; budget and rent are per multiple of the host."""
     host = model.survey.parameters
@@ -218,18 +187,16 @@ def observe(
             rent=torch.tensor([rent]),
             added=torch.tensor([added]),
         ),
-        slots=slot_states(model, contributions),
-        offers=offers(model, float(track.loss)),
+        slots=slot_states(model),
+        offers=offers(model),
     )
 
 
-def slot_states(model: GrowingModel, contributions: Mapping[int, float]) -> SlotStates:
+def slot_states(model: GrowingModel) -> SlotStates:
     """All slots of one model."""
     states, places = model.states, model.survey.places
     count = range(len(model.slots))
     widest = max(place.geometry.outlet_width for place in places)
-    flows = [_gradient_flow(hooks) for hooks in model.hooks]
-    total = sum(flows) or 1.0
     seeds = {
         slot: model.cost_of(slot).parameters
         for slot in count
@@ -239,6 +206,7 @@ def slot_states(model: GrowingModel, contributions: Mapping[int, float]) -> Slot
     def row(values: Sequence[float]) -> Tensor:
         return torch.tensor([values], dtype=torch.float32)
 
+    none = torch.zeros_like(states.alpha)
     return SlotStates(
         stage=states.stage,
         age=states.age,
@@ -250,39 +218,36 @@ def slot_states(model: GrowingModel, contributions: Mapping[int, float]) -> Slot
         parameters=row([seeds.get(s, 0) / model.survey.parameters for s in count]),
         depth=row([model.place(s).depth for s in count]),
         capacity=row([model.place(s).geometry.outlet_width / widest for s in count]),
-        liveness=row([_liveness(model.hooks_of(s)) for s in count]),
-        gradient_share=row([flows[s % len(places)] / total for s in count]),
-        contribution=row([contributions.get(s, 0.0) for s in count]),
-        contribution_measured=torch.tensor([[s in contributions for s in count]]),
+        # As in the world that controllers are trained in.
+        liveness=none + 1,
+        gradient_share=none + 1,
+        contribution=none,
+        contribution_measured=none.bool(),
     )
 
 
-def offers(model: GrowingModel, loss: float) -> BlueprintOffers:
+def offers(model: GrowingModel) -> BlueprintOffers:
     """What every slot of one model could be planted with."""
-    host, kinds, rows = model.survey, model.spec.blueprints, []
-    for index, place in enumerate(host.places):
-        sized = [model.sized(index, kind) for kind in kinds]
-        gains = promises(model.hooks[index].samples, place.geometry, sized, loss)
-        for blueprint, gain in zip(kinds, gains, strict=True):
-            price = model.price(index, blueprint)
-            if price is None:
-                rows.append((False, 0.0, 0.0, 0.0, False))
-                continue
-            shares = (
-                price.parameters / host.parameters,
-                price.macs / max(1, host.macs),
-            )
-            rows.append((True, *shares, gain or 0.0, gain is not None))
-    table = torch.tensor(rows, dtype=torch.float32)
-    table = table.unflatten(0, (1, len(host.places), len(kinds)))
+    host, kinds = model.survey, model.spec.blueprints
+    prices = [
+        model.price(place, kind) for place in range(len(host.places)) for kind in kinds
+    ]
+    rows = [
+        (price.parameters / host.parameters, price.macs / max(1, host.macs), 1.0)
+        if price
+        else (0.0, 0.0, 0.0)
+        for price in prices
+    ]
+    table = torch.tensor(rows).unflatten(0, (1, len(host.places), len(kinds)))
     per_place = len(model.slots) // len(host.places)
-    fits, size, work, promise, measured = table.repeat(1, per_place, 1, 1).unbind(-1)
+    size, work, fits = table.repeat(1, per_place, 1, 1).unbind(-1)
+    unknown = torch.zeros_like(size)
     return BlueprintOffers(
         fits=fits.bool(),
         parameters=size,
         macs=work,
-        promise=promise,
-        promise_known=measured.bool(),
+        promise=unknown,
+        promise_known=unknown.bool(),
     )
 
 
@@ -297,26 +262,3 @@ def together(records: Sequence[Any]) -> Any:  # noqa: ANN401
             for field in fields(records[0])
         }
     )
-
-
-def _gradient_flow(hooks: SlotHooks) -> float:
-    """Activation RMS times gradient RMS: the loss's sensitivity to relative changes."""
-    sampled = [s for s in hooks.samples if s.gradient is not None]
-    if not sampled:
-        return 1.0
-    last = sampled[-1]
-    assert last.gradient is not None
-    size = last.outputs.float().square().mean().sqrt()
-    flow = float(size * last.gradient.float().square().mean().sqrt() * last.rows)
-    return flow if flow < inf else 1.0
-
-
-def _liveness(hooks: SlotHooks) -> float:
-    """Share of the channels at a place that vary with the input."""
-    if not hooks.samples:
-        return 1.0
-    outputs = hooks.samples[-1].outputs.float()
-    layout = hooks.place.geometry.outlet_layout
-    rows = outputs.movedim(1, -1) if layout.channels_first else outputs
-    spread = rows.reshape(-1, rows.shape[-1]).std(dim=0)
-    return float((spread > 0.01 * spread.max()).float().mean())

@@ -11,6 +11,7 @@ hold by themselves then, at the tempo that they were planted with.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from math import isfinite
 from typing import Any, Final, Generic, TypeVar
 
 import torch
@@ -28,7 +29,6 @@ from esper.growth.blueprints.layers import Layer
 from esper.growth.blueprints.registry import find
 from esper.growth.blueprints.seed import Cost, FormSeed, build, cost, misfit
 from esper.growth.hooks import Branch, Flow, SlotHooks
-from esper.growth.initialisers import start
 from esper.growth.lifecycle import SeedStates
 from esper.growth.slots import InsertionPoint, Survey, find_sites, survey
 from esper.growth.tracing import Example, eval_outputs, new_middle
@@ -52,11 +52,10 @@ class NamedOps(Generic[Done]):
         style: str = "ADD",
         tempo: str = "STANDARD",
         alpha_target: str = "FULL",
-        initialiser: str | None = None,
     ) -> Done:
         """Plant a seed; it leaves the output unchanged until it blends in."""
         how = {"style": style, "tempo": tempo, "alpha_target": alpha_target}
-        return self._op(Op.GERMINATE, slot, initialiser, blueprint=blueprint, **how)
+        return self._op(Op.GERMINATE, slot, blueprint=blueprint, **how)
 
     def advance(self, slot: str) -> Done:
         """Let a training seed blend in now; left alone it does so by its tempo."""
@@ -85,9 +84,7 @@ class NamedOps(Generic[Done]):
         """Fossilise a holding seed: it stays for good."""
         return self._op(Op.FOSSILIZE, slot)
 
-    def _op(
-        self, op: Op, slot: str, initialiser: str | None = None, **choices: str
-    ) -> Done:
+    def _op(self, op: Op, slot: str, **choices: str) -> Done:
         raise NotImplementedError
 
 
@@ -142,8 +139,6 @@ class GrowingModel(nn.Module, NamedOps[None]):
         self.states = SeedStates.empty(1, len(self.slots))
         self.batches_per_tick = tick
         self.generator = torch.Generator().manual_seed(rng_seed)
-        self.note = ""
-        """How the last seed was initialised, in words."""
         self._prices: dict[tuple[str, Blueprint, tuple[Layer, ...]], Cost] = {}
         for hooks in self.hooks:
             own = hooks.place
@@ -178,9 +173,7 @@ class GrowingModel(nn.Module, NamedOps[None]):
             numbers["blueprint"] = names.index(name)
         return encode_action(op, **numbers)
 
-    def act(
-        self, actions: Int64[Tensor, "1 head"], initialiser: str = "zero_out"
-    ) -> None:
+    def act(self, actions: Int64[Tensor, "1 head"]) -> None:
         """Carry out one action; refuses what is not possible now."""
         op, index = Op(int(actions[0, HEAD["op"]])), int(actions[0, HEAD["slot"]])
         after, done = lifecycle.act(
@@ -190,7 +183,7 @@ class GrowingModel(nn.Module, NamedOps[None]):
             raise IllegalAction(self._why_not(op, index))
         if op is Op.GERMINATE:
             blueprint = self.spec.blueprints[int(actions[0, HEAD["blueprint"]])]
-            self._grow(index, blueprint, initialiser)
+            self._grow(index, blueprint)
         self.states = after
         self.tick(0, decision=False)  # what takes no time is done
 
@@ -408,7 +401,7 @@ class GrowingModel(nn.Module, NamedOps[None]):
             self._uproot(slot)
         for slot, size in saved["seeds"]:  # the oldest first, for their blocks
             kind = self.spec.blueprints[int(saved["states"]["blueprint"][0, slot])]
-            self._grow(slot, replace(kind, size=size, share=0.0), "zero_out")
+            self._grow(slot, replace(kind, size=size, share=0.0))
         return super().load_state_dict(state_dict)
 
     # Inside.
@@ -427,14 +420,8 @@ class GrowingModel(nn.Module, NamedOps[None]):
                 branch.alpha = float(alphas[0, 0, slot])
                 branch.style = int(states.style[0, slot])
                 branch.shadow = bool(training[0, 0, slot])
-        count = len(self.hooks)
-        for index, hooks in enumerate(self.hooks):
-            stages = states.stage[0, index::count]
-            hooks.keeping = bool((stages == Stage.DORMANT).any())
-            if not hooks.keeping:
-                hooks.samples.clear()
 
-    def _grow(self, slot: int, blueprint: Blueprint, initialiser: str) -> None:
+    def _grow(self, slot: int, blueprint: Blueprint) -> None:
         place, hooks = self.place(slot), self.hooks_of(slot)
         blueprint = self.sized(slot, blueprint)
         if reason := misfit(blueprint, place.geometry):
@@ -444,8 +431,8 @@ class GrowingModel(nn.Module, NamedOps[None]):
             )
         middle = seed_middle(place, blueprint)
         seed = build(blueprint, place.geometry, self.generator, middle)
-        self.note = start(seed, place, hooks.samples, initialiser)
-        if isinstance(seed, FormSeed):
+        if isinstance(seed, FormSeed) and seed.widens:
+            _scale_like(seed.weights["first"], place.inlet.get_parameter("weight"))
             self._add_blocks(slot, seed)
         near = (place.outlet, place.inlet, self.host)
         like = next(p for m in near for p in m.parameters() if p.is_floating_point())
@@ -460,12 +447,12 @@ class GrowingModel(nn.Module, NamedOps[None]):
 
         Random ones are drawn like the first layer, which is scaled down as if all that
         the units read had been drawn with it. What reads the units is zero, so that
-        nothing changes; where an initialiser has set it, blocks begin at zero.
+        nothing changes.
         """
         blocks = self._blocks(slot, seed.blueprint)
         above = [block for key, block in blocks.items() if key.startswith("from")]
         bound = 0.0
-        if above and not bool(seed.weights["last"].any()):
+        if above:
             first = seed.weights["first"].detach()
             fan_in = first.numel() / seed.blueprint.size
             fan_in_all = fan_in + sum(block.fan_in for block in above)
@@ -496,10 +483,8 @@ class GrowingModel(nn.Module, NamedOps[None]):
             f"for {age} decisions{moving}."
         )
 
-    def _op(
-        self, op: Op, slot: str, initialiser: str | None = None, **choices: str
-    ) -> None:
-        self.act(self.encode(op, slot, **choices), initialiser or "zero_out")
+    def _op(self, op: Op, slot: str, **choices: str) -> None:
+        self.act(self.encode(op, slot, **choices))
 
 
 def encode_action(op: Op, **choices: int | str) -> Int64[Tensor, "1 head"]:
@@ -521,6 +506,14 @@ def seed_middle(place: InsertionPoint, blueprint: Blueprint) -> nn.Module:
         return nn.Identity()
     units = place.inlet.get_parameter("weight").shape[0]
     return new_middle(place.middle, blueprint.size, int(units))
+
+
+@torch.no_grad()
+def _scale_like(weight: Tensor, host: Tensor) -> None:
+    """Scale new units' weights to the standard deviation of the host's own."""
+    own, built = (float(w.double().std(correction=0)) for w in (host, weight))
+    if isfinite(own) and own > 0.0 and built > 0.0:
+        weight.mul_(own / built)
 
 
 def size_of(seed: nn.Module) -> int:

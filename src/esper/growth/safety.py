@@ -393,8 +393,6 @@ class Safety:
     def _refuse(self, parameters: list[Tensor], verdict: Verdict, reason: str) -> None:
         """Let the step change nothing; roll back if the model itself is damaged."""
         self._undo(parameters, {id(buffer) for buffer, _ in self._buffers})
-        for hook in self._model.hooks:  # samples of a bad batch are misleading
-            hook.samples.clear()
         if verdict is Verdict.DIVERGED or not all_finite(self._active(), LARGEST):
             self._roll_back(reason)
         else:

@@ -42,13 +42,11 @@ class Receipt:
     blueprint: str
     jump: float
     """Largest change of any number of the output, in eval mode."""
-    note: str = ""
 
     def __str__(self) -> str:
         """One line."""
         what = f" {self.blueprint}" if self.blueprint else ""
-        note = f" ({self.note})" if self.note else ""
-        return f"{self.op} {self.slot}{what}: output changed by {self.jump:.3g}{note}"
+        return f"{self.op} {self.slot}{what}: output changed by {self.jump:.3g}"
 
 
 class Topology:
@@ -62,9 +60,7 @@ class Topology:
         self.receipts: list[Receipt] = []
         self.events: list[StageChanged] = []
 
-    def act(
-        self, actions: Int64[Tensor, "1 head"], initialiser: str = "zero_out"
-    ) -> Receipt:
+    def act(self, actions: Int64[Tensor, "1 head"]) -> Receipt:
         """Change a slot, let the optimiser follow, and measure the jump."""
         op, index = Op(int(actions[0, HEAD["op"]])), int(actions[0, HEAD["slot"]])
         before, stages = self.model.example_outputs(), self.model.states.stage
@@ -73,14 +69,13 @@ class Topology:
         if op is Op.PRUNE:  # it fades; the receipt prints the whole of the jump
             with self.model.flow.using(left_out=index):
                 without = self.model.example_outputs()
-        self._follow(lambda: self.model.act(actions, initialiser), index)
+        self._follow(lambda: self.model.act(actions), index)
         kind = max(kind, int(self.model.states.blueprint[0, index]))
         receipt = Receipt(
             op=op.name,
             slot=self.model.slots[index],
             blueprint=self.model.spec.blueprints[kind].name if kind >= 0 else "",
             jump=_jump(before, without or self.model.example_outputs()),
-            note=self.model.note if op is Op.GERMINATE else "",
         )
         self.receipts.append(receipt)
         self._record_stages(stages, op.name)

@@ -1,4 +1,4 @@
-"""Rule-based controllers: never, random, plateau, promise-greedy.
+"""Rule-based controllers: never, random, plateau.
 
 All that plant share `next_actions`: one table of scores over (op, slot), the highest
 legal one is taken. Prune a seed in HOLDING whose measured contribution is below its
@@ -97,35 +97,6 @@ class Plateau:
         return next_actions(observation, masks, scores), None
 
 
-class PromiseGreedy:
-    """Plants the offer of the largest promised gain per parameter; blends slowly.
-
-    Offers that promise less than their rent are left out. One whose promise is not
-    known is tried when nothing else pays: widening first if `spec` says which offers
-    widen, otherwise the largest.
-    """
-
-    def __init__(self, spec: ActionSpec | None = None) -> None:
-        self._untried = size_scores if spec is None else SizePreference(spec).scores
-
-    def decide(
-        self,
-        observation: Observation,
-        masks: ActionMasks,
-        state: ControllerState,
-        generator: Generator,
-    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Follow the rules, and plant what promises most per parameter."""
-        offers, rent = observation.offers, observation.host.rent[:, None, None]
-        pays = offers.promise - rent * offers.parameters > 0.0
-        # An offer without parameters costs next to nothing.
-        gain = offers.promise / offers.parameters.clamp_min(1e-12)
-        known = torch.where(pays, gain, -torch.inf)
-        trial = self._untried(offers) - 3.0  # below every gain that pays
-        scores = torch.where(offers.promise_known, known, trial)
-        return next_actions(observation, masks, scores, blending=SLOW_BLEND), None
-
-
 class SizePreference:
     """Scores offers: widening first, the larger the better; then most parameters."""
 
@@ -183,8 +154,6 @@ STANDARD_BLEND: Final = _default_blend()
 """At once where that may be, otherwise neither quickly nor slowly; and fully."""
 BLEND_AT_ONCE: Final = blend_distances("ADD", "AT_ONCE", "FULL", "INSTANT", "LINEAR")
 """With the next batch, and fully."""
-SLOW_BLEND: Final = blend_distances("ADD", "SLOW", "FULL", "SLOW", "SIGMOID")
-"""As slowly as the run allows, and fully."""
 
 
 def next_actions(
