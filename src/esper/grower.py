@@ -111,7 +111,11 @@ class Grower(NamedOps[Receipt]):
         if budget != budget or budget < 0:
             raise BadInput(f"budget must not be negative, got {budget}.")
         if isinstance(slots, str):
-            slots = _automatic(model, slots, example)
+            if slots != "auto":
+                raise BadInput(
+                    f"slots must be a list of names or 'auto', got {slots!r}."
+                )
+            slots = suggest_slots(model, example)
         self.model = GrowingModel(
             model,
             slots,
@@ -405,9 +409,3 @@ class Grower(NamedOps[Receipt]):
                 f"the host was {self._home[1]} on {self._home[0]} and is {like.dtype} "
                 f"on {like.device} now; move it before building the Grower."
             )
-
-
-def _automatic(model: nn.Module, slots: str, example: Example) -> tuple[str, ...]:
-    if slots != "auto":
-        raise BadInput(f"slots must be a list of names or 'auto', got {slots!r}.")
-    return suggest_slots(model, example)

@@ -14,7 +14,7 @@ from esper.contracts.stages import Stage
 from esper.growth import export as exporting
 from esper.growth.blueprints.registry import blueprint
 from esper.growth.blueprints.seed import misfit
-from esper.growth.export import ExportedModel, export, export_with_report
+from esper.growth.export import ExportedModel, export
 from esper.growth.model import GrowingModel
 from tests.growth.hosts import Net, everything
 
@@ -164,6 +164,12 @@ def assert_agrees(model, plain, rtol=1e-6):
     return (expected - bare).abs().max() / expected.abs().max()
 
 
+def branches(plain):
+    """Slots whose seeds are branches of an export."""
+    lines = plain.branches if isinstance(plain, ExportedModel) else []
+    return [line.split(":")[0] for line in lines]
+
+
 def assert_plain(plain, host):
     assert type(plain) is type(host)
     ours = {id(p) for p in host.parameters()} | {id(b) for b in host.buffers()}
@@ -206,7 +212,7 @@ def test_every_blueprint_is_exported_wherever_it_fits(host, slot):
     for name in names:
         hold(model, f"{slot}#0", name)
         before = picture(model)
-        plain, report = export_with_report(model)
+        plain = export(model)
         apart = export(model, merge=False)
         assert before == picture(model)
         assert assert_agrees(model, plain) > 1e-3
@@ -215,11 +221,10 @@ def test_every_blueprint_is_exported_wherever_it_fits(host, slot):
         assert parameters(apart) == parameters(model)
         if folds(name, place):
             assert_plain(plain, model.host)
-            assert report.merged == (f"{slot}#0",)
             assert parameters(plain) == expected_parameters(model, place, name)
         else:
             assert isinstance(plain, ExportedModel)
-            assert [line.split(":")[0] for line in report.branches] == [f"{slot}#0"]
+            assert branches(plain) == [f"{slot}#0"]
             assert parameters(plain) == parameters(model)
         model.remove(0)
 
@@ -254,10 +259,9 @@ def test_what_a_residual_seed_reads_depends_on_the_order_of_places(slots):
     hold(model, "fc2->fc2#0", "low_rank_4")
     hold(model, "fc2->fc2#1", "scale_shift")
     hold(model, "fc1->fc2#0", "widen_8")
-    plain, report = export_with_report(model)
+    plain = export(model)
     assert_plain(plain, model.host)
     assert assert_agrees(model, plain) > 1e-3
-    assert len(report.merged) == 5
 
 
 @pytest.mark.parametrize("slots", ORDERS)
@@ -274,12 +278,12 @@ def test_a_branch_goes_on_reading_and_scaling_what_it_did(
         hold(model, f"{slot}#0", name, target="FULL")
     hold(model, f"{branch}#1", BRANCHES[branch][style], style=style)
     hold(model, f"{branch}#2", forms[branch])
-    plain, report = export_with_report(model)
+    plain = export(model)
     assert assert_agrees(model, plain, rtol=1e-9) > 1e-3
-    assert any(line.startswith(f"{branch}#1") for line in report.branches)
+    assert f"{branch}#1" in branches(plain)
     # What comes before a branch, or is not read by it, is still merged.
     first = f"{slots[0]}#0"
-    assert first in report.merged or slots[0] == branch == "fc2"
+    assert first not in branches(plain) or slots[0] == branch == "fc2"
 
 
 BRANCHES = {
@@ -296,9 +300,8 @@ def test_seeds_that_read_or_write_a_widened_layer_stay_where_they_were():
     hold(model, "conv1#0", "squeeze_excite")
     hold(model, "norm#0", "conv", style="SCALE")
     hold(model, "conv2->conv2#0", "bottleneck")
-    plain, report = export_with_report(model)
-    assert report.merged == ("conv1->conv2#0",)
-    assert len(report.branches) == 3
+    plain = export(model)
+    assert branches(plain) == ["conv1#0", "norm#0", "conv2->conv2#0"]
     assert plain.host.conv1.out_channels == 16
     assert assert_agrees(model, plain) > 1e-3
 
@@ -335,11 +338,11 @@ def test_whole_groups_are_appended_and_units_that_a_norm_mixes_stay_a_branch(
 
     model = grow(make, (5, 8), ["fc1->fc2"])
     hold(model, "fc1->fc2#0", "widen_8")
-    plain, report = export_with_report(model)
+    plain = export(model)
     assert assert_agrees(model, plain) > 1e-3
     assert isinstance(plain, ExportedModel) is bool(problem)
     if problem:
-        assert problem in report.branches[0]
+        assert problem in plain.branches[0]
     else:
         assert plain.norm.num_groups == 2 * model.host.norm.num_groups
 
@@ -348,10 +351,9 @@ def test_a_host_that_writes_out_its_sizes_keeps_branches():
     model = host_of("by hand", ["conv->fc1", "fc1->fc2"])
     hold(model, "conv->fc1#0", "widen_8")
     hold(model, "fc1->fc2#0", "widen_8")
-    plain, report = export_with_report(model)
-    assert report.merged == ()
-    assert "those of fc1->fc2#0 feed each other" in report.branches[0]
-    assert report.branches[1].startswith("fc1->fc2#0: it would fail, RuntimeError")
+    plain = export(model)
+    assert "those of fc1->fc2#0 feed each other" in plain.branches[0]
+    assert plain.branches[1].startswith("fc1->fc2#0: it would fail, RuntimeError")
     assert assert_agrees(model, plain) > 1e-3
 
 
@@ -361,14 +363,13 @@ def test_only_active_seeds_are_exported():
     model.keep("fc1->fc2#0")
     model.plant("fc1->fc2#1", "widen_8", tempo="SLOW")
     randomise(model.seeds["slot_1"])
-    plain, report = export_with_report(model)
+    plain = export(model)
     assert plain.fc1.out_features == 16
-    assert report.left_out == ("fc1->fc2#1: it is still in training",)
     model.tick()
     model.advance("fc1->fc2#1")
     model.tick()
     assert 0 < model.states.alpha[0, 1] < 1
-    plain, report = export_with_report(model)
+    plain = export(model)
     assert plain.fc1.out_features == 24
     assert assert_agrees(model, plain) > 1e-3
     for _ in range(4):
@@ -382,10 +383,9 @@ def test_only_active_seeds_are_exported():
 def test_an_ungrown_model_is_exported_as_its_host():
     model = host_of("tokens", ["fc2"])
     for merge in (True, False):
-        plain, report = export_with_report(model, merge=merge)
+        plain = export(model, merge=merge)
         assert_plain(plain, model.host)
         assert_agrees(model, plain, rtol=0)
-        assert report.merged == report.branches == report.left_out == ()
 
 
 class Named(Mlp):
@@ -402,8 +402,8 @@ def test_a_host_may_be_called_and_answer_in_any_way():
     model = GrowingModel(Named().double(), ["fc1->fc2", "fc2"], given).eval()
     hold(model, "fc1->fc2#0", "widen_8")
     hold(model, "fc2#0", "squeeze_excite")
-    plain, report = export_with_report(model)
-    assert report.merged == ("fc1->fc2#0",)
+    plain = export(model)
+    assert branches(plain) == ["fc2#0"]
     found, expected = plain(**given), model(**given)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
@@ -416,8 +416,8 @@ def double(geometry):
 def test_a_module_of_the_users_own_stays_a_branch():
     model = host_of("mlp", ["fc2"], blueprints=["test_export_double"])
     hold(model, "fc2#0", "test_export_double")
-    plain, report = export_with_report(model)
-    assert report.branches == ("fc2#0: it is a module of its own",)
+    plain = export(model)
+    assert plain.branches == ["fc2#0: it is a module of its own"]
     assert assert_agrees(model, plain) > 1e-3
 
 
@@ -493,10 +493,10 @@ def test_the_users_own_hooks_are_kept_in_their_order(when, merge):
         host.fc2.register_forward_hook(Doubling(), prepend=when == "first")
     hold(model, "fc1->fc2#0", "widen_8")
     hold(model, "fc2#0", "low_rank_4")
-    plain, report = export_with_report(model, merge=merge)
+    plain = export(model, merge=merge)
     inputs = torch.randn(9, 8, dtype=torch.float64)
     torch.testing.assert_close(plain(inputs), model(inputs), rtol=1e-9, atol=1e-9)
-    assert len(report.merged) == (0 if not merge else 2 if when == "after" else 0)
+    assert len(branches(plain)) == (0 if merge and when == "after" else 2)
 
 
 class Outside(nn.Module):
@@ -548,8 +548,8 @@ def test_what_cannot_be_exported_is_refused_and_unchanged(make, error, reason):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_of_less_precision_merges_too(dtype):
     model = mixed().to(dtype)
-    plain, report = export_with_report(model)
-    assert report.merged == ("fc1->fc2#0",)
+    plain = export(model)
+    assert branches(plain) == ["fc2#0"]
     assert {p.dtype for p in plain.parameters()} == {dtype}
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from esper.contracts.errors import BadInput
 from esper.growth.blueprints.geometry import Layout
-from esper.growth.slots import find_sites, suggest_slots, survey
+from esper.growth.slots import suggest_slots, survey
 from esper.growth.tracing import new_middle
 from tests.growth.hosts import HOSTS, make_batch, make_host
 
@@ -35,7 +35,7 @@ class Fork(Between):
 
 
 def look(host, *slots, example=X):
-    return survey(host, find_sites(host, slots), example)
+    return survey(host, slots, example)
 
 
 def place(host, slot="first->second", example=X):
@@ -153,6 +153,6 @@ def test_recurrent_layers_count_their_products():
 
     example = torch.randn(2, 6, 5)
     host = Recurrent()
-    seen = survey(host, find_sites(host, ["first->last"]), example)
+    seen = survey(host, ["first->last"], example)
     cells = 6 * 2 * 4 * 7 * ((5 + 7) + (14 + 7))
     assert seen.macs == cells + 14 * 6 + 6 * 3

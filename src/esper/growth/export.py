@@ -16,7 +16,7 @@ widened before. The result is tried on the example: where folding breaks a host,
 branches stay.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -24,21 +24,19 @@ from itertools import groupby, product
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map
-from torch.utils.hooks import RemovableHandle
 
 from esper.contracts.blueprints import Form
 from esper.contracts.errors import BadInput, CallOrder
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.registry import first_line
 from esper.growth.blueprints.seed import FormSeed
-from esper.growth.hooks import ADD, Branch, feed_below, run_seed
+from esper.growth.hooks import ADD, Branch, SlotHooks
 from esper.growth.model import GrowingModel
 from esper.growth.slots import InsertionPoint, is_layer
-from esper.growth.tracing import NORMS, Example, eval_outputs, first_tensor
+from esper.growth.tracing import NORMS, Example, eval_outputs
 
 TOLERANCE: Final = 1e-3
 """Difference to the growing model's output, relative to its largest number, from which
@@ -67,18 +65,6 @@ class ActiveSeed:
         return self.branch.seed
 
 
-@dataclass(frozen=True, slots=True)
-class ExportReport:
-    """What became of the seeds, by slot."""
-
-    merged: tuple[str, ...]
-    """Slots whose seeds are in the host's own layers."""
-    branches: tuple[str, ...]
-    """Slots whose seeds are beside them, as "slot: why"."""
-    left_out: tuple[str, ...]
-    """Slots whose seeds do not change the output, as "slot: why"."""
-
-
 def export(model: GrowingModel, *, merge: bool = True) -> nn.Module:
     """A copy of the grown host that computes the same; the model is unchanged.
 
@@ -86,39 +72,43 @@ def export(model: GrowingModel, *, merge: bool = True) -> nn.Module:
         model: A host with seeds. Those in TRAINING are left out.
         merge: Whether seeds are folded into the host's layers where they can be.
     """
-    module, _ = export_with_report(model, merge=merge)
-    return module
+    active = _active_seeds(model)
+    names = {module: name for name, module in model.host.named_modules()}
+    example = _suited(model.example, model.host)
+    expected = eval_outputs(model, example)
 
+    def attempt(refused: Mapping[str, str]) -> tuple[nn.Module, str]:
+        """A module without folds at the refused places, and what is wrong with it."""
+        reasons = plan(active, names, refused)
+        folds = [one for one in active if not reasons[one.slot]]
+        rest = {one.slot: f"{one.name}: {reasons[one.slot]}" for one in active}
+        rest = {slot: line for slot, line in rest.items() if reasons[slot]}
+        host, hooks = _copy_host(model, rest)
+        module = ExportedModel(host, hooks, [*rest.values()]) if rest else host
+        try:
+            merge_into(host, names, folds)
+            with _refused_calls(model, names):
+                found = eval_outputs(module, example)
+        except Exception as error:  # whatever it cannot do is the answer
+            return module, f"it would fail, {first_line(error)}"
+        return module, _difference(expected, found)
 
-def export_with_report(
-    model: GrowingModel, *, merge: bool = True
-) -> tuple[nn.Module, ExportReport]:
-    """The same as `export`, and what became of the seeds."""
-    active, left_out = _active_seeds(model)
-    work = _Work(model, active)
-    places = {one.place.site.name: "merging was switched off" for one in active}
-    refused: dict[str, str] = {} if merge else places
-    module, reasons, trouble = work.attempt(refused)
-    if trouble and not all(reasons.values()):
+    places = [*dict.fromkeys(one.place.site.name for one in active)]
+    refused = {} if merge else dict.fromkeys(places, "merging was switched off")
+    module, trouble = attempt(refused)
+    if trouble and merge:  # fold place after place, as far as that works
         refused = dict.fromkeys(places, trouble)
         for name in places:
             fewer = {other: why for other, why in refused.items() if other != name}
-            *_, trouble = work.attempt(fewer)
+            _, trouble = attempt(fewer)
             refused = {**fewer, name: trouble} if trouble else fewer
-        module, reasons, trouble = work.attempt(refused)
-    if trouble or module is None:
+        module, trouble = attempt(refused)
+    if trouble:
         raise BadInput(
             f"a copy of the host does not answer like the host ({trouble}); its "
             "modules must find each other as attributes, never from outside."
         )
-    report = ExportReport(
-        merged=tuple(one.name for one in active if not reasons[one.slot]),
-        branches=tuple(
-            f"{one.name}: {reasons[one.slot]}" for one in active if reasons[one.slot]
-        ),
-        left_out=left_out,
-    )
-    return module, report
+    return module
 
 
 class ExportedModel(nn.Module):
@@ -129,172 +119,88 @@ class ExportedModel(nn.Module):
     ones and adds nothing to the others.
     """
 
-    def __init__(self, host: nn.Module, places: Sequence["BranchHooks"]) -> None:
+    def __init__(
+        self, host: nn.Module, hooks: Sequence[SlotHooks], branches: Sequence[str]
+    ) -> None:
         super().__init__()
         self.host = host
-        self.places = [*places]
-        branches = [branch for place in places for branch in place.branches]
+        self.hooks = [*hooks]
+        self.branches = [*branches]
+        """Slots whose seeds are not merged, as "slot: why"."""
         self.seeds = nn.ModuleDict(
-            {f"slot_{slot}": seed for slot, seed, *_ in branches}
+            {
+                f"slot_{slot}": branch.seed
+                for place in hooks
+                for slot, branch in place.branches.items()
+            }
         )
         self.training = self.seeds.training = host.training
-        # Loaded in another process, the youngest handle keeps torch from giving the
-        # numbers of these hooks to others.
-        self.youngest = RemovableHandle(self._forward_hooks)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """The host's output, its seeds included."""
         try:
             return self.host(*args, **kwargs)
         finally:
-            for place in self.places:
-                place.inputs = None
-                place.above.clear()
+            for place in self.hooks:
+                place.clear()
 
 
-class BranchHooks:
-    """The hooks of one place of an exported model."""
-
-    def __init__(self, place: InsertionPoint) -> None:
-        at = place.geometry
-        self.residual = place.site.residual
-        self.reads = at.inlet_width
-        self.reads_along = -1 - at.inlet_layout.axes_behind
-        self.writes_along = -1 - at.outlet_layout.axes_behind
-        self.branches: list[tuple[int, nn.Module, float, int]] = []
-        """Slot, seed, alpha and style."""
-        self.below: list[BranchHooks] = []
-        self.above: dict[int, tuple[FormSeed, Tensor]] = {}
-        self.inputs: Tensor | None = None
-
-    def read(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
-        """Keep the inlet's input."""
-        self.inputs = first_tensor((*args, *kwargs.values()))
-
-    def write(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:  # noqa: ANN401
-        """Add the seeds' outputs to the outlet's."""
-        inputs = output if self.residual else self.inputs
-        self.inputs = None
-        if inputs is None:
-            return output
-        if inputs.shape[self.reads_along] != self.reads:
-            inputs = inputs.narrow(self.reads_along, 0, self.reads)
-        for slot, seed, alpha, style in self.branches:
-            if seed.training != module.training:
-                seed.train(module.training)
-            units: list[Tensor] = []
-            delta = alpha * run_seed(slot, seed, inputs, self.above, units)
-            feed_below(slot, seed, alpha, units, self.below)
-            more = output.shape[self.writes_along] - delta.shape[self.writes_along]
-            if more:
-                delta = F.pad(delta, (0, 0) * (-1 - self.writes_along) + (0, more))
-            output = output + delta if style == ADD else output * (1 + delta)
-        return output
-
-
-class _Work:
-    """A model to be exported, and its output on its example."""
-
-    def __init__(self, model: GrowingModel, active: Sequence[ActiveSeed]) -> None:
-        self.model, self.active = model, active
-        self.names = {module: name for name, module in model.host.named_modules()}
-        self.example = _suited(model.example, model.host)
-        self.expected = eval_outputs(model, self.example)
-
-    def attempt(
-        self, refused: Mapping[str, str]
-    ) -> tuple[nn.Module | None, dict[int, str], str]:
-        """A module, why each slot is a branch of it, and what is wrong with it."""
-        reasons = plan(self.active, self.names, refused)
-        rest = [one for one in self.active if reasons[one.slot]]
-        host, places = copy_host(self.model, rest)
-        module: nn.Module | None = None
-        try:
-            folding = [one for one in self.active if not reasons[one.slot]]
-            merge_into(host, self.names, folding)
-            module = ExportedModel(host, places) if rest else host
-            with self._watched():
-                found = eval_outputs(module, self.example)
-        except Exception as error:  # whatever it cannot do is the answer
-            return module, reasons, f"it would fail, {first_line(error)}"
-        return module, reasons, _difference(self.expected, found)
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Refuse calls of the growing model's own modules in the block."""
-        own = {*self.model.modules()}
-
-        def refuse(module: nn.Module, args: object) -> None:
-            if module in own:
-                raise RuntimeError(f"it calls the original {self.names.get(module)!r}")
-
-        handle = register_module_forward_pre_hook(refuse)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-
-def copy_host(
-    model: GrowingModel, branches: Sequence[ActiveSeed]
-) -> tuple[nn.Module, list[BranchHooks]]:
-    """A copy of the host with the branches' hooks where those of their places were."""
-    # Copying stops at what the memo knows, so that hooks come out bound to these.
-    memo: dict[int, Any] = {
-        id(hooks): BranchHooks(hooks.place) for hooks in model.hooks
-    }
-    places: list[BranchHooks] = [*memo.values()]
-    for hooks, place in zip(model.hooks, places, strict=True):
-        place.below = [memo[id(other)] for other in hooks.below]
-        place.branches = [
-            (one.slot, deepcopy(one.seed), one.branch.alpha, one.branch.style)
-            for one in branches
-            if one.place is hooks.place
-        ]
-        for seed in (seed for _, seed, *_ in place.branches):
-            blocks = seed.cross if isinstance(seed, FormSeed) else nn.ParameterDict()
-            for key in [*blocks]:  # those with a seed that is left out
-                if int(key.split("_")[1]) not in {one.slot for one in branches}:
-                    del blocks[key]
+def _copy_host(
+    model: GrowingModel, slots: Collection[int]
+) -> tuple[nn.Module, list[SlotHooks]]:
+    """A copy of the host with hooks for the seeds of some slots and no others."""
+    for hooks in model.hooks:
+        hooks.clear()
     try:
-        host = deepcopy(model.host, memo)
+        host, copies = deepcopy((model.host, model.hooks))
     except Exception as error:
         raise BadInput(f"the host cannot be copied: {first_line(error)}.") from error
-    for module in host.modules():
-        for found, marks in (
-            (module._forward_hooks, module._forward_hooks_with_kwargs),
-            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-        ):
-            for key, hook in [*found.items()]:
-                owner = getattr(hook, "__self__", None)
-                if isinstance(owner, BranchHooks) and owner.branches:
-                    found[key] = getattr(owner, hook.__name__)  # in the same order
-                elif isinstance(owner, BranchHooks):
-                    del found[key]
-                    marks.pop(key, None)
-    return host, places
+    for hooks in copies:
+        hooks.flow.strict = True
+        hooks.branches = {s: b for s, b in hooks.branches.items() if s in slots}
+        if not hooks.branches:
+            hooks.detach()
+        for branch in hooks.branches.values():
+            if isinstance(branch.seed, FormSeed):
+                for key in [*branch.seed.cross]:  # with a seed that is left out
+                    if int(key.split("_")[1]) not in slots:
+                        del branch.seed.cross[key]
+    return host, [hooks for hooks in copies if hooks.branches]
 
 
-def _active_seeds(model: GrowingModel) -> tuple[list[ActiveSeed], tuple[str, ...]]:
-    """Seeds that change the output, in the order they are applied, and the others."""
+@contextmanager
+def _refused_calls(
+    model: GrowingModel, names: Mapping[nn.Module, str]
+) -> Iterator[None]:
+    """Refuse calls of the growing model's own modules in the block."""
+    own = {*model.modules()}
+
+    def refuse(module: nn.Module, args: object) -> None:
+        if module in own:
+            raise RuntimeError(f"it calls the original {names.get(module)!r}")
+
+    handle = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _active_seeds(model: GrowingModel) -> list[ActiveSeed]:
+    """Seeds that change the output, in the order in which they are applied."""
     active: list[ActiveSeed] = []
-    left_out: list[str] = []
     for hooks in model.hooks:
         for slot, branch in hooks.branches.items():
             name = model.slots[slot]
-            if branch.shadow:
-                left_out.append(f"{name}: it is still in training")
-            elif branch.alpha == 0.0:
-                left_out.append(f"{name}: its alpha is 0")
-            elif hooks.write not in hooks.place.outlet._forward_hooks.values():
+            if branch.shadow or branch.alpha == 0.0:
+                continue
+            if hooks.write not in hooks.place.outlet._forward_hooks.values():
                 raise CallOrder(
                     f"the hooks of slot {name!r} were taken off the host; export "
                     "before detach()."
                 )
-            else:
-                seed = ActiveSeed(slot, name, hooks.place, branch)
-                active.append(seed)
-    return active, tuple(left_out)
+            active.append(ActiveSeed(slot, name, hooks.place, branch))
+    return active
 
 
 def _suited(example: Example, host: nn.Module) -> Example:

@@ -15,12 +15,13 @@ random state restored: a host with a training seed equals the host without it to
 bit.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -57,6 +58,8 @@ class Flow:
     """A slot whose seed is active at alpha 1 in this pass."""
     failed: dict[int, str] = field(default_factory=dict)
     """Slots whose seeds raised, and how: they are inactive."""
+    strict: bool = False
+    """Whether what a seed raises is raised instead."""
 
     @contextmanager
     def using(self, **changes: bool | int) -> Iterator[None]:
@@ -106,6 +109,10 @@ class SlotHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop what a pass that did not reach the outlet has left."""
         self._inputs = None
         self.above.clear()
 
@@ -125,19 +132,41 @@ class SlotHooks:
                 continue
             if branch.seed.training != module.training:
                 branch.seed.train(module.training)
-            units: list[Tensor] = []
             try:
-                delta: Tensor = run_seed(slot, branch.seed, inputs, self.above, units)
-                if delta.shape != output.shape:  # never broadcast by accident
-                    raise ValueError(f"it gave {[*delta.shape]} for {[*output.shape]}")
+                delta = self._run(slot, branch.seed, alpha, inputs, output)
             except Exception as error:  # a seed is code of others; the host goes on
+                if self.flow.strict:
+                    raise
                 self.flow.failed[slot] = f"its forward failed ({first_line(error)})"
                 continue
-            delta = delta if alpha == 1.0 else alpha * delta
             result = result + delta if branch.style == ADD else result * (1 + delta)
-            feed_below(slot, branch.seed, alpha, units, self.below)
         self.above.clear()
         return result
+
+    def _run(
+        self, slot: int, seed: nn.Module, alpha: float, inputs: Tensor, output: Tensor
+    ) -> Tensor:
+        """What a seed gives, times alpha; its units feed the places below."""
+        at, units = self.place.geometry, list[Tensor]()
+        # In an export other seeds may have widened what this one reads and writes.
+        axis = -1 - at.inlet_layout.axes_behind
+        if inputs.shape[axis] > at.inlet_width:
+            inputs = inputs.narrow(axis, 0, at.inlet_width)
+        if isinstance(seed, FormSeed) and seed.widens:
+            delta: Tensor = seed(inputs, seed.feed(slot, self.above), units)
+            for hidden in units:
+                given = hidden if alpha == 1.0 else alpha * hidden
+                for hooks in self.below:
+                    hooks.above[slot] = (seed, given)
+        else:
+            delta = seed(inputs)
+        behind = at.outlet_layout.axes_behind
+        more = output.shape[-1 - behind] - at.outlet_width
+        if more:
+            delta = F.pad(delta, (0, 0) * behind + (0, more))
+        if delta.shape != output.shape:  # never broadcast by accident
+            raise ValueError(f"it gave {[*delta.shape]} for {[*output.shape]}")
+        return delta if alpha == 1.0 else alpha * delta
 
     def _alpha(self, slot: int, branch: Branch) -> float:
         if slot == self.flow.left_out or slot in self.flow.failed:
@@ -145,35 +174,6 @@ class SlotHooks:
         if slot == self.flow.tried or (branch.shadow and self.flow.shadow):
             return 1.0
         return 0.0 if branch.shadow else branch.alpha
-
-
-def run_seed(
-    slot: int,
-    seed: nn.Module,
-    inputs: Tensor,
-    above: Mapping[int, tuple[FormSeed, Tensor]],
-    units: list[Tensor],
-) -> Tensor:
-    """What a seed gives, fed by the units above it; `units` takes its own."""
-    if not (isinstance(seed, FormSeed) and seed.widens):
-        alone: Tensor = seed(inputs)
-        return alone
-    delta: Tensor = seed(inputs, seed.feed(slot, above), units)
-    return delta
-
-
-def feed_below(
-    slot: int,
-    seed: nn.Module,
-    alpha: float,
-    units: Sequence[Tensor],
-    below: Iterable[Any],
-) -> None:
-    """Hand a seed's units, times alpha, to the places behind its own."""
-    for hidden in units:
-        given = hidden if alpha == 1.0 else alpha * hidden
-        for hooks in below:
-            hooks.above[slot] = (seed, given)
 
 
 def shadow_gradients(

@@ -9,9 +9,9 @@ nothing has changed then. Time passes only when `tick` is called; seeds train, b
 hold by themselves then, at the tempo that they were planted with.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
-from math import isfinite
+from math import isfinite, prod
 from typing import Any, Final, Generic, TypeVar
 
 import torch
@@ -30,7 +30,7 @@ from esper.growth.blueprints.registry import find
 from esper.growth.blueprints.seed import Cost, FormSeed, build, cost, misfit
 from esper.growth.hooks import Branch, Flow, SlotHooks
 from esper.growth.lifecycle import SeedStates
-from esper.growth.slots import InsertionPoint, Survey, find_sites, survey
+from esper.growth.slots import InsertionPoint, Survey, survey
 from esper.growth.tracing import Example, eval_outputs, new_middle
 
 FORMAT: Final = 3
@@ -122,7 +122,7 @@ class GrowingModel(nn.Module, NamedOps[None]):
         if tick < 1:
             raise BadInput(f"tick must be at least 1 batch, got {tick}.")
         chosen = BLUEPRINTS if blueprints is None else tuple(map(find, blueprints))
-        self.survey: Survey = survey(host, find_sites(host, slots), example)
+        self.survey: Survey = survey(host, slots, example)
         self.host = host
         self.seeds = nn.ModuleDict()
         self.example: Example = example
@@ -251,34 +251,30 @@ class GrowingModel(nn.Module, NamedOps[None]):
         With `active`, without those that do not change the output and that an export
         leaves out. This is the one count for budget, rent, receipts and summary.
         """
-        alive = {
+        counted = {
             slot
             for hooks in self.hooks
             for slot, branch in hooks.branches.items()
             if not active or (branch.alpha > 0 and not branch.shadow)
         }
-        seeds = [self.cost_of(slot) for slot in alive]
-        # Without blocks between a seed that counts and one that does not.
-        seeds += [
-            Cost(-block.parameters, -block.macs)
-            for slot, seed in self.widening_seeds().items()
-            for key, block in self._owned(slot, seed).items()
-            if slot in alive and int(key.split("_")[1]) not in alive
-        ]
-        return Cost(
-            self.survey.parameters + sum(seed.parameters for seed in seeds),
-            self.survey.macs + sum(seed.macs for seed in seeds),
-        )
+        host = Cost(self.survey.parameters, self.survey.macs)
+        return sum((self.cost_of(slot, counted) for slot in counted), host)
 
-    def cost_of(self, slot: int) -> Cost:
-        """Parameters and multiply-adds per row of a planted seed, with its blocks."""
-        seed = self.seeds[f"slot_{slot}"]
-        kind = self.spec.blueprints[int(self.states.blueprint[0, slot])]
-        own = seed.blueprint if isinstance(seed, FormSeed) else kind
-        macs = cost(own, self.place(slot).geometry).macs
-        if isinstance(seed, FormSeed):
-            macs += sum(block.macs for block in self._owned(slot, seed).values())
-        return Cost(sum(p.numel() for p in seed.parameters()), macs)
+    def cost_of(self, slot: int, others: Collection[int] | None = None) -> Cost:
+        """Cost of a planted seed and of its blocks with seeds of others (None: all)."""
+        seed, at = self.seeds[f"slot_{slot}"], self.place(slot).geometry
+        if not isinstance(seed, FormSeed):
+            kind = self.spec.blueprints[int(self.states.blueprint[0, slot])]
+            return Cost(_size(seed), cost(kind, at).macs)
+        own = cost(seed.blueprint, at) + Cost(_size(seed.middle), 0)
+        blocks = self._blocks(slot, seed.blueprint).items()
+        shared = [
+            _block_cost(block)
+            for key, block in blocks
+            if key in seed.cross
+            and (others is None or int(key.split("_")[1]) in others)
+        ]
+        return sum(shared, own)
 
     @property
     def parameters_added(self) -> int:
@@ -311,12 +307,9 @@ class GrowingModel(nn.Module, NamedOps[None]):
         blocks = tuple(self._blocks(slot, blueprint).values())
         key = (place.site.name, blueprint, blocks)
         if key not in self._prices:
-            known = cost(blueprint, place.geometry)
-            norms = sum(p.numel() for p in seed_middle(place, blueprint).parameters())
-            shapes = [block.weight_shape for block in blocks]
-            more = norms + sum(torch.Size(shape).numel() for shape in shapes)
-            macs = known.macs + sum(block.macs for block in blocks)
-            self._prices[key] = Cost(known.parameters + more, macs)
+            norms = Cost(_size(seed_middle(place, blueprint)), 0)
+            own = cost(blueprint, place.geometry) + norms
+            self._prices[key] = sum(map(_block_cost, blocks), own)
         return self._prices[key]
 
     def price(self, slot: int, blueprint: Blueprint) -> Cost | None:
@@ -347,14 +340,6 @@ class GrowingModel(nn.Module, NamedOps[None]):
             elif there.inlet is here.outlet:
                 blocks[f"into_{other}"] = cross_layer(here.geometry, size, units)
         return blocks
-
-    def _owned(self, slot: int, seed: FormSeed) -> dict[str, Cost]:
-        """What the blocks cost that belong to a planted seed."""
-        return {
-            key: Cost(seed.cross[key].numel(), block.macs)
-            for key, block in self._blocks(slot, seed.blueprint).items()
-            if key in seed.cross
-        }
 
     def example_outputs(self) -> list[Tensor]:
         """The model's output on its example in eval mode; nothing changes."""
@@ -514,6 +499,15 @@ def _scale_like(weight: Tensor, host: Tensor) -> None:
     own, built = (float(w.double().std(correction=0)) for w in (host, weight))
     if isfinite(own) and own > 0.0 and built > 0.0:
         weight.mul_(own / built)
+
+
+def _size(module: nn.Module) -> int:
+    """Parameters of a module."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def _block_cost(block: Layer) -> Cost:
+    return Cost(prod(block.weight_shape), block.macs)
 
 
 def size_of(seed: nn.Module) -> int:

@@ -33,6 +33,10 @@ from esper.growth.topology import Topology
 
 WARM_UP: Final = 8  # healthy batches before a median means anything
 RENEWAL: Final = 8  # batches between two sorts of the ring, which cost time
+SLACK: Final = 0.5
+"""Rise that is never a spike, as a share of the first medians."""
+GUESSING: Final = 0.5
+"""Rise of the median loss above the first window's that undoes all learning."""
 LARGEST: Final = 1e30
 """A weight or buffer beyond this is as good as infinite: its square is."""
 REMOVABLE: Final = (Stage.BLENDING, Stage.HOLDING)
@@ -61,19 +65,13 @@ class GovernorConfig:
     """Healthy batches in the running statistics."""
     patience: int = 3
     """Bad batches in a row that make a run diverged."""
-    guessing: float = 1.5
-    """Median loss, against that of the first window, that undoes all learning."""
-    slack: float = 0.5
-    """Rise that is never a spike, as a share of the first medians."""
 
     def __post_init__(self) -> None:
         """Refuse limits that a healthy run would cross."""
-        for name in ("spike", "loss_spike", "guessing"):
+        for name in ("spike", "loss_spike"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 1.0):
                 raise BadInput(f"{name} must be finite and above 1, got {value}.")
-        if not (math.isfinite(self.slack) and self.slack >= 0.0):
-            raise BadInput(f"slack must be finite and not negative, got {self.slack}.")
         if self.window < WARM_UP:
             raise BadInput(f"window must be at least {WARM_UP}, got {self.window}.")
         if self.patience < 1:
@@ -128,8 +126,7 @@ class HealthMonitor:
     def has_unlearnt(self, loss: Float[Tensor, ""]) -> Bool[Tensor, ""]:
         """Whether a loss is above that of the first window, after it had fallen."""
         start = self.first_window
-        limit = start + (self.config.guessing - 1.0) * start.abs()
-        limit = limit + self.config.slack * self.first[0].abs()
+        limit = start + GUESSING * start.abs() + SLACK * self.first[0].abs()
         return (self.best < start) & (loss > limit)
 
     def medians(self) -> Float[Tensor, "2"]:
@@ -183,9 +180,7 @@ class HealthMonitor:
         factors = middle.new_tensor([self.config.loss_spike, self.config.spike])
         self.first = torch.where(self.first.isnan() & seen, middle, self.first)
         far = torch.maximum(middle.abs(), high - low) * (factors - 1)
-        limits = (middle + far + self.config.slack * self.first.abs()).clamp(
-            max=_FLOAT_MAX
-        )
+        limits = (middle + far + SLACK * self.first.abs()).clamp(max=_FLOAT_MAX)
         self.limits = torch.where(seen, limits, torch.inf)
         start = self.first_window
         self.first_window = torch.where(start.isnan() & full, middle[0], start)

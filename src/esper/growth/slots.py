@@ -104,44 +104,20 @@ def parse(slot: str) -> Site:
     return Site(ends[0], ends[-1], residual=len(ends) == 1)
 
 
-def find_sites(host: nn.Module, slots: Iterable[str]) -> tuple[Site, ...]:
-    """The sites of a host; refuses what cannot be grown."""
-    _check_host(host)
-    sites = tuple(parse(slot) for slot in slots)
-    if not sites:
-        raise BadInput(
-            "slots is empty; name a place, or let esper.suggest_slots(model, example) "
-            "find some."
-        )
-    doubled = [site for site, count in Counter(sites).items() if count > 1]
-    if doubled:
-        raise BadInput(
-            f"slot {doubled[0].name!r} is named twice; a place holds several seeds "
-            "by itself (seeds_per_slot)."
-        )
-    names = {name: module for name, module in host.named_modules() if name}
-    for site in sites:
-        for end in (site.inlet, site.outlet):
-            if end not in names:
-                raise unknown("the host has no module", end, names)
-            _check_not_shared(host, end, names[end])
-    return sites
-
-
-def survey(host: nn.Module, sites: Iterable[Site], example: Example) -> Survey:
-    """Trace a host at some sites; refuses those that cannot be grown."""
-    sites = tuple(sites)
+def survey(host: nn.Module, slots: Iterable[str], example: Example) -> Survey:
+    """Find slots of a host by an example; refuses those that cannot be grown."""
+    sites = _find_sites(host, slots)
     if torch.is_inference_mode_enabled():
         raise BadInput("a host cannot be surveyed in inference mode; leave it first.")
     with isolated(host, training=False), torch.no_grad():
         trace = _trace(host, sites, example)
-        again = _trace(host, sites, example)
+        again = tensors_of(_call(host, example))
         macs = count_macs(lambda: call(host, example))
     if not trace.outputs:
         raise BadInput("the host's answer holds no floating-point tensor.")
     if any(
         not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-        for a, b in zip(trace.outputs, again.outputs, strict=True)
+        for a, b in zip(trace.outputs, again, strict=True)
     ):
         raise BadInput(
             "two calls of the host in eval mode disagree; its forward must not be "
@@ -170,7 +146,7 @@ def suggest_slots(model: nn.Module, example: Example) -> tuple[str, ...]:
 
     def usable(slot: str, kind: str) -> bool:
         try:
-            place = survey(model, find_sites(model, [slot]), example).places[0]
+            place = survey(model, [slot], example).places[0]
         except BadInput:
             return False
         return bool(getattr(place.geometry, kind))
@@ -221,6 +197,30 @@ def kernel_of(module: nn.Module) -> Kernel | None:
         tuple(int(pad) for pad in module.padding),
         tuple(module.dilation),
     )
+
+
+def _find_sites(host: nn.Module, slots: Iterable[str]) -> tuple[Site, ...]:
+    """The sites of a host; refuses names that no slot can have."""
+    _check_host(host)
+    sites = tuple(parse(slot) for slot in slots)
+    if not sites:
+        raise BadInput(
+            "slots is empty; name a place, or let esper.suggest_slots(model, example) "
+            "find some."
+        )
+    doubled = [site for site, count in Counter(sites).items() if count > 1]
+    if doubled:
+        raise BadInput(
+            f"slot {doubled[0].name!r} is named twice; a place holds several seeds "
+            "by itself (seeds_per_slot)."
+        )
+    names = {name: module for name, module in host.named_modules() if name}
+    for site in sites:
+        for end in (site.inlet, site.outlet):
+            if end not in names:
+                raise unknown("the host has no module", end, names)
+            _check_not_shared(host, end, names[end])
+    return sites
 
 
 def _check_host(host: nn.Module) -> None:

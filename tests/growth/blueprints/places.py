@@ -71,11 +71,11 @@ def residual(layout: Layout, *shape: int) -> Geometry:
     return place(layout, shape)
 
 
-def awake(form: Form, size: int, geometry: Geometry, *lead: int):
-    """Random parameters in float64, the last layer's too; `lead` is an env axis."""
+def awake(form: Form, size: int, geometry: Geometry):
+    """Random parameters in float64, the last layer's too."""
     shapes = FORMS[form].shapes(geometry, size)
     return {
-        name: 0.5 * torch.randn(*lead, *shape, dtype=torch.float64)
+        name: 0.5 * torch.randn(shape, dtype=torch.float64)
         for name, shape in shapes.items()
     }
 

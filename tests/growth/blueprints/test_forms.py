@@ -1,4 +1,4 @@
-"""The forms against loops, against themselves one by one, and by their promises."""
+"""The forms against loops, and where they fit."""
 
 from dataclasses import replace
 
@@ -62,36 +62,6 @@ def test_a_form_is_what_its_definition_says(blueprint, geometry):
     torch.testing.assert_close(
         ours, torch.from_numpy(np.array(theirs)), rtol=1e-10, atol=1e-10
     )
-
-
-@each_form
-def test_many_models_at_once_equal_each_alone(blueprint, geometry):
-    params = awake(blueprint.form, blueprint.size, geometry, 3)
-    for value in params.values():
-        value.requires_grad_()
-    h = double(3, 2, *geometry.inlet_shape).requires_grad_()
-    weigh = double(3, 2, *geometry.outlet_shape)
-    apply, between = FORMS[blueprint.form].apply, middle(geometry)
-
-    together = apply(params, h, geometry, blueprint.size, between)
-    alone = torch.stack(
-        [
-            apply(
-                {k: v[env] for k, v in params.items()},
-                h[env],
-                geometry,
-                blueprint.size,
-                between,
-            )
-            for env in range(3)
-        ]
-    )
-    assert together.shape == (3, 2, *geometry.outlet_shape)
-    torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-9)
-    inputs = [h, *params.values()]
-    ours = torch.autograd.grad((together * weigh).sum(), inputs)
-    theirs = torch.autograd.grad((alone * weigh).sum(), inputs)
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
 @each_form

@@ -13,8 +13,7 @@ r"""The forms: families of functions of the tensor at a slot's inlet.
 A form says where it fits, which layers it has, and how they are joined. All are zero at
 birth, by a zero that is their very last operation (`last`), and learn from there. On a
 sequence no form looks ahead: `pool` is the mean up to each position and attention is
-causal. No form looks at other samples of the batch. `apply` takes parameters and inputs
-of one model or, with a leading env axis, of many.
+causal. No form looks at other samples of the batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -323,8 +322,8 @@ def attention(run: Run, h: Tensor, at: Geometry, _middle: Middle) -> Tensor:
     behind = at.outlet_layout.axes_behind
     # [..., positions, channels]
     x = h.flatten(-behind).transpose(-1, -2) if behind else h
+    # [row, position, 3, head, depth]
     triple = run("first", F.layer_norm(x, x.shape[-1:]))
-    triple = triple.reshape(-1, *triple.shape[-4:])  # [rows, position, 3, head, depth]
     queries, keys, values = triple.permute(2, 0, 3, 1, 4)
     causal = at.outlet_layout is Layout.SEQUENCE
     read = F.scaled_dot_product_attention(queries, keys, values, is_causal=causal)

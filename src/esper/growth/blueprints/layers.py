@@ -1,14 +1,12 @@
-r"""The affine maps that forms are made of, for one model or for many at once.
+r"""The affine maps that forms are made of.
 
     matrix        y = x W + b        W [inputs, outputs], channels last
     convolution   y = W * x + b      W [outputs, inputs / groups, ...], channels first
     diagonal      y = w x + b        w [outputs]
 
-From a `Layer` follow shapes, multiply-adds, first weights and what it computes. Every
-tensor may have a leading env axis: weights `[E, ...]` on inputs `[E, B, ...]` give
-what the E single maps would give; the weight's number of axes says which it is. N
-models are one grouped convolution, each a group. On a sequence a convolution is padded
-on the left alone, so that no position reads a later one.
+From a `Layer` follow shapes, multiply-adds, first weights and what it computes. On a
+sequence a convolution is padded on the left alone, so that no position reads a later
+one.
 """
 
 from collections.abc import Mapping
@@ -92,17 +90,17 @@ class Layer:
     ) -> Float[Tensor, "..."]:
         """The map of a tensor; split outputs stay apart on axes of their own."""
         if self.diagonal:
-            h = h * per_channel(weight, h, self.axes_behind)
-            return h if bias is None else h + per_channel(bias, h, self.axes_behind)
-        if self.split:
-            parts = mix(h, weight.flatten(-len(self.split)), bias)
-            return parts.reshape(*parts.shape[:-1], *self.split)
+            h = h * per_channel(weight, self.axes_behind)
+            return h if bias is None else h + per_channel(bias, self.axes_behind)
         if self.kernel is None:
-            return mix(h, weight, bias)
-        if not self.causal:
-            return convolve(h, weight, bias, self.kernel, self.groups)
-        past = F.pad(h.transpose(-1, -2), (self.kernel.size[0] - 1, 0))
-        return convolve(past, weight, bias, self.kernel, self.groups).transpose(-1, -2)
+            mixed = F.linear(h, weight.flatten(1).T, bias)
+            return mixed.unflatten(-1, self.split) if self.split else mixed
+        if self.causal:
+            h = F.pad(h.transpose(-1, -2), (self.kernel.size[0] - 1, 0))
+        window = (self.kernel.stride, self.kernel.padding, self.kernel.dilation)
+        convolve = CONVOLVE[len(self.kernel.size)]
+        result = convolve(h, weight, bias, *window, self.groups)
+        return result.transpose(-1, -2) if self.causal else result
 
 
 def pointwise(
@@ -137,48 +135,6 @@ def neighbours(
     )
 
 
-def mix(
-    h: Float[Tensor, "..."], weight: Float[Tensor, "..."], bias: Tensor | None
-) -> Float[Tensor, "..."]:
-    """A matrix over the last axis; a leading env axis if the weight has three axes."""
-    if weight.dim() == 2:
-        return F.linear(h, weight.transpose(0, 1), bias)
-    rows = h.flatten(1, -2)  # [env, batch * positions, channels]
-    mixed = (
-        torch.bmm(rows, weight)
-        if bias is None
-        else torch.baddbmm(bias.unsqueeze(1), rows, weight)
-    )
-    return mixed.reshape(*h.shape[:-1], weight.shape[-1])
-
-
-def convolve(
-    h: Float[Tensor, "..."],
-    weight: Float[Tensor, "..."],
-    bias: Tensor | None,
-    kernel: Kernel,
-    groups: int = 1,
-) -> Float[Tensor, "..."]:
-    """`h [B, C, ...]` by `weight [O, C / groups, ...]`, or both with an env axis."""
-    count = len(kernel.size)
-    window = (kernel.stride, kernel.padding, kernel.dilation)
-    if weight.dim() == count + 2:
-        return CONVOLVE[count](h, weight, bias, *window, groups)
-    envs, outputs = weight.shape[:2]
-    side_by_side = h.transpose(0, 1).flatten(1, 2)  # [batch, env * channels, ...]
-    flat_bias = None if bias is None else bias.flatten()
-    result = CONVOLVE[count](
-        side_by_side, weight.flatten(0, 1), flat_bias, *window, envs * groups
-    )
-    split = result.reshape(-1, envs, outputs, *result.shape[2:])
-    return split.transpose(0, 1)
-
-
-def per_channel(
-    vector: Float[Tensor, "..."], h: Float[Tensor, "..."], axes_behind: int
-) -> Float[Tensor, "..."]:
-    """A vector `[C]` or `[E, C]` shaped to be broadcast over the tensor h."""
-    before = h.dim() - vector.dim() - axes_behind
-    return vector.reshape(
-        (*vector.shape[:-1], *(1,) * before, vector.shape[-1], *(1,) * axes_behind)
-    )
+def per_channel(vector: Float[Tensor, " channel"], axes_behind: int) -> Tensor:
+    """A vector shaped to be broadcast over a tensor with axes behind its channels."""
+    return vector.reshape(-1, *(1,) * axes_behind)

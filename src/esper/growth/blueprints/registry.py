@@ -50,7 +50,7 @@ class Gated(nn.Module):
     def forward(self, h: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The module's output times the gate."""
         result: Tensor = self.module(h)
-        return result * per_channel(self.gate, result, self.axes_behind)
+        return result * per_channel(self.gate, self.axes_behind)
 
 
 _BUILT_IN: Mapping[str, Blueprint] = MappingProxyType({b.name: b for b in BLUEPRINTS})

@@ -102,6 +102,10 @@ class Cost:
     macs: int
     """Multiply-adds per sample."""
 
+    def __add__(self, other: "Cost") -> "Cost":
+        """Both together."""
+        return Cost(self.parameters + other.parameters, self.macs + other.macs)
+
 
 def build(
     blueprint: Blueprint,
