@@ -259,21 +259,6 @@ def test_with_an_unknown_end_nothing_depends_on_one(controller):
     assert seen[1][8:] == [1.0] * 92
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"stop": "sometime"}, "stop must be 'end' or 'anytime', got 'sometime'"),
-        ({"decisions": 0}, "decisions must be at least 1, got 0"),
-        ({"tick": 0}, "tick must be at least 1 batch, got 0"),
-        ({"blueprints": ["widen_x1"]}, "did you mean"),
-    ],
-)
-def test_terms_that_cannot_be_meant_are_refused_in_one_line(options, line):
-    with pytest.raises(BadInput, match=line) as refused:
-        begin(**options)
-    assert "\n" not in str(refused.value)
-
-
 def test_an_amount_that_rounds_to_nothing_is_refused():
     with pytest.raises(BadInput, match=r"adds -0\.5 of a layer's width"):
         Blueprint("less", Form.WIDEN, 0, merges=True, share=-0.5)

@@ -216,6 +216,8 @@ def test_hosts_and_slots_that_cannot_be_grown_are_refused(make, slots, line):
         ({"mode": "best"}, "mode must be"),
         ({"blueprints": ["widen_9"]}, "did you mean"),
         ({"decisions": 0}, "decisions must be at least 1, got 0"),
+        ({"stop": "sometime"}, "stop must be 'end' or 'anytime', got 'sometime'"),
+        ({"tick": 0}, "tick must be at least 1 batch, got 0"),
         ({"rent": -1.0}, "rent must be a number of at least 0, got -1"),
         ({"rent": float("nan")}, "rent must be a number"),
         ({"budget": -0.5}, "budget must not be negative, got -0.5"),

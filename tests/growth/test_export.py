@@ -428,11 +428,15 @@ def mixed():
     return model
 
 
-def test_a_failed_call_leaves_nothing_behind():
+@pytest.mark.parametrize("broken", ["host", "seed"])
+def test_a_failed_call_is_raised_and_leaves_nothing_behind(broken):
     model = host_of("mlp", ["fc2->fc3"])
     hold(model, "fc2->fc3#0", "widen_8")
     plain = export(model, merge=False)
-    plain.host.fc3 = nn.Linear(3, 3).double()
+    if broken == "host":
+        plain.host.fc3 = nn.Linear(3, 3).double()
+    else:
+        plain.seeds["slot_0"].middle = nn.Linear(3, 3).double()
     with pytest.raises(RuntimeError):
         plain(model.example)
     copy.deepcopy(plain)  # a tensor with a history could not be copied
