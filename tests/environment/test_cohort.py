@@ -15,7 +15,12 @@ from tests.references.cohort import PlainNetwork
 
 MLP, CNN = MlpHost((5, 7, 6, 4)), CnnHost((2, 9, 7), (3, 4), 4)
 """The images have odd sides: pooling leaves a line and a column unread."""
-HOSTS = {"mlp": MLP, "cnn": CNN, "one hidden layer": MlpHost((5, 3, 4))}
+HOSTS = {
+    "mlp": MLP,
+    "cnn": CNN,
+    "one hidden layer": MlpHost((5, 3, 4)),
+    "regression": MlpHost((5, 7, 6, 1)),
+}
 ROWS, EXAMPLES, RATE = 16, 90, 1e-2
 
 
@@ -44,6 +49,8 @@ class Garden:
         shape = (1, EXAMPLES, torch.Size(host.shape).numel())
         self.x = torch.randn(shape, generator=chance).to(options["dtype"])
         self.y = torch.randint(0, host.classes, (1, EXAMPLES), generator=chance)
+        if host.classes == 1:
+            self.y = self.x[..., 0].sin() + self.x[..., 1]
         self.alpha = torch.zeros(envs, self.cohort.slots)
         self.training = torch.zeros_like(self.alpha, dtype=torch.bool)
 
@@ -148,23 +155,46 @@ def test_a_cohort_is_separate_trainings(kind, engine):
 
 
 @pytest.mark.parametrize("kind", HOSTS)
-def test_both_engines_count_the_same(kind):
+def test_both_engines_score_the_same(kind):
     gardens = [Garden(host=HOSTS[kind], engine=e) for e in ("kernels", "tensors")]
     for garden in gardens:
         garden.plant(0, 0, 3, alpha=0.5)
-        garden.train()
+        garden.train(40)
     wanted = torch.tensor([True, False, True])
-    found = [g.cohort.count(g.x, g.y, g.alpha, wanted) for g in gardens]
-    assert torch.equal(*found)
+    found = [g.cohort.score(g.x, g.y, g.alpha, wanted) for g in gardens]
+    near(*found, rtol=1e-6)
     assert found[0][1] == 0
     plain = Garden(host=HOSTS[kind], plain=True)
     plain.plant(0, 0, 3, alpha=0.5)
-    plain.train()
-    logits = plain.plain[0].forward(
+    plain.train(40)
+    outputs = plain.plain[0].forward(
         plain.x[0].view(-1, *plain.host.shape), plain.alpha[0].tolist()
     )
-    right = int((logits.argmax(dim=1) == plain.y[0]).sum())
-    assert plain.cohort.count(plain.x, plain.y, plain.alpha)[0] == right
+    share = float((outputs.argmax(dim=1) == plain.y[0]).double().mean())
+    if kind == "regression":
+        share = 1 - float(
+            (outputs.detach().flatten() - plain.y[0]).square().mean() / variance(plain)
+        )
+    assert 0 < share < 1
+    score = plain.cohort.score(plain.x, plain.y, plain.alpha)
+    assert float(score[0]) == pytest.approx(share, abs=1e-6)
+
+
+def variance(garden):
+    return garden.y.var(correction=0)
+
+
+@pytest.mark.parametrize("engine", ["kernels", "tensors"])
+def test_a_target_that_is_missed_by_more_than_its_variance_scores_zero(engine):
+    garden = Garden(host=HOSTS["regression"], engine=engine)
+    far = garden.y + 100 * variance(garden)
+    assert garden.cohort.score(garden.x, far, garden.alpha).tolist() == [0, 0, 0]
+    still = torch.ones_like(garden.y)
+    assert garden.cohort.score(garden.x, still, garden.alpha).tolist() == [0, 0, 0]
+    garden.cohort.values[1] = torch.nan
+    assert garden.cohort.score(garden.x, garden.y, garden.alpha)[1] == 0
+    with pytest.raises(BadInput, match="targets in floating point"):
+        garden.cohort.score(garden.x, garden.y.long(), garden.alpha)
 
 
 def split(garden, env):

@@ -12,6 +12,7 @@ from esper.experiment.grow import (
     write,
 )
 from esper.tamiyo.restricted import Restricted
+from esper.tasks.family import drawn_task
 from tests.environment.test_growing import LONG, blobs
 
 
@@ -107,3 +108,8 @@ def test_a_story_is_short_and_says_what_was_done(grown):
     assert len(told) == 8
     assert told[-1].endswith(f"{len(many) - 7} x plant.")
     assert summary_lines(()) == ["Nothing was planted."]
+
+
+def test_targets_are_not_grown_by_name():
+    with pytest.raises(BadInput, match="has targets, .* esper.fit"):
+        grow(drawn_task(0, 0, ("steps-target",)), progress=False)

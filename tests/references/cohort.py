@@ -14,6 +14,13 @@ from torch import nn
 HOST = -1
 
 
+def error(outputs, y):
+    """Cross-entropy; of one output the squared error."""
+    if outputs.shape[1] == 1:
+        return F.mse_loss(outputs.flatten(), y)
+    return F.cross_entropy(outputs, y)
+
+
 class PlainNetwork:
     """A host with new units by slot, and their optimiser."""
 
@@ -103,12 +110,12 @@ class PlainNetwork:
     def train_step(self, x, y, alpha, training):
         """One minibatch; returns the loss of the host's own pass."""
         self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.forward(x, alpha), y)
+        loss = error(self.forward(x, alpha), y)
         loss.backward()
         young = {slot for slot in self.seeds if training[slot]}
         if young:
             raised = [1.0 if s in young else a for s, a in enumerate(alpha)]
-            beside = F.cross_entropy(self.forward(x, raised), y)
+            beside = error(self.forward(x, raised), y)
             learning = [
                 p for k, p in [*self.weights.items(), *self.biases.items()]
                 if young & set(k[1:])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Generator
 
 from esper.tasks import catalogue
 from esper.tasks.catalogue import TASKS
@@ -128,3 +129,15 @@ def test_the_page_lists_the_tasks_as_they_are():
         if row["missing"]:
             cells[1] = expected[1] = ""
         assert cells == expected
+
+
+def test_targets_are_standardised_by_the_training_rows_and_keep_their_row():
+    chance = Generator().manual_seed(0)
+    targets = 50 + 7 * torch.randn(500, generator=chance)
+    splits = split(Data("targets", targets[:, None].clone(), targets, 1), 3)
+    assert splits.train.loss == "regression"
+    deviation, mean = torch.std_mean(splits.train.labels.double(), correction=0)
+    assert float(mean) == pytest.approx(0, abs=1e-5)
+    assert float(deviation) == pytest.approx(1, abs=1e-5)
+    for part in splits:
+        torch.testing.assert_close(part.labels, part.features[:, 0], atol=1e-4, rtol=0)

@@ -67,12 +67,17 @@ DATA = [
     (FEW.numpy(), BITS, "features .* ndarray"),
     (FEW, [0, 1], "labels as a tensor; got list"),
 ]
+TARGETS = [
+    (BITS, r"floating-point targets, .* got torch\.int64"),
+    (torch.tensor([0.0, nan]), "finite labels; .* first at 1"),
+]
 TERMS = [
     ({"name": ""}, "expected a task's name"),
     ({"data": None}, "data as a function of rng_seed; got NoneType"),
     ({"host": torch.nn.Linear(2, 2)}, "MlpHost or a CnnHost; got Linear"),
     ({"batch": 0}, "expected batch as a whole number from 1; got 0"),
     ({"horizon": 2.5}, "expected horizon .* got 2.5"),
+    ({"compute": 0}, "expected compute .* got 0"),
     ({"learning_rate": 0.0}, "learning_rate > 0 .* got 0.0 and 0.01"),
     ({"learning_rate": nan}, "got nan"),
     ({"weight_decay": -1.0}, "got 0.004 and -1.0"),
@@ -86,6 +91,7 @@ SPLITS = [
     (lambda: split(rows(3), 0), "enough rows .* got 3"),
     (lambda: split(rows(50), -1), "0 or more; got -1"),
     (lambda: check_data(rows(63), batch=64), "one batch of 64 rows; got 63"),
+    (lambda: check_data(Data("still", FEW, torch.ones(2), 1)), "differ; all 2 are 1"),
     (lambda: check_data(rows(9, kinds=1)), "two classes; all 9 are of class 0"),
     (lambda: splits(rows(63), rows(9), rows(9)), "one batch of 64 rows; got 63"),
     (lambda: splits(rows(64, 5), rows(9), rows(9)), r"\(3,\).*train has \(5,\) in 2"),
@@ -101,7 +107,7 @@ CNNS = [
     (((28, 28), (4, 8), 10), "expected image as a tuple of at least 3"),
     (((1, 28, 28), (), 10), "expected channels as a tuple of at least 1"),
     (((1, 28, 28), (4, -8), 10), r"got \(4, -8\)"),
-    (((1, 28, 28), (4, 8), 1), "at least 2 classes; got 1"),
+    (((1, 28, 28), (4, 8), 0), "at least 2 classes, or 1 output .* got 0"),
 ]
 DRAWN = [
     *((lambda n=n: mnist1d(rows=n), f"at least 10; got {n}") for n in (9, -5)),
@@ -139,6 +145,7 @@ NAMES = [
     ("call", "words"),
     [
         *((lambda x=x, y=y: Data("wrong", x, y, 5), words) for x, y, words in DATA),
+        *((lambda y=y: Data("wrong", FEW, y, 1), words) for y, words in TARGETS),
         *((lambda change=change: rings(**change), words) for change, words in TERMS),
         *SPLITS,
         *((lambda w=w: MlpHost(w), "widths as a tuple of at least 3") for w in WIDTHS),

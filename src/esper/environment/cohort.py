@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Float32, Float64, Int64, Num
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -257,7 +257,7 @@ class Cohort(Stateful):
     def train(
         self,
         features: Float[Tensor, "_ example input"],
-        labels: Int64[Tensor, "_ example"],
+        labels: Num[Tensor, "_ example"],
         picked: Int64[Tensor, "env step row"],
         seeds: SeedSchedule,
         rates: Float[Tensor, "env step"],
@@ -267,7 +267,7 @@ class Cohort(Stateful):
 
         Args:
             features: Rows to train on, of each environment or of all.
-            labels: Their labels.
+            labels: Their classes, or their targets if the host has one output.
             picked: Which rows make each minibatch.
             seeds: How the seeds take part.
             rates: Learning rate of every minibatch.
@@ -292,7 +292,7 @@ class Cohort(Stateful):
         buffer, bits = self._buffers()
         losses, shadow_losses = engine.train(
             features.numpy(),
-            labels.numpy(),
+            labels.to(kind).numpy(),
             picked.numpy(),
             steps.numpy(),
             rates.double().numpy(),
@@ -310,14 +310,18 @@ class Cohort(Stateful):
         )
         return TrainingResult(torch.from_numpy(losses), torch.from_numpy(shadow_losses))
 
-    def count(
+    def score(
         self,
         features: Float[Tensor, "_ example input"],
-        labels: Int64[Tensor, "_ example"],
+        labels: Num[Tensor, "_ example"],
         alpha: Float[Tensor, "env slot"],
         wanted: Bool[Tensor, " env"] | None = None,
-    ) -> Int64[Tensor, " env"]:
-        """Rows that every host classifies correctly; 0 where that is not wanted."""
+    ) -> Float32[Tensor, " env"]:
+        """Share of the rows that every host classifies correctly; 0 if not wanted.
+
+        With one output, the share of the targets' variance that it explains,
+        1 - (mean squared error) / variance over these rows, at least 0.
+        """
         if wanted is None:
             wanted = torch.ones(self.envs, dtype=torch.bool, device=alpha.device)
         self._check_rows(features, labels)
@@ -325,10 +329,11 @@ class Cohort(Stateful):
         _check("wanted", wanted, (self.envs,), torch.bool)
         alpha = alpha.to(self.values.dtype)
         if not self.kernels:
-            return torch_engine.count(self, features, labels, alpha, wanted)
-        right = engine.count(
+            found = torch_engine.measure(self, features, labels, alpha, wanted)
+            return self._share(found, labels, wanted)
+        found = engine.measure(
             features.numpy(),
-            labels.numpy(),
+            labels.to(alpha.dtype).numpy(),
             wanted.numpy(),
             self.values.numpy(),
             self._buffers()[0],
@@ -336,7 +341,23 @@ class Cohort(Stateful):
             self.batch,
             alpha.numpy(),
         )
-        return torch.from_numpy(right)
+        return self._share(torch.from_numpy(found), labels, wanted)
+
+    def _share(
+        self,
+        found: Float64[Tensor, " env"],
+        labels: Num[Tensor, "_ example"],
+        wanted: Bool[Tensor, " env"],
+    ) -> Float32[Tensor, " env"]:
+        """Scores in [0, 1] from what an engine has measured."""
+        mean = found / labels.shape[1]
+        if self.shapes[-1].outputs > 1:
+            return mean.float()
+        variance = labels.double().var(dim=1, correction=0)
+        share = 1 - mean / variance.clamp(min=torch.finfo().tiny)
+        # What is not a number explains nothing.
+        share = share.nan_to_num(nan=0.0).clamp(0, 1).float()
+        return torch.where(wanted, share, 0.0)
 
     def _check_rows(self, features: Tensor, labels: Tensor) -> None:
         """Refuse rows that a kernel would read out of bounds."""
@@ -347,6 +368,13 @@ class Cohort(Stateful):
             )
         width = self.shapes[0].inputs * self.shapes[0].positions
         _check("features", features, (sets, examples, width), self.values.dtype)
+        if self.shapes[-1].outputs == 1:
+            if not labels.is_floating_point():
+                raise BadInput(
+                    f"labels must be targets in floating point, as these hosts have "
+                    f"one output, got {labels.dtype}."
+                )
+            return
         _check("labels", labels, (sets, examples), torch.int64)
         if self.kernels:
             _check_indices("labels", labels, self.shapes[-1].outputs)

@@ -1,7 +1,7 @@
 r"""Compiled training of networks that grow, one after the other: the CPU engine.
 
-    train   hosts and seeds, on all minibatches until the next decision
-    count   correctly classified rows of every host
+    train     hosts and seeds, on all minibatches until the next decision
+    measure   correctly classified rows of every host, or its squared errors
 
 All weights of an environment are one vector `w`, its activations and their gradients
 another, `s`, laid out by `NetworkLayout`; rows of a minibatch are the last axis, so
@@ -55,7 +55,7 @@ def train(
 
     Args:
         features: Rows to train on, `[env, example, in]`; one set may serve all.
-        labels: Their labels `[env, example]`.
+        labels: Their labels `[env, example]`, as numbers of the dtype of the weights.
         picked: Which rows make each minibatch, `[env, step, row]`.
         steps: How many minibatches each environment takes.
         rates: Learning rate of every minibatch, `[env, step]`.
@@ -76,7 +76,7 @@ def train(
     envs, _, rows = picked.shape
     owners = alphas.shape[2] + 1
     loss, beside = np.zeros(envs, v.dtype), np.zeros(envs, v.dtype)
-    y, bottom = np.empty(rows, np.int64), np.int64(0)
+    y, bottom = np.empty(rows, v.dtype), np.int64(0)
     scale, young = np.ones(owners, v.dtype), np.zeros(owners, np.bool_)
     moved = np.zeros(blocks.shape[1], np.bool_)
     for e in range(envs):
@@ -118,13 +118,14 @@ def train(
 
 
 @entry
-def count(features, labels, wanted, v, s, layers, blocks, counts, rows, alphas):
+def measure(features, labels, wanted, v, s, layers, blocks, counts, rows, alphas):
     """Correctly classified examples of every host; 0 where it is not wanted.
 
-    `features [env, example, in]` and `labels [env, example]`; one set may serve all.
+    With one output, the sum of squared errors. `features [env, example, in]` and
+    `labels [env, example]`, as in `train`; one set may serve all.
     """
     examples = labels.shape[1]
-    right = np.zeros(v.shape[0], np.int64)
+    found = np.zeros(v.shape[0], np.float64)
     best, guess = np.empty(rows, v.dtype), np.empty(rows, np.int64)
     picked, bottom = np.empty(rows, np.int64), np.int64(0)
     scale = np.ones(alphas.shape[1] + 1, v.dtype)
@@ -139,6 +140,11 @@ def count(features, labels, wanted, v, s, layers, blocks, counts, rows, alphas):
             _gather(features[mine], picked, s, lay[0])
             _forward(v[e], s, rows, lay, block, scale, bottom)
             z = s[last.z * rows : (last.z + last.outputs) * rows]
+            if last.outputs == 1:
+                for r in range(min(rows, examples - begin)):
+                    error = np.float64(z[r]) - labels[mine, begin + r]
+                    found[e] += error * error
+                continue
             copy(z[:rows], best, bottom)
             guess[:] = 0
             for o in range(1, last.outputs):
@@ -147,8 +153,8 @@ def count(features, labels, wanted, v, s, layers, blocks, counts, rows, alphas):
                     best[r] = z[o * rows + r] if more else best[r]
                     guess[r] = o if more else guess[r]
             for r in range(min(rows, examples - begin)):
-                right[e] += guess[r] == labels[mine, begin + r]
-    return right
+                found[e] += guess[r] == labels[mine, begin + r]
+    return found
 
 
 @fused
@@ -264,8 +270,10 @@ def _scale(s, at, length, factor):
 
 @fused
 def _loss(s, bits, last, rows, y):
-    """Mean cross-entropy; its gradient goes to `gz` of the last layer."""
+    """Mean cross-entropy, or squared error of one output; gradient to the last `gz`."""
     real, outputs = s.dtype.type, last.outputs
+    if outputs == 1:
+        return _squared_error(s, last, rows, y)
     z = s[last.z * rows : (last.z + outputs) * rows].reshape(outputs, rows)
     g = s[last.gz * rows : (last.gz + outputs) * rows].reshape(outputs, rows)
     whole = bits[last.gz * rows : (last.gz + outputs) * rows].reshape(outputs, rows)
@@ -289,13 +297,25 @@ def _loss(s, bits, last, rows, y):
             total[r] += g[o, r]
     loss, share = real(0), real(1) / real(rows)
     for r in range(rows):
-        loss += high[r] + np.log(total[r]) - z[y[r], r]
+        loss += high[r] + np.log(total[r]) - z[np.int64(y[r]), r]
         total[r] = share / total[r]
     for o in range(outputs):
         for r in range(rows):
             g[o, r] *= total[r]
     for r in range(rows):
-        g[y[r], r] -= share
+        g[np.int64(y[r]), r] -= share
+    return loss * share
+
+
+@fused
+def _squared_error(s, last, rows, y):
+    """Mean squared error of one output; its gradient goes to `gz` of the last layer."""
+    real = s.dtype.type
+    loss, share = real(0), real(1) / real(rows)
+    for r in range(rows):
+        error = s[last.z * rows + r] - y[r]
+        loss += error * error
+        s[last.gz * rows + r] = real(2) * share * error
     return loss * share
 
 

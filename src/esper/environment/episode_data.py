@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Num
 from numpy.typing import NDArray
 from torch import Generator, Tensor
 
@@ -21,7 +21,7 @@ from esper.tasks.task import Task
 
 SLACK: Final = 1e-6
 """Share of a budget by which it may be passed."""
-Rows = tuple[Float[Tensor, "set _ input"], Int64[Tensor, "set _"]]
+Rows = tuple[Float[Tensor, "set _ input"], Num[Tensor, "set _"]]
 """Features and labels; the first axis is 1 if all environments share them."""
 
 

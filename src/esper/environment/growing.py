@@ -284,9 +284,9 @@ class GrowingWorld(Stateful, VectorWorld):
         return rows / (self.task.batch * (1 + BACKWARD))
 
     def _score(self, wanted: Bool[Tensor, " env"] | None = None) -> PerEnv:
-        """Share of decision rows that each host classifies correctly."""
+        """Score of each host on the decision rows."""
         x, y = (part[:, :SCORED_ROWS] for part in self._episodes.rows[1])
-        return self.cohort.count(x, y, self._lives.alpha, wanted) / y.shape[1]
+        return self.cohort.score(x, y, self._lives.alpha, wanted)
 
     def _objective(self) -> PerEnv:
         """Phi: what the stops that are past have brought, and phi for those to come."""
@@ -301,7 +301,7 @@ class GrowingWorld(Stateful, VectorWorld):
         here = weight > 0
         if bool(here.any()):
             x, y = self._episodes.rows[2]
-            test = self.cohort.count(x, y, self._lives.alpha, here) / y.shape[1]
+            test = self.cohort.score(x, y, self._lives.alpha, here)
             self.last_test = torch.where(here, test, self.last_test)
             net = test - self._episodes.rent * self._added()
             self._tested = self._tested + torch.where(here, weight * net, 0.0)

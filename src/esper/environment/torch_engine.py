@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Float64, Int64, Num
 from torch import Tensor
 
 from esper.environment.engine import B1, B2, EPS, REST1, REST2
@@ -55,10 +55,17 @@ def forward(
     return x
 
 
+def _loss(outputs: Float[Tensor, "row output"], y: Num[Tensor, " row"]) -> Tensor:
+    """Mean cross-entropy, or squared error of one output."""
+    if outputs.shape[1] == 1:
+        return F.mse_loss(outputs[:, 0], y.to(outputs))
+    return F.cross_entropy(outputs, y)
+
+
 def train(
     cohort: "Cohort",
     features: Float[Tensor, "_ example input"],
-    labels: Int64[Tensor, "_ example"],
+    labels: Num[Tensor, "_ example"],
     picked: Int64[Tensor, "env step row"],
     steps: Int64[Tensor, " env"],
     seeds: "SeedSchedule",
@@ -81,14 +88,14 @@ def train(
             x, y = features[mine, rows], labels[mine, rows]
             scale = F.pad(seeds.alpha[env, step].to(w), (1, 0), value=1.0)
             vector = w.detach().clone().requires_grad_()
-            loss = F.cross_entropy(forward(layout, vector, x, scale), y)
+            loss = _loss(forward(layout, vector, x, scale), y)
             (gradient,) = torch.autograd.grad(loss, vector)
             losses[env] += loss.detach()
             move = (scale[out_owner] > 0) & (scale[in_owner] > 0)
             young = F.pad(seeds.training[env, step], (1, 0))
             if bool(young.any()):
                 scale = torch.where(young, 1.0, scale)
-                loss = F.cross_entropy(forward(layout, vector, x, scale), y)
+                loss = _loss(forward(layout, vector, x, scale), y)
                 (beside,) = torch.autograd.grad(loss, vector)
                 shadow_losses[env] += loss.detach()
                 shadows += 1
@@ -108,23 +115,27 @@ def train(
 
 
 @torch.no_grad()
-def count(
+def measure(
     cohort: "Cohort",
     features: Float[Tensor, "_ example input"],
-    labels: Int64[Tensor, "_ example"],
+    labels: Num[Tensor, "_ example"],
     alpha: Float[Tensor, "env slot"],
     wanted: Bool[Tensor, " env"],
-) -> Int64[Tensor, " env"]:
-    """Correctly classified rows; see `Cohort.count`."""
-    right = torch.zeros_like(wanted, dtype=torch.int64)
+) -> Float64[Tensor, " env"]:
+    """Correctly classified rows, or the sum of squared errors; see `Cohort.score`."""
+    found = torch.zeros_like(wanted, dtype=torch.float64)
     for env in wanted.nonzero().flatten().tolist():
         layout, mine = cohort.layouts[env], env % len(features)
         scale = F.pad(alpha[env], (1, 0), value=1.0)
-        logits = forward(
+        outputs = forward(
             layout, cohort.values[env, : layout.parameters], features[mine], scale
         )
-        right[env] = (logits.argmax(dim=1) == labels[mine]).sum()
-    return right
+        if outputs.shape[1] == 1:
+            error = outputs[:, 0].double() - labels[mine]
+            found[env] = error.square().sum()
+        else:
+            found[env] = (outputs.argmax(dim=1) == labels[mine]).sum()
+    return found
 
 
 def _owners(layout: NetworkLayout, device: torch.device) -> list[Tensor]:

@@ -97,6 +97,11 @@ def grow(
         What was fitted, and the share of test rows that the exported network guesses
         right.
     """
+    if task.loss == "regression":
+        raise BadInput(
+            f"{task.name} has targets, and only classifiers are grown by name; call "
+            "esper.fit with a loss of your own."
+        )
     splits = task.splits(rng_seed)
     fitted = fit(
         task.host.build(stream(rng_seed, "host")),

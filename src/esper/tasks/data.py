@@ -1,5 +1,8 @@
 r"""Labelled rows, and their split into what trains, what decides and what tests.
 
+A label is the number of a class, or, in data of one output, a target; `split` gives
+targets mean 0 and deviation 1, too.
+
     z = (x - mean) / max(deviation, 0.1 * rms(deviation))
 
 Mean and deviation are those of each column of the training rows alone. The floor keeps
@@ -16,10 +19,11 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Num
 from torch import Tensor
 
 from esper.contracts.errors import BadInput
+from esper.tasks.hosts import Loss, loss_of
 
 SHARES: Final = (0.6, 0.2, 0.2)
 """Shares of the rows that train, that decide and that test."""
@@ -29,12 +33,13 @@ LEAST_DEVIATION: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Rows of features, each with the class it belongs to."""
+    """Rows of features, each with the class it belongs to, or with a target."""
 
     name: str
     features: Float[Tensor, "row ..."]
-    labels: Int64[Tensor, " row"]
+    labels: Num[Tensor, " row"]
     classes: int
+    """Classes of the labels; 1: the labels are targets."""
 
     def __post_init__(self) -> None:
         """Refuse what no loss could be computed from."""
@@ -46,7 +51,13 @@ class Data:
                 self._refuse(f"{word} as a tensor; got {kind}; call torch.as_tensor")
         if not x.is_floating_point():
             self._refuse(f"floating-point features; got {x.dtype}; call .float()")
-        if y.dtype != torch.int64:
+        regression = self.loss == "regression"
+        if regression and not y.is_floating_point():
+            self._refuse(
+                f"floating-point targets, as there is one output; got {y.dtype}; call "
+                ".float(), or count at least two classes"
+            )
+        if not regression and y.dtype != torch.int64:
             self._refuse(
                 f"labels as int64; got {y.dtype}; number the classes from 0 and call "
                 ".long()"
@@ -57,19 +68,25 @@ class Data:
                 f"{tuple(x.shape)} and labels {tuple(y.shape)}"
             )
         wrong = (y < 0) | (y >= self.classes)
-        if wrong.any():
+        if wrong.any() and not regression:
             self._refuse(
                 f"labels in 0..{self.classes - 1}; got {int(y.min())}..{int(y.max())}, "
                 f"first in row {_first(wrong)}; count the classes again"
             )
-        if not x.isfinite().all():
-            self._refuse(
-                f"finite features; got NaN or infinity, first at "
-                f"{_first(~x.isfinite())}; drop or fill those rows"
-            )
+        for word, values in (("features", x), ("labels", y)):
+            if not values.isfinite().all():
+                self._refuse(
+                    f"finite {word}; got NaN or infinity, first at "
+                    f"{_first(~values.isfinite())}; drop or fill those rows"
+                )
 
     def _refuse(self, wanted: str) -> Never:
         raise BadInput(f"{self.name}: expected {wanted}")
+
+    @property
+    def loss(self) -> Loss:
+        """What is learnt: to classify the rows, or to predict their targets."""
+        return loss_of(self.classes)
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -108,6 +125,11 @@ def check_data(data: Data, *, batch: int = 1) -> Data:
             f"{len(data)}; choose a smaller batch or find more rows"
         )
     if bool((data.labels == data.labels[0]).all()):
+        if data.loss == "regression":
+            raise BadInput(
+                f"{data.name}: expected targets that differ; all {len(data)} are "
+                f"{float(data.labels[0])}; there is nothing to predict"
+            )
         raise BadInput(
             f"{data.name}: expected rows of at least two classes; all {len(data)} are "
             f"of class {int(data.labels[0])}; accuracy would mean nothing"
@@ -142,6 +164,13 @@ def split(
         replace(data, features=data.features[part], labels=data.labels[part])
         for part in (rows[:first], rows[first:second], rows[second:])
     ]
+    if data.loss == "regression":
+        spread, centre = torch.var_mean(parts[0].labels.double(), correction=0)
+        scale = float(spread.sqrt()) or 1.0
+        parts = [
+            replace(part, labels=((part.labels - centre) / scale).float())
+            for part in parts
+        ]
     # In double precision; a constant column becomes zero.
     variance, mean = torch.var_mean(parts[0].features.double(), dim=0, correction=0)
     deviation = variance.sqrt().maximum(least_deviation * variance.mean().sqrt())

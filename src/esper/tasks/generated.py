@@ -6,8 +6,8 @@ label depends on how a processor rounds. The columns that decide are put among o
 that are noise, in random order or turned by a random rotation (`lifted`), and a share
 of the labels, also of those that test, is replaced by another class (`classified`).
 
-    scores      polynomial, periodic, additive, bumps, ...: one number for each row, cut
-                into classes of equal size (`binned`)
+    scores      polynomial, periodic, additive, bumps, ...: one number for each row, a
+                target, or cut into classes of equal size (`binned`)
     geometry    clusters, cells, boxes, shells, spirals
     logic       parity, multiplexer, rules, counts
     sequences   the next symbol of a Markov chain, the last state of an automaton, which
@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from esper.tasks.data import Data, log_uniform_int
-from esper.tasks.teacher import Teacher, taught
+from esper.tasks.teacher import Teacher, network_outputs, taught
 
 Random = np.random.Generator
 Floats = NDArray[np.float64]
@@ -35,6 +35,8 @@ ROWS: Final = (1_500, 5_000)
 """Rows of a generated task, evenly on a log scale."""
 MOST_NOISE: Final = 0.1
 """Share of labels that are replaced, at most."""
+MOST_DEVIATION: Final = 0.3
+"""Deviation of the noise on targets, as a share of their own, at most."""
 DIRECTIONS: Final = 4
 """Directions that decide in a teacher of few directions, at most."""
 
@@ -221,7 +223,40 @@ def step_scores(random: Random) -> tuple[Floats, Floats]:
     return x, random.standard_normal(leaf.max() + 1)[leaf]
 
 
-def _scored(scores: Callable[[Random], tuple[Floats, Floats]]) -> Kind:
+def network_scores(random: Random) -> tuple[Floats, Floats]:
+    """One output of a random network."""
+    kind = Teacher(
+        width=log_uniform_int(random, 4, 48),
+        depth=int(random.integers(1, 4)),
+        noise=0.0,
+        inputs=log_uniform_int(random, 2, 16),
+    )
+    x = random.standard_normal((row_count(random), kind.inputs))
+    return x, network_outputs(x, kind, 1, random)[:, 0]
+
+
+Scores = Callable[[Random], tuple[Floats, Floats]]
+"""Draws columns that decide, and the score of every row."""
+
+
+def targets(random: Random, features: NDArray[np.floating], score: Floats) -> Data:
+    """Rows with targets under noise."""
+    noise = random.uniform(0, MOST_DEVIATION) * random.standard_normal(len(score))
+    return as_data(features, (score - score.mean()) / score.std() + noise, 1)
+
+
+def _predicted(scores: Scores) -> Kind:
+    """The kind whose targets are a score."""
+
+    def draw(random: Random) -> Data:
+        signal, score = scores(random)
+        return targets(random, lifted(random, signal, 8), score)
+
+    draw.__doc__ = f"{scores.__doc__} As a target."
+    return draw
+
+
+def _scored(scores: Scores) -> Kind:
     """The kind whose classes are ranges of a score."""
 
     def draw(random: Random) -> Data:
@@ -491,4 +526,11 @@ VECTORS: Final[Mapping[str, Kind]] = {
     "automaton": automaton,
     "motif": motif,
     "harmonics": harmonics,
+    "network-target": _predicted(network_scores),
+    "polynomial-target": _predicted(polynomial_scores),
+    "periodic-target": _predicted(periodic_scores),
+    "additive-target": _predicted(additive_scores),
+    "bumps-target": _predicted(bump_scores),
+    "friedman-target": _predicted(friedman_scores),
+    "steps-target": _predicted(step_scores),
 }

@@ -9,6 +9,7 @@ Weights and biases are drawn as PyTorch draws them by default, uniformly within
     1 / sqrt(inputs of a unit)
 
 in the order of the layers, from the generator alone. MACs are multiply-adds per row.
+A host with one output predicts a number: its loss is the squared error (`loss_of`).
 """
 
 from dataclasses import dataclass, field
@@ -25,6 +26,12 @@ KERNEL: Final = 3
 """Side of every convolution's kernel."""
 DENSE, CONV = 0, 1
 """Kinds of layers; a convolution is followed by pooling, two by two."""
+Loss = Literal["classification", "regression"]
+
+
+def loss_of(outputs: int) -> Loss:
+    """What so many outputs are trained for: the cross-entropy or the squared error."""
+    return "regression" if outputs == 1 else "classification"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +123,7 @@ class _Declared:
 
 @dataclass(frozen=True, slots=True)
 class MlpHost(_Declared):
-    """A multilayer perceptron: inputs, hidden widths, classes."""
+    """A multilayer perceptron: inputs, hidden widths, classes (1: a target)."""
 
     widths: tuple[int, ...]
     kind: Literal["mlp"] = field(default="mlp", init=False)
@@ -206,6 +213,8 @@ def _check_counts(word: str, counts: object, *, least: int) -> None:
 
 
 def _check_classes(classes: object) -> None:
-    """Refuse fewer than two classes."""
-    if not isinstance(classes, int) or classes < 2:
-        raise BadInput(f"expected at least 2 classes; got {classes!r}")
+    """Refuse a host without outputs."""
+    if not isinstance(classes, int) or classes < 1:
+        raise BadInput(
+            f"expected at least 2 classes, or 1 output for a target; got {classes!r}"
+        )

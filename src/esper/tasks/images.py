@@ -11,7 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.tasks.data import Data
-from esper.tasks.generated import Floats, Kind, Random, as_data, classified, row_count
+from esper.tasks.generated import (
+    Floats,
+    Kind,
+    Random,
+    as_data,
+    classified,
+    row_count,
+    targets,
+)
 from esper.tasks.variants import table
 
 SIDES: Final = (6, 12)
@@ -71,7 +79,7 @@ def bar_angles(random: Random) -> Data:
     """The slope of a bar, as a target."""
     angle = random.uniform(0, np.pi, min(row_count(random), ROWS))
     images = _bars(random, angle)
-    return as_data(_noisy(random, images, 0.4), np.cos(2 * angle), 1)
+    return targets(random, _noisy(random, images, 0.4), np.cos(2 * angle))
 
 
 def blobs(random: Random) -> Data:
@@ -133,4 +141,5 @@ IMAGES: Final[Mapping[str, Kind]] = {
     "blobs": blobs,
     "shapes": shapes,
     "textures": textures,
+    "angle-target": bar_angles,
 }

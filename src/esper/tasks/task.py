@@ -2,8 +2,12 @@
 
 A task is plain data and one function: a number goes in, three sets of rows come out.
 An episode is `horizon` decisions, with `decision_every` batches of training between
-them. The loss is the cross-entropy, the score the share of rows that are
-classified correctly.
+them. The loss is the cross-entropy and the score the share of rows that are classified
+correctly; if the host has one output, the loss is the squared error and the score
+
+    1 - (mean squared error) / (variance of the targets), at least 0,
+
+both over the rows that are scored.
 """
 
 from collections.abc import Callable
@@ -13,7 +17,7 @@ from typing import Any
 
 from esper.contracts.errors import BadInput
 from esper.tasks.data import Splits, check_data
-from esper.tasks.hosts import CnnHost, MlpHost
+from esper.tasks.hosts import CnnHost, Loss, MlpHost, loss_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +82,13 @@ class Task:
 
     @property
     def classes(self) -> int:
-        """How many classes there are."""
+        """How many classes there are; 1: targets."""
         return self.host.classes
+
+    @property
+    def loss(self) -> Loss:
+        """What is learnt: to classify the rows, or to predict their targets."""
+        return loss_of(self.classes)
 
     def splits(self, rng_seed: int) -> Splits:
         """The rows of this number, if they are what the host can learn from."""
@@ -108,6 +117,7 @@ class Task:
             "description": self.description,
             "inputs": prod(self.host.shape),
             "classes": self.classes,
+            "loss": self.loss,
             "host": str(self.host),
             "parameters": self.host.parameters,
             "macs": self.host.macs,

@@ -22,6 +22,7 @@ from esper.tasks.generated import (
     as_data,
     classified,
     rotation,
+    targets,
 )
 from esper.tasks.mnist1d import Distortion, mnist1d
 
@@ -123,6 +124,15 @@ def table_rotated(random: Random) -> Data:
     return as_data(x @ rotation(random, x.shape[1]), labels, classes)
 
 
+def column_target(random: Random) -> Data:
+    """One column of a table, from the others."""
+    x, _, _ = _drawn(random)
+    spread = x.std(0)
+    varied = np.flatnonzero(spread > np.median(spread) / 2)
+    column = varied[random.integers(len(varied))]
+    return targets(random, np.delete(x, column, axis=1), x[:, column])
+
+
 def _curves(random: Random, noise: tuple[float, float] = (0.01, 0.1)) -> Data:
     """Curves that are distorted in a way of their own."""
     how = Distortion(
@@ -171,6 +181,7 @@ VARIANTS: Final[Mapping[str, Kind]] = {
     "table-label-noise": table_label_noise,
     "table-column-noise": table_column_noise,
     "table-rotated": table_rotated,
+    "column-target": column_target,
     "curves": curves,
     "curves-classes": curves_classes,
     "curves-short": curves_short,
