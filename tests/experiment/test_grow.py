@@ -111,5 +111,5 @@ def test_a_story_is_short_and_says_what_was_done(grown):
 
 
 def test_targets_are_not_grown_by_name():
-    with pytest.raises(BadInput, match="has targets, .* esper.fit"):
+    with pytest.raises(BadInput, match=r"has targets, .* esper\.fit"):
         grow(drawn_task(0, 0, ("steps-target",)), progress=False)
