@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks import timing
-from esper.cli.failures import report_failure
+from esper.cli.output import report_failure
 
 
 def benchmarks() -> dict[str, str]:

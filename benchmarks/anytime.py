@@ -284,7 +284,7 @@ def at_any_scale(counted: Counted, chosen: Mapping[float, Schedule]) -> Report:
 
 def pooled(found: Sequence[Floats]) -> Interval:
     """Mean over tasks of the mean over hosts, hosts resampled."""
-    return mean_interval([one[None] for one in found])
+    return mean_interval(found)
 
 
 def by_task(counted: Counted, chosen: Mapping[float, Schedule]) -> Report:

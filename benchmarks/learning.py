@@ -24,8 +24,7 @@ from benchmarks.timing import Report
 from esper.contracts.actions import ActionMasks
 from esper.contracts.world import Controller, ControllerState, Observation
 from esper.environment.simulated import SimulatedWorld, draw_instances
-from esper.experiment.config import SIMULATED, Budget, TrainConfig
-from esper.experiment.presets import preset
+from esper.experiment.config import SIMULATED, Budget, TrainConfig, preset
 from esper.experiment.progress import Progress
 from esper.experiment.rollout import play
 from esper.experiment.statistics import Floats, Interval, bootstrap, mean_interval

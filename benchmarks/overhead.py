@@ -16,8 +16,7 @@ from time import perf_counter
 from benchmarks import timing
 from benchmarks.round import KEEPING, SMALL, Stopwatch, on_the_watch, unjudged
 from benchmarks.timing import Report
-from esper.experiment.config import Budget, TrainConfig
-from esper.experiment.presets import DEFAULT, preset
+from esper.experiment.config import DEFAULT, Budget, TrainConfig, preset
 from esper.experiment.records import RoundRecord
 from esper.experiment.train import begin_run
 from esper.experiment.trainer import OnRoundEnd, Trainer

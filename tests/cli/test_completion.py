@@ -38,7 +38,7 @@ def script(capsys, tmp_path):
         ("train --res", {"--resume"}),
         ("config --res", {""}),
         ("config --pre", {"--preset"}),
-        ("evaluate --contr", {"--controller"}),
+        ("evaluate --contr", {"--controller", "--controllers"}),
         ("completion z", {"zsh"}),
     ],
 )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from esper.experiment.presets import DEFAULT, preset
+from esper.experiment.config import DEFAULT, preset
 from esper.tasks import catalogue
 from esper.tasks.catalogue import register_task
 from tests.cli.calls import call, contents, refused

@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 
-from esper.cli.failures import report_failure
+from esper.cli.output import report_failure
 from esper.contracts.errors import (
     BadInput,
     CallOrder,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from esper.cli.failures import report_failure
+from esper.cli.output import report_failure
 from esper.contracts.errors import StorageTrouble
-from esper.experiment.grow import write
+from esper.experiment.fit import write
 from tests.cli.calls import assert_one_line
 from tests.experiment.test_judging import tiny
 

@@ -9,8 +9,7 @@ import tomllib
 
 import pytest
 
-from esper.experiment.config import Budget, TrainConfig
-from esper.experiment.presets import resolve
+from esper.experiment.config import Budget, TrainConfig, resolve
 from esper.experiment.run import Run
 from tests.cli.calls import (
     call,

@@ -8,14 +8,8 @@ them, whole, and none older than one whose save had returned.
 import shutil
 
 from esper.contracts.errors import BadInput, StorageTrouble
-from esper.experiment.checkpoint import (
-    CheckpointFolder,
-    manifest_of,
-    name_of,
-    pack,
-)
+from esper.experiment.checkpoint import CheckpointFolder, Manifest, pack
 from esper.experiment.files import discard
-from esper.experiment.run import MAY_BE_NAN
 from tests.experiment.disks import (
     CountingDisk,
     Died,
@@ -77,7 +71,7 @@ class Saves:
         return {word: names.count(name) for name, word in WORDS.items()}
 
     def _open(self, path, disk):
-        return self._kind(path / "checkpoints", disk, keep=1, may_be_nan=MAY_BE_NAN)
+        return self._kind(path / "checkpoints", disk, keep=1)
 
     def _log(self):
         """Every change, and how many there were when each save returned."""
@@ -127,9 +121,7 @@ class Saves:
 
     def _left(self, path, safe):
         """The step of the newest state, if it is whole and not too old."""
-        kept = CheckpointFolder(
-            path / "checkpoints", CountingDisk(), may_be_nan=MAY_BE_NAN
-        )
+        kept = CheckpointFolder(path / "checkpoints", CountingDisk())
         try:
             found = kept.latest()
         except (BadInput, StorageTrouble):
@@ -142,8 +134,8 @@ class InPlace(CheckpointFolder):
     """The bad twin: there is one checkpoint, and it is written over."""
 
     def publish(self, step, tensors, facts, *, score=None):
-        file = self.path / name_of(1)
-        data = pack(tensors, self._may_be_nan, manifest_of(1, score, facts))
+        file = self.path / "000001.safetensors"
+        data = pack(tensors, Manifest(step=1, score=score, facts={}, made_by={}))
         if not self.path.is_dir():
             self._disk.mkdir(self.path)
         discard(self._disk, file)

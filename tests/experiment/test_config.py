@@ -15,6 +15,7 @@ from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput
 from esper.experiment.config import (
+    PRESETS,
     Budget,
     Judging,
     Keeping,
@@ -23,8 +24,9 @@ from esper.experiment.config import (
     World,
     digest,
     from_toml,
+    preset,
+    resolve,
 )
-from esper.experiment.presets import PRESETS, preset, resolve
 from esper.experiment.settings import as_flat, as_toml, known_settings, toml_value
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
@@ -238,7 +240,7 @@ REFUSED_OPTIONS = [
     ("rng_seed", str(2**64), "--rng_seed must be less than or equal to 4294967295"),
     ("name", "../x", "a run cannot be called '../x'"),
     ("name", "a\nb", "printable"),
-    ("runs", "\udc80", "--runs must be a plain value"),
+    ("runs", "\udc80", "settings must be plain values"),
     ("runs", "", "printable"),
     ("preset", "quik", "no preset 'quik'; did you mean 'quick'"),
     ("config", ["missing.toml"], "missing.toml cannot be read: No such file"),
@@ -291,7 +293,7 @@ REFUSED_FILES = [
     ("learner.ppo.max_grad_norm = nan", "learner.ppo.max_grad_norm must be"),
     ("x = " + "[" * 60_000, "brackets too deep"),
     ("envs" + ".a" * 30_000 + " = 1", "too many dots"),
-    ("learner.ppo.head_entropy" + ".a" * 900 + " = 1", "must be a plain value"),
+    ("learner.ppo.head_entropy" + ".a" * 900 + " = 1", "too many dots"),
     ("= 3", "expected TOML"),
     ("\x00", "expected TOML"),
 ]

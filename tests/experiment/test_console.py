@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from esper.experiment.callbacks import ConsoleProgress, time_left
 from esper.experiment.config import TrainConfig
-from esper.experiment.console import ConsoleProgress, time_left
 from esper.experiment.records import Judged
 from tests.experiment.stores import record
 

@@ -15,7 +15,6 @@ from esper.environment.growing import GrowingWorld
 from esper.environment.settings import OPS, WorldSettings
 from esper.experiment.config import Judging, from_toml
 from esper.experiment.controllers import (
-    commit_of,
     export_controller,
     find_controller,
     load_controller,
@@ -115,7 +114,7 @@ def test_the_end_of_a_run_is_told_with_its_figures(ending):
         "Too few rounds to tell",
         ": 3 unseen hosts of each",
         "Return of 'Tamiyo' on 3 unseen hosts of ",
-        "not shown to differ from",
+        "'never' (",
         f"The run is in {ending.path}.",
     ):
         assert words in text.replace("\n", ""), words
@@ -218,7 +217,3 @@ def test_the_command_line_writes_it(ending, tmp_path, capsys):
     young = make_run(tmp_path, "young")
     arguments = ("export", str(young), "--format", "controller")
     assert "young is not finished" in refused(capsys, *arguments)
-
-
-def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path):
-    assert commit_of(tmp_path) is None

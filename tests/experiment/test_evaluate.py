@@ -13,11 +13,11 @@ from rich.console import Console
 from esper.contracts.errors import BadInput, RunTaken
 from esper.experiment.config import Budget, TrainConfig, World
 from esper.experiment.controllers import load_controller
-from esper.experiment.database import open_store, rows
 from esper.experiment.evaluate import EvaluateConfig, evaluate, run_evaluation
 from esper.experiment.judging import judge, judge_static
 from esper.experiment.run import STORE, Run
 from esper.experiment.settings import as_toml, construct, table_of
+from esper.experiment.store import open_store, rows
 from esper.experiment.summary import summary_of
 from esper.experiment.train import begin_run
 from esper.tasks import catalogue

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from esper.contracts.errors import BadInput
-from esper.experiment.grow import (
+from esper.experiment.fit import (
     ShuffledBatches,
     check_free,
     grow,

@@ -10,8 +10,7 @@ from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput
 from esper.environment.mixture import Mixture
 from esper.experiment import pretraining
-from esper.experiment.config import IMITATION, Budget, TrainConfig, World
-from esper.experiment.presets import preset
+from esper.experiment.config import IMITATION, Budget, TrainConfig, World, preset
 from esper.experiment.pretraining import imitate, preferred, tried
 from esper.experiment.worlds import worlds_of
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy

@@ -127,18 +127,6 @@ def test_a_disk_that_refuses_while_a_run_is_begun_leaves_nothing(tmp_path):
     assert at >= 10
 
 
-def test_what_could_not_be_read_again_is_not_stored(tmp_path):
-    for config, facts, why in (
-        ("x" * (1 << 21), {}, "at most 1,048,576 bytes, got 2,097,152"),
-        ("\ud800", {}, "no text"),
-        ("", {"a": float("nan")}, "no text"),
-        ("", {"a": object()}, "no text"),
-    ):
-        with pytest.raises(BadInput, match=why):
-            Run.create(tmp_path, "one", config, facts)
-    assert os.listdir(tmp_path) == []
-
-
 def test_only_runs_are_opened_and_only_their_holder_finishes_them(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "other").mkdir()

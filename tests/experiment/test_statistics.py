@@ -20,7 +20,6 @@ from esper.experiment.statistics import (
     mean_interval,
     paired_improvement,
     paired_wilcoxon,
-    partners,
 )
 from tests.references import statistics as reference
 
@@ -81,58 +80,38 @@ def test_groups_are_drawn_independently_and_an_interval_repeats():
     assert f"{Interval(1.0, 0.5, 1.5):.1f}" == "1.0 [0.5, 1.5]"
 
 
-def test_a_draw_is_an_interval_of_every_possible_one():
-    """Members and seeds of two tasks, a cell of which is missing."""
-    arm = [normal(3, 3), 1.0 + normal(3, 2, rng_seed=1)]
-    arm[0][1, 2] = nan
-    lists = [figures.tolist() for figures in arm]
-    draws = [
-        reference.cells(lists, who, which)
-        for who, which in reference.every_draw(3, (3, 2))
-    ]
-    once = reference.cells(lists, range(3), [range(3), range(2)])
+def test_an_interval_is_that_of_every_possible_draw():
+    tasks = [normal(4), 1.0 + normal(3, rng_seed=1)]
+    draws = [*reference.every_draw([task.tolist() for task in tasks])]
     for interval, statistic in (
         (iqm_interval, reference.interquartile_mean),
         (mean_interval, reference.mean_of_means),
     ):
-        found = interval(arm, resamples=50_000)
-        every = [value for value in map(statistic, draws) if not isnan(value)]
-        expected = np.percentile(every, [2.5, 97.5])
+        found = interval(tasks, resamples=20_000)
+        expected = np.percentile([*map(statistic, draws)], [2.5, 97.5])
         assert (found.low, found.high) == pytest.approx(expected, abs=0.05)
-        assert found.estimate == pytest.approx(statistic(once))
+        assert found.estimate == pytest.approx(statistic(tasks))
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_differences_and_improvements_are_those_of_every_draw(same):
+def test_differences_and_improvements_are_those_of_every_draw():
     generator = np.random.default_rng(4)
-    x = [generator.integers(-2, 3, size=(2, 3)).astype(float) for _ in range(2)]
-    y = [generator.integers(-2, 3, size=(2, 3)).astype(float) for _ in range(2)]
-    x[0][0, 1] = y[1][1, 2] = nan
-    ours, theirs = (
-        [f.tolist() for f in arm] for arm in partners(x, y, same_members=same)
-    )
+    x, y = generator.integers(-2, 3, size=(2, 2, 3)).astype(float)
+    pairs = [[*zip(*rows, strict=True)] for rows in zip(x, y, strict=True)]
     gaps, wins = [], []
-    for who, which in reference.every_draw(2, (3, 3)):
-        for other in [None] if same else [(0,), (1,)]:
-            mine = reference.cells(ours, who, which)
-            yours = reference.cells(theirs, who if same else other, which)
-            gaps.append(
-                reference.interquartile_mean(mine) - reference.interquartile_mean(yours)
-            )
-            wins.append(reference.paired_improvement(ours, theirs, who, other, which))
+    for draw in reference.every_draw(pairs):
+        ours, theirs = ([[pair[at] for pair in t] for t in draw] for at in (0, 1))
+        iqm = reference.interquartile_mean
+        gaps.append(iqm(ours) - iqm(theirs))
+        points = [[reference.points_of(*pair) for pair in task] for task in draw]
+        wins.append(reference.mean_of_means(points))
     for compare, every in ((iqm_difference, gaps), (paired_improvement, wins)):
-        found = compare(x, y, same_members=same, resamples=30_000)
-        expected = np.nanpercentile(every, [2.5, 97.5])
+        found = compare(x, y, resamples=20_000)
+        expected = np.percentile(every, [2.5, 97.5])
         assert (found.low, found.high) == pytest.approx(expected, abs=0.06)
-    once = [range(3), range(3)]
-    others = None if same else range(2)
-    assert paired_improvement(x, y, same_members=same).estimate == pytest.approx(
-        reference.paired_improvement(ours, theirs, range(2), others, once)
-    )
 
 
 def test_equal_figures_and_tasks_without_luck_have_an_interval_without_width():
-    arm = [np.full((3, 7), 0.1), np.full((3, 5), 0.1)]
+    arm = [np.full(7, 0.1), np.full(5, 0.1)]
     for found in (iqm_interval(arm), mean_interval(arm)):
         assert found == Interval(0.1, 0.1, 0.1)
     assert iqm_difference(arm, arm) == Interval(0.0, 0.0, 0.0)
@@ -141,8 +120,8 @@ def test_equal_figures_and_tasks_without_luck_have_an_interval_without_width():
     assert iqm_interval(np.array([[0.0] * 5, [10.0] * 5])) == Interval(5.0, 5.0, 5.0)
 
 
-def test_one_seed_has_no_interval_and_nothing_has_no_estimate():
-    one = [np.array([[0.5], [0.7]])]
+def test_one_seed_has_no_interval():
+    one = np.array([[0.5], [0.7]])
     for found in (
         iqm_interval(one),
         mean_interval(np.ones(1)),
@@ -151,25 +130,6 @@ def test_one_seed_has_no_interval_and_nothing_has_no_estimate():
         assert isnan(found.low)
         assert isnan(found.high)
         assert not isnan(found.estimate)
-    for arm in ([], [np.full((2, 3), nan)], [np.empty((0, 3))]):
-        for found in (iqm_interval(arm), iqm_difference(arm, arm)):
-            assert isnan(found.estimate)
-
-
-def test_only_cells_with_a_partner_are_compared():
-    task, gone = normal(2, 6), np.full((2, 6), nan)
-    assert iqm_interval([gone, task]) == iqm_interval([task])
-    assert iqm_difference([task, gone], [task[:1]] * 2) == iqm_difference(
-        [task], [task[:1]]
-    )
-    x = [np.array([[1.0, 2.0, nan], [3.0, nan, 5.0]])]
-    (ours,), (theirs,) = partners(x, [np.array([[0.0, 0.0, nan]])])
-    np.testing.assert_array_equal(ours, [[1.0, 2.0, nan], [3.0, nan, nan]])
-    np.testing.assert_array_equal(theirs, [[0.0, 0.0, nan]])
-    z = [np.array([[nan, 0.0, 0.0], [0.0, 0.0, 0.0]])]
-    (ours,), (theirs,) = partners(x, z, same_members=True)
-    np.testing.assert_array_equal(ours, [[nan, 2.0, nan], [3.0, nan, 5.0]])
-    np.testing.assert_array_equal(theirs, [[nan, 0.0, nan], [0.0, nan, 0.0]])
 
 
 # --- Estimates
@@ -215,16 +175,19 @@ def test_differences_of_ratios_that_are_equal_share_their_rank():
     assert paired_wilcoxon(x, y) == whole
 
 
-@pytest.mark.parametrize("count", [12, 14, 51])
+@pytest.mark.parametrize("count", [12, 51, 60])
 @pytest.mark.parametrize("kind", ["clean", "tied", "with zeros"])
 def test_signed_ranks_are_scipys(kind, count):
     gaps = 0.3 + normal(count, rng_seed=count)
     if kind != "clean":
         gaps = (8 * gaps).round()
+        gaps[gaps == 0.0] = 1.0
         gaps[:3] = 3.0 if kind == "tied" else 0.0
-        gaps[3:][gaps[3:] == 0.0] = 1.0
     expected = stats.wilcoxon(gaps).pvalue
-    assert paired_wilcoxon(gaps, np.zeros(count)) == pytest.approx(expected, rel=1e-9)
+    # SciPy counts all signs of tied ranks up to 13 pairs; ours does up to 50.
+    near = 0.01 if kind == "with zeros" and count == 51 else 1e-9
+    found = paired_wilcoxon(gaps, np.zeros(count))
+    assert found == pytest.approx(expected, rel=1e-9, abs=near)
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6))
@@ -252,30 +215,17 @@ def test_a_comparison_holds_what_each_function_finds():
         assert row.difference == iqm_difference(x, base, resamples=500)
         assert row.improvement == paired_improvement(x, base, resamples=500)
         assert (row.p, row.adjusted) == pytest.approx((p, corrected), rel=1e-9)
-    assert [row.outcome for row in found.values()] == ["above", "open", "below"]
+    assert [row.outcome for row in found.values()] == ["above", "unclear", "below"]
     assert compare_pairs({}) == {}
 
 
-def test_more_comparisons_need_more_evidence():
+def test_the_interval_alone_decides_what_is_said_of_a_difference():
+    """However many comparisons there are; p says how much they weaken it."""
     ours, base = 0.5 + np.arange(1, 7) / 1000, np.full(6, 0.5)  # p = 2 / 64
     alone = compare_pairs({"a": (ours, base)}, resamples=100)["a"]
-    both = compare_pairs({"a": (ours, base), "b": (ours, base)}, resamples=100)
-    assert (alone.p, alone.adjusted) == (2 / 64, 2 / 64)
-    assert alone.shown
-    assert both["a"].adjusted == 4 / 64
-    assert not both["a"].shown
-
-
-def test_a_mean_that_most_pairs_contradict_is_not_shown():
-    """Few large gains on one task, many small losses on another: mean against ranks."""
-    base = np.zeros((2, 40))
-    mixed = np.concatenate([np.full((1, 40), -0.1), np.full((1, 40), -0.2)])
-    mixed[1, :39] = 5.0 + np.arange(39) / 100
-    row = compare_pairs({"mixed": (mixed, base)})["mixed"]
-    assert row.difference.low > 0.0
-    assert row.adjusted < 0.05
-    assert row.improvement.estimate < 0.5
-    assert not row.shown
+    both = compare_pairs({"a": (ours, base), "b": (ours, base)}, resamples=100)["a"]
+    assert (alone.p, alone.adjusted, both.adjusted) == (2 / 64, 2 / 64, 4 / 64)
+    assert alone.outcome == both.outcome == "above"
 
 
 # --- Bad input
@@ -286,17 +236,15 @@ GOOD, BAD = np.ones((2, 3)), np.array([[1.0, 2.0, 3.0], [1.0, np.nan, 3.0]])
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: iqm_interval(BAD), r"finite, got nan at \[1, 1\]"),
-        (lambda: iqm_interval(np.zeros((2, 0))), r"not empty, got shape \(2, 0\)"),
-        (lambda: iqm_interval(np.zeros((2, 2, 2))), r"got shape \(2, 2, 2\)"),
+        (lambda: iqm_interval(BAD), "must be finite"),
+        (lambda: iqm_interval(np.zeros((2, 0))), r"got \[\(0,\), \(0,\)\]"),
+        (lambda: iqm_interval([]), r"scores of some seeds for each task, got \[\]"),
         (lambda: iqm_interval(GOOD, resamples=0), "at least 1, got 0"),
-        (lambda: paired_improvement(GOOD, GOOD[:, :2]), r"\(1, 3\) and \(1, 2\)"),
-        (lambda: iqm_difference([GOOD], []), "same tasks, got 1 and 0"),
-        (lambda: paired_wilcoxon(GOOD[0], GOOD[0, :2]), r"\(3,\) and \(2,\)"),
-        (lambda: holm([]), r"got shape \(0,\)"),
-        (lambda: holm([0.1, float("nan")]), r"in \[0, 1\], got \[0.1, nan\]"),
+        (lambda: paired_improvement(GOOD, GOOD[:, :2]), r"\[3, 3\] and \[2, 2\]"),
+        (lambda: paired_wilcoxon(GOOD[0], GOOD[0, :2]), r"\[3\] and \[2\]"),
+        (lambda: holm([]), r"got \[\]"),
+        (lambda: holm([0.1, nan]), r"in \[0, 1\], got \[0.1, nan\]"),
         (lambda: compare_pairs({"b": (GOOD, BAD)}), "finite"),
-        (lambda: compare_pairs({"b": (GOOD, GOOD[:, :2])}), "same tasks and seeds"),
     ],
 )
 def test_what_cannot_be_judged_is_refused_in_one_line(call, message):

@@ -14,17 +14,17 @@ import torch
 
 from esper.contracts.errors import BadInput, CallOrder, StorageTrouble
 from esper.contracts.stages import Stage
-from esper.experiment.database import (
+from esper.experiment.records import RoundRecord
+from esper.experiment.store import (
     TABLES,
     VERSION,
     VIEWS,
+    Store,
     columns_of,
     export,
     open_store,
     rows,
 )
-from esper.experiment.records import RoundRecord
-from esper.experiment.store import Store
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 from tests.experiment.stores import (
     ENVS,

@@ -9,6 +9,7 @@ from rich.console import Console
 from scipy import stats
 
 from esper.contracts.errors import BadInput
+from esper.experiment.statistics import paired_wilcoxon
 from esper.experiment.summary import headline, print_summary, summarise
 from tests.references import statistics as reference
 
@@ -80,10 +81,10 @@ def test_figures_are_those_of_scipy_and_of_the_reference():
     (table,) = summary_of().tasks
     arms = by_name(table)
     others = [name for name in RECORDED if name != "never"]
-    for column, figure in ((0, "above_never"), (1, "test_above_never")):
+    for column, figure in ((0, "returns"), (1, "test")):
         base = RECORDED["never"][column]
         p_values = [wilcoxon(name, "never", column) for name in others]
-        found = [getattr(arms[name], figure) for name in others]
+        found = [getattr(table.above_never(name), figure) for name in others]
         assert [row.p for row in found] == pytest.approx(p_values, rel=1e-9)
         assert [row.adjusted for row in found] == pytest.approx(
             reference.holm(p_values), rel=1e-9
@@ -99,7 +100,7 @@ def test_figures_are_those_of_scipy_and_of_the_reference():
         assert arm.returns.estimate == pytest.approx(stats.trim_mean(returns, 0.25))
         assert arm.test.estimate == pytest.approx(stats.trim_mean(test, 0.25))
         assert arm.returns.low < arm.returns.estimate < arm.returns.high
-    assert arms["never"].above_never is None
+    assert table.above_never("never") is None
     early = arms["early"]
     assert early.parameters == pytest.approx(1 + 0.5 * 4.5)
     costs = (early.macs, early.training_macs, early.seconds, early.panics)
@@ -111,11 +112,9 @@ def test_figures_are_those_of_scipy_and_of_the_reference():
 
 def test_a_learned_arm_is_compared_with_all_others():
     (table,) = summary_of().tasks
-    never, *others = table.pairwise
-    fern = by_name(table)["fern"]
+    never, *others = [pair for pair in table.pairwise if pair.name == "fern"]
     # One family with the baseline, and one of pairs that no other table has.
-    assert (never.name, never.other) == ("fern", "never")
-    assert (never.returns, never.test) == (fern.above_never, fern.test_above_never)
+    assert never == table.above_never("fern")
     assert [(pair.name, pair.other) for pair in others] == [
         ("fern", "early"),
         ("fern", "random"),
@@ -124,16 +123,16 @@ def test_a_learned_arm_is_compared_with_all_others():
     assert [pair.returns.adjusted for pair in others] == pytest.approx(
         reference.holm(p_values)
     )
-    assert all(pair.returns.shown for pair in table.pairwise)
+    assert {pair.returns.outcome for pair in (never, *others)} == {"above"}
     assert others[0].returns.improvement.estimate == 1.0
 
 
 def test_all_tasks_together_hold_every_pair(two_tasks):
     whole = two_tasks.aggregate
     assert (whole.task, whole.tasks, whole.hosts) == ("digits, letter", 2, 10)
-    row = by_name(whole)["early"].above_never
-    twice = np.tile(np.subtract(RECORDED["early"][0], RECORDED["never"][0]), 2)
-    assert row.p == pytest.approx(stats.wilcoxon(np.round(twice, 6)).pvalue)
+    row = whole.above_never("early").returns
+    twice = (np.tile(RECORDED[name][0], 2) for name in ("early", "never"))
+    assert row.p == paired_wilcoxon(*twice)
     # One task, or tasks with other arms, are not added up.
     assert summary_of().aggregate is None
     fewer = {name: RECORDED[name] for name in ("never", "early")}
@@ -154,22 +153,27 @@ def test_the_last_judgement_counts_in_whatever_order_its_rows_come():
     assert (empty.tasks, empty.aggregate, empty.conclusions) == ((), None, ())
 
 
-def test_conclusions_say_what_is_shown_and_what_is_not():
+def test_conclusions_say_what_intervals_say_and_nothing_else():
     summary = summary_of()
+    (table,) = summary.tasks
     lines = summary.conclusions
     (returns,) = [line for line in lines if line.startswith("Return on 10 unseen")]
-    assert "shown above 'never': 'early' (+0.0183), 'fern' (+0.0700);" in returns
-    # No difference beside what is not shown: it would be read as one.
-    assert returns.endswith("not shown to differ from 'never': 'random' (p = 1).")
-    (learned,) = [line for line in lines if line.startswith("Test score of 'fern'")]
-    assert "shown above 'never' (+0.0" in learned
-    assert "not shown to differ from 'early' (p = " in learned
+    above, unclear = returns.split("; ")
+    assert ": above 'never': 'early' (+0.018 [+0.0" in above
+    assert unclear.startswith("no clear difference from 'never': 'random' (+0.002 [-0.")
+    for pair in table.pairwise:
+        gap = pair.returns.difference
+        text = f"{pair.name!r} ({gap:+.3f}, p = {pair.returns.adjusted:.2g})"
+        if pair.other == "never":
+            assert text in (above if gap.low > 0.0 else unclear)
     (line,) = headline(summary)
     assert line.startswith("Return of 'fern' on 10 unseen hosts of letter: 0.410 [")
-    assert "shown above 'never' (+0.0700), 'early' (+0.0" in line
+    assert "; above 'never' (+0.070 [" in line
     without = {name: RECORDED[name] for name in ("never", "early", "random")}
     (line,) = headline(summary_of(without))
-    assert line.startswith("Return on 10 unseen hosts of letter: shown above 'never'")
+    assert line.startswith(
+        "Return on 10 unseen hosts of letter: above 'never': 'early'"
+    )
 
 
 def test_conclusions_name_their_limits():
@@ -180,7 +184,6 @@ def test_conclusions_name_their_limits():
     assert "learning rate" not in text
     few = " ".join(summary_of(hosts=4).conclusions)
     assert "intervals of so few are narrower than they should be" in few
-    assert "4 hosts and 3 comparisons no adjusted p can be below 0.38" in few
     arms = {"never": RECORDED["never"], "early": RECORDED["early"]}
     arms["static"] = RECORDED["fern"]
     text = " ".join(summary_of(arms).conclusions)
@@ -191,13 +194,13 @@ def test_conclusions_name_their_limits():
 def test_arms_without_a_partner_have_figures_but_no_comparison():
     arms = {"early": RECORDED["early"], "random": RECORDED["random"]}
     without = summary_of(arms)
-    assert all(arm.above_never is None for arm in without.tasks[0].arms)
+    assert without.tasks[0].pairwise == ()
     assert not any("never" in line for line in without.conclusions)
     # An evaluation that was interrupted: one arm has fewer hosts.
     rows = [row for row in rows_of() if row["controller"] != "early" or row["host"] < 7]
     (table,) = summarise(rows, resamples=RESAMPLES).tasks
-    assert by_name(table)["early"].above_never is None
-    assert by_name(table)["random"].above_never is not None
+    assert table.above_never("early") is None
+    assert table.above_never("random") is not None
 
 
 def test_one_host_has_no_interval_and_shows_nothing():
@@ -205,7 +208,7 @@ def test_one_host_has_no_interval_and_shows_nothing():
     arm = by_name(found.tasks[0])["early"]
     assert arm.returns.estimate == 0.35
     assert isnan(arm.returns.low)
-    assert arm.above_never is None
+    assert found.tasks[0].pairwise == ()
     data = json.loads(json.dumps(found.as_data(), allow_nan=False))
     assert data["tasks"][0]["arms"][0]["returns"]["low"] is None
     console = Console(record=True, width=160)
@@ -225,16 +228,16 @@ def test_tables_and_data_hold_the_figures_of_the_summary(two_tasks):
     text = console.export_text()
     assert "letter: 10 unseen hosts" in text
     assert ": 10 unseen hosts of each" in text
-    early = by_name(two_tasks.tasks[1])["early"]
-    assert f"{early.returns:.3f}" in text
-    assert f"{early.above_never.difference:+.3f}" in text
-    assert f"{early.above_never.adjusted:.2g}" in text
-    assert f"{early.above_never.improvement:.2f}" in text
+    assert f"{by_name(two_tasks.tasks[1])['early'].returns:.3f}" in text
+    above = two_tasks.tasks[1].above_never("early").returns
+    assert f"{above.difference:+.3f}" in text
+    assert f"{above.adjusted:.2g}" in text
+    assert f"{above.improvement:.2f}" in text
     assert "3.25 x" in text
     for line in two_tasks.conclusions:
         assert line in text.replace("\n", " ").replace("  ", " ") or line in text
     data = json.loads(json.dumps(two_tasks.as_data(), allow_nan=False))
-    arm, same = data["tasks"][0]["arms"][-1], two_tasks.tasks[0].arms[-1]
-    assert arm["name"] == same.name
-    assert arm["above_never"]["adjusted"] == same.above_never.adjusted
+    pair, same = data["tasks"][0]["pairwise"][-1], two_tasks.tasks[0].pairwise[-1]
+    assert (pair["name"], pair["other"]) == (same.name, same.other)
+    assert pair["returns"]["adjusted"] == same.returns.adjusted
     assert data["conclusions"] == list(two_tasks.conclusions)

@@ -24,12 +24,12 @@ from esper.experiment.config import (
     TrainConfig,
     World,
     from_toml,
+    preset,
 )
 from esper.experiment.controllers import load_controller
-from esper.experiment.database import open_store, rows
-from esper.experiment.presets import preset
 from esper.experiment.records import mean_return
 from esper.experiment.run import STORE, VERSIONS, Run
+from esper.experiment.store import open_store, rows
 from esper.experiment.train import begin_run, resume_run
 from esper.experiment.trainer import Callback, OnRoundEnd, Trainer
 from esper.experiment.worlds import steps_of, world_for

@@ -13,8 +13,7 @@ from esper.environment.growing import GrowingWorld
 from esper.environment.mixture import RedrawnMixture
 from esper.experiment import pretraining
 from esper.experiment.callbacks import WATCHED
-from esper.experiment.config import Budget, Judging, TrainConfig, World
-from esper.experiment.presets import preset
+from esper.experiment.config import Budget, Judging, TrainConfig, World, preset
 from esper.experiment.run import STORE, Run
 from esper.experiment.train import begin_run
 from esper.experiment.trainer import Callback, Trainer

@@ -1,6 +1,6 @@
 """The statistics of judging, spelled out: every pair, sign, subset and resample.
 
-A sample is a list of tasks, each a list of members, each a list of seeds.
+A sample is a list of tasks, each a list of seeds.
 """
 
 import math
@@ -9,10 +9,7 @@ from itertools import chain, combinations, product
 
 
 def interquartile_mean(tasks):
-    """Of a list of tasks, each a flat list of figures."""
     everything = sorted(chain.from_iterable(tasks))
-    if not everything:
-        return math.nan
     for _ in range(len(everything) // 4):
         everything.remove(min(everything))
         everything.remove(max(everything))
@@ -20,46 +17,16 @@ def interquartile_mean(tasks):
 
 
 def mean_of_means(tasks):
-    if not all(tasks):
-        return math.nan
     return math.fsum(math.fsum(task) / len(task) for task in tasks) / len(tasks)
-
-
-def paired_improvement(x, y, members, others, seeds):
-    """Of one draw; `others` is None if both follow the same members."""
-    tasks = []
-    for ours, theirs, drawn in zip(x, y, seeds, strict=True):
-        points = []
-        for s in drawn:
-            pairs = [(m, m) for m in members]
-            if others is not None:
-                pairs = list(product(members, others))
-            for m, k in pairs:
-                a, b = ours[m][s], theirs[k][s]
-                if not (math.isnan(a) or math.isnan(b)):
-                    points.append(points_of(a, b))
-        tasks.append(points)
-    return mean_of_means(tasks)
 
 
 def points_of(a, b):
     return 1.0 if a > b else 0.5 if a == b else 0.0
 
 
-def cells(arm, members, seeds):
-    """All cells of one draw, by task; members and seeds are the places drawn."""
-    return [
-        [task[m][s] for m in members for s in drawn if not math.isnan(task[m][s])]
-        for task, drawn in zip(arm, seeds, strict=True)
-    ]
-
-
-def every_draw(members, seeds):
-    """Every way to draw all members but one, and as many seeds as a task has."""
-    return product(
-        product(range(members), repeat=max(1, members - 1)),
-        product(*(product(range(count), repeat=count) for count in seeds)),
-    )
+def every_draw(tasks):
+    """Every way to draw as many seeds of each task as it has."""
+    return product(*(product(task, repeat=len(task)) for task in tasks))
 
 
 def signed_ranks(differences):

@@ -7,9 +7,8 @@ from html import unescape
 import pytest
 
 from esper.contracts.errors import BadInput
-from esper.experiment.database import VERSION
 from esper.experiment.run import Run
-from esper.experiment.store import Store
+from esper.experiment.store import VERSION, Store
 from esper.report import write_report
 from esper.report.page import SECTIONS
 from tests.browser import browse, open_browser
@@ -179,7 +178,8 @@ def test_the_top_says_what_the_run_is_and_what_is_shown(page):
         "The run is complete." in page
     )
     # Arms are 0.05 apart with a luck of 0.01, and Tamiyo is the best by far.
-    assert "shown above" in page
+    assert "Return of 'Tamiyo' on 12 unseen hosts of each of " in page
+    assert "; above 'never' (+" in page
     for table in page.split('<table class="numbers"')[1:4]:
         table = table.split("</table>")[0]
         heads = [part.split("<")[0] for part in table.split('scope="row">')[1:]]

@@ -1,44 +1,17 @@
 """The command line: parses, refuses in one line, and runs one command.
 
-Nothing heavy is imported before a command is known, so `esper --help` is instant. Each
-command is a module with `HELP`, `run` and, if it has options, `add`.
+Nothing heavy is imported before a command is known, so `esper --help` is instant.
 """
 
 import os
 import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Collection, Sequence
-from types import ModuleType
 from typing import Final
 
-from esper.cli import (
-    blueprints,
-    completion,
-    config,
-    evaluate,
-    export,
-    grow,
-    report,
-    runs,
-    tasks,
-    train,
-)
 from esper.cli.arguments import Parser
-from esper.cli.failures import explain_output, report_failure
-from esper.cli.stdio import safe_streams
-
-COMMANDS: Final[dict[str, ModuleType]] = {
-    "train": train,
-    "grow": grow,
-    "evaluate": evaluate,
-    "report": report,
-    "runs": runs,
-    "export": export,
-    "config": config,
-    "tasks": tasks,
-    "blueprints": blueprints,
-    "completion": completion,
-}
+from esper.cli.commands import COMMANDS
+from esper.cli.output import explain_output, report_failure, safe_streams
 
 EXAMPLES: Final = """\
 examples:
@@ -68,11 +41,12 @@ def _run(given: list[str]) -> int:
     try:
         options = parser(given[:1]).parse_args(given)
         command = COMMANDS[options.command]
-        if getattr(command, "NEEDS_TORCH", True):
+        if command.torch:
             import torch
 
             torch.set_num_threads(1)
-        return int(command.run(options))
+        code = command.run(options)
+        return code if isinstance(code, int) else 0
     except SystemExit as stop:  # a parser that helped or refused
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
@@ -86,8 +60,7 @@ def parser(complete: Collection[str] = ()) -> Parser:
     """Every command with its options.
 
     Args:
-        complete: Commands whose options may need torch; the others of this kind have
-            none.
+        complete: Commands whose settings are options too; it takes long to import them.
     """
     whole = Parser(
         prog="esper",
@@ -97,18 +70,19 @@ def parser(complete: Collection[str] = ()) -> Parser:
         allow_abbrev=False,
     )
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
-    for name, module in COMMANDS.items():
+    for name, command in COMMANDS.items():
         own = commands.add_parser(
             name,
-            help=module.HELP,
-            description=getattr(module, "DESCRIPTION", module.HELP),
-            epilog=getattr(module, "EXAMPLES", None),
+            help=command.help,
+            description=command.description or command.help,
+            epilog=command.examples,
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        own.usage = getattr(module, "USAGE", None)
-        if hasattr(module, "add") and (name in complete or own.usage is None):
-            module.add(own)
+        if command.settings:
+            own.usage = f"esper {name} [--help] [--SETTING VALUE]"
+        if command.options and (name in complete or not command.settings):
+            command.options(own)
     return whole
 
 

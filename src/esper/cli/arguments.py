@@ -3,9 +3,10 @@
 import argparse
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf, nan
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 from esper.experiment.messages import nearest, one_line, quoted
@@ -86,21 +87,15 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 RNG_SEED: Final = whole(0, 2**32 - 1)
 
 
-def finite(text: str, above: float = -inf) -> float:
-    """A finite number above a bound."""
+def positive(text: str) -> float:
+    """A finite number above 0."""
     try:
         number = float(text)
     except ValueError:
         number = nan
-    if not above < number < inf:
-        bound = "" if above == -inf else f" above {above:g}"
-        raise _expected(f"a finite number{bound}", text)
+    if not 0.0 < number < inf:
+        raise _expected("a finite number above 0", text)
     return number
-
-
-def positive(text: str) -> float:
-    """A finite number above 0."""
-    return finite(text, above=0.0)
 
 
 def path_text(text: str) -> str:
@@ -122,14 +117,6 @@ def file(text: str) -> Path:
     if path.name in ("", "..") or os.path.isdir(path):
         raise argparse.ArgumentTypeError(f"expected a file, got folder {quoted(text)}")
     return path
-
-
-def names(text: str) -> list[str]:
-    """Names or paths with commas between."""
-    found = [path_text(name.strip()) for name in text.split(",") if name.strip()]
-    if not found:
-        raise _expected("names", text)
-    return found
 
 
 def add_option(
@@ -160,44 +147,43 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--runs", path_text, "runs", "FOLDER", "where runs are")
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Every setting of a training by its dotted name, and presets and files of them.
+def add_settings(
+    parser: argparse.ArgumentParser,
+    defaults: object,
+    short: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Every setting by its dotted name.
 
     Options that are not given are not in the parsed namespace; those that are, are
-    texts, which `presets.resolve` reads.
+    texts, which `settings.parsed_options` reads.
+
+    Args:
+        parser: Gets the options.
+        defaults: A tree of settings.
+        short: Another name for some.
     """
-    from esper.experiment.presets import DEFAULT, PRESETS, preset
     from esper.experiment.settings import as_flat, known_settings, toml_value
 
-    parser.add_argument(
-        "--preset",
-        default=argparse.SUPPRESS,
-        metavar="NAME",
-        help=f"where to start from: {', '.join(PRESETS)} (default: {DEFAULT})",
-    )
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=argparse.SUPPRESS,
-        metavar="FILE",
-        help="settings on top of the preset, in TOML; as often as wanted",
-    )
-    defaults = as_flat(preset(DEFAULT))
     groups: dict[str, Any] = {}
-    for name, setting in known_settings(type(preset(DEFAULT))).items():
+    values = as_flat(defaults)
+    for name, setting in known_settings(type(defaults)).items():
         title = name.rpartition(".")[0] or "the run"
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         text = setting.description.removesuffix(".")
-        default = toml_value(defaults[name]).strip('"')
-        boolean = setting.type == "boolean"
+        default = toml_value(values[name]).strip('"')
+        more: dict[str, Any] = {}
+        if setting.type == "boolean":
+            more = {"nargs": "?", "const": "true"}
+        elif setting.type == "array":  # names with commas between, or one by one
+            more = {"action": "append"}
         groups[title].add_argument(
-            f"--{name}",
+            *[f"--{each}" for each in (name, short.get(name)) if each],
+            dest=name,
             default=argparse.SUPPRESS,
             metavar=METAVARS.get(setting.type, "VALUE"),
             help=f"{text} (default: {default})".replace("%", "%%"),
-            nargs="?" if boolean else None,
-            const="true" if boolean else None,
+            **more,
         )
 
 

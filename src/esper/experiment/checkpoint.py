@@ -9,23 +9,21 @@ highest step that verifies, so nothing can disagree.
 
 The digest is that of the file with zeros in the digest's place, so any changed byte
 shows. It detects damage; it is no signature. What safetensors lets through is checked
-besides: tensors of other kinds, bytes that are no bool, and numbers that are not finite
-unless the caller names the tensor. Nothing in a file is ever executed.
+besides: bytes that are no bool, and numbers that are not finite. Nothing in a file is
+ever executed.
 """
 
 import hashlib
 import json
-import platform
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import torch
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as validated
 from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
@@ -39,43 +37,21 @@ from esper.experiment.files import Disk, discard, publish, storage, unfinished
 from esper.experiment.messages import one_line, quoted, short
 
 SCHEMA: Final = "2"
-SUFFIX: Final = ".safetensors"
-MAX_FACTS: Final = 1 << 20
 MAX_HEADER: Final = 8 << 20
-MAX_STEP: Final = 10**12
-MAX_TENSORS: Final = 10_000
 MAX_BYTES: Final = 4 << 30
-MAX_RANK: Final = 16
+"""That are read of a file; what is longer does not verify."""
+MAY_BE_NAN: Final = "first_loss"
+"""End of the names of tensors that are NaN before the first loss of an episode."""
 BLANK: Final = b"0" * 64
+STEP: Final = re.compile(r"([0-9]{6}|[1-9][0-9]{6,8})\.safetensors", re.ASCII)
 SEAL: Final = re.compile(b'"sha256":"([0-9a-f]{64})"')
-KINDS: Final = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
-
-DISGUISES: Final = {
-    "a zip archive, as torch.save writes": (b"PK\x03\x04",),
-    "a pickle": (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"),
-    "a Git LFS pointer; fetch it with git lfs pull": (b"version https://git-lfs",),
-    "an HTML page; the download went wrong": (b"<!doctype", b"<html"),
-    "a gzip archive": (b"\x1f\x8b",),
-}
-"""What a file is that begins so."""
 
 
 @validated(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
 class Manifest:
     """The description of a checkpoint."""
 
-    step: Annotated[int, Field(ge=0, le=MAX_STEP)]
+    step: Annotated[int, Field(ge=0)]
     """How far the run was."""
     score: Annotated[float, Field(allow_inf_nan=False)] | None
     """How good it was; the checkpoint with the highest is kept."""
@@ -103,22 +79,10 @@ class CheckpointFolder:
         path: The folder; it is made when the first checkpoint is.
         disk: What writes.
         keep: How many of the newest are kept, besides the one with the best score.
-        may_be_nan: Names, or patterns such as `*/first_loss`, of tensors that may hold
-            numbers that are not finite; in all others they are refused.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        disk: Disk | None = None,
-        *,
-        keep: int = 3,
-        may_be_nan: Collection[str] = (),
-    ) -> None:
-        if keep < 1:
-            raise BadInput(f"keep must be at least 1, got {keep}.")
-        self.path, self._disk = path, disk or Disk()
-        self._keep, self._may_be_nan = keep, tuple(may_be_nan)
+    def __init__(self, path: Path, disk: Disk | None = None, *, keep: int = 3) -> None:
+        self.path, self._disk, self._keep = path, disk or Disk(), keep
 
     def publish(
         self,
@@ -137,13 +101,16 @@ class CheckpointFolder:
             score: How good this state is, if that was measured.
         """
         target = self._file(step)
-        data = pack(tensors, self._may_be_nan, manifest_of(step, score, facts))
+        made_by = {"esper": __version__, "torch": str(torch.__version__)}
+        manifest = Manifest(step=step, score=score, facts=dict(facts), made_by=made_by)
+        data = pack(tensors, manifest)
         with storage(target, "save"):
             self._require_later(step)
             if not self.path.is_dir():
                 self._disk.mkdir(self.path)
                 self._disk.sync_folder(self.path.parent)
-            self._clean()
+            for leftover in unfinished(self.path):  # of an interrupted save
+                discard(self._disk, leftover)
             publish(self._disk, target, data)
             try:
                 self.load(step)
@@ -181,8 +148,8 @@ class CheckpointFolder:
         if not file.exists():
             raise BadInput(f"{short(file)} is no checkpoint; expected a file.")
         with storage(file, "read"):
-            data = self._disk.read(file, MAX_BYTES + 1)
-        tensors, manifest = unpack(short(file), data, self._may_be_nan)
+            data = self._disk.read(file, MAX_BYTES)
+        tensors, manifest = unpack(short(file), data)
         if isinstance(which, int) and manifest.step != which:
             raise BadInput(
                 f"{short(file)} holds step {manifest.step}; files were renamed or "
@@ -196,9 +163,8 @@ class CheckpointFolder:
             return []
         with storage(self.path, "list"):
             names = {path.name for path in self.path.iterdir()}
-        found = (re.fullmatch(r"([0-9]{6,13})\.safetensors", name) for name in names)
-        steps = sorted(int(match[1]) for match in found if match)
-        return [step for step in steps if name_of(step) in names]
+        found = [STEP.fullmatch(name) for name in names]
+        return sorted(int(match[1]) for match in found if match)
 
     def manifests(self) -> list[Manifest]:
         """What those say that have a good header, oldest first; not yet verified."""
@@ -206,8 +172,7 @@ class CheckpointFolder:
         for step in self.steps():
             file = self._file(step)
             with suppress(BadInput), storage(file, "read"):
-                start = self._disk.read(file, MAX_HEADER)
-                manifest = read_manifest(short(file), start)
+                manifest = read_manifest(short(file), self._disk.read(file, MAX_HEADER))
                 if manifest.step == step:
                     found.append(manifest)
         return found
@@ -242,44 +207,10 @@ class CheckpointFolder:
             if step < first and (best is None or step != best.manifest.step):
                 self._disk.unlink(self._file(step))
 
-    def _clean(self) -> None:
-        """Remove what an interrupted save left behind."""
-        for leftover in unfinished(self.path):
-            discard(self._disk, leftover)
-
     def _file(self, which: int | Path) -> Path:
-        return self.path / name_of(which) if isinstance(which, int) else which
-
-
-def name_of(step: int) -> str:
-    """The file's name of a step."""
-    if not 0 <= step <= MAX_STEP:
-        raise BadInput(f"step must lie in 0 to {MAX_STEP:,}, got {step}.")
-    return f"{step:06d}{SUFFIX}"
-
-
-def manifest_of(step: int, score: float | None, facts: Mapping[str, Any]) -> Manifest:
-    """The description of a checkpoint that is made now."""
-    try:
-        size = len(json.dumps(dict(facts), allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise BadInput(
-            f"facts must be what JSON holds, all finite: {quoted(str(error))}."
-        ) from error
-    if size > MAX_FACTS:
-        raise BadInput(
-            f"facts have {size:,} bytes, at most {MAX_FACTS:,} are saved; store large "
-            "things elsewhere."
-        )
-    made_by = {
-        "esper": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
-    try:
-        return Manifest(step=step, score=score, facts=dict(facts), made_by=made_by)
-    except ValidationError:
-        raise BadInput(f"score must be finite or None, got {score}.") from None
+        if isinstance(which, Path):
+            return which
+        return self.path / f"{which:06d}.safetensors"
 
 
 def read_manifest(name: str, data: bytes) -> Manifest:
@@ -289,7 +220,7 @@ def read_manifest(name: str, data: bytes) -> Manifest:
         name: What the file is called in an error.
         data: Its first bytes, the header included.
     """
-    why = recognise(data) or "damaged"
+    why = "damaged, or no checkpoint"
     try:
         size = int.from_bytes(data[:8], "little")
         found = json.loads(data[8 : 8 + min(size, MAX_HEADER)])["__metadata__"]
@@ -309,55 +240,28 @@ def read_manifest(name: str, data: bytes) -> Manifest:
 _ADAPTER: Final = TypeAdapter(Manifest)
 
 
-def pack(
-    tensors: Mapping[str, Tensor],
-    may_be_nan: Collection[str] = (),
-    manifest: Manifest | None = None,
-) -> bytes:
-    """The bytes of a file that `unpack` will accept, if it has a manifest.
-
-    Args:
-        tensors: On any device; none may share memory with another.
-        may_be_nan: Names, or patterns such as `*/first_loss`, of tensors that may hold
-            numbers that are not finite.
-        manifest: Written into the header, with a digest of the file.
-    """
-    for name, tensor in tensors.items():
-        if name == "__metadata__" or not name.isprintable():
-            raise BadInput(f"a tensor cannot be called {quoted(name)}; rename it.")
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            raise BadInput(f"tensor {quoted(name)} is sparse or has no data; fill it.")
+def pack(tensors: Mapping[str, Tensor], manifest: Manifest | None = None) -> bytes:
+    """The bytes of a file; with a manifest, those of a checkpoint with its digest."""
     ready = {name: part.detach().cpu().contiguous() for name, part in tensors.items()}
-    if strange := _strange(ready, may_be_nan):
+    if strange := _strange(ready):
         raise BadInput(f"{strange} and is not saved; go back to a good checkpoint.")
     metadata = None
     if manifest is not None:
-        text = json.dumps(asdict(manifest), sort_keys=True)
+        text = json.dumps(asdict(manifest), sort_keys=True, allow_nan=False)
         metadata = {"schema": SCHEMA, "manifest": text, "sha256": BLANK.decode()}
-    try:
-        data: bytes = save_bytes(ready, metadata)
-    except RuntimeError as error:
-        raise BadInput("two tensors share memory; clone one before saving.") from error
-    if len(data) > MAX_BYTES:
-        raise BadInput(
-            f"the state has {len(data):,} bytes, at most {MAX_BYTES:,} are saved; use "
-            "fewer hosts."
-        )
+    data: bytes = save_bytes(ready, metadata)
     if found := SEAL.search(data, 0, MAX_HEADER) if metadata else None:
         digest = hashlib.sha256(data).hexdigest().encode()
         data = data[: found.start(1)] + digest + data[found.end(1) :]
     return data
 
 
-def unpack(
-    name: str, data: bytes, may_be_nan: Collection[str] = ()
-) -> tuple[Tensors, Manifest]:
+def unpack(name: str, data: bytes) -> tuple[Tensors, Manifest]:
     """The tensors in the bytes of a checkpoint, on the CPU, and its manifest.
 
     Args:
         name: What the file is called in an error.
         data: All of it.
-        may_be_nan: As for `pack`.
     """
     manifest = read_manifest(name, data)
     found = SEAL.search(data, 0, MAX_HEADER)
@@ -366,35 +270,20 @@ def unpack(
         raise BadInput(f"{name} is damaged: its content is not what was saved.")
     try:
         tensors: Tensors = load_bytes(data)
-        why = _strange(tensors, may_be_nan)
-    except SafetensorError as error:
+        why = _strange(tensors)
+    except (SafetensorError, RuntimeError) as error:  # of a kind torch does not count
         why = quoted(str(error).rpartition("deserializing: ")[2])
     if why:
         raise BadInput(f"{name} cannot be trusted: {why}; use another checkpoint.")
     return tensors, manifest
 
 
-def recognise(opening: bytes) -> str:
-    """What a file is that is not what it should be, or nothing if unknown."""
-    start = opening[:64].lstrip().lower()
-    for what, signs in DISGUISES.items():
-        if opening.startswith(signs) or start.startswith(signs):
-            return what
-    return ""
-
-
-def _strange(tensors: Mapping[str, Tensor], may_be_nan: Collection[str]) -> str:
-    """Which tensor is or holds what no tensor should, or nothing."""
-    if not 0 < len(tensors) <= MAX_TENSORS:
-        return f"it has {len(tensors):,} tensors, expected 1 to {MAX_TENSORS:,},"
+def _strange(tensors: Mapping[str, Tensor]) -> str:
+    """Which tensor holds what no tensor should, or nothing."""
     for name, values in tensors.items():
-        if values.dtype not in KINDS or values.ndim > MAX_RANK:
-            return f"{quoted(name)} is of unknown kind {values.dtype} or shape"
-        if values.dtype is torch.bool:
-            if bool((values.view(torch.uint8) > 1).any()):
-                return f"{quoted(name)} holds bytes that are no bool"
-        elif values.is_floating_point() and not bool(values.isfinite().all()):
-            if any(fnmatchcase(name, pattern) for pattern in may_be_nan):
-                continue
+        if values.dtype is torch.bool and bool((values.view(torch.uint8) > 1).any()):
+            return f"{quoted(name)} holds bytes that are no bool"
+        known = not values.is_floating_point() or bool(values.isfinite().all())
+        if not known and not name.endswith(MAY_BE_NAN):
             return f"{quoted(name)} holds NaN or infinity"
     return ""

@@ -1,30 +1,43 @@
-"""The settings of a training.
+"""The settings of a training, and presets of them.
 
-TrainConfig(tasks=("letter",), budget=Budget(minutes=5))
+    TrainConfig(tasks=("letter",), budget=Budget(minutes=5))
+    resolve({"preset": "quick", "learner.ppo.learning_rate": "1e-3"})
+
+`resolve` layers a preset, files on top of it and options on top of both.
 """
 
 import hashlib
+import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import field, fields
 from math import ceil, isfinite
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 from pydantic import Field
 
 from esper.environment.settings import WorldSettings
-from esper.experiment.messages import checked_name, quoted, refusal, unknown
+from esper.experiment.messages import (
+    checked_name,
+    quoted,
+    refusal,
+    short,
+    unknown,
+)
 from esper.experiment.records import ENDLESS, STATIC
 from esper.experiment.settings import (
+    NONE,
     Count,
     RngSeed,
     Text,
+    as_flat,
     as_toml,
     construct,
     one_of,
+    parsed_options,
     settings,
     table_of,
 )
-from esper.simic.agent.losses import CLIP_MODES
 from esper.simic.agent.memory import MEMORIES
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
@@ -138,12 +151,8 @@ class Learner:
         """Refuse what the learner's own classes let through."""
         check_limits("ppo", self.ppo)
         check_limits("policy", self.policy)
-        for where, name, known in (
-            ("ppo.clip_mode", self.ppo.clip_mode, CLIP_MODES),
-            ("policy.memory", self.policy.memory, MEMORIES),
-        ):
-            if name not in known:
-                raise unknown(f"{where}: there is no", name, known)
+        if (memory := self.policy.memory) not in MEMORIES:
+            raise unknown("policy.memory: there is no", memory, MEMORIES)
 
 
 @settings
@@ -283,15 +292,82 @@ def check_limits(where: str, config: object) -> None:
         if limit is not None and value is not None and value > limit:
             raise refusal(f"{name} must be at most {limit}; got {quoted(value)}.")
         numbers = value.values() if isinstance(value, Mapping) else [value]
+        floats = [number for number in numbers if isinstance(number, float)]
         # An infinite target_kl never stops an update.
-        if item.name != "target_kl" and not all(map(_is_finite, numbers)):
+        if item.name != "target_kl" and not all(map(isfinite, floats)):
             raise refusal(f"{name} must be finite; got {quoted(value)}.")
 
 
-def from_toml(text: str, prefix: str = "") -> TrainConfig:
+DEFAULT: Final = "default"
+MAX_BYTES: Final = 1 << 16
+"""Of a file of settings."""
+_CHANGES: Final[Mapping[str, dict[str, Any]]] = {
+    "quick": {
+        "start_from": None,
+        "budget.rounds": 16,
+        "judging.every": 8,
+        "judging.hosts": 8,
+        "judging.controllers": ("never", "random", "early"),
+        "keeping.every": 8,
+    },
+    DEFAULT: {},
+    "thorough": {
+        "tasks": ("teacher", "mnist1d", "letter"),
+        "budget.rounds": 400,
+        "judging.every": 50,
+        "judging.hosts": 64,
+        "keeping.every": 25,
+    },
+    FAMILY: {
+        "tasks": (FAMILY,),
+        "envs": 8,
+        "start_from": IMITATION,
+        "budget.rounds": 100,
+        # The right answer differs from episode to episode, and can be seen.
+        "world.slots": 6,
+        "world.rent": (0.001, 0.1),
+        "world.budget": (0.5, 15.0),
+        "world.rate": (0.5, 2.0),
+        "world.group_size": 4,
+        "judging.every": 25,
+        "keeping.every": 25,
+    },
+    SIMULATED: {
+        "tasks": (SIMULATED,),
+        "envs": 256,
+        "start_from": None,
+        "budget.rounds": 280,
+        "learner.gae_lambda": 0.85,
+        "learner.final_share": 0.03,
+        "learner.ppo.learning_rate": 3e-3,
+        "learner.ppo.epochs": 4,
+        "learner.ppo.minibatches": 4,
+        "learner.ppo.entropy": 0.02,
+        # Most random sentences do harm, so waiting looks best before the others are
+        # learned: op and blueprint must be tried for longer.
+        "learner.ppo.head_entropy": {"op": 0.15, "blueprint": 0.1},
+        "keeping.every": 70,
+    },
+}
+"""What presets change of the defaults."""
+PRESETS: Final[Mapping[str, TrainConfig]] = {
+    name: construct(TrainConfig, as_flat(TrainConfig()) | changes)
+    for name, changes in _CHANGES.items()
+}
+"""On two cores about a minute; five; half an hour; ten on a family of drawn tasks; two
+on the simulated world."""
+
+
+def preset(name: str) -> TrainConfig:
+    """The configuration of this name."""
+    if name not in PRESETS:
+        raise unknown("there is no preset", name, PRESETS)
+    return PRESETS[name]
+
+
+def from_toml(text: str) -> TrainConfig:
     """The configuration that a text describes; what it leaves out has its default."""
-    table = table_of(text, TrainConfig, prefix)
-    return construct(TrainConfig, table, dict.fromkeys(table, prefix))
+    return construct(TrainConfig, table_of(text, TrainConfig))
 
 
 def digest(config: TrainConfig) -> str:
@@ -299,5 +375,55 @@ def digest(config: TrainConfig) -> str:
     return hashlib.sha256(as_toml(config).encode()).hexdigest()
 
 
-def _is_finite(value: object) -> bool:
-    return not isinstance(value, float) or isfinite(value)
+def resolve(options: Mapping[str, Any], *, draw_seed: bool = False) -> TrainConfig:
+    """Layer preset, files and options.
+
+    Args:
+        options: Texts by dotted names of settings; "preset" is the name of one and
+            "config" a list of files.
+        draw_seed: Whether to draw a random seed if none is given.
+    """
+    texts = dict(options)
+    below = as_flat(preset(texts.pop("preset", DEFAULT)))
+    given: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for file in texts.pop("config", ()):
+        prefix = f"{short(Path(file))}: "
+        table = table_of(read_text(Path(file)), TrainConfig, prefix)
+        given |= table
+        origins |= dict.fromkeys(table, prefix)
+    values, flags = parsed_options(TrainConfig, texts)
+    given, origins = given | values, origins | flags
+    # Whoever asks for minutes or steps does not mean the preset's rounds too.
+    others = (given.get("budget.minutes"), given.get("budget.env_steps"))
+    if "budget.rounds" not in given and any(o not in (None, NONE) for o in others):
+        given["budget.rounds"] = None
+    if draw_seed and "rng_seed" not in given:
+        given["rng_seed"] = secrets.randbelow(2**32)
+    return construct(TrainConfig, {**below, **given}, origins)
+
+
+def read_text(file: Path) -> str:
+    """The text of a small file in UTF-8."""
+    name = short(file)
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise refusal(f"{name} cannot be read: {reason}.") from None
+    if len(data) > MAX_BYTES:
+        raise refusal(f"{name} is larger than {MAX_BYTES:,} bytes; name another file.")
+    if data.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
+        raise refusal(
+            f"{name} begins with a byte order mark; save it as UTF-8 without one."
+        )
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise refusal(
+            f"{name} must be TOML in UTF-8; byte {error.start} is something else."
+        ) from None
+    if not text.strip():
+        raise refusal(f"{name} is empty; write settings such as envs = 16.")
+    return text

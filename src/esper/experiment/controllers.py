@@ -20,13 +20,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from subprocess import CalledProcessError
-from subprocess import run as run_process
 from typing import Any, Final
 
 import torch
 
-import esper
 from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput
@@ -194,17 +191,4 @@ def _training(run: Run, learned: Learned) -> dict[str, Any]:
         # Paths of this machine mean nothing elsewhere.
         "config": as_toml(replace(config, name=None, runs="runs")),
         "versions": {name: run.versions.get(name) for name in RECORDED},
-        "shipped_from": commit_of(Path(esper.__file__).parents[2]),
     }
-
-
-def commit_of(root: Path) -> str | None:
-    """The commit of a source checkout; None if it is none, or git is missing."""
-    if not (root / ".git").exists():  # else git would ask the folders above
-        return None
-    command = ["git", "-C", str(root), "rev-parse", "--verify", "HEAD"]
-    try:
-        found = run_process(command, capture_output=True, text=True, check=True)
-    except (OSError, CalledProcessError):
-        return None
-    return found.stdout.strip()

@@ -6,6 +6,7 @@ interrupted, it stays readable and unfinished.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import field
@@ -145,7 +146,7 @@ def evaluate(
 
 def is_folder(controller: str) -> bool:
     """Whether a controller's name is that of a folder with a run."""
-    return "/" in controller or Path(controller).is_dir()
+    return "/" in controller or os.path.isdir(controller)
 
 
 def _ready(config: EvaluateConfig) -> tuple[dict[str, Task], dict[str, str]]:

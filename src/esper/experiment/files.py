@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 from filelock import FileLock, Timeout
 
@@ -68,8 +68,12 @@ class Disk:
         folder.rmdir()
 
     def read(self, file: Path, limit: int) -> bytes:
-        """The first `limit` bytes of a regular file, or all if it has fewer."""
-        with _opened(file) as stream:
+        """The first bytes of a regular file, or all if it has fewer."""
+        # A pipe would wait and a link lead elsewhere.
+        if not stat.S_ISREG(file.lstat().st_mode):
+            raise BadInput(f"{short(file)} is not a regular file; remove it.")
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(file, flags), "rb") as stream:
             # A stream makes room for all it is asked for; a file may be far smaller.
             return stream.read(min(limit, os.fstat(stream.fileno()).st_size))
 
@@ -204,13 +208,3 @@ def _sync(path: Path, flags: int) -> None:
         os.fsync(number)
     finally:
         os.close(number)
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[BinaryIO]:
-    """A regular file for reading; a pipe would wait and a link lead elsewhere."""
-    if not stat.S_ISREG(file.lstat().st_mode):
-        raise BadInput(f"{short(file)} is not a regular file; remove it.")
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(os.open(file, flags), "rb") as stream:
-        yield stream

@@ -18,7 +18,6 @@ counts, in multiply-adds.
 
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from time import perf_counter
@@ -26,10 +25,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from esper.contracts.actions import HEAD, NUM_HEADS, Op
+from esper.contracts.actions import NUM_HEADS
 from esper.contracts.errors import BadInput
 from esper.contracts.world import Controller, StepResult
 from esper.environment.settings import SCORED_ROWS, WorldSettings
@@ -52,30 +50,6 @@ LONGEST: Final = 10_000
 """Decisions of an episode, at most."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
-    """One episode of every host, decision by decision."""
-
-    actions: Int64[Tensor, "decision env head"]
-    """WAIT where the action was not possible, and after the end."""
-    stage: Int64[Tensor, "decision env slot"]
-    """Of the seeds, in the training after the decision."""
-    blueprint: Int64[Tensor, "decision env slot"]
-    """The same; -1 where there is no seed."""
-    alpha: Float[Tensor, "decision env slot"]
-    score: Float[Tensor, "decision env"]
-    """On the decision rows, after that training; 0 since a panic."""
-    lived: Bool[Tensor, "decision env"]
-    """Whether the episode was still running at the decision."""
-    judged: Judged
-    """Results of every host."""
-
-    @property
-    def planted(self) -> Int64[Tensor, " env"]:
-        """How many seeds were planted in each host."""
-        return (self.actions[..., HEAD["op"]] == Op.GERMINATE.value).sum(dim=0)
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """One arm on one task."""
@@ -87,10 +61,6 @@ class Job:
     world: WorldSettings
     maker: Maker | None = None
     """Of a learned controller."""
-
-
-class _Stopped(Exception):  # noqa: N818
-    """No more results are wanted."""
 
 
 def results_of(
@@ -122,12 +92,10 @@ def results_of(
             for after in freed(job):
                 yield after, _run_job(after, judged)
         return
-    with suppress(_Stopped), workers(min(processes, len(jobs))) as pool:
+    with workers(min(processes, len(jobs))) as pool:
         running = {pool.submit(_run_job, job): job for job in ready}
-        while running:
+        while running and not stop():
             ended, _ = wait(running, timeout=PAUSE, return_when=FIRST_COMPLETED)
-            if stop():
-                raise _Stopped
             for future in ended:
                 job, judged = running.pop(future), future.result()
                 running |= {
@@ -195,14 +163,7 @@ def judge(
         stage: Another stage stands for other hosts.
     """
     world = judged_world(task, hosts, rng_seed, settings, stage=stage)
-    return judge_in(world, controller, rng_seed).judged
-
-
-def judge_in(
-    world: "GrowingWorld", controller: Controller | Maker | str, rng_seed: int
-) -> Recording:
-    """One episode of a controller on every host of a world."""
-    return record(world, controller_for(controller, world.spec), rng_seed)
+    return play_and_judge(world, controller_for(controller, world.spec), rng_seed)
 
 
 def judge_static(
@@ -265,7 +226,7 @@ def judge_plain(
     )
     ahead = wide.score - wide.rent * wide.added - plain.score
     world = judged_world(trained, hosts, rng_seed, terms, stage=stage)
-    judged = record(world, Never(), rng_seed).judged
+    judged = play_and_judge(world, Never(), rng_seed)
     return replace(judged, returns=judged.returns + ahead.double().numpy())
 
 
@@ -289,22 +250,20 @@ def widened(host: Host, parameters: int | float) -> Host:
     return best
 
 
-def record(world: "GrowingWorld", controller: Controller, rng_seed: int) -> Recording:
-    """One episode of a controller in every environment."""
+def play_and_judge(
+    world: "GrowingWorld", controller: Controller, rng_seed: int
+) -> Judged:
+    """Results of one episode of a controller in every environment."""
     hosts = world.num_envs
     final = {
         name: torch.zeros(hosts, dtype=torch.float64)
         for name in ("score", "test", "added", "macs", "training_macs", "panicked")
     }
-    names = ("actions", "stage", "blueprint", "alpha", "score", "lived")
-    parts: dict[str, list[Tensor]] = {name: [] for name in names}
+    area = torch.zeros(hosts, dtype=torch.float64)
     running = torch.ones(hosts, dtype=torch.bool)
 
-    def add(actions: Int64[Tensor, "env head"], result: StepResult) -> None:
+    def add(actions: Tensor, result: StepResult) -> None:
         nonlocal running
-        seeds = world.trained_lives
-        assert seeds is not None  # there was a step
-        assert result.illegal is not None
         # Where an episode has ended, the next observation is of another one.
         score = result.observation.host.score.double()
         if (report := result.report) is not None:
@@ -313,24 +272,16 @@ def record(world: "GrowingWorld", controller: Controller, rng_seed: int) -> Reco
             first = running[report.env]
             for name, values in final.items():
                 values[report.env[first]] = getattr(report, name)[first].double()
-        done = running & ~result.illegal
-        parts["actions"].append(torch.where(done[:, None], actions, 0))
-        parts["stage"].append(seeds.stage)
-        parts["blueprint"].append(seeds.blueprint)
-        parts["alpha"].append(seeds.alpha)
-        parts["score"].append(torch.where(running, score, 0.0))
-        parts["lived"].append(running)
+        area.add_(torch.where(running, score, 0.0))
         running = running & ~(result.terminated | result.truncated)
 
     began = perf_counter()
     returns = play(world, controller, stream(rng_seed, "judging"), on_step=add)
     seconds = (perf_counter() - began) / hosts
-    stacked = {name: torch.stack(tensors) for name, tensors in parts.items()}
     figures = {name: values.numpy() for name, values in final.items()}
-    judged = Judged(
+    return Judged(
         returns=returns.double().numpy(),
-        area=stacked["score"].sum(dim=0).numpy() / world.task.horizon,
+        area=area.numpy() / world.task.horizon,
         seconds=np.full(hosts, seconds),
         **figures | {"panicked": figures["panicked"].astype(bool)},
     )
-    return Recording(**stacked, judged=judged)

@@ -24,8 +24,7 @@ from torch import Generator, Tensor, nn
 
 from esper.contracts.state import load
 from esper.contracts.world import VectorWorld
-from esper.experiment.config import IMITATION, SIMULATED, TrainConfig
-from esper.experiment.presets import preset
+from esper.experiment.config import IMITATION, SIMULATED, TrainConfig, preset
 from esper.experiment.streams import stream, stream_seed
 from esper.experiment.trainer import Trainer
 from esper.simic.agent.distribution import evaluate_choices, legal_rows

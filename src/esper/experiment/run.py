@@ -49,8 +49,6 @@ CONFIG, VERSIONS, FINISHED = "config.toml", "versions.json", "finished.json"
 CHECKPOINTS: Final = "checkpoints"
 STORE: Final = "events.sqlite"
 MAX_TEXT: Final = 1 << 20
-MAY_BE_NAN: Final = ("*first_loss",)
-"""Tensors of a state: unknown before the first loss of an episode."""
 OCCUPIED: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 FIRST: Final = ("amber", "bold", "calm", "deep", "fair", "green", "keen", "mild")
 LAST: Final = ("alder", "birch", "cedar", "fern", "hazel", "larch", "maple", "reed")
@@ -107,8 +105,8 @@ class Run:
         path = root / name
         temporary = beside(path)
         files = {
-            CONFIG: _encoded(config_toml),
-            VERSIONS: _encoded({**versions_now(config_toml), **facts}),
+            CONFIG: config_toml.encode(),
+            VERSIONS: _json_bytes({**versions_now(config_toml), **facts}),
         }
         with storage(path, "create"):
             if not root.exists():
@@ -128,7 +126,14 @@ class Run:
                     disk.create(temporary / file, data)
                     disk.sync_file(temporary / file)
                 disk.sync_folder(temporary)
-                _take(disk, temporary, path)
+                try:  # an empty folder may be replaced, nothing else
+                    disk.rename(temporary, path)
+                except OSError as error:
+                    if error.errno not in OCCUPIED:
+                        raise
+                    raise RunTaken(
+                        f"{short(path)} exists; choose another name, or resume it."
+                    ) from error
                 disk.sync_folder(root)
             except (OSError, RunTaken):
                 lock.release()
@@ -195,13 +200,11 @@ class Run:
         """Put a file of facts into the run, whole or not at all."""
         if self._lock is None:
             raise CallOrder(f"{short(self.path)} is only read here; use Run.open.")
-        publish(self._disk, self.path / name, _encoded(facts))
+        publish(self._disk, self.path / name, _json_bytes(facts))
 
     def checkpoints(self, *, keep: int = 3) -> CheckpointFolder:
         """Its checkpoints, of which so many of the newest are kept, and the best."""
-        return CheckpointFolder(
-            self.path / CHECKPOINTS, self._disk, keep=keep, may_be_nan=MAY_BE_NAN
-        )
+        return CheckpointFolder(self.path / CHECKPOINTS, self._disk, keep=keep)
 
     def close(self) -> None:
         """Let another process have it."""
@@ -289,31 +292,8 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     ]
 
 
-def _take(disk: Disk, temporary: Path, path: Path) -> None:
-    """Give a new run its name; an empty folder may be replaced, nothing else."""
-    try:
-        disk.rename(temporary, path)
-    except OSError as error:
-        if error.errno not in OCCUPIED:
-            raise
-        raise RunTaken(
-            f"{short(path)} exists; choose another name, or resume it."
-        ) from error
-
-
-def _encoded(value: str | Mapping[str, Any]) -> bytes:
-    """Bytes of a text file that can be read again."""
-    try:
-        if not isinstance(value, str):
-            value = json.dumps(dict(value), allow_nan=False, indent=1) + "\n"
-        data = value.encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise BadInput(
-            f"the facts of a run are no text: {quoted(str(error))}."
-        ) from error
-    if len(data) > MAX_TEXT:
-        raise BadInput(f"expected at most {MAX_TEXT:,} bytes, got {len(data):,}.")
-    return data
+def _json_bytes(facts: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps(dict(facts), allow_nan=False, indent=1)}\n".encode()
 
 
 def _json(file: Path, text: str) -> dict[str, Any]:

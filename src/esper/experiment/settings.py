@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final, TypeVar, cast, dataclass_transform
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
-from pydantic_core import from_json
 
 from esper.contracts.errors import BadInput
 from esper.experiment.messages import nearest, quoted, refusal, unknown
@@ -24,7 +23,7 @@ T = TypeVar("T")
 
 NONE: Final = "none"
 """None in a file or on the command line."""
-MAX_DOTS: Final = 1_024
+MAX_DOTS: Final = 64
 """In a line; Python's parser takes minutes over names of many thousand parts."""
 MAX_TEXT: Final = 1_000
 
@@ -148,6 +147,41 @@ def table_of(text: str, cls: type, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def parsed_options(
+    cls: type, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values and origins of options of the command line, as `construct` takes them.
+
+    Args:
+        cls: The dataclass that they belong to.
+        options: Texts by dotted names; of a list, one text or several.
+    """
+    known, found = known_settings(cls), dict[str, Any]()
+    for name, given in options.items():
+        if name not in known:
+            near = "--" + nearest(name, known)
+            raise refusal(
+                f"there is no option {quoted(f'--{name}')}; did you mean {near!r}?"
+            )
+        text = given if isinstance(given, str) else ",".join(given)
+        found[name] = _parsed(known[name].type, text)
+    return found, dict.fromkeys(found, "--")
+
+
+def _parsed(kind: str, text: str) -> object:
+    """The value that a text of the command line stands for, or the text itself."""
+    if kind == "string":
+        return text
+    if kind == "array" and not text.startswith("[") and text != NONE:
+        return [word.strip() for word in text.split(",")]
+    if "\n" in text or text.count(".") > MAX_DOTS:
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text
+
+
 def construct(
     cls: type[T],
     values: Mapping[str, Any],
@@ -163,13 +197,6 @@ def construct(
     known = known_settings(cls)
     tree: dict[str, Any] = {}
     for dotted, value in values.items():
-        try:
-            from_json(_json(value))
-        except (ValueError, RecursionError):  # half of a sign, or hundreds of brackets
-            raise refusal(
-                f"{origins.get(dotted, '')}{dotted} must be a plain value; got "
-                f"{quoted(value)}."
-            ) from None
         *path, name = dotted.split(".")
         node = tree
         for part in path:
@@ -177,7 +204,10 @@ def construct(
         node[name] = None if value == NONE and known[dotted].nullable else value
     try:
         # Only JSON is both strict about numbers and open to tables and lists.
-        made: T = _adapter(cast(type, cls)).validate_json(_json(tree))
+        text = json.dumps(tree, default=lambda other: {"date": str(other)})
+        made: T = _adapter(cast(type, cls)).validate_json(text)
+    except RecursionError:
+        raise refusal("settings must be plain values; got brackets too deep.") from None
     except ValidationError as error:
         raise _refusal(cls, error, origins) from None
     return made
@@ -227,10 +257,6 @@ def toml_value(value: object) -> str:
     return repr(value + 0.0) if isinstance(value, float) else repr(value)
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, default=lambda other: {"date": str(other)})
-
-
 def _refusal(
     cls: type,
     error: ValidationError,
@@ -240,6 +266,8 @@ def _refusal(
     known = known_settings(cls)
     errors = error.errors(include_url=False)
     first = errors[0]
+    if first["type"] == "json_invalid":  # half of a sign, or hundreds of brackets
+        return refusal(f"settings must be plain values; {first['msg']}.")
     where = ""
     for depth, part in enumerate(first["loc"]):  # noqa: B007
         if where in known:

@@ -3,13 +3,14 @@
     summary = summarise(rows(open_store(run / "events.sqlite"), "live_evaluations"))
 
 Figures are interquartile means over hosts with 95 % intervals. Arms are compared host
-by host: all with the baseline `never`, and every learned arm with every other arm. Each
-table (one task, or all) and each figure (return, test score) is one family of
-comparisons, over which p-values are corrected.
+by host: all with the baseline `never`, and every learned arm with every other arm. An
+arm is called above or below another if the 95 % interval of the difference leaves out
+0; nothing else decides the words. p-values are printed beside it, corrected over all
+comparisons of a table (one task, or all) and a figure (return, test score).
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from math import isnan, nan
@@ -21,12 +22,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from esper.experiment.database import open_store, rows
 from esper.experiment.progress import print_line, printable, sparkline
 from esper.experiment.records import STATIC, is_learned, reference_of
 from esper.experiment.run import STORE
 from esper.experiment.statistics import (
-    LEVEL,
     Comparison,
     Floats,
     Interval,
@@ -34,6 +33,7 @@ from esper.experiment.statistics import (
     compare_pairs,
     iqm_interval,
 )
+from esper.experiment.store import open_store, rows
 
 BASELINE: Final = "never"
 RESAMPLES: Final = 4_000
@@ -75,10 +75,6 @@ class ArmSummary:
     """Of the training; mean."""
     panics: int
     """Hosts whose numbers were no longer finite."""
-    above_never: Comparison | None
-    """By return; None for `never` itself, or if there is none to compare with."""
-    test_above_never: Comparison | None
-    """By test score."""
 
     @property
     def learned(self) -> bool:
@@ -88,7 +84,7 @@ class ArmSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairwiseComparison:
-    """A learned arm less another one."""
+    """An arm less another one."""
 
     name: str
     other: str
@@ -108,28 +104,18 @@ class TaskSummary:
     arms: tuple[ArmSummary, ...]
     """Lowest return first."""
     pairwise: tuple[PairwiseComparison, ...]
+    """Every arm less `never`, and every learned one less every other."""
 
-    @property
-    def learned(self) -> list[str]:
-        """Learned arms that are compared with others."""
-        return list(dict.fromkeys(pair.name for pair in self.pairwise))
-
-    def against(self, name: str, figure: str) -> dict[str, Comparison]:
-        """Comparisons of a learned arm by `returns` or `test`, by the other's name."""
-        pairs = [pair for pair in self.pairwise if pair.name == name]
-        return {pair.other: getattr(pair, figure) for pair in pairs}
+    def above_never(self, name: str) -> PairwiseComparison | None:
+        """An arm less `never`, if there is such a comparison."""
+        pairs = (pair for pair in self.pairwise if pair.other == BASELINE)
+        return next((pair for pair in pairs if pair.name == name), None)
 
     @property
     def where(self) -> str:
         """Its hosts, in a sentence."""
         each = "each of " * (self.tasks > 1)
         return f"{self.hosts} unseen hosts of {each}{self.task}"
-
-    @property
-    def smallest_p(self) -> float:
-        """The smallest adjusted p that so many pairs and arms can give."""
-        pairs, count = self.tasks * self.hosts, max(1, len(self.arms) - 1)
-        return min(1.0, count * 2.0 ** (1 - pairs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,24 +161,16 @@ def summarise(rows: Iterable[Row], *, resamples: int = RESAMPLES) -> Summary:
     if len(tasks) > 1 and all(shape == shapes[0] for shape in shapes):
         aggregate = _table(", ".join(by_arm), by_arm, resamples)
     tables = [*tasks, *filter(None, [aggregate])]
-    conclusions = [
-        line
-        for table in tables
-        for line in (*_baseline_findings(table), *_learned_findings(table, LABELS))
-    ]
+    found = [lines for table in tables for lines in _findings(table, LABELS)]
+    conclusions = [line for lines in found for line in lines]
     conclusions += _limits(tables)
     return Summary(tasks=tasks, aggregate=aggregate, conclusions=tuple(conclusions))
 
 
 def headline(summary: Summary) -> list[str]:
     """The outcome by return: of each learned arm, or without one of all arms."""
-    return [
-        line
-        for table in summary.overall
-        for line in (
-            _learned_findings(table, ["returns"]) or _baseline_findings(table)[:1]
-        )
-    ]
+    found = [_findings(table, ["returns"]) for table in summary.overall]
+    return [line for baseline, learned in found for line in learned or baseline]
 
 
 def return_trend(returns: Sequence[float]) -> str:
@@ -239,17 +217,25 @@ def _table(
         }
         for figure in ("return", "test", "area")
     }
-    learned = [name for name in names if is_learned(name)]
+    shapes = {name: values.shape for name, values in scores["return"].items()}
+
+    def compared(figure: str, pairs: Iterable[tuple[str, str]]) -> Comparisons:
+        """One family of comparisons, of pairs that have the same hosts."""
+        arms = scores[figure]
+        wanted = {
+            (name, other): (arms[name], arms[other])
+            for name, other in pairs
+            if name != other and shapes[name] == shapes.get(other) != (len(by_arm), 1)
+        }
+        return compare_pairs(wanted, resamples=resamples)
+
+    # A comparison with the baseline belongs to the family of the baseline only.
     others = [name for name in names if name != BASELINE]
-    baseline, pairwise = {}, {}
-    for figure in ("return", "test"):
-        with_never = [(name, BASELINE) for name in names]
-        baseline[figure] = _compare(scores[figure], with_never, resamples)
-        own = [(name, other) for name in learned for other in others]
-        # A comparison with the baseline belongs to the family of the baseline only.
-        pairwise[figure] = {
-            pair: row for pair, row in baseline[figure].items() if pair[0] in learned
-        } | _compare(scores[figure], own, resamples)
+    own = [(name, other) for name in filter(is_learned, names) for other in others]
+    returns, test = (
+        compared(figure, [(name, BASELINE) for name in names]) | compared(figure, own)
+        for figure in ("return", "test")
+    )
     arms = []
     for name in names:
         rows = [row for arms in by_arm.values() for row in arms[name]]
@@ -268,82 +254,62 @@ def _table(
                 training_macs=_mean(rows, "training_macs"),
                 seconds=_mean(rows, "seconds"),
                 panics=sum(bool(row["panicked"]) for row in rows),
-                above_never=baseline["return"].get((name, BASELINE)),
-                test_above_never=baseline["test"].get((name, BASELINE)),
             )
         )
     return TaskSummary(
         task=title,
         tasks=len(by_arm),
-        hosts=min(values.shape[1] for values in scores["return"].values()),
+        hosts=min(hosts for _, hosts in shapes.values()),
         arms=tuple(sorted(arms, key=lambda arm: arm.returns.estimate)),
         pairwise=tuple(
             PairwiseComparison(
-                name=name, other=other, returns=row, test=pairwise["test"][name, other]
+                name=name, other=other, returns=row, test=test[name, other]
             )
-            for (name, other), row in pairwise["return"].items()
+            for (name, other), row in returns.items()
         ),
     )
-
-
-def _compare(
-    scores: Mapping[str, Floats], pairs: Iterable[tuple[str, str]], resamples: int
-) -> Comparisons:
-    """Comparisons of the pairs that are there and have the same hosts."""
-    wanted = {}
-    for name, other in pairs:
-        if name != other and other in scores:
-            x, y = scores[name], scores[other]
-            if x.shape == y.shape and x.shape[1] > 1:
-                wanted[name, other] = (x, y)
-    return compare_pairs(wanted, resamples=resamples)
 
 
 def _mean(rows: Sequence[Row], figure: str) -> float:
     return float(np.mean([nan if row[figure] is None else row[figure] for row in rows]))
 
 
-def _baseline_findings(table: TaskSummary) -> list[str]:
-    """How all arms compare with the baseline: one line for each figure."""
-    lines = []
-    for figure, label in LABELS.items():
-        name = "above_never" if figure == "returns" else "test_above_never"
-        found = {arm.name: getattr(arm, name) for arm in table.arms}
-        known = {name: row for name, row in found.items() if row is not None}
-        if known:
-            outcomes = _outcomes(known, f" {BASELINE!r}:")
-            lines.append(f"{label} on {table.where}: {outcomes}")
-    return lines
-
-
-def _learned_findings(table: TaskSummary, figures: Iterable[str]) -> list[str]:
-    """How every learned arm compares with the others: one line for each figure."""
-    arms = {arm.name: arm for arm in table.arms}
-    return [
-        f"{LABELS[figure]} of {name!r} on {table.where}: "
-        f"{getattr(arms[name], figure):.3f}; {_outcomes(table.against(name, figure))}"
-        for name in table.learned
-        for figure in figures
-    ]
+def _findings(
+    table: TaskSummary, figures: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """How arms compare with the baseline, and how each learned arm with all others."""
+    baseline, learned = [], []
+    if known := [pair for pair in table.pairwise if pair.other == BASELINE]:
+        for figure in figures:
+            rows = {pair.name: getattr(pair, figure) for pair in known}
+            outcomes = _outcomes(rows, f" {BASELINE!r}:")
+            baseline.append(f"{LABELS[figure]} on {table.where}: {outcomes}")
+    for arm in filter(lambda arm: arm.learned, table.arms):
+        own = [pair for pair in table.pairwise if pair.name == arm.name]
+        for figure in figures if own else ():
+            rows = {pair.other: getattr(pair, figure) for pair in own}
+            learned.append(
+                f"{LABELS[figure]} of {arm.name!r} on {table.where}: "
+                f"{getattr(arm, figure):.3f}; {_outcomes(rows)}"
+            )
+    return baseline, learned
 
 
 def _outcomes(rows: Mapping[str, Comparison], than: str = "") -> str:
-    """Names by outcome, with the difference, or with p where none is shown."""
+    """Names by what their intervals say, with difference, interval and p."""
     parts = []
     for outcome, label in (
-        ("above", f"shown above{than}"),
-        ("below", f"shown below{than}"),
-        ("open", f"not shown to differ from{than}"),
+        ("above", "above"),
+        ("below", "below"),
+        ("unclear", "no clear difference from"),
     ):
         names = [
-            f"{name!r} (p = {row.adjusted:.2g})"
-            if outcome == "open"
-            else f"{name!r} ({row.difference.estimate:+.4f})"
+            f"{name!r} ({row.difference:+.3f}, p = {row.adjusted:.2g})"
             for name, row in rows.items()
             if row.outcome == outcome
         ]
         if names:
-            parts.append(f"{label} {', '.join(names)}")
+            parts.append(f"{label}{than} {', '.join(names)}")
     return f"{'; '.join(parts)}."
 
 
@@ -351,23 +317,16 @@ def _limits(tables: Sequence[TaskSummary]) -> list[str]:
     """What holds of all comparisons."""
     if not tables:
         return []
-    lines = [
-        f"{table.task}: with {table.tasks * table.hosts} hosts and "
-        f"{len(table.arms) - 1} comparisons no adjusted p can be below "
-        f"{table.smallest_p:.2g}, so nothing could have been shown: judge more hosts."
-        for table in tables
-        if table.smallest_p >= LEVEL and len(table.arms) > 1
-    ]
     hosts = min(table.hosts for table in tables)
     narrow = "; intervals of so few are narrower than they should be"
-    lines.append(
-        f"A difference is shown if its p-value, corrected for all comparisons of its "
-        f"table, is below {LEVEL:g}, its interval leaves out 0 and most hosts agree. "
-        f"This rests on {hosts} hosts of each task"
-        f"{narrow if hosts < FEW_HOSTS else ''}; it says nothing about other tasks, "
-        "other hosts or longer training. Hosts of one task share a split of its rows "
-        "(not on teacher), so the luck of the split is not in the intervals."
-    )
+    lines = [
+        "Above and below: the 95 % interval of the difference leaves out 0. p: paired "
+        "Wilcoxon, corrected for all comparisons of its table. This rests on "
+        f"{hosts} hosts of each task{narrow if hosts < FEW_HOSTS else ''}; it says "
+        "nothing about other tasks, other hosts or longer training. Hosts of one task "
+        "share a split of its rows (not on teacher), so the luck of the split is not "
+        "in the intervals."
+    ]
     names = list(dict.fromkeys(arm.name for table in tables for arm in table.arms))
     learned = [repr(name) for name in names if is_learned(name)]
     if learned:
@@ -403,37 +362,31 @@ def print_training(path: Path, console: Console | None = None) -> None:
     print_line(console, return_trend(returns))
     summary = summary_of(path)
     if summary.tasks:
-        print_scores(console, summary)
+        print_summary(console, summary, costs=False)
         for line in (*(f"{t[0].upper()}{t[1:]}." for t in judged), *headline(summary)):
             print_line(console, line)
     print_line(console, f"The run is in {path}.")
 
 
-def print_summary(console: Console, summary: Summary) -> None:
-    """Print two tables for each task, one of all tasks, and the conclusions."""
-    _widen(console)
-    for table in summary.tasks:
-        console.print(_score_table(table))
-        console.print(_cost_table(table))
-    if summary.aggregate is not None:
-        console.print(_score_table(summary.aggregate))
-    if summary.tasks:
-        print_line(console, LEGEND)
-    for paragraph in summary.conclusions:
-        print_line(console, paragraph)
+def print_summary(console: Console, summary: Summary, *, costs: bool = True) -> None:
+    """Print a table of scores of all tasks.
 
-
-def print_scores(console: Console, summary: Summary) -> None:
-    """Print the scores over all tasks, or of each if they cannot be added up."""
-    _widen(console)
-    for table in summary.overall:
-        console.print(_score_table(table))
-    print_line(console, LEGEND)
-
-
-def _widen(console: Console) -> None:
+    Args:
+        console: Where to.
+        summary: What to print.
+        costs: Also print scores and costs of each task, and all conclusions.
+    """
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
+    for table in summary.tasks if costs else ():
+        console.print(_score_table(table))
+        console.print(_cost_table(table))
+    for table in summary.overall if not costs or summary.aggregate else ():
+        console.print(_score_table(table))
+    if summary.tasks:
+        print_line(console, LEGEND)
+    for paragraph in summary.conclusions if costs else ():
+        print_line(console, paragraph)
 
 
 def _score_table(summary: TaskSummary) -> Table:
@@ -444,18 +397,18 @@ def _score_table(summary: TaskSummary) -> Table:
     columns = ("return", *above, "P(above never)", "test score, %", *above)
     rows = []
     for arm in summary.arms:
-        returns, test = arm.above_never, arm.test_above_never
         row = [_interval(arm.returns, ".3f"), "", "", ""]
-        if returns is not None:
-            row[1:] = (
-                _interval(returns.difference, "+.3f"),
-                f"{returns.adjusted:.2g}",
-                f"{returns.improvement:.2f}",
+        row += [_interval(arm.test, ".1f", 100.0), "", ""]
+        if pair := summary.above_never(arm.name):
+            row[1:4] = (
+                _interval(pair.returns.difference, "+.3f"),
+                f"{pair.returns.adjusted:.2g}",
+                f"{pair.returns.improvement:.2f}",
             )
-        row.append(_interval(arm.test, ".1f", 100.0))
-        if test is not None:
-            row.append(_interval(test.difference, "+.1f", 100.0))
-            row.append(f"{test.adjusted:.2g}")
+            row[5:] = (
+                _interval(pair.test.difference, "+.1f", 100.0),
+                f"{pair.test.adjusted:.2g}",
+            )
         rows.append(row)
     return _arm_table(title, columns, summary, rows)
 

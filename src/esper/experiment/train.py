@@ -33,13 +33,12 @@ from esper.experiment.controllers import (
     find_controller,
     load_controller,
 )
-from esper.experiment.database import open_store
 from esper.experiment.judging import Job, judge, results_of
 from esper.experiment.pretraining import imitated_policy, imitation_steps, warm_policy
 from esper.experiment.records import STATIC, Results
 from esper.experiment.run import STORE, Run, changes_since, versions_now
 from esper.experiment.settings import as_toml
-from esper.experiment.store import Store
+from esper.experiment.store import Store, open_store
 from esper.experiment.trainer import BROKEN, PATIENCE, Callback, Trainer
 from esper.experiment.workers import caught_signals
 from esper.experiment.worlds import check_world, steps_of, tasks_of, world_for

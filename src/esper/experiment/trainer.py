@@ -10,20 +10,22 @@ It knows any world by its protocol. `esper.experiment.train` makes runs of it.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from esper.contracts.errors import BadInput
 from esper.contracts.state import Stateful
 from esper.contracts.world import VectorWorld
-from esper.experiment.config import TrainConfig
 from esper.experiment.records import Results, RoundRecord
 from esper.experiment.rollout import Transition, collect, start
 from esper.experiment.streams import stream, stream_seed
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import TamiyoPolicy
+
+if TYPE_CHECKING:
+    from esper.experiment.config import TrainConfig
 
 PATIENCE: Final = 3
 """Failures in a row that are borne: refused checkpoints, refused updates."""
@@ -83,7 +85,7 @@ class Trainer(Stateful):
     def __init__(
         self,
         world: VectorWorld,
-        config: TrainConfig,
+        config: "TrainConfig",
         steps: int,
         callbacks: Sequence[Callback] = (),
         signals: Sequence[int] = (),

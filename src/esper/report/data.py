@@ -17,11 +17,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from esper.contracts.errors import BadInput
-from esper.experiment.database import VIEWS, open_store, rows
 from esper.experiment.files import is_locked
 from esper.experiment.messages import short
 from esper.experiment.run import STORE, Run
 from esper.experiment.statistics import Floats
+from esper.experiment.store import VIEWS, open_store, rows
 
 POINTS: Final = 600
 """Bins of rounds, and so points of a curve, at most."""

@@ -175,7 +175,7 @@ def _periodic(returns: dict[int, list[float]]) -> list[tuple[int, Interval]]:
     known = sorted(returns)
     at = np.linspace(0, len(known) - 1, min(len(known), PERIODIC)).round()
     return [
-        (number, iqm_interval([np.array([returns[number]])], resamples=1_000))
+        (number, iqm_interval(np.array(returns[number]), resamples=1_000))
         for number in (known[int(index)] for index in at)
     ]
 

@@ -1,0 +1,492 @@
+"""All commands: their options, and what they do with them.
+
+What is heavy is imported by the command that needs it, so that help is instant.
+"""
+
+import json
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from esper.cli.arguments import (
+    RNG_SEED,
+    add_option,
+    add_run,
+    add_runs,
+    add_settings,
+    file,
+    folder,
+    path_text,
+    positive,
+)
+from esper.contracts.errors import BadInput
+
+if TYPE_CHECKING:
+    from esper.experiment.train import RunResult
+    from esper.tamiyo.registry import Maker
+
+NEWEST: Final = "latest"
+"""The controller of the newest finished training; no run can be called so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command of `esper`."""
+
+    run: Callable[[Namespace], object]
+    """Carries it out; returns an exit code, or None for 0."""
+    help: str
+    examples: str
+    options: Callable[[ArgumentParser], None] | None = None
+    """Adds its options."""
+    description: str = ""
+    """If it is longer than the help."""
+    settings: bool = False
+    """Whether its options are settings, which take long to import."""
+    torch: bool = True
+    """Whether it needs torch."""
+
+
+def train_options(parser: ArgumentParser) -> None:
+    """The settings of a training, presets and files of them, and `--resume`."""
+    parser.add_argument(
+        "--resume",
+        default=SUPPRESS,
+        metavar="RUN",
+        help="go on with a run that was interrupted, by its name or folder",
+    )
+    config_options(parser)
+
+
+def config_options(parser: ArgumentParser) -> None:
+    """The settings of a training, and presets and files of them."""
+    from esper.experiment.config import DEFAULT, PRESETS
+
+    parser.add_argument(
+        "--preset",
+        default=SUPPRESS,
+        metavar="NAME",
+        help=f"where to start from: {', '.join(PRESETS)} (default: {DEFAULT})",
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=SUPPRESS,
+        metavar="FILE",
+        help="settings on top of the preset, in TOML; as often as wanted",
+    )
+    add_settings(parser, PRESETS[DEFAULT])
+
+
+def train(options: Namespace) -> int:
+    """Begin a run, or go on with one, and write its report."""
+    from esper.experiment.callbacks import ConsoleProgress
+    from esper.experiment.config import resolve
+
+    given = _given(options)
+    if "resume" in given:
+        return _resume(given)
+    config = resolve(given, draw_seed=True)
+    from esper.experiment.train import begin_run
+
+    return _end(begin_run(config, [ConsoleProgress()]))
+
+
+def _resume(given: dict[str, Any]) -> int:
+    from esper.experiment.callbacks import ConsoleProgress
+    from esper.experiment.messages import quoted, refusal
+    from esper.experiment.run import Run, find_run
+    from esper.experiment.train import resume_run, settings_of
+
+    name, root = given.pop("resume"), Path(given.pop("runs", "runs"))
+    if given:
+        raise refusal(
+            f"--resume goes on with the run's own settings, but --{min(given)} was "
+            "given; leave it out, or begin another run with --start_from "
+            f"{quoted(name)}."
+        )
+    path = find_run(name, root)
+    run = Run.read(path)
+    settings_of(run)  # refuses other kinds of runs
+    if run.finished is not None:
+        print(f"Run {run.name} is already complete. See: esper report {path}")
+        return 0
+    return _end(resume_run(path, [ConsoleProgress()]))
+
+
+def _end(result: "RunResult") -> int:
+    """Print the results and write the report."""
+    from esper.experiment.summary import print_training
+    from esper.report import write_report
+
+    if result.signal is not None:
+        print(
+            f"Interrupted after round {result.rounds}; all is saved. Go on with: "
+            f"esper train --resume {result.path}"
+        )
+        return 128 + result.signal
+    print_training(result.path)
+    print(f"The report is in {write_report(result.path)}.")
+    return 0
+
+
+def config(options: Namespace) -> None:
+    """Print the resolved settings of a training."""
+    from esper.experiment.config import resolve
+    from esper.experiment.settings import as_toml
+
+    print(as_toml(resolve(_given(options)), explain=True), end="")
+
+
+def grow_options(parser: ArgumentParser) -> None:
+    """Task, controller, and where the network goes."""
+    parser.add_argument(
+        "--task", required=True, metavar="NAME", help="what it learns (esper tasks)"
+    )
+    deciders = (
+        "what decides: never, random, early, periodic, plateau; tamiyo: the "
+        "trained one that comes with Esper; latest: what the newest finished training "
+        "learned; or a run"
+    )
+    added = "parameters that may be added, as a multiple of the host's"
+    out = "where the grown network goes, NAME.pt2 (default: TASK-CONTROLLER.pt2)"
+    add_option(parser, "--controller", path_text, "early", "NAME", deciders)
+    add_option(parser, "--budget", positive, 4.0, "X", added)
+    add_option(parser, "--out", file, None, "FILE", out)
+    add_option(parser, "--rng-seed", RNG_SEED, 0, "N", "decides everything")
+    add_runs(parser)
+
+
+def grow(options: Namespace) -> None:
+    """Grow one network, write it and print its history."""
+    from esper.experiment.fit import check_free, free_name, grow, summary_lines, write
+    from esper.tasks.catalogue import task as find_task
+
+    if options.out is not None:
+        check_free(options.out)
+    task, name = find_task(options.task), options.controller
+    controller = _controller(name, Path(options.runs))
+    out = options.out or free_name(f"{task.name}-{Path(name).name or 'run'}")
+    check_free(out)
+    fitted, test = grow(
+        task, controller, budget=options.budget, rng_seed=options.rng_seed
+    )
+    write(fitted.model, task, out)
+    after = sum(parameter.numel() for parameter in fitted.model.parameters())
+    print(*summary_lines(fitted.history), sep="\n")
+    before = task.host.parameters
+    print(f"Test score {test:.1%}; {before:,} parameters became {after:,}.")
+    print(f"The network is in {out}; it loads without Esper: torch.export.load.")
+
+
+def _controller(name: str, runs: Path) -> "Maker | str":
+    """The controller that a name stands for."""
+    from esper.experiment.controllers import find_controller, newest_controller
+    from esper.tamiyo.registry import NAMES
+
+    if name in NAMES:
+        return name
+    if name == NEWEST:
+        return newest_controller(runs)
+    try:
+        return find_controller(name, runs)
+    except BadInput as error:
+        known = ", ".join((*NAMES, NEWEST))
+        raise BadInput(f"{error} Who else decides: {known}.") from None
+
+
+def evaluate_options(parser: ArgumentParser) -> None:
+    """The settings of an evaluation, some by a shorter name too."""
+    from esper.experiment.evaluate import EvaluateConfig
+
+    parser.add_argument("--json", action="store_true", help="print data, not tables")
+    short = {"tasks": "task", "controllers": "controller", "world.rent": "rent"}
+    add_settings(parser, EvaluateConfig(), short)
+
+
+def evaluate(options: Namespace) -> None:
+    """Judge, print and store."""
+    from esper.experiment.evaluate import EvaluateConfig, run_evaluation
+    from esper.experiment.settings import construct, parsed_options
+    from esper.report import write_report
+
+    given = _given(options)
+    as_json = given.pop("json")
+    settings = construct(EvaluateConfig, *parsed_options(EvaluateConfig, given))
+    page = write_report(run_evaluation(settings, as_json=as_json))
+    if not as_json:
+        print(f"The report is in {page}.")
+
+
+def report_options(parser: ArgumentParser) -> None:
+    """The run, and where the page goes."""
+    add_run(parser)
+    add_option(parser, "--out", file, None, "FILE", "where the page goes")
+
+
+def report(options: Namespace) -> None:
+    """Write the page and print where it is."""
+    from esper.experiment.run import find_run
+    from esper.report import write_report
+
+    page = write_report(find_run(options.run, Path(options.runs)), options.out)
+    print(f"The report is in {page}.")
+
+
+def runs_options(parser: ArgumentParser) -> None:
+    """The folder of runs."""
+    add_runs(parser)
+    parser.add_argument("--json", action="store_true", help="print data, not a table")
+
+
+def runs(options: Namespace) -> None:
+    """Print a table of all runs, or data."""
+    from esper.experiment.run import Run
+
+    found = Run.list(Path(options.runs))
+    if options.json:
+        print(json.dumps([asdict(each) for each in found], indent=2))
+    elif not found:
+        print(f"No runs in {options.runs!r}. Begin one: esper train")
+    else:
+        rows = [
+            (
+                each.name,
+                f"{each.state}: {each.trouble}" if each.trouble else each.state,
+                "-" if each.step is None else str(each.step),
+                "-" if each.score is None else f"{each.score:.4f}",
+                f"{each.size / 1e6:.1f} MB",
+            )
+            for each in found
+        ]
+        _print_table(("name", "state", "rounds", "return", "size"), rows, left=2)
+
+
+def export_options(parser: ArgumentParser) -> None:
+    """The run, what to write and where."""
+    add_run(parser)
+    parser.add_argument(
+        "--format",
+        choices=("parquet", "csv", "controller"),
+        default="parquet",
+        help="of the files; parquet needs DuckDB; controller: what the run learned "
+        "(default: parquet)",
+    )
+    add_option(parser, "--out", folder, None, "FOLDER", "where files go")
+
+
+def export(options: Namespace) -> None:
+    """Write files and print where they are."""
+    from esper.experiment.controllers import export_controller
+    from esper.experiment.run import STORE, find_run
+    from esper.experiment.store import export
+
+    path = find_run(options.run, Path(options.runs))
+    out = path / "export" if options.out is None else options.out
+    if options.format == "controller":
+        export_controller(path, out)
+        print(f"The controller is in {out}.")
+    else:
+        files = export(path / STORE, out, options.format)
+        print(f"{len(files)} tables are in {out}.")
+
+
+def tasks(options: Namespace) -> None:
+    """Print all tasks with their sizes, or what to install for them."""
+    from esper.tasks.catalogue import table
+
+    columns = ("name", "host", "rows", "inputs", "classes", "parameters", "macs")
+    rows = [
+        (row["name"], row["missing"])
+        if row["missing"]
+        else [
+            f"{value:,}" if isinstance(value, int) else str(value)
+            for value in (row[column] for column in columns)
+        ]
+        for row in table()
+    ]
+    _print_table(columns, rows, left=2)
+
+
+def blueprints(options: Namespace) -> None:
+    """Print what can be planted."""
+    from esper.contracts.blueprints import BLUEPRINTS
+
+    rows = [
+        (
+            each.name,
+            each.form.name.lower(),
+            "yes" if each.merges else "no",
+            f"+{each.share:.0%}" if each.share else str(each.size),
+        )
+        for each in BLUEPRINTS
+    ]
+    _print_table(("name", "form", "folds into the host", "size"), rows, left=3)
+
+
+def completion_options(parser: ArgumentParser) -> None:
+    """The name of the shell."""
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which shell")
+
+
+def completion(options: Namespace) -> None:
+    """Print the script."""
+    import shtab
+
+    from esper.cli import parser
+
+    print(shtab.complete(parser(COMMANDS), options.shell))
+
+
+def _given(options: Namespace) -> dict[str, Any]:
+    """Options that were given, by name."""
+    given = vars(options)
+    return {name: value for name, value in given.items() if name != "command"}
+
+
+def _print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int
+) -> None:
+    """Print texts as they are; all columns but some at the left end with numbers."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table()
+    for number, column in enumerate(columns):
+        shown.add_column(column, justify="left" if number < left else "right")
+    for row in rows:
+        shown.add_row(*map(Text, row))
+    Console().print(shown)
+
+
+COMMANDS: Final = {
+    "train": Command(
+        run=train,
+        options=train_options,
+        settings=True,
+        help="train Tamiyo and compare it with controllers that do not learn; or "
+        "resume a run",
+        examples="""\
+A value is written as in a TOML file; text needs no quotes and a list of words no
+brackets. A range is [low, high]; the word none stands for nothing.
+
+examples:
+  esper train                          as it comes, about five minutes
+  esper train --preset quick           about one
+  esper train --tasks letter,digits --budget.minutes 10
+  esper train --tasks letter --world.rent "[0.0, 0.05]"
+  esper train --config mine.toml --learner.ppo.learning_rate 1e-3
+""",
+    ),
+    "grow": Command(
+        run=grow,
+        options=grow_options,
+        help="grow one network of a task and write it",
+        examples="""\
+examples:
+  esper grow --task letter
+  esper grow --task letter --controller tamiyo
+  esper grow --task mnist1d --controller runs/NAME --out grown.pt2
+
+The file loads without Esper: torch.export.load("grown.pt2").module()
+""",
+    ),
+    "evaluate": Command(
+        run=evaluate,
+        options=evaluate_options,
+        settings=True,
+        help="judge controllers and static networks on the same hosts",
+        description="""\
+Judge controllers on real tasks, all of them on the same hosts. The return is the score
+that was gained, less rent for what was added; the test score is that of rows which no
+decision and no reward has seen. Controllers are never, random, early, periodic,
+plateau; tamiyo: the trained one that comes with Esper; static: a plain network
+of equal size; longer: never grown, for equal work; or folders of runs that learned.""",
+        examples="""\
+examples:
+  esper evaluate                       every task, every controller that does not learn
+  esper evaluate --task letter,digits --hosts 32
+  esper evaluate --controller never,early,static,tamiyo
+  esper evaluate --controller never,early,static,runs/NAME
+  esper evaluate --json > figures.json the same as data
+""",
+    ),
+    "report": Command(
+        run=report,
+        options=report_options,
+        help="write a run as one page that a browser opens",
+        examples="""\
+examples:
+  esper report NAME                    writes runs/NAME/report.html, plots beside it
+  esper report runs/NAME --out page.html
+""",
+    ),
+    "runs": Command(
+        run=runs,
+        options=runs_options,
+        help="list runs: how far they are, how good, how large",
+        examples="""\
+examples:
+  esper runs
+  esper runs --json --runs /data/runs  the same as data, of another folder
+""",
+    ),
+    "export": Command(
+        run=export,
+        options=export_options,
+        help="write what a run recorded as Parquet or CSV, or what it learned",
+        examples="""\
+examples:
+  esper export NAME                    writes runs/NAME/export/*.parquet
+  esper export NAME --format csv --out tables
+  esper export NAME --format controller --out tamiyo
+
+A controller is the policy of the best checkpoint, with a manifest that says how it was
+trained: the two files in which Esper's own Tamiyo comes.
+""",
+    ),
+    "config": Command(
+        run=config,
+        options=config_options,
+        settings=True,
+        help="print all settings of a training, with their meaning",
+        examples="""\
+examples:
+  esper config > mine.toml             a file to edit: esper train --config mine.toml
+  esper config --preset thorough --tasks letter
+""",
+    ),
+    "tasks": Command(
+        run=tasks,
+        help="list what networks can be grown on",
+        examples="""\
+examples:
+  esper tasks
+  esper grow --task letter             one of them, grown for real
+""",
+    ),
+    "blueprints": Command(
+        run=blueprints,
+        torch=False,
+        help="list what can be planted",
+        examples="""\
+examples:
+  esper blueprints
+  esper train --world.blueprints widen_16,conv
+                                       a training in which only these can be planted
+""",
+    ),
+    "completion": Command(
+        run=completion,
+        options=completion_options,
+        help="print a script with which a shell completes commands and options",
+        examples="""\
+examples:
+  eval "$(esper completion bash)"                       in ~/.bashrc
+  esper completion zsh > ~/.zfunc/_esper                with fpath+=(~/.zfunc)
+""",
+    ),
+}
