@@ -24,7 +24,7 @@ def piped_to_head(*arguments):
         return sender.wait(), sender.stderr.read()
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("config",)])
+@pytest.mark.parametrize("arguments", [("--help",), ("blueprints",)])
 def test_a_reader_that_left_is_no_error(arguments):
     assert piped_to_head(*arguments) == (0, "")
 
@@ -33,7 +33,7 @@ def test_a_reader_that_left_is_no_error(arguments):
 def test_output_that_does_not_fit_is_an_error_of_storage():
     with open("/dev/full", "w") as full:
         result = process("blueprints", stdout=full)
-        refusal = process("report", "nothing", stderr=full)
+        refusal = process("tran", stderr=full)
     assert result.code == 5
     assert result.err == (
         "esper: cannot write output: [Errno 28] No space left on device\n"
@@ -45,7 +45,7 @@ def test_output_that_does_not_fit_is_an_error_of_storage():
     ("closed", "arguments", "code"),
     [
         (">&-", "blueprints", 0),
-        ("2>&-", "report nothing", 2),
+        ("2>&-", "tasks x", 2),
         (">&- 2>&-", "tran", 2),
         ("<&-", "--help", 0),
     ],

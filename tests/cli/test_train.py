@@ -184,7 +184,7 @@ def interrupted(folder, arguments, number):
 
 
 @pytest.mark.usefixtures("default_signals")
-def test_a_run_is_interrupted_and_completed(tmp_path, capsys):
+def test_a_run_is_interrupted_and_completed(tmp_path, capsys, monkeypatch):
     code, result, errors = interrupted(tmp_path, TINY.split(), signal.SIGINT)
     assert (code, errors) == (130, ""), result
     run = tmp_path / "runs" / "tiny"
@@ -192,7 +192,8 @@ def test_a_run_is_interrupted_and_completed(tmp_path, capsys):
     printed = re.search(r"rng_seed (\d+)\.", result)[1]
     going_on = re.search(r"all is saved. Go on with: esper (.*)\n$", result)
     assert going_on is not None, result
-    done = process(*going_on[1].split(), cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = call(capsys, *going_on[1].split())
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("Going on with tiny: on teacher, 2 environments each")
     assert f"rng_seed {printed}." in done.out

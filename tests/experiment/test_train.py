@@ -27,19 +27,18 @@ from esper.experiment.config import (
     preset,
 )
 from esper.experiment.controllers import load_controller
-from esper.experiment.records import mean_return
 from esper.experiment.run import STORE, VERSIONS, Run
 from esper.experiment.store import open_store, rows
 from esper.experiment.train import begin_run, resume_run
-from esper.experiment.trainer import Callback, OnRoundEnd, Trainer
+from esper.experiment.trainer import OnRoundEnd, Trainer
 from esper.experiment.worlds import steps_of, world_for
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from tests.census import changed, fixed, stateful
 from tests.environment.test_growing import TINY, VARIED
-from tests.experiment.training_script import config
+from tests.experiment.training_script import ROUNDS, Log, config
 
-ROUNDS, SCRIPT = 6, "tests.experiment.training_script"
+SCRIPT = "tests.experiment.training_script"
 SETTINGS = World(rent=(0.0, 0.1), budget=(0.5, 3.0))
 SMALL = PolicyConfig(width=8, slot_width=8, offer_width=4)
 WORLDS = {
@@ -58,7 +57,7 @@ def simulated(folder, name="run", **changed):
         name=name,
         runs=str(folder),
         envs=4,
-        budget=Budget(rounds=8),
+        budget=Budget(rounds=4),
         learner=replace(own.learner, policy=SMALL, ppo=ppo),
         keeping=Keeping(every=1),
     )
@@ -91,33 +90,17 @@ def read(path, table):
         return [*rows(db, table)]
 
 
-class Log(Callback):
-    """Warnings and evaluations of a run."""
-
-    def __init__(self):
-        self.warnings, self.evaluations = [], []
-
-    def on_message(self, text, *, warning=False):
-        if warning:
-            self.warnings.append(text)
-
-    def on_evaluation(self, trainer, results):
-        self.evaluations.append((trainer.round, mean_return(results)))
-
-
 # The loop.
 
 
 @pytest.mark.parametrize("kind", WORLDS)
-@pytest.mark.parametrize("at", [0, 2])
-def test_a_training_goes_on_to_the_bit_from_what_was_saved(kind, at):
-    learner = Learner(ppo=PPOConfig(minibatches=2, epochs=2))
+def test_a_training_goes_on_to_the_bit_from_what_was_saved(kind):
+    learner = Learner(ppo=PPOConfig(minibatches=2, epochs=2), policy=SMALL)
     own = TrainConfig(rng_seed=5, budget=Budget(rounds=6), learner=learner)
     whole, other = (Trainer(WORLDS[kind](5), own, 7) for _ in range(2))
-    for _ in range(at):
-        whole.play_round()
+    whole.play_round()
     load(other, save(whole))
-    for _ in range(3):
+    for _ in range(2):
         first, second = whole.play_round(), other.play_round()
         assert repr(replace(first, seconds=0.0)) == repr(replace(second, seconds=0.0))
         assert_equal(save(whole), save(other))
@@ -182,23 +165,16 @@ def test_time_ends_a_training_and_lowers_the_learning_rate_on_the_way(tmp_path):
 # A run that is interrupted.
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run that nobody disturbed."""
-    result = begin_run(config(tmp_path_factory.mktemp("runs"), "whole", ROUNDS))
-    assert (result.rounds, result.signal) == (ROUNDS, None)
-    return result.path
-
-
 @pytest.mark.usefixtures("default_signals")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_that_was_interrupted_goes_on_to_the_bit(tmp_path, whole, number):
+def test_a_run_that_was_interrupted_goes_on_to_the_bit(tmp_path, finished):
+    whole, _ = finished
+
     def interrupt(record):
         if record.round == 2:
-            signal.raise_signal(number)
+            signal.raise_signal(signal.SIGTERM)
 
-    result = begin_run(config(tmp_path, "hit", ROUNDS), [OnRoundEnd(interrupt)])
-    assert (result.rounds, result.signal) == (3, number)
+    result = begin_run(config(tmp_path, "hit"), [OnRoundEnd(interrupt)])
+    assert (result.rounds, result.signal) == (3, signal.SIGTERM)
     assert state(result.path)[0] == 3
     assert resume_run(result.path).signal is None
     assert_equal(state(result.path)[1], state(whole)[1])
@@ -218,19 +194,21 @@ def test_a_run_that_was_interrupted_goes_on_to_the_bit(tmp_path, whole, number):
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # all kernels are compiled
 def test_a_run_is_the_same_where_code_is_compiled_and_where_it_is_loaded(
-    tmp_path, whole
+    tmp_path, finished
 ):
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
     for name in ("compiled", "loaded"):
-        command = [sys.executable, "-m", SCRIPT, str(tmp_path), name, str(ROUNDS)]
+        command = [sys.executable, "-m", SCRIPT, str(tmp_path), name]
         subprocess.run(command, env=environment, check=True, capture_output=True)
-        assert_equal(state(tmp_path / name)[1], state(whole)[1])
+        assert_equal(state(tmp_path / name)[1], state(finished[0])[1])
     assert any((tmp_path / "kept").rglob("engine.train*.nbc"))
 
 
-def test_a_run_says_what_it_was_made_of_and_is_not_begun_again(whole):
+def test_a_run_says_what_it_was_made_of_and_is_not_begun_again(finished):
+    whole, _ = finished
     run, before = Run.read(whole), state(whole)
-    assert from_toml(run.config_toml) == config(whole.parent, "whole", ROUNDS)
+    own = from_toml(run.config_toml)
+    assert replace(own, judging=config("", "").judging) == config(whole.parent, "whole")
     steps = ROUNDS * 4 * 4
     expected = {"rounds": ROUNDS, "env_steps": steps, "imitation_steps": 0}
     assert run.finished == expected
@@ -238,8 +216,24 @@ def test_a_run_says_what_it_was_made_of_and_is_not_begun_again(whole):
     with pytest.raises(BadInput, match="run whole is complete"):
         resume_run(whole)
     with pytest.raises(RunTaken):
-        begin_run(config(whole.parent, "whole", ROUNDS))
+        begin_run(own)
     assert_equal(state(whole)[1], before[1])
+
+
+def test_the_policy_is_evaluated_and_the_best_checkpoint_is_kept(finished):
+    path, log = finished
+    assert [number for number, _ in log.evaluations] == [0, 3, 6]
+    found = read(path, "live_evaluations")
+    assert {row["round"] for row in found if row["stage"] == "watched"} == {0, 3, 6}
+    best = max(log.evaluations, key=lambda pair: pair[1])[0]
+    assert checkpoints(path).best().manifest.step == best
+    judged = [row for row in found if row["stage"] == "judged"]
+    assert {(row["controller"], row["task"], row["round"]) for row in judged} == {
+        (arm, task, 6)
+        for arm in ("Tamiyo", "never", "early", "static")
+        for task in ("teacher", "digits")
+    }
+    assert len(judged) == 4 * 2 * 3
 
 
 # Disks that refuse, numbers that break, things that changed.
@@ -264,10 +258,10 @@ class Blocked:
 def test_a_disk_that_refuses_is_tried_again_and_training_goes_on(tmp_path):
     log, blocked = Log(), Blocked(tmp_path / "run", until=3)
     result = begin_run(simulated(tmp_path), [OnRoundEnd(blocked), log])
-    assert result.rounds == 8
+    assert result.rounds == 4
     assert len(log.warnings) == 2
     assert all("Training goes on." in line for line in log.warnings)
-    assert state(result.path)[0] == 8
+    assert state(result.path)[0] == 4
 
 
 def test_a_disk_that_refuses_three_times_in_a_row_ends_the_run(tmp_path):
@@ -299,14 +293,14 @@ def test_a_resumed_run_warns_of_another_version(tmp_path):
     path, log = tmp_path / "run", Log()
 
     def stop(record):
-        if record.round == 3:
+        if record.round == 2:
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
         begin_run(simulated(tmp_path), [OnRoundEnd(stop)])
     facts = json.loads((path / VERSIONS).read_text())
     (path / VERSIONS).write_text(json.dumps(facts | {"torch": "1.0"}))
-    assert resume_run(path, [log]).rounds == 8
+    assert resume_run(path, [log]).rounds == 4
     (line,) = log.warnings
     assert line.startswith("torch was '1.0' and is ")
     notes = [(row["kind"], row["text"]) for row in read(path, "live_notes")]
@@ -333,26 +327,10 @@ def test_a_start_that_is_not_there_is_refused_before_anything_is_made(tmp_path):
     assert begin_run(short).rounds == 4  # of 12 decisions of 4 environments
 
 
-def test_the_policy_is_evaluated_and_the_best_checkpoint_is_kept(tmp_path):
-    log = Log()
-    judging = Judging(every=3, hosts=2, controllers=("never",), processes=1)
-    result = begin_run(replace(config(tmp_path, "run", 6), judging=judging), [log])
-    assert [number for number, _ in log.evaluations] == [0, 3, 6]
-    found = read(result.path, "live_evaluations")
-    assert {row["round"] for row in found if row["stage"] == "watched"} == {0, 3, 6}
-    best = max(log.evaluations, key=lambda pair: pair[1])[0]
-    assert checkpoints(result.path).best().manifest.step == best
-    judged = [row for row in found if row["stage"] == "judged"]
-    assert {(row["controller"], row["task"], row["round"]) for row in judged} == {
-        (arm, task, 6) for arm in ("Tamiyo", "never") for task in ("teacher", "digits")
-    }
-    assert len(judged) == 2 * 2 * 2
-
-
 def test_evaluation_changes_nothing_of_the_training(tmp_path):
     found = []
     for every in (1, 100):
         judging = Judging(every=every, hosts=2, controllers=())
-        asked = replace(config(tmp_path, f"every-{every}", 4), judging=judging)
+        asked = replace(config(tmp_path, f"every-{every}", 2), judging=judging)
         found.append(state(begin_run(asked).path)[1])
     assert_equal(*found)

@@ -1,6 +1,6 @@
 """Begins or resumes a run in a process of its own, to be killed from outside.
 
-python -m tests.experiment.training_script FOLDER NAME ROUNDS
+python -m tests.experiment.training_script FOLDER NAME
 """
 
 import sys
@@ -9,11 +9,14 @@ from pathlib import Path
 import torch
 
 from esper.experiment.config import Budget, Judging, Keeping, TrainConfig, World
+from esper.experiment.records import mean_return
 from esper.experiment.train import begin_run, resume_run
-from esper.experiment.trainer import OnRoundEnd
+from esper.experiment.trainer import Callback, OnRoundEnd
+
+ROUNDS = 6
 
 
-def config(folder, name, rounds):
+def config(folder, name, rounds=ROUNDS):
     return TrainConfig(
         tasks=("teacher", "digits"),
         envs=2,
@@ -27,15 +30,29 @@ def config(folder, name, rounds):
     )
 
 
+class Log(Callback):
+    """Warnings and evaluations of a run."""
+
+    def __init__(self):
+        self.warnings, self.evaluations = [], []
+
+    def on_message(self, text, *, warning=False):
+        if warning:
+            self.warnings.append(text)
+
+    def on_evaluation(self, trainer, results):
+        self.evaluations.append((trainer.round, mean_return(results)))
+
+
 def tell(record):
     print(f"round {record.round}", flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    folder, name, rounds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    folder, name = Path(sys.argv[1]), sys.argv[2]
     if (folder / name).exists():
         result = resume_run(folder / name, [OnRoundEnd(tell)])
     else:
-        result = begin_run(config(folder, name, rounds), [OnRoundEnd(tell)])
+        result = begin_run(config(folder, name), [OnRoundEnd(tell)])
     sys.exit(0 if result.signal is None else 128 + result.signal)

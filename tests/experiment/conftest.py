@@ -1,0 +1,22 @@
+"""One finished run, which all tests read and none changes."""
+
+from dataclasses import replace
+
+import pytest
+
+from esper.experiment.config import Judging
+from esper.experiment.train import begin_run
+from tests.experiment.training_script import ROUNDS, Log, config
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """The folder of a run that nobody disturbed, and what it said."""
+    judging = Judging(
+        every=3, hosts=3, controllers=("never", "early", "static"), processes=1
+    )
+    own = replace(config(tmp_path_factory.mktemp("runs"), "whole"), judging=judging)
+    log = Log()
+    result = begin_run(own, [log])
+    assert (result.rounds, result.signal) == (ROUNDS, None)
+    return result.path, log
