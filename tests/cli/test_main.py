@@ -23,7 +23,7 @@ REFUSED = [
     (("evaluate", "--rent", "nan"), "--world.rent must be a finite number"),
     (("evaluate", "--task", "lettr"), "did you mean 'letter'"),
     (("evaluate", "--task", " , "), "--tasks: there is no task ''"),
-    (("evaluate", "--controller", ""), "there is no run or controller ''"),
+    (("evaluate", "--controller", ""), "--controllers: expected 1 to 1000 printable"),
     (("evaluate", "--controller", "erly"), "did you mean 'early'"),
     (("evaluate", "--controller", "x" * 300), "there is no run or controller 'xxx"),
     (("evaluate", "--task=teacher", "--controller=no/run"), "is no run"),

@@ -51,7 +51,7 @@ def test_a_log_has_plain_lines():
 def test_a_terminal_of_any_width_shows_it(width):
     text = printed(terminal=True, width=width)
     if width == 120:
-        for words in ("return", "score", "KL", "entropy", "evaluation", "left"):
+        for words in ("training", "3/10", "return", "evaluation", "left"):
             assert words in text, words
 
 

@@ -30,6 +30,7 @@ from tests.cli.calls import call, make_run, refused
 from tests.environment.test_growing import TINY
 from tests.experiment.training_script import config
 from tests.rollouts import SPEC, random_observation
+from tests.test_grower import begin
 
 
 @pytest.fixture(scope="module")
@@ -213,3 +214,10 @@ def test_the_command_line_writes_it(ending, tmp_path, capsys):
     young = make_run(tmp_path, "young")
     arguments = ("export", str(young), "--format", "controller")
     assert "young is not finished" in refused(capsys, *arguments)
+
+
+def test_a_grower_passes_on_what_its_controller_notes():
+    strange = begin(controller="tamiyo", blueprints=["scale_shift"])
+    assert "note: the controller was trained with none of these" in strange.summary()
+    usual = begin(controller="tamiyo")
+    assert "note: " not in usual.summary()

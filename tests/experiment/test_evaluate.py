@@ -11,15 +11,17 @@ import pytest
 from rich.console import Console
 
 from esper.contracts.errors import BadInput, RunTaken
-from esper.experiment.config import Budget, TrainConfig, World
+from esper.experiment.config import Budget, Judging, TrainConfig, World
 from esper.experiment.controllers import load_controller
 from esper.experiment.evaluate import EvaluateConfig, evaluate, run_evaluation
 from esper.experiment.judging import judge, judge_static
+from esper.experiment.records import is_learned
 from esper.experiment.run import STORE, Run
 from esper.experiment.settings import as_toml, construct, table_of
 from esper.experiment.store import open_store, rows
 from esper.experiment.summary import summary_of
 from esper.experiment.train import begin_run
+from esper.tamiyo.shipped import shipped
 from esper.tasks import catalogue
 from esper.tasks.catalogue import register_task
 from esper.tasks.hosts import MlpHost
@@ -235,3 +237,14 @@ def test_rows_are_stored_before_an_arm_is_shown_and_an_interruption_keeps_them(
     assert [row["controller"] for row in stored(run.path)] == ["early"] * 2
     assert [task.task for task in summary_of(run.path).tasks] == ["tiny"]
     assert [one.state for one in Run.list(tmp_path / "runs")] == ["stopped"]
+
+
+def test_the_shipped_controller_is_judged_by_name_and_only_if_it_is_named(tmp_path):
+    arms = ("never", "tamiyo", "static")
+    path, _ = evaluate(config(tmp_path, controllers=arms), quiet())
+    rows = [row for row in stored(path) if row["controller"] == "tamiyo"]
+    expected = judge(shipped(), tiny(), 2, 0)
+    found = [row["return"] for row in sorted(rows, key=lambda row: row["host"])]
+    np.testing.assert_array_equal(found, expected.returns)
+    assert is_learned("tamiyo")
+    assert "tamiyo" not in (*Judging().controllers, *EvaluateConfig().controllers)

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
+from esper.experiment.messages import one_line
 from esper.experiment.statistics import Interval
 from esper.report.plots import TaskResults, learning_curve, smoothed
 from esper.report.style import (
     COLOURS,
     LIGHT,
     new_figure,
-    one_line,
     plot_style,
     render,
 )
@@ -72,11 +72,6 @@ def test_files_are_whole_on_white_and_the_same_each_time(plot):
     before = dict(mpl.rcParams)
     assert make_plot() == plot
     assert dict(mpl.rcParams) == before
-
-
-def test_a_name_is_one_short_visible_line():
-    assert one_line("a\nb\x1b[2J\u202e") == "a�b�[2J�"
-    assert one_line("x" * 100, 10) == "x" * 9 + "…"
 
 
 @pytest.mark.parametrize("mode", [0, 1])

@@ -14,8 +14,6 @@ from typing import Any, Final
 
 import torch
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from esper.contracts.errors import BadInput, StorageTrouble
@@ -158,7 +156,6 @@ class ConsoleProgress(Callback):
         self._console = console or Console()
         self._progress = Progress(console=self._console)
         self._returns: list[float] = []
-        self._evaluated: tuple[int, float] | None = None
         self._last = 0.0
 
     def on_message(self, text: str, *, warning: bool = False) -> None:
@@ -170,14 +167,12 @@ class ConsoleProgress(Callback):
         self._progress.update(name, done, total, text)
 
     def on_evaluation(self, trainer: Trainer, results: Results) -> None:
-        """Show the mean return, or print all."""
-        self._evaluated = trainer.round, mean_return(results)
-        if not self._console.is_terminal:
-            parts = [
-                f"{task} {judged.returns.mean():+.4f} (score {judged.score.mean():.3f})"
-                for task, judged in results.items()
-            ]
-            self.on_message(f"round {trainer.round}  evaluation: {', '.join(parts)}")
+        """Print the results."""
+        parts = [
+            f"{task} {judged.returns.mean():+.4f} (score {judged.score.mean():.3f})"
+            for task, judged in results.items()
+        ]
+        self.on_message(f"round {trainer.round}  evaluation: {', '.join(parts)}")
 
     def on_round_end(self, trainer: Trainer, record: RoundRecord) -> None:
         """Show one round."""
@@ -188,7 +183,10 @@ class ConsoleProgress(Callback):
             done: tuple[str, float, float] = ("training", record.round, record.rounds)
             if endless and minutes is not None:
                 done = "training, minutes", round(record.seconds / 60, 1), minutes
-            self._progress.update(*done, left, self._panel(record))
+            text = (
+                f"{left}  return {record.mean_return:+.4f} {sparkline(self._returns)}"
+            )
+            self._progress.update(*done, text)
             return
         due = record.round % max(record.rounds // LINES, 1) == 0
         if endless:
@@ -201,26 +199,6 @@ class ConsoleProgress(Callback):
     def on_close(self) -> None:
         """Leave the terminal."""
         self._progress.close()
-
-    def _panel(self, record: RoundRecord) -> Table:
-        """The figures of the last round."""
-        shown = Table.grid(padding=(0, 3))
-        update = record.update
-        shown.add_row("return", f"{record.mean_return:+.4f}", sparkline(self._returns))
-        if record.mean_score is not None:
-            grown = f"grown {record.added:.2f} x the host"
-            shown.add_row("score", f"{record.mean_score:.4f}", grown)
-        if self._evaluated is not None:
-            number, value = self._evaluated
-            shown.add_row("evaluation", f"{value:+.4f}", f"in round {number}")
-        shown.add_row(
-            "KL",
-            f"{update.kl:.4f}",
-            f"explained variance {update.explained_variance:.2f}, "
-            f"{record.env_steps / record.seconds:,.0f} env-steps/s",
-        )
-        shown.add_row("entropy", "", Text(record.entropies()))
-        return shown
 
 
 def time_left(record: RoundRecord, minutes: float | None) -> str:

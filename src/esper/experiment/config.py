@@ -414,16 +414,9 @@ def read_text(file: Path) -> str:
         raise refusal(f"{name} cannot be read: {reason}.") from None
     if len(data) > MAX_BYTES:
         raise refusal(f"{name} is larger than {MAX_BYTES:,} bytes; name another file.")
-    if data.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
-        raise refusal(
-            f"{name} begins with a byte order mark; save it as UTF-8 without one."
-        )
     try:
-        text = data.decode()
+        return data.decode()
     except UnicodeDecodeError as error:
         raise refusal(
             f"{name} must be TOML in UTF-8; byte {error.start} is something else."
         ) from None
-    if not text.strip():
-        raise refusal(f"{name} is empty; write settings such as envs = 16.")
-    return text

@@ -106,7 +106,7 @@ def evaluate(
         The folder of the run, and why tasks were left out.
     """
     # What trains hosts is loaded here, not by whoever only wants the settings.
-    from esper.experiment.judging import Job, results_of
+    from esper.experiment.judging import Job, stored_results
 
     arms = _arms(config)
     tasks, skipped = _ready(config)
@@ -121,16 +121,12 @@ def evaluate(
     with (
         Run.create(Path(config.runs), config.name, toml, facts) as run,
         Store(run.path / STORE) as store,
-        closing(results_of(ahead, config.processes)) as results,
+        closing(stored_results(ahead, config.processes, store)) as results,
         Progress([*tasks], console, unit="arm") as progress,
     ):
         store.begin_attempt(None, versions_now(toml))
         for job, judged in results:
             task = job.task.name
-            store.add_evaluation(
-                judged, round=0, stage="judged", controller=job.arm, task=task
-            )
-            store.flush()
             done[task] += 1
             text = (
                 f"{job.arm}: return {judged.returns.mean():.4f}, test score "

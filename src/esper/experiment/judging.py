@@ -16,8 +16,9 @@ The cost of training a host, scoring of its decision rows included, is what the 
 counts, in multiply-adds.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count
 from time import perf_counter
@@ -33,6 +34,7 @@ from esper.contracts.world import Controller, StepResult
 from esper.environment.settings import SCORED_ROWS, WorldSettings
 from esper.experiment.records import STATIC, Judged, reference_of
 from esper.experiment.rollout import play
+from esper.experiment.store import Store
 from esper.experiment.streams import stream, stream_seed
 from esper.experiment.workers import workers
 from esper.growth.macs import step_macs
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
 PAUSE: Final = 0.5
 """Seconds between two looks at the stop condition."""
+JUDGED: Final = "judged"
+"""Stage of a final evaluation: hosts that decided nothing so far."""
 LONGEST: Final = 10_000
 """Decisions of an episode, at most."""
 
@@ -104,6 +108,36 @@ def results_of(
                 yield job, judged
 
 
+def stored_results(
+    jobs: Sequence[Job],
+    processes: int,
+    store: Store,
+    *,
+    round: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+    known: Collection[tuple[str, str]] = (),
+) -> Generator[tuple[Job, Judged], None, None]:
+    """The same, with rows that are durable before a result is given.
+
+    Args:
+        jobs: As for `results_of`, like `processes` and `stop`.
+        processes: See there.
+        store: Where rows go.
+        round: That they belong to.
+        stop: See there.
+        known: Task and arm of results that are stored already.
+    """
+    with closing(results_of(jobs, processes, stop)) as results:
+        for job, judged in results:
+            task = job.task.name
+            if (task, job.arm) not in known:
+                store.add_evaluation(
+                    judged, round=round, stage=JUDGED, controller=job.arm, task=task
+                )
+                store.flush()
+            yield job, judged
+
+
 def _run_job(job: Job, reference: Judged | None = None) -> Judged:
     torch.set_num_threads(1)
     compile_engine(job.task)
@@ -131,7 +165,7 @@ def judged_world(
     rng_seed: int,
     settings: WorldSettings | None = None,
     *,
-    stage: str = "judged",
+    stage: str = JUDGED,
 ) -> "GrowingWorld":
     """The hosts of a task that a number and a stage stand for."""
     # The engine is compiled; only what trains hosts waits for it.
@@ -150,7 +184,7 @@ def judge(
     rng_seed: int,
     settings: WorldSettings | None = None,
     *,
-    stage: str = "judged",
+    stage: str = JUDGED,
 ) -> Judged:
     """One episode of a controller on every host.
 
@@ -195,7 +229,7 @@ def judge_plain(
     *,
     spend: float | None = None,
     least: int = 1,
-    stage: str = "judged",
+    stage: str = JUDGED,
 ) -> Judged:
     """A network that does not grow, on the data of the hosts that a number stands for.
 

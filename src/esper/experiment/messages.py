@@ -13,9 +13,14 @@ LONGEST: Final = 200
 RESERVED: Final = frozenset({"latest", "best", "con", "prn", "aux", "nul"})
 
 
+def printable(text: str) -> str:
+    """The text with a question mark for every character that cannot be printed."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
+
+
 def one_line(text: str, length: int = LONGEST) -> str:
     """Text without line breaks or control characters, cut to a length."""
-    line = "".join(sign if sign.isprintable() else "?" for sign in text)
+    line = printable(text)
     return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
@@ -35,8 +40,7 @@ def quoted(value: object) -> str:
 
 def short(path: Path) -> str:
     """The last parts of a path, without control characters, 72 characters at most."""
-    text = "/".join(path.parts[-3:]).replace("//", "/")
-    text = "".join(sign if sign.isprintable() else "?" for sign in text)
+    text = printable("/".join(path.parts[-3:]).replace("//", "/"))
     return text if len(text) <= 72 else f"…{text[-71:]}"
 
 

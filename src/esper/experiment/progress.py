@@ -1,26 +1,18 @@
 """Progress of several jobs: bars in a terminal, plain lines elsewhere."""
 
-from collections.abc import Iterable, Sequence
-from types import TracebackType
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+
+from esper.experiment.messages import printable
 
 BARS: Final = "▁▂▃▄▅▆▇█"
 COLUMNS: Final = 60
 """Bars of a sparkline, at most."""
-
-
-class _Bars(RichProgress):
-    panel: RenderableType = ""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield from super().get_renderables()
-        if self.panel:
-            yield self.panel
 
 
 class Progress:
@@ -42,10 +34,10 @@ class Progress:
         unit: str = "round",
     ) -> None:
         self._console, self._unit = console or Console(), unit
-        self._bars: _Bars | None = None
+        self._bars: RichProgress | None = None
         self._tasks: dict[str, TaskID] = {}
         if self._console.is_terminal:
-            self._bars = _Bars(
+            self._bars = RichProgress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=24),
                 TextColumn("{task.completed}/{task.total}"),
@@ -61,23 +53,11 @@ class Progress:
             self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def update(
-        self,
-        name: str,
-        done: float,
-        total: float,
-        text: str,
-        panel: RenderableType = "",
-    ) -> None:
-        """Update the bar of a job, counted from 1, and what is shown below the bars."""
+    def update(self, name: str, done: float, total: float, text: str) -> None:
+        """Update the bar of a job, counted from 1."""
         if self._bars is None:
             every = max(total // self.LINES_PER_JOB, 1)
             if done % every == 0 or done == total:
@@ -87,7 +67,6 @@ class Progress:
         task = self._task(self._bars, name)
         self._bars.start()
         self._bars.start_task(task)
-        self._bars.panel = panel
         self._bars.update(task, completed=done, total=total, text=text)
 
     def close(self) -> None:
@@ -95,7 +74,7 @@ class Progress:
         if self._bars is not None:
             self._bars.stop()
 
-    def _task(self, bars: _Bars, name: str) -> TaskID:
+    def _task(self, bars: RichProgress, name: str) -> TaskID:
         if name not in self._tasks:
             self._tasks[name] = bars.add_task(
                 name, total=None, text="waiting", start=False
@@ -106,11 +85,6 @@ class Progress:
 def print_line(console: Console, text: str) -> None:
     """Print a line as it is, without characters that would move a cursor."""
     console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
-
-
-def printable(text: str) -> str:
-    """The text with a question mark for every character that cannot be printed."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def sparkline(values: Sequence[float]) -> str:

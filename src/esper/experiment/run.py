@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import numba
@@ -215,12 +214,7 @@ class Run:
     def __enter__(self) -> "Run":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _text(self, name: str) -> str:

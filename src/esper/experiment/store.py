@@ -28,7 +28,6 @@ from importlib import import_module
 from math import nan
 from operator import ne
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -187,12 +186,7 @@ class Store:
     def __enter__(self) -> "Store":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def begin_attempt(
@@ -211,7 +205,7 @@ class Store:
         """
         if self._attempt:
             raise CallOrder("begin_attempt() was called before; open another Store.")
-        keeps = -1 if resume_round is None else whole("resume_round", resume_round)
+        keeps = -1 if resume_round is None else resume_round
         started = datetime.now(UTC).isoformat(timespec="seconds")
         about = json.dumps(dict(versions or {}), sort_keys=True)
         try:
@@ -248,8 +242,6 @@ class Store:
         unknown = columns.keys() - self._columns[table].keys()
         if unknown:
             raise BadInput(f"the table {table} has no column {min(unknown)!r}.")
-        for name in columns.keys() & {"round", "step"}:
-            whole(name, columns[name])
         rows = self._rows(table, columns)
         self._queue.append((table, rows))
         self._waiting += len(rows)
@@ -369,13 +361,6 @@ class Store:
             f"cannot write {self.path}: {error}; {self._waiting} rows wait. Make room "
             "or end whoever else writes there."
         )
-
-
-def whole(name: str, value: object) -> int:
-    """A number that can be counted to; refuses others."""
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise BadInput(f"{name} must be a whole number from 0, got {value!r}.")
-    return value
 
 
 def _listed(name: str, value: Column) -> Any:  # noqa: ANN401

@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from esper.experiment.progress import print_line, printable, sparkline
+from esper.experiment.messages import printable
+from esper.experiment.progress import print_line, sparkline
 from esper.experiment.records import STATIC, is_learned, reference_of
 from esper.experiment.run import STORE
 from esper.experiment.statistics import (

@@ -33,7 +33,7 @@ from esper.experiment.controllers import (
     find_controller,
     load_controller,
 )
-from esper.experiment.judging import Job, judge, results_of
+from esper.experiment.judging import JUDGED, Job, judge, stored_results
 from esper.experiment.pretraining import imitated_policy, imitation_steps, warm_policy
 from esper.experiment.records import STATIC, Results
 from esper.experiment.run import STORE, Run, changes_since, versions_now
@@ -49,8 +49,6 @@ KIND: Final = "training"
 """What `versions.json` calls such a run."""
 DIAGNOSIS: Final = "diagnosis.json"
 """File in the folder of a run whose updates were not finite."""
-JUDGED: Final = "judged"
-"""Stage of the final evaluation: hosts that decided nothing so far."""
 FINAL_HOSTS: Final = 1
 """Number of the hosts of the final evaluation, in every run; `esper evaluate` has
 others unless it is told so."""
@@ -280,18 +278,15 @@ def _judge(config: TrainConfig, run: Run, store: Store, trainer: Trainer) -> Non
     if not done:
         text = f"what is judged is the checkpoint of round {best.round}, the best one"
         store.add_note(trainer.round, JUDGED, text)
-    results = results_of(jobs, config.judging.processes, trainer.interrupted)
+    results = stored_results(
+        jobs,
+        config.judging.processes,
+        store,
+        round=trainer.round,
+        stop=trainer.interrupted,
+        known=done,
+    )
     with closing(results):
         for number, (job, judged) in enumerate(results, start=1):
-            name, arm = job.task.name, job.arm
-            if (name, arm) not in done:
-                store.add_evaluation(
-                    judged,
-                    round=trainer.round,
-                    stage=JUDGED,
-                    controller=arm,
-                    task=name,
-                )
-                store.flush()
-            text = f"{arm} on {name}: return {judged.returns.mean():.4f}"
+            text = f"{job.arm} on {job.task.name}: return {judged.returns.mean():.4f}"
             trainer.call("on_progress", "judging", number, len(jobs), text)

@@ -11,6 +11,7 @@ import numpy as np
 
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.stages import Stage
+from esper.experiment.messages import one_line
 from esper.experiment.statistics import Floats, Interval
 from esper.experiment.summary import ArmSummary
 from esper.report.data import Columns, LastEpisodes, RunData, SeedCounts, StageSpan
@@ -20,7 +21,6 @@ from esper.report.style import (
     WIDTH,
     Plot,
     new_figure,
-    one_line,
     plot_style,
     render,
 )

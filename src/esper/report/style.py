@@ -101,12 +101,6 @@ def plot_style() -> Iterator[None]:
         yield
 
 
-def one_line(text: object, limit: int = 48) -> str:
-    """A name as one short line of visible characters."""
-    shown = "".join(sign if sign.isprintable() else "�" for sign in str(text))
-    return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
-
-
 def new_figure(title: str, height: float, width: float = WIDTH) -> "Figure":
     """A figure with nothing but its title; sizes in pixels."""
     from matplotlib.figure import Figure
