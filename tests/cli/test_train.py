@@ -9,6 +9,7 @@ import tomllib
 
 import pytest
 
+from esper.experiment.callbacks import ConsoleProgress
 from esper.experiment.config import Budget, TrainConfig, resolve
 from esper.experiment.run import Run
 from tests.cli.calls import (
@@ -156,43 +157,38 @@ class Stdout(io.TextIOWrapper):
         written = super().write(text)
         if "round 2/4" in text and not self.interrupted:
             self.interrupted = True
-            if number == signal.SIGTERM:  # and nobody reads any more
-                self.flush()
-                reading, writing = os.pipe()
-                os.close(reading)
-                os.dup2(writing, 1)
-            signal.raise_signal(number)
+            self.flush()
+            reading, writing = os.pipe()  # nobody reads any more
+            os.close(reading)
+            os.dup2(writing, 1)
+            signal.raise_signal(signal.SIGTERM)
         return written
 
-number = signal.Signals(int(sys.argv[1]))
 sys.stdout = Stdout(sys.stdout.buffer, encoding="utf-8")
-sys.exit(main(sys.argv[2:]))
+sys.exit(main(sys.argv[1:]))
 """
-
-
-def interrupted(folder, arguments, number):
-    """Exit code and output of a training that a signal hits after its second round."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, str(number.value), *arguments],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.usefixtures("default_signals")
 def test_a_run_is_interrupted_and_completed(tmp_path, capsys, monkeypatch):
-    code, result, errors = interrupted(tmp_path, TINY.split(), signal.SIGINT)
-    assert (code, errors) == (130, ""), result
+    monkeypatch.chdir(tmp_path)
+    shown = ConsoleProgress.on_round_end
+
+    def interrupt(self, trainer, record):
+        shown(self, trainer, record)
+        if record.round == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ConsoleProgress, "on_round_end", interrupt)
+        result = call(capsys, *TINY.split())
+    assert (result.code, result.err) == (130, ""), result
+    result = result.out
     run = tmp_path / "runs" / "tiny"
     assert not (run / "finished.json").exists()
     printed = re.search(r"rng_seed (\d+)\.", result)[1]
     going_on = re.search(r"all is saved. Go on with: esper (.*)\n$", result)
     assert going_on is not None, result
-    monkeypatch.chdir(tmp_path)
     done = call(capsys, *going_on[1].split())
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("Going on with tiny: on teacher, 2 environments each")
@@ -210,8 +206,15 @@ def test_a_run_is_interrupted_and_completed(tmp_path, capsys, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("default_signals")
 def test_a_training_minds_a_signal_but_not_that_nobody_listens(tmp_path):
-    code, result, errors = interrupted(tmp_path, TINY.split(), signal.SIGTERM)
-    assert (code, errors) == (143, ""), result
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, *TINY.split()],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (143, ""), done.stdout
     run = tmp_path / "runs" / "tiny"
     assert not (run / "finished.json").exists()
     reading, writing = os.pipe()

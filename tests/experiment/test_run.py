@@ -3,10 +3,9 @@ import fcntl
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 from datetime import UTC, datetime, timedelta
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -144,24 +143,21 @@ def test_only_runs_are_opened_and_only_their_holder_finishes_them(tmp_path):
         run.finish({})
 
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from esper.experiment.run import Run
-run = Run.open(Path(sys.argv[1]))
-print("held", flush=True)
-time.sleep(60)
-"""
+def hold(path, pipe):
+    with Run.open(path):
+        pipe.send("held")
+        pipe.recv()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_second_process_is_told_who_is_there_until_that_one_is_killed(tmp_path):
     create(tmp_path).close()
-    path = tmp_path / "one"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE
-    )
+    path, forked = tmp_path / "one", get_context("fork")
+    here, there = forked.Pipe()
+    holder = forked.Process(target=hold, args=(path, there))
+    holder.start()
     try:
-        assert holder.stdout.readline() == b"held\n"
+        assert here.recv() == "held"
         with pytest.raises(RunTaken) as error:
             Run.open(path)
         assert f"one is in use by process {holder.pid} on '" in str(error.value)
@@ -171,8 +167,7 @@ def test_a_second_process_is_told_who_is_there_until_that_one_is_killed(tmp_path
         assert Run.read(path).config_toml == CONFIG
     finally:
         holder.kill()
-        holder.wait()
-        holder.stdout.close()
+        holder.join()
     assert [row.state for row in Run.list(tmp_path)] == ["stopped"]
     Run.open(path).close()
 

@@ -30,7 +30,7 @@ def workers(processes: int) -> Iterator[ProcessPoolExecutor]:
         processes, mp_context=get_context("spawn"), initializer=_begin
     ) as pool:
         try:
-            _start(pool)
+            _start(pool, processes)
             yield pool
         except BrokenProcessPool:
             raise WorkersTrouble(
@@ -44,11 +44,12 @@ def workers(processes: int) -> Iterator[ProcessPoolExecutor]:
                 process.terminate()
 
 
-def _start(pool: ProcessPoolExecutor) -> None:
-    """Have all processes started by a first job, to ignore what is ignored now."""
+def _start(pool: ProcessPoolExecutor, processes: int) -> None:
+    """Start all processes now, so that they inherit that Ctrl-C is ignored."""
     in_main = current_thread() is main_thread()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
-    pool.submit(int)
+    for _ in range(processes):
+        pool.submit(int)  # a pool starts a process for each job that finds none idle
     if in_main:
         signal.signal(signal.SIGINT, before)
 
