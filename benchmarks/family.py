@@ -50,6 +50,8 @@ def run(tasks: int = 6, hosts: int = 3, rng_seed: int = 0) -> Report:
     kinds = [*ALL_KINDS]
     if timing.QUICK:
         tasks, hosts, kinds = 1, 1, ["parity", "bars"]
+    first = drawn_task(rng_seed, 0, kinds[:1])
+    trained(first, first.host, 8, hosts)  # loads data and compiled loops
     report = Report("kinds of drawn tasks", COLUMNS)
     for kind in kinds:
         report.add(*_row(kind, tasks, hosts, rng_seed))
