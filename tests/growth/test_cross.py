@@ -154,6 +154,25 @@ def test_planting_changes_no_bit_whoever_is_born_last(kind, order, tempo):
         assert spread == pytest.approx(share**0.5, rel=1e-4)
 
 
+def test_a_seed_born_between_two_others_reads_one_and_leaves_the_other_alone():
+    torch.manual_seed(4)
+    layers = [nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)]
+    slots = ("0->1", "1->2", "2->3")
+    x = batch("linear")[0]
+    model = GrowingModel(nn.Sequential(*layers), slots, x).eval()
+    for slot in ("0->1#0", "2->3#0"):
+        hold(model, slot)
+        shake(seed_of(model, slot))
+    before = model(x)
+    model.plant("1->2#0", "widen_8", tempo="AT_ONCE")
+    assert torch.equal(before, model(x))
+    cross = seed_of(model, "1->2#0").cross
+    assert {key: bool(block.any()) for key, block in cross.items()} == {
+        "from_0": True,
+        "into_2": False,
+    }
+
+
 def grower_of(kind, first, second):
     """A Grower whose seeds are planted at these tempos; the older one is not zero."""
     host = host_of(kind)
