@@ -377,52 +377,20 @@ def mutated(chance, text):
     return "\n".join(lines).encode(errors="surrogateescape")
 
 
-def outcomes(calls):
-    """How many of the calls made a configuration; the others are refused."""
-    accepted, lines = 0, []
-    for call in calls:
-        try:
-            config = call()
-        except BadInput as error:
-            lines.append(str(error))
-        else:
-            accepted += 1
-            assert from_toml(as_toml(config)) == config
-    assert all(len(line) <= 200 and line.isprintable() for line in lines)
-    return accepted
-
-
-SIZES = [60, pytest.param(2_000, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("count", [60, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_damaged_files_are_read_or_refused(tmp_path, count):
     chance = random.Random(count)
     texts = [as_toml(config) for config in PRESETS.values()]
     file = tmp_path / "damaged.toml"
 
-    def attempt():
+    lines = []
+    for _ in range(count):
         file.write_bytes(mutated(chance, chance.choice(texts)))
-        return resolve({"config": [file]})
-
-    assert outcomes(attempt for _ in range(count)) < 0.75 * count
-
-
-@pytest.mark.parametrize("count", SIZES)
-def test_random_options_are_read_or_refused(count):
-    chance = random.Random(count)
-    usual = {name: toml_value(v) for name, v in as_flat(TrainConfig()).items()}
-    usual |= {"preset": "quick"}
-
-    def attempt():
-        options = {}
-        for _ in range(chance.randint(1, 3)):
-            name = chance.choice([*usual])
-            value = chance.choice([usual[name], chance.choice(JUNK)])
-            if chance.random() < 0.2:
-                at = chance.randrange(len(name))
-                name = name[:at] + chance.choice("-.=_x ") + name[at + 1 :]
-            options[name] = value
-        return resolve(options)
-
-    assert 0.1 * count < outcomes(attempt for _ in range(count)) < 0.9 * count
+        try:
+            config = resolve({"config": [file]})
+        except BadInput as error:
+            lines.append(str(error))
+        else:
+            assert from_toml(as_toml(config)) == config
+    assert all(len(line) <= 200 and line.isprintable() for line in lines)
+    assert 0.25 * count < len(lines) < count

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter, signature
 from itertools import count
@@ -31,7 +30,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from esper.contracts.errors import BadInput, StorageTrouble
+from esper.contracts.errors import BadInput, StorageTrouble, unknown
 from esper.contracts.world import Controller
 from esper.experiment.messages import short
 from esper.experiment.progress import Progress
@@ -274,8 +273,7 @@ def _refuse_unknown(options: dict[str, Any], *, own_metric: bool) -> None:
         if option == "mode" and not own_metric:
             raise BadInput("mode goes with a metric of your own; pass one, or neither.")
         if option not in known:
-            near = get_close_matches(option, known, n=1, cutoff=0.0)
-            raise BadInput(f"fit has no option {option!r}; did you mean {near[0]!r}?")
+            raise unknown("fit has no option", option, known)
 
 
 class ShuffledBatches:

@@ -28,7 +28,6 @@ from esper.experiment.records import STATIC, is_learned, reference_of
 from esper.experiment.run import STORE
 from esper.experiment.statistics import (
     Comparison,
-    Floats,
     Interval,
     bootstrap,
     compare_pairs,
@@ -180,7 +179,8 @@ def return_trend(returns: Sequence[float]) -> str:
     Args:
         returns: Mean return of every round, NaN where no episode ended.
     """
-    known = _finite(returns)
+    known = np.asarray(returns, dtype=np.float64)
+    known = known[np.isfinite(known)]
     fifth = len(known) // 5
     if fifth < FEW_ROUNDS:
         return (
@@ -450,8 +450,3 @@ def _interval(it: Interval, spec: str, scale: float = 1.0) -> str:
     """An interval, or the estimate alone if there was one host."""
     scaled = Interval(scale * it.estimate, scale * it.low, scale * it.high)
     return f"{scaled.estimate:{spec}}" if isnan(it.low) else f"{scaled:{spec}}"
-
-
-def _finite(values: Sequence[float]) -> Floats:
-    known = np.asarray(values, dtype=np.float64)
-    return known[np.isfinite(known)]
