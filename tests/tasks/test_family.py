@@ -25,6 +25,7 @@ from esper.tasks.family import (
     HELD_OUT_KINDS,
     HORIZONS,
     KINDS,
+    LONG_WORK,
     WIDTHS,
     drawn_task,
 )
@@ -189,7 +190,7 @@ def test_hosts_fill_their_range_and_are_sometimes_deep_or_convolutional():
     assert max(compute) > 2_000
     macs = [made.compute * made.host.macs * made.batch for made in tasks]
     assert max(macs) > 50 * min(macs)
-    assert max(macs) < 1.2e8
+    assert max(macs) < LONG_WORK
 
 
 def test_a_world_by_compute_ends_at_the_tasks_own():

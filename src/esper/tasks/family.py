@@ -3,12 +3,12 @@
     kind             in random order: tables, curves, teachers, formulas, series and
                      images, with classes or with targets
     host             one or two hidden layers of 4 to 256 units (images: 2 to 16
-                     channels), evenly on a log scale, as wide as an episode can pay for
+                     channels), small ones likelier, as wide as an episode can pay for
     batch            32, 64 or 128 rows
     learning rate    within a factor of two of 0.12 / sqrt(mean inputs of a unit)
     horizon          20 to 36 decisions (clock `batches`)
     decision_every   8 to 24 batches on a log scale, fewer for large hosts
-    compute          batches of an episode (clock `compute`): 100 to 10,000 on a log
+    compute          batches of an episode (clock `compute`): 100 to 20,000 on a log
                      scale, as many as an episode can pay for
 
 What an episode can pay for is about a tenth of a second for the host as it is. Three
@@ -43,7 +43,13 @@ CHANNELS: Final = (2, 16)
 BATCHES: Final = (32, 64, 128)
 HORIZONS: Final = (20, 36)
 CADENCES: Final = (8, 24)
-COMPUTE: Final = (100, 10_000)
+COMPUTE: Final = (100, 20_000)
+LONG_WORK: Final = 2.5e8
+"""The same by the clock `compute`: growing pays where training is long for a host."""
+LONG: Final = 32
+"""By how much the longest training exceeds the shortest of a host, at most."""
+SMALL: Final = 1.7
+"""How much likelier small hosts are than large ones; 1 is evenly on a log scale."""
 WORK: Final = 1e8
 """Rows times multiply-adds of a host that an episode trains, at most."""
 LEAST_BATCHES: Final = 300
@@ -74,6 +80,8 @@ def drawn_task(rng_seed: int, number: int, kinds: Sequence[str] = KINDS) -> Task
     batch = BATCHES[random.integers(len(BATCHES))]
     host = _host(_rows(kind, rng_seed, number), batch, random)
     most = int(WORK / (batch * (host.macs + OVERHEAD)))
+    longest = int(LONG_WORK / WORK * most)
+    longest = max(COMPUTE[0], min(COMPUTE[1], longest))
     horizon = int(random.integers(*HORIZONS, endpoint=True))
     cadence = log_uniform_int(random, *CADENCES)
     return Task(
@@ -84,9 +92,7 @@ def drawn_task(rng_seed: int, number: int, kinds: Sequence[str] = KINDS) -> Task
         batch=batch,
         horizon=horizon,
         decision_every=min(cadence, max(1, most // horizon)),
-        compute=log_uniform_int(
-            random, COMPUTE[0], max(COMPUTE[0], min(COMPUTE[1], most))
-        ),
+        compute=log_uniform_int(random, max(COMPUTE[0], longest // LONG), longest),
         learning_rate=learning_rate(host, batch) * 2 ** random.uniform(-1, 1),
     )
 
@@ -126,4 +132,5 @@ def _host(data: Data, batch: int, random: np.random.Generator) -> Host:
     affordable = WORK / (batch * LEAST_BATCHES) - OVERHEAD
     widths = range(1, most + 1)
     widest = bisect_right(widths, affordable, key=lambda units: of_width(units).macs)
-    return of_width(log_uniform_int(random, least, max(least, widest)))
+    widest = max(least, widest)
+    return of_width(round(least * (widest / least) ** random.random() ** SMALL))
