@@ -290,13 +290,13 @@ def test_actions_of_one_environment_do_not_reach_another():
 def test_a_seed_costs_what_was_offered_and_is_as_large_as_said():
     world = make()
     offers = world.reset().offers
-    chosen = action(Op.GERMINATE, 2, 2, alpha_target=2)
+    chosen = action(Op.GERMINATE, 0, 2, alpha_target=2)
     shown = say(world, chosen).observation
-    assert shown.slots.stage[0].tolist() == [0, 0, int(Stage.HOLDING), 0]
-    assert shown.slots.alpha[0, 2] == 1.0
-    price = float(offers.parameters[0, 2, 2])
+    assert shown.slots.stage[0].tolist() == [int(Stage.HOLDING), 0, 0, 0]
+    assert shown.slots.alpha[0, 0] == 1.0
+    price = float(offers.parameters[0, 0, 2])
     assert shown.host.added.tolist() == pytest.approx([price, 0.0, 0.0])
-    assert world.cohort.units[0].tolist() == [0, 0, 6, 0]
+    assert world.cohort.units[0].tolist() == [6, 0, 0, 0]
     # As much again means more where there is more, and less would be left out.
     again = shown.offers.parameters[0, 0, 2]
     assert float(again) == pytest.approx(2 * price)
@@ -566,3 +566,21 @@ def test_whatever_changes_in_a_world_is_saved_or_derived():
     before = fixed(world)
     play_on(world, observation, chance, 17)
     assert changed(world, before) == []
+
+
+def test_relative_rewards_are_shares_of_what_never_growing_gets_wrong():
+    plain = make(4, task=VARIED, group_size=2)
+    shares = make(4, task=VARIED, group_size=2, relative=True)
+    never = make(2, task=VARIED)
+    for world in (plain, shares, never):
+        world.reset()
+    plants = action(Op.GERMINATE, 0, 2, alpha_target=2)
+    for _ in range(2):  # episodes: luck changes with them
+        rewards, found = [], []
+        for step in range(HORIZON):
+            rows = [plants] * 4 if step == 0 else []
+            rewards.append(say(plain, *rows).reward)
+            found.append(say(shares, *rows).reward)
+            report = say(never).report
+        unit = (1 - report.score).clamp(min=0.02).repeat_interleave(2)
+        torch.testing.assert_close(sum(found), sum(rewards) / unit)

@@ -286,10 +286,10 @@ def test_what_cannot_be_meant_is_refused_and_the_run_goes_on(make):
 def test_rendering_describes_the_host():
     env = GrowEnv(task=TINY, render_mode="ansi")
     env.reset(seed=0)
-    env.step(number(env, "GERMINATE 1 widen_x2"))
+    env.step(number(env, "GERMINATE 0 widen_x2"))
     line = env.render()
     assert line.startswith("25% score 0.")
-    assert line.endswith("slots dormant training")
+    assert line.endswith("slots training dormant")
     with pytest.raises(BadInput, match="render_mode must be None or 'ansi'"):
         GrowEnv(task=TINY, render_mode="human")
 

@@ -51,7 +51,7 @@ class EpisodeData(Stateful):
         settings: WorldSettings,
         device: torch.device,
     ) -> None:
-        self.task, self._envs, self._run = task, envs, rng_seed
+        self.task, self._envs, self.run = task, envs, rng_seed
         self._settings, self._device = settings, device
         self.begun = np.zeros(envs, dtype=np.int64)
         """Episodes that each environment has begun."""
@@ -127,14 +127,14 @@ class EpisodeData(Stateful):
 
     def _sequences(self, env: int, episode: int) -> list[np.random.SeedSequence]:
         """Streams of data, weights, order and terms of an episode."""
-        key = (self._run, env // self._settings.group_size, episode)
+        key = (self.run, env // self._settings.group_size, episode)
         return np.random.SeedSequence(key).spawn(4)
 
     def _draw_rows(self, env: int, sequence: np.random.SeedSequence) -> None:
         varied, set_ = self.task.varied, env if self.task.varied else 0
         if self.rows and not varied:
             return
-        seed = int(sequence.generate_state(1)[0]) if varied else self._run
+        seed = int(sequence.generate_state(1)[0]) if varied else self.run
         splits = self.task.splits(seed)
         drawn = [(part.features.flatten(1), part.labels) for part in splits]
         if not self.rows:

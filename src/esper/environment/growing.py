@@ -11,9 +11,13 @@ Size and compute are in multiples of the task's starting host. The horizon termi
 host or seed whose numbers are no longer finite panics: phi becomes -1, or stays where
 it was if that was less, and the episode ends. An action that is not possible is a WAIT,
 flagged and charged `penalty`. Test rows are read at the stops, for the report.
+
+Where rewards are relative, they are divided by the errors that the same host makes on
+the decision rows if it never grows, or by `LEAST_ERROR` if those are fewer.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import ceil
 
 import torch
@@ -38,8 +42,8 @@ from esper.environment.clock import BACKWARD
 from esper.environment.cohort import Cohort, SeedSchedule, TrainingResult
 from esper.environment.episode_data import SLACK, EpisodeData
 from esper.environment.settings import (
+    LEAST_ERROR,
     OFFERED,
-    OPS,
     SCORED_ROWS,
     WorldSettings,
     check_actions,
@@ -77,8 +81,9 @@ class GrowingWorld(Stateful, VectorWorld):
         "last_test",
         "_tested",
         "_compute",
+        "_unit",
     )
-    DERIVED = ("trained_lives", "trained_steps", "trained_macs")
+    DERIVED = ("trained_lives", "trained_steps", "trained_macs", "_errors")
 
     _track: Track
     _phi: PerEnv
@@ -116,7 +121,7 @@ class GrowingWorld(Stateful, VectorWorld):
             engine=engine,
         )
         slots = SlotConfig(max_slots=self.cohort.slots, min_age=1)
-        self.spec = ActionSpec(slots, chosen, {"op": OPS, "style": ("ADD",)})
+        self.spec = ActionSpec(slots, chosen, settings.narrowed())
         self.trained_lives: SeedStates | None = None
         """Seeds as they were in the last training, also where an episode ended."""
         self.trained_steps = torch.zeros(num_envs, dtype=torch.int64)
@@ -133,6 +138,10 @@ class GrowingWorld(Stateful, VectorWorld):
         self._tested = torch.zeros(num_envs, device=device)
         self._compute = torch.zeros(num_envs, dtype=torch.float64, device=device)
         """Batches of the starting host that cost as much as the episode so far."""
+        self._unit = torch.ones(num_envs, device=device)
+        """What rewards are divided by."""
+        self._errors: dict[int, Tensor] = {}
+        """Errors of never-grown hosts, by episode, `[group]`."""
 
     @torch.inference_mode(False)
     def reset(self) -> Observation:
@@ -158,7 +167,8 @@ class GrowingWorld(Stateful, VectorWorld):
         self._phi = torch.where(finite, net, self._phi.clamp(max=-1.0))
         over = ~finite | (self._track.decisions >= self.task.horizon)
         self._stop(over)
-        reward = self._objective() - before - self.settings.penalty * illegal
+        reward = (self._objective() - before) / self._unit
+        reward = reward - self.settings.penalty * illegal
         self._track = self._track.after(torch.where(finite, score, 0.0), trained.losses)
         report = None
         if bool(over.any()):
@@ -184,6 +194,9 @@ class GrowingWorld(Stateful, VectorWorld):
             fresh[env] = True
             self._episodes.begin(env)
             self.cohort.set_host(env, self.host.build(self._episodes.streams[env]))
+            if self.settings.relative:
+                errors = self._never_errors(int(self._episodes.begun[env]) - 1)
+                self._unit[env] = errors[env // self.group_size]
         none = SeedStates.empty(self.num_envs, self.spec.slots.max_slots, self._device)
         whole = fresh.unsqueeze(1).expand(self._lives.stage.shape)
         self._lives = select(whole, none, self._lives)
@@ -197,6 +210,25 @@ class GrowingWorld(Stateful, VectorWorld):
         start = self._track.after(score, torch.full_like(score, torch.nan))
         self._track = select(fresh, start, self._track)
 
+    def _never_errors(self, episode: int) -> Float[Tensor, " group"]:
+        """What hosts of the same luck get wrong in the end if they never grow."""
+        if episode not in self._errors:
+            alone = replace(self.settings, relative=False, group_size=1)
+            groups, seed = -(-self.num_envs // self.group_size), self._episodes.run
+            world = GrowingWorld(
+                self.task, groups, seed, settings=alone, device=str(self._device)
+            )
+            world._episodes.begun[:] = episode
+            world.reset()
+            waits = torch.zeros(groups, len(self.spec.sizes), dtype=torch.int64)
+            errors = torch.ones(groups, device=self._device)
+            for _ in range(self.task.horizon):
+                report = world.step(waits).report
+                if report is not None:
+                    errors[report.env] = 1 - report.score
+            self._errors = {episode: errors.clamp(min=LEAST_ERROR)}
+        return self._errors[episode]
+
     def _act(self, actions: Int64[Tensor, "env head"]) -> Bool[Tensor, " env"]:
         """Carry out what is possible; returns where it was not, which is a WAIT."""
         sizes = torch.tensor(self.spec.sizes, device=self._device)
@@ -209,9 +241,13 @@ class GrowingWorld(Stateful, VectorWorld):
         offered = (offered | unused).all(dim=1) & known[:, HEAD["op"]]
         kind = actions[:, HEAD["blueprint"]]
         envs = torch.arange(self.num_envs, device=self._device)
-        price = self._offers().parameters[envs, slot, kind]
+        offers = self._offers()
+        price = offers.parameters[envs, slot, kind]
+        beyond = (price > self._episodes.budget - self._added()) | ~offers.fits[
+            envs, slot, kind
+        ]
         plants = op == Op.GERMINATE
-        wrong = ~offered | (plants & (price > self._episodes.budget - self._added()))
+        wrong = ~offered | (plants & beyond)
         legal = torch.where(wrong.unsqueeze(1), 0, actions)
         before = self._lives
         acted, done = lifecycle.act(
@@ -349,12 +385,19 @@ class GrowingWorld(Stateful, VectorWorld):
         price = of_slots(parameters, self.task.unit.parameters)
         unknown_ = torch.zeros_like(price)
         return BlueprintOffers(
-            fits=torch.ones_like(price, dtype=torch.bool),
+            fits=self._first_free()[:, :, None].expand_as(price),
             parameters=price,
             macs=of_slots(macs, self.task.unit.macs),
             promise=unknown_,
             promise_known=unknown_.bool(),
         )
+
+    def _first_free(self) -> Bool[Tensor, "env slot"]:
+        """The first free slot of every place: slots of a place are all the same."""
+        free = self._lives.stage == Stage.DORMANT
+        by_place = free.unflatten(1, (-1, self.cohort.places))
+        first: Tensor = by_place & (by_place.cumsum(dim=1) == 1)
+        return first.flatten(1)
 
     def _observe(self) -> Observation:
         lives, per = self._lives, self.cohort.slots // self.cohort.places

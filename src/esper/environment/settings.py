@@ -25,8 +25,18 @@ OFFERED: Final = ("widen_x1.25", "widen_x1.5", "widen_x2", "widen_x4")
 """Blueprints of the world unless others are named."""
 OPS: Final = ("WAIT", "GERMINATE", "PRUNE", "FOSSILIZE")
 """What can be decided; seeds advance and blend by themselves."""
+AT_ONCE: Final[Mapping[str, tuple[str, ...]]] = {
+    "op": ("WAIT", "GERMINATE", "PRUNE"),
+    "tempo": ("AT_ONCE",),
+    "alpha_target": ("FULL",),
+    "alpha_speed": ("INSTANT",),
+    "alpha_curve": ("LINEAR",),
+}
+"""What is left to decide where seeds take part at once: when, where and how much."""
 SCORED_ROWS: Final = 256
 """Decision rows that a score is taken on, at most."""
+LEAST_ERROR: Final = 0.02
+"""Share of rows by which rewards are divided at least, where they are relative."""
 TERMS: Final[Mapping[str, tuple[float, str]]] = {
     "rent": (-inf, ""),
     "budget": (0.0, " from 0"),
@@ -70,6 +80,12 @@ class WorldSettings:
     """Reward taken for an action that is not possible."""
     blueprints: tuple[str, ...] | None = None
     """What may be planted; none: what is offered to hosts of the task's kind."""
+    relative: bool = False
+    """Whether rewards are shares of the errors that the same host makes in the end if
+    it never grows, so that they mean the same on every task."""
+    at_once: bool = False
+    """Whether seeds take part with the next batch and are gone with the next prune, so
+    that nothing is decided but when, where and how much."""
     group_size: int = 1
     """Environments in a row that have the same data, host, batches and terms."""
 
@@ -121,6 +137,10 @@ class WorldSettings:
         """The moments of an episode of the task."""
         first = task.decision_every if self.clock == "batches" else self.first
         return Clock(self.clock, task.horizon, float(first), self.ratio, self.stop)
+
+    def narrowed(self) -> dict[str, tuple[str, ...]]:
+        """The only choices of some heads."""
+        return {"op": OPS, "style": ("ADD",), **(AT_ONCE if self.at_once else {})}
 
     def seeds_per_place(self, task: Task) -> int:
         """Seeds that each place of the task's host can hold."""
