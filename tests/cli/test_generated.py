@@ -41,6 +41,7 @@ WORDS = (
 IMPOSSIBLE = {
     "train": [["--runs", "missing/parent/runs"], ["--envs", "0"], ["--nothing"]],
     "grow": [["--out", "missing/parent/x.pt2"], ["--rng-seed", "-1"]],
+    "record": [["--tasks", "0"], ["--stop", "never"]],
     "evaluate": [["--task", "nothing"], ["--hosts", "0"], ["--rent", "inf"]],
 }
 """What is added last to commands that could go on for long."""

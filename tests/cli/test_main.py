@@ -32,6 +32,9 @@ REFUSED = [
         ("blueprints", "--json"),
         "there is no option '--json'; did you mean '--help'? (see esper blue",
     ),
+    (("record",), "the following arguments are required: FOLDER"),
+    (("record", "here", "--stop", "enf"), "did you mean 'end'?"),
+    (("record", "here", "--scripts", "1"), "a whole number from 2 to 1000"),
     (("tasks", "letter"), "unrecognized arguments: letter (see esper tasks"),
     (("completion", "fish"), "choose from 'bash', 'zsh'"),
     (("report",), "the following arguments are required: RUN"),
@@ -111,6 +114,19 @@ def test_tasks_and_blueprints_are_listed(capsys):
         result = call(capsys, command)
         assert result.code == 0
         assert all(word in result.out for word in words)
+
+
+def test_hosts_are_recorded_once(capsys, tmp_path):
+    small = ("--tasks", "1", "--scripts", "2", "--processes", "1")
+    for _ in range(2):
+        result = call(capsys, "record", str(tmp_path / "here"), *small)
+        assert result.code == 0
+        assert "1 tasks are in" in result.out
+        names = sorted(file.name for file in (tmp_path / "here").iterdir())
+        assert names == ["000000.npz", "recording.json"]
+    other = call(capsys, "record", str(tmp_path / "here"), "--tasks", "2")
+    assert other.code == 2
+    assert "a recording with other settings" in other.err
 
 
 def test_an_interruption_has_its_own_code(capsys, monkeypatch):

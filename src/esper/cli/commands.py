@@ -20,6 +20,7 @@ from esper.cli.arguments import (
     folder,
     path_text,
     positive,
+    whole,
 )
 from esper.contracts.errors import BadInput
 
@@ -220,6 +221,38 @@ def evaluate(options: Namespace) -> None:
         print(f"The report is in {page}.")
 
 
+def record_options(parser: ArgumentParser) -> None:
+    """What is recorded, and where."""
+    parser.add_argument("folder", type=folder, metavar="FOLDER", help="where to")
+    number = whole(1, 1_000_000)
+    for name, kind, default, metavar, text in (
+        ("--stop", str, "anytime", "WHEN", "end: the end is known; or anytime"),
+        ("--tasks", number, 100, "N", "tasks that are drawn"),
+        ("--hosts", number, 1, "N", "hosts of each"),
+        ("--scripts", whole(2, 1_000), 20, "N", "scripts that each host lives under"),
+        ("--rng_seed", RNG_SEED, 0, "N", "which tasks"),
+        ("--processes", whole(1, 256), 2, "N", "tasks recorded at the same time"),
+    ):
+        add_option(parser, name, kind, default, metavar, text)
+
+
+def record(options: Namespace) -> None:
+    """Record what is missing."""
+    from esper.experiment.progress import Progress
+    from esper.experiment.record import RecordConfig, record
+
+    names = ("stop", "tasks", "hosts", "scripts", "rng_seed")
+    settings = RecordConfig(**{name: getattr(options, name) for name in names})
+    with Progress(unit="task") as progress:
+        record(
+            settings,
+            options.folder,
+            options.processes,
+            lambda done, total: progress.update("recording", done, total, "done"),
+        )
+    print(f"{options.tasks} tasks are in {options.folder}.")
+
+
 def report_options(parser: ArgumentParser) -> None:
     """The run, and where the page goes."""
     add_run(parser)
@@ -412,6 +445,18 @@ examples:
   esper evaluate --controller never,early,static,tamiyo
   esper evaluate --controller never,early,static,runs/NAME
   esper evaluate --json > figures.json the same as data
+""",
+    ),
+    "record": Command(
+        run=record,
+        options=record_options,
+        help="record drawn hosts under many scripts with the same luck",
+        description="Let drawn hosts grow under many scripts with the same luck, and "
+        "keep all that a policy would have seen. An interrupted recording goes on.",
+        examples="""\
+examples:
+  esper record recordings/anytime --tasks 200
+  esper record recordings/end --stop end --tasks 200 --rng_seed 1
 """,
     ),
     "report": Command(

@@ -1,0 +1,350 @@
+"""Recordings: many drawn hosts, each lived through under many scripts with equal luck.
+
+Rent, budget and the weights of the stops enter reward and observation only, never the
+dynamics. So one recording is scored under all of them: hosts are recorded without rent
+and with all the budget there is, and `Recording.observed` and `Recording.returns` put
+other terms in.
+
+A recording is one file per drawn task, `[host x script, decision, ...]`, in a folder:
+
+    000012.npz      whole numbers as int8, others as float16, compressed
+
+Files are published whole, so an interrupted recording goes on with the first that is
+missing, and the same settings give the same files with any number of processes.
+"""
+
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Generator, Tensor
+
+from esper.contracts.actions import ActionSpec
+from esper.contracts.errors import BadInput, unknown
+from esper.contracts.slots import SlotStates
+from esper.contracts.world import (
+    BlueprintOffers,
+    HostStates,
+    Observation,
+    StepResult,
+)
+from esper.environment.clock import ENDS, Clock
+from esper.environment.settings import LEAST_ERROR, WorldSettings
+from esper.experiment.files import Disk, publish, storage
+from esper.experiment.streams import stream_seed
+from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tamiyo.scripts import Scripted, draw_scripts
+from esper.tasks.task import Task
+
+VERSION: Final = 1
+PARTS: Final[Mapping[str, type]] = {
+    "host": HostStates,
+    "slots": SlotStates,
+    "offers": BlueprintOffers,
+}
+TERMS: Final = ("rent", "budget_left")
+"""What a reader fills in."""
+MOST: Final = 31.0
+"""Multiples of the host that may be added while recording."""
+LARGEST: Final = 60_000.0
+"""About the largest number of float16; whatever exceeds it is simply large."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What became of the hosts of one task."""
+
+    arrays: Mapping[str, NDArray[Any]]
+    """Fields of the observation before every decision, such as `host.score`, and
+    `actions`, `score`, `added` after it, `[env, decision, ...]`."""
+    clock: Clock
+    scripts: int
+    """Environments in a row that have the same luck; the first never grows."""
+    facts: Mapping[str, Any]
+
+    @property
+    def envs(self) -> int:
+        """Hosts times scripts."""
+        return len(self.arrays["score"])
+
+    def tensor(self, name: str) -> Tensor:
+        """An array as float32, int64 or bool."""
+        array = self.arrays[name]
+        kind = {"f": np.float32, "i": np.int64}.get(array.dtype.kind, np.bool_)
+        return torch.from_numpy(array.astype(kind))
+
+    def observed(
+        self, rent: Float[Tensor, " env"], budget: Float[Tensor, " env"]
+    ) -> Observation:
+        """All observations under these terms; the batch is environments x decisions."""
+        decisions = self.arrays["score"].shape[1]
+        host = {
+            "rent": rent[:, None].expand(-1, decisions),
+            "budget_left": budget[:, None] - self.tensor("host.added"),
+        }
+        parts = {}
+        for part, kind in PARTS.items():
+            read = {
+                field.name: self.tensor(f"{part}.{field.name}")
+                for field in fields(kind)
+                if not (part == "host" and field.name in TERMS)
+            }
+            given = read | (host if part == "host" else {})
+            parts[part] = kind(**{k: v.flatten(0, 1) for k, v in given.items()})
+        first = torch.zeros(self.envs, decisions, dtype=torch.bool)
+        first[:, 0] = True
+        return Observation(first=first.flatten(), **parts)
+
+    def objective(
+        self,
+        rent: Float[Tensor, " env"],
+        weights: Float[Tensor, " decision"] | None = None,
+    ) -> Float[Tensor, "env moment"]:
+        """Phi before the first decision and after each, in shares of errors.
+
+        Shares of the errors that the never-grown host of the same luck makes at the
+        end. The last column is what an episode is worth.
+
+        Args:
+            rent: Score charged per added multiple of the host.
+            weights: Of the moments from the first decision on; none: the clock's.
+        """
+        if weights is None:
+            weights = self.clock.weights().float()
+        score = torch.cat((self.tensor("host.score")[:, :1], self.tensor("score")), 1)
+        added = torch.cat((self.tensor("host.added")[:, :1], self.tensor("added")), 1)
+        net = score - rent[:, None] * added
+        banked = (weights * net).cumsum(dim=1)
+        left = 1 - weights.cumsum(dim=0)
+        never = score.view(-1, self.scripts, score.shape[1])[:, 0]
+        last = int(weights.nonzero()[-1])
+        error = (1 - never[:, last]).clamp(min=LEAST_ERROR)
+        error = error.repeat_interleave(self.scripts)
+        return (banked + left * net) / error[:, None]
+
+
+def world_settings(stop: str) -> WorldSettings:
+    """The world in which hosts are recorded: with a known end, or without one."""
+    clock = "batches" if stop == "end" else "compute"
+    return WorldSettings(
+        stop=stop, clock=clock, slots=6, rent=0.0, budget=MOST, at_once=True
+    )
+
+
+@torch.no_grad()
+def record_task(
+    task: Task, settings: WorldSettings, hosts: int, scripts: int, rng_seed: int
+) -> Recording:
+    """Let some hosts of a task live under a tree of scripts each."""
+    # The engine is compiled; only what trains hosts waits for it.
+    from esper.environment.growing import GrowingWorld
+
+    settings = replace(settings, group_size=scripts)
+    world = GrowingWorld(task, hosts * scripts, rng_seed, settings=settings)
+    chance = np.random.default_rng(np.random.SeedSequence((rng_seed, 1)))
+    spec, places = world.spec, world.cohort.places
+    per_place = spec.slots.max_slots // places
+    horizon, kinds = world.task.horizon, len(spec.blueprints)
+    codes = [
+        draw_scripts(scripts, horizon, places, kinds, per_place, chance)
+        for _ in range(hosts)
+    ]
+    controller = Scripted(spec, np.concatenate(codes), places)
+    observation, state = world.reset(), None
+    found: dict[str, list[Tensor]] = {}
+    alive = torch.ones(world.num_envs, dtype=torch.bool)
+    for _ in range(horizon):
+        masks = compute_masks(observation, spec)
+        actions, state = controller.decide(observation, masks, state, Generator())
+        for part, kind in PARTS.items():
+            for field in fields(kind):
+                own = getattr(getattr(observation, part), field.name)
+                found.setdefault(f"{part}.{field.name}", []).append(own)
+        result = world.step(actions)
+        score, added = _after(result)
+        if result.report is not None:
+            alive[result.report.env[result.report.panicked]] = False
+        # A host whose numbers broke is worth as little as one that knows nothing.
+        found.setdefault("score", []).append(torch.where(alive, score, -1.0))
+        found.setdefault("added", []).append(added)
+        found.setdefault("actions", []).append(actions)
+        observation = result.observation
+    arrays = {
+        name: _compact(torch.stack(parts, dim=1).numpy())
+        for name, parts in found.items()
+        if name not in {f"host.{term}" for term in TERMS}
+    }
+    facts = {
+        "version": VERSION,
+        "task": task.name,
+        "kind": task.description,
+        "host": str(task.host),
+        "actions": spec.describe(),
+        "rng_seed": rng_seed,
+    }
+    return Recording(arrays, world.clock, scripts, facts)
+
+
+def _after(result: StepResult) -> tuple[Tensor, Tensor]:
+    """Score and size of every host after a step, also where an episode has ended."""
+    host, report = result.observation.host, result.report
+    score, added = host.score.clone(), host.added.clone()
+    if report is not None:
+        score[report.env], added[report.env] = report.score, report.added
+    return score, added
+
+
+def _compact(array: NDArray[Any]) -> NDArray[Any]:
+    if array.dtype.kind == "f":
+        clipped: NDArray[Any] = np.clip(array, -LARGEST, LARGEST)
+        return clipped.astype(np.float16)
+    return array.astype(np.int8) if array.dtype.kind == "i" else array
+
+
+# Files.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordConfig:
+    """What is recorded."""
+
+    stop: str = "anytime"
+    """Whether the end of an episode is known: "end" or "anytime"."""
+    tasks: int = 100
+    """Tasks that are drawn."""
+    hosts: int = 1
+    """Hosts of each task."""
+    scripts: int = 20
+    """Scripts that every host lives under."""
+    rng_seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse an end that is neither known nor unknown."""
+        if self.stop not in ENDS:
+            raise unknown("stop must be end or anytime; got", self.stop, ENDS)
+
+
+def record(
+    config: RecordConfig,
+    folder: Path,
+    processes: int = 2,
+    report: Callable[[int, int], object] = lambda done, total: None,
+) -> None:
+    """Record the tasks that are missing in a folder."""
+    about = folder / "recording.json"
+    mine = json.dumps({"version": VERSION, **asdict(config)}, indent=1)
+    with storage(folder, "write"):
+        folder.mkdir(parents=True, exist_ok=True)
+        known = about.read_text() if about.exists() else mine
+    if known != mine:
+        raise BadInput(
+            f"{folder} holds a recording with other settings; name another folder, or "
+            "give the same settings to go on with it."
+        )
+    publish(Disk(), about, mine.encode())
+    wanted = [folder / f"{number:06}.npz" for number in range(config.tasks)]
+    left = [number for number, file in enumerate(wanted) if not file.exists()]
+    done = config.tasks - len(left)
+    report(done, config.tasks)
+    for number, data in _made(config, left, processes):
+        publish(Disk(), wanted[number], data)
+        done += 1
+        report(done, config.tasks)
+
+
+def _made(
+    config: RecordConfig, numbers: Sequence[int], processes: int
+) -> Iterator[tuple[int, bytes]]:
+    make = partial(_packed, config)
+    if processes == 1:
+        yield from zip(numbers, map(make, numbers), strict=True)
+        return
+    from esper.experiment.workers import workers
+
+    with workers(processes) as pool:
+        futures = {number: pool.submit(make, number) for number in numbers}
+        for number, future in futures.items():
+            yield number, future.result()
+
+
+def _packed(config: RecordConfig, number: int) -> bytes:
+    """The file of one drawn task."""
+    from esper.tasks.family import drawn_task
+
+    torch.set_num_threads(1)
+    task = drawn_task(config.rng_seed, number)
+    seed = stream_seed(config.rng_seed, f"recording, {config.stop}, {number}")
+    found = record_task(
+        task, world_settings(config.stop), config.hosts, config.scripts, seed
+    )
+    return pack(found)
+
+
+def pack(recording: Recording) -> bytes:
+    """A recording as the bytes of a file."""
+    clock = recording.clock
+    facts = {
+        **recording.facts,
+        "scripts": recording.scripts,
+        "clock": [clock.kind, clock.horizon, clock.first, clock.ratio, clock.stop],
+    }
+    stream = io.BytesIO()
+    text = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)
+    arrays: dict[str, Any] = {"facts": text, **recording.arrays}
+    np.savez_compressed(stream, **arrays)
+    return stream.getvalue()
+
+
+def unpack(name: str, data: bytes, spec: ActionSpec | None = None) -> Recording:
+    """The recording in the bytes of a file; refuses what is damaged or of another kind.
+
+    Args:
+        name: Of the file, for refusals.
+        data: Its bytes.
+        spec: The action space that it must have, if any.
+    """
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as file:
+            arrays = {key: file[key] for key in file.files}
+        facts = json.loads(arrays.pop("facts").tobytes())
+        version, scripts = facts["version"], int(facts["scripts"])
+        clock = Clock(*facts["clock"])
+    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
+        raise BadInput(
+            f"{name} is no recording, or damaged; delete it and record it again."
+        ) from error
+    if version != VERSION:
+        raise BadInput(
+            f"{name} is a recording of version {version}, this is {VERSION}; record "
+            "it again."
+        )
+    names = {
+        *(
+            f"{part}.{each.name}"
+            for part, kind in PARTS.items()
+            for each in fields(kind)
+        ),
+        *("score", "added", "actions"),
+    } - {f"host.{term}" for term in TERMS}
+    if {*arrays} != names or len(arrays["score"]) % scripts:
+        raise BadInput(f"{name} was recorded with other inputs; record it again.")
+    if spec is not None and facts["actions"] != spec.describe():
+        raise BadInput(f"{name} has another action space than the policy.")
+    return Recording(arrays, clock, scripts, facts)
+
+
+def read_recordings(folder: Path) -> list[Recording]:
+    """All recordings of a folder, in order."""
+    files = sorted(folder.glob("*.npz"))
+    if not files:
+        raise BadInput(f"{folder} has no recordings; make some with esper record.")
+    return [unpack(str(file), file.read_bytes()) for file in files]

@@ -1,0 +1,130 @@
+"""Recordings: the same luck under many scripts, scored under any terms."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Generator
+from torch.testing import assert_close
+
+from esper.contracts.errors import BadInput
+from esper.environment.growing import GrowingWorld
+from esper.environment.settings import LEAST_ERROR
+from esper.experiment.record import (
+    RecordConfig,
+    pack,
+    read_recordings,
+    record,
+    record_task,
+    unpack,
+    world_settings,
+)
+from esper.experiment.rollout import play
+from tests.environment.test_growing import LONG
+
+SCRIPTS = 8
+
+
+@pytest.fixture(scope="module", params=["end", "anytime"])
+def recorded(request):
+    settings = replace(world_settings(request.param), first=2.0)
+    return settings, record_task(LONG, settings, 2, SCRIPTS, 7)
+
+
+class Again:
+    """Does what was recorded."""
+
+    def __init__(self, actions):
+        self.actions = actions
+
+    def decide(self, observation, masks, state, generator):
+        at = 0 if state is None else int(state)
+        return self.actions[:, at], torch.tensor(at + 1)
+
+
+def test_scores_under_other_terms_are_those_of_a_world_with_them(recorded):
+    settings, recording = recorded
+    rent = 0.03
+    other = replace(settings, rent=rent, group_size=SCRIPTS)
+    world = GrowingWorld(LONG, 2 * SCRIPTS, 7, settings=other)
+    returns = play(world, Again(recording.tensor("actions")), Generator())
+    worth = recording.objective(torch.full((recording.envs,), rent))
+    error = (1 - recording.tensor("score")[::SCRIPTS, -1]).clamp(min=LEAST_ERROR)
+    expected = (worth[:, -1] - worth[:, 0]) * error.repeat_interleave(SCRIPTS)
+    assert_close(expected, returns, rtol=0.0, atol=2e-3)  # kept in half precision
+
+
+def test_observations_under_other_terms_are_those_of_a_world_with_them(recorded):
+    settings, recording = recorded
+    other = replace(settings, rent=0.05, budget=3.0, group_size=SCRIPTS)
+    shown = GrowingWorld(LONG, 2 * SCRIPTS, 7, settings=other).reset()
+    terms = (torch.full((recording.envs,), value) for value in (0.05, 3.0))
+    seen = recording.observed(*terms)
+    first = seen.first.nonzero().flatten()
+    assert len(first) == recording.envs
+    for part in ("host", "slots", "offers"):
+        for name in (own := getattr(shown, part)).__dataclass_fields__:
+            read = getattr(getattr(seen, part), name)[first]
+            expected = getattr(own, name).to(read.dtype)
+            assert_close(read, expected, rtol=1e-3, atol=1e-3, msg=f"{part}.{name}")
+
+
+def test_scripts_are_the_same_network_until_they_part(recorded):
+    _, recording = recorded
+    actions, score = recording.arrays["actions"], recording.arrays["score"]
+    pairs = 0
+    for tree in range(2):
+        own = slice(tree * SCRIPTS, (tree + 1) * SCRIPTS)
+        for a, b in zip(actions[own], np.roll(actions[own], 1, axis=0), strict=True):
+            differ = (a != b).any(axis=1)
+            pairs += int(differ.any())
+        same = (actions[own][0] == actions[own]).all(axis=2).cumprod(axis=1) == 1
+        assert (np.where(same, score[own] == score[own][0], True)).all()
+    assert pairs  # or nothing was compared
+
+
+def test_a_file_gives_back_what_was_recorded(recorded):
+    _, recording = recorded
+    again = unpack("file", pack(recording))
+    assert (again.clock, again.scripts) == (recording.clock, SCRIPTS)
+    for name, array in recording.arrays.items():
+        assert np.array_equal(again.arrays[name], array), name
+
+
+def test_damaged_or_foreign_files_are_refused_in_one_line(recorded):
+    _, recording = recorded
+    data = pack(recording)
+    older = replace(recording, facts={**recording.facts, "version": 0})
+    arrays = {k: v for k, v in recording.arrays.items() if k != "host.score"}
+    for bytes_, words in (
+        (data[:1000], "damaged"),
+        (b"", "damaged"),
+        (pack(older), "version 0"),
+        (pack(replace(recording, arrays=arrays)), "other inputs"),
+    ):
+        with pytest.raises(BadInput, match=words) as refused:
+            unpack("000001.npz", bytes_)
+        assert str(refused.value).startswith("000001.npz")
+        assert "\n" not in str(refused.value)
+
+
+def test_an_interrupted_recording_goes_on_with_the_same_bytes(tmp_path):
+    config = RecordConfig(stop="end", tasks=2, hosts=1, scripts=3)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    record(config, whole, processes=1)
+
+    def interrupt(done, total):
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        record(config, broken, processes=1, report=interrupt)
+    assert len(read_recordings(broken)) == 1
+    record(config, broken, processes=1)
+    for file in sorted(whole.iterdir()):
+        assert file.read_bytes() == (broken / file.name).read_bytes()
+    with pytest.raises(BadInput, match="other settings"):
+        record(replace(config, tasks=3), broken, processes=1)
+    with pytest.raises(BadInput, match="no recordings"):
+        read_recordings(tmp_path)
