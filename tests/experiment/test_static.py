@@ -12,7 +12,14 @@ from torch import Generator
 from esper.contracts.errors import BadInput
 from esper.environment.settings import SCORED_ROWS
 from esper.experiment.config import World
-from esper.experiment.judging import judge, judge_static, judged_world, widened
+from esper.experiment.judging import (
+    Job,
+    judge,
+    judge_static,
+    judged_world,
+    results_of,
+    widened,
+)
 from esper.experiment.records import reference_of
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.hosts import CnnHost, MlpHost
@@ -145,3 +152,16 @@ def test_an_unknown_static_arm_is_refused(early):
 def test_hosts_of_every_kind_can_be_widened(name):
     host = find_task(name).host
     assert 2 * host.parameters < widened(host, 3 * host.parameters).parameters
+
+
+def test_a_ladder_of_sizes_is_judged_beside_others():
+    arms = ("never", "static-x1", "static-x4")
+    jobs = [Job(arm, TASK, HOSTS, 0, World()) for arm in arms]
+    found = {job.arm: judged for job, judged in results_of(jobs, 1)}
+    for name in ("returns", "score", "test", "training_macs"):
+        same = (getattr(found[arm], name) for arm in ("never", "static-x1"))
+        np.testing.assert_array_equal(*same)
+    inputs, *hidden, classes = TASK.host.widths
+    wide = MlpHost((inputs, *(4 * units for units in hidden), classes))
+    more = wide.parameters / TASK.host.parameters - 1
+    np.testing.assert_allclose(found["static-x4"].added, [more] * HOSTS, rtol=1e-6)

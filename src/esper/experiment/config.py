@@ -24,7 +24,7 @@ from esper.experiment.messages import (
     short,
     unknown,
 )
-from esper.experiment.records import ENDLESS, STATIC
+from esper.experiment.records import ENDLESS, LADDER, STATIC
 from esper.experiment.settings import (
     NONE,
     Count,
@@ -91,7 +91,9 @@ def _blueprints() -> Collection[str]:
 
 
 TaskName = Annotated[str, one_of("task", _tasks)]
-ArmName = Annotated[str, one_of("controller", lambda: (*_rule_based(), *STATIC))]
+ArmName = Annotated[
+    str, one_of("controller", lambda: (*_rule_based(), *STATIC, *LADDER))
+]
 BlueprintName = Annotated[str, one_of("blueprint", _blueprints)]
 Rounds = Annotated[int, Field(ge=1, le=1_000_000)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]

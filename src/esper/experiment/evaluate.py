@@ -20,7 +20,7 @@ from esper.contracts.errors import BadInput
 from esper.environment.settings import WorldSettings
 from esper.experiment.messages import checked_name, refusal, unknown
 from esper.experiment.progress import Progress, print_line
-from esper.experiment.records import STATIC, reference_of
+from esper.experiment.records import LADDER, STATIC, reference_of
 from esper.experiment.run import STORE, Run, versions_now
 from esper.experiment.settings import (
     Count,
@@ -71,10 +71,10 @@ class EvaluateConfig:
         if not self.controllers:
             raise refusal("controllers is empty; name at least one.")
         for controller in self.controllers:
-            known = controller in NAMES or controller in STATIC
-            if not known and not is_folder(controller):
+            known = (*NAMES, *STATIC, *LADDER)
+            if controller not in known and not is_folder(controller):
                 what = "controllers: there is no run or controller"
-                raise unknown(what, controller, (*NAMES, *STATIC))
+                raise unknown(what, controller, known)
 
 
 def run_evaluation(config: EvaluateConfig, *, as_json: bool = False) -> Path:
@@ -174,12 +174,11 @@ def _arms(config: EvaluateConfig) -> dict[str, Maker | None]:
 
     arms: dict[str, Maker | None] = {}
     for given in dict.fromkeys(config.controllers):
-        plain = given in CONTROLLERS or given in STATIC
-        maker = None
-        if not plain:
+        maker, plain = None, {*CONTROLLERS, *STATIC, *LADDER}
+        if given not in plain:
             maker = shipped() if given == SHIPPED else load_controller(given)
         name = given if maker is None else maker.name
-        if name in arms or (maker is not None and name in (*CONTROLLERS, *STATIC)):
+        if name in arms or (maker is not None and name in plain):
             raise refusal(f"controllers has {name!r} twice; name it once.")
         arms[name] = maker
     waiting = [name for name in arms if name in STATIC]

@@ -1,7 +1,7 @@
 """Controllers and static networks on hosts of a real task that no training saw.
 
 The number and the task decide data, first weights and order of batches, whoever
-controls: arms that are judged with the same number are paired, host by host. Two arms
+controls: arms that are judged with the same number are paired, host by host. Some arms
 do not grow:
 
     static    the host with all hidden layers wider, from the start: as many parameters
@@ -9,8 +9,10 @@ do not grow:
     longer    the host as it is, trained on until it has cost as many multiply-adds as
               the reference; the learning rate's rise and fall are stretched along
 
-Both pay rent for what they have more than the host, at the task's own learning rate,
-tuned for neither. The reference is the learned controller, or `early`.
+    static-x4   the host with all hidden layers four times as wide; so for 1, 2, 8, 16
+
+All pay rent for what they have more than the host, at the task's own learning rate,
+tuned for none. The reference is the learned controller, or `early`.
 
 The cost of training a host, scoring of its decision rows included, is what the world
 counts, in multiply-adds.
@@ -20,6 +22,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
@@ -32,7 +35,7 @@ from esper.contracts.actions import NUM_HEADS
 from esper.contracts.errors import BadInput
 from esper.contracts.world import Controller, StepResult
 from esper.environment.settings import SCORED_ROWS, WorldSettings
-from esper.experiment.records import STATIC, Judged, reference_of
+from esper.experiment.records import LADDER, STATIC, Judged, reference_of
 from esper.experiment.rollout import play
 from esper.experiment.store import Store
 from esper.experiment.streams import stream, stream_seed
@@ -142,6 +145,10 @@ def _run_job(job: Job, reference: Judged | None = None) -> Judged:
     torch.set_num_threads(1)
     compile_engine(job.task)
     hosts = (job.task, job.hosts, job.rng_seed)
+    if job.arm in LADDER:
+        return judge_plain(
+            times_as_wide(job.task.host, LADDER[job.arm]), *hosts, job.world
+        )
     if reference is None:
         return judge(job.maker or job.arm, *hosts, job.world)
     return judge_static(job.arm, *hosts, reference, job.world)
@@ -269,19 +276,25 @@ def widened(host: Host, parameters: int | float) -> Host:
 
     It is never narrower than it was.
     """
-    hidden = host.widths[1:-1] if isinstance(host, MlpHost) else host.channels
-    best, narrowest = host, min(hidden)
+    best, narrowest = host, min(_hidden(host))
     for more in count(1):
-        wide = tuple(n * (narrowest + more) // narrowest for n in hidden)
-        match host:
-            case MlpHost():
-                wider: Host = MlpHost((host.widths[0], *wide, host.widths[-1]))
-            case CnnHost():
-                wider = replace(host, channels=wide)
+        wider = times_as_wide(host, Fraction(narrowest + more, narrowest))
         if wider.parameters > parameters:
             break
         best = wider
     return best
+
+
+def times_as_wide(host: Host, times: int | Fraction) -> Host:
+    """The host with so many times as many units in every hidden layer."""
+    wide = tuple(int(n * times) for n in _hidden(host))
+    if isinstance(host, CnnHost):
+        return replace(host, channels=wide)
+    return MlpHost((host.widths[0], *wide, host.widths[-1]))
+
+
+def _hidden(host: Host) -> tuple[int, ...]:
+    return host.widths[1:-1] if isinstance(host, MlpHost) else host.channels
 
 
 def play_and_judge(

@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 ENDLESS: Final = 1_000_000
 """Rounds of a training that only time ends."""
 STATIC: Final = ("static", "longer")
-"""Baselines without a controller: networks that are not grown."""
+"""Networks that are not grown, as large or as costly as another arm's."""
+LADDER: Final[Mapping[str, int]] = {f"static-x{n}": n for n in (1, 2, 4, 8, 16)}
+"""Networks that are not grown, with hidden layers so many times as wide."""
 
 Floats = NDArray[np.float64]
 
 
 def is_learned(name: str) -> bool:
     """Whether an arm of this name is a trained controller."""
-    return name not in CONTROLLERS and name not in STATIC
+    return name not in {*CONTROLLERS, *STATIC, *LADDER}
 
 
 def reference_of(names: Iterable[str]) -> str | None:
