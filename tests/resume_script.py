@@ -1,8 +1,8 @@
 """A training run that can be saved; run as a script it saves itself and dies.
 
-    python -m tests.resume_script CONTROLLER BATCH PATH
+    python -m tests.resume_script FOLDER
 
-trains so many batches, saves to PATH and kills itself.
+trains each of `CASES`, saves it in FOLDER and kills itself.
 """
 
 import os
@@ -17,7 +17,9 @@ from esper.grower import Grower
 from tests.growth.hosts import make_batch, make_host
 
 SLOTS = ("first->second", "second->last", "second->second")
-BATCHES, PER_DECISION = 40, 5
+BATCHES, PER_DECISION = 30, 5
+CASES = [("never", 20), ("never", 18), ("random", 23), ("periodic", 17)]
+"""Controllers, and after how many batches a run is saved."""
 BY_HAND = {
     # batch: (what, slot, manner); at batch 20 every stage is there.
     0: [("plant", "first->second#0", {"blueprint": "widen_x1.5", "tempo": "FAST"})],
@@ -108,10 +110,10 @@ class Training:
 
 def main() -> None:
     torch.set_num_threads(1)
-    controller, batch, path = sys.argv[1:]
-    training = Training(controller)
-    training.run(int(batch))
-    torch.save(training.state_dict(), Path(path))
+    for controller, batch in CASES:
+        training = Training(controller)
+        training.run(batch)
+        torch.save(training.state_dict(), Path(sys.argv[1]) / f"{controller}-{batch}")
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -17,6 +17,9 @@ from esper.growth.measurements import Track, host_states
 from esper.tamiyo.registry import CONTROLLERS
 from tests.growth.hosts import HOSTS, everything, make_batch, make_host
 
+RUN = 32
+"""Decisions of a whole run."""
+
 
 def begin(kind="vector", host=None, optimizer=torch.optim.AdamW, **options):
     host = make_host(kind) if host is None else host
@@ -47,14 +50,16 @@ def train(grower, batches, kind="vector"):
     return losses
 
 
-@pytest.mark.parametrize("kind", ["vector", "signal"])
-@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize(
+    ("kind", "controller"),
+    [*(("vector", name) for name in CONTROLLERS), ("signal", "random")],
+)
 def test_a_whole_run_with_every_controller(kind, controller):
     budget = 1.5
     grower = begin(
         kind,
         controller=controller,
-        decisions=40,
+        decisions=RUN,
         budget=budget,
         slots=HOSTS[kind].slots[:2],
         blueprints=["scale_shift", "low_rank_4", "widen_8", "residual_mlp"],
@@ -69,7 +74,7 @@ def test_a_whole_run_with_every_controller(kind, controller):
         host.train()
         return float(right)
 
-    for decision in range(40):
+    for decision in range(RUN):
         train(grower, (decision,), kind)
         made = grower.step(metric=accuracy if decision % 4 == 0 else accuracy())
         assert made.step == decision
@@ -79,13 +84,13 @@ def test_a_whole_run_with_every_controller(kind, controller):
         groups = grower._optimizer.param_groups
         trained = [id(p) for group in groups for p in group["params"]]
         assert sorted(trained) == sorted(id(p) for p in model.parameters())
-    assert len(grower.history) == 40
+    assert len(grower.history) == RUN
     changes = [e for decision in grower.history for e in decision.events]
     assert (controller == "never") == (not changes)
     page = str(grower)
     assert page.replace("\n", "").isprintable()
     assert len(page.splitlines()) < 60
-    assert "40 decisions" in page
+    assert f"{RUN} decisions" in page
     stages = {slot: Stage.DORMANT for slot in range(len(model.slots))}
     for event in changes:  # the history tells every slot's whole life
         assert stages[event.slot] is event.before

@@ -12,7 +12,7 @@ from torch import Tensor
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
 from tests.growth.hosts import bits
-from tests.resume_script import BATCHES, Training
+from tests.resume_script import BATCHES, CASES, Training
 
 
 @cache
@@ -22,16 +22,18 @@ def uninterrupted(controller: str) -> dict:
     return training.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("controller", "batch"),
-    [("never", 20), ("never", 18), ("random", 23), ("periodic", 17)],
-)
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(controller, batch, tmp_path):
-    path = tmp_path / "saved.pt"
-    command = [sys.executable, "-m", "tests.resume_script", controller, str(batch)]
-    done = subprocess.run([*command, str(path)], check=False)
-    assert done.returncode == -signal.SIGKILL
-    saved = torch.load(path, weights_only=True)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What a process that was killed has saved."""
+    path = tmp_path_factory.mktemp("saved")
+    command = [sys.executable, "-m", "tests.resume_script", str(path)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    return path
+
+
+@pytest.mark.parametrize(("controller", "batch"), CASES)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(controller, batch, folder):
+    saved = torch.load(folder / f"{controller}-{batch}", weights_only=True)
     if (controller, batch) == ("never", 20):
         assert set(saved["stages"]) == {stage.name for stage in Stage}
     if controller != "never":

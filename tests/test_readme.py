@@ -3,7 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
 from torch import nn
+
+pytestmark = pytest.mark.learns  # at their own size, as fast as for a user
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -546,16 +546,16 @@ def play_on(world, observation, chance, steps):
 
 
 @pytest.mark.parametrize("task", [TINY, VARIED], ids=["shared", "varied"])
-@pytest.mark.parametrize("at", [0, 1, 5, 14])
+@pytest.mark.parametrize("at", [1, 5])
 def test_a_world_goes_on_to_the_bit_from_what_was_saved(task, at):
     world, chance = make(4, 3, task), torch.Generator().manual_seed(1)
     observation, _ = play_on(world, world.reset(), chance, at)
     saved, drawn = save(world), chance.get_state()
-    _, expected = play_on(world, observation, chance, 17)
+    _, expected = play_on(world, observation, chance, 9)
     for other in (make(4, 3, task), world):  # a new one, and one with a past
         load(other, saved)
         chance.set_state(drawn)
-        _, found = play_on(other, observation, chance, 17)
+        _, found = play_on(other, observation, chance, 9)
         assert len(found) == len(expected)
         assert all(map(torch.equal, found, expected))
 

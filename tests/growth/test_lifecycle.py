@@ -38,7 +38,7 @@ def together(chosen):
     return actions
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.integers(0, 2),
     st.integers(1, 3),
@@ -48,7 +48,7 @@ def together(chosen):
             st.integers(0, 5),
             st.booleans(),
         ),
-        max_size=24,
+        max_size=12,
     ),
 )
 def test_all_slots_at_once_equal_each_slot_alone(min_age, tick, story):

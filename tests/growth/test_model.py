@@ -55,17 +55,24 @@ def test_planting_changes_no_bit_of_output_and_host_gradients(kind, slot, bluepr
 def test_a_seed_in_training_and_its_pruning_change_no_bit_of_the_host(
     kind, slot, blueprint
 ):
-    pruned, model = train(kind, (slot, blueprint), steps=20, prune_at=14)
-    assert train_alone(kind, 20) == pruned
-    assert len(model.shadow_losses) == 14
+    pruned, model = train(kind, (slot, blueprint), steps=8, prune_at=5)
+    assert train_alone(kind, 8) == pruned
+    assert len(model.shadow_losses) == 5
     assert not model.seeds
     host = [*model.host.parameters()]
     assert [*model.optimizer.state] == host
     assert len(model.optimizer.param_groups[0]["params"]) == len(host)
 
 
-@pytest.mark.parametrize(("kind", "slot", "blueprint"), PLANTINGS)
-@pytest.mark.parametrize("style", ["ADD", "SCALE"])
+@pytest.mark.parametrize(
+    ("kind", "slot", "blueprint", "style"),
+    [
+        (*planting, style)
+        for planting in PLANTINGS
+        for style in ("ADD", "SCALE")
+        if style == "ADD" or planting[0] == "vector"
+    ],
+)
 def test_a_blended_seed_changes_the_output_and_a_pruned_one_does_not(
     kind, slot, blueprint, style
 ):

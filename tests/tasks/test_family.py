@@ -101,7 +101,7 @@ def test_no_row_is_in_two_splits_or_comes_twice(kind):
 
 @pytest.mark.parametrize("kind", sorted({*ALL_KINDS} - HARD))
 def test_a_small_network_learns_more_than_guessing(kind):
-    assert max(gain(drawn_task(1, number, (kind,))) for number in range(2)) > 0.1
+    assert any(gain(drawn_task(1, number, (kind,))) > 0.1 for number in range(2))
 
 
 def gain(made):
