@@ -264,8 +264,8 @@ MUTANTS = (
     Mutant(
         "a checkpoint may hold numbers that are not finite",
         "experiment/checkpoint.py",
-        "elif values.is_floating_point() and not bool(values.isfinite().all()):",
-        "elif not values.numel():",
+        "known = not values.is_floating_point() or bool(values.isfinite().all())",
+        "known = True",
         "tests/experiment/test_checkpoint.py",
     ),
     Mutant(
@@ -309,6 +309,48 @@ MUTANTS = (
         'if key.startswith("from"):',
         "if key:",
         "tests/growth/test_cross.py",
+    ),
+    Mutant(
+        "any free slot of a place can be planted",
+        "environment/growing.py",
+        "first: Tensor = by_place & (by_place.cumsum(dim=1) == 1)",
+        "first: Tensor = by_place",
+        GROWING,
+    ),
+    Mutant(
+        "rewards are shares of another group's errors",
+        "environment/growing.py",
+        "self._unit[env] = errors[env // self.group_size]",
+        "self._unit[env] = errors[0]",
+        GROWING,
+    ),
+    Mutant(
+        "recordings are scored without rent",
+        "experiment/record.py",
+        "net = score - rent[:, None] * added",
+        "net = score",
+        "tests/experiment/test_record.py",
+    ),
+    Mutant(
+        "all scripts of a node act, none waits",
+        "tamiyo/scripts.py",
+        "waiting = max(1, round(WAITING * len(members)))",
+        "waiting = 0",
+        "tests/tamiyo/test_scripts.py",
+    ),
+    Mutant(
+        "the ladder of static networks has one size",
+        "experiment/judging.py",
+        "wide = tuple(int(n * times) for n in _hidden(host))",
+        "wide = tuple(int(n) for n in _hidden(host))",
+        "tests/experiment/test_static.py",
+    ),
+    Mutant(
+        "p-values are adjusted each by itself",
+        "experiment/statistics.py",
+        "np.maximum.accumulate(np.minimum(steps, 1.0))",
+        "np.minimum(steps, 1.0)",
+        "tests/experiment/test_statistics.py",
     ),
 )
 

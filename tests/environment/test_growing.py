@@ -584,3 +584,13 @@ def test_relative_rewards_are_shares_of_what_never_growing_gets_wrong():
             report = say(never).report
         unit = (1 - report.score).clamp(min=0.02).repeat_interleave(2)
         torch.testing.assert_close(sum(found), sum(rewards) / unit)
+
+
+def test_slots_of_a_place_are_filled_in_order():
+    world = make(1)
+    assert world.reset().offers.fits[0, :, 0].tolist() == [True, True, False, False]
+    third = action(Op.GERMINATE, 2, 2, alpha_target=2)
+    assert say(world, third).illegal.all()
+    planted = say(world, action(Op.GERMINATE, 0, 2, alpha_target=2)).observation
+    assert planted.offers.fits[0, :, 0].tolist() == [False, True, True, False]
+    assert not say(world, third).illegal.any()
