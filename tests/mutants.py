@@ -352,6 +352,13 @@ MUTANTS = (
         "np.minimum(steps, 1.0)",
         "tests/experiment/test_statistics.py",
     ),
+    Mutant(
+        "half of the gradient of a squared error",
+        "environment/engine.py",
+        "s[last.gz * rows + r] = real(2) * share * error",
+        "s[last.gz * rows + r] = share * error",
+        COHORT,
+    ),
 )
 
 
