@@ -12,7 +12,8 @@ were used then are not used here. Written down before the seeds that count were 
   for that.
 - Static arms: W/16, W/8, W/4, W/2, W from the start. Growing arms: timetables that
   double the width at given octaves of compute. One of them is chosen for each rent, by
-  the decision rows of tasks that are drawn (`tasks.family`), never of these.
+  the decision rows of tasks that are drawn (`tasks.family`), never of these; or, with
+  `--chosen-on same`, by those of random seeds of these tasks that are not counted.
 - Every arm's learning rate is the best of a grid for each task and rent, by the
   decision rows of three random seeds that are not counted. Counted: ten others, paired.
 - Compared with the best static size *chosen per task in hindsight*, by the very figures
@@ -50,6 +51,7 @@ from benchmarks.timetables import (
     train_all,
 )
 from benchmarks.timing import Report, alternate
+from esper.contracts.errors import unknown
 from esper.environment.cohort import Cohort, SeedSchedule
 from esper.experiment.statistics import Interval, mean_interval
 from esper.tamiyo.schedule import Schedule
@@ -86,14 +88,26 @@ Counted = Mapping[tuple[Arm, float], Curves]
 """Curves of every arm at the learning rate that is best for a rent."""
 
 
-def run(processes: int = 2, plot: str = "", scales: int = SCALES) -> list[Report]:
-    """Choose timetables on drawn tasks, tune, train and compare.
+def run(
+    processes: int = 2,
+    plot: str = "",
+    scales: int = SCALES,
+    chosen_on: str = "drawn",
+    rng_seed: int = 4_000,
+) -> list[Report]:
+    """Choose timetables, tune, train and compare.
 
     Args:
         processes: Trainings at the same time.
         plot: A file to draw the curves into, as SVG.
         scales: Draws of each task where the scale is unknown; 0 leaves that out.
+        chosen_on: Where timetables are chosen: on `drawn` tasks, or on other random
+            seeds of the `same` tasks.
+        rng_seed: Of the hosts on which timetables are chosen; a thousand more for
+            learning rates, two thousand more for those that count.
     """
+    if chosen_on not in ("drawn", "same"):
+        raise unknown("chosen_on must be drawn or same; got", chosen_on, ["drawn"])
     quick = timing.QUICK
     tasks, drawn = (TASKS[1:2], DRAWN[:1]) if quick else (TASKS, DRAWN)
     tables = TIMETABLES[:2] if quick else TIMETABLES
@@ -102,8 +116,10 @@ def run(processes: int = 2, plot: str = "", scales: int = SCALES) -> list[Report
     studies = [Study(name, **batches) for name in tasks]
     places = [Study(name, **batches) for name in drawn]
     processes = 1 if quick else processes
-    chosen = choose(places, tables, rates[1:4] or rates, processes)
-    counted = count(studies, chosen, rates, seeds, processes)
+    if chosen_on == "same":
+        places = studies
+    chosen = choose(places, tables, rates[1:4] or rates, processes, rng_seed)
+    counted = count(studies, chosen, rates, seeds, processes, rng_seed)
     if plot:
         draw(counted, chosen, Path(plot))
     reports = [
@@ -113,8 +129,10 @@ def run(processes: int = 2, plot: str = "", scales: int = SCALES) -> list[Report
     ]
     if quick or not scales:
         return reports
-    anywhere = choose(scaled(drawn, 2, 0), tables[::3], rates[1:4], processes)
-    found = count(scaled(tasks, scales, 1), anywhere, rates[1:], TUNING, processes)
+    where = scaled(drawn, 2, 0)
+    anywhere = choose(where, tables[::3], rates[1:4], processes, rng_seed)
+    where = scaled(tasks, scales, 1)
+    found = count(where, anywhere, rates[1:], TUNING, processes, rng_seed)
     return [*reports, at_any_scale(found, anywhere)]
 
 
@@ -137,10 +155,11 @@ def choose(
     tables: Sequence[Schedule],
     rates: Sequence[float],
     processes: int,
+    rng_seed: int,
 ) -> dict[float, Schedule]:
     """The best timetable of each rent, by the decision rows of drawn tasks."""
     arms = [(place, place.start, table) for place in places for table in tables]
-    found = best_rates(arms, rates, CHOOSING, 4_000, processes)
+    found = best_rates(arms, rates, CHOOSING, rng_seed, processes)
 
     def worth(table: Schedule, rent: float) -> float:
         own = [found[place, place.start, table] for place in places]
@@ -159,6 +178,7 @@ def count(
     rates: Sequence[float],
     seeds: int,
     processes: int,
+    rng_seed: int,
 ) -> Counted:
     """Curves of every arm for every rent, at its best learning rate for that rent."""
     tables = [*dict.fromkeys(chosen.values())]
@@ -166,9 +186,11 @@ def count(
     for study in studies:
         arms += [(study, share, NEVER) for share in study.sizes]
         arms += [(study, study.start, table) for table in tables]
-    tuned = best_rates(arms, rates, TUNING, 5_000, processes)
+    tuned = best_rates(arms, rates, TUNING, rng_seed + 1_000, processes)
     wanted = {
-        (arm, rent): Episodes(*arm, _best(tuned[arm], rates, rent), seeds, 6_000)
+        (arm, rent): Episodes(
+            *arm, _best(tuned[arm], rates, rent), seeds, rng_seed + 2_000
+        )
         for arm in arms
         for rent in RENTS
     }
