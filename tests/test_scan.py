@@ -29,7 +29,6 @@ TOLERANCE = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-12},
 }
 EXACT = {"rtol": 0.0, "atol": 0.0}
-ROLLOUT = module.Rollout._fields
 # Behind the annotations that the test run enforces: what a user's call would meet.
 bare_scan, bare_gae = inspect.unwrap(scan), inspect.unwrap(gae)
 

@@ -1,13 +1,11 @@
-"""Masks, lifecycle, Gymnasium form and simulated world obey the one table."""
+"""Lifecycle and simulated world obey the one table; masks: tests/tamiyo."""
 
 from dataclasses import replace
 from itertools import product
 
-import pytest
 import torch
 
 from esper.contracts.actions import HEAD, NUM_HEADS, Op
-from esper.contracts.slots import SlotConfig, SlotMaskState
 from esper.contracts.stages import (
     LEGAL,
     LIVING,
@@ -20,7 +18,6 @@ from esper.contracts.stages import (
 from esper.environment import slot_life
 from esper.growth import lifecycle
 from esper.growth.lifecycle import SeedStates
-from esper.tamiyo.policy.action_masks import compute_action_masks
 
 MIN_AGE = 2
 
@@ -68,18 +65,6 @@ def test_the_tensors_are_the_table():
         assert bool(LEGAL[op, stage, int(old), int(settled)]) is legal
         assert expected(op, stage, age, settled) is legal
         assert int(NEXT_STAGE[op, stage]) == (stage if rule is None else rule.next)
-
-
-@pytest.mark.parametrize("stage", Stage)
-def test_masks_allow_what_the_table_allows(stage: Stage):
-    for age, settled in product((MIN_AGE - 1, MIN_AGE), (False, True)):
-        masks = compute_action_masks(
-            [SlotMaskState(stage, age, settled)], SlotConfig(1, MIN_AGE)
-        )
-        for op in Op:
-            legal = expected(op, stage, age, settled)
-            assert bool(masks.slot[0, op, 0]) is legal
-            assert bool(masks.op[0, op]) is (legal or op is Op.WAIT)
 
 
 def test_the_lifecycle_does_what_the_table_says():

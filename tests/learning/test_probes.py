@@ -91,12 +91,10 @@ def recall_world():
     )
 
 
-@pytest.mark.parametrize("memory", ["mingru", "lstm"])
-def test_a_choice_that_needs_memory_is_learnt(memory):
-    policy = PolicyConfig(width=32, slot_width=16, offer_width=8, memory=memory)
+def test_a_choice_that_needs_memory_is_learnt():
     world = recall_world()
     gently = {"learning_rate": 3e-3, "minibatches": 4}  # faster, one in five gets stuck
-    trained = learn(world, rounds=30, steps=9, policy=policy, ppo=gently)
+    trained = learn(world, rounds=30, steps=9, ppo=gently)
     assert mean_return(world, trained) > 0.98
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -23,19 +22,11 @@ NAN, INF = float("nan"), float("inf")
 HERE = "of environment 1 at step 1"
 
 
-@pytest.fixture
-def _as_users_call():
-    """Without the test run's own look at annotations, which would come first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
 def zeros(*axes: int, **kind: object) -> torch.Tensor:
     return torch.zeros(axes, **kind)
 
 
-@pytest.mark.usefixtures("_as_users_call")
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("name", "value", "match"),
     [
@@ -197,7 +188,7 @@ def test_last_values_and_memory_must_be_finite(value):
     buffer.cut(torch.tensor([value, 0.0]))
 
 
-@pytest.mark.usefixtures("_as_users_call")
+@pytest.mark.usefixtures("unchecked")
 def test_last_values_and_memory_must_be_of_the_right_kind():
     buffer = make_buffer()
     with pytest.raises(BadInput, match=r"state must be .* shape \(2, 2, 3\)"):

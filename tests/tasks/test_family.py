@@ -112,8 +112,8 @@ def gain(made):
         if made.host.kind == "mlp"
         else CnnHost(made.host.shape, (8,), outputs)
     )
-    made = replace(made, host=host, batch=64, learning_rate=1e-2, compute=300)
-    world = GrowingWorld(made, 1, settings=WorldSettings(clock="compute"))
+    made = replace(made, host=host, batch=64, learning_rate=1e-2)
+    world = GrowingWorld(replace(made, decision_every=100, horizon=3), 1)
     play(world, make_controller("never", world.spec), Generator())
     score, labels = float(world.last_test), made.splits(0).test.labels
     if made.loss == "regression":
