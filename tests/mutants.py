@@ -341,8 +341,8 @@ MUTANTS = (
     Mutant(
         "the ladder of static networks has one size",
         "experiment/judging.py",
-        "wide = tuple(int(n * times) for n in _hidden(host))",
-        "wide = tuple(int(n) for n in _hidden(host))",
+        "times_as_wide(job.task.host, LADDER[job.arm]), *hosts",
+        "job.task.host, *hosts",
         "tests/experiment/test_static.py",
     ),
     Mutant(
