@@ -238,3 +238,9 @@ def test_whole_numbers_are_drawn_evenly_on_a_log_scale():
     assert sorted(drawn) == [1, 2, 3]
     assert drawn[1] / 4_000 == pytest.approx(0.5, abs=0.04)
     assert drawn[3] / 4_000 == pytest.approx(np.log(4 / 3) / np.log(4), abs=0.04)
+
+
+def test_formulas_that_give_one_class_nearly_all_rows_are_drawn_again() -> None:
+    # This one's first rules hold for no row at all.
+    labels = drawn_task(0, 100).splits(0).train.labels
+    assert labels.unique(return_counts=True)[1].max() < 0.95 * len(labels)

@@ -19,6 +19,7 @@ controllers are judged on are in no kind.
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import count
 from typing import Final
 
 import numpy as np
@@ -59,6 +60,8 @@ OVERHEAD: Final = 300
 RATE: Final = 0.12
 """For a unit of one input: about the best rate of 49 drawn tasks, never grown."""
 MOST_RATE: Final = 0.1
+MOST_OF_A_CLASS: Final = 0.9
+"""Share of the rows that one class has, at most."""
 SMALL_SIDE: Final = 8
 """Images with fewer pixels a side are pooled once only."""
 
@@ -105,8 +108,17 @@ def learning_rate(host: Host, batch: int) -> float:
 
 @lru_cache(maxsize=64)
 def _rows(kind: str, rng_seed: int, number: int) -> Data:
-    """The rows of a task; once for the shape of its host and once for its world."""
-    return ALL_KINDS[kind](random_source(rng_seed, f"rows, {kind}, {number}"))
+    """The rows of a task; once for the shape of its host and once for its world.
+
+    Formulas that give nearly all rows one class are drawn again.
+    """
+    for again in count():
+        name = f"rows, {kind}, {number}" + again * ", again"
+        data = ALL_KINDS[kind](random_source(rng_seed, name))
+        _, rows = data.labels.unique(return_counts=True)
+        if rows.max() <= MOST_OF_A_CLASS * len(data):
+            return data
+    raise AssertionError("drawn until it is right")
 
 
 def _splits(kind: str, rng_seed: int, number: int, split_seed: int) -> Splits:
