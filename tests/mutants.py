@@ -394,13 +394,14 @@ def caught(mutant: Mutant) -> bool:
 def main() -> int:
     """Try the chosen mutants; the exit code counts survivors."""
     chosen = [int(word) - 1 for word in sys.argv[1:]] or range(len(MUTANTS))
+    survivors = 0
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda index: caught(MUTANTS[index]), chosen))
-    for index, was_caught in zip(chosen, results, strict=True):
-        verdict = "caught  " if was_caught else "SURVIVED"
-        print(f"{index + 1:3d}  {verdict}  {MUTANTS[index].what}")
-    survivors = results.count(False)
-    print(f"{len(results) - survivors} of {len(results)} mutants caught")
+        results = pool.map(lambda index: caught(MUTANTS[index]), chosen)
+        for index, was_caught in zip(chosen, results, strict=True):
+            verdict = "caught  " if was_caught else "SURVIVED"
+            print(f"{index + 1:3d}  {verdict}  {MUTANTS[index].what}", flush=True)
+            survivors += not was_caught
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants caught")
     return survivors
 
 

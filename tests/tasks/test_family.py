@@ -60,8 +60,8 @@ def test_every_kind_draws_legal_tasks(kind):
         assert len(hidden) in (1, 2)
         splits = made.splits(7)
         sizes = [len(part) for part in splits]
-        assert made.batch <= sizes[0] <= 4_000
-        assert all(50 <= size <= 1_500 for size in sizes[1:])
+        assert made.batch <= sizes[0] <= 15_000
+        assert all(50 <= size <= 5_000 for size in sizes[1:])
         labels = splits.train.labels
         if made.loss == "regression":
             assert labels.dtype == torch.float32

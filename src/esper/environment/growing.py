@@ -13,7 +13,8 @@ it was if that was less, and the episode ends. An action that is not possible is
 flagged and charged `penalty`. Test rows are read at the stops, for the report.
 
 Where rewards are relative, they are divided by the errors that the same host makes on
-the decision rows if it never grows, or by `LEAST_ERROR` if those are fewer.
+the decision rows over the stops if it never grows, or by `LEAST_ERROR` if those are
+fewer.
 """
 
 from collections.abc import Iterable
@@ -211,7 +212,7 @@ class GrowingWorld(Stateful, VectorWorld):
         self._track = select(fresh, start, self._track)
 
     def _never_errors(self, episode: int) -> Float[Tensor, " group"]:
-        """What hosts of the same luck get wrong in the end if they never grow."""
+        """What hosts of the same luck get wrong at the stops if they never grow."""
         if episode not in self._errors:
             alone = replace(self.settings, relative=False, group_size=1)
             groups, seed = -(-self.num_envs // self.group_size), self._episodes.run
@@ -219,13 +220,14 @@ class GrowingWorld(Stateful, VectorWorld):
                 self.task, groups, seed, settings=alone, device=str(self._device)
             )
             world._episodes.begun[:] = episode
-            world.reset()
+            errors = 1 - world.reset().host.score
             waits = torch.zeros(groups, len(self.spec.sizes), dtype=torch.int64)
-            errors = torch.ones(groups, device=self._device)
+            living = torch.ones(groups, dtype=torch.bool, device=self._device)
             for _ in range(self.task.horizon):
-                report = world.step(waits).report
-                if report is not None:
-                    errors[report.env] = 1 - report.score
+                result = world.step(waits)
+                # Rewards add up to the objective less the first score.
+                errors = errors - torch.where(living, result.reward, 0.0)
+                living &= ~(result.terminated | result.truncated)
             self._errors = {episode: errors.clamp(min=LEAST_ERROR)}
         return self._errors[episode]
 

@@ -111,8 +111,8 @@ class Recording:
     ) -> Float[Tensor, "env moment"]:
         """Phi before the first decision and after each, in shares of errors.
 
-        Shares of the errors that the never-grown host of the same luck makes at the
-        end. The last column is what an episode is worth.
+        Shares of the errors that the never-grown host of the same luck makes, over
+        the stops. The last column is what an episode is worth.
 
         Args:
             rent: Score charged per added multiple of the host.
@@ -126,8 +126,7 @@ class Recording:
         banked = (weights * net).cumsum(dim=1)
         left = 1 - weights.cumsum(dim=0)
         never = score.view(-1, self.scripts, score.shape[1])[:, 0]
-        last = int(weights.nonzero()[-1])
-        error = (1 - never[:, last]).clamp(min=LEAST_ERROR)
+        error = (1 - never @ weights).clamp(min=LEAST_ERROR)
         error = error.repeat_interleave(self.scripts)
         return (banked + left * net) / error[:, None]
 

@@ -47,9 +47,9 @@ CADENCES: Final = (8, 24)
 COMPUTE: Final = (100, 20_000)
 LONG_WORK: Final = 2.5e8
 """The same by the clock `compute`: growing pays where training is long for a host."""
-LONG: Final = 32
+LONG: Final = 8
 """By how much the longest training exceeds the shortest of a host, at most."""
-SMALL: Final = 1.7
+SMALL: Final = 3.0
 """How much likelier small hosts are than large ones; 1 is evenly on a log scale."""
 WORK: Final = 1e8
 """Rows times multiply-adds of a host that an episode trains, at most."""

@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 Kind = Callable[[Random], Data]
 """Draws the rows of one task."""
 
-ROWS: Final = (1_500, 5_000)
+ROWS: Final = (2_000, 20_000)
 """Rows of a generated task, evenly on a log scale."""
 MOST_NOISE: Final = 0.1
 """Share of labels that are replaced, at most."""
@@ -109,11 +109,11 @@ def _teacher(
 ) -> Data:
     columns = log_uniform_int(random, *inputs)
     kind = Teacher(
-        width=log_uniform_int(random, 6, 48),
+        width=log_uniform_int(random, 8, 96),
         depth=int(random.integers(*depth, endpoint=True)),
         noise=random.uniform(0, MOST_NOISE),
         inputs=columns,
-        classes=log_uniform_int(random, 2, 10),
+        classes=log_uniform_int(random, 3, 24),
         fan_in=int(random.integers(2, 5)) if sparse else None,
     )
     return taught(random, row_count(random), kind)
@@ -261,7 +261,7 @@ def _scored(scores: Scores) -> Kind:
 
     def draw(random: Random) -> Data:
         signal, score = scores(random)
-        classes = log_uniform_int(random, 2, 6)
+        classes = log_uniform_int(random, 2, 12)
         labels = binned(score, classes)
         return classified(random, lifted(random, signal), labels, classes)
 
@@ -282,7 +282,7 @@ def distances(x: Floats, centres: Floats) -> Floats:
 
 def mixture(random: Random) -> Data:
     """Gaussian clusters, several for each class."""
-    columns, classes = log_uniform_int(random, 2, 24), log_uniform_int(random, 2, 12)
+    columns, classes = log_uniform_int(random, 2, 24), log_uniform_int(random, 3, 24)
     clusters = classes * log_uniform_int(random, 1, 6)
     centres = random.standard_normal((clusters, columns))
     cluster = random.integers(clusters, size=row_count(random))
@@ -293,7 +293,7 @@ def mixture(random: Random) -> Data:
 
 def covariances(random: Random) -> Data:
     """Gaussians around one mean that differ by their covariance."""
-    columns, classes = log_uniform_int(random, 2, 12), int(random.integers(2, 7))
+    columns, classes = log_uniform_int(random, 2, 12), log_uniform_int(random, 3, 16)
     x = random.standard_normal((row_count(random), columns))
     labels = random.integers(classes, size=len(x))
     for own in range(classes):
@@ -304,7 +304,7 @@ def covariances(random: Random) -> Data:
 
 def cells(random: Random) -> Data:
     """Which prototype is nearest; several have the same class."""
-    columns, classes = int(random.integers(2, 9)), log_uniform_int(random, 2, 8)
+    columns, classes = int(random.integers(2, 9)), log_uniform_int(random, 3, 16)
     x = random.uniform(-1, 1, (row_count(random), columns))
     count = classes * log_uniform_int(random, 2, 6)
     nearest = distances(x, random.uniform(-1, 1, (count, columns))).argmin(1)
@@ -329,7 +329,7 @@ def _boxes(random: Random) -> tuple[Floats, Ints]:
 def boxes(random: Random) -> Data:
     """The leaves of a random tree of thresholds, each with a class."""
     x, leaf = _boxes(random)
-    classes = log_uniform_int(random, 2, min(8, int(leaf.max()) + 1))
+    classes = log_uniform_int(random, 2, min(16, int(leaf.max()) + 1))
     labels = random.permutation(int(leaf.max()) + 1)[leaf] % classes
     return classified(random, lifted(random, x, 8), labels, classes)
 
@@ -346,7 +346,7 @@ def checkerboard(random: Random) -> Data:
 
 def shells(random: Random) -> Data:
     """Distance from the centre in some of the dimensions."""
-    columns, classes = log_uniform_int(random, 2, 10), int(random.integers(2, 6))
+    columns, classes = log_uniform_int(random, 2, 10), int(random.integers(2, 9))
     x = random.standard_normal((row_count(random), columns))
     labels = binned((x**2).sum(1), classes)
     return classified(random, lifted(random, x), labels, classes)
@@ -383,7 +383,7 @@ def sparse_linear(random: Random) -> Data:
 
 def largest(random: Random) -> Data:
     """Which group of columns is the longest vector."""
-    classes, each = int(random.integers(3, 9)), int(random.integers(2, 5))
+    classes, each = int(random.integers(3, 17)), int(random.integers(2, 5))
     x = random.standard_normal((row_count(random), classes, each))
     labels = (x**2).sum(2).argmax(1)
     return classified(random, lifted(random, x.reshape(len(x), -1), 8), labels, classes)
@@ -444,7 +444,7 @@ def rules(random: Random) -> Data:
 
 def markov(random: Random) -> Data:
     """The symbol after a window of a random Markov chain."""
-    symbols, order = int(random.integers(3, 13)), int(random.integers(1, 3))
+    symbols, order = int(random.integers(4, 25)), int(random.integers(1, 3))
     length = int(random.integers(order, 9))
     chances = random.dirichlet(np.full(symbols, 0.3), symbols**order).cumsum(1)
     rows, warm = row_count(random), 8
@@ -477,7 +477,7 @@ def automaton(random: Random) -> Data:
 
 def motif(random: Random) -> Data:
     """Which of several motifs is somewhere in a noisy series."""
-    length, classes = log_uniform_int(random, 12, 48), int(random.integers(2, 9))
+    length, classes = log_uniform_int(random, 12, 48), int(random.integers(3, 17))
     span = int(random.integers(5, 11))
     motifs = random.standard_normal((classes, span)).cumsum(1)
     motifs = (motifs - motifs.mean(1, keepdims=True)) / motifs.std(1, keepdims=True)
@@ -491,7 +491,7 @@ def motif(random: Random) -> Data:
 
 def harmonics(random: Random) -> Data:
     """The frequency of a wave of any phase in a noisy series."""
-    length, classes = log_uniform_int(random, 12, 48), int(random.integers(2, 7))
+    length, classes = log_uniform_int(random, 12, 48), int(random.integers(3, 13))
     labels = random.integers(classes, size=row_count(random))
     step = random.uniform(0.6, 1.0)
     angle = 2 * np.pi * (1 + step * labels[:, None]) * np.arange(length) / length
