@@ -133,10 +133,10 @@ MUTANTS = (
     ),
     Mutant(
         "the slot is drawn without regard to the op",
-        "simic/agent/distribution.py",
+        "tamiyo/policy/heads.py",
         "_of_choice(masks.slot, op)",
         "masks.slot.any(dim=1)",
-        CHOICE,
+        "tests/tamiyo/test_heads.py",
     ),
     Mutant(
         "memory is carried into the next episode",

@@ -5,8 +5,8 @@ from torch import Generator, Tensor
 from torch.distributions import Categorical
 
 from esper.contracts.actions import HEAD_NAMES, NUM_HEADS, ActionMasks
-from esper.simic.agent.distribution import HEAD_GROUPS
 from esper.tamiyo.policy.features import Features
+from esper.tamiyo.policy.heads import HEAD_GROUPS
 from esper.tamiyo.policy.network import TamiyoPolicy
 
 

@@ -7,28 +7,21 @@ import torch
 from scipy.stats import chisquare
 from torch import Generator
 from torch.autograd import gradcheck
+from torch.distributions import Normal
+from torch.distributions import kl_divergence as kl_of
 from torch.testing import assert_close
 
-from esper.contracts.actions import HEAD, NUM_HEADS, RELEVANT, Op
-from esper.contracts.errors import BadInput, NoLegalAction
+from esper.contracts.errors import NoLegalAction
 from esper.simic.agent.distribution import (
+    NUMBERS,
     choose,
     entropy,
     kl_divergence,
-    legal_rows,
     masked_log_softmax,
-    relevant,
     require_choice,
-    require_masks,
     sample,
 )
-from esper.tamiyo.policy.action_masks import compute_masks
-from tests.device_reads import count_device_reads
 from tests.references import ppo as reference
-from tests.rollouts import SPEC, random_observation
-
-TABLES = ("op", "slot", "blueprint", "fixed")
-WRONG = (torch.int64, torch.float32)
 
 
 def random_rows(*shape, generator, chance=0.5):
@@ -40,13 +33,6 @@ def random_rows(*shape, generator, chance=0.5):
 
 def probabilities(log_probs, rows):
     return torch.where(rows, log_probs.exp(), 0.0)
-
-
-def random_masks(envs=5, density=0.6, rng_seed=0):
-    generator = Generator().manual_seed(rng_seed)
-    return compute_masks(
-        random_observation(envs, SPEC, generator, density=density), SPEC
-    )
 
 
 @pytest.mark.parametrize("scale", [0.1, 3.0, 60.0])
@@ -121,10 +107,11 @@ def test_t2_t37_half_precision_is_finite_and_as_good_as_its_logits(kind, legal):
 
 def test_t3_a_row_with_nothing_to_choose_names_environment_and_head():
     rows = torch.ones(4, 8, 3, dtype=torch.bool)
-    require_choice(rows)
-    rows[2, HEAD["tempo"]] = False
-    with pytest.raises(NoLegalAction, match="'tempo' of environment 2 has no legal"):
-        require_choice(rows)
+    names = [*"abcdefgh"]
+    require_choice(rows, names, "look.")
+    rows[2, 3] = False
+    with pytest.raises(NoLegalAction, match=r"'d' of environment 2 .* choice; look"):
+        require_choice(rows, names, "look.")
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4, 1e30])
@@ -188,71 +175,17 @@ def test_without_a_generator_the_likeliest_legal_choice_is_taken():
         assert actions[case] == max(legal, key=lambda i: float(logits[case, i]))
 
 
-def test_rows_are_conditional_on_the_heads_before_and_irrelevant_heads_are_forced():
-    masks = random_masks(envs=40)
-    generator = Generator().manual_seed(0)
-    actions = torch.stack(
-        [torch.randint(size, (40,), generator=generator) for size in SPEC.sizes], dim=1
-    )
-    rows = legal_rows(masks, actions)
-    for env in range(40):
-        op, slot = Op(int(actions[env, 0])), int(actions[env, 1])
-        expected = torch.zeros(8, SPEC.width, dtype=torch.bool)
-        expected[0, :6] = masks.op[env]
-        for name, head in list(HEAD.items())[1:]:
-            if not RELEVANT[op, head]:
-                expected[head, 0] = True
-            elif name == "slot":
-                expected[head, :3] = masks.slot[env, op]
-            elif name == "blueprint":
-                expected[head, :7] = masks.blueprint[env, slot]
-            else:
-                expected[head] = SPEC.allowed[head]
-        assert torch.equal(rows[env], expected)
-
-
-def test_without_causality_heads_that_the_op_does_not_use_are_open():
-    masks = random_masks(envs=3)
-    waits = torch.zeros(3, 8, dtype=torch.int64)
-    rows = legal_rows(masks, waits, causal=False)
-    assert torch.equal(rows[:, 1:], SPEC.allowed[1:].expand(3, -1, -1))
-
-
 def test_a_choice_is_legal_even_if_its_logits_are_nan():
     rows = torch.tensor([[False, True, True]])
     logits = torch.full((1, 3), torch.nan)
     assert int(choose(logits, rows, torch.zeros(1, 3))) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "spoil", "message"),
-    [
-        *[("op", lambda x, to=kind: x.to(to), f"bool, got {kind}") for kind in WRONG],
-        *[(n, lambda x: x.to(torch.uint8), "bool, got torch.uint8") for n in TABLES],
-        ("op", lambda x: x[:4], r"\[5, 6\] .*got \[4, 6\]"),
-        ("op", lambda x: x[:1], r"\[5, 6\]"),
-        ("slot", lambda x: x.transpose(1, 2), r"\[5, 6, 3\]"),
-        ("blueprint", lambda x: x[..., :1], r"\[5, 3, 7\]"),
-        ("fixed", lambda x: x[:1], r"\[5, 8, 7\]"),
-    ],
-)
-def test_masks_of_another_kind_are_refused_even_if_they_would_broadcast(
-    name, spoil, message
-):
-    masks = random_masks()
-    require_masks(masks, 5, SPEC)
-    # Past the type checks of the test run.
-    object.__setattr__(masks, name, spoil(getattr(masks, name)))
-    with pytest.raises(BadInput, match=f"mask '{name}' must be {message}"):
-        require_masks(masks, 5, SPEC)
-
-
-def test_relevance_is_a_copy_on_the_device_of_the_actions():
-    actions = torch.zeros(len(Op), NUM_HEADS, dtype=torch.int64)
-    actions[:, 0] = torch.arange(len(Op))
-    assert torch.equal(relevant(actions), RELEVANT)
-    assert count_device_reads(lambda: relevant(actions)) == 0
-    relevant(actions).fill_(True)
-    assert torch.equal(relevant(actions), RELEVANT)
-    there = relevant(actions.to("meta"))
-    assert (there.device.type, there.shape) == ("meta", (len(Op), NUM_HEADS))
+def test_numbers_agree_with_torchs_normal_distribution():
+    generator = Generator().manual_seed(6)
+    old, new = torch.randn(2, 40, 3, 2, generator=generator, dtype=torch.float64)
+    actions = torch.randn(40, 3, generator=generator, dtype=torch.float64)
+    was, now = (Normal(x[..., 0], x[..., 1].exp()) for x in (old, new))
+    assert_close(NUMBERS.log_probs(new, actions), now.log_prob(actions))
+    assert_close(NUMBERS.entropy(new), now.entropy())
+    assert_close(NUMBERS.kl(old, new), kl_of(was, now))

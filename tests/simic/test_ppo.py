@@ -237,7 +237,6 @@ def test_annealing_scales_learning_rate_and_entropy_of_the_configuration():
         ({"value_fading": 1.5}, r"value_fading must lie in \[0, 1\], got 1.5"),
         ({"value_clip": 0.0}, "value_clip must be positive, or None: off, got 0.0"),
         ({"clip_mode": "both"}, "clip_mode must be one of .*joint.*, got 'both'"),
-        ({"head_entropy": {"ops": 0.1}}, "head_entropy must name heads of .*'op'"),
         ({"head_entropy": {"op": -1.0}}, "head_entropy must be finite, not negative"),
     ],
 )
@@ -260,6 +259,9 @@ def test_a_buffer_that_is_not_the_policys_and_no_share_are_refused():
     ):
         with pytest.raises(BadInput, match=match):
             PPOAgent(policy, make_buffer(maker, 3, 2), PPOConfig(minibatches=parts))
+    config = PPOConfig(minibatches=1, head_entropy={"ops": 0.1})
+    with pytest.raises(BadInput, match=r"head_entropy must name heads of .*'op'"):
+        PPOAgent(policy, make_buffer(policy, 3, 2), config)
     for share in (math.nan, math.inf, -0.1):
         with pytest.raises(BadInput, match="share must be finite and not negative"):
             agent_with_rollout().anneal(share)

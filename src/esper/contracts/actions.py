@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from jaxtyping import Bool
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint
 from esper.contracts.errors import BadInput, unknown
+from esper.contracts.features import Features, Leaf, feature_leaves
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Op as Op
 
@@ -77,6 +78,10 @@ class ActionSpec:
             choice costs nothing: log-probability 0, entropy 0, no gradient.
     """
 
+    head_names: ClassVar[tuple[str, ...]] = HEAD_NAMES
+    action_dtype: ClassVar[torch.dtype] = torch.int64
+    observation_type: ClassVar[type] = Features
+
     slots: SlotConfig = field(default_factory=SlotConfig)
     blueprints: tuple[Blueprint, ...] = BLUEPRINTS
     narrowed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -116,6 +121,11 @@ class ActionSpec:
     def width(self) -> int:
         """Choices of the largest head: the length of a padded mask row."""
         return max(self.sizes)
+
+    @cached_property
+    def observation(self) -> Mapping[str, Leaf]:
+        """What a policy reads in one environment, by the names of `Features`."""
+        return feature_leaves(self.slots.max_slots, len(self.blueprints))
 
     @cached_property
     def allowed(self) -> Tensor:

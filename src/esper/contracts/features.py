@@ -1,14 +1,21 @@
 """What a policy reads: the columns of its three tables, by name."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import Form
 from esper.contracts.stages import Stage
+
+
+class Leaf(NamedTuple):
+    """A tensor of an observation, in one environment."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +96,10 @@ class Features:
     """`OFFER_COLUMNS` of every blueprint at every slot."""
 
 
-def feature_shapes(spec: ActionSpec) -> dict[str, tuple[int, ...]]:
-    """Shape of each table in one environment."""
-    slots, blueprints = spec.slots.max_slots, len(spec.blueprints)
+def feature_leaves(slots: int, blueprints: int) -> dict[str, Leaf]:
+    """The tables of `Features` in one environment."""
     return {
-        "host": (len(HOST_COLUMNS),),
-        "slots": (slots, len(SLOT_COLUMNS)),
-        "offers": (slots, blueprints, len(OFFER_COLUMNS)),
+        "host": Leaf((len(HOST_COLUMNS),)),
+        "slots": Leaf((slots, len(SLOT_COLUMNS))),
+        "offers": Leaf((slots, blueprints, len(OFFER_COLUMNS))),
     }

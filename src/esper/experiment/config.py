@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
+from esper.contracts.actions import HEAD_NAMES
 from esper.environment.settings import WorldSettings
 from esper.experiment.messages import (
     checked_name,
@@ -153,6 +154,7 @@ class Learner:
         """Refuse what the learner's own classes let through."""
         check_limits("ppo", self.ppo)
         check_limits("policy", self.policy)
+        self.ppo.require_heads(*HEAD_NAMES)
         if (memory := self.policy.memory) not in MEMORIES:
             raise unknown("policy.memory: there is no", memory, MEMORIES)
 

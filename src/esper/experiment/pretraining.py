@@ -27,9 +27,10 @@ from esper.contracts.world import VectorWorld
 from esper.experiment.config import IMITATION, SIMULATED, TrainConfig, preset
 from esper.experiment.streams import stream, stream_seed
 from esper.experiment.trainer import Trainer
-from esper.simic.agent.distribution import evaluate_choices, legal_rows
+from esper.simic.agent.distribution import evaluate_choices
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
+from esper.tamiyo.policy.heads import legal_rows
 from esper.tamiyo.policy.network import TamiyoPolicy
 from esper.tamiyo.schedule import Schedule, Scheduled, draw_schedules
 

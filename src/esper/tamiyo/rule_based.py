@@ -19,12 +19,8 @@ from esper.contracts.blueprints import NOMINAL_WIDTH, Form
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
 from esper.contracts.world import BlueprintOffers, ControllerState, Observation
-from esper.simic.agent.distribution import (
-    HEAD_GROUPS,
-    relevant,
-    rows_by_group,
-    sample,
-)
+from esper.simic.agent.distribution import sample
+from esper.tamiyo.policy.heads import HEAD_GROUPS, relevant, rows_by_group
 
 PATIENCE: Final = 2
 """Steps a seed trains before it is blended in."""

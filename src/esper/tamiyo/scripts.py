@@ -22,7 +22,7 @@ from torch import Generator, Tensor
 from esper.contracts.actions import HEAD, NUM_HEADS, ActionMasks, ActionSpec, Op
 from esper.contracts.errors import BadInput
 from esper.contracts.world import ControllerState, Observation
-from esper.simic.agent.distribution import relevant
+from esper.tamiyo.policy.heads import relevant
 from esper.tamiyo.rule_based import episode_count
 
 PRUNE: Final = -1

@@ -10,47 +10,67 @@ Illegal choices have probability and gradient exactly zero; a single legal choic
 log-probability 0, entropy 0 and no gradient. Zeroing log p *before* any product keeps
 gradients finite: a product with the untaken -inf branch would be NaN.
 
-A row is what a head may choose *given the heads before it*: the slot row belongs to the
-op, the blueprint row to the slot. A head the op does not use is forced to choice 0, so
-its log-ratio, entropy, KL and gradient are 0.
+A row is what a head may choose *given the heads before it*. A head that did not matter
+is forced to choice 0, so its log-ratio, entropy, KL and gradient are 0.
+
+Continuous actions use the same tensors: a head is one number, its two "choices" are
+mean and log of the standard deviation of a normal distribution, both always legal.
 """
 
-from collections.abc import Generator as Coroutine
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Generator, Tensor, nn
 
-from esper.contracts.actions import (
-    HEAD,
-    HEAD_NAMES,
-    NUM_HEADS,
-    RELEVANT,
-    ActionMasks,
-    ActionSpec,
-    Op,
-)
-from esper.contracts.errors import BadInput, NoLegalAction
-from esper.contracts.features import Features
+from esper.contracts.errors import NoLegalAction
+from esper.contracts.features import Leaf
 
-HEAD_GROUPS: tuple[tuple[int, ...], ...] = (
-    (HEAD["op"],),
-    (HEAD["slot"],),
-    (HEAD["blueprint"],),
-    tuple(range(HEAD["blueprint"] + 1, NUM_HEADS)),
-)
-"""The order of sampling: each group is drawn given the groups before it."""
+
+@runtime_checkable
+class PolicySpec(Protocol):
+    """What the learner must know of a policy's observations and actions."""
+
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """What the heads are called."""
+        ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many choices each head has."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Length of a padded row: the choices of the largest head."""
+        ...
+
+    @property
+    def action_dtype(self) -> torch.dtype:
+        """int64 for choices; float32 for numbers drawn from normal distributions."""
+        ...
+
+    @property
+    def observation(self) -> Mapping[str, Leaf]:
+        """The tensors that a policy reads in one environment, by name."""
+        ...
+
+    @property
+    def observation_type(self) -> type:
+        """What they are put together as: a dataclass with these fields, or dict."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What was chosen, and everything needed to learn from it."""
 
-    actions: Int64[Tensor, "env head"]
+    actions: Shaped[Tensor, "env head"]
     log_probs: Float[Tensor, "env head"]
     """Log-probability of each choice given the heads before it."""
     rows: Bool[Tensor, "env head choice"]
@@ -78,23 +98,33 @@ def evaluate_choices(
     logits: Float[Tensor, "env time head choice"],
     values: Float[Tensor, "env time"],
     rows: Bool[Tensor, "env time head choice"],
-    actions: Int64[Tensor, "env time head"],
+    actions: Shaped[Tensor, "env time head"],
 ) -> Evaluation:
-    """The masked distribution of some logits and what it says of stored choices."""
-    distribution = masked_log_softmax(logits, rows)
+    """The distribution of some logits and what it says of stored actions."""
+    family = family_of(actions.dtype)
+    distribution = family.distribution(logits, rows)
     return Evaluation(
         logits=logits,
         distribution=distribution,
-        log_probs=chosen(distribution, actions),
+        log_probs=family.log_probs(distribution, actions),
         normalized_values=values,
     )
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """A recurrent, masked policy over several heads, with a normalised value."""
+    """A recurrent, masked policy over several heads, with a normalised value.
 
-    spec: ActionSpec
+    `features` and `masks` are whatever the policy reads; the learner stores the first
+    as `spec` describes them and never looks at the second, only at the rows of a
+    decision.
+    """
+
+    @property
+    def spec(self) -> PolicySpec:
+        """Its observations and actions."""
+        ...
+
     state_shape: tuple[int, int]
     """Layers and width of its memory."""
     value_out: nn.Linear
@@ -112,8 +142,8 @@ class Policy(Protocol):
 
     def act(
         self,
-        features: Features,
-        masks: ActionMasks,
+        features: Any,  # noqa: ANN401
+        masks: Any,  # noqa: ANN401
         first: Bool[Tensor, " env"],
         state: Float[Tensor, "env layer state"],
         generator: Generator | None,
@@ -123,8 +153,8 @@ class Policy(Protocol):
 
     def scores(
         self,
-        features: Features,
-        actions: Int64[Tensor, "env time head"],
+        features: Any,  # noqa: ANN401
+        actions: Any,  # noqa: ANN401
         first: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time head choice"], Float[Tensor, "env time"]]:
@@ -133,7 +163,7 @@ class Policy(Protocol):
 
     def value(
         self,
-        features: Features,
+        features: Any,  # noqa: ANN401
         first: Bool[Tensor, " env"],
         state: Float[Tensor, "env layer state"],
     ) -> Float[Tensor, " env"]:
@@ -171,6 +201,60 @@ def chosen(
     return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
 
+def normal_parameters(
+    parameters: Float[Tensor, "*batch two"], rows: Bool[Tensor, "*batch two"]
+) -> Float[Tensor, "*batch two"]:
+    """Mean and log standard deviation as they are; nothing of them is masked."""
+    return parameters
+
+
+def normal_log_probs(
+    distribution: Float[Tensor, "*batch two"], actions: Float[Tensor, " *batch"]
+) -> Float[Tensor, " *batch"]:
+    """Log-density of the numbers that were drawn."""
+    mean, log_deviation = distribution.unbind(-1)
+    distance = (actions - mean) * torch.exp(-log_deviation)
+    return -0.5 * (distance.square() + LOG_TWO_PI) - log_deviation
+
+
+def normal_entropy(
+    distribution: Float[Tensor, "*batch two"],
+) -> Float[Tensor, " *batch"]:
+    """Differential entropy, in nats."""
+    return distribution[..., 1] + 0.5 * (1.0 + LOG_TWO_PI)
+
+
+def normal_kl(
+    old: Float[Tensor, "*batch two"], new: Float[Tensor, "*batch two"]
+) -> Float[Tensor, " *batch"]:
+    """Exact KL(old || new)."""
+    (old_mean, old_log), (new_mean, new_log) = old.unbind(-1), new.unbind(-1)
+    squares = (2.0 * old_log).exp() + (old_mean - new_mean).square()
+    return new_log - old_log + 0.5 * (squares * (-2.0 * new_log).exp() - 1.0)
+
+
+class Family(NamedTuple):
+    """How what a policy puts out becomes a distribution, and what is asked of it."""
+
+    distribution: Callable[[Tensor, Tensor], Tensor]
+    """From outputs and rows."""
+    log_probs: Callable[[Tensor, Tensor], Tensor]
+    """Of some actions."""
+    entropy: Callable[[Tensor], Tensor]
+    kl: Callable[[Tensor, Tensor], Tensor]
+    """KL(old || new)."""
+
+
+LOG_TWO_PI: Final = math.log(2.0 * math.pi)
+CHOICES: Final = Family(masked_log_softmax, chosen, entropy, kl_divergence)
+NUMBERS: Final = Family(normal_parameters, normal_log_probs, normal_entropy, normal_kl)
+
+
+def family_of(dtype: torch.dtype) -> Family:
+    """The family of distributions that actions of this dtype are drawn from."""
+    return NUMBERS if dtype.is_floating_point else CHOICES
+
+
 def sample(
     logits: Float[Tensor, "*batch choice"],
     rows: Bool[Tensor, "*batch choice"],
@@ -202,107 +286,21 @@ def gumbel(shape: Sequence[int], generator: Generator) -> Float[Tensor, "*shape"
     return uniform.clamp_(min=2.0**-25).log_().neg_().log_().neg_()
 
 
-def relevant(actions: Int64[Tensor, "*batch head"]) -> Bool[Tensor, "*batch head"]:
-    """Whether the chosen op uses each head; the op itself always counts."""
-    ops = actions[..., HEAD["op"]]
-    return (
-        _relevant_on(actions.device).index_select(0, ops.reshape(-1)).view_as(actions)
-    )
-
-
 @cache
-def _relevant_on(device: torch.device) -> Tensor:
+def first_choice(width: int, device: torch.device) -> Bool[Tensor, " choice"]:
+    """The row of a head that has nothing to choose: choice 0 alone is legal."""
     # One copy per device, usable with gradients even if inference asks for it first.
-    with torch.inference_mode(False):
-        return RELEVANT.to(device)
-
-
-def rows_by_group(
-    masks: ActionMasks, *, causal: bool = True
-) -> Coroutine[Tensor, Any, None]:
-    """What one group of heads after the other may choose, given the choices before.
-
-    A coroutine: it yields the rows of op, slot and blueprint `[env, choice]` and is
-    sent their choices `[env]`; last it yields the rows of all other heads
-    `[env, head, choice]`.
-
-    Args:
-        masks: What is possible.
-        causal: Force heads that the op does not use to choice 0. False is the
-            ablation in which such heads are drawn, and counted, all the same.
-    """
-    fixed, unused = masks.fixed, masks.fixed
-    if causal:
-        unused = _first_choice(fixed.shape[2], fixed.device).expand_as(fixed)
-    op = yield masks.op
-    uses = _relevant_on(op.device).index_select(0, op).unsqueeze(2)
-    one, two = HEAD["slot"], HEAD["blueprint"]
-    rows = _of_choice(masks.slot, op)
-    slot = yield torch.where(uses[:, one], rows, unused[:, one, : rows.shape[1]])
-    rows = _of_choice(masks.blueprint, slot)
-    yield torch.where(uses[:, two], rows, unused[:, two, : rows.shape[1]])
-    rest = slice(two + 1, None)
-    yield torch.where(uses[:, rest], fixed[:, rest], unused[:, rest])
-
-
-def _of_choice(
-    table: Bool[Tensor, "env option choice"], option: Int64[Tensor, " env"]
-) -> Bool[Tensor, "env choice"]:
-    """The row of each environment's option."""
-    index = option.view(-1, 1, 1).expand(-1, 1, table.shape[2])
-    return table.gather(1, index).squeeze(1)
-
-
-def join_groups(groups: Sequence[Tensor], width: int) -> Tensor:
-    """Rows or logits of all groups as `[row, head, choice]`, padded with 0."""
-    *single, rest = groups
-    blank = rest.new_zeros(rest.shape[0], width)
-    padded = [part for row in single for part in (row, blank[:, row.shape[1] :])]
-    flat = torch.cat((*padded, rest.flatten(1)), dim=1)
-    return flat.view(rest.shape[0], -1, width)
-
-
-def legal_rows(
-    masks: ActionMasks, actions: Int64[Tensor, "env head"], *, causal: bool = True
-) -> Bool[Tensor, "env head choice"]:
-    """What every head may choose, given the choices of the heads before it."""
-    groups = rows_by_group(masks, causal=causal)
-    rows = [next(groups), *(groups.send(actions[:, head]) for head in range(3))]
-    return join_groups(rows, masks.fixed.shape[2])
-
-
-@cache
-def _first_choice(width: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.arange(width, device=device) == 0
 
 
-def require_choice(rows: Bool[Tensor, "env head choice"]) -> None:
+def require_choice(
+    rows: Bool[Tensor, "env head choice"], names: Sequence[str], hint: str
+) -> None:
     """Refuse rows in which a head has nothing to choose (reads the device)."""
     possible = rows.any(dim=-1)
     if not bool(possible.all()):
         env, head = (int(index) for index in (~possible).nonzero()[0])
         raise NoLegalAction(
-            f"head {HEAD_NAMES[head]!r} of environment {env} has no legal choice; WAIT "
-            "must always be legal and an op needs a slot: check the masks."
+            f"head {names[head]!r} of environment {env} has no legal choice; {hint}"
         )
-
-
-def require_masks(masks: ActionMasks, envs: int, spec: ActionSpec) -> None:
-    """Refuse masks of another type or shape, even if they would broadcast."""
-    ops, slots, kinds = len(Op), spec.slots.max_slots, len(spec.blueprints)
-    shapes = {
-        "op": (envs, ops),
-        "slot": (envs, ops, slots),
-        "blueprint": (envs, slots, kinds),
-        "fixed": (envs, NUM_HEADS, spec.width),
-    }
-    for name, shape in shapes.items():
-        mask = getattr(masks, name)
-        if mask.dtype != torch.bool:
-            raise BadInput(f"mask {name!r} must be bool, got {mask.dtype}.")
-        if mask.shape != shape:
-            raise BadInput(
-                f"mask {name!r} must be {list(shape)} for this action space, got "
-                f"{list(mask.shape)}."
-            )

@@ -32,9 +32,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.errors import BadInput
-from esper.simic.agent.distribution import Evaluation, entropy, kl_divergence
+from esper.simic.agent.distribution import Evaluation, family_of
 from esper.simic.agent.metrics import Terms
 from esper.simic.agent.rollout_buffer import SequenceBatch
 
@@ -73,7 +72,7 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that PPO cannot mean."""
-        heads, weights = self.head_entropy.keys(), self.head_entropy.values()
+        weights = self.head_entropy.values()
         near = math.inf if self.value_clip is None else self.value_clip
         for name, fine, rule in (
             ("learning_rate", 0.0 < self.learning_rate <= 1e4, "be in (0, 1e4]"),
@@ -83,7 +82,6 @@ class PPOConfig:
             ("clip_mode", self.clip_mode in CLIP_MODES, f"be one of {CLIP_MODES}"),
             ("target_kl", self.target_kl > 0.0, "be positive"),
             ("entropy", 0.0 <= self.entropy < math.inf, "be finite, not negative"),
-            ("head_entropy", heads <= {*HEAD_NAMES}, f"name heads of {HEAD_NAMES}"),
             (
                 "head_entropy",
                 all(0.0 <= weight < math.inf for weight in weights),
@@ -96,6 +94,14 @@ class PPOConfig:
         ):
             if not fine:
                 raise BadInput(f"{name} must {rule}, got {getattr(self, name)!r}.")
+
+    def require_heads(self, *heads: str) -> None:
+        """Refuse weights of heads that there are not."""
+        if not self.head_entropy.keys() <= {*heads}:
+            raise BadInput(
+                f"head_entropy must name heads of {heads}, got "
+                f"{dict(self.head_entropy)!r}."
+            )
 
 
 def _counts(value: object) -> bool:
@@ -132,7 +138,8 @@ def ppo_terms(
         value_error(new.normalized_values, targets, old_values, config.value_clip),
         valid,
     )
-    nats = entropy(new.distribution)
+    family = family_of(batch.actions.dtype)
+    nats = family.entropy(new.distribution)
     share = torch.where(is_open, nats / legal.clamp(min=2).log(), 0.0)
     steps = valid.sum().clamp(min=1)
     bonus = (entropy_weights * share.sum(dim=(0, 1))).sum() / steps
@@ -140,7 +147,7 @@ def ppo_terms(
 
     with torch.no_grad():
         open_steps = is_open.sum(dim=(0, 1))
-        kl = kl_divergence(batch.distribution, new.distribution)
+        kl = family.kl(batch.distribution, new.distribution)
         return Terms(
             loss=loss,
             policy_loss=policy_loss.detach(),

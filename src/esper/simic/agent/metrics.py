@@ -4,7 +4,7 @@ Each optimiser step leaves one row of numbers. Means are over the steps that wer
 taken, never over those that were planned; a mean over nothing is NaN, not 0.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,8 +13,6 @@ import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
-
-from esper.contracts.actions import HEAD_NAMES, NUM_HEADS
 
 SCALARS: Final = (
     "policy_loss",
@@ -114,13 +112,16 @@ def read_record(
     rows: list[Float[Tensor, " metric"]],
     explained_variance: Float[Tensor, ""],
     steps_planned: int,
+    head_names: Sequence[str],
 ) -> UpdateRecord:
     """Read everything from the device in one copy and name it."""
     flat = torch.cat([*rows, explained_variance.detach().reshape(1)])
     host = flat.to("cpu", copy=True).numpy()  # the one read of an update
     table, explained = host[:-1].reshape(len(rows), -1), float(host[-1])
     taken, stopped, finite = table[:, -len(FLAGS) :].T > 0
-    by_head = table[:, len(SCALARS) : -len(FLAGS)].reshape(-1, len(PER_HEAD), NUM_HEADS)
+    by_head = table[:, len(SCALARS) : -len(FLAGS)].reshape(
+        len(rows), len(PER_HEAD), len(head_names)
+    )
     scalars, heads = _mean(table[taken, : len(SCALARS)]), _mean(by_head[taken])
     # A minibatch in which a head was never open says nothing of its entropy.
     entropies, openness = by_head[taken, 1], by_head[taken, 2]
@@ -140,7 +141,7 @@ def read_record(
         refused=int((~finite & ~stopped).sum()),
         heads={
             name: HeadRecord(*heads[:, index].tolist())
-            for index, name in enumerate(HEAD_NAMES)
+            for index, name in enumerate(head_names)
         },
     )
 

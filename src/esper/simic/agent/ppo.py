@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
 
-from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.state import Stateful
 from esper.simic.agent.distribution import Policy, evaluate_choices
@@ -167,6 +166,8 @@ class PPOAgent(Stateful):
         self.buffer = buffer
         self.config = config = config or PPOConfig()
         _require_match(policy, buffer)
+        heads = policy.spec.head_names
+        config.require_heads(*heads)
         if config.minibatches > buffer.num_envs:
             raise BadInput(
                 f"minibatches is {config.minibatches} but the buffer has "
@@ -187,7 +188,7 @@ class PPOAgent(Stateful):
         self.moments = ReturnMoments.none(self.device)
         self.version = 0
         self._full_entropy = self._entropy = torch.tensor(
-            [config.head_entropy.get(name, config.entropy) for name in HEAD_NAMES],
+            [config.head_entropy.get(name, config.entropy) for name in heads],
             device=self.device,
         )
 
@@ -227,7 +228,8 @@ class PPOAgent(Stateful):
                 tensor.copy_(torch.where(taken, tensor, old))
         self.buffer.reset()
         self.version += 1
-        return read_record(rows, explained, config.epochs * config.minibatches)
+        planned = config.epochs * config.minibatches
+        return read_record(rows, explained, planned, self.policy.spec.head_names)
 
     def _take_rollout(self) -> SequenceBatch:
         if self.buffer.policy_version != self.version:

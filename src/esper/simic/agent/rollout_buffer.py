@@ -21,26 +21,24 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float32, Int64
+from jaxtyping import Bool, Float, Float32, Int64, Shaped
 from numpy.typing import NDArray
 from torch import Generator, Tensor
 
-from esper.contracts.actions import HEAD_NAMES, NUM_HEADS, ActionSpec
 from esper.contracts.devices import usable_device
 from esper.contracts.errors import BadInput, CallOrder, IllegalAction, NoLegalAction
-from esper.contracts.features import Features, feature_shapes
 from esper.kernels import kernel
 from esper.scan import gae
+from esper.simic.agent.distribution import PolicySpec
 
 Array = NDArray[Any]
 Record = TypeVar("Record")
 RESULTS: Final = ("advantages", "returns")
 VIEWS: Final = ("dones", "truncated", "rewards", "values", "final_values", *RESULTS)
-JUDGED: Final = (
-    *("rows", "actions", "log_probs", "distribution"),
-    *("first", "dones", "truncated", "final_values"),
-)
-"""What `_first_problem` reads."""
+CHOSEN: Final = ("rows", "actions", "log_probs", "distribution")
+"""What `_first_bad_choice` reads."""
+ENDED: Final = ("first", "dones", "truncated", "final_values")
+"""What `_first_bad_end` reads."""
 TOLERANCE: Final = 1e-4  # between a log-probability and its distribution
 
 
@@ -52,17 +50,19 @@ class SequenceBatch:
     first state. Tensors are contiguous; on padding they are 0, False and legal.
     """
 
-    features: Features
-    """What was seen before each choice."""
+    features: Any
+    """What was seen before each choice: a dataclass or dict of tensors."""
     first: Bool[Tensor, "env time"]
     """Whether the step is the first of an episode: memory starts anew before it."""
     rows: Bool[Tensor, "env time head choice"]
     """The mask rows the choices were drawn from."""
-    actions: Int64[Tensor, "env time head"]
+    actions: Shaped[Tensor, "env time head"]
+    """int64 choices, or float32 numbers."""
     log_probs: Float[Tensor, "env time head"]
     """Log-probability of each choice under the policy that made it."""
     distribution: Float[Tensor, "env time head choice"]
-    """Log-probabilities of all choices under that policy."""
+    """Log-probabilities of all choices under that policy; of numbers, mean and log
+    standard deviation."""
     values: Float[Tensor, "env time"]
     advantages: Float[Tensor, "env time"]
     returns: Float[Tensor, "env time"]
@@ -73,12 +73,11 @@ class SequenceBatch:
     group_size: int = 1
     """How many rows after each other have the same random streams."""
 
-    def __getitem__(self, name: str) -> Tensor | Features | int:
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401
         """A field by its name."""
         if name not in self.__slots__:
             raise KeyError(f"no field {name!r}; there are {', '.join(self.__slots__)}.")
-        field: Tensor | Features | int = getattr(self, name)
-        return field
+        return getattr(self, name)
 
     @property
     def num_envs(self) -> int:
@@ -111,9 +110,13 @@ class SequenceBatch:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Record) -> Record:
-    """A record, whose fields may be records, with every tensor changed."""
+    """A record, whose fields may be records or dicts, with every tensor changed."""
     if isinstance(value, Tensor):
         return function(value)  # type: ignore[return-value]
+    if isinstance(value, dict):
+        return {  # type: ignore[return-value]
+            name: map_tensors(function, part) for name, part in value.items()
+        }
     if not is_dataclass(value):
         return value
     names = [field.name for field in fields(value)]
@@ -139,7 +142,7 @@ class TamiyoRolloutBuffer:
     Args:
         num_envs: Environments that step together; rows.
         max_steps: Steps a row can hold.
-        spec: The action space; it decides the shapes.
+        spec: What is observed and chosen; it decides the shapes.
         state_shape: Layers and width of the policy's memory.
         gamma: Discount per decision.
         gae_lambda: Trace decay: 0 is one-step TD, 1 is Monte Carlo.
@@ -165,7 +168,7 @@ class TamiyoRolloutBuffer:
         self,
         num_envs: int,
         max_steps: int,
-        spec: ActionSpec,
+        spec: PolicySpec,
         *,
         state_shape: tuple[int, int],
         gamma: float = 1.0,
@@ -179,8 +182,11 @@ class TamiyoRolloutBuffer:
         for name, share in (("gamma", gamma), ("gae_lambda", gae_lambda)):
             if not 0.0 <= share <= 1.0:
                 raise BadInput(f"{name} must lie in [0, 1], got {share}.")
-        if not isinstance(spec, ActionSpec):
-            raise BadInput(f"spec must be an ActionSpec, got {type(spec).__name__}.")
+        if not isinstance(spec, PolicySpec):
+            raise BadInput(
+                f"spec must be an ActionSpec, got {type(spec).__name__}; anything that "
+                "has what simic's PolicySpec names will do."
+            )
         self.device = device = usable_device(device)
         self.num_envs, self.max_steps, self.spec = num_envs, max_steps, spec
         self.state_shape = tuple(state_shape)
@@ -216,9 +222,12 @@ class TamiyoRolloutBuffer:
         self._envs = torch.arange(num_envs, device=device)
         self._steps = torch.arange(max_steps, device=device)
         self._sizes = np.array(spec.sizes)
+        self._names = tuple(spec.observation)
+        self._is_continuous = spec.action_dtype.is_floating_point
         self._looks = device.type == "cpu"
         if self._looks:
-            self._judged = [self._storage[name].numpy() for name in JUDGED]
+            self._chosen = [self._storage[name].numpy() for name in CHOSEN]
+            self._ended = [self._storage[name].numpy() for name in ENDED]
             self._finite = {
                 f.name: self._storage[f.name].numpy().reshape(columns, num_envs, -1)
                 for f in self._fields
@@ -270,10 +279,10 @@ class TamiyoRolloutBuffer:
     def add(
         self,
         *,
-        features: Features,
+        features: Any,  # noqa: ANN401
         first: Bool[Tensor, " env"],
         rows: Bool[Tensor, "env head choice"],
-        actions: Int64[Tensor, "env head"],
+        actions: Shaped[Tensor, "env head"],
         log_probs: Float32[Tensor, "env head"],
         distribution: Float32[Tensor, "env head choice"],
         values: Float32[Tensor, " env"],
@@ -293,12 +302,8 @@ class TamiyoRolloutBuffer:
         Only rows of environments that `acted` grow; None is everyone.
         """
         self._require_open("add")
-        if not isinstance(features, Features):
-            raise BadInput(f"features must be Features, got {type(features).__name__}.")
         given = (
-            features.host,
-            features.slots,
-            features.offers,
+            *self._leaves(features),
             first,
             rows,
             actions,
@@ -392,8 +397,8 @@ class TamiyoRolloutBuffer:
             rows[..., 0] |= ~valid[..., None]
         copied = ("first", "actions", "log_probs", "distribution", "values", *RESULTS)
         return SequenceBatch(
-            features=Features(
-                *(sequences(f"features.{field.name}") for field in fields(Features))
+            features=self.spec.observation_type(
+                **{name: sequences(f"features.{name}") for name in self._names}
             ),
             rows=rows,
             **{name: sequences(name) for name in copied},
@@ -415,6 +420,22 @@ class TamiyoRolloutBuffer:
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied: a rollout belongs to its policy's update."""
         raise CallOrder("a rollout buffer cannot be pickled; collect a rollout anew.")
+
+    def _leaves(self, features: Any) -> list[Tensor]:  # noqa: ANN401
+        """The tensors of an observation, in the order of the spec."""
+        kind: type[Any] = self.spec.observation_type
+        if not isinstance(features, kind):
+            raise BadInput(
+                f"features must be {kind.__name__}, got {type(features).__name__}."
+            )
+        if kind is not dict:
+            return [getattr(features, name) for name in self._names]
+        if features.keys() != self.spec.observation.keys():
+            raise BadInput(
+                f"features must have {', '.join(self._names)}, got "
+                f"{', '.join(features)}."
+            )
+        return [features[name] for name in self._names]
 
     def _require_open(self, call: str) -> None:
         if self._is_computed or self._is_cut:
@@ -484,14 +505,23 @@ class TamiyoRolloutBuffer:
         at = columns.numpy()
         for name, array in self._finite.items():
             self._require_finite(name, array, at)
-        problem, env, head = _first_problem(*self._judged, self._sizes, at)
+        problem = env = head = 0
+        if not self._is_continuous:
+            problem, env, head = _first_bad_choice(*self._chosen, self._sizes, at)
         if problem:
             error, text = PROBLEMS[problem - 1]
-            actions, log_probs = (x[at[env], env, head] for x in self._judged[1:3])
+            actions, log_probs = (x[at[env], env, head] for x in self._chosen[1:3])
             raise error(
-                f"{text}; head {HEAD_NAMES[head]!r} of environment {env} at step "
-                f"{int(self._counts[env])}, choice {actions} with log-probability "
-                f"{log_probs}."
+                f"{text}; head {self.spec.head_names[head]!r} of environment {env} at "
+                f"step {int(self._counts[env])}, choice {actions} with "
+                f"log-probability {log_probs}."
+            )
+        problem, env = _first_bad_end(*self._ended, at)
+        if problem:
+            error, text = PROBLEMS[problem - 1]
+            raise error(
+                f"{text}; look at what was added of environment {env} at step "
+                f"{int(self._counts[env])}."
             )
 
     def _unfinished(self) -> Bool[Tensor, " env"]:
@@ -508,14 +538,17 @@ class TamiyoRolloutBuffer:
         return min(self._adds, self.max_steps)
 
 
-def step_fields(num_envs: int, spec: ActionSpec) -> tuple[Field, ...]:
+def step_fields(num_envs: int, spec: PolicySpec) -> tuple[Field, ...]:
     """What is stored of one step of all environments."""
-    env, choices = (num_envs,), (num_envs, NUM_HEADS, spec.width)
+    env, choices = (num_envs,), (num_envs, len(spec.sizes), spec.width)
     return (
-        *(Field(f"features.{n}", (*env, *s)) for n, s in feature_shapes(spec).items()),
+        *(
+            Field(f"features.{name}", (*env, *leaf.shape), leaf.dtype)
+            for name, leaf in spec.observation.items()
+        ),
         Field("first", env, torch.bool),
         Field("rows", choices, torch.bool),
-        Field("actions", choices[:2], torch.int64),
+        Field("actions", choices[:2], spec.action_dtype),
         Field("log_probs", choices[:2]),
         Field("distribution", choices),
         Field("values", env),
@@ -557,22 +590,17 @@ def _first_infinite(values: Array, at: Array) -> int:
 
 
 @kernel
-def _first_problem(
+def _first_bad_choice(
     rows: Array,
     actions: Array,
     log_probs: Array,
     distribution: Array,
-    first: Array,
-    dones: Array,
-    truncated: Array,
-    final_values: Array,
     sizes: Array,
     at: Array,
 ) -> tuple[int, int, int]:
-    """What cannot be meant in a step of finite numbers, in which environment and head.
+    """The first choice that its row forbids or its distribution contradicts.
 
-    A choice that its row forbids or its distribution contradicts, a truncation without
-    a value, an episode that does not begin after an end.
+    Returns the problem, the environment and the head; (0, 0, 0) if there is none.
     """
     for env in range(rows.shape[1]):
         now = at[env]
@@ -596,8 +624,23 @@ def _first_problem(
             expected = distribution[now, env, head, action]
             if given > 0 or abs(given - expected) > TOLERANCE * (1 + abs(expected)):
                 return CONTRADICTED, env, head
-        if truncated[now, env] and not np.isfinite(final_values[now, env]):
-            return LOST, env, 0
-        if now > 0 and first[now, env] != dones[now - 1, env]:
-            return TORN, env, 0
     return 0, 0, 0
+
+
+@kernel
+def _first_bad_end(
+    first: Array, dones: Array, truncated: Array, final_values: Array, at: Array
+) -> tuple[int, int]:
+    """The first truncation without a value, or beginning that follows no end.
+
+    Returns the problem and the environment; (0, 0) if there is none.
+    """
+    for env in range(first.shape[1]):
+        now = at[env]
+        if now == first.shape[0] - 1:
+            continue
+        if truncated[now, env] and not np.isfinite(final_values[now, env]):
+            return LOST, env
+        if now > 0 and first[now, env] != dones[now - 1, env]:
+            return TORN, env
+    return 0, 0

@@ -34,7 +34,6 @@ from esper.contracts.features import (
     STAGE_COLUMNS,
     Column,
     Features,
-    feature_shapes,
 )
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
@@ -48,7 +47,6 @@ __all__ = [
     "Features",
     "blueprint_table",
     "compute_features",
-    "feature_shapes",
 ]
 
 HUGE: Final = 1e8

@@ -34,16 +34,12 @@ from esper.contracts.actions import (
 from esper.contracts.errors import BadInput
 from esper.contracts.world import ControllerState, Observation
 from esper.simic.agent.distribution import (
-    HEAD_GROUPS,
     Decision,
     choose,
     chosen,
     gumbel,
-    join_groups,
     masked_log_softmax,
     require_choice,
-    require_masks,
-    rows_by_group,
 )
 from esper.simic.agent.memory import make_memory
 from esper.tamiyo.policy.features import (
@@ -54,6 +50,13 @@ from esper.tamiyo.policy.features import (
     Features,
     blueprint_table,
     compute_features,
+)
+from esper.tamiyo.policy.heads import (
+    HEAD_GROUPS,
+    NO_CHOICE,
+    join_groups,
+    require_masks,
+    rows_by_group,
 )
 
 
@@ -165,7 +168,7 @@ class TamiyoPolicy(nn.Module):
         actions = torch.cat((torch.stack(picked[:-1], dim=1), picked[-1]), dim=1)
         legal = join_groups(rows, self.spec.width)
         if legal.device.type == "cpu":
-            require_choice(legal)
+            require_choice(legal, HEAD_NAMES, NO_CHOICE)
         distribution = masked_log_softmax(join_groups(logits, self.spec.width), legal)
         return Decision(
             actions=actions,
