@@ -14,6 +14,7 @@ _HOMES: Final = {
     "Geometry": "esper.growth.blueprints.geometry",
     "Grower": "esper.grower",
     "GrowingModel": "esper.growth.model",
+    "PPO": "esper.rl.ppo",
     "PPOAgent": "esper.simic.agent.ppo",
     "PPOConfig": "esper.simic.agent.ppo",
     "SimulatedWorld": "esper.environment.simulated",

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from esper.contracts.errors import BadInput
 from esper.simic.agent.memory import LSTM, MinGRU, make_memory
 
-KINDS = [(name, layers) for name in ("mingru", "lstm") for layers in (1, 2, 3)]
+KINDS = [(n, layers) for n in ("mingru", "gru", "lstm") for layers in (1, 2, 3)]
 ALL = [*KINDS, ("none", 1)]
 WIDTH, ENVS, TIME = 6, 4, 11
 
@@ -140,8 +140,8 @@ def test_gates_shut_or_open_for_good_have_finite_gradients(gate):
 
 
 def test_an_unknown_memory_is_refused_by_name():
-    with pytest.raises(BadInput, match=r"no memory 'gru'; choose one of mingru, lstm"):
-        make_memory("gru", 4, 1)
+    with pytest.raises(BadInput, match=r"no memory 'gruu'; choose one of mingru, gru"):
+        make_memory("gruu", 4, 1)
     assert isinstance(make_memory("lstm", 4, 2), LSTM)
     assert make_memory("mingru", 4, 2).state_shape == (2, 4)
     assert isinstance(make_memory("mingru", 4, 2), MinGRU)

@@ -6,7 +6,7 @@ MinGRU (Feng et al. 2024, https://arxiv.org/abs/2410.01201):
 
 where the paper writes z_t W_h x_t, which fades as spans grow. The gates do not see h,
 so a whole sequence is two matrix products and one `scan`; an episode boundary is a
-decay of 0. The LSTM is kept for comparison. Every memory maps `inputs
+decay of 0. GRU and LSTM are stepped one decision at a time. Every memory maps `inputs
 [env, time, width]`, `first [env, time]` and `state [env, layer, state]` to outputs and
 the next state; where `first` is set the state is dropped *before* use.
 """
@@ -100,6 +100,38 @@ class LSTM(nn.Module):
         return inputs, torch.stack(last, dim=1)
 
 
+class GRU(nn.Module):
+    """A gated recurrent unit, stepped one decision at a time."""
+
+    def __init__(self, width: int, layers: int = 1) -> None:
+        super().__init__()
+        self.state_shape = (layers, width)
+        cells = [nn.GRUCell(width, width) for _ in range(layers)]
+        with torch.no_grad():
+            for cell in cells:
+                cell.bias_ih[width : 2 * width] = _log_spans(width)  # what is kept
+        self.cells = nn.ModuleList(cells)
+
+    def forward(
+        self,
+        inputs: Float[Tensor, "env time width"],
+        first: Bool[Tensor, "env time"],
+        state: Float[Tensor, "env layer state"],
+    ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
+        """Run over `inputs` from `state`."""
+        last = []
+        for layer, cell in enumerate(self.cells):
+            hidden, outputs = state[:, layer], []
+            for time in range(inputs.shape[1]):
+                # Select, do not multiply: a stale state may hold anything.
+                hidden = torch.where(first[:, time, None], 0.0, hidden)
+                hidden = cell(inputs[:, time], hidden)
+                outputs.append(hidden)
+            inputs = inputs + torch.stack(outputs, dim=1)
+            last.append(hidden)
+        return inputs, torch.stack(last, dim=1)
+
+
 class NoMemory(nn.Module):
     """Decides by what is seen now: the ablation."""
 
@@ -126,9 +158,10 @@ def _log_spans(width: int) -> Float[Tensor, " width"]:
     return torch.linspace(0.0, math.log(LONGEST_SPAN), width)
 
 
-AnyMemory = MinGRU | LSTM | NoMemory
+AnyMemory = MinGRU | GRU | LSTM | NoMemory
 MEMORIES: Final[dict[str, type[AnyMemory]]] = {
     "mingru": MinGRU,
+    "gru": GRU,
     "lstm": LSTM,
     "none": NoMemory,
 }

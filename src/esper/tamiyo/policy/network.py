@@ -80,7 +80,7 @@ class PolicyConfig:
     offer_width: int = 32
     """Numbers per (slot, blueprint) offer."""
     memory: str = "mingru"
-    """What remembers: mingru, lstm or none."""
+    """What remembers: mingru, gru, lstm or none."""
     layers: int = 1
     """Layers of the memory."""
     causal: bool = True

@@ -1,0 +1,160 @@
+"""How many steps per CPU-second does `esper.PPO` make beside its peers?
+
+One rollout and one update of 64 environments x 128 steps, 4 epochs, 4 minibatches,
+layers of 64 numbers, one thread, in one process, turn by turn; CPU-seconds, best turn.
+Peers: sb3-contrib's RecurrentPPO (one LSTM that value and policy share) and
+MaskablePPO (no memory). Tasks: CartPole; CartPole that has a mask; and eight choices of
+four with masks, of which RecurrentPPO sees none.
+"""
+
+from collections.abc import Callable
+from time import process_time
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from benchmarks import timing
+from benchmarks.timing import Report
+from esper.rl.ppo import PPO
+
+ENVS, STEPS = 64, 128
+TURNS = 5
+Side = Callable[[], object]
+
+
+class MaskedCartPole(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """CartPole in which both pushes are always legal, and which says so."""
+
+    def __init__(self) -> None:
+        super().__init__(gymnasium.make("CartPole-v1", disable_env_checker=True))
+
+    def action_masks(self) -> NDArray[np.bool_]:
+        """Everything."""
+        return np.ones(2, bool)
+
+
+class EightHeads(gymnasium.Env[Any, Any]):
+    """Eight choices of four, a random mask for each, rewards for low choices."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (16,), np.float32)
+    action_space = spaces.MultiDiscrete([4] * 8)
+
+    def __init__(self) -> None:
+        self._masks = np.random.default_rng(0).random((50, 32)) < 0.5
+        self._masks[:, ::4] = True
+        self._seen = np.zeros(16, np.float32)
+        self._step = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Begin."""
+        self._step = 0
+        return self._seen, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:  # noqa: ANN401
+        """Fifty steps."""
+        self._step += 1
+        return self._seen, -float(action[0]), False, self._step >= 50, {}
+
+    def action_masks(self) -> NDArray[np.bool_]:
+        """What is legal now."""
+        return self._masks[self._step % 50]
+
+
+def run() -> Report:
+    """Steps per CPU-second of every side."""
+    report = Report(
+        "PPO, 64 environments",
+        ("task", "side", "steps per CPU-second", "ours with MinGRU is"),
+        notes=["128 steps, 4 epochs, 4 minibatches, layers of 64; CPU time, best turn"],
+    )
+    for task, sides in tasks().items():
+        rates = measure(sides)
+        ours = rates["esper MinGRU"]
+        for name, rate in rates.items():
+            times = None if name == "esper MinGRU" else f"{ours / rate:.2f}× as fast"
+            report.add(task, name, rate, times)
+    return report
+
+
+def tasks() -> dict[str, dict[str, Side]]:
+    """What is compared on each task."""
+
+    def cartpole() -> gymnasium.Env[Any, Any]:
+        return gymnasium.make("CartPole-v1", disable_env_checker=True)
+
+    memories = {"MinGRU": "mingru", "GRU": "gru", "LSTM": "lstm", "no memory": "none"}
+    return {
+        "CartPole": {
+            **{f"esper {n}": _ours(cartpole, memory) for n, memory in memories.items()},
+            "RecurrentPPO": _recurrent(cartpole),
+        },
+        "CartPole, masked": {
+            "esper MinGRU": _ours(MaskedCartPole, "mingru"),
+            "MaskablePPO": _maskable(MaskedCartPole),
+        },
+        "8 heads, masked": {
+            "esper MinGRU": _ours(EightHeads, "mingru"),
+            "RecurrentPPO without masks": _recurrent(EightHeads),
+        },
+    }
+
+
+def measure(sides: dict[str, Side]) -> dict[str, float]:
+    """Best steps per CPU-second of each side, turn by turn."""
+    best = dict.fromkeys(sides, 0.0)
+    for turn in range(2 if timing.QUICK else 1 + TURNS):
+        for name, side in sides.items():
+            began = process_time()
+            side()
+            if turn:  # the first one compiles and warms up
+                rate = ENVS * STEPS / (process_time() - began)
+                best[name] = max(best[name], rate)
+    return best
+
+
+def _ours(make: Callable[[], gymnasium.Env[Any, Any]], memory: str) -> Side:
+    agent = PPO(make, memory=memory, envs=ENVS, steps=STEPS)
+    return lambda: agent.learn(ENVS * STEPS)
+
+
+def _peer_settings() -> dict[str, Any]:
+    parts = 4
+    return {
+        "n_steps": STEPS,
+        "batch_size": ENVS * STEPS // parts,
+        "n_epochs": 4,
+        "device": "cpu",
+        "seed": 0,
+    }
+
+
+def _recurrent(make: Callable[[], gymnasium.Env[Any, Any]]) -> Side:
+    from sb3_contrib import RecurrentPPO
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    policy = {
+        "lstm_hidden_size": 64,
+        "shared_lstm": True,
+        "enable_critic_lstm": False,
+        "net_arch": [64],
+    }
+    peer = RecurrentPPO(
+        "MlpLstmPolicy",
+        DummyVecEnv([make] * ENVS),
+        policy_kwargs=policy,
+        **_peer_settings(),
+    )
+    return lambda: peer.learn(ENVS * STEPS, reset_num_timesteps=False)
+
+
+def _maskable(make: Callable[[], gymnasium.Env[Any, Any]]) -> Side:
+    from sb3_contrib import MaskablePPO
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    peer = MaskablePPO("MlpPolicy", DummyVecEnv([make] * ENVS), **_peer_settings())
+    return lambda: peer.learn(ENVS * STEPS, reset_num_timesteps=False)

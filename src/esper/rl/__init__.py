@@ -1,0 +1,1 @@
+"""Recurrent, masked, factored PPO on any Gymnasium environment."""

@@ -1,0 +1,629 @@
+"""PPO on any Gymnasium environment, with memory, masks and several heads.
+
+    agent = PPO("CartPole-v1", memory="mingru", envs=64, seed=0)
+    agent.learn(300_000, progress=True)
+    action, state = agent.predict(observation, state, episode_start=first)
+    agent.save("agent.safetensors")
+    agent = PPO.load("agent.safetensors", env="CartPole-v1")
+
+Terminated, truncated and cut are three things: an episode that terminated has no
+future, a truncated one has the value of its true final observation, and a rollout that
+is merely over has the value of the observation that comes next.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any, Final
+
+import numpy as np
+import torch
+from gymnasium import Space, spaces
+from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper import __version__
+from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.state import Stateful, load, save
+from esper.experiment.checkpoint import Manifest, pack, unpack
+from esper.experiment.files import Disk, publish, storage
+from esper.experiment.messages import short
+from esper.experiment.progress import Progress
+from esper.experiment.streams import stream, stream_seed
+from esper.rl.policy import SpacePolicy, SpacePolicyConfig
+from esper.rl.spaces import ObservationMoments, SpaceSpec
+from esper.rl.vector import Source, Vector, View
+from esper.simic.agent.metrics import UpdateRecord
+from esper.simic.agent.ppo import PPOAgent, PPOConfig
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+
+Array = NDArray[Any]
+Callback = Callable[["LearnRecord"], object]
+DEFAULTS: Final = PPOConfig(
+    learning_rate=1e-3,
+    epochs=4,
+    minibatches=4,
+    entropy=0.01,
+    target_kl=0.03,
+)
+"""One set for all tasks."""
+MOST_BYTES: Final = 2**32
+SCALARS: Final = ("kl", "policy_loss", "value_loss", "explained_variance")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PPOSettings:
+    """Everything that was chosen about an agent, apart from its spaces."""
+
+    envs: int = 8
+    """Environments that are stepped together."""
+    steps: int = 128
+    """Steps of each environment between two updates."""
+    gamma: float = 0.99
+    """Discount per step."""
+    gae_lambda: float = 0.95
+    """Trace decay of the advantages: 0 is one-step TD, 1 is Monte Carlo."""
+    final_share: float = 0.1
+    """Share of learning rate and entropy weight that is left at the end of learn()."""
+    normalize: bool = True
+    """Whether numbers of observations are normalised by running statistics."""
+    seed: int = 0
+    """Of weights, choices, minibatches and environments."""
+    policy: SpacePolicyConfig = field(default_factory=SpacePolicyConfig)
+    ppo: PPOConfig = DEFAULTS
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        for name in ("envs", "steps"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("gamma", "gae_lambda", "final_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise BadInput(f"{name} must lie in [0, 1], got {getattr(self, name)}.")
+        if not 0 <= self.seed < 2**32:
+            raise BadInput(f"seed must lie in 0..{2**32 - 1}, got {self.seed}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnRecord:
+    """One rollout and its update."""
+
+    steps: int
+    """Steps of all environments since the agent was made."""
+    episodes: int
+    """Episodes that ended in this rollout."""
+    mean_return: float
+    """Their mean return; NaN if none ended."""
+    mean_length: float
+    """Their mean length in steps; 0 if none ended."""
+    seconds: float
+    """Time since learn() began."""
+    update: UpdateRecord
+    """What the update did."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeReturns:
+    """Some whole episodes of an agent."""
+
+    returns: Array
+    lengths: Array
+
+    @property
+    def mean(self) -> float:
+        """Mean return."""
+        return float(self.returns.mean())
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the returns."""
+        return float(self.returns.std())
+
+
+@dataclass(slots=True)
+class Standing:
+    """Where all environments stand between two rollouts."""
+
+    view: View
+    state: Tensor
+    returns: Array
+    lengths: Array
+
+
+class PPO(Stateful):
+    """An agent and the environments that it learns in.
+
+    Args:
+        env: The id of an environment, a function that makes one, or a VectorEnv.
+        memory: What remembers: mingru, gru, lstm or none.
+        envs: How many environments to make.
+        kind: "sync": in this process; "async": each in a process of its own; "native":
+            the id's own vector environment.
+        seed: Of weights, choices, minibatches and environments.
+        steps: Steps of each environment between two updates.
+        gamma: Discount per step.
+        gae_lambda: Trace decay of the advantages.
+        final_share: Share of learning rate and entropy left at the end of `learn`.
+        width: Numbers in every hidden layer.
+        layers: Layers of the memory.
+        separate_value: Give the value an encoder and a memory of its own.
+        normalize: Normalise numbers of observations by running statistics.
+        relevant: Whether a choice of the first head uses each head, bool [op, head].
+        masks: Where masks come from: observation, info, method, None: nowhere; "auto"
+            finds out.
+        ppo: Settings of the update.
+    """
+
+    STATE = ("agent", "observations", "generator", "steps_done", "rounds")
+    DERIVED = ("_standing",)
+
+    def __init__(
+        self,
+        env: Source,
+        *,
+        memory: str = "none",
+        envs: int = 8,
+        kind: str = "sync",
+        seed: int = 0,
+        steps: int = 128,
+        gamma: float = 0.99,
+        gae_lambda: float = 0.95,
+        final_share: float = 0.1,
+        width: int = 64,
+        layers: int = 1,
+        separate_value: bool = False,
+        normalize: bool = True,
+        relevant: Any = None,  # noqa: ANN401
+        masks: str | None = "auto",
+        ppo: PPOConfig = DEFAULTS,
+    ) -> None:
+        policy = SpacePolicyConfig(
+            width=width, memory=memory, layers=layers, separate_value=separate_value
+        )
+        settings = PPOSettings(
+            envs=envs,
+            steps=steps,
+            gamma=gamma,
+            gae_lambda=gae_lambda,
+            final_share=final_share,
+            normalize=normalize,
+            seed=seed,
+            policy=policy,
+            ppo=ppo,
+        )
+        table = None if relevant is None else np.asarray(relevant, bool).tolist()
+        table = None if table is None else tuple(map(tuple, table))
+        world = Vector(env, envs, kind, table, masks)
+        self._source: Source | None = env
+        self._kind, self._masks = kind, masks
+        self._build(world.spec, replace(settings, envs=world.num_envs), world)
+
+    def _build(
+        self, spec: SpaceSpec, settings: PPOSettings, world: Vector | None
+    ) -> None:
+        """Make what is learnt and what learns."""
+        self.spec, self.settings, self.world = spec, settings, world
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream_seed(settings.seed, "weights"))
+            self.policy = SpacePolicy(spec, settings.policy)
+        buffer = TamiyoRolloutBuffer(
+            settings.envs,
+            settings.steps,
+            spec,
+            state_shape=self.policy.state_shape,
+            gamma=settings.gamma,
+            gae_lambda=settings.gae_lambda,
+        )
+        order = stream_seed(settings.seed, "order")
+        parts = min(settings.ppo.minibatches, settings.envs)
+        config = replace(settings.ppo, minibatches=parts)
+        self.agent = PPOAgent(self.policy, buffer, config, rng_seed=order)
+        self.observations = ObservationMoments(spec)
+        self.generator = stream(settings.seed, "choices")
+        self.steps_done = 0
+        """Steps of all environments so far."""
+        self.rounds = 0
+        """Updates so far."""
+        self._standing: Standing | None = None
+
+    def learn(
+        self,
+        total_steps: int,
+        *,
+        progress: bool = False,
+        callback: Callback | None = None,
+        log: str | Path | None = None,
+    ) -> "PPO":
+        """Learn for some more steps, counted over all environments.
+
+        Args:
+            total_steps: How many; rounded up to whole rollouts.
+            progress: Show a progress bar.
+            callback: Called after every update; learning ends when it returns False.
+            log: A folder for `progress.csv`, one row per update, and for the agent
+                itself at the end.
+        """
+        if total_steps < 1:
+            raise BadInput(f"total_steps must be at least 1, got {total_steps}.")
+        world, settings, began = self._world(), self.settings, monotonic()
+        each = settings.envs * settings.steps
+        rounds = -(-total_steps // each)
+        rows = None if log is None else LogFile(Path(log))
+        bar = Progress(unit="update") if progress else None
+        try:
+            for index in range(rounds):
+                done = index / max(rounds - 1, 1)
+                self.agent.anneal(1.0 - (1.0 - settings.final_share) * done)
+                record = self._round(world, began)
+                if rows is not None:
+                    rows.add(record)
+                if bar is not None:
+                    text = f"return {record.mean_return:.4g}"
+                    bar.update(world.name, index + 1, rounds, text)
+                if callback is not None and callback(record) is False:
+                    break
+        finally:
+            if bar is not None:
+                bar.close()
+        if log is not None:
+            self.save(Path(log) / "agent.safetensors")
+        return self
+
+    def _round(self, world: Vector, began: float) -> LearnRecord:
+        """Collect a rollout and learn from it."""
+        ended = self._collect(world)
+        update = self.agent.update()
+        self.rounds += 1
+        returns, lengths = np.array(ended or [(np.nan, 0)], np.float64).T
+        return LearnRecord(
+            steps=self.steps_done,
+            episodes=len(ended),
+            mean_return=float(returns.mean()),
+            mean_length=float(lengths.mean()),
+            seconds=monotonic() - began,
+            update=update,
+        )
+
+    @torch.inference_mode()
+    def _collect(self, world: Vector) -> list[tuple[float, int]]:
+        """Fill the buffer; returns return and length of every episode that ended."""
+        policy, buffer, at = self.policy, self.agent.buffer, self._stand(world)
+        view, state, ended = at.view, at.state, []
+        buffer.begin(state, self.agent.version)
+        for _ in range(buffer.max_steps):
+            features = self.features(view, learn=True)
+            first, acts = torch.from_numpy(view.first), view.acts
+            decision = policy.act(features, view.rows, first, state, self.generator)
+            step = world.step(self.spec.to_env(decision.actions))
+            final_values = None
+            if (step.truncated & ~step.terminated & acts).any():
+                final = self.features(replace(view, observation=step.final))
+                going_on = torch.zeros_like(first)
+                final_values = policy.value(final, going_on, decision.state)
+            buffer.add(
+                features=features,
+                first=first,
+                rows=decision.rows,
+                actions=decision.actions,
+                log_probs=decision.log_probs,
+                distribution=decision.distribution,
+                values=decision.values,
+                rewards=torch.from_numpy(step.rewards),
+                terminated=torch.from_numpy(step.terminated),
+                truncated=torch.from_numpy(step.truncated),
+                final_values=final_values,
+                acted=None if acts.all() else torch.from_numpy(acts),
+            )
+            at.returns += np.where(acts, step.rewards, 0.0)
+            at.lengths += acts
+            over = np.flatnonzero((step.terminated | step.truncated) & acts)
+            for env in over:
+                ended.append((float(at.returns[env]), int(at.lengths[env])))
+            at.returns[over], at.lengths[over] = 0.0, 0
+            self.steps_done += int(acts.sum())
+            view, state = step.view, decision.state
+        first = torch.from_numpy(view.first)
+        buffer.cut(policy.value(self.features(view), first, state))
+        at.view, at.state = view, state
+        self.observations.settle()
+        return ended
+
+    def features(self, view: View, *, learn: bool = False) -> dict[str, Tensor]:
+        """What the policy reads of all environments.
+
+        Args:
+            view: What they show.
+            learn: Whether the statistics count what is shown.
+        """
+        envs, spec = len(view.first), self.spec
+        features = spec.images(view.observation, envs)
+        if "vector" in spec.observation:
+            rows = spec.vector(view.observation, envs)
+            if self.settings.normalize:
+                if learn:
+                    self.observations.add(rows if view.acts.all() else rows[view.acts])
+                rows = self.observations.normalize(rows)
+            features = {"vector": torch.from_numpy(rows), **features}
+        return features
+
+    def _stand(self, world: Vector) -> Standing:
+        """Where the environments stand; new episodes everywhere if nowhere yet."""
+        if self._standing is None:
+            seed = stream_seed(self.settings.seed, f"environments {self.rounds}")
+            view = world.reset(seed % 2**31)
+            envs = world.num_envs
+            state = self.policy.initial_state(envs)
+            self._standing = Standing(
+                view, state, np.zeros(envs), np.zeros(envs, np.int64)
+            )
+        return self._standing
+
+    def predict(
+        self,
+        observation: Any,  # noqa: ANN401
+        state: Array | None = None,
+        episode_start: Any = None,  # noqa: ANN401
+        action_masks: Any = None,  # noqa: ANN401
+        deterministic: bool = True,
+    ) -> tuple[Any, Array | None]:
+        """Actions for one observation or a batch of them, and the memory after it.
+
+        Args:
+            observation: Of one environment, or of several as one batch.
+            state: What the call before returned; None is empty memory.
+            episode_start: Whether each observation is the first of an episode; None
+                is True without a state and False with one.
+            action_masks: What is legal; by default what a Dict observation says.
+            deterministic: Take the likeliest choice instead of drawing one.
+        """
+        spec = self.spec
+        single = _is_single(spec.observation_space, observation)
+        if single:
+            observation = _batched(spec.observation_space, observation)
+            if action_masks is not None:
+                action_masks = spec.mask_row(action_masks)[None]
+        envs = _envs(spec.observation_space, observation)
+        if action_masks is None and spec.has_mask:
+            action_masks = observation["action_mask"]
+        if isinstance(action_masks, list):
+            action_masks = np.stack([spec.mask_row(mask) for mask in action_masks])
+        rows = None if action_masks is None else spec.rows(action_masks, envs)
+        first = np.full(envs, state is None)
+        if episode_start is not None:
+            first = np.broadcast_to(np.asarray(episode_start, bool), (envs,)).copy()
+        memory = self.policy.initial_state(envs)
+        if state is not None:
+            memory = torch.as_tensor(np.asarray(state), dtype=torch.float32)
+            if memory.shape != (envs, *self.policy.state_shape):
+                raise BadInput(
+                    f"state must be {[envs, *self.policy.state_shape]}, got "
+                    f"{[*memory.shape]}; give what the call before returned, or None."
+                )
+        view = View(observation, rows, first, np.ones(envs, bool))
+        with torch.inference_mode():
+            decision = self.policy.act(
+                self.features(view),
+                rows,
+                torch.from_numpy(first),
+                memory,
+                None if deterministic else self.generator,
+            )
+        actions = spec.to_env(decision.actions)
+        after = None
+        if self.settings.policy.memory != "none":
+            after = decision.state.numpy()
+        return (_row(spec.action_space, actions) if single else actions), after
+
+    def evaluate(
+        self,
+        episodes: int = 20,
+        *,
+        env: Source | None = None,
+        deterministic: bool = True,
+        seed: int = 1,
+        max_steps: int = 1_000_000,
+    ) -> EpisodeReturns:
+        """Play whole episodes without learning.
+
+        Args:
+            episodes: How many.
+            env: Where; by default in new environments like those it learns in. A
+                VectorEnv is reset, and learning in it begins new episodes.
+            deterministic: Take likeliest choices instead of drawing them.
+            seed: Of the environments and of drawn choices.
+            max_steps: Steps within which all episodes must end.
+        """
+        if episodes < 1:
+            raise BadInput(f"episodes must be at least 1, got {episodes}.")
+        source = self._source if env is None else env
+        if source is None:
+            raise CallOrder("there is no environment; give evaluate(env=...).")
+        count = min(episodes, self.settings.envs)
+        kind = "sync" if self._kind == "async" else self._kind
+        world = Vector(source, count, kind, self.spec.relevant, self._masks)
+        self._require_spaces(world)
+        if isinstance(source, VectorEnv) and source is self._source:
+            self._standing = None
+        envs = world.num_envs
+        # Each environment has its share, so that short episodes are not preferred.
+        quota = np.array([(episodes + env) // envs for env in range(envs)])
+        generator = None if deterministic else stream(seed, "evaluation")
+        view, state = world.reset(seed), self.policy.initial_state(envs)
+        returns, lengths = np.zeros(envs), np.zeros(envs, np.int64)
+        found: list[tuple[float, int]] = []
+        for _ in range(max_steps):
+            with torch.inference_mode():
+                decision = self.policy.act(
+                    self.features(view),
+                    view.rows,
+                    torch.from_numpy(view.first),
+                    state,
+                    generator,
+                )
+            step = world.step(self.spec.to_env(decision.actions))
+            returns += np.where(view.acts, step.rewards, 0.0)
+            lengths += view.acts
+            over = np.flatnonzero((step.terminated | step.truncated) & view.acts)
+            for env_index in over:
+                if quota[env_index]:
+                    quota[env_index] -= 1
+                    found.append((float(returns[env_index]), int(lengths[env_index])))
+            returns[over], lengths[over] = 0.0, 0
+            if not quota.any():
+                break
+            view, state = step.view, decision.state
+        else:
+            raise BadInput(f"some episode did not end within {max_steps} steps.")
+        if not isinstance(source, VectorEnv):
+            world.close()
+        totals, counts = zip(*found, strict=True)
+        return EpisodeReturns(np.array(totals), np.array(counts))
+
+    def save(self, path: str | Path) -> None:
+        """Write the agent and everything that it learnt to one file."""
+        facts = {"settings": asdict(self.settings), **self.spec.describe()}
+        made_by = {"esper": __version__, "torch": torch.__version__}
+        # Through JSON: tuples become lists, as they will be when it is read.
+        facts = json.loads(json.dumps(facts).replace("Infinity", '"inf"'))
+        manifest = Manifest(
+            step=self.steps_done, score=None, facts=facts, made_by=made_by
+        )
+        file = Path(path)
+        with storage(file, "write"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        publish(Disk(), file, pack(save(self), manifest))
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        env: Source | None = None,
+        *,
+        kind: str = "sync",
+        masks: str | None = "auto",
+    ) -> "PPO":
+        """The agent that `save` wrote; it can learn on if it gets an environment.
+
+        Args:
+            path: The file.
+            env: Where to learn on and evaluate; not needed to predict.
+            kind: As in `PPO`.
+            masks: As in `PPO`.
+        """
+        file = Path(path)
+        with storage(file, "read"):
+            data = Disk().read(file, MOST_BYTES)
+        tensors, manifest = unpack(short(file), data)
+        try:
+            spec = SpaceSpec.from_data(manifest.facts)
+            settings = _settings(manifest.facts["settings"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise BadInput(f"{short(file)} is not an agent that PPO saved.") from error
+        agent = cls.__new__(cls)
+        agent._source, agent._kind, agent._masks = env, kind, masks
+        world = None
+        if env is not None:
+            world = Vector(env, settings.envs, kind, spec.relevant, masks)
+            settings = replace(settings, envs=world.num_envs)
+        agent._build(spec, settings, world)
+        if world is not None:
+            agent._require_spaces(world)
+        load(agent, tensors)
+        return agent
+
+    def close(self) -> None:
+        """End the environments' processes, if they have any."""
+        if self.world is not None:
+            self.world.close()
+
+    def _world(self) -> Vector:
+        if self.world is None:
+            raise CallOrder("there is no environment to learn in; PPO.load(env=...).")
+        return self.world
+
+    def _require_spaces(self, world: Vector) -> None:
+        for name in ("observation_space", "action_space"):
+            mine, other = getattr(self.spec, name), getattr(world.spec, name)
+            if mine != other:
+                raise BadInput(
+                    f"the agent's {name} is {mine}, that of {world.name} is {other}."
+                )
+
+
+class LogFile:
+    """`progress.csv`: one row per update."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "progress.csv"
+        with storage(folder, "write"):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, record: LearnRecord) -> None:
+        """Append a row."""
+        plain = ("steps", "episodes", "mean_return", "mean_length", "seconds")
+        row = {name: getattr(record, name) for name in plain}
+        row |= {name: getattr(record.update, name) for name in SCALARS}
+        for name, head in record.update.heads.items():
+            row[f"entropy/{name}"] = head.entropy
+        with storage(self._path, "write"):
+            new = not self._path.exists()
+            with self._path.open("a", newline="", encoding="utf-8") as stream:
+                writer = csv.DictWriter(stream, list(row))
+                if new:
+                    writer.writeheader()
+                writer.writerow(row)
+
+
+def _settings(data: Mapping[str, Any]) -> PPOSettings:
+    """Settings from plain data."""
+    ppo: dict[str, Any] = {
+        name: math.inf if value == "inf" else value
+        for name, value in data["ppo"].items()
+    }
+    policy = SpacePolicyConfig(**data["policy"])
+    given: dict[str, Any] = {**data, "policy": policy, "ppo": PPOConfig(**ppo)}
+    return PPOSettings(**given)
+
+
+def _is_single(space: Space[Any], observation: Any) -> bool:  # noqa: ANN401
+    """Whether this is the observation of one environment, not of several."""
+    if isinstance(space, spaces.Dict):
+        name, inner = next(iter(space.spaces.items()))
+        return _is_single(inner, observation[name])
+    if isinstance(space, spaces.Tuple):
+        return _is_single(space.spaces[0], observation[0])
+    return np.asarray(observation).shape == (space.shape or ())
+
+
+def _envs(space: Space[Any], observation: Any) -> int:  # noqa: ANN401
+    """Rows of a batch."""
+    while isinstance(space, spaces.Dict | spaces.Tuple):
+        at: Any = 0
+        if isinstance(space, spaces.Dict):
+            at = next(iter(space.spaces))
+        space, observation = space.spaces[at], observation[at]
+    return len(np.asarray(observation))
+
+
+def _batched(space: Space[Any], observation: Any) -> Any:  # noqa: ANN401
+    """A batch of one."""
+    if isinstance(space, spaces.Dict):
+        return {n: _batched(s, observation[n]) for n, s in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        inner: Sequence[Space[Any]] = space.spaces
+        return tuple(_batched(s, observation[i]) for i, s in enumerate(inner))
+    return np.asarray(observation)[None]
+
+
+def _row(space: Space[Any], actions: Any) -> Any:  # noqa: ANN401
+    """The action of one environment from a batch of one."""
+    if isinstance(space, spaces.Dict):
+        return {n: _row(s, actions[n]) for n, s in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_row(s, actions[i]) for i, s in enumerate(space.spaces))
+    return actions[0]

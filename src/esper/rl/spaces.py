@@ -1,0 +1,561 @@
+"""From Gymnasium's spaces to tensors: what a policy reads and what it chooses.
+
+An observation becomes one vector and any number of images. Vectors, numbers and flags
+are put one after the other; a Discrete is one-hot; a Box of three axes is an image,
+whose channels are its smaller outer axis. Numbers of a Box can be normalised by running
+statistics, which are part of what is saved; the rest is between 0 and 1 already.
+
+An action is one or several heads: Discrete, MultiDiscrete and MultiBinary, alone or in
+a Dict or Tuple. A Box is one number per entry, from a normal distribution in which
+[-1, 1] is the range of the space.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.contracts.errors import BadInput, NoLegalAction
+from esper.contracts.features import Leaf
+from esper.contracts.state import Stateful
+
+try:
+    from gymnasium import Space, spaces
+except ModuleNotFoundError as error:
+    raise BadInput(
+        "PPO needs gymnasium, which is not installed; pip install 'esper-lite[rl]'."
+    ) from error
+
+Array = NDArray[Any]
+Path = tuple[str | int, ...]
+MASK: Final = "action_mask"
+"""The entry of a Dict observation, or of an info, that says what is legal."""
+LARGEST: Final = 10_000
+"""Choices of a Discrete; more are refused, since they are one-hot."""
+CLIP: Final = 10.0
+"""Deviations from the mean at which a normalised number is cut."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One space without parts, and where it is."""
+
+    path: Path
+    space: Space[Any]
+
+    @property
+    def name(self) -> str:
+        """The path in words."""
+        return ".".join(map(str, self.path)) or "action"
+
+    @property
+    def is_image(self) -> bool:
+        """Whether it has rows, columns and channels."""
+        return isinstance(self.space, spaces.Box) and len(self.space.shape) == 3
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Choices of each number that is one of some."""
+        match self.space:
+            case spaces.Discrete():
+                return (int(self.space.n),)
+            case spaces.MultiDiscrete():
+                return tuple(int(n) for n in self.space.nvec.reshape(-1))
+            case spaces.MultiBinary():
+                return (2,) * prod(self.space.shape)
+        return ()
+
+    @property
+    def start(self) -> Array:
+        """What the first choices are called."""
+        match self.space:
+            case spaces.Discrete():
+                return np.array([self.space.start])
+            case spaces.MultiDiscrete():
+                return self.space.start.reshape(-1)
+        return np.zeros(len(self.sizes), np.int64)
+
+    def of(self, value: Any) -> Any:  # noqa: ANN401
+        """This part of a value of the whole space."""
+        for name in self.path:
+            value = value[name]
+        return value
+
+
+def parts_of(space: Space[Any], path: Path = ()) -> Iterator[Part]:
+    """The spaces of which a space is made up, in order."""
+    if isinstance(space, spaces.Dict):
+        for name, inner in space.spaces.items():
+            yield from parts_of(inner, (*path, name))
+    elif isinstance(space, spaces.Tuple):
+        for index, inner in enumerate(space.spaces):
+            yield from parts_of(inner, (*path, index))
+    else:
+        yield Part(path, space)
+
+
+@dataclass(frozen=True)
+class SpaceSpec:
+    """Observations and actions of one environment, as the learner must know them.
+
+    Args:
+        observation_space: Of a single environment.
+        action_space: Of a single environment.
+        relevant: Whether a choice of the first head uses each head, bool [op, head];
+            None if every head always matters. Given as nested tuples.
+    """
+
+    observation_space: Space[Any]
+    action_space: Space[Any]
+    relevant: tuple[tuple[bool, ...], ...] | None = None
+    observation_type: type = field(default=dict, init=False)
+
+    def __post_init__(self) -> None:
+        """Refuse spaces that cannot be learnt."""
+        if not self._seen:
+            raise BadInput("the observation space is empty; there is nothing to see.")
+        for part in self._seen:
+            _require_observation(part)
+        if not self._acted:
+            raise BadInput("the action space is empty; there is nothing to choose.")
+        kinds = {isinstance(part.space, spaces.Box) for part in self._acted}
+        for part in self._acted:
+            _require_action(part)
+        if len(kinds) > 1:
+            raise BadInput(
+                "the action space mixes a Box with choices; make the numbers Discrete, "
+                "or the choices numbers."
+            )
+        if self.relevant is None:
+            return
+        shape = (self.sizes[0], len(self.sizes))
+        table = np.array(self.relevant)
+        if self.is_continuous or table.shape != shape:
+            raise BadInput(
+                f"relevant must be [op, head], here {list(shape)}, for an action of "
+                f"choices, got {list(table.shape)}."
+            )
+        if not table[:, 0].all():
+            raise BadInput("relevant must be True for the first head: the op itself.")
+
+    @cached_property
+    def _seen(self) -> list[Part]:
+        parts = parts_of(self.observation_space)
+        return [part for part in parts if part.path[:1] != (MASK,)]
+
+    @cached_property
+    def _acted(self) -> list[Part]:
+        return [*parts_of(self.action_space)]
+
+    @property
+    def is_continuous(self) -> bool:
+        """Whether an action is numbers, not choices."""
+        return isinstance(self._acted[0].space, spaces.Box)
+
+    @property
+    def action_dtype(self) -> torch.dtype:
+        """int64 for choices, float32 for numbers."""
+        return torch.float32 if self.is_continuous else torch.int64
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Choices of each head; of a number, mean and log standard deviation."""
+        if self.is_continuous:
+            return (2,) * sum(prod(part.space.shape or ()) for part in self._acted)
+        return tuple(size for part in self._acted for size in part.sizes)
+
+    @cached_property
+    def width(self) -> int:
+        """Choices of the largest head."""
+        return max(self.sizes)
+
+    @cached_property
+    def head_names(self) -> tuple[str, ...]:
+        """What the heads are called."""
+        names = []
+        for part in self._acted:
+            count = len(part.sizes) or prod(part.space.shape or ())
+            alone = count == 1 and not isinstance(part.space, spaces.Box)
+            names += (
+                [part.name] if alone else [f"{part.name}.{i}" for i in range(count)]
+            )
+        return tuple(names)
+
+    @cached_property
+    def allowed(self) -> Bool[Tensor, "head choice"]:
+        """What is ever legal: all choices of a head, no padding."""
+        return torch.arange(self.width) < torch.tensor(self.sizes)[:, None]
+
+    @cached_property
+    def observation(self) -> Mapping[str, Leaf]:
+        """The vector and the images, channels first."""
+        leaves = {}
+        columns = sum(_columns(part) for part in self._vector_parts)
+        if columns:
+            leaves["vector"] = Leaf((columns,))
+        for index, part in enumerate(self._images):
+            shape = part.space.shape
+            assert shape is not None
+            raw = part.space.dtype == np.uint8
+            kind = torch.uint8 if raw else torch.float32
+            shape = shape if _channels_first(shape) else (shape[2], *shape[:2])
+            leaves[f"image{index}"] = Leaf(shape, kind)
+        return leaves
+
+    @cached_property
+    def _vector_parts(self) -> list[Part]:
+        return [part for part in self._seen if not part.is_image]
+
+    @cached_property
+    def _images(self) -> list[Part]:
+        return [part for part in self._seen if part.is_image]
+
+    @cached_property
+    def normalised(self) -> Array:
+        """Which columns of the vector are numbers to be normalised."""
+        kinds = [
+            np.full(_columns(part), isinstance(part.space, spaces.Box))
+            for part in self._vector_parts
+        ]
+        return np.concatenate(kinds) if kinds else np.zeros(0, bool)
+
+    @cached_property
+    def has_mask(self) -> bool:
+        """Whether a Dict observation has an entry that says what is legal."""
+        space = self.observation_space
+        return isinstance(space, spaces.Dict) and MASK in space.spaces
+
+    def vector(self, observations: Any, envs: int) -> Array:  # noqa: ANN401
+        """All vectors, numbers, flags and one-hot choices as `[env, column]`."""
+        columns = [
+            _encoded(part, part.of(observations), envs) for part in self._vector_parts
+        ]
+        return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
+
+    def images(self, observations: Any, envs: int) -> dict[str, Tensor]:  # noqa: ANN401
+        """Images by name, channels first."""
+        found = {}
+        for index, part in enumerate(self._images):
+            array = _checked(part, np.asarray(part.of(observations)), envs)
+            if not _channels_first(array.shape[1:]):
+                array = np.moveaxis(array, 3, 1)
+            if array.dtype != np.uint8:
+                array = array.astype(np.float32)
+            found[f"image{index}"] = torch.from_numpy(np.ascontiguousarray(array))
+        return found
+
+    def to_env(self, actions: Tensor) -> Any:  # noqa: ANN401
+        """Actions `[env, head]` as the batched action space has them."""
+        array, at, values = actions.numpy(), 0, {}
+        for part in self._acted:
+            shape = part.space.shape or ()
+            count = len(part.sizes) or prod(shape)
+            mine = array[:, at : at + count]
+            at += count
+            if isinstance(part.space, spaces.Box):
+                mine = _scaled(part.space, mine)
+            else:
+                mine = mine + part.start
+            values[part.path] = mine.reshape(len(array), *shape).astype(
+                part.space.dtype, copy=False
+            )
+        return _assembled(self.action_space, values)
+
+    def rows(
+        self,
+        masks: Any,  # noqa: ANN401
+        envs: int,
+        needed: Array | None = None,
+    ) -> Bool[Tensor, "env head choice"]:
+        """What each head may choose, from masks of all environments.
+
+        Args:
+            masks: Rows `[env, choices of all heads after each other]`, or padded rows
+                `[env, head, choice]`, or one array `[env, choice]` per head, as a
+                tuple or, by the names of a Dict of actions, as a dict.
+            envs: How many environments there are.
+            needed: Whose masks matter; elsewhere everything is legal. None: all.
+        """
+        if self.is_continuous:
+            raise BadInput("masks are for choices; this action is numbers of a Box.")
+        if isinstance(masks, Mapping | tuple):
+            heads = [np.asarray(x).astype(bool) for x in self._by_head(masks)]
+            flat = np.concatenate([x.reshape(len(x), -1) for x in heads], axis=1)
+        else:
+            flat = np.asarray(masks).astype(bool)
+        if len(flat) != envs:
+            raise BadInput(f"{envs} environments need {envs} masks, got {len(flat)}.")
+        total, shape = sum(self.sizes), (len(self.sizes), self.width)
+        if flat.shape[1:] == (total,):
+            rows = np.zeros((envs, *shape), bool)
+            rows[:, self.allowed.numpy()] = flat
+        elif flat.shape[1:] == shape:
+            rows = flat & self.allowed.numpy()
+        else:
+            raise BadInput(
+                f"an action mask must have {total} entries, all heads after each "
+                f"other, or be {list(shape)}; got {list(flat.shape[1:])}."
+            )
+        if needed is not None:
+            rows[~needed] = self.allowed.numpy()
+        possible = rows.any(axis=2)
+        if not possible.all():
+            env, head = (int(index) for index in np.argwhere(~possible)[0])
+            raise NoLegalAction(
+                f"the mask of environment {env} allows nothing for head "
+                f"{self.head_names[head]!r}; let it allow one choice at least."
+            )
+        return torch.from_numpy(rows)
+
+    def mask_row(self, mask: Any) -> Array:  # noqa: ANN401
+        """The mask of one environment, whole or head by head, as one array."""
+        if not isinstance(mask, Mapping | tuple | list):
+            return np.asarray(mask)
+        heads = [np.asarray(head) for head in self._by_head(mask)]
+        if all(head.ndim == 0 for head in heads):  # one list of all choices
+            return np.stack(heads)
+        return np.concatenate([head.reshape(-1) for head in heads])
+
+    def _by_head(self, masks: Any) -> list[Any]:  # noqa: ANN401
+        if not isinstance(masks, Mapping):
+            return [*masks]
+        names = [part.path[-1] for part in self._acted if part.path]
+        if not names or not {*names} <= masks.keys():
+            raise BadInput(
+                f"an action mask by head must name {', '.join(map(str, names))}, got "
+                f"{', '.join(map(str, masks))}."
+            )
+        return [masks[name] for name in names]
+
+    def describe(self) -> dict[str, Any]:
+        """Spaces and table as plain data, for files."""
+        return {
+            "observation_space": space_data(self.observation_space),
+            "action_space": space_data(self.action_space),
+            "relevant": self.relevant,
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> "SpaceSpec":
+        """What `describe` wrote."""
+        table = data["relevant"]
+        return cls(
+            space_of(data["observation_space"]),
+            space_of(data["action_space"]),
+            None if table is None else tuple(map(tuple, table)),
+        )
+
+
+class ObservationMoments(Stateful):
+    """Running mean and variance of the columns of a vector, in float64.
+
+    Args:
+        spec: Whose vector it is; columns that are not numbers stay as they are.
+    """
+
+    STATE = ("count", "mean", "square")
+    DERIVED = ("_shift", "_scale", "_waiting")
+
+    def __init__(self, spec: SpaceSpec) -> None:
+        self._columns = spec.normalised
+        self.count = 0.0
+        self.mean = np.zeros(len(self._columns))
+        self.square = np.zeros(len(self._columns))
+        """Sum of squared distances from the mean."""
+        self._waiting: list[Array] = []
+        self.loaded()
+
+    def add(self, rows: Array) -> None:
+        """Count some rows: at once while few were seen, else in `settle`."""
+        self._waiting.append(rows)
+        if len(self._waiting) * len(rows) > self.count:
+            self.settle()
+
+    def settle(self) -> None:
+        """Take rows that wait into the statistics (Chan et al. 1983)."""
+        if not self._waiting:
+            return
+        rows = np.concatenate(self._waiting)
+        self._waiting = []
+        count = len(rows)
+        if not count:
+            return
+        mean = rows.mean(axis=0, dtype=np.float64)
+        square = np.square(rows - mean).sum(axis=0)
+        total = self.count + count
+        gap = mean - self.mean
+        self.square = self.square + square + gap * gap * (self.count * count / total)
+        self.mean = self.mean + gap * (count / total)
+        self.count = total
+        self.loaded()
+
+    def loaded(self) -> None:
+        """Renew shift and scale."""
+        deviation = np.sqrt(self.square / max(self.count, 1.0))
+        known = self._columns & (deviation > 1e-8)
+        self._shift = np.where(self._columns, self.mean, 0.0).astype(np.float32)
+        self._scale = np.where(known, 1.0 / np.where(known, deviation, 1.0), 1.0)
+        self._scale = self._scale.astype(np.float32)
+
+    def normalize(self, rows: Array) -> Array:
+        """Distances from the mean in deviations, at most `CLIP` of them."""
+        centred = (rows - self._shift) * self._scale
+        return np.clip(centred, -CLIP, CLIP, out=centred)
+
+
+def space_data(space: Space[Any]) -> dict[str, Any]:
+    """A space as plain data."""
+    match space:
+        case spaces.Dict():
+            inner = {name: space_data(part) for name, part in space.spaces.items()}
+            return {"kind": "Dict", "spaces": inner}
+        case spaces.Tuple():
+            return {"kind": "Tuple", "spaces": [space_data(p) for p in space.spaces]}
+        case spaces.Discrete():
+            n, start = int(space.n), int(space.start)
+            return {"kind": "Discrete", "n": n, "start": start}
+        case spaces.MultiDiscrete():
+            nvec, start = space.nvec.tolist(), space.start.tolist()
+            return {"kind": "MultiDiscrete", "nvec": nvec, "start": start}
+        case spaces.MultiBinary():
+            return {"kind": "MultiBinary", "n": space.n}
+        case spaces.Box():
+            return {
+                "kind": "Box",
+                "low": _constant(space.low),
+                "high": _constant(space.high),
+                "shape": [*space.shape],
+                "dtype": str(space.dtype),
+            }
+    raise BadInput(f"a space of {type(space).__name__} cannot be saved.")
+
+
+def space_of(data: Mapping[str, Any]) -> Space[Any]:
+    """The space that `space_data` wrote."""
+    match data["kind"]:
+        case "Dict":
+            return spaces.Dict(
+                {n: space_of(part) for n, part in data["spaces"].items()}
+            )
+        case "Tuple":
+            return spaces.Tuple([space_of(part) for part in data["spaces"]])
+        case "Discrete":
+            return spaces.Discrete(data["n"], start=data["start"])
+        case "MultiDiscrete":
+            return spaces.MultiDiscrete(data["nvec"], start=data["start"])
+        case "MultiBinary":
+            return spaces.MultiBinary(data["n"])
+        case "Box":
+            shape, kind = tuple(data["shape"]), np.dtype(data["dtype"])
+            low, high = (
+                np.broadcast_to(np.array(data[name], np.float64), shape).astype(kind)
+                for name in ("low", "high")
+            )
+            return spaces.Box(low, high, shape, dtype=kind.type)
+    raise BadInput(f"there is no space {data['kind']!r}.")
+
+
+def _constant(bounds: Array) -> Any:  # noqa: ANN401
+    """One number if all are the same; as text, since JSON has no infinity."""
+    texts = bounds.astype(np.float64).astype(str)
+    same = bounds.size and (bounds == bounds.flat[0]).all()
+    return str(texts.flat[0]) if same else texts.tolist()
+
+
+def _columns(part: Part) -> int:
+    if isinstance(part.space, spaces.Discrete | spaces.MultiDiscrete):
+        return sum(part.sizes)
+    return prod(part.space.shape or ())
+
+
+def _require_observation(part: Part) -> None:
+    space, known = part.space, (spaces.Discrete, spaces.MultiDiscrete, spaces.Box)
+    where = ".".join(map(str, part.path)) or "the observation"
+    if not isinstance(space, (*known, spaces.MultiBinary)):
+        raise BadInput(
+            f"{where} is a {type(space).__name__}, which is not supported; use Box, "
+            "Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of them."
+        )
+    if max(part.sizes, default=0) > LARGEST:
+        raise BadInput(
+            f"{where} has {max(part.sizes):,} values, more than {LARGEST:,}; give its "
+            "digits or an embedding as a Box."
+        )
+    if isinstance(space, spaces.Box) and len(space.shape) not in (0, 1, 2, 3):
+        raise BadInput(f"{where} is a Box of shape {space.shape}; flatten it first.")
+    if not _columns(part):
+        raise BadInput(f"{where} is empty; leave it out.")
+
+
+def _require_action(part: Part) -> None:
+    known = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box)
+    if not isinstance(part.space, known):
+        raise BadInput(
+            f"{part.name} is a {type(part.space).__name__}, which is not supported; "
+            "use Discrete, MultiDiscrete, MultiBinary, a Dict or Tuple of them, or Box."
+        )
+    if not part.sizes and 0 in (part.space.shape or ()):
+        raise BadInput(f"{part.name} is empty; there is nothing to choose.")
+    real = np.dtype(part.space.dtype).kind
+    if isinstance(part.space, spaces.Box) and real != "f":
+        raise BadInput(f"{part.name} is a Box of whole numbers; use MultiDiscrete.")
+
+
+def _channels_first(shape: tuple[int, ...]) -> bool:
+    return shape[0] < shape[2]
+
+
+def _checked(part: Part, array: Array, envs: int) -> Array:
+    shape = (envs, *(part.space.shape or ()))
+    if array.shape != shape:
+        raise BadInput(
+            f"{part.name if part.path else 'the observation'} must have the shape "
+            f"{list(shape)}, got {list(array.shape)}."
+        )
+    return array
+
+
+def _encoded(part: Part, value: Any, envs: int) -> Array:  # noqa: ANN401
+    """A part of all observations as float32 `[env, column]`."""
+    array = _checked(part, np.asarray(value), envs).reshape(envs, -1)
+    if isinstance(part.space, spaces.Box | spaces.MultiBinary):
+        return array.astype(np.float32)  # copied: an environment may reuse its buffer
+    sizes = np.array(part.sizes)
+    index = array.astype(np.int64) - part.start
+    if ((index < 0) | (index >= sizes)).any():
+        env = int(((index < 0) | (index >= sizes)).any(axis=1).argmax())
+        raise BadInput(
+            f"{part.name if part.path else 'the observation'} of environment {env} is "
+            f"{array[env].tolist()}, outside {part.space}."
+        )
+    hot = np.zeros((envs, int(sizes.sum())), np.float32)
+    hot[np.arange(envs)[:, None], index + np.cumsum(sizes) - sizes] = 1.0
+    return hot
+
+
+def _scaled(space: spaces.Box, numbers: Array) -> Array:
+    """Numbers whose range is [-1, 1] in the units of a Box, within its bounds."""
+    low, high = space.low.reshape(-1), space.high.reshape(-1)
+    bounded = np.isfinite(low) & np.isfinite(high)
+    with np.errstate(invalid="ignore", over="ignore"):
+        middle = np.where(bounded, 0.5 * low + 0.5 * high, 0.0)
+        half = np.where(bounded, 0.5 * high - 0.5 * low, 1.0)
+    scaled: Array = np.clip(middle + half * numbers, low, high)
+    return scaled
+
+
+def _assembled(space: Space[Any], values: Mapping[Path, Array], path: Path = ()) -> Any:  # noqa: ANN401
+    """A value of a whole space from those of its parts."""
+    if isinstance(space, spaces.Dict):
+        return {n: _assembled(s, values, (*path, n)) for n, s in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        inner = enumerate(space.spaces)
+        return tuple(_assembled(s, values, (*path, i)) for i, s in inner)
+    return values[path]

@@ -1,0 +1,342 @@
+"""Gymnasium's vector environments, whatever their autoreset mode, as one kind of world.
+
+An episode that ended is followed by the first observation of the next one:
+
+    SAME_STEP   it comes with the last step; the true final observation is in
+                `info["final_obs"]`
+    NEXT_STEP   it comes one step later; that step ignores its action and is not counted
+    DISABLED    we ask for it, by `reset(options={"reset_mask": ...})`
+
+Masks come from a Dict observation, from `info["action_mask"]` or from the method
+`action_masks()`, and always belong to the observation beside them.
+"""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+from gymnasium import Env, Space, spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from jaxtyping import Bool
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.contracts.errors import BadInput
+from esper.rl.spaces import MASK, SpaceSpec
+
+Array = NDArray[Any]
+Source = str | Callable[[], Env[Any, Any]] | VectorEnv[Any, Any, Any]
+KINDS: Final = ("sync", "async", "native")
+METHOD: Final = "action_masks"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What all environments show before they act."""
+
+    observation: Any
+    """As the batched observation space has it."""
+    rows: Bool[Tensor, "env head choice"] | None
+    """What each head may choose; None is everything."""
+    first: Array
+    """Whether the observation is the first of an episode."""
+    acts: Array
+    """Whether the next action counts: False where an environment is about to reset."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorStep:
+    """What came of one action of all environments."""
+
+    view: View
+    rewards: Array
+    terminated: Array
+    truncated: Array
+    final: Any
+    """The observation at the end of episodes, where they ended; None if none did."""
+
+
+class Vector:
+    """All environments, stepped together.
+
+    Args:
+        source: The id of an environment, a function that makes one, or a vector
+            environment, which keeps its autoreset mode.
+        envs: How many to make; a vector environment has its own number.
+        kind: "sync" steps them in this process, "async" each in a process of its own;
+            "native" is the id's own vector environment.
+        relevant: As in `SpaceSpec`.
+        masks: Where masks come from: "observation", "info", "method", None for
+            nowhere; "auto" finds out.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        envs: int = 8,
+        kind: str = "sync",
+        relevant: tuple[tuple[bool, ...], ...] | None = None,
+        masks: str | None = "auto",
+    ) -> None:
+        self.name = _name(source)
+        self.env = (
+            source if isinstance(source, VectorEnv) else _made(source, envs, kind)
+        )
+        self.num_envs = int(self.env.num_envs)
+        mode = self.env.metadata.get("autoreset_mode")
+        if mode is None:
+            raise BadInput(
+                f"{self.name} does not say how it resets; set its "
+                "metadata['autoreset_mode'] to a gymnasium.vector.AutoresetMode."
+            )
+        self.mode = AutoresetMode(mode)
+        self.spec = SpaceSpec(
+            self.env.single_observation_space, self.env.single_action_space, relevant
+        )
+        if masks not in ("auto", "observation", "info", "method", None):
+            raise BadInput(
+                f"masks must be auto, observation, info, method or None, got {masks!r}."
+            )
+        self._masks = masks
+        self._ended = np.zeros(self.num_envs, bool)
+        self.steps = 0
+        """Steps since the environments were made."""
+
+    def reset(self, seed: int | None) -> View:
+        """Begin an episode everywhere."""
+        observation, info = self._call("reset", seed=seed)
+        if self._masks == "auto":
+            self._masks = self._mask_source(info)
+        self._ended = np.zeros(self.num_envs, bool)
+        return self._view(observation, info, ~self._ended, ~self._ended)
+
+    def step(self, actions: Any) -> VectorStep:  # noqa: ANN401
+        """Act everywhere."""
+        observation, rewards, terminated, truncated, info = self._call("step", actions)
+        self.steps += 1
+        terminated, truncated = (
+            np.array(x, bool, copy=True) for x in (terminated, truncated)
+        )
+        ended, before, final = terminated | truncated, self._ended, None
+        everyone = np.ones(self.num_envs, bool)
+        if self.mode is AutoresetMode.NEXT_STEP:
+            self._ended = ended
+            final = observation if ended.any() else None
+            view = self._view(observation, info, before, ~ended)
+        elif self.mode is AutoresetMode.DISABLED and ended.any():
+            final = deepcopy(observation)
+            options = {"reset_mask": ended}
+            observation, fresh = self._call("reset", options=options)
+            view = self._view(observation, _joined(info, fresh, ended), ended, everyone)
+        else:
+            if ended.any():
+                final = self._final(observation, info, ended)
+            view = self._view(observation, info, ended, everyone)
+        rewards = np.asarray(rewards).astype(np.float32)
+        return VectorStep(view, rewards, terminated, truncated, final)
+
+    def close(self) -> None:
+        """End the environments' processes, if they have any."""
+        self.env.close()
+
+    def _call(self, name: str, *args: Any, **options: Any) -> Any:  # noqa: ANN401
+        """Call the environments; what they raise becomes one line."""
+        try:
+            return getattr(self.env, name)(*args, **options)
+        except BadInput:
+            raise
+        except Exception as error:
+            what = " ".join(str(error).split())[:120]
+            raise BadInput(
+                f"{self.name} raised {type(error).__name__} in {name}() at step "
+                f"{self.steps}: {what}"
+            ) from error
+
+    def _view(
+        self,
+        observation: Any,  # noqa: ANN401
+        info: Mapping[str, Any],
+        first: Array,
+        acts: Array,
+    ) -> View:
+        rows = self._rows(observation, info, acts)
+        return View(observation, rows, first, acts)
+
+    def _rows(
+        self,
+        observation: Any,  # noqa: ANN401
+        info: Mapping[str, Any],
+        acts: Array,
+    ) -> Bool[Tensor, "env head choice"] | None:
+        """The masks of this moment; all is legal where the action is ignored."""
+        if self._masks is None:
+            return None
+        if self._masks == "observation":
+            masks = observation[MASK]
+        elif self._masks == "info":
+            masks, there = info.get(MASK), info.get(f"_{MASK}", acts)
+            if masks is None or (acts & ~np.asarray(there)).any():
+                env = 0 if masks is None else int((acts & ~np.asarray(there)).argmax())
+                raise BadInput(
+                    f"{self.name} gave no info['{MASK}'] in environment {env} at step "
+                    f"{self.steps}; give one at every reset and step."
+                )
+        else:
+            own = getattr(self.env, METHOD, None)
+            masks = own() if own is not None else self._call("call", METHOD)
+            masks = masks if own is not None else np.array([None, *masks], object)[1:]
+        if isinstance(masks, np.ndarray) and masks.dtype == object:
+            total = self.spec.allowed.flatten()
+            full = np.ones(int(total.sum()), bool)
+            masks = np.stack(
+                [full if m is None else self.spec.mask_row(m) for m in masks]
+            )
+        try:
+            return self.spec.rows(masks, self.num_envs, acts)
+        except BadInput as error:
+            what = f"{self.name} at step {self.steps}: {error}"
+            raise type(error)(what) from None
+
+    def _mask_source(self, info: Mapping[str, Any]) -> str | None:
+        """Where this environment has masks."""
+        if self.spec.is_continuous:
+            return None
+        if self.spec.has_mask:
+            return "observation"
+        if MASK in info:
+            return "info"
+        if hasattr(self.env, METHOD):
+            return "method"
+        if isinstance(self.env, SyncVectorEnv):
+            return "method" if self.env.envs[0].has_wrapper_attr(METHOD) else None
+        if isinstance(self.env, AsyncVectorEnv):
+            try:
+                self.env.call(METHOD)
+            except AttributeError:
+                return None
+            return "method"
+        return None
+
+    def _final(self, observation: Any, info: Mapping[str, Any], ended: Array) -> Any:  # noqa: ANN401
+        """All observations, with the final ones where episodes ended."""
+        finals = info.get("final_obs")
+        there = np.asarray(info.get("_final_obs", ended))
+        if finals is None or (ended & ~there).any():
+            raise BadInput(
+                f"{self.name} resets in the same step but gave no info['final_obs'] at "
+                f"step {self.steps}; without it a truncated episode cannot be valued."
+            )
+        space = self.env.single_observation_space
+        return _replaced(space, observation, finals, np.flatnonzero(ended))
+
+
+def _name(source: Source) -> str:
+    if isinstance(source, str):
+        return source
+    if isinstance(source, VectorEnv):
+        spec = getattr(source, "spec", None)
+        return spec.id if spec is not None else type(source).__name__
+    return getattr(source, "__name__", type(source).__name__)
+
+
+def _made(source: Source, envs: int, kind: str) -> VectorEnv[Any, Any, Any]:
+    """A vector environment of that kind, resetting in the same step if it can."""
+    if kind not in KINDS:
+        raise BadInput(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
+    if not 1 <= envs <= 65_536:
+        raise BadInput(f"envs must lie in 1..65536, got {envs}.")
+    if not callable(source) and not isinstance(source, str):
+        raise BadInput(
+            "env must be an id, a function that makes an environment, or a VectorEnv, "
+            f"got {type(source).__name__}."
+        )
+    if kind == "native":
+        if not isinstance(source, str):
+            raise BadInput("kind 'native' needs an id; or pass a VectorEnv itself.")
+        return _guarded(
+            lambda: gymnasium.make_vec(
+                source, envs, vectorization_mode="vector_entry_point"
+            ),
+            source,
+        )
+    make: Any = source
+    if isinstance(source, str):
+        # Its checks would be paid for at every step; `esper doctor` checks more.
+        make = partial(gymnasium.make, source, disable_env_checker=True)
+    vector = SyncVectorEnv if kind == "sync" else AsyncVectorEnv
+    return _guarded(
+        lambda: vector([make] * envs, autoreset_mode=AutoresetMode.SAME_STEP),
+        _name(source),
+    )
+
+
+def _guarded(
+    make: Callable[[], VectorEnv[Any, Any, Any]], name: str
+) -> VectorEnv[Any, Any, Any]:
+    try:
+        return make()
+    except BadInput:
+        raise
+    except Exception as error:
+        what = " ".join(str(error).split())[:120]
+        raise BadInput(
+            f"{name} cannot be made: {type(error).__name__}: {what}"
+        ) from error
+
+
+def _replaced(space: Space[Any], batch: Any, finals: Any, at: Array) -> Any:  # noqa: ANN401
+    """A copy of batched observations with other rows at some places.
+
+    Args:
+        space: Of one observation.
+        batch: Observations of all environments.
+        finals: The others, as a batch too, or as an array of objects.
+        at: The places.
+    """
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        inner = space.spaces
+        names = list(inner) if isinstance(inner, dict) else range(len(inner))
+        parts = [
+            _replaced(inner[name], batch[name], _parts(finals, name), at)  # type: ignore[index]
+            for name in names
+        ]
+        return (
+            dict(zip(inner, parts, strict=True))
+            if isinstance(inner, dict)
+            else tuple(parts)
+        )
+    array = np.array(batch, copy=True)
+    for env in at:
+        array[env] = finals[env]
+    return array
+
+
+def _parts(finals: Any, name: str | int) -> Any:  # noqa: ANN401
+    """One part of final observations."""
+    if isinstance(finals, np.ndarray | list):  # one per environment that ended
+        return [None if final is None else final[name] for final in finals]
+    return finals[name]
+
+
+def _joined(
+    info: Mapping[str, Any], fresh: Mapping[str, Any], reset: Array
+) -> dict[str, Any]:
+    """The mask of a step, with those of a reset where there was one."""
+    if MASK not in info or MASK not in fresh:
+        return dict(fresh if MASK in fresh else info)
+    old, new = info[MASK], fresh[MASK]
+    there = [np.asarray(x.get(f"_{MASK}", np.ones_like(reset))) for x in (info, fresh)]
+
+    def merge(old: Any, new: Any) -> Any:  # noqa: ANN401
+        if isinstance(old, Mapping):
+            return {name: merge(old[name], new[name]) for name in old}
+        merged = np.array(old, copy=True)
+        merged[reset] = np.asarray(new)[reset]
+        return merged
+
+    flags = np.where(reset, there[1], there[0])
+    return {MASK: merge(old, new), f"_{MASK}": flags}

@@ -1,0 +1,398 @@
+"""`esper.PPO` through its public door."""
+
+import math
+from itertools import product
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+
+from esper import PPO, PPOConfig
+from esper.contracts.errors import BadInput, CallOrder, NoLegalAction
+from esper.contracts.state import save
+from tests.rl.environments import SIZES, STARTS, Chance, Native, Seen, legal, vector
+
+MODES = tuple(AutoresetMode)
+ONCE = PPOConfig(epochs=1, minibatches=1)
+SMALL = {"width": 8, "steps": 12}
+
+
+class chance:  # noqa: N801
+    """Makes `Chance` with one source of masks; can be sent to a process."""
+
+    def __init__(self, masks="info", relevant=None):
+        self.given = masks, relevant
+
+    def __call__(self):
+        return Chance(*self.given)
+
+
+def weights(agent):
+    return {name: x.clone() for name, x in save(agent).items()}
+
+
+def learnt(agent, steps):
+    """Records of learning with choices that depend strongly on what is seen."""
+    with torch.no_grad():
+        agent.policy.head_out.weight.mul_(100)
+    records = []
+    agent.learn(steps, callback=records.append)
+    return records
+
+
+def assert_same_agents(one, other):
+    mine, its = weights(one), weights(other)
+    assert mine.keys() == its.keys()
+    assert [n for n in mine if not torch.equal(mine[n], its[n])] == []
+
+
+@pytest.mark.parametrize("memory", ["mingru", "gru", "lstm", "none"])
+@pytest.mark.parametrize("masks", ["info", "method", "observation", "none"])
+def test_the_first_minibatch_sees_the_policy_that_acted(memory, masks):
+    """KL and ratios are zero before the first step, in every autoreset mode."""
+    for mode in MODES:
+        agent = PPO(vector(chance(masks), 3, mode), memory=memory, ppo=ONCE, **SMALL)
+        records = learnt(agent, 3 * 36)
+        assert len(records) == 3
+        for record in records:
+            assert abs(record.update.kl) < 1e-6
+            assert record.update.clip_fraction == 0
+            assert record.update.steps_taken == 1
+        openness = [head.openness for head in record.update.heads.values()]
+        assert (min(openness) == 1) == (masks == "none")
+
+
+@pytest.mark.parametrize("options", [{"separate_value": True}, {"layers": 2}])
+def test_the_same_with_other_networks_and_with_a_causal_table(options):
+    table = [[True, True, False], [True, False, True], [True, False, False]]
+    env = chance(relevant=table)
+    agent = PPO(env, memory="gru", relevant=table, ppo=ONCE, **SMALL, **options)
+    for record in learnt(agent, 3 * 96):
+        assert abs(record.update.kl) < 1e-6
+        shares = [head.openness for head in record.update.heads.values()]
+        assert 0 < shares[1] < 0.6  # only one op in three uses it
+        assert 0 < shares[2] < 0.7
+
+
+def rollout(agent):
+    """What a rollout stored, by environment, without padding."""
+    agent._collect(agent.world)
+    buffer = agent.agent.buffer
+    counts = buffer.step_counts.tolist()
+    names = ("rewards", "values", "dones", "truncated", "final_values")
+    rows = [
+        [getattr(buffer, n)[env, :c] for n in names] for env, c in enumerate(counts)
+    ]
+    buffer.compute_advantages_and_returns()
+    first = buffer.get_batched_sequences().first
+    return [
+        (*row, first[env, :c])
+        for env, (row, c) in enumerate(zip(rows, counts, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("memory", ["mingru", "none"])
+def test_t19_t20_all_autoreset_modes_store_the_same_transitions(memory):
+    """Chance ignores actions, so only observations and memory decide the values."""
+    found = []
+    for mode in MODES:
+        env = vector(chance(), 3, mode)
+        agent = PPO(env, memory=memory, normalize=False, width=8, steps=40, seed=4)
+        with torch.no_grad():
+            agent.policy.value_out.weight.normal_(generator=torch.manual_seed(0))
+        found.append(rollout(agent))
+    for rows in zip(*found, strict=True):
+        length = min(len(row[0]) for row in rows)
+        assert length > 25
+        for name, parts in zip("rvdtFf", zip(*rows, strict=True), strict=True):
+            cut = [part[:length] for part in parts]
+            if name == "F":  # V of the final observation counts where truncated
+                cut = [
+                    torch.where(row[3][:length], x, 0)
+                    for row, x in zip(rows, cut, strict=True)
+                ]
+                assert (cut[0] != 0).any()
+            for other in cut[1:]:
+                torch.testing.assert_close(cut[0], other, rtol=0, atol=1e-6)
+
+
+def test_sync_async_and_native_vectors_are_the_same_to_the_bit():
+    ours = {"memory": "mingru", "seed": 3, "width": 8, "steps": 10}
+    agents = [
+        PPO(chance(), envs=2, **ours),
+        PPO(chance(), envs=2, kind="async", **ours),
+        PPO(Native(chance(), 2), **ours),
+    ]
+    for agent in agents:
+        agent.learn(60)
+    agents[1].close()
+    assert_same_agents(agents[0], agents[1])
+    assert_same_agents(agents[0], agents[2])
+
+
+def test_the_seed_decides_everything_and_another_gives_another_agent():
+    one, two, three = (
+        PPO(chance(), envs=2, seed=seed, **SMALL).learn(48) for seed in (0, 0, 1)
+    )
+    assert_same_agents(one, two)
+    assert not torch.equal(one.policy.head_out.weight, three.policy.head_out.weight)
+
+
+@pytest.mark.parametrize("memory", ["lstm", "none"])
+def test_a_saved_agent_is_the_same_and_learns_on_the_same(memory, tmp_path):
+    file = tmp_path / "deep" / "agent.safetensors"
+    config = PPOConfig(
+        minibatches=2, target_kl=math.inf, head_entropy={"action.1": 0.1}
+    )
+    agent = PPO(chance(), memory=memory, envs=2, ppo=config, **SMALL).learn(48)
+    agent.save(file)
+    twins = [PPO.load(file, env=chance()) for _ in range(2)]
+    for twin in twins:
+        assert_same_agents(agent, twin)
+        assert twin.settings == agent.settings
+        twin.learn(48)
+    assert_same_agents(*twins)
+    assert twins[0].steps_done == 96
+
+    without = PPO.load(file)
+    state = other = None
+    for seed in range(4):
+        seen = np.random.default_rng(seed).standard_normal(4).astype(np.float32)
+        mask = legal(seen)
+        action, state = agent.predict(seen, state, action_masks=mask)
+        again, other = without.predict(seen, other, action_masks=mask)
+        assert action.shape == (3,)
+        assert mask[action + np.array(STARTS)].all()
+        assert (action == again).all()
+    with pytest.raises(CallOrder, match="no environment to learn in"):
+        without.learn(1)
+
+
+def test_a_damaged_file_is_refused_in_one_line(tmp_path):
+    file = tmp_path / "agent.safetensors"
+    PPO(chance(), envs=2, **SMALL).save(file)
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(BadInput, match="is damaged") as caught:
+        PPO.load(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_memory_is_carried_by_predict_and_dropped_where_an_episode_starts():
+    agent = PPO(chance("none"), memory="mingru", envs=2, normalize=False, **SMALL)
+    batch = np.ones((2, 4), np.float32)
+    _, one = agent.predict(batch)
+    _, two = agent.predict(batch, one)
+    _, again = agent.predict(batch, one, episode_start=[True, False])
+    assert np.abs(two - one).max() > 1e-3
+    assert (again[0] == one[0]).all()
+    assert (again[1] == two[1]).all()
+    alone, state = agent.predict(batch[0])
+    np.testing.assert_allclose(state[0], one[0], atol=1e-6)
+    assert alone.shape == (3,)
+
+
+def test_evaluation_plays_whole_episodes_with_masks_and_changes_nothing():
+    agent = PPO(chance("method"), memory="gru", envs=3, **SMALL).learn(36)
+    before = weights(agent)
+    drawn = [agent.evaluate(7, deterministic=False, seed=s).returns for s in (1, 1, 2)]
+    assert (drawn[0] == drawn[1]).all()
+    assert (drawn[0] != drawn[2]).any()
+    found = agent.evaluate(7)
+    assert len(found.returns) == len(found.lengths) == 7
+    assert found.lengths.min() >= 1
+    assert found.mean == pytest.approx(found.returns.mean())
+    assert all(torch.equal(x, before[n]) for n, x in weights(agent).items())
+
+
+def test_callbacks_stop_learning_and_a_log_folder_has_rows_and_the_agent(tmp_path):
+    agent = PPO(chance(), envs=2, **SMALL)
+    agent.learn(10_000, callback=lambda record: record.steps < 48, log=tmp_path / "run")
+    assert agent.steps_done == 48
+    lines = (tmp_path / "run" / "progress.csv").read_text().splitlines()
+    assert lines[0].startswith("steps,episodes,mean_return")
+    assert [line.split(",")[0] for line in lines[1:]] == ["24", "48"]
+    assert_same_agents(agent, PPO.load(tmp_path / "run" / "agent.safetensors"))
+
+
+class Odd(gymnasium.Env):
+    """Any spaces; everything ends after three steps; actions must be in the space."""
+
+    def __init__(self, seen, chosen):
+        self.observation_space, self.action_space = seen, chosen
+        self.observation_space.seed(0)
+
+    def reset(self, *, seed=None, options=None):
+        self.time = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        self.time += 1
+        return self.observation_space.sample(), 1.0, self.time == 3, False, {}
+
+
+BOX = spaces.Box(-1, 1, (3,), np.float32)
+OBSERVATIONS = {
+    "vector": BOX,
+    "matrix": spaces.Box(-1, 1, (2, 3), np.float64),
+    "image": spaces.Box(0, 255, (9, 7, 3), np.uint8),
+    "channels first": spaces.Box(0.0, 1.0, (2, 8, 8), np.float32),
+    "discrete": spaces.Discrete(5, start=-2),
+    "multi-discrete": spaces.MultiDiscrete([2, 3]),
+    "multi-binary": spaces.MultiBinary(4),
+    "dict": spaces.Dict(
+        a=spaces.Box(0, 255, (8, 8, 1), np.uint8),
+        b=spaces.Tuple([spaces.Discrete(3), BOX]),
+    ),
+}
+ACTIONS = {
+    "discrete": spaces.Discrete(3, start=4),
+    "multi-discrete": spaces.MultiDiscrete([2, 3, 5]),
+    "multi-binary": spaces.MultiBinary(3),
+    "tuple": spaces.Tuple([spaces.Discrete(2), spaces.Discrete(4)]),
+    "dict": spaces.Dict(
+        x=spaces.Discrete(2), y=spaces.Dict(z=spaces.MultiDiscrete([3, 2]))
+    ),
+    "box": spaces.Box(
+        np.array([-1.0, 0.0], np.float32), np.array([1.0, 9.0], np.float32)
+    ),
+    "unbounded": spaces.Box(-np.inf, np.inf, (2, 1), np.float32),
+}
+PAIRS = [(o, "discrete") for o in OBSERVATIONS] + [("vector", a) for a in ACTIONS]
+
+
+@pytest.mark.parametrize(("seen", "chosen"), PAIRS)
+def test_every_space_is_learnt_in_saved_and_predicted(seen, chosen, tmp_path):
+    def make():
+        return Odd(OBSERVATIONS[seen], ACTIONS[chosen])
+
+    agent = PPO(make, envs=2, memory="mingru", ppo=ONCE, **SMALL)
+    records = learnt(agent, 48)
+    assert all(abs(r.update.kl) < 1e-6 for r in records)
+    assert records[-1].mean_return == 3.0
+    agent.save(tmp_path / "agent")
+    twin = PPO.load(tmp_path / "agent", env=make)
+    env = make()
+    observation, _ = env.reset()
+    state = other = None
+    for _ in range(3):
+        action, state = agent.predict(observation, state)
+        again, other = twin.predict(observation, other)
+        assert env.action_space.contains(action)
+        assert repr(action) == repr(again)
+        observation, *_ = env.step(action)
+    assert agent.evaluate(3).returns.tolist() == [3.0] * 3
+
+
+def bad_mask(mask):
+    class Bad(Chance):
+        def _show(self):
+            observation, _ = super()._show()
+            return observation, {"action_mask": mask}
+
+    return Bad
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "match"),
+    [
+        ("Nonsense-v0", {}, "Nonsense-v0 cannot be made"),
+        (7, {}, "must be an id, a function .* got int"),
+        (chance(), {"memory": "gruu"}, "no memory 'gruu'"),
+        (chance(), {"kind": "threads"}, "kind must be one of sync"),
+        (chance(), {"envs": 0}, "envs must be at least 1"),
+        (chance(), {"gamma": 1.5}, r"gamma must lie in \[0, 1\]"),
+        (chance(), {"masks": "somewhere"}, "masks must be auto"),
+        (chance(), {"relevant": [[True]]}, r"relevant must be .* here \[3, 3\]"),
+        (lambda: Odd(spaces.Text(4), BOX), {}, "is a Text, which is not supported"),
+        (lambda: Odd(BOX, spaces.Text(4)), {}, "is a Text, which is not supported"),
+        (lambda: Odd(spaces.Discrete(10**6), BOX), {}, "1,000,000 values, more than"),
+        (lambda: Odd(BOX, spaces.Dict(a=BOX, b=spaces.Discrete(2))), {}, "mixes a Box"),
+    ],
+)
+def test_what_cannot_be_learnt_is_refused_in_one_line(env, options, match):
+    with pytest.raises(BadInput, match=match) as caught:
+        PPO(env, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "match"),
+    [
+        (np.ones(9, bool), BadInput, r"Bad at step 0: .* 10 entries.* got \[9\]"),
+        (np.zeros(10, bool), NoLegalAction, "environment 0 allows nothing for head"),
+        ([True, False], BadInput, r"must have 10 entries"),
+    ],
+)
+def test_masks_of_the_wrong_width_or_empty_are_refused(mask, error, match):
+    agent = PPO(bad_mask(mask), envs=2, **SMALL)
+    with pytest.raises(error, match=match):
+        agent.learn(24)
+
+
+def test_what_environments_raise_or_give_becomes_one_line():
+    class Raising(Seen):
+        def reward(self, action):
+            raise RuntimeError("a\nb")
+
+    class Unknown(Seen):
+        def reward(self, action):
+            return math.nan
+
+    class Blind(Seen):
+        def show(self):
+            return np.full(2, np.nan, np.float32)
+
+    for make, match in (
+        (Raising, r"Raising raised RuntimeError in step\(\) at step 0: a b"),
+        (Unknown, "rewards of environment 0 at step 0 must be finite, got nan"),
+        (Blind, "features.vector of environment 0 at step 0 must be finite"),
+    ):
+        with pytest.raises(BadInput, match=match) as caught:
+            PPO(make, envs=2, **SMALL).learn(24)
+        assert "\n" not in str(caught.value)
+
+
+def test_masks_head_by_head_are_the_same_as_after_each_other():
+    heads = [np.arange(size) % 2 == index % 2 for index, size in enumerate(SIZES)]
+    flat = np.concatenate(heads)
+    padded = np.zeros((3, 5), bool)
+    for index, head in enumerate(heads):
+        padded[index, : len(head)] = head
+    spec = PPO(chance("none"), envs=1, **SMALL).spec
+    expected = torch.from_numpy(padded)
+    for mask in (flat, flat.astype(np.int8), padded, heads, tuple(heads), [*flat]):
+        rows = spec.rows(spec.mask_row(mask)[None], 1)
+        assert torch.equal(rows[0], expected)
+    by_head = tuple(np.stack([head, head]) for head in heads)
+    assert torch.equal(spec.rows(by_head, 2)[1], expected)
+
+
+@pytest.mark.parametrize(("scale", "shift"), [*product([1e-3, 1.0, 1e4], [0.0, 50.0])])
+def test_observation_statistics_are_those_of_all_rows_seen(scale, shift):
+    class Scaled(Chance):
+        def _show(self):
+            observation, info = super()._show()
+            self.kept.append(scale * observation + shift)
+            return self.kept[-1].astype(np.float32), info
+
+        kept: list = []  # noqa: RUF012
+
+    Scaled.kept = []
+    agent = PPO(lambda: Scaled("none"), envs=1, **SMALL).learn(120)
+    # The last observation is shown but was not acted upon.
+    rows, moments = np.array(Scaled.kept), agent.observations
+    ends = len(rows) - 1 - 120  # final observations were not acted upon either
+    assert moments.count == 120
+    assert ends > 0
+    np.testing.assert_allclose(moments.mean, rows.mean(0), atol=0.4 * scale)
+    deviation = np.sqrt(moments.square / 120)
+    np.testing.assert_allclose(deviation, rows.std(0), rtol=0.2)
+    normal = moments.normalize(rows.astype(np.float32))
+    assert np.abs(normal).max() < 6
+    assert 0.7 < normal.std() < 1.3
