@@ -57,6 +57,7 @@ from benchmarks.timetables import (
 from benchmarks.timing import Report, alternate
 from esper.contracts.errors import unknown
 from esper.environment.cohort import Cohort, SeedSchedule
+from esper.experiment.sizes import best_size, best_sizes, halved
 from esper.experiment.statistics import Interval, mean_interval
 from esper.tamiyo.schedule import Schedule
 
@@ -87,8 +88,6 @@ SCALES: Final = 4
 SEEDS: Final = 10
 TUNING: Final = 3
 CHOOSING: Final = 2
-HALVING: Final = ((5, 2), (2, 4), (1, 5))
-"""Of successive halving: how many sizes are left, up to which stop from the first."""
 Arm = tuple[Study, float, Schedule]
 Counted = Mapping[tuple[Arm, float], Curves]
 """Curves of every arm at the learning rate that is best for a rent."""
@@ -245,32 +244,21 @@ def figures(
     rent: float,
 ) -> dict[str, Floats]:
     """Differences of the growing arm to each of the others, `[host]`, in points."""
-    static = [_at_stops(counted[(study, s, NEVER), rent], rent) for s in study.sizes]
+    curves = [counted[(study, size, NEVER), rent] for size in study.sizes]
+    static, shown = (
+        np.stack([_at_stops(each, rent, rows) for each in curves])
+        for rows in ("test", "score")
+    )  # [size, stop, host]
     mine = _at_stops(counted[(study, study.start, grown), rent], rent)
-    best = max(static, key=lambda own: own.mean())
-    envelope = np.stack([own.mean(axis=1) for own in static]).max(axis=0)
-    shown = [
-        _at_stops(counted[(study, s, NEVER), rent], rent, "score") for s in study.sizes
-    ]
-    halved = np.array([_halving(static, shown, host) for host in range(mine.shape[1])])
+    best, stops = static[best_size(static)], np.arange(static.shape[1])
+    envelope = static[best_sizes(static), stops]
     return {
         "the best size of the task": 100 * (mine - best).mean(axis=0),
         "the largest size": 100 * (mine - static[-1]).mean(axis=0),
         "the envelope": 100 * (mine.mean(axis=0) - envelope.mean()),
         "the largest size, at C": 100 * (mine - static[-1])[-1],
-        "successive halving, at C": 100 * (mine[-1] - halved),
+        "successive halving, at C": 100 * (mine[-1] - halved(static, shown)),
     }
-
-
-def _halving(static: Sequence[Floats], shown: Sequence[Floats], host: int) -> float:
-    """Test score of the size that is left, where the compute of all is spent."""
-    left = [*range(len(static))]
-    stop = 0
-    for keep, until in HALVING:
-        # Those that do best on decision rows at the last stop go on.
-        left = sorted(left, key=lambda n: -shown[n][stop, host])[:keep]
-        stop = min(until, len(static[0]) - 1)
-    return float(static[left[0]][stop, host])
 
 
 def compared(counted: Counted, chosen: Mapping[float, Schedule]) -> Report:

@@ -22,7 +22,7 @@ from benchmarks import timing
 from benchmarks.timing import Report
 from esper.environment.clock import BACKWARD
 from esper.environment.growing import GrowingWorld
-from esper.environment.settings import LEAST_ERROR, SCORED_ROWS
+from esper.environment.settings import LEAST_ERROR
 from esper.experiment.record import world_settings
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.scripts import Scripted
@@ -100,32 +100,29 @@ def measured(task: Task, hosts: int, rng_seed: int) -> list[Row]:
     controller = Scripted(world.spec, codes, world.cohort.places)
     observation, state = world.reset(), None
     before: list[dict[str, torch.Tensor]] = []
-    total, gap_cost = torch.zeros(world.num_envs), torch.zeros(world.num_envs)
+    total, look_cost = torch.zeros(world.num_envs), torch.zeros(world.num_envs)
     for _ in range(horizon):
         seen = {name: getattr(observation.host, name) for name in OBSERVED}
-        (x, y), (held, labels) = (
-            (x[:, :SCORED_ROWS], y[:, :SCORED_ROWS])
-            for x, y in world._episodes.rows[:2]
-        )
-        alpha = observation.slots.alpha
-        seen["gap"] = world.cohort.score(x, y, alpha) - observation.host.score
+        train, held = world._episodes.rows[:2]
+        alpha, looked = observation.slots.alpha, world.looked_rows
+        seen["gap"] = world.cohort.score(*train, alpha, looked) - observation.host.score
         seen["units"] = world.cohort.widths()[:, 0]
-        without = world.cohort.score(held, labels, torch.zeros_like(alpha))
+        without = world.cohort.score(*held, torch.zeros_like(alpha), looked)
         seen["contribution"] = observation.host.score - without
         before.append(seen)
         masks = compute_masks(observation, world.spec)
         actions, state = controller.decide(observation, masks, state, Generator())
         result = world.step(actions)
-        rows = y.shape[1] / (task.batch * (1 + BACKWARD))
-        gap_cost += rows * world.trained_macs / task.unit.macs
+        looks = world.looked_rows / (task.batch * (1 + BACKWARD))
+        look_cost += looks * world.trained_macs / task.unit.macs
         observation = result.observation
         if result.report is not None:
-            total = result.report.training_macs / world._batch_macs()
+            total = result.report.training_macs / world.batch_macs()
             test, objective = result.report.score, result.report.objective
     grouped = objective.view(hosts, group)
     error = (1 - test.view(hosts, group)[:, :1]).clamp(min=LEAST_ERROR)
     gain = ((grouped - grouped[:, :1]) / error).numpy()
-    share = (gap_cost / total).view(hosts, group).numpy()
+    share = (look_cost / total).view(hosts, group).numpy()
     found = []
     for host in range(hosts):
         for script, moment in enumerate(moments, start=1):

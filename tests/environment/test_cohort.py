@@ -160,10 +160,17 @@ def test_both_engines_score_the_same(kind):
     for garden in gardens:
         garden.plant(0, 0, 3, alpha=0.5)
         garden.train(40)
-    wanted = torch.tensor([True, False, True])
+    wanted = torch.tensor([gardens[0].y.shape[1], 0, 5])
     found = [g.cohort.score(g.x, g.y, g.alpha, wanted) for g in gardens]
     near(*found, rtol=1e-6)
     assert found[0][1] == 0
+    (garden, _), few = gardens, slice(None, 5)
+    alone = garden.cohort.score(garden.x[:, few], garden.y[:, few], garden.alpha)
+    assert found[0][2] == alone[2]
+    with pytest.raises(BadInput, match="wanted must lie in 0"):
+        garden.cohort.score(
+            garden.x, garden.y, garden.alpha, 1 + 0 * wanted + wanted[0]
+        )
     plain = Garden(host=HOSTS[kind], plain=True)
     plain.plant(0, 0, 3, alpha=0.5)
     plain.train(40)

@@ -10,7 +10,13 @@ from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
 from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
-from esper.environment.settings import OPS, WorldSettings, check_actions
+from esper.environment.settings import (
+    LOOKED_ROWS,
+    OPS,
+    SCORED_ROWS,
+    WorldSettings,
+    check_actions,
+)
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
 from esper.tamiyo.rule_based import Never, Random
@@ -333,6 +339,60 @@ def test_a_larger_network_takes_fewer_batches_until_the_same_compute():
     assert (compute - end).abs().max() < 3 * float(macs[0])
 
 
+def test_looks_between_stops_are_short_and_paid_for_exactly():
+    large = replace(LONG, data=lambda n: many(n))
+    given = {"clock": "compute", "stop": "anytime", "first": 8.0, "horizon": 22}
+    world = make(2, task=large, **given)
+    world.reset()
+    stops, paid = world.clock.weights() > 0, torch.zeros(2, dtype=torch.float64)
+    for decision in range(1, 23):
+        result = say(world)
+        looked, steps = world.looked_rows, world.trained_steps
+        rows = SCORED_ROWS if bool(stops[decision]) else LOOKED_ROWS
+        assert looked.tolist() == [rows] * 2
+        paid += steps + looked.double() / (3 * large.batch)
+        torch.testing.assert_close(world.last_compute, paid)
+        shown = (result.report or result.observation.host).score
+        if not result.terminated.any():
+            torch.testing.assert_close(shown, world._score(looked), rtol=0, atol=0)
+    assert result.terminated.all()
+
+
+def many(rng_seed):
+    """More decision rows than a host is scored on."""
+    parts = blobs(rng_seed)
+    held = parts.decisions
+    rows = torch.arange(SCORED_ROWS + 40) % len(held)
+    held = replace(held, features=held.features[rows], labels=held.labels[rows])
+    return parts._replace(decisions=held)
+
+
+def test_an_interval_without_a_batch_leaves_the_loss_as_it_was():
+    world = compute_world(first=4.0)
+    world.reset()
+    say(world)
+    grows = action(Op.GERMINATE, 0, 3, alpha_target=2)
+    before = say(world).observation.host
+    after = say(world, grows).observation.host
+    assert world.trained_steps[0] == 0 < world.trained_steps[1]
+    assert after.loss[0] == before.loss[0] != 0
+    assert after.loss[1] != before.loss[1]
+
+
+def test_new_units_are_as_large_as_he_s_rule_says_whatever_the_host_s():
+    world = make(1)
+    world.reset()
+    world.cohort.values.mul_(7.0)
+    say(world, action(Op.GERMINATE, 0, 3))
+    say(world, action(Op.GERMINATE, 1, 3))
+    first, second = (world.cohort.layer(0, place)[0] for place in (0, 1))
+    for weight, inputs in ((first, 5), (second, 24)):
+        new = weight[6:]
+        assert new.shape == (18, inputs, 1)
+        assert new.abs().max() <= (6 / inputs) ** 0.5 * 1.2  # and two steps
+        assert float(new.std()) == pytest.approx((2 / inputs) ** 0.5, rel=0.3)
+
+
 def test_equal_luck_sees_prefixes_of_one_sequence():
     world = compute_world(group_size=2)
     world.reset()
@@ -396,7 +456,7 @@ def test_a_score_is_the_share_of_decision_rows_that_the_host_gets_right():
     rows, networks = blobs(0).decisions, [TINY.host.build(chance) for _ in range(2)]
     for env, network in enumerate(networks):
         world.cohort.set_host(env, network)
-    shown = world._score()
+    shown = world._score(torch.full((2,), len(rows)))
     with torch.no_grad():
         right = [(n(rows.features).argmax(1) == rows.labels).float() for n in networks]
     torch.testing.assert_close(shown, torch.stack(right).mean(1), rtol=0, atol=1e-6)

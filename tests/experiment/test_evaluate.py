@@ -21,6 +21,7 @@ from esper.experiment.settings import as_toml, construct, table_of
 from esper.experiment.store import open_store, rows
 from esper.experiment.summary import summary_of
 from esper.experiment.train import begin_run
+from esper.report.page import write_report
 from esper.tamiyo.shipped import shipped
 from esper.tasks import catalogue
 from esper.tasks.catalogue import register_task
@@ -110,6 +111,24 @@ def test_tables_and_conclusions_are_those_of_the_store(tmp_path, capsys):
     assert out.splitlines()[-1] == f"Stored in {path}"
 
 
+def test_choices_among_sizes_are_stored_and_shown_like_other_arms(tmp_path, capsys):
+    names = (*TWO, "never", "best-size", "envelope", "halving")
+    world = World(clock="compute", stop="anytime", horizon=22)
+    path = run_evaluation(config(tmp_path, controllers=names, hosts=3, world=world))
+    assert "tiny: arm 6/6" in capsys.readouterr().out
+    by_arm = {name: [] for name in names}
+    for row in stored(path):
+        by_arm[row["controller"]].append(row)
+    returns = {n: np.mean([row["return"] for row in by_arm[n]]) for n in names}
+    assert returns["best-size"] == max(returns[name] for name in TWO)
+    assert returns["envelope"] >= returns["best-size"] - 1e-6
+    assert np.isnan(by_arm["halving"][0]["area"])
+    (table,) = summary_of(path).tasks
+    assert {arm.name for arm in table.arms} == {*names}
+    assert not any(arm.learned for arm in table.arms)
+    assert "halving" in write_report(path).read_text(encoding="utf-8")
+
+
 def test_the_configuration_is_written_whole(tmp_path):
     made = config(tmp_path, world=World(rent=(0.0, 0.02)), name=None)
     table = tomllib.loads(as_toml(made))
@@ -119,12 +138,21 @@ def test_the_configuration_is_written_whole(tmp_path):
     assert construct(EvaluateConfig, given) == made
 
 
+TWO = ("static-x1", "static-x2")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"controllers": ("erly",)}, "controller 'erly'; did you mean 'early'"),
         ({"controllers": ()}, "controllers is empty"),
         ({"controllers": ("never", "static")}, "'static' is measured by a learned"),
+        ({"controllers": ("never", "envelope")}, "name at least two of static-x1"),
+        ({"controllers": (*TWO, "halving")}, "set world.clock to compute"),
+        (
+            {"controllers": (*TWO, "envelope"), "world": World(relative=True)},
+            "leave out world.relative",
+        ),
         ({"controllers": ("runs/nobody",)}, "nobody is no run"),
         ({"tasks": ("tinny",)}, "no task 'tinny'; did you mean 'tiny'"),
         ({"tasks": ("lost",)}, "pip install something"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Generator
 
 from esper.contracts.errors import BadInput
-from esper.environment.settings import SCORED_ROWS
+from esper.environment.settings import LOOKED_ROWS, SCORED_ROWS
 from esper.experiment.config import World
 from esper.experiment.judging import (
     Job,
@@ -33,10 +33,12 @@ def early():
     return judge("early", TASK, HOSTS, 0)
 
 
-def decision(host):
-    """Multiply-adds of the training and scoring of one decision."""
+def cost(host, decisions):
+    """Multiply-adds of an episode with its looks: the last is at all scored rows."""
     scored = min(SCORED_ROWS, len(TASK.splits(0).decisions))
-    return (TASK.decision_every * TASK.batch * 3 + scored) * host.macs
+    trained = TASK.decision_every * TASK.batch
+    looked = min(LOOKED_ROWS, scored) * (decisions - 1) + scored
+    return (trained * 3 * decisions + looked) * host.macs
 
 
 def assert_cost(found, macs):
@@ -75,7 +77,7 @@ def test_static_really_has_the_parameters_of_the_reference(early):
     assert size == pytest.approx(host.parameters * (1 + found.added[0]))
     assert 1 < 1 + found.added[0] <= 1 + early.added.mean()
     assert found.macs.tolist() == [wide.macs / host.macs] * HOSTS
-    assert_cost(found, TASK.horizon * decision(wide))
+    assert_cost(found, cost(wide, TASK.horizon))
 
 
 def test_static_pays_rent_and_begins_with_the_worth_of_the_plain_host(early):
@@ -98,8 +100,8 @@ def test_static_without_anything_more_is_the_host_itself(early):
 def test_longer_costs_what_the_reference_cost(early):
     found = judge_static("longer", TASK, HOSTS, 0, early)
     gap = found.training_macs - early.training_macs.mean()
-    assert np.abs(gap).max() <= decision(TASK.host) / 2
-    assert (found.training_macs > TASK.horizon * decision(TASK.host)).all()
+    assert np.abs(gap).max() <= (cost(TASK.host, 2) - cost(TASK.host, 1)) / 2
+    assert (found.training_macs > cost(TASK.host, TASK.horizon)).all()
     assert found.added.tolist() == [0.0] * HOSTS
     never = judge("never", TASK, HOSTS, 0)
     assert not np.array_equal(found.score, never.score)
@@ -108,7 +110,7 @@ def test_longer_costs_what_the_reference_cost(early):
 def test_longer_is_never_shorter(early):
     cheap = replace(early, training_macs=np.ones(HOSTS))
     found = judge_static("longer", TASK, HOSTS, 0, cheap, World(horizon=2))
-    assert_cost(found, 2 * decision(TASK.host))
+    assert_cost(found, cost(TASK.host, 2))
 
 
 def test_data_and_order_of_batches_are_the_reference_s(early):

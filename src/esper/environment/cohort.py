@@ -315,18 +315,26 @@ class Cohort(Stateful):
         features: Float[Tensor, "_ example input"],
         labels: Num[Tensor, "_ example"],
         alpha: Float[Tensor, "env slot"],
-        wanted: Bool[Tensor, " env"] | None = None,
+        wanted: Int64[Tensor, " env"] | None = None,
     ) -> Float32[Tensor, " env"]:
-        """Share of the rows that every host classifies correctly; 0 if not wanted.
+        """Share of the rows that every host classifies correctly.
 
         With one output, the share of the targets' variance that it explains,
         1 - (mean squared error) / variance over these rows, at least 0.
+
+        Args:
+            features: Rows to be scored on, of each environment or of all.
+            labels: Their classes or targets.
+            alpha: Alpha of every seed.
+            wanted: How many of the rows, the first, are used for each environment;
+                all of them if None. Where it is 0, so is the score.
         """
-        if wanted is None:
-            wanted = torch.ones(self.envs, dtype=torch.bool, device=alpha.device)
         self._check_rows(features, labels)
         _check("alpha", alpha, (self.envs, self.slots))
-        _check("wanted", wanted, (self.envs,), torch.bool)
+        if wanted is None:
+            wanted = torch.full((self.envs,), labels.shape[1], device=alpha.device)
+        _check("wanted", wanted, (self.envs,), torch.int64)
+        _check_indices("wanted", wanted, labels.shape[1] + 1)
         alpha = alpha.to(self.values.dtype)
         if not self.kernels:
             found = torch_engine.measure(self, features, labels, alpha, wanted)
@@ -347,17 +355,20 @@ class Cohort(Stateful):
         self,
         found: Float64[Tensor, " env"],
         labels: Num[Tensor, "_ example"],
-        wanted: Bool[Tensor, " env"],
+        wanted: Int64[Tensor, " env"],
     ) -> Float32[Tensor, " env"]:
         """Scores in [0, 1] from what an engine has measured."""
-        mean = found / labels.shape[1]
+        mean = found / wanted.clamp(min=1)
         if self.shapes[-1].outputs > 1:
             return mean.float()
-        variance = labels.double().var(dim=1, correction=0)
+        variance = torch.ones_like(mean)
+        for count in wanted[wanted > 0].unique().tolist():
+            of_rows = labels[:, :count].double().var(dim=1, correction=0)
+            variance = torch.where(wanted == count, of_rows, variance)
         share = 1 - mean / variance.clamp(min=torch.finfo().tiny)
         # What is not a number explains nothing.
         share = share.nan_to_num(nan=0.0).clamp(0, 1).float()
-        return torch.where(wanted, share, 0.0)
+        return torch.where(wanted > 0, share, 0.0)
 
     def _check_rows(self, features: Tensor, labels: Tensor) -> None:
         """Refuse rows that a kernel would read out of bounds."""

@@ -119,12 +119,12 @@ def train(
 
 @entry
 def measure(features, labels, wanted, v, s, layers, blocks, counts, rows, alphas):
-    """Correctly classified examples of every host; 0 where it is not wanted.
+    """Correctly classified examples of every host, among the first that are wanted.
 
     With one output, the sum of squared errors. `features [env, example, in]` and
-    `labels [env, example]`, as in `train`; one set may serve all.
+    `labels [env, example]`, as in `train`; one set may serve all. `wanted [env]` are
+    numbers of examples.
     """
-    examples = labels.shape[1]
     found = np.zeros(v.shape[0], np.float64)
     best, guess = np.empty(rows, v.dtype), np.empty(rows, np.int64)
     picked, bottom = np.empty(rows, np.int64), np.int64(0)
@@ -133,8 +133,9 @@ def measure(features, labels, wanted, v, s, layers, blocks, counts, rows, alphas
         mine, lay, block = e % len(features), layers[e], blocks[e][: counts[e]]
         last = lay[len(lay) - 1]
         scale[1:] = alphas[e]
+        examples = wanted[e]
         _clear_borders(s, lay, rows)
-        for begin in range(0, examples if wanted[e] else 0, rows):
+        for begin in range(0, examples, rows):
             for r in range(rows):  # the last minibatch may be filled up
                 picked[r] = min(begin + r, examples - 1)
             _gather(features[mine], picked, s, lay[0])

@@ -44,6 +44,7 @@ from esper.environment.cohort import Cohort, SeedSchedule, TrainingResult
 from esper.environment.episode_data import SLACK, EpisodeData
 from esper.environment.settings import (
     LEAST_ERROR,
+    LOOKED_ROWS,
     OFFERED,
     SCORED_ROWS,
     WorldSettings,
@@ -84,7 +85,15 @@ class GrowingWorld(Stateful, VectorWorld):
         "_compute",
         "_unit",
     )
-    DERIVED = ("trained_lives", "trained_steps", "trained_macs", "_errors")
+    DERIVED = (
+        "trained_lives",
+        "trained_steps",
+        "trained_macs",
+        "looked_rows",
+        "last_phi",
+        "last_compute",
+        "_errors",
+    )
 
     _track: Track
     _phi: PerEnv
@@ -128,6 +137,8 @@ class GrowingWorld(Stateful, VectorWorld):
         self.trained_steps = torch.zeros(num_envs, dtype=torch.int64)
         """Minibatches of that training, and multiply-adds per row of the networks."""
         self.trained_macs = torch.zeros(num_envs, dtype=torch.int64)
+        self.looked_rows = torch.zeros(num_envs, dtype=torch.int64)
+        """Decision rows that were scored after it."""
         self._lives = SeedStates.empty(num_envs, slots.max_slots, self._device)
         self._track = Track.fresh(num_envs, self._device)
         self._phi = torch.zeros(num_envs, device=device)
@@ -139,6 +150,9 @@ class GrowingWorld(Stateful, VectorWorld):
         self._tested = torch.zeros(num_envs, device=device)
         self._compute = torch.zeros(num_envs, dtype=torch.float64, device=device)
         """Batches of the starting host that cost as much as the episode so far."""
+        self.last_phi = self._phi
+        """Phi and compute at the last decision, also where an episode has ended."""
+        self.last_compute = self._compute.clone()
         self._unit = torch.ones(num_envs, device=device)
         """What rewards are divided by."""
         self._errors: dict[int, Tensor] = {}
@@ -159,18 +173,21 @@ class GrowingWorld(Stateful, VectorWorld):
         check_actions(actions, self.num_envs)
         illegal = self._act(actions.clone().to(self._device))
         trained = self._train()
-        score = self._score()
+        score = self._score(self.looked_rows)
         # The sum is finite only if all weights of host and seeds are.
         sums = (trained.losses, trained.shadow_losses, self.cohort.values.sum(dim=1))
         finite = torch.stack(sums).isfinite().all(dim=0)
         before = self._objective()
         net = score - self._episodes.rent * self._added()
         self._phi = torch.where(finite, net, self._phi.clamp(max=-1.0))
+        self.last_phi = self._phi
         over = ~finite | (self._track.decisions >= self.task.horizon)
         self._stop(over)
         reward = (self._objective() - before) / self._unit
         reward = reward - self.settings.penalty * illegal
-        self._track = self._track.after(torch.where(finite, score, 0.0), trained.losses)
+        # An interval can be too short for a batch of a network that has grown.
+        losses = torch.where(self.trained_steps > 0, trained.losses, torch.nan)
+        self._track = self._track.after(torch.where(finite, score, 0.0), losses)
         report = None
         if bool(over.any()):
             report = self._report(over, score, ~finite)
@@ -203,7 +220,7 @@ class GrowingWorld(Stateful, VectorWorld):
         self._lives = select(whole, none, self._lives)
         unseen = Track.fresh(self.num_envs, self._device)
         self._track = select(fresh, unseen, self._track)
-        score = self._score(fresh)
+        score = self._score(fresh * self._scored_rows)
         phi = score - self._episodes.rent * self._added()
         self._phi = torch.where(fresh, phi, self._phi)
         for past in (self._banked, self._passed, self._tested, self._compute):
@@ -269,17 +286,20 @@ class GrowingWorld(Stateful, VectorWorld):
             self.cohort.remove(env, slot)
 
     def _plant(self, env: int, slot: int, blueprint: Blueprint) -> None:
-        """Plant new units that are as large as the layer's own."""
+        """Plant new units whose activations are as large as what they read.
+
+        Their deviation is He's, sqrt(2 / inputs), whatever the host's own: as nothing
+        reads them at first, they would otherwise lag behind units that were there
+        from the start (https://arxiv.org/abs/1502.01852, eq. 10).
+        """
         place = slot % self.cohort.places
         units = blueprint.units(self.cohort.layouts[env].widths[place])
         inputs, taps = self.cohort.inputs(env, place)
-        own, _ = self.cohort.layer(env, place)
-        drawn = torch.empty(units, inputs, taps).uniform_(
-            -1.0, 1.0, generator=self._episodes.streams[env]
+        bound = (6 / (inputs * taps)) ** 0.5
+        weight = torch.empty(units, inputs, taps).uniform_(
+            -bound, bound, generator=self._episodes.streams[env]
         )
-        # Uniform in [-1, 1]: a deviation of 3^-½.
-        deviation = own.std(correction=0).cpu()
-        self.cohort.plant(env, slot, drawn * (deviation * 3**0.5), torch.zeros(units))
+        self.cohort.plant(env, slot, weight, torch.zeros(units))
 
     def _train(self) -> TrainingResult:
         """All minibatches until the next decision."""
@@ -307,24 +327,28 @@ class GrowingWorld(Stateful, VectorWorld):
         trained = self.cohort.train(
             x, y, picked, SeedSchedule(alpha, training), rates, steps
         )
-        passes = steps + trains.minimum(steps) + self._look_batches()
+        stops = self._weights.to(self._device)[self._track.decisions] > 0
+        few = min(LOOKED_ROWS, self._scored_rows)
+        self.looked_rows = torch.where(stops, self._scored_rows, few)
+        # A look is a forward pass.
+        looks = self.looked_rows.double() / (self.task.batch * (1 + BACKWARD))
+        passes = steps + trains.minimum(steps) + looks * self.settings.charge_looks
         self._compute = self._compute + compute * passes
+        self.last_compute = self._compute.clone()
         self.trained_lives, self.trained_steps = lives, steps
         self.trained_macs = self.cohort.macs()
         self._lives = lifecycle.after(lives, steps)
         self._remove_gone(lives)
         return trained
 
-    def _look_batches(self) -> float:
-        """Batches of training that cost as much as scoring the decision rows once."""
-        rows = min(SCORED_ROWS, self._episodes.rows[1][1].shape[1])
-        rows *= self.settings.charge_looks
-        return rows / (self.task.batch * (1 + BACKWARD))
+    @property
+    def _scored_rows(self) -> int:
+        """Decision rows that a host is scored on at a stop."""
+        return min(SCORED_ROWS, self._episodes.rows[1][1].shape[1])
 
-    def _score(self, wanted: Bool[Tensor, " env"] | None = None) -> PerEnv:
-        """Score of each host on the decision rows."""
-        x, y = (part[:, :SCORED_ROWS] for part in self._episodes.rows[1])
-        return self.cohort.score(x, y, self._lives.alpha, wanted)
+    def _score(self, wanted: Int64[Tensor, " env"]) -> PerEnv:
+        """Score of each host on so many decision rows."""
+        return self.cohort.score(*self._episodes.rows[1], self._lives.alpha, wanted)
 
     def _objective(self) -> PerEnv:
         """Phi: what the stops that are past have brought, and phi for those to come."""
@@ -339,7 +363,8 @@ class GrowingWorld(Stateful, VectorWorld):
         here = weight > 0
         if bool(here.any()):
             x, y = self._episodes.rows[2]
-            test = self.cohort.score(x, y, self._lives.alpha, here)
+            rows = here * y.shape[1]
+            test = self.cohort.score(x, y, self._lives.alpha, rows)
             self.last_test = torch.where(here, test, self.last_test)
             net = test - self._episodes.rent * self._added()
             self._tested = self._tested + torch.where(here, weight * net, 0.0)
@@ -360,11 +385,11 @@ class GrowingWorld(Stateful, VectorWorld):
             objective=self._tested[over],
             added=self._added()[over],
             macs=macs.float()[over],
-            training_macs=self._compute[over] * self._batch_macs(),
+            training_macs=self._compute[over] * self.batch_macs(),
             panicked=panicked[over],
         )
 
-    def _batch_macs(self) -> int:
+    def batch_macs(self) -> int:
         """Multiply-adds of one training batch of the starting host."""
         return self.task.unit.macs * self.task.batch * (1 + BACKWARD)
 

@@ -34,7 +34,9 @@ AT_ONCE: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """What is left to decide where seeds take part at once: when, where and how much."""
 SCORED_ROWS: Final = 256
-"""Decision rows that a score is taken on, at most."""
+"""Decision rows that a score is taken on at a stop, at most."""
+LOOKED_ROWS: Final = 64
+"""The same between two stops, where a score is seen, but not what counts."""
 LEAST_ERROR: Final = 0.02
 """Share of rows by which rewards are divided at least, where they are relative."""
 TERMS: Final[Mapping[str, tuple[float, str]]] = {

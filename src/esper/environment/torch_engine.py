@@ -120,21 +120,24 @@ def measure(
     features: Float[Tensor, "_ example input"],
     labels: Num[Tensor, "_ example"],
     alpha: Float[Tensor, "env slot"],
-    wanted: Bool[Tensor, " env"],
+    wanted: Int64[Tensor, " env"],
 ) -> Float64[Tensor, " env"]:
     """Correctly classified rows, or the sum of squared errors; see `Cohort.score`."""
     found = torch.zeros_like(wanted, dtype=torch.float64)
-    for env in wanted.nonzero().flatten().tolist():
+    for env, rows in enumerate(wanted.tolist()):
         layout, mine = cohort.layouts[env], env % len(features)
         scale = F.pad(alpha[env], (1, 0), value=1.0)
         outputs = forward(
-            layout, cohort.values[env, : layout.parameters], features[mine], scale
+            layout,
+            cohort.values[env, : layout.parameters],
+            features[mine, :rows],
+            scale,
         )
         if outputs.shape[1] == 1:
-            error = outputs[:, 0].double() - labels[mine]
+            error = outputs[:, 0].double() - labels[mine, :rows]
             found[env] = error.square().sum()
         else:
-            found[env] = (outputs.argmax(dim=1) == labels[mine]).sum()
+            found[env] = (outputs.argmax(dim=1) == labels[mine, :rows]).sum()
     return found
 
 

@@ -20,7 +20,7 @@ from esper.contracts.errors import BadInput
 from esper.environment.settings import WorldSettings
 from esper.experiment.messages import checked_name, refusal, unknown
 from esper.experiment.progress import Progress, print_line
-from esper.experiment.records import LADDER, STATIC, reference_of
+from esper.experiment.records import LADDER, SIZES, STATIC, reference_of
 from esper.experiment.run import STORE, Run, versions_now
 from esper.experiment.settings import (
     Count,
@@ -71,7 +71,7 @@ class EvaluateConfig:
         if not self.controllers:
             raise refusal("controllers is empty; name at least one.")
         for controller in self.controllers:
-            known = (*NAMES, *STATIC, *LADDER)
+            known = (*NAMES, *STATIC, *LADDER, *SIZES)
             if controller not in known and not is_folder(controller):
                 what = "controllers: there is no run or controller"
                 raise unknown(what, controller, known)
@@ -148,12 +148,15 @@ def is_folder(controller: str) -> bool:
 def _ready(config: EvaluateConfig) -> tuple[dict[str, Task], dict[str, str]]:
     """Tasks that can be judged, and why others cannot; refuses if they were named."""
     from esper.experiment.judging import judged_world
+    from esper.experiment.sizes import check_halving
 
     ready: dict[str, Task] = {}
     skipped: dict[str, str] = {}
     for task in [find_task(name) for name in config.tasks or TASKS]:
         try:
-            judged_world(task, 1, config.rng_seed, config.world)
+            clock = judged_world(task, 1, config.rng_seed, config.world).clock
+            if "halving" in config.controllers:
+                check_halving(clock)
             task.splits(config.rng_seed)
         except BadInput as error:
             if config.tasks:
@@ -174,7 +177,7 @@ def _arms(config: EvaluateConfig) -> dict[str, Maker | None]:
 
     arms: dict[str, Maker | None] = {}
     for given in dict.fromkeys(config.controllers):
-        maker, plain = None, {*CONTROLLERS, *STATIC, *LADDER}
+        maker, plain = None, {*CONTROLLERS, *STATIC, *LADDER, *SIZES}
         if given not in plain:
             maker = shipped() if given == SHIPPED else load_controller(given)
         name = given if maker is None else maker.name
@@ -186,5 +189,16 @@ def _arms(config: EvaluateConfig) -> dict[str, Maker | None]:
         raise refusal(
             f"controllers: {waiting[0]!r} is measured by a learned controller or by "
             "'early'; name one of them too."
+        )
+    computed = [name for name in arms if name in SIZES]
+    if computed and len({*arms} & {*LADDER}) < 2:
+        raise refusal(
+            f"controllers: {computed[0]!r} is a choice among static sizes; name at "
+            f"least two of {', '.join(LADDER)} too."
+        )
+    if computed and config.world.relative:
+        raise refusal(
+            f"controllers: {computed[0]!r} is computed from points of score; leave out "
+            "world.relative."
         )
     return arms

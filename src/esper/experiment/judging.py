@@ -11,6 +11,8 @@ do not grow:
 
     static-x4   the host with all hidden layers four times as wide; so for 1, 2, 8, 16
 
+    best-size, envelope, halving   choices among those, see `sizes`
+
 All pay rent for what they have more than the host, at the task's own learning rate,
 tuned for none. The reference is the learned controller, or `early`.
 
@@ -18,7 +20,7 @@ The cost of training a host, scoring of its decision rows included, is what the 
 counts, in multiply-adds.
 """
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -34,9 +36,19 @@ from torch import Tensor
 from esper.contracts.actions import NUM_HEADS
 from esper.contracts.errors import BadInput
 from esper.contracts.world import Controller, StepResult
-from esper.environment.settings import SCORED_ROWS, WorldSettings
-from esper.experiment.records import LADDER, STATIC, Judged, reference_of
+from esper.environment.clock import STOPS
+from esper.environment.settings import LOOKED_ROWS, SCORED_ROWS, WorldSettings
+from esper.experiment.records import (
+    LADDER,
+    SIZES,
+    STATIC,
+    Floats,
+    Judged,
+    StopFigures,
+    reference_of,
+)
 from esper.experiment.rollout import play
+from esper.experiment.sizes import size_control
 from esper.experiment.store import Store
 from esper.experiment.streams import stream, stream_seed
 from esper.experiment.workers import workers
@@ -76,11 +88,11 @@ def results_of(
     """The result of each job, in the order in which they end.
 
     Args:
-        jobs: Arms on tasks, with those that static ones are measured by.
+        jobs: Arms on tasks, with those that others are measured by or computed from.
         processes: Jobs at the same time, in processes of one thread each.
         stop: Asked every now and then; if it says so, there are no more.
     """
-    ready = [job for job in jobs if job.arm not in STATIC]
+    ready = [job for job in jobs if job.arm not in (*STATIC, *SIZES)]
     waiting = [job for job in jobs if job.arm in STATIC]
     reference = reference_of(job.arm for job in jobs)
     # What others wait for comes first.
@@ -90,12 +102,29 @@ def results_of(
         same = job.arm == reference
         return [one for one in waiting if same and one.task.name == job.task.name]
 
+    sizes: dict[str, dict[str, Judged]] = {}
+
+    def computed(job: Job, judged: Judged) -> Iterator[tuple[Job, Judged]]:
+        """Choices among the sizes of a task, once all of them are judged."""
+        if job.arm not in LADDER:
+            return
+        task = job.task.name
+        sizes.setdefault(task, {})[job.arm] = judged
+        same = [one for one in jobs if one.task.name == task]
+        found = [sizes[task].get(one.arm) for one in same if one.arm in LADDER]
+        ladder = [one for one in found if one is not None]
+        if len(ladder) == len(found):
+            for one in same:
+                if one.arm in SIZES:
+                    yield one, size_control(one.arm, ladder)
+
     if processes == 1 or len(jobs) == 1:
         for job in ready:
             if stop():
                 return
             judged = _run_job(job)
             yield job, judged
+            yield from computed(job, judged)
             for after in freed(job):
                 yield after, _run_job(after, judged)
         return
@@ -109,6 +138,7 @@ def results_of(
                     pool.submit(_run_job, after, judged): after for after in freed(job)
                 }
                 yield job, judged
+                yield from computed(job, judged)
 
 
 def stored_results(
@@ -254,10 +284,8 @@ def judge_plain(
     own = settings.applied_to(task)
     horizon = own.horizon
     if spend is not None and settings.clock == "batches":
-        scored = min(SCORED_ROWS, len(own.splits(rng_seed).decisions))
-        decision = own.decision_every * own.batch * step_macs(host.macs)
-        spent = decision + scored * host.macs
-        horizon = min(max(round(spend / spent), least), LONGEST)
+        horizon = _decisions_for(spend, host, own, settings, rng_seed)
+        horizon = min(max(horizon, least), LONGEST)
     terms = replace(settings, horizon=horizon)
     trained = replace(task, host=host, unit_host=task.unit)
     # All arms begin with the worth of the same plain host, whatever they are.
@@ -269,6 +297,20 @@ def judge_plain(
     world = judged_world(trained, hosts, rng_seed, terms, stage=stage)
     judged = play_and_judge(world, Never(), rng_seed)
     return replace(judged, returns=judged.returns + ahead.double().numpy())
+
+
+def _decisions_for(
+    spend: float, host: Host, task: Task, settings: WorldSettings, rng_seed: int
+) -> int:
+    """Decisions of a plain network that cost so many multiply-adds, to the nearest."""
+    available = len(task.splits(rng_seed).decisions)
+    trained = task.decision_every * task.batch * step_macs(host.macs)
+    between, at_stop = (
+        trained + settings.charge_looks * min(rows, available) * host.macs
+        for rows in (LOOKED_ROWS, SCORED_ROWS)
+    )
+    stops = 1 if settings.stop == "end" else STOPS
+    return round(stops + (spend - stops * at_stop) / between)
 
 
 def widened(host: Host, parameters: int | float) -> Host:
@@ -308,6 +350,7 @@ def play_and_judge(
     }
     area = torch.zeros(hosts, dtype=torch.float64)
     running = torch.ones(hosts, dtype=torch.bool)
+    at_stops = _AtStops(world)
 
     def add(actions: Tensor, result: StepResult) -> None:
         nonlocal running
@@ -319,6 +362,7 @@ def play_and_judge(
             first = running[report.env]
             for name, values in final.items():
                 values[report.env[first]] = getattr(report, name)[first].double()
+        at_stops.add(score, running)
         area.add_(torch.where(running, score, 0.0))
         running = running & ~(result.terminated | result.truncated)
 
@@ -330,5 +374,48 @@ def play_and_judge(
         returns=returns.double().numpy(),
         area=area.numpy() / world.task.horizon,
         seconds=np.full(hosts, seconds),
+        stops=at_stops.figures(returns.double().numpy()),
         **figures | {"panicked": figures["panicked"].astype(bool)},
     )
+
+
+class _AtStops:
+    """Collects what every host has at every stop; one that has ended stays as it was.
+
+    Args:
+        world: Where the hosts live.
+    """
+
+    def __init__(self, world: "GrowingWorld") -> None:
+        self._world, self._decisions = world, 0
+        self._weights = world.clock.weights().numpy()
+        self._now = np.zeros((4, world.num_envs))
+        self._found: list[Floats] = []
+
+    def add(self, score: Tensor, running: Tensor) -> None:
+        """One decision later, with the scores on decision rows."""
+        world = self._world
+        spent = world.last_compute * world.batch_macs()
+        new = (world.last_phi, score, world.last_test, spent)
+        here = np.stack([figure.double().cpu().numpy() for figure in new])
+        self._now = np.where(running.cpu().numpy(), here, self._now)
+        self._decisions += 1
+        if self._weights[self._decisions] > 0:
+            self._found.append(self._now)
+
+    def figures(self, returns: Floats) -> StopFigures:
+        """All of them, given the returns of the hosts."""
+        at = self._weights > 0
+        weights = self._weights[at]
+        # If no host is left, the last stops are never reached.
+        self._found += [self._now] * (len(weights) - len(self._found))
+        worth, score, test, spent = np.stack(self._found, axis=1)
+        return StopFigures(
+            times=self._world.clock.times().numpy()[at],
+            weights=weights,
+            first=weights @ worth - returns,
+            worth=worth,
+            score=score,
+            test=test,
+            spent=spent,
+        )

@@ -20,13 +20,15 @@ STATIC: Final = ("static", "longer")
 """Networks that are not grown, as large or as costly as another arm's."""
 LADDER: Final[Mapping[str, int]] = {f"static-x{n}": n for n in (1, 2, 4, 8, 16)}
 """Networks that are not grown, with hidden layers so many times as wide."""
+SIZES: Final = ("best-size", "envelope", "halving")
+"""Choices among them, computed from their results."""
 
 Floats = NDArray[np.float64]
 
 
 def is_learned(name: str) -> bool:
     """Whether an arm of this name is a trained controller."""
-    return name not in {*CONTROLLERS, *STATIC, *LADDER}
+    return name not in {*CONTROLLERS, *STATIC, *LADDER, *SIZES}
 
 
 def reference_of(names: Iterable[str]) -> str | None:
@@ -84,6 +86,24 @@ class RoundRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StopFigures:
+    """What every host had at every stop, `[stop, host]`."""
+
+    times: Floats
+    """Moments of the stops by the clock, `[stop]`."""
+    weights: Floats
+    """What they weigh in the return, `[stop]`."""
+    first: Floats
+    """Worth before training, `[host]`."""
+    worth: Floats
+    """Score on the decision rows, less rent."""
+    score: Floats
+    test: Floats
+    spent: Floats
+    """Multiply-adds of the training so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
     """The results of one controller, host by host."""
 
@@ -105,6 +125,8 @@ class Judged:
     """Time that the training took, hosts side by side."""
     panicked: NDArray[np.bool_]
     """Whether the host's numbers were no longer finite."""
+    stops: StopFigures | None = None
+    """Not stored."""
 
 
 Results = Mapping[str, Judged]

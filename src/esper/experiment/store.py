@@ -266,6 +266,7 @@ class Store:
         """What became of every host under one controller."""
         figures = {item.name: getattr(judged, item.name) for item in fields(judged)}
         figures["return"] = figures.pop("returns")
+        del figures["stops"]
         self.add(
             "evaluations",
             host=range(len(judged.returns)),

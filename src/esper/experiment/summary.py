@@ -242,6 +242,8 @@ def _table(
         rows = [row for arms in by_arm.values() for row in arms[name]]
         spread = {
             figure: iqm_interval(values[name], resamples=resamples)
+            if np.isfinite(values[name]).all()
+            else Interval(nan, nan, nan)  # not measured
             for figure, values in scores.items()
         }
         arms.append(
