@@ -20,9 +20,10 @@ from torch import Generator
 
 from benchmarks import timing
 from benchmarks.timing import Report
+from esper.environment import growing
 from esper.environment.clock import BACKWARD
 from esper.environment.growing import GrowingWorld
-from esper.environment.settings import LEAST_ERROR
+from esper.environment.settings import LEAST_ERROR, LOOKED_ROWS
 from esper.experiment.record import world_settings
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.scripts import Scripted
@@ -42,14 +43,18 @@ LEAST: Final = 6
 Row = dict[str, float]
 
 
-def run(tasks: int = 2, hosts: int = 2, rng_seed: int = 0) -> Report:
+def run(
+    tasks: int = 2, hosts: int = 2, rng_seed: int = 0, rows: int = LOOKED_ROWS
+) -> Report:
     """One row for each signal.
 
     Args:
         tasks: Tasks of every kind.
         hosts: Hosts of each task, and moments.
         rng_seed: Which family.
+        rows: Decision rows of a look between two stops.
     """
+    growing.LOOKED_ROWS = rows
     kinds = ("parity", "boxes") if timing.QUICK else KINDS
     found: dict[str, list[Row]] = {}
     for number in range(tasks * len(kinds)):

@@ -72,7 +72,10 @@ NETWORK_TUNING, NETWORK_SEEDS = range(2), range(2, 10)
 
 
 def run(
-    processes: int = 2, networks: bool = False, rng_seed: int = COUNTED
+    processes: int = 2,
+    networks: bool = False,
+    rng_seed: int = COUNTED,
+    tuning: int = TUNING,
 ) -> list[Report]:
     """Tune, train and compare.
 
@@ -80,6 +83,7 @@ def run(
         processes: Trainings at the same time.
         networks: Networks of the examples, grown by `Grower`.
         rng_seed: Of the hosts that count.
+        tuning: Hosts that choose a learning rate.
     """
     quick = timing.QUICK
     if networks:
@@ -101,7 +105,7 @@ def run(
         )
     ]
     processes = 1 if quick else processes
-    tuned = best_rates(arms, rates, TUNING, 2_000, processes)
+    tuned = best_rates(arms, rates, tuning, 2_000, processes)
     best = {
         arm: rates[int(np.argmax([over_stops(c, 0.0, "score").mean() for c in curves]))]
         for arm, curves in tuned.items()

@@ -346,6 +346,20 @@ MUTANTS = (
         "tests/experiment/test_static.py",
     ),
     Mutant(
+        "halving keeps the sizes that do worst",
+        "experiment/sizes.py",
+        "key=lambda size: -shown[size, stop, host]",
+        "key=lambda size: shown[size, stop, host]",
+        "tests/experiment/test_sizes.py",
+    ),
+    Mutant(
+        "looks at few rows are charged like those at stops",
+        "environment/growing.py",
+        "looks = self.looked_rows.double()",
+        "looks = self._scored_rows + 0 * self.looked_rows.double()",
+        "tests/environment/test_growing.py",
+    ),
+    Mutant(
         "p-values are adjusted each by itself",
         "experiment/statistics.py",
         "np.maximum.accumulate(np.minimum(steps, 1.0))",
