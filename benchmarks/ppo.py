@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from benchmarks import timing
 from benchmarks.timing import Report
 from esper.rl.ppo import PPO
+from esper.simic.agent.ppo import PPOConfig
 
-ENVS, STEPS = 64, 128
+ENVS, STEPS, PARTS = 64, 128, 4
 TURNS = 5
 Side = Callable[[], object]
 
@@ -118,15 +119,15 @@ def measure(sides: dict[str, Side]) -> dict[str, float]:
 
 
 def _ours(make: Callable[[], gymnasium.Env[Any, Any]], memory: str) -> Side:
-    agent = PPO(make, memory=memory, envs=ENVS, steps=STEPS)
+    config = PPOConfig(minibatches=PARTS)
+    agent = PPO(make, memory=memory, envs=ENVS, steps=STEPS, ppo=config)
     return lambda: agent.learn(ENVS * STEPS)
 
 
 def _peer_settings() -> dict[str, Any]:
-    parts = 4
     return {
         "n_steps": STEPS,
-        "batch_size": ENVS * STEPS // parts,
+        "batch_size": ENVS * STEPS // PARTS,
         "n_epochs": 4,
         "device": "cpu",
         "seed": 0,

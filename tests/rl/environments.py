@@ -115,7 +115,7 @@ class Native(VectorEnv):
 class Probe(gymnasium.Env):
     """Base of the probes: one observation of two numbers, a fixed horizon."""
 
-    observation_space = spaces.Box(-2.0, 2.0, (2,), np.float32)
+    observation_space = spaces.Box(-5.0, 5.0, (2,), np.float32)
     action_space: gymnasium.Space = spaces.Discrete(2)
     horizon = 1
 

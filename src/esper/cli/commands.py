@@ -395,6 +395,49 @@ def _print_table(
     Console().print(shown)
 
 
+def ppo_options(parser: ArgumentParser) -> None:
+    """The environment, and what is learnt for how long."""
+    parser.add_argument("env", type=path_text, metavar="ENV_ID", help="Gymnasium's id")
+    log = "where progress.csv and the agent go (default: runs/ENV_ID)"
+    add_option(parser, "--steps", whole(1, 10**12), 100_000, "N", "steps to learn for")
+    add_option(parser, "--envs", whole(1, 65_536), 16, "N", "environments at once")
+    memory = "what remembers: mingru, gru, lstm or none"
+    add_option(parser, "--memory", path_text, "none", "NAME", memory)
+    add_option(parser, "--rng-seed", RNG_SEED, 0, "N", "decides everything")
+    add_option(parser, "--log", folder, None, "FOLDER", log)
+
+
+def ppo(options: Namespace) -> None:
+    """Learn an environment, write the agent and judge it."""
+    from esper.rl.ppo import PPO
+
+    log = options.log or Path("runs") / options.env.replace("/", "-")
+    seed = options.rng_seed
+    agent = PPO(options.env, memory=options.memory, envs=options.envs, seed=seed)
+    agent.learn(options.steps, progress=True, log=log)
+    found = agent.evaluate(episodes=20)
+    print(f"Return of 20 episodes: {found.mean:.4g}, deviation {found.std:.3g}.")
+    print(f"The agent is in {log / 'agent.safetensors'}.")
+
+
+def doctor_options(parser: ArgumentParser) -> None:
+    """The environment, and how long to play it."""
+    parser.add_argument("env", type=path_text, metavar="ENV_ID", help="Gymnasium's id")
+    add_option(parser, "--steps", whole(1, 10**9), 2_000, "N", "steps to play")
+    add_option(parser, "--rng-seed", RNG_SEED, 0, "N", "of resets and actions")
+
+
+def doctor(options: Namespace) -> int:
+    """Say what in an environment will hurt learning."""
+    from esper.rl.doctor import examine
+
+    findings = examine(options.env, options.steps, options.rng_seed)
+    print(*findings, sep="\n", end="\n" if findings else "")
+    if not findings:
+        print(f"{options.env}: nothing to mend in {options.steps} steps.")
+    return 1 if findings else 0
+
+
 COMMANDS: Final = {
     "train": Command(
         run=train,
@@ -445,6 +488,29 @@ examples:
   esper evaluate --controller never,early,static,tamiyo
   esper evaluate --controller never,early,static,runs/NAME
   esper evaluate --json > figures.json the same as data
+""",
+    ),
+    "ppo": Command(
+        run=ppo,
+        options=ppo_options,
+        help="learn a Gymnasium environment",
+        examples="""\
+examples:
+  esper ppo CartPole-v1
+  esper ppo CartPole-v1 --memory mingru --steps 300000 --envs 64
+""",
+    ),
+    "doctor": Command(
+        run=doctor,
+        options=doctor_options,
+        help="say what in a Gymnasium environment will hurt learning",
+        description="""\
+Play an environment with random legal actions and say what will hurt learning, with the
+step at which it was seen and what to do. The exit code is 1 if there is anything.""",
+        examples="""\
+examples:
+  esper doctor CartPole-v1
+  esper doctor my_package:Mine-v0 --steps 10000
 """,
     ),
     "record": Command(

@@ -45,9 +45,9 @@ from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 Array = NDArray[Any]
 Callback = Callable[["LearnRecord"], object]
 DEFAULTS: Final = PPOConfig(
-    learning_rate=1e-3,
+    learning_rate=2e-3,
     epochs=4,
-    minibatches=4,
+    minibatches=8,
     entropy=0.01,
     target_kl=0.03,
 )
@@ -60,7 +60,7 @@ SCALARS: Final = ("kl", "policy_loss", "value_loss", "explained_variance")
 class PPOSettings:
     """Everything that was chosen about an agent, apart from its spaces."""
 
-    envs: int = 8
+    envs: int = 16
     """Environments that are stepped together."""
     steps: int = 128
     """Steps of each environment between two updates."""
@@ -167,7 +167,7 @@ class PPO(Stateful):
         env: Source,
         *,
         memory: str = "none",
-        envs: int = 8,
+        envs: int = 16,
         kind: str = "sync",
         seed: int = 0,
         steps: int = 128,

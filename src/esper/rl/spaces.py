@@ -286,14 +286,16 @@ class SpaceSpec:
         if self.is_continuous:
             raise BadInput("masks are for choices; this action is numbers of a Box.")
         if isinstance(masks, Mapping | tuple):
-            heads = [np.asarray(x).astype(bool) for x in self._by_head(masks)]
+            heads = [np.array(x, bool) for x in self._by_head(masks)]
             flat = np.concatenate([x.reshape(len(x), -1) for x in heads], axis=1)
         else:
-            flat = np.asarray(masks).astype(bool)
+            flat = np.array(masks, bool)
         if len(flat) != envs:
             raise BadInput(f"{envs} environments need {envs} masks, got {len(flat)}.")
         total, shape = sum(self.sizes), (len(self.sizes), self.width)
-        if flat.shape[1:] == (total,):
+        if flat.shape[1:] == (total,) and total == self.width:
+            rows = flat[:, None]
+        elif flat.shape[1:] == (total,):
             rows = np.zeros((envs, *shape), bool)
             rows[:, self.allowed.numpy()] = flat
         elif flat.shape[1:] == shape:
@@ -303,7 +305,7 @@ class SpaceSpec:
                 f"an action mask must have {total} entries, all heads after each "
                 f"other, or be {list(shape)}; got {list(flat.shape[1:])}."
             )
-        if needed is not None:
+        if needed is not None and not needed.all():
             rows[~needed] = self.allowed.numpy()
         possible = rows.any(axis=2)
         if not possible.all():

@@ -57,7 +57,7 @@ class VectorStep:
     terminated: Array
     truncated: Array
     final: Any
-    """The observation at the end of episodes, where they ended; None if none did."""
+    """The last observation of truncated episodes, where there are any; else None."""
 
 
 class Vector:
@@ -103,6 +103,7 @@ class Vector:
             )
         self._masks = masks
         self._ended = np.zeros(self.num_envs, bool)
+        self._methods: list[Callable[[], Any]] | None = None
         self.steps = 0
         """Steps since the environments were made."""
 
@@ -122,18 +123,19 @@ class Vector:
             np.array(x, bool, copy=True) for x in (terminated, truncated)
         )
         ended, before, final = terminated | truncated, self._ended, None
+        had_future = (truncated & ~terminated).any()
         everyone = np.ones(self.num_envs, bool)
         if self.mode is AutoresetMode.NEXT_STEP:
             self._ended = ended
-            final = observation if ended.any() else None
+            final = observation if had_future else None
             view = self._view(observation, info, before, ~ended)
         elif self.mode is AutoresetMode.DISABLED and ended.any():
-            final = deepcopy(observation)
+            final = deepcopy(observation) if had_future else None
             options = {"reset_mask": ended}
             observation, fresh = self._call("reset", options=options)
             view = self._view(observation, _joined(info, fresh, ended), ended, everyone)
         else:
-            if ended.any():
+            if had_future:
                 final = self._final(observation, info, ended)
             view = self._view(observation, info, ended, everyone)
         rewards = np.asarray(rewards).astype(np.float32)
@@ -186,12 +188,12 @@ class Vector:
                     f"{self.steps}; give one at every reset and step."
                 )
         else:
-            own = getattr(self.env, METHOD, None)
-            masks = own() if own is not None else self._call("call", METHOD)
-            masks = masks if own is not None else np.array([None, *masks], object)[1:]
-        if isinstance(masks, np.ndarray) and masks.dtype == object:
-            total = self.spec.allowed.flatten()
-            full = np.ones(int(total.sum()), bool)
+            masks = self._ask()
+        if isinstance(masks, list) or (
+            isinstance(masks, np.ndarray) and masks.dtype == object
+        ):
+            # One per environment; None where it has just ended.
+            full = np.ones(sum(self.spec.sizes), bool)
             masks = np.stack(
                 [full if m is None else self.spec.mask_row(m) for m in masks]
             )
@@ -209,17 +211,21 @@ class Vector:
             return "observation"
         if MASK in info:
             return "info"
+        try:
+            self._ask()
+        except (AttributeError, BadInput):
+            return None
+        return "method"
+
+    def _ask(self) -> Any:  # noqa: ANN401
+        """What the method says: one mask per environment."""
         if hasattr(self.env, METHOD):
-            return "method"
+            return getattr(self.env, METHOD)()
         if isinstance(self.env, SyncVectorEnv):
-            return "method" if self.env.envs[0].has_wrapper_attr(METHOD) else None
-        if isinstance(self.env, AsyncVectorEnv):
-            try:
-                self.env.call(METHOD)
-            except AttributeError:
-                return None
-            return "method"
-        return None
+            if self._methods is None:  # looking through wrappers takes long
+                self._methods = [e.get_wrapper_attr(METHOD) for e in self.env.envs]
+            return [method() for method in self._methods]
+        return list(self._call("call", METHOD))
 
     def _final(self, observation: Any, info: Mapping[str, Any], ended: Array) -> Any:  # noqa: ANN401
         """All observations, with the final ones where episodes ended."""

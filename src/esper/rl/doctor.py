@@ -1,0 +1,509 @@
+"""What in an environment will hurt learning, in plain words.
+
+`examine` plays an environment with random legal actions and looks at everything that it
+gives. What a user should mend becomes a finding: what was seen, at which step, and what
+to do. Statements about chance compare episodes from the same seed:
+
+    two fresh environments differ                the seed does not reproduce
+    the same one differs after it was played     state leaks through reset
+    it differs while another one is played       environments share state
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import Env, Space, spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from numpy.typing import NDArray
+
+from esper.contracts.errors import BadInput
+from esper.rl.spaces import MASK, Part, SpaceSpec, parts_of
+from esper.rl.vector import METHOD
+
+Array = NDArray[Any]
+Maker = Callable[[], Any]
+LARGE: Final = 1e4
+SMALL: Final = 1e-4
+"""Largest sizes of rewards that are taken for a matter of taste."""
+SAME: Final = 5
+"""Episodes of the same length that make a time limit probable."""
+SHORT: Final = 10
+"""Steps below which a fixed length is no time limit."""
+COMPARED: Final = 50
+"""Steps of an episode that are compared with its repetition."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that will hurt learning."""
+
+    step: int
+    """Of the examination, from 0."""
+    what: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.what}. {self.advice}."
+
+
+@dataclass
+class Examination:
+    """The findings so far; each kind is told once, when first seen."""
+
+    findings: dict[str, Finding] = field(default_factory=dict)
+    step: int = 0
+
+    def add(self, kind: str, what: str, advice: str) -> None:
+        """Keep the first finding of a kind."""
+        self.findings.setdefault(kind, Finding(self.step, what, advice))
+
+
+class _Broken(Exception):  # noqa: N818
+    """The environment cannot be played on."""
+
+
+def examine(
+    source: str | Maker, steps: int = 2_000, rng_seed: int = 0
+) -> list[Finding]:
+    """Play an environment and say what will hurt learning.
+
+    Args:
+        source: An id, or a function that makes an environment or vector environment.
+        steps: How long to play.
+        rng_seed: Of resets and random actions.
+    """
+    make = source if callable(source) else _maker(source)
+    notes = Examination()
+    try:
+        env = make()
+    except Exception as error:
+        raise BadInput(
+            f"{source} cannot be made: {type(error).__name__}: {_line(error)}"
+        ) from error
+    try:
+        if isinstance(env, VectorEnv):
+            _play_vector(env, steps, rng_seed, notes)
+        else:
+            _spaces(env, notes)
+            lengths = _play(env, steps, rng_seed, notes)
+            limit = env.spec.max_episode_steps if env.spec is not None else None
+            _judge_lengths(lengths, steps, limit, notes)
+            if not notes.findings:
+                _compare(make, rng_seed, notes)
+    except _Broken:
+        pass
+    finally:
+        env.close()
+    return sorted(notes.findings.values(), key=lambda finding: finding.step)
+
+
+def _maker(name: str) -> Maker:
+    return lambda: gymnasium.make(name, disable_env_checker=True)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:100]
+
+
+def _spaces(env: Env[Any, Any], notes: Examination) -> None:
+    try:
+        SpaceSpec(env.observation_space, env.action_space)
+    except BadInput as error:
+        notes.add("spaces", str(error).rstrip("."), "PPO cannot learn here as it is")
+
+
+@dataclass
+class _Length:
+    """How an episode ended, and what it showed at each step."""
+
+    steps: int
+    terminated: bool
+    first_numbers: list[Array]
+
+
+def _play(
+    env: Env[Any, Any], steps: int, rng_seed: int, notes: Examination
+) -> list[_Length]:
+    """Random legal actions; every value that comes back is looked at."""
+    env.action_space.seed(rng_seed)
+    chance = np.random.default_rng(rng_seed)
+    lengths: list[_Length] = []
+    observation, info = _reset(env, rng_seed, notes)
+    shown, first_seen = [_numbers(observation)], deepcopy(observation)
+    changed, sizes, masked = False, [], MASK in info
+    held, kept = observation, deepcopy(observation)
+    for step in range(steps):
+        notes.step = step
+        action = _action(env, observation, info, masked, chance, notes)
+        observation, reward, terminated, truncated, info = _step(env, action, notes)
+        if not _same(held, kept):
+            notes.add(
+                "alias",
+                "the observation that was returned before changed with this step",
+                "Return a copy; all that is stored is overwritten otherwise",
+            )
+        held, kept = observation, deepcopy(observation)
+        changed = changed or not _same(observation, first_seen)
+        sizes.append(_reward(reward, notes))
+        shown.append(_numbers(observation))
+        if terminated or truncated:
+            lengths.append(_Length(len(shown) - 1, bool(terminated), shown))
+            observation, info = _reset(env, None, notes)
+            shown, held = [_numbers(observation)], observation
+            kept = deepcopy(observation)
+    notes.step = steps
+    if not changed:
+        notes.add(
+            "constant",
+            f"the observation never changed in {steps} steps",
+            "Show what the agent needs in order to decide",
+        )
+    largest = max(sizes, default=0.0)
+    if largest > LARGE or 0.0 < largest < SMALL:
+        notes.add(
+            "scale",
+            f"the largest reward has the size {largest:.3g}",
+            "Scale rewards so that a good episode returns between 1 and 1000",
+        )
+    return lengths
+
+
+def _reset(
+    env: Env[Any, Any], seed: int | None, notes: Examination
+) -> tuple[Any, dict[str, Any]]:
+    try:
+        result = env.reset(seed=seed)
+    except Exception as error:
+        notes.add(
+            "reset",
+            f"reset(seed={seed}) raised {type(error).__name__}: {_line(error)}",
+            "Accept the keywords seed and options, and begin an episode",
+        )
+        raise _Broken from error
+    fine = isinstance(result, tuple) and len(result) == 2
+    if not fine or not isinstance(result[1], dict):
+        notes.add(
+            "reset",
+            "reset() did not return an observation and an info dict",
+            "Return both, as Gymnasium has it since 0.26",
+        )
+        raise _Broken
+    _observation(env.observation_space, result[0], notes)
+    return result
+
+
+def _step(env: Env[Any, Any], action: Any, notes: Examination) -> Any:  # noqa: ANN401
+    try:
+        result: Any = env.step(action)
+    except Exception as error:
+        notes.add(
+            "step",
+            f"step({action}) raised {type(error).__name__}: {_line(error)}",
+            "An action of the space that the mask allows must be possible",
+        )
+        raise _Broken from error
+    if not isinstance(result, tuple) or len(result) != 5:
+        notes.add(
+            "step",
+            "step() did not return five values",
+            "Return observation, reward, terminated, truncated and info",
+        )
+        raise _Broken
+    for name, flag in zip(("terminated", "truncated"), result[2:4], strict=True):
+        if not isinstance(flag, bool | np.bool_):
+            notes.add(
+                name,
+                f"{name} is {flag!r}, a {type(flag).__name__}",
+                "Return a bool",
+            )
+    if not isinstance(result[4], dict):
+        notes.add("info", f"info is a {type(result[4]).__name__}", "Return a dict")
+        raise _Broken
+    _observation(env.observation_space, result[0], notes)
+    return result
+
+
+def _observation(space: Space[Any], value: Any, notes: Examination) -> None:  # noqa: ANN401
+    """Refuse what is not in the observation space, and say why."""
+    for part in parts_of(space):
+        where = ".".join(map(str, part.path)) or "the observation"
+        try:
+            inner = part.of(value)
+        except (KeyError, IndexError, TypeError) as error:
+            notes.add("space", f"{where} is missing", "Return all that the space has")
+            raise _Broken from error
+        problem = _problem(part, inner)
+        if problem:
+            kind, what, advice = problem
+            notes.add(kind, f"{where} {what}", advice)
+            if kind == "shape":
+                raise _Broken
+
+
+def _problem(part: Part, value: Any) -> tuple[str, str, str] | None:  # noqa: ANN401
+    """What is wrong with one part of an observation: kind, words and advice."""
+    space = part.space
+    if not isinstance(space, spaces.Box):
+        if space.contains(value):
+            return None
+        return "space", f"is {value!r}, outside {space}", "Return a member of the space"
+    array = np.asarray(value)
+    if array.shape != space.shape:
+        what = f"has the shape {array.shape}, the space has {space.shape}"
+        return "shape", what, "Shapes must not change; pad if they must"
+    if array.dtype != space.dtype:
+        what = f"is of {array.dtype}, the space of {space.dtype}"
+        return "dtype", what, "Convert it, or declare the other dtype"
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        return "nan", "holds NaN or infinity", "Find out where it comes from"
+    if not space.contains(array):
+        low, high = array.min(), array.max()
+        what = f"ranges from {low:.4g} to {high:.4g}, outside the bounds of the space"
+        return "bounds", what, "Clip it, or declare wider bounds"
+    return None
+
+
+def _reward(reward: Any, notes: Examination) -> float:  # noqa: ANN401
+    """The size of a reward."""
+    try:
+        number = float(reward)
+    except (TypeError, ValueError) as error:
+        notes.add("reward", f"the reward is {reward!r}", "Return one number")
+        raise _Broken from error
+    if not math.isfinite(number):
+        notes.add("reward", f"the reward is {number}", "Find out where it comes from")
+        return 0.0
+    return abs(number)
+
+
+def _action(
+    env: Env[Any, Any],
+    observation: Any,  # noqa: ANN401
+    info: dict[str, Any],
+    masked: bool,
+    chance: np.random.Generator,
+    notes: Examination,
+) -> Any:  # noqa: ANN401
+    """A random action that the mask allows."""
+    mask, where = None, ""
+    space = env.action_space
+    if isinstance(observation, dict) and MASK in observation:
+        mask, where = observation[MASK], f"obs['{MASK}']"
+    elif MASK in info:
+        mask, where = info[MASK], f"info['{MASK}']"
+    elif masked:
+        notes.add(
+            "mask missing",
+            f"info['{MASK}'] was there at first and is missing now",
+            "Give it at every reset and step",
+        )
+    elif env.has_wrapper_attr(METHOD):
+        mask, where = env.get_wrapper_attr(METHOD)(), f"{METHOD}()"
+    if mask is None:
+        return space.sample()
+    try:
+        spec = SpaceSpec(env.observation_space, space)
+        rows = spec.rows(spec.mask_row(mask)[None], 1)[0].numpy()
+    except BadInput as error:
+        notes.add("mask", f"{where}: {str(error).rstrip('.')}", "Mend the mask")
+        raise _Broken from error
+    picked = [int(chance.choice(np.flatnonzero(row))) for row in rows]
+    return _single(space, spec.to_env(torch.tensor([picked])))
+
+
+def _single(space: Space[Any], actions: Any) -> Any:  # noqa: ANN401
+    if isinstance(space, spaces.Dict):
+        return {n: _single(s, actions[n]) for n, s in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_single(s, actions[i]) for i, s in enumerate(space.spaces))
+    return actions[0]
+
+
+def _judge_lengths(
+    lengths: Sequence[_Length], steps: int, limited: int | None, notes: Examination
+) -> None:
+    """Episodes that never end, or always terminate after the same number of steps."""
+    notes.step = steps
+    if not lengths and limited is not None:
+        return
+    if not lengths:
+        notes.add(
+            "endless",
+            f"no episode ended in {steps} steps",
+            "Set a time limit: gymnasium.make(..., max_episode_steps=1000)",
+        )
+        return
+    ended = {episode.steps for episode in lengths}
+    always = all(episode.terminated for episode in lengths)
+    limit = max(ended)
+    if len(lengths) < SAME or len(ended) > 1 or not always or limit < SHORT:
+        return
+    if not _tells_time(lengths):
+        notes.add(
+            "time limit",
+            f"all {len(lengths)} episodes terminated after exactly {limit} steps, and "
+            "no number of the observation is a clock",
+            "If that is a time limit, return truncated=True and terminated=False, or "
+            "show the time that is left",
+        )
+
+
+def _tells_time(lengths: Sequence[_Length]) -> bool:
+    """Whether some number of the observation is the same clock in all episodes."""
+    tables = np.stack([np.stack(episode.first_numbers) for episode in lengths])
+    same = (tables == tables[:1]).all(axis=0)  # [step, number]
+    moves = np.diff(tables[0], axis=0)
+    clock = ((moves > 0).all(axis=0) | (moves < 0).all(axis=0)) & same.all(axis=0)
+    return bool(clock.any())
+
+
+def _compare(make: Maker, rng_seed: int, notes: Examination) -> None:
+    """Episodes from the same seed, alone, again, and beside another one."""
+    first, second = make(), make()
+    actions = _actions(first, rng_seed)
+    alone = _episode(first, rng_seed, actions)
+    if not _same(alone, _episode(second, rng_seed, actions)):
+        again = make()
+        fresh = _episode(again, rng_seed, actions)
+        again.close()
+        if not _same(alone, fresh):
+            notes.add(
+                "seed",
+                "two new environments differ from the same seed and actions",
+                "Draw all chance from self.np_random, which reset(seed=...) sets",
+            )
+            return
+    if not _same(alone, _episode(first, rng_seed, actions)):
+        notes.add(
+            "leak",
+            "an episode differs from its repetition with the same seed after others "
+            "were played",
+            "Set everything anew in reset()",
+        )
+        return
+    beside = make()
+    if not _same(alone, _episode(beside, rng_seed, actions, second)):
+        notes.add(
+            "shared",
+            "an episode differs when another environment is played beside it",
+            "Keep state in self, not in the class, the module or a default argument",
+        )
+    for env in (first, second, beside):
+        env.close()
+
+
+def _actions(env: Env[Any, Any], rng_seed: int) -> list[Any]:
+    env.action_space.seed(rng_seed + 1)
+    return [env.action_space.sample() for _ in range(COMPARED)]
+
+
+def _episode(
+    env: Env[Any, Any],
+    rng_seed: int,
+    actions: Sequence[Any],
+    other: Env[Any, Any] | None = None,
+) -> list[Any]:
+    """What an episode shows; `other` is played between its steps."""
+    notes = Examination()
+    observation, info = _reset(env, rng_seed, notes)
+    rows: list[Any] = [deepcopy(observation)]
+    masked = MASK in info
+    # Not the space's own: environments of a class may have one space.
+    chance = np.random.default_rng(rng_seed)
+    neighbour = None if other is None else _Neighbour(other, rng_seed + 99)
+    for action in actions:
+        if masked or env.has_wrapper_attr(METHOD) or _shows_mask(observation):
+            action = _action(env, observation, info, masked, chance, notes)
+        observation, reward, terminated, truncated, info = env.step(action)
+        rows.append((deepcopy(observation), float(reward), terminated, truncated))
+        if neighbour is not None:
+            neighbour.step()
+        if terminated or truncated:
+            break
+    return rows
+
+
+def _shows_mask(observation: Any) -> bool:  # noqa: ANN401
+    return isinstance(observation, dict) and MASK in observation
+
+
+class _Neighbour:
+    """Another environment, played with random legal actions."""
+
+    def __init__(self, env: Env[Any, Any], rng_seed: int) -> None:
+        self._env, self._notes = env, Examination()
+        self._chance = np.random.default_rng(rng_seed)
+        self._shown = _reset(env, rng_seed, self._notes)
+
+    def step(self) -> None:
+        """Act once, and begin anew if that was the end."""
+        observation, info = self._shown
+        masked = MASK in info
+        action = _action(
+            self._env, observation, info, masked, self._chance, self._notes
+        )
+        observation, _, terminated, truncated, info = self._env.step(action)
+        self._shown = observation, info
+        if terminated or truncated:
+            self._shown = _reset(self._env, None, self._notes)
+
+
+def _play_vector(
+    env: VectorEnv[Any, Any, Any], steps: int, rng_seed: int, notes: Examination
+) -> None:
+    """A vector environment: how it resets, and where final observations are."""
+    mode = env.metadata.get("autoreset_mode")
+    if mode is None:
+        notes.add(
+            "autoreset",
+            "metadata['autoreset_mode'] is missing",
+            "Say how it resets, with a gymnasium.vector.AutoresetMode",
+        )
+        return
+    env.action_space.seed(rng_seed)
+    env.reset(seed=rng_seed)
+    for step in range(steps):
+        notes.step = step
+        _, _, terminated, truncated, info = env.step(env.action_space.sample())
+        ended = np.asarray(terminated) | np.asarray(truncated)
+        if not ended.any():
+            continue
+        if AutoresetMode(mode) is AutoresetMode.DISABLED:
+            env.reset(options={"reset_mask": ended})
+        elif AutoresetMode(mode) is AutoresetMode.SAME_STEP:
+            there = np.asarray(info.get("_final_obs", ended))
+            if "final_obs" not in info or (ended & ~there).any():
+                notes.add(
+                    "final",
+                    "an episode ended and info['final_obs'] is missing: the last "
+                    "observation is lost",
+                    "Give it, or reset in the next step",
+                )
+
+
+def _numbers(observation: Any) -> Array:  # noqa: ANN401
+    """All numbers of an observation in a row."""
+    if isinstance(observation, dict):
+        observation = [observation[name] for name in sorted(observation)]
+    if isinstance(observation, tuple | list):
+        rows = [_numbers(part) for part in observation]
+        return np.concatenate(rows) if rows else np.zeros(0)
+    try:
+        return np.asarray(observation, np.float64).reshape(-1)
+    except (TypeError, ValueError):
+        return np.zeros(0)
+
+
+def _same(one: Any, other: Any) -> bool:  # noqa: ANN401
+    """Whether two values that environments gave are equal."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(np.array_equal(np.asarray(one), np.asarray(other), equal_nan=False))

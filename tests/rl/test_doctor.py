@@ -1,0 +1,277 @@
+"""Broken environments are diagnosed with the right words, good ones are left alone."""
+
+import re
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+
+from esper.cli import main
+from esper.contracts.errors import BadInput
+from esper.rl.doctor import examine
+from tests.rl.environments import Chance, Factored, Native, Remembered, vector
+
+
+class Walk(gymnasium.Env):
+    """A good environment: a random walk that ends at its bounds or after 60 steps."""
+
+    observation_space = spaces.Box(-9.0, 9.0, (2,), np.float32)
+    action_space = spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place, self.time = float(self.np_random.normal()), 0
+        return self.show(), self.info()
+
+    def step(self, action):
+        self.place += 0.5 * (int(action) - 1) + 0.5 * float(self.np_random.normal())
+        self.time += 1
+        over = abs(self.place) > 6
+        return self.show(), self.reward(), over, self.time >= 60, self.info()
+
+    def show(self):
+        place = np.clip(self.place, -9, 9)
+        return np.array([place, np.sin(place)], np.float32)
+
+    def reward(self):
+        return 1.0 - abs(self.place) / 9
+
+    def info(self):
+        return {}
+
+
+def broken(**methods):
+    """A `Walk` with other methods or attributes."""
+    return type("Broken", (Walk,), methods)
+
+
+def masked(function):
+    """A `Walk` whose info has a mask."""
+    return broken(info=lambda self: {"action_mask": function(self)})
+
+
+class OldReset(Walk):
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed)[0]
+
+
+class OldStep(Walk):
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward, terminated or truncated, info
+
+
+class Raises(Walk):
+    def step(self, action):
+        if self.time == 3:
+            raise RuntimeError("bad\nluck")
+        return super().step(action)
+
+
+class ForbidsWrongly(Walk):
+    """The mask allows what then raises."""
+
+    def info(self):
+        return {"action_mask": np.array([True, True, True])}
+
+    def step(self, action):
+        assert action != 2, "no such action"
+        return super().step(action)
+
+
+class Swallowed(Walk):
+    """A time limit that is called a termination."""
+
+    def step(self, action):
+        observation, reward, _, truncated, info = super().step(action)
+        return observation, reward, truncated, False, info
+
+
+class Alias(Walk):
+    buffer = None
+
+    def show(self):
+        if self.buffer is None:
+            self.buffer = super().show()
+        self.buffer[:] = super().show()
+        return self.buffer
+
+
+class Unseeded(Walk):
+    def show(self):
+        return super().show() * np.float32(np.random.default_rng().random())
+
+
+class Leaks(Walk):
+    """Every episode of an environment begins further to the right."""
+
+    begun = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.begun += 1
+        self.place += 1e-3 * self.begun
+        return self.show(), {}
+
+
+class Shares(Walk):
+    """What one environment does moves all of them."""
+
+    wind = [0.0]  # noqa: RUF012
+
+    def reset(self, *, seed=None, options=None):
+        self.wind[0] = 0.0
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        self.wind[0] += 0.01
+        self.place += self.wind[0]
+        return super().step(action)
+
+
+class LateShape(Walk):
+    def show(self):
+        return super().show() if self.time < 5 else np.zeros(3, np.float32)
+
+
+class Loses(Native):
+    """Resets in the same step and forgets where the episode ended."""
+
+    def step(self, actions):
+        *rest, info = super().step(actions)
+        info.pop("final_obs", None)
+        return (*rest, info)
+
+
+def silent():
+    env = vector(Walk, 2, AutoresetMode.NEXT_STEP)
+    del env.metadata["autoreset_mode"]
+    return env
+
+
+class Endless(Walk):
+    def step(self, action):
+        observation, reward, *_, info = super().step(action)
+        return observation, reward, False, False, info
+
+
+BROKEN = {
+    "reset without info": (
+        OldReset,
+        "reset.. did not return an observation and",
+    ),
+    "step of four": (OldStep, "step.. did not return five values"),
+    "raises": (Raises, r"step 3: step\(\d\) raised RuntimeError: bad luck"),
+    "out of bounds": (
+        broken(show=lambda self: np.full(2, 10, np.float32)),
+        "step 0: the observation ranges from 10 to 10, outside the bounds",
+    ),
+    "dtype": (
+        broken(show=lambda self: np.zeros(2)),
+        "is of float64, the space",
+    ),
+    "shape": (LateShape, r"step 4: the observation has the shape \(3,\)"),
+    "nan": (
+        broken(show=lambda self: np.full(2, np.nan, np.float32)),
+        "holds NaN or infinity",
+    ),
+    "nan reward": (broken(reward=lambda self: float("nan")), "the reward is nan"),
+    "text reward": (broken(reward=lambda self: "much"), "the reward is 'much'"),
+    "huge reward": (
+        broken(reward=lambda self: 1e7),
+        "reward has the size 1e.07",
+    ),
+    "tiny reward": (
+        broken(reward=lambda self: 1e-7),
+        "reward has the size 1e-07",
+    ),
+    "swallowed limit": (Swallowed, "terminated after exactly 60 steps.*truncated=True"),
+    "endless": (Endless, "no episode ended in 600 steps"),
+    "constant": (
+        broken(show=lambda self: np.zeros(2, np.float32)),
+        "the observation never changed",
+    ),
+    "alias": (Alias, "step 0: the observation that was returned before changed"),
+    "seed": (Unseeded, "two new environments differ from the same seed"),
+    "leak": (Leaks, "differs from its repetition.*anew in reset"),
+    "shared": (Shares, "differs when another environment is played beside it"),
+    "empty mask": (masked(lambda self: np.zeros(3, bool)), "allows nothing for head"),
+    "wide mask": (masked(lambda self: np.ones(4, bool)), r"3 entries.*got \[4\]"),
+    "late mask": (
+        broken(
+            info=lambda self: {} if self.time > 7 else {"action_mask": np.ones(3, bool)}
+        ),
+        "step 8: info.'action_mask'. was there at first and is missing now",
+    ),
+    "mask allows what raises": (ForbidsWrongly, r"step\(2\) raised AssertionError"),
+    "text space": (
+        broken(observation_space=spaces.Text(3), show=lambda self: "abc"),
+        "is a Text, which is not supported",
+    ),
+    "flag": (
+        type("Flag", (Walk,), {"step": lambda s, a: (*Walk.step(s, a)[:3], 0, {})}),
+        "truncated is 0, a int",
+    ),
+    "lost observation": (lambda: Loses(Walk, 2), "the last observation is lost"),
+    "silent about resets": (silent, "autoreset_mode'. is missing"),
+}
+GOOD = {
+    "walk": Walk,
+    "masks in the info": lambda: Chance("info"),
+    "masks by a method": lambda: Chance("method"),
+    "masks in the observation": lambda: Chance("observation"),
+    "dict of heads": Factored,
+    "a short clock": Remembered,
+    "vector": lambda: Native(Walk, 2),
+    **{
+        name: lambda name=name: gymnasium.make(name, disable_env_checker=True)
+        for name in (
+            "CartPole-v1",
+            "Acrobot-v1",
+            "MountainCar-v0",
+            "Pendulum-v1",
+            "MountainCarContinuous-v0",
+            "FrozenLake-v1",
+            "Taxi-v4" if "Taxi-v4" in gymnasium.registry else "Taxi-v3",
+            "Blackjack-v1",
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_environment_is_diagnosed(name):
+    make, words = BROKEN[name]
+    findings = examine(make, steps=600)
+    assert findings
+    text = " | ".join(map(str, findings))
+    assert re.search(words, text), text
+    assert "\n" not in text
+    assert len(findings) <= 2
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_environment_is_left_alone(name):
+    assert examine(GOOD[name], steps=600) == []
+
+
+def test_the_command_prints_findings_and_tells_them_by_its_exit_code(capsys):
+    assert main(["doctor", "CartPole-v1", "--steps", "300"]) == 0
+    assert "nothing to mend in 300 steps" in capsys.readouterr().out
+    gymnasium.register("esper-test/Alias-v0", Alias)
+    assert main(["doctor", "esper-test/Alias-v0", "--steps", "50"]) == 1
+    assert capsys.readouterr().out.startswith("step 0: the observation that was")
+    assert main(["doctor", "Nonsense-v0"]) == 2
+    with pytest.raises(BadInput, match="Nonsense-v0 cannot be made"):
+        examine("Nonsense-v0")
+
+
+def test_the_command_learns_writes_and_judges(capsys, tmp_path):
+    log = tmp_path / "run"
+    given = ["ppo", "CartPole-v1", "--steps", "256", "--envs", "2", "--log", str(log)]
+    assert main(given) == 0
+    assert "Return of 20 episodes" in capsys.readouterr().out
+    assert (log / "agent.safetensors").is_file()
+    assert (log / "progress.csv").is_file()
