@@ -244,3 +244,10 @@ def test_formulas_that_give_one_class_nearly_all_rows_are_drawn_again() -> None:
     # This one's first rules hold for no row at all.
     labels = drawn_task(0, 100).splits(0).train.labels
     assert labels.unique(return_counts=True)[1].max() < 0.95 * len(labels)
+
+
+def test_no_batch_is_larger_than_the_rows_of_a_task():
+    # Two classes of a small table: 180 rows.
+    for number in range(60):
+        made = drawn_task(9, number, ("table-classes",))
+        assert made.batch <= len(made.splits(0).train) // 2

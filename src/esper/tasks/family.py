@@ -80,8 +80,11 @@ def drawn_task(rng_seed: int, number: int, kinds: Sequence[str] = KINDS) -> Task
     if kind not in ALL_KINDS:
         raise unknown("there is no kind of task", kind, ALL_KINDS)
     random = random_source(rng_seed, f"family, {kind}, {number}")
+    data = _rows(kind, rng_seed, number)
     batch = BATCHES[random.integers(len(BATCHES))]
-    host = _host(_rows(kind, rng_seed, number), batch, random)
+    # A few classes of a small table are hardly more rows than a batch.
+    batch = max(size for size in BATCHES if size <= min(batch, len(data) // 4))
+    host = _host(data, batch, random)
     most = int(WORK / (batch * (host.macs + OVERHEAD)))
     longest = int(LONG_WORK / WORK * most)
     longest = max(COMPUTE[0], min(COMPUTE[1], longest))
