@@ -119,6 +119,40 @@ def test_t19_t20_all_autoreset_modes_store_the_same_transitions(memory):
                 torch.testing.assert_close(cut[0], other, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_t20_a_truncated_episode_is_valued_with_the_memory_of_its_last_step(mode):
+    """V of the final observation is what replaying the whole episode gives."""
+    episodes = []
+
+    class Recorded(Chance):
+        def reset(self, *, seed=None, options=None):
+            episodes.append([])
+            return super().reset(seed=seed)
+
+        def _show(self):
+            observation, info = super()._show()
+            episodes[-1].append(observation.copy())
+            return observation, info
+
+    env = vector(lambda: Recorded("none"), 1, mode)
+    agent = PPO(env, memory="mingru", normalize=False, width=8, steps=60, seed=1)
+    with torch.no_grad():
+        agent.policy.value_out.weight.normal_(generator=torch.manual_seed(0))
+    ((_, _, dones, truncated, final_values, _),) = rollout(agent)
+    ends = dones.nonzero().squeeze(1).tolist()
+    checked = 0
+    for end, episode in zip(ends, episodes, strict=False):
+        if not truncated[end]:
+            continue
+        seen = {"vector": torch.from_numpy(np.stack(episode))[None]}
+        first = torch.arange(len(episode))[None] == 0
+        state = agent.policy.initial_state(1)
+        _, values = agent.policy.scores(seen, None, first, state)
+        assert final_values[end].item() == pytest.approx(values[0, -1].item(), abs=1e-5)
+        checked += 1
+    assert checked > 2
+
+
 def test_sync_async_and_native_vectors_are_the_same_to_the_bit():
     ours = {"memory": "mingru", "seed": 3, "width": 8, "steps": 10}
     agents = [
