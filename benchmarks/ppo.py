@@ -8,6 +8,7 @@ four with masks, of which RecurrentPPO sees none.
 """
 
 from collections.abc import Callable
+from math import prod
 from time import process_time
 from typing import Any
 
@@ -21,9 +22,14 @@ from benchmarks.timing import Report
 from esper.rl.ppo import PPO
 from esper.simic.agent.ppo import PPOConfig
 
-ENVS, STEPS, PARTS = 64, 128, 4
+PARTS = 4
 TURNS = 5
 Side = Callable[[], object]
+
+
+def size() -> tuple[int, int]:
+    """Environments, and steps of each."""
+    return (4, 8) if timing.QUICK else (64, 128)
 
 
 class MaskedCartPole(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -107,27 +113,30 @@ def tasks() -> dict[str, dict[str, Side]]:
 
 def measure(sides: dict[str, Side]) -> dict[str, float]:
     """Best steps per CPU-second of each side, turn by turn."""
+    envs, steps = size()
     best = dict.fromkeys(sides, 0.0)
     for turn in range(2 if timing.QUICK else 1 + TURNS):
         for name, side in sides.items():
             began = process_time()
             side()
             if turn:  # the first one compiles and warms up
-                rate = ENVS * STEPS / (process_time() - began)
+                rate = envs * steps / (process_time() - began)
                 best[name] = max(best[name], rate)
     return best
 
 
 def _ours(make: Callable[[], gymnasium.Env[Any, Any]], memory: str) -> Side:
+    envs, steps = size()
     config = PPOConfig(minibatches=PARTS)
-    agent = PPO(make, memory=memory, envs=ENVS, steps=STEPS, ppo=config)
-    return lambda: agent.learn(ENVS * STEPS)
+    agent = PPO(make, memory=memory, envs=envs, steps=steps, ppo=config)
+    return lambda: agent.learn(envs * steps)
 
 
 def _peer_settings() -> dict[str, Any]:
+    envs, steps = size()
     return {
-        "n_steps": STEPS,
-        "batch_size": ENVS * STEPS // PARTS,
+        "n_steps": steps,
+        "batch_size": envs * steps // PARTS,
         "n_epochs": 4,
         "device": "cpu",
         "seed": 0,
@@ -146,16 +155,16 @@ def _recurrent(make: Callable[[], gymnasium.Env[Any, Any]]) -> Side:
     }
     peer = RecurrentPPO(
         "MlpLstmPolicy",
-        DummyVecEnv([make] * ENVS),
+        DummyVecEnv([make] * size()[0]),
         policy_kwargs=policy,
         **_peer_settings(),
     )
-    return lambda: peer.learn(ENVS * STEPS, reset_num_timesteps=False)
+    return lambda: peer.learn(prod(size()), reset_num_timesteps=False)
 
 
 def _maskable(make: Callable[[], gymnasium.Env[Any, Any]]) -> Side:
     from sb3_contrib import MaskablePPO
     from stable_baselines3.common.vec_env import DummyVecEnv
 
-    peer = MaskablePPO("MlpPolicy", DummyVecEnv([make] * ENVS), **_peer_settings())
-    return lambda: peer.learn(ENVS * STEPS, reset_num_timesteps=False)
+    peer = MaskablePPO("MlpPolicy", DummyVecEnv([make] * size()[0]), **_peer_settings())
+    return lambda: peer.learn(prod(size()), reset_num_timesteps=False)
