@@ -285,7 +285,7 @@ MUTANTS = (
     Mutant(
         "a broken weight stays in a grown model",
         "growth/safety.py",
-        "if not all_finite(tensors, LARGEST):",
+        "if not self._ranks.all_agree(bool(all_finite(tensors, LARGEST))):",
         "if not tensors:",
         "tests/test_grower_faults.py",
     ),
@@ -305,7 +305,7 @@ MUTANTS = (
     ),
     Mutant(
         "a younger seed's units flow into an older one's at birth",
-        "growth/model.py",
+        "growth/grown.py",
         'if key.startswith("from"):',
         "if key:",
         "tests/growth/test_cross.py",

@@ -110,7 +110,9 @@ class Run:
 
     def modules(self, *whose: str) -> list[nn.Module]:
         seeds = self.model.seeds
-        found = [self.model.host] if "host" in whose else []
+        parts = self.model.host.named_children()
+        found = [part for name, part in parts if name != "esper_seeds"]
+        found = found if "host" in whose else []
         names = [f"slot_{self.model.index(s)}" for w in whose for s in SEEDS.get(w, ())]
         return found + [seeds[name] for name in names if name in seeds]
 

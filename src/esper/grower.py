@@ -18,22 +18,28 @@ what it did, and why it did not grow when it did not.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
+from functools import partial
 from math import isfinite, nan
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
 from esper.contracts.world import Controller, ControllerState
+from esper.growth.blueprints.registry import first_line
 from esper.growth.export import export
+from esper.growth.grown import host_parameters
 from esper.growth.history import PLAIN, GrowthDecision, summary
 from esper.growth.hooks import attach_gradients, shadow_gradients
 from esper.growth.measurements import MetricScorer, Track, observe
 from esper.growth.model import GrowingModel, NamedOps
+from esper.growth.ranks import unwrapped
 from esper.growth.safety import (
     GovernorConfig,
     Safety,
@@ -41,23 +47,48 @@ from esper.growth.safety import (
     set_random_state,
 )
 from esper.growth.slots import suggest_slots
-from esper.growth.topology import Receipt, Topology, action_text, refuse_illegal
+from esper.growth.topology import (
+    Receipt,
+    Topology,
+    action_text,
+    refuse_illegal,
+    uninterrupted,
+    without_slots,
+)
 from esper.growth.tracing import Example
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import Maker, controller_for
 from esper.tamiyo.rule_based import explain_no_planting
 
-FORMAT: Final = 6
+FORMAT: Final = 7
 """Version of what `state_dict` holds."""
 DECISIONS: Final = 30
 """Decisions of a run whose end is known but was not given."""
+_SAVED: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "model": lambda x: isinstance(x, Mapping),
+    "groups": lambda x: isinstance(x, list),
+    "optimizer": lambda x: isinstance(x, Mapping),
+    "governor": lambda x: x is None or isinstance(x, Mapping),
+    "track": lambda x: isinstance(x, Mapping),
+    "controller": lambda x: x is None or isinstance(x, Tensor | tuple),
+    "generator": lambda x: isinstance(x, Tensor),
+    "random": lambda x: isinstance(x, Mapping) and "cpu" in x,
+    "first_metric": lambda x: isinstance(x, float),
+    "losses": lambda x: all(isinstance(y, Tensor) and y.numel() == 1 for y in x or ()),
+    "flags": lambda x: isinstance(x, list) and [*map(type, x)] == [bool] * 3,
+    "compute": lambda x: isinstance(x, list) and len(x) == 2 and min(x) >= 0,
+    "by_hand": lambda x: isinstance(x, list),
+    "history": lambda x: isinstance(x, list) and len(x) > 0,
+}
+"""What a saved Grower holds, and how that looks."""
 
 
 class Grower(NamedOps[Receipt]):
     """Grows a host while the user trains it.
 
     Args:
-        model: The host, uncompiled and unwrapped; it stays the user's own module.
+        model: The host, uncompiled; it stays the user's own module. A host that is
+            trained on several ranks comes as its `DistributedDataParallel` model.
         optimizer: Trains the host; seeds join and leave its groups.
         slots: Places by module name: "fc1->fc2" for new hidden units between two
             layers, "fc2->fc2" beside one layer, "block" for residual seeds; or "auto".
@@ -80,6 +111,7 @@ class Grower(NamedOps[Receipt]):
         tick: Batches in which the tempos of seeds are counted: they train for 0
             (AT_ONCE) to 4 ticks (SLOW), blend in for as many, and hold.
         rng_seed: Where the seeds' weights and the controller's chances come from.
+        wrapper: The `DistributedDataParallel` model that a host is only a part of.
     """
 
     def __init__(
@@ -101,6 +133,7 @@ class Grower(NamedOps[Receipt]):
         min_age: int = 1,
         tick: int = 16,
         rng_seed: int = 0,
+        wrapper: DistributedDataParallel | None = None,
     ) -> None:
         if stop not in ("end", "anytime"):
             raise BadInput(f"stop must be 'end' or 'anytime', got {stop!r}.")
@@ -108,8 +141,16 @@ class Grower(NamedOps[Receipt]):
             raise BadInput(f"decisions must be at least 1, got {decisions}.")
         if not isfinite(rent) or rent < 0:
             raise BadInput(f"rent must be a number of at least 0, got {rent}.")
+        if isinstance(budget, bool) or not isinstance(budget, int | float):
+            raise BadInput(f"budget must be a number, got {budget!r}.")
         if budget != budget or budget < 0:
             raise BadInput(f"budget must not be negative, got {budget}.")
+        if not (isinstance(controller, str | Controller) or callable(controller)):
+            raise BadInput(
+                f"controller must be a name, a Controller or what makes one, got "
+                f"{controller!r}; 'never' leaves all to you."
+            )
+        model, ranks = unwrapped(model, wrapper)
         if isinstance(slots, str):
             if slots != "auto":
                 raise BadInput(
@@ -129,9 +170,11 @@ class Grower(NamedOps[Receipt]):
         try:
             self._scorer = MetricScorer(self.model, mode)
             self.controller = controller_for(controller, self.model.spec)
-            self.topology = Topology(self.model, optimizer)
+            self.topology = Topology(self.model, optimizer, ranks)
+            self.topology.surgery.reduce = partial(ranks.before_step, self.model.seeds)
             self.safety = Safety(self.topology, governor)
             self.topology.surgery.after_step = self._after_step
+            self.topology.after_load = self._after_load
         except BaseException:
             self.model.detach()
             if hasattr(self, "topology"):
@@ -141,6 +184,7 @@ class Grower(NamedOps[Receipt]):
         self.budget: float = budget if isinstance(budget, float) else budget / host
         self.decisions = None if stop == "anytime" else decisions or DECISIONS
         self.rent = rent
+        self._ranks = ranks
         self.history: list[GrowthDecision] = []
         self._optimizer = optimizer
         self._generator = torch.Generator().manual_seed(rng_seed)
@@ -157,7 +201,9 @@ class Grower(NamedOps[Receipt]):
         """Batches of the host as it was given that cost as much as training so far."""
         like = next(model.parameters())
         self._home = (like.device, like.dtype)
-        self._own = [id(parameter) for parameter in model.parameters()]
+        self._own = [id(p) for p in host_parameters(model).values()]
+        self._by_hand: set[int] = set()
+        """Slots with seeds that were planted by hand: the controller leaves them."""
 
     # In the batch loop.
 
@@ -169,6 +215,11 @@ class Grower(NamedOps[Receipt]):
         without the seeds, to the bit. The closure must not draw random numbers other
         than torch's own.
         """
+        if not callable(closure):
+            raise BadInput(
+                "grower.loss takes a function, since it may call it twice: "
+                "grower.loss(lambda: criterion(model(x), y))."
+            )
         self._refuse_moved()
         self.safety.before_batch()
         loss = closure()
@@ -180,23 +231,26 @@ class Grower(NamedOps[Receipt]):
         self.safety.after_batch(loss)
         self._used_loss = True
         self._losses.append(loss.detach())
+        loss = self._ranks.reducing(loss, self.model.seeds)
         learning = self.model.training_parameters()
         if not learning:
             return loss
-        _, gradients = shadow_gradients(
-            closure,
-            self.model.flow,
-            self.model,
-            learning,
-            self.model.training_seeds().values(),
-        )
+        with self._ranks.alone():
+            _, gradients = shadow_gradients(
+                closure,
+                self.model.flow,
+                self.model,
+                learning,
+                self.model.training_seeds().values(),
+            )
         self.safety.remove_failed_seeds()
         return attach_gradients(loss, learning, gradients)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the host and of every seed that is active in it.
 
-        Clip the gradients of these; seeds in training stay out of the host's norm.
+        Clip the gradients of these, and seeds in training have no part in the norm;
+        `model.parameters()` has them too.
         """
         skip = {id(p) for p in self.model.training_parameters()}
         return (p for p in self.model.parameters() if id(p) not in skip)
@@ -209,7 +263,7 @@ class Grower(NamedOps[Receipt]):
         Args:
             metric: How well the host does, on data it is not trained on; a number,
                 or a function that measures it; what the function changes of the host
-                is put back.
+                is put back. Of several ranks, the first one's counts.
 
         Returns:
             What was decided; true if anything changed.
@@ -217,16 +271,12 @@ class Grower(NamedOps[Receipt]):
         self._refuse_moved()
         self._refuse_replaced()
         healed = self.safety.check_decision()
-        measured = self._scorer.measure(metric)
+        measured = self._ranks.value_of_first(lambda: self._scorer.measure(metric))
         if healed and not callable(metric) and not isfinite(measured) and self.history:
             measured = self.history[-1].metric  # this one was of the broken model
         score = self._scorer.score(measured)
-        self.safety.remove_failed_seeds()
-        loss = nan
-        if self._losses:
-            loss = float(
-                torch.stack([x.float().reshape(()) for x in self._losses]).mean()
-            )
+        self.safety.remove_failed_seeds(together=True)
+        loss = self._mean_loss()
         track = self._track.after(
             torch.tensor([score]), torch.tensor([loss], dtype=torch.float32)
         )
@@ -245,43 +295,56 @@ class Grower(NamedOps[Receipt]):
             rent=self.rent,
         )
         masks = compute_masks(observation, self.model.spec)
+        masks = without_slots(masks, self._slots_by_hand())
         actions, state = self.controller.decide(
             observation, masks, self._controller_state, self._generator
         )
+        self._ranks.from_first([actions])
         refuse_illegal(actions, masks)
         op = Op(int(actions[0, HEAD["op"]]))
         why_not = explain_no_planting(observation, masks) if op is Op.WAIT else ""
         action = action_text(actions, self.model.slots, self.model.spec)
-        if op is not Op.WAIT:
-            self.topology.act(actions)
-        self._track, self._controller_state = track, state
-        self.topology.tick(0)
-        receipts, events = self.topology.collect()
-        decision = GrowthDecision(
-            step=len(self.history),
-            metric=measured,
-            loss=loss,
-            action=action,
-            grew=bool(receipts or events) or self._moved,
-            why_not=why_not,
-            parameters=self.model.count().parameters,
-            macs=self.model.macs,
-            receipts=receipts,
-            events=events,
-            incidents=tuple(self.safety.incidents),
-        )
-        self.history.append(decision)
-        self.topology.step = len(self.history)
-        self._losses, self._used_loss, self._moved = [], False, False
-        self.safety.incidents = []
-        self.safety.topology_changed()
-        return decision
+        with uninterrupted():
+            if op is not Op.WAIT:
+                self.topology.act(actions)
+            self._track, self._controller_state = track, state
+            self.topology.tick(0)
+            receipts, events = self.topology.collect()
+            decision = GrowthDecision(
+                step=len(self.history),
+                metric=measured,
+                loss=loss,
+                action=action,
+                grew=bool(receipts or events) or self._moved,
+                why_not=why_not,
+                parameters=self.model.count().parameters,
+                macs=self.model.macs,
+                receipts=receipts,
+                events=events,
+                incidents=tuple(self.safety.incidents),
+            )
+            self.history.append(decision)
+            self.topology.step = len(self.history)
+            self._ranks.from_first(self.model.buffers())
+            self._ranks.refuse_different(self.model)
+            self._losses, self._used_loss, self._moved = [], False, False
+            self.safety.incidents = []
+            self.safety.topology_changed()
+            return decision
 
     # What came of it.
 
     def export(self, *, merge: bool = True) -> nn.Module:
         """A plain module that computes what the grown host computes."""
         return export(self.model, merge=merge)
+
+    def follow(self, average: nn.Module) -> None:
+        """Let an average of the host, such as an `AveragedModel`, grow with it.
+
+        Make it after the Grower and update it as usual. A plain copy of a host does
+        not follow: it stays what it was.
+        """
+        self.topology.add_copy(average)
 
     def summary(self) -> str:
         """What grew, what it cost and why nothing grew, on one page."""
@@ -298,9 +361,11 @@ class Grower(NamedOps[Receipt]):
         return self.summary()
 
     def detach(self) -> None:
-        """Take all hooks off the host and the optimiser; seeds are inactive then."""
-        self.model.detach()
-        self.topology.surgery.detach()
+        """Take seeds and hooks off the host and the optimiser."""
+        with uninterrupted():
+            self.topology.surgery.leave([*self.topology.surgery.joined])
+            self.topology.surgery.detach()
+            self.model.detach()
 
     # Saving and resuming.
 
@@ -334,29 +399,73 @@ class Grower(NamedOps[Receipt]):
             "losses": [*self._losses],
             "flags": [self._used_loss, self._skipped_training, self._moved],
             "compute": [self._batches, self._compute],
+            "by_hand": sorted(self._slots_by_hand()),
             "history": PLAIN.dump_python([*self.history, pending], mode="json"),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where another process stopped."""
+        """Continue where another process stopped; all of it, or nothing changes."""
         if not isinstance(state, Mapping) or state.get("format") != FORMAT:
             raise BadInput(
                 "this is no saved Grower, or one of another version; pass what "
                 "state_dict() returned."
             )
-        self.model.load_state_dict(state["model"])
-        self.topology.surgery.restore(state["groups"], self.topology.named_parameters())
+        self._refuse_damaged(state)
+        before = tree_map(
+            lambda x: x.clone() if isinstance(x, Tensor) else x, self.state_dict()
+        )
+        with uninterrupted():
+            put_back = self.model.seeds.memory(), self.topology.surgery.memory()
+            try:
+                self._put(state)
+            except BaseException as error:
+                for undo in put_back:
+                    undo()
+                self._put(before)
+                if isinstance(error, BadInput) or not isinstance(error, Exception):
+                    raise
+                raise BadInput(
+                    f"this saved Grower cannot be loaded: {first_line(error)}"
+                ) from error
+
+    def _refuse_damaged(self, state: Mapping[str, Any]) -> None:
+        """Refuse what would be taken as it is, but is none of a Grower's states."""
+        missing = [*_SAVED.keys() - state.keys()]
+        odd = [name for name, kind in _SAVED.items() if not kind(state.get(name))]
+        if missing or odd:
+            raise BadInput(
+                f"this saved Grower is damaged: its {(missing or odd)[0]!r} is "
+                f"{'missing' if missing else 'none'}."
+            )
+        self.model.seeds.validated(state["model"], "host.")
+        own = {f"host.{name}" for name in host_parameters(self.model.host)}
+        for name in own & state["model"].keys():
+            value = state["model"][name]
+            if not isinstance(value, Tensor) or not value.isfinite().all():
+                raise BadInput(f"{name} of the saved Grower is not finite.")
+
+    def _put(self, state: Mapping[str, Any]) -> None:
+        """Be as a state says."""
+        self.topology.after_load = None
+        try:
+            self.model.load_state_dict(state["model"])
+        finally:
+            self.topology.after_load = self._after_load
+        named = dict(self.model.host.named_parameters())
+        self.topology.surgery.restore(state["groups"], named)
         # Torch's optimisers go on in the very tensors that they are given.
         self._optimizer.load_state_dict(deepcopy(state["optimizer"]))
+        self.topology.surgery.refuse_damaged_state()
         if self.safety.monitor is not None and state["governor"] is not None:
             self.safety.monitor.load_state_dict(state["governor"])
-        self._track = Track(**state["track"])
+        self._track = Track.restored(state["track"])
         self._controller_state = state["controller"]
         self._generator.set_state(state["generator"])
         self._scorer.first = state["first_metric"]
         self._losses = [*state["losses"]]
         self._used_loss, self._skipped_training, self._moved = state["flags"]
         self._batches, self._compute = state["compute"]
+        self._by_hand = {*state["by_hand"]}
         *self.history, unfinished = PLAIN.validate_python(state["history"])
         self.topology.step = len(self.history)
         self.topology.receipts = [*unfinished.receipts]
@@ -369,9 +478,33 @@ class Grower(NamedOps[Receipt]):
     # Inside.
 
     def _op(self, op: Op, slot: str, **choices: str) -> Receipt:
-        receipt = self.topology.act(self.model.encode(op, slot, **choices))
-        self.safety.topology_changed()
+        with uninterrupted():
+            receipt = self.topology.act(self.model.encode(op, slot, **choices))
+            if op is Op.GERMINATE:
+                self._by_hand.add(self.model.index(slot))
+            self.safety.topology_changed()
         return receipt
+
+    def _slots_by_hand(self) -> set[int]:
+        """Slots whose seeds were planted by hand and are still there."""
+        stages = self.model.states.stage[0]
+        self._by_hand = {s for s in self._by_hand if int(stages[s]) != Stage.DORMANT}
+        return self._by_hand
+
+    def _mean_loss(self) -> float:
+        """Of the batches since the last decision that gave a number."""
+        none = [torch.zeros(0)]
+        losses = torch.cat([x.float().reshape(1) for x in self._losses] or none)
+        known = losses[losses.isfinite()]
+        if self._ranks.many:
+            return self._ranks.mean(float(known.double().sum()), len(known))
+        return float(known.mean())
+
+    def _after_load(self) -> None:
+        """The user has loaded a state into the host."""
+        self._own = [id(p) for p in host_parameters(self.model.host).values()]
+        if not self.safety.take_snapshot():
+            self.safety.topology_changed()
 
     def _after_step(self) -> None:
         """One batch more: seeds train, blend and fade by their tempos."""
@@ -396,7 +529,8 @@ class Grower(NamedOps[Receipt]):
                 self.advance(name)
 
     def _refuse_replaced(self) -> None:
-        if self._own != [id(parameter) for parameter in self.model.host.parameters()]:
+        own = host_parameters(self.model.host).values()
+        if self._own != [id(parameter) for parameter in own]:
             raise CallOrder(
                 "the host's parameters are other objects than when the Grower was "
                 "built; load weights into them in place (without assign=True)."

@@ -185,9 +185,18 @@ def bits(value):
     return value.hex() if isinstance(value, float) else value  # NaN equals NaN
 
 
-def everything(module: nn.Module, optimizer: torch.optim.Optimizer | None = None):
+def everything(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    seeds: bool = True,
+):
     """All tensors of a module and of its optimiser by name, as bits."""
-    named = dict(module.named_parameters())
+
+    def kept(named):
+        return {n: t for n, t in named if seeds or not n.startswith("esper_seeds.")}
+
+    named = kept(module.named_parameters())
     state = {} if optimizer is None else optimizer.state
     moments = {name: state.get(p, {}) for name, p in named.items()}
-    return bits([named, dict(module.named_buffers()), moments])
+    return bits([named, kept(module.named_buffers()), moments])

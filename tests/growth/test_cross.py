@@ -10,6 +10,7 @@ from torch import nn
 from esper.contracts.stages import Stage
 from esper.grower import Grower
 from esper.growth.export import ExportedModel, export
+from esper.growth.grown import host_parameters
 from esper.growth.model import GrowingModel
 from tests.growth.hosts import Net, bits, everything
 
@@ -122,7 +123,7 @@ def answers(model, kind, seeds=()):
         trial = copy.deepcopy(model).train(training)
         output = trial.host(x)
         nn.functional.cross_entropy(output, y).backward()
-        weights = [*trial.host.parameters()]
+        weights = [*host_parameters(trial.host).values()]
         weights += [p for slot in seeds for p in seed_of(trial, slot).parameters()]
         found += [output, *(p.grad for p in weights)]
     return [torch.zeros(()) if t is None else t + 0.0 for t in found]
@@ -218,7 +219,7 @@ def test_steps_beside_training_seeds_are_the_same_to_the_bit(kind, order, old):
         train(grower, kind, 12)
         if young:
             blocks.append(block.detach().clone())
-        kept = [everything(grower.model.host, grower._optimizer)]
+        kept = [everything(grower.model.host, grower._optimizer, seeds=False)]
         if old == "AT_ONCE":
             kept.append(everything(seed_of(grower.model, order[0]), grower._optimizer))
         ends.append(kept)
@@ -332,12 +333,12 @@ def test_a_price_is_what_planting_costs():
             name = "widen_x1.25" if slot == UP else "widen_x2"
             blueprint = next(b for b in model.spec.blueprints if b.name == name)
             index, before = model.index(slot), model.count()
-            price, width = model.price(index, blueprint), model.width(index)
+            price, width = model.price(index, blueprint), model.seeds.width(index)
             hold(model, slot, name)
             after = model.count()
             assert after.parameters - before.parameters == price.parameters
             assert after.macs - before.macs == price.macs
-            assert model.width(index) == width + blueprint.units(width)
+            assert model.seeds.width(index) == width + blueprint.units(width)
 
 
 def test_amounts_follow_the_present_width_and_stay_what_they_were():
@@ -347,9 +348,9 @@ def test_amounts_follow_the_present_width_and_stay_what_they_were():
     ):
         hold(model, f"a->b#{number}", name)
         assert seed_of(model, f"a->b#{number}").blueprint.size == units
-    assert model.width(0) == 8 + 4 + 12 + 6 + 8
+    assert model.seeds.width(0) == 8 + 4 + 12 + 6 + 8
     model.remove(0)
-    assert model.width(0) == 8 + 12 + 6 + 8
+    assert model.seeds.width(0) == 8 + 12 + 6 + 8
     other = grow("linear")
     other.load_state_dict(model.state_dict())
-    assert other.width(0) == model.width(0)
+    assert other.seeds.width(0) == model.seeds.width(0)

@@ -230,7 +230,7 @@ def test_every_blueprint_is_exported_wherever_it_fits(host, slot):
 
 
 def expected_parameters(model, place, name):
-    host = parameters(model.host)
+    host = model.survey.parameters
     if name in SPANNING:
         return parameters(model) == model.count().parameters and parameters(model)
     made = place.outlet.weight.shape[0] if place.outlet.bias is None else 0

@@ -31,9 +31,10 @@ from esper.growth.blueprints.registry import (
 )
 from esper.growth.blueprints.seed import Cost, build, misfit
 from esper.growth.export import export
+from esper.growth.grown import host_parameters, host_tensors, seed_middle
 from esper.growth.hooks import shadow_gradients
 from esper.growth.macs import count_macs
-from esper.growth.model import GrowingModel, seed_middle
+from esper.growth.model import GrowingModel
 from esper.growth.tracing import Example, call, eval_outputs, isolated, tensors_of
 
 SHADOW_STEPS: Final = 5
@@ -85,7 +86,7 @@ def _check_place(name: str, host: nn.Module, slot: str, example: Example) -> str
         if reason := misfit(blueprint, place.geometry):
             return f"it {reason}."
         declared = model.cost(0, blueprint)
-        blueprint = model.sized(0, blueprint)
+        blueprint = model.seeds.sized(0, blueprint)
     except BadInput as error:  # a user's own that does not know where it fits
         return str(error)
 
@@ -213,9 +214,9 @@ def check_in_host(model: GrowingModel, name: str) -> None:
     model.plant(other, name, tempo="SLOW")
     after = _outputs_and_gradients(model)
     _require(_equal(before, after), "changes the host's output or gradients at birth")
-    weights = [t.clone() for t in model.host.state_dict().values()]
+    weights = [t.clone() for t in host_tensors(model.host).values()]
     losses = _train(model)
-    kept = _equal(weights, [*model.host.state_dict().values()])
+    kept = _equal(weights, [*host_tensors(model.host).values()])
     _require(kept, "changes the host while it trains")
     _require(min(losses[1:]) < losses[0], "does not lower its shadow loss")
     model.tick()
@@ -270,7 +271,8 @@ def _outputs_and_gradients(model: GrowingModel) -> list[Tensor]:
         torch.manual_seed(0)
         answers = tensors_of(call(model.host, model.example))
         total = torch.stack([answer.square().sum() for answer in answers]).sum()
-        trained = [p for p in model.host.parameters() if p.requires_grad]
+        own = host_parameters(model.host).values()
+        trained = [p for p in own if p.requires_grad]
         found = torch.autograd.grad(total, trained, allow_unused=True)
     return [*(a.detach() for a in answers), *(g for g in found if g is not None)]
 

@@ -33,6 +33,7 @@ from esper.contracts.errors import BadInput, CallOrder
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.registry import first_line
 from esper.growth.blueprints.seed import FormSeed
+from esper.growth.grown import grown_part
 from esper.growth.hooks import ADD, Branch, SlotHooks
 from esper.growth.model import GrowingModel
 from esper.growth.slots import InsertionPoint, is_layer
@@ -152,9 +153,13 @@ def _copy_host(
     for hooks in model.hooks:
         hooks.clear()
     try:
-        host, copies = deepcopy((model.host, model.hooks))
+        host = deepcopy(model.host)
     except Exception as error:
         raise BadInput(f"the host cannot be copied: {first_line(error)}.") from error
+    grown = grown_part(host)
+    assert grown is not None
+    copies = grown.hooks
+    grown.leave()
     for hooks in copies:
         hooks.flow.strict = True
         hooks.branches = {s: b for s, b in hooks.branches.items() if s in slots}

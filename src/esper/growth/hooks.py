@@ -4,7 +4,8 @@ Two hooks per place: the inlet's keeps the tensor that the seeds read, the outle
 their outputs to the tensor there. An empty place costs two calls of a few instructions.
 New units of neighbouring places feed each other, times the first one's alpha; a seed
 that is not active in a pass feeds nobody in it.
-A seed whose code raises is skipped from then on and recorded in `Flow.failed`.
+A seed whose code raises is skipped from then on and recorded in `Flow.failed`. What a
+pass keeps between inlet and outlet is kept by thread, so several threads may evaluate.
 
     ADD     z + alpha * s
     SCALE   z * (1 + alpha * s)
@@ -18,6 +19,7 @@ bit.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, Final
 
 import torch
@@ -48,7 +50,10 @@ class Branch:
 
 @dataclass(slots=True)
 class Flow:
-    """How the next pass through a host treats its seeds; shared by all places."""
+    """How the next pass through a host treats its seeds; shared by all places.
+
+    Other settings than the usual ones hold in the thread that has made them.
+    """
 
     shadow: bool = False
     """Whether TRAINING seeds are active, at alpha 1."""
@@ -60,10 +65,13 @@ class Flow:
     """Slots whose seeds raised, and how: they are inactive."""
     strict: bool = False
     """Whether what a seed raises is raised instead."""
+    thread: int = 0
+    """The thread whose passes are not the usual ones."""
 
     @contextmanager
     def using(self, **changes: bool | int) -> Iterator[None]:
-        """Other settings for the passes in the block."""
+        """Other settings for this thread's passes in the block."""
+        changes["thread"] = get_ident()
         before = {name: getattr(self, name) for name in changes}
         for name, value in changes.items():
             setattr(self, name, value)
@@ -84,9 +92,11 @@ class SlotHooks:
     """Seeds by slot number, in the order of slots."""
     below: list["SlotHooks"] = field(default_factory=list)
     """Places that begin with the layer where this one ends: units feed units there."""
-    above: dict[int, tuple[FormSeed, Tensor]] = field(default_factory=dict)
-    """Units of the seeds before, in the present pass, times alpha."""
-    _inputs: Tensor | None = None
+    above: dict[int, dict[int, tuple[FormSeed, Tensor]]] = field(default_factory=dict)
+    """Units of the seeds before, by thread and slot, in its present pass, times alpha.
+    """
+    _inputs: dict[int, Tensor] = field(default_factory=dict)
+    """What the inlet was given, by thread."""
     _handles: list[RemovableHandle] = field(default_factory=list)
 
     def attach(self) -> None:
@@ -113,18 +123,23 @@ class SlotHooks:
 
     def clear(self) -> None:
         """Drop what a pass that did not reach the outlet has left."""
-        self._inputs = None
+        self._inputs.clear()
         self.above.clear()
 
     def read(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
         """Keep the inlet's input."""
-        self.above.clear()
-        self._inputs = first_tensor((*args, *kwargs.values()))
+        if self.branches:
+            thread = get_ident()
+            self.above.pop(thread, None)
+            self._inputs[thread] = first_tensor((*args, *kwargs.values()))
 
     def write(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:  # noqa: ANN401
         """Add the seeds' outputs to the outlet's."""
-        inputs = output if self.place.site.residual else self._inputs
-        self._inputs = None
+        if not self.branches:
+            return output
+        thread = get_ident()
+        kept = self._inputs.pop(thread, None)
+        inputs = output if self.place.site.residual else kept
         result = output
         for slot, branch in self.branches.items():
             alpha = self._alpha(slot, branch)
@@ -140,7 +155,7 @@ class SlotHooks:
                 self.flow.failed[slot] = f"its forward failed ({first_line(error)})"
                 continue
             result = result + delta if branch.style == ADD else result * (1 + delta)
-        self.above.clear()
+        self.above.pop(thread, None)
         return result
 
     def _run(
@@ -153,11 +168,13 @@ class SlotHooks:
         if inputs.shape[axis] > at.inlet_width:
             inputs = inputs.narrow(axis, 0, at.inlet_width)
         if isinstance(seed, FormSeed) and seed.widens:
-            delta: Tensor = seed(inputs, seed.feed(slot, self.above), units)
+            thread = get_ident()
+            fed = seed.feed(slot, self.above.get(thread, {}))
+            delta: Tensor = seed(inputs, fed, units)
             for hidden in units:
                 given = hidden if alpha == 1.0 else alpha * hidden
                 for hooks in self.below:
-                    hooks.above[slot] = (seed, given)
+                    hooks.above.setdefault(thread, {})[slot] = (seed, given)
         else:
             delta = seed(inputs)
         behind = at.outlet_layout.axes_behind
@@ -169,10 +186,14 @@ class SlotHooks:
         return delta if alpha == 1.0 else alpha * delta
 
     def _alpha(self, slot: int, branch: Branch) -> float:
-        if slot == self.flow.left_out or slot in self.flow.failed:
+        flow = self.flow
+        if slot in flow.failed:
             return 0.0
-        if slot == self.flow.tried or (branch.shadow and self.flow.shadow):
-            return 1.0
+        if flow.thread == get_ident():
+            if slot == flow.left_out:
+                return 0.0
+            if slot == flow.tried or (branch.shadow and flow.shadow):
+                return 1.0
         return 0.0 if branch.shadow else branch.alpha
 
 

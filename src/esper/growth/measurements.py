@@ -7,7 +7,7 @@ sees of one model with its slots, relative to the host. What slots contribute or
 is not measured: it was found not to predict what pruning or planting brings.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite, nan
 from typing import Any, Final
@@ -99,6 +99,16 @@ class Track:
             loss=real + 1,
             loss_slope=real,
         )
+
+    @classmethod
+    def restored(cls, saved: Mapping[str, Any]) -> "Track":
+        """As it was saved; refuses what is no track of one host."""
+        fresh = cls.fresh(1)
+        for field in fields(cls):
+            value, like = saved.get(field.name), getattr(fresh, field.name)
+            if not isinstance(value, Tensor) or value.shape != like.shape:
+                raise BadInput(f"the saved track has no {field.name!r} of one host.")
+        return cls(**saved)
 
     def after(
         self, score: Float[Tensor, " env"], loss: Float[Tensor, " env"]

@@ -7,31 +7,47 @@ no other state is touched.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakMethod, finalize
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Muon, Optimizer, SparseAdam
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, CallOrder
 
-StepJudge = Callable[[tuple[Any, ...], dict[str, Any]], None]
+StepCall = tuple[tuple[Any, ...], dict[str, Any]]
+"""How `step` is called: with the optimiser itself and perhaps a closure."""
 
 
 class OptimizerSurgery:
     """Lets parameters join and leave one optimiser over one host."""
 
-    def __init__(self, optimizer: object, host: nn.Module) -> None:
-        self._host = {p: name for name, p in host.named_parameters()}
-        self._optimizer = _check_optimizer(optimizer, self._host)
-        self._joined: dict[nn.Parameter, str] = {}
-        self.before_step: StepJudge | None = None
-        """Called first before every step; it may clear gradients."""
+    def __init__(
+        self,
+        optimizer: object,
+        host: Mapping[str, nn.Parameter],
+        seeds: Mapping[str, nn.Parameter] = {},
+    ) -> None:
+        self._host = {p: name for name, p in host.items()}
+        own = {p: name for name, p in seeds.items()}
+        self._optimizer = _check_optimizer(optimizer, self._host, own)
+        groups = self._optimizer.param_groups
+        trained = {p for group in groups for p in group["params"]}
+        self.joined: dict[nn.Parameter, str] = {p: own[p] for p in own if p in trained}
+        """Parameters of seeds in the optimiser, and their names."""
+        self.reduce: Callable[[], None] | None = None
+        """Called before that; it may average gradients over ranks."""
+        self.before_step: Callable[[], None] | None = None
+        """Called when a step has its gradients; it may clear them."""
         self.after_step: Callable[[], None] | None = None
         """Called last after every step."""
         self._handles = (
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
+            register_optimizer_step_pre_hook(_watcher(WeakMethod(self._refuse_other))),
         )
+        finalize(self, self._handles[-1].remove)
 
     def detach(self) -> None:
         """Take the hooks off the optimiser."""
@@ -69,9 +85,28 @@ class OptimizerSurgery:
         for parameter in leaving:
             self._forget(parameter)
 
+    def memory(self) -> Callable[[], None]:
+        """What puts groups and state back as they are now."""
+        optimizer, joined = self._optimizer, dict(self.joined)
+        groups = [dict(group) for group in optimizer.param_groups]
+        lists = [[*group["params"]] for group in optimizer.param_groups]
+        state = dict(optimizer.state)
+
+        def put_back() -> None:
+            for live, group, params in zip(
+                optimizer.param_groups, groups, lists, strict=True
+            ):
+                live.update(group)
+                live["params"][:] = params
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            self.joined = joined
+
+        return put_back
+
     def names(self) -> list[list[str]]:
         """Names of the parameters of every group, in the optimiser's order."""
-        known = {**self._host, **self._joined}
+        known = {**self._host, **self.joined}
         groups = [group["params"] for group in self._optimizer.param_groups]
         for parameter in (p for group in groups for p in group if p not in known):
             raise BadInput(
@@ -92,7 +127,7 @@ class OptimizerSurgery:
         """
         wanted = self._resolve(names, named_parameters)
         stays = {parameter for group in wanted for parameter in group}
-        for parameter in [p for p in self._joined if p not in stays]:
+        for parameter in [p for p in self.joined if p not in stays]:
             self._forget(parameter)
         groups = self._optimizer.param_groups
         for group, parameters, given in zip(groups, wanted, names, strict=True):
@@ -100,14 +135,61 @@ class OptimizerSurgery:
             if "param_names" in group:
                 group["param_names"] = list(given)
             for parameter, name in zip(parameters, given, strict=True):
-                if parameter not in self._host and parameter not in self._joined:
+                if parameter not in self._host and parameter not in self.joined:
                     self._register(parameter, name, group)
 
-    def _before_step(self, _: object, args: Any, kwargs: Any) -> None:  # noqa: ANN401
-        if self.before_step is not None:
-            self.before_step(args, kwargs)
-        if isinstance(self._optimizer, SGD) and self._joined:
+    def refuse_damaged_state(self) -> None:
+        """Refuse moments that are not finite or do not fit their parameters."""
+        known = dict[Tensor, str]([*self._host.items(), *self.joined.items()])
+        for parameter, held in self._optimizer.state.items():
+            for key, value in held.items():
+                if not isinstance(value, Tensor) or value.numel() == 0:
+                    continue
+                if value.dim() > 0 and value.shape != parameter.shape:
+                    wrong = f"is {[*value.shape]} for {[*parameter.shape]}"
+                elif value.is_floating_point() and not value.isfinite().all():
+                    wrong = "is not finite"
+                else:
+                    continue
+                raise BadInput(f"{key} of {known[parameter]!r} as saved {wrong}.")
+
+    def _before_step(self, _: object, args: Any, kwargs: Any) -> StepCall | None:  # noqa: ANN401
+        if isinstance(self._optimizer, SGD) and self.joined:
             self._complete_buffers(self._optimizer)
+        given = [*args[1:], *kwargs.values()]
+        if not any(callable(value) for value in given):
+            self._judge()
+            return None
+
+        def judged(closure: Callable[[], Any]) -> Callable[[], Any]:
+            def call() -> Any:  # noqa: ANN401
+                loss = closure()
+                self._judge()
+                return loss
+
+            return call
+
+        # A closure makes the gradients, so they are judged at its end.
+        wrapped = [judged(v) if callable(v) else v for v in given]
+        own, named = wrapped[: len(args) - 1], wrapped[len(args) - 1 :]
+        return (args[0], *own), dict(zip(kwargs, named, strict=True))
+
+    def _judge(self) -> None:
+        for call in (self.reduce, self.before_step):
+            if call is not None:
+                call()
+
+    def _refuse_other(self, optimizer: Optimizer) -> None:
+        """Refuse another optimiser that trains the same parameters."""
+        if optimizer is self._optimizer:
+            return
+        for parameter in (p for g in optimizer.param_groups for p in g["params"]):
+            name = self._host.get(parameter) or self.joined.get(parameter)
+            if name:
+                raise CallOrder(
+                    f"another optimiser than the Grower's steps {name!r}; build the "
+                    "Grower with the one that is used, or call detach() first."
+                )
 
     def _after_step(self, *_: object) -> None:
         if self.after_step is not None:
@@ -126,14 +208,14 @@ class OptimizerSurgery:
             if all(buffer is None for buffer in kept.values()):
                 continue
             for parameter, buffer in kept.items():
-                if buffer is None and parameter in self._joined:
+                if buffer is None and parameter in self.joined:
                     zero = torch.zeros_like(parameter.detach())
                     optimizer.state[parameter]["momentum_buffer"] = zero
 
     def _register(
         self, parameter: nn.Parameter, name: str, group: dict[str, Any]
     ) -> None:
-        self._joined[parameter] = name
+        self.joined[parameter] = name
         if isinstance(self._optimizer, Adagrad):
             # Its constructor makes the zero state; others make it when needed.
             start = float(self._optimizer.defaults["initial_accumulator_value"])
@@ -143,7 +225,7 @@ class OptimizerSurgery:
             self._optimizer.state[parameter] = alone.state[parameter]
 
     def _forget(self, parameter: nn.Parameter) -> None:
-        del self._joined[parameter]
+        del self.joined[parameter]
         self._optimizer.state.pop(parameter, None)
 
     def _refuse_untrainable(self, named: Mapping[str, nn.Parameter]) -> None:
@@ -188,7 +270,21 @@ class OptimizerSurgery:
         return [[wanted[name] for name in group] for group in names]
 
 
-def _check_optimizer(optimizer: object, host: Mapping[nn.Parameter, str]) -> Optimizer:
+def _watcher(method: "WeakMethod[Any]") -> Callable[..., None]:
+    """A hook for all optimisers that does not keep its owner alive."""
+
+    def watch(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if (refuse := method()) is not None:
+            refuse(optimizer)
+
+    return watch
+
+
+def _check_optimizer(
+    optimizer: object,
+    host: Mapping[nn.Parameter, str],
+    seeds: Mapping[nn.Parameter, str],
+) -> Optimizer:
     """The optimiser, if it trains the host's parameters, each once, and no others."""
     if not isinstance(optimizer, Optimizer):
         raise BadInput(
@@ -207,14 +303,15 @@ def _check_optimizer(optimizer: object, host: Mapping[nn.Parameter, str]) -> Opt
         )
     seen: set[Tensor] = set()
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if parameter not in host:
+        if parameter not in host and parameter not in seeds:
             raise BadInput(
                 f"a parameter of the optimiser, of shape {tuple(parameter.shape)}, is "
                 "not the host's; give it the parameters of this host only."
             )
         if parameter in seen:
             raise BadInput(
-                f"{host[parameter]!r} is in the optimiser twice; give it once."
+                f"{(host.get(parameter) or seeds[parameter])!r} is in the optimiser "
+                "twice; give it once."
             )
         seen.add(parameter)
     for parameter, name in host.items():

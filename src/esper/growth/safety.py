@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
 from esper.growth.topology import Topology
 
@@ -143,7 +143,12 @@ class HealthMonitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from saved statistics."""
-        if state["ring"].shape != self.ring.shape:
+        mine = self.state_dict()
+        if state.keys() != mine.keys() or any(
+            isinstance(value, Tensor)
+            and getattr(state[name], "shape", 0) != value.shape
+            for name, value in mine.items()
+        ):
             raise BadInput(
                 "the governor's statistics are not of this window; load a state that "
                 "was saved with the same configuration."
@@ -253,6 +258,7 @@ class Safety:
         self.rollbacks = 0
         """How often the present snapshot was restored."""
         self._topology, self._model = topology, topology.model
+        self._ranks = topology.ranks
         self._optimizer = topology.optimizer
         self._shadow_failures = 0
         self._due = False
@@ -324,9 +330,21 @@ class Safety:
             self._roll_back(reason)
         return bool(reason)
 
-    def remove_failed_seeds(self) -> None:
-        """Remove seeds whose own code raised."""
-        for slot, reason in [*self._model.flow.failed.items()]:
+    def remove_failed_seeds(self, *, together: bool = False) -> None:
+        """Remove seeds whose own code raised; with other ranks, all of them together.
+
+        Until then a seed that failed here is not active here.
+        """
+        failed = self._model.flow.failed
+        if self._ranks.many:
+            if not together:
+                return
+            like = next(self._model.host.parameters())
+            flags = torch.zeros(len(self._model.slots), device=like.device)
+            flags[[*failed]] = 1.0
+            for slot in self._ranks.worst(flags).nonzero().flatten().tolist():
+                failed.setdefault(slot, "it failed on another rank")
+        for slot, reason in [*failed.items()]:
             self._remove(slot, reason)
 
     def remove_broken_seeds(self) -> None:
@@ -336,7 +354,7 @@ class Safety:
         for slot, seed in self._model.training_seeds().items():
             weights = [*seed.parameters()]
             tensors = [*weights, *seed.buffers(), *self._moments(weights)]
-            if not all_finite(tensors, LARGEST):
+            if not self._ranks.all_agree(bool(all_finite(tensors, LARGEST))):
                 self._remove(slot, "its weights are not finite")
 
     def _remove(self, slot: int, reason: str) -> None:
@@ -344,14 +362,11 @@ class Safety:
         self.incidents.append(f"removed {self._model.slots[slot]}: {reason}")
         self.topology_changed()
 
-    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(self) -> None:
         """Judge loss, gradients and buffers; clear the gradients of a bad batch."""
         assert self.monitor is not None
-        if any(callable(value) for value in (*args[1:], *kwargs.values())):
-            raise CallOrder(
-                "optimizer.step(closure) makes gradients after they are judged; call "
-                "backward() before step(), or build the Grower with governor=None."
-            )
+        if self._ranks.many:
+            self.remove_failed_seeds(together=True)
         parameters = [p for g in self._optimizer.param_groups for p in g["params"]]
         shadow = self._training_tensors()
         trained = [p for p in parameters if p.grad is not None]
@@ -366,9 +381,14 @@ class Safety:
         skip = shadow | self._constants
         buffers = [buffer for buffer, _ in self._buffers if id(buffer) not in skip]
         finite = all_finite(buffers, LARGEST).to(loss.device)
+        seeds_finite = all_finite(beside).to(loss.device)
+        if self._ranks.many:
+            bad = (~torch.stack([finite, seeds_finite])).float()
+            agreed = self._ranks.worst(torch.stack([loss, norm, *bad]))
+            loss, norm = agreed[0], agreed[1]
+            finite, seeds_finite = agreed[2] == 0, agreed[3] == 0
         unlearnt = self.monitor.has_unlearnt(loss)
         found = self.monitor.judge(loss, norm, finite)
-        seeds_finite = all_finite(beside).to(loss.device)
         flags = torch.stack([found, seeds_finite.long(), unlearnt.long()])
         verdict, seeds_fine, behind = flags.tolist()
         self._loss = None
@@ -388,7 +408,8 @@ class Safety:
     def _refuse(self, parameters: list[Tensor], verdict: Verdict, reason: str) -> None:
         """Let the step change nothing; roll back if the model itself is damaged."""
         self._undo(parameters, {id(buffer) for buffer, _ in self._buffers})
-        if verdict is Verdict.DIVERGED or not all_finite(self._active(), LARGEST):
+        sound = self._ranks.all_agree(bool(all_finite(self._active(), LARGEST)))
+        if verdict is Verdict.DIVERGED or not sound:
             self._roll_back(reason)
         else:
             self.incidents.append(f"refused: {reason}")
@@ -425,7 +446,7 @@ class Safety:
         self.incidents.append(f"rolled back: {reason}")
         slots = range(len(self._model.slots))
         spoilers = []
-        if not all_finite(self._model.example_outputs()):
+        if not self._is_finite_with():
             spoilers = [s for s in slots if self._is_finite_with(left_out=s)]
         for slot in spoilers:
             self._remove(slot, "its output is not finite")
@@ -438,7 +459,8 @@ class Safety:
     def _is_finite_with(self, **seeds: int) -> bool:
         """Whether the output is finite with a seed tried or left out."""
         with self._model.flow.using(**seeds):
-            return bool(all_finite(self._model.example_outputs()))
+            fine = bool(all_finite(self._model.example_outputs()))
+        return self._ranks.all_agree(fine)
 
     def _undo(self, parameters: Iterable[Tensor], buffers: set[int]) -> None:
         """Drop gradients and put buffers back to before the batch."""
@@ -473,7 +495,8 @@ class Safety:
 
     def _is_finite(self) -> bool:
         active = self._active()
-        return bool(all_finite([*active, *self._moments(active)], LARGEST))
+        fine = bool(all_finite([*active, *self._moments(active)], LARGEST))
+        return self._ranks.all_agree(fine)
 
 
 def all_finite(tensors: Sequence[Tensor], limit: float = math.inf) -> Bool[Tensor, ""]:

@@ -10,7 +10,7 @@ is refused here in one line, by name. The host is left as it was.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -29,6 +29,7 @@ from esper.growth.tracing import (
     PathTracer,
     batch_size,
     call,
+    describe_middle,
     first_tensor,
     isolated,
     path_modules,
@@ -79,6 +80,8 @@ class InsertionPoint:
     outlet: nn.Module
     middle: tuple[nn.Module, ...]
     """What lies between the two layers of a span."""
+    recipe: tuple[Mapping[str, Any], ...]
+    """The same as plain data, to be saved."""
     depth: float
     """Where the outlet lies between the host's input (0) and output (1)."""
 
@@ -227,6 +230,12 @@ def _check_host(host: nn.Module) -> None:
     if not isinstance(host, nn.Module):
         raise BadInput(f"the host must be an nn.Module, got {type(host).__name__}.")
     kind, parameters = type(host), [*host.parameters()]
+    compiled = (
+        name
+        for name, module in host.named_modules()
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    )
+    inside = next(compiled, None)
     devices = sorted({str(p.device) for p in parameters if p.is_floating_point()})
     for wrong, line in (
         (
@@ -234,13 +243,21 @@ def _check_host(host: nn.Module) -> None:
             f"is wrapped in {kind.__name__}; pass model.module",
         ),
         (
-            hasattr(host, "_orig_mod"),
-            "is compiled, and a compiled graph does not grow; pass the module before "
-            "torch.compile and compile export()'s result",
+            inside is not None,
+            f"is compiled{f' at {inside!r}' if inside else ''}, and a compiled graph "
+            "does not grow; pass the module before torch.compile and compile "
+            "export()'s result",
         ),
         (
             kind.__module__.startswith("torch.jit"),
             "is a TorchScript module; pass the nn.Module itself",
+        ),
+        (
+            # By name, since importing the class takes long.
+            kind.__name__ == "FullyShardedDataParallel"
+            or any(type(p.data).__name__ == "DTensor" for p in parameters),
+            "is sharded (FSDP), and a sharded host does not grow; use "
+            "DistributedDataParallel",
         ),
         (not parameters, "has no parameters; there is nothing to grow"),
         (
@@ -336,7 +353,8 @@ def _trace(host: nn.Module, sites: tuple[Site, ...], example: Example) -> _Trace
             record.outputs, record.order = answer, trace.leaves
             record.last_leaf = last_leaf
             for other in records.values():
-                other.version_after[name] = getattr(other.inputs, "_version", 0)
+                if other.calls:
+                    other.version_after[name] = getattr(other.inputs, "_version", 0)
         for site in spans:
             if site.inlet == name and isinstance(answer, Tensor):
                 tracer.begin(site.name, answer)
@@ -377,6 +395,11 @@ def _insertion_point(
     inlet = outlet
     if not site.residual:
         inlet = _tensor(read.inputs, f"module {site.inlet!r} is given")
+        if site.outlet not in read.version_after:
+            raise BadInput(
+                f"{site.outlet!r} comes before {site.inlet!r} in a pass of the host; "
+                f"write '{site.outlet}{ARROW}{site.inlet}'."
+            )
         if read.version_after[site.outlet] != read.given_version:
             raise BadInput(
                 f"what {site.inlet!r} reads is changed in place before "
@@ -391,12 +414,17 @@ def _insertion_point(
     outlet_layout = _layout(outlet, written.last_leaf, site.outlet)
     inlet_layout = outlet_layout if site.residual else _layout(inlet, first, site.inlet)
     middle: tuple[nn.Module, ...] = ()
+    recipe: list[dict[str, Any]] = []
     hidden: tuple[int, ...] = ()
     problem, unit_inputs = "the slot does not span two layers", 1
     if not site.residual and site.inlet != site.outlet:
         middle, problem, hidden, unit_inputs = _span(
             site, first, second, trace, inlet_layout
         )
+        names = {module: name for name, module in modules.items()}
+        path = trace.tracer.paths.get(site.name)
+        if not problem and path is not None:
+            recipe = describe_middle([step.module for step in path.steps], names)
     return InsertionPoint(
         site=site,
         geometry=Geometry(
@@ -417,6 +445,7 @@ def _insertion_point(
         inlet=first,
         outlet=second,
         middle=middle,
+        recipe=tuple(recipe),
         depth=min(1.0, written.order / max(1, trace.leaves)),
     )
 

@@ -2,12 +2,19 @@
 
 Every op goes through `Topology`: the model changes, parameters join or leave the
 optimiser, the change of the model's output on its example is measured, and receipts
-and events are kept until they are collected.
+and events are kept until they are collected. A change is made as a whole or not at
+all, whatever raises in it; Ctrl-C waits for its end.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from math import inf
+from types import FrameType
+from typing import Any
+from weakref import ref
 
 from jaxtyping import Int64
 from torch import Tensor, nn
@@ -16,8 +23,17 @@ from torch.optim import Optimizer
 from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionMasks, ActionSpec, Op
 from esper.contracts.errors import BadInput, IllegalAction
 from esper.contracts.stages import Stage, StageChanged
+from esper.growth.grown import (
+    NAME,
+    Change,
+    Follower,
+    Grown,
+    host_parameters,
+    slot_number,
+)
 from esper.growth.model import GrowingModel
 from esper.growth.optimiser import OptimizerSurgery
+from esper.growth.ranks import Ranks
 
 VERBS = {
     Op.ADVANCE: "advance",
@@ -49,12 +65,23 @@ class Receipt:
         return f"{self.op} {self.slot}{what}: output changed by {self.jump:.3g}"
 
 
-class Topology:
+class Topology(Follower):
     """A growing model and the optimiser that follows its changes."""
 
-    def __init__(self, model: GrowingModel, optimizer: Optimizer) -> None:
+    def __init__(
+        self, model: GrowingModel, optimizer: Optimizer, ranks: Ranks | None = None
+    ) -> None:
         self.model, self.optimizer = model, optimizer
-        self.surgery = OptimizerSurgery(optimizer, model.host)
+        self.ranks = ranks or Ranks()
+        self.surgery = OptimizerSurgery(
+            optimizer, host_parameters(model.host), model.seed_parameters()
+        )
+        self._join(model.seed_parameters(), {*self.surgery.joined})
+        model.seeds.follower = ref(self)
+        self.after_load: Callable[[], None] | None = None
+        """Called when a state has been loaded into the host."""
+        self._copies: list[tuple[ref[Grown], dict[str, nn.Module]]] = []
+        """Copies of the host that grow with it, and whose seeds they have."""
         self.step = 0
         """The decision that events are recorded under."""
         self.receipts: list[Receipt] = []
@@ -69,13 +96,18 @@ class Topology:
         if op is Op.PRUNE:  # it fades; the receipt prints the whole of the jump
             with self.model.flow.using(left_out=index):
                 without = self.model.example_outputs()
-        self._follow(lambda: self.model.act(actions), index)
+
+        def change() -> None:
+            self.model.act(actions)
+            without[:] = without or self.model.example_outputs()
+
+        self.follow(change)
         kind = max(kind, int(self.model.states.blueprint[0, index]))
         receipt = Receipt(
             op=op.name,
             slot=self.model.slots[index],
             blueprint=self.model.spec.blueprints[kind].name if kind >= 0 else "",
-            jump=_jump(before, without or self.model.example_outputs()),
+            jump=_jump(before, without),
         )
         self.receipts.append(receipt)
         self._record_stages(stages, op.name)
@@ -90,13 +122,13 @@ class Topology:
     def tick(self, batches: int = 1, *, decision: bool = True) -> None:
         """Let batches pass, up to a decision."""
         stages = self.model.states.stage
-        self._follow(lambda: self.model.tick(batches, decision=decision), None)
+        self.follow(lambda: self.model.tick(batches, decision=decision))
         self._record_stages(stages, "")
 
     def remove(self, slot: int, reason: str) -> None:
         """Take a seed out at once."""
         stages = self.model.states.stage
-        self._follow(lambda: self.model.remove(slot), slot)
+        self.follow(lambda: self.model.remove(slot))
         self._record_stages(stages, reason)
 
     def collect(self) -> tuple[tuple[Receipt, ...], tuple[StageChanged, ...]]:
@@ -105,36 +137,73 @@ class Topology:
         self.receipts, self.events = [], []
         return found
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters by the names that the optimiser's groups are saved under."""
-        host = dict(self.model.host.named_parameters())
-        return {**host, **self.model.seed_parameters()}
-
-    def _follow(self, change: Callable[[], None], slot: int | None) -> None:
-        """Let the optimiser follow a change of topology."""
-        before = self.model.seed_parameters()
-        change()
-        after = self.model.seed_parameters()
-        gone = [p for name, p in before.items() if after.get(name) is not p]
-        born = {name: p for name, p in after.items() if before.get(name) is not p}
-        self.surgery.leave(gone)
-        if born and slot is not None:
+    def follow(self, change: Change) -> None:
+        """Change the topology, let the optimiser follow; all of it or nothing."""
+        with uninterrupted():
+            put_back = self.model.seeds.memory(), self.surgery.memory()
+            before = self.model.seed_parameters()
             try:
-                self.surgery.join(born, self._neighbour(slot))
-            except BadInput:
-                self.model.remove(slot)
+                change()
+                after = self.model.seed_parameters()
+                gone = [p for name, p in before.items() if after.get(name) is not p]
+                self.surgery.leave(gone)
+                self._join(after, {*before.values()})
+            except BaseException:
+                for undo in put_back:
+                    undo()
                 raise
+            for copy, twins in self._copies:
+                if (living := copy()) is not None:
+                    living.mirror(self.model.seeds, twins)
 
-    def _neighbour(self, slot: int) -> nn.Parameter | None:
-        """A trained parameter of the layer that a slot writes to, or reads."""
+    def add_copy(self, module: nn.Module) -> None:
+        """Let a copy of the host, as averaging makes one, grow with it from now on."""
+        found = [part for part in module.modules() if isinstance(part, Grown)]
+        if len(found) != 1 or found[0].slots != self.model.slots:
+            raise BadInput(
+                "only a copy of the host can follow it; make it after the Grower."
+            )
+        (copy,) = found
+        if [*copy] != [*self.model.seeds]:
+            raise BadInput("the host has grown since the copy was made; copy it again.")
+        self._copies.append((ref(copy), dict(self.model.seeds.items())))
+
+    def loaded(self) -> None:
+        """A state was loaded into the host."""
+        if self.after_load is not None:
+            self.after_load()
+
+    def _join(self, named: dict[str, nn.Parameter], known: set[nn.Parameter]) -> None:
+        """Let newborns join the groups of the layers they grow at."""
+        for name, parameter in named.items():
+            if parameter not in known:
+                slot = slot_number(name.removeprefix(f"{NAME}."))
+                beside = self._neighbour(slot, parameter)
+                self.surgery.join({name: parameter}, beside)
+        born = [p for p in named.values() if p not in known]
+        self.ranks.from_first(born)
+
+    def _neighbour(self, slot: int, newborn: nn.Parameter) -> nn.Parameter | None:
+        """A trained parameter of the layer that a slot writes to, or reads.
+
+        Vectors, such as biases, go with vectors, which often are not decayed: of that
+        layer, or else of the host.
+        """
         place = self.model.place(slot)
         groups = self.optimizer.param_groups
         trained = {id(p) for group in groups for p in group["params"]}
-        for module in (place.outlet, place.inlet):
-            for parameter in module.parameters():
-                if id(parameter) in trained:
-                    return parameter
-        return None
+        near = [
+            parameter
+            for module in (place.outlet, place.inlet)
+            for parameter in module.parameters()
+            if id(parameter) in trained
+        ]
+        vector = newborn.ndim < 2
+        if vector:
+            own = host_parameters(self.model.host).values()
+            near += [p for p in own if p.ndim < 2 and id(p) in trained]
+        alike = [p for p in near if (p.ndim < 2) == vector]
+        return next(iter(alike or near), None)
 
     def _record_stages(self, before: Tensor, reason: str) -> None:
         """An event for every slot whose stage changed, by an op or by itself."""
@@ -192,7 +261,40 @@ def refuse_illegal(actions: Int64[Tensor, "env head"], masks: ActionMasks) -> No
         )
 
 
+def without_slots(masks: ActionMasks, slots: Collection[int]) -> ActionMasks:
+    """Masks that forbid every op in some slots."""
+    if not slots:
+        return masks
+    slot = masks.slot.clone()
+    slot[:, :, [*slots]] = False
+    op = masks.op & slot.any(dim=2)
+    op[:, Op.WAIT] = True
+    return replace(masks, op=op, slot=slot)
+
+
 def _jump(before: list[Tensor], after: list[Tensor]) -> float:
     """Largest change of any number."""
     jumps = [float((a - b).abs().max()) for a, b in zip(after, before, strict=True)]
     return max((jump for jump in jumps if jump == jump), default=inf)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait until the block has ended."""
+    before = signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or not callable(before):
+        yield
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+
+    def wait(number: int, frame: FrameType | None) -> Any:  # noqa: ANN401
+        waiting.append((number, frame))
+
+    try:
+        signal.signal(signal.SIGINT, wait)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            before(*waiting[0])

@@ -10,17 +10,20 @@ to the second one's input through every torch function. What it does not know it
 a step is channel-wise if it gives the same for some of the channels as for all.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from esper.contracts.errors import BadInput
 from esper.growth.blueprints.geometry import Layout
 
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -115,22 +118,58 @@ def isolated(host: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 class FunctionModule(nn.Module):
-    """A torch function that the host called directly, as a module."""
+    """A torch function that the host called directly, as a module.
+
+    It is kept by name, since not every torch function can be pickled.
+    """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}
     ) -> None:
         super().__init__()
-        self.function, self.args = function, args
+        self.name, self.args = name, tuple(args)
         self.kwargs = {key: kwargs[key] for key in kwargs if key != "inplace"}
 
     def forward(self, h: Tensor) -> Tensor:
         """The same call on another tensor."""
-        result: Tensor = self.function(h, *self.args, **self.kwargs)
+        result: Tensor = _torch_function(self.name)(h, *self.args, **self.kwargs)
         return result
+
+    def extra_repr(self) -> str:
+        """The function's name."""
+        return self.name
+
+    @property
+    def savable(self) -> bool:
+        """Whether name and arguments are plain data."""
+        return bool(self.name) and all(
+            isinstance(value, int | float | str | bool | None)
+            for value in tree_leaves([*self.args, self.kwargs])
+        )
+
+
+NAMESPACES = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": Tensor}
+
+
+@cache
+def _function_names() -> dict[int, str]:
+    return {
+        id(getattr(space, name)): f"{where}.{name}"
+        for where, space in NAMESPACES.items()
+        for name in dir(space)
+        if callable(getattr(space, name, None))
+    }
+
+
+@cache
+def _torch_function(name: str) -> Callable[..., Any]:
+    """A torch function by its full name; nothing else can be named."""
+    where, _, last = name.rpartition(".")
+    function = getattr(NAMESPACES.get(where), last, None)
+    if function is None or id(function) not in _function_names():
+        raise BadInput(f"{name!r} is no function of this version of torch.")
+    found: Callable[..., Any] = function
+    return found
 
 
 @dataclass(slots=True)
@@ -182,7 +221,8 @@ class Path:
                 step = TraceStep(called, type(called).__name__, before, after)
                 self.steps.append(step)
             else:
-                made: nn.Module = FunctionModule(func, args[1:], kwargs)
+                known = _function_names().get(id(func), "")
+                made: nn.Module = FunctionModule(known, args[1:], kwargs)
                 if name == "dropout":
                     made = nn.Dropout(
                         args[1] if len(args) > 1 else kwargs.get("p", 0.5)
@@ -253,6 +293,8 @@ def path_modules(
             pass
         elif any(True for _ in module.parameters()):
             problem = "has weights of its own"
+        elif isinstance(module, FunctionModule) and not module.savable:
+            problem = "is no torch function of plain arguments, so it cannot be saved"
         else:
             module = deepcopy(module)
             problem = _why_not_channelwise(module, step, width, layout)
@@ -291,6 +333,44 @@ def _close(one: Tensor, other: Tensor) -> bool:
         return False
     size = float(other.nan_to_num().abs().max()) if other.numel() else 0.0
     return torch.allclose(one, other, rtol=0.0, atol=1e-4 * size, equal_nan=True)
+
+
+def describe_middle(
+    steps: Sequence[nn.Module], names: Mapping[nn.Module, str]
+) -> list[dict[str, Any]]:
+    """What lies between two layers as plain data; the host's modules by their names."""
+    described: list[dict[str, Any]] = []
+    for module in steps:
+        if module in names:
+            described.append({"module": names[module]})
+        elif isinstance(module, FunctionModule):
+            how = {"args": [*module.args], "kwargs": module.kwargs}
+            described.append({"function": module.name, **how})
+        elif isinstance(module, nn.Dropout):
+            described.append({"dropout": module.p})
+        else:
+            described.append({"flatten": 1})
+    return described
+
+
+def restore_middle(
+    described: Sequence[Mapping[str, Any]], host: nn.Module
+) -> tuple[nn.Module, ...]:
+    """The modules that `describe_middle` has described."""
+    modules: list[nn.Module] = []
+    for one in described:
+        if "module" in one:
+            own = host.get_submodule(one["module"])
+            kept = isinstance(own, (*NORMS, nn.Dropout))
+            modules.append(own if kept else deepcopy(own))
+        elif "function" in one:
+            _torch_function(one["function"])
+            modules.append(FunctionModule(one["function"], one["args"], one["kwargs"]))
+        elif "dropout" in one:
+            modules.append(nn.Dropout(one["dropout"]))
+        else:
+            modules.append(nn.Flatten(one["flatten"]))
+    return tuple(modules)
 
 
 def new_middle(middle: tuple[nn.Module, ...], units: int, width: int) -> nn.Sequential:

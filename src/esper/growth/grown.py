@@ -1,0 +1,741 @@
+"""What has grown in a host, as a submodule of the host.
+
+    host.esper_seeds           the seeds, by slot
+    host.state_dict()          their weights, and the topology as JSON in a byte tensor
+
+So `parameters`, `state_dict`, `to`, `deepcopy`, pickling and averaging see what grew.
+Loading a grown state into a host that has a `Grown` first rebuilds the topology; all of
+it is validated before anything changes. `rebuild` does so for a plain host, `save` and
+`load` with a safetensors file: for inference, without optimiser or example.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, fields, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any, Final
+from weakref import ref
+
+import torch
+from pydantic import TypeAdapter
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from esper.contracts.blueprints import Blueprint, Form
+from esper.contracts.errors import BadInput, unknown
+from esper.contracts.stages import Stage
+from esper.growth import lifecycle
+from esper.growth.blueprints.forms import cross_layer
+from esper.growth.blueprints.geometry import Geometry
+from esper.growth.blueprints.layers import Layer
+from esper.growth.blueprints.registry import find, first_line
+from esper.growth.blueprints.seed import FormSeed, build, misfit
+from esper.growth.hooks import Branch, Flow, SlotHooks
+from esper.growth.lifecycle import SeedStates
+from esper.growth.slots import InsertionPoint, parse
+from esper.growth.tracing import new_middle, restore_middle
+
+NAME: Final = "esper_seeds"
+"""The submodule of a host that holds what has grown."""
+HINT: Final = "load it with esper.rebuild(host, state_dict)"
+"""A key of a grown state, so that torch's refusal to load it says what to do."""
+TOPOLOGY: Final = f"{NAME}._extra_state"
+FORMAT: Final = 1
+"""Version of a saved topology."""
+GEOMETRY: Final = TypeAdapter(Geometry)
+
+Change = Callable[[], None]
+
+
+class Grown(nn.ModuleDict):
+    """The seeds of a host by slot, oldest first, with their hooks and their stages."""
+
+    def __init__(
+        self,
+        host: nn.Module,
+        places: Sequence[InsertionPoint],
+        slots: Sequence[str],
+        blueprints: Sequence[Blueprint],
+        rng_seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.root = (host,)  # in a tuple, since it is no submodule of this
+        self.places, self.slots = tuple(places), tuple(slots)
+        self.blueprints = tuple(blueprints)
+        self.flow = Flow()
+        self.hooks = [SlotHooks(place, self.flow) for place in places]
+        for hooks in self.hooks:
+            own = hooks.place
+            hooks.below = [
+                other
+                for other in self.hooks
+                if other.place.inlet is own.outlet
+                and own.geometry.spans
+                and other.place.geometry.spans
+            ]
+        self.states = SeedStates.empty(1, len(self.slots))
+        self.generator = torch.Generator().manual_seed(rng_seed)
+        self.follower: ref[Follower] | None = None
+        """What must follow when a state is loaded: the optimiser's surgery."""
+        self.training = host.training
+        self._handles: list[Any] = []
+
+    @property
+    def host(self) -> nn.Module:
+        """The network that has grown."""
+        return self.root[0]
+
+    @property
+    def following(self) -> "Follower":
+        """What follows changes, if it still exists; else nothing does."""
+        return (self.follower() if self.follower else None) or Follower()
+
+    def attach(self) -> None:
+        """Become a submodule of the host and put the hooks on it."""
+        try:
+            for hooks in self.hooks:
+                hooks.attach()
+            self.host.add_module(NAME, self)
+            self._handles = [
+                self.host.register_load_state_dict_pre_hook(self._before_load),
+                self.host.register_load_state_dict_post_hook(self._after_load),
+            ]
+        except BaseException:
+            self.detach()
+            raise
+
+    def detach(self) -> None:
+        """Leave the host as it was before, co-trained."""
+        for hooks in self.hooks:
+            hooks.detach()
+        self.leave()
+
+    def leave(self) -> None:
+        """Be no longer a submodule of the host; the hooks of its places stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self.host._modules.get(NAME) is self:
+            del self.host._modules[NAME]
+
+    def refuse_followed(self) -> None:
+        """Refuse a host that something grows already."""
+        if self.follower is not None and self.follower() is not None:
+            raise BadInput(
+                "the host has slots of another Grower; call its detach() first."
+            )
+
+    def adopt(self, other: "Grown") -> None:
+        """Take the seeds of a host that was rebuilt or copied, as they are."""
+        topology = json.loads(bytes(other.get_extra_state().tolist()))
+        self.check_slots(topology)
+        seeds = {other.slots[slot_number(n)]: seed for n, seed in other.items()}
+        # Blocks are named by the number of the other slot.
+        number = {other.slots.index(n): self.slots.index(n) for n in seeds}
+        for seed in other.widening_seeds().values():
+            blocks = dict(seed.cross.items())
+            seed.cross.clear()
+            for key, block in blocks.items():
+                end, old = key.split("_")
+                seed.cross[f"{end}_{number[int(old)]}"] = block
+        self.rebuild(topology, seeds)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which have no optimiser and random streams."""
+        state = {**self.__dict__, "follower": None}
+        state["generator"] = self.generator.get_state()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.generator = torch.Generator()
+        self.generator.set_state(state["generator"])
+
+    def forward(self, h: Any) -> Any:  # noqa: ANN401
+        """Nothing, for hosts that call all their submodules one after the other."""
+        return h
+
+    # Slots and seeds.
+
+    def index(self, slot: str) -> int:
+        """The number of a slot."""
+        if slot not in self.slots:
+            raise unknown("there is no slot", slot, self.slots)
+        return self.slots.index(slot)
+
+    def place(self, slot: int) -> InsertionPoint:
+        """The place that a slot belongs to."""
+        return self.places[slot % len(self.places)]
+
+    def hooks_of(self, slot: int) -> SlotHooks:
+        """The hooks of a slot's place."""
+        return self.hooks[slot % len(self.hooks)]
+
+    def widening_seeds(self) -> dict[int, FormSeed]:
+        """Seeds with hidden units of their own by slot number, the oldest first."""
+        return {
+            slot_number(name): seed
+            for name, seed in self.items()
+            if isinstance(seed, FormSeed) and seed.widens
+        }
+
+    def width(self, slot: int) -> int:
+        """Units between the two layers of a slot's place, those of seeds included."""
+        place = self.place(slot)
+        return int(place.inlet.get_parameter("weight").shape[0]) + sum(
+            seed.blueprint.size
+            for other, seed in self.widening_seeds().items()
+            if self.place(other) is place
+        )
+
+    def sized(self, slot: int, blueprint: Blueprint) -> Blueprint:
+        """The blueprint at the size that it has in a slot now."""
+        if not blueprint.share or not self.place(slot).geometry.spans:
+            return blueprint
+        return replace(blueprint, size=blueprint.units(self.width(slot)), share=0.0)
+
+    def blocks(self, slot: int, blueprint: Blueprint) -> dict[str, Layer]:
+        """Blocks that a new seed has with the units of neighbouring places."""
+        here, size, blocks = self.place(slot), blueprint.size, dict[str, Layer]()
+        if blueprint.form is not Form.WIDEN:
+            return blocks
+        for other, seed in self.widening_seeds().items():
+            there, units = self.place(other), seed.blueprint.size
+            if there.outlet is here.inlet:
+                blocks[f"from_{other}"] = cross_layer(there.geometry, units, size)
+            elif there.inlet is here.outlet:
+                blocks[f"into_{other}"] = cross_layer(here.geometry, size, units)
+        return blocks
+
+    def put(self, states: SeedStates) -> None:
+        """Give the seeds the alphas of the next batch; remove those of free slots."""
+        alphas, training = lifecycle.schedule(states, 1)
+        self.states = states
+        for slot in range(len(self.slots)):
+            hooks = self.hooks_of(slot)
+            if int(states.stage[0, slot]) == Stage.DORMANT:
+                self.uproot(slot)
+            elif slot in hooks.branches:
+                branch = hooks.branches[slot]
+                branch.alpha = float(alphas[0, 0, slot])
+                branch.style = int(states.style[0, slot])
+                branch.shadow = bool(training[0, 0, slot])
+
+    def grow(self, slot: int, blueprint: Blueprint) -> None:
+        """Put a new seed into a free slot."""
+        self.insert(slot, self.new_seed(slot, blueprint))
+
+    def new_seed(self, slot: int, blueprint: Blueprint) -> nn.Module:
+        """A seed as it is planted in a slot now."""
+        place, blueprint = self.place(slot), self.sized(slot, blueprint)
+        if reason := misfit(blueprint, place.geometry):
+            raise BadInput(
+                f"blueprint {blueprint.name!r} does not fit slot "
+                f"{self.slots[slot]!r}: {reason}."
+            )
+        middle = seed_middle(place, blueprint)
+        seed = build(blueprint, place.geometry, self.generator, middle)
+        if isinstance(seed, FormSeed) and seed.widens:
+            _scale_like(seed.weights["first"], place.inlet.get_parameter("weight"))
+            self._add_blocks(slot, seed)
+        near = (place.outlet, place.inlet, self.host)
+        like = next(p for m in near for p in m.parameters() if p.is_floating_point())
+        seed = seed.to(device=like.device, dtype=like.dtype)
+        return seed.train(self.host.training)
+
+    def insert(self, slot: int, seed: nn.Module) -> None:
+        """Put a seed into a free slot, in TRAINING until `put` says otherwise."""
+        hooks = self.hooks_of(slot)
+        self[f"slot_{slot}"] = seed
+        hooks.branches = dict(sorted({**hooks.branches, slot: Branch(seed)}.items()))
+
+    def uproot(self, slot: int) -> None:
+        """Take a seed and its blocks out, if there is one."""
+        if f"slot_{slot}" in self:
+            del self[f"slot_{slot}"]
+            self.hooks_of(slot).branches.pop(slot, None)
+            self.flow.failed.pop(slot, None)
+            for seed in self.widening_seeds().values():
+                for key in (f"from_{slot}", f"into_{slot}"):
+                    if key in seed.cross:
+                        del seed.cross[key]
+
+    def _add_blocks(self, slot: int, seed: FormSeed) -> None:
+        """Blocks with older seeds: zero into their units, random from them.
+
+        Random ones are drawn like the first layer, which is scaled down as if all that
+        the units read had been drawn with it. What reads the units is zero, so that
+        nothing changes.
+        """
+        blocks = self.blocks(slot, seed.blueprint)
+        above = [block for key, block in blocks.items() if key.startswith("from")]
+        bound = 0.0
+        if above:
+            first = seed.weights["first"].detach()
+            fan_in = first.numel() / seed.blueprint.size
+            fan_in_all = fan_in + sum(block.fan_in for block in above)
+            first.mul_((fan_in / fan_in_all) ** 0.5)
+            bound = float(first.std(correction=0)) * 3**0.5
+        for key, block in blocks.items():
+            weight = torch.zeros(block.weight_shape)
+            if key.startswith("from"):
+                weight.uniform_(-bound, bound, generator=self.generator)
+            seed.cross[key] = nn.Parameter(weight)
+
+    # All or nothing.
+
+    def memory(self) -> Change:
+        """What puts seeds, blocks, stages and random stream back as they are now."""
+        seeds, states = dict(self.items()), self.states
+        crosses = {s: dict(s.cross.items()) for s in self.widening_seeds().values()}
+        branches = [
+            {slot: replace(branch) for slot, branch in hooks.branches.items()}
+            for hooks in self.hooks
+        ]
+        failed, stream = dict(self.flow.failed), self.generator.get_state()
+
+        def put_back() -> None:
+            self.clear()
+            self.update(seeds)
+            for seed, blocks in crosses.items():
+                seed.cross.clear()
+                seed.cross.update(blocks)
+            for hooks, kept in zip(self.hooks, branches, strict=True):
+                hooks.branches = kept
+            self.states, self.flow.failed = states, failed
+            self.generator.set_state(stream)
+
+        return put_back
+
+    def mirror(self, other: "Grown", twins: dict[str, nn.Module]) -> None:
+        """Have the seeds and stages of another; new seeds begin as copies of its own.
+
+        Args:
+            other: What is followed, in a host of the same kind.
+            twins: The other's seeds that this one has followed; kept up to date.
+        """
+        for name in [
+            n for n, seed in twins.items() if other._modules.get(n) is not seed
+        ]:
+            del twins[name]
+            self.uproot(slot_number(name))
+        for name, seed in other.items():
+            if name not in twins:
+                twins[name] = seed
+                self.insert(slot_number(name), deepcopy(seed))
+        self.put(other.states)
+
+    # Saving.
+
+    def get_extra_state(self) -> Tensor:
+        """The topology: all that rebuilds the seeds but their weights, as JSON bytes.
+
+        Bytes, since some formats take nothing but tensors.
+        """
+        topology = {
+            "format": FORMAT,
+            "places": {
+                place.site.name: {
+                    "geometry": GEOMETRY.dump_python(place.geometry, mode="json"),
+                    "middle": [*place.recipe],
+                    "depth": place.depth,
+                }
+                for place in self.places
+            },
+            "slots": [*self.slots],
+            "seeds": self._described_seeds(),
+            "generator": bytes(self.generator.get_state().tolist()).hex(),
+        }
+        text = json.dumps(topology, separators=(",", ":")).encode()
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def _described_seeds(self) -> list[dict[str, Any]]:
+        """Every seed and its state as plain data, the oldest first."""
+        states = asdict(self.states)
+        used = {slot_number(name): seed for name, seed in self.items()}
+        return [
+            {
+                "slot": self.slots[slot],
+                "blueprint": self.blueprint_of(slot).name,
+                "size": seed.blueprint.size if isinstance(seed, FormSeed) else 0,
+                "state": {
+                    name: values[0, slot].item()
+                    for name, values in states.items()
+                    if name != "blueprint"
+                },
+            }
+            for slot, seed in used.items()
+        ]
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Nothing more to do: the topology was rebuilt before."""
+
+    def blueprint_of(self, slot: int) -> Blueprint:
+        """The blueprint of a planted seed."""
+        return self.blueprints[int(self.states.blueprint[0, slot])]
+
+    def _save_to_state_dict(
+        self,
+        destination: Any,  # noqa: ANN401
+        prefix: str,
+        keep_vars: bool,
+    ) -> None:
+        if len(self):  # a host in which nothing has grown is a plain one
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[f"{prefix}{HINT}"] = torch.zeros(0)
+
+    def _load_from_state_dict(self, *args: Any) -> None:  # noqa: ANN401
+        """All was validated and built by `_before_load`, so only weights are copied."""
+
+    def _before_load(
+        self,
+        host: nn.Module,
+        state: Mapping[str, Any],
+        prefix: str,
+        metadata: Mapping[str, Any] | None,
+        *_: object,
+    ) -> None:
+        """Rebuild the topology that a state has, before its weights are loaded."""
+        topology = self.validated(state, prefix)
+        if (metadata or {}).get("assign_to_params_buffers"):
+            raise BadInput(
+                "a host that grows loads in place only, without assign=True."
+            )
+        self.following.follow(lambda: self.rebuild(topology))
+
+    def _after_load(self, host: nn.Module, keys: Any) -> None:  # noqa: ANN401
+        self.following.loaded()
+
+    def validated(self, state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        """The topology of a host's state; refuses one that cannot be built here."""
+        topology = read_topology(state, prefix)
+        if topology is None:
+            if len(self):
+                raise BadInput(
+                    f"this state has no seeds and the host has {len(self)}; load it "
+                    "into a host in which nothing has grown."
+                )
+            return {"seeds": []}
+        if topology["slots"] != [*self.slots]:
+            gone = [name for name in topology["slots"] if name not in self.slots]
+            raise BadInput(
+                f"the saved model has other slots: "
+                f"{', '.join(gone or topology['slots'])}; build this one with the same."
+            )
+        self.check_slots(topology)
+        # What else is wrong with it shows when it is built, aside.
+        aside = Grown(self.host, self.places, self.slots, self.blueprints)
+        try:
+            aside.rebuild(topology)
+        except BadInput:
+            raise
+        except Exception as error:
+            raise BadInput(
+                f"the saved seeds cannot be built: {first_line(error)}"
+            ) from error
+        _check_tensors(self.host, aside, state, prefix)
+        return topology
+
+    def check_slots(self, topology: Mapping[str, Any]) -> None:
+        """Refuse a topology whose seeds have no place here."""
+        names = [blueprint.name for blueprint in self.blueprints]
+        for seed in topology["seeds"]:
+            if seed["slot"] not in self.slots:
+                raise BadInput(
+                    f"the saved model has a seed in {seed['slot']}, and this one has "
+                    "no such slot; build it with the same slots."
+                )
+            if seed["blueprint"] not in names:
+                raise BadInput(
+                    f"the saved model has a seed {seed['blueprint']}, which is not "
+                    "among this model's blueprints; build it with the same."
+                )
+            here = self.place(self.slots.index(seed["slot"]))
+            there = topology["places"][here.site.name]["geometry"]
+            if GEOMETRY.dump_python(here.geometry, mode="json") != there:
+                raise BadInput(
+                    f"the host's shapes at {here.site.name} are not those that were "
+                    "saved; build the same host with an example of the same shape."
+                )
+
+    def rebuild(
+        self, topology: Mapping[str, Any], seeds: Mapping[str, nn.Module] | None = None
+    ) -> None:
+        """Plant what a topology says, in its order; weights are loaded later.
+
+        Seeds that are there already stay, if they are just those. Or give it the seeds
+        themselves, by slot.
+        """
+        there = [{**x, "state": None} for x in topology["seeds"]]
+        here = [{**x, "state": None} for x in self._described_seeds()]
+        stay = seeds is None and here == there
+        for slot in range(len(self.slots) if not stay else 0):
+            self.uproot(slot)
+        empty = asdict(SeedStates.empty(1, len(self.slots)))
+        states = {name: values.clone() for name, values in empty.items()}
+        names = [blueprint.name for blueprint in self.blueprints]
+        for saved in topology["seeds"]:
+            slot = self.slots.index(saved["slot"])
+            kind = names.index(saved["blueprint"])
+            sized = replace(self.blueprints[kind], size=saved["size"], share=0.0)
+            if seeds is not None:
+                self.insert(slot, seeds[saved["slot"]])
+            elif not stay:
+                self.grow(slot, sized)
+            for name, value in {**saved["state"], "blueprint": kind}.items():
+                states[name][0, slot] = value
+        if "generator" in topology:
+            stream = bytearray.fromhex(topology["generator"])
+            self.generator.set_state(torch.frombuffer(stream, dtype=torch.uint8))
+        self.put(SeedStates(**states))
+
+    def extra_repr(self) -> str:
+        """Slots and stages."""
+        stages = (Stage(int(s)).name for s in self.states.stage[0])
+        used = zip(self.slots, stages, strict=True)
+        return ", ".join(f"{slot}: {s}" for slot, s in used if s != "DORMANT")
+
+
+class Follower:
+    """What must follow when a state is loaded into a host; here nothing."""
+
+    def follow(self, change: Change) -> None:
+        """Carry out a change of topology, the optimiser included."""
+        change()
+
+    def loaded(self) -> None:
+        """The weights have been loaded too."""
+
+
+def grown_part(host: nn.Module) -> Grown | None:
+    """What has grown in a host."""
+    found = getattr(host, "_modules", {}).get(NAME)
+    return found if isinstance(found, Grown) else None
+
+
+def host_parameters(host: nn.Module) -> dict[str, nn.Parameter]:
+    """A host's own parameters, without those of seeds."""
+    named = host.named_parameters()
+    return {name: p for name, p in named if not name.startswith(f"{NAME}.")}
+
+
+def host_tensors(host: nn.Module) -> dict[str, Tensor]:
+    """A host's own state, without that of seeds."""
+    state = host.state_dict()
+    return {name: t for name, t in state.items() if not name.startswith(f"{NAME}.")}
+
+
+# In one line.
+
+
+def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
+    """A plain host with the seeds and weights of a grown one's `state_dict()`.
+
+    Args:
+        host: As it was before anything grew; it is changed and returned.
+        state_dict: Of a grown host, or of a plain one.
+    """
+    if not isinstance(host, nn.Module) or not isinstance(state_dict, Mapping):
+        raise BadInput("rebuild takes the plain host and a state_dict.")
+    attached: list[Grown] = []
+    try:
+        for name in [n for n in state_dict if n.endswith(TOPOLOGY)]:
+            prefix = name.removesuffix(TOPOLOGY)
+            attached.append(_attached(host, state_dict, prefix))
+        host.load_state_dict(state_dict)
+    except BaseException:
+        for grown in attached:
+            grown.detach()
+        raise
+    return host
+
+
+def _attached(host: nn.Module, state: Mapping[str, Any], prefix: str) -> Grown:
+    """A host, or a part of it by its prefix, ready for the seeds that a state has."""
+    try:
+        part = host.get_submodule(prefix.removesuffix("."))
+    except AttributeError as error:
+        raise BadInput(f"the host has no module {prefix[:-1]!r}.") from error
+    if grown_part(part) is not None:
+        raise BadInput("the host has grown already; pass a plain one.")
+    topology = read_topology(state, prefix)
+    assert topology is not None
+    places = tuple(_saved_place(n, at, part) for n, at in topology["places"].items())
+    kinds = [*dict.fromkeys(find(seed["blueprint"]) for seed in topology["seeds"])]
+    grown = Grown(part, places, topology["slots"], kinds)
+    grown.validated(state, prefix)
+    grown.attach()
+    return grown
+
+
+def save(model: nn.Module, path: str | Path) -> None:
+    """Write a network, grown or not, to a safetensors file; whole or not at all."""
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"save takes a module, got {type(model).__name__}.")
+    path = Path(path)
+    state = {
+        name: value.detach().clone(memory_format=torch.contiguous_format)
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        save_file(state, beside)
+        beside.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise BadInput(f"cannot write {path.name!r}: {first_line(error)}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def load(path: str | Path, host: nn.Module) -> nn.Module:
+    """The network that `save` has written, grown on a plain host."""
+    try:
+        state = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise BadInput(
+            f"{Path(path).name!r} cannot be read: {first_line(error)}"
+        ) from error
+    return rebuild(host, state)
+
+
+def read_topology(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any] | None:
+    """The topology in a host's state; None if nothing has grown in it."""
+    raw = state.get(f"{prefix}{TOPOLOGY}")
+    if raw is None:
+        lost = [name for name in state if name.startswith(f"{prefix}{NAME}.")]
+        if lost:
+            raise BadInput(f"the state has {lost[0]!r} but no topology; it is damaged.")
+        return None
+    try:
+        topology: dict[str, Any] = json.loads(bytes(raw.cpu().tolist()))
+        _check_topology(topology)
+    except BadInput:
+        raise
+    except Exception as error:
+        raise BadInput(
+            f"the topology of the saved network is damaged: {first_line(error)}"
+        ) from error
+    return topology
+
+
+def _check_topology(topology: dict[str, Any]) -> None:
+    if topology["format"] != FORMAT:
+        raise BadInput("the network was saved by another version of Esper.")
+    seen = set[str]()
+    names = {field.name for field in fields(SeedStates)} - {"blueprint"}
+    for seed in topology["seeds"]:
+        slot, state = seed["slot"], seed["state"]
+        numbers = [value for value in state.values() if not isfinite(value)]
+        whole = all(
+            isinstance(value, int) and value >= 0
+            for name, value in state.items()
+            if not name.startswith("alpha")
+        )
+        wrong = ""
+        if slot in seen or slot not in topology["slots"]:
+            wrong = "is named twice or unknown"
+        elif set(state) != names or numbers or not whole:
+            wrong = "has a state that is none"
+        elif state["stage"] not in {*Stage} - {Stage.DORMANT}:
+            wrong = f"is in stage {state['stage']}, which does not exist"
+        elif not all(0 <= state[n] <= 1 for n in names if n.startswith("alpha")):
+            wrong = "has an alpha outside [0, 1]"
+        elif state["style"] > 1 or state["curve"] >= len(lifecycle.CURVES):
+            wrong = "has a style or curve that does not exist"
+        elif not isinstance(seed["size"], int) or seed["size"] < 0:
+            wrong = f"has size {seed['size']}"
+        if wrong:
+            raise BadInput(f"the seed in {slot!r} of the saved network {wrong}.")
+        seen.add(slot)
+        find(seed["blueprint"])
+
+
+def _check_tensors(
+    host: nn.Module, grown: Grown, state: Mapping[str, Any], prefix: str
+) -> None:
+    """Refuse tensors that are not all that a host with these seeds has."""
+    own = host_tensors(host)
+    kept = {
+        name.removeprefix(prefix)
+        for name in state
+        if name.startswith(prefix) and not name.startswith(f"{prefix}{NAME}.")
+    }
+    for name in sorted({*own} ^ kept):
+        raise BadInput(
+            f"the saved host is another one: {name} was "
+            f"{'absent and is here' if name in own else 'there and is absent'}."
+        )
+    seeds = nn.ModuleDict.state_dict(grown) if len(grown) else {}
+    extra = ("_extra_state", HINT)
+    seeds = {f"{NAME}.{n}": t for n, t in seeds.items() if n not in extra}
+    begun = f"{prefix}{NAME}."
+    found = {
+        name.removeprefix(prefix): value
+        for name, value in state.items()
+        if name.startswith(begun) and name.removeprefix(begun) not in extra
+    }
+    odd = sorted({*seeds} ^ {*found})
+    if odd:
+        missing = odd[0] in seeds
+        raise BadInput(
+            f"the saved seeds {'lack' if missing else 'have an unknown'} {odd[0]!r}."
+        )
+    for name, mine in {**own, **seeds}.items():
+        value = state.get(f"{prefix}{name}", mine)
+        if not isinstance(mine, Tensor):
+            continue
+        if not isinstance(value, Tensor):
+            raise BadInput(f"{name} of the saved network is no tensor.")
+        if value.shape != mine.shape:
+            raise BadInput(
+                f"the saved host is another one: {name} was {[*value.shape]} and is "
+                f"{[*mine.shape]}."
+            )
+        if value.is_floating_point() and name in seeds and not value.isfinite().all():
+            raise BadInput(f"{name} of the saved network is not finite.")
+
+
+def _saved_place(
+    name: str, saved: Mapping[str, Any], host: nn.Module
+) -> InsertionPoint:
+    site = parse(name)
+    try:
+        return InsertionPoint(
+            site=site,
+            geometry=GEOMETRY.validate_python(saved["geometry"]),
+            inlet=host.get_submodule(site.inlet),
+            outlet=host.get_submodule(site.outlet),
+            middle=restore_middle(saved["middle"], host),
+            recipe=tuple(saved["middle"]),
+            depth=float(saved["depth"]),
+        )
+    except (AttributeError, KeyError, ValueError) as error:
+        raise BadInput(
+            f"the host does not fit the saved network at {name!r}: {first_line(error)}"
+        ) from error
+
+
+def slot_number(name: str) -> int:
+    """The slot of a seed's name, "slot_3", or of a parameter's, "slot_3.weights"."""
+    return int(name.split(".")[0].removeprefix("slot_"))
+
+
+def seed_middle(place: InsertionPoint, blueprint: Blueprint) -> nn.Module:
+    """What a seed of this blueprint has between its two layers."""
+    if blueprint.form is not Form.WIDEN:
+        return nn.Identity()
+    units = place.inlet.get_parameter("weight").shape[0]
+    return new_middle(place.middle, blueprint.size, int(units))
+
+
+@torch.no_grad()
+def _scale_like(weight: Tensor, host: Tensor) -> None:
+    """Scale new units' weights to the standard deviation of the host's own."""
+    own, built = (float(w.double().std(correction=0)) for w in (host, weight))
+    if isfinite(own) and own > 0.0 and built > 0.0:
+        weight.mul_(own / built)

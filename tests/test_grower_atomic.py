@@ -1,0 +1,323 @@
+"""Nothing half-done: changes and loads are made as a whole or not at all."""
+
+import copy
+import signal
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from esper.contracts.actions import NUM_HEADS
+from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.stages import Stage
+from esper.grower import Grower
+from esper.growth.blueprints.registry import blueprint, forget
+from esper.growth.slots import suggest_slots
+from tests.growth.hosts import HOSTS, bits, make_batch, make_host
+from tests.test_grown import begin, grown, train
+
+
+def state(grower):
+    """All that a Grower, its host and its optimiser hold."""
+    held = grower.state_dict()
+    groups = [[id(p) for p in g["params"]] for g in grower._optimizer.param_groups]
+    branches = [
+        {s: id(b.seed) for s, b in h.branches.items()} for h in grower.model.hooks
+    ]
+    names = [*grower.model.seeds]
+    return bits([held, groups, branches, names, len(grower.topology.surgery.joined)])
+
+
+def consistent(grower):
+    """Whether exactly the parameters of the host are trained, each once."""
+    groups = grower._optimizer.param_groups
+    trained = sorted(id(p) for group in groups for p in group["params"])
+    hooked = {id(b.seed) for h in grower.model.hooks for b in h.branches.values()}
+    stages = grower.model.states.stage[0].tolist()
+    return (
+        trained == sorted(id(p) for p in grower.model.host.parameters())
+        and hooked == {id(seed) for seed in grower.model.seeds.values()}
+        and len(hooked) == sum(stage != Stage.DORMANT for stage in stages)
+    )
+
+
+@pytest.mark.parametrize("op", ["plant", "prune"])
+def test_an_interrupt_at_any_line_leaves_all_or_nothing(op):
+    """Ctrl-C in the code that changes the topology, at many of its lines."""
+    files = ("grower.py", "topology.py", "optimiser.py", "grown.py", "growth/model.py")
+    grower = grown()
+    grower.step(metric=0.5)
+    start = copy.deepcopy(grower.state_dict())
+
+    def lines_until(moment):
+        """Lines that were run; at one of them a signal comes."""
+        lines = 0
+
+        def trace(frame, event, _):
+            nonlocal lines
+            if not frame.f_code.co_filename.endswith(files):
+                return None
+            if event == "line":
+                lines += 1
+                if lines == moment:
+                    signal.raise_signal(signal.SIGINT)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            if op == "plant":
+                grower.plant("second->last#1", "widen_8", tempo="AT_ONCE")
+            else:
+                grower.prune("first->second#0")
+        finally:
+            sys.settrace(None)
+        return lines
+
+    lines = lines_until(0)
+    assert lines > 200
+    for part in range(8):
+        grower.load_state_dict(start)
+        with pytest.raises(KeyboardInterrupt):
+            lines_until(1 + part * (lines - 1) // 8)
+        assert consistent(grower), part
+    train(grower, range(2))
+
+
+def test_what_is_raised_while_a_seed_is_planted_changes_nothing():
+    """The new seed's first pass is interrupted."""
+    tried = []
+
+    class Late(nn.Linear):
+        def forward(self, h):
+            if len(tried) == 1:
+                raise KeyboardInterrupt
+            return super().forward(h)
+
+    blueprint("late")(lambda at: Late(at.inlet_width, at.outlet_width))
+    try:
+        grower = begin(blueprints=["late", "widen_8"])
+        grower.plant("first->second#0", "widen_8", tempo="AT_ONCE")
+        train(grower, range(2))
+        before = state(grower)
+        host = grower.model.host
+        host.second.register_forward_pre_hook(
+            lambda *_: tried.append(1) if "slot_3" in host.esper_seeds else None
+        )
+        with pytest.raises(KeyboardInterrupt):
+            grower.plant("second#0", "late", tempo="AT_ONCE")
+        assert before == state(grower)
+        assert consistent(grower)
+    finally:
+        forget("late")
+
+
+def spoil(saved, how):
+    """A saved Grower with one thing wrong with it."""
+    made = copy.deepcopy(saved)
+    model, name = made["model"], "host.esper_seeds.slot_0.weights.first"
+    text = bytes(model["host.esper_seeds._extra_state"].tolist()).decode()
+
+    def topology(old, new):
+        assert old in text
+        raw = text.replace(old, new, 1).encode()
+        model["host.esper_seeds._extra_state"] = torch.tensor([*raw], dtype=torch.uint8)
+
+    if how == "stage 99":
+        topology('"stage":3', '"stage":99')
+    elif how == "no json":
+        topology("{", "")
+    elif how == "size -1":
+        topology('"size":8', '"size":-1')
+    elif how == "alpha 7":
+        topology('"alpha":1.0', '"alpha":7.0')
+    elif how == "no blueprint":
+        topology('"blueprint":"widen_8"', '"blueprint":"widen_9"')
+    elif how == "nan seed":
+        model[name][0, 0] = torch.nan
+    elif how == "nan host":
+        model["host.first.weight"][0, 0] = torch.nan
+    elif how == "lost seed":
+        del model[name]
+    elif how == "lost host":
+        del model["host.first.weight"]
+    elif how == "shape":
+        model[name] = model[name][:-1]
+    elif how == "text":
+        model["host.first.weight"] = "weights"
+    elif how == "groups":
+        made["groups"] = [["first.weight"]]
+    elif how == "moments":
+        made["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+    elif how == "nan moments":
+        made["optimizer"]["state"][0]["exp_avg"].fill_(torch.nan)
+    elif how == "optimizer":
+        made["optimizer"]["param_groups"].append({"params": [99]})
+    elif how == "governor":
+        made["governor"] = {"ring": torch.zeros(2, 3)}
+    elif how == "track":
+        made["track"] = {"score": torch.zeros(3)}
+    elif how == "generator":
+        made["generator"] = torch.zeros(3, dtype=torch.uint8)
+    elif how == "random":
+        made["random"] = {"cpu": torch.zeros(3, dtype=torch.uint8)}
+    elif how == "history":
+        made["history"] = [{"step": "one"}]
+    elif how == "flags":
+        made["flags"] = [True]
+    elif how == "missing":
+        del made["compute"]
+    return made
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("stage 99", "no json", "size -1", "alpha 7", "no blueprint", "nan seed"),
+        *("nan host", "lost seed", "lost host", "shape", "text", "groups", "moments"),
+        *("nan moments", "optimizer", "governor", "track", "generator", "random"),
+        *("history", "flags", "missing"),
+    ],
+)
+def test_a_damaged_state_is_refused_in_one_line_and_nothing_changes(how):
+    saved = grown().state_dict()
+    other = grown(rng_seed=4)
+    other.step(metric=0.25)
+    before = state(other)
+    with pytest.raises(BadInput) as refused:
+        other.load_state_dict(spoil(saved, how))
+    assert "\n" not in str(refused.value)
+    assert before == state(other)
+    other.load_state_dict(saved)  # an unspoilt one is taken
+    assert bits(saved) == bits(other.state_dict())
+
+
+def test_a_foreign_optimiser_is_refused_at_its_first_step():
+    grower = grown()
+    host = grower.model.host
+    other = torch.optim.SGD(host.parameters(), 0.1)
+    train(grower, range(1))
+    before = state(grower)
+    with pytest.raises(CallOrder, match="another optimiser") as refused:
+        other.step()
+    assert "\n" not in str(refused.value)
+    assert before == state(grower)
+    torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1).step()  # none of its business
+    grower.detach()
+    torch.optim.SGD(host.parameters(), 0.1).step()
+
+
+def test_a_step_with_a_closure_is_judged_like_any_other():
+    ends = []
+    for with_closure in (False, True):
+        torch.manual_seed(0)
+        grower = begin()
+        grower.plant("first->second#0", "widen_8")
+        host, optimizer = grower.model.host, grower._optimizer
+        for batch in range(8):
+            x, y = make_batch("vector", 16, rng_seed=batch)
+            x = x * torch.nan if batch == 5 else x
+
+            def closure(x=x, y=y, grower=grower, host=host, optimizer=optimizer):
+                loss = grower.loss(lambda: nn.functional.cross_entropy(host(x), y))
+                optimizer.zero_grad()
+                loss.backward()
+                return loss
+
+            if with_closure:
+                assert optimizer.step(closure) is not None
+            else:
+                closure()
+                optimizer.step()
+        ends.append([state(grower)[0], grower.safety.incidents])
+    assert ends[0] == ends[1]
+    assert len(grower.safety.incidents) == 1
+
+
+def test_a_refused_batch_has_no_part_in_the_loss_of_a_decision():
+    grower = begin()
+    train(grower, range(2))
+    host, (x, y) = grower.model.host, make_batch("vector", 16)
+    nn.functional.cross_entropy(host(x), y)
+    loss = grower.loss(lambda: nn.functional.cross_entropy(host(x * torch.nan), y))
+    loss.backward()
+    grower._optimizer.step()
+    assert 0.0 < grower.step(metric=0.5).loss < 10.0
+
+
+def test_wrong_arguments_are_refused_in_one_line():
+    grower = begin()
+    x, y = make_batch("vector", 16)
+    loss = nn.functional.cross_entropy(grower.model.host(x), y)
+    with pytest.raises(BadInput, match="takes a function"):
+        grower.loss(loss)
+    for wrong, line in (
+        ({"slots": ["second->first"]}, "write 'first->second'"),
+        ({"controller": None}, "controller must be a name"),
+        ({"budget": "2"}, "budget must be a number"),
+    ):
+        host = make_host("vector")
+        options = {"slots": HOSTS["vector"].slots, "example": x, **wrong}
+        with pytest.raises(BadInput, match=line) as refused:
+            Grower(host, torch.optim.SGD(host.parameters(), 0.1), **options)
+        assert "\n" not in str(refused.value)
+        assert not any(m._forward_hooks for m in host.modules())
+        assert "esper_seeds" not in dict(host.named_modules())
+
+
+def test_new_biases_join_the_group_without_weight_decay():
+    host = make_host("vector")
+    vectors = [p for p in host.parameters() if p.ndim < 2]
+    matrices = [p for p in host.parameters() if p.ndim > 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], 1e-3
+    )
+    slots = HOSTS["vector"].slots
+    grower = Grower(host, optimizer, slots, example=make_batch("vector")[0])
+    grower.plant("first->second#0", "widen_8")
+    grower.plant("second#0", "scale_shift")
+    decayed, kept = (group["params"] for group in optimizer.param_groups)
+    assert {p.ndim for p in decayed[len(matrices) :]} == {2}
+    assert {p.ndim for p in kept[len(vectors) :]} == {1}
+    assert len(decayed) + len(kept) == len([*host.parameters()])
+
+
+def test_a_controller_leaves_alone_what_was_planted_by_hand():
+    class Meddler:
+        """Prunes, keeps or moves whatever it may."""
+
+        def decide(self, observation, masks, state, generator):
+            row = torch.zeros(1, NUM_HEADS, dtype=torch.int64)
+            for op in (4, 5, 3):
+                if bool(masks.op[0, op]):
+                    row[0, 0] = op
+                    row[0, 1] = int(masks.slot[0, op].nonzero()[0])
+            return row, None
+
+    grower = begin(controller=Meddler(), tick=1)
+    grower.plant("first->second#0", "widen_8", tempo="AT_ONCE")
+    for batch in range(4):
+        train(grower, [batch])
+        decision = grower.step(metric=0.5)
+        assert decision.action == "wait"
+    assert grower.model.stage("first->second#0") is Stage.HOLDING
+    assert bool(grower.prune("first->second#0"))
+
+
+@pytest.mark.parametrize("how", ["whole", "in place", "inside", "parallel"])
+def test_automatic_slots_say_why_a_host_cannot_be_grown(how):
+    host, x = make_host("vector"), make_batch("vector", 4)[0]
+    if how == "whole":
+        host = torch.compile(host, backend="eager")
+    elif how == "in place":
+        host.compile(backend="eager")
+    elif how == "inside":
+        host.second = torch.compile(host.second, backend="eager")
+    else:
+        host = nn.DataParallel(host)
+    line = "DataParallel" if how == "parallel" else "compiled"
+    optimizer = torch.optim.SGD(host.parameters(), 0.1)
+    with pytest.raises(BadInput, match=line):
+        Grower(host, optimizer, "auto", example=x)
+    with pytest.raises(BadInput, match=line):
+        suggest_slots(host, x)
