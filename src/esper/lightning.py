@@ -1,0 +1,216 @@
+"""Growing a network that Lightning trains.
+
+    trainer = Trainer(callbacks=[GrowCallback(["fc1->fc2"], example=x, monitor="acc")])
+    trainer.fit(module, train_loader, val_loader)
+
+The callback builds a `Grower` over the module and its one optimiser, computes the loss
+of every `training_step` through it and takes a decision at the end of every epoch.
+Automatic optimisation, accumulated gradients, precision plugins and the DDP strategy
+stay Lightning's. Its checkpoints hold what has grown, and resume from them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from esper.contracts.errors import BadInput
+from esper.grower import Grower
+from esper.growth.grown import NAME, grown_part
+from esper.growth.model import GrowingModel
+from esper.growth.tracing import Example
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:  # pragma: no cover
+    raise BadInput(
+        "esper.lightning needs Lightning: pip install 'esper-lite[lightning]'."
+    ) from error
+
+APART = ("model", "optimizer")
+"""Parts of a Grower's state that Lightning saves itself."""
+
+
+class GrowCallback(Callback):
+    """Grows the module, or a part of it, while a Trainer fits it.
+
+    Args:
+        slots: Places by module name, or "auto"; see `esper.Grower`.
+        example: What the host is called with.
+        monitor: The logged metric that decisions see; of the first rank.
+        mode: "max" for an accuracy in [0, 1], "min" for a loss.
+        host: Name of the submodule that grows; the whole module if empty.
+        options: Whatever else `Grower` takes.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[str] | str,
+        example: Example,
+        *,
+        monitor: str,
+        mode: str = "max",
+        host: str = "",
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        self.slots, self.example = slots, example
+        self.monitor, self.mode, self.host = monitor, mode, host
+        self.options = options
+        self.grower: Grower | None = None
+        """What grows the network, once training has begun."""
+        self._saved: Mapping[str, Any] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Prepare the host for a checkpoint of a grown one."""
+        if stage == "fit" and self.grower is None:
+            host = pl_module.get_submodule(self.host)
+            if grown_part(host) is None:
+                names = ("blueprints", "seeds_per_slot")
+                some = {n: self.options[n] for n in names if n in self.options}
+                model = GrowingModel(host, self._names(host), self.example, **some)
+                model.seeds.follower = None  # the Grower takes it over
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Build the Grower over module and optimiser."""
+        if not pl_module.automatic_optimization:
+            raise BadInput(
+                "GrowCallback needs automatic optimisation; in a manual one, use "
+                "esper.Grower yourself."
+            )
+        if len(trainer.optimizers) != 1:
+            raise BadInput(
+                f"GrowCallback needs one optimiser, the module has "
+                f"{len(trainer.optimizers)}."
+            )
+        wrapped = trainer.strategy.model
+        ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
+        if self.grower is None:
+            host = pl_module.get_submodule(self.host)
+            self.grower = Grower(
+                host,
+                trainer.optimizers[0],
+                self._names(host),
+                example=self._moved(pl_module),
+                mode=self.mode,
+                wrapper=ddp,
+                **{"decisions": trainer.max_epochs, **self.options},
+            )
+        elif trainer.optimizers[0] is not self.grower.topology.optimizer:
+            raise BadInput(
+                "this GrowCallback has grown a network already; make a new one for "
+                "another fit."
+            )
+        self._wrap(pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on where a checkpoint stopped; Lightning has loaded its part."""
+        if self._saved and self.grower is not None:
+            now = self.grower.state_dict()
+            self.grower.load_state_dict(
+                {**self._saved, **{name: now[name] for name in APART}}
+            )
+            self._saved = {}
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """One decision."""
+        assert self.grower is not None
+        found = trainer.callback_metrics
+        if self.monitor not in found:
+            raise BadInput(
+                f"{self.monitor!r} was not logged; there is "
+                f"{', '.join(sorted(found)) or 'nothing'}."
+            )
+        decision = self.grower.step(metric=float(found[self.monitor]))
+        pl_module.log("grown_parameters", float(decision.parameters))
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the module its own training_step back."""
+        pl_module.__dict__.pop("training_step", None)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """The same."""
+        pl_module.__dict__.pop("training_step", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that Lightning does not save itself."""
+        if self.grower is None:
+            return {}
+        state = self.grower.state_dict()
+        return {name: part for name, part in state.items() if name not in APART}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep it until the optimiser is there."""
+        self._saved = state_dict
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Seeds are reduced by the Grower, not by the wrapper to come."""
+        ignored = [n for n, _ in pl_module.named_parameters() if f"{NAME}." in n]
+        ignored += [n for n, _ in pl_module.named_buffers() if f"{NAME}." in n]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            pl_module, ignored
+        )
+
+    def _names(self, host: nn.Module) -> Sequence[str]:
+        if isinstance(self.slots, str):
+            from esper.growth.slots import suggest_slots
+
+            if self.slots != "auto":
+                raise BadInput(
+                    f"slots must be a list of names or 'auto', got {self.slots!r}."
+                )
+            self.slots = suggest_slots(host, self.example)
+        return self.slots
+
+    def _moved(self, pl_module: LightningModule) -> Example:
+        moved: Example = pl_module.transfer_batch_to_device(
+            self.example, pl_module.device, 0
+        )
+        return moved
+
+    def _wrap(self, pl_module: LightningModule) -> None:
+        """Compute the loss of every training step through the Grower."""
+        own: Callable[..., Any] = pl_module.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            assert self.grower is not None
+            answers: list[Any] = []
+
+            def closure() -> Tensor:
+                with _silent(pl_module) if answers else _loud():
+                    answers.append(own(*args, **kwargs))
+                answer = answers[-1]
+                loss: Tensor = answer["loss"] if _is_map(answer) else answer
+                return loss
+
+            loss = self.grower.loss(closure)
+            return {**answers[0], "loss": loss} if _is_map(answers[0]) else loss
+
+        pl_module.__dict__["training_step"] = training_step
+
+
+def _is_map(answer: object) -> bool:
+    return isinstance(answer, Mapping)
+
+
+@contextmanager
+def _loud() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _silent(pl_module: LightningModule) -> Iterator[None]:
+    """The same step is computed once more, and must not be logged twice."""
+    names = ("log", "log_dict")
+    for name in names:
+        pl_module.__dict__[name] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for name in names:
+            pl_module.__dict__.pop(name, None)
