@@ -96,6 +96,7 @@ def slot_features(host: Report, slot: Report) -> list[float]:
         size(slot.parameters, 0.1),
         share(slot.depth),
         share(slot.capacity),
+        size(slot.units, 16.0),
         share(slot.liveness),
         share(slot.gradient_share),
         contribution,

@@ -160,7 +160,7 @@ def test_features_can_be_computed_on_a_device_that_holds_no_values():
     features = compute_features(mapped(quiet(), lambda x: x.to("meta")), SPEC)
     for name, shape in (
         ("host", (2, 13)),
-        ("slots", (2, 2, 19)),
+        ("slots", (2, 2, 20)),
         ("offers", (2, 2, 3, 10)),
     ):
         assert getattr(features, name).shape == shape

@@ -55,6 +55,7 @@ SLOT_COLUMNS: Final = (
     Column("parameters", half=0.1),
     Column("depth"),
     Column("capacity"),
+    Column("units", half=16.0),
     Column("liveness"),
     Column("gradient_share"),
     Column("contribution", half=0.1),

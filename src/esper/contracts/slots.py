@@ -66,6 +66,8 @@ class SlotStates:
     """Place of the slot between the host's input (0) and output (1)."""
     capacity: Float[Tensor, "env slot"]
     """Width at the slot against the widest place of the host, in [0, 1]."""
+    units: Float[Tensor, "env slot"]
+    """Units of the layer at the slot, living seeds included; 0: there is no layer."""
     liveness: Float[Tensor, "env slot"]
     """Share of the units at the slot that respond, in [0, 1]."""
     gradient_share: Float[Tensor, "env slot"]

@@ -455,6 +455,7 @@ class GrowingWorld(Stateful, VectorWorld):
                 capacity=(widths / widths.amax(dim=1, keepdim=True))
                 .repeat(1, per)
                 .to(none),
+                units=widths.repeat(1, per).to(none),
                 liveness=none + 1,
                 gradient_share=none + 1,
                 contribution=none,

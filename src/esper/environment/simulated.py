@@ -316,6 +316,7 @@ class SimulatedState:
                 parameters=self.parameters,
                 depth=instances.depth,
                 capacity=instances.capacity,
+                units=torch.zeros_like(instances.capacity),
                 liveness=instances.liveness,
                 gradient_share=instances.gradient_share,
                 contribution=torch.where(measured, self.contribution, 0.0),

@@ -45,7 +45,7 @@ from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.scripts import Scripted, draw_scripts
 from esper.tasks.task import Task
 
-VERSION: Final = 1
+VERSION: Final = 2
 PARTS: Final[Mapping[str, type]] = {
     "host": HostStates,
     "slots": SlotStates,

@@ -228,12 +228,18 @@ def slot_states(model: GrowingModel) -> SlotStates:
         parameters=row([seeds.get(s, 0) / model.survey.parameters for s in count]),
         depth=row([model.place(s).depth for s in count]),
         capacity=row([model.place(s).geometry.outlet_width / widest for s in count]),
+        units=row([float(_units(model, s)) for s in count]),
         # As in the world that controllers are trained in.
         liveness=none + 1,
         gradient_share=none + 1,
         contribution=none,
         contribution_measured=none.bool(),
     )
+
+
+def _units(model: GrowingModel, slot: int) -> int:
+    geometry = model.place(slot).geometry
+    return model.width(slot) if geometry.spans else geometry.outlet_width
 
 
 def offers(model: GrowingModel) -> BlueprintOffers:
