@@ -59,7 +59,7 @@ def test_it_is_small_read_once_and_says_how_it_was_trained():
     assert len((HOME / WEIGHTS).read_bytes()) < 4 << 20
     assert found.blueprints
     assert {"rng_seed", "rounds", "env_steps", "hours"} <= found.training.keys()
-    assert {"config", "versions", "shipped_from"} <= found.training.keys()
+    assert {"config", "versions"} <= found.training.keys()
     assert shipped() is found
 
 
