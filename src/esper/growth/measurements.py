@@ -239,7 +239,7 @@ def slot_states(model: GrowingModel) -> SlotStates:
 
 def _units(model: GrowingModel, slot: int) -> int:
     geometry = model.place(slot).geometry
-    return model.width(slot) if geometry.spans else geometry.outlet_width
+    return model.seeds.width(slot) if geometry.spans else geometry.outlet_width
 
 
 def offers(model: GrowingModel) -> BlueprintOffers:
