@@ -13,8 +13,8 @@ WITHOUT_SHAPE_CHECKS := -o addopts="-ra --strict-markers --strict-config"
 
 .PHONY: train tamiyo test wheel size check browser slow mutants clean help
 
-train: $(V)/.ok ## set up if needed, train Tamiyo on real networks, judge her, write the report
-	$(V)/bin/esper train --rng_seed 0
+train: $(V)/.ok ## set up if needed, train Tamiyo on drawn tasks, judge her on unseen hosts, write the report
+	$(V)/bin/esper train --preset family --budget.rounds 50 --rng_seed 0
 
 tamiyo: $(V)/.ok ## set up if needed, train the controller that comes with Esper once more
 	$(V)/bin/esper train --preset family --rng_seed $(RNG_SEED) --name tamiyo-$(RNG_SEED)
