@@ -42,8 +42,16 @@ def consistent(grower):
     )
 
 
+@pytest.fixture
+def answered_interrupts():
+    """Ctrl-C raises, also where whoever runs the tests ignores it, as a shell does."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("op", ["plant", "prune"])
-def test_an_interrupt_at_any_line_leaves_all_or_nothing(op):
+def test_an_interrupt_at_any_line_leaves_all_or_nothing(op, answered_interrupts):
     """Ctrl-C in the code that changes the topology, at many of its lines."""
     files = ("grower.py", "topology.py", "optimiser.py", "grown.py", "growth/model.py")
     grower = grown()

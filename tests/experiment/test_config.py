@@ -215,7 +215,7 @@ REFUSED_OPTIONS = [
         "{op = nan}",
         "--learner.ppo.head_entropy must be finite",
     ),
-    ("learner.policy.memory", "gru", "--learner.policy.memory"),
+    ("learner.policy.memory", "rnn", "--learner.policy.memory"),
     ("learner.policy.width", "1000000", "must be at most 4096"),
     ("keeping.tensorboard", "yes", "must be a valid boolean; got 'yes'"),
     ("keeping.every", "0", "--keeping.every must be greater than or equal to 1"),

@@ -192,7 +192,7 @@ def test_a_new_policy_is_nearly_even_and_its_value_is_exactly_zero():
 
 @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
 def test_t8_sampled_and_likeliest_decisions_are_legal(density):
-    policy = make_policy(strength=5.0)
+    policy = make_policy(strength=2.0)
     generator, state, greedy_state = Generator().manual_seed(0), None, None
     ops = set()
     for rng_seed in range(10):
@@ -240,7 +240,7 @@ def score_a_foreign_choice(head, choice):
             (lambda n=name: PolicyConfig(**{n: 0}), f"{name} must be at least 1, got 0")
             for name in ("width", "slot_width", "offer_width", "layers")
         ],
-        (lambda: TamiyoPolicy(SPEC, PolicyConfig(memory="gru")), "no memory 'gru'"),
+        (lambda: TamiyoPolicy(SPEC, PolicyConfig(memory="rnn")), "no memory 'rnn'"),
         (
             lambda: inspect.unwrap(TamiyoPolicy.__init__)(make_policy(), None),
             "spec must be an ActionSpec, got NoneType",
