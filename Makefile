@@ -56,7 +56,7 @@ mutants: $(V)/.dev ## break the core in forty ways and see each one caught
 $(V)/.ok: pyproject.toml constraints.txt
 	$(PY) -m venv $(V)
 	$(V)/bin/pip install -q -c constraints.txt uv
-	$(V)/bin/uv pip install -q -p $(V) -c constraints.txt -e .
+	$(V)/bin/uv pip install -q -p $(V) -c constraints.txt -e ".[examples]"
 	touch $@
 
 $(V)/.dev: $(V)/.ok

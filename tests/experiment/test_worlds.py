@@ -1,6 +1,7 @@
 """Training on a family: other worlds in every round, and resumed to the bit."""
 
 import sqlite3
+import sys
 from contextlib import closing
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from esper.experiment.config import Budget, Judging, TrainConfig, World, preset
 from esper.experiment.run import STORE, Run
 from esper.experiment.train import begin_run
 from esper.experiment.trainer import Callback, Trainer
-from esper.experiment.worlds import steps_of, tasks_of, world_for
+from esper.experiment.worlds import check_world, steps_of, tasks_of, world_for
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tasks.catalogue import task as find_task
 
@@ -144,3 +145,10 @@ def test_a_run_that_starts_by_imitation_stores_what_its_episodes_earned(
         )
     facts = Run.read(result.path).finished
     assert facts["imitation_steps"] == 2 * 3 * 2 * 2
+
+
+def test_a_family_without_a_package_is_refused_before_anything_trains(monkeypatch):
+    for name in ("sklearn", "sklearn.datasets"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(BadInput, match="pip install scikit-learn"):
+        check_world(preset("family"))

@@ -74,6 +74,10 @@ def tasks_of(
 
 def check_world(config: "TrainConfig") -> None:
     """Refuse tasks whose data are missing or that cannot be mixed."""
+    if config.family:
+        from esper.tasks.datasets import digits
+
+        digits()  # some kinds are made of them, but maybe none of the first
     if not config.simulated:
         tasks = tasks_of(config)
         for task in tasks:
