@@ -49,7 +49,7 @@ INSTALL_CHROMIUM := { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 slow: $(V)/.dev ## the tests that take minutes
 	$(V)/bin/pytest -q -n 2 -m slow
 
-mutants: $(V)/.dev ## break the core in forty ways and see each one caught
+mutants: $(V)/.dev ## break the core in many ways and see each one caught
 	$(V)/bin/python -m tests.mutants
 
 # What a user needs; what a developer needs beside it.

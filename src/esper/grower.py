@@ -415,7 +415,10 @@ class Grower(NamedOps[Receipt]):
             lambda x: x.clone() if isinstance(x, Tensor) else x, self.state_dict()
         )
         with uninterrupted():
-            put_back = self.model.seeds.memory(), self.topology.surgery.memory()
+            put_back = (
+                self.model.seeds.restore_point(),
+                self.topology.surgery.restore_point(),
+            )
             try:
                 self._put(state)
             except BaseException as error:

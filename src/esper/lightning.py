@@ -5,12 +5,12 @@
 
 The callback builds a `Grower` over the module and its one optimiser, computes the loss
 of every `training_step` through it and takes a decision at the end of every epoch.
-Automatic optimisation, accumulated gradients, precision plugins and the DDP strategy
-stay Lightning's. Its checkpoints hold what has grown, and resume from them.
+Automatic optimisation and accumulated gradients stay Lightning's. Its checkpoints hold
+what has grown, and resume from them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -182,25 +182,17 @@ class GrowCallback(Callback):
             answers: list[Any] = []
 
             def closure() -> Tensor:
-                with _silent(pl_module) if answers else _loud():
+                with _silent(pl_module) if answers else nullcontext():
                     answers.append(own(*args, **kwargs))
                 answer = answers[-1]
-                loss: Tensor = answer["loss"] if _is_map(answer) else answer
+                loss: Tensor = answer["loss"] if isinstance(answer, Mapping) else answer
                 return loss
 
             loss = self.grower.loss(closure)
-            return {**answers[0], "loss": loss} if _is_map(answers[0]) else loss
+            first = answers[0]
+            return {**first, "loss": loss} if isinstance(first, Mapping) else loss
 
         pl_module.__dict__["training_step"] = training_step
-
-
-def _is_map(answer: object) -> bool:
-    return isinstance(answer, Mapping)
-
-
-@contextmanager
-def _loud() -> Iterator[None]:
-    yield
 
 
 @contextmanager

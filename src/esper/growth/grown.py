@@ -10,6 +10,7 @@ it is validated before anything changes. `rebuild` does so for a plain host, `sa
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, fields, replace
@@ -288,7 +289,7 @@ class Grown(nn.ModuleDict):
 
     # All or nothing.
 
-    def memory(self) -> Change:
+    def restore_point(self) -> Change:
         """What puts seeds, blocks, stages and random stream back as they are now."""
         seeds, states = dict(self.items()), self.states
         crosses = {s: dict(s.cross.items()) for s in self.widening_seeds().values()}
@@ -585,6 +586,8 @@ def save(model: nn.Module, path: str | Path) -> None:
     beside = path.with_name(f".{path.name}.part")
     try:
         save_file(state, beside)
+        with beside.open("rb+") as file:
+            os.fsync(file.fileno())  # or a power cut leaves an empty file
         beside.replace(path)
     except (OSError, SafetensorError) as error:
         raise BadInput(f"cannot write {path.name!r}: {first_line(error)}") from error

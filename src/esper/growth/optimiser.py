@@ -85,7 +85,7 @@ class OptimizerSurgery:
         for parameter in leaving:
             self._forget(parameter)
 
-    def memory(self) -> Callable[[], None]:
+    def restore_point(self) -> Callable[[], None]:
         """What puts groups and state back as they are now."""
         optimizer, joined = self._optimizer, dict(self.joined)
         groups = [dict(group) for group in optimizer.param_groups]

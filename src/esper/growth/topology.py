@@ -140,7 +140,7 @@ class Topology(Follower):
     def follow(self, change: Change) -> None:
         """Change the topology, let the optimiser follow; all of it or nothing."""
         with uninterrupted():
-            put_back = self.model.seeds.memory(), self.surgery.memory()
+            put_back = self.model.seeds.restore_point(), self.surgery.restore_point()
             before = self.model.seed_parameters()
             try:
                 change()

@@ -109,7 +109,10 @@ class SpacePolicy(nn.Module):
         self.spec, self.config = spec, (config := config or SpacePolicyConfig())
         width, heads = config.width, len(spec.sizes)
         count = 1 + config.separate_value
-        self.trunks = nn.ModuleList(Trunk(spec, config) for _ in range(count))
+        trunks = [Trunk(spec, config) for _ in range(count)]
+        layers, size = trunks[0].memory.state_shape
+        self.state_shape = (count * layers, size)
+        self.trunks = nn.ModuleList(trunks)
         self.head_hidden = nn.Linear(width, width)
         self.value_hidden = nn.Linear(width, width)
         self.value_out = nn.Linear(width, 1)
@@ -129,8 +132,6 @@ class SpacePolicy(nn.Module):
         self.register_buffer("_allowed", spec.allowed, persistent=False)
         places = spec.allowed.flatten().nonzero().squeeze(1)
         self.register_buffer("_places", places, persistent=False)
-        layers, size = make_memory(config.memory, width, config.layers).state_shape
-        self.state_shape = (count * layers, size)
 
     def initial_state(self, envs: int) -> Float[Tensor, "env layer state"]:
         """Memory that has seen nothing."""
@@ -157,12 +158,14 @@ class SpacePolicy(nn.Module):
             mean, log_deviation = outputs.unbind(-1)
             actions = mean
             if generator is not None:
-                noise = torch.randn(mean.shape, generator=generator)
-                actions = mean + log_deviation.exp() * noise
+                noise = torch.randn(
+                    mean.shape, generator=generator, device=generator.device
+                )
+                actions = mean + log_deviation.exp() * noise.to(mean.device)
         else:
             noise = None
             if generator is not None:
-                noise = gumbel(rows.shape, generator)
+                noise = gumbel(rows.shape, generator).to(core.device)
             outputs, rows, actions = self._choose(core, rows, noise)
         family = family_of(actions.dtype)
         distribution = family.distribution(outputs, rows)
@@ -183,7 +186,7 @@ class SpacePolicy(nn.Module):
             outputs = self.head_outputs(core, None)
             return outputs, rows, choose(outputs, rows, noise)
         # The op's logits do not depend on what it will be.
-        blank = torch.zeros(core.shape[0], dtype=torch.int64)
+        blank = core.new_zeros(core.shape[0], dtype=torch.int64)
         first = self.head_outputs(core, blank)[:, 0]
         op = choose(first, rows[:, 0], None if noise is None else noise[:, 0])
         outputs = self.head_outputs(core, op)

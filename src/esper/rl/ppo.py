@@ -486,10 +486,16 @@ class PPO(Stateful):
 
     def save(self, path: str | Path) -> None:
         """Write the agent and everything that it learnt to one file."""
-        facts = {"settings": asdict(self.settings), **self.spec.describe()}
+        settings = asdict(self.settings)
+        # JSON has no infinity, which switches target_kl off.
+        settings["ppo"] = {
+            name: "inf" if value == math.inf else value
+            for name, value in settings["ppo"].items()
+        }
+        facts = {"settings": settings, **self.spec.describe()}
         made_by = {"esper": __version__, "torch": torch.__version__}
         # Through JSON: tuples become lists, as they will be when it is read.
-        facts = json.loads(json.dumps(facts).replace("Infinity", '"inf"'))
+        facts = json.loads(json.dumps(facts, allow_nan=False))
         manifest = Manifest(
             step=self.steps_done, score=None, facts=facts, made_by=made_by
         )

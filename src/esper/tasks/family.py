@@ -19,7 +19,6 @@ controllers are judged on are in no kind.
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import count
 from typing import Final
 
 import numpy as np
@@ -115,13 +114,13 @@ def _rows(kind: str, rng_seed: int, number: int) -> Data:
 
     Formulas that give nearly all rows one class are drawn again.
     """
-    for again in count():
-        name = f"rows, {kind}, {number}" + again * ", again"
+    name = f"rows, {kind}, {number}"
+    while True:
         data = ALL_KINDS[kind](random_source(rng_seed, name))
         _, rows = data.labels.unique(return_counts=True)
         if rows.max() <= MOST_OF_A_CLASS * len(data):
             return data
-    raise AssertionError("drawn until it is right")
+        name += ", again"
 
 
 def _splits(kind: str, rng_seed: int, number: int, split_seed: int) -> Splits:

@@ -60,76 +60,59 @@ class MinGRU(nn.Module):
         return inputs, torch.stack(last, dim=1)
 
 
-class LSTM(nn.Module):
-    """A long short-term memory, stepped one decision at a time."""
+class Stepped(nn.Module):
+    """Recurrent cells, stepped one decision at a time; each layer adds to its input."""
+
+    def __init__(self, cells: list[nn.GRUCell] | list[nn.LSTMCell], parts: int) -> None:
+        super().__init__()
+        self.state_shape = (len(cells), parts * cells[0].hidden_size)
+        self.parts = parts
+        """What the state of a cell consists of: outputs alone, or inner values too."""
+        self.cells = nn.ModuleList(cells)
+
+    def forward(
+        self,
+        inputs: Float[Tensor, "env time width"],
+        first: Bool[Tensor, "env time"],
+        state: Float[Tensor, "env layer state"],
+    ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
+        """Run over `inputs` from `state`."""
+        last = []
+        for layer, cell in enumerate(self.cells):
+            held, outputs = state[:, layer].chunk(self.parts, dim=-1), []
+            for time in range(inputs.shape[1]):
+                # Select, do not multiply: a stale state may hold anything.
+                fresh = first[:, time, None]
+                held = tuple(torch.where(fresh, 0.0, part) for part in held)
+                after = cell(inputs[:, time], held if self.parts > 1 else held[0])
+                held = after if self.parts > 1 else (after,)
+                outputs.append(held[0])
+            inputs = inputs + torch.stack(outputs, dim=1)
+            last.append(torch.cat(held, dim=-1))
+        return inputs, torch.stack(last, dim=1)
+
+
+class LSTM(Stepped):
+    """A long short-term memory."""
 
     def __init__(self, width: int, layers: int = 1) -> None:
-        super().__init__()
-        self.state_shape = (layers, 2 * width)
         cells = [nn.LSTMCell(width, width) for _ in range(layers)]
         with torch.no_grad():
             for cell in cells:
                 cell.bias_ih[:width] = -_log_spans(width)  # input gate
                 cell.bias_ih[width : 2 * width] = _log_spans(width)  # forget gate
-        self.cells = nn.ModuleList(cells)
-
-    def forward(
-        self,
-        inputs: Float[Tensor, "env time width"],
-        first: Bool[Tensor, "env time"],
-        state: Float[Tensor, "env layer state"],
-    ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
-        """Run over `inputs` from `state`."""
-        last = []
-        for layer, cell in enumerate(self.cells):
-            hidden, inner = state[:, layer].chunk(2, dim=-1)
-            outputs = []
-            for time in range(inputs.shape[1]):
-                # Select, do not multiply: a stale state may hold anything.
-                fresh = first[:, time, None]
-                hidden, inner = cell(
-                    inputs[:, time],
-                    (
-                        torch.where(fresh, 0.0, hidden),
-                        torch.where(fresh, 0.0, inner),
-                    ),
-                )
-                outputs.append(hidden)
-            inputs = inputs + torch.stack(outputs, dim=1)
-            last.append(torch.cat((hidden, inner), dim=-1))
-        return inputs, torch.stack(last, dim=1)
+        super().__init__(cells, 2)
 
 
-class GRU(nn.Module):
-    """A gated recurrent unit, stepped one decision at a time."""
+class GRU(Stepped):
+    """A gated recurrent unit."""
 
     def __init__(self, width: int, layers: int = 1) -> None:
-        super().__init__()
-        self.state_shape = (layers, width)
         cells = [nn.GRUCell(width, width) for _ in range(layers)]
         with torch.no_grad():
             for cell in cells:
                 cell.bias_ih[width : 2 * width] = _log_spans(width)  # what is kept
-        self.cells = nn.ModuleList(cells)
-
-    def forward(
-        self,
-        inputs: Float[Tensor, "env time width"],
-        first: Bool[Tensor, "env time"],
-        state: Float[Tensor, "env layer state"],
-    ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
-        """Run over `inputs` from `state`."""
-        last = []
-        for layer, cell in enumerate(self.cells):
-            hidden, outputs = state[:, layer], []
-            for time in range(inputs.shape[1]):
-                # Select, do not multiply: a stale state may hold anything.
-                hidden = torch.where(first[:, time, None], 0.0, hidden)
-                hidden = cell(inputs[:, time], hidden)
-                outputs.append(hidden)
-            inputs = inputs + torch.stack(outputs, dim=1)
-            last.append(hidden)
-        return inputs, torch.stack(last, dim=1)
+        super().__init__(cells, 1)
 
 
 class NoMemory(nn.Module):
