@@ -13,7 +13,7 @@ from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
 from esper.grower import Grower
 from esper.growth.blueprints.registry import blueprint, forget
-from esper.growth.slots import suggest_slots
+from esper.growth.suggestions import suggest_slots
 from tests.growth.hosts import HOSTS, bits, make_batch, make_host
 from tests.test_grown import begin, grown, train
 

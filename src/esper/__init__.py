@@ -28,7 +28,7 @@ _HOMES: Final = {
     "load_controller": "esper.experiment.controllers",
     "rebuild": "esper.growth.grown",
     "save": "esper.growth.grown",
-    "suggest_slots": "esper.growth.slots",
+    "suggest_slots": "esper.growth.suggestions",
 }
 
 __all__ = [*_HOMES, "__version__"]

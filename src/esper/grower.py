@@ -46,7 +46,6 @@ from esper.growth.safety import (
     random_state,
     set_random_state,
 )
-from esper.growth.slots import suggest_slots
 from esper.growth.topology import (
     Receipt,
     Topology,
@@ -91,7 +90,8 @@ class Grower(NamedOps[Receipt]):
             trained on several ranks comes as its `DistributedDataParallel` model.
         optimizer: Trains the host; seeds join and leave its groups.
         slots: Places by module name: "fc1->fc2" for new hidden units between two
-            layers, "fc2->fc2" beside one layer, "block" for residual seeds; or "auto".
+            layers, "fc2->fc2" beside one layer, "block" for residual seeds; patterns
+            such as "*.mlp"; or "auto" for all that `suggest_slots` finds.
         example: What the model is called with: a tensor, a tuple or a dictionary.
         controller: "never", "random", "early", "periodic", "plateau", "tamiyo" (the
             trained one that comes with Esper), or any `Controller`, or what makes
@@ -111,6 +111,8 @@ class Grower(NamedOps[Receipt]):
         tick: Batches in which the tempos of seeds are counted: they train for 0
             (AT_ONCE) to 4 ticks (SLOW), blend in for as many, and hold.
         rng_seed: Where the seeds' weights and the controller's chances come from.
+        merge_only: Whether only seeds are planted that `export` folds into the host's
+            own layers, so that it has the host's own class.
         wrapper: The `DistributedDataParallel` model that a host is only a part of.
     """
 
@@ -133,6 +135,7 @@ class Grower(NamedOps[Receipt]):
         min_age: int = 1,
         tick: int = 16,
         rng_seed: int = 0,
+        merge_only: bool = False,
         wrapper: DistributedDataParallel | None = None,
     ) -> None:
         if stop not in ("end", "anytime"):
@@ -151,12 +154,6 @@ class Grower(NamedOps[Receipt]):
                 f"{controller!r}; 'never' leaves all to you."
             )
         model, ranks = unwrapped(model, wrapper)
-        if isinstance(slots, str):
-            if slots != "auto":
-                raise BadInput(
-                    f"slots must be a list of names or 'auto', got {slots!r}."
-                )
-            slots = suggest_slots(model, example)
         self.model = GrowingModel(
             model,
             slots,
@@ -166,6 +163,7 @@ class Grower(NamedOps[Receipt]):
             min_age=min_age,
             tick=tick,
             rng_seed=rng_seed,
+            merge_only=merge_only,
         )
         try:
             self._scorer = MetricScorer(self.model, mode)

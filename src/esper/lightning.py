@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from esper.contracts.errors import BadInput
@@ -69,7 +69,7 @@ class GrowCallback(Callback):
             if grown_part(host) is None:
                 names = ("blueprints", "seeds_per_slot")
                 some = {n: self.options[n] for n in names if n in self.options}
-                model = GrowingModel(host, self._names(host), self.example, **some)
+                model = GrowingModel(host, self.slots, self.example, **some)
                 model.seeds.follower = None  # the Grower takes it over
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,7 +91,7 @@ class GrowCallback(Callback):
             self.grower = Grower(
                 host,
                 trainer.optimizers[0],
-                self._names(host),
+                self.slots,
                 example=self._moved(pl_module),
                 mode=self.mode,
                 wrapper=ddp,
@@ -155,17 +155,6 @@ class GrowCallback(Callback):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
             pl_module, ignored
         )
-
-    def _names(self, host: nn.Module) -> Sequence[str]:
-        if isinstance(self.slots, str):
-            from esper.growth.slots import suggest_slots
-
-            if self.slots != "auto":
-                raise BadInput(
-                    f"slots must be a list of names or 'auto', got {self.slots!r}."
-                )
-            self.slots = suggest_slots(host, self.example)
-        return self.slots
 
     def _moved(self, pl_module: LightningModule) -> Example:
         moved: Example = pl_module.transfer_batch_to_device(

@@ -133,8 +133,15 @@ def in_place(host, x):
     return host.last(z + h)
 
 
-def deep(host, x):
-    return host.last(host.second(host.first(x[:, None, None]))).mean(dim=(1, 2))
+class Deep(nn.Module):
+    """Its answer has four axes after a linear layer: are its channels last?"""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 12)
+
+    def forward(self, x):
+        return self.inner(x[:, None, None])
 
 
 class Two(nn.Module):
@@ -197,7 +204,12 @@ HOSTS_REFUSED = [
         ["second->last"],
         "'second' reads is changed in place before 'last' returns",
     ),
-    (lambda: Host(deep), ["first"], "'first' is [6, 1, 1, 12]"),
+    (
+        lambda: nn.Sequential(Deep(), nn.Flatten(), nn.Linear(12, 5)),
+        ["0"],
+        "'0' is [6, 1, 1, 12]",
+    ),
+    (VECTOR, ["*.mlp"], "no slot matches '*.mlp'"),
 ]
 
 

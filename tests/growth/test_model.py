@@ -11,6 +11,7 @@ from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput, IllegalAction
 from esper.contracts.stages import Stage
 from esper.growth.hooks import attach_gradients, shadow_gradients
+from esper.growth.model import GrowingModel
 from esper.growth.topology import Topology
 from tests.growth.hosts import (
     HOSTS,
@@ -193,3 +194,40 @@ def test_new_units_are_as_large_as_the_old_ones_where_these_are_a_measure():
             old = model.host.first.weight.detach().std(correction=0)
             torch.testing.assert_close(built, old)
         assert 0.0 < float(built) < 4.0
+
+
+def test_merge_only_plants_nothing_that_stays_a_branch():
+    host = make_host("sequence")  # with a LayerNorm
+    slots = ["up->down", "down->down"]
+    example = make_batch("sequence", 4)[0]
+    model = GrowingModel(host, slots, example, merge_only=True)
+    names = [b.name for b in model.spec.blueprints]
+    for place, offered in enumerate(
+        ([n for n in names if n.startswith("widen")], ["low_rank_4"])
+    ):
+        prices = [model.price(place, kind) for kind in model.spec.blueprints]
+        known = [n for n, p in zip(names, prices, strict=True) if p is not None]
+        assert known == offered
+    assert model.spec.narrowed["style"] == ("ADD",)
+    for wrong in (("residual_mlp", "ADD"), ("widen_8", "SCALE")):
+        with pytest.raises(BadInput, match="would not merge, and merge_only is set"):
+            model.plant("up->down#0", wrong[0], style=wrong[1])
+    model.plant("up->down#0", "widen_8", tempo="AT_ONCE")
+    with pytest.raises(BadInput, match="it scales its outlet"):
+        model.set_alpha("up->down#0", "HALF", style="SCALE")
+    model.detach()
+    with pytest.raises(BadInput, match="slot 'act': no seed there merges"):
+        GrowingModel(host, ["act"], example, merge_only=True)
+
+
+def test_merge_only_skips_places_with_a_layer_norm_between():
+    def block(norm):
+        return nn.Sequential(nn.Linear(8, 12), norm, nn.ReLU(), nn.Linear(12, 8))
+
+    host = nn.Sequential(block(nn.LayerNorm(12)), nn.Softmax(-1), block(nn.Identity()))
+    x = make_batch("vector", 4)[0]
+    every = GrowingModel(host, "auto", x, seeds_per_slot=1)
+    assert every.slots == ("0.0->0.3#0", "2.0->2.3#0")
+    every.detach()
+    model = GrowingModel(host, "auto", x, seeds_per_slot=1, merge_only=True)
+    assert model.slots == ("2.0->2.3#0",)

@@ -7,8 +7,9 @@ from torch import nn
 
 from esper.contracts.errors import BadInput
 from esper.growth.blueprints.geometry import Layout
-from esper.growth.slots import suggest_slots, survey
-from esper.growth.tracing import new_middle
+from esper.growth.middle import new_middle
+from esper.growth.slots import survey
+from esper.growth.suggestions import choose_slots, suggest_slots
 from tests.growth.hosts import HOSTS, make_batch, make_host
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -70,7 +71,8 @@ def test_channel_wise_work_between_two_layers_lets_units_in(between):
         (lambda h: torch.softmax(h, dim=1), "mixes channels"),
         (lambda h: h + h.mean(dim=1, keepdim=True), "hidden tensor"),
         (lambda h: h + X.sum(), "mixes the hidden tensor with another"),
-        (nn.Linear(12, 12), "linear mixes the hidden tensor with another"),
+        (nn.Linear(12, 12), "'between' reads what the first layer gives"),
+        (lambda h: h.chunk(2, dim=1)[0].repeat(1, 2), "chunk splits the hidden tensor"),
         (lambda h: h.flip(1), "mixes channels"),
         (None, "also used elsewhere"),
     ],
@@ -139,6 +141,59 @@ def test_a_host_without_such_places_is_offered_those_beside_its_layers():
     assert suggest_slots(host, X) == ("first->first", "second->second")
     with pytest.raises(BadInput, match="name slots by hand"):
         suggest_slots(nn.Sequential(nn.Embedding(4, 3)), torch.zeros(2, 3).long())
+
+
+def test_what_is_skipped_is_named_with_its_reason():
+    host = nn.Sequential(
+        nn.Conv2d(4, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1, groups=2),
+        nn.Conv2d(8, 6, 1, padding_mode="circular"),
+        nn.Conv2d(6, 6, 1),
+        nn.ReLU(),
+        nn.Conv2d(6, 3, 1),
+    )
+    found = suggest_slots(host, torch.randn(2, 4, 5, 5))
+    assert found == ("4->6",)
+    groups = "is a convolution in 2 groups, which tie inputs to outputs"
+    assert groups in found.skipped["2"]
+    assert found.skipped["0"].startswith(f"'2' {groups}")
+    assert found.skipped["3"] == "pads by 'circular', not by numbers of zeros"
+    assert found.skipped["6"] == "no other layer reads what it gives"
+    assert str(found).splitlines()[:2] == ["4->6", "skipped:"]
+
+
+class Blocks(nn.Module):
+    """Two named MLPs one after the other, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(8, 12), nn.ReLU(), last)})
+            for last in (nn.Linear(12, 8), nn.Linear(12, 8))
+        )
+        self.head = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block["mlp"](x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "found"),
+    [
+        (
+            ["*.mlp"],
+            ["blocks.0.mlp.0->blocks.0.mlp.2", "blocks.1.mlp.0->blocks.1.mlp.2"],
+        ),
+        (["blocks.1.*"], ["blocks.1.mlp.0->blocks.1.mlp.2"]),
+        (["head", "blocks.0.mlp.0->*"], ["head", "blocks.0.mlp.0->blocks.0.mlp.2"]),
+        (["hea?"], ["head.0->head.2"]),
+    ],
+)
+def test_patterns_name_slots_and_modules_that_hold_them(patterns, found):
+    assert [*choose_slots(Blocks(), patterns, X)] == found
 
 
 def test_recurrent_layers_count_their_products():

@@ -170,19 +170,15 @@ def _widen(params, h, geometry, middle) -> Array:
 
 def _rows(h: Array, layout: Layout) -> list[Array]:
     """The channels at each position."""
-    if layout is Layout.VECTOR:
-        return [h]
-    if layout is Layout.SEQUENCE:
-        return list(h)
+    if not layout.channels_first:
+        return list(h.reshape(-1, h.shape[-1]))
     return list(h.reshape(h.shape[0], -1).T)
 
 
 def _back(rows: Array, h: Array, layout: Layout) -> Array:
     """The inverse of `_rows`, with as many channels as the rows have."""
-    if layout is Layout.VECTOR:
-        return rows[0]
-    if layout is Layout.SEQUENCE:
-        return rows
+    if not layout.channels_first:
+        return rows.reshape(*h.shape[:-1], rows.shape[1])
     return rows.T.reshape(rows.shape[1], *h.shape[1:])
 
 

@@ -35,19 +35,16 @@ from esper.growth.blueprints.registry import first_line
 from esper.growth.blueprints.seed import FormSeed
 from esper.growth.grown import grown_part
 from esper.growth.hooks import ADD, Branch, SlotHooks
+from esper.growth.host_layers import kernel_of, turned, write_sizes
+from esper.growth.merging import why_no_merge
+from esper.growth.middle import NORMS, every_step
 from esper.growth.model import GrowingModel
-from esper.growth.slots import InsertionPoint, is_layer
-from esper.growth.tracing import NORMS, Example, eval_outputs
+from esper.growth.slots import InsertionPoint
+from esper.growth.tracing import Example, eval_outputs
 
 TOLERANCE: Final = 1e-3
 """Difference to the growing model's output, relative to its largest number, from which
 a merge is undone; a thousandth of it in float64."""
-RESIZED: Final = {
-    nn.Linear: ("out_features", "in_features"),
-    nn.Conv1d: ("out_channels", "in_channels"),
-    nn.Conv2d: ("out_channels", "in_channels"),
-}
-"""Where a layer writes down its sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +77,7 @@ def export(model: GrowingModel, *, merge: bool = True) -> nn.Module:
 
     def attempt(refused: Mapping[str, str]) -> tuple[nn.Module, str]:
         """A module without folds at the refused places, and what is wrong with it."""
-        reasons = plan(active, names, refused)
+        reasons = plan(active, refused)
         folds = [one for one in active if not reasons[one.slot]]
         rest = {one.slot: f"{one.name}: {reasons[one.slot]}" for one in active}
         rest = {slot: line for slot, line in rest.items() if reasons[slot]}
@@ -243,21 +240,15 @@ def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
 # Folding.
 
 
-def plan(
-    active: Sequence[ActiveSeed],
-    names: Mapping[nn.Module, str],
-    refused: Mapping[str, str],
-) -> dict[int, str]:
+def plan(active: Sequence[ActiveSeed], refused: Mapping[str, str]) -> dict[int, str]:
     """Why each slot's seed stays a branch; empty if it folds.
 
     Args:
         active: Seeds in the order in which they are applied, place by place.
-        names: The host's modules.
         refused: Places that must not be folded, and why.
     """
     whys = {
-        one.slot: refused.get(one.place.site.name) or why_not(one, names)
-        for one in active
+        one.slot: refused.get(one.place.site.name) or why_not(one) for one in active
     }
     while True:
         reasons = _reasons(active, whys)
@@ -309,25 +300,13 @@ def _reasons(active: Sequence[ActiveSeed], whys: Mapping[int, str]) -> dict[int,
     return reasons
 
 
-def why_not(one: ActiveSeed, names: Mapping[nn.Module, str]) -> str:
+def why_not(one: ActiveSeed) -> str:
     """Why a seed's own kind or place keeps it from folding; empty if nothing does."""
-    seed, place = one.seed, one.place
     if one.branch.style != ADD:
         return "it scales its outlet"
-    if not isinstance(seed, FormSeed):
+    if not isinstance(one.seed, FormSeed):
         return "it is a module of its own"
-    form, at = seed.blueprint.form, place.geometry
-    if form is Form.WIDEN:
-        return _why_no_units(place.middle, seed, names)
-    if form not in (Form.LOW_RANK, Form.SCALE_SHIFT):
-        return f"{seed.blueprint.name} is not linear, or looks at neighbours"
-    if at.residual:
-        layer = is_layer(place.outlet) and "weight" in place.outlet._parameters
-        norm = form is Form.SCALE_SHIFT and _scales_channels(place.outlet, at)
-        return "" if layer or norm else "no layer there can take it up"
-    if at.beside and (form is Form.LOW_RANK or isinstance(place.outlet, nn.Linear)):
-        return ""
-    return "it goes around more than one linear layer"
+    return why_no_merge(one.place, one.seed.blueprint)
 
 
 def merge_into(
@@ -344,9 +323,11 @@ def merge_into(
             assert isinstance(seed, FormSeed)
             params = {key: _exact(value) for key, value in seed.weights.items()}
             if seed.blueprint.form is Form.WIDEN:
-                inlet = host.get_submodule(site.inlet)
+                firsts = {"first": host.get_submodule(site.inlet)}
+                if one.place.gate:
+                    firsts["gate"] = host.get_submodule(one.place.gate)
                 at[one.slot] = _widen(
-                    inlet, outlet, params, seed.geometry, one.branch.alpha
+                    firsts, outlet, params, seed.geometry, one.branch.alpha
                 )
                 for norm, own in _pairs(one.place.middle, seed):
                     if isinstance(norm, NORMS):
@@ -371,37 +352,37 @@ def _cross_weight(above: ActiveSeed, below: ActiveSeed) -> Tensor:
 
 
 def _widen(
-    inlet: nn.Module,
+    firsts: Mapping[str, nn.Module],
     outlet: nn.Module,
     params: dict[str, Tensor],
     at: Geometry,
     alpha: float,
 ) -> tuple[int, int]:
-    """Units for the first layer, columns for the second; both at the end.
+    """Units for the first layer and its gate, columns for the second; at the end.
 
     Returns:
         Where they begin.
     """
-    first, last = params["first"], alpha * params["last"]
-    first = first.T if at.inlet_kernel is None else first  # [unit, input, ...]
+    row = 0
+    for name, inlet in firsts.items():
+        first = params[name]
+        first = first.T if kernel_of(inlet) is None else first  # [unit, input, ...]
+        weight, bias = _read(inlet)
+        row = len(weight)
+        rows = weight.new_zeros(len(first), *weight.shape[1:])
+        rows[:, : first.shape[1]] = first
+        _put(inlet, "weight", torch.cat([weight, rows]))
+        if bias is not None:
+            _put(inlet, "bias", torch.cat([bias, params[f"{name}_bias"]]))
+    last = alpha * params["last"]
     last = last.T if at.outlet_kernel is None else last  # [output, unit, ...]
-    weight, bias = _read(inlet)
-    row = len(weight)
-    rows = weight.new_zeros(len(first), *weight.shape[1:])
-    rows[:, : first.shape[1]] = first
-    _put(inlet, "weight", torch.cat([weight, rows]))
-    if bias is not None:
-        _put(inlet, "bias", torch.cat([bias, params["first_bias"]]))
     weight, _ = _read(outlet)
     column = weight.shape[1]
     columns = weight.new_zeros(len(weight), *last.shape[1:])
     columns[: len(last)] = last
     _put(outlet, "weight", torch.cat([weight, columns], dim=1))
-    for layer in (inlet, outlet):
-        outputs, inputs = RESIZED[type(layer)]
-        sizes = layer.get_parameter("weight").shape
-        setattr(layer, outputs, sizes[0])
-        setattr(layer, inputs, sizes[1])
+    for layer in (*firsts.values(), outlet):
+        write_sizes(layer)
     return row, column
 
 
@@ -455,37 +436,10 @@ def _linear_map(params: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
     return torch.einsum("ou,ui...->oi...", last.flatten(1), first), None
 
 
-def _why_no_units(
-    middle: Sequence[nn.Module], seed: FormSeed, names: Mapping[nn.Module, str]
-) -> str:
-    for norm, own in _pairs(middle, seed):
-        if not isinstance(norm, NORMS):
-            continue
-        if norm not in names:
-            return "a norm between the layers is none of the host's modules"
-        if isinstance(norm, nn.LayerNorm):
-            return "LayerNorm between the layers runs over all units at once"
-        if isinstance(norm, nn.GroupNorm) and isinstance(own, nn.GroupNorm):
-            size = norm.num_channels // norm.num_groups
-            if own.num_channels // own.num_groups != size:
-                return f"GroupNorm between the layers needs whole groups of {size}"
-    return ""
-
-
-def _scales_channels(norm: nn.Module, at: Geometry) -> bool:
-    """Whether a norm's own weight lies along the channels of the outlet."""
-    weight = norm._parameters.get("weight")
-    if not isinstance(norm, NORMS) or weight is None:
-        return False
-    last = isinstance(norm, nn.LayerNorm)
-    vector = len(at.outlet_shape) == 1
-    along = vector or at.outlet_layout.channels_first is not last
-    return along and tuple(weight.shape) == (at.outlet_width,)
-
-
 def _put(module: nn.Module, name: str, value: Tensor) -> None:
     """Give a module's tensor other values, and another size if they have one."""
     old = getattr(module, name)
+    value = turned(module, value) if name == "weight" else value
     like = module.get_parameter("weight") if old is None else old
     value = value.to(device=like.device, dtype=like.dtype)
     if old is not None and old.shape == value.shape:
@@ -501,13 +455,14 @@ def _pairs(
     middle: Sequence[nn.Module], seed: FormSeed
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
     """What lies between the layers, the host's and the seed's own."""
-    return zip(middle, seed.middle.children(), strict=True)
+    own = every_step(seed.middle.children())
+    return zip(every_step(middle), own, strict=True)
 
 
 def _read(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Weight and bias."""
     bias = module._parameters.get("bias")
-    weight = _exact(module.get_parameter("weight"))
+    weight = turned(module, _exact(module.get_parameter("weight")))
     return weight, None if bias is None else _exact(bias)
 
 

@@ -35,9 +35,10 @@ from esper.growth.blueprints.layers import Layer
 from esper.growth.blueprints.registry import find, first_line
 from esper.growth.blueprints.seed import FormSeed, build, misfit
 from esper.growth.hooks import Branch, Flow, SlotHooks
+from esper.growth.host_layers import units_of
 from esper.growth.lifecycle import SeedStates
+from esper.growth.middle import new_middle, restore_middle
 from esper.growth.slots import InsertionPoint, parse
-from esper.growth.tracing import new_middle, restore_middle
 
 NAME: Final = "esper_seeds"
 """The submodule of a host that holds what has grown."""
@@ -187,7 +188,7 @@ class Grown(nn.ModuleDict):
     def width(self, slot: int) -> int:
         """Units between the two layers of a slot's place, those of seeds included."""
         place = self.place(slot)
-        return int(place.inlet.get_parameter("weight").shape[0]) + sum(
+        return units_of(place.inlet) + sum(
             seed.blueprint.size
             for other, seed in self.widening_seeds().items()
             if self.place(other) is place
@@ -242,6 +243,9 @@ class Grown(nn.ModuleDict):
         seed = build(blueprint, place.geometry, self.generator, middle)
         if isinstance(seed, FormSeed) and seed.widens:
             _scale_like(seed.weights["first"], place.inlet.get_parameter("weight"))
+            if place.gate:
+                gate = self.host.get_submodule(place.gate)
+                _scale_like(seed.weights["gate"], gate.get_parameter("weight"))
             self._add_blocks(slot, seed)
         near = (place.outlet, place.inlet, self.host)
         like = next(p for m in near for p in m.parameters() if p.is_floating_point())
@@ -457,7 +461,7 @@ class Grown(nn.ModuleDict):
                 )
             here = self.place(self.slots.index(seed["slot"]))
             there = topology["places"][here.site.name]["geometry"]
-            if GEOMETRY.dump_python(here.geometry, mode="json") != there:
+            if GEOMETRY.validate_python(there) != here.geometry:
                 raise BadInput(
                     f"the host's shapes at {here.site.name} are not those that were "
                     "saved; build the same host with an example of the same shape."
@@ -732,8 +736,7 @@ def seed_middle(place: InsertionPoint, blueprint: Blueprint) -> nn.Module:
     """What a seed of this blueprint has between its two layers."""
     if blueprint.form is not Form.WIDEN:
         return nn.Identity()
-    units = place.inlet.get_parameter("weight").shape[0]
-    return new_middle(place.middle, blueprint.size, int(units))
+    return new_middle(place.middle, blueprint.size, units_of(place.inlet))
 
 
 @torch.no_grad()

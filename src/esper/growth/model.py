@@ -35,9 +35,11 @@ from esper.growth.grown import (
     grown_part,
     seed_middle,
 )
-from esper.growth.hooks import Flow, SlotHooks
+from esper.growth.hooks import ADD, Flow, SlotHooks
 from esper.growth.lifecycle import SeedStates
+from esper.growth.merging import why_no_merge
 from esper.growth.slots import InsertionPoint, Survey, survey
+from esper.growth.suggestions import choose_slots
 from esper.growth.tracing import Example, eval_outputs
 
 OPS: Final = tuple(op.name for op in Op if op is not Op.ADVANCE)
@@ -99,7 +101,8 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
     Args:
         host: The network; it is not copied.
         slots: Places by module name: "fc1->fc2" for new hidden units between two
-            layers, "fc2->fc2" beside one, "block" for a residual seed.
+            layers, "fc2->fc2" beside one, "block" for a residual seed; patterns, or
+            "auto" (`choose_slots`).
         example: What the host is called with: a tensor, a tuple or a dictionary.
         blueprints: Names of what may be planted; all built-in ones if None.
         seeds_per_slot: How many seeds a place can hold; its slots are called
@@ -107,6 +110,8 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
         min_age: Decisions a seed spends in a stage before it may be moved.
         tick: Batches in which tempos and speeds are counted.
         rng_seed: Where the seeds' first weights come from.
+        merge_only: Whether only seeds are planted that `export` folds into the host's
+            own layers; places without such seeds are refused, or not found.
     """
 
     seeds: Grown
@@ -114,7 +119,7 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
     def __init__(
         self,
         host: nn.Module,
-        slots: Sequence[str],
+        slots: Sequence[str] | str,
         example: Example,
         *,
         blueprints: Sequence[str] | None = None,
@@ -122,6 +127,7 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
         min_age: int = 1,
         tick: int = 1,
         rng_seed: int = 0,
+        merge_only: bool = False,
     ) -> None:
         super().__init__()
         if seeds_per_slot < 1:
@@ -134,16 +140,26 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
             before.refuse_followed()
             before.detach()
         try:
-            self.survey: Survey = survey(host, slots, example)
+            self.merge_only = merge_only
+
+            def reject(place: InsertionPoint) -> str:
+                return _why_none_merges(place, chosen) if merge_only else ""
+
+            names = choose_slots(host, slots, example, reject)
+            self.survey: Survey = survey(host, names, example)
+            for place in self.survey.places:
+                if why := reject(place):
+                    raise BadInput(f"slot {place.site.name!r}: {why}.")
             # Slots of one place lie apart, so that filling them in order spreads.
-            names = tuple(
+            numbered = tuple(
                 f"{place.site.name}#{index}"
                 for index in range(seeds_per_slot)
                 for place in self.survey.places
             )
-            slot_config = SlotConfig(len(names), min_age)
-            self.spec = ActionSpec(slot_config, chosen, {"op": OPS})
-            grown = Grown(host, self.survey.places, names, chosen, rng_seed)
+            slot_config = SlotConfig(len(numbered), min_age)
+            narrowed = {"op": OPS, **({"style": ("ADD",)} if merge_only else {})}
+            self.spec = ActionSpec(slot_config, chosen, narrowed)
+            grown = Grown(host, self.survey.places, numbered, chosen, rng_seed)
             if before is not None:
                 grown.adopt(before)
             grown.attach()
@@ -203,6 +219,8 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
     def act(self, actions: Int64[Tensor, "1 head"]) -> None:
         """Carry out one action; refuses what is not possible now."""
         op, index = Op(int(actions[0, HEAD["op"]])), int(actions[0, HEAD["slot"]])
+        if self.merge_only and op in (Op.GERMINATE, Op.SET_ALPHA):
+            self._refuse_unmerging(op, index, actions)
         after, done = lifecycle.act(
             self.states, actions, self.spec.slots.min_age, self.batches_per_tick
         )
@@ -325,9 +343,12 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
         return self._prices[key]
 
     def price(self, slot: int, blueprint: Blueprint) -> Cost | None:
-        """The cost of a blueprint in a slot; None if it does not fit there."""
+        """The cost of a blueprint in a slot; None if it is not planted there."""
+        place = self.place(slot)
+        if self.merge_only and why_no_merge(place, self.seeds.sized(slot, blueprint)):
+            return None
         try:
-            fits = not misfit(blueprint, self.place(slot).geometry)
+            fits = not misfit(blueprint, place.geometry)
             return self.cost(slot, blueprint) if fits else None
         except BadInput:  # a user's own that does not know where it fits
             return None
@@ -370,6 +391,19 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
             f"for {age} decisions{moving}."
         )
 
+    def _refuse_unmerging(
+        self, op: Op, slot: int, actions: Int64[Tensor, "1 head"]
+    ) -> None:
+        why = "" if int(actions[0, HEAD["style"]]) == ADD else "it scales its outlet"
+        if op is Op.GERMINATE and not why:
+            kind = self.spec.blueprints[int(actions[0, HEAD["blueprint"]])]
+            why = why_no_merge(self.place(slot), self.seeds.sized(slot, kind))
+        if why:
+            raise BadInput(
+                f"the seed in slot {self.slots[slot]!r} would not merge, and "
+                f"merge_only is set: {why}."
+            )
+
     def _op(self, op: Op, slot: str, **choices: str) -> None:
         self.act(self.encode(op, slot, **choices))
 
@@ -385,6 +419,13 @@ def encode_action(op: Op, **choices: int | str) -> Int64[Tensor, "1 head"]:
         index = names.index(choice) if isinstance(choice, str) else choice
         row[0, HEAD[head]] = index
     return row
+
+
+def _why_none_merges(place: InsertionPoint, kinds: Sequence[Blueprint]) -> str:
+    """Why no blueprint that fits a place merges there; empty if one does."""
+    fitting = [kind for kind in kinds if not misfit(kind, place.geometry)]
+    whys = [why_no_merge(place, kind) for kind in fitting]
+    return "" if "" in whys else f"no seed there merges, {(whys or ['none fits'])[0]}"
 
 
 def _size(module: nn.Module) -> int:

@@ -5,30 +5,27 @@ dictionary of keyword arguments. `isolated` restores everything that a call may 
 
 New hidden units can be put between two layers if everything between them works on each
 channel by itself: activations, dropout, pooling, flattening, and norms that can be
-given units of their own. `PathTracer` follows the tensor from the first layer's output
-to the second one's input through every torch function. What it does not know it tries:
-a step is channel-wise if it gives the same for some of the channels as for all.
+given units of their own. `PathTracer` follows every layer's output through modules and
+torch functions to the layer that reads it. What it does not know it tries: a step is
+channel-wise if it gives the same for some of the channels as for all.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from esper.contracts.errors import BadInput
 from esper.growth.blueprints.geometry import Layout
+from esper.growth.host_layers import is_layer, units_of
+from esper.growth.middle import NORMS, FunctionModule, Join, function_names
 
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
-
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm)
 
 
 def call(host: nn.Module, example: Example) -> Any:  # noqa: ANN401
@@ -108,149 +105,100 @@ def kept_randomness(module: nn.Module) -> Iterator[None]:
 def isolated(host: nn.Module, *, training: bool) -> Iterator[None]:
     """Run the block in a mode; then restore modes, buffers and random state."""
     modes = {module: module.training for module in host.modules()}
+    # Fused attention rounds otherwise, and is not used where there are hooks.
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     host.train(training)
     try:
         with swapped_buffers(host), kept_randomness(host):
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
         for module, mode in modes.items():
             module.training = mode
 
 
-class FunctionModule(nn.Module):
-    """A torch function that the host called directly, as a module.
-
-    It is kept by name, since not every torch function can be pickled.
-    """
-
-    def __init__(
-        self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}
-    ) -> None:
-        super().__init__()
-        self.name, self.args = name, tuple(args)
-        self.kwargs = {key: kwargs[key] for key in kwargs if key != "inplace"}
-
-    def forward(self, h: Tensor) -> Tensor:
-        """The same call on another tensor."""
-        result: Tensor = _torch_function(self.name)(h, *self.args, **self.kwargs)
-        return result
-
-    def extra_repr(self) -> str:
-        """The function's name."""
-        return self.name
-
-    @property
-    def savable(self) -> bool:
-        """Whether name and arguments are plain data."""
-        return bool(self.name) and all(
-            isinstance(value, int | float | str | bool | None)
-            for value in tree_leaves([*self.args, self.kwargs])
-        )
-
-
-NAMESPACES = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": Tensor}
-
-
-@cache
-def _function_names() -> dict[int, str]:
-    return {
-        id(getattr(space, name)): f"{where}.{name}"
-        for where, space in NAMESPACES.items()
-        for name in dir(space)
-        if callable(getattr(space, name, None))
-    }
-
-
-@cache
-def _torch_function(name: str) -> Callable[..., Any]:
-    """A torch function by its full name; nothing else can be named."""
-    where, _, last = name.rpartition(".")
-    function = getattr(NAMESPACES.get(where), last, None)
-    if function is None or id(function) not in _function_names():
-        raise BadInput(f"{name!r} is no function of this version of torch.")
-    found: Callable[..., Any] = function
-    return found
-
-
 @dataclass(slots=True)
 class TraceStep:
-    """One module, or function of the host, between two layers."""
+    """One module, or function of the host, on the way from a layer to the next."""
 
     module: nn.Module
     name: str
-    before: Tensor
-    after: Tensor
+    given: tuple[Tensor, ...]
+    """Copies: the path's own tensor, and that of a second branch where one joins."""
+    result: Tensor
+    branch: Sequence["TraceStep"] = ()
+    """The steps of that branch."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Path:
-    """What was traced between two layers."""
+    """What happens to a layer's output until another layer reads it."""
 
+    layer: nn.Module
+    given: object
+    """The very tensor that the layer has read."""
     tensors: list[Tensor]
     """All tensors on the path, the newest last."""
     steps: list[TraceStep] = field(default_factory=list)
-    arrived: bool = False
+    joined: "Path | None" = None
+    """The path that has met this one."""
+    inside: nn.Module | None = None
+    """The module without children that works on it now."""
+    reader: nn.Module | None = None
+    """The module with weights that has read it."""
     problem: str = ""
+    """Why no units can be put on it; empty if nothing is wrong."""
 
-    def extend(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        called: nn.Module | None,
-        before: Tensor,
-        result: Tensor,
-    ) -> None:
-        """Note a function of a tensor on the path, called by a leaf module or none."""
-        name = getattr(func, "__name__", str(func))
-        given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        if self.arrived:
-            # The second layer itself reads the tail; any other reader is a fork.
-            if called is None or not hasattr(called, "weight"):
-                self.problem = "the hidden tensor is also used elsewhere"
-        elif not args or args[0] is not self.tensors[-1]:
-            self.problem = f"the hidden tensor forks or meets another at {name}"
-        elif len(given) > 1 and not isinstance(called, NORMS):
-            self.problem = f"{name} mixes the hidden tensor with another"
-        else:
-            after = result.clone()
-            # What a module does inside is one step of that module.
-            if self.steps and self.steps[-1].module is called:
-                self.steps[-1].after = after
-            elif called is not None:
-                step = TraceStep(called, type(called).__name__, before, after)
-                self.steps.append(step)
-            else:
-                known = _function_names().get(id(func), "")
-                made: nn.Module = FunctionModule(known, args[1:], kwargs)
-                if name == "dropout":
-                    made = nn.Dropout(
-                        args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-                    )
-                elif after.dim() == 2 and before.dim() > 2:
-                    made = nn.Flatten(1)
-                self.steps.append(TraceStep(made, name, before, after))
-            self.tensors.append(result)
+    @property
+    def tail(self) -> Tensor:
+        """Its newest tensor."""
+        return self.tensors[-1]
 
 
 class PathTracer(TorchFunctionMode):
-    """Follows tensors from the outputs of some layers to the inputs of others."""
+    """Follows the outputs of all layers of a host to the layers that read them."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[nn.Module, str]) -> None:
         super().__init__()
-        self.paths: dict[str, Path] = {}
-        self.running: list[nn.Module] = []
-        """Leaf modules that are being called, innermost last."""
+        self.names = names
+        self.paths: dict[nn.Module, Path] = {}
+        """By the layer that they begin with."""
+        self._on: dict[int, list[Path]] = {}
+        """By the id of every tensor on them."""
+        self._running: list[tuple[nn.Module, object, dict[Path, Tensor]]] = []
+        """Modules without children that are being called, what they were given, and
+        copies of the tails that they work on by path."""
 
-    def begin(self, name: str, output: Tensor) -> None:
-        """The first layer of a path has been called."""
-        self.paths[name] = Path([output])
+    def enter(self, module: nn.Module, given: Sequence[Tensor]) -> None:
+        """A module without children is being called."""
+        passing: dict[Path, Tensor] = {}
+        for path in self._touched(given):
+            if path.reader is not None:
+                path.problem = "the hidden tensor is also used elsewhere"
+            elif len(given) > 1 or given[0] is not path.tail:
+                name = type(module).__name__
+                path.problem = f"the hidden tensor forks, or meets another, at {name}"
+            elif isinstance(module, NORMS) or not [*module.parameters()]:
+                path.inside, passing[path] = module, _copied(path.tail)
+            else:
+                path.reader = module
+        self._running.append((module, given[0] if given else None, passing))
 
-    def arrive(self, name: str, given: object) -> None:
-        """The second layer of a path is being called."""
-        path = self.paths.get(name)
-        if path is not None and not path.arrived:
-            path.arrived = given is path.tensors[-1]
+    def leave(self, module: nn.Module, answer: object) -> None:
+        """It has answered; a layer begins a path."""
+        _, given, passing = self._running.pop()
+        name = type(module).__name__
+        for path, before in passing.items():
+            path.inside = None
+            if isinstance(answer, Tensor):
+                step = TraceStep(module, name, (before,), _copied(answer))
+                self._extend(path, step, answer)
+            else:
+                path.problem = f"{name} between the layers does not give one tensor"
+        if is_layer(module) and isinstance(answer, Tensor):
+            self.paths[module] = Path(module, given, [answer])
+            self._on.setdefault(id(answer), []).append(self.paths[module])
 
     def __torch_function__(
         self,
@@ -261,70 +209,174 @@ class PathTracer(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401
         """Run the function and note it on every path that it lies on."""
         kwargs = dict(kwargs or {})
-        given = {id(value) for value in (*args, *kwargs.values())}
-        # The function may work in place, so its input is copied first.
-        touched = [
-            (path, path.tensors[-1].clone())
-            for path in self.paths.values()
-            if not path.problem and any(id(t) in given for t in path.tensors)
-        ]
+        given = [t for t in tree_leaves([args, kwargs]) if isinstance(t, Tensor)]
+        called = self._running[-1][0] if self._running else None
+        touched = {
+            # The function may work in place, so its input is copied first.
+            path: _copied(path.tail)
+            for path in self._touched(given)
+            # What a module does inside is one step of that module.
+            if called is None or called not in (path.inside, path.reader)
+        }
         result = func(*args, **kwargs)
-        called = self.running[-1] if self.running else None
-        for path, before in touched if isinstance(result, Tensor) else ():
-            path.extend(func, args, kwargs, called, before, result)
+        if touched and any(isinstance(x, Tensor) for x in tree_leaves(result)):
+            self._note(func, args, kwargs, given, touched, result)
         return result
+
+    def _note(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        given: Sequence[Tensor],
+        touched: Mapping[Path, Tensor],
+        result: object,
+    ) -> None:
+        """Put a function of these tensors on the paths that it touches."""
+        name = getattr(func, "__name__", str(func))
+        function = FunctionModule(function_names().get(id(func), ""), (), kwargs)
+        pair = [path for arg in args[:2] for path in touched if path.tail is arg]
+        free = all(path.reader is None for path in touched) and not self._running
+        if not free or not isinstance(result, Tensor):
+            problem = "the hidden tensor is also used elsewhere"
+            problem = f"{name} splits the hidden tensor" if free else problem
+        elif len(given) == 1 and pair == [*touched]:
+            for path, before in touched.items():
+                function.args = tuple(args[1:])
+                step = _function_step(function, name, before, _copied(result))
+                self._extend(path, step, result)
+            return
+        elif len(given) == len(pair) == 2 and args[0] is not args[1]:
+            problem = self._why_no_join(name, *pair)
+            if not problem:
+                function.args = tuple(args[2:])
+                self._join(pair, function, name, touched, result)
+                return
+        else:
+            problem = f"{name} mixes the hidden tensor with another"
+        for path in touched:
+            earlier = [t for t in path.tensors if t is not path.tail]
+            forks = any(one is other for one in given for other in earlier)
+            path.problem = f"the hidden tensor forks at {name}" if forks else problem
+
+    def _why_no_join(self, name: str, first: Path, second: Path) -> str:
+        """Why two paths cannot go on as one; empty if they can."""
+        ends = f"{self.names[first.layer]!r} and {self.names[second.layer]!r}"
+        if first.given is not second.given:
+            return f"{name} joins {ends}, which read different tensors"
+        if units_of(first.layer) != units_of(second.layer):
+            return f"{name} joins {ends}, which differ in width"
+        return ""
+
+    def _join(
+        self,
+        pair: Sequence[Path],
+        function: FunctionModule,
+        name: str,
+        before: Mapping[Path, Tensor],
+        result: Tensor,
+    ) -> None:
+        """Let two paths go on as one; each has the other as its second branch."""
+        steps = {path: [*path.steps] for path in pair}
+        for path, other in (pair, pair[::-1]):
+            modules = [step.module for step in steps[other]]
+            layer, swapped = self.names[other.layer], path is pair[1]
+            joint = Join(function, layer, modules, swapped=swapped)
+            given = (before[path], before[other])
+            made = TraceStep(joint, name, given, _copied(result), steps[other])
+            path.joined = other
+            self._extend(path, made, result)
+
+    def _touched(self, given: Sequence[Tensor]) -> list[Path]:
+        """The paths without a problem that some of these tensors lie on."""
+        found = [path for tensor in given for path in self._on.get(id(tensor), ())]
+        return [path for path in dict.fromkeys(found) if not path.problem]
+
+    def _extend(self, path: Path, step: TraceStep, result: Tensor) -> None:
+        path.steps.append(step)
+        path.tensors.append(result)
+        self._on.setdefault(id(result), []).append(path)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return tensor.clone()
+
+
+def _function_step(
+    function: FunctionModule, name: str, before: Tensor, after: Tensor
+) -> TraceStep:
+    """A function of one tensor; some are better known as modules."""
+    module: nn.Module = function
+    if name == "dropout":
+        how = {"p": 0.5, **function.kwargs}
+        module = nn.Dropout(function.args[0] if function.args else how["p"])
+    elif after.dim() == 2 and before.dim() > 2:
+        module = nn.Flatten(1)
+    return TraceStep(module, name, (before,), after)
 
 
 def path_modules(
-    path: Path | None, width: int, layout: Layout
+    path: Path, width: int, layout: Layout
 ) -> tuple[tuple[nn.Module, ...], str]:
     """The path as modules, and why new units cannot be put on it ("" if they can)."""
-    problem = "its first layer was never called" if path is None else path.problem
-    if path is None or problem:
-        return (), problem
-    if not path.arrived:
-        return (), "no channel-wise way leads from the first layer to the second"
+    problem = path.problem or (path.joined.problem if path.joined else "")
     modules: list[nn.Module] = []
     for step in path.steps:
-        module = step.module
-        if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
-            problem = "runs over more than the channels"
-        elif isinstance(module, (*NORMS, nn.Dropout)):
-            pass
-        elif any(True for _ in module.parameters()):
-            problem = "has weights of its own"
-        elif isinstance(module, FunctionModule) and not module.savable:
-            problem = "is no torch function of plain arguments, so it cannot be saved"
-        else:
-            module = deepcopy(module)
-            problem = _why_not_channelwise(module, step, width, layout)
+        if not problem:
+            module, problem = _step_module(step, width, layout)
+            modules.append(module)
+    return (() if problem else tuple(modules)), problem
+
+
+def _step_module(step: TraceStep, width: int, layout: Layout) -> tuple[nn.Module, str]:
+    """A step as a module of its own, and why units cannot pass it ("" if they can)."""
+    module, problem = step.module, ""
+    function = module.function if isinstance(module, Join) else module
+    if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
+        problem = "runs over more than the channels"
+    elif isinstance(module, (*NORMS, nn.Dropout)):
+        pass
+    elif isinstance(function, FunctionModule) and not function.savable:
+        problem = "is no torch function of plain arguments, so it cannot be saved"
+    elif isinstance(module, Join):
+        made = [_step_module(inner, width, layout) for inner in step.branch]
+        problem = next((why for _, why in made if why), "")
         if problem:
-            return (), f"{step.name} between the layers {problem}"
-        modules.append(module)
-    return tuple(modules), ""
+            return module, problem
+        module = module.with_branch(inner for inner, _ in made)
+        problem = _why_not_channelwise(module.function, step, width, layout)
+    else:
+        module = deepcopy(module)
+        problem = _why_not_channelwise(module, step, width, layout)
+    return module, f"{step.name} between the layers {problem}" if problem else ""
 
 
 def _why_not_channelwise(
     module: nn.Module, step: TraceStep, width: int, layout: Layout
 ) -> str:
     """Whether a module gives some channels the same as all of them; else why not."""
-    flat = step.before.dim() == 2 and layout is not Layout.VECTOR
-    per = step.before.shape[1] // width if flat else 1
-    axis = 1 if layout.channels_first or step.before.dim() == 2 else -1
+    shape = step.given[0].shape
+    flat = len(shape) == 2 and layout is not Layout.VECTOR
+    per = shape[1] // width if flat else 1
+    axis = 1 if layout.channels_first or len(shape) == 2 else -1
     some = max(1, width // 2)
+    given = step.given
+    if isinstance(step.module, Join) and step.module.swapped:
+        given = given[::-1]
     module.eval()
     if hasattr(module, "inplace"):
         module.inplace = False  # type: ignore[assignment]
     try:
         with torch.no_grad():
-            part = module(step.before.narrow(axis, 0, some * per).clone())
-            whole = module(step.before.clone())
+            part = module(*(t.narrow(axis, 0, some * per).clone() for t in given))
+            whole = module(*(t.clone() for t in given))
     except Exception:  # whatever it cannot do is the answer
         return "does not take fewer channels"
-    if whole.dim() == 2 and step.before.dim() > 2:
+    if whole.dim() == 2 and len(shape) > 2:
         per, axis = whole.shape[1] // width, 1
     alike = _close(part, whole.narrow(axis, 0, some * per))
-    return "" if alike and _close(whole, step.after) else "mixes channels"
+    return "" if alike and _close(whole, step.result) else "mixes channels"
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
@@ -333,69 +385,3 @@ def _close(one: Tensor, other: Tensor) -> bool:
         return False
     size = float(other.nan_to_num().abs().max()) if other.numel() else 0.0
     return torch.allclose(one, other, rtol=0.0, atol=1e-4 * size, equal_nan=True)
-
-
-def describe_middle(
-    steps: Sequence[nn.Module], names: Mapping[nn.Module, str]
-) -> list[dict[str, Any]]:
-    """What lies between two layers as plain data; the host's modules by their names."""
-    described: list[dict[str, Any]] = []
-    for module in steps:
-        if module in names:
-            described.append({"module": names[module]})
-        elif isinstance(module, FunctionModule):
-            how = {"args": [*module.args], "kwargs": module.kwargs}
-            described.append({"function": module.name, **how})
-        elif isinstance(module, nn.Dropout):
-            described.append({"dropout": module.p})
-        else:
-            described.append({"flatten": 1})
-    return described
-
-
-def restore_middle(
-    described: Sequence[Mapping[str, Any]], host: nn.Module
-) -> tuple[nn.Module, ...]:
-    """The modules that `describe_middle` has described."""
-    modules: list[nn.Module] = []
-    for one in described:
-        if "module" in one:
-            own = host.get_submodule(one["module"])
-            kept = isinstance(own, (*NORMS, nn.Dropout))
-            modules.append(own if kept else deepcopy(own))
-        elif "function" in one:
-            _torch_function(one["function"])
-            modules.append(FunctionModule(one["function"], one["args"], one["kwargs"]))
-        elif "dropout" in one:
-            modules.append(nn.Dropout(one["dropout"]))
-        else:
-            modules.append(nn.Flatten(one["flatten"]))
-    return tuple(modules)
-
-
-def new_middle(middle: tuple[nn.Module, ...], units: int, width: int) -> nn.Sequential:
-    """What lies between two layers, for new units with norms of their own."""
-    modules: list[nn.Module] = []
-    for module in middle:
-        made = deepcopy(module)
-        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
-            # After a flatten a unit has several features.
-            made = type(module)(
-                units * (module.num_features // width),
-                eps=module.eps,
-                momentum=module.momentum,
-                affine=module.affine,
-                track_running_stats=module.track_running_stats,
-            )
-        elif isinstance(module, nn.GroupNorm):
-            size = width // module.num_groups
-            groups = units // size if units % size == 0 else 1
-            made = nn.GroupNorm(groups, units, eps=module.eps, affine=module.affine)
-        elif isinstance(module, nn.LayerNorm):
-            made = nn.LayerNorm(
-                units * (module.normalized_shape[-1] // width),
-                eps=module.eps,
-                elementwise_affine=module.elementwise_affine,
-            )
-        modules.append(made)
-    return nn.Sequential(*modules)

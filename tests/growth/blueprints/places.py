@@ -29,7 +29,7 @@ def place(layout, inlet, outlet=None, *, hidden=(), kernels=(None, None), **more
     )
 
 
-VECTOR, SEQUENCE, SIGNAL, IMAGE = Layout
+VECTOR, SEQUENCE, SIGNAL, IMAGE, GRID = Layout
 LINE, SQUARE = Kernel.same(3, 1), Kernel.same(3, 2)
 LINE_BY_TWO = Kernel((3,), (2,), (1,), (1,))
 SQUARE_BY_TWO = Kernel((3, 3), (2, 2), (1, 1), (1, 1))
@@ -48,6 +48,9 @@ STANDARD = (
     place(IMAGE, (4, 6, 6), (6, 3, 3), kernels=(SQUARE_BY_TWO, SQUARE_BY_TWO)),
     place(IMAGE, (4, 6, 6), (4, 6, 6), kernels=(SQUARE, SQUARE), hidden=(5, 6, 6)),
     place(IMAGE, (4, 6, 6), (7,), kernels=(SQUARE, None), hidden=(45,), **FLATTENED),
+    place(GRID, (2, 3, 12)),
+    place(GRID, (2, 3, 12), (2, 3, 7)),
+    place(GRID, (2, 3, 12), (2, 3, 7), hidden=(2, 3, 20)),
 )
 """One place of every kind: residual, beside a layer and spanning two, by layout."""
 PLANTINGS = [

@@ -44,6 +44,9 @@ def test_every_layout_is_served_by_what_its_forms_need():
     assert served[Layout.VECTOR] == everything - without_positions
     for layout in (Layout.SEQUENCE, Layout.SIGNAL, Layout.IMAGE):
         assert served[layout] == everything
+    # Positions along several axes before the channels are not mixed.
+    mixing = {*without_positions, Form.SQUEEZE_EXCITE, Form.BOTTLENECK}
+    assert served[Layout.GRID] == everything - mixing
 
 
 @each_form

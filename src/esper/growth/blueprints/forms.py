@@ -5,6 +5,7 @@ r"""The forms: families of functions of the tensor at a slot's inlet.
     LOW_RANK         B (A h)                     beside a layer, an adapter of it
     DEPTHWISE        each channel's neighbours, weighted
     WIDEN            B middle(A h + a)           new hidden units between two layers
+                     B middle(A h + a, C h + c)  where a gate joins them
     RESIDUAL_MLP     B gelu(A h + a) + b
     BOTTLENECK       up(gelu(mix(gelu(down(h)))))
     CONV             a convolution of gelu(h)
@@ -38,7 +39,7 @@ from esper.growth.blueprints.geometry import (
 from esper.growth.blueprints.layers import Layer, Params, neighbours, pointwise
 
 Layers = dict[str, Layer]
-Middle = Callable[[Tensor], Tensor]
+Middle = Callable[..., Tensor]
 Run = Callable[[str, Tensor], Tensor]
 """Applies one of a form's layers, by name."""
 BOTTLENECK_KERNEL: Final = 3
@@ -105,6 +106,12 @@ def same_shape_fit(at: Geometry, _size: int) -> str:
     return "" if at.keeps_shape else wanted
 
 
+def no_grid_fit(at: Geometry) -> str:
+    """Positions are mixed along one axis, or behind the channels."""
+    grid = at.outlet_layout is Layout.GRID
+    return "needs positions behind the channels, or one axis of them" if grid else ""
+
+
 def channels_fit(at: Geometry, _size: int) -> str:
     """Inlet and outlet may differ in channels alone."""
     positions = [
@@ -123,7 +130,7 @@ def neighbours_fit(at: Geometry, size: int) -> str:
     """There must be positions, which can be mixed in place."""
     if at.outlet_layout is Layout.VECTOR:
         return "needs positions to mix, the outlet is a vector"
-    if reason := same_shape_fit(at, size):
+    if reason := no_grid_fit(at) or same_shape_fit(at, size):
         return reason
     if at.outlet_layout.channels_first and size % 2 == 0:
         return f"needs an odd kernel to keep the positions, it is {size}"
@@ -219,21 +226,26 @@ def low_rank_layers(at: Geometry, size: int) -> Layers:
 def widen_layers(at: Geometry, size: int) -> Layers:
     """A layer like the host's first to `size` units, and one like its second.
 
-    A flattened convolution hands each unit to the second layer as `unit_inputs`
-    inputs, side by side.
+    A gate gets a layer like its own. A flattened convolution hands each unit to the
+    second layer as `unit_inputs` inputs, side by side.
     """
     positions = at.inlet_positions
     if at.inlet_kernel is not None:
         inlet = spatial_shape(at.inlet_shape, at.inlet_layout)
         positions = prod(convolved(inlet, at.inlet_kernel))
+    first = Layer(
+        inputs=at.inlet_width,
+        outputs=size,
+        positions=positions,
+        kernel=at.inlet_kernel,
+        bias=at.inlet_bias,
+    )
+    gates = {}
+    if at.gate is not None:
+        gates["gate"] = replace(first, kernel=at.gate.kernel, bias=at.gate.bias)
     return {
-        "first": Layer(
-            inputs=at.inlet_width,
-            outputs=size,
-            positions=positions,
-            kernel=at.inlet_kernel,
-            bias=at.inlet_bias,
-        ),
+        "first": first,
+        **gates,
         "last": Layer(
             inputs=size * at.unit_inputs,
             outputs=at.outlet_width,
@@ -300,6 +312,12 @@ def attention_layers(at: Geometry, size: int) -> Layers:
 # How they are joined, where that takes more than a line.
 
 
+def widen(run: Run, h: Tensor, at: Geometry, middle: Middle) -> Tensor:
+    """Through new units, and through those of the gate if there is one."""
+    gates = [] if at.gate is None else [run("gate", h)]
+    return run("last", middle(run("first", h), *gates))
+
+
 def squeeze_excite(run: Run, h: Tensor, at: Geometry, _middle: Middle) -> Tensor:
     """Each channel, scaled by a function of all channels' means."""
     hidden = run("first", pool(h, at.outlet_layout)).relu()
@@ -337,7 +355,7 @@ FORMS: Final[Mapping[Form, FormSpec]] = MappingProxyType(
             same_shape_fit, scale_shift_layers, lambda run, h, *_: run("last", h)
         ),
         Form.SQUEEZE_EXCITE: FormSpec(
-            same_shape_fit,
+            lambda at, size: no_grid_fit(at) or same_shape_fit(at, size),
             squeeze_excite_layers,
             squeeze_excite,
             lambda at: at.outlet_width * at.outlet_positions,
@@ -350,18 +368,14 @@ FORMS: Final[Mapping[Form, FormSpec]] = MappingProxyType(
         Form.DEPTHWISE: FormSpec(
             neighbours_fit, depthwise_layers, lambda run, h, *_: run("last", h)
         ),
-        Form.WIDEN: FormSpec(
-            widen_fit,
-            widen_layers,
-            lambda run, h, _, middle: run("last", middle(run("first", h))),
-        ),
+        Form.WIDEN: FormSpec(widen_fit, widen_layers, widen),
         Form.RESIDUAL_MLP: FormSpec(
             channels_fit,
             residual_mlp_layers,
             lambda run, h, *_: run("last", F.gelu(run("first", h))),
         ),
         Form.BOTTLENECK: FormSpec(
-            channels_fit,
+            lambda at, size: no_grid_fit(at) or channels_fit(at, size),
             bottleneck_layers,
             lambda run, h, *_: run(
                 "last", F.gelu(run("between", F.gelu(run("first", h))))

@@ -1,8 +1,9 @@
 """Shapes and layouts of the tensors at a place.
 
-A seed reads the tensor at its slot's inlet and writes to the one at its outlet. Four
-layouts are served: vector `[B, D]`, sequence `[B, T, D]`, signal `[B, C, L]` and image
-`[B, C, H, W]`. Width is the number of channels, wherever the layout keeps them.
+A seed reads the tensor at its slot's inlet and writes to the one at its outlet. Five
+layouts are served: vector `[B, D]`, sequence `[B, T, D]`, signal `[B, C, L]`, image
+`[B, C, H, W]` and grid `[B, H, W, D]`, which may have more axes of positions. Width is
+the number of channels, wherever the layout keeps them.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ class Layout(IntEnum):
     SEQUENCE = 1
     SIGNAL = 2
     IMAGE = 3
+    GRID = 4
 
     @property
     def channels_first(self) -> bool:
@@ -45,6 +47,14 @@ class Kernel:
         return cls((size,) * axes, one, (size // 2,) * axes, one)
 
 
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A second layer whose output meets the first one's, as in a gated MLP."""
+
+    kernel: Kernel | None
+    bias: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
     """Where a seed would stand: shapes at its inlet and outlet, without the batch."""
@@ -61,6 +71,9 @@ class Geometry:
     """Of the convolution that the outlet comes from; None if it is no convolution."""
     inlet_bias: bool = True
     """Whether the layer that the inlet leads into has a bias."""
+    gate: Gate | None = None
+    """The layer beside the first one of a span, if their outputs meet before the
+    second: it reads the same tensor and gets as many new units."""
     beside: bool = False
     """Whether the slot stands beside one linear or convolution layer."""
     spans: bool = False

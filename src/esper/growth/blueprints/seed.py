@@ -59,10 +59,10 @@ class FormSeed(nn.Module):
         """
         weights, size = dict(self.weights.items()), self.blueprint.size
 
-        def middle(hidden: Tensor) -> Tensor:
+        def middle(hidden: Tensor, *gates: Tensor) -> Tensor:
             for more in fed:
                 hidden = hidden + more
-            units: Tensor = self.middle(hidden)
+            units: Tensor = self.middle(hidden, *gates)
             if kept is not None:
                 kept.append(units)
             return units
