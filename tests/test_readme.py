@@ -1,4 +1,4 @@
-"""The examples on the front page run as they stand."""
+"""The examples on the front page, and of the pages below, run as they stand."""
 
 import re
 from pathlib import Path
@@ -11,8 +11,8 @@ pytestmark = pytest.mark.learns  # at their own size, as fast as for a user
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def examples() -> list[str]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def examples(page: str = "README.md") -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
@@ -36,3 +36,12 @@ def test_the_agent_of_the_readme_learns(capsys):
     returns = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
     assert len(returns) == 20
     assert sum(returns[-5:]) > sum(returns[:5])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("index", range(2), ids=["Hugging Face", "Lightning"])
+def test_every_framework_grows_as_its_page_says(index, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run(examples("docs/frameworks.md")[index])
+    own = type(names["model" if index == 0 else "module"])
+    assert type(names["grown"]) is own

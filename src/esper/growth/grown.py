@@ -547,6 +547,7 @@ def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
     if not isinstance(host, nn.Module) or not isinstance(state_dict, Mapping):
         raise BadInput("rebuild takes the plain host and a state_dict.")
     attached: list[Grown] = []
+    state_dict = _with_tied(host, state_dict)
     try:
         for name in [n for n in state_dict if n.endswith(TOPOLOGY)]:
             prefix = name.removesuffix(TOPOLOGY)
@@ -557,6 +558,21 @@ def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
             grown.detach()
         raise
     return host
+
+
+def _with_tied(host: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with all names of tied weights, of which some formats save one."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in host.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    tied = {
+        name: state[saved]
+        for alike in names.values()
+        for saved in [n for n in alike if n in state][:1]
+        for name in alike
+        if name not in state
+    }
+    return {**state, **tied}
 
 
 def _attached(host: nn.Module, state: Mapping[str, Any], prefix: str) -> Grown:

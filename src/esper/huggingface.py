@@ -1,0 +1,385 @@
+"""Growing a network that the Trainer of Hugging Face trains.
+
+    trainer = Trainer(model, args, train_dataset=..., eval_dataset=...,
+                      callbacks=[GrowCallback()])
+    trainer.train()
+    trainer.save_model("grown")
+
+The callback builds a `Grower` over the model and the Trainer's optimiser, computes the
+loss of every batch through it and takes a decision after every evaluation. Checkpoints
+of the Trainer hold what has grown, and resume from them. When training ends, what has
+grown is folded into the model's own layers and the config gets their sizes, so that
+`from_pretrained` loads it; where the config has no word for them, one line says what to
+do instead.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from esper.contracts.errors import BadInput
+from esper.grower import Grower
+from esper.growth.blueprints.registry import first_line
+from esper.growth.export import ExportedModel
+from esper.growth.grown import NAME, grown_part
+from esper.growth.tracing import Example, kept_randomness
+
+try:
+    from transformers import TrainerCallback
+    from transformers.utils.logging import get_logger
+except ImportError as error:  # pragma: no cover
+    raise BadInput(
+        "esper.huggingface needs transformers: pip install 'esper-lite[huggingface]'."
+    ) from error
+
+FILE: Final = "esper.pt"
+"""What a checkpoint of the Trainer holds beside its own files."""
+ROWS: Final = 2
+"""Rows of the training data that make an example."""
+WIDTHS: Final = (
+    "intermediate_size",
+    "n_inner",
+    "ffn_dim",
+    "d_ff",
+    "hidden_dim",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+)
+"""What configs call the width of the layers that grow."""
+
+log = get_logger(__name__)
+
+
+class GrowCallback(TrainerCallback):  # type: ignore[misc]
+    """Grows the model of a Trainer while it is trained.
+
+    Args:
+        slots: Places by module name, patterns such as "*.mlp", or "auto"; see
+            `esper.Grower`.
+        example: What the model is called with; the first rows of the training data
+            if None.
+        monitor: The metric of the evaluations that decisions see.
+        mode: "min" for a loss, "max" for an accuracy in [0, 1].
+        checkpoint: Folder of the checkpoint that is resumed, if it does not lie in
+            the Trainer's output folder.
+        merge: Whether what has grown is folded into the model when training ends.
+        options: Whatever else `Grower` takes.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[str] | str = "auto",
+        example: Example | None = None,
+        *,
+        monitor: str = "eval_loss",
+        mode: str = "min",
+        checkpoint: str | Path | None = None,
+        merge: bool = True,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        self.slots, self.example = slots, example
+        self.monitor, self.mode = monitor, mode
+        self.checkpoint, self.merge = checkpoint, merge
+        self.options = {"merge_only": merge, **options}
+        self.grower: Grower | None = None
+        """What grows the network, once training has begun."""
+        self._unwrap: Callable[[], None] | None = None
+        """Gives the model its own forward back; None before and after training."""
+
+    # What the Trainer calls.
+
+    def on_init_end(
+        self,
+        args: Any,  # noqa: ANN401
+        state: Any,  # noqa: ANN401
+        control: Any,  # noqa: ANN401
+        model: nn.Module | None = None,
+        **_: object,
+    ) -> None:
+        """Seeds of a checkpoint are loaded later, when the optimiser is there."""
+        if model is not None and grown_part(model) is None:
+            model.register_load_state_dict_pre_hook(_drop_seeds)
+
+    def on_train_begin(
+        self,
+        args: Any,  # noqa: ANN401
+        state: Any,  # noqa: ANN401
+        control: Any,  # noqa: ANN401
+        model: nn.Module,
+        optimizer: Any = None,  # noqa: ANN401
+        train_dataloader: Any = None,  # noqa: ANN401
+        **_: object,
+    ) -> None:
+        """Build the Grower, and go on where a checkpoint stopped."""
+        _refuse_arguments(args)
+        if self.grower is not None:
+            raise BadInput(
+                "this GrowCallback has grown a network already; make a new one for "
+                "another training."
+            )
+        torch_optimizer = getattr(optimizer, "optimizer", optimizer)
+        example = self.example
+        if example is None:
+            example = _first_rows(train_dataloader, model, args.device)
+        self.grower = Grower(
+            model,
+            torch_optimizer,
+            self.slots,
+            example=example,
+            mode=self.mode,
+            **{"decisions": _evaluations(args, state), **self.options},
+        )
+        if optimizer is not torch_optimizer:
+            optimizer.state_dict = _plain_state(torch_optimizer)
+        if state.global_step:
+            self._resume(Path(args.output_dir), state.global_step)
+        self._unwrap = _wrap_forward(model, self.grower)
+
+    def on_evaluate(
+        self,
+        args: Any,  # noqa: ANN401
+        state: Any,  # noqa: ANN401
+        control: Any,  # noqa: ANN401
+        metrics: Mapping[str, float],
+        **_: object,
+    ) -> None:
+        """One decision."""
+        if self.grower is None or self._unwrap is None:
+            return
+        if self.monitor not in metrics:
+            known = ", ".join(sorted(metrics)) or "nothing"
+            raise BadInput(f"{self.monitor!r} was not measured; there is {known}.")
+        self.grower.step(metric=float(metrics[self.monitor]))
+
+    def on_save(
+        self,
+        args: Any,  # noqa: ANN401
+        state: Any,  # noqa: ANN401
+        control: Any,  # noqa: ANN401
+        **_: object,
+    ) -> None:
+        """Put beside the Trainer's files what they do not hold."""
+        assert self.grower is not None
+        saved = self.grower.state_dict()
+        own = f"host.{NAME}."
+        seeds = {n: t for n, t in saved["model"].items() if n.startswith(own)}
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        part = folder / f".{FILE}.part"
+        torch.save({**saved, "model": seeds, "step": state.global_step}, part)
+        part.replace(folder / FILE)
+
+    def on_train_end(
+        self,
+        args: Any,  # noqa: ANN401
+        state: Any,  # noqa: ANN401
+        control: Any,  # noqa: ANN401
+        model: nn.Module,
+        **_: object,
+    ) -> None:
+        """Give the model its own forward back and fold in what has grown."""
+        assert self.grower is not None
+        assert self._unwrap is not None
+        self._unwrap()
+        self._unwrap = None
+        if self.merge and grown_part(model):
+            try:
+                merge_into_model(self.grower)
+            except BadInput as error:
+                log.warning(str(error))
+
+    # Inside.
+
+    def _resume(self, output: Path, step: int) -> None:
+        """Load what `on_save` has written."""
+        assert self.grower is not None
+        folder = Path(self.checkpoint or output / f"checkpoint-{step}")
+        try:
+            saved = torch.load(folder / FILE, weights_only=True)
+        except Exception as error:
+            raise BadInput(
+                f"{FILE} of the checkpoint cannot be read ({first_line(error)}); name "
+                "its folder: GrowCallback(checkpoint=...)."
+            ) from error
+        if saved.pop("step", None) != step:
+            raise BadInput(f"{FILE} in {folder.name!r} is not of step {step}.")
+        now = self.grower.state_dict()["model"]
+        host = {n: t for n, t in now.items() if not n.startswith(f"host.{NAME}.")}
+        self.grower.load_state_dict({**saved, "model": {**host, **saved["model"]}})
+
+
+def merge_into_model(grower: Grower) -> nn.Module:
+    """Fold what a Grower has grown into its host, whose config gets the new sizes.
+
+    The Grower ends with that. Refuses a network that its config cannot describe; then
+    nothing has changed.
+    """
+    model, plain = grower.model.host, grower.export()
+    instead = (
+        "it keeps its seeds: write it with esper.save(model, path), read it with "
+        "esper.load(path, model)"
+    )
+    if isinstance(plain, ExportedModel):
+        raise BadInput(f"some seeds do not merge ({plain.branches[0]}), so {instead}.")
+    try:
+        config = sized_config(plain)
+    except BadInput as error:
+        raise BadInput(f"{str(error).removesuffix('.')}, so {instead}.") from error
+    grower.detach()
+    modules = dict(model.named_modules())
+    for name, module in plain.named_modules():
+        own = modules[name]
+        own._parameters, own._buffers = module._parameters, module._buffers
+        sizes = {k: v for k, v in vars(module).items() if type(v) is int}
+        own.__dict__.update(sizes)
+    for key in WIDTHS:
+        if hasattr(config, key):
+            setattr(model.config, key, getattr(config, key))
+    return model
+
+
+def sized_config(model: Any) -> Any:  # noqa: ANN401
+    """A config that builds layers of the sizes that a model has; refuses if none does.
+
+    What a width of the config decides is found by changing it and looking which shapes
+    change.
+    """
+    config, wanted = deepcopy(model.config), _shapes(model)
+    for key in [key for key in WIDTHS if hasattr(config, key)]:
+        probe = deepcopy(config)
+        setattr(probe, key, (getattr(config, key) or 0) + 1)
+        before, after = (_shapes(_built(model, one)) for one in (config, probe))
+        sizes = {
+            wanted[name][axis]
+            for name in wanted.keys() & before.keys()
+            for axis, size in enumerate(before[name])
+            if size != after[name][axis]
+        }
+        if len(sizes) > 1:
+            found = ", ".join(map(str, sorted(sizes)))
+            raise BadInput(
+                f"layers have grown to different sizes ({found}) and "
+                f"{type(config).__name__} has one {key}"
+            )
+        if sizes:
+            setattr(config, key, sizes.pop())
+    if _shapes(_built(model, config)) != wanted:
+        raise BadInput(f"{type(config).__name__} has no word for the layers that grew")
+    return config
+
+
+def _built(model: nn.Module, config: Any) -> nn.Module:  # noqa: ANN401
+    with torch.device("meta"):
+        made: nn.Module = type(model)(config)
+    return made
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def _drop_seeds(module: nn.Module, state: dict[str, Any], *_: object) -> None:
+    """Take seeds out of a state that a host without a Grower is about to load."""
+    if grown_part(module) is None:
+        for name in [name for name in state if name.startswith(f"{NAME}.")]:
+            del state[name]
+
+
+def _refuse_arguments(args: Any) -> None:  # noqa: ANN401
+    if args.world_size > 1 or args.n_gpu > 1:
+        raise BadInput(
+            "GrowCallback trains on one device; on several use esper.Grower with a "
+            "DistributedDataParallel model."
+        )
+    if args.eval_strategy == "no":
+        raise BadInput(
+            "GrowCallback decides after evaluations; set eval_strategy and give the "
+            "Trainer an eval_dataset."
+        )
+
+
+def _evaluations(args: Any, state: Any) -> int:  # noqa: ANN401
+    """How often the Trainer will evaluate."""
+    if args.eval_strategy == "epoch":
+        return max(1, round(float(state.num_train_epochs)))
+    return max(1, int(state.max_steps) // max(1, int(state.eval_steps)))
+
+
+def _first_rows(loader: Any, model: nn.Module, device: Any) -> Example:  # noqa: ANN401
+    """An example from the training data, as the Trainer would collate it."""
+    rows = [loader.dataset[index] for index in range(ROWS)]
+    with kept_randomness(model):
+        batch: Mapping[str, Any] = dict(loader.collate_fn(rows))
+    moved: Mapping[str, Any] = tree_map(
+        lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch
+    )
+    return moved
+
+
+def _plain_state(optimizer: Optimizer) -> Callable[[], dict[str, Any]]:
+    """What the Trainer saves of the optimiser: groups without seeds, and no state.
+
+    A new Trainer's optimiser can load it. All of the state is in our own file.
+    """
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+
+    def state_dict() -> dict[str, Any]:
+        groups, first = [], 0
+        for group, size in zip(optimizer.param_groups, sizes, strict=True):
+            groups.append({**group, "params": [*range(first, first + size)]})
+            first += size
+        return {"state": {}, "param_groups": groups}
+
+    return state_dict
+
+
+class _NoLoss(Exception):  # noqa: N818
+    """The model has answered without a loss."""
+
+
+def _wrap_forward(model: nn.Module, grower: Grower) -> Callable[[], None]:
+    """Compute the loss of every training batch through a Grower; returns the undoing.
+
+    Not by a hook, since the Grower must begin before the batch does.
+    """
+    own: Callable[..., Any] = model.forward
+    before = model.__dict__.get("forward")  # mixed precision wraps it too
+
+    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if not model.training or not torch.is_grad_enabled():
+            return own(*args, **kwargs)
+        answers: list[Any] = []
+
+        def closure() -> Tensor:
+            answers.append(own(*args, **kwargs))
+            answer = answers[-1]
+            loss = answer.get("loss") if isinstance(answer, Mapping) else answer[0]
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise _NoLoss
+            return loss
+
+        try:
+            loss = grower.loss(closure)
+        except _NoLoss:  # the Trainer computes one; seeds then train as they blend in
+            return answers[0]
+        first = answers[0]
+        if isinstance(first, Mapping):
+            first["loss"] = loss  # type: ignore[index]
+            return first
+        return (loss, *first[1:])
+
+    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
+    model.__dict__["forward"] = forward
+
+    def unwrap() -> None:
+        del model.__dict__["forward"]
+        if before is not None:
+            model.__dict__["forward"] = before
+
+    return unwrap

@@ -1,0 +1,257 @@
+"""Models of Hugging Face grow, in a Trainer too, and are saved as such models."""
+
+import logging
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import esper
+from esper.contracts.errors import BadInput
+from esper.growth.export import export
+from esper.growth.model import GrowingModel
+from esper.growth.tracing import eval_outputs
+from tests.growth.hosts import everything, shake
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+from transformers import (  # noqa: E402
+    ConvNextConfig,
+    ConvNextForImageClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
+
+from esper.huggingface import GrowCallback, merge_into_model  # noqa: E402
+
+WORDS = 20
+IDS = torch.randint(0, WORDS, (2, 6), generator=torch.Generator().manual_seed(0))
+PLAIN = {"use_cache": False, "bos_token_id": None, "eos_token_id": None}
+
+
+def gpt2(layers=1):
+    config = GPT2Config(
+        vocab_size=WORDS, n_embd=8, n_layer=layers, n_head=2, n_positions=8,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **PLAIN,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(config)
+
+
+def llama():
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=8, intermediate_size=12, num_hidden_layers=2,
+        num_attention_heads=2, **PLAIN,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def t5():
+    config = T5Config(
+        vocab_size=WORDS, d_model=8, d_ff=12, d_kv=4, num_layers=1, num_heads=2,
+        feed_forward_proj="gated-gelu", use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(config)
+
+
+def convnext():
+    torch.manual_seed(0)
+    config = ConvNextConfig(
+        hidden_sizes=[4], depths=[1], num_stages=1, patch_size=2, num_labels=3,
+        layer_scale_init_value=1.0,
+    )  # fmt: skip
+    return ConvNextForImageClassification(config)
+
+
+HOSTS = {
+    "gpt2": (gpt2, {"input_ids": IDS}, ["transformer.h.0.mlp.c_fc->*"]),
+    "llama": (llama, {"input_ids": IDS}, ["*.mlp"]),
+    "t5": (t5, {"input_ids": IDS, "decoder_input_ids": IDS}, ["*.wi_0->*.wo"]),
+    "convnext": (
+        convnext,
+        {"pixel_values": torch.randn(2, 3, 8, 8)},
+        ["*.pwconv1->*.pwconv2"],
+    ),
+}
+SIZES = {
+    "gpt2": ("n_inner", 48), "llama": ("intermediate_size", 18), "t5": ("d_ff", 18)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_their_mlps_widen_without_a_trace_and_are_saved_as_their_own(kind, tmp_path):
+    make, example, slots = HOSTS[kind]
+    host = make()
+    optimizer = torch.optim.SGD(host.parameters(), 0.1)
+    grower = esper.Grower(
+        host, optimizer, slots, example=example, controller="never", merge_only=True
+    )
+    model = grower.model
+    before = model.example_outputs()
+    for slot in model.slots[: len(model.survey.places)]:
+        grower.plant(slot, "widen_x1.5", tempo="AT_ONCE")
+    assert all(map(torch.equal, before, model.example_outputs()))
+    shake(model)
+    after = model.example_outputs()
+    assert not torch.allclose(before[0], after[0], atol=1e-3)
+    rebuilt = esper.rebuild(make(), host.state_dict())
+    assert torch.equal(eval_outputs(rebuilt, example)[0], after[0])
+    if kind not in SIZES:
+        with pytest.raises(BadInput, match="ConvNextConfig has no word for"):
+            merge_into_model(grower)
+        assert type(grower.export()) is type(host)
+        return
+    merge_into_model(grower)
+    host.save_pretrained(tmp_path)
+    loaded = type(host).from_pretrained(tmp_path)
+    key, size = SIZES[kind]
+    assert getattr(loaded.config, key) == size
+    logits = eval_outputs(loaded, example)[0]
+    assert torch.allclose(logits, after[0], rtol=0, atol=1e-5 * after[0].abs().max())
+
+
+class Sentences(Dataset):
+    """Numbers that go up by one, from somewhere on."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, index):
+        ids = (torch.arange(6) + 7 * index) % WORDS
+        return {"input_ids": ids, "labels": ids}
+
+
+def train(folder, callback, model, resume=None, **options):
+    usual = {
+        "num_train_epochs": 4, "eval_strategy": "epoch", "save_strategy": "epoch",
+        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2, "use_cpu": True, "report_to": [], "disable_tqdm": True,
+        "logging_strategy": "no", "save_total_limit": None,
+    }  # fmt: skip
+    args = TrainingArguments(str(folder), **{**usual, **options})
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=Sentences(64),
+        eval_dataset=Sentences(16),
+        callbacks=[callback],
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def growing(**options):
+    usual = {"controller": "early", "tick": 2, "seeds_per_slot": 2}
+    return GrowCallback(["*.mlp"], **{**usual, **options})
+
+
+def test_a_trainer_grows_its_model_and_saves_an_ordinary_one(tmp_path):
+    callback = growing()
+    trainer = train(tmp_path, callback, gpt2())
+    model, history = trainer.model, callback.grower.history
+    assert len(history) == 4
+    assert any("plant" in decision.action for decision in history)
+    assert callback.grower._compute > 0
+    assert "forward" not in vars(model)
+    assert not [name for name in model.state_dict() if "esper" in name]
+    assert model.config.n_inner == model.transformer.h[0].mlp.c_fc.nf > 32
+    trainer.save_model(tmp_path / "grown")
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "grown").eval()
+    assert torch.equal(loaded(IDS).logits, model.eval()(IDS).logits)
+    assert history[-1].metric < history[0].metric
+    trainer.evaluate()  # after training, no decision is taken
+    assert len(history) == 4
+
+
+@pytest.mark.parametrize("kept", ["in place", "moved"])
+def test_a_checkpoint_holds_what_has_grown_and_is_resumed_to_the_bit(kept, tmp_path):
+    whole, part = growing(merge=False), growing(merge=False)
+    first = train(tmp_path / "whole", whole, gpt2(2))
+    saved = tmp_path / "whole" / "checkpoint-8"
+    output = tmp_path / "whole"
+    if kept == "moved":
+        output = tmp_path / "other"
+        with pytest.raises(BadInput, match=r"name its folder: GrowCallback\(check"):
+            train(output, growing(), gpt2(2), resume=str(saved))
+        part.checkpoint = saved
+    second = train(output, part, gpt2(2), resume=str(saved))
+    assert len(first.model.esper_seeds) > 1
+    assert everything(second.model, second.optimizer.optimizer) == everything(
+        first.model, first.optimizer.optimizer
+    )
+    assert [d.action for d in part.grower.history] == [
+        d.action for d in whole.grower.history
+    ]
+    # The weights of a checkpoint are a network of their own.
+    last = tmp_path / "whole" / "checkpoint-16" / "model.safetensors"
+    loaded = esper.load(last, gpt2(2)).eval()
+    assert torch.equal(loaded(IDS).logits, first.model.eval()(IDS).logits)
+
+
+def test_layers_of_different_sizes_are_kept_and_one_line_says_so(tmp_path, caplog):
+    class Uneven(GrowCallback):
+        def on_epoch_begin(self, args, state, control, **_):
+            if state.epoch == 1:
+                slot = self.grower.model.slots[0]
+                self.grower.plant(slot, "widen_8", tempo="AT_ONCE")
+
+    callback = Uneven(["*.mlp"], controller="never")
+    logging.getLogger("transformers").propagate = True
+    trainer = train(tmp_path, callback, llama(), save_strategy="no")
+    assert "sizes (12, 20) and LlamaConfig has one intermediate_size" in caplog.text
+    assert "esper.load(path, model)" in caplog.text
+    assert len(trainer.model.esper_seeds) == 1
+    esper.save(trainer.model, tmp_path / "net.safetensors")
+    loaded = esper.load(tmp_path / "net.safetensors", llama()).eval()
+    assert torch.equal(loaded(IDS).logits, trainer.model.eval()(IDS).logits)
+
+
+def test_a_training_seed_leaves_the_model_as_it_would_be_without(tmp_path):
+    ends = []
+    for plant in (False, True):
+
+        class Planting(GrowCallback):
+            def on_epoch_begin(self, args, state, control, plant=plant, **_):
+                if plant and state.epoch == 1:
+                    slot = self.grower.model.slots[0]
+                    self.grower.plant(slot, "widen_8", tempo="SLOW")
+
+        callback = Planting(["*.mlp"], controller="never", tick=100)
+        plain = {"save_strategy": "no", "num_train_epochs": 3, "max_grad_norm": 0.0}
+        trainer = train(tmp_path / str(plant), callback, gpt2(), **plain)
+        ends.append(everything(trainer.model, seeds=False))
+    assert callback.grower.model.training_seeds()
+    assert ends[0] == ends[1]
+
+
+def test_what_the_callback_cannot_do_is_refused_in_one_line(tmp_path):
+    plain = {"save_strategy": "no"}
+    with pytest.raises(BadInput, match="decides after evaluations"):
+        train(tmp_path, growing(), gpt2(), eval_strategy="no", **plain)
+    with pytest.raises(BadInput, match="'eval_f1' was not measured; there is"):
+        train(tmp_path, growing(monitor="eval_f1"), gpt2(), **plain)
+    done = growing()
+    trainer = train(tmp_path, done, gpt2(), num_train_epochs=1, **plain)
+    with pytest.raises(BadInput, match="has grown a network already"):
+        trainer.train()
+
+
+def test_export_of_a_growing_model_is_of_the_models_own_class():
+    host = llama()
+    model = GrowingModel(host, "auto", {"input_ids": IDS}, merge_only=True)
+    for slot in model.slots[:2]:
+        model.plant(slot, "widen_8", tempo="AT_ONCE")
+    shake(model)
+    assert type(export(model)) is LlamaForCausalLM
