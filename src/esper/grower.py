@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from typing import Any, Final
 
 import torch
@@ -59,7 +59,7 @@ from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import Maker, controller_for
 from esper.tamiyo.rule_based import explain_no_planting
 
-FORMAT: Final = 7
+FORMAT: Final = 8
 """Version of what `state_dict` holds."""
 DECISIONS: Final = 30
 """Decisions of a run whose end is known but was not given."""
@@ -140,14 +140,17 @@ class Grower(NamedOps[Receipt]):
     ) -> None:
         if stop not in ("end", "anytime"):
             raise BadInput(f"stop must be 'end' or 'anytime', got {stop!r}.")
-        if decisions is not None and decisions < 1:
-            raise BadInput(f"decisions must be at least 1, got {decisions}.")
-        if not isfinite(rent) or rent < 0:
-            raise BadInput(f"rent must be a number of at least 0, got {rent}.")
-        if isinstance(budget, bool) or not isinstance(budget, int | float):
-            raise BadInput(f"budget must be a number, got {budget!r}.")
-        if budget != budget or budget < 0:
-            raise BadInput(f"budget must not be negative, got {budget}.")
+        _refuse_unless_whole("seeds_per_slot", seeds_per_slot, least=1)
+        _refuse_unless_whole("decisions", 1 if decisions is None else decisions, 1)
+        _refuse_unless_whole("tick", tick, least=1)
+        _refuse_unless_whole("min_age", min_age, least=0)
+        _refuse_unless_whole("rng_seed", rng_seed, least=0)
+        _refuse_unless_number("rent", rent, most=1e30)
+        _refuse_unless_number("budget", budget, most=inf)
+        if not isinstance(governor, GovernorConfig | None):
+            raise BadInput(
+                f"governor must be a GovernorConfig or None, got {governor!r}."
+            )
         if not (isinstance(controller, str | Controller) or callable(controller)):
             raise BadInput(
                 f"controller must be a name, a Controller or what makes one, got "
@@ -197,8 +200,8 @@ class Grower(NamedOps[Receipt]):
         """Since the last decision."""
         self._compute = 0.0
         """Batches of the host as it was given that cost as much as training so far."""
-        like = next(model.parameters())
-        self._home = (like.device, like.dtype)
+        self._like = next(model.parameters())
+        self._home = (self._like.device, self._like.dtype)
         self._own = [id(p) for p in host_parameters(model).values()]
         self._by_hand: set[int] = set()
         """Slots with seeds that were planted by hand: the controller leaves them."""
@@ -510,16 +513,17 @@ class Grower(NamedOps[Receipt]):
     def _after_step(self) -> None:
         """One batch more: seeds train, blend and fade by their tempos."""
         self._batches += 1
-        if self.topology.moving:
-            before = self.model.states
-            self.topology.tick(1, decision=False)
-            after = self.model.states
-            self._moved |= not torch.equal(before.alpha, after.alpha)
-            moved_on = before.stage != after.stage
-            if bool(moved_on.any()):
-                trained = moved_on & (before.stage == Stage.TRAINING)
-                self._skipped_training |= bool(trained.any()) and not self._used_loss
-                self.safety.topology_changed()
+        if self.model.seeds.wait():
+            return
+        before = self.model.states
+        self.topology.tick(1, decision=False)
+        after = self.model.states
+        self._moved |= not torch.equal(before.alpha, after.alpha)
+        moved_on = before.stage != after.stage
+        if bool(moved_on.any()):
+            trained = moved_on & (before.stage == Stage.TRAINING)
+            self._skipped_training |= bool(trained.any()) and not self._used_loss
+            self.safety.topology_changed()
 
     def _pass_training(self) -> None:
         """Without `grower.loss` a seed cannot train beside the host."""
@@ -538,9 +542,23 @@ class Grower(NamedOps[Receipt]):
             )
 
     def _refuse_moved(self) -> None:
-        like = next(self.model.host.parameters())
+        like = self._like
         if (like.device, like.dtype) != self._home:
             raise CallOrder(
                 f"the host was {self._home[1]} on {self._home[0]} and is {like.dtype} "
                 f"on {like.device} now; move it before building the Grower."
             )
+
+
+def _refuse_unless_whole(name: str, value: object, least: int) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least:  # type: ignore[operator]
+        raise BadInput(
+            f"{name} must be a whole number of at least {least}, got {value!r}."
+        )
+
+
+def _refuse_unless_number(name: str, value: object, most: float) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value <= most:  # type: ignore[operator]
+        raise BadInput(f"{name} must be a number of at least 0, got {value!r}.")

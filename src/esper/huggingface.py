@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from esper.contracts.errors import BadInput
 from esper.grower import Grower
 from esper.growth.blueprints.registry import first_line
-from esper.growth.export import ExportedModel
+from esper.growth.export import Branches
 from esper.growth.grown import NAME, grown_part
 from esper.growth.tracing import Example, kept_randomness
 
@@ -225,8 +225,9 @@ def merge_into_model(grower: Grower) -> nn.Module:
         "it keeps its seeds: write it with esper.save(model, path), read it with "
         "esper.load(path, model)"
     )
-    if isinstance(plain, ExportedModel):
-        raise BadInput(f"some seeds do not merge ({plain.branches[0]}), so {instead}.")
+    apart = plain._modules.get(NAME)
+    if isinstance(apart, Branches):
+        raise BadInput(f"some seeds do not merge ({apart.reasons[0]}), so {instead}.")
     try:
         config = sized_config(plain)
     except BadInput as error:

@@ -227,15 +227,21 @@ def test_hosts_and_slots_that_cannot_be_grown_are_refused(make, slots, line):
         ({"controller": "premise"}, "did you mean"),
         ({"mode": "best"}, "mode must be"),
         ({"blueprints": ["widen_9"]}, "did you mean"),
-        ({"decisions": 0}, "decisions must be at least 1, got 0"),
+        ({"decisions": 0}, "decisions must be a whole number of at least 1, got 0"),
         ({"stop": "sometime"}, "stop must be 'end' or 'anytime', got 'sometime'"),
-        ({"tick": 0}, "tick must be at least 1 batch, got 0"),
+        ({"tick": 1.5}, "tick must be a whole number of at least 1, got 1.5"),
         ({"rent": -1.0}, "rent must be a number of at least 0, got -1"),
         ({"rent": float("nan")}, "rent must be a number"),
-        ({"budget": -0.5}, "budget must not be negative, got -0.5"),
-        ({"budget": float("nan")}, "budget must not be negative, got nan"),
-        ({"seeds_per_slot": 0}, "seeds_per_slot must be at least 1, got 0"),
-        ({"min_age": -1}, "min_age must not be negative, got -1"),
+        ({"budget": -0.5}, "budget must be a number of at least 0, got -0.5"),
+        ({"budget": float("nan")}, "budget must be a number of at least 0, got nan"),
+        ({"seeds_per_slot": 0}, "seeds_per_slot must be a whole number of at least 1"),
+        ({"min_age": -1}, "min_age must be a whole number of at least 0, got -1"),
+        ({"decisions": "3"}, "decisions must be a whole number"),
+        ({"min_age": "a"}, "min_age must be a whole number"),
+        ({"rng_seed": "x"}, "rng_seed must be a whole number"),
+        ({"rent": "a"}, "rent must be a number of at least 0, got 'a'"),
+        ({"governor": 3}, "governor must be a GovernorConfig or None, got 3"),
+        ({"blueprints": "widen_8"}, "blueprints must be a list of names"),
         (
             {"example": torch.zeros(4, 7)},
             "the host cannot be called with the example: Runtime",
@@ -250,6 +256,11 @@ def test_settings_that_cannot_be_meant_are_refused(options, line):
 def test_surveying_in_inference_mode_is_refused():
     with torch.inference_mode():
         assert "inference mode" in refused(make_host("vector"), ["second"])
+
+
+@pytest.mark.parametrize("slots", [None, 3, [3], "second"])
+def test_slots_that_are_no_list_of_names_are_refused(slots):
+    assert "slots must be a list of names" in refused(make_host("vector"), slots)
 
 
 def test_two_growers_over_one_host_are_refused_until_the_first_is_detached():

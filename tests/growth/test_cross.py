@@ -9,7 +9,7 @@ from torch import nn
 
 from esper.contracts.stages import Stage
 from esper.grower import Grower
-from esper.growth.export import ExportedModel, export
+from esper.growth.export import Branches, export
 from esper.growth.grown import host_parameters
 from esper.growth.model import GrowingModel
 from tests.growth.hosts import Net, bits, everything
@@ -274,7 +274,7 @@ def test_an_export_has_the_blocks_and_as_many_parameters(kind, order):
         torch.testing.assert_close(plain(x), wanted, rtol=1e-6, atol=1e-9)
         assert type(plain) is type(model.host)
         branches = export(model, merge=False)
-        assert isinstance(branches, ExportedModel)
+        assert isinstance(branches.esper_seeds, Branches)
         torch.testing.assert_close(branches(x), wanted, rtol=1e-6, atol=1e-9)
         for seed in model.seeds.values():  # and they matter
             for block in seed.cross.values():
@@ -293,8 +293,8 @@ def test_seeds_that_feed_each_other_fold_together():
         shake(seed)
     x = batch("linear")[0].double()
     plain = export(model)
-    assert "feed each other" in plain.branches[0]
-    assert len(plain.branches) == 2
+    assert "feed each other" in plain.esper_seeds.reasons[0]
+    assert len(plain.esper_seeds.reasons) == 2
     torch.testing.assert_close(plain(x), model.host(x), rtol=1e-6, atol=1e-9)
 
 

@@ -27,11 +27,11 @@ SMALL = GovernorConfig(window=9, patience=3)
 
 
 class Plain:
-    """The same verdicts in lists and double precision."""
+    """The same verdicts from all that was ever healthy."""
 
     def __init__(self, config):
         self.config, self.streak, self.batches = config, 0, 0
-        self.ring = [None] * config.window
+        self.healthy = []
         self.limits = self.first = self.first_window = None
         self.best = INF
 
@@ -43,7 +43,7 @@ class Plain:
             verdict = Verdict.SPIKE
         if verdict == Verdict.HEALTHY:
             self.streak = 0
-            self.ring[self.batches % self.config.window] = (loss, norm)
+            self.healthy.append((loss, norm))
         else:
             self.streak += 1
             if self.limits and self.streak >= self.config.patience:
@@ -70,7 +70,7 @@ class Plain:
             self.best = min(self.best, medians[0])
 
     def filled(self):
-        return [pair for pair in self.ring if pair is not None]
+        return self.healthy[-self.config.window :]
 
     def quartiles(self, row):
         values = sorted(pair[row] for pair in self.filled())
@@ -85,11 +85,11 @@ class Plain:
 
 def judged(batches, config=SMALL):
     """Verdicts on (loss, norm, finite), and after each whether all was unlearnt."""
-    monitor = HealthMonitor(config, "cpu")
+    monitor = HealthMonitor(config)
     found = []
-    for batch in batches:
-        verdict = int(monitor.judge(*map(torch.tensor, batch)))
-        found.append((verdict, bool(monitor.has_unlearnt(monitor.medians()[0]))))
+    for loss, norm, finite in batches:
+        verdict = monitor.judge(loss, norm, finite=finite)
+        found.append((verdict, monitor.has_unlearnt(monitor.medians()[0])))
     return found
 
 
@@ -125,11 +125,12 @@ def test_a_healthy_run_is_never_disturbed(kind):
     ][kind]
     other = torch.randn(batches, generator=generator)
     norm = 10.0 ** (-2.0 * time * (kind + 1)) * torch.exp(other)
-    monitor = HealthMonitor(GovernorConfig(), "cpu")
+    monitor = HealthMonitor(GovernorConfig())
     for step in range(batches):
-        assert int(monitor.judge(loss[step], norm[step], torch.tensor(True))) == 0
+        batch = float(loss[step]), float(norm[step])
+        assert monitor.judge(*batch, finite=True) is Verdict.HEALTHY
         if step % 100 == 99:
-            assert not bool(monitor.has_unlearnt(monitor.medians()[0]))
+            assert not monitor.has_unlearnt(monitor.medians()[0])
 
 
 @pytest.mark.parametrize(
@@ -144,17 +145,17 @@ def test_a_healthy_run_is_never_disturbed(kind):
     ],
 )
 def test_reasons_are_one_line_and_the_same_after_loading(batch, wanted):
-    first, monitor = HealthMonitor(SMALL, "cpu"), HealthMonitor(SMALL, "cpu")
+    first, monitor = HealthMonitor(SMALL), HealthMonitor(SMALL)
     for value in [1.0] * 12 + [NAN]:
-        first.judge(*map(torch.tensor, (value, 1.0, True)))
+        first.judge(value, 1.0, finite=True)
     monitor.load_state_dict(saved := first.state_dict())
-    first.judge(*map(torch.tensor, (7.0, 1.0, True)))  # on numbers of its own
+    first.judge(7.0, 1.0, finite=True)  # on numbers of its own
     verdict, loss, norm, finite = batch
     reason = monitor.describe(verdict, loss, norm, finite=finite)
     assert wanted in reason
     assert "\n" not in reason
     with pytest.raises(BadInput, match="not of this window"):
-        monitor.load_state_dict({**saved, "ring": torch.ones(2, 8)})
+        monitor.load_state_dict({**saved, "recent": [[1.0, 1.0]] * 10})
     for field, value in (
         ("spike", 1.0),
         ("loss_spike", NAN),

@@ -7,13 +7,13 @@ r"""A grown model as a plain module: seeds are folded into the host, or stay bra
     LOW_RANK      W <- W + alpha B A beside a layer, W <- (I + alpha B A) W after it
     SCALE_SHIFT   the same with B A = diag(a), and b <- b + alpha shift
 
-If all seeds fold, the result has the host's own class and no trace of growing; the
-others stay branches of an `ExportedModel`. A layer's own output comes before everything
-added to it, so a seed folds only if no branch is left that would read or scale it
-otherwise, and seeds whose units feed each other fold together. Weights are computed in
-float64, on the rows and columns that the seed knows of, since layers may have been
-widened before. The result is tried on the example: where folding breaks a host,
-branches stay.
+The result has the host's own class and signature, and no trace of growing if all seeds
+fold; the others stay branches, in a submodule `Branches`. A layer's own output comes
+before everything added to it, so a seed folds only if no branch is left that would read
+or scale it otherwise, and seeds whose units feed each other fold together. Weights are
+computed in float64, on the rows and columns that the seed knows of, since layers may
+have been widened before. The result is tried on the example: where folding breaks a
+host, branches stay.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ from esper.contracts.errors import BadInput, CallOrder
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.registry import first_line
 from esper.growth.blueprints.seed import FormSeed
-from esper.growth.grown import grown_part
+from esper.growth.grown import NAME, grown_part
 from esper.growth.hooks import ADD, Branch, SlotHooks
 from esper.growth.host_layers import kernel_of, turned, write_sizes
 from esper.growth.merging import why_no_merge
@@ -82,14 +82,15 @@ def export(model: GrowingModel, *, merge: bool = True) -> nn.Module:
         rest = {one.slot: f"{one.name}: {reasons[one.slot]}" for one in active}
         rest = {slot: line for slot, line in rest.items() if reasons[slot]}
         host, hooks = _copy_host(model, rest)
-        module = ExportedModel(host, hooks, [*rest.values()]) if rest else host
+        if rest:
+            host.add_module(NAME, Branches(hooks, [*rest.values()], host.training))
         try:
             merge_into(host, names, folds)
             with _refused_calls(model, names):
-                found = eval_outputs(module, example)
+                found = eval_outputs(host, example)
         except Exception as error:  # whatever it cannot do is the answer
-            return module, f"it would fail, {first_line(error)}"
-        return module, _difference(expected, found)
+            return host, f"it would fail, {first_line(error)}"
+        return host, _difference(expected, found)
 
     places = [*dict.fromkeys(one.place.site.name for one in active)]
     refused = {} if merge else dict.fromkeys(places, "merging was switched off")
@@ -109,46 +110,37 @@ def export(model: GrowingModel, *, merge: bool = True) -> nn.Module:
     return module
 
 
-class ExportedModel(nn.Module):
-    """A copied host with the seeds that could not be merged, as frozen branches.
+class Branches(nn.ModuleDict):
+    """The seeds of an exported host that could not be merged, at the alphas they had.
 
-    It is trained, saved, copied and moved like any module. A layer that other seeds
+    They are trained, saved, copied and moved with the host. A layer that other seeds
     have widened has more channels than a seed was built for: the seed reads the first
     ones and adds nothing to the others.
     """
 
     def __init__(
-        self, host: nn.Module, hooks: Sequence[SlotHooks], branches: Sequence[str]
+        self, hooks: Sequence[SlotHooks], reasons: Sequence[str], training: bool
     ) -> None:
-        super().__init__()
-        self.host = host
-        self.hooks = [*hooks]
-        self.branches = [*branches]
-        """Slots whose seeds are not merged, as "slot: why"."""
-        self.seeds = nn.ModuleDict(
+        super().__init__(
             {
                 f"slot_{slot}": branch.seed
                 for place in hooks
                 for slot, branch in place.branches.items()
             }
         )
-        self.training = self.seeds.training = host.training
+        self.reasons = [*reasons]
+        """Slots whose seeds are not merged, as "slot: why"."""
+        self.training = training
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """The host's output, its seeds included."""
-        try:
-            return self.host(*args, **kwargs)
-        finally:
-            for place in self.hooks:
-                place.clear()
+    def forward(self, h: Any) -> Any:  # noqa: ANN401
+        """Nothing, for hosts that call all their submodules one after the other."""
+        return h
 
 
 def _copy_host(
     model: GrowingModel, slots: Collection[int]
 ) -> tuple[nn.Module, list[SlotHooks]]:
     """A copy of the host with hooks for the seeds of some slots and no others."""
-    for hooks in model.hooks:
-        hooks.clear()
     try:
         host = deepcopy(model.host)
     except Exception as error:

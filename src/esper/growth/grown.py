@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, fields, replace
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Final
 from weakref import ref
@@ -35,7 +35,7 @@ from esper.growth.blueprints.layers import Layer
 from esper.growth.blueprints.registry import find, first_line
 from esper.growth.blueprints.seed import FormSeed, build, misfit
 from esper.growth.hooks import Branch, Flow, SlotHooks
-from esper.growth.host_layers import units_of
+from esper.growth.host_layers import fit_sizes, units_of
 from esper.growth.lifecycle import SeedStates
 from esper.growth.middle import new_middle, restore_middle
 from esper.growth.slots import InsertionPoint, parse
@@ -78,7 +78,11 @@ class Grown(nn.ModuleDict):
                 and own.geometry.spans
                 and other.place.geometry.spans
             ]
-        self.states = SeedStates.empty(1, len(self.slots))
+        self._states = SeedStates.empty(1, len(self.slots))
+        self._passed = 0
+        """Batches that the states do not count yet."""
+        self._still = inf
+        """Batches in which nothing but such a count changes."""
         self.generator = torch.Generator().manual_seed(rng_seed)
         self.follower: ref[Follower] | None = None
         """What must follow when a state is loaded: the optimiser's surgery."""
@@ -89,6 +93,34 @@ class Grown(nn.ModuleDict):
     def host(self) -> nn.Module:
         """The network that has grown."""
         return self.root[0]
+
+    @property
+    def states(self) -> SeedStates:
+        """Stages and alphas of all slots."""
+        if self._passed:
+            passed = torch.tensor([self._passed])
+            self.states = lifecycle.after(self._states, passed, decision=False)
+        return self._states
+
+    @states.setter
+    def states(self, states: SeedStates) -> None:
+        self._states, self._passed = states, 0
+        going = states.moved < states.length
+        training = states.stage == Stage.TRAINING
+        left = torch.where(training, states.length - states.moved, 1)[going]
+        self._still = int(left.min()) if len(left) else inf
+
+    def wait(self) -> bool:
+        """Let a batch pass, if it only brings training seeds nearer to their ends.
+
+        Most batches do no more, so they are counted and not computed. Returns whether
+        this one was.
+        """
+        if self._still == inf:
+            return True
+        still = self._passed + 1 < self._still
+        self._passed += still
+        return still
 
     @property
     def following(self) -> "Follower":
@@ -256,13 +288,14 @@ class Grown(nn.ModuleDict):
         """Put a seed into a free slot, in TRAINING until `put` says otherwise."""
         hooks = self.hooks_of(slot)
         self[f"slot_{slot}"] = seed
-        hooks.branches = dict(sorted({**hooks.branches, slot: Branch(seed)}.items()))
+        hooks.branches = {**hooks.branches, slot: Branch(seed)}
 
     def uproot(self, slot: int) -> None:
         """Take a seed and its blocks out, if there is one."""
         if f"slot_{slot}" in self:
             del self[f"slot_{slot}"]
-            self.hooks_of(slot).branches.pop(slot, None)
+            hooks = self.hooks_of(slot)
+            hooks.branches = {s: b for s, b in hooks.branches.items() if s != slot}
             self.flow.failed.pop(slot, None)
             for seed in self.widening_seeds().values():
                 for key in (f"from_{slot}", f"into_{slot}"):
@@ -542,20 +575,32 @@ def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
 
     Args:
         host: As it was before anything grew; it is changed and returned.
-        state_dict: Of a grown host, or of a plain one.
+        state_dict: Of a grown host, of an export in which all seeds were merged (layers
+            get its sizes), or of a plain one.
     """
     if not isinstance(host, nn.Module) or not isinstance(state_dict, Mapping):
         raise BadInput("rebuild takes the plain host and a state_dict.")
     attached: list[Grown] = []
     state_dict = _with_tied(host, state_dict)
+    topologies = [n for n in state_dict if n.endswith(TOPOLOGY)]
+    if not topologies and any(n.startswith(f"{NAME}.") for n in state_dict):
+        raise BadInput(
+            "this is the state of an export in which not all seeds were merged; save "
+            "that one whole with torch.save(module, path), or the host with esper.save."
+        )
+    put_back = None
     try:
-        for name in [n for n in state_dict if n.endswith(TOPOLOGY)]:
+        for name in topologies:
             prefix = name.removesuffix(TOPOLOGY)
             attached.append(_attached(host, state_dict, prefix))
+        if not topologies:
+            put_back = fit_sizes(host, state_dict)
         host.load_state_dict(state_dict)
     except BaseException:
         for grown in attached:
             grown.detach()
+        if put_back is not None:
+            put_back()
         raise
     return host
 

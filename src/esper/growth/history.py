@@ -8,6 +8,7 @@ from typing import Final
 from pydantic import TypeAdapter
 
 from esper.contracts.stages import Stage, StageChanged
+from esper.growth.blueprints.seed import Cost
 from esper.growth.model import GrowingModel
 from esper.growth.topology import Receipt
 
@@ -50,15 +51,17 @@ def summary(
 ) -> str:
     """One page: what grew, what it cost, and why nothing grew when nothing did."""
     host, grown, active = model.survey, model.count(), model.count(active=True)
+    exported = model.count(exported=True)
     lines = [
         f"{len(history)} decisions; parameters {host.parameters:,} -> "
         f"{grown.parameters:,} ({grown.parameters / host.parameters:.2f} x), "
         f"multiply-adds per row {host.macs:,} -> {active.macs:,}"
     ]
-    if grown.parameters > active.parameters:
+    if exported != Cost(grown.parameters, active.macs):
         lines.append(
-            f"{grown.parameters - active.parameters:,} of the parameters are in seeds "
-            "that do not change the output yet; an export leaves them out"
+            f"an export has {exported.parameters:,} parameters and {exported.macs:,} "
+            "multiply-adds per row: seeds that do not change the output yet are left "
+            "out, linear ones are added to the weights of their layers"
         )
     if history:
         first, last = history[0], history[-1]

@@ -1,7 +1,7 @@
 """Where seeds attach to a host, and training seeds in a pass of their own.
 
 Two hooks per place: the inlet's keeps the tensor that the seeds read, the outlet's adds
-their outputs to the tensor there. An empty place costs two calls of a few instructions.
+their outputs to the tensor there. They are on the host while the place has seeds.
 New units of neighbouring places feed each other, times the first one's alpha; a seed
 that is not active in a pass feeds nobody in it.
 A seed whose code raises is skipped from then on and recorded in `Flow.failed`. What a
@@ -16,9 +16,10 @@ random state restored: a host with a training seed equals the host without it to
 bit.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import takewhile
 from threading import get_ident
 from typing import Any, Final
 
@@ -35,6 +36,8 @@ from esper.growth.tracing import first_tensor, kept_randomness, swapped_buffers
 
 ADD: Final = 0
 SCALE: Final = 1
+MARK: Final = "_esper_flow"
+"""Where a module says whose outlet it is."""
 
 
 @dataclass(slots=True)
@@ -83,13 +86,35 @@ class Flow:
 
 
 @dataclass(slots=True)
+class Hook:
+    """A hook that is on a module only while it is needed.
+
+    A module with any hook takes a slower path through torch, which a small host feels.
+    """
+
+    handle: RemovableHandle
+    held: dict[int, Callable[..., Any]]
+    """All hooks of its kind on the module, by the order in which they were made."""
+    call: Callable[..., Any]
+
+    def switch(self, *, on: bool) -> None:
+        """Be called or not, in the order in which the module was given its hooks."""
+        key = self.handle.id
+        if on and key not in self.held:
+            younger = [*takewhile(lambda other: other > key, reversed(self.held))]
+            self.held[key] = self.call
+            for other in reversed(younger):
+                self.held[other] = self.held.pop(other)
+        elif not on:
+            self.held.pop(key, None)
+
+
+@dataclass(slots=True)
 class SlotHooks:
     """The hooks of one place and its seeds."""
 
     place: InsertionPoint
     flow: Flow
-    branches: dict[int, Branch] = field(default_factory=dict)
-    """Seeds by slot number, in the order of slots."""
     below: list["SlotHooks"] = field(default_factory=list)
     """Places that begin with the layer where this one ends: units feed units there."""
     above: dict[int, dict[int, tuple[FormSeed, Tensor]]] = field(default_factory=dict)
@@ -97,28 +122,49 @@ class SlotHooks:
     """
     _inputs: dict[int, Tensor] = field(default_factory=dict)
     """What the inlet was given, by thread."""
-    _handles: list[RemovableHandle] = field(default_factory=list)
+    _branches: dict[int, Branch] = field(default_factory=dict)
+    _hooks: list["Hook"] = field(default_factory=list)
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """For copies: without the tensors that a failed pass has left."""
+        state = {one.name: getattr(self, one.name) for one in fields(self)}
+        return None, state | {"_inputs": {}, "above": {}}
+
+    @property
+    def branches(self) -> Mapping[int, Branch]:
+        """Seeds by slot number, in the order of slots."""
+        return self._branches
+
+    @branches.setter
+    def branches(self, branches: Mapping[int, Branch]) -> None:
+        self._branches = dict(sorted(branches.items()))
+        for hook in self._hooks:
+            hook.switch(on=bool(branches))
 
     def attach(self) -> None:
-        """Put the hooks on the host."""
-        for hook in self.place.outlet._forward_hooks.values():
-            other = getattr(hook, "__self__", None)
-            if isinstance(other, SlotHooks) and other.flow is not self.flow:
-                raise BadInput(
-                    f"{self.place.site.outlet!r} has slots of another Grower; call "
-                    "its detach() first."
-                )
-        if not self.place.site.residual:
-            self._handles.append(
-                self.place.inlet.register_forward_pre_hook(self.read, with_kwargs=True)
+        """Take a place on the host; the hooks come with the first seed."""
+        outlet, place = self.place.outlet, self.place
+        other = outlet.__dict__.get(MARK)
+        if other is not None and other is not self.flow:
+            raise BadInput(
+                f"{place.site.outlet!r} has slots of another Grower; call its "
+                "detach() first."
             )
-        self._handles.append(self.place.outlet.register_forward_hook(self.write))
+        outlet.__dict__[MARK] = self.flow
+        if not place.site.residual:
+            handle = place.inlet.register_forward_pre_hook(self.read, with_kwargs=True)
+            self._hooks.append(Hook(handle, place.inlet._forward_pre_hooks, self.read))
+        handle = outlet.register_forward_hook(self.write)
+        self._hooks.append(Hook(handle, outlet._forward_hooks, self.write))
+        self.branches = self._branches
 
     def detach(self) -> None:
         """Take the hooks off the host."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for hook in self._hooks:
+            hook.handle.remove()
+        self._hooks.clear()
+        if self.place.outlet.__dict__.get(MARK) is self.flow:
+            del self.place.outlet.__dict__[MARK]
         self.clear()
 
     def clear(self) -> None:
@@ -128,15 +174,12 @@ class SlotHooks:
 
     def read(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
         """Keep the inlet's input."""
-        if self.branches:
-            thread = get_ident()
-            self.above.pop(thread, None)
-            self._inputs[thread] = first_tensor((*args, *kwargs.values()))
+        thread = get_ident()
+        self.above.pop(thread, None)
+        self._inputs[thread] = first_tensor((*args, *kwargs.values()))
 
     def write(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:  # noqa: ANN401
         """Add the seeds' outputs to the outlet's."""
-        if not self.branches:
-            return output
         thread = get_ident()
         kept = self._inputs.pop(thread, None)
         inputs = output if self.place.site.residual else kept

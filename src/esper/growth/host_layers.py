@@ -5,10 +5,10 @@ full name of its class, so that no library that defines one is imported here. Al
 and write a weight as `[outputs, inputs, ...]`, however the layer stores it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -103,3 +103,70 @@ def write_sizes(module: nn.Module) -> None:
     outputs, inputs = turned(module, module.get_parameter("weight")).shape[:2]
     setattr(module, kind.outputs, outputs)
     setattr(module, kind.inputs, inputs)
+
+
+SIZED_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm)
+"""Norms that get units with the layer before them."""
+
+
+def fit_sizes(host: nn.Module, state: Mapping[str, Any]) -> Callable[[], None]:
+    """Give layers and norms the sizes that they have in an exported network's state.
+
+    They only become larger; what differs otherwise is left for loading to refuse.
+
+    Returns:
+        What makes the host as it was.
+    """
+    before = []
+    for name, module in host.named_modules():
+        if kind_of(module) is None and not isinstance(module, SIZED_NORMS):
+            continue
+        tensors = (dict(module._parameters), dict(module._buffers))
+        held = (module, dict(vars(module)), *tensors)
+        prefix = f"{name}." if name else ""
+        grown = [
+            _grow(module, key, state.get(f"{prefix}{key}"))
+            for key in ("weight", "bias", "running_mean", "running_var")
+        ]
+        if any(grown):
+            before.append(held)
+            write = _write_norm_sizes if kind_of(module) is None else write_sizes
+            write(module)
+
+    def put_back() -> None:
+        for module, attributes, parameters, buffers in before:
+            vars(module).update(attributes)
+            module._parameters, module._buffers = parameters, buffers
+
+    return put_back
+
+
+def _grow(module: nn.Module, key: str, given: object) -> bool:
+    """Give a module's tensor a larger shape; returns whether it got one."""
+    own = getattr(module, key, None)
+    like = module._parameters.get("weight") if own is None else own
+    if like is None or not isinstance(given, Tensor):
+        return False
+    if own is None:
+        fits = key == "bias" and kind_of(module) is not None  # folding may make one
+    else:
+        larger = zip(given.shape, own.shape, strict=False)
+        fits = own.dim() == given.dim() and all(new >= old for new, old in larger)
+        fits &= own.shape != given.shape
+    if fits and key in module._buffers:
+        setattr(module, key, like.new_empty(given.shape))
+    elif fits:
+        value = nn.Parameter(like.new_empty(given.shape), like.requires_grad)
+        setattr(module, key, value)
+    return fits
+
+
+def _write_norm_sizes(norm: nn.Module) -> None:
+    """Let a norm's attributes say the size that its weight has; groups stay as wide."""
+    like = norm._buffers.get("running_mean")
+    units = len(norm.get_parameter("weight") if like is None else like)
+    if isinstance(norm, nn.GroupNorm):
+        norm.num_groups = norm.num_groups * units // norm.num_channels
+        norm.num_channels = units
+    elif isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d):
+        norm.num_features = units

@@ -20,7 +20,7 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 
 from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionSpec, Op
-from esper.contracts.blueprints import BLUEPRINTS, Blueprint
+from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
 from esper.contracts.errors import BadInput, IllegalAction, unknown
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage
@@ -36,6 +36,7 @@ from esper.growth.grown import (
     seed_middle,
 )
 from esper.growth.hooks import ADD, Flow, SlotHooks
+from esper.growth.host_layers import units_of
 from esper.growth.lifecycle import SeedStates
 from esper.growth.merging import why_no_merge
 from esper.growth.slots import InsertionPoint, Survey, survey
@@ -134,6 +135,8 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
             raise BadInput(f"seeds_per_slot must be at least 1, got {seeds_per_slot}.")
         if tick < 1:
             raise BadInput(f"tick must be at least 1 batch, got {tick}.")
+        if isinstance(blueprints, str):
+            raise BadInput(f"blueprints must be a list of names, got {blueprints!r}.")
         chosen = BLUEPRINTS if blueprints is None else tuple(map(find, blueprints))
         before = grown_part(host)
         if before is not None:
@@ -272,6 +275,8 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
 
     def training_seeds(self) -> dict[int, nn.Module]:
         """The seeds that learn in shadow passes, by slot number."""
+        if not len(self.seeds):
+            return {}
         return {
             slot: branch.seed
             for hooks in self.hooks
@@ -290,20 +295,42 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
 
     # What it costs.
 
-    def count(self, *, active: bool = False) -> Cost:
+    def count(self, *, active: bool = False, exported: bool = False) -> Cost:
         """Parameters and multiply-adds per row of the host with its living seeds.
 
         With `active`, without those that do not change the output and that an export
-        leaves out. This is the one count for budget, rent, receipts and summary.
+        leaves out; with `exported`, also without linear seeds that an export adds to
+        the weights of a layer. This is the one count for budget, rent, receipts and
+        summary.
         """
         counted = {
             slot
             for hooks in self.hooks
             for slot, branch in hooks.branches.items()
-            if not active or (branch.alpha > 0 and not branch.shadow)
+            if not (active or exported) or (branch.alpha > 0 and not branch.shadow)
         }
-        host = Cost(self.survey.parameters, self.survey.macs)
-        return sum((self.cost_of(slot, counted) for slot in counted), host)
+        total = Cost(self.survey.parameters, self.survey.macs)
+        folded = {slot for slot in counted if exported and self._is_linear(slot)}
+        new_biases = {
+            self.place(slot).outlet
+            for slot in folded
+            if self.spec.blueprints[int(self.states.blueprint[0, slot])].form
+            is Form.SCALE_SHIFT
+            and self.place(slot).outlet._parameters.get("bias") is None
+        }
+        for layer in new_biases:
+            total += Cost(units_of(layer), 0)
+        counted -= folded
+        return sum((self.cost_of(slot, counted) for slot in counted), total)
+
+    def _is_linear(self, slot: int) -> bool:
+        """Whether a seed folds into weights that are there already."""
+        kind = self.spec.blueprints[int(self.states.blueprint[0, slot])]
+        return (
+            kind.form in (Form.LOW_RANK, Form.SCALE_SHIFT)
+            and self.hooks_of(slot).branches[slot].style == ADD
+            and not why_no_merge(self.place(slot), kind)
+        )
 
     def cost_of(self, slot: int, others: Collection[int] | None = None) -> Cost:
         """Cost of a planted seed and of its blocks with seeds of others (None: all)."""

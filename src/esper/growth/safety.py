@@ -23,7 +23,6 @@ from enum import IntEnum
 from typing import Any, Final
 
 import torch
-from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -41,7 +40,9 @@ LARGEST: Final = 1e30
 """A weight or buffer beyond this is as good as infinite: its square is."""
 REMOVABLE: Final = (Stage.BLENDING, Stage.HOLDING)
 """Stages of a seed that changes the output and can still be removed."""
-_FLOAT_MAX: Final = torch.finfo(torch.float32).max
+
+
+_MOST: Final = torch.finfo(torch.float32).max
 
 
 class Verdict(IntEnum):
@@ -81,90 +82,81 @@ class GovernorConfig:
 class HealthMonitor:
     """Running statistics of loss and gradient norm, and verdicts from them.
 
-    Row 0 of every statistic is the loss, row 1 the gradient norm. Everything stays on
-    the device; a bad batch never enters the statistics.
+    A bad batch never enters the statistics.
     """
 
-    def __init__(self, config: GovernorConfig, device: torch.device | str) -> None:
+    def __init__(self, config: GovernorConfig) -> None:
         self.config = config
-        self.ring = torch.full((2, config.window), torch.inf, device=device)
-        """The last healthy batches; infinite where there was none yet."""
-        self.limits = torch.full((2,), torch.inf, device=device)
-        self.first = torch.full((2,), torch.nan, device=device)
+        self.recent: list[list[float]] = []
+        """Loss and norm of the last healthy batches, at most a window of them."""
+        self.limits = [math.inf, math.inf]
+        self.first = [math.nan, math.nan]
         """The first medians that were known."""
-        self.first_window = torch.tensor(torch.nan, device=device)
+        self.first_window = math.nan
         """Median loss of the first full window."""
-        self.best = torch.tensor(torch.inf, device=device)
+        self.best = math.inf
         """Lowest median loss of any full window."""
-        self.streak = torch.tensor(0, device=device)
+        self.streak = 0
         """Bad batches since the last healthy one."""
         self.batches = 0
 
-    @torch.no_grad()
-    def judge(
-        self, loss: Float[Tensor, ""], norm: Float[Tensor, ""], finite: Bool[Tensor, ""]
-    ) -> Int64[Tensor, ""]:
-        """The `Verdict` on a batch before its step; healthy ones are recorded.
+    def judge(self, loss: float, norm: float, *, finite: bool) -> Verdict:
+        """The verdict on a batch before its step; healthy ones are recorded.
 
         Until eight healthy batches were seen, only NON_FINITE is possible.
         """
-        values = torch.stack([loss.detach().float(), norm.detach().float()])
-        sound = (values.abs() <= _FLOAT_MAX).all() & finite
-        spike = (values > self.limits).any()
-        verdict = (spike * int(Verdict.SPIKE)).masked_fill(~sound, Verdict.NON_FINITE)
-        healthy = verdict == 0
-        known = self.limits[0] <= _FLOAT_MAX
-        last = (self.streak >= self.config.patience - 1) & known & ~healthy
-        self.streak = (self.streak + 1).masked_fill(healthy, 0)
-        place = self.ring[:, self.batches % self.config.window]
-        place.copy_(torch.where(healthy, values, place))
+        verdict = Verdict.HEALTHY
+        if not (finite and math.isfinite(loss) and math.isfinite(norm)):
+            verdict = Verdict.NON_FINITE
+        elif loss > self.limits[0] or norm > self.limits[1]:
+            verdict = Verdict.SPIKE
+        if verdict is Verdict.HEALTHY:
+            self.streak = 0
+            self.recent.append([loss, norm])
+            del self.recent[: -self.config.window]
+        else:
+            self.streak += 1
+            known = math.isfinite(self.limits[0])
+            if known and self.streak >= self.config.patience:
+                verdict = Verdict.DIVERGED
         self.batches += 1
-        if self.batches % RENEWAL == 0:
+        if self.batches % RENEWAL == 0 and len(self.recent) >= WARM_UP:
             self._renew()
-        return verdict.masked_fill(last, int(Verdict.DIVERGED))
+        return verdict
 
-    def has_unlearnt(self, loss: Float[Tensor, ""]) -> Bool[Tensor, ""]:
+    def has_unlearnt(self, loss: float) -> bool:
         """Whether a loss is above that of the first window, after it had fallen."""
         start = self.first_window
-        limit = start + GUESSING * start.abs() + SLACK * self.first[0].abs()
-        return (self.best < start) & (loss > limit)
+        limit = start + GUESSING * abs(start) + SLACK * abs(self.first[0])
+        return self.best < start and loss > limit
 
-    def medians(self) -> Float[Tensor, "2"]:
-        """Medians of what the ring holds."""
-        return self._quartiles()[0][1]
+    def medians(self) -> list[float]:
+        """Medians of loss and norm; infinite if there was no batch yet."""
+        return [self._quartiles(row)[1] for row in (0, 1)]
 
     def state_dict(self) -> dict[str, Any]:
-        """All statistics, as tensors of their own."""
-        return {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in vars(self).items()
-            if key != "config"
-        }
+        """All statistics."""
+        mine = {key: value for key, value in vars(self).items() if key != "config"}
+        return copy.deepcopy(mine)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from saved statistics."""
-        mine = self.state_dict()
-        if state.keys() != mine.keys() or any(
-            isinstance(value, Tensor)
-            and getattr(state[name], "shape", 0) != value.shape
-            for name, value in mine.items()
-        ):
+        fits = state.keys() == self.state_dict().keys()
+        if not fits or len(state["recent"]) > self.config.window:
             raise BadInput(
                 "the governor's statistics are not of this window; load a state that "
                 "was saved with the same configuration."
             )
-        device = self.ring.device
-        for name, value in state.items():
-            moved = value.to(device, copy=True) if isinstance(value, Tensor) else value
-            setattr(self, name, moved)
+        for name, value in copy.deepcopy(dict(state)).items():
+            setattr(self, name, value)
 
     def describe(
         self, verdict: Verdict, loss: float, norm: float, *, finite: bool
     ) -> str:
-        """The reason of a verdict in one line; reads the device."""
+        """The reason of a verdict in one line."""
         names, values = ("loss", "gradient norm"), (loss, norm)
-        usual = self.medians().tolist()
-        wild = [row for row in (0, 1) if not abs(values[row]) <= _FLOAT_MAX]
+        usual = self.medians()
+        wild = [row for row in (0, 1) if not math.isfinite(values[row])]
         if wild:
             why = f"the {names[wild[0]]} is not finite ({values[wild[0]]})"
         elif not finite:
@@ -175,28 +167,28 @@ class HealthMonitor:
             row = int(far[1] > far[0])
             why = f"the {names[row]} is {values[row]:.4g}, usually {usual[row]:.4g}"
         if verdict is Verdict.DIVERGED:
-            return f"{int(self.streak)} bad batches in a row; at the last, {why}"
+            return f"{self.streak} bad batches in a row; at the last, {why}"
         return f"{why}; the step was refused"
 
     def _renew(self) -> None:
-        """Limits from what the ring holds now."""
-        (low, middle, high), filled = self._quartiles()
-        seen, full = filled >= WARM_UP, filled >= self.config.window
-        factors = middle.new_tensor([self.config.loss_spike, self.config.spike])
-        self.first = torch.where(self.first.isnan() & seen, middle, self.first)
-        far = torch.maximum(middle.abs(), high - low) * (factors - 1)
-        limits = (middle + far + SLACK * self.first.abs()).clamp(max=_FLOAT_MAX)
-        self.limits = torch.where(seen, limits, torch.inf)
-        start = self.first_window
-        self.first_window = torch.where(start.isnan() & full, middle[0], start)
-        self.best = torch.where(full, torch.minimum(self.best, middle[0]), self.best)
+        """Limits from the batches that are held now."""
+        factors = (self.config.loss_spike, self.config.spike)
+        for row, factor in enumerate(factors):
+            low, middle, high = self._quartiles(row)
+            if math.isnan(self.first[row]):
+                self.first[row] = middle
+            far = (factor - 1) * max(abs(middle), high - low)
+            self.limits[row] = middle + far + SLACK * abs(self.first[row])
+        if len(self.recent) == self.config.window:
+            middle = self._quartiles(0)[1]
+            if math.isnan(self.first_window):
+                self.first_window = middle
+            self.best = min(self.best, middle)
 
-    def _quartiles(self) -> tuple[Float[Tensor, "3 2"], Int64[Tensor, ""]]:
-        """Quartiles of the filled places, and how many they are."""
-        ordered = self.ring.sort(dim=-1).values  # empty places are infinite, so last
-        filled = (self.ring[0] <= _FLOAT_MAX).sum()
-        places = (filled - 1).clamp(min=0) * torch.arange(1, 4, device=filled.device)
-        return ordered[:, places // 4].T, filled
+    def _quartiles(self, row: int) -> list[float]:
+        """Of the losses (row 0) or norms (row 1) that are held."""
+        ordered = sorted(pair[row] for pair in self.recent) or [math.inf]
+        return [ordered[(len(ordered) - 1) * quarter // 4] for quarter in (1, 2, 3)]
 
 
 class Snapshot:
@@ -263,7 +255,12 @@ class Safety:
         self._shadow_failures = 0
         self._due = False
         self._loss: Tensor | None = None
+        self._homes: list[dict[str, Tensor | None]] = []
+        """Where the model's modules keep their buffers."""
         self._buffers: list[tuple[Tensor, Tensor]] = []
+        """Buffers, and what they were before the batch."""
+        self._numbers: list[Tensor] = []
+        """Buffers that are judged."""
         self.monitor: HealthMonitor | None = None
         if config is None:
             return
@@ -272,13 +269,13 @@ class Safety:
                 raise BadInput(
                     f"{name!r} is not finite; a host must be healthy to be grown."
                 )
-        device = next(self._model.host.parameters()).device
-        self.monitor = HealthMonitor(config, device)
+        self.monitor = HealthMonitor(config)
         # A mask of -inf is a constant, not a sign of trouble.
         buffers = self._model.host.buffers()
         self._constants = {id(b) for b in buffers if not all_finite([b], LARGEST)}
         self.snapshot = Snapshot(self._model, self._optimizer)
         self._healthy = self.monitor.state_dict()
+        self._find_buffers()
         topology.surgery.before_step = self._before_step
 
     def take_snapshot(self) -> bool:
@@ -297,21 +294,26 @@ class Safety:
         if self.monitor is not None:
             self.snapshot.follow_topology()
             self._due = True
+            self._find_buffers()
 
     def before_batch(self) -> None:
         """Keep the buffers as they are before the first batch of a step."""
         if self.monitor is None or self._loss is not None:  # gradients accumulate
             return
-        live = [*self._model.buffers()]
+        live = [b for home in self._homes for b in home.values() if b is not None]
         if [id(b) for b in live] != [id(b) for b, _ in self._buffers]:
             self._buffers = [(buffer, buffer.clone()) for buffer in live]
+            self._numbers = [b for b in live if id(b) not in self._constants]
         elif live:
             torch._foreach_copy_([held for _, held in self._buffers], live)
 
     def after_batch(self, loss: Tensor) -> None:
         """Remember the worst loss of a step; it is judged with its gradients."""
-        loss = loss.detach().reshape(()).float()
+        loss = loss.detach()
         self._loss = loss if self._loss is None else torch.maximum(self._loss, loss)
+
+    def _find_buffers(self) -> None:
+        self._homes = [m._buffers for m in self._model.modules() if m._buffers]
 
     def check_decision(self) -> bool:
         """Judge what was learnt so far; returns whether all was rolled back."""
@@ -320,11 +322,11 @@ class Safety:
         reason, usual = "", self.monitor.medians()[0]
         if not self._is_finite():
             reason = "a weight, buffer or moment of the model is not finite"
-        elif bool(self.monitor.has_unlearnt(usual)):
+        elif self.monitor.has_unlearnt(usual):
             reason = (
-                f"the loss is usually {float(usual):.4g} now, worse than the "
-                f"{float(self.monitor.first_window):.4g} it began with; what was "
-                "learnt is lost"
+                f"the loss is usually {usual:.4g} now, worse than the "
+                f"{self.monitor.first_window:.4g} it began with; what was learnt is "
+                "lost"
             )
         if reason:
             self._roll_back(reason)
@@ -354,7 +356,7 @@ class Safety:
         for slot, seed in self._model.training_seeds().items():
             weights = [*seed.parameters()]
             tensors = [*weights, *seed.buffers(), *self._moments(weights)]
-            if not self._ranks.all_agree(bool(all_finite(tensors, LARGEST))):
+            if not self._ranks.all_agree(all_finite(tensors, LARGEST)):
                 self._remove(slot, "its weights are not finite")
 
     def _remove(self, slot: int, reason: str) -> None:
@@ -370,45 +372,54 @@ class Safety:
         parameters = [p for g in self._optimizer.param_groups for p in g["params"]]
         shadow = self._training_tensors()
         trained = [p for p in parameters if p.grad is not None]
-        active = [_dense(p.grad) for p in trained if id(p) not in shadow]
-        beside = [p.grad for p in trained if id(p) in shadow]
         if not trained:
             return
-        # Training seeds do not affect the host, so they have no part in its norm.
-        norm = torch.nn.utils.get_total_norm(active).float()
-        # Without `grower.loss` the loss is unknown.
-        loss = norm.new_zeros(()) if self._loss is None else self._loss.to(norm.device)
-        skip = shadow | self._constants
-        buffers = [buffer for buffer, _ in self._buffers if id(buffer) not in skip]
-        finite = all_finite(buffers, LARGEST).to(loss.device)
-        seeds_finite = all_finite(beside).to(loss.device)
-        if self._ranks.many:
-            bad = (~torch.stack([finite, seeds_finite])).float()
-            agreed = self._ranks.worst(torch.stack([loss, norm, *bad]))
-            loss, norm = agreed[0], agreed[1]
-            finite, seeds_finite = agreed[2] == 0, agreed[3] == 0
-        unlearnt = self.monitor.has_unlearnt(loss)
-        found = self.monitor.judge(loss, norm, finite)
-        flags = torch.stack([found, seeds_finite.long(), unlearnt.long()])
-        verdict, seeds_fine, behind = flags.tolist()
+        loss, norm, finite, seeds_finite = self._measured(trained, shadow)
         self._loss = None
-        if verdict != Verdict.HEALTHY:
-            reason = self.monitor.describe(
-                Verdict(verdict), float(loss), float(norm), finite=bool(finite)
-            )
-            self._refuse(parameters, Verdict(verdict), reason)
+        due = self._due and not self.monitor.has_unlearnt(loss)
+        verdict = self.monitor.judge(loss, norm, finite=finite)
+        if verdict is not Verdict.HEALTHY:
+            reason = self.monitor.describe(verdict, loss, norm, finite=finite)
+            self._refuse(parameters, verdict, reason)
             return
-        if seeds_fine:
+        if seeds_finite:
             self._shadow_failures = 0
         else:
             self._refuse_shadow(parameters, shadow)
-        if self._due and not behind:
+        if due:
             self.take_snapshot()
+
+    def _measured(
+        self, trained: Sequence[Tensor], shadow: set[int]
+    ) -> tuple[float, float, bool, bool]:
+        """Loss and gradient norm; whether buffers and seeds' gradients are finite.
+
+        All of it is read from the device at once; over ranks it is the worst of all.
+        """
+        # Training seeds do not affect the host, so they have no part in its norm.
+        own = [_gradient(p) for p in trained if id(p) not in shadow]
+        beside = [_gradient(p) for p in trained if id(p) in shadow]
+        buffers = [b for b in self._numbers if id(b) not in shadow]
+        found = [*torch._foreach_norm([*own, *beside]), *_norms(buffers)]
+        if self._loss is not None:  # without `grower.loss` it is unknown
+            found.append(self._loss.reshape(()).to(found[0].device))
+        read = torch.stack(found).tolist()
+        norms, held = read[: len(trained)], read[len(trained) :]
+        loss = 0.0 if self._loss is None else held.pop()
+        norm = math.hypot(*norms[: len(own)])
+        seeds_finite = all(map(math.isfinite, norms[len(own) :]))
+        finite = all(n <= LARGEST for n in held) or all_finite(buffers, LARGEST)
+        if self._ranks.many:
+            bad = [float(not finite), float(not seeds_finite)]
+            mine = torch.tensor([loss, norm, *bad], device=trained[0].device)
+            loss, norm, *bad = self._ranks.worst(mine).tolist()
+            finite, seeds_finite = (not flag for flag in bad)
+        return loss, norm, finite, seeds_finite
 
     def _refuse(self, parameters: list[Tensor], verdict: Verdict, reason: str) -> None:
         """Let the step change nothing; roll back if the model itself is damaged."""
         self._undo(parameters, {id(buffer) for buffer, _ in self._buffers})
-        sound = self._ranks.all_agree(bool(all_finite(self._active(), LARGEST)))
+        sound = self._ranks.all_agree(all_finite(self._active(), LARGEST))
         if verdict is Verdict.DIVERGED or not sound:
             self._roll_back(reason)
         else:
@@ -438,7 +449,7 @@ class Safety:
         assert self.monitor is not None
         self.snapshot.restore()
         self.monitor.load_state_dict(self._healthy)
-        self.monitor.streak.zero_()
+        self.monitor.streak = 0
         self.rollbacks += 1
         if self.rollbacks > 1:
             for moment in self._moments(self._optimizer.state):
@@ -459,7 +470,7 @@ class Safety:
     def _is_finite_with(self, **seeds: int) -> bool:
         """Whether the output is finite with a seed tried or left out."""
         with self._model.flow.using(**seeds):
-            fine = bool(all_finite(self._model.example_outputs()))
+            fine = all_finite(self._model.example_outputs())
         return self._ranks.all_agree(fine)
 
     def _undo(self, parameters: Iterable[Tensor], buffers: set[int]) -> None:
@@ -495,22 +506,28 @@ class Safety:
 
     def _is_finite(self) -> bool:
         active = self._active()
-        fine = bool(all_finite([*active, *self._moments(active)], LARGEST))
+        fine = all_finite([*active, *self._moments(active)], LARGEST)
         return self._ranks.all_agree(fine)
 
 
-def all_finite(tensors: Sequence[Tensor], limit: float = math.inf) -> Bool[Tensor, ""]:
+def all_finite(tensors: Sequence[Tensor], limit: float = math.inf) -> bool:
     """Whether no number is NaN, infinite or beyond the limit."""
+    norms = _norms(tensors)
+    # A norm is at least the largest number and quickly computed, but it may overflow.
+    if not norms or bool((torch.stack(norms) <= min(limit, _MOST)).all()):
+        return True
+    largest = torch.stack(_norms(tensors, torch.inf))
+    return bool((torch.isfinite(largest) & (largest <= limit)).all())
+
+
+def _norms(tensors: Sequence[Tensor], order: float = 2.0) -> tuple[Tensor, ...]:
+    """Norms of the tensors that hold fractions."""
     numbers = [
         tensor.detach()
         for tensor in tensors
         if tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
     ]
-    if not numbers:
-        return torch.ones((), dtype=torch.bool)
-    # The largest magnitude cannot overflow, as a sum of squares would.
-    largest = torch.stack(torch._foreach_norm(numbers, torch.inf))
-    return (torch.isfinite(largest) & (largest <= limit)).all()
+    return torch._foreach_norm(numbers, order) if numbers else ()
 
 
 def random_state(model: nn.Module) -> dict[str, Tensor]:
@@ -541,5 +558,8 @@ def _unexpanded(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     return tensor
 
 
-def _dense(gradient: Tensor) -> Tensor:
+def _gradient(parameter: Tensor) -> Tensor:
+    """The numbers of a gradient that exists, dense or sparse."""
+    gradient = parameter.grad
+    assert gradient is not None
     return gradient.coalesce().values() if gradient.is_sparse else gradient

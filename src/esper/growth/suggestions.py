@@ -107,10 +107,11 @@ def choose_slots(
 
     A pattern such as "*.mlp" matches the name of a slot, or of a module that holds it.
     """
-    if isinstance(slots, str):
-        if slots != "auto":
-            raise BadInput(f"slots must be a list of names or 'auto', got {slots!r}.")
+    if isinstance(slots, str) and slots == "auto":
         return suggest_slots(model, example, reject=reject)
+    listed = isinstance(slots, Sequence) and not isinstance(slots, str)
+    if not listed or not all(isinstance(slot, str) for slot in slots):
+        raise BadInput(f"slots must be a list of names or 'auto', got {slots!r}.")
     if not any(WILDCARDS & {*slot} for slot in slots):
         return tuple(slots)
     suggested = suggest_slots(model, example, reject=reject)

@@ -113,12 +113,6 @@ class Topology(Follower):
         self._record_stages(stages, op.name)
         return receipt
 
-    @property
-    def moving(self) -> bool:
-        """Whether a seed trains, blends or fades: batches matter to it."""
-        states = self.model.states
-        return bool((states.moved < states.length).any())
-
     def tick(self, batches: int = 1, *, decision: bool = True) -> None:
         """Let batches pass, up to a decision."""
         stages = self.model.states.stage

@@ -1,0 +1,103 @@
+"""What is counted is what is there: in the network that grows and in its export."""
+
+import warnings
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import esper
+from benchmarks.zoo import ARCHITECTURES, CLASSES, ROWS, Mlp
+from esper.contracts.errors import BadInput
+from esper.grower import Grower
+from esper.growth.export import export
+from esper.growth.macs import count_macs
+from esper.growth.model import GrowingModel
+
+OWN = [name for name, one in ARCHITECTURES.items() if isinstance(one.build, type)]
+HUGGING = [name for name in ARCHITECTURES if name not in OWN]
+
+
+def parameters(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+def begin(name):
+    if name in HUGGING:
+        pytest.importorskip("transformers")
+    architecture = ARCHITECTURES[name]
+    model = architecture.make()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    options = {"example": architecture.example(), "controller": "never"}
+    with warnings.catch_warnings(action="ignore"):
+        grower = Grower(model, optimizer, [architecture.slot], **options)
+    return model, optimizer, grower
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_twelve_architectures_export_what_was_counted(name):
+    architecture = ARCHITECTURES[name]
+    model, optimizer, grower = begin(name)
+    first, second = grower.model.slots[0], grower.model.slots[-1]
+    grower.plant(first, architecture.blueprint, tempo="AT_ONCE")
+    for index in range(2):
+        batch = architecture.batch(index)
+        loss = grower.loss(lambda batch=batch: model(**batch)["loss"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    grower.plant(second, architecture.blueprint, tempo="SLOW")  # an export has it not
+    assert grower.model.count().parameters == parameters(model)
+    plain, told = grower.export().eval(), grower.model.count(exported=True)
+    example = architecture.example()
+    assert told.parameters == parameters(plain)
+    assert told.macs == count_macs(lambda: plain(**example)) // ROWS
+    assert f"an export has {told.parameters:,} parameters" in grower.summary()
+    again = esper.rebuild(architecture.make(), plain.state_dict()).eval()
+    with torch.no_grad():
+        assert torch.equal(plain(**example)["logits"], again(**example)["logits"])
+    assert type(plain) is type(again) is type(model)
+
+
+def test_multiply_adds_are_half_of_what_torch_counts_as_operations():
+    model, x = Mlp(), torch.randn(5, 6)
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    by_hand = 5 * (6 * 16 + 16 * 16 + 16 * CLASSES)
+    assert count_macs(lambda: model(x)) == by_hand == counter.get_total_flops() // 2
+
+
+@pytest.mark.parametrize(
+    ("slot", "blueprint"),
+    [("fc2->fc2", "low_rank_4"), ("fc2", "low_rank_4"), ("fc2", "scale_shift")],
+)
+@pytest.mark.parametrize("style", ["ADD", "SCALE"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_seeds_add_what_is_left_of_them_in_an_export(
+    slot, blueprint, style, bias
+):
+    host = Mlp()
+    if not bias:
+        host.fc2.bias = None
+    model = GrowingModel(host, [slot], {"x": torch.randn(4, 6)})
+    model.plant(f"{slot}#0", blueprint, tempo="AT_ONCE", style=style)
+    assert model.count().parameters == parameters(model.host)
+    assert model.count(exported=True).parameters == parameters(export(model))
+
+
+def test_the_state_of_an_export_that_does_not_fit_is_refused_and_nothing_changes():
+    model = GrowingModel(Mlp(), ["fc1->fc2", "fc2"], {"x": torch.randn(4, 6)})
+    model.plant("fc1->fc2#0", "widen_8", tempo="AT_ONCE")
+    state = export(model).state_dict()
+    host = Mlp()
+    shapes = {name: p.shape for name, p in host.named_parameters()}
+    spoilt = {**state, "fc3.weight": torch.zeros(CLASSES - 1, 16)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for fc3\.weight"):
+        esper.rebuild(host, spoilt)
+    assert shapes == {name: p.shape for name, p in host.named_parameters()}
+    assert (host.fc1.out_features, host.fc2.in_features) == (16, 16)
+    esper.rebuild(host, state)
+    assert (host.fc1.out_features, host.fc2.in_features) == (24, 24)
+    model.plant("fc2#0", "squeeze_excite", tempo="AT_ONCE")
+    with pytest.raises(BadInput, match="not all seeds were merged"):
+        esper.rebuild(Mlp(), export(model).state_dict())
