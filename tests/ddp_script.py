@@ -1,16 +1,20 @@
-"""One rank of a training that grows; `python -m tests.ddp_script FOLDER RANK RANKS`.
+"""One rank of a training that grows.
 
-It writes what it has seen to FOLDER/RANK.json. With one rank it trains on the whole
-batches, without a process group.
+    python -m tests.ddp_script FOLDER RANK RANKS BATCHES
+
+It writes what it has seen to FOLDER/RANK.pt. With one rank it trains on the whole
+batches, without a process group. All is computed in float64, so that sums in another
+order differ by little.
 """
 
-import json
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from esper.contracts.errors import EsperError
@@ -18,7 +22,7 @@ from esper.grower import Grower
 from esper.growth.ranks import digest
 from tests.growth.hosts import HOSTS, make_batch, make_host
 
-ROWS, BATCHES, PER_DECISION = 32, 24, 4
+ROWS, PER_DECISION = 32, 4
 BY_HAND = {
     0: ("up->down#0", "widen_8", "AT_ONCE"),
     4: ("up->down#1", "widen_x2", "FAST"),
@@ -27,24 +31,29 @@ BY_HAND = {
 """What is planted before which batch; the second one trains in shadow passes."""
 
 
-def train(rank: int, ranks: int) -> dict:
+def data(rows: int, rng_seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = make_batch("sequence", rows, rng_seed=rng_seed)
+    return x.double(), y
+
+
+def train(rank: int, ranks: int, batches: int) -> dict:
     torch.manual_seed(100 + rank)  # what ranks draw may differ
-    model = make_host("sequence")
+    model = make_host("sequence").double()
     model.drop.p = 0.0
     wrapped = DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.AdamW(wrapped.parameters(), 3e-3)
     slots = HOSTS["sequence"].slots
     grower = Grower(
-        wrapped, optimizer, slots, example=make_batch("sequence", 4)[0],
-        controller="random", decisions=6, tick=3, seeds_per_slot=2,
+        wrapped, optimizer, slots, example=data(4)[0], controller="random",
+        decisions=batches // PER_DECISION, tick=3, seeds_per_slot=2,
     )  # fmt: skip
     seen: dict = {"hashes": [], "actions": [], "losses": []}
-    for batch in range(BATCHES):
+    for batch in range(batches):
         if batch in BY_HAND:
             slot, blueprint, tempo = BY_HAND[batch]
             if grower.model.stage(slot).name == "DORMANT":
                 grower.plant(slot, blueprint, tempo=tempo)
-        x, y = make_batch("sequence", ROWS, rng_seed=batch)
+        x, y = data(ROWS, rng_seed=batch)
         part = slice(rank * ROWS // ranks, (rank + 1) * ROWS // ranks)
         x, y = x[part], y[part]
         if batch == 14 and rank == ranks - 1:  # on one rank only
@@ -61,18 +70,25 @@ def train(rank: int, ranks: int) -> dict:
             seen["actions"].append(decision.action)
             seen["losses"].append(decision.loss)
     seen["incidents"] = [i.split(" (")[0] for d in grower.history for i in d.incidents]
-    seen["weights"] = [float(p.double().sum()) for p in model.parameters()]
+    seen["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
     seen["seeds"] = [*grower.model.seeds]
     grower.detach()
     seen["refused"] = []
     if ranks > 1:
-        for misuse in ("unwrapped", "different"):
-            host = make_host("sequence")
-            other = DistributedDataParallel(host) if misuse == "different" else host
+        for misuse in ("unwrapped", "different", "sharded", "parallel"):
+            host = make_host("sequence").double()
+            other = {
+                "unwrapped": lambda module: module,
+                "different": DistributedDataParallel,
+                "sharded": lambda module: fully_shard(
+                    module, mesh=init_device_mesh("cpu", (ranks,))
+                ),
+                "parallel": nn.DataParallel,
+            }[misuse](host)
             try:
                 again = Grower(
                     other, torch.optim.SGD(host.parameters(), 0.1), slots,
-                    example=make_batch("sequence", 4)[0], controller="never",
+                    example=data(4)[0], controller="never",
                 )  # fmt: skip
                 with torch.no_grad():
                     host.last.weight.add_(float(rank))
@@ -84,13 +100,11 @@ def train(rank: int, ranks: int) -> dict:
 
 def main() -> None:
     torch.set_num_threads(1)
-    folder, rank, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    if ranks > 1:
-        meeting = f"file://{folder}/meeting"
-        dist.init_process_group("gloo", meeting, rank=rank, world_size=ranks)
-    (folder / f"{rank}.json").write_text(json.dumps(train(rank, ranks)))
-    if ranks > 1:
-        dist.destroy_process_group()
+    folder, (rank, ranks, batches) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=ranks)
+    torch.save(train(rank, ranks, batches), folder / f"{rank}.pt")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from esper.contracts.errors import BadInput, CallOrder
 from esper.growth.grown import NAME
+from esper.growth.slots import check_host
 
 
 class Ranks:
@@ -127,12 +128,14 @@ class Ranks:
             return
         # A rank on which a seed had no gradient takes part with zeros.
         given = [p.grad for p in parameters]
+        double = any(p.dtype == torch.float64 for p in parameters)
+        exact = torch.float64 if double else torch.float32
         parts = [
-            (torch.zeros_like(p) if g is None else g).flatten().float()
+            (torch.zeros_like(p) if g is None else g).flatten().to(exact)
             for p, g in zip(parameters, given, strict=True)
         ]
         there = self._tensor([float(g is not None) for g in given])
-        flat = torch.cat([*parts, there.float()])
+        flat = torch.cat([*parts, there.to(exact)])
         dist.all_reduce(flat, dist.ReduceOp.SUM, self.group)
         *means, there = flat.split([*(part.numel() for part in parts), len(there)])
         for parameter, mean, ranks in zip(
@@ -190,6 +193,7 @@ def unwrapped(
         model, wrapper = model.module, model
     ranks = Ranks(wrapper)
     if wrapper is None:
+        check_host(model)
         here = dist.is_available() and dist.is_initialized()
         if here and dist.get_world_size() > 1:
             raise BadInput(
