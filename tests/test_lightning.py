@@ -1,5 +1,9 @@
 """A Lightning module grows while its Trainer fits it."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -123,16 +127,41 @@ def test_a_seed_in_training_is_computed_twice_and_logged_once(tmp_path):
             controller="never",
             tick=100,
         )
-        module = fit(tmp_path / str(plant), 3, callback)
-        ends.append(
-            [everything(module.net, seeds=False), module.trainer.logged_metrics]
-        )
+        # Clipping would let the seed have a part in the norm.
+        module = fit(tmp_path / str(plant), 3, callback, gradient_clip_val=None)
+        logged = module.trainer.logged_metrics
+        ends.append([everything(module.net, seeds=False), float(logged["train_loss"])])
     assert callback.grower.model.training_seeds()
-    assert float(ends[0][1]["train_loss"]) == float(ends[1][1]["train_loss"])
+    assert ends[0] == ends[1]
     norms = [
         m for m in module.net.esper_seeds.modules() if isinstance(m, nn.BatchNorm1d)
     ]
     assert int(norms[0].num_batches_tracked) == 8
+
+
+def test_a_module_grows_in_mixed_precision(tmp_path):
+    callback = growing(decisions=4)
+    module = fit(tmp_path, 4, callback, precision="bf16-mixed")
+    assert len(callback.grower.model.seeds) > 1
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+    assert callback.grower.history[-1].loss < callback.grower.history[0].loss
+    checkpoint = torch.load(tmp_path / "epoch=3.ckpt", weights_only=False)
+    rebuilt = esper.rebuild(Classifier(), checkpoint["state_dict"])
+    assert everything(rebuilt) == everything(module)
+
+
+def test_two_ranks_grow_the_same_module_and_resume_it(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-m", "tests.lightning_script"]
+    subprocess.run([*command, str(tmp_path)], check=True, timeout=500)
+    first, second = (
+        json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)
+    )
+    assert first == second
+    whole, again = first
+    assert len(whole["actions"]) == 4
+    assert whole["seeds"]
+    assert whole == again
 
 
 def test_what_the_callback_cannot_do_is_refused_in_one_line(tmp_path):

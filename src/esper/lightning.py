@@ -67,7 +67,7 @@ class GrowCallback(Callback):
         if stage == "fit" and self.grower is None:
             host = pl_module.get_submodule(self.host)
             if grown_part(host) is None:
-                names = ("blueprints", "seeds_per_slot")
+                names = ("blueprints", "seeds_per_slot", "merge_only")
                 some = {n: self.options[n] for n in names if n in self.options}
                 model = GrowingModel(host, self.slots, self.example, **some)
                 model.seeds.follower = None  # the Grower takes it over
