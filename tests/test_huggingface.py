@@ -8,8 +8,6 @@ from torch.utils.data import Dataset
 
 import esper
 from esper.contracts.errors import BadInput
-from esper.growth.export import export
-from esper.growth.model import GrowingModel
 from esper.growth.tracing import eval_outputs
 from tests.growth.hosts import everything, shake
 
@@ -242,16 +240,8 @@ def test_what_the_callback_cannot_do_is_refused_in_one_line(tmp_path):
         train(tmp_path, growing(), gpt2(), eval_strategy="no", **plain)
     with pytest.raises(BadInput, match="'eval_f1' was not measured; there is"):
         train(tmp_path, growing(monitor="eval_f1"), gpt2(), **plain)
-    done = growing()
+    done = growing(controller="never")
     trainer = train(tmp_path, done, gpt2(), num_train_epochs=1, **plain)
+    assert not hasattr(trainer.model, "esper_seeds")  # nothing has grown
     with pytest.raises(BadInput, match="has grown a network already"):
         trainer.train()
-
-
-def test_export_of_a_growing_model_is_of_the_models_own_class():
-    host = llama()
-    model = GrowingModel(host, "auto", {"input_ids": IDS}, merge_only=True)
-    for slot in model.slots[:2]:
-        model.plant(slot, "widen_8", tempo="AT_ONCE")
-    shake(model)
-    assert type(export(model)) is LlamaForCausalLM

@@ -151,6 +151,7 @@ def test_a_module_grows_in_mixed_precision(tmp_path):
     assert everything(rebuilt) == everything(module)
 
 
+@pytest.mark.slow
 def test_two_ranks_grow_the_same_module_and_resume_it(tmp_path):
     command = [sys.executable, "-W", "ignore", "-m", "tests.lightning_script"]
     subprocess.run([*command, str(tmp_path)], check=True, timeout=500)

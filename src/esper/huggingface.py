@@ -118,7 +118,7 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
         **_: object,
     ) -> None:
         """Build the Grower, and go on where a checkpoint stopped."""
-        _refuse_arguments(args)
+        _refuse_arguments(args, state)
         if self.grower is not None:
             raise BadInput(
                 "this GrowCallback has grown a network already; make a new one for "
@@ -188,7 +188,9 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
         assert self._unwrap is not None
         self._unwrap()
         self._unwrap = None
-        if self.merge and grown_part(model):
+        if not self.grower.model.seeds:
+            self.grower.detach()
+        elif self.merge:
             try:
                 merge_into_model(self.grower)
             except BadInput as error:
@@ -292,7 +294,9 @@ def _drop_seeds(module: nn.Module, state: dict[str, Any], *_: object) -> None:
             del state[name]
 
 
-def _refuse_arguments(args: Any) -> None:  # noqa: ANN401
+def _refuse_arguments(args: Any, state: Any) -> None:  # noqa: ANN401
+    if state.is_hyper_param_search:
+        raise BadInput("GrowCallback grows one model; it takes no part in a search.")
     if args.world_size > 1 or args.n_gpu > 1:
         raise BadInput(
             "GrowCallback trains on one device; on several use esper.Grower with a "
