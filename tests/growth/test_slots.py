@@ -211,3 +211,13 @@ def test_recurrent_layers_count_their_products():
     seen = survey(host, ["first->last"], example)
     cells = 6 * 2 * 4 * 7 * ((5 + 7) + (14 + 7))
     assert seen.macs == cells + 14 * 6 + 6 * 3
+
+
+def test_fused_attention_is_neither_random_nor_switched_off_for_good():
+    layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+    host = nn.TransformerEncoder(layer, 1).eval()
+    example = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    slots = suggest_slots(host, example)
+    assert slots == ("layers.0.linear1->layers.0.linear2",)
+    assert look(host, *slots, example=example).places[0].geometry.spans
+    assert torch.backends.mha.get_fastpath_enabled()

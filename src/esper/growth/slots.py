@@ -135,10 +135,9 @@ def survey(host: nn.Module, slots: Iterable[str], example: Example) -> Survey:
             "two calls of the host in eval mode disagree; its forward must not be "
             "random or change with every call."
         )
-    modules = dict(host.named_modules())
-    places = tuple(insertion_point(site, modules, trace) for site in sites)
+    places = tuple(insertion_point(site, trace) for site in sites)
     for gate in filter(None, (place.gate for place in places)):
-        check_not_shared(host, gate, modules[gate])
+        check_not_shared(host, gate, trace.modules[gate])
     _refuse_overlap(places)
     for name in without_gradient(host, places, example):
         raise BadInput(f"no gradient reaches {name!r}; a seed there could not learn.")
@@ -263,6 +262,8 @@ class Trace:
     records: dict[str, _Record]
     """Of all layers and all ends of sites, by name."""
     tracer: PathTracer
+    modules: dict[str, nn.Module]
+    """All modules of the host by name."""
     leaves: int = 0
     outputs: list[Tensor] = field(default_factory=list)
 
@@ -272,7 +273,8 @@ def trace_host(host: nn.Module, sites: tuple[Site, ...], example: Example) -> Tr
     names = {module: name for name, module in host.named_modules()}
     ends = {end for site in sites for end in (site.inlet, site.outlet)}
     ends |= {name for module, name in names.items() if is_layer(module)}
-    trace = Trace({name: _Record() for name in ends}, PathTracer(names))
+    modules = {name: module for module, name in names.items()}
+    trace = Trace({name: _Record() for name in ends}, PathTracer(names), modules)
     records, tracer = trace.records, trace.tracer
     last_leaf: nn.Module | None = None
 
@@ -323,9 +325,7 @@ def _call(host: nn.Module, example: Example) -> Any:  # noqa: ANN401
         ) from error
 
 
-def insertion_point(
-    site: Site, modules: dict[str, nn.Module], trace: Trace
-) -> InsertionPoint:
+def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
     """A site as a call of the host shows it; refuses one that no seed can use."""
     for end in (site.inlet, site.outlet):
         calls = trace.records[end].calls
@@ -355,7 +355,7 @@ def insertion_point(
                 f"slot {site.name!r} reads {inlet.shape[0]} rows and writes "
                 f"{outlet.shape[0]}; inlet and outlet must share the batch."
             )
-    first, second = modules[site.inlet], modules[site.outlet]
+    first, second = trace.modules[site.inlet], trace.modules[site.outlet]
     leaf = written.last_leaf
     outlet_layout = _layout(outlet, second, leaf, site.outlet)
     inlet_layout = outlet_layout
@@ -363,7 +363,7 @@ def insertion_point(
         inlet_layout = _layout(inlet, first, first, site.inlet)
     span = _Span(problem="the slot does not span two layers")
     if not site.residual and site.inlet != site.outlet:
-        span = _span(site, modules, trace, inlet_layout)
+        span = _span(site, trace, inlet_layout)
     return InsertionPoint(
         site=site,
         geometry=Geometry(
@@ -402,9 +402,8 @@ class _Span:
     unit_inputs: int = 1
 
 
-def _span(
-    site: Site, modules: Mapping[str, nn.Module], trace: Trace, layout: Layout
-) -> _Span:
+def _span(site: Site, trace: Trace, layout: Layout) -> _Span:
+    modules = trace.modules
     for end in (site.inlet, site.outlet):
         if why := why_no_layer(modules[end]):
             return _Span(f"{end!r} {why}")

@@ -142,17 +142,18 @@ def _span_from(
     model: nn.Module, name: str, trace: Trace, before: Sequence[InsertionPoint]
 ) -> InsertionPoint:
     """The span that begins with a layer; refuses a layer that none begins with."""
-    modules = dict(model.named_modules())
+    modules, calls = trace.modules, trace.records[name].calls
     path = trace.tracer.paths.get(modules[name])
-    reader = path.reader if path is not None else None
-    if path is not None and path.problem:
+    if path is None or calls != 1:
+        raise BadInput(f"it is called {calls} times in one pass")
+    if path.problem:
         raise BadInput(path.problem)
-    if not name or (path is not None and reader is None):
+    if path.reader is None or not name:
         raise BadInput("no other layer reads what it gives")
-    outlet = name if reader is None else trace.tracer.names[reader]
-    if why := why_no_layer(modules[outlet]):
+    outlet = trace.tracer.names[path.reader]
+    if why := why_no_layer(path.reader):
         raise BadInput(f"{outlet!r} {why}")
-    place = insertion_point(Site(name, outlet, residual=False), modules, trace)
+    place = insertion_point(Site(name, outlet, residual=False), trace)
     if not place.geometry.spans:
         raise BadInput(place.geometry.why_no_span)
     for end in filter(None, (name, outlet, place.gate)):
@@ -167,11 +168,11 @@ def _beside(
     model: nn.Module, called: Iterable[str], trace: Trace
 ) -> Iterable[InsertionPoint]:
     """Places beside single layers."""
-    modules = dict(model.named_modules())
+    modules = trace.modules
     for name in filter(None, called):
         try:
             check_not_shared(model, name, modules[name])
-            yield insertion_point(Site(name, name, residual=False), modules, trace)
+            yield insertion_point(Site(name, name, residual=False), trace)
         except BadInput:
             continue
 
