@@ -60,7 +60,7 @@ class ArmSummary:
 
     name: str
     returns: Interval
-    """Score gained on the decision rows, less rent."""
+    """See `Judged.returns`."""
     test: Interval
     """Accuracy on test rows."""
     area: Interval
