@@ -13,8 +13,8 @@ from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
 from esper.environment.mixture import RedrawnMixture
 from esper.experiment import pretraining
-from esper.experiment.callbacks import WATCHED
 from esper.experiment.config import Budget, Judging, TrainConfig, World, preset
+from esper.experiment.records import WATCHED
 from esper.experiment.run import STORE, Run
 from esper.experiment.train import begin_run
 from esper.experiment.trainer import Callback, Trainer

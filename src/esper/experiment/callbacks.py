@@ -20,7 +20,13 @@ from esper.contracts.errors import BadInput, StorageTrouble
 from esper.contracts.state import save
 from esper.experiment.checkpoint import CheckpointFolder
 from esper.experiment.progress import Progress, print_line, sparkline
-from esper.experiment.records import ENDLESS, Results, RoundRecord, mean_return
+from esper.experiment.records import (
+    ENDLESS,
+    WATCHED,
+    Results,
+    RoundRecord,
+    mean_return,
+)
 from esper.experiment.rollout import Transition
 from esper.experiment.seed_events import events_between
 from esper.experiment.store import Store
@@ -34,8 +40,6 @@ SECONDS: Final = 15
 """Between two of them, if time ends the training."""
 LEARNED: Final = "Tamiyo"
 """What the policy is called in tables."""
-WATCHED: Final = "watched"
-"""Stage of the periodic evaluation: hosts that choose the best checkpoint."""
 
 
 class Record(Callback):

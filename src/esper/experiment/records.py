@@ -23,6 +23,9 @@ LADDER: Final[Mapping[str, int]] = {f"static-x{n}": n for n in (1, 2, 4, 8, 16)}
 SIZES: Final = ("best-size", "envelope", "halving")
 """Choices among them, computed from their results."""
 
+WATCHED: Final = "watched"
+"""Stage of the periodic evaluation: hosts that choose the best checkpoint."""
+
 Floats = NDArray[np.float64]
 
 

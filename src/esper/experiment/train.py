@@ -20,7 +20,6 @@ from esper.contracts.errors import BadInput, NumericsTrouble
 from esper.contracts.state import load
 from esper.experiment.callbacks import (
     LEARNED,
-    WATCHED,
     Checkpoint,
     Evaluate,
     Record,
@@ -39,7 +38,7 @@ from esper.experiment.pretraining import (
     recorded_steps,
     warm_policy,
 )
-from esper.experiment.records import STATIC, Results
+from esper.experiment.records import STATIC, WATCHED, Results
 from esper.experiment.run import STORE, Run, changes_since, versions_now
 from esper.experiment.settings import as_toml
 from esper.experiment.store import Store, open_store
