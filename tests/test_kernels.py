@@ -1,6 +1,7 @@
 import importlib
 import math
 import pkgutil
+import sys
 import types
 
 import numpy as np
@@ -8,7 +9,10 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 
 import esper
+from esper.contracts.errors import BadInput
+from esper.environment.cohort import Cohort
 from esper.kernels import fused_with, kernel, summed_with
+from esper.tasks.hosts import MlpHost
 
 COMPILERS = [kernel, fused_with(), summed_with()]
 LOOP = """
@@ -32,6 +36,55 @@ def test_a_loop_that_cannot_be_kept_is_compiled_all_the_same(compiler):
     values = np.linspace(-1, 2, 1001, dtype=np.float32)
     found = compiler(written())(values, 1001)
     assert math.isclose(found, float((values.astype(float) ** 2).sum()), rel_tol=1e-4)
+
+
+@pytest.fixture
+def loops(tmp_path, monkeypatch):
+    """A folder with a module that has one kernel."""
+    text = f"from esper.kernels import kernel\n\n@kernel{LOOP}"
+    (tmp_path / "kept_loops.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("kept_loops", None)
+
+
+def loaded_from_disk():
+    """Call the kernel of the module, imported anew; whether it was not compiled."""
+    sys.modules.pop("kept_loops", None)
+    total = importlib.import_module("kept_loops").total
+    assert total(np.ones(3), 3) == 3
+    return bool(total.stats.cache_hits)
+
+
+@pytest.mark.parametrize("ending", [".nbi", ".nbc"])
+def test_damaged_code_on_disk_is_compiled_anew_and_replaced(loops, ending):
+    assert not loaded_from_disk()
+    (file,) = (loops / "__pycache__").glob(f"*{ending}")
+    whole = file.read_bytes()
+    flipped = [
+        whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+        for at in (0, len(whole) // 2, len(whole) - 1)
+    ]
+    for damaged in (b"", whole[:-1], whole[: len(whole) // 2], whole + b"x", *flipped):
+        file.write_bytes(damaged)
+        assert not loaded_from_disk()
+        assert loaded_from_disk()
+
+
+def test_code_that_cannot_be_written_is_compiled_all_the_same(loops):
+    assert not loaded_from_disk()
+    (file,) = (loops / "__pycache__").glob("*.nbi")
+    file.unlink()
+    file.mkdir()  # which nobody can write, not even root
+    assert not loaded_from_disk()
+
+
+def test_hosts_are_refused_where_numba_does_not_compile(monkeypatch):
+    monkeypatch.setattr("numba.config.DISABLE_JIT", True)
+    assert kernel(written())(np.ones(3), 3) == 3
+    with pytest.raises(BadInput, match="NUMBA_DISABLE_JIT is set"):
+        Cohort(1, MlpHost((2, 3, 2)))
+    Cohort(1, MlpHost((2, 3, 2)), engine="tensors")
 
 
 def bits(function):

@@ -25,6 +25,7 @@ from esper.environment.network_layout import (
     NetworkLayout,
     Widening,
 )
+from esper.kernels import require_compiler
 from esper.tasks.hosts import Host
 
 ENGINES: Final = ("auto", "kernels", "tensors")
@@ -91,6 +92,8 @@ class Cohort(Stateful):
         if engine == "kernels" and not on_cpu:
             raise BadInput(f"engine 'kernels' runs on the CPU, the device is {device}.")
         self.kernels = engine == "kernels" or (engine == "auto" and on_cpu)
+        if self.kernels:
+            require_compiler()
         self.envs, self.host, self.batch, self.decay = envs, host, batch, decay
         self.shapes = host.layers
         self.places = len(self.shapes) - 1
