@@ -1,6 +1,8 @@
 """Every kind of trouble has its exit code and one line; a bug leaves its trace."""
 
 import errno
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -33,6 +35,38 @@ def test_every_kind_of_trouble_has_its_exit_code(capsys):
     assert report_failure(error) == 5
     result = capsys.readouterr().err
     assert result == "esper: cannot use '/a/\\x1b[2J/b': Permission denied.\n"
+
+
+ENDLESS = """
+import signal
+from esper.cli.output import sudden_interrupts
+from esper.experiment.workers import caught_signals
+with sudden_interrupts(), caught_signals() as caught:
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        try:
+            signal.raise_signal(signal.SIGINT)
+            print(caught, flush=True)
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            print("never", flush=True)
+"""
+
+
+def test_the_second_interrupt_ends_a_command_at_once_and_in_one_line():
+    """Also in the middle of an error, where an exception would leave a traceback."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDLESS],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (
+        130,
+        "[2]\n",
+        "esper: interrupted\n",
+    )
 
 
 def failing():

@@ -18,7 +18,7 @@ CHANGES = (
     "unlink",
     "rmdir",
 )
-READS = ("read",)
+READS = ("read", "open")
 
 
 class Died(BaseException):

@@ -29,9 +29,10 @@ from esper.experiment.config import (
     World,
     from_toml,
 )
+from esper.experiment.database import TABLES
 from esper.experiment.files import unfinished
 from esper.experiment.run import STORE, Run
-from esper.experiment.store import TABLES, Store
+from esper.experiment.store import Store
 from esper.experiment.train import begin_run, resume_run
 from esper.experiment.trainer import OnRoundEnd
 from esper.experiment.worlds import worlds_of

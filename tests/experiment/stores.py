@@ -8,8 +8,9 @@ import torch
 
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.stages import Stage
+from esper.experiment.database import open_store, rows
 from esper.experiment.records import Judged, RoundRecord
-from esper.experiment.store import Store, open_store, rows
+from esper.experiment.store import Store
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 
 ENVS = 4

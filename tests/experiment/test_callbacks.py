@@ -15,7 +15,8 @@ from esper.environment.settings import OFFERED
 from esper.environment.simulated import SimulatedWorld
 from esper.experiment.callbacks import Record, TensorBoard, scalars, summary_writer
 from esper.experiment.config import Budget, TrainConfig
-from esper.experiment.store import Store, open_store
+from esper.experiment.database import open_store
+from esper.experiment.store import Store
 from esper.experiment.trainer import Trainer
 from esper.tasks.catalogue import task
 from tests.experiment.stores import record

@@ -13,12 +13,12 @@ from rich.console import Console
 from esper.contracts.errors import BadInput, RunTaken
 from esper.experiment.config import Budget, Judging, TrainConfig, World
 from esper.experiment.controllers import load_controller
+from esper.experiment.database import open_store, rows
 from esper.experiment.evaluate import EvaluateConfig, evaluate, run_evaluation
 from esper.experiment.judging import judge, judge_static
 from esper.experiment.records import is_learned
 from esper.experiment.run import STORE, Run
 from esper.experiment.settings import as_toml, construct, table_of
-from esper.experiment.store import open_store, rows
 from esper.experiment.summary import summary_of
 from esper.experiment.train import begin_run
 from esper.report.page import write_report
@@ -149,6 +149,10 @@ TWO = ("static-x1", "static-x2")
         ({"controllers": ("never", "static")}, "'static' is measured by a learned"),
         ({"controllers": ("never", "envelope")}, "name at least two of static-x1"),
         ({"controllers": (*TWO, "halving")}, "set world.clock to compute"),
+        (
+            {"controllers": (*TWO, "envelope"), "world": World(relative=True)},
+            "leave out world.relative",
+        ),
         ({"controllers": ("runs/nobody",)}, "nobody is no run"),
         ({"tasks": ("tinny",)}, "no task 'tinny'; did you mean 'tiny'"),
         ({"tasks": ("lost",)}, "pip install something"),

@@ -14,7 +14,8 @@ import pytest
 from esper.contracts.errors import StorageTrouble
 from esper.contracts.stages import Stage
 from esper.experiment import store as store_module
-from esper.experiment.store import Store, open_store
+from esper.experiment.database import open_store
+from esper.experiment.store import Store
 from tests.experiment.stores import (
     ENVS,
     add_event,
@@ -33,7 +34,8 @@ def path(tmp_path):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("esper.experiment.store.TIMEOUT", 0.01)
+    monkeypatch.setattr("esper.experiment.database.TIMEOUT", 0.01)
+    monkeypatch.setattr("esper.experiment.database.PATIENCE", 0.01)
 
 
 @pytest.fixture
@@ -68,6 +70,27 @@ def test_a_locked_store_stops_nobody_and_loses_nothing(path, impatient, small_ba
     store.close()
     assert len(read(path, "steps")) == 5 * ENVS
     assert seqs(path, 1) == [*range(1, 5 * ENVS + 1)]
+
+
+def test_a_lock_is_waited_for_when_rows_must_be_durable(path, monkeypatch):
+    monkeypatch.setattr("esper.experiment.database.TIMEOUT", 0.01)
+    store = Store(path)
+    store.begin_attempt()
+    add_steps(store, 1)
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    tries = []
+
+    def watch(statement):
+        tries.append(statement)
+        if tries.count("BEGIN IMMEDIATE") == 3:
+            other.execute("ROLLBACK")
+
+    store._db.set_trace_callback(watch)
+    assert store.flush() == ENVS
+    assert tries.count("BEGIN IMMEDIATE") >= 3
+    other.close()
+    store.close()
 
 
 def test_a_store_that_was_replaced_is_noticed_before_a_checkpoint(path):

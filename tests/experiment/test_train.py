@@ -27,8 +27,8 @@ from esper.experiment.config import (
     preset,
 )
 from esper.experiment.controllers import load_controller
+from esper.experiment.database import open_store, rows
 from esper.experiment.run import STORE, VERSIONS, Run
-from esper.experiment.store import open_store, rows
 from esper.experiment.train import begin_run, resume_run
 from esper.experiment.trainer import OnRoundEnd, Trainer
 from esper.experiment.worlds import steps_of, world_for
@@ -211,7 +211,7 @@ def test_a_run_says_what_it_was_made_of_and_is_not_begun_again(finished):
     usual = config(whole.parent, "whole")
     assert replace(own, judging=usual.judging) == usual
     steps = ROUNDS * 4 * 4
-    expected = {"rounds": ROUNDS, "env_steps": steps, "recorded_steps": 0}
+    expected = {"rounds": ROUNDS, "env_steps": steps, "imitation_steps": 0}
     assert run.finished == expected
     assert before[0] == ROUNDS
     with pytest.raises(BadInput, match="run whole is complete"):

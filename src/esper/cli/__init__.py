@@ -11,7 +11,13 @@ from typing import Final
 
 from esper.cli.arguments import Parser
 from esper.cli.commands import COMMANDS
-from esper.cli.output import explain_output, report_failure, safe_streams
+from esper.cli.output import (
+    explain_output,
+    printed_warnings,
+    report_failure,
+    safe_streams,
+    sudden_interrupts,
+)
 
 EXAMPLES: Final = """\
 examples:
@@ -26,9 +32,17 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command; returns the exit code.
+
+    Args:
+        arguments: Of the command; None: this process is the command, and Ctrl-C may
+            end it.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    with safe_streams() as stdout:
+    if arguments is None:
+        with sudden_interrupts():
+            return main(given)
+    with safe_streams() as stdout, printed_warnings():
         code = _run(given)
         stdout.flush()
         return explain_output(stdout.failed, code)

@@ -25,7 +25,6 @@ from esper.cli.arguments import (
 from esper.contracts.errors import BadInput
 
 if TYPE_CHECKING:
-    from esper.experiment.callbacks import ConsoleProgress
     from esper.experiment.train import RunResult
     from esper.tamiyo.registry import Maker
 
@@ -59,12 +58,6 @@ def train_options(parser: ArgumentParser) -> None:
         metavar="RUN",
         help="go on with a run that was interrupted, by its name or folder",
     )
-    parser.add_argument(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="show KL divergence, entropies and speed of every round too",
-    )
     config_options(parser)
 
 
@@ -94,16 +87,16 @@ def train(options: Namespace) -> int:
     from esper.experiment.config import resolve
 
     given = _given(options)
-    console = ConsoleProgress(details=given.pop("verbose"))
     if "resume" in given:
-        return _resume(given, console)
+        return _resume(given)
     config = resolve(given, draw_seed=True)
     from esper.experiment.train import begin_run
 
-    return _end(begin_run(config, [console]))
+    return _end(begin_run(config, [ConsoleProgress()]))
 
 
-def _resume(given: dict[str, Any], console: "ConsoleProgress") -> int:
+def _resume(given: dict[str, Any]) -> int:
+    from esper.experiment.callbacks import ConsoleProgress
     from esper.experiment.messages import quoted, refusal
     from esper.experiment.run import Run, find_run
     from esper.experiment.train import resume_run, settings_of
@@ -119,9 +112,9 @@ def _resume(given: dict[str, Any], console: "ConsoleProgress") -> int:
     run = Run.read(path)
     settings_of(run)  # refuses other kinds of runs
     if run.finished is not None:
-        print(f"Run {run.name} is already complete. See: esper report {path}")
+        _say(f"Run {run.name} is already complete. See: esper report {path}")
         return 0
-    return _end(resume_run(path, [console]))
+    return _end(resume_run(path, [ConsoleProgress()]))
 
 
 def _end(result: "RunResult") -> int:
@@ -130,13 +123,13 @@ def _end(result: "RunResult") -> int:
     from esper.report import write_report
 
     if result.signal is not None:
-        print(
+        _say(
             f"Interrupted after round {result.rounds}; all is saved. Go on with: "
             f"esper train --resume {result.path}"
         )
         return 128 + result.signal
     print_training(result.path)
-    print(f"The report is in {write_report(result.path)}.")
+    _say(f"The report is in {write_report(result.path)}.")
     return 0
 
 
@@ -186,7 +179,7 @@ def grow(options: Namespace) -> None:
     print(*summary_lines(fitted.history), sep="\n")
     before = task.host.parameters
     print(f"Test score {test:.1%}; {before:,} parameters became {after:,}.")
-    print(f"The network is in {out}; it loads without Esper: torch.export.load.")
+    _say(f"The network is in {out}; it loads without Esper: torch.export.load.")
 
 
 def _controller(name: str, runs: Path) -> "Maker | str":
@@ -225,7 +218,7 @@ def evaluate(options: Namespace) -> None:
     settings = construct(EvaluateConfig, *parsed_options(EvaluateConfig, given))
     page = write_report(run_evaluation(settings, as_json=as_json))
     if not as_json:
-        print(f"The report is in {page}.")
+        _say(f"The report is in {page}.")
 
 
 def record_options(parser: ArgumentParser) -> None:
@@ -257,7 +250,7 @@ def record(options: Namespace) -> None:
             options.processes,
             lambda done, total: progress.update("recording", done, total, "done"),
         )
-    print(f"{options.tasks} tasks are in {options.folder}.")
+    _say(f"{options.tasks} tasks are in {options.folder}.")
 
 
 def report_options(parser: ArgumentParser) -> None:
@@ -272,7 +265,7 @@ def report(options: Namespace) -> None:
     from esper.report import write_report
 
     page = write_report(find_run(options.run, Path(options.runs)), options.out)
-    print(f"The report is in {page}.")
+    _say(f"The report is in {page}.")
 
 
 def runs_options(parser: ArgumentParser) -> None:
@@ -327,10 +320,10 @@ def export(options: Namespace) -> None:
     out = path / "export" if options.out is None else options.out
     if options.format == "controller":
         export_controller(path, out)
-        print(f"The controller is in {out}.")
+        _say(f"The controller is in {out}.")
     else:
         files = export(path / STORE, out, options.format)
-        print(f"{len(files)} tables are in {out}.")
+        _say(f"{len(files)} tables are in {out}.")
 
 
 def tasks(options: Namespace) -> None:
@@ -384,6 +377,13 @@ def _given(options: Namespace) -> dict[str, Any]:
     """Options that were given, by name."""
     given = vars(options)
     return {name: value for name, value in given.items() if name != "command"}
+
+
+def _say(text: str) -> None:
+    """Print a line in which a path stands, which may hold anything."""
+    from esper.experiment.messages import printable
+
+    print(printable(text))
 
 
 def _print_table(
@@ -484,12 +484,10 @@ The file loads without Esper: torch.export.load("grown.pt2").module()
         help="judge controllers and static networks on the same hosts",
         description="""\
 Judge controllers on real tasks, all of them on the same hosts. The return is the score
-that was gained, less rent for what was added (with --world.relative true the share of
-the never-grown network's errors that was removed); the test score is that of rows which
-no decision and no reward has seen. Controllers are never, random, early, periodic,
-doubling, large-then-cut, plateau, by-rent; tamiyo: the trained one that comes with
-Esper; static: a plain network of equal size; longer: never grown, for equal work; or
-folders of runs that learned.""",
+that was gained, less rent for what was added; the test score is that of rows which no
+decision and no reward has seen. Controllers are never, random, early, periodic,
+plateau; tamiyo: the trained one that comes with Esper; static: a plain network
+of equal size; longer: never grown, for equal work; or folders of runs that learned.""",
         examples="""\
 examples:
   esper evaluate                       every task, every controller that does not learn

@@ -10,15 +10,18 @@ The reader of a pipe may go away (`esper tasks | head`): a training must not end
 
 import errno
 import os
+import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TextIO
 
 from esper.contracts.errors import (
     EsperError,
+    EsperWarning,
     NumericsTrouble,
     RunTaken,
     StorageTrouble,
@@ -65,6 +68,52 @@ def explain_output(failed: OSError | None, code: int) -> int:
 def _print(text: str, code: int) -> int:
     print(f"esper: {one_line(text, 190)}", file=sys.stderr)
     return code
+
+
+@contextmanager
+def printed_warnings() -> Iterator[None]:
+    """Print each warning of ours in one line; others as Python does."""
+    with warnings.catch_warnings():
+        python_shows = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            *where: Any,  # noqa: ANN401
+            **more: Any,  # noqa: ANN401
+        ) -> None:
+            if issubclass(category, EsperWarning):
+                _print(f"warning: {message}", 0)
+            else:
+                python_shows(message, category, *where, **more)
+
+        warnings.showwarning = show
+        warnings.simplefilter("always", EsperWarning)
+        yield
+
+
+@contextmanager
+def sudden_interrupts() -> Iterator[None]:
+    """Let Ctrl-C end this process at once, in one line.
+
+    An exception could come in the middle of a write, a callback or an error, and leave
+    a traceback. Whatever is written is whole or absent without any cleaning up, and a
+    training catches the first Ctrl-C itself.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        shown = b"\x1b[?25h" if os.isatty(2) else b""  # a progress bar hides the cursor
+        os.write(2, shown + b"esper: interrupted\n")
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class SafeStream:

@@ -3,6 +3,7 @@
     EsperError
     ├── BadInput (ValueError)             a value that cannot be meant
     │   ├── NoLegalAction                 a head with nothing to choose
+    │   ├── NotFinite                     a number that is NaN or infinite
     │   └── IllegalAction                 a choice its mask forbids
     ├── CallOrder (RuntimeError)          the right call at the wrong moment
     ├── NumericsTrouble (ArithmeticError) training cannot go on in numbers
@@ -10,7 +11,8 @@
     ├── WorkersTrouble (RuntimeError)     processes of ours died
     └── StorageTrouble (OSError)          the disk refused; what was saved is intact
 
-Every message is one line: what was expected, what came, what to do.
+Every message is one line: what was expected, what came, what to do. `EsperWarning` is
+the category of warnings.
 """
 
 from collections.abc import Iterable
@@ -21,12 +23,20 @@ class EsperError(Exception):
     """Base of every error that Esper raises on purpose."""
 
 
+class EsperWarning(UserWarning):
+    """Something was done, but not as one would expect."""
+
+
 class BadInput(EsperError, ValueError):  # noqa: N818
     """An argument that cannot be meant; nothing was changed."""
 
 
 class NoLegalAction(BadInput):
     """A mask row in which no choice is legal."""
+
+
+class NotFinite(BadInput):
+    """A number that is NaN or infinite where none may be."""
 
 
 class IllegalAction(BadInput):

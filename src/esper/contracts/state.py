@@ -34,6 +34,11 @@ class Stateful:
         """Renew what follows from what was just loaded."""
 
 
+def leaves(value: object, path: str = "") -> Tensors:
+    """All numbers that are named, by path; as they are, not copied."""
+    return dict(_walk(value, path))
+
+
 def save(value: object, path: str = "") -> Tensors:
     """Copies of all numbers that are named, by path."""
     return {name: tensor.detach().cpu().clone() for name, tensor in _walk(value, path)}
@@ -47,7 +52,7 @@ def load(value: object, tensors: Mapping[str, Tensor], path: str = "") -> None:
         tensors: What `save` gave.
         path: What every name begins with.
     """
-    _check(dict(_walk(value, path)), tensors)
+    check_fit(leaves(value, path), tensors)
     _fill(value, tensors, path)
 
 
@@ -125,8 +130,13 @@ def _like(value: Any, saved: Tensor) -> Any:  # noqa: ANN401
     return type(value)(saved.item())
 
 
-def _check(there: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Refuse another set of names, shapes or dtypes, and name the first three."""
+def check_fit(there: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Refuse another set of names, shapes or dtypes, and name the first three.
+
+    Args:
+        there: What an object has; see `leaves`.
+        saved: What it is to be given; tensors without memory will do.
+    """
     wrong = [f"{name} is missing" for name in there.keys() - saved.keys()]
     wrong += [f"{name} is not known here" for name in saved.keys() - there.keys()]
     for name in there.keys() & saved.keys():

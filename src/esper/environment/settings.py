@@ -5,7 +5,7 @@ Rent, budget and rate are numbers, or ranges (low, high) to draw from in every e
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import inf
 from numbers import Integral, Real
 from sys import float_info
 from typing import Any, Final
@@ -45,6 +45,8 @@ TERMS: Final[Mapping[str, tuple[float, str]]] = {
     "rate": (float_info.min, " above 0"),
 }
 """What is drawn in every episode: its least value, and that value in words."""
+LARGEST: Final = 1e30
+"""Size of a term or penalty at most: they become float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +103,7 @@ class WorldSettings:
         for name in TERMS:
             self.range_of(name)
         penalty, names = self.penalty, self.blueprints
-        if not (_is_number(penalty) and isfinite(penalty) and penalty >= 0):
+        if not (_is_number(penalty) and 0 <= penalty <= LARGEST):
             raise BadInput(
                 f"penalty must be a finite number from 0, got {penalty!r:.99}."
             )
@@ -170,12 +172,12 @@ def as_range(name: str, term: Any) -> tuple[float, float]:  # noqa: ANN401
     """A number or two as the range of a term; refuses what cannot be drawn from."""
     ends = tuple(term) if isinstance(term, tuple | list) else (term, term)
     least, words = TERMS[name]
-    if len(ends) == 2 and all(map(_is_number, ends)):
-        low, high = map(float, ends)
-        if isfinite(low) and isfinite(high) and least <= low <= high:
-            return low, high
+    known = len(ends) == 2 and all(map(_is_number, ends))
+    if known and max(least, -LARGEST) <= ends[0] <= ends[1] <= LARGEST:
+        return float(ends[0]), float(ends[1])
     raise BadInput(
-        f"{name} must be a finite number{words} or a range (low, high); got {term!r}."
+        f"{name} must be a finite number{words} or a range (low, high) up to "
+        f"{LARGEST:g}; got {term!r:.99}."
     )
 
 

@@ -8,38 +8,61 @@ again before an older one is removed. There is no file that names the newest: it
 highest step that verifies, so nothing can disagree.
 
 The digest is that of the file with zeros in the digest's place, so any changed byte
-shows. It detects damage; it is no signature. What safetensors lets through is checked
-besides: bytes that are no bool, and numbers that are not finite. Nothing in a file is
-ever executed.
+shows. It detects damage; it is no signature. Names, sizes and shapes are judged by the
+header alone, before anything is read; then the digest is verified piece by piece, and
+only tensors that are wanted take memory. Bytes that are no bool and numbers that are
+not finite are refused too. Nothing in a file is ever executed.
 """
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from io import BufferedIOBase, BytesIO
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as validated
-from safetensors import SafetensorError
-from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import Tensor
 
 from esper import __version__
-from esper.contracts.errors import BadInput, StorageTrouble
-from esper.contracts.state import Tensors
-from esper.experiment.files import Disk, discard, publish, storage, unfinished
+from esper.contracts.errors import BadInput, NotFinite, StorageTrouble
+from esper.contracts.state import Tensors, check_fit
+from esper.experiment.files import (
+    Disk,
+    discard,
+    publish,
+    require_no_link,
+    storage,
+    unfinished,
+)
 from esper.experiment.messages import one_line, quoted, short
 
 SCHEMA: Final = "2"
-MAX_HEADER: Final = 8 << 20
+MAX_HEADER: Final = 1 << 20
 MAX_BYTES: Final = 4 << 30
-"""That are read of a file; what is longer does not verify."""
+"""What is longer is refused."""
+PIECE: Final = 1 << 20
+"""Bytes that are read at once to verify a digest."""
+KINDS: Final = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+"""What tensors may hold, by the names that safetensors has for it."""
 MAY_BE_NAN: Final = "first_loss"
 """End of the names of tensors that are NaN before the first loss of an episode."""
 BLANK: Final = b"0" * 64
@@ -59,6 +82,30 @@ class Manifest:
     """What the run wants to know again: configuration digest, action space."""
     made_by: dict[str, str]
     """Versions of Esper, PyTorch and Python."""
+
+
+@validated(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class Entry:
+    """Where a tensor is in a file, and what it is."""
+
+    dtype: Annotated[str, Field(pattern=f"^({'|'.join(KINDS)})$")]
+    shape: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=8)]
+    data_offsets: Annotated[list[int], Field(min_length=2, max_length=2)]
+
+    @property
+    def bytes(self) -> int:
+        """How many it takes."""
+        return prod(self.shape) * KINDS[self.dtype].itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What the beginning of a file says."""
+
+    manifest: Manifest
+    entries: Mapping[str, Any] = field(repr=False)
+    """Not yet judged; see `judged_entries`."""
+    raw: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,45 +169,58 @@ class CheckpointFolder:
             self._prune(step)
         return target
 
-    def latest(self) -> Loaded | None:
+    def latest(
+        self, like: Mapping[str, Tensor] | None = None, within: str = ""
+    ) -> Loaded | None:
         """The newest that verifies, with what was passed over; None if there is none.
 
-        Refuses if there are some but none verifies.
+        Refuses if there are some but none verifies. For arguments see `load`.
         """
-        found, rejected = self._first_good(reversed(self.steps()))
-        if found is None and rejected:
-            line = f"none of {len(rejected)} checkpoints verifies: {rejected[0]}"
-            raise BadInput(one_line(line))
-        return found
+        return self._first_good(reversed(self.steps()), [], like, within)
 
-    def best(self) -> Loaded | None:
-        """The one with the highest score that verifies, the earliest of equals."""
+    def best(
+        self, like: Mapping[str, Tensor] | None = None, within: str = ""
+    ) -> Loaded | None:
+        """That of the highest score that verifies, the earliest of equals.
+
+        Without a score, the newest. As `latest` in all else.
+        """
+        headers, rejected = self._headers()
         scored = [
-            (-each.score, each.step)
-            for each in self.manifests()
-            if each.score is not None
+            (-each.score, each.step) for each in headers if each.score is not None
         ]
-        return self._first_good(step for _, step in sorted(scored))[0]
+        rest = [each.step for each in headers if each.score is None]
+        order = [*(step for _, step in sorted(scored)), *reversed(rest)]
+        return self._first_good(order, rejected, like, within)
 
-    def load(self, which: int | Path) -> Loaded:
-        """One checkpoint, by step or by its file; refuses unless all verifies."""
+    def load(
+        self,
+        which: int | Path,
+        like: Mapping[str, Tensor] | None = None,
+        within: str = "",
+    ) -> Loaded:
+        """One checkpoint; refuses unless all verifies.
+
+        Args:
+            which: Its step, or its file.
+            like: Names, dtypes and shapes that its tensors must have, which is judged
+                before anything but the header is read.
+            within: Read only tensors whose names begin with this.
+        """
         file = self._file(which)
-        if not file.exists():
+        if not os.path.lexists(file):
             raise BadInput(f"{short(file)} is no checkpoint; expected a file.")
-        with storage(file, "read"):
-            data = self._disk.read(file, MAX_BYTES)
-        tensors, manifest = unpack(short(file), data)
+        with storage(file, "read"), self._disk.open(file) as stream:
+            tensors, manifest = read_checkpoint(short(file), stream, like, within)
         if isinstance(which, int) and manifest.step != which:
-            raise BadInput(
-                f"{short(file)} holds step {manifest.step}; files were renamed or "
-                "mixed up. Use another checkpoint."
-            )
+            raise _misplaced(file, manifest)
         return Loaded(path=file, manifest=manifest, tensors=tensors)
 
     def steps(self) -> list[int]:
         """Steps at which there should be a checkpoint, in order."""
-        if not self.path.is_dir():
+        if not os.path.isdir(self.path):
             return []
+        require_no_link(self.path)
         with storage(self.path, "list"):
             names = {path.name for path in self.path.iterdir()}
         found = [STEP.fullmatch(name) for name in names]
@@ -168,24 +228,41 @@ class CheckpointFolder:
 
     def manifests(self) -> list[Manifest]:
         """What those say that have a good header, oldest first; not yet verified."""
-        found = []
+        return self._headers()[0]
+
+    def _headers(self) -> tuple[list[Manifest], list[str]]:
+        """Manifests of those that have a good header, and why others have none."""
+        found, rejected = [], []
         for step in self.steps():
             file = self._file(step)
-            with suppress(BadInput), storage(file, "read"):
-                manifest = read_manifest(short(file), self._disk.read(file, MAX_HEADER))
-                if manifest.step == step:
-                    found.append(manifest)
-        return found
-
-    def _first_good(self, steps: Iterable[int]) -> tuple[Loaded | None, list[str]]:
-        """The first that verifies, and why those before it do not."""
-        rejected: list[str] = []
-        for step in steps:
             try:
-                return replace(self.load(step), rejected=tuple(rejected)), rejected
+                with storage(file, "read"), self._disk.open(file) as stream:
+                    manifest = read_header(short(file), stream).manifest
+                if manifest.step != step:
+                    raise _misplaced(file, manifest)
+                found.append(manifest)
             except (BadInput, StorageTrouble) as error:
                 rejected.append(str(error))
-        return None, rejected
+        return found, rejected
+
+    def _first_good(
+        self,
+        steps: Iterable[int],
+        rejected: list[str],
+        like: Mapping[str, Tensor] | None,
+        within: str,
+    ) -> Loaded | None:
+        """The first that verifies, with why others do not; None if there are none."""
+        for step in steps:
+            try:
+                found = self.load(step, like, within)
+                return replace(found, rejected=tuple(rejected))
+            except (BadInput, StorageTrouble) as error:
+                rejected.append(str(error))
+        if rejected:
+            line = f"none of {len(rejected)} checkpoints verifies: {rejected[0]}"
+            raise BadInput(one_line(line))
+        return None
 
     def _require_later(self, step: int) -> None:
         """Refuse to go back behind a good checkpoint; damaged ones are replaced."""
@@ -200,11 +277,14 @@ class CheckpointFolder:
             )
 
     def _prune(self, newest: int) -> None:
-        """Remove what is older than the last `keep` good ones, except the best."""
+        """Remove what is older than the last `keep` good ones, except the best.
+
+        What does not read as a checkpoint may be somebody else's and stays.
+        """
         good = [each.step for each in self.manifests() if each.step <= newest]
-        best, first = self.best(), good[-self._keep :][0]
-        for step in self.steps():
-            if step < first and (best is None or step != best.manifest.step):
+        best = self.best()
+        for step in good[: -self._keep]:
+            if best is None or step != best.manifest.step:
                 self._disk.unlink(self._file(step))
 
     def _file(self, which: int | Path) -> Path:
@@ -213,38 +293,138 @@ class CheckpointFolder:
         return self.path / f"{which:06d}.safetensors"
 
 
-def read_manifest(name: str, data: bytes) -> Manifest:
-    """The manifest in the header of a file; does not verify the digest.
+def _misplaced(file: Path, manifest: Manifest) -> BadInput:
+    return BadInput(
+        f"{short(file)} holds step {manifest.step}; files were renamed or mixed up. "
+        "Use another checkpoint."
+    )
+
+
+def read_header(name: str, stream: BufferedIOBase) -> Header:
+    """The header of a file; neither tensors nor digest are verified.
 
     Args:
         name: What the file is called in an error.
-        data: Its first bytes, the header included.
+        stream: All of the file, at its beginning.
     """
     why = "damaged, or no checkpoint"
+    first = stream.read(8)
+    length = int.from_bytes(first, "little")
+    raw = first + stream.read(length if length <= MAX_HEADER else 0)
     try:
-        size = int.from_bytes(data[:8], "little")
-        found = json.loads(data[8 : 8 + min(size, MAX_HEADER)])["__metadata__"]
-        schema = str(found["schema"])
+        entries = json.loads(raw[8:])
+        about = entries.pop("__metadata__")
+        schema = str(about["schema"])
         if schema != SCHEMA:
             why = (
                 f"of schema {quoted(schema)}, Esper {__version__} reads {SCHEMA}; use "
                 "the Esper that wrote it"
             )
-        else:
-            return _ADAPTER.validate_json(found["manifest"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        elif len(raw) == 8 + length:
+            manifest = _MANIFEST.validate_json(about["manifest"])
+            return Header(manifest=manifest, entries=entries, raw=raw)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise BadInput(f"{name} is {why}; use another checkpoint.")
 
 
-_ADAPTER: Final = TypeAdapter(Manifest)
+_MANIFEST: Final = TypeAdapter(Manifest)
+_ENTRIES: Final = TypeAdapter(dict[str, Entry])
+
+
+def judged_entries(name: str, header: Header, size: int) -> dict[str, Entry]:
+    """Where each tensor is; refuses unless they fill the file without holes.
+
+    Args:
+        name: What the file is called in an error.
+        header: Of the file.
+        size: Bytes of the file.
+    """
+    try:
+        entries = _ENTRIES.validate_json(json.dumps(header.entries))
+    except ValueError:
+        raise _untrusted(name, "what it says of its tensors is none") from None
+    end = 0
+    for key, entry in sorted(entries.items(), key=lambda each: each[1].data_offsets):
+        if entry.data_offsets != [end, end + entry.bytes]:
+            raise _untrusted(name, f"{quoted(key)} is not where it should be")
+        end += entry.bytes
+    if len(header.raw) + end != size:
+        expected = f"{len(header.raw) + end:,} bytes, it has {size:,}"
+        raise BadInput(f"{name} is damaged: its tensors take {expected}.")
+    if size > MAX_BYTES:
+        raise _untrusted(name, f"it has {size:,} bytes, {MAX_BYTES:,} are the limit")
+    return entries
+
+
+def _untrusted(name: str, why: str) -> BadInput:
+    return BadInput(f"{name} cannot be trusted: {why}; use another checkpoint.")
+
+
+def read_checkpoint(
+    name: str,
+    stream: BufferedIOBase,
+    like: Mapping[str, Tensor] | None = None,
+    within: str = "",
+) -> tuple[Tensors, Manifest]:
+    """Tensors of a checkpoint, on the CPU, and its manifest.
+
+    Args:
+        name: What the file is called in an error.
+        stream: All of the file.
+        like: See `CheckpointFolder.load`.
+        within: See there.
+    """
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(0)
+    header = read_header(name, stream)
+    entries = {
+        key: entry
+        for key, entry in judged_entries(name, header, size).items()
+        if key.startswith(within)
+    }
+    if like is not None:
+        check_fit(like, {key: _tensor(entry, "meta") for key, entry in entries.items()})
+    _verify_digest(name, header, stream)
+    tensors = {}
+    for key, entry in entries.items():
+        stream.seek(len(header.raw) + entry.data_offsets[0])
+        tensors[key] = _tensor(entry)
+        if entry.bytes:
+            room: Any = tensors[key].reshape(-1).view(torch.uint8).numpy()
+            if stream.readinto(room) != entry.bytes:
+                raise BadInput(f"{name} was changed while it was read; try again.")
+    if why := _strange(tensors):
+        raise _untrusted(name, why)
+    return tensors, header.manifest
+
+
+def _tensor(entry: Entry, device: str = "cpu") -> Tensor:
+    return torch.empty(entry.shape, dtype=KINDS[entry.dtype], device=device)
+
+
+def _verify_digest(name: str, header: Header, stream: BufferedIOBase) -> None:
+    """Refuse unless the digest is that of the header, blanked, and of what follows."""
+    found = SEAL.search(header.raw)
+    if found is not None:
+        start, stop = found.span(1)
+        digest = hashlib.sha256(header.raw[:start] + BLANK + header.raw[stop:])
+        for piece in iter(partial(stream.read, PIECE), b""):
+            digest.update(piece)
+    if found is None or digest.hexdigest().encode() != found[1]:
+        raise BadInput(f"{name} is damaged: its content is not what was saved.")
+
+
+def unpack(name: str, data: bytes) -> tuple[Tensors, Manifest]:
+    """As `read_checkpoint`, of bytes."""
+    return read_checkpoint(name, BytesIO(data))
 
 
 def pack(tensors: Mapping[str, Tensor], manifest: Manifest | None = None) -> bytes:
     """The bytes of a file; with a manifest, those of a checkpoint with its digest."""
     ready = {name: part.detach().cpu().contiguous() for name, part in tensors.items()}
     if strange := _strange(ready):
-        raise BadInput(f"{strange} and is not saved; go back to a good checkpoint.")
+        raise NotFinite(f"{strange} and is not saved; go back to a good checkpoint.")
     metadata = None
     if manifest is not None:
         text = json.dumps(asdict(manifest), sort_keys=True, allow_nan=False)
@@ -254,28 +434,6 @@ def pack(tensors: Mapping[str, Tensor], manifest: Manifest | None = None) -> byt
         digest = hashlib.sha256(data).hexdigest().encode()
         data = data[: found.start(1)] + digest + data[found.end(1) :]
     return data
-
-
-def unpack(name: str, data: bytes) -> tuple[Tensors, Manifest]:
-    """The tensors in the bytes of a checkpoint, on the CPU, and its manifest.
-
-    Args:
-        name: What the file is called in an error.
-        data: All of it.
-    """
-    manifest = read_manifest(name, data)
-    found = SEAL.search(data, 0, MAX_HEADER)
-    blank = data if not found else data[: found.start(1)] + BLANK + data[found.end(1) :]
-    if not found or hashlib.sha256(blank).hexdigest().encode() != found[1]:
-        raise BadInput(f"{name} is damaged: its content is not what was saved.")
-    try:
-        tensors: Tensors = load_bytes(data)
-        why = _strange(tensors)
-    except (SafetensorError, RuntimeError) as error:  # of a kind torch does not count
-        why = quoted(str(error).rpartition("deserializing: ")[2])
-    if why:
-        raise BadInput(f"{name} cannot be trusted: {why}; use another checkpoint.")
-    return tensors, manifest
 
 
 def _strange(tensors: Mapping[str, Tensor]) -> str:

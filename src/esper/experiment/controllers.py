@@ -16,6 +16,7 @@ together are refused when read.
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -26,8 +27,8 @@ import torch
 
 from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS
-from esper.contracts.errors import BadInput
-from esper.contracts.state import Tensors, load
+from esper.contracts.errors import BadInput, EsperWarning
+from esper.contracts.state import Tensors, leaves, load
 from esper.contracts.world import Controller
 from esper.experiment.checkpoint import CheckpointFolder, Loaded, pack
 from esper.experiment.config import from_toml
@@ -92,8 +93,12 @@ def load_controller(path: Path | str) -> Learned:
     one = folder.parent.name == CHECKPOINTS and folder.is_file()
     run = Run.read(folder.parent.parent if one else folder)
     checkpoints = run.checkpoints()
-    found = checkpoints.load(folder) if one else _best(checkpoints, folder)
     config = from_toml(run.config_toml).learner.policy
+    like = policy_shapes(config)
+    if one:
+        found = checkpoints.load(folder, like, POLICY)
+    else:
+        found = _best(checkpoints, folder, like)
     weights = {
         name.removeprefix(POLICY): tensor
         for name, tensor in found.tensors.items()
@@ -104,10 +109,24 @@ def load_controller(path: Path | str) -> Learned:
     return Learned(name, config, weights, found.manifest.step, actions)
 
 
-def _best(checkpoints: CheckpointFolder, folder: Path) -> Loaded:
-    found = checkpoints.best() or checkpoints.latest()
+def weightless_policy(config: PolicyConfig) -> TamiyoPolicy:
+    """A policy whose tensors have shapes but take no memory."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        return TamiyoPolicy(ActionSpec(), config)
+
+
+def policy_shapes(config: PolicyConfig) -> Tensors:
+    """The tensors of such a policy, by their names in a checkpoint."""
+    return leaves(weightless_policy(config), POLICY.rstrip("/"))
+
+
+def _best(checkpoints: CheckpointFolder, folder: Path, like: Tensors) -> Loaded:
+    found = checkpoints.best(like, POLICY)
     if found is None:
         raise BadInput(f"{short(folder)} has no checkpoint yet; let it train first.")
+    if found.rejected:
+        text = f"{found.rejected[0]} Round {found.manifest.step} is used instead."
+        warnings.warn(text, EsperWarning, stacklevel=3)
     return found
 
 
@@ -186,7 +205,7 @@ def _training(run: Run, learned: Learned) -> dict[str, Any]:
         "round": learned.round,
         "rounds": finished.get("rounds"),
         "env_steps": finished.get("env_steps"),
-        "recorded_steps": finished.get("recorded_steps"),
+        "imitation_steps": finished.get("imitation_steps"),
         "hours": round(run.seconds / 3600, 3),
         # Paths of this machine mean nothing elsewhere.
         "config": as_toml(replace(config, name=None, runs="runs")),

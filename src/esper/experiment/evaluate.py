@@ -120,7 +120,7 @@ def evaluate(
     done = dict.fromkeys(tasks, 0)
     with (
         Run.create(Path(config.runs), config.name, toml, facts) as run,
-        Store(run.path / STORE) as store,
+        Store(run.path / STORE, run.id) as store,
         closing(stored_results(ahead, config.processes, store)) as results,
         Progress([*tasks], console, unit="arm") as progress,
     ):
@@ -195,5 +195,10 @@ def _arms(config: EvaluateConfig) -> dict[str, Maker | None]:
         raise refusal(
             f"controllers: {computed[0]!r} is a choice among static sizes; name at "
             f"least two of {', '.join(LADDER)} too."
+        )
+    if computed and config.world.relative:
+        raise refusal(
+            f"controllers: {computed[0]!r} is computed from points of score; leave out "
+            "world.relative."
         )
     return arms

@@ -17,6 +17,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
@@ -69,13 +70,13 @@ class Disk:
 
     def read(self, file: Path, limit: int) -> bytes:
         """The first bytes of a regular file, or all if it has fewer."""
-        # A pipe would wait and a link lead elsewhere.
-        if not stat.S_ISREG(file.lstat().st_mode):
-            raise BadInput(f"{short(file)} is not a regular file; remove it.")
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(file, flags), "rb") as stream:
+        with _opened(file) as stream:
             # A stream makes room for all it is asked for; a file may be far smaller.
             return stream.read(min(limit, os.fstat(stream.fileno()).st_size))
+
+    def open(self, file: Path) -> BufferedReader:
+        """A regular file, to be read and closed."""
+        return _opened(file)
 
 
 def publish(disk: Disk, file: Path, data: bytes) -> None:
@@ -122,6 +123,12 @@ def discard(disk: Disk, path: Path) -> None:
     disk.rmdir(path)
 
 
+def require_no_link(folder: Path) -> None:
+    """Refuse a folder of a run that leads out of it."""
+    if folder.is_symlink():
+        raise BadInput(f"{short(folder)} is a link, which could lead anywhere.")
+
+
 @contextmanager
 def storage(path: Path, verb: str) -> Iterator[None]:
     """Turn errors of the system about a path into one line.
@@ -155,6 +162,8 @@ class Lock:
     def __init__(self, folder: Path, name: Path | None = None) -> None:
         name, file = name or folder, folder / LOCK
         self._lock = FileLock(file, timeout=LOCK_TIMEOUT, thread_local=False)
+        if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
+            raise BadInput(f"{short(file)} is not a regular file; remove it.")
         with storage(name, "lock"):
             try:
                 self._lock.acquire(poll_interval=0.02)
@@ -178,7 +187,8 @@ def is_locked(folder: Path) -> bool:
     """Whether some process, this one too, holds the lock of a folder."""
     with storage(folder, "look at"):
         try:
-            file = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            file = os.open(folder / LOCK, flags)
         except FileNotFoundError:
             return False
         try:
@@ -200,6 +210,14 @@ def _owner(file: Path) -> str:
         case {"pid": int(pid), "host": str(host), "since": str(since)}:
             return f"process {pid} on {quoted(host)} since {quoted(since)}"
     return "another process"
+
+
+def _opened(file: Path) -> BufferedReader:
+    """A regular file; a pipe would wait and a link lead elsewhere."""
+    if not stat.S_ISREG(file.lstat().st_mode):
+        raise BadInput(f"{short(file)} is not a regular file; remove it.")
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return open(os.open(file, flags), "rb")
 
 
 def _sync(path: Path, flags: int) -> None:

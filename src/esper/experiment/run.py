@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from esper import __version__
-from esper.contracts.errors import BadInput, CallOrder, RunTaken, StorageTrouble
+from esper.contracts.errors import BadInput, CallOrder, RunTaken
 from esper.experiment.checkpoint import CheckpointFolder
 from esper.experiment.files import (
     Disk,
@@ -41,7 +41,7 @@ from esper.experiment.files import (
     publish,
     storage,
 )
-from esper.experiment.messages import checked_name, quoted, short
+from esper.experiment.messages import checked_name, one_line, quoted, short
 from esper.kernels import compiled_for
 
 CONFIG, VERSIONS, FINISHED = "config.toml", "versions.json", "finished.json"
@@ -105,7 +105,9 @@ class Run:
         temporary = beside(path)
         files = {
             CONFIG: config_toml.encode(),
-            VERSIONS: _json_bytes({**versions_now(config_toml), **facts}),
+            VERSIONS: _json_bytes(
+                {**versions_now(config_toml), "run": secrets.token_hex(8), **facts}
+            ),
         }
         with storage(path, "create"):
             if not root.exists():
@@ -166,7 +168,7 @@ class Run:
             return []
         with storage(root, "list"):
             paths = sorted(path for path in root.iterdir() if path.name[0] != ".")
-        return [_summary(path) for path in paths if path.is_dir()]
+        return [_summary(path) for path in paths if os.path.isdir(path)]
 
     @property
     def config_toml(self) -> str:
@@ -177,6 +179,12 @@ class Run:
     def versions(self) -> dict[str, Any]:
         """What it was begun with: versions, machine, facts of the caller."""
         return _json(self.path / VERSIONS, self._text(VERSIONS))
+
+    @property
+    def id(self) -> str | None:
+        """What its store must name; None in runs of older versions."""
+        found = self.versions.get("run")
+        return found if isinstance(found, str) else None
 
     @property
     def finished(self) -> dict[str, Any] | None:
@@ -312,8 +320,11 @@ def _summary(path: Path) -> RunSummary:
         manifests = run.checkpoints().manifests()
         if len(manifests) != len(run.checkpoints().steps()):
             trouble = "a checkpoint is damaged"
-    except (BadInput, StorageTrouble) as error:
-        state, trouble, manifests = "damaged", str(error), []
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # ours too; the others are listed all the same
+        state, trouble, manifests = "damaged", one_line(str(error)), []
     scores = [entry.score for entry in manifests if entry.score is not None]
     return RunSummary(
         name=short(Path(path.name)),

@@ -4,47 +4,53 @@
 
 A checkpoint of round r is published after all rows up to r are durable, so a store is
 never behind the checkpoint that a run resumes from. A signal ends the run after its
-round: rows and state are saved first. Three rounds in a row whose updates are all
-refused as not finite take the run back to its last checkpoint, with new random streams.
+round: rows and state are saved first. A weight, moment, memory or reward that is not
+finite, and three rounds in a row whose updates are all refused as such, take the run
+back to its last checkpoint, with new random streams.
 
 Here, and only here, settings become worlds, policies and callbacks.
 """
 
+import os
 from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Final
 
-from esper.contracts.errors import BadInput, NumericsTrouble
-from esper.contracts.state import load
+from esper.contracts.errors import BadInput, NotFinite, NumericsTrouble
+from esper.contracts.state import leaves, load
+from esper.contracts.world import VectorWorld
 from esper.experiment.callbacks import (
     LEARNED,
+    WATCHED,
     Checkpoint,
     Evaluate,
     Record,
     TensorBoard,
     summary_writer,
 )
-from esper.experiment.config import RECORDINGS, WARM, TrainConfig, digest, from_toml
+from esper.experiment.config import IMITATION, WARM, TrainConfig, digest, from_toml
 from esper.experiment.controllers import (
+    POLICY,
     Learned,
     find_controller,
     load_controller,
+    policy_shapes,
+    weightless_policy,
 )
+from esper.experiment.database import open_store
 from esper.experiment.judging import JUDGED, Job, judge, stored_results
-from esper.experiment.pretraining import (
-    recorded_policy,
-    recorded_steps,
-    warm_policy,
-)
-from esper.experiment.records import STATIC, WATCHED, Results
+from esper.experiment.pretraining import imitated_policy, imitation_steps, warm_policy
+from esper.experiment.records import STATIC, Results
 from esper.experiment.run import STORE, Run, changes_since, versions_now
 from esper.experiment.settings import as_toml
-from esper.experiment.store import Store, open_store
+from esper.experiment.store import Store, usable_store
 from esper.experiment.trainer import BROKEN, PATIENCE, Callback, Trainer
 from esper.experiment.workers import caught_signals
 from esper.experiment.worlds import check_world, steps_of, tasks_of, world_for
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import TamiyoPolicy
 from esper.tamiyo.policy.sampling import with_temperature
 
@@ -88,6 +94,7 @@ def resume_run(path: Path, callbacks: Sequence[Callback] = ()) -> RunResult:
         if run.finished is not None:
             raise BadInput(f"run {run.name} is complete; begin another one.")
         config = settings_of(run)
+        check_memory(config, check_world(config))
         first = (f"Going on with {run.name}: on {_describe(config)}.",)
         return _train(config, run, callbacks, first)
 
@@ -108,8 +115,8 @@ def _describe(config: TrainConfig) -> str:
 
 def _check(config: TrainConfig) -> None:
     """Refuse what cannot be begun before anything is made."""
-    check_world(config)
-    if config.start_from not in (None, WARM, RECORDINGS):
+    check_memory(config, check_world(config))
+    if config.start_from not in (None, WARM, IMITATION):
         learned = find_controller(str(config.start_from), Path(config.runs))
         if learned.config != config.learner.policy:
             raise BadInput(
@@ -118,6 +125,34 @@ def _check(config: TrainConfig) -> None:
             )
     if config.keeping.tensorboard:
         summary_writer()
+
+
+def check_memory(config: TrainConfig, world: VectorWorld) -> None:
+    """Refuse a training that needs more memory than this machine has.
+
+    Weights, gradients and moments are there once, and up to four times more while they
+    are saved, like the state of the world. A rollout is there twice, with activations
+    of about its size again for each pass through the policy, and wide memories beside.
+
+    Args:
+        config: The run's.
+        world: From `check_world`, with one environment for each task.
+    """
+    policy = weightless_policy(config.learner.policy)
+    envs, steps = world.num_envs, steps_of(config)
+    learner = sum(tensor.nbytes for tensor in leaves(policy).values())
+    state = sum(tensor.nbytes for tensor in leaves(world).values())
+    shape = policy.state_shape
+    rollout = TamiyoRolloutBuffer(envs, 1, world.spec, state_shape=shape).nbytes * steps
+    memories = 4 * prod(shape) * envs * steps
+    each = 5 * (state + rollout) + 8 * memories // config.learner.ppo.minibatches
+    needed = 16 * learner + config.envs * each
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise BadInput(
+            f"this training needs about {needed / 1e9:,.0f} GB of memory, this machine "
+            f"has {there / 1e9:,.0f} GB; lower envs or learner.policy."
+        )
 
 
 def _train(
@@ -130,17 +165,21 @@ def _train(
     for callback in callbacks:
         for text in first:
             callback.on_message(text)
-    rollbacks = 0
+    trouble, rollbacks, starts = None, 0, list[int]()
     with caught_signals() as signals:
-        while rollbacks <= PATIENCE:
-            trainer = _attempt(config, run, callbacks, signals, rollbacks)
-            if not trainer.diverged:
+        # From one checkpoint it is tried a few times; who gets further may go on.
+        while starts.count(max(starts, default=0)) <= PATIENCE:
+            start, trainer, trouble = _attempt(
+                config, run, callbacks, signals, trouble, rollbacks
+            )
+            if trouble is None:
                 signal = signals[0] if signals else None
                 return RunResult(run.path, trainer.round, signal)
             rollbacks = trainer.rollbacks + 1
+            starts.append(start)
     raise NumericsTrouble(
-        f"run {run.name}: updates were refused as not finite, also after going back "
-        f"{PATIENCE} times; lower learner.ppo.learning_rate. See {DIAGNOSIS} there."
+        f"run {run.name}: numbers were not finite, also after going back {PATIENCE} "
+        f"times; lower learner.ppo.learning_rate. See {DIAGNOSIS} there."
     )
 
 
@@ -149,14 +188,29 @@ def _attempt(
     run: Run,
     callbacks: Sequence[Callback],
     signals: Sequence[int],
+    trouble: str | None,
     rollbacks: int,
-) -> Trainer:
-    """Train from the newest checkpoint, if there is one, to an end."""
+) -> tuple[int, Trainer, str | None]:
+    """Train from the newest checkpoint, if there is one, to an end.
+
+    Args:
+        config: The run's.
+        run: Where.
+        callbacks: Called besides its own.
+        signals: Those that came.
+        trouble: What was not finite and ended the attempt before this one.
+        rollbacks: How often the run went back for that.
+
+    Returns:
+        The round that it began after; the trainer; what was not finite and ended it.
+    """
     checkpoints = run.checkpoints(keep=config.keeping.last)
+    # Whether it fits is judged before anything is made as large as settings say.
+    found = checkpoints.latest(policy_shapes(config.learner.policy), POLICY)
     world = world_for(config)
     facts = {"config": digest(config), "actions": world.spec.describe()}
     names = config.tasks if config.simulated else [t.name for t in tasks_of(config)]
-    with Store(run.path / STORE) as store:
+    with usable_store(run.path / STORE, run.id) as store:
         own: list[Callback] = [Record(store, names)]
         if config.keeping.tensorboard:
             own.append(TensorBoard(run.path / "tensorboard"))
@@ -169,7 +223,6 @@ def _attempt(
         trainer = Trainer(world, config, steps_of(config), own, signals)
         versions, notes = versions_now(as_toml(config)), []
         try:
-            found = checkpoints.latest()
             if found is None:
                 _start_from(config, trainer)
             else:
@@ -180,25 +233,33 @@ def _attempt(
                             "checkpoint; put it back, or begin another run with "
                             f"--start_from {run.name}."
                         )
-                load(trainer, found.tensors)
+                state = checkpoints.load(found.manifest.step, leaves(trainer))
+                load(trainer, state.tensors)
                 notes = [("rejected", line) for line in found.rejected] + [
                     ("inexact", f"{line}; what follows may differ in some bits.")
                     for line in changes_since(run.versions, versions)
                 ]
             store.begin_attempt(None if found is None else trainer.round, versions)
-            if rollbacks:
+            notes += [("store", line) for line in store.warnings]
+            start = trainer.round
+            if trouble is not None:
                 trainer.draw_streams_anew(rollbacks)
-                text = f"{BROKEN}; back to round {trainer.round}, with new streams."
+                text = f"{trouble}; back to round {start}, with new streams."
                 notes.append(("refused", text))
             for kind, text in notes:
                 store.add_note(trainer.round, kind, text)
                 trainer.call("on_message", text, warning=True)
             trainer.stopping = trainer.interrupted()
             trainer.call("on_train_start", trainer, resumed=found is not None)
-            last = trainer.run()
-            if trainer.diverged:
-                run.write(DIAGNOSIS, {"trouble": BROKEN, "last": str(last)})
-                return trainer
+            last, trouble = None, None
+            try:
+                last = trainer.run()
+                trouble = BROKEN if trainer.diverged else None
+            except NotFinite as error:
+                trouble = str(error).rstrip(".")
+            if trouble is not None:
+                run.write(DIAGNOSIS, {"trouble": trouble, "last": str(last)})
+                return start, trainer, trouble
             if not trainer.interrupted():
                 _judge(config, run, store, trainer)
             if not trainer.interrupted():
@@ -206,12 +267,12 @@ def _attempt(
                     {
                         "rounds": trainer.round,
                         "env_steps": trainer.env_steps,
-                        "recorded_steps": recorded_steps(config),
+                        "imitation_steps": imitation_steps(config),
                     }
                 )
         finally:
             trainer.call("on_close")
-    return trainer
+    return start, trainer, None
 
 
 def _start_from(config: TrainConfig, trainer: Trainer) -> None:
@@ -226,9 +287,8 @@ def _start_from(config: TrainConfig, trainer: Trainer) -> None:
         if config.simulated:
             return  # that is where it is going anyway
         weights = warm_policy(config, report, trainer.interrupted)
-    elif config.start_from == RECORDINGS:
-        spec = trainer.policy.spec
-        weights = recorded_policy(config, spec, report, trainer.interrupted)
+    elif config.start_from == IMITATION:
+        weights = imitated_policy(config, report, trainer.interrupted)
     else:
         weights = find_controller(config.start_from, Path(config.runs)).weights
     # Statistics of returns belong to a world: another's are of no use here.
@@ -272,7 +332,7 @@ def _judge(config: TrainConfig, run: Run, store: Store, trainer: Trainer) -> Non
     """
     if config.simulated or not config.judging.controllers:
         return
-    with closing(open_store(run.path / STORE)) as db:
+    with closing(open_store(run.path / STORE, run.id)) as db:
         query = "SELECT DISTINCT task, controller FROM live_evaluations WHERE stage = ?"
         done = {(task, arm) for task, arm in db.execute(query, [JUDGED])}
     best = load_controller(run.path)

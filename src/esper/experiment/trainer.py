@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from esper.contracts.errors import BadInput
-from esper.contracts.state import Stateful
+from esper.contracts.errors import BadInput, NotFinite
+from esper.contracts.state import Stateful, leaves
 from esper.contracts.world import VectorWorld
 from esper.experiment.records import Results, RoundRecord
 from esper.experiment.rollout import Transition, collect, start
@@ -201,7 +201,9 @@ class Trainer(Stateful):
             policy_version=agent.version,
             on_step=lambda step: self.call("on_step", self, step),
         )
+        self.require_finite()  # NaN in a moment would reach the weights
         update = agent.update()
+        self.require_finite()
         self.round += 1
         self.seconds += time.monotonic() - began
         record = RoundRecord(
@@ -218,9 +220,16 @@ class Trainer(Stateful):
         self.refused_rounds = self.refused_rounds + 1 if record.refused else 0
         return record
 
+    def require_finite(self) -> None:
+        """Refuse a learner that has a weight, moment or memory that is not finite."""
+        found = leaves(self.agent, "agent") | {"memory": self.live.state}
+        for name, tensor in found.items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise NotFinite(f"{name} holds NaN or infinity in round {self.round}")
+
     def draw_streams_anew(self, rollbacks: int) -> None:
         """Give choices and minibatches other random streams after a rollback."""
-        self.rollbacks = max(self.rollbacks, rollbacks)
+        self.rollbacks = rollbacks
         seed, again = self.config.rng_seed, f"again {self.rollbacks}"
         self.generator.manual_seed(stream_seed(seed, f"choices, {again}"))
         self.agent.generator.manual_seed(stream_seed(seed, f"order, {again}"))

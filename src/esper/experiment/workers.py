@@ -62,7 +62,10 @@ def _begin() -> None:
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """The signals that asked for an end so far; the second one is not waited for."""
+    """The signals that asked for an end so far; the second one is not waited for.
+
+    Ctrl-C is then handled as it was before, and else raises KeyboardInterrupt.
+    """
     caught: list[int] = []
     if current_thread() is not main_thread():  # only there can signals be caught
         yield caught
@@ -71,6 +74,9 @@ def caught_signals() -> Iterator[list[int]]:
     def catch(number: int, frame: FrameType | None) -> None:
         caught.append(number)
         if len(caught) > 1:
+            after = before[signal.SIGINT]
+            if callable(after):
+                after(number, frame)
             raise KeyboardInterrupt
 
     kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

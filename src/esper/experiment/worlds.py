@@ -72,17 +72,26 @@ def tasks_of(
     return [drawn_task(number, each) for each in range(config.variants)]
 
 
-def check_world(config: "TrainConfig") -> None:
-    """Refuse tasks whose data are missing or that cannot be mixed."""
+def check_world(config: "TrainConfig") -> VectorWorld:
+    """Refuse tasks whose data are missing or that cannot be mixed.
+
+    Returns:
+        The world of the run, but with one environment for each task.
+    """
+    if config.simulated:
+        from esper.environment.simulated import SimulatedWorld
+
+        simulated = SimulatedWorld(1, 0, hidden_share=HIDDEN_SHARE)
+        simulated.reset()
+        return simulated
     if config.family:
         from esper.tasks.datasets import digits
 
         digits()  # some kinds are made of them, but maybe none of the first
-    if not config.simulated:
-        tasks = tasks_of(config)
-        for task in tasks:
-            task.splits(config.rng_seed)
-        Mixture([GrowingWorld(task, 1, 0, settings=config.world) for task in tasks])
+    tasks = tasks_of(config)
+    for task in tasks:
+        task.splits(config.rng_seed)
+    return Mixture([GrowingWorld(task, 1, 0, settings=config.world) for task in tasks])
 
 
 def steps_of(config: "TrainConfig") -> int:

@@ -16,17 +16,19 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, StorageTrouble
+from esper.experiment.database import DEADLINE, VIEWS, open_store, rows
 from esper.experiment.files import is_locked
 from esper.experiment.messages import short
 from esper.experiment.run import STORE, Run
 from esper.experiment.statistics import Floats
-from esper.experiment.store import VIEWS, open_store, rows
 
 POINTS: Final = 600
 """Bins of rounds, and so points of a curve, at most."""
 SHOWN_ENVS: Final = 16
 """Environments of a task whose seeds are shown, at most."""
+MOST: Final = 1_000
+"""Slots and tasks of a run at most."""
 THIRDS: Final = ("early", "middle", "late")
 MEANS: Final = ("clip_fraction", "explained_variance", "steps_planned", "steps_taken")
 ACTIONS: Final = ("planted", "blending", "aimed", "pruned", "kept")
@@ -109,12 +111,13 @@ def read_run(path: Path) -> RunData:
     run, store = Run.read(path), path / STORE
     state = "stopped" if run.finished is None else "finished"
     try:
-        with closing(open_store(store)) as db:
+        with closing(open_store(store, run.id, seconds=DEADLINE)) as db:
             db.execute("BEGIN")  # all answers as of one moment
+            _require_few(db)
             found = _query(db, _configured_tasks(run.config_toml))
-    except BadInput:
+    except (BadInput, StorageTrouble):
         raise
-    except (sqlite3.Error, ValueError) as error:
+    except (sqlite3.Error, ValueError, OverflowError) as error:
         why = str(error).splitlines()[0][:80] if str(error) else "no reason given"
         raise BadInput(
             f"{short(store)} is damaged or of another version: {why}; report another "
@@ -127,6 +130,15 @@ def read_run(path: Path) -> RunData:
         versions=run.versions,
         **found,
     )
+
+
+def _require_few(db: sqlite3.Connection) -> None:
+    """Refuse numbers of slots and tasks that no run has and no plot can show."""
+    (slots,) = db.execute("SELECT max(abs(slot)) FROM events").fetchone()
+    (tasks,) = db.execute("SELECT count(DISTINCT task) FROM live_episodes").fetchone()
+    for what, count in (("slot", slots or 0), ("tasks", tasks)):
+        if count > MOST:
+            raise ValueError(f"it has {what} {count:,}, {MOST:,} are the limit")
 
 
 def _configured_tasks(toml: str) -> list[str]:

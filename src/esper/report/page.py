@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from esper import __version__
 from esper.contracts.errors import BadInput
-from esper.experiment.files import Disk, publish, storage
+from esper.experiment.files import Disk, publish, require_no_link, storage
 from esper.experiment.messages import short
 from esper.experiment.records import is_learned
 from esper.experiment.statistics import Interval, iqm_interval
@@ -114,6 +114,7 @@ def _require_writable(file: Path, folder: Path) -> None:
     """Refuse to write over anything but a report."""
     if not file.parent.is_dir():
         raise BadInput(f"{short(file.parent)} is no folder; make it first.")
+    require_no_link(folder)
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{short(folder)} is no folder; remove it, plots go there.")
     if file.is_dir():

@@ -26,7 +26,13 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from esper.contracts.devices import usable_device
-from esper.contracts.errors import BadInput, CallOrder, IllegalAction, NoLegalAction
+from esper.contracts.errors import (
+    BadInput,
+    CallOrder,
+    IllegalAction,
+    NoLegalAction,
+    NotFinite,
+)
 from esper.kernels import kernel
 from esper.scan import gae
 from esper.simic.agent.distribution import PolicySpec
@@ -493,7 +499,7 @@ class TamiyoRolloutBuffer:
         env = _first_infinite(array, at)
         if env >= 0:
             row = array[at[env], env]
-            raise BadInput(
+            raise NotFinite(
                 f"{name} of environment {env} at step {int(self._counts[env])} must be "
                 f"finite, got {row[~np.isfinite(row)][0]}; quarantine the environment."
             )
@@ -569,7 +575,7 @@ PROBLEMS: Final = (
     (IllegalAction, "actions has a choice that the head does not have"),
     (IllegalAction, "actions has a choice that its row forbids: store the rows used"),
     (BadInput, "log_probs contradict their distribution: store both as they were used"),
-    (BadInput, "final_values must be finite where an episode is truncated"),
+    (NotFinite, "final_values must be finite where an episode is truncated"),
     (BadInput, "first must be True after the end of an episode and nowhere else"),
 )
 
