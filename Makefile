@@ -11,13 +11,13 @@ export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PY) -m pip config get g
 # Checking every annotation at run time would make learning several times slower.
 WITHOUT_SHAPE_CHECKS := -o addopts="-ra --strict-markers --strict-config"
 
-.PHONY: train tamiyo test wheel size check browser slow mutants clean help
+.PHONY: train tamiyo test wheel size check browser slow campaign mutants clean help
 
 train: $(V)/.ok ## set up if needed, train Tamiyo on drawn tasks, judge her on unseen hosts, write the report
-	$(V)/bin/esper train --preset family --budget.rounds 40 --rng_seed 0
+	$(V)/bin/esper train --preset family --budget.rounds 50 --rng_seed 0
 
 tamiyo: $(V)/.ok ## set up if needed, train the controller that comes with Esper once more
-	$(V)/bin/esper train --preset family --recordings 500 --rng_seed $(RNG_SEED) --name tamiyo-$(RNG_SEED)
+	$(V)/bin/esper train --preset family --rng_seed $(RNG_SEED) --name tamiyo-$(RNG_SEED)
 	$(V)/bin/esper export tamiyo-$(RNG_SEED) --format controller --out runs/shipped
 # The random seed of the one that was shipped.
 RNG_SEED ?= 3
@@ -43,11 +43,15 @@ browser: ## Chromium for the tests that open a page; without one they are skippe
 		echo "No Chromium here: tests that open a page are skipped."
 
 INSTALL_CHROMIUM := { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	&& echo "You are root and have no Chromium: installing it with apt-get, for tests." \
 	&& apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
 	--no-install-recommends chromium >/dev/null; }
 
 slow: $(V)/.dev ## the tests that take minutes
 	$(V)/bin/pytest -q -n 2 -m slow
+
+campaign: $(V)/.dev ## kill, damage, forge and break everything, for about forty minutes
+	$(V)/bin/python -m tests.campaign $(CAMPAIGN)
 
 mutants: $(V)/.dev ## break the core in many ways and see each one caught
 	$(V)/bin/python -m tests.mutants

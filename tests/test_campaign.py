@@ -1,0 +1,28 @@
+"""Small samples of what no other test has of the campaign."""
+
+import pytest
+
+from tests import campaign
+
+
+@pytest.mark.parametrize(("name", "scale"), [("stores", 0.2), ("hostile files", 0.1)])
+@pytest.mark.filterwarnings("ignore::esper.contracts.errors.EsperWarning")
+def test_a_small_sample_has_no_bad_trial(name, scale):
+    outcome = campaign.play(name, 0, scale)
+    assert outcome.trials > 15
+    assert not outcome.bad, outcome.notes
+
+
+def test_whatever_is_bad_is_counted():
+    outcome = campaign.Outcome()
+    with outcome.trial("a bug"):
+        raise ZeroDivisionError
+    with outcome.trial("many lines"):
+        raise campaign.EsperError("one\ntwo")
+    with outcome.trial("a refusal"):
+        raise campaign.EsperError("no.")
+    with outcome.trial("waits"):
+        raise campaign.Hung
+    counts = outcome.trials, outcome.tracebacks, outcome.lost, outcome.hung
+    assert counts == (4, 1, 1, 1)
+    assert outcome.bad == 3
