@@ -4,10 +4,12 @@ import logging
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 
 import esper
 from esper.contracts.errors import BadInput
+from esper.growth.model import GrowingModel
 from esper.growth.tracing import eval_outputs
 from tests.growth.hosts import everything, shake
 
@@ -240,8 +242,48 @@ def test_what_the_callback_cannot_do_is_refused_in_one_line(tmp_path):
         train(tmp_path, growing(), gpt2(), eval_strategy="no", **plain)
     with pytest.raises(BadInput, match="'eval_f1' was not measured; there is"):
         train(tmp_path, growing(monitor="eval_f1"), gpt2(), **plain)
+    grown = gpt2()
+    slot = "transformer.h.0.mlp.c_fc->transformer.h.0.mlp.c_proj"
+    GrowingModel(grown, [slot], IDS).plant(f"{slot}#0", "widen_8", tempo="AT_ONCE")
+    callback, model = growing(), gpt2()
+    trainer = Trainer(
+        model,
+        TrainingArguments(str(tmp_path), eval_strategy="epoch", report_to=[]),
+        train_dataset=Sentences(8),
+        eval_dataset=Sentences(8),
+        callbacks=[callback],
+    )
+    model.load_state_dict(grown.state_dict())
+    with pytest.raises(BadInput, match=r"give the Trainer esper\.rebuild"):
+        trainer.train()
+    with pytest.raises(RuntimeError, match=r"esper\.rebuild\(host, state_dict\)"):
+        model.load_state_dict(grown.state_dict())
     done = growing(controller="never")
     trainer = train(tmp_path, done, gpt2(), num_train_epochs=1, **plain)
     assert not hasattr(trainer.model, "esper_seeds")  # nothing has grown
     with pytest.raises(BadInput, match="has grown a network already"):
         trainer.train()
+
+
+def test_a_module_of_ones_own_grows_too(tmp_path):
+    class Plain(nn.Module):
+        """No config, and a tuple for an answer."""
+
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(WORDS, 8)
+            self.mlp = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, WORDS))
+
+        def forward(self, input_ids, labels=None):
+            logits = self.mlp(self.words(input_ids))
+            if labels is None:
+                return (logits,)
+            flat = logits.flatten(0, 1), labels.flatten()
+            return nn.functional.cross_entropy(*flat), logits
+
+    torch.manual_seed(0)
+    callback = GrowCallback(["mlp*"], controller="early", tick=2)
+    model = train(tmp_path, callback, Plain(), save_strategy="no").model
+    assert not hasattr(model, "esper_seeds")
+    assert model.mlp[0].out_features == model.mlp[2].in_features > 4
+    assert callback.grower.history[-1].metric < callback.grower.history[0].metric

@@ -92,6 +92,9 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
         """What grows the network, once training has begun."""
         self._unwrap: Callable[[], None] | None = None
         """Gives the model its own forward back; None before and after training."""
+        self._handle: Any = None
+        self._dropped = False
+        """Whether seeds of a state wait to be loaded."""
 
     # What the Trainer calls.
 
@@ -105,7 +108,8 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Seeds of a checkpoint are loaded later, when the optimiser is there."""
         if model is not None and grown_part(model) is None:
-            model.register_load_state_dict_pre_hook(_drop_seeds)
+            hook = model.register_load_state_dict_pre_hook(self._drop_seeds)
+            self._handle = hook
 
     def on_train_begin(
         self,
@@ -123,6 +127,13 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
             raise BadInput(
                 "this GrowCallback has grown a network already; make a new one for "
                 "another training."
+            )
+        if self._handle is not None:
+            self._handle.remove()
+        if self._dropped and not state.global_step:
+            raise BadInput(
+                "a grown state was loaded into the model after the Trainer was built; "
+                "give the Trainer esper.rebuild(model, state) instead."
             )
         torch_optimizer = getattr(optimizer, "optimizer", optimizer)
         example = self.example
@@ -198,6 +209,12 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
 
     # Inside.
 
+    def _drop_seeds(self, model: nn.Module, state: dict[str, Any], *_: object) -> None:
+        """Take the seeds out of a state that a plain model is about to load."""
+        for name in [name for name in state if name.startswith(f"{NAME}.")]:
+            del state[name]
+            self._dropped = True
+
     def _resume(self, output: Path, step: int) -> None:
         """Load what `on_save` has written."""
         assert self.grower is not None
@@ -230,10 +247,11 @@ def merge_into_model(grower: Grower) -> nn.Module:
     apart = plain._modules.get(NAME)
     if isinstance(apart, Branches):
         raise BadInput(f"some seeds do not merge ({apart.reasons[0]}), so {instead}.")
+    config: Any = getattr(model, "config", None)  # any module can have a Trainer
     try:
-        config = sized_config(plain)
+        sized = None if config is None else sized_config(plain)
     except BadInput as error:
-        raise BadInput(f"{str(error).removesuffix('.')}, so {instead}.") from error
+        raise BadInput(f"{error}, so {instead}.") from error
     grower.detach()
     modules = dict(model.named_modules())
     for name, module in plain.named_modules():
@@ -242,8 +260,8 @@ def merge_into_model(grower: Grower) -> nn.Module:
         sizes = {k: v for k, v in vars(module).items() if type(v) is int}
         own.__dict__.update(sizes)
     for key in WIDTHS:
-        if hasattr(config, key):
-            setattr(model.config, key, getattr(config, key))
+        if hasattr(sized, key):
+            setattr(config, key, getattr(sized, key))
     return model
 
 
@@ -285,13 +303,6 @@ def _built(model: nn.Module, config: Any) -> nn.Module:  # noqa: ANN401
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
-
-
-def _drop_seeds(module: nn.Module, state: dict[str, Any], *_: object) -> None:
-    """Take seeds out of a state that a host without a Grower is about to load."""
-    if grown_part(module) is None:
-        for name in [name for name in state if name.startswith(f"{NAME}.")]:
-            del state[name]
 
 
 def _refuse_arguments(args: Any, state: Any) -> None:  # noqa: ANN401
