@@ -320,8 +320,8 @@ MUTANTS = (
     Mutant(
         "rewards are shares of another group's errors",
         "environment/growing.py",
-        "self._unit[env] = errors[env // self.group_size]",
-        "self._unit[env] = errors[0]",
+        "own[0][group], own[1][group]",
+        "own[0][group], own[1][0]",
         GROWING,
     ),
     Mutant(

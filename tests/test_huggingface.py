@@ -240,6 +240,8 @@ def test_what_the_callback_cannot_do_is_refused_in_one_line(tmp_path):
     plain = {"save_strategy": "no"}
     with pytest.raises(BadInput, match="decides after evaluations"):
         train(tmp_path, growing(), gpt2(), eval_strategy="no", **plain)
+    with pytest.raises(BadInput, match="a compiled model does not grow"):
+        train(tmp_path, growing(), gpt2(), torch_compile=True, **plain)
     with pytest.raises(BadInput, match="'eval_f1' was not measured; there is"):
         train(tmp_path, growing(monitor="eval_f1"), gpt2(), **plain)
     grown = gpt2()

@@ -308,11 +308,13 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def _refuse_arguments(args: Any, state: Any) -> None:  # noqa: ANN401
     if state.is_hyper_param_search:
         raise BadInput("GrowCallback grows one model; it takes no part in a search.")
-    if args.world_size > 1 or args.n_gpu > 1:
+    if args.world_size > 1 or args.n_gpu > 1 or args.fsdp or args.deepspeed:
         raise BadInput(
             "GrowCallback trains on one device; on several use esper.Grower with a "
             "DistributedDataParallel model."
         )
+    if args.torch_compile:
+        raise BadInput("a compiled model does not grow; leave torch_compile out.")
     if args.eval_strategy == "no":
         raise BadInput(
             "GrowCallback decides after evaluations; set eval_strategy and give the "

@@ -43,8 +43,13 @@ def test_a_known_end_is_the_only_stop_and_the_rate_falls_towards_it():
         clock.rate(moments)[0, [0, 1, 3]], torch.tensor([0.02, 1.0, 0.02]).double()
     )
     assert 0.02 < float(clock.rate(moments)[0, 2]) < 1.0
-    constant = Clock("compute", 10, 4.0, stop="anytime").rate(moments)
-    assert constant.tolist() == [[1.0] * 4]
+
+
+def test_with_an_unknown_end_the_rate_falls_with_compute_wherever_the_end_is():
+    moments = torch.tensor([[0.0, 16.0, 16.0 * 1023]]).double()
+    for horizon in (1, 10, 40):
+        rates = Clock("compute", horizon, 4.0, stop="anytime").rate(moments)
+        assert_close(rates, torch.tensor([[1.0, 2**-0.3, 2**-3.0]]).double())
 
 
 @pytest.mark.parametrize(

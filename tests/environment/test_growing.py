@@ -629,7 +629,7 @@ def test_whatever_changes_in_a_world_is_saved_or_derived():
     assert changed(world, before) == []
 
 
-def test_relative_rewards_are_shares_of_what_never_growing_gets_wrong():
+def test_relative_rewards_are_shares_of_the_errors_of_the_host_that_never_grows():
     plain = make(4, task=VARIED, group_size=2)
     shares = make(4, task=VARIED, group_size=2, relative=True)
     never = make(2, task=VARIED)
@@ -637,14 +637,17 @@ def test_relative_rewards_are_shares_of_what_never_growing_gets_wrong():
         world.reset()
     plants = action(Op.GERMINATE, 0, 2, alpha_target=2)
     for _ in range(2):  # episodes: luck changes with them
-        rewards, found = [], []
+        expected, found = [], []
         for step in range(HORIZON):
             rows = [plants] * 4 if step == 0 else []
-            rewards.append(say(plain, *rows).reward)
+            waiting = say(never)
+            waited = waiting.reward.repeat_interleave(2)
+            expected.append(say(plain, *rows).reward - waited)
             found.append(say(shares, *rows).reward)
-            report = say(never).report
-        unit = (1 - report.score).clamp(min=0.02).repeat_interleave(2)
-        torch.testing.assert_close(sum(found), sum(rewards) / unit)
+        unit = (1 - waiting.report.score).clamp(min=0.02).repeat_interleave(2)
+        torch.testing.assert_close(
+            torch.stack(found), torch.stack(expected) / unit, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_slots_of_a_place_are_filled_in_order():

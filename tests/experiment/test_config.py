@@ -85,7 +85,7 @@ configs = st.builds(
     rng_seed=st.integers(0, 2**32 - 1),
     name=maybe(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,9}x", fullmatch=True)),
     runs=texts,
-    start_from=maybe(texts.filter(lambda text: text != "imitation")),
+    start_from=maybe(texts.filter(lambda text: text != "recordings")),
     budget=st.builds(
         Budget,
         rounds=maybe(st.integers(1, 4_096)),
@@ -246,7 +246,7 @@ def test_contradictions_are_refused_in_one_line():
             {"tasks": "text", "envs": "1", "learner.ppo.minibatches": "2"},
             "minibatches is 2",
         ),
-        ({"tasks": "simulated", "start_from": "imitation"}, "start_from 'imitation'"),
+        ({"tasks": "simulated", "start_from": "recordings"}, "start_from 'recordings'"),
     ):
         assert message in refused(resolve, options)
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from esper.experiment.callbacks import ConsoleProgress, time_left
-from esper.experiment.config import TrainConfig
+from esper.experiment.config import TrainConfig, World
 from esper.experiment.records import Judged
 from tests.experiment.stores import record
 
@@ -20,10 +20,12 @@ def evaluation():
     return Judged(**dict.fromkeys(names, figures), panicked=figures > 1)
 
 
-def printed(terminal, width=120):
+def printed(terminal, width=120, *, relative=False, **given):
     file = io.StringIO()
-    progress = ConsoleProgress(Console(file=file, force_terminal=terminal, width=width))
-    trainer = SimpleNamespace(round=3, config=TrainConfig())
+    console = Console(file=file, force_terminal=terminal, width=width)
+    progress = ConsoleProgress(console, **given)
+    config = TrainConfig(world=World(relative=relative))
+    trainer = SimpleNamespace(round=3, config=config)
     progress.on_message("Training.")
     progress.on_progress("simulated world", 1, 2, "return +0.1")
     progress.on_evaluation(trainer, {"letter": evaluation()})
@@ -40,9 +42,25 @@ def test_a_log_has_plain_lines():
     for words in (
         "Training.",
         "simulated world: round 1/2, return +0.1",
-        "round 3  evaluation: letter +0.5000 (score 0.500)",
-        "round 1/10  return +0.1000  score 0.500  grown 1.50x  kl 0.0100",
+        "round 3  on watched hosts: return +0.5000",
+        "round 1/10  return +0.1000  score 0.500  2.50 times as large",
         "warning: the disk is slow",
+    ):
+        assert words in text, words
+    assert "entropy" not in text
+
+
+def test_details_are_shown_to_who_asks_for_them():
+    text = printed(terminal=False, width=200, details=True)
+    for words in ("letter +0.5000 (score 0.500)", "kl 0.0100  entropy op", "steps/s"):
+        assert words in text, words
+
+
+def test_relative_returns_are_called_what_they_are():
+    text = printed(terminal=False, relative=True)
+    for words in (
+        "on watched hosts: +50.0% of the errors removed, net of rent",
+        "round 1/10  +10.0% of the errors removed, net of rent",
     ):
         assert words in text, words
 
@@ -51,12 +69,12 @@ def test_a_log_has_plain_lines():
 def test_a_terminal_of_any_width_shows_it(width):
     text = printed(terminal=True, width=width)
     if width == 120:
-        for words in ("training", "3/10", "return", "evaluation", "left"):
+        for words in ("training", "3/10", "return", "watched", "left"):
             assert words in text, words
 
 
 def test_the_headline_names_every_head_that_has_a_choice():
-    line = record(2).headline()
+    line = record(2).headline(details=True)
     assert "entropy op 0.50 slot 0.50" in line
     assert "score" not in line
 

@@ -149,10 +149,6 @@ TWO = ("static-x1", "static-x2")
         ({"controllers": ("never", "static")}, "'static' is measured by a learned"),
         ({"controllers": ("never", "envelope")}, "name at least two of static-x1"),
         ({"controllers": (*TWO, "halving")}, "set world.clock to compute"),
-        (
-            {"controllers": (*TWO, "envelope"), "world": World(relative=True)},
-            "leave out world.relative",
-        ),
         ({"controllers": ("runs/nobody",)}, "nobody is no run"),
         ({"tasks": ("tinny",)}, "no task 'tinny'; did you mean 'tiny'"),
         ({"tasks": ("lost",)}, "pip install something"),

@@ -5,12 +5,18 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput
 from esper.experiment.config import World
-from esper.experiment.judging import judge, judged_world
+from esper.experiment.judging import (
+    judge,
+    judge_plain,
+    judge_static,
+    judged_world,
+    times_as_wide,
+)
 from esper.experiment.records import Judged
 from esper.tamiyo.rule_based import Never
 from esper.tamiyo.schedule import EARLY, Scheduled
@@ -177,3 +183,25 @@ def test_another_number_or_stage_is_other_hosts(rng_seed, stage):
     judge(first, tiny(), HOSTS, 0)
     judge(second, tiny(), HOSTS, rng_seed, stage=stage)
     assert not torch.equal(first.scores[0], second.scores[0])
+
+
+def test_relative_returns_are_the_errors_of_the_same_host_that_are_removed():
+    task, relative = tiny(), World(relative=True, rent=0.02)
+    raw = replace(relative, relative=False)
+    never = judge(Never(), task, HOSTS, 0, raw)
+    errors = 1 - never.score
+    reference = judge("early", task, HOSTS, 0, raw)
+    arms = [
+        lambda world: judge("early", task, HOSTS, 0, world),
+        lambda world: judge_plain(times_as_wide(task.host, 4), task, HOSTS, 0, world),
+        lambda world: judge_static("longer", task, HOSTS, 0, reference, world),
+    ]
+    for arm in arms:
+        share, points = arm(relative), arm(raw)
+        ahead = (points.returns - never.returns) / errors
+        assert_allclose(share.returns, ahead, rtol=1e-5, atol=1e-6)
+        assert_allclose(share.stops.worth, points.stops.worth / errors, rtol=1e-6)
+        total = share.stops.weights @ share.stops.worth - share.stops.first
+        own = points.stops.weights @ points.stops.worth - points.stops.first
+        assert_allclose(total, (own - never.returns) / errors, rtol=1e-5, atol=1e-6)
+        assert_array_equal(share.test, points.test)

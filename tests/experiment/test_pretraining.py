@@ -1,78 +1,111 @@
-"""Imitation of the better timetables of a group, and runs on families of tasks."""
+"""A start from recordings: the loss of trees against a slow twin, and learning."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput
-from esper.environment.mixture import Mixture
+from esper.environment.growing import GrowingWorld
+from esper.environment.settings import WorldSettings
 from esper.experiment import pretraining
-from esper.experiment.config import IMITATION, Budget, TrainConfig, World, preset
-from esper.experiment.pretraining import imitate, preferred, tried
-from esper.experiment.worlds import worlds_of
+from esper.experiment.config import RECORDINGS, Budget, TrainConfig
+from esper.experiment.pretraining import draw_trees, fit, tree_loss
+from esper.experiment.record import record_task, world_settings
+from esper.simic.agent.distribution import evaluate_choices
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
-from esper.tamiyo.schedule import Schedule
+from tests.environment.test_growing import LONG
 
 SMALL = PolicyConfig(width=16, slot_width=8, offer_width=8)
+TERMS = WorldSettings(rent=(0.001, 0.1), budget=(0.5, 31.0))
 
 
-def test_twins_are_followed_by_how_well_they_did():
-    returns = torch.tensor([0.5, 0.5, 0.1, 0.1 + 0.01 * torch.log(torch.tensor(3.0))])
-    weights = preferred(returns, 2, temperature=0.01)
-    expected = torch.tensor([1.0, 1.0, 0.5, 1.5])
-    assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+@pytest.fixture(scope="module", params=["end", "anytime"])
+def recording(request):
+    return record_task(LONG, world_settings(request.param), 2, 10, 3)
 
 
-def a_world(envs=4):
-    config = replace(
-        preset("family"),
-        envs=envs,
-        variants=1,
-        world=World(
-            horizon=3,
-            decision_every=2,
-            slots=4,
-            blueprints=("widen_x2",),
-            group_size=envs,
-        ),
-    )
-    return Mixture(worlds_of(config))
+@pytest.fixture
+def policy(recording):
+    world = GrowingWorld(LONG, 1, settings=world_settings("end"))
+    return TamiyoPolicy(world.spec, SMALL)
 
 
-def test_a_trial_is_one_episode_and_says_what_could_have_been_said():
-    world = a_world()
-    trial = tried(world, [Schedule(count=0), *[Schedule()] * 3], 5, causal=True)
-    assert trial.valid[0].tolist() == [True] * 3 + [False] * 2
-    assert trial.first[:, 0].all()
-    chosen = trial.rows.gather(-1, trial.actions.unsqueeze(-1))
-    assert chosen.all()
-    ops = trial.actions[:, 0, HEAD["op"]].tolist()
-    assert ops == [Op.WAIT.value] + [Op.GERMINATE.value] * 3
+def value_of_tree(actions, log_probs, leaves, used, at, members):
+    """Worth of a node under the policy, by recursion over its branches."""
+    members = [m for m in members if used[m]]
+    if at == actions.shape[1]:
+        return float(leaves[members[0]])
+    branches = {}
+    for member in members:
+        branches.setdefault(tuple(actions[member, at].tolist()), []).append(member)
+    logits = torch.tensor([float(log_probs[b[0], at]) for b in branches.values()])
+    worth = [
+        value_of_tree(actions, log_probs, leaves, used, at + 1, own)
+        for own in branches.values()
+    ]
+    return float((logits.double().softmax(0) * torch.tensor(worth).double()).sum())
 
 
-@pytest.mark.parametrize("best", [Op.WAIT, Op.GERMINATE])
-def test_a_policy_learns_what_the_best_twin_said(monkeypatch, best):
-    monkeypatch.setattr(pretraining, "PASSES", 60)
-    world = a_world()
-    trial = tried(world, [*[Schedule(count=0)] * 2, *[Schedule()] * 2], 3, causal=True)
-    plants = torch.tensor([0.0, 0.0, 1.0, 1.0])
-    liked = plants if best is Op.GERMINATE else 1 - plants
-    trial = replace(trial, returns=liked)
-    torch.manual_seed(0)
-    policy = TamiyoPolicy(world.spec, SMALL)
-    imitate(policy, [trial], 4, rng_seed=0)
-    state = policy.initial_state(4)
-    logits, _ = policy.scores(trial.features, trial.actions, trial.first, state)
-    rows = trial.rows[:, 0, 0]
-    likeliest = torch.where(rows, logits[:, 0, 0], -torch.inf).argmax(dim=-1)
-    assert likeliest.tolist() == [best.value] * 4
+def test_the_worth_of_a_tree_is_that_of_the_recursion(recording, policy):
+    trees = draw_trees(recording, policy, TERMS, np.random.default_rng(1))
+    state = policy.initial_state(recording.envs)
+    with torch.no_grad():
+        logits, values = policy.scores(
+            trees.features, trees.actions, trees.first, state
+        )
+        chosen = evaluate_choices(logits, values, trees.rows, trees.actions).log_probs
+    roots = [
+        value_of_tree(
+            trees.actions[own],
+            chosen.sum(dim=-1)[own],
+            trees.worth[own, -1],
+            trees.used[tree],
+            0,
+            range(10),
+        )
+        for tree, own in enumerate((slice(0, 10), slice(10, 20)))
+    ]
+    found = tree_loss(policy, trees, 0.1)["root"]
+    assert_close(float(found), float(np.mean(roots)), rtol=1e-4, atol=1e-5)
 
 
-def test_imitation_needs_hosts_to_compare():
-    with pytest.raises(BadInput, match="imitation"):
-        TrainConfig(tasks=("simulated",), start_from=IMITATION, budget=Budget(rounds=1))
-    with pytest.raises(BadInput, match="imitation"):
-        TrainConfig(envs=1, start_from=IMITATION, budget=Budget(rounds=1))
+def test_scripts_beyond_the_budget_do_not_count(recording, policy):
+    for seed in range(8):
+        trees = draw_trees(recording, policy, TERMS, np.random.default_rng(seed))
+        assert trees.used[:, 0].all()  # never costs nothing
+        terms = tree_loss(policy, trees, 0.1)
+        assert all(torch.isfinite(term) for term in terms.values())
+        terms["loss"].backward()
+        for parameter in policy.parameters():
+            assert parameter.grad is None or torch.isfinite(parameter.grad).all()
+
+
+@pytest.mark.parametrize("gain", [0.5, -0.5])
+def test_a_policy_learns_the_better_choice(recording, policy, gain, monkeypatch):
+    def priced(*given):
+        """Trees in which growing at all brings or costs half of the errors."""
+        trees = draw_trees(*given)
+        grown = (trees.actions[..., HEAD["op"]] == Op.GERMINATE).any(dim=1)
+        worth = torch.zeros_like(trees.worth)
+        worth[:, -1] = gain * grown
+        return replace(trees, worth=worth)
+
+    monkeypatch.setattr(pretraining, "draw_trees", priced)
+    trees = priced(recording, policy, TERMS, np.random.default_rng(99))
+    best = (trees.worth[:, -1].view(2, -1) * trees.used).amax(dim=1).mean()
+    before = tree_loss(policy, trees, 0.1)["root"]
+    monkeypatch.setattr(pretraining, "PASSES", 40)
+    monkeypatch.setattr(pretraining, "LEARNING_RATE", 1e-2)
+    fit(policy, [recording], TERMS, 0)
+    after = tree_loss(policy, trees, 0.1)["root"]
+    assert best - after < 0.5 * (best - before)
+
+
+def test_recordings_need_a_world_in_which_seeds_take_part_at_once():
+    for tasks in (("simulated",), ("teacher",)):
+        with pytest.raises(BadInput, match=r"set world\.at_once"):
+            TrainConfig(tasks=tasks, start_from=RECORDINGS, budget=Budget(rounds=1))

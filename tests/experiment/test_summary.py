@@ -10,7 +10,12 @@ from scipy import stats
 
 from esper.contracts.errors import BadInput
 from esper.experiment.statistics import paired_wilcoxon
-from esper.experiment.summary import headline, print_summary, summarise
+from esper.experiment.summary import (
+    headline,
+    print_summary,
+    summarise,
+    watched_trend,
+)
 from tests.references import statistics as reference
 
 RESAMPLES = 300
@@ -151,6 +156,21 @@ def test_the_last_judgement_counts_in_whatever_order_its_rows_come():
     assert summarise(mixed, resamples=RESAMPLES) == summary_of()
     empty = summarise([])
     assert (empty.tasks, empty.aggregate, empty.conclusions) == ((), None, ())
+
+
+def test_what_training_changed_is_told_of_the_last_round_not_the_best():
+    def watched(round, more):
+        arms = {"Tamiyo": (np.arange(10) / 10 + more, np.zeros(10))}
+        tasks = ("letter", "tiny")
+        found = [rows_of(arms, t, round=round, stage="watched") for t in tasks]
+        return [*found[0], *found[1]]
+
+    start, best, last = watched(0, 0.0), watched(20, 0.5), watched(40, 0.25)
+    assert watched_trend(start) is None
+    assert watched_trend([*last, *best, *start, *rows_of(round=40)]) == (
+        "On the same watched hosts: +0.450 at round 0, +0.700 at round 40, by +0.250 "
+        "[+0.250, +0.250] (95 % over hosts)."
+    )
 
 
 def test_conclusions_say_what_intervals_say_and_nothing_else():

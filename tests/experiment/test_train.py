@@ -211,7 +211,7 @@ def test_a_run_says_what_it_was_made_of_and_is_not_begun_again(finished):
     usual = config(whole.parent, "whole")
     assert replace(own, judging=usual.judging) == usual
     steps = ROUNDS * 4 * 4
-    expected = {"rounds": ROUNDS, "env_steps": steps, "imitation_steps": 0}
+    expected = {"rounds": ROUNDS, "env_steps": steps, "recorded_steps": 0}
     assert run.finished == expected
     assert before[0] == ROUNDS
     with pytest.raises(BadInput, match="run whole is complete"):

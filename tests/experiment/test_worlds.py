@@ -13,8 +13,8 @@ from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
 from esper.environment.mixture import RedrawnMixture
 from esper.experiment import pretraining
-from esper.experiment.callbacks import WATCHED
 from esper.experiment.config import Budget, Judging, TrainConfig, World, preset
+from esper.experiment.records import WATCHED
 from esper.experiment.run import STORE, Run
 from esper.experiment.train import begin_run
 from esper.experiment.trainer import Callback, Trainer
@@ -36,7 +36,7 @@ def family():
         variants=2,
         start_from=None,
         budget=Budget(rounds=4),
-        world=replace(SHORT, group_size=2),
+        world=replace(SHORT, group_size=2, at_once=True),
         learner=replace(base.learner, policy=small),
     )
 
@@ -120,15 +120,16 @@ class Log(Callback):
         self.names.append(name)
 
 
-def test_a_run_that_starts_by_imitation_stores_what_its_episodes_earned(
+def test_a_run_that_starts_from_recordings_stores_what_its_episodes_earned(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(pretraining, "TRIALS", 2)
-    monkeypatch.setattr(pretraining, "ROUNDS", 1)
+    monkeypatch.setattr(pretraining, "SCRIPTS", 4)
+    monkeypatch.setattr(pretraining, "PASSES", 1)
     judging = Judging(every=2, hosts=1, controllers=())
     config = replace(
         family(),
-        start_from="imitation",
+        start_from="recordings",
+        recordings=2,
         budget=Budget(rounds=3),
         judging=judging,
         runs=str(tmp_path),
@@ -137,14 +138,14 @@ def test_a_run_that_starts_by_imitation_stores_what_its_episodes_earned(
     log = Log()
     result = begin_run(config, [log])
     assert len(log.rounds) == 3
-    assert {*log.names} == {"simulated world", "timetables"}
+    assert {*log.names} == {"recording", "fitting"}
     for record in log.rounds:
         returns = stored_returns(result.path, record.round)
         assert sum(returns) / len(returns) == pytest.approx(
             record.mean_return, abs=1e-5
         )
     facts = Run.read(result.path).finished
-    assert facts["imitation_steps"] == 2 * 3 * 2 * 2
+    assert facts["recorded_steps"] == 2 * 4 * 3
 
 
 def test_a_family_without_a_package_is_refused_before_anything_trains(monkeypatch):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from esper.growth.hooks import shadow_gradients
-from tests.growth.hosts import grow, make_batch, move_to, shake
+from tests.growth.hosts import Vectors, grow, make_batch, move_to, shake
 
 SLOT = "second#0"
 
@@ -50,3 +51,33 @@ def test_shadow_gradients_are_those_of_the_seed_in_place():
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
     assert all(p.grad is None for p in model.parameters())
     assert all(p.requires_grad for p in model.parameters())
+
+
+def test_gradient_checkpointing_recomputes_seeds_and_all():
+    class Recomputed(Vectors):
+        stored = True
+
+        def forward(self, x):
+            if self.stored:
+                return super().forward(x)
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    model = grow("vector", Recomputed())
+    model.host.drop.p = 0.0
+    model.plant("first->second#0", "widen_8", tempo="AT_ONCE")
+    model.plant("second->last#0", "widen_8", tempo="SLOW")
+    shake(model)
+    x, y = make_batch("vector", 16)
+
+    def closure():
+        return nn.functional.cross_entropy(model.host(x), y)
+
+    found = []
+    for model.host.stored in (True, False):
+        learning = model.training_parameters()
+        shadow = shadow_gradients(closure, model.flow, model, learning)[1]
+        trained = [p for p in model.parameters() if not any(p is q for q in learning)]
+        found.append([*shadow, *torch.autograd.grad(closure(), trained)])
+    assert not model.flow.failed
+    assert all(map(torch.equal, *found))

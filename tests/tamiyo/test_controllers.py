@@ -13,7 +13,7 @@ from esper.contracts.world import Controller
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import CONTROLLERS, NAMES, controller_for, make_controller
 from esper.tamiyo.restricted import Restricted
-from esper.tamiyo.rule_based import Never, Plateau, Random
+from esper.tamiyo.rule_based import ByRent, Never, Plateau, Random
 from esper.tamiyo.schedule import Schedule, Scheduled
 from tests.device_reads import count_device_reads
 from tests.rollouts import SPEC, random_observation
@@ -75,6 +75,7 @@ def test_names_make_their_controllers():
         "doubling": Scheduled,
         "large-then-cut": Scheduled,
         "plateau": Plateau,
+        "by-rent": ByRent,
         "tamiyo": Restricted,
     }
     assert [*NAMES] == [*CONTROLLERS, "tamiyo"] == [*kinds]

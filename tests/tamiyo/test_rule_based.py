@@ -19,6 +19,7 @@ from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.rule_based import (
     PATIENCE,
     STANDARD_BLEND,
+    ByRent,
     Plateau,
     Random,
     SizePreference,
@@ -273,6 +274,29 @@ def test_plateau_plants_when_the_score_stands_still_and_no_seed_is_on_its_way(
 def test_a_patience_that_is_no_share_is_refused(patience):
     with pytest.raises(BadInput, match=r"patience must be a share in \[0, 1\]"):
         Plateau(PAIR, patience)
+
+
+@pytest.mark.parametrize(
+    ("rent", "added", "chosen"),
+    [
+        (0.0, 9.0, (1, 0, 1)),
+        (0.02, 0.0, (1, 0, 1)),
+        (0.02, 0.5, (1, 1, 1)),  # then the larger one would cost more than the limit
+        (0.02, 0.8, (0, 0, 0)),
+    ],
+)
+def test_by_rent_widens_as_far_as_the_rent_for_all_that_is_added_allows(
+    rent, added, chosen
+):
+    offers = promised(0.0, [[0.1, 1.0], [0.1, 0.4]], rent=rent)
+    offers["host"]["added"] = added
+    offers["offers"]["fits"] = [[False, True], [False, True]]
+    assert first_choice(ByRent(PAIR, limit=0.02), **offers) == chosen
+
+
+def test_a_limit_that_is_no_score_is_refused():
+    with pytest.raises(BadInput, match="limit must be a score from 0, got nan"):
+        ByRent(PAIR, nan)
 
 
 def test_planting_comes_before_keeping():

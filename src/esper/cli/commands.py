@@ -25,6 +25,7 @@ from esper.cli.arguments import (
 from esper.contracts.errors import BadInput
 
 if TYPE_CHECKING:
+    from esper.experiment.callbacks import ConsoleProgress
     from esper.experiment.train import RunResult
     from esper.tamiyo.registry import Maker
 
@@ -58,6 +59,12 @@ def train_options(parser: ArgumentParser) -> None:
         metavar="RUN",
         help="go on with a run that was interrupted, by its name or folder",
     )
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="show KL divergence, entropies and speed of every round too",
+    )
     config_options(parser)
 
 
@@ -87,16 +94,16 @@ def train(options: Namespace) -> int:
     from esper.experiment.config import resolve
 
     given = _given(options)
+    console = ConsoleProgress(details=given.pop("verbose"))
     if "resume" in given:
-        return _resume(given)
+        return _resume(given, console)
     config = resolve(given, draw_seed=True)
     from esper.experiment.train import begin_run
 
-    return _end(begin_run(config, [ConsoleProgress()]))
+    return _end(begin_run(config, [console]))
 
 
-def _resume(given: dict[str, Any]) -> int:
-    from esper.experiment.callbacks import ConsoleProgress
+def _resume(given: dict[str, Any], console: "ConsoleProgress") -> int:
     from esper.experiment.messages import quoted, refusal
     from esper.experiment.run import Run, find_run
     from esper.experiment.train import resume_run, settings_of
@@ -114,7 +121,7 @@ def _resume(given: dict[str, Any]) -> int:
     if run.finished is not None:
         _say(f"Run {run.name} is already complete. See: esper report {path}")
         return 0
-    return _end(resume_run(path, [ConsoleProgress()]))
+    return _end(resume_run(path, [console]))
 
 
 def _end(result: "RunResult") -> int:
@@ -484,10 +491,12 @@ The file loads without Esper: torch.export.load("grown.pt2").module()
         help="judge controllers and static networks on the same hosts",
         description="""\
 Judge controllers on real tasks, all of them on the same hosts. The return is the score
-that was gained, less rent for what was added; the test score is that of rows which no
-decision and no reward has seen. Controllers are never, random, early, periodic,
-plateau; tamiyo: the trained one that comes with Esper; static: a plain network
-of equal size; longer: never grown, for equal work; or folders of runs that learned.""",
+that was gained, less rent for what was added (with --world.relative true the share of
+the never-grown network's errors that was removed); the test score is that of rows which
+no decision and no reward has seen. Controllers are never, random, early, periodic,
+doubling, large-then-cut, plateau, by-rent; tamiyo: the trained one that comes with
+Esper; static: a plain network of equal size; longer: never grown, for equal work; or
+folders of runs that learned.""",
         examples="""\
 examples:
   esper evaluate                       every task, every controller that does not learn

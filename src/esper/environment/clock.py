@@ -12,8 +12,8 @@ apart.
 
 An episode is scored at its *stops*. Where the end is known there is one, at the end,
 and the learning rate rises and falls towards it. Where it is not, stops lie a factor of
-two apart, as many as `STOPS`, the learning rate is constant, and nothing that is seen
-or decided depends on the end.
+two apart, as many as `STOPS`, the learning rate falls with the compute so far, and
+nothing depends on the end.
 """
 
 from dataclasses import dataclass
@@ -36,6 +36,10 @@ WARMUP: Final = 0.1
 """Share of an episode over which the learning rate rises, if its end is known."""
 FLOOR: Final = 0.02
 """Share of the learning rate that is left at a known end."""
+FALL: Final = 0.3
+"""Power of compute with which the learning rate falls where the end is not known ..."""
+LEVEL: Final = 16.0
+"""... after about so many batches of the starting host."""
 SLACK: Final = 1e-9
 """Share of a batch by which an interval may fall short of it."""
 
@@ -94,23 +98,29 @@ class Clock:
 
     def weights(self) -> Float[Tensor, " decision"]:
         """What the state at each moment weighs in the score; they sum to 1."""
-        times = self.times()
-        weights = torch.zeros_like(times)
-        if self.stop == "end":
-            weights[-1] = 1.0
-            return weights
-        wanted = times[-1] * 0.5 ** torch.arange(STOPS, dtype=torch.float64)
-        # The first moment that is not before the stop, whatever powers round to.
-        nearest = torch.searchsorted(times, wanted * (1 - SLACK))
-        at = nearest[wanted >= times[1] * (1 - SLACK)]
-        return weights.index_put_((at,), torch.ones(()).double() / len(at), True)
+        return stop_weights(self.times(), self.stop)
 
     def rate(self, moment: Float[Tensor, "env step"]) -> Float[Tensor, "env step"]:
-        """Share of the learning rate at a moment: constant, or a rise and a fall."""
+        """Share of the learning rate that is due at a moment."""
         if self.stop == "anytime":
-            return torch.ones_like(moment)
+            return (1 + moment / LEVEL) ** -FALL
         share = moment / self.times()[-1]
         rise = (share / WARMUP).clamp(max=1.0)
         passed = ((share - WARMUP) / (1 - WARMUP)).clamp(0, 1)
         fall = (1 + torch.cos(torch.pi * passed)) / 2
         return FLOOR + (1 - FLOOR) * torch.minimum(rise, fall)
+
+
+def stop_weights(
+    times: Float[Tensor, " decision"], stop: str
+) -> Float[Tensor, " decision"]:
+    """What the state at each moment weighs in the score of an episode that has them."""
+    weights = torch.zeros_like(times)
+    if stop == "end":
+        weights[-1] = 1.0
+        return weights
+    wanted = times[-1] * 0.5 ** torch.arange(STOPS, dtype=torch.float64)
+    # The first moment that is not before the stop, whatever powers round to.
+    nearest = torch.searchsorted(times, wanted * (1 - SLACK))
+    at = nearest[wanted >= times[1] * (1 - SLACK)]
+    return weights.index_put_((at,), torch.ones(()).double() / len(at), True)

@@ -12,9 +12,11 @@ host or seed whose numbers are no longer finite panics: phi becomes -1, or stays
 it was if that was less, and the episode ends. An action that is not possible is a WAIT,
 flagged and charged `penalty`. Test rows are read at the stops, for the report.
 
-Where rewards are relative, they are divided by the errors that the same host makes on
-the decision rows over the stops if it never grows, or by `LEAST_ERROR` if those are
-fewer.
+Where rewards are relative, the same host has lived before without growing. What its Phi
+gained at each decision is taken from the rewards, and they are divided by its errors on
+the decision rows over the stops, or by `LEAST_ERROR` if those are fewer. So the return
+is the share of its errors that growing removes, net of rent. Neither depends on what is
+decided.
 """
 
 from collections.abc import Iterable
@@ -83,7 +85,8 @@ class GrowingWorld(Stateful, VectorWorld):
         "last_test",
         "_tested",
         "_compute",
-        "_unit",
+        "unit",
+        "never",
     )
     DERIVED = (
         "trained_lives",
@@ -92,7 +95,7 @@ class GrowingWorld(Stateful, VectorWorld):
         "looked_rows",
         "last_phi",
         "last_compute",
-        "_errors",
+        "_courses",
     )
 
     _track: Track
@@ -153,10 +156,12 @@ class GrowingWorld(Stateful, VectorWorld):
         self.last_phi = self._phi
         """Phi and compute at the last decision, also where an episode has ended."""
         self.last_compute = self._compute.clone()
-        self._unit = torch.ones(num_envs, device=device)
-        """What rewards are divided by."""
-        self._errors: dict[int, Tensor] = {}
-        """Errors of never-grown hosts, by episode, `[group]`."""
+        self.unit = torch.ones(num_envs, device=device)
+        """What rewards of the present episodes are divided by."""
+        self.never = torch.zeros(num_envs, task.horizon + 1, device=device)
+        """What Phi of the same hosts would gain up to each decision, never grown."""
+        self._courses: dict[int, tuple[Tensor, Tensor]] = {}
+        """Those and their errors, by episode, `[group, decision]` and `[group]`."""
 
     @torch.inference_mode(False)
     def reset(self) -> Observation:
@@ -183,7 +188,8 @@ class GrowingWorld(Stateful, VectorWorld):
         self.last_phi = self._phi
         over = ~finite | (self._track.decisions >= self.task.horizon)
         self._stop(over)
-        reward = (self._objective() - before) / self._unit
+        gained = self._objective() - before - self._never_gained(over)
+        reward = gained / self.unit
         reward = reward - self.settings.penalty * illegal
         # An interval can be too short for a batch of a network that has grown.
         losses = torch.where(self.trained_steps > 0, trained.losses, torch.nan)
@@ -213,8 +219,10 @@ class GrowingWorld(Stateful, VectorWorld):
             self._episodes.begin(env)
             self.cohort.set_host(env, self.host.build(self._episodes.streams[env]))
             if self.settings.relative:
-                errors = self._never_errors(int(self._episodes.begun[env]) - 1)
-                self._unit[env] = errors[env // self.group_size]
+                own = self._never_grown(int(self._episodes.begun[env]) - 1)
+                self.never[env], self.unit[env] = (
+                    x[env // self.group_size] for x in own
+                )
         none = SeedStates.empty(self.num_envs, self.spec.slots.max_slots, self._device)
         whole = fresh.unsqueeze(1).expand(self._lives.stage.shape)
         self._lives = select(whole, none, self._lives)
@@ -228,25 +236,35 @@ class GrowingWorld(Stateful, VectorWorld):
         start = self._track.after(score, torch.full_like(score, torch.nan))
         self._track = select(fresh, start, self._track)
 
-    def _never_errors(self, episode: int) -> Float[Tensor, " group"]:
-        """What hosts of the same luck get wrong at the stops if they never grow."""
-        if episode not in self._errors:
+    def _never_gained(self, over: Bool[Tensor, " env"]) -> PerEnv:
+        """What never-grown hosts gain with this decision; who is over, to the end."""
+        now = self._track.decisions
+        after = torch.where(over, self.task.horizon, now)
+        ends = self.never.gather(1, torch.stack((now - 1, after), dim=1))
+        return ends[:, 1] - ends[:, 0]
+
+    def _never_grown(self, episode: int) -> tuple[Tensor, Tensor]:
+        """What Phi of hosts of the same luck gains, never grown, and their errors."""
+        if episode not in self._courses:
             alone = replace(self.settings, relative=False, group_size=1)
             groups, seed = -(-self.num_envs // self.group_size), self._episodes.run
+            task = replace(self.task, host=self.task.unit)
             world = GrowingWorld(
-                self.task, groups, seed, settings=alone, device=str(self._device)
+                task, groups, seed, settings=alone, device=str(self._device)
             )
             world._episodes.begun[:] = episode
-            errors = 1 - world.reset().host.score
+            first = world.reset().host.score
             waits = torch.zeros(groups, len(self.spec.sizes), dtype=torch.int64)
             living = torch.ones(groups, dtype=torch.bool, device=self._device)
+            course = [torch.zeros_like(first)]
             for _ in range(self.task.horizon):
                 result = world.step(waits)
-                # Rewards add up to the objective less the first score.
-                errors = errors - torch.where(living, result.reward, 0.0)
+                course.append(course[-1] + torch.where(living, result.reward, 0.0))
                 living &= ~(result.terminated | result.truncated)
-            self._errors = {episode: errors.clamp(min=LEAST_ERROR)}
-        return self._errors[episode]
+            # Rewards add up to the objective less the first score.
+            errors = (1 - first - course[-1]).clamp(min=LEAST_ERROR)
+            self._courses = {episode: (torch.stack(course, dim=1), errors)}
+        return self._courses[episode]
 
     def _act(self, actions: Int64[Tensor, "env head"]) -> Bool[Tensor, " env"]:
         """Carry out what is possible; returns where it was not, which is a WAIT."""

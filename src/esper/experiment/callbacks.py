@@ -20,7 +20,13 @@ from esper.contracts.errors import BadInput, StorageTrouble
 from esper.contracts.state import save
 from esper.experiment.checkpoint import CheckpointFolder
 from esper.experiment.progress import Progress, print_line, sparkline
-from esper.experiment.records import ENDLESS, Results, RoundRecord, mean_return
+from esper.experiment.records import (
+    ENDLESS,
+    WATCHED,
+    Results,
+    RoundRecord,
+    mean_return,
+)
 from esper.experiment.rollout import Transition
 from esper.experiment.seed_events import events_between
 from esper.experiment.store import Store
@@ -34,8 +40,6 @@ SECONDS: Final = 15
 """Between two of them, if time ends the training."""
 LEARNED: Final = "Tamiyo"
 """What the policy is called in tables."""
-WATCHED: Final = "watched"
-"""Stage of the periodic evaluation: hosts that choose the best checkpoint."""
 
 
 class Record(Callback):
@@ -150,10 +154,13 @@ class ConsoleProgress(Callback):
 
     Args:
         console: Where to.
+        details: Whether to show what only people who tune a learner read.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
+    def __init__(
+        self, console: Console | None = None, *, details: bool = False
+    ) -> None:
+        self._console, self._details = console or Console(), details
         self._progress = Progress(console=self._console)
         self._returns: list[float] = []
         self._last = 0.0
@@ -168,11 +175,17 @@ class ConsoleProgress(Callback):
 
     def on_evaluation(self, trainer: Trainer, results: Results) -> None:
         """Print the results."""
-        parts = [
-            f"{task} {judged.returns.mean():+.4f} (score {judged.score.mean():.3f})"
-            for task, judged in results.items()
-        ]
-        self.on_message(f"round {trainer.round}  evaluation: {', '.join(parts)}")
+        mean = mean_return(results)
+        figure = f"return {mean:+.4f}"
+        if trainer.config.world.relative:
+            figure = f"{mean:+.1%} of the errors removed, net of rent"
+        self.on_message(f"round {trainer.round}  on watched hosts: {figure}")
+        if self._details:
+            parts = [
+                f"{task} {judged.returns.mean():+.4f} (score {judged.score.mean():.3f})"
+                for task, judged in results.items()
+            ]
+            self.on_message(f"  {', '.join(parts)}")
 
     def on_round_end(self, trainer: Trainer, record: RoundRecord) -> None:
         """Show one round."""
@@ -194,7 +207,10 @@ class ConsoleProgress(Callback):
         if due or record.round == 1:
             self._last = record.seconds
             total = "" if endless else f"/{record.rounds}"
-            self.on_message(f"round {record.round}{total}  {record.headline()}  {left}")
+            text = record.headline(
+                relative=trainer.config.world.relative, details=self._details
+            )
+            self.on_message(f"round {record.round}{total}  {text}  {left}")
 
     def on_close(self) -> None:
         """Leave the terminal."""

@@ -51,8 +51,8 @@ SIMULATED: Final = "simulated"
 """The task that is no network: a formula, a thousand times as fast."""
 WARM: Final = "warm"
 """Start from a policy pretrained on the simulated world."""
-IMITATION: Final = "imitation"
-"""Start from there, and then from imitated schedules."""
+RECORDINGS: Final = "recordings"
+"""Start from a policy fitted to recordings of the run's own tasks."""
 LIMITS: Final = {
     "learning_rate": 1,
     "epochs": 1_000,
@@ -210,7 +210,9 @@ class TrainConfig:
     """Folder in which runs are kept."""
     start_from: Text | None = WARM
     """Run whose policy to start from; "warm": half a minute of the simulated world;
-    "imitation": that, and two minutes of timetables tried on the run's tasks."""
+    "recordings": what grew well on tasks like the run's (with world.at_once)."""
+    recordings: Count = 224
+    """Tasks that are recorded to start from, if start_from is "recordings"."""
     budget: Budget = field(default_factory=lambda: Budget(rounds=150))
     """When training ends."""
     learner: Learner = field(default_factory=Learner)
@@ -239,10 +241,10 @@ class TrainConfig:
                 )
         if self.simulated:
             self._require_default_world()
-        if self.start_from == IMITATION and (self.simulated or self.envs < 2):
+        if self.start_from == RECORDINGS and not self.world.at_once:
             raise refusal(
-                "start_from 'imitation' compares timetables on hosts of real tasks; it "
-                "needs such tasks and at least 2 envs."
+                "start_from 'recordings' knows when, where and how much to plant, and "
+                "nothing else; set world.at_once, on tasks that are not simulated."
             )
         count = self.variants if self.family else len(self.tasks)
         total, minibatches = self.envs * count, self.learner.ppo.minibatches
@@ -325,13 +327,18 @@ _CHANGES: Final[Mapping[str, dict[str, Any]]] = {
     FAMILY: {
         "tasks": (FAMILY,),
         "envs": 8,
-        "start_from": IMITATION,
+        "start_from": RECORDINGS,
         "budget.rounds": 100,
+        # The policy it starts from is nearly sure, so that gradients are small.
+        "learner.ppo.learning_rate": 2e-3,
+        "learner.ppo.epochs": 4,
         # The right answer differs from episode to episode, and can be seen.
         "world.slots": 6,
         "world.rent": (0.001, 0.1),
         "world.budget": (0.5, 15.0),
         "world.rate": (0.5, 2.0),
+        "world.at_once": True,
+        "world.relative": True,
         "world.group_size": 4,
         "judging.every": 25,
         "keeping.every": 25,

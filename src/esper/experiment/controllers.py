@@ -205,7 +205,7 @@ def _training(run: Run, learned: Learned) -> dict[str, Any]:
         "round": learned.round,
         "rounds": finished.get("rounds"),
         "env_steps": finished.get("env_steps"),
-        "imitation_steps": finished.get("imitation_steps"),
+        "recorded_steps": finished.get("recorded_steps"),
         "hours": round(run.seconds / 3600, 3),
         # Paths of this machine mean nothing elsewhere.
         "config": as_toml(replace(config, name=None, runs="runs")),

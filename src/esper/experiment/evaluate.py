@@ -196,9 +196,4 @@ def _arms(config: EvaluateConfig) -> dict[str, Maker | None]:
             f"controllers: {computed[0]!r} is a choice among static sizes; name at "
             f"least two of {', '.join(LADDER)} too."
         )
-    if computed and config.world.relative:
-        raise refusal(
-            f"controllers: {computed[0]!r} is computed from points of score; leave out "
-            "world.relative."
-        )
     return arms

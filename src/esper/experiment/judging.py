@@ -233,8 +233,11 @@ def judge(
         settings: How they grow; None: the defaults.
         stage: Another stage stands for other hosts.
     """
-    world = judged_world(task, hosts, rng_seed, settings, stage=stage)
-    return play_and_judge(world, controller_for(controller, world.spec), rng_seed)
+    settings = settings or WorldSettings()
+    raw = replace(settings, relative=False)
+    world = judged_world(task, hosts, rng_seed, raw, stage=stage)
+    judged = play_and_judge(world, controller_for(controller, world.spec), rng_seed)
+    return relative(judged, task, hosts, rng_seed, settings, stage=stage)
 
 
 def judge_static(
@@ -286,7 +289,7 @@ def judge_plain(
     if spend is not None and settings.clock == "batches":
         horizon = _decisions_for(spend, host, own, settings, rng_seed)
         horizon = min(max(horizon, least), LONGEST)
-    terms = replace(settings, horizon=horizon)
+    terms = replace(settings, horizon=horizon, relative=False)
     trained = replace(task, host=host, unit_host=task.unit)
     # All arms begin with the worth of the same plain host, whatever they are.
     plain, wide = (
@@ -296,7 +299,32 @@ def judge_plain(
     ahead = wide.score - wide.rent * wide.added - plain.score
     world = judged_world(trained, hosts, rng_seed, terms, stage=stage)
     judged = play_and_judge(world, Never(), rng_seed)
-    return replace(judged, returns=judged.returns + ahead.double().numpy())
+    judged = replace(judged, returns=judged.returns + ahead.double().numpy())
+    return relative(judged, task, hosts, rng_seed, settings, stage=stage)
+
+
+def relative(
+    judged: Judged,
+    task: Task,
+    hosts: int,
+    rng_seed: int,
+    settings: WorldSettings,
+    *,
+    stage: str,
+) -> Judged:
+    """Results against the same hosts that never grow, if rewards are relative."""
+    if not settings.relative:
+        return judged
+    world = judged_world(task, hosts, rng_seed, settings, stage=stage)
+    world.reset()
+    unit, never = (
+        figure.double().cpu().numpy() for figure in (world.unit, world.never[:, -1])
+    )
+    stops = judged.stops
+    if stops is not None:
+        first, worth = (stops.first + never) / unit, stops.worth / unit
+        stops = replace(stops, first=first, worth=worth)
+    return replace(judged, returns=(judged.returns - never) / unit, stops=stops)
 
 
 def _decisions_for(

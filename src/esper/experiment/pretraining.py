@@ -1,68 +1,68 @@
-r"""Weights to start from: the simulated world, and imitation of timetables.
+r"""Weights to start from: the simulated world, or recordings of real networks.
 
-The simulated world is a formula, a thousand times as fast as real networks: a policy
-learns there in half a minute that seeds must be blended to count and that rent is
-charged. Imitation goes on from there. Environments of a group (same host, data, batches
-and terms) follow different random timetables:
+The simulated world is a formula, a thousand times as fast as real networks.
 
-    w_i  = n softmax(R_i / temperature)        over the n environments of a group
-    loss = - mean of w_i log pi(actions of i | observations of i)
+Recordings (see `record`) are better. Scripts of one host form a tree whose branches had
+the same luck, so at every node the worth of all recorded choices is known. With a
+policy pi restricted to them,
 
-It is advantage-weighted regression (Peng et al. 2019, https://arxiv.org/abs/1910.00177)
-with the group as its baseline; PPO goes on from there. Without it, a random policy
-plants badly before it has learnt to plant well, so that waiting looks best and stays.
+    V(leaf)         = what the episode was worth
+    Q(node, choice) = V(node that it leads to),    V(node) = sum over choices of pi Q
+
+    loss = mean over nodes of  sum over choices of pi (tau log pi - Q)
+         - MASS * log(probability of all recorded choices together)
+         + VALUE * (value - (V(node) - Phi))^2
+
+V and Q are those of the present policy, not of the best leaf: a policy cannot see luck,
+so the best of many leaves would promise too much. The first term is smallest where
+pi ~ exp(E[Q] / tau), the expectation being over hosts that look alike. Rents, budgets
+and ends are drawn anew for every host in every pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import log
 from typing import Final
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
-from torch import Generator, Tensor, nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
-from esper.contracts.state import load
-from esper.contracts.world import VectorWorld
-from esper.experiment.config import IMITATION, SIMULATED, TrainConfig, preset
-from esper.experiment.streams import stream, stream_seed
+from esper.contracts.actions import ActionSpec
+from esper.environment.clock import stop_weights
+from esper.environment.settings import WorldSettings
+from esper.experiment.config import RECORDINGS, SIMULATED, TrainConfig, preset
+from esper.experiment.record import Recording, record_task, recorded_settings
+from esper.experiment.streams import stream_seed
 from esper.experiment.trainer import Trainer
 from esper.simic.agent.distribution import evaluate_choices
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
 from esper.tamiyo.policy.heads import legal_rows
 from esper.tamiyo.policy.network import TamiyoPolicy
-from esper.tamiyo.schedule import Schedule, Scheduled, draw_schedules
+from esper.tasks.task import Task
 
 DRAWN_BEFORE: Final = 1_000_000
-"""Number of the first family that timetables are tried on."""
+"""Number of the first family that is recorded."""
 ROUNDS: Final = 70
 """Rounds of 256 simulated environments: about half a minute."""
+SCRIPTS: Final = 20
+"""Scripts that each recorded host lives under."""
+PASSES: Final = 10
+"""Over all recordings."""
 LEARNING_RATE: Final = 2e-3
-TEMPERATURE: Final = 0.01
-"""Difference of returns that makes a timetable e times as well worth following."""
-PASSES: Final = 6
-"""Over everything that was tried."""
-TRIALS: Final = 24
-"""Episodes of every environment that are tried."""
-POOL: Final = 400
-"""Timetables to choose from."""
+DECAY: Final = 1e-3
+TEMPERATURES: Final = (0.1, 0.01)
+"""Worth that makes a choice e times as likely: at first and at last."""
+WORST: Final = -1.0
+"""Worth, as a share of errors, below which all outcomes are equally bad."""
+MASS: Final = 0.02
+VALUE: Final = 0.1
 
 Report = Callable[[str, int, int, str], None]
 """Called with a name, how much is done, of how much, and a text."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """One episode of every environment under timetables."""
-
-    features: Features
-    rows: Bool[Tensor, "env time head choice"]
-    actions: Int64[Tensor, "env time head"]
-    first: Bool[Tensor, "env time"]
-    valid: Bool[Tensor, "env time"]
-    """Steps of the first episode."""
-    returns: Float[Tensor, " env"]
 
 
 def warm_policy(
@@ -97,148 +97,236 @@ def warm_policy(
     return dict(trainer.policy.state_dict())
 
 
-def imitated_policy(
+def recorded_policy(
     config: TrainConfig,
+    spec: ActionSpec,
     report: Report,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Tensor] | None:
-    """Weights of a policy that has learnt from timetables, and before in a formula.
+    """Weights of a policy that was fitted to recordings of the run's tasks.
 
     Args:
         config: Of the run that starts from it.
-        report: Called after every trial.
+        spec: The action space of its world.
+        report: Called after every recording, and every pass over them.
         stop: Whether to give up; there is no policy then.
     """
-    from esper.environment.mixture import Mixture
-    from esper.experiment.worlds import steps_of, worlds_of
-
-    weights = warm_policy(config, report, stop)
-    grouped = replace(config, world=replace(config.world, group_size=config.envs))
-    steps, trials = steps_of(config), []
-    for drawing in range(TRIALS):
-        if weights is None or stop():
-            return None
-        # The policy's own worlds come later, and are others.
-        world = Mixture(worlds_of(grouped, DRAWN_BEFORE + drawing))
-        plans = _plans(world, config.envs, config.rng_seed)
-        causal = config.learner.policy.causal
-        trials.append(tried(world, plans, steps, causal))
-        text = f"mean return {float(trials[-1].returns.mean()):.3f}"
-        report("timetables", drawing + 1, TRIALS, text)
-    with torch.random.fork_rng(devices=[]):  # first weights are drawn, and lost
-        policy = TamiyoPolicy(world.spec, config.learner.policy)
-    own = {"value_mean": policy.value_mean, "value_scale": policy.value_scale}
-    load(policy, {**(weights or {}), **own})
-    imitate(policy, trials, config.envs, config.rng_seed)
-    return dict(policy.state_dict())
+    recordings = _recorded(config, report, stop)
+    if recordings is None:
+        return None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stream_seed(config.rng_seed, "first weights"))
+        policy = TamiyoPolicy(spec, config.learner.policy)
+    fit(policy, recordings, config.world, config.rng_seed, report, stop)
+    return None if stop() else dict(policy.state_dict())
 
 
-def imitation_steps(config: TrainConfig) -> int:
-    """Decisions on real hosts that a run's start takes, over all environments."""
-    from esper.experiment.worlds import steps_of, tasks_of
-
-    if config.start_from != IMITATION:
+def recorded_steps(config: TrainConfig) -> int:
+    """Decisions on real hosts that the start of a run takes."""
+    if config.start_from != RECORDINGS:
         return 0
-    return TRIALS * steps_of(config) * config.envs * len(tasks_of(config))
+    tasks = map(config.world.applied_to, _recorded_tasks(config))
+    return SCRIPTS * sum(task.horizon for task in tasks)
 
 
-def _plans(world: VectorWorld, twins: int, rng_seed: int) -> list[Schedule]:
-    """For every group one that never plants, and others at random."""
-    chance = np.random.default_rng(stream_seed(rng_seed, "schedules"))
-    never, *pool = draw_schedules(POOL, [world.spec], chance)
-    plans: list[Schedule] = []
-    for _ in range(world.num_envs // twins):
-        others = chance.choice(len(pool), twins - 1, replace=False)
-        plans += [never, *(pool[each] for each in others)]
-    return plans
+def _recorded_tasks(config: TrainConfig) -> list[Task]:
+    """The run's own tasks; where they are drawn, others than it trains on."""
+    from esper.experiment.worlds import tasks_of
+
+    tasks: list[Task] = []
+    while len(tasks) < config.recordings:
+        tasks += tasks_of(config, drawing=DRAWN_BEFORE + len(tasks))
+    return tasks[: config.recordings]
 
 
-@torch.no_grad()
-def tried(
-    world: VectorWorld, schedules: Sequence[Schedule], steps: int, causal: bool
-) -> Trial:
-    """Let every environment follow a timetable of its own for one episode.
+def _recorded(
+    config: TrainConfig, report: Report, stop: Callable[[], bool]
+) -> list[Recording] | None:
+    from esper.experiment.workers import workers
+
+    settings, found = recorded_settings(config.world), list[Recording]()
+    with workers(config.judging.processes) as pool:
+        jobs = [
+            pool.submit(
+                _record_one,
+                task,
+                settings,
+                stream_seed(config.rng_seed, f"recording, {number}"),
+            )
+            for number, task in enumerate(_recorded_tasks(config))
+        ]
+        for job in jobs:
+            if stop():
+                return None
+            found.append(job.result())
+            report("recording", len(found), len(jobs), f"{SCRIPTS} scripts per host")
+    return found
+
+
+def _record_one(task: Task, settings: WorldSettings, rng_seed: int) -> Recording:
+    torch.set_num_threads(1)
+    return record_task(task, settings, 1, SCRIPTS, rng_seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trees:
+    """The recorded trees of some hosts under drawn terms."""
+
+    features: Features
+    rows: Bool[Tensor, "env time head choice"]
+    actions: Int64[Tensor, "env time head"]
+    first: Bool[Tensor, "env time"]
+    worth: Float[Tensor, "env moment"]
+    """Phi before every decision and at the end, less that of the host never grown."""
+    same: Bool[Tensor, "tree script other moment"]
+    """Whether two scripts have done the same before each decision, and to the end."""
+    used: Bool[Tensor, "tree script"]
+    """Scripts that stay within the budget."""
+
+
+def draw_trees(
+    recording: Recording,
+    policy: TamiyoPolicy,
+    world: WorldSettings,
+    chance: np.random.Generator,
+) -> Trees:
+    """The trees of a recording under rents, budgets and ends that are drawn.
 
     Args:
-        world: Where; it is reset.
-        schedules: One for each environment.
-        steps: Decisions; episodes that are not over by then count as far as they went.
-        causal: As in `legal_rows`.
+        recording: Of some hosts.
+        policy: Whose features and masks are computed.
+        world: The ranges of rent and budget.
+        chance: What is drawn from.
     """
-    controller, spec = Scheduled(world.spec, schedules), world.spec
-    observation, state = world.reset(), None
-    running = torch.ones_like(observation.first)
-    returns = torch.zeros(world.num_envs, device=running.device)
-    unused = Generator()
-    told: list[tuple[Tensor, ...]] = []
-    for _ in range(steps):
-        features = compute_features(observation, spec)
-        masks = compute_masks(observation, spec)
-        actions, state = controller.decide(observation, masks, state, unused)
-        rows = legal_rows(masks, actions, causal=causal)
-        seen = (features.host, features.slots, features.offers)
-        told.append((*seen, rows, actions, observation.first, running))
-        result = world.step(actions)
-        returns = returns + torch.where(running, result.reward, 0.0)
-        running = running & ~(result.terminated | result.truncated)
-        observation = result.observation
-    columns = [torch.stack(parts, dim=1) for parts in zip(*told, strict=True)]
-    host, slots, offers, rows, actions, first, valid = columns
-    return Trial(
-        features=Features(host, slots, offers),
-        rows=rows,
-        actions=actions,
-        first=first,
-        valid=valid,
-        returns=returns,
+    scripts = recording.scripts
+    trees = recording.envs // scripts
+    rent, budget = (
+        _drawn(world.range_of(name), trees, chance).repeat_interleave(scripts)
+        for name in ("rent", "budget")
+    )
+    last = recording.clock.horizon
+    if recording.clock.stop == "anytime":
+        last = int(chance.integers(last // 2, last, endpoint=True))
+    observation = recording.observed(rent, budget)
+    features = compute_features(observation, policy.spec)
+    masks = compute_masks(observation, policy.spec)
+    actions = recording.tensor("actions")
+    rows = legal_rows(masks, actions.flatten(0, 1), causal=policy.config.causal)
+    shape = (recording.envs, recording.clock.horizon)
+
+    def cut(tensor: Tensor) -> Tensor:
+        whole: Tensor = tensor.unflatten(0, shape)
+        return whole[:, :last]
+
+    agree = actions[:, :last].unflatten(0, (trees, scripts))
+    agree = (agree[:, :, None] == agree[:, None]).all(dim=-1)
+    begin = torch.ones_like(agree[..., :1])
+    same = torch.cat((begin, agree), dim=-1).cumprod(dim=-1).bool()
+    within = (recording.tensor("added")[:, :last] <= budget[:, None]).all(dim=1)
+    clock = recording.clock
+    weights = torch.zeros(clock.horizon + 1)
+    weights[: last + 1] = stop_weights(clock.times()[: last + 1], clock.stop)
+    worth = recording.objective(rent, weights)[:, : last + 1]
+    worth = worth.unflatten(0, (trees, scripts))
+    worth = (worth - worth[:, :1]).clamp(min=WORST)  # the first script never grows
+    return Trees(
+        features=Features(*map(cut, (features.host, features.slots, features.offers))),
+        rows=cut(rows),
+        actions=actions[:, :last],
+        first=cut(observation.first),
+        worth=worth.flatten(0, 1),
+        same=same,
+        used=within.unflatten(0, (trees, scripts)),
     )
 
 
-def preferred(
-    returns: Float[Tensor, " env"], twins: int, temperature: float = TEMPERATURE
-) -> Float[Tensor, " env"]:
-    """How much each environment is to be followed; 1 on average over its twins."""
-    groups = returns.unflatten(0, (-1, twins)) / temperature
-    weights: Tensor = twins * groups.softmax(dim=1)
-    return weights.flatten()
+def tree_loss(
+    policy: TamiyoPolicy, trees: Trees, temperature: float
+) -> Mapping[str, Tensor]:
+    """The loss over all nodes of some trees, and the mean worth of their roots."""
+    count, scripts = trees.used.shape
+    state = policy.initial_state(count * scripts)
+    logits, values = policy.scores(trees.features, trees.actions, trees.first, state)
+    chosen = evaluate_choices(logits, values, trees.rows, trees.actions).log_probs
+    own = chosen.sum(dim=-1).unflatten(0, (count, scripts))  # [tree, script, time]
+    used = trees.used[:, :, None]
+    here = trees.same[..., :-1] & trees.used[:, None, :, None]  # other in the node
+    # A script stands for its branch if none before it in use does the same.
+    earlier = torch.ones(scripts, scripts, dtype=torch.bool).tril(-1)
+    taken = trees.same[..., 1:] & trees.used[:, None, :, None] & earlier[:, :, None]
+    stands = used & ~taken.any(dim=2)  # [tree, script, time]
+    counted = here & stands[:, None]  # [tree, script, other, time]
+    # A node that no script in use reaches counts nothing: -inf alone gives NaN.
+    reached = counted.any(dim=2, keepdim=True)
+    others = torch.where(counted, own[:, None], -torch.inf)
+    mass = torch.where(reached, others, 0.0).logsumexp(dim=2)  # [tree, script, time]
+    log_pi = own - mass
+    worth = trees.worth.unflatten(0, (count, scripts))
+    with torch.no_grad():
+        pi = torch.where(counted, (own[:, None] - mass[:, :, None]).exp(), 0.0)
+        value, after, nodes = worth[:, :, -1], [], []
+        for time in range(own.shape[2] - 1, -1, -1):
+            after.append(value)
+            value = (pi[..., time] @ value[..., None])[..., 0]
+            nodes.append(value)
+        q, v = (torch.stack(x[::-1], dim=2) for x in (after, nodes))
+    branches = counted.sum(dim=2) > 1
+    # Every node once, however many scripts are in it.
+    weight = (used & branches) / here.sum(dim=2).clamp(min=1)
+    node_count = weight.sum().clamp(min=1)
+    gain = log_pi.exp() * (temperature * log_pi - (q - v))
+    improvement = torch.where(stands & branches, gain, 0.0).sum() / node_count
+    spread = -(weight * torch.where(branches, mass, 0.0)).sum() / node_count
+    errors = (values.unflatten(0, (count, scripts)) - (v - worth[:, :, :-1])) ** 2
+    error = torch.where(used, errors, 0.0).sum() / (used.sum() * own.shape[2])
+    return {
+        "loss": improvement + MASS * spread + VALUE * error,
+        "root": v[:, 0, 0].mean(),
+    }
 
 
-def imitate(
+def fit(
     policy: TamiyoPolicy,
-    trials: Sequence[Trial],
-    twins: int,
+    recordings: Sequence[Recording],
+    world: WorldSettings,
     rng_seed: int,
+    report: Report = lambda name, done, total, text: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Teach a policy what the better of its twins said.
-
-    Args:
-        policy: Changed in place.
-        trials: What was tried.
-        twins: Environments in a row that had the same chances.
-        rng_seed: Decides in which order trials are read.
-    """
+    """Fit a policy, in place, to recordings in random order and under random terms."""
+    chance = np.random.default_rng(stream_seed(rng_seed, "fitting"))
     parameters = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE, eps=1e-5)
-    orders = stream(rng_seed, "imitation")
-    done, whole = 0, PASSES * len(trials)
-    for _ in range(PASSES):
-        for index in torch.randperm(len(trials), generator=orders).tolist():
+    optimizer = torch.optim.AdamW(parameters, weight_decay=DECAY)
+    total, done = PASSES * len(recordings), 0
+    high, low = TEMPERATURES
+    for number in range(PASSES):
+        roots = []
+        for index in chance.permutation(len(recordings)).tolist():
+            if stop():
+                return
+            share = done / total
             for group in optimizer.param_groups:
-                group["lr"] = LEARNING_RATE * (1.0 - done / whole)
-            loss = regression(policy, trials[index], twins)
+                group["lr"] = LEARNING_RATE * min(1.0, done / 20 + 0.05) * (1 - share)
+            trees = draw_trees(recordings[index], policy, world, chance)
+            terms = tree_loss(policy, trees, high * (low / high) ** share)
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            terms["loss"].backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             done += 1
+            roots.append(float(terms["root"]))
+        text = f"{np.mean(roots):+.3f} of the errors removed"
+        report("fitting", number + 1, PASSES, text)
 
 
-def regression(policy: TamiyoPolicy, trial: Trial, twins: int) -> Float[Tensor, ""]:
-    """Weighted negative log-likelihood of what was said, per step."""
-    state = policy.initial_state(len(trial.returns))
-    logits, values = policy.scores(trial.features, trial.actions, trial.first, state)
-    new = evaluate_choices(logits, values, trial.rows, trial.actions)
-    said = new.log_probs.sum(dim=-1)
-    weight = preferred(trial.returns, twins).unsqueeze(1)
-    heard = torch.where(trial.valid, weight * said, 0.0)
-    return -heard.sum() / trial.valid.sum()
+def _drawn(
+    ends: tuple[float, float], number: int, chance: np.random.Generator
+) -> Float[Tensor, " tree"]:
+    """Terms on a log scale; evenly if they may be 0 or less."""
+    low, high = ends
+    drawn: NDArray[np.float64] = (
+        np.exp(chance.uniform(log(low), log(high), number))
+        if low > 0
+        else chance.uniform(low, high, number)
+    )
+    return torch.from_numpy(drawn).float()

@@ -55,6 +55,8 @@ TERMS: Final = ("rent", "budget_left")
 """What a reader fills in."""
 MOST: Final = 31.0
 """Multiples of the host that may be added while recording."""
+RATES: Final = (0.5, 2.0)
+"""Learning rates of recorded hosts, against the task's own."""
 LARGEST: Final = 60_000.0
 """About the largest number of float16; whatever exceeds it is simply large."""
 
@@ -134,9 +136,13 @@ class Recording:
 def world_settings(stop: str) -> WorldSettings:
     """The world in which hosts are recorded: with a known end, or without one."""
     clock = "batches" if stop == "end" else "compute"
-    return WorldSettings(
-        stop=stop, clock=clock, slots=6, rent=0.0, budget=MOST, at_once=True
-    )
+    own = WorldSettings(stop=stop, clock=clock, slots=6, rate=RATES, at_once=True)
+    return recorded_settings(own)
+
+
+def recorded_settings(world: WorldSettings) -> WorldSettings:
+    """A world without terms that do not change what becomes of hosts."""
+    return replace(world, rent=0.0, budget=MOST, relative=False)
 
 
 @torch.no_grad()

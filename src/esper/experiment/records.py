@@ -23,6 +23,9 @@ LADDER: Final[Mapping[str, int]] = {f"static-x{n}": n for n in (1, 2, 4, 8, 16)}
 SIZES: Final = ("best-size", "envelope", "halving")
 """Choices among them, computed from their results."""
 
+WATCHED: Final = "watched"
+"""Stage of the periodic evaluation: hosts that choose the best checkpoint."""
+
 Floats = NDArray[np.float64]
 
 
@@ -63,16 +66,25 @@ class RoundRecord:
         """Whether every update of the round was refused as not finite."""
         return self.update.refused > 0 and self.update.steps_taken == 0
 
-    def headline(self) -> str:
-        """The round in one line."""
+    def headline(self, *, relative: bool = False, details: bool = False) -> str:
+        """The round in one line.
+
+        Args:
+            relative: Whether returns are shares of the never-grown host's errors.
+            details: Whether to tell what only people who tune a learner read.
+        """
         parts = [f"return {self.mean_return:+.4f}"]
-        if self.mean_score is not None:
-            parts += [f"score {self.mean_score:.3f}", f"grown {self.added:.2f}x"]
-        parts += [
-            f"kl {self.update.kl:.4f}",
-            f"entropy {self.entropies()}",
-            f"{self.env_steps / self.seconds:,.0f} env-steps/s",
-        ]
+        if relative:
+            parts = [f"{self.mean_return:+.1%} of the errors removed, net of rent"]
+        if self.mean_score is not None and self.added is not None:
+            size = f"{1 + self.added:.2f} times as large"
+            parts += [f"score {self.mean_score:.3f}", size]
+        if details:
+            parts += [
+                f"kl {self.update.kl:.4f}",
+                f"entropy {self.entropies()}",
+                f"{self.env_steps / self.seconds:,.0f} env-steps/s",
+            ]
         return "  ".join(parts)
 
     def entropies(self) -> str:
@@ -108,7 +120,8 @@ class Judged:
     """The results of one controller, host by host."""
 
     returns: Floats
-    """Score that was gained on the decision rows, less rent."""
+    """Score that was gained on the decision rows, less rent; in a relative world the
+    share of the never-grown host's errors that was removed, net of rent."""
     score: Floats
     """Share of decision rows that the final network guesses right."""
     test: Floats

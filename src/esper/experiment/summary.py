@@ -25,7 +25,7 @@ from rich.text import Text
 from esper.experiment.database import open_store, rows
 from esper.experiment.messages import printable
 from esper.experiment.progress import print_line, sparkline
-from esper.experiment.records import STATIC, is_learned, reference_of
+from esper.experiment.records import STATIC, WATCHED, is_learned, reference_of
 from esper.experiment.run import STORE
 from esper.experiment.statistics import (
     Comparison,
@@ -33,6 +33,7 @@ from esper.experiment.statistics import (
     bootstrap,
     compare_pairs,
     iqm_interval,
+    mean_interval,
 )
 
 BASELINE: Final = "never"
@@ -60,7 +61,7 @@ class ArmSummary:
 
     name: str
     returns: Interval
-    """Score gained on the decision rows, less rent."""
+    """See `Judged.returns`."""
     test: Interval
     """Accuracy on test rows."""
     area: Interval
@@ -201,6 +202,36 @@ def return_trend(returns: Sequence[float]) -> str:
         f"The return {change}: {first.mean():.4f} in the first {fifth} rounds, "
         f"{last.mean():.4f} in the last {fifth}, by {rise:+.4f} (95 % over rounds)."
     )
+
+
+def watched_trend(evaluations: Iterable[Row]) -> str | None:
+    """What training changed on the hosts that watch it: the last round less the start.
+
+    The last round, not the best one, which these very hosts chose.
+    """
+    found: dict[int, dict[tuple[str, int], float]] = {}
+    for row in evaluations:
+        if row["stage"] == WATCHED and row["return"] is not None:
+            own = found.setdefault(row["round"], {})
+            own[row["task"], row["host"]] = row["return"]
+    if len(found) < 2:
+        return None
+    start, end = min(found), max(found)
+    by_task: dict[str, list[float]] = {}
+    for task, host in found[end].keys() & found[start].keys():
+        change = found[end][task, host] - found[start][task, host]
+        by_task.setdefault(task, []).append(change)
+    total = mean_interval([np.sort(own) for own in by_task.values()])
+    return (
+        f"On the same watched hosts: {_mean_of(found[start]):+.3f} at round {start}, "
+        f"{_mean_of(found[end]):+.3f} at round {end}, by {total:+.3f} (95 % over "
+        "hosts)."
+    )
+
+
+def _mean_of(returns: Mapping[tuple[str, int], float]) -> float:
+    """Mean over hosts."""
+    return float(np.mean([*returns.values()]))
 
 
 def _table(
@@ -360,9 +391,12 @@ def print_training(path: Path, console: Console | None = None) -> None:
         found = db.execute("SELECT mean_return FROM live_rounds ORDER BY round")
         returns = [nan if value is None else value for (value,) in found]
         notes = db.execute("SELECT text FROM live_notes WHERE kind = 'judged'")
-        judged = [str(text) for (text,) in notes]
+        judged = [*dict.fromkeys(str(text) for (text,) in notes)]
+        watched = watched_trend(rows(db, "live_evaluations"))
     print_line(console, f"Mean return per round: {sparkline(returns)}")
     print_line(console, return_trend(returns))
+    if watched is not None:
+        print_line(console, watched)
     summary = summary_of(path)
     if summary.tasks:
         print_summary(console, summary, costs=False)

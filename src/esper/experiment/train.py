@@ -24,14 +24,13 @@ from esper.contracts.state import leaves, load
 from esper.contracts.world import VectorWorld
 from esper.experiment.callbacks import (
     LEARNED,
-    WATCHED,
     Checkpoint,
     Evaluate,
     Record,
     TensorBoard,
     summary_writer,
 )
-from esper.experiment.config import IMITATION, WARM, TrainConfig, digest, from_toml
+from esper.experiment.config import RECORDINGS, WARM, TrainConfig, digest, from_toml
 from esper.experiment.controllers import (
     POLICY,
     Learned,
@@ -42,8 +41,12 @@ from esper.experiment.controllers import (
 )
 from esper.experiment.database import open_store
 from esper.experiment.judging import JUDGED, Job, judge, stored_results
-from esper.experiment.pretraining import imitated_policy, imitation_steps, warm_policy
-from esper.experiment.records import STATIC, Results
+from esper.experiment.pretraining import (
+    recorded_policy,
+    recorded_steps,
+    warm_policy,
+)
+from esper.experiment.records import STATIC, WATCHED, Results
 from esper.experiment.run import STORE, Run, changes_since, versions_now
 from esper.experiment.settings import as_toml
 from esper.experiment.store import Store, usable_store
@@ -116,7 +119,7 @@ def _describe(config: TrainConfig) -> str:
 def _check(config: TrainConfig) -> None:
     """Refuse what cannot be begun before anything is made."""
     check_memory(config, check_world(config))
-    if config.start_from not in (None, WARM, IMITATION):
+    if config.start_from not in (None, WARM, RECORDINGS):
         learned = find_controller(str(config.start_from), Path(config.runs))
         if learned.config != config.learner.policy:
             raise BadInput(
@@ -267,7 +270,7 @@ def _attempt(
                     {
                         "rounds": trainer.round,
                         "env_steps": trainer.env_steps,
-                        "imitation_steps": imitation_steps(config),
+                        "recorded_steps": recorded_steps(config),
                     }
                 )
         finally:
@@ -287,8 +290,9 @@ def _start_from(config: TrainConfig, trainer: Trainer) -> None:
         if config.simulated:
             return  # that is where it is going anyway
         weights = warm_policy(config, report, trainer.interrupted)
-    elif config.start_from == IMITATION:
-        weights = imitated_policy(config, report, trainer.interrupted)
+    elif config.start_from == RECORDINGS:
+        spec = trainer.policy.spec
+        weights = recorded_policy(config, spec, report, trainer.interrupted)
     else:
         weights = find_controller(config.start_from, Path(config.runs)).weights
     # Statistics of returns belong to a world: another's are of no use here.

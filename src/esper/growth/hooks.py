@@ -26,6 +26,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
 
 from esper.contracts.errors import BadInput
@@ -192,6 +193,8 @@ class SlotHooks:
                 branch.seed.train(module.training)
             try:
                 delta = self._run(slot, branch.seed, alpha, inputs, output)
+            except _StopRecomputationError:  # how gradient checkpointing ends
+                raise
             except Exception as error:  # a seed is code of others; the host goes on
                 if self.flow.strict:
                     raise

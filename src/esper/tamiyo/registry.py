@@ -12,7 +12,7 @@ from typing import Final
 from esper.contracts.actions import ActionSpec
 from esper.contracts.errors import unknown
 from esper.contracts.world import Controller
-from esper.tamiyo.rule_based import Never, Plateau, Random
+from esper.tamiyo.rule_based import ByRent, Never, Plateau, Random
 from esper.tamiyo.schedule import (
     DOUBLING,
     EARLY,
@@ -47,6 +47,7 @@ CONTROLLERS: Final[Mapping[str, Maker]] = MappingProxyType(
         "doubling": _follow(DOUBLING),
         "large-then-cut": _follow(LARGE_THEN_CUT),
         "plateau": Plateau,
+        "by-rent": ByRent,
     }
 )
 """Makers of the rule-based controllers."""

@@ -93,6 +93,37 @@ class Plateau:
         return next_actions(observation, masks, scores), None
 
 
+class ByRent:
+    """Widens as soon as possible, as far as the rent for all that is added allows.
+
+    Args:
+        spec: The action space.
+        limit: Score that may be paid for size.
+    """
+
+    def __init__(self, spec: ActionSpec, limit: float = 0.02) -> None:
+        if not limit >= 0.0:
+            raise BadInput(f"limit must be a score from 0, got {limit}.")
+        self.limit = limit
+        self._preference = SizePreference(spec)
+
+    def decide(
+        self,
+        observation: Observation,
+        masks: ActionMasks,
+        state: ControllerState,
+        generator: Generator,
+    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
+        """Plant the largest offer that can be paid for."""
+        host, offers = observation.host, observation.offers
+        size = host.added[:, None, None] + offers.parameters
+        affordable = host.rent[:, None, None] * size <= self.limit
+        due = torch.ones_like(observation.first)
+        scores = self._preference.scores(offers, due)
+        scores = torch.where(affordable, scores, -torch.inf)
+        return next_actions(observation, masks, scores, blending=BLEND_AT_ONCE), None
+
+
 class SizePreference:
     """Scores offers: widening first, the larger the better; then most parameters."""
 
