@@ -1,8 +1,10 @@
-"""What does a slot cost a host's training step, empty, training and blended in?
+"""What does growing cost a training step: an idle Grower, a seed that trains, one held?
 
-One process, alternating: the host's own step beside the same step with hooks, with the
-guard, with a seed that is blended in, and with one that trains in a shadow pass. The
-host is large enough for a step of ten milliseconds and more.
+One process, alternating, CPU seconds of its one thread: the user's own step beside the
+same step through a Grower without seeds, with a seed that trains in shadow passes and
+with one that is blended in, for a narrow and a wide host. Beside them stands what a
+training seed cannot do without: one forward pass of what lies behind its inlet, and the
+way back from the loss to its outlet.
 """
 
 import statistics
@@ -16,93 +18,88 @@ from torch.nn.functional import cross_entropy
 from benchmarks import timing
 from benchmarks.timing import Report
 from esper.grower import Grower
-from esper.growth.model import GrowingModel
 
-ROWS, INPUTS, HIDDEN, CLASSES = 256, 256, 768, 10
-SLOT, BLUEPRINT = "0->2", "widen_32"
-TURNS, WARM_UP = 200, 10
+ROWS, INPUTS, CLASSES = 256, 64, 10
+WIDTHS = {8: 15.0, 256: 3.0}
+"""Hidden units, and percent of a step that an idle Grower may take."""
+SLOT, BLUEPRINT = "0->2", "widen_8"
+TURNS, WARM_UP = 400, 20
+ALONE, IDLE = "the host's own step", "an idle Grower"
+TRAINING, HELD = "a seed that trains", "a seed that is blended in"
+FORWARD, BACKWARD = "one forward pass", "the way back to the outlet"
 
 
-def host() -> nn.Sequential:
-    """A plain network of three layers."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(INPUTS, HIDDEN),
-        nn.ReLU(),
-        nn.Linear(HIDDEN, HIDDEN),
-        nn.ReLU(),
-        nn.Linear(HIDDEN, CLASSES),
+def run() -> list[Report]:
+    """A table per width."""
+    return [measure(width, most) for width, most in WIDTHS.items()]
+
+
+def measure(width: int, most: float) -> Report:
+    """One host with its steps in turn."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, INPUTS, generator=generator)
+    y = torch.randint(0, CLASSES, (ROWS,), generator=generator)
+    plain = host(width)
+    held, grower = grower_step(width, x, y, "AT_ONCE")
+    took = in_turn(
+        {
+            ALONE: step_of(plain, x, y),
+            IDLE: grower_step(width, x, y, "")[0],
+            TRAINING: grower_step(width, x, y, "SLOW")[0],
+            HELD: held,
+            FORWARD: forward_of(plain, x),
+            BACKWARD: backward_of(plain, x, y),
+        }
     )
-
-
-def run() -> Report:
-    x, y = torch.randn(ROWS, INPUTS), torch.randint(0, CLASSES, (ROWS,))
-    plain = host()
-    model, step = GrowingModel(plain, [SLOT], x[:8]), step_of(plain, x, y)
-    model.detach()
-    # Less than one per cent is to be seen, so these two have turns of their own.
-    alike: dict[str, Callable[[], None]] = {
-        "host alone": step,
-        "an empty slot": hooked(model, step),
-        "host again": lambda: step(),
-    }
-    few = in_turn(alike, turns=2 * TURNS)
-    slot, noise = (
-        few[name] / few["host alone"] - 1 for name in ("an empty slot", "host again")
-    )
-    sides = {"host alone": step}
-    sides["an empty slot and the guard"] = grower_step(x, y, "DORMANT")[0]
-    blended_step, grower = grower_step(x, y, "HOLDING")
-    sides["a seed blended in, and the guard"] = blended_step
-    sides["a seed training, and the guard"] = grower_step(x, y, "TRAINING")[0]
-    sides["forward of the host"] = forward_of(plain, x)
-    sides["backward to the outlet"] = backward_of(plain, x, y)
-    took = in_turn(sides)
-    alone = took["host alone"]
+    alone, idle, training = took[ALONE], took[IDLE], took[TRAINING]
+    share = grower.model.macs / grower.model.survey.macs - 1
+    needed = share * alone + took[FORWARD]
     report = Report(
-        f"One training step, {plain[0].in_features}-{HIDDEN}-{HIDDEN}-{CLASSES}, "
-        f"batch {ROWS}, {BLUEPRINT}",
-        ("step", "ms", "of the host's"),
+        f"One step of {INPUTS}-{width}-{width}-{CLASSES}, {ROWS} rows, {BLUEPRINT} in "
+        f"{SLOT}",
+        ("what", "ms", "of the host's step"),
     )
     for name, seconds in took.items():
-        report.add(name, seconds * 1e3, seconds / alone)
-    guard = took["an empty slot and the guard"] - alone
-    own = grower.model.macs / grower.model.survey.macs - 1
-    blended = took["a seed blended in, and the guard"] - alone - guard
-    shadow = took["a seed training, and the guard"] - alone - guard
-    passes = took["forward of the host"] + took["backward to the outlet"]
+        report.add(name, 1e3 * seconds, seconds / alone)
     report.notes += [
-        f"An empty slot: {100 * slot:+.2f} % of the step (the same step against "
-        f"itself: {100 * noise:+.2f} %); with the guard: {100 * guard / alone:+.2f} %.",
-        f"A blended seed has {100 * own:.1f} % of the host's multiply-adds and takes "
-        f"{100 * blended / alone:.1f} % of its step (allowed: its own and 15 %).",
-        f"A training seed takes {shadow * 1e3:.2f} ms. Allowed are its own "
-        f"multiply-adds and 15 % of the step ({(own + 0.15) * alone * 1e3:.2f} ms), "
-        "one forward and one backward of the activations downstream "
-        f"({passes * 1e3:.2f} ms).",
-        f"Medians of {TURNS} turns and more, one step of every side in each.",
+        f"An idle Grower takes {100 * (idle / alone - 1):+.1f} % of the step "
+        f"(allowed: {most:g} %).",
+        f"A training seed takes {1e3 * (training - idle):.3f} ms more than that; its "
+        f"share of the step and one forward pass are {1e3 * needed:.3f} ms, with the "
+        f"way back to its outlet {1e3 * (needed + took[BACKWARD]):.3f} ms.",
+        f"Medians of {TURNS} turns, one call of every side in each.",
     ]
     return report
 
 
-def in_turn(
-    sides: Mapping[str, Callable[[], None]], turns: int = TURNS
-) -> dict[str, float]:
+def host(width: int) -> nn.Sequential:
+    """A plain network of three layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(INPUTS, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, CLASSES),
+    )
+
+
+def in_turn(sides: Mapping[str, Callable[[], None]]) -> dict[str, float]:
     """Median seconds of one call of every side, all sides in every turn.
 
-    The cost of a slot is less than the noise of a machine between two measurements, so
+    What is compared is less than the noise of a machine between two measurements, so
     each turn calls every side once, and the order changes from turn to turn.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
     names = [*sides]
-    warm_up, turns = (0, 1) if timing.QUICK else (WARM_UP, turns)
+    warm_up, turns = (0, 1) if timing.QUICK else (WARM_UP, TURNS)
     for turn in range(turns + warm_up):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            began = time.perf_counter()
+            began = time.thread_time()
             sides[name]()
             if turn >= warm_up:
-                times[name].append(time.perf_counter() - began)
+                times[name].append(time.thread_time() - began)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -119,28 +116,16 @@ def step_of(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
     return step
 
 
-def hooked(model: GrowingModel, step: Callable[[], None]) -> Callable[[], None]:
-    """The same step of the same host, with hooks on it for as long as it lasts."""
-    (hooks,) = model.hooks
-
-    def with_hooks() -> None:
-        hooks.attach()
-        step()
-        hooks.detach()
-
-    return with_hooks
-
-
-def grower_step(x: Tensor, y: Tensor, stage: str) -> tuple[Callable[[], None], Grower]:
-    """The same step through a Grower with one seed in a stage."""
-    model = host()
+def grower_step(
+    width: int, x: Tensor, y: Tensor, tempo: str
+) -> tuple[Callable[[], None], Grower]:
+    """The same step through a Grower, with a seed of this tempo or without one."""
+    model = host(width)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     options = {"controller": "never", "tick": 10**6}  # stages last
     grower = Grower(model, optimizer, [SLOT], example=x[:8], **options)
-    name = f"{SLOT}#0"
-    if stage != "DORMANT":
-        tempo = "AT_ONCE" if stage == "HOLDING" else "SLOW"
-        grower.plant(name, BLUEPRINT, tempo=tempo)
+    if tempo:
+        grower.plant(f"{SLOT}#0", BLUEPRINT, tempo=tempo)
 
     def step() -> None:
         loss = grower.loss(lambda: cross_entropy(model(x), y))
@@ -166,7 +151,7 @@ def backward_of(model: nn.Sequential, x: Tensor, y: Tensor) -> Callable[[], None
     """The way back from the loss to the outlet, for activations alone."""
     with torch.no_grad():
         outlet = model[:3](x)
-    frozen = host()[3:].requires_grad_(False)
+    frozen = host(model[0].out_features)[3:].requires_grad_(False)
     outlet.requires_grad_(True)
     loss = cross_entropy(frozen(outlet), y)
 

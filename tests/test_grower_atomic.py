@@ -50,9 +50,12 @@ def answered_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("moments", [4, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", ["plant", "prune"])
-def test_an_interrupt_at_any_line_leaves_all_or_nothing(op, answered_interrupts):
-    """Ctrl-C in the code that changes the topology, at many of its lines."""
+def test_an_interrupt_at_any_line_leaves_all_or_nothing(
+    op, moments, answered_interrupts
+):
+    """Ctrl-C in the code that changes the topology, at some of its lines."""
     files = ("grower.py", "topology.py", "optimiser.py", "grown.py", "growth/model.py")
     grower = grown()
     grower.step(metric=0.5)
@@ -84,10 +87,10 @@ def test_an_interrupt_at_any_line_leaves_all_or_nothing(op, answered_interrupts)
 
     lines = lines_until(0)
     assert lines > 200
-    for part in range(8):
+    for part in range(moments):
         grower.load_state_dict(start)
         with pytest.raises(KeyboardInterrupt):
-            lines_until(1 + part * (lines - 1) // 8)
+            lines_until(1 + part * (lines - 1) // moments)
         assert consistent(grower), part
     train(grower, range(2))
 
@@ -178,6 +181,14 @@ def spoil(saved, how):
     return made
 
 
+@pytest.fixture(scope="module")
+def two_growers():
+    """What one has saved, and another."""
+    other = grown(rng_seed=4)
+    other.step(metric=0.25)
+    return copy.deepcopy(grown().state_dict()), other
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -187,10 +198,9 @@ def spoil(saved, how):
         *("history", "flags", "missing"),
     ],
 )
-def test_a_damaged_state_is_refused_in_one_line_and_nothing_changes(how):
-    saved = grown().state_dict()
-    other = grown(rng_seed=4)
-    other.step(metric=0.25)
+def test_a_damaged_state_is_refused_in_one_line_and_nothing_changes(how, two_growers):
+    saved, other = two_growers
+    train(other, range(1))
     before = state(other)
     with pytest.raises(BadInput) as refused:
         other.load_state_dict(spoil(saved, how))

@@ -9,8 +9,8 @@ from benchmarks.__main__ import benchmarks, main
 SMALLEST = {
     "learning": ["--rounds", "1", "--envs", "8", "--processes", "1"],
 }
-OWN_TESTS = {"out_of_the_box", "resume"}
-"""Benchmarks of whole trainings, which have test files of their own."""
+OWN_TESTS = {"architectures", "out_of_the_box", "resume"}
+"""Benchmarks that take long, which have test files of their own."""
 
 
 @pytest.mark.parametrize("name", sorted({*benchmarks()} - OWN_TESTS))

@@ -16,6 +16,7 @@ random state restored: a host with a training seed equals the host without it to
 bit.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -138,9 +139,12 @@ class SlotHooks:
 
     @branches.setter
     def branches(self, branches: Mapping[int, Branch]) -> None:
+        on = bool(branches)
+        if on is not bool(self._branches) and "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # compiled hosts do not look for new hooks
         self._branches = dict(sorted(branches.items()))
         for hook in self._hooks:
-            hook.switch(on=bool(branches))
+            hook.switch(on=on)
 
     def attach(self) -> None:
         """Take a place on the host; the hooks come with the first seed."""

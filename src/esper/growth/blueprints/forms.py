@@ -19,6 +19,7 @@ causal. No form looks at other samples of the batch.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from types import MappingProxyType
 from typing import Final
@@ -65,7 +66,7 @@ class FormSpec:
         self, params: Params, h: Tensor, at: Geometry, size: int, middle: Middle
     ) -> Tensor:
         """What the form gives with these parameters."""
-        layers = self.layers(at, size)
+        layers = _layers(self.layers, at, size)
 
         def run(name: str, x: Tensor) -> Tensor:
             return layers[name].apply(x, params[name], params.get(f"{name}_bias"))
@@ -94,6 +95,12 @@ class FormSpec:
             for name, layer in self.layers(at, size).items()
             for key, value in layer.init(name, generator).items()
         }
+
+
+@lru_cache(maxsize=1024)
+def _layers(make: Callable[[Geometry, int], Layers], at: Geometry, size: int) -> Layers:
+    """A form's layers at a place; every pass of a seed asks for them."""
+    return make(at, size)
 
 
 # Where forms fit: empty if they do, else why not.
