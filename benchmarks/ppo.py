@@ -4,7 +4,8 @@ One rollout and one update of 64 environments x 128 steps, 4 epochs, 4 minibatch
 layers of 64 numbers, one thread, in one process, turn by turn; CPU-seconds, best turn.
 Peers: sb3-contrib's RecurrentPPO (one LSTM that value and policy share) and
 MaskablePPO (no memory). Tasks: CartPole; CartPole that has a mask; and eight choices of
-four with masks, of which RecurrentPPO sees none.
+four with masks, of which RecurrentPPO sees none. "Native" is Gymnasium's own vector
+form of CartPole, which the peers cannot use; all others step environments one by one.
 """
 
 from collections.abc import Callable
@@ -20,10 +21,11 @@ from numpy.typing import NDArray
 from benchmarks import timing
 from benchmarks.timing import Report
 from esper.rl.ppo import PPO
+from esper.rl.vector import Source
 from esper.simic.agent.ppo import PPOConfig
 
 PARTS = 4
-TURNS = 5
+TURNS = 9
 Side = Callable[[], object]
 
 
@@ -98,6 +100,7 @@ def tasks() -> dict[str, dict[str, Side]]:
     return {
         "CartPole": {
             **{f"esper {n}": _ours(cartpole, memory) for n, memory in memories.items()},
+            "esper MinGRU, native": _ours("CartPole-v1", "mingru", "native"),
             "RecurrentPPO": _recurrent(cartpole),
         },
         "CartPole, masked": {
@@ -125,10 +128,10 @@ def measure(sides: dict[str, Side]) -> dict[str, float]:
     return best
 
 
-def _ours(make: Callable[[], gymnasium.Env[Any, Any]], memory: str) -> Side:
+def _ours(make: Source, memory: str, kind: str = "sync") -> Side:
     envs, steps = size()
     config = PPOConfig(minibatches=PARTS)
-    agent = PPO(make, memory=memory, envs=envs, steps=steps, ppo=config)
+    agent = PPO(make, memory=memory, envs=envs, steps=steps, kind=kind, ppo=config)
     return lambda: agent.learn(envs * steps)
 
 

@@ -120,8 +120,8 @@ MUTANTS = (
     Mutant(
         "the learner ignores the masks",
         "simic/agent/distribution.py",
-        "torch.log_softmax(torch.where(rows, logits, lowest), dim=-1)",
-        "torch.log_softmax(logits, dim=-1)",
+        "legal = torch.where(rows, logits, lowest)",
+        "legal = logits",
         CHOICE,
     ),
     Mutant(

@@ -90,6 +90,19 @@ def test_first_and_second_derivatives_agree_with_differences(road, reverse, shap
     assert gradgradcheck(lambda *x: road(*x, reverse), leaves)
 
 
+@DIRECTIONS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 6), (3, 7, 5), (1, 1, 3)])
+def test_gradients_in_one_pass_are_those_that_can_be_derived_again(
+    reverse, dtype, shape
+):
+    leaves = [x.requires_grad_() for x in recurrence(shape, 3, dtype=dtype)]
+    y = on_cpu(*leaves, reverse).square().sum()
+    derivable = grad(y, leaves, create_graph=True)
+    for one, other in zip(grad(y, leaves), derivable, strict=True):
+        assert_close(one, other.detach(), **EXACT)
+
+
 @pytest.mark.parametrize("shape", [(3, 7), (3, 7, 2), (3, 7, 16)])
 @DIRECTIONS
 def test_memory_layout_does_not_matter(shape, reverse):

@@ -144,6 +144,8 @@ class _Scan(torch.autograd.Function):
         """Gradients of decay, inputs and initial."""
         decay, y, initial = ctx.saved_tensors
         reverse, compiled = ctx.reverse, ctx.compiled
+        if compiled and not torch.is_grad_enabled():
+            return _gradients(decay, y, initial, grad, reverse)
         zero = torch.zeros_like(initial)
         # As if `initial` had been the input of a step before the first.
         start, gap = initial.unsqueeze(1), zero.unsqueeze(1)
@@ -159,6 +161,16 @@ class _Scan(torch.autograd.Function):
 
 
 _recur: Final[Callable[..., Tensor]] = _Scan.apply
+
+
+def _gradients(
+    decay: Tensor, y: Tensor, initial: Tensor, grad: Tensor, reverse: bool
+) -> Gradients:
+    """What `_Scan.backward` returns, in one pass; not differentiable itself."""
+    given = [x.detach().contiguous() for x in (decay, y, initial, grad)]
+    results = [x.new_empty(x.shape) for x in (decay, y, initial)]
+    _recur_gradients(*(x.numpy() for x in (*given, *results)), reverse)
+    return results[0], results[1], results[2], None, None
 
 
 def _by_time(x: Tensor) -> Tensor:
@@ -181,6 +193,39 @@ def _recur_rows(
                 keep, value = decay[row, now, lane], inputs[row, now, lane]
                 carried = keep * carried + value
                 y[row, now, lane] = value if keep == 0 else carried
+
+
+@kernel
+def _recur_gradients(
+    decay: Array,
+    y: Array,
+    initial: Array,
+    grad: Array,
+    grad_decay: Array,
+    grad_inputs: Array,
+    grad_initial: Array,
+    reverse: bool,
+) -> None:
+    """Gradients of the recurrence on `[row, time, lane]`, against its direction."""
+    rows, time, lanes = y.shape
+    start = time - 1 if reverse else 0
+    for row in range(rows):
+        for step in range(time):
+            now = step if reverse else time - 1 - step
+            after, before = (now - 1, now + 1) if reverse else (now + 1, now - 1)
+            for lane in range(lanes):
+                total = grad[row, now, lane]
+                if step > 0:
+                    keep = decay[row, after, lane]
+                    carried = keep * grad_inputs[row, after, lane] + total
+                    total = total if keep == 0 else carried
+                value = initial[row, lane] if now == start else y[row, before, lane]
+                grad_inputs[row, now, lane] = total
+                grad_decay[row, now, lane] = total * value
+        for lane in range(lanes):
+            keep = decay[row, start, lane]
+            carried = keep * grad_inputs[row, start, lane]
+            grad_initial[row, lane] = 0 if keep == 0 else carried
 
 
 def _step(decay: Tensor, before: Tensor, inputs: Tensor) -> Tensor:

@@ -167,6 +167,14 @@ def test_sync_async_and_native_vectors_are_the_same_to_the_bit():
     assert_same_agents(agents[0], agents[2])
 
 
+@pytest.mark.parametrize("masks", ["method", "none"])
+def test_processes_are_asked_for_masks_only_if_they_have_some(masks):
+    ours = {"envs": 2, "seed": 3, "width": 8, "steps": 10}
+    here, there = (PPO(chance(masks), kind=kind, **ours) for kind in ("sync", "async"))
+    assert_same_agents(here.learn(40), there.learn(40))
+    there.close()
+
+
 def test_the_seed_decides_everything_and_another_gives_another_agent():
     one, two, three = (
         PPO(chance(), envs=2, seed=seed, **SMALL).learn(48) for seed in (0, 0, 1)
@@ -383,7 +391,7 @@ def test_what_environments_raise_or_give_becomes_one_line():
             return np.full(2, np.nan, np.float32)
 
     for make, match in (
-        (Raising, r"Raising raised RuntimeError in step\(\) at step 0: a b"),
+        (Raising, r"RuntimeError in step\(\) at step 0 of environment 0: a b"),
         (Unknown, "rewards of environment 0 at step 0 must be finite, got nan"),
         (Blind, "features.vector of environment 0 at step 0 must be finite"),
     ):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -100,7 +100,7 @@ class LearnRecord:
     mean_return: float
     """Their mean return; NaN if none ended."""
     mean_length: float
-    """Their mean length in steps; 0 if none ended."""
+    """Their mean length in steps; NaN if none ended."""
     seconds: float
     """Time since learn() began."""
     update: UpdateRecord
@@ -123,6 +123,17 @@ class EpisodeReturns:
     def std(self) -> float:
         """Standard deviation of the returns."""
         return float(self.returns.std())
+
+
+class Episode(NamedTuple):
+    """An episode that ended in a rollout."""
+
+    env: int
+    step: int
+    """Of the rollout, from 0."""
+    total: float
+    """Sum of its rewards."""
+    length: int
 
 
 @dataclass(slots=True)
@@ -152,6 +163,7 @@ class PPO(Stateful):
         width: Numbers in every hidden layer.
         layers: Layers of the memory.
         separate_value: Give the value an encoder and a memory of its own.
+        autoregressive: Draw each head given the choices of all heads before it.
         normalize: Normalise numbers of observations by running statistics.
         relevant: Whether a choice of the first head uses each head, bool [op, head].
         masks: Where masks come from: observation, info, method, None: nowhere; "auto"
@@ -177,13 +189,18 @@ class PPO(Stateful):
         width: int = 64,
         layers: int = 1,
         separate_value: bool = False,
+        autoregressive: bool = False,
         normalize: bool = True,
         relevant: Any = None,  # noqa: ANN401
         masks: str | None = "auto",
         ppo: PPOConfig = DEFAULTS,
     ) -> None:
         policy = SpacePolicyConfig(
-            width=width, memory=memory, layers=layers, separate_value=separate_value
+            width=width,
+            memory=memory,
+            layers=layers,
+            separate_value=separate_value,
+            autoregressive=autoregressive,
         )
         settings = PPOSettings(
             envs=envs,
@@ -259,7 +276,15 @@ class PPO(Stateful):
             for index in range(rounds):
                 done = index / max(rounds - 1, 1)
                 self.agent.anneal(1.0 - (1.0 - settings.final_share) * done)
-                record = self._round(world, began)
+                ended, update = self.play_round()
+                record = LearnRecord(
+                    steps=self.steps_done,
+                    episodes=len(ended),
+                    mean_return=_mean([episode.total for episode in ended]),
+                    mean_length=_mean([episode.length for episode in ended]),
+                    seconds=monotonic() - began,
+                    update=update,
+                )
                 if rows is not None:
                     rows.add(record)
                 if bar is not None:
@@ -274,28 +299,25 @@ class PPO(Stateful):
             self.save(Path(log) / "agent.safetensors")
         return self
 
-    def _round(self, world: Vector, began: float) -> LearnRecord:
+    def play_round(self) -> tuple[list[Episode], UpdateRecord]:
         """Collect a rollout and learn from it."""
-        ended = self._collect(world)
+        ended = self._collect(self._world())
         update = self.agent.update()
         self.rounds += 1
-        returns, lengths = np.array(ended or [(np.nan, 0)], np.float64).T
-        return LearnRecord(
-            steps=self.steps_done,
-            episodes=len(ended),
-            mean_return=float(returns.mean()),
-            mean_length=float(lengths.mean()),
-            seconds=monotonic() - began,
-            update=update,
-        )
+        return ended, update
+
+    def forget_episodes(self) -> None:
+        """Begin new episodes everywhere with the next rollout; seeds follow from it."""
+        self._standing = None
 
     @torch.inference_mode()
-    def _collect(self, world: Vector) -> list[tuple[float, int]]:
-        """Fill the buffer; returns return and length of every episode that ended."""
+    def _collect(self, world: Vector) -> list[Episode]:
+        """Fill the buffer; returns every episode that ended."""
         policy, buffer, at = self.policy, self.agent.buffer, self._stand(world)
-        view, state, ended = at.view, at.state, []
+        view, state = at.view, at.state
+        ended: list[Episode] = []
         buffer.begin(state, self.agent.version)
-        for _ in range(buffer.max_steps):
+        for time in range(buffer.max_steps):
             features = self.features(view, learn=True)
             first, acts = torch.from_numpy(view.first), view.acts
             decision = policy.act(features, view.rows, first, state, self.generator)
@@ -323,7 +345,8 @@ class PPO(Stateful):
             at.lengths += acts
             over = np.flatnonzero((step.terminated | step.truncated) & acts)
             for env in over:
-                ended.append((float(at.returns[env]), int(at.lengths[env])))
+                figures = float(at.returns[env]), int(at.lengths[env])
+                ended.append(Episode(int(env), time, *figures))
             at.returns[over], at.lengths[over] = 0.0, 0
             self.steps_done += int(acts.sum())
             view, state = step.view, decision.state
@@ -583,6 +606,10 @@ class LogFile:
                 if new:
                     writer.writeheader()
                 writer.writerow(row)
+
+
+def _mean(figures: Sequence[float]) -> float:
+    return float(np.mean(figures)) if figures else math.nan
 
 
 def _settings(data: Mapping[str, Any]) -> PPOSettings:

@@ -293,8 +293,8 @@ class SpaceSpec:
         if len(flat) != envs:
             raise BadInput(f"{envs} environments need {envs} masks, got {len(flat)}.")
         total, shape = sum(self.sizes), (len(self.sizes), self.width)
-        if flat.shape[1:] == (total,) and total == self.width:
-            rows = flat[:, None]
+        if flat.shape[1:] == (total,) and total == prod(shape):
+            rows = flat.reshape(envs, *shape)
         elif flat.shape[1:] == (total,):
             rows = np.zeros((envs, *shape), bool)
             rows[:, self.allowed.numpy()] = flat

@@ -11,7 +11,9 @@ Masks come from a Dict observation, from `info["action_mask"]` or from the metho
 `action_masks()`, and always belong to the observation beside them.
 """
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +23,12 @@ import gymnasium
 import numpy as np
 from gymnasium import Env, Space, spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from jaxtyping import Bool
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, EsperError, WorkersTrouble
 from esper.rl.spaces import MASK, SpaceSpec
 
 Array = NDArray[Any]
@@ -58,6 +61,44 @@ class VectorStep:
     truncated: Array
     final: Any
     """The last observation of truncated episodes, where there are any; else None."""
+
+
+class SyncEnvs(SyncVectorEnv):
+    """Gymnasium's, resetting in the same step, with a step of a fifth less overhead.
+
+    Infos keep what is read here: final observations and masks, as lists.
+    """
+
+    at = 0
+    """The environment that was called last."""
+
+    def __init__(self, makers: Sequence[Callable[[], Env[Any, Any]]]) -> None:
+        super().__init__(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+
+    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
+        """Act everywhere; an episode that ended is followed by the next one."""
+        space, found = self.single_observation_space, []
+        each = zip(self.envs, iterate(self.action_space, actions), strict=True)
+        for self.at, (env, action) in enumerate(each):
+            found.append(env.step(action))
+        shown, rewards, *ends, infos = map(list, zip(*found, strict=True))
+        terminated, truncated = np.array(ends, bool)
+        info: dict[str, Any] = {}
+        for at in np.flatnonzero(terminated | truncated):
+            finals = info.setdefault("final_obs", [None] * self.num_envs)
+            finals[at] = deepcopy(shown[at])  # a reset may write over it
+            self.at = int(at)
+            shown[at], infos[at] = self.envs[at].reset()
+        if MASK in infos[0]:
+            info[MASK] = [each.get(MASK) for each in infos]
+        blank: Any = create_empty_array(space, self.num_envs, np.empty)
+        return (
+            concatenate(space, shown, blank),
+            np.array(rewards, np.float64),
+            terminated,
+            truncated,
+            info,
+        )
 
 
 class Vector:
@@ -149,14 +190,30 @@ class Vector:
         """Call the environments; what they raise becomes one line."""
         try:
             return getattr(self.env, name)(*args, **options)
-        except BadInput:
+        except EsperError:
             raise
         except Exception as error:
-            what = " ".join(str(error).split())[:120]
-            raise BadInput(
-                f"{self.name} raised {type(error).__name__} in {name}() at step "
-                f"{self.steps}: {what}"
-            ) from error
+            raise self._failure(name, error) from error
+
+    def _failure(self, call: str, error: Exception) -> EsperError:
+        """What environments raised, in one line that names which of them and when."""
+        when = f"in {call}() at step {self.steps}"
+        if isinstance(self.env, AsyncVectorEnv):
+            processes = enumerate(self.env.processes)
+            dead = [at for at, process in processes if not process.is_alive()]
+            with suppress(Exception), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of calls that are under way
+                self.env.close(terminate=True)
+            if isinstance(error, EOFError | ConnectionError):
+                who = f"environment {dead[0]}" if dead else "an environment"
+                return WorkersTrouble(
+                    f"the process of {who} of {self.name} died {when}."
+                )
+        who = f" of environment {self.env.at}" if isinstance(self.env, SyncEnvs) else ""
+        what = " ".join(str(error).split())[:120]
+        return BadInput(
+            f"{self.name} raised {type(error).__name__} {when}{who}: {what}"
+        )
 
     def _view(
         self,
@@ -211,6 +268,11 @@ class Vector:
             return "observation"
         if MASK in info:
             return "info"
+        if isinstance(self.env, AsyncVectorEnv):  # a question can end its processes
+            env = self.env.env_fns[0]()
+            found = env.has_wrapper_attr(METHOD)
+            env.close()
+            return "method" if found else None
         try:
             self._ask()
         except (AttributeError, BadInput):
@@ -273,10 +335,11 @@ def _made(source: Source, envs: int, kind: str) -> VectorEnv[Any, Any, Any]:
     if isinstance(source, str):
         # Its checks would be paid for at every step; `esper doctor` checks more.
         make = partial(gymnasium.make, source, disable_env_checker=True)
-    vector = SyncVectorEnv if kind == "sync" else AsyncVectorEnv
+    if kind == "sync":
+        return _guarded(lambda: SyncEnvs([make] * envs), _name(source))
+    same = AutoresetMode.SAME_STEP
     return _guarded(
-        lambda: vector([make] * envs, autoreset_mode=AutoresetMode.SAME_STEP),
-        _name(source),
+        lambda: AsyncVectorEnv([make] * envs, autoreset_mode=same), _name(source)
     )
 
 

