@@ -14,10 +14,10 @@ WITHOUT_SHAPE_CHECKS := -o addopts="-ra --strict-markers --strict-config"
 .PHONY: train tamiyo test wheel size check browser slow campaign mutants clean help
 
 train: $(V)/.ok ## set up if needed, train Tamiyo on drawn tasks, judge her on unseen hosts, write the report
-	$(V)/bin/esper train --preset family --budget.rounds 40 --rng_seed 0
+	$(V)/bin/esper train --preset family --recordings 200 --budget.rounds 40 --rng_seed 0
 
 tamiyo: $(V)/.ok ## set up if needed, train the controller that comes with Esper once more
-	$(V)/bin/esper train --preset family --recordings 500 --rng_seed $(RNG_SEED) --name tamiyo-$(RNG_SEED)
+	$(V)/bin/esper train --preset family --rng_seed $(RNG_SEED) --name tamiyo-$(RNG_SEED)
 	$(V)/bin/esper export tamiyo-$(RNG_SEED) --format controller --out runs/shipped
 # The random seed of the one that was shipped.
 RNG_SEED ?= 3

@@ -31,11 +31,11 @@ def test_the_network_of_the_readme_grows_and_gets_better(capsys):
     assert grower.history[-1].metric > 0.8
 
 
-def test_the_agent_of_the_readme_learns(capsys):
+def test_the_agent_of_the_readme_learns(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     run(examples()[1])
-    returns = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
-    assert len(returns) == 20
-    assert sum(returns[-5:]) > sum(returns[:5])
+    assert float(capsys.readouterr().out) > 150
+    assert (tmp_path / "agent.safetensors").exists()
 
 
 @pytest.mark.filterwarnings("ignore")
