@@ -95,12 +95,12 @@ class Outcome:
         self.notes.append(why[:200])
 
     @contextlib.contextmanager
-    def trial(self, what: str):
+    def trial(self, what: str, seconds: float = LONGEST):
         """One trial; what Esper refuses in one line is no failure."""
         self.trials += 1
         began = time.perf_counter()
         before = signal.signal(signal.SIGALRM, _hang)
-        timer = signal.setitimer(signal.ITIMER_REAL, LONGEST)
+        timer = signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             yield
         except EsperError as error:
@@ -188,15 +188,17 @@ def signals(count, seed, folder):
         name, once = f"run{number}", chance.random() < 0.5
         size = ["--budget.rounds", "6", "--envs", "4", "--keeping.every", "1"]
         begin = ["train", "--preset", "simulated", "--runs", str(folder), *size]
-        with outcome.trial(f"signals of {name}"):
-            process = subprocess.Popen(
-                command(*begin, "--name", name, "--rng_seed", "0"),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment(),
-            )
-            path = folder / name
+        path = folder / name
+        process = subprocess.Popen(
+            command(*begin, "--name", name, "--rng_seed", "0"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            # A campaign in the background ignores Ctrl-C, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        with outcome.trial(f"signals of {name}", 10 * LONGEST):  # it starts slowly
             while process.poll() is None and not (path / STORE).exists():
                 time.sleep(0.01)
             time.sleep(chance.uniform(0, 1.0))
@@ -212,6 +214,7 @@ def signals(count, seed, folder):
                 resume_run(path)
             if Run.read(path).checkpoints().latest().manifest.step != 6:
                 outcome.lose(f"{name} did not go on to its end")
+        process.kill()
         shutil.rmtree(path, ignore_errors=True)
     return outcome
 
