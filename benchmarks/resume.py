@@ -1,11 +1,11 @@
 """Does a run that is killed go on as if nothing had happened, to the bit?
 
-Small runs on real tasks are killed with SIGKILL at moments drawn from the whole length
-of a run, once, twice or five times, and gone on with until they are complete. Each is
-then held against a run that nobody disturbed: every number of every checkpoint, every
-row that counts, every row that was acknowledged. Besides, each change that two
-checkpoints make to a disk is a moment to die at, and to lose power at. Twins that do
-one thing badly must be caught by the same means.
+Small runs on real tasks, and of PPO on CartPole, are killed with SIGKILL at moments
+drawn from the whole length of a run, once, twice or five times, and gone on with until
+they are complete. Each is then held against a run that nobody disturbed: every number
+of every checkpoint, every row that counts, every row that was acknowledged. Besides,
+each change that two checkpoints make to a disk is a moment to die at, and to lose power
+at. Twins that do one thing badly must be caught by the same means.
 """
 
 import random
@@ -23,6 +23,7 @@ from benchmarks.timing import Cell, Report, sizes
 from esper.contracts.errors import BadInput
 from esper.experiment.config import TrainConfig
 from esper.experiment.run import Run
+from esper.rl.training import PPORunConfig
 from tests.experiment.crash_points import LOSSES, InPlace, Saves
 from tests.experiment.killed_runs import (
     Audit,
@@ -32,10 +33,12 @@ from tests.experiment.killed_runs import (
     ghostly_store,
     hasty_store,
     live,
+    small_ppo,
     small_run,
     warm_up,
 )
 
+Settings = TrainConfig | PPORunConfig
 Twin = Callable[[], AbstractContextManager[object]]
 Tensors = dict[str, Tensor]
 Trial = tuple[Audit, list[Life]]
@@ -67,9 +70,11 @@ def run(kills: int = 50) -> list[Report]:
         raise BadInput(f"kills must be at least 1, got {kills}.")
     warm_up()
     with TemporaryDirectory() as folder:
-        trials = Trials(Path(folder), rounds=6 if timing.QUICK else 10)
+        rounds = 6 if timing.QUICK else 10
+        trials = Trials(Path(folder), rounds)
         return [
             killed_runs(trials, kills),
+            killed_runs(Trials(Path(folder), rounds, small_ppo), min(kills, 20)),
             crash_points(trials),
             bad_twins(trials),
         ]
@@ -81,10 +86,13 @@ class Trials:
     Args:
         folder: Where they are.
         rounds: Of each; there is a checkpoint after every second one.
+        make: Settings of a run from folder, name and rounds.
     """
 
-    def __init__(self, folder: Path, rounds: int) -> None:
-        self.folder, self.rounds, self._count = folder, rounds, 0
+    def __init__(
+        self, folder: Path, rounds: int, make: Callable[..., Settings] = small_run
+    ) -> None:
+        self.folder, self.rounds, self.make, self._count = folder, rounds, make, 0
         self.whole, self.seconds = self.undisturbed()
 
     def undisturbed(self, twin: Twin = nullcontext) -> tuple[Path, float]:
@@ -118,15 +126,16 @@ class Trials:
         kept = Run.read(self.whole).checkpoints()
         return {step: kept.load(step).tensors for step in kept.steps()[-3:]}
 
-    def _next(self) -> TrainConfig:
+    def _next(self) -> Settings:
         self._count += 1
-        return small_run(self.folder, f"run-{self._count}", self.rounds)
+        name = f"{self.make.__name__}-{self._count}"
+        return self.make(self.folder, name, self.rounds)
 
-    def _path(self, config: TrainConfig) -> Path:
+    def _path(self, config: Settings) -> Path:
         return self.folder / str(config.name)
 
     def _judged(
-        self, config: TrainConfig, lives: list[Life], twin: Twin, whole: Path
+        self, config: Settings, lives: list[Life], twin: Twin, whole: Path
     ) -> Trial:
         """Go on to the end and hold it against the whole run; nothing is left."""
         path = self._path(config)
@@ -139,8 +148,9 @@ class Trials:
 
 def killed_runs(trials: Trials, kills: int) -> Report:
     """The table of runs that were killed."""
+    length = f"{trials.rounds} rounds in {trials.seconds:.1f} s"
     report = Report(
-        f"Runs of {trials.rounds} rounds in {trials.seconds:.1f} s, killed by SIGKILL",
+        f"Runs of {trials.make.__name__}, {length}, killed by SIGKILL",
         COLUMNS,
         notes=[
             "Same bits: SHA-256 of every tensor of every checkpoint that is kept.",

@@ -19,7 +19,7 @@ import json, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from benchmarks.resume import Trials, forgotten_normaliser, warm_up
+from benchmarks.resume import Trials, forgotten_normaliser, small_ppo, warm_up
 
 def told(trial):
     found, lives = trial
@@ -33,6 +33,9 @@ forgetful = [forgotten_normaliser] * 2
 print(json.dumps({
     "whole": str(trials.whole),
     "killed": told(trials.after("rows 1", "saved 2", "saved 3")),
+    "ppo": told(
+        Trials(Path(sys.argv[1]), 3, small_ppo).after("round 1", "round 3", "saved 3")
+    ),
     "forgetful": told(trials.after("saved 2", twins=forgetful, whole=whole)),
 }))
 """
@@ -52,11 +55,12 @@ def trials(tmp_path_factory):
     return json.loads(done.stdout)
 
 
-def test_a_run_that_is_killed_becomes_the_same_run(trials):
-    found = trials["killed"]
+@pytest.mark.parametrize(("kind", "rows"), [("killed", 90), ("ppo", 5)])
+def test_a_run_that_is_killed_becomes_the_same_run(trials, kind, rows):
+    found = trials[kind]
     assert found["good"], found
     assert found["killed"] == 3
-    assert found["acknowledged"] > 90
+    assert found["acknowledged"] > rows
 
 
 def test_a_forgotten_normaliser_is_caught(trials):

@@ -266,12 +266,3 @@ def test_the_command_prints_findings_and_tells_them_by_its_exit_code(capsys):
     assert main(["doctor", "Nonsense-v0"]) == 2
     with pytest.raises(BadInput, match="Nonsense-v0 cannot be made"):
         examine("Nonsense-v0")
-
-
-def test_the_command_learns_writes_and_judges(capsys, tmp_path):
-    log = tmp_path / "run"
-    given = ["ppo", "CartPole-v1", "--steps", "256", "--envs", "2", "--log", str(log)]
-    assert main(given) == 0
-    assert "Return of 20 episodes" in capsys.readouterr().out
-    assert (log / "agent.safetensors").is_file()
-    assert (log / "progress.csv").is_file()

@@ -25,8 +25,8 @@ from esper.cli.arguments import (
 from esper.contracts.errors import BadInput
 
 if TYPE_CHECKING:
+    from esper.experiment.attempts import RunResult
     from esper.experiment.callbacks import ConsoleProgress
-    from esper.experiment.train import RunResult
     from esper.tamiyo.registry import Maker
 
 NEWEST: Final = "latest"
@@ -130,14 +130,18 @@ def _end(result: "RunResult") -> int:
     from esper.report import write_report
 
     if result.signal is not None:
-        _say(
-            f"Interrupted after round {result.rounds}; all is saved. Go on with: "
-            f"esper train --resume {result.path}"
-        )
-        return 128 + result.signal
+        return _interrupted(result, "train")
     print_training(result.path)
     _say(f"The report is in {write_report(result.path)}.")
     return 0
+
+
+def _interrupted(result: "RunResult", command: str) -> int:
+    _say(
+        f"Interrupted after round {result.rounds}; all is saved. Go on with: "
+        f"esper {command} --resume {result.path}"
+    )
+    return 128 + (result.signal or 0)
 
 
 def config(options: Namespace) -> None:
@@ -410,28 +414,62 @@ def _print_table(
 
 
 def ppo_options(parser: ArgumentParser) -> None:
-    """The environment, and what is learnt for how long."""
-    parser.add_argument("env", type=path_text, metavar="ENV_ID", help="Gymnasium's id")
-    log = "where progress.csv and the agent go (default: runs/ENV_ID)"
-    add_option(parser, "--steps", whole(1, 10**12), 100_000, "N", "steps to learn for")
-    add_option(parser, "--envs", whole(1, 65_536), 16, "N", "environments at once")
-    memory = "what remembers: mingru, gru, lstm or none"
-    add_option(parser, "--memory", path_text, "none", "NAME", memory)
-    add_option(parser, "--rng-seed", RNG_SEED, 0, "N", "decides everything")
-    add_option(parser, "--log", folder, None, "FOLDER", log)
+    """The environment, the settings of a run in it, and `--resume`."""
+    from esper.rl.training import PPORunConfig
+
+    parser.add_argument(
+        "env_id", nargs="?", default=SUPPRESS, metavar="ENV_ID", help="Gymnasium's id"
+    )
+    parser.add_argument(
+        "--resume",
+        default=SUPPRESS,
+        metavar="RUN",
+        help="go on with a run that was interrupted, by its name or folder",
+    )
+    add_settings(parser, PPORunConfig())
 
 
-def ppo(options: Namespace) -> None:
-    """Learn an environment, write the agent and judge it."""
-    from esper.rl.ppo import PPO
+def ppo(options: Namespace) -> int:
+    """Learn an environment in a run of its own, or go on with one."""
+    from esper.experiment.callbacks import ConsoleProgress
+    from esper.experiment.messages import refusal
+    from esper.experiment.run import Run, find_run
+    from esper.experiment.settings import construct, parsed_options
+    from esper.rl.training import (
+        AGENT,
+        PPORunConfig,
+        begin_ppo,
+        ppo_settings_of,
+        resume_ppo,
+    )
 
-    log = options.log or Path("runs") / options.env.replace("/", "-")
-    seed = options.rng_seed
-    agent = PPO(options.env, memory=options.memory, envs=options.envs, seed=seed)
-    agent.learn(options.steps, progress=True, log=log)
-    found = agent.evaluate(episodes=20)
-    print(f"Return of 20 episodes: {found.mean:.4g}, deviation {found.std:.3g}.")
-    print(f"The agent is in {log / 'agent.safetensors'}.")
+    given = _given(options)
+    if "resume" in given:
+        path = find_run(given.pop("resume"), Path(given.pop("runs", "runs")))
+        if given:
+            raise refusal(
+                f"--resume goes on with the run's own settings, but {min(given)} was "
+                "given; leave it out."
+            )
+        run = Run.read(path)
+        ppo_settings_of(run)  # refuses other kinds of runs
+        if run.finished is not None:
+            print(f"Run {run.name} is already complete. See: esper report {path}")
+            return 0
+        result = resume_ppo(path, [ConsoleProgress(details=True)])
+    else:
+        if "env_id" not in given and "env" not in given:
+            raise refusal("expected the id of an environment, or --resume RUN.")
+        given.setdefault("env", given.pop("env_id", None))
+        config = construct(PPORunConfig, *parsed_options(PPORunConfig, given))
+        result = begin_ppo(config, [ConsoleProgress(details=True)])
+    if result.signal is not None:
+        return _interrupted(result, "ppo")
+    from esper.report import write_report
+
+    _say(f"The agent is in {result.path / AGENT}.")
+    _say(f"The report is in {write_report(result.path)}.")
+    return 0
 
 
 def doctor_options(parser: ArgumentParser) -> None:
@@ -509,11 +547,13 @@ examples:
     "ppo": Command(
         run=ppo,
         options=ppo_options,
-        help="learn a Gymnasium environment",
+        settings=True,
+        help="learn a Gymnasium environment, or resume a run",
         examples="""\
 examples:
   esper ppo CartPole-v1
   esper ppo CartPole-v1 --memory mingru --steps 300000 --envs 64
+  esper ppo --resume RUN
 """,
     ),
     "doctor": Command(

@@ -30,7 +30,7 @@ from esper.experiment.records import (
 from esper.experiment.rollout import Transition
 from esper.experiment.seed_events import events_between
 from esper.experiment.store import Store
-from esper.experiment.trainer import PATIENCE, Callback, Trainer
+from esper.experiment.trainer import PATIENCE, Callback, Trainer, TrainingLoop
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 from esper.tamiyo.policy.network import TamiyoPolicy
 
@@ -106,7 +106,7 @@ class Record(Callback):
                 **{name: getattr(report, name, None) for name in figures},
             )
 
-    def on_round_end(self, trainer: Trainer, record: RoundRecord) -> None:
+    def on_round_end(self, trainer: TrainingLoop, record: RoundRecord) -> None:
         """The rows of one round."""
         self._store.add_round(record)
 
@@ -133,12 +133,12 @@ class TensorBoard(Callback):
         self._folder = str(folder)
         self._writer: Any = None
 
-    def on_train_start(self, trainer: Trainer, *, resumed: bool) -> None:
+    def on_train_start(self, trainer: TrainingLoop, *, resumed: bool) -> None:
         """Open the files; figures beyond a checkpoint are no longer shown."""
         later = trainer.env_steps + 1 if resumed else None
         self._writer = summary_writer()(self._folder, purge_step=later)
 
-    def on_round_end(self, trainer: Trainer, record: RoundRecord) -> None:
+    def on_round_end(self, trainer: TrainingLoop, record: RoundRecord) -> None:
         """Write the figures of one round."""
         for name, value in scalars(record):
             self._writer.add_scalar(name, value, record.env_steps)
@@ -187,10 +187,10 @@ class ConsoleProgress(Callback):
             ]
             self.on_message(f"  {', '.join(parts)}")
 
-    def on_round_end(self, trainer: Trainer, record: RoundRecord) -> None:
+    def on_round_end(self, trainer: TrainingLoop, record: RoundRecord) -> None:
         """Show one round."""
         self._returns.append(record.mean_return)
-        minutes, endless = trainer.config.budget.minutes, record.rounds == ENDLESS
+        minutes, endless = trainer.minutes, record.rounds == ENDLESS
         left = f"{time_left(record, minutes)} left"
         if self._console.is_terminal:
             done: tuple[str, float, float] = ("training", record.round, record.rounds)
@@ -207,9 +207,7 @@ class ConsoleProgress(Callback):
         if due or record.round == 1:
             self._last = record.seconds
             total = "" if endless else f"/{record.rounds}"
-            text = record.headline(
-                relative=trainer.config.world.relative, details=self._details
-            )
+            text = record.headline(relative=trainer.relative, details=self._details)
             self.on_message(f"round {record.round}{total}  {text}  {left}")
 
     def on_close(self) -> None:
@@ -240,13 +238,15 @@ class Evaluate(Callback):
     def __init__(self, every: int, evaluate: Callable[[TamiyoPolicy], Results]) -> None:
         self._every, self._evaluate = every, evaluate
 
-    def on_train_start(self, trainer: Trainer, *, resumed: bool) -> None:
+    def on_train_start(self, trainer: TrainingLoop, *, resumed: bool) -> None:
         """Where it starts from."""
+        assert isinstance(trainer, Trainer)
         if not resumed and not trainer.stopping:
             trainer.call("on_evaluation", trainer, self._evaluate(trainer.policy))
 
-    def on_round_end(self, trainer: Trainer, record: RoundRecord) -> None:
+    def on_round_end(self, trainer: TrainingLoop, record: RoundRecord) -> None:
         """If it is time to; a signal must not choose another best checkpoint."""
+        assert isinstance(trainer, Trainer)
         due = record.round % self._every == 0 or trainer.over
         if due and trainer.sound:
             trainer.call("on_evaluation", trainer, self._evaluate(trainer.policy))
@@ -280,12 +280,12 @@ class Checkpoint(Callback):
         """Remember how good the policy is."""
         self._score = mean_return(results)
 
-    def on_train_start(self, trainer: Trainer, *, resumed: bool) -> None:
+    def on_train_start(self, trainer: TrainingLoop, *, resumed: bool) -> None:
         """Save where it starts from."""
         if not resumed and not trainer.stopping:
             self._save(trainer, last=False)
 
-    def on_round_end(self, trainer: Trainer, record: RoundRecord) -> None:
+    def on_round_end(self, trainer: TrainingLoop, record: RoundRecord) -> None:
         """Save if it is time to."""
         last = trainer.over or trainer.stopping
         due = last or self._score is not None or record.round % self._every == 0
@@ -293,7 +293,7 @@ class Checkpoint(Callback):
         if due and trainer.sound:
             self._save(trainer, last=last)
 
-    def _save(self, trainer: Trainer, *, last: bool) -> None:
+    def _save(self, trainer: TrainingLoop, *, last: bool) -> None:
         score, self._score = self._score, None
         try:
             self._store.flush()

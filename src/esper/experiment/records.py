@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.contracts.actions import HEAD_NAMES
 from esper.tamiyo.registry import CONTROLLERS
 
 if TYPE_CHECKING:
@@ -89,11 +88,10 @@ class RoundRecord:
 
     def entropies(self) -> str:
         """Entropy of every head that had a choice."""
-        heads = self.update.heads
         return " ".join(
-            f"{name} {heads[name].entropy:.2f}"
-            for name in HEAD_NAMES
-            if isfinite(heads[name].entropy) and heads[name].openness > 0
+            f"{name} {head.entropy:.2f}"
+            for name, head in self.update.heads.items()
+            if isfinite(head.entropy) and head.openness > 0
         )
 
 

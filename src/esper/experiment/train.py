@@ -1,12 +1,4 @@
-"""Runs: trainings that are recorded, saved and resumed exactly, and then evaluated.
-
-    round  ->  rows in the store  ->  every so often: flush, then a checkpoint
-
-A checkpoint of round r is published after all rows up to r are durable, so a store is
-never behind the checkpoint that a run resumes from. A signal ends the run after its
-round: rows and state are saved first. A weight, moment, memory or reward that is not
-finite, and three rounds in a row whose updates are all refused as such, take the run
-back to its last checkpoint, with new random streams.
+"""Trainings of Tamiyo that are recorded, saved and resumed exactly, then evaluated.
 
 Here, and only here, settings become worlds, policies and callbacks.
 """
@@ -14,14 +6,15 @@ Here, and only here, settings become worlds, policies and callbacks.
 import os
 from collections.abc import Collection, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Final
 
-from esper.contracts.errors import BadInput, NotFinite, NumericsTrouble
+from esper.contracts.errors import BadInput
 from esper.contracts.state import leaves, load
 from esper.contracts.world import VectorWorld
+from esper.experiment.attempts import Attempt, RunResult, train_on, train_to_end
 from esper.experiment.callbacks import (
     LEARNED,
     Checkpoint,
@@ -47,11 +40,10 @@ from esper.experiment.pretraining import (
     warm_policy,
 )
 from esper.experiment.records import STATIC, WATCHED, Results
-from esper.experiment.run import STORE, Run, changes_since, versions_now
+from esper.experiment.run import STORE, Run
 from esper.experiment.settings import as_toml
 from esper.experiment.store import Store, usable_store
-from esper.experiment.trainer import BROKEN, PATIENCE, Callback, Trainer
-from esper.experiment.workers import caught_signals
+from esper.experiment.trainer import Callback, Trainer
 from esper.experiment.worlds import check_world, steps_of, tasks_of, world_for
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import TamiyoPolicy
@@ -59,22 +51,9 @@ from esper.tamiyo.policy.sampling import with_temperature
 
 KIND: Final = "training"
 """What `versions.json` calls such a run."""
-DIAGNOSIS: Final = "diagnosis.json"
-"""File in the folder of a run whose updates were not finite."""
 FINAL_HOSTS: Final = 1
 """Number of the hosts of the final evaluation, in every run; `esper evaluate` has
 others unless it is told so."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """Where a run is, and why it ended."""
-
-    path: Path
-    rounds: int
-    """Rounds that it has played."""
-    signal: int | None
-    """The signal that ended it early, if one did."""
 
 
 def begin_run(config: TrainConfig, callbacks: Sequence[Callback] = ()) -> RunResult:
@@ -88,7 +67,8 @@ def begin_run(config: TrainConfig, callbacks: Sequence[Callback] = ()) -> RunRes
     _check(config)
     with Run.create(Path(config.runs), config.name, as_toml(config), facts) as run:
         first = (f"Training on {_describe(config)}.", f"The run is in {run.path}.")
-        return _train(config, run, callbacks, first)
+        attempt = partial(_attempt, config, run, callbacks)
+        return train_to_end(run, callbacks, first, attempt)
 
 
 def resume_run(path: Path, callbacks: Sequence[Callback] = ()) -> RunResult:
@@ -99,7 +79,8 @@ def resume_run(path: Path, callbacks: Sequence[Callback] = ()) -> RunResult:
         config = settings_of(run)
         check_memory(config, check_world(config))
         first = (f"Going on with {run.name}: on {_describe(config)}.",)
-        return _train(config, run, callbacks, first)
+        attempt = partial(_attempt, config, run, callbacks)
+        return train_to_end(run, callbacks, first, attempt)
 
 
 def settings_of(run: Run) -> TrainConfig:
@@ -158,34 +139,6 @@ def check_memory(config: TrainConfig, world: VectorWorld) -> None:
         )
 
 
-def _train(
-    config: TrainConfig,
-    run: Run,
-    callbacks: Sequence[Callback],
-    first: Sequence[str],
-) -> RunResult:
-    """Train to the end; go back to a checkpoint as often as it diverges."""
-    for callback in callbacks:
-        for text in first:
-            callback.on_message(text)
-    trouble, rollbacks, starts = None, 0, list[int]()
-    with caught_signals() as signals:
-        # From one checkpoint it is tried a few times; who gets further may go on.
-        while starts.count(max(starts, default=0)) <= PATIENCE:
-            start, trainer, trouble = _attempt(
-                config, run, callbacks, signals, trouble, rollbacks
-            )
-            if trouble is None:
-                signal = signals[0] if signals else None
-                return RunResult(run.path, trainer.round, signal)
-            rollbacks = trainer.rollbacks + 1
-            starts.append(start)
-    raise NumericsTrouble(
-        f"run {run.name}: numbers were not finite, also after going back {PATIENCE} "
-        f"times; lower learner.ppo.learning_rate. See {DIAGNOSIS} there."
-    )
-
-
 def _attempt(
     config: TrainConfig,
     run: Run,
@@ -193,7 +146,7 @@ def _attempt(
     signals: Sequence[int],
     trouble: str | None,
     rollbacks: int,
-) -> tuple[int, Trainer, str | None]:
+) -> Attempt:
     """Train from the newest checkpoint, if there is one, to an end.
 
     Args:
@@ -203,9 +156,6 @@ def _attempt(
         signals: Those that came.
         trouble: What was not finite and ended the attempt before this one.
         rollbacks: How often the run went back for that.
-
-    Returns:
-        The round that it began after; the trainer; what was not finite and ended it.
     """
     checkpoints = run.checkpoints(keep=config.keeping.last)
     # Whether it fits is judged before anything is made as large as settings say.
@@ -224,44 +174,19 @@ def _attempt(
             )
         own.append(Checkpoint(store, checkpoints, config.keeping.every, facts))
         trainer = Trainer(world, config, steps_of(config), own, signals)
-        versions, notes = versions_now(as_toml(config)), []
         try:
-            if found is None:
-                _start_from(config, trainer)
-            else:
-                for name, value in facts.items():
-                    if found.manifest.facts.get(name) != value:
-                        raise BadInput(
-                            f"the {name} of run {run.name} changed since its last "
-                            "checkpoint; put it back, or begin another run with "
-                            f"--start_from {run.name}."
-                        )
-                state = checkpoints.load(found.manifest.step, leaves(trainer))
-                load(trainer, state.tensors)
-                notes = [("rejected", line) for line in found.rejected] + [
-                    ("inexact", f"{line}; what follows may differ in some bits.")
-                    for line in changes_since(run.versions, versions)
-                ]
-            store.begin_attempt(None if found is None else trainer.round, versions)
-            notes += [("store", line) for line in store.warnings]
-            start = trainer.round
+            start, trouble = train_on(
+                trainer,
+                run,
+                store,
+                checkpoints,
+                found,
+                facts,
+                trouble,
+                rollbacks,
+                partial(_start_from, config, trainer),
+            )
             if trouble is not None:
-                trainer.draw_streams_anew(rollbacks)
-                text = f"{trouble}; back to round {start}, with new streams."
-                notes.append(("refused", text))
-            for kind, text in notes:
-                store.add_note(trainer.round, kind, text)
-                trainer.call("on_message", text, warning=True)
-            trainer.stopping = trainer.interrupted()
-            trainer.call("on_train_start", trainer, resumed=found is not None)
-            last, trouble = None, None
-            try:
-                last = trainer.run()
-                trouble = BROKEN if trainer.diverged else None
-            except NotFinite as error:
-                trouble = str(error).rstrip(".")
-            if trouble is not None:
-                run.write(DIAGNOSIS, {"trouble": trouble, "last": str(last)})
                 return start, trainer, trouble
             if not trainer.interrupted():
                 _judge(config, run, store, trainer)

@@ -10,7 +10,7 @@ It knows any world by its protocol. `esper.experiment.train` makes runs of it.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
@@ -41,13 +41,13 @@ class Callback:
     def on_progress(self, name: str, done: int, total: int, text: str) -> None:
         """One step of something that takes a while before or after the rounds."""
 
-    def on_train_start(self, trainer: "Trainer", *, resumed: bool) -> None:
+    def on_train_start(self, trainer: "TrainingLoop", *, resumed: bool) -> None:
         """Before the first round; `resumed`: from a checkpoint."""
 
     def on_step(self, trainer: "Trainer", step: Transition) -> None:
         """After every step of the world."""
 
-    def on_round_end(self, trainer: "Trainer", record: RoundRecord) -> None:
+    def on_round_end(self, trainer: "TrainingLoop", record: RoundRecord) -> None:
         """After every round."""
 
     def on_evaluation(self, trainer: "Trainer", results: Results) -> None:
@@ -63,55 +63,35 @@ class OnRoundEnd(Callback):
     def __init__(self, function: Callable[[RoundRecord], object]) -> None:
         self._function = function
 
-    def on_round_end(self, trainer: "Trainer", record: RoundRecord) -> None:
+    def on_round_end(self, trainer: "TrainingLoop", record: RoundRecord) -> None:
         """Call it."""
         self._function(record)
 
 
-class Trainer(Stateful):
-    """A world, the policy that acts in it and its learner, between two rounds.
+class TrainingLoop(Stateful):
+    """Rounds of something that learns, with callbacks around them.
 
     Args:
-        world: Where the policy acts; it is reset.
-        config: Learner, budget and random seed; the rest is not read.
-        steps: Decisions per environment and rollout.
+        rounds: Rounds that the budget allows for, time aside.
+        minutes: Time after which it is over; None: never.
         callbacks: Called around steps and rounds.
         signals: Training ends after a round in which this is no longer empty.
     """
 
-    STATE = ("world", "agent", "live", "generator", "round", "seconds", "rollbacks")
-    DERIVED = ("policy", "refused_rounds", "stopping")
+    relative = False
+    """Whether rewards are shares of the errors of hosts that never grow."""
+    STATE: ClassVar[tuple[str, ...]] = ("round", "seconds", "rollbacks")
+    DERIVED: ClassVar[tuple[str, ...]] = ("refused_rounds", "stopping")
 
     def __init__(
         self,
-        world: VectorWorld,
-        config: "TrainConfig",
-        steps: int,
+        rounds: int,
+        minutes: float | None = None,
         callbacks: Sequence[Callback] = (),
         signals: Sequence[int] = (),
     ) -> None:
-        if steps < 1:
-            raise BadInput(f"steps must be at least 1, got {steps}.")
-        self.world, self.config, self.steps = world, config, steps
+        self.rounds, self.minutes = rounds, minutes
         self.callbacks, self._signals = tuple(callbacks), signals
-        learner, seed = config.learner, config.rng_seed
-        self.rounds = config.budget.rounds_of(steps * world.num_envs)
-        """Rounds that the budget allows for, time aside."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(stream_seed(seed, "weights"))
-            self.policy = TamiyoPolicy(world.spec, learner.policy)
-        self.generator = stream(seed, "choices")
-        buffer = TamiyoRolloutBuffer(
-            world.num_envs,
-            steps,
-            world.spec,
-            state_shape=self.policy.state_shape,
-            gamma=learner.gamma,
-            gae_lambda=learner.gae_lambda,
-        )
-        order = stream_seed(seed, "order")
-        self.agent = PPOAgent(self.policy, buffer, learner.ppo, rng_seed=order)
-        self.live = start(world, self.policy)
         self.round = 0
         """Rounds that were played."""
         self.seconds = 0.0
@@ -126,24 +106,20 @@ class Trainer(Stateful):
     @property
     def env_steps(self) -> int:
         """Decisions since the start, over all environments."""
-        return self.round * self.steps * self.world.num_envs
+        raise NotImplementedError
 
     @property
     def done(self) -> float:
         """Share of the budget that is used up, from 0 to 1."""
-        share, minutes = (
-            self.round / max(self.rounds - 1, 1),
-            self.config.budget.minutes,
-        )
-        if minutes is not None:
-            share = max(share, self.seconds / (60 * minutes))
+        share = self.round / max(self.rounds - 1, 1)
+        if self.minutes is not None:
+            share = max(share, self.seconds / (60 * self.minutes))
         return min(share, 1.0)
 
     @property
     def over(self) -> bool:
         """Whether the budget is used up."""
-        minutes = self.config.budget.minutes
-        late = minutes is not None and self.seconds >= 60 * minutes
+        late = self.minutes is not None and self.seconds >= 60 * self.minutes
         return late or self.round >= self.rounds
 
     @property
@@ -175,9 +151,69 @@ class Trainer(Stateful):
         self.stopping = self.interrupted()
         while not (self.over or self.stopping or self.diverged):
             record = self.play_round()
+            self.refused_rounds = self.refused_rounds + 1 if record.refused else 0
             self.stopping = self.interrupted()
             self.call("on_round_end", self, record)
         return record
+
+    def play_round(self) -> RoundRecord:
+        """Collect a rollout and learn from it."""
+        raise NotImplementedError
+
+    def draw_streams_anew(self, rollbacks: int) -> None:
+        """Give choices and minibatches other random streams after a rollback."""
+        raise NotImplementedError
+
+
+class Trainer(TrainingLoop):
+    """A world, the policy that acts in it and its learner, between two rounds.
+
+    Args:
+        world: Where the policy acts; it is reset.
+        config: Learner, budget and random seed; the rest is not read.
+        steps: Decisions per environment and rollout.
+        callbacks: Called around steps and rounds.
+        signals: Training ends after a round in which this is no longer empty.
+    """
+
+    STATE = ("world", "agent", "live", "generator", *TrainingLoop.STATE)
+    DERIVED = ("policy", *TrainingLoop.DERIVED)
+
+    def __init__(
+        self,
+        world: VectorWorld,
+        config: "TrainConfig",
+        steps: int,
+        callbacks: Sequence[Callback] = (),
+        signals: Sequence[int] = (),
+    ) -> None:
+        if steps < 1:
+            raise BadInput(f"steps must be at least 1, got {steps}.")
+        rounds = config.budget.rounds_of(steps * world.num_envs)
+        super().__init__(rounds, config.budget.minutes, callbacks, signals)
+        self.world, self.config, self.steps = world, config, steps
+        self.relative = config.world.relative
+        learner, seed = config.learner, config.rng_seed
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream_seed(seed, "weights"))
+            self.policy = TamiyoPolicy(world.spec, learner.policy)
+        self.generator = stream(seed, "choices")
+        buffer = TamiyoRolloutBuffer(
+            world.num_envs,
+            steps,
+            world.spec,
+            state_shape=self.policy.state_shape,
+            gamma=learner.gamma,
+            gae_lambda=learner.gae_lambda,
+        )
+        order = stream_seed(seed, "order")
+        self.agent = PPOAgent(self.policy, buffer, learner.ppo, rng_seed=order)
+        self.live = start(world, self.policy)
+
+    @property
+    def env_steps(self) -> int:
+        """Decisions since the start, over all environments."""
+        return self.round * self.steps * self.world.num_envs
 
     def play_round(self) -> RoundRecord:
         """Collect a rollout and learn from it."""
@@ -206,7 +242,7 @@ class Trainer(Stateful):
         self.require_finite()
         self.round += 1
         self.seconds += time.monotonic() - began
-        record = RoundRecord(
+        return RoundRecord(
             round=self.round,
             rounds=self.rounds,
             env_steps=self.env_steps,
@@ -217,8 +253,6 @@ class Trainer(Stateful):
             learning_rate=share * learner.ppo.learning_rate,
             update=update,
         )
-        self.refused_rounds = self.refused_rounds + 1 if record.refused else 0
-        return record
 
     def require_finite(self) -> None:
         """Refuse a learner that has a weight, moment or memory that is not finite."""

@@ -1,0 +1,304 @@
+"""Runs of `esper ppo`: recorded, saved and resumed exactly, like `esper train`.
+
+An environment's state cannot be saved in general, so every checkpoint is a moment at
+which all environments begin new episodes, with seeds that follow from the round. The
+run that is never interrupted does the same, so a resumed one is equal to it to the bit
+wherever `reset(seed)` decides what an environment does. Between two checkpoints nothing
+is saved: a signal or a crash costs the rounds since the last one.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import field
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Annotated, Any, Final
+
+import numpy as np
+from pydantic import Field
+
+from esper.contracts.errors import BadInput, EsperError
+from esper.contracts.state import leaves
+from esper.experiment.attempts import Attempt, RunResult, train_on, train_to_end
+from esper.experiment.callbacks import Checkpoint, TensorBoard, summary_writer
+from esper.experiment.config import Budget, Keeping, check_limits
+from esper.experiment.messages import checked_name, unknown
+from esper.experiment.records import RoundRecord
+from esper.experiment.run import STORE, Run
+from esper.experiment.settings import (
+    Count,
+    RngSeed,
+    Text,
+    as_toml,
+    construct,
+    settings,
+    table_of,
+)
+from esper.experiment.store import Store, usable_store
+from esper.experiment.streams import stream_seed
+from esper.experiment.trainer import Callback, TrainingLoop
+from esper.rl.ppo import DEFAULTS, PPO, Episode
+from esper.rl.vector import KINDS
+from esper.simic.agent.memory import MEMORIES
+from esper.simic.agent.ppo import PPOConfig
+
+KIND: Final = "ppo"
+"""What `versions.json` calls such a run."""
+AGENT: Final = "agent.safetensors"
+"""The file of the agent in the folder of a finished run."""
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+@settings
+class PPORunConfig:
+    """A run of PPO in one environment."""
+
+    env: Text = "CartPole-v1"
+    """The environment's id."""
+    steps: Annotated[int, Field(ge=1, le=10**12)] = 100_000
+    """Steps to learn for, over all environments."""
+    memory: str = "none"
+    """What remembers: mingru, gru, lstm or none."""
+    envs: Count = 16
+    """Environments that are stepped together."""
+    rollout: Count = 128
+    """Steps of each environment between two updates."""
+    kind: str = "sync"
+    """Where environments are: sync, async (in processes) or native."""
+    gamma: Fraction = 0.99
+    """Discount per step."""
+    gae_lambda: Fraction = 0.95
+    """Trace decay of the advantages: 0 is one-step TD, 1 is Monte Carlo."""
+    final_share: Fraction = 0.1
+    """Share of learning rate and entropy weight that is left at the end."""
+    width: Count = 64
+    """Numbers in every hidden layer, and in the memory."""
+    layers: Count = 1
+    """Layers of the memory."""
+    separate_value: bool = False
+    """Give the value an encoder and a memory of its own."""
+    autoregressive: bool = False
+    """Draw each head given the choices of all heads before it."""
+    normalize: bool = True
+    """Normalise numbers of observations by running statistics."""
+    ppo: PPOConfig = DEFAULTS
+    """How the policy is improved from one rollout."""
+    keeping: Keeping = field(default_factory=lambda: Keeping(every=20))
+    """What is kept; environments begin new episodes at every checkpoint."""
+    episodes: Count = 20
+    """Whole episodes that judge the agent at the end."""
+    rng_seed: RngSeed = 0
+    """Decides everything."""
+    name: Annotated[str, Field(max_length=255)] | None = None
+    """What the run is called; none: by date and time."""
+    runs: Text = "runs"
+    """The folder of all runs."""
+
+    def __post_init__(self) -> None:
+        """Refuse what the fields alone let through."""
+        check_limits("ppo", self.ppo)
+        for what, name, known in (
+            ("memory", self.memory, MEMORIES),
+            ("kind", self.kind, KINDS),
+        ):
+            if name not in known:
+                raise unknown(f"{what}: there is no", name, known)
+        if self.name is not None:
+            checked_name(self.name)
+
+    def make(self) -> PPO:
+        """The agent in its environments."""
+        return PPO(
+            self.env,
+            memory=self.memory,
+            envs=self.envs,
+            kind=self.kind,
+            seed=self.rng_seed,
+            steps=self.rollout,
+            gamma=self.gamma,
+            gae_lambda=self.gae_lambda,
+            final_share=self.final_share,
+            width=self.width,
+            layers=self.layers,
+            separate_value=self.separate_value,
+            autoregressive=self.autoregressive,
+            normalize=self.normalize,
+            ppo=self.ppo,
+        )
+
+
+class PPOTrainer(TrainingLoop):
+    """An agent between two rounds.
+
+    Args:
+        ppo: The agent in its environments.
+        config: Of the run.
+        store: Gets a row for every episode that ends.
+        callbacks: Called around rounds.
+        signals: Training ends after a round in which this is no longer empty.
+    """
+
+    STATE = ("ppo", "episodes", *TrainingLoop.STATE)
+
+    def __init__(
+        self,
+        ppo: PPO,
+        config: PPORunConfig,
+        store: Store,
+        callbacks: Sequence[Callback] = (),
+        signals: Sequence[int] = (),
+    ) -> None:
+        rounds = Budget(env_steps=config.steps).rounds_of(config.envs * config.rollout)
+        super().__init__(rounds, None, callbacks, signals)
+        self.ppo, self.config, self._store = ppo, config, store
+        self.episodes = np.zeros(config.envs, np.int64)
+        """Episodes that ended in each environment."""
+
+    @property
+    def env_steps(self) -> int:
+        """Steps since the start, over all environments."""
+        return self.ppo.steps_done
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether all environments begin new episodes with the next round."""
+        return self.round % self.config.keeping.every == 0
+
+    @property
+    def sound(self) -> bool:
+        """Whether the state is worth going back to: no episode is under way."""
+        return super().sound and (self.begins_anew or self.over)
+
+    def play_round(self) -> RoundRecord:
+        """Collect a rollout and learn from it."""
+        began, ppo = monotonic(), self.ppo
+        if self.begins_anew:
+            ppo.forget_episodes()
+        share = 1.0 - (1.0 - self.config.final_share) * self.done
+        ppo.agent.anneal(share)
+        ended, update = ppo.play_round()
+        self.round += 1
+        self.seconds += monotonic() - began
+        if ended:
+            self._store.add("episodes", round=self.round, **self._rows(ended))
+        returns = [episode.total for episode in ended]
+        record = RoundRecord(
+            round=self.round,
+            rounds=self.rounds,
+            env_steps=self.env_steps,
+            seconds=self.seconds,
+            mean_return=float(np.mean(returns)) if returns else float("nan"),
+            learning_rate=share * self.config.ppo.learning_rate,
+            update=update,
+        )
+        self._store.add_round(record)
+        return record
+
+    def _rows(self, ended: Sequence[Episode]) -> dict[str, Any]:
+        """Columns of the episodes that ended in the round that was just played."""
+        numbers = []
+        for episode in ended:
+            self.episodes[episode.env] += 1
+            numbers.append(int(self.episodes[episode.env]))
+        before = (self.round - 1) * self.config.rollout
+        return {
+            "step": [before + episode.step + 1 for episode in ended],
+            "env": [episode.env for episode in ended],
+            "task": self.config.env,
+            "episode": numbers,
+            "return": [episode.total for episode in ended],
+        }
+
+    def draw_streams_anew(self, rollbacks: int) -> None:
+        """Give choices and minibatches other random streams after a rollback."""
+        self.rollbacks = rollbacks
+        seed, again = self.config.rng_seed, f"again {self.rollbacks}"
+        self.ppo.generator.manual_seed(stream_seed(seed, f"choices, {again}"))
+        self.ppo.agent.generator.manual_seed(stream_seed(seed, f"order, {again}"))
+
+
+def begin_ppo(config: PPORunConfig, callbacks: Sequence[Callback] = ()) -> RunResult:
+    """Begin a run and learn until all steps are made, or a signal comes.
+
+    Args:
+        config: All settings.
+        callbacks: Called besides those that record and save.
+    """
+    config.make().close()  # refuse what cannot be learnt before there is a folder
+    if config.keeping.tensorboard:
+        summary_writer()
+    facts = {"kind": KIND, "rng_seed": config.rng_seed, "tasks": [config.env]}
+    with Run.create(Path(config.runs), config.name, as_toml(config), facts) as run:
+        what = f"{config.env}, {config.envs} environments, rng_seed {config.rng_seed}"
+        first = (f"Learning {what}.", f"The run is in {run.path}.")
+        attempt = partial(_attempt, config, run, callbacks)
+        return train_to_end(run, callbacks, first, attempt)
+
+
+def resume_ppo(path: Path, callbacks: Sequence[Callback] = ()) -> RunResult:
+    """Go on with a run from its newest good checkpoint."""
+    with Run.open(path) as run:
+        if run.finished is not None:
+            raise BadInput(f"run {run.name} is complete; begin another one.")
+        config = ppo_settings_of(run)
+        first = (f"Going on with {run.name}: {config.env}.",)
+        attempt = partial(_attempt, config, run, callbacks)
+        return train_to_end(run, callbacks, first, attempt)
+
+
+def ppo_settings_of(run: Run) -> PPORunConfig:
+    """The settings that a run was begun with."""
+    if run.versions.get("kind") != KIND:
+        raise BadInput(f"run {run.name} is not one of esper ppo; see esper runs.")
+    return construct(PPORunConfig, table_of(run.config_toml, PPORunConfig))
+
+
+def _attempt(
+    config: PPORunConfig,
+    run: Run,
+    callbacks: Sequence[Callback],
+    signals: Sequence[int],
+    trouble: str | None,
+    rollbacks: int,
+) -> Attempt:
+    """Learn from the newest checkpoint, if there is one, to an end."""
+    checkpoints = run.checkpoints(keep=config.keeping.last)
+    facts = {"config": hashlib.sha256(run.config_toml.encode()).hexdigest()}
+    agent = config.make()
+    with usable_store(run.path / STORE, run.id) as store:
+        own: list[Callback] = [*callbacks]
+        if config.keeping.tensorboard:
+            own.append(TensorBoard(run.path / "tensorboard"))
+        own.append(Checkpoint(store, checkpoints, config.keeping.every, facts))
+        trainer = PPOTrainer(agent, config, store, own, signals)
+        try:
+            found = checkpoints.latest(leaves(trainer))
+            start, trouble = train_on(
+                trainer, run, store, checkpoints, found, facts, trouble, rollbacks
+            )
+            if trouble is None and not trainer.interrupted():
+                _finish(run, store, trainer)
+        except EsperError as error:
+            # An environment that raised, or a process that died: nothing is lost.
+            saved = checkpoints.steps()
+            after = f"after round {saved[-1]}" if saved else "from its beginning"
+            raise type(error)(
+                f"{error} Go on {after} with: esper ppo --resume {run.path}"
+            ) from error
+        finally:
+            trainer.call("on_close")
+            agent.close()
+    return start, trainer, trouble
+
+
+def _finish(run: Run, store: Store, trainer: PPOTrainer) -> None:
+    """Save the agent, judge it and mark the run as complete."""
+    agent, episodes = trainer.ppo, trainer.config.episodes
+    agent.save(run.path / AGENT)
+    found = agent.evaluate(episodes=episodes)
+    text = f"return of {episodes} episodes: {found.mean:.4g}, deviation {found.std:.3g}"
+    store.add_note(trainer.round, "judged", text)
+    trainer.call("on_message", text)
+    steps = {"rounds": trainer.round, "env_steps": trainer.env_steps}
+    run.finish({**steps, "mean": found.mean, "std": found.std})

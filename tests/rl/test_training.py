@@ -1,0 +1,93 @@
+"""`esper ppo`: runs that are recorded, interrupted and resumed."""
+
+import os
+import signal
+
+import gymnasium
+import pytest
+
+from esper import PPO
+from esper.cli import main
+from esper.contracts.errors import WorkersTrouble
+from esper.experiment.run import Run
+from esper.experiment.trainer import OnRoundEnd
+from esper.rl.training import AGENT, begin_ppo, resume_ppo
+from tests.experiment.killed_runs import rows_of, small_ppo, state_of
+from tests.rl.environments import Probe
+
+FRAGILE = "esper-test/Fragile-v0"
+
+
+class Fragile(Probe):
+    """Its process dies at the third episode while there is a certain file."""
+
+    horizon = 10
+    file = ""
+    episodes = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.episodes += 1
+        if self.episodes == 3 and os.path.exists(self.file):
+            os._exit(1)
+        return super().reset(seed=seed)
+
+
+@pytest.fixture
+def fragile(tmp_path):
+    Fragile.file = str(tmp_path / "fragile")
+    gymnasium.register(FRAGILE, Fragile)
+    yield tmp_path / "fragile"
+    del gymnasium.registry[FRAGILE]
+
+
+def test_a_run_that_a_signal_ends_goes_on_to_the_same_bits(tmp_path):
+    def interrupt(record):
+        if record.round == 2:  # the next is the last; it has no checkpoint
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    whole, halved = (small_ppo(tmp_path, name, 5) for name in ("whole", "halved"))
+    assert begin_ppo(whole).signal is None
+    result = begin_ppo(halved, [OnRoundEnd(interrupt)])
+    assert (result.signal, result.rounds) == (signal.SIGTERM, 3)
+    assert Run.read(result.path).checkpoints().steps() == [0, 2]
+    assert resume_ppo(result.path).rounds == 5
+    assert state_of(result.path) == state_of(tmp_path / "whole")
+    assert rows_of(result.path) == rows_of(tmp_path / "whole")
+
+
+def test_a_process_that_dies_ends_a_run_that_can_be_resumed(fragile, tmp_path):
+    settings = small_ppo(tmp_path, "run", 3)
+    fields = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+    settings = type(settings)(**fields | {"env": FRAGILE, "kind": "async"})
+    fragile.touch()
+    words = r"environment \d of .*Fragile-v0 died in step\(\) at step \d+.*--resume"
+    with pytest.raises(WorkersTrouble, match=words) as caught:
+        begin_ppo(settings)
+    assert "\n" not in str(caught.value)
+    fragile.unlink()
+    assert resume_ppo(tmp_path / "run").rounds == 3
+    assert Run.read(tmp_path / "run").finished["rounds"] == 3
+
+
+def test_the_command_learns_reports_and_refuses(capsys, tmp_path):
+    runs = ["--runs", str(tmp_path)]
+    given = ["--steps", "64", "--envs", "2", "--rollout", "16", "--name", "one"]
+    assert main(["ppo", "CartPole-v1", *given, *runs, "--episodes", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "return of 2 episodes" in shown
+    assert (tmp_path / "one" / "report.html").is_file()
+    assert PPO.load(tmp_path / "one" / AGENT).steps_done == 64
+    assert main(["ppo", "--resume", "one", *runs]) == 0
+    assert "already complete" in capsys.readouterr().out
+    for bad, words in (
+        (["ppo", *runs], "expected the id of an environment"),
+        (["ppo", "Nonsense-v0", *runs], "Nonsense-v0 cannot be made"),
+        (["ppo", "CartPole-v1", "--memory", "gruu", *runs], "gruu"),
+        (["ppo", "--resume", "one", "--envs", "3", *runs], "but envs was given"),
+        (["train", "--resume", "one", *runs], "is no training"),
+    ):
+        assert main(bad) == 2
+        found = capsys.readouterr()
+        assert words in found.err
+        assert found.err.count("\n") == 1
+    assert [run.name for run in Run.list(tmp_path)] == ["one"]
