@@ -77,6 +77,64 @@ def test_the_same_with_other_networks_and_with_a_causal_table(options):
         assert 0 < shares[2] < 0.7
 
 
+def table_of(seen):
+    """What is legal with each choice of the first head: each turns the mask around."""
+    rows = np.stack([np.roll(legal(seen), op) for op in range(SIZES[0])])
+    rows[:, [STARTS[1], STARTS[2]]] = True
+    rows[:, :3] = False
+    rows[[0, 1, 2], [0, 1, 2]] = legal(seen)[:3]
+    return rows
+
+
+class Tabled(Chance):
+    """What is legal for the second and third choice depends on the first."""
+
+    def _show(self):
+        observation, _ = super()._show()
+        return observation, {"action_mask": table_of(observation)}
+
+    def step(self, action):
+        assert table_of(self.seen)[action[0], np.add(action, STARTS)].all(), "illegal"
+        self.masks = "none"
+        return super().step(action)
+
+
+@pytest.mark.parametrize("autoregressive", [False, True])
+@pytest.mark.parametrize("env", [lambda: Tabled("none"), chance("method")])
+def test_masks_that_depend_on_the_first_choice_and_heads_that_see_earlier_ones(
+    env, autoregressive
+):
+    agent = PPO(env, memory="gru", autoregressive=autoregressive, ppo=ONCE, **SMALL)
+    for record in learnt(agent, 3 * 192):
+        assert abs(record.update.kl) < 1e-6
+        assert record.update.clip_fraction == 0
+        assert all(0 < head.openness < 1 for head in record.update.heads.values())
+    assert agent.evaluate(3, deterministic=False).lengths.min() >= 1
+
+
+def test_an_autoregressive_head_sees_what_was_chosen_before_it():
+    for chained in (False, True):
+        agent = PPO(chance("none"), autoregressive=chained, envs=2, **SMALL)
+        with torch.no_grad():
+            agent.policy.head_out.weight.mul_(100)
+        seen = {"vector": torch.ones(1, 2, 4)}
+        actions = torch.tensor([[[0, 0, 0], [1, 1, 0]]])
+        first, state = torch.zeros(1, 2, dtype=torch.bool), torch.zeros(1, 1, 1)
+        logits, _ = agent.policy.scores(seen, actions, first, state)
+        changed = (logits[0, 0] - logits[0, 1]).abs().amax(dim=1) > 1e-3
+        assert changed.tolist() == [False, chained, chained]
+
+
+def test_a_table_that_leaves_nothing_names_the_choice():
+    spec = PPO(chance("none"), envs=1, **SMALL).spec
+    table = np.ones((1, 3, 10), bool)
+    table[0, 1, 5:] = False
+    with pytest.raises(NoLegalAction, match=r"'action.2' with choice 1 of 'action.0'"):
+        spec.rows(table, 1)
+    table[0, 1, 1] = False  # then the first head cannot choose it
+    assert spec.rows(table, 1).shape == (1, 3, 3, 5)
+
+
 def rollout(agent):
     """What a rollout stored, by environment, without padding."""
     agent._collect(agent.world)

@@ -273,13 +273,16 @@ class SpaceSpec:
         masks: Any,  # noqa: ANN401
         envs: int,
         needed: Array | None = None,
-    ) -> Bool[Tensor, "env head choice"]:
+    ) -> Bool[Tensor, "env *op head choice"]:
         """What each head may choose, from masks of all environments.
 
         Args:
             masks: Rows `[env, choices of all heads after each other]`, or padded rows
                 `[env, head, choice]`, or one array `[env, choice]` per head, as a
-                tuple or, by the names of a Dict of actions, as a dict.
+                tuple or, by the names of a Dict of actions, as a dict. Or tables
+                `[env, choices of the first head, choices of all heads]`: what is legal
+                with each choice of the first head; that choice itself is legal where
+                its own entry in its row is. They are returned as tables too.
             envs: How many environments there are.
             needed: Whose masks matter; elsewhere everything is legal. None: all.
         """
@@ -293,6 +296,8 @@ class SpaceSpec:
         if len(flat) != envs:
             raise BadInput(f"{envs} environments need {envs} masks, got {len(flat)}.")
         total, shape = sum(self.sizes), (len(self.sizes), self.width)
+        if len(self.sizes) > 1 and flat.shape[1:] == (self.sizes[0], total):
+            return self._tables(flat, needed)
         if flat.shape[1:] == (total,) and total == prod(shape):
             rows = flat.reshape(envs, *shape)
         elif flat.shape[1:] == (total,):
@@ -303,7 +308,8 @@ class SpaceSpec:
         else:
             raise BadInput(
                 f"an action mask must have {total} entries, all heads after each "
-                f"other, or be {list(shape)}; got {list(flat.shape[1:])}."
+                f"other, or be {list(shape)}, or a table "
+                f"{[self.sizes[0], total]}; got {list(flat.shape[1:])}."
             )
         if needed is not None and not needed.all():
             rows[~needed] = self.allowed.numpy()
@@ -313,6 +319,31 @@ class SpaceSpec:
             raise NoLegalAction(
                 f"the mask of environment {env} allows nothing for head "
                 f"{self.head_names[head]!r}; let it allow one choice at least."
+            )
+        return torch.from_numpy(rows)
+
+    def _tables(
+        self, flat: Array, needed: Array | None
+    ) -> Bool[Tensor, "env op head choice"]:
+        """Rows of all heads for each choice of the first one."""
+        envs, ops = flat.shape[:2]
+        rows = np.zeros((envs, ops, len(self.sizes), self.width), bool)
+        rows[:, :, self.allowed.numpy()] = flat
+        rows[:, :, 0, :ops] = flat[:, range(ops), range(ops)][:, None]
+        if needed is not None:
+            rows[~needed] = self.allowed.numpy()
+        legal = rows[:, 0, 0, :ops]
+        used = np.ones((ops, len(self.sizes)), bool)
+        if self.relevant is not None:
+            used = np.array(self.relevant)
+        stuck = legal[:, :, None] & used & ~rows.any(axis=3)
+        stuck[~legal.any(axis=1), 0, 0] = True
+        if stuck.any():
+            env, op, head = (int(index) for index in np.argwhere(stuck)[0])
+            given = f" with choice {op} of {self.head_names[0]!r}" if head else ""
+            raise NoLegalAction(
+                f"the mask of environment {env} allows nothing for head "
+                f"{self.head_names[head]!r}{given}; let it allow one choice at least."
             )
         return torch.from_numpy(rows)
 

@@ -43,8 +43,8 @@ class View:
 
     observation: Any
     """As the batched observation space has it."""
-    rows: Bool[Tensor, "env head choice"] | None
-    """What each head may choose; None is everything."""
+    rows: Bool[Tensor, "env *op head choice"] | None
+    """What each head may choose, as `SpaceSpec.rows` says; None is everything."""
     first: Array
     """Whether the observation is the first of an episode."""
     acts: Array
@@ -230,7 +230,7 @@ class Vector:
         observation: Any,  # noqa: ANN401
         info: Mapping[str, Any],
         acts: Array,
-    ) -> Bool[Tensor, "env head choice"] | None:
+    ) -> Bool[Tensor, "env *op head choice"] | None:
         """The masks of this moment; all is legal where the action is ignored."""
         if self._masks is None:
             return None
@@ -250,10 +250,10 @@ class Vector:
             isinstance(masks, np.ndarray) and masks.dtype == object
         ):
             # One per environment; None where it has just ended.
-            full = np.ones(sum(self.spec.sizes), bool)
-            masks = np.stack(
-                [full if m is None else self.spec.mask_row(m) for m in masks]
-            )
+            each = [None if m is None else self.spec.mask_row(m) for m in masks]
+            known = next((m for m in each if m is not None), self.spec.allowed.numpy())
+            full = np.ones_like(known)
+            masks = np.stack([full if m is None else m for m in each])
         try:
             return self.spec.rows(masks, self.num_envs, acts)
         except BadInput as error:
