@@ -11,7 +11,7 @@ from torch import nn
 from esper.contracts.actions import NUM_HEADS
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
-from esper.grower import Grower
+from esper.grower import UNSEEN, Grower
 from esper.growth.blueprints.registry import blueprint, forget
 from esper.growth.suggestions import suggest_slots
 from tests.growth.hosts import HOSTS, bits, make_batch, make_host
@@ -223,6 +223,19 @@ def test_a_foreign_optimiser_is_refused_at_its_first_step():
     torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1).step()  # none of its business
     grower.detach()
     torch.optim.SGD(host.parameters(), 0.1).step()
+
+
+def test_a_loss_that_passes_the_seeds_by_is_refused():
+    grower = grown()
+    copied, (x, y) = copy.deepcopy(grower.model.host), make_batch("vector", 16)
+    closure = lambda: nn.functional.cross_entropy(copied(x), y)  # noqa: E731
+    for _ in range(UNSEEN - 1):
+        grower.loss(closure)
+    train(grower, range(1))  # a host may leave layers out sometimes
+    for _ in range(UNSEEN - 1):
+        grower.loss(closure)
+    with pytest.raises(CallOrder, match="no seed took part in the last 20 batches"):
+        grower.loss(closure)
 
 
 def test_a_step_with_a_closure_is_judged_like_any_other():

@@ -61,6 +61,8 @@ from esper.tamiyo.rule_based import explain_no_planting
 
 FORMAT: Final = 8
 """Version of what `state_dict` holds."""
+UNSEEN: Final = 20
+"""Batches without any seed, one after the other, from which a loss is refused."""
 DECISIONS: Final = 30
 """Decisions of a run whose end is known but was not given."""
 _SAVED: Final[Mapping[str, Callable[[Any], bool]]] = {
@@ -198,6 +200,8 @@ class Grower(NamedOps[Receipt]):
         """Whether an alpha has moved since the last decision."""
         self._batches = 0
         """Since the last decision."""
+        self._unseen = 0
+        """Batches in a row in which no seed took part."""
         self._compute = 0.0
         """Batches of the host as it was given that cost as much as training so far."""
         self._like = next(model.parameters())
@@ -223,9 +227,11 @@ class Grower(NamedOps[Receipt]):
             )
         self._refuse_moved()
         self.safety.before_batch()
+        self.model.flow.ran = False
         loss = closure()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise BadInput("the closure must return one number, as a tensor.")
+        self._refuse_unseen()
         self.safety.remove_failed_seeds()
         if not torch.is_grad_enabled():
             return loss
@@ -539,6 +545,18 @@ class Grower(NamedOps[Receipt]):
             raise CallOrder(
                 "the host's parameters are other objects than when the Grower was "
                 "built; load weights into them in place (without assign=True)."
+            )
+
+    def _refuse_unseen(self) -> None:
+        """Refuse a loss that passes the seeds by, as some compiled graphs do."""
+        seen = self.model.flow.ran or not len(self.model.seeds)
+        self._unseen = 0 if seen else self._unseen + 1
+        if self._unseen >= UNSEEN:
+            self._unseen = 0
+            raise CallOrder(
+                f"no seed took part in the last {UNSEEN} batches: the loss calls a "
+                "copy of the host, or a compiled graph that leaves its hooks out; call "
+                "the host itself, and compile what export() returns."
             )
 
     def _refuse_moved(self) -> None:

@@ -70,6 +70,8 @@ class Flow:
     """Slots whose seeds raised, and how: they are inactive."""
     strict: bool = False
     """Whether what a seed raises is raised instead."""
+    ran: bool = False
+    """Whether a place with seeds was passed since this was last cleared."""
     thread: int = 0
     """The thread whose passes are not the usual ones."""
 
@@ -185,6 +187,7 @@ class SlotHooks:
 
     def write(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:  # noqa: ANN401
         """Add the seeds' outputs to the outlet's."""
+        self.flow.ran = True
         thread = get_ident()
         kept = self._inputs.pop(thread, None)
         inputs = output if self.place.site.residual else kept
