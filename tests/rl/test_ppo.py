@@ -271,6 +271,30 @@ def test_a_saved_agent_is_the_same_and_learns_on_the_same(memory, tmp_path):
         without.learn(1)
 
 
+@pytest.mark.learns  # without shape checks, which tracing cannot pass
+@pytest.mark.filterwarnings("ignore")  # of the exporter's own
+@pytest.mark.parametrize("memory", ["mingru", "lstm"])
+def test_an_exported_agent_chooses_and_remembers_the_same(memory, tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    agent = PPO(chance(), memory=memory, envs=2, **SMALL)
+    learnt(agent, 48)
+    agent.export(tmp_path / "agent.onnx")
+    session = runtime.InferenceSession(tmp_path / "agent.onnx")
+    chance_of = np.random.default_rng(0)
+    memories, state = None, np.zeros((3, *agent.policy.state_shape), np.float32)
+    for time in range(4):
+        seen = chance_of.standard_normal((3, 4)).astype(np.float32)
+        mask = np.stack([legal(row) for row in seen])
+        action, memories = agent.predict(seen, memories, action_masks=mask)
+        given = {"vector": seen, "state": state, "mask": mask}
+        given["first"] = np.full(3, time == 0)
+        chosen, _, _, state = session.run(None, given)
+        assert (chosen == action).all()
+        np.testing.assert_allclose(state, memories, atol=1e-5)
+    with pytest.raises(BadInput, match=r"must end in \.onnx"):
+        agent.export(tmp_path / "agent")
+
+
 def test_a_damaged_file_is_refused_in_one_line(tmp_path):
     file = tmp_path / "agent.safetensors"
     PPO(chance(), envs=2, **SMALL).save(file)

@@ -527,6 +527,12 @@ class PPO(Stateful):
             file.parent.mkdir(parents=True, exist_ok=True)
         publish(Disk(), file, pack(save(self), manifest))
 
+    def export(self, path: str | Path) -> None:
+        """Write one greedy step as an ONNX file, as `esper.rl.export` describes it."""
+        from esper.rl.export import export_onnx
+
+        export_onnx(self, path)
+
     @classmethod
     def load(
         cls,

@@ -437,6 +437,10 @@ class ObservationMoments(Stateful):
         self._scale = np.where(known, 1.0 / np.where(known, deviation, 1.0), 1.0)
         self._scale = self._scale.astype(np.float32)
 
+    def shift_and_scale(self) -> tuple[Array, Array]:
+        """What is taken from each column, and what it is multiplied by."""
+        return self._shift, self._scale
+
     def normalize(self, rows: Array) -> Array:
         """Distances from the mean in deviations, at most `CLIP` of them."""
         centred = (rows - self._shift) * self._scale
