@@ -41,6 +41,7 @@ ENDLESS = """
 import signal
 from esper.cli.output import sudden_interrupts
 from esper.experiment.workers import caught_signals
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests
 with sudden_interrupts(), caught_signals() as caught:
     try:
         1 / 0

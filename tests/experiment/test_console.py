@@ -25,7 +25,7 @@ def printed(terminal, width=120, *, relative=False, **given):
     console = Console(file=file, force_terminal=terminal, width=width)
     progress = ConsoleProgress(console, **given)
     config = TrainConfig(world=World(relative=relative))
-    trainer = SimpleNamespace(round=3, config=config)
+    trainer = SimpleNamespace(round=3, config=config, minutes=None, relative=relative)
     progress.on_message("Training.")
     progress.on_progress("simulated world", 1, 2, "return +0.1")
     progress.on_evaluation(trainer, {"letter": evaluation()})

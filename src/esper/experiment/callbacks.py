@@ -177,7 +177,7 @@ class ConsoleProgress(Callback):
         """Print the results."""
         mean = mean_return(results)
         figure = f"return {mean:+.4f}"
-        if trainer.config.world.relative:
+        if trainer.relative:
             figure = f"{mean:+.1%} of the errors removed, net of rent"
         self.on_message(f"round {trainer.round}  on watched hosts: {figure}")
         if self._details:
