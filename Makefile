@@ -14,7 +14,7 @@ WITHOUT_SHAPE_CHECKS := -o addopts="-ra --strict-markers --strict-config"
 .PHONY: train tamiyo test wheel size check browser slow campaign mutants clean help
 
 train: $(V)/.ok ## set up if needed, train Tamiyo on drawn tasks, judge her on unseen hosts, write the report
-	$(V)/bin/esper train --preset family --recordings 200 --budget.rounds 40 --rng_seed 0
+	$(V)/bin/esper train --preset family --rng_seed $(RNG_SEED)
 
 tamiyo: $(V)/.ok ## set up if needed, train the controller that comes with Esper once more
 	$(V)/bin/esper train --preset family --rng_seed $(RNG_SEED) --name tamiyo-$(RNG_SEED)
