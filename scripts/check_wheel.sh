@@ -34,6 +34,8 @@ esper train --preset quick --rng-seed 0 --name wheel \
     --budget.rounds 2 --envs 4 --judging.hosts 2
 esper report wheel
 test -s runs/wheel/report.html
+"$uv" pip install -q -p "$place/env" -c "$root/constraints.txt" \
+    "esper-lite[rl] @ file://$(echo "$place"/dist/*.whl)"
 python - "$root/README.md" <<'PY'
 import re
 import sys
