@@ -2,7 +2,6 @@
 
 from math import inf, nan
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,10 +19,8 @@ from esper.tamiyo.schedule import (
     LARGE_THEN_CUT,
     LARGEST,
     PERIODIC,
-    STANDARD,
     Schedule,
     Scheduled,
-    draw_schedules,
 )
 from tests.rollouts import random_observation
 from tests.tamiyo.decisions import decide, observed, play
@@ -178,13 +175,6 @@ def test_a_seed_of_which_nothing_was_measured_is_not_kept_for_good():
         0.9, stage=Stage.HOLDING, age=1, contribution=1.0, contribution_measured=True
     )
     assert decide(Scheduled(SPEC, EARLY), earns, SPEC)[0][0, 0] == Op.FOSSILIZE
-
-
-def test_drawn_schedules_are_the_standard_ones_and_others_that_can_be_played():
-    drawn = draw_schedules(40, [SPEC], np.random.default_rng(0))
-    assert tuple(drawn[:3]) == STANDARD
-    assert len(drawn) == len({*drawn}) == 40
-    Scheduled(SPEC, drawn)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 The n-th growth of all places is due at start + n * every; one that could not be made is
 made up for later. Times are shares of the horizon or, where the end is not known,
 octaves: log2 of the compute so far. A schedule is plain data, so that schedules can be
-drawn and searched. `Timetable` holds many of them as tensors: every environment may
+searched. `Timetable` holds many of them as tensors: every environment may
 follow one of its own, and all of them are one tensor program.
 """
 
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from math import inf, isnan
 from typing import Final
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Int64
 from torch import Generator, Tensor
@@ -83,8 +82,6 @@ LARGE_THEN_CUT: Final = Schedule(
     blueprint="widen_x4", count=2, every=0.0, cut=0.5, keep=1
 )
 """Everything at once, and a part of it removed at half time."""
-STANDARD: Final = (Schedule(blueprint=LARGEST, count=0), EARLY, PERIODIC)
-"""Baselines; `draw_schedules` begins with them."""
 
 
 class Scheduled:
@@ -198,29 +195,3 @@ def _wanted(spec: ActionSpec, blueprint: str) -> list[bool]:
             "this action space has no blueprint", blueprint, [*names, LARGEST]
         )
     return [blueprint in (LARGEST, name) for name in names]
-
-
-def draw_schedules(
-    number: int, specs: Sequence[ActionSpec], chance: np.random.Generator
-) -> list[Schedule]:
-    """The standard schedules, and as many random ones as are missing.
-
-    Args:
-        number: How many in all.
-        specs: Action spaces in which all of them must be playable.
-        chance: The random generator.
-    """
-    named = [{kind.name for kind in spec.blueprints} for spec in specs]
-    kinds = sorted(set.intersection(*named))
-    drawn = [s for s in STANDARD if s.count == 0 or s.blueprint in kinds]
-    while len(drawn) < number:
-        start = float(chance.uniform(0.0, 0.5)) * bool(chance.integers(4))
-        drawn.append(
-            Schedule(
-                blueprint=str(chance.choice([*kinds, LARGEST])),
-                count=int(chance.integers(1, 5)),
-                start=start,
-                every=float(np.exp(chance.uniform(np.log(0.01), np.log(0.3)))),
-            )
-        )
-    return drawn[:number]
