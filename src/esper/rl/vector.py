@@ -17,6 +17,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Any, Final
 
 import gymnasium
@@ -199,15 +200,18 @@ class Vector:
         """What environments raised, in one line that names which of them and when."""
         when = f"in {call}() at step {self.steps}"
         if isinstance(self.env, AsyncVectorEnv):
-            processes = enumerate(self.env.processes)
-            dead = [at for at, process in processes if not process.is_alive()]
+            lost = isinstance(error, EOFError | ConnectionError)
+            sentinels = [process.sentinel for process in self.env.processes]
+            # A pipe breaks a moment before its process is gone.
+            ended = wait(sentinels, timeout=5.0) if lost else []
+            dead = [at for at, each in enumerate(sentinels) if each in ended]
             with suppress(Exception), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of calls that are under way
                 self.env.close(terminate=True)
-            if isinstance(error, EOFError | ConnectionError):
-                who = f"environment {dead[0]}" if dead else "an environment"
+            if lost:
+                which = f" {dead[0]}" if dead else ""
                 return WorkersTrouble(
-                    f"the process of {who} of {self.name} died {when}."
+                    f"the process of environment{which} of {self.name} died {when}."
                 )
         who = f" of environment {self.env.at}" if isinstance(self.env, SyncEnvs) else ""
         what = " ".join(str(error).split())[:120]
