@@ -161,14 +161,7 @@ class EpisodeData(Stateful):
     def _draw_terms(self, env: int, sequence: np.random.SeedSequence) -> None:
         generator = np.random.default_rng(sequence)
         for name in TERMS:
-            low, high = self._settings.range_of(name)
-            share = float(generator.random())
-            # Rents and rates differ by factors: evenly on a log scale.
-            logarithmic = name != "budget" and low > 0
-            getattr(self, name)[env] = (
-                low * (high / low) ** share
-                if logarithmic
-                else low + share * (high - low)
-            )
+            drawn = self._settings.term(name, float(generator.random()))
+            getattr(self, name)[env] = drawn
         # What costs exactly the budget is affordable, whatever sums round to.
         self.budget[env] *= 1 + SLACK

@@ -121,6 +121,14 @@ class WorldSettings:
         """The range of a term; refuses what cannot be drawn from."""
         return as_range(name, getattr(self, name))
 
+    def term(self, name: str, share: float) -> float:
+        """A term that was drawn, given how far it is along its range, from 0 to 1."""
+        low, high = self.range_of(name)
+        # Rents and rates differ by factors: evenly on a log scale.
+        if name != "budget" and low > 0:
+            return float(low * (high / low) ** share)
+        return low + share * (high - low)
+
     def applied_to(self, task: Task) -> Task:
         """The task with this horizon and number of batches between decisions.
 

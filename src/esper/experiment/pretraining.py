@@ -21,13 +21,11 @@ and ends are drawn anew for every host in every pass.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import log
 from typing import Final
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.contracts.actions import ActionSpec
@@ -201,7 +199,9 @@ def draw_trees(
     scripts = recording.scripts
     trees = recording.envs // scripts
     rent, budget = (
-        _drawn(world.range_of(name), trees, chance).repeat_interleave(scripts)
+        torch.tensor([world.term(name, share) for share in chance.random(trees)])
+        .float()
+        .repeat_interleave(scripts)
         for name in ("rent", "budget")
     )
     last = recording.clock.horizon
@@ -317,16 +317,3 @@ def fit(
             roots.append(float(terms["root"]))
         text = f"{np.mean(roots):+.3f} of the errors removed"
         report("fitting", number + 1, PASSES, text)
-
-
-def _drawn(
-    ends: tuple[float, float], number: int, chance: np.random.Generator
-) -> Float[Tensor, " tree"]:
-    """Terms on a log scale; evenly if they may be 0 or less."""
-    low, high = ends
-    drawn: NDArray[np.float64] = (
-        np.exp(chance.uniform(log(low), log(high), number))
-        if low > 0
-        else chance.uniform(low, high, number)
-    )
-    return torch.from_numpy(drawn).float()

@@ -19,7 +19,7 @@ from esper.contracts.actions import ActionMasks
 from esper.contracts.world import ControllerState, Observation
 from esper.tamiyo.policy.network import TamiyoPolicy
 
-TEMPERATURE: Final = 0.5
+TEMPERATURE: Final = 0.25
 """At which policies are judged and used."""
 
 
