@@ -344,7 +344,7 @@ _CHANGES: Final[Mapping[str, dict[str, Any]]] = {
         "tasks": (SIMULATED,),
         "envs": 256,
         "start_from": None,
-        "budget.rounds": 280,
+        "budget.rounds": 420,
         "learner.gae_lambda": 0.85,
         "learner.final_share": 0.03,
         "learner.ppo.learning_rate": 3e-3,
@@ -362,8 +362,8 @@ PRESETS: Final[Mapping[str, TrainConfig]] = {
     name: construct(TrainConfig, as_flat(TrainConfig()) | changes)
     for name, changes in _CHANGES.items()
 }
-"""On two cores about a minute; five; half an hour; ten on a family of drawn tasks; two
-on the simulated world."""
+"""On two cores about a minute; five; half an hour; ten on a family of drawn tasks;
+three on the simulated world."""
 
 
 def preset(name: str) -> TrainConfig:
