@@ -40,12 +40,7 @@ from esper.growth.hooks import attach_gradients, shadow_gradients
 from esper.growth.measurements import MetricScorer, Track, observe
 from esper.growth.model import GrowingModel, NamedOps
 from esper.growth.ranks import unwrapped
-from esper.growth.safety import (
-    GovernorConfig,
-    Safety,
-    random_state,
-    set_random_state,
-)
+from esper.growth.safety import GovernorConfig, Safety
 from esper.growth.topology import (
     Receipt,
     Topology,
@@ -54,7 +49,7 @@ from esper.growth.topology import (
     uninterrupted,
     without_slots,
 )
-from esper.growth.tracing import Example
+from esper.growth.tracing import Example, random_state, set_random_state
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import Maker, controller_for
 from esper.tamiyo.rule_based import explain_no_planting
@@ -174,7 +169,9 @@ class Grower(NamedOps[Receipt]):
             self._scorer = MetricScorer(self.model, mode)
             self.controller = controller_for(controller, self.model.spec)
             self.topology = Topology(self.model, optimizer, ranks)
-            self.topology.surgery.reduce = partial(ranks.before_step, self.model.seeds)
+            if ranks.many:
+                reduce = partial(ranks.before_step, self.model.seeds)
+                self.topology.surgery.reduce = reduce
             self.safety = Safety(self.topology, governor)
             self.topology.surgery.after_step = self._after_step
             self.topology.after_load = self._after_load
@@ -227,17 +224,23 @@ class Grower(NamedOps[Receipt]):
             )
         self._refuse_moved()
         self.safety.before_batch()
-        self.model.flow.ran = False
+        has_seeds = len(self.model.seeds) > 0
+        if has_seeds:
+            self.model.flow.ran = False
         loss = closure()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise BadInput("the closure must return one number, as a tensor.")
-        self._refuse_unseen()
-        self.safety.remove_failed_seeds()
+        if has_seeds:
+            self._refuse_unseen()
+            self.safety.remove_failed_seeds()
         if not torch.is_grad_enabled():
             return loss
-        self.safety.after_batch(loss)
+        number = loss.detach()
+        self.safety.after_batch(number)
+        self._losses.append(number)
         self._used_loss = True
-        self._losses.append(loss.detach())
+        if not has_seeds:
+            return loss
         loss = self._ranks.reducing(loss, self.model.seeds)
         learning = self.model.training_parameters()
         if not learning:
@@ -549,8 +552,7 @@ class Grower(NamedOps[Receipt]):
 
     def _refuse_unseen(self) -> None:
         """Refuse a loss that passes the seeds by, as some compiled graphs do."""
-        seen = self.model.flow.ran or not len(self.model.seeds)
-        self._unseen = 0 if seen else self._unseen + 1
+        self._unseen = 0 if self.model.flow.ran else self._unseen + 1
         if self._unseen >= UNSEEN:
             self._unseen = 0
             raise CallOrder(

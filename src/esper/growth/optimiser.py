@@ -7,7 +7,7 @@ no other state is touched.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-from weakref import WeakMethod, finalize
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class OptimizerSurgery:
         self._handles = (
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
-            register_optimizer_step_pre_hook(_watcher(WeakMethod(self._refuse_other))),
+            register_optimizer_step_pre_hook(_watcher(ref(self))),
         )
         finalize(self, self._handles[-1].remove)
 
@@ -154,10 +154,10 @@ class OptimizerSurgery:
                 raise BadInput(f"{key} of {known[parameter]!r} as saved {wrong}.")
 
     def _before_step(self, _: object, args: Any, kwargs: Any) -> StepCall | None:  # noqa: ANN401
-        if isinstance(self._optimizer, SGD) and self.joined:
+        if self.joined and isinstance(self._optimizer, SGD):
             self._complete_buffers(self._optimizer)
         given = [*args[1:], *kwargs.values()]
-        if not any(callable(value) for value in given):
+        if not any(map(callable, given)):
             self._judge()
             return None
 
@@ -181,8 +181,6 @@ class OptimizerSurgery:
 
     def _refuse_other(self, optimizer: Optimizer) -> None:
         """Refuse another optimiser that trains the same parameters."""
-        if optimizer is self._optimizer:
-            return
         for parameter in (p for g in optimizer.param_groups for p in g["params"]):
             name = self._host.get(parameter) or self.joined.get(parameter)
             if name:
@@ -270,12 +268,13 @@ class OptimizerSurgery:
         return [[wanted[name] for name in group] for group in names]
 
 
-def _watcher(method: "WeakMethod[Any]") -> Callable[..., None]:
+def _watcher(owner: "ref[OptimizerSurgery]") -> Callable[..., None]:
     """A hook for all optimisers that does not keep its owner alive."""
 
     def watch(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if (refuse := method()) is not None:
-            refuse(optimizer)
+        surgery = owner()
+        if surgery is not None and optimizer is not surgery._optimizer:
+            surgery._refuse_other(optimizer)
 
     return watch
 

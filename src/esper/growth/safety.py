@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from esper.contracts.errors import BadInput
 from esper.contracts.stages import Stage
 from esper.growth.topology import Topology
+from esper.growth.tracing import random_state, set_random_state
 
 WARM_UP: Final = 8  # healthy batches before a median means anything
 RENEWAL: Final = 8  # batches between two sorts of the ring, which cost time
@@ -173,21 +174,22 @@ class HealthMonitor:
     def _renew(self) -> None:
         """Limits from the batches that are held now."""
         factors = (self.config.loss_spike, self.config.spike)
+        quartiles = [self._quartiles(row) for row in (0, 1)]
         for row, factor in enumerate(factors):
-            low, middle, high = self._quartiles(row)
+            low, middle, high = quartiles[row]
             if math.isnan(self.first[row]):
                 self.first[row] = middle
             far = (factor - 1) * max(abs(middle), high - low)
             self.limits[row] = middle + far + SLACK * abs(self.first[row])
         if len(self.recent) == self.config.window:
-            middle = self._quartiles(0)[1]
+            middle = quartiles[0][1]
             if math.isnan(self.first_window):
                 self.first_window = middle
             self.best = min(self.best, middle)
 
     def _quartiles(self, row: int) -> list[float]:
         """Of the losses (row 0) or norms (row 1) that are held."""
-        ordered = sorted(pair[row] for pair in self.recent) or [math.inf]
+        ordered = sorted([pair[row] for pair in self.recent]) or [math.inf]
         return [ordered[(len(ordered) - 1) * quarter // 4] for quarter in (1, 2, 3)]
 
 
@@ -303,13 +305,15 @@ class Safety:
         live = [b for home in self._homes for b in home.values() if b is not None]
         if [id(b) for b in live] != [id(b) for b, _ in self._buffers]:
             self._buffers = [(buffer, buffer.clone()) for buffer in live]
-            self._numbers = [b for b in live if id(b) not in self._constants]
+            self._numbers = [
+                b for b in _fractions(live) if id(b) not in self._constants
+            ]
         elif live:
             torch._foreach_copy_([held for _, held in self._buffers], live)
 
     def after_batch(self, loss: Tensor) -> None:
         """Remember the worst loss of a step; it is judged with its gradients."""
-        loss = loss.detach()
+        loss = loss.reshape(()) if loss.dim() else loss
         self._loss = loss if self._loss is None else torch.maximum(self._loss, loss)
 
     def _find_buffers(self) -> None:
@@ -369,49 +373,59 @@ class Safety:
         assert self.monitor is not None
         if self._ranks.many:
             self.remove_failed_seeds(together=True)
-        parameters = [p for g in self._optimizer.param_groups for p in g["params"]]
-        shadow = self._training_tensors()
-        trained = [p for p in parameters if p.grad is not None]
-        if not trained:
+        groups = self._optimizer.param_groups
+        # Once, since every look at a gradient makes an object of it.
+        gradients = [
+            (p, g) for o in groups for p in o["params"] if (g := p.grad) is not None
+        ]
+        if not gradients:
             return
-        loss, norm, finite, seeds_finite = self._measured(trained, shadow)
+        shadow = self._training_tensors() if len(self._model.seeds) else set()
+        loss, norm, finite, seeds_finite = self._measured(gradients, shadow)
         self._loss = None
         due = self._due and not self.monitor.has_unlearnt(loss)
         verdict = self.monitor.judge(loss, norm, finite=finite)
         if verdict is not Verdict.HEALTHY:
             reason = self.monitor.describe(verdict, loss, norm, finite=finite)
-            self._refuse(parameters, verdict, reason)
+            self._refuse([p for p, _ in gradients], verdict, reason)
             return
         if seeds_finite:
             self._shadow_failures = 0
         else:
-            self._refuse_shadow(parameters, shadow)
+            self._refuse_shadow([p for p, _ in gradients], shadow)
         if due:
             self.take_snapshot()
 
     def _measured(
-        self, trained: Sequence[Tensor], shadow: set[int]
+        self, gradients: Sequence[tuple[Tensor, Tensor]], shadow: set[int]
     ) -> tuple[float, float, bool, bool]:
         """Loss and gradient norm; whether buffers and seeds' gradients are finite.
 
         All of it is read from the device at once; over ranks it is the worst of all.
         """
         # Training seeds do not affect the host, so they have no part in its norm.
-        own = [_gradient(p) for p in trained if id(p) not in shadow]
-        beside = [_gradient(p) for p in trained if id(p) in shadow]
+        own = [g for p, g in gradients if id(p) not in shadow]
+        beside = [g for p, g in gradients if id(p) in shadow] if shadow else []
         buffers = [b for b in self._numbers if id(b) not in shadow]
-        found = [*torch._foreach_norm([*own, *beside]), *_norms(buffers)]
+        judged = [
+            x.coalesce().values() if x.is_sparse else x
+            for x in (*own, *beside, *buffers)
+        ]
+        found = [*torch._foreach_norm(judged)]
         if self._loss is not None:  # without `grower.loss` it is unknown
-            found.append(self._loss.reshape(()).to(found[0].device))
-        read = torch.stack(found).tolist()
-        norms, held = read[: len(trained)], read[len(trained) :]
-        loss = 0.0 if self._loss is None else held.pop()
+            found.append(self._loss)
+        if judged[0].is_cpu:  # where reading one by one is quicker than stacking
+            read = [number.item() for number in found]
+        else:
+            read = torch.stack([n.to(judged[0].device) for n in found]).tolist()
+        loss = 0.0 if self._loss is None else read.pop()
+        norms, held = read[: len(gradients)], read[len(gradients) :]
         norm = math.hypot(*norms[: len(own)])
         seeds_finite = all(map(math.isfinite, norms[len(own) :]))
         finite = all(n <= LARGEST for n in held) or all_finite(buffers, LARGEST)
         if self._ranks.many:
             bad = [float(not finite), float(not seeds_finite)]
-            mine = torch.tensor([loss, norm, *bad], device=trained[0].device)
+            mine = torch.tensor([loss, norm, *bad], device=judged[0].device)
             loss, norm, *bad = self._ranks.worst(mine).tolist()
             finite, seeds_finite = (not flag for flag in bad)
         return loss, norm, finite, seeds_finite
@@ -522,30 +536,17 @@ def all_finite(tensors: Sequence[Tensor], limit: float = math.inf) -> bool:
 
 def _norms(tensors: Sequence[Tensor], order: float = 2.0) -> tuple[Tensor, ...]:
     """Norms of the tensors that hold fractions."""
-    numbers = [
-        tensor.detach()
-        for tensor in tensors
-        if tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
-    ]
+    numbers = [tensor.detach() for tensor in _fractions(tensors)]
     return torch._foreach_norm(numbers, order) if numbers else ()
 
 
-def random_state(model: nn.Module) -> dict[str, Tensor]:
-    """Torch's own streams: the CPU's and those of the devices in use."""
-    devices = {str(p.device) for p in model.parameters() if p.is_cuda}
-    return {
-        "cpu": torch.get_rng_state(),
-        **{device: torch.cuda.get_rng_state(device) for device in sorted(devices)},
-    }
-
-
-def set_random_state(streams: Mapping[str, Tensor]) -> None:
-    """Put torch's own streams back."""
-    for device, state in streams.items():
-        if device == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, device)
+def _fractions(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors that hold numbers which can be broken."""
+    return [
+        tensor
+        for tensor in tensors
+        if tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
+    ]
 
 
 def _unexpanded(tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -556,10 +557,3 @@ def _unexpanded(tensor: Tensor, like: Tensor | None = None) -> Tensor:
         if stride == 0 and tensor.shape[axis] > 1:
             tensor = tensor.narrow(axis, 0, 1)
     return tensor
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    """The numbers of a gradient that exists, dense or sparse."""
-    gradient = parameter.grad
-    assert gradient is not None
-    return gradient.coalesce().values() if gradient.is_sparse else gradient

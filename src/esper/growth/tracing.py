@@ -76,13 +76,14 @@ def swapped_buffers(
     The buffers themselves are never written, so a graph that saved one can still be
     walked backwards.
     """
-    skip = {id(module) for root in but for module in root.modules()}
+    homes = [m for root in modules for m in root.modules() if m._buffers]
+    skip = {id(m) for root in but for m in root.modules()} if homes else set()
     kept = [
         (module, name, buffer)
-        for root in modules
-        for module in root.modules()
+        for module in homes
+        if id(module) not in skip
         for name, buffer in module._buffers.items()
-        if buffer is not None and id(module) not in skip
+        if buffer is not None
     ]
     for module, name, buffer in kept:
         module._buffers[name] = buffer.clone()
@@ -96,9 +97,31 @@ def swapped_buffers(
 @contextmanager
 def kept_randomness(module: nn.Module) -> Iterator[None]:
     """Restore torch's random state after the block, on every device in use."""
-    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=[*devices], device_type="cuda"):
+    streams = random_state(module)
+    try:
         yield
+    finally:
+        set_random_state(streams)
+
+
+def random_state(module: nn.Module) -> dict[str, Tensor]:
+    """Torch's own streams: the CPU's and those of the devices in use."""
+    streams = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        devices = {str(p.device) for p in module.parameters() if p.is_cuda}
+        streams |= {
+            device: torch.cuda.get_rng_state(device) for device in sorted(devices)
+        }
+    return streams
+
+
+def set_random_state(streams: Mapping[str, Tensor]) -> None:
+    """Put torch's own streams back."""
+    for device, state in streams.items():
+        if device == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)
 
 
 @contextmanager

@@ -93,7 +93,8 @@ class Layer:
             h = h * per_channel(weight, self.axes_behind)
             return h if bias is None else h + per_channel(bias, self.axes_behind)
         if self.kernel is None:
-            mixed = F.linear(h, weight.flatten(1).T, bias)
+            matrix = weight.flatten(1) if self.split else weight
+            mixed = F.linear(h, matrix.T, bias)
             return mixed.unflatten(-1, self.split) if self.split else mixed
         if self.causal:
             h = F.pad(h.transpose(-1, -2), (self.kernel.size[0] - 1, 0))
