@@ -105,6 +105,7 @@ def test_figures_are_those_of_scipy_and_of_the_reference():
         assert arm.returns.estimate == pytest.approx(stats.trim_mean(returns, 0.25))
         assert arm.test.estimate == pytest.approx(stats.trim_mean(test, 0.25))
         assert arm.returns.low < arm.returns.estimate < arm.returns.high
+        assert arm.mean.estimate == pytest.approx(np.mean(returns))
     assert table.above_never("never") is None
     early = arms["early"]
     assert early.parameters == pytest.approx(1 + 0.5 * 4.5)

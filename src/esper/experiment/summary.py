@@ -45,8 +45,9 @@ FEW_ROUNDS: Final = 8
 WIDTH: Final = 150
 """Columns of a table that is not printed to a terminal."""
 LEGEND: Final = (
-    "Interquartile means over hosts [95 % interval]; p: paired Wilcoxon, Holm over its "
-    "column; P: how often a host returns more than with never; "
+    "Interquartile means over hosts [95 % interval]; mean: of all hosts, also those on "
+    "which it went wrong; p: paired Wilcoxon, Holm over its column; P: how often a "
+    "host returns more than with never; "
     "parameters and MACs (multiply-adds per row) as a multiple of the host's; area: "
     "mean score over the decisions."
 )
@@ -62,6 +63,8 @@ class ArmSummary:
     name: str
     returns: Interval
     """See `Judged.returns`."""
+    mean: Interval
+    """The plain mean of the returns, which disasters on a few hosts enter."""
     test: Interval
     """Accuracy on test rows."""
     area: Interval
@@ -281,6 +284,7 @@ def _table(
             ArmSummary(
                 name=name,
                 returns=spread["return"],
+                mean=mean_interval(scores["return"][name], resamples=resamples),
                 test=spread["test"],
                 area=spread["area"],
                 parameters=1.0 + _mean(rows, "added"),
@@ -431,18 +435,18 @@ def _score_table(summary: TaskSummary) -> Table:
     if summary.tasks > 1:
         title += " of each"
     above = ("above never", "p")
-    columns = ("return", *above, "P(above never)", "test score, %", *above)
+    columns = ("return", "mean", *above, "P(above never)", "test score, %", *above)
     rows = []
     for arm in summary.arms:
-        row = [_interval(arm.returns, ".3f"), "", "", ""]
+        row = [_interval(arm.returns, ".3f"), f"{arm.mean.estimate:.3f}", "", "", ""]
         row += [_interval(arm.test, ".1f", 100.0), "", ""]
         if pair := summary.above_never(arm.name):
-            row[1:4] = (
+            row[2:5] = (
                 _interval(pair.returns.difference, "+.3f"),
                 f"{pair.returns.adjusted:.2g}",
                 f"{pair.returns.improvement:.2f}",
             )
-            row[5:] = (
+            row[6:] = (
                 _interval(pair.test.difference, "+.1f", 100.0),
                 f"{pair.test.adjusted:.2g}",
             )
