@@ -30,7 +30,7 @@ from esper.experiment.rollout import play
 from esper.experiment.statistics import Floats, Interval, bootstrap, mean_interval
 from esper.experiment.streams import stream
 from esper.experiment.trainer import Trainer
-from esper.experiment.worlds import steps_of, worlds_of
+from esper.experiment.worlds import mixture_for, steps_of
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tamiyo.rule_based import (
@@ -136,8 +136,7 @@ def _train(configs: Sequence[TrainConfig], processes: int) -> Iterable[Returns]:
 def trained_returns(config: TrainConfig) -> Returns:
     """Train one policy; its returns on instances that no training saw."""
     torch.set_num_threads(1)
-    (world,) = worlds_of(config)
-    trainer = Trainer(world, config, steps_of(config))
+    trainer = Trainer(mixture_for(config), config, steps_of(config))
     trainer.run()
     policy = GreedyPolicy(trainer.policy)
     return {kind: _arms(kind, {"it": policy})["it"] for kind in TITLES}

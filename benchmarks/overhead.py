@@ -20,7 +20,7 @@ from esper.experiment.config import DEFAULT, Budget, TrainConfig, preset
 from esper.experiment.records import RoundRecord
 from esper.experiment.train import begin_run
 from esper.experiment.trainer import OnRoundEnd, Trainer
-from esper.experiment.worlds import steps_of, world_for
+from esper.experiment.worlds import mixture_for, steps_of
 
 CYCLES = 2
 """Checkpoints that are timed."""
@@ -51,7 +51,7 @@ def measure(config: TrainConfig) -> Kept:
     with TemporaryDirectory() as folder:
         config = unjudged(config, Path(folder))
         last = config.budget.rounds
-        alone = Trainer(world_for(config), config, steps_of(config))
+        alone = Trainer(mixture_for(config), config, steps_of(config))
         watch, kept, bare = Stopwatch(), list[float](), list[float]()
         parts: dict[str, float] = {}
         since = 0.0

@@ -21,7 +21,7 @@ from unittest.mock import patch
 from benchmarks import timing
 from benchmarks.timing import Report
 from esper.environment.growing import GrowingWorld
-from esper.experiment import callbacks, rollout
+from esper.experiment import callbacks, rollout, shards
 from esper.experiment.callbacks import Record
 from esper.experiment.checkpoint import CheckpointFolder
 from esper.experiment.config import Budget, Judging, Keeping, TrainConfig, World
@@ -46,7 +46,8 @@ Calls = Iterable[tuple[object, str, str]]
 NEVER = 1_000_000
 
 KEEPING: Calls = (
-    (Record, "on_step", "store"),
+    (Record, "on_rollout", "store"),
+    (shards, "rows_of", "store"),
     (Store, "add_round", "store"),
     (Store, "flush", "store"),
     (callbacks, "save", "checkpoint"),

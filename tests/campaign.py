@@ -454,12 +454,14 @@ class Break(Callback):
 
     def __init__(self, chance):
         self._chance, self.where = chance, ""
-        self._round, self._step = chance.randrange(1, 3), chance.randrange(4)
+        self._round = chance.randrange(1, 3)
 
-    def on_step(self, trainer, step):
-        if self.where or (trainer.round, step.index) != (self._round, self._step):
+    def on_rollout(self, trainer, rollout):
+        if self.where or trainer.round != self._round:
             return
-        found = leaves(trainer.agent, "agent") | leaves(trainer.world, "world")
+        trainer.shards = [replace(s, world={**s.world}) for s in trainer.shards]
+        worlds = [shard.world for shard in trainer.shards]
+        found = leaves(trainer.agent, "agent") | leaves(worlds, "worlds")
         known = {n: t for n, t in found.items() if t.is_floating_point() and t.numel()}
         self.where = self._chance.choice(sorted(known))
         value = self._chance.choice((torch.nan, torch.inf, -torch.inf, 3e38, 1e-44))

@@ -14,7 +14,6 @@ from esper.contracts.world import (
     HostStates,
     Observation,
     StepResult,
-    VectorWorld,
 )
 
 PROBE_SPEC = ActionSpec(
@@ -58,7 +57,7 @@ def blank_observation(envs: int, spec: ActionSpec = PROBE_SPEC) -> Observation:
 class PlainWorld:
     """What a `VectorWorld` has besides its environments."""
 
-    group_size, begin_round = 1, VectorWorld.begin_round
+    group_size = 1
 
 
 @dataclass

@@ -78,13 +78,13 @@ def test_what_keeping_a_run_costs_is_split():
 
 
 def test_trainings_that_are_not_the_same_are_not_compared():
-    world_for = overhead.world_for
+    mixture_for = overhead.mixture_for
 
     def others(config):
-        return world_for(replace(config, rng_seed=1))
+        return mixture_for(replace(config, rng_seed=1))
 
     with (
-        patch.object(overhead, "world_for", others),
+        patch.object(overhead, "mixture_for", others),
         pytest.raises(RuntimeError, match="round 1 is not the same in both"),
     ):
         overhead.measure(CONFIG)

@@ -10,7 +10,7 @@ from esper.tasks.catalogue import register_task
 from tests.cli.calls import call, contents, refused
 from tests.experiment.test_judging import lost, tiny
 
-EVALUATE = ("evaluate", "--hosts", "2", "--processes", "1")
+EVALUATE = ("evaluate", "--hosts", "2", "--workers", "0")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ REFUSED = [
     (("evaluate", "--controler", "never"), "did you mean '--controller'"),
     (("evaluate", "--hosts", "0"), "--hosts must be greater than or equal to 1"),
     (("evaluate", "--hosts", "9" * 99), "--hosts must be less than or equal to 65536"),
-    (("evaluate", "--processes", "257"), "--processes must be less than or equal to"),
+    (("evaluate", "--workers", "1025"), "expected a whole number from 0 to 1024"),
     (("evaluate", "--rng-seed", "-1"), "--rng_seed must be greater than or equal"),
     (("evaluate", "--rent", "nan"), "--world.rent must be a finite number"),
     (("evaluate", "--task", "lettr"), "did you mean 'letter'"),
@@ -117,7 +117,7 @@ def test_tasks_and_blueprints_are_listed(capsys):
 
 
 def test_hosts_are_recorded_once(capsys, tmp_path):
-    small = ("--tasks", "1", "--scripts", "2", "--processes", "1")
+    small = ("--tasks", "1", "--scripts", "2", "--workers", "0")
     for _ in range(2):
         result = call(capsys, "record", str(tmp_path / "here"), *small)
         assert result.code == 0

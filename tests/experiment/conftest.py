@@ -12,9 +12,7 @@ from tests.experiment.training_script import ROUNDS, Log, config
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
     """The folder of a run that nobody disturbed, and what it said."""
-    judging = Judging(
-        every=3, hosts=3, controllers=("never", "early", "static"), processes=1
-    )
+    judging = Judging(every=3, hosts=3, controllers=("never", "early", "static"))
     own = replace(config(tmp_path_factory.mktemp("runs"), "whole"), judging=judging)
     log = Log()
     result = begin_run(own, [log])

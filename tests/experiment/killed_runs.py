@@ -35,7 +35,7 @@ from esper.experiment.run import STORE, Run
 from esper.experiment.store import Store
 from esper.experiment.train import begin_run, resume_run
 from esper.experiment.trainer import OnRoundEnd
-from esper.experiment.worlds import worlds_of
+from esper.experiment.worlds import world_of
 from esper.rl.training import KIND, PPORunConfig, begin_ppo, resume_ppo
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
@@ -59,7 +59,7 @@ def small_run(folder, name, rounds=10):
             policy=PolicyConfig(width=16, slot_width=8, offer_width=8),
         ),
         start_from=None,
-        judging=Judging(every=5, hosts=1, controllers=("never",), processes=1),
+        judging=Judging(every=5, hosts=1, controllers=("never",)),
         keeping=Keeping(every=2),
     )
 
@@ -84,7 +84,9 @@ def small_ppo(folder, name, rounds=10):
 def warm_up():
     """Import and compile what a run needs; a fork must come from one thread."""
     torch.optim.Adam([torch.zeros(1)])  # imports half of torch
-    for world in worlds_of(small_run("nowhere", "never")):
+    config = small_run("nowhere", "never")
+    for number in range(len(config.tasks)):
+        world = world_of(config, number)
         world.reset()
         for _ in range(HORIZON + 1):
             world.step(torch.zeros(ENVS, len(world.spec.sizes), dtype=torch.int64))

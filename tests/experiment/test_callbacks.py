@@ -42,7 +42,7 @@ def recorded(tmp_path_factory):
         for name in TASKS
     ]
     path = tmp_path_factory.mktemp("store") / "events.sqlite"
-    with recorded_by(path, Mixture(worlds), TASKS) as db:
+    with recorded_by(path, Mixture.of(worlds), TASKS) as db:
         yield db
 
 

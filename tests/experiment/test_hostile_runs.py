@@ -29,8 +29,8 @@ ROUNDS = 4
 class Stop(Callback):
     """Ends a run by a signal in its third round."""
 
-    def on_step(self, trainer, step):
-        if trainer.round == 2 and step.index == 0:
+    def on_rollout(self, trainer, rollout):
+        if trainer.round == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -276,8 +276,8 @@ class Poison(Callback):
     def __init__(self, where, value):
         self._where, self._value, self.done = where, value, False
 
-    def on_step(self, trainer, step):
-        if trainer.round == 1 and step.index == 3 and not self.done:
+    def on_rollout(self, trainer, rollout):
+        if trainer.round == 1 and not self.done:
             self.done = True
             tensor = self._where(trainer)
             with torch.no_grad():

@@ -114,19 +114,19 @@ def test_damaged_or_foreign_files_are_refused_in_one_line(recorded):
 def test_an_interrupted_recording_goes_on_with_the_same_bytes(tmp_path):
     config = RecordConfig(stop="end", tasks=2, hosts=1, scripts=3)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    record(config, whole, processes=1)
+    record(config, whole)
 
     def interrupt(done, total):
         if done == 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        record(config, broken, processes=1, report=interrupt)
+        record(config, broken, report=interrupt)
     assert len(read_recordings(broken)) == 1
-    record(config, broken, processes=1)
+    record(config, broken)
     for file in sorted(whole.iterdir()):
         assert file.read_bytes() == (broken / file.name).read_bytes()
     with pytest.raises(BadInput, match="other settings"):
-        record(replace(config, tasks=3), broken, processes=1)
+        record(replace(config, tasks=3), broken)
     with pytest.raises(BadInput, match="no recordings"):
         read_recordings(tmp_path)

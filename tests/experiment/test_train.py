@@ -14,6 +14,7 @@ import torch
 
 from esper.contracts.errors import BadInput, NumericsTrouble, RunTaken, StorageTrouble
 from esper.contracts.state import load, save
+from esper.environment.cohort import Cohort
 from esper.environment.growing import GrowingWorld
 from esper.environment.simulated import SimulatedWorld
 from esper.experiment.config import (
@@ -31,7 +32,7 @@ from esper.experiment.database import open_store, rows
 from esper.experiment.run import STORE, VERSIONS, Run
 from esper.experiment.train import begin_run, resume_run
 from esper.experiment.trainer import OnRoundEnd, Trainer
-from esper.experiment.worlds import steps_of, world_for
+from esper.experiment.worlds import mixture_for, steps_of
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from tests.census import changed, fixed, stateful
@@ -64,7 +65,7 @@ def simulated(folder, name="run", **changed):
 
 
 def trainer_of(settings):
-    return Trainer(world_for(settings), settings, steps_of(settings))
+    return Trainer(mixture_for(settings), settings, steps_of(settings))
 
 
 def checkpoints(path):
@@ -127,24 +128,33 @@ def test_whatever_changes_in_a_training_is_saved_or_derived(trainer):
     }
     for part in ("policy", "optimizer", "generator", "moments"):
         assert any(name.startswith(f"agent/{part}") for name in moved), part
-    assert any(name.startswith("live/episode") for name in moved)
-    kinds = {type(part).__name__ for _, part in stateful(trainer)}
-    assert kinds >= {"Trainer", "Mixture", "GrowingWorld", "Cohort", "PPOAgent"}
+    for part in ("episodes", "live/observation", "world/_phi"):
+        assert any(name.startswith(f"shards/1/{part}") for name in moved), part
+    assert {type(part) for _, part in stateful(trainer)} == {Trainer, PPOAgent}
+
+
+def test_whatever_changes_in_a_world_is_saved_or_derived(trainer):
+    world = trainer.mixture.world(1)
+    before = fixed(world)
+    trainer.play_round()
+    assert changed(world, before) == []
+    assert {*map(type, dict(stateful(world)).values())} >= {GrowingWorld, Cohort}
 
 
 def test_whatever_is_forgotten_is_found(trainer, monkeypatch):
+    world = trainer.mixture.world(1)
     forgotten = (
-        *((PPOAgent, name) for name in ("moments", "generator")),
-        *((Trainer, name) for name in ("live", "round", "world")),
-        *((GrowingWorld, name) for name in ("_phi", "cohort")),
+        *((trainer, PPOAgent, name) for name in ("moments", "generator")),
+        *((trainer, Trainer, name) for name in ("shards", "round")),
+        *((world, GrowingWorld, name) for name in ("_phi", "cohort")),
     )
-    for owner, name in forgotten:
+    for whole, owner, name in forgotten:
         with monkeypatch.context() as patch:
             left = tuple(part for part in owner.STATE if part != name)
             patch.setattr(owner, "STATE", left)
-            before = fixed(trainer)
+            before = fixed(whole)
             trainer.play_round()
-            lines = changed(trainer, before)
+            lines = changed(whole, before)
         assert any(line.endswith(f".{name}") for line in lines), name
 
 

@@ -11,14 +11,13 @@ import torch
 from esper.contracts.errors import BadInput
 from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
-from esper.environment.mixture import RedrawnMixture
 from esper.experiment import pretraining
 from esper.experiment.config import Budget, Judging, TrainConfig, World, preset
 from esper.experiment.records import WATCHED
 from esper.experiment.run import STORE, Run
 from esper.experiment.train import begin_run
 from esper.experiment.trainer import Callback, Trainer
-from esper.experiment.worlds import check_world, steps_of, tasks_of, world_for
+from esper.experiment.worlds import check_worlds, mixture_for, steps_of, tasks_of
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tasks.catalogue import task as find_task
 
@@ -42,7 +41,7 @@ def family():
 
 
 def training(config):
-    return Trainer(world_for(config), config, steps_of(config))
+    return Trainer(mixture_for(config), config, steps_of(config))
 
 
 def test_a_training_that_was_saved_goes_on_to_the_bit_in_worlds_of_its_own():
@@ -53,11 +52,11 @@ def test_a_training_that_was_saved_goes_on_to_the_bit_in_worlds_of_its_own():
     kept = save(one)
     other = training(config)
     load(other, kept)
-    hosts = [str(world.host) for world in one.world.worlds]
+    hosts = [str(one.mixture.world(0, number).host) for number in (1, 2)]
+    assert hosts[0] != hosts[1]
     for each in (one, other):
         each.play_round()
         each.play_round()
-    assert [str(world.host) for world in one.world.worlds] != hosts
     first, second = save(one), save(other)
     for name in first.keys() - {"seconds"}:
         same = torch.equal(first[name].nan_to_num(7.5), second[name].nan_to_num(7.5))
@@ -76,9 +75,9 @@ def test_watched_families_are_the_same_for_every_run_and_never_trained_on():
 
 
 def test_a_family_is_redrawn_and_other_tasks_are_not():
-    assert isinstance(world_for(family()), RedrawnMixture)
+    assert mixture_for(family()).redrawn
     plain = TrainConfig(tasks=("digits",), envs=2, world=World(horizon=2))
-    assert not isinstance(world_for(plain), RedrawnMixture)
+    assert not mixture_for(plain).redrawn
 
 
 @pytest.mark.parametrize(
@@ -152,4 +151,4 @@ def test_a_family_without_a_package_is_refused_before_anything_trains(monkeypatc
     for name in ("sklearn", "sklearn.datasets"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(BadInput, match="pip install scikit-learn"):
-        check_world(preset("family"))
+        check_worlds(preset("family"))

@@ -147,6 +147,26 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--runs", path_text, "runs", "FOLDER", "where runs are")
 
 
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    """Who does the work; results do not depend on it."""
+    group = parser.add_argument_group("who does the work; results are the same")
+    group.add_argument(
+        "--workers",
+        type=whole(0, 1_024),
+        default=None,
+        metavar="N",
+        help="processes that train hosts, 0: this one alone (default: one per core)",
+    )
+    group.add_argument(
+        "--deadline",
+        type=positive,
+        default=None,
+        metavar="X",
+        help="seconds after which a worker that does not answer is replaced, and what "
+        "it did is done again (default: 600)",
+    )
+
+
 def add_settings(
     parser: argparse.ArgumentParser,
     defaults: object,

@@ -16,6 +16,7 @@ from esper.cli.arguments import (
     add_run,
     add_runs,
     add_settings,
+    add_workers,
     file,
     folder,
     path_text,
@@ -27,6 +28,7 @@ from esper.contracts.errors import BadInput
 if TYPE_CHECKING:
     from esper.experiment.attempts import RunResult
     from esper.experiment.callbacks import ConsoleProgress
+    from esper.experiment.workers import Workers
     from esper.tamiyo.registry import Maker
 
 NEWEST: Final = "latest"
@@ -65,6 +67,7 @@ def train_options(parser: ArgumentParser) -> None:
         action="store_true",
         help="show KL divergence, entropies and speed of every round too",
     )
+    add_workers(parser)
     config_options(parser)
 
 
@@ -95,15 +98,27 @@ def train(options: Namespace) -> int:
 
     given = _given(options)
     console = ConsoleProgress(details=given.pop("verbose"))
-    if "resume" in given:
-        return _resume(given, console)
-    config = resolve(given, draw_seed=True)
-    from esper.experiment.train import begin_run
+    with _workers(given) as workers:
+        if "resume" in given:
+            return _resume(given, console, workers)
+        config = resolve(given, draw_seed=True)
+        from esper.experiment.train import begin_run
 
-    return _end(begin_run(config, [console]))
+        return _end(begin_run(config, [console], workers))
 
 
-def _resume(given: dict[str, Any], console: "ConsoleProgress") -> int:
+def _workers(given: dict[str, Any]) -> "Workers":
+    """Who does the work; takes its options out of those that are given."""
+    from esper.experiment.workers import DEADLINE, available_cores, workers
+
+    count, deadline = given.pop("workers"), given.pop("deadline")
+    count = available_cores() if count is None else count
+    return workers(count, deadline=deadline or DEADLINE)
+
+
+def _resume(
+    given: dict[str, Any], console: "ConsoleProgress", workers: "Workers"
+) -> int:
     from esper.experiment.messages import quoted, refusal
     from esper.experiment.run import Run, find_run
     from esper.experiment.train import resume_run, settings_of
@@ -121,7 +136,7 @@ def _resume(given: dict[str, Any], console: "ConsoleProgress") -> int:
     if run.finished is not None:
         _say(f"Run {run.name} is already complete. See: esper report {path}")
         return 0
-    return _end(resume_run(path, [console]))
+    return _end(resume_run(path, [console], workers))
 
 
 def _end(result: "RunResult") -> int:
@@ -214,6 +229,7 @@ def evaluate_options(parser: ArgumentParser) -> None:
     from esper.experiment.evaluate import EvaluateConfig
 
     parser.add_argument("--json", action="store_true", help="print data, not tables")
+    add_workers(parser)
     short = {"tasks": "task", "controllers": "controller", "world.rent": "rent"}
     add_settings(parser, EvaluateConfig(), short)
 
@@ -226,8 +242,9 @@ def evaluate(options: Namespace) -> None:
 
     given = _given(options)
     as_json = given.pop("json")
-    settings = construct(EvaluateConfig, *parsed_options(EvaluateConfig, given))
-    page = write_report(run_evaluation(settings, as_json=as_json))
+    with _workers(given) as workers:
+        settings = construct(EvaluateConfig, *parsed_options(EvaluateConfig, given))
+        page = write_report(run_evaluation(settings, as_json=as_json, workers=workers))
     if not as_json:
         _say(f"The report is in {page}.")
 
@@ -242,9 +259,9 @@ def record_options(parser: ArgumentParser) -> None:
         ("--hosts", number, 1, "N", "hosts of each"),
         ("--scripts", whole(2, 1_000), 20, "N", "scripts that each host lives under"),
         ("--rng_seed", RNG_SEED, 0, "N", "which tasks"),
-        ("--processes", whole(1, 256), 2, "N", "tasks recorded at the same time"),
     ):
         add_option(parser, name, kind, default, metavar, text)
+    add_workers(parser)
 
 
 def record(options: Namespace) -> None:
@@ -254,11 +271,11 @@ def record(options: Namespace) -> None:
 
     names = ("stop", "tasks", "hosts", "scripts", "rng_seed")
     settings = RecordConfig(**{name: getattr(options, name) for name in names})
-    with Progress(unit="task") as progress:
+    with _workers(vars(options)) as workers, Progress(unit="task") as progress:
         record(
             settings,
             options.folder,
-            options.processes,
+            workers,
             lambda done, total: progress.update("recording", done, total, "done"),
         )
     _say(f"{options.tasks} tasks are in {options.folder}.")

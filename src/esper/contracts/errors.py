@@ -8,7 +8,7 @@
     ├── CallOrder (RuntimeError)          the right call at the wrong moment
     ├── NumericsTrouble (ArithmeticError) training cannot go on in numbers
     ├── RunTaken (RuntimeError)           a run's name or folder is in use
-    ├── WorkersTrouble (RuntimeError)     processes of ours died
+    ├── WorkersTrouble (RuntimeError)     workers died or hung
     └── StorageTrouble (OSError)          the disk refused; what was saved is intact
 
 Every message is one line: what was expected, what came, what to do. `EsperWarning` is
@@ -56,7 +56,7 @@ class RunTaken(EsperError, RuntimeError):  # noqa: N818
 
 
 class WorkersTrouble(EsperError, RuntimeError):  # noqa: N818
-    """Processes that worked for us ended by themselves; what was stored is there."""
+    """Workers failed again and again; what was stored is there."""
 
 
 class StorageTrouble(EsperError, OSError):  # noqa: N818

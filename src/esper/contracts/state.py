@@ -58,6 +58,10 @@ def load(value: object, tensors: Mapping[str, Tensor], path: str = "") -> None:
 
 def _parts(value: Any) -> dict[str, Any] | None:  # noqa: ANN401
     """Named parts of a value; None if it is a number, tensor or generator."""
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        return value
     if isinstance(value, Stateful):
         return {name: getattr(value, name) for name in value.STATE}
     if isinstance(value, nn.Module):
@@ -104,6 +108,8 @@ def _fill(value: Any, tensors: Mapping[str, Tensor], path: str) -> Any:  # noqa:
                 setattr(value, name, part)
         value.loaded()
         return value
+    if value is None or isinstance(value, dict):
+        return None if value is None else filled
     if is_dataclass(value):
         return replace(value, **filled)  # type: ignore[type-var]
     named = hasattr(value, "_fields")

@@ -120,13 +120,6 @@ class VectorWorld(Protocol):
     group_size: int = 1
     """Environments in a row that have the same data, batches and terms."""
 
-    def begin_round(self) -> Observation | None:
-        """Called before every rollout; the first observation if all episodes are new.
-
-        A world whose environments are drawn anew for every rollout draws them here.
-        """
-        return None
-
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
         ...

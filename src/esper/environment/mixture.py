@@ -1,37 +1,38 @@
-"""Several worlds side by side, as one: environments of the first come first.
+"""Several worlds side by side, each of which is made, and played, on its own.
 
 The action space must be the same everywhere; hosts, data, horizons and terms may
 differ.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import accumulate
-from typing import ClassVar
-
-import torch
-from jaxtyping import Int64
-from torch import Tensor
+from typing import Any
 
 from esper.contracts.actions import ActionSpec
 from esper.contracts.errors import BadInput
-from esper.contracts.state import Stateful
-from esper.contracts.world import EpisodeReport, Observation, StepResult, VectorWorld
-from esper.environment.settings import check_actions
-from esper.growth.measurements import together
+from esper.contracts.state import Stateful, Tensors, load, save
+from esper.contracts.world import VectorWorld
 
 
-class Mixture(Stateful, VectorWorld):
-    """A world made of others.
+class Mixture:
+    """The worlds of a training, in order: environments of the first come first.
+
+    Sent to another process, it makes its worlds there.
 
     Args:
-        worlds: At least one; all with the same action space.
+        make: The world of a number, in some round; counted from 0.
+        count: How many worlds there are.
+        redrawn: Whether every round has worlds of its own, which begin anew; if not,
+            they are those of round 0.
     """
 
-    STATE: ClassVar[tuple[str, ...]] = ("worlds",)
-    DERIVED: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, worlds: Sequence[VectorWorld]) -> None:
+    def __init__(
+        self,
+        make: Callable[[int, int], VectorWorld],
+        count: int,
+        *,
+        redrawn: bool = False,
+    ) -> None:
+        worlds = [make(number, 0) for number in range(count)]
         if not worlds:
             raise BadInput("a mixture needs at least one world, got none.")
         for number, world in enumerate(worlds):
@@ -41,74 +42,52 @@ class Mixture(Stateful, VectorWorld):
                     f"{number} differs from the first: {_describe(world.spec)}, not "
                     f"{_describe(worlds[0].spec)}."
                 )
-        self.worlds = list(worlds)
-        self._counts = [world.num_envs for world in worlds]
-        self.spec, self.num_envs = worlds[0].spec, sum(self._counts)
+        self._make, self.redrawn = make, redrawn
+        self.spec = worlds[0].spec
+        self.counts = [world.num_envs for world in worlds]
+        """Environments of every world."""
+        self.num_envs = sum(self.counts)
         sizes = {world.group_size for world in worlds}
         self.group_size = sizes.pop() if len(sizes) == 1 else 1
+        self._worlds: dict[int, VectorWorld] = {}
+        if not redrawn:
+            self._worlds = dict(enumerate(worlds))
+        self._states: dict[int, Tensors] = {}
 
-    def reset(self) -> Observation:
-        """Start a new episode everywhere."""
-        first: Observation = together([world.reset() for world in self.worlds])
-        return first
+    @classmethod
+    def of(cls, worlds: Sequence[VectorWorld]) -> "Mixture":
+        """Worlds that are there, and can be played only where they are."""
+        return cls(lambda number, round: worlds[number], len(worlds))
 
-    def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
-        """Act everywhere, each world with its share of the actions."""
-        check_actions(actions, self.num_envs)
-        parts = actions.split(self._counts)
-        results = [w.step(part) for w, part in zip(self.worlds, parts, strict=True)]
-        final, illegal = None, [r.illegal for r in results if r.illegal is not None]
-        if any(result.final is not None for result in results):
-            # Read only where an episode was truncated: what stands elsewhere is free.
-            final = together([r.final or r.observation for r in results])
-        return StepResult(
-            observation=together([result.observation for result in results]),
-            reward=torch.cat([result.reward for result in results]),
-            terminated=torch.cat([result.terminated for result in results]),
-            truncated=torch.cat([result.truncated for result in results]),
-            final=final,
-            illegal=torch.cat(illegal) if len(illegal) == len(results) else None,
-            report=_report(results, self._counts),
-        )
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_worlds": {}, "_states": {}}
 
+    def world(
+        self, number: int, round: int = 0, state: Tensors | None = None
+    ) -> VectorWorld:
+        """One of the worlds, in a state that it was in before.
 
-class RedrawnMixture(Mixture):
-    """A mixture whose worlds are drawn anew before every round.
+        Args:
+            number: Which.
+            round: Of the training.
+            state: What `keep` gave; none: as it is.
+        """
+        if self.redrawn:
+            return self._make(number, round)
+        if number not in self._worlds:
+            self._worlds[number] = self._make(number, 0)
+        world = self._worlds[number]
+        # A world that is still as it was left need not be filled again.
+        if state is not None and self._states.get(number) is not state:
+            load(world, state)
+        return world
 
-    Between two rounds nothing is kept but how often worlds were drawn: what is drawn
-    follows from that number.
-
-    Args:
-        make: The worlds that a number stands for.
-    """
-
-    STATE = ("drawn",)
-    DERIVED = ("worlds",)
-
-    def __init__(self, make: Callable[[int], Sequence[VectorWorld]]) -> None:
-        super().__init__(make(0))
-        self._make = make
-        self.drawn = 0
-        """How often worlds were drawn before."""
-
-    def begin_round(self) -> Observation:
-        """Draw the next worlds and reset them."""
-        self.worlds = list(self._make(self.drawn))
-        self.drawn += 1
-        return self.reset()
-
-
-def _report(
-    results: Sequence[StepResult], counts: Sequence[int]
-) -> EpisodeReport | None:
-    """The reports of all worlds, by environment of the mixture."""
-    starts = accumulate(counts, initial=0)
-    found = [
-        replace(result.report, env=result.report.env + start)
-        for result, start in zip(results, starts, strict=False)
-        if result.report is not None
-    ]
-    return together(found) if found else None
+    def keep(self, number: int, world: VectorWorld) -> Tensors | None:
+        """The state of one of the worlds, if it has any that outlasts a round."""
+        if self.redrawn or not isinstance(world, Stateful):
+            return None
+        self._states[number] = save(world)
+        return self._states[number]
 
 
 def _describe(spec: ActionSpec) -> str:

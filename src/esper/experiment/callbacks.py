@@ -12,9 +12,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from rich.console import Console
-from torch import Tensor
 
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.contracts.state import save
@@ -27,8 +25,7 @@ from esper.experiment.records import (
     RoundRecord,
     mean_return,
 )
-from esper.experiment.rollout import Transition
-from esper.experiment.seed_events import events_between
+from esper.experiment.shards import Played
 from esper.experiment.store import Store
 from esper.experiment.trainer import PATIENCE, Callback, Trainer, TrainingLoop
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
@@ -47,64 +44,21 @@ class Record(Callback):
 
     Args:
         store: Where to.
-        tasks: What is learnt in the environments, in equal shares.
+        tasks: What is learnt in each of the worlds.
     """
 
     def __init__(self, store: Store, tasks: Sequence[str]) -> None:
         self._store, self._tasks = store, tasks
 
-    def on_step(self, trainer: Trainer, step: Transition) -> None:
-        """The rows of one step."""
-        world, result = trainer.world, step.result
-        each = world.num_envs // len(self._tasks)
-        when = {
-            "round": trainer.round + 1,
-            "step": trainer.round * trainer.steps + step.index + 1,
-        }
-
-        def where(env: Tensor) -> dict[str, Any]:
-            """The columns that say which episode each row is about."""
-            numbers = env.tolist()
-            return {
-                "task": [self._tasks[number // each] for number in numbers],
-                "env": [number % each for number in numbers],
-                "episode": step.episode[env],
-            }
-
-        host, ended = step.observation.host, result.terminated | result.truncated
-        self._store.add(
-            "steps",
-            **when,
-            **where(torch.arange(world.num_envs)),
-            reward=result.reward,
-            score=host.score,
-            loss=host.loss,
-            added=host.added,
-            budget_left=host.budget_left,
-        )
-        changes = events_between(
-            step.observation.slots,
-            result.observation.slots,
-            ended=ended,
-            actions=step.actions,
-            illegal=result.illegal,
-        )
-        if changes["env"]:
-            names = [*(each.name for each in world.spec.blueprints), None]
-            changes["blueprint"] = [names[index] for index in changes["blueprint"]]
-            changes |= where(torch.tensor(changes["env"]))
-            self._store.add("events", **when, **changes)
-        if bool(ended.any()):
-            report = result.report
-            env = ended.nonzero().flatten() if report is None else report.env
-            figures = ("score", "test", "added", "macs", "panicked")
-            self._store.add(
-                "episodes",
-                **when,
-                **where(env),
-                **{"return": step.returns[env]},
-                **{name: getattr(report, name, None) for name in figures},
-            )
+    def on_rollout(self, trainer: Trainer, rollout: Sequence[Played]) -> None:
+        """The rows of all steps."""
+        before = trainer.round * trainer.steps
+        for task, played in zip(self._tasks, rollout, strict=True):
+            for table, columns in played.rows.items():
+                rows = {**columns}
+                step = rows.pop("index") + before + 1
+                round = trainer.round + 1
+                self._store.add(table, round=round, step=step, task=task, **rows)
 
     def on_round_end(self, trainer: TrainingLoop, record: RoundRecord) -> None:
         """The rows of one round."""

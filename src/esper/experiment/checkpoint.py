@@ -45,7 +45,7 @@ from esper.experiment.files import (
 )
 from esper.experiment.messages import one_line, quoted, short
 
-SCHEMA: Final = "2"
+SCHEMA: Final = "3"
 MAX_HEADER: Final = 1 << 20
 MAX_BYTES: Final = 4 << 30
 """What is longer is refused."""

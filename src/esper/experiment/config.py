@@ -171,8 +171,6 @@ class Judging:
         default_factory=lambda: (*_rule_based(), "static")
     )
     """What is judged beside the policy at the end; empty: nothing, not even it."""
-    processes: Annotated[int, Field(ge=1, le=256)] = 2
-    """Controllers that are judged at the same time."""
 
     def __post_init__(self) -> None:
         """Refuse a controller that is named twice."""

@@ -13,7 +13,6 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import Field
 from rich.console import Console
 
 from esper.contracts.errors import BadInput
@@ -32,6 +31,7 @@ from esper.experiment.settings import (
 )
 from esper.experiment.store import Store
 from esper.experiment.summary import print_summary, summary_of
+from esper.experiment.workers import Workers
 from esper.tamiyo.registry import CONTROLLERS, NAMES, SHIPPED, Maker
 from esper.tasks.catalogue import TASKS
 from esper.tasks.catalogue import task as find_task
@@ -55,8 +55,6 @@ class EvaluateConfig:
     """Hosts of each task."""
     rng_seed: RngSeed = 0
     """Decides which hosts."""
-    processes: Annotated[int, Field(ge=1, le=256)] = 2
-    """Arms that are judged at the same time."""
     name: Text | None = None
     """What the run is called; none: a name is made up."""
     runs: Text = "runs"
@@ -77,10 +75,12 @@ class EvaluateConfig:
                 raise unknown(what, controller, known)
 
 
-def run_evaluation(config: EvaluateConfig, *, as_json: bool = False) -> Path:
+def run_evaluation(
+    config: EvaluateConfig, *, as_json: bool = False, workers: Workers | None = None
+) -> Path:
     """Judge all arms, store and print the results; the folder of the run."""
     console = Console(stderr=as_json)
-    path, skipped = evaluate(config, console)
+    path, skipped = evaluate(config, console, workers)
     summary = summary_of(path)
     if as_json:
         document = {"run": str(path), **summary.as_data(), "skipped": dict(skipped)}
@@ -94,13 +94,16 @@ def run_evaluation(config: EvaluateConfig, *, as_json: bool = False) -> Path:
 
 
 def evaluate(
-    config: EvaluateConfig, console: Console | None = None
+    config: EvaluateConfig,
+    console: Console | None = None,
+    workers: Workers | None = None,
 ) -> tuple[Path, Mapping[str, str]]:
     """Judge all arms and store the results.
 
     Args:
         config: Which arms on which tasks.
         console: Where progress is shown.
+        workers: Who judges; none: this process. Results are the same.
 
     Returns:
         The folder of the run, and why tasks were left out.
@@ -121,7 +124,7 @@ def evaluate(
     with (
         Run.create(Path(config.runs), config.name, toml, facts) as run,
         Store(run.path / STORE, run.id) as store,
-        closing(stored_results(ahead, config.processes, store)) as results,
+        closing(stored_results(ahead, workers or Workers(), store)) as results,
         Progress([*tasks], console, unit="arm") as progress,
     ):
         store.begin_attempt(None, versions_now(toml))

@@ -20,8 +20,14 @@ The cost of training a host, scoring of its decision rows included, is what the 
 counts, in multiply-adds.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -51,7 +57,7 @@ from esper.experiment.rollout import play
 from esper.experiment.sizes import size_control
 from esper.experiment.store import Store
 from esper.experiment.streams import stream, stream_seed
-from esper.experiment.workers import workers
+from esper.experiment.workers import Workers
 from esper.growth.macs import step_macs
 from esper.tamiyo.registry import Maker, controller_for
 from esper.tamiyo.rule_based import Never
@@ -61,8 +67,6 @@ from esper.tasks.task import Task
 if TYPE_CHECKING:
     from esper.environment.growing import GrowingWorld
 
-PAUSE: Final = 0.5
-"""Seconds between two looks at the stop condition."""
 JUDGED: Final = "judged"
 """Stage of a final evaluation: hosts that decided nothing so far."""
 LONGEST: Final = 10_000
@@ -80,70 +84,67 @@ class Job:
     world: WorldSettings
     maker: Maker | None = None
     """Of a learned controller."""
+    stage: str = JUDGED
+    """Another stage stands for other hosts."""
+    reference: Judged | None = None
+    """What a static arm is measured by."""
+
+    def about(self) -> str:
+        """What it is, for people."""
+        return f"judging {self.arm} on {self.task.name}"
 
 
 def results_of(
-    jobs: Sequence[Job], processes: int, stop: Callable[[], bool] = lambda: False
+    jobs: Sequence[Job], workers: Workers, stop: Callable[[], bool] = lambda: False
 ) -> Generator[tuple[Job, Judged], None, None]:
-    """The result of each job, in the order in which they end.
+    """The result of each job, in an order that does not depend on the workers.
 
     Args:
         jobs: Arms on tasks, with those that others are measured by or computed from.
-        processes: Jobs at the same time, in processes of one thread each.
+        workers: Who does them.
         stop: Asked every now and then; if it says so, there are no more.
     """
     ready = [job for job in jobs if job.arm not in (*STATIC, *SIZES)]
-    waiting = [job for job in jobs if job.arm in STATIC]
     reference = reference_of(job.arm for job in jobs)
-    # What others wait for comes first.
-    ready.sort(key=lambda job: job.arm != reference)
-
-    def freed(job: Job) -> list[Job]:
-        same = job.arm == reference
-        return [one for one in waiting if same and one.task.name == job.task.name]
-
-    sizes: dict[str, dict[str, Judged]] = {}
-
-    def computed(job: Job, judged: Judged) -> Iterator[tuple[Job, Judged]]:
-        """Choices among the sizes of a task, once all of them are judged."""
-        if job.arm not in LADDER:
-            return
-        task = job.task.name
-        sizes.setdefault(task, {})[job.arm] = judged
-        same = [one for one in jobs if one.task.name == task]
-        found = [sizes[task].get(one.arm) for one in same if one.arm in LADDER]
-        ladder = [one for one in found if one is not None]
-        if len(ladder) == len(found):
-            for one in same:
-                if one.arm in SIZES:
-                    yield one, size_control(one.arm, ladder)
-
-    if processes == 1 or len(jobs) == 1:
-        for job in ready:
-            if stop():
-                return
-            judged = _run_job(job)
-            yield job, judged
-            yield from computed(job, judged)
-            for after in freed(job):
-                yield after, _run_job(after, judged)
+    found: dict[tuple[str, str], Judged] = {}
+    for job, judged in _done(ready, workers, stop):
+        found[job.task.name, job.arm] = judged
+        yield job, judged
+        if job.arm in LADDER:
+            yield from _choices(job.task.name, jobs, found)
+    if stop():
         return
-    with workers(min(processes, len(jobs))) as pool:
-        running = {pool.submit(_run_job, job): job for job in ready}
-        while running and not stop():
-            ended, _ = wait(running, timeout=PAUSE, return_when=FIRST_COMPLETED)
-            for future in ended:
-                job, judged = running.pop(future), future.result()
-                running |= {
-                    pool.submit(_run_job, after, judged): after for after in freed(job)
-                }
-                yield job, judged
-                yield from computed(job, judged)
+    waiting = [
+        replace(job, reference=found[job.task.name, str(reference)])
+        for job in jobs
+        if job.arm in STATIC
+    ]
+    yield from _done(waiting, workers, stop)
+
+
+def _done(
+    jobs: Sequence[Job], workers: Workers, stop: Callable[[], bool]
+) -> Iterator[tuple[Job, Judged]]:
+    results = workers.run(_run_job, jobs, None, about=Job.about, stop=stop)
+    return zip(jobs, results, strict=False)  # fewer if it is stopped
+
+
+def _choices(
+    task: str, jobs: Sequence[Job], found: Mapping[tuple[str, str], Judged]
+) -> Iterator[tuple[Job, Judged]]:
+    """Choices among the sizes of a task, once all of them are judged."""
+    same = [job for job in jobs if job.task.name == task]
+    ladder = [found.get((task, job.arm)) for job in same if job.arm in LADDER]
+    known = [judged for judged in ladder if judged is not None]
+    if len(known) == len(ladder):
+        for job in same:
+            if job.arm in SIZES:
+                yield job, size_control(job.arm, known)
 
 
 def stored_results(
     jobs: Sequence[Job],
-    processes: int,
+    workers: Workers,
     store: Store,
     *,
     round: int = 0,
@@ -153,14 +154,14 @@ def stored_results(
     """The same, with rows that are durable before a result is given.
 
     Args:
-        jobs: As for `results_of`, like `processes` and `stop`.
-        processes: See there.
+        jobs: As for `results_of`, like `workers` and `stop`.
+        workers: See there.
         store: Where rows go.
         round: That they belong to.
         stop: See there.
         known: Task and arm of results that are stored already.
     """
-    with closing(results_of(jobs, processes, stop)) as results:
+    with closing(results_of(jobs, workers, stop)) as results:
         for job, judged in results:
             task = job.task.name
             if (task, job.arm) not in known:
@@ -171,17 +172,22 @@ def stored_results(
             yield job, judged
 
 
-def _run_job(job: Job, reference: Judged | None = None) -> Judged:
-    torch.set_num_threads(1)
+def _run_job(shared: None, job: Job) -> Judged:
     compile_engine(job.task)
     hosts = (job.task, job.hosts, job.rng_seed)
     if job.arm in LADDER:
         return judge_plain(
             times_as_wide(job.task.host, LADDER[job.arm]), *hosts, job.world
         )
-    if reference is None:
+    if job.reference is None:
         return judge(job.maker or job.arm, *hosts, job.world)
-    return judge_static(job.arm, *hosts, reference, job.world)
+    return judge_static(job.arm, *hosts, job.reference, job.world)
+
+
+def watch_job(maker: Maker, job: Job) -> Judged:
+    """Judge a learned controller on the hosts of a stage."""
+    hosts = (job.task, job.hosts, job.rng_seed)
+    return judge(maker, *hosts, job.world, stage=job.stage)
 
 
 _COMPILED: Final[set[str]] = set()

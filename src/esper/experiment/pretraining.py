@@ -35,6 +35,7 @@ from esper.experiment.config import RECORDINGS, SIMULATED, TrainConfig, preset
 from esper.experiment.record import Recording, record_task, recorded_settings
 from esper.experiment.streams import stream_seed
 from esper.experiment.trainer import Trainer
+from esper.experiment.workers import Workers
 from esper.simic.agent.distribution import evaluate_choices
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
@@ -75,7 +76,7 @@ def warm_policy(
         report: Called after every round.
         stop: Whether to give up; there is no policy then.
     """
-    from esper.experiment.worlds import steps_of, worlds_of
+    from esper.experiment.worlds import mixture_for, steps_of
 
     own = preset(SIMULATED)
     simulated = replace(
@@ -84,8 +85,7 @@ def warm_policy(
         budget=replace(own.budget, rounds=ROUNDS),
         learner=replace(own.learner, policy=config.learner.policy),
     )
-    (world,) = worlds_of(simulated)
-    trainer = Trainer(world, simulated, steps_of(simulated))
+    trainer = Trainer(mixture_for(simulated), simulated, steps_of(simulated))
     while not trainer.over:
         if stop():
             return None
@@ -100,6 +100,7 @@ def recorded_policy(
     spec: ActionSpec,
     report: Report,
     stop: Callable[[], bool] = lambda: False,
+    workers: Workers | None = None,
 ) -> dict[str, Tensor] | None:
     """Weights of a policy that was fitted to recordings of the run's tasks.
 
@@ -108,8 +109,9 @@ def recorded_policy(
         spec: The action space of its world.
         report: Called after every recording, and every pass over them.
         stop: Whether to give up; there is no policy then.
+        workers: Who records; none: this process.
     """
-    recordings = _recorded(config, report, stop)
+    recordings = _recorded(config, report, stop, workers or Workers())
     if recordings is None:
         return None
     with torch.random.fork_rng(devices=[]):
@@ -138,31 +140,28 @@ def _recorded_tasks(config: TrainConfig) -> list[Task]:
 
 
 def _recorded(
-    config: TrainConfig, report: Report, stop: Callable[[], bool]
+    config: TrainConfig, report: Report, stop: Callable[[], bool], workers: Workers
 ) -> list[Recording] | None:
-    from esper.experiment.workers import workers
-
-    settings, found = recorded_settings(config.world), list[Recording]()
-    with workers(config.judging.processes) as pool:
-        jobs = [
-            pool.submit(
-                _record_one,
-                task,
-                settings,
-                stream_seed(config.rng_seed, f"recording, {number}"),
-            )
-            for number, task in enumerate(_recorded_tasks(config))
-        ]
-        for job in jobs:
-            if stop():
-                return None
-            found.append(job.result())
-            report("recording", len(found), len(jobs), f"{SCRIPTS} scripts per host")
-    return found
+    jobs = [
+        (task, stream_seed(config.rng_seed, f"recording, {number}"))
+        for number, task in enumerate(_recorded_tasks(config))
+    ]
+    found = list[Recording]()
+    settings = recorded_settings(config.world)
+    for recording in workers.run(
+        _record_one,
+        jobs,
+        settings,
+        about=lambda job: f"recording {job[0].name}",
+        stop=stop,
+    ):
+        found.append(recording)
+        report("recording", len(found), len(jobs), f"{SCRIPTS} scripts per host")
+    return None if len(found) < len(jobs) else found
 
 
-def _record_one(task: Task, settings: WorldSettings, rng_seed: int) -> Recording:
-    torch.set_num_threads(1)
+def _record_one(settings: WorldSettings, job: tuple[Task, int]) -> Recording:
+    task, rng_seed = job
     return record_task(task, settings, 1, SCRIPTS, rng_seed)
 
 

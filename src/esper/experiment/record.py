@@ -10,14 +10,13 @@ A recording is one file per drawn task, `[host x script, decision, ...]`, in a f
     000012.npz      whole numbers as int8, others as float16, compressed
 
 Files are published whole, so an interrupted recording goes on with the first that is
-missing, and the same settings give the same files with any number of processes.
+missing, and the same settings give the same files with any number of workers.
 """
 
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from zipfile import BadZipFile
@@ -41,6 +40,7 @@ from esper.environment.clock import ENDS, Clock
 from esper.environment.settings import LEAST_ERROR, WorldSettings
 from esper.experiment.files import Disk, publish, storage
 from esper.experiment.streams import stream_seed
+from esper.experiment.workers import Workers
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.scripts import Scripted, draw_scripts
 from esper.tasks.task import Task
@@ -241,10 +241,17 @@ class RecordConfig:
 def record(
     config: RecordConfig,
     folder: Path,
-    processes: int = 2,
+    workers: Workers | None = None,
     report: Callable[[int, int], object] = lambda done, total: None,
 ) -> None:
-    """Record the tasks that are missing in a folder."""
+    """Record the tasks that are missing in a folder.
+
+    Args:
+        config: What is recorded.
+        folder: Where to.
+        workers: Who records; none: this process. Files are the same.
+        report: Called with how many tasks are done, of how many.
+    """
     about = folder / "recording.json"
     mine = json.dumps({"version": VERSION, **asdict(config)}, indent=1)
     with storage(folder, "write"):
@@ -260,32 +267,19 @@ def record(
     left = [number for number, file in enumerate(wanted) if not file.exists()]
     done = config.tasks - len(left)
     report(done, config.tasks)
-    for number, data in _made(config, left, processes):
+    made = (workers or Workers()).run(
+        _packed, left, config, about=lambda number: f"recording task {number}"
+    )
+    for number, data in zip(left, made, strict=True):
         publish(Disk(), wanted[number], data)
         done += 1
         report(done, config.tasks)
-
-
-def _made(
-    config: RecordConfig, numbers: Sequence[int], processes: int
-) -> Iterator[tuple[int, bytes]]:
-    make = partial(_packed, config)
-    if processes == 1:
-        yield from zip(numbers, map(make, numbers), strict=True)
-        return
-    from esper.experiment.workers import workers
-
-    with workers(processes) as pool:
-        futures = {number: pool.submit(make, number) for number in numbers}
-        for number, future in futures.items():
-            yield number, future.result()
 
 
 def _packed(config: RecordConfig, number: int) -> bytes:
     """The file of one drawn task."""
     from esper.tasks.family import drawn_task
 
-    torch.set_num_threads(1)
     task = drawn_task(config.rng_seed, number)
     seed = stream_seed(config.rng_seed, f"recording, {config.stop}, {number}")
     found = record_task(

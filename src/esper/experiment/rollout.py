@@ -4,7 +4,7 @@
 one episode everywhere. Both run all environments at once, in any world.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,23 +38,17 @@ class Live:
     """The policy's memory; of another episode where `observation.first`."""
     returns: Float[Tensor, " env"]
     """Rewards of the running episodes so far."""
-    episode: Int64[Tensor, " env"]
-    """Episodes that were begun and stepped in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One step of every environment, as callbacks get it."""
+    """One step of every environment."""
 
-    index: int
-    """Within the rollout, from 0."""
     observation: Observation
     actions: Int64[Tensor, "env head"]
     result: StepResult
     returns: Float[Tensor, " env"]
     """Rewards of the episode, this step's included."""
-    episode: Int64[Tensor, " env"]
-    """Number of the episode, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +71,15 @@ class Finished:
         return float(torch.cat([getattr(each, name) for each in self.reports]).mean())
 
 
+def together(parts: Sequence[Finished]) -> Finished:
+    """The episodes of several rollouts."""
+    return Finished(
+        torch.stack([part.episodes for part in parts]).sum(),
+        torch.stack([part.total_return for part in parts]).sum(),
+        tuple(report for part in parts for report in part.reports),
+    )
+
+
 def start(world: VectorWorld, policy: "Policy") -> Live:
     """Begin a new episode everywhere, with empty memory."""
     observation = world.reset()
@@ -85,7 +88,6 @@ def start(world: VectorWorld, policy: "Policy") -> Live:
         observation,
         policy.initial_state(world.num_envs),
         torch.zeros(world.num_envs, device=device),
-        torch.zeros(world.num_envs, dtype=torch.int64, device=device),
     )
 
 
@@ -101,25 +103,19 @@ def collect(
     on_step: Callable[[Transition], None] | None = None,
 ) -> tuple[Live, Finished]:
     """Fill `buffer` with steps of `policy`, going on from `live`."""
-    observation, state = live.observation, live.state
-    returns, episode = live.returns, live.episode
+    observation, state, returns = live.observation, live.state, live.returns
     spec = world.spec
     buffer.begin(state, policy_version, world.group_size)
     episodes = total = torch.zeros((), device=returns.device)
     reports: list[EpisodeReport] = []
-    for index in range(buffer.max_steps):
+    for _ in range(buffer.max_steps):
         features = compute_features(observation, spec)
         masks = compute_masks(observation, spec)
         decision = policy.act(features, masks, observation.first, state, generator)
         result = world.step(decision.actions)
         returns = returns + result.reward
-        episode = episode + observation.first
         if on_step is not None:
-            on_step(
-                Transition(
-                    index, observation, decision.actions, result, returns, episode
-                )
-            )
+            on_step(Transition(observation, decision.actions, result, returns))
         final_values = None
         if result.final is not None:
             final_values = policy.value(
@@ -150,7 +146,7 @@ def collect(
     last = policy.value(compute_features(observation, spec), observation.first, state)
     buffer.cut(last)
     return (
-        Live(observation, state, returns, episode),
+        Live(observation, state, returns),
         Finished(episodes, total, tuple(reports)),
     )
 

@@ -33,7 +33,7 @@ from esper.experiment.controllers import (
     weightless_policy,
 )
 from esper.experiment.database import open_store
-from esper.experiment.judging import JUDGED, Job, judge, stored_results
+from esper.experiment.judging import JUDGED, Job, stored_results, watch_job
 from esper.experiment.pretraining import (
     recorded_policy,
     recorded_steps,
@@ -44,10 +44,10 @@ from esper.experiment.run import STORE, Run
 from esper.experiment.settings import as_toml
 from esper.experiment.store import Store, usable_store
 from esper.experiment.trainer import Callback, Trainer
-from esper.experiment.worlds import check_world, steps_of, tasks_of, world_for
+from esper.experiment.workers import Workers
+from esper.experiment.worlds import check_worlds, mixture_for, steps_of, tasks_of
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import TamiyoPolicy
-from esper.tamiyo.policy.sampling import with_temperature
 
 KIND: Final = "training"
 """What `versions.json` calls such a run."""
@@ -56,30 +56,39 @@ FINAL_HOSTS: Final = 1
 others unless it is told so."""
 
 
-def begin_run(config: TrainConfig, callbacks: Sequence[Callback] = ()) -> RunResult:
+def begin_run(
+    config: TrainConfig,
+    callbacks: Sequence[Callback] = (),
+    workers: Workers | None = None,
+) -> RunResult:
     """Begin a run and train until its budget is used up, or a signal comes.
 
     Args:
         config: All settings.
         callbacks: Called besides those that record, evaluate and save.
+        workers: Who trains and judges hosts; none: this process. Results are the same.
     """
     facts = {"kind": KIND, "rng_seed": config.rng_seed, "tasks": [*config.tasks]}
     _check(config)
     with Run.create(Path(config.runs), config.name, as_toml(config), facts) as run:
         first = (f"Training on {_describe(config)}.", f"The run is in {run.path}.")
-        attempt = partial(_attempt, config, run, callbacks)
+        attempt = partial(_attempt, config, run, callbacks, workers or Workers())
         return train_to_end(run, callbacks, first, attempt)
 
 
-def resume_run(path: Path, callbacks: Sequence[Callback] = ()) -> RunResult:
-    """Go on with a run from its newest good checkpoint."""
+def resume_run(
+    path: Path,
+    callbacks: Sequence[Callback] = (),
+    workers: Workers | None = None,
+) -> RunResult:
+    """Go on with a run from its newest good checkpoint; with any workers."""
     with Run.open(path) as run:
         if run.finished is not None:
             raise BadInput(f"run {run.name} is complete; begin another one.")
         config = settings_of(run)
-        check_memory(config, check_world(config))
+        check_memory(config, check_worlds(config))
         first = (f"Going on with {run.name}: on {_describe(config)}.",)
-        attempt = partial(_attempt, config, run, callbacks)
+        attempt = partial(_attempt, config, run, callbacks, workers or Workers())
         return train_to_end(run, callbacks, first, attempt)
 
 
@@ -99,7 +108,7 @@ def _describe(config: TrainConfig) -> str:
 
 def _check(config: TrainConfig) -> None:
     """Refuse what cannot be begun before anything is made."""
-    check_memory(config, check_world(config))
+    check_memory(config, check_worlds(config))
     if config.start_from not in (None, WARM, RECORDINGS):
         learned = find_controller(str(config.start_from), Path(config.runs))
         if learned.config != config.learner.policy:
@@ -111,7 +120,7 @@ def _check(config: TrainConfig) -> None:
         summary_writer()
 
 
-def check_memory(config: TrainConfig, world: VectorWorld) -> None:
+def check_memory(config: TrainConfig, worlds: Sequence[VectorWorld]) -> None:
     """Refuse a training that needs more memory than this machine has.
 
     Weights, gradients and moments are there once, and up to four times more while they
@@ -120,14 +129,14 @@ def check_memory(config: TrainConfig, world: VectorWorld) -> None:
 
     Args:
         config: The run's.
-        world: From `check_world`, with one environment for each task.
+        worlds: From `check_worlds`, with one environment each.
     """
     policy = weightless_policy(config.learner.policy)
-    envs, steps = world.num_envs, steps_of(config)
+    envs, steps, spec = len(worlds), steps_of(config), worlds[0].spec
     learner = sum(tensor.nbytes for tensor in leaves(policy).values())
-    state = sum(tensor.nbytes for tensor in leaves(world).values())
+    state = sum(tensor.nbytes for tensor in leaves([*worlds]).values())
     shape = policy.state_shape
-    rollout = TamiyoRolloutBuffer(envs, 1, world.spec, state_shape=shape).nbytes * steps
+    rollout = TamiyoRolloutBuffer(envs, 1, spec, state_shape=shape).nbytes * steps
     memories = 4 * prod(shape) * envs * steps
     each = 5 * (state + rollout) + 8 * memories // config.learner.ppo.minibatches
     needed = 16 * learner + config.envs * each
@@ -143,6 +152,7 @@ def _attempt(
     config: TrainConfig,
     run: Run,
     callbacks: Sequence[Callback],
+    workers: Workers,
     signals: Sequence[int],
     trouble: str | None,
     rollbacks: int,
@@ -153,6 +163,7 @@ def _attempt(
         config: The run's.
         run: Where.
         callbacks: Called besides its own.
+        workers: Who trains and judges hosts.
         signals: Those that came.
         trouble: What was not finite and ended the attempt before this one.
         rollbacks: How often the run went back for that.
@@ -160,8 +171,8 @@ def _attempt(
     checkpoints = run.checkpoints(keep=config.keeping.last)
     # Whether it fits is judged before anything is made as large as settings say.
     found = checkpoints.latest(policy_shapes(config.learner.policy), POLICY)
-    world = world_for(config)
-    facts = {"config": digest(config), "actions": world.spec.describe()}
+    mixture = mixture_for(config)
+    facts = {"config": digest(config), "actions": mixture.spec.describe()}
     names = config.tasks if config.simulated else [t.name for t in tasks_of(config)]
     with usable_store(run.path / STORE, run.id) as store:
         own: list[Callback] = [Record(store, names)]
@@ -169,11 +180,10 @@ def _attempt(
             own.append(TensorBoard(run.path / "tensorboard"))
         own += callbacks
         if not config.simulated:  # which has no hosts
-            own.append(
-                Evaluate(config.judging.every, lambda policy: _watch(config, policy))
-            )
+            watch = partial(_watch, config, workers)
+            own.append(Evaluate(config.judging.every, watch))
         own.append(Checkpoint(store, checkpoints, config.keeping.every, facts))
-        trainer = Trainer(world, config, steps_of(config), own, signals)
+        trainer = Trainer(mixture, config, steps_of(config), own, signals, workers)
         try:
             start, trouble = train_on(
                 trainer,
@@ -217,7 +227,8 @@ def _start_from(config: TrainConfig, trainer: Trainer) -> None:
         weights = warm_policy(config, report, trainer.interrupted)
     elif config.start_from == RECORDINGS:
         spec = trainer.policy.spec
-        weights = recorded_policy(config, spec, report, trainer.interrupted)
+        stop, workers = trainer.interrupted, trainer.workers
+        weights = recorded_policy(config, spec, report, stop, workers)
     else:
         weights = find_controller(config.start_from, Path(config.runs)).weights
     # Statistics of returns belong to a world: another's are of no use here.
@@ -227,13 +238,15 @@ def _start_from(config: TrainConfig, trainer: Trainer) -> None:
         load(policy, {**weights, **own})
 
 
-def _watch(config: TrainConfig, policy: TamiyoPolicy) -> Results:
+def _watch(config: TrainConfig, workers: Workers, policy: TamiyoPolicy) -> Results:
     """Results of the policy on the hosts that choose the best checkpoint."""
-    controller, hosts = with_temperature(policy), config.judging.hosts
-    return {
-        task.name: judge(controller, task, hosts, 0, config.world, stage=WATCHED)
+    learned = Learned(LEARNED, config.learner.policy, dict(policy.state_dict()))
+    jobs = [
+        Job(LEARNED, task, config.judging.hosts, 0, config.world, stage=WATCHED)
         for task in tasks_of(config, WATCHED)
-    }
+    ]
+    results = workers.run(watch_job, jobs, learned, about=Job.about)
+    return {job.task.name: judged for job, judged in zip(jobs, results, strict=True)}
 
 
 def jobs_left(
@@ -273,7 +286,7 @@ def _judge(config: TrainConfig, run: Run, store: Store, trainer: Trainer) -> Non
         store.add_note(trainer.round, JUDGED, text)
     results = stored_results(
         jobs,
-        config.judging.processes,
+        trainer.workers,
         store,
         round=trainer.round,
         stop=trainer.interrupted,

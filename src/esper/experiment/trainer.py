@@ -9,7 +9,6 @@ It knows any world by its protocol. `esper.experiment.train` makes runs of it.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -17,9 +16,18 @@ import torch
 from esper.contracts.errors import BadInput, NotFinite
 from esper.contracts.state import Stateful, leaves
 from esper.contracts.world import VectorWorld
+from esper.environment.mixture import Mixture
 from esper.experiment.records import Results, RoundRecord
-from esper.experiment.rollout import Transition, collect, start
-from esper.experiment.streams import stream, stream_seed
+from esper.experiment.rollout import together
+from esper.experiment.shards import (
+    Played,
+    ShardJob,
+    first_shard,
+    play_shard,
+    require_played,
+)
+from esper.experiment.streams import stream_seed
+from esper.experiment.workers import Workers
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import TamiyoPolicy
@@ -44,8 +52,8 @@ class Callback:
     def on_train_start(self, trainer: "TrainingLoop", *, resumed: bool) -> None:
         """Before the first round; `resumed`: from a checkpoint."""
 
-    def on_step(self, trainer: "Trainer", step: Transition) -> None:
-        """After every step of the world."""
+    def on_rollout(self, trainer: "Trainer", rollout: Sequence[Played]) -> None:
+        """After every rollout, before the update; one part for each world."""
 
     def on_round_end(self, trainer: "TrainingLoop", record: RoundRecord) -> None:
         """After every round."""
@@ -166,77 +174,76 @@ class TrainingLoop(Stateful):
 
 
 class Trainer(TrainingLoop):
-    """A world, the policy that acts in it and its learner, between two rounds.
+    """Worlds, the policy that acts in them and its learner, between two rounds.
 
     Args:
         world: Where the policy acts; it is reset.
         config: Learner, budget and random seed; the rest is not read.
         steps: Decisions per environment and rollout.
-        callbacks: Called around steps and rounds.
+        callbacks: Called around rollouts and rounds.
         signals: Training ends after a round in which this is no longer empty.
+        workers: Who plays the worlds; none: this process. It makes no difference to
+            what is learned.
     """
 
-    STATE = ("world", "agent", "live", "generator", *TrainingLoop.STATE)
-    DERIVED = ("policy", *TrainingLoop.DERIVED)
+    STATE = ("shards", "agent", *TrainingLoop.STATE)
+    DERIVED = ("policy", "mixture", *TrainingLoop.DERIVED)
 
     def __init__(
         self,
-        world: VectorWorld,
+        world: VectorWorld | Mixture,
         config: "TrainConfig",
         steps: int,
         callbacks: Sequence[Callback] = (),
         signals: Sequence[int] = (),
+        workers: Workers | None = None,
     ) -> None:
         if steps < 1:
             raise BadInput(f"steps must be at least 1, got {steps}.")
-        rounds = config.budget.rounds_of(steps * world.num_envs)
+        mixture = world if isinstance(world, Mixture) else Mixture.of([world])
+        rounds = config.budget.rounds_of(steps * mixture.num_envs)
         super().__init__(rounds, config.budget.minutes, callbacks, signals)
-        self.world, self.config, self.steps = world, config, steps
+        self.mixture, self.config, self.steps = mixture, config, steps
+        self.workers = workers or Workers()
         self.relative = config.world.relative
         learner, seed = config.learner, config.rng_seed
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(seed, "weights"))
-            self.policy = TamiyoPolicy(world.spec, learner.policy)
-        self.generator = stream(seed, "choices")
+            self.policy = TamiyoPolicy(mixture.spec, learner.policy)
         buffer = TamiyoRolloutBuffer(
-            world.num_envs,
+            mixture.num_envs,
             steps,
-            world.spec,
+            mixture.spec,
             state_shape=self.policy.state_shape,
             gamma=learner.gamma,
             gae_lambda=learner.gae_lambda,
         )
         order = stream_seed(seed, "order")
         self.agent = PPOAgent(self.policy, buffer, learner.ppo, rng_seed=order)
-        self.live = start(world, self.policy)
+        self.shards = [
+            first_shard(mixture, number, self.policy)
+            for number in range(len(mixture.counts))
+        ]
 
     @property
     def env_steps(self) -> int:
         """Decisions since the start, over all environments."""
-        return self.round * self.steps * self.world.num_envs
+        return self.round * self.steps * self.mixture.num_envs
 
     def play_round(self) -> RoundRecord:
         """Collect a rollout and learn from it."""
         began, learner, agent = time.monotonic(), self.config.learner, self.agent
         share = 1.0 - (1.0 - learner.final_share) * self.done
         agent.anneal(share)
-        observation = self.world.begin_round()
-        if observation is not None:
-            self.live = replace(
-                self.live,
-                observation=observation,
-                state=self.policy.initial_state(self.world.num_envs),
-                returns=torch.zeros_like(self.live.returns),
-            )
-        self.live, finished = collect(
-            self.world,
-            self.policy,
-            agent.buffer,
-            self.live,
-            self.generator,
-            policy_version=agent.version,
-            on_step=lambda step: self.call("on_step", self, step),
+        rollout = self.play_shards()
+        self.shards = [played.shard for played in rollout]
+        agent.buffer.join(
+            [played.columns for played in rollout],
+            agent.version,
+            self.mixture.group_size,
         )
+        finished = together([played.finished for played in rollout])
+        self.call("on_rollout", self, rollout)
         self.require_finite()  # NaN in a moment would reach the weights
         update = agent.update()
         self.require_finite()
@@ -254,9 +261,40 @@ class Trainer(TrainingLoop):
             update=update,
         )
 
+    def jobs(self) -> list[ShardJob]:
+        """What the next rollouts depend on, but for the policy."""
+        return [
+            ShardJob(
+                mixture=self.mixture,
+                number=number,
+                round=self.round,
+                shard=shard,
+                policy=self.config.learner.policy,
+                steps=self.steps,
+                rng_seed=self.config.rng_seed,
+                rollbacks=self.rollbacks,
+            )
+            for number, shard in enumerate(self.shards)
+        ]
+
+    def play_shards(self) -> list[Played]:
+        """The rollouts of all worlds, by the present policy."""
+        results = self.workers.run(
+            play_shard,
+            self.jobs(),
+            dict(self.policy.state_dict()),
+            about=lambda job: f"world {job.number + 1} in round {job.round + 1}",
+            check=lambda job, played: require_played(job, self.agent.buffer, played),
+        )
+        return [*results]
+
     def require_finite(self) -> None:
         """Refuse a learner that has a weight, moment or memory that is not finite."""
-        found = leaves(self.agent, "agent") | {"memory": self.live.state}
+        found = leaves(self.agent, "agent") | {
+            f"memory of world {number + 1}": shard.live.state
+            for number, shard in enumerate(self.shards)
+            if shard.live is not None
+        }
         for name, tensor in found.items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise NotFinite(f"{name} holds NaN or infinity in round {self.round}")
@@ -264,6 +302,5 @@ class Trainer(TrainingLoop):
     def draw_streams_anew(self, rollbacks: int) -> None:
         """Give choices and minibatches other random streams after a rollback."""
         self.rollbacks = rollbacks
-        seed, again = self.config.rng_seed, f"again {self.rollbacks}"
-        self.generator.manual_seed(stream_seed(seed, f"choices, {again}"))
-        self.agent.generator.manual_seed(stream_seed(seed, f"order, {again}"))
+        again = f"order, again {rollbacks}"
+        self.agent.generator.manual_seed(stream_seed(self.config.rng_seed, again))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Final
 
 from esper.contracts.world import VectorWorld
 from esper.environment.growing import GrowingWorld
-from esper.environment.mixture import Mixture, RedrawnMixture
+from esper.environment.mixture import Mixture
 from esper.experiment.streams import stream_seed
 from esper.tasks.task import Task
 
@@ -18,36 +18,33 @@ HIDDEN_SHARE: Final = 0.2
 """Share of hidden instances in the simulated world."""
 
 
-def world_for(config: "TrainConfig") -> VectorWorld:
-    """The world of a run: all tasks side by side, or families drawn every round."""
-    if config.family:
-        return RedrawnMixture(partial(worlds_of, config))
-    worlds = worlds_of(config)
-    return worlds[0] if len(worlds) == 1 else Mixture(worlds)
+def mixture_for(config: "TrainConfig") -> Mixture:
+    """The worlds of a run: one for each task, or families drawn every round."""
+    count = config.variants if config.family else len(config.tasks)
+    return Mixture(partial(world_of, config), count, redrawn=config.family)
 
 
-def worlds_of(config: "TrainConfig", drawing: int = 0) -> list[VectorWorld]:
-    """The worlds of a run, one for each task.
+def world_of(config: "TrainConfig", number: int, drawing: int = 0) -> VectorWorld:
+    """One of the worlds of a run.
 
     Args:
         config: The run's.
+        number: Which.
         drawing: Which family, if tasks are drawn.
     """
     if config.simulated:
         from esper.environment.simulated import SimulatedWorld
 
         seed = stream_seed(config.rng_seed, "world")
-        return [SimulatedWorld(config.envs, seed, hidden_share=HIDDEN_SHARE)]
+        return SimulatedWorld(config.envs, seed, hidden_share=HIDDEN_SHARE)
     again = f", {drawing}" if drawing else ""
-    return [
-        GrowingWorld(
-            task,
-            config.envs,
-            stream_seed(config.rng_seed, f"world, {task.name}{again}"),
-            settings=config.world,
-        )
-        for task in tasks_of(config, drawing=drawing)
-    ]
+    task = _task(config, number, TRAINING, drawing)
+    return GrowingWorld(
+        task,
+        config.envs,
+        stream_seed(config.rng_seed, f"world, {task.name}{again}"),
+        settings=config.world,
+    )
 
 
 def tasks_of(
@@ -61,29 +58,33 @@ def tasks_of(
             run, so that runs can be compared.
         drawing: Which family of that stage.
     """
+    count = config.variants if config.family else len(config.tasks)
+    return [_task(config, number, stage, drawing) for number in range(count)]
+
+
+def _task(config: "TrainConfig", number: int, stage: str, drawing: int) -> Task:
     # Which tasks there are is nothing that worlds depend on.
     from esper.tasks.catalogue import task as find_task
     from esper.tasks.family import drawn_task
 
     if not config.family:
-        return [find_task(name) for name in config.tasks]
+        return find_task(config.tasks[number])
     seed = config.rng_seed if stage == TRAINING else 0
-    number = stream_seed(seed, f"family, {stage}, {drawing}")
-    return [drawn_task(number, each) for each in range(config.variants)]
+    return drawn_task(stream_seed(seed, f"family, {stage}, {drawing}"), number)
 
 
-def check_world(config: "TrainConfig") -> VectorWorld:
+def check_worlds(config: "TrainConfig") -> list[VectorWorld]:
     """Refuse tasks whose data are missing or that cannot be mixed.
 
     Returns:
-        The world of the run, but with one environment for each task.
+        The worlds of the run, but with one environment each.
     """
     if config.simulated:
         from esper.environment.simulated import SimulatedWorld
 
         simulated = SimulatedWorld(1, 0, hidden_share=HIDDEN_SHARE)
         simulated.reset()
-        return simulated
+        return [simulated]
     if config.family:
         from esper.tasks.datasets import digits
 
@@ -91,7 +92,11 @@ def check_world(config: "TrainConfig") -> VectorWorld:
     tasks = tasks_of(config)
     for task in tasks:
         task.splits(config.rng_seed)
-    return Mixture([GrowingWorld(task, 1, 0, settings=config.world) for task in tasks])
+    worlds: list[VectorWorld] = [
+        GrowingWorld(task, 1, 0, settings=config.world) for task in tasks
+    ]
+    Mixture.of(worlds)
+    return worlds
 
 
 def steps_of(config: "TrainConfig") -> int:

@@ -14,7 +14,7 @@ elsewhere a look would stall the device, and the update refuses non-finite numbe
 anyway. A refused step is not counted, and the next one is written over it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import prod
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
@@ -143,7 +143,8 @@ class TamiyoRolloutBuffer:
 
     Calls come in this order: `begin` (optional), `add` for every step, `cut` unless
     every row ends with its episode, `compute_advantages_and_returns`,
-    `get_batched_sequences`, `reset`. Views show leftovers beyond `step_counts`.
+    `get_batched_sequences`, `reset`. Instead of the first three, `join` takes over what
+    other buffers hold. Views show leftovers beyond `step_counts`.
 
     Args:
         num_envs: Environments that step together; rows.
@@ -219,7 +220,8 @@ class TamiyoRolloutBuffer:
         }
         for name in VIEWS:
             setattr(self, name, self._storage[name][:max_steps].T)
-        self._written = [*self._storage.values()][: len(self._fields)]
+        self._joined = [*self._storage][: len(self._fields)]
+        self._written = [self._storage[name] for name in self._joined]
         self._columns = [*zip(*map(torch.unbind, self._written), strict=True)]
         self._counts = torch.zeros(num_envs, dtype=torch.int64, device=device)
         self._last_values = torch.zeros(num_envs, device=device)
@@ -352,6 +354,59 @@ class TamiyoRolloutBuffer:
         self._require_known("last_values", used)
         self._last_values.copy_(used)
         self._is_cut = True
+
+    def columns(self) -> dict[str, Tensor]:
+        """A rollout that is full and cut, as `join` takes it; not copied."""
+        if not (self._is_cut and self._is_level and self._adds == self.max_steps):
+            raise CallOrder("columns() of a rollout that goes on: fill and cut() it.")
+        stored = {name: self._storage[name][:-1] for name in self._joined}
+        return stored | {"state": self._state, "last_values": self._last_values}
+
+    def require_columns(self, columns: Mapping[str, object], num_envs: int) -> None:
+        """Refuse what is no rollout, of so many environments, that fits in here.
+
+        Args:
+            columns: As another buffer of as many steps gave them.
+            num_envs: Environments that they are of.
+        """
+        steps = (self.max_steps, num_envs)
+        wanted = [
+            Field(name, (*steps, *storage.shape[2:]), storage.dtype)
+            for name, storage in zip(self._joined, self._written, strict=True)
+        ]
+        wanted.append(Field("state", (num_envs, *self.state_shape)))
+        wanted.append(Field("last_values", (num_envs,)))
+        if columns.keys() != {field.name for field in wanted}:
+            raise BadInput(f"a rollout has other columns, got {', '.join(columns)}.")
+        self._require(wanted, [columns[field.name] for field in wanted])
+        for name, values in columns.items():
+            assert isinstance(values, Tensor)
+            known = name == "final_values" or not values.is_floating_point()
+            if self._looks and not known and not bool(values.isfinite().all()):
+                raise NotFinite(f"{name} of a rollout must be finite.")
+
+    def join(
+        self,
+        parts: Sequence[Mapping[str, Tensor]],
+        policy_version: int = 0,
+        group_size: int = 1,
+    ) -> None:
+        """Take over full rollouts of some environments each, in order.
+
+        Args:
+            parts: The `columns` of buffers with as many steps.
+            policy_version: Of the policy that acted.
+            group_size: As for `begin`.
+        """
+        for part in parts:
+            self.require_columns(part, len(part["last_values"]))
+        state = torch.cat([part["state"] for part in parts])
+        self.begin(state, policy_version, group_size)
+        for name, storage in zip(self._joined, self._written, strict=True):
+            storage[:-1] = torch.cat([part[name] for part in parts], dim=1)
+        self._counts.fill_(self.max_steps)
+        self._adds = self.max_steps
+        self.cut(torch.cat([part["last_values"] for part in parts]))
 
     def compute_advantages_and_returns(self) -> None:
         """Fill `advantages` and `returns` (lambda-returns), in place; 0 on padding."""
