@@ -9,7 +9,7 @@ from benchmarks.__main__ import benchmarks, main
 SMALLEST = {
     "learning": ["--rounds", "1", "--envs", "8", "--processes", "1"],
 }
-OWN_TESTS = {"architectures", "out_of_the_box", "resume"}
+OWN_TESTS = {"architectures", "evidence", "out_of_the_box", "resume"}
 """Benchmarks that take long, which have test files of their own."""
 
 

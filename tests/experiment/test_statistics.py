@@ -14,6 +14,7 @@ from esper.experiment.statistics import (
     Interval,
     bootstrap,
     compare_pairs,
+    crossed_interval,
     holm,
     iqm_difference,
     iqm_interval,
@@ -108,6 +109,30 @@ def test_differences_and_improvements_are_those_of_every_draw():
         found = compare(x, y, resamples=20_000)
         expected = np.percentile(every, [2.5, 97.5])
         assert (found.low, found.high) == pytest.approx(expected, abs=0.06)
+
+
+def test_with_one_controller_only_seeds_are_drawn():
+    x, y = [normal(5), normal(4, rng_seed=1)], [normal(5, rng_seed=2), normal(4)]
+    assert crossed_interval(x) == iqm_interval(x)
+    assert crossed_interval(x, y) == iqm_difference(x, y)
+    assert crossed_interval(x, plain=True) == mean_interval(x)
+
+
+def test_controllers_are_drawn_once_for_all_tasks_and_both_arms():
+    luck = np.array([0.0, 1.0, 5.0])[:, None]
+    tasks = [luck + np.zeros((3, 4)), luck + np.zeros((3, 2))]
+    # The worst alone is drawn in 1 of 27 cases, if once for all tasks.
+    assert crossed_interval(tasks, plain=True) == Interval(2.0, 0.0, 5.0)
+    # Whatever both arms have in common is no difference, in any draw.
+    fewer = [task - 1.0 for task in tasks]
+    assert crossed_interval(tasks, fewer) == Interval(1.0, 1.0, 1.0)
+    # An arm without controllers is the same beside every one of them.
+    plain = [np.ones((1, 4)), np.ones((1, 2))]
+    for center in (False, True):
+        less = crossed_interval(tasks, plain, plain=center)
+        alone = crossed_interval(tasks, plain=center)
+        assert less.low == pytest.approx(alone.low - 1.0)
+        assert less.high == pytest.approx(alone.high - 1.0)
 
 
 def test_equal_figures_and_tasks_without_luck_have_an_interval_without_width():
@@ -242,6 +267,7 @@ GOOD, BAD = np.ones((2, 3)), np.array([[1.0, 2.0, 3.0], [1.0, np.nan, 3.0]])
         (lambda: iqm_interval(GOOD, resamples=0), "at least 1, got 0"),
         (lambda: paired_improvement(GOOD, GOOD[:, :2]), r"\[3, 3\] and \[2, 2\]"),
         (lambda: paired_wilcoxon(GOOD[0], GOOD[0, :2]), r"\[3\] and \[2\]"),
+        (lambda: crossed_interval([GOOD], [GOOD[:, :2]]), r"\[6\] and \[4\]"),
         (lambda: holm([]), r"got \[\]"),
         (lambda: holm([0.1, nan]), r"in \[0, 1\], got \[0.1, nan\]"),
         (lambda: compare_pairs({"b": (GOOD, BAD)}), "finite"),

@@ -14,7 +14,7 @@ from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import CONTROLLERS, NAMES, controller_for, make_controller
 from esper.tamiyo.restricted import Restricted
 from esper.tamiyo.rule_based import ByRent, Never, Plateau, Random
-from esper.tamiyo.schedule import Schedule, Scheduled
+from esper.tamiyo.schedule import Schedule, Scheduled, ScheduledByRent
 from tests.device_reads import count_device_reads
 from tests.rollouts import SPEC, random_observation
 from tests.strategies import action_specs, floats, observations
@@ -76,6 +76,7 @@ def test_names_make_their_controllers():
         "large-then-cut": Scheduled,
         "plateau": Plateau,
         "by-rent": ByRent,
+        "timetable-by-rent": ScheduledByRent,
         "tamiyo": Restricted,
     }
     assert [*NAMES] == [*CONTROLLERS, "tamiyo"] == [*kinds]

@@ -21,6 +21,7 @@ from esper.tamiyo.schedule import (
     PERIODIC,
     Schedule,
     Scheduled,
+    ScheduledByRent,
 )
 from tests.rollouts import random_observation
 from tests.tamiyo.decisions import decide, observed, play
@@ -177,6 +178,26 @@ def test_a_seed_of_which_nothing_was_measured_is_not_kept_for_good():
     assert decide(Scheduled(SPEC, EARLY), earns, SPEC)[0][0, 0] == Op.FOSSILIZE
 
 
+def test_the_rent_and_whether_the_end_is_known_choose_the_schedule():
+    wide, narrow, late = (
+        Schedule(blueprint="widen_x4", count=1),
+        Schedule(blueprint="widen_x1.5", count=1),
+        Schedule(count=1, start=3.0, scale="octaves"),
+    )
+    plans = {True: {0.001: wide, 0.01: narrow}, False: {0.005: late}}
+    rents = [0.0, 0.001, 0.002, 0.02, 0.001, 0.02]
+    known = [True, True, True, True, False, False]
+    host = {"rent": rents, "end_known": known, "compute": 4.0}
+    actions, state = decide(
+        ScheduledByRent(SPEC, plans), observed(SPEC, 6, host=host), SPEC
+    )
+    planted = actions[:, HEAD["op"]] == Op.GERMINATE
+    assert planted.tolist() == [True, True, True, False, True, False]
+    names = [named(action) for action in actions[planted]]
+    assert names == ["widen_x4", "widen_x4", "widen_x1.5", "widen_x2"]
+    assert state.tolist() == planted.long().tolist()
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -194,6 +215,10 @@ def test_a_seed_of_which_nothing_was_measured_is_not_kept_for_good():
         (
             lambda: decide(Scheduled(SPEC, [EARLY] * 2), at(0.0, 3), SPEC),
             "schedules for 2 environments, got 3",
+        ),
+        (
+            lambda: ScheduledByRent(SPEC, {True: {2.0: EARLY, 1.0: EARLY}, False: {}}),
+            "rents must ascend, got",
         ),
     ],
 )

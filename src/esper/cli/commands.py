@@ -549,9 +549,9 @@ Judge controllers on real tasks, all of them on the same hosts. The return is th
 that was gained, less rent for what was added (with --world.relative true the share of
 the never-grown network's errors that was removed); the test score is that of rows which
 no decision and no reward has seen. Controllers are never, random, early, periodic,
-doubling, large-then-cut, plateau, by-rent; tamiyo: the trained one that comes with
-Esper; static: a plain network of equal size; longer: never grown, for equal work; or
-folders of runs that learned.""",
+doubling, large-then-cut, plateau, by-rent, timetable-by-rent; tamiyo: the trained one
+that comes with Esper; static: a plain network of equal size; longer: never grown, for
+equal work; or folders of runs that learned.""",
         examples="""\
 examples:
   esper evaluate                       every task, every controller that does not learn

@@ -5,7 +5,6 @@ package, read from its files on first use.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -17,10 +16,11 @@ from esper.tamiyo.schedule import (
     DOUBLING,
     EARLY,
     LARGE_THEN_CUT,
-    LARGEST,
     PERIODIC,
     Schedule,
     Scheduled,
+    ScheduledByRent,
+    playable,
 )
 
 Maker = Callable[[ActionSpec], Controller]
@@ -28,14 +28,7 @@ Maker = Callable[[ActionSpec], Controller]
 
 
 def _follow(schedule: Schedule) -> Maker:
-    """Follows it; plants the largest widening where its own is not offered."""
-
-    def make(spec: ActionSpec) -> Controller:
-        offered = schedule.blueprint in {known.name for known in spec.blueprints}
-        playable = schedule if offered else replace(schedule, blueprint=LARGEST)
-        return Scheduled(spec, playable)
-
-    return make
+    return lambda spec: Scheduled(spec, playable(spec, schedule))
 
 
 CONTROLLERS: Final[Mapping[str, Maker]] = MappingProxyType(
@@ -48,6 +41,7 @@ CONTROLLERS: Final[Mapping[str, Maker]] = MappingProxyType(
         "large-then-cut": _follow(LARGE_THEN_CUT),
         "plateau": Plateau,
         "by-rent": ByRent,
+        "timetable-by-rent": ScheduledByRent,
     }
 )
 """Makers of the rule-based controllers."""

@@ -7,8 +7,8 @@ searched. `Timetable` holds many of them as tensors: every environment may
 follow one of its own, and all of them are one tensor program.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf, isnan
 from typing import Final
 
@@ -82,6 +82,16 @@ LARGE_THEN_CUT: Final = Schedule(
     blueprint="widen_x4", count=2, every=0.0, cut=0.5, keep=1
 )
 """Everything at once, and a part of it removed at half time."""
+BY_RENT: Final[Mapping[bool, Mapping[float, Schedule]]] = {
+    True: {
+        0.0014: Schedule(count=2, every=0.0),
+        0.0113: Schedule(count=1),
+        0.0226: Schedule(blueprint="widen_x1.5", count=1),
+    },
+    False: {0.0113: Schedule(count=1, start=7.0, scale="octaves")},
+}
+"""By whether the end is known: the best schedules on drawn tasks (`python -m benchmarks
+rules`), each with the largest rent at which it is followed; above them nothing."""
 
 
 class Scheduled:
@@ -118,6 +128,56 @@ class Scheduled:
         self._plan = self._plan.to(masks.op.device)
         planted = episode_count(state, observation)
         plan = self._plan.expand(envs)
+        actions = self._table.actions(observation, masks, plan, planted)
+        return actions, planted + (actions[:, HEAD["op"]] == Op.GERMINATE)
+
+
+class ScheduledByRent:
+    """Follows the schedule that the rent of an environment stands for.
+
+    The state is the number of seeds planted in the episode.
+
+    Args:
+        spec: The action space.
+        plans: By whether the end is known: schedules by the largest rent at which each
+            is followed, ascending; above the last of them nothing is planted.
+    """
+
+    def __init__(
+        self,
+        spec: ActionSpec,
+        plans: Mapping[bool, Mapping[float, Schedule]] = BY_RENT,
+    ) -> None:
+        known, unknown = plans[True], plans[False]
+        for limits in ([*known], [*unknown]):
+            if limits != sorted(limits):
+                raise BadInput(f"rents must ascend, got {limits}.")
+        nothing = Schedule(blueprint=LARGEST, count=0)
+        given = [*known.values(), nothing, *unknown.values(), nothing]
+        self._table = Timetable(spec, [playable(spec, plan) for plan in given])
+        self._known, self._unknown = (
+            torch.tensor([*limits], dtype=torch.float32) for limits in (known, unknown)
+        )
+
+    def decide(
+        self,
+        observation: Observation,
+        masks: ActionMasks,
+        state: ControllerState,
+        generator: Generator,
+    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
+        """Follow the rules, and plant what is due at this rent."""
+        host, planted = observation.host, episode_count(state, observation)
+        rent = host.rent.float()
+        self._known, self._unknown = (
+            limits.to(rent.device) for limits in (self._known, self._unknown)
+        )
+        first = 1 + len(self._known)
+        plan = torch.where(
+            host.end_known,
+            torch.searchsorted(self._known, rent),
+            first + torch.searchsorted(self._unknown, rent),
+        )
         actions = self._table.actions(observation, masks, plan, planted)
         return actions, planted + (actions[:, HEAD["op"]] == Op.GERMINATE)
 
@@ -185,6 +245,12 @@ class Timetable:
         youngest = living & (living.flip(1).cumsum(dim=1).flip(1) == 1)
         prunes = youngest & ((now >= cut) & excess)[:, None]
         return next_actions(observation, masks, scores, BLEND_AT_ONCE, prunes)
+
+
+def playable(spec: ActionSpec, schedule: Schedule) -> Schedule:
+    """The schedule, with the largest widening where its own is not offered."""
+    offered = schedule.blueprint in {known.name for known in spec.blueprints}
+    return schedule if offered else replace(schedule, blueprint=LARGEST)
 
 
 def _wanted(spec: ActionSpec, blueprint: str) -> list[bool]:
