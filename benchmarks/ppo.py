@@ -2,12 +2,15 @@
 
 One rollout and one update of 64 environments x 128 steps, 4 epochs, 4 minibatches,
 layers of 64 numbers, one thread, in one process, turn by turn; CPU-seconds, best turn.
+No update is stopped early: all sides take the same number of optimiser steps.
 Peers: sb3-contrib's RecurrentPPO (one LSTM that value and policy share) and
-MaskablePPO (no memory). Tasks: CartPole; CartPole that has a mask; and eight choices of
-four with masks, of which RecurrentPPO sees none. "Native" is Gymnasium's own vector
-form of CartPole, which the peers cannot use; all others step environments one by one.
+MaskablePPO (no memory), and a plain script with an LSTM in the manner of CleanRL.
+Tasks: CartPole; CartPole that has a mask; and eight choices of four with masks, of
+which RecurrentPPO sees none. "Native" is Gymnasium's own vector form of CartPole, which
+the peers cannot use; all others step environments one by one.
 """
 
+import math
 from collections.abc import Callable
 from math import prod
 from time import process_time
@@ -19,6 +22,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from benchmarks import timing
+from benchmarks.plain_lstm import PlainLSTM
 from benchmarks.timing import Report
 from esper.rl.ppo import PPO
 from esper.rl.vector import Source
@@ -102,6 +106,7 @@ def tasks() -> dict[str, dict[str, Side]]:
             **{f"esper {n}": _ours(cartpole, memory) for n, memory in memories.items()},
             "esper MinGRU, native": _ours("CartPole-v1", "mingru", "native"),
             "RecurrentPPO": _recurrent(cartpole),
+            "plain LSTM": PlainLSTM(cartpole, *size(), PARTS).round,
         },
         "CartPole, masked": {
             "esper MinGRU": _ours(MaskedCartPole, "mingru"),
@@ -130,7 +135,7 @@ def measure(sides: dict[str, Side]) -> dict[str, float]:
 
 def _ours(make: Source, memory: str, kind: str = "sync") -> Side:
     envs, steps = size()
-    config = PPOConfig(minibatches=PARTS)
+    config = PPOConfig(minibatches=PARTS, learning_rate=3e-4, target_kl=math.inf)
     agent = PPO(make, memory=memory, envs=envs, steps=steps, kind=kind, ppo=config)
     return lambda: agent.learn(envs * steps)
 

@@ -128,15 +128,21 @@ def _hang(number, frame):
 
 
 def kills(count, seed, folder):
-    """Runs killed at random moments, in a process of one thread; see benchmarks."""
+    """Runs killed at random moments, in a process of one thread; see benchmarks.
+
+    One in three is a run of PPO.
+    """
     script = (
         "import json, random, sys, torch; torch.set_num_threads(1)\n"
         "from pathlib import Path\n"
         "from benchmarks.resume import DEATHS, Trials, crash_points, warm_up\n"
+        "from tests.experiment.killed_runs import small_ppo\n"
         "warm_up(); trials = Trials(Path(sys.argv[1]), rounds=6)\n"
+        "agents = Trials(Path(sys.argv[1]), 6, small_ppo)\n"
         "chance = random.Random(int(sys.argv[3]))\n"
         "for n in range(int(sys.argv[2])):\n"
-        "    found, lives = trials.at_random(DEATHS[n % len(DEATHS)], chance)\n"
+        "    which = agents if n % 3 == 2 else trials\n"
+        "    found, lives = which.at_random(DEATHS[n % len(DEATHS)], chance)\n"
         "    killed = sum(life.killed for life in lives)\n"
         "    print(json.dumps([found.good, killed, str(found)[:200]]), flush=True)\n"
         "for crash in crash_points(trials).rows:\n"

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper import scan as module
 from esper.contracts.errors import BadInput
-from esper.scan import gae, scan
+from esper.scan import gae, gated_scan, scan
 from tests.references.recurrence import (
     gae_reference,
     leaky_gae_loop,
@@ -31,6 +31,7 @@ TOLERANCE = {
 EXACT = {"rtol": 0.0, "atol": 0.0}
 # Behind the annotations that the test run enforces: what a user's call would meet.
 bare_scan, bare_gae = inspect.unwrap(scan), inspect.unwrap(gae)
+bare_gated_scan = inspect.unwrap(gated_scan)
 
 
 def recurrence(shape, rng_seed, *, zeros=0.3, dtype=torch.float64):
@@ -172,6 +173,84 @@ def test_t18_nothing_passes_a_boundary_in_value_or_gradient(road, reverse, poiso
     assert gradient.isfinite().all()
     (own,) = grad(road(decay, inputs, initial, reverse)[:, before].sum(), inputs)
     assert_close(gradient[:, before], 2.0 * own[:, before], rtol=1e-12, atol=0.0)
+
+
+def gated(rng_seed, *, size=(3, 7, 5), dtype=torch.float64, scale=1.0):
+    """Random gates with candidates, boundaries and initial."""
+    generator = torch.Generator().manual_seed(rng_seed)
+    envs, time, hidden = size
+    shape = (envs, time, 2 * hidden)
+    gates = scale * torch.randn(shape, generator=generator, dtype=dtype)
+    first = torch.rand(envs, time, generator=generator) < 0.3
+    initial = torch.randn(envs, hidden, generator=generator, dtype=dtype)
+    return gates, first, initial
+
+
+@given(st.integers(0, 99), st.sampled_from(DTYPES), st.sampled_from([0.1, 3.0, 60.0]))
+def test_a_gated_scan_is_the_scan_of_its_gates_in_value_and_gradient(
+    rng_seed, dtype, scale
+):
+    gates, first, initial = gated(rng_seed, dtype=dtype, scale=scale)
+    leaves = gates.requires_grad_(), initial.requires_grad_()
+    fused = gated_scan(gates, first, initial)
+    plain = module._gated_by_scan(gates, first, initial)
+    assert_close(fused, plain, **TOLERANCE[dtype])
+    weights = torch.linspace(-1.0, 2.0, fused.numel(), dtype=dtype).view_as(fused)
+    ours, theirs = (grad((weights * y).sum(), leaves) for y in (fused, plain))
+    assert_close(ours, theirs, **TOLERANCE[dtype])
+    with torch.no_grad():
+        assert_close(gated_scan(gates, first, initial), fused.detach(), **EXACT)
+
+
+def test_the_gradient_of_a_gated_scan_agrees_with_differences():
+    gates, first, initial = gated(0, size=(2, 4, 2))
+    leaves = gates.requires_grad_(), initial.requires_grad_()
+    assert gradcheck(lambda g, i: gated_scan(g, first, i), leaves)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_t18_nothing_passes_a_boundary_of_a_gated_scan(poison):
+    gates, first, initial = gated(1)
+    first[:] = False
+    first[:, 4] = True
+    expected = gated_scan(gates, first, initial)[:, 4:]
+    gates[:, :4] = poison
+    gates.requires_grad_()
+    y = gated_scan(gates, first, initial * poison)
+    assert_close(y[:, 4:], expected, **EXACT)
+    (gradient,) = grad(y[:, 4:].sum(), gates)
+    assert gradient[:, 4:].isfinite().all()
+    assert not gradient[:, 4:].eq(0).all()
+
+
+@pytest.mark.parametrize("size", [(0, 3, 2), (2, 0, 2), (2, 3, 0)])
+def test_an_empty_gated_scan_gives_empty_results_and_gradients(size):
+    gates, first, initial = gated(0, size=size)
+    y = gated_scan(gates.requires_grad_(), first, initial.requires_grad_())
+    assert y.shape == size
+    gradients = grad(y.sum(), (gates, initial))
+    assert [x.shape for x in gradients] == [gates.shape, initial.shape]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gates": torch.ones(2, 3, 5)}, "2 . hidden"),
+        ({"gates": torch.ones(2, 3, 4).half()}, "gates .* got .*16"),
+        ({"first": torch.ones(2, 4, dtype=BOOL)}, "first"),
+        ({"first": torch.ones(2, 3)}, "first must be torch.bool"),
+        ({"initial": torch.ones(2, 4)}, "initial"),
+        ({"initial": torch.ones(2, 2, device="meta")}, "on cpu.* on meta"),
+    ],
+)
+def test_a_gated_scan_refuses_what_does_not_fit(changes, message):
+    given = {
+        "gates": torch.ones(2, 3, 4),
+        "first": torch.zeros(2, 3, dtype=BOOL),
+        "initial": torch.ones(2, 2),
+    } | changes
+    with pytest.raises(BadInput, match=message):
+        bare_gated_scan(**given)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """The one recurrence of the project: y_t = decay_t * y_{t-1} + inputs_t.
 
-Run forwards it is the memory of the policy, run backwards it is generalized
-advantage estimation, and its own gradient is the same recurrence the other way
-round. A boundary between episodes is decay 0: nothing passes it, not even NaN or inf.
+Run forwards it is the memory of the policy (`gated_scan`, with its gates), backwards it
+is generalized advantage estimation (`gae`), and its own gradient is the same recurrence
+the other way round. A boundary between episodes is decay 0: nothing passes it, not even
+NaN or inf.
 
 On the CPU the loops are compiled, SIMD across lanes; elsewhere the steps are combined
 in pairs, in a depth of log2(time).
@@ -18,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from esper.contracts.errors import BadInput
 from esper.kernels import kernel
@@ -28,6 +30,8 @@ Rollout = namedtuple(
     "Rollout", "rewards values dones truncated step_counts final_values last_values"
 )
 FLOATS: Final = (torch.float32, torch.float64)
+LEAST_WRITE: Final = 1e-30
+"""Spares a shut gate the infinite slope of the root."""
 
 
 def scan(
@@ -62,6 +66,41 @@ def scan(
         return _recur(decay, inputs, initial, reverse, on_cpu)
     # Environments become the hidden axis of a single row: that axis is the fast one.
     return _recur(decay.T[None], inputs.T[None], initial[None], reverse, on_cpu)[0].T
+
+
+def gated_scan(
+    gates: Float[Tensor, "env time twice_hidden"],
+    first: Bool[Tensor, "env time"],
+    initial: Float[Tensor, "env hidden"],
+) -> Float[Tensor, "env time hidden"]:
+    """The recurrence of a MinGRU, differentiable in gates and initial.
+
+        z_t = sigmoid(gate_t)      keep_t = 0 where first, else 1 - z_t
+        y_t = keep_t * y_{t-1} + (z_t (2 - z_t))^1/2 * candidate_t
+
+    The write of (1 - keep^2)^1/2 holds the size of y whatever its span.
+
+    Args:
+        gates: Gates and, in the second half of the last axis, candidates.
+        first: Where nothing of before is kept, not even NaN or inf.
+        initial: The y before the first step.
+    """
+    _require_gates(gates, first, initial)
+    if gates.device.type != "cpu" or torch.compiler.is_compiling():
+        return _gated_by_scan(gates, first, initial)
+    if torch.is_grad_enabled():
+        return _gated(gates, first, initial)
+    return _gated_forward(gates, first, initial)[1]
+
+
+def _gated_by_scan(gates: Tensor, first: Tensor, initial: Tensor) -> Tensor:
+    """`gated_scan` as whole-tensor operations."""
+    gate, candidate = gates.chunk(2, dim=-1)
+    update = torch.sigmoid(gate)
+    # Select, do not multiply: a stale state may hold anything.
+    decay = torch.where(first.unsqueeze(-1), 0.0, 1.0 - update)
+    size = (update * (2.0 - update)).clamp(min=LEAST_WRITE)
+    return scan(decay, size.sqrt() * candidate, initial)
 
 
 def gae(
@@ -173,6 +212,41 @@ def _gradients(
     return results[0], results[1], results[2], None, None
 
 
+class _Gated(torch.autograd.Function):
+    """`gated_scan` on the CPU, and its gradient in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, gates: Tensor, first: Tensor, initial: Tensor) -> Tensor:  # noqa: ANN401
+        """Return y, and keep what its gradient needs."""
+        update, y = _gated_forward(gates, first, initial)
+        ctx.save_for_backward(gates, first, initial, update, y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:  # noqa: ANN401
+        """Gradients of gates and initial."""
+        given = [x.detach().contiguous() for x in (*ctx.saved_tensors, grad)]
+        grad_gates, grad_initial = map(torch.empty_like, (given[0], given[2]))
+        results = (grad_gates, grad_initial)
+        _gated_gradients(*(x.numpy() for x in (*given, *results)))
+        return grad_gates, None, grad_initial
+
+
+_gated: Final[Callable[..., Tensor]] = _Gated.apply
+
+
+def _gated_forward(
+    gates: Tensor, first: Tensor, initial: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Updates z and results y."""
+    update = torch.sigmoid(gates[..., : gates.shape[-1] // 2]).contiguous()
+    y = torch.empty_like(update)
+    given = (x.detach().contiguous() for x in (update, gates, first, initial, y))
+    _gated_rows(*(x.numpy() for x in given))
+    return update, y
+
+
 def _by_time(x: Tensor) -> Tensor:
     """`[time, env]` and contiguous, copied only if need be."""
     return (x.T if x.ndim == 2 else x).detach().contiguous()
@@ -226,6 +300,91 @@ def _recur_gradients(
             keep = decay[row, start, lane]
             carried = keep * grad_inputs[row, start, lane]
             grad_initial[row, lane] = 0 if keep == 0 else carried
+
+
+@kernel
+def _gated_rows(
+    update: Array, gates: Array, first: Array, initial: Array, y: Array
+) -> None:
+    """`gated_scan` on `[row, time, lane]`."""
+    rows, time, lanes = update.shape
+    for row in range(rows):
+        before = initial[row]
+        for now in range(time):
+            candidate, fresh = gates[row, now, lanes:], first[row, now]
+            _gated_lanes(update[row, now], candidate, fresh, before, y[row, now])
+            before = y[row, now]
+
+
+@kernel
+def _gated_lanes(
+    update: Array, candidate: Array, fresh: bool, before: Array, y: Array
+) -> None:
+    """One step of one row; a function of its own, or it is not vectorised."""
+    kind = y.dtype.type
+    one, two, least = kind(1), kind(2), kind(LEAST_WRITE)
+    for lane in range(y.shape[0]):
+        z = update[lane]
+        size = z * (two - z)
+        write = np.sqrt(least if size < least else size) * candidate[lane]
+        carried = (one - z) * before[lane] + write
+        y[lane] = write if fresh else carried
+
+
+@kernel
+def _gated_gradients(
+    gates: Array,
+    first: Array,
+    initial: Array,
+    update: Array,
+    y: Array,
+    grad: Array,
+    grad_gates: Array,
+    grad_initial: Array,
+) -> None:
+    """Gradients of `_gated_rows`, against time; `grad_initial` is the trace."""
+    rows, time, lanes = update.shape
+    grad_initial[:] = 0
+    for row in range(rows):
+        for step in range(time):
+            now = time - 1 - step
+            _gated_lane_gradients(
+                update[row, now],
+                gates[row, now, lanes:],
+                first[row, now],
+                y[row, now - 1] if now else initial[row],
+                grad[row, now],
+                grad_gates[row, now, :lanes],
+                grad_gates[row, now, lanes:],
+                grad_initial[row],
+            )
+
+
+@kernel
+def _gated_lane_gradients(
+    update: Array,
+    candidate: Array,
+    fresh: bool,
+    before: Array,
+    grad: Array,
+    grad_gate: Array,
+    grad_candidate: Array,
+    trace: Array,
+) -> None:
+    """One step of one row; a function of its own, or it is not vectorised."""
+    kind = grad.dtype.type
+    zero, one, two, least = kind(0), kind(1), kind(2), kind(LEAST_WRITE)
+    for lane in range(grad.shape[0]):
+        z = update[lane]
+        keep, size, total = one - z, z * (two - z), trace[lane] + grad[lane]
+        root = np.sqrt(least if size < least else size)
+        slope = zero if size < least else keep / root
+        by_write = total * candidate[lane] * slope
+        by_keep = total * before[lane]
+        grad_update = by_write if fresh else by_write - by_keep
+        grad_gate[lane] = grad_update * (z * keep)
+        grad_candidate[lane] = total * root
+        trace[lane] = zero if fresh else total * keep
 
 
 def _step(decay: Tensor, before: Tensor, inputs: Tensor) -> Tensor:
@@ -353,6 +512,19 @@ def _require_recurrence(decay: Tensor, inputs: Tensor, initial: Tensor | None) -
         _require_kind("initial", initial, inputs, shape[:1] + shape[2:], inputs.dtype)
 
 
+def _require_gates(gates: Tensor, first: Tensor, initial: Tensor) -> None:
+    """Refuse tensors that `gated_scan` cannot mean."""
+    shape = gates.shape
+    if len(shape) != 3 or shape[2] % 2:
+        raise BadInput(
+            f"gates must be [env, time, 2 * hidden], got shape {tuple(shape)}."
+        )
+    _require_kind("gates", gates, gates, shape, *FLOATS)
+    _require_kind("first", first, gates, shape[:2], torch.bool)
+    row = (shape[0], shape[2] // 2)
+    _require_kind("initial", initial, gates, row, gates.dtype)
+
+
 def _require_rollout(
     rollout: Rollout, advantages: Tensor, returns: Tensor, gamma: float, lam: float
 ) -> None:
@@ -381,7 +553,11 @@ def _require_rollout(
 
 
 def _require_kind(
-    name: str, tensor: Tensor, like: Tensor, shape: torch.Size, *dtypes: torch.dtype
+    name: str,
+    tensor: Tensor,
+    like: Tensor,
+    shape: tuple[int, ...],
+    *dtypes: torch.dtype,
 ) -> None:
     """Refuse a tensor whose dtype, shape or device does not fit its neighbours."""
     fits = tensor.dtype in dtypes and tensor.shape == shape

@@ -8,13 +8,20 @@ import pickle
 import random
 import shutil
 import tracemalloc
+from io import BytesIO
 
 import pytest
 import torch
 from safetensors.torch import save
 
 from esper.contracts.errors import BadInput, StorageTrouble
-from esper.experiment.checkpoint import BLANK, CheckpointFolder, Manifest, pack, unpack
+from esper.experiment.checkpoint import (
+    BLANK,
+    CheckpointFolder,
+    Manifest,
+    pack,
+    read_checkpoint,
+)
 from esper.experiment.files import discard, unfinished
 from tests.experiment.crash_points import InPlace, Saves
 from tests.experiment.disks import (
@@ -224,7 +231,7 @@ PLAIN = Manifest(step=1, score=0.5, facts=FACTS, made_by={})
 def test_every_changed_bit_shows():
     tensors = {"a": torch.arange(5.0), "b": torch.tensor([True])}
     data = pack(tensors, PLAIN)
-    back, manifest = unpack("file", data)
+    back, manifest = read_checkpoint("file", BytesIO(data))
     assert same(back, tensors)
     assert manifest == PLAIN
     for place in range(len(data)):
@@ -232,7 +239,7 @@ def test_every_changed_bit_shows():
             bad = bytearray(data)
             bad[place] ^= 1 << bit
             with pytest.raises(BadInput):
-                unpack("file", bytes(bad))
+                read_checkpoint("file", BytesIO(bad))
 
 
 @pytest.mark.parametrize(
@@ -271,7 +278,9 @@ def test_every_changed_bit_shows():
     ],
 )
 def test_a_file_that_lies_is_refused_in_one_line(data, why):
-    line = refused(why, unpack, "checkpoints/000001.safetensors", data)
+    line = refused(
+        why, read_checkpoint, "checkpoints/000001.safetensors", BytesIO(data)
+    )
     assert line.startswith("checkpoints/000001.safetensors")
 
 

@@ -241,6 +241,11 @@ GOOD = {
 }
 
 
+def test_twenty_environments_are_broken_and_ten_are_good():
+    assert len(BROKEN) >= 20
+    assert len(GOOD) >= 10
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_environment_is_diagnosed(name):
     make, words = BROKEN[name]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 from esper import PPO
 from tests.rl.environments import (
@@ -34,6 +35,46 @@ def value(agent, *rows):
 def test_the_value_of_a_constant_reward():
     agent = learnt(Probe)
     np.testing.assert_allclose(value(agent, (0, 0), (0, 1)), 1.0, atol=0.05)
+
+
+def test_the_value_depends_on_what_is_seen():
+    class Pays(Probe):
+        def reward(self, action):
+            return float(self.goal)
+
+    np.testing.assert_allclose(value(learnt(Pays), (0, 0), (0, 1)), [0, 1], atol=0.1)
+
+
+def test_a_choice_is_learnt():
+    class Pays(Probe):
+        def reward(self, action):
+            return float(action == 1)
+
+    assert learnt(Pays).evaluate(64).mean == 1.0
+
+
+def test_t12_a_head_that_matters_on_few_steps_is_learnt():
+    """Of two heads, the second is asked for in one episode of thirty."""
+
+    class Rare(Probe):
+        action_space = spaces.MultiDiscrete([2, 3])
+
+        def reset(self, **options):
+            super().reset(**options)
+            self.goal = float(self.np_random.random() < 1 / 30)
+            return self.show(), self.info()
+
+        def info(self):
+            asked = bool(self.goal)
+            return {"action_mask": np.array([True, True, True, asked, asked])}
+
+        def reward(self, action):
+            return float(action[1] == 2) if self.goal else float(action[0] == 1)
+
+    agent = learnt(Rare, 24_000)
+    mask = np.ones((1, 5), bool)
+    seen = np.array([[0.0, 1.0]], np.float32)
+    assert agent.predict(seen, action_masks=mask)[0][0, 1] == 2
 
 
 def test_a_late_reward_is_discounted_once():

@@ -1,13 +1,11 @@
 """What `esper.PPO` must learn, with its default settings, in minutes."""
 
-import gymnasium
-import numpy as np
 import pytest
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
+from benchmarks.rl_tasks import HiddenVelocity, Tools
 from esper import PPO
-from tests.rl.environments import Aim, Endless, Factored, Remembered, vector
+from tests.rl.environments import Aim, Endless, Remembered, vector
 from tests.rl.test_learning import learnt, value
 
 pytestmark = pytest.mark.slow
@@ -17,21 +15,6 @@ pytestmark = pytest.mark.slow
 def test_what_was_shown_three_steps_ago(memory):
     agent = learnt(Remembered, 24_000, memory=memory)
     assert agent.evaluate(64).mean > 0.95
-
-
-class HiddenVelocity(gymnasium.ObservationWrapper):
-    """CartPole without its two velocities."""
-
-    def __init__(self):
-        env = gymnasium.make("CartPole-v1", disable_env_checker=True)
-        super().__init__(env)
-        low, high = (
-            x[[0, 2]] for x in (env.observation_space.low, env.observation_space.high)
-        )
-        self.observation_space = spaces.Box(low, high)
-
-    def observation(self, observation):
-        return observation[[0, 2]]
 
 
 def test_cartpole():
@@ -59,19 +42,5 @@ def test_a_number_in_the_units_of_its_space():
 def test_a_factored_causal_masked_action():
     """The op is the first head; each tool reads one setting, resting reads none."""
 
-    class Ordered(Factored):
-        action_space = spaces.Tuple([spaces.Discrete(n) for n in (3, 4, 4)])
-
-        def _show(self):
-            seen, info = super()._show()
-            masks = info["action_mask"]
-            heads = [masks[name] for name in ("tool", "first", "second")]
-            return seen, {"action_mask": np.concatenate(heads)}
-
-        def step(self, action):
-            names = ("tool", "first", "second")
-            return super().step(dict(zip(names, action, strict=True)))
-
-    table = [[True, False, False], [True, True, False], [True, False, True]]
-    agent = learnt(Ordered, 60_000, relevant=table)
+    agent = learnt(Tools, 60_000, relevant=Tools.RELEVANT)
     assert agent.evaluate(32).mean > 15

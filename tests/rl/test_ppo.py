@@ -1,6 +1,8 @@
 """`esper.PPO` through its public door."""
 
 import math
+import subprocess
+import sys
 from itertools import product
 
 import gymnasium
@@ -211,12 +213,13 @@ def test_t20_a_truncated_episode_is_valued_with_the_memory_of_its_last_step(mode
     assert checked > 2
 
 
-def test_sync_async_and_native_vectors_are_the_same_to_the_bit():
+@pytest.mark.parametrize("masks", ["info", "observation"])
+def test_sync_async_and_native_vectors_are_the_same_to_the_bit(masks):
     ours = {"memory": "mingru", "seed": 3, "width": 8, "steps": 10}
     agents = [
-        PPO(chance(), envs=2, **ours),
-        PPO(chance(), envs=2, kind="async", **ours),
-        PPO(Native(chance(), 2), **ours),
+        PPO(chance(masks), envs=2, **ours),
+        PPO(chance(masks), envs=2, kind="async", **ours),
+        PPO(Native(chance(masks), 2), **ours),
     ]
     for agent in agents:
         agent.learn(60)
@@ -304,6 +307,24 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path):
     with pytest.raises(BadInput, match="is damaged") as caught:
         PPO.load(file)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_refused_by_its_header_before_the_rest_is_read(tmp_path):
+    file = tmp_path / "agent.safetensors"
+    with file.open("wb") as stream:  # 1 TB, of which the disk has a few bytes
+        stream.write((2**20).to_bytes(8, "little") + b"{}")
+        stream.truncate(2**40)
+    with pytest.raises(BadInput) as caught:
+        PPO.load(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_gymnasium_one_line_says_what_to_install():
+    code = "import sys; sys.modules['gymnasium'] = None; from esper import PPO"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.splitlines()[-1].endswith("pip install 'esper-lite[rl]'.")
 
 
 def test_memory_is_carried_by_predict_and_dropped_where_an_episode_starts():

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from io import BufferedIOBase, BytesIO
+from io import BufferedIOBase
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -413,11 +413,6 @@ def _verify_digest(name: str, header: Header, stream: BufferedIOBase) -> None:
             digest.update(piece)
     if found is None or digest.hexdigest().encode() != found[1]:
         raise BadInput(f"{name} is damaged: its content is not what was saved.")
-
-
-def unpack(name: str, data: bytes) -> tuple[Tensors, Manifest]:
-    """As `read_checkpoint`, of bytes."""
-    return read_checkpoint(name, BytesIO(data))
 
 
 def pack(tensors: Mapping[str, Tensor], manifest: Manifest | None = None) -> bytes:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.contracts.errors import BadInput
-from esper.rl.spaces import CLIP
+from esper.rl.moments import CLIP
 
 if TYPE_CHECKING:
     from esper.rl.ppo import PPO

@@ -22,7 +22,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from gymnasium import Space, spaces
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 from torch import Tensor
@@ -30,13 +29,15 @@ from torch import Tensor
 from esper import __version__
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.state import Stateful, load, save
-from esper.experiment.checkpoint import Manifest, pack, unpack
+from esper.experiment.checkpoint import Manifest, pack, read_checkpoint
 from esper.experiment.files import Disk, publish, storage
 from esper.experiment.messages import short
 from esper.experiment.progress import Progress
 from esper.experiment.streams import stream, stream_seed
+from esper.rl.moments import ObservationMoments
+from esper.rl.nested import batch_of_one, first_of, is_single, rows_of
 from esper.rl.policy import SpacePolicy, SpacePolicyConfig
-from esper.rl.spaces import ObservationMoments, SpaceSpec
+from esper.rl.spaces import SpaceSpec
 from esper.rl.vector import Source, Vector, View
 from esper.simic.agent.metrics import UpdateRecord
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
@@ -52,7 +53,6 @@ DEFAULTS: Final = PPOConfig(
     target_kl=0.03,
 )
 """One set for all tasks."""
-MOST_BYTES: Final = 2**32
 SCALARS: Final = ("kl", "policy_loss", "value_loss", "explained_variance")
 
 
@@ -405,12 +405,12 @@ class PPO(Stateful):
             deterministic: Take the likeliest choice instead of drawing one.
         """
         spec = self.spec
-        single = _is_single(spec.observation_space, observation)
+        single = is_single(spec.observation_space, observation)
         if single:
-            observation = _batched(spec.observation_space, observation)
+            observation = batch_of_one(spec.observation_space, observation)
             if action_masks is not None:
                 action_masks = spec.mask_row(action_masks)[None]
-        envs = _envs(spec.observation_space, observation)
+        envs = rows_of(spec.observation_space, observation)
         if action_masks is None and spec.has_mask:
             action_masks = observation["action_mask"]
         if isinstance(action_masks, list):
@@ -440,7 +440,7 @@ class PPO(Stateful):
         after = None
         if self.settings.policy.memory != "none":
             after = decision.state.numpy()
-        return (_row(spec.action_space, actions) if single else actions), after
+        return (first_of(spec.action_space, actions) if single else actions), after
 
     def evaluate(
         self,
@@ -551,9 +551,8 @@ class PPO(Stateful):
             masks: As in `PPO`.
         """
         file = Path(path)
-        with storage(file, "read"):
-            data = Disk().read(file, MOST_BYTES)
-        tensors, manifest = unpack(short(file), data)
+        with storage(file, "read"), Disk().open(file) as stream:
+            tensors, manifest = read_checkpoint(short(file), stream)
         try:
             spec = SpaceSpec.from_data(manifest.facts)
             settings = _settings(manifest.facts["settings"])
@@ -627,42 +626,3 @@ def _settings(data: Mapping[str, Any]) -> PPOSettings:
     policy = SpacePolicyConfig(**data["policy"])
     given: dict[str, Any] = {**data, "policy": policy, "ppo": PPOConfig(**ppo)}
     return PPOSettings(**given)
-
-
-def _is_single(space: Space[Any], observation: Any) -> bool:  # noqa: ANN401
-    """Whether this is the observation of one environment, not of several."""
-    if isinstance(space, spaces.Dict):
-        name, inner = next(iter(space.spaces.items()))
-        return _is_single(inner, observation[name])
-    if isinstance(space, spaces.Tuple):
-        return _is_single(space.spaces[0], observation[0])
-    return np.asarray(observation).shape == (space.shape or ())
-
-
-def _envs(space: Space[Any], observation: Any) -> int:  # noqa: ANN401
-    """Rows of a batch."""
-    while isinstance(space, spaces.Dict | spaces.Tuple):
-        at: Any = 0
-        if isinstance(space, spaces.Dict):
-            at = next(iter(space.spaces))
-        space, observation = space.spaces[at], observation[at]
-    return len(np.asarray(observation))
-
-
-def _batched(space: Space[Any], observation: Any) -> Any:  # noqa: ANN401
-    """A batch of one."""
-    if isinstance(space, spaces.Dict):
-        return {n: _batched(s, observation[n]) for n, s in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        inner: Sequence[Space[Any]] = space.spaces
-        return tuple(_batched(s, observation[i]) for i, s in enumerate(inner))
-    return np.asarray(observation)[None]
-
-
-def _row(space: Space[Any], actions: Any) -> Any:  # noqa: ANN401
-    """The action of one environment from a batch of one."""
-    if isinstance(space, spaces.Dict):
-        return {n: _row(s, actions[n]) for n, s in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_row(s, actions[i]) for i, s in enumerate(space.spaces))
-    return actions[0]

@@ -18,20 +18,14 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from gymnasium import Space, spaces
 from jaxtyping import Bool
 from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.errors import BadInput, NoLegalAction
 from esper.contracts.features import Leaf
-from esper.contracts.state import Stateful
-
-try:
-    from gymnasium import Space, spaces
-except ModuleNotFoundError as error:
-    raise BadInput(
-        "PPO needs gymnasium, which is not installed; pip install 'esper-lite[rl]'."
-    ) from error
+from esper.rl.nested import space_data, space_of
 
 Array = NDArray[Any]
 Path = tuple[str | int, ...]
@@ -39,8 +33,6 @@ MASK: Final = "action_mask"
 """The entry of a Dict observation, or of an info, that says what is legal."""
 LARGEST: Final = 10_000
 """Choices of a Discrete; more are refused, since they are one-hot."""
-CLIP: Final = 10.0
-"""Deviations from the mean at which a normalised number is cut."""
 
 
 @dataclass(frozen=True)
@@ -384,126 +376,6 @@ class SpaceSpec:
             space_of(data["action_space"]),
             None if table is None else tuple(map(tuple, table)),
         )
-
-
-class ObservationMoments(Stateful):
-    """Running mean and variance of the columns of a vector, in float64.
-
-    Args:
-        spec: Whose vector it is; columns that are not numbers stay as they are.
-    """
-
-    STATE = ("count", "mean", "square")
-    DERIVED = ("_shift", "_scale", "_waiting")
-
-    def __init__(self, spec: SpaceSpec) -> None:
-        self._columns = spec.normalised
-        self.count = 0.0
-        self.mean = np.zeros(len(self._columns))
-        self.square = np.zeros(len(self._columns))
-        """Sum of squared distances from the mean."""
-        self._waiting: list[Array] = []
-        self.loaded()
-
-    def add(self, rows: Array) -> None:
-        """Count some rows: at once while few were seen, else in `settle`."""
-        self._waiting.append(rows)
-        if len(self._waiting) * len(rows) > self.count:
-            self.settle()
-
-    def settle(self) -> None:
-        """Take rows that wait into the statistics (Chan et al. 1983)."""
-        if not self._waiting:
-            return
-        rows = np.concatenate(self._waiting)
-        self._waiting = []
-        count = len(rows)
-        if not count:
-            return
-        mean = rows.mean(axis=0, dtype=np.float64)
-        square = np.square(rows - mean).sum(axis=0)
-        total = self.count + count
-        gap = mean - self.mean
-        self.square = self.square + square + gap * gap * (self.count * count / total)
-        self.mean = self.mean + gap * (count / total)
-        self.count = total
-        self.loaded()
-
-    def loaded(self) -> None:
-        """Renew shift and scale."""
-        deviation = np.sqrt(self.square / max(self.count, 1.0))
-        known = self._columns & (deviation > 1e-8)
-        self._shift = np.where(self._columns, self.mean, 0.0).astype(np.float32)
-        self._scale = np.where(known, 1.0 / np.where(known, deviation, 1.0), 1.0)
-        self._scale = self._scale.astype(np.float32)
-
-    def shift_and_scale(self) -> tuple[Array, Array]:
-        """What is taken from each column, and what it is multiplied by."""
-        return self._shift, self._scale
-
-    def normalize(self, rows: Array) -> Array:
-        """Distances from the mean in deviations, at most `CLIP` of them."""
-        centred = (rows - self._shift) * self._scale
-        return np.clip(centred, -CLIP, CLIP, out=centred)
-
-
-def space_data(space: Space[Any]) -> dict[str, Any]:
-    """A space as plain data."""
-    match space:
-        case spaces.Dict():
-            inner = {name: space_data(part) for name, part in space.spaces.items()}
-            return {"kind": "Dict", "spaces": inner}
-        case spaces.Tuple():
-            return {"kind": "Tuple", "spaces": [space_data(p) for p in space.spaces]}
-        case spaces.Discrete():
-            n, start = int(space.n), int(space.start)
-            return {"kind": "Discrete", "n": n, "start": start}
-        case spaces.MultiDiscrete():
-            nvec, start = space.nvec.tolist(), space.start.tolist()
-            return {"kind": "MultiDiscrete", "nvec": nvec, "start": start}
-        case spaces.MultiBinary():
-            return {"kind": "MultiBinary", "n": space.n}
-        case spaces.Box():
-            return {
-                "kind": "Box",
-                "low": _constant(space.low),
-                "high": _constant(space.high),
-                "shape": [*space.shape],
-                "dtype": str(space.dtype),
-            }
-    raise BadInput(f"a space of {type(space).__name__} cannot be saved.")
-
-
-def space_of(data: Mapping[str, Any]) -> Space[Any]:
-    """The space that `space_data` wrote."""
-    match data["kind"]:
-        case "Dict":
-            return spaces.Dict(
-                {n: space_of(part) for n, part in data["spaces"].items()}
-            )
-        case "Tuple":
-            return spaces.Tuple([space_of(part) for part in data["spaces"]])
-        case "Discrete":
-            return spaces.Discrete(data["n"], start=data["start"])
-        case "MultiDiscrete":
-            return spaces.MultiDiscrete(data["nvec"], start=data["start"])
-        case "MultiBinary":
-            return spaces.MultiBinary(data["n"])
-        case "Box":
-            shape, kind = tuple(data["shape"]), np.dtype(data["dtype"])
-            low, high = (
-                np.broadcast_to(np.array(data[name], np.float64), shape).astype(kind)
-                for name in ("low", "high")
-            )
-            return spaces.Box(low, high, shape, dtype=kind.type)
-    raise BadInput(f"there is no space {data['kind']!r}.")
-
-
-def _constant(bounds: Array) -> Any:  # noqa: ANN401
-    """One number if all are the same; as text, since JSON has no infinity."""
-    texts = bounds.astype(np.float64).astype(str)
-    same = bounds.size and (bounds == bounds.flat[0]).all()
-    return str(texts.flat[0]) if same else texts.tolist()
 
 
 def _columns(part: Part) -> int:

@@ -19,10 +19,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from esper.contracts.errors import BadInput
-from esper.scan import scan
+from esper.scan import gated_scan
 
 LONGEST_SPAN: Final = 32.0  # about the decisions of one episode
-LEAST_WRITE: Final = 1e-30  # spares a shut gate the infinite slope of the root
 
 
 class MinGRU(nn.Module):
@@ -44,17 +43,9 @@ class MinGRU(nn.Module):
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
         """Run over `inputs` from `state`."""
-        fresh = first.unsqueeze(-1)
         last = []
         for layer, gates in enumerate(self.gates):
-            gate, candidate = gates(inputs).chunk(2, dim=-1)
-            update = torch.sigmoid(gate)
-            # Select, do not multiply: a stale state may hold anything.
-            decay = torch.where(fresh, 0.0, 1.0 - update)
-            # The write of (1 - keep²)^½ holds the size of h whatever its span.
-            size = (update * (2.0 - update)).clamp(min=LEAST_WRITE)
-            write = size.sqrt() * candidate
-            hidden = scan(decay, write, state[:, layer])
+            hidden = gated_scan(gates(inputs), first, state[:, layer])
             inputs = inputs + hidden
             last.append(hidden[:, -1])
         return inputs, torch.stack(last, dim=1)

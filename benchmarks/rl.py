@@ -1,0 +1,250 @@
+"""What does `esper.PPO` learn with its default settings, and its peers with theirs?
+
+Eight environments, five random seeds each; one set of defaults for all, apart from
+memory where something must be remembered, the table of causal heads, and Pendulum's
+discount. Peers, three random seeds each, on four of them: PPO of Stable-Baselines3,
+RecurrentPPO and MaskablePPO of sb3-contrib, with their own defaults but for layers of
+64 and as many environments and steps between updates as ours (16 x 128).
+
+A return is that of the episodes that ended in one of twenty parts of the training,
+choices drawn, the last part being the final return. Everything is counted by a wrapper
+that is the same for all sides. CPU-seconds are those of the whole training.
+
+A training that is done is one line of `--ledger` and is not done again: the command can
+be stopped at any time. `--minutes` ends it after the training that is under way.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import monotonic, process_time
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+from gymnasium import Env
+from numpy.typing import NDArray
+
+from benchmarks import timing
+from benchmarks.rl_tasks import HiddenVelocity, Repeat, Scheduling, TMaze, Tools
+from benchmarks.timing import Report
+from esper.experiment.statistics import mean_interval
+from esper.rl.ppo import PPO
+
+PARTS: Final = 20
+SEEDS: Final = 5
+PEER_SEEDS: Final = 3
+OURS: Final = "esper"
+ENVS, STEPS = 16, 128
+Make = Callable[[], Env[Any, Any]]
+
+
+def _id(name: str) -> Make:
+    return lambda: gymnasium.make(name, disable_env_checker=True)
+
+
+@dataclass(frozen=True)
+class Task:
+    """An environment, and who learns in it for how long."""
+
+    make: Make
+    steps: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    peer: str | None = None
+
+
+TASKS: Final[Mapping[str, Task]] = {
+    "CartPole": Task(_id("CartPole-v1"), 60_000, peer="PPO"),
+    "CartPole, velocities hidden": Task(
+        HiddenVelocity, 100_000, {"memory": "mingru"}, "RecurrentPPO"
+    ),
+    "Acrobot": Task(_id("Acrobot-v1"), 60_000),
+    "T-maze of length 50": Task(TMaze, 160_000, {"memory": "mingru"}, "RecurrentPPO"),
+    "repeat, 2 steps ago": Task(Repeat, 100_000, {"memory": "gru"}),
+    "scheduling, masked": Task(Scheduling, 60_000, peer="MaskablePPO"),
+    "tools, causal heads": Task(Tools, 40_000, {"relevant": Tools.RELEVANT}),
+    "Pendulum": Task(_id("Pendulum-v1"), 100_000, {"gamma": 0.9}),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training, as the ledger has it."""
+
+    task: str
+    side: str
+    seed: int
+    steps: int
+    cpu_seconds: float
+    curve: list[float | None]
+    """Mean return of the episodes that ended in each part."""
+
+
+class Counter:
+    """Steps and returns of all environments of one training."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.ended: list[tuple[int, float]] = []
+
+    def curve(self, steps: int) -> list[float | None]:
+        """Mean returns in equal parts of the training."""
+        parts: list[list[float]] = [[] for _ in range(PARTS)]
+        for at, total in self.ended:
+            parts[min(PARTS * at // steps, PARTS - 1)].append(total)
+        return [round(float(np.mean(p)), 4) if p else None for p in parts]
+
+
+class Counted(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Writes down when an episode ended, and its return."""
+
+    def __init__(self, env: Env[Any, Any], counter: Counter) -> None:
+        super().__init__(env)
+        self._counter, self._total = counter, 0.0
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
+        """Begin."""
+        self._total = 0.0
+        return self.env.reset(**options)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+        """Count."""
+        found = self.env.step(action)
+        self._counter.steps += 1
+        self._total += float(found[1])
+        if found[2] or found[3]:
+            self._counter.ended.append((self._counter.steps, self._total))
+        return found
+
+
+def run(
+    ledger: str = "benchmarks/rl.jsonl",
+    plot: str = "docs/images/rl.svg",
+    minutes: float = 1e9,
+) -> Report:
+    """Train what the ledger does not have yet, then say and draw what it has."""
+    file, began = Path(ledger), monotonic()
+    if timing.QUICK:
+        return report([train("CartPole", OURS, 0, 4_096)])
+    for name, side, seed in wanted():
+        done = {(t.task, t.side, t.seed) for t in read(file)}
+        if (name, side, seed) in done or monotonic() - began > 60.0 * minutes:
+            continue
+        training = train(name, side, seed, TASKS[name].steps)
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(asdict(training)) + "\n")
+    trainings = read(file)
+    draw(trainings, Path(plot))
+    return report(trainings)
+
+
+def wanted() -> list[tuple[str, str, int]]:
+    """Tasks, sides and random seeds, so that all have some seeds before any has all."""
+    ours = [(name, OURS, seed) for seed in range(SEEDS) for name in TASKS]
+    peers = [
+        (name, task.peer, seed)
+        for seed in range(PEER_SEEDS)
+        for name, task in TASKS.items()
+        if task.peer is not None
+    ]
+    # The sides take turns by random seed: ours, theirs, ours, ...
+    return sorted(ours + peers, key=lambda each: (each[2], each[1] != OURS))
+
+
+def read(file: Path) -> list[Training]:
+    """What was trained so far."""
+    if not file.exists():
+        return []
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [Training(**json.loads(line)) for line in lines]
+
+
+def train(name: str, side: str, seed: int, steps: int) -> Training:
+    """One training, from nothing."""
+    task, counter = TASKS[name], Counter()
+
+    def make() -> Env[Any, Any]:
+        return Counted(task.make(), counter)
+
+    began = process_time()
+    if side == OURS:
+        PPO(make, seed=seed, **task.options).learn(steps)
+    else:
+        _peer(side, make, seed).learn(steps)
+    took = round(process_time() - began, 2)
+    return Training(name, side, seed, steps, took, counter.curve(steps))
+
+
+def _peer(side: str, make: Make, seed: int) -> Any:  # noqa: ANN401
+    """An agent of another library, with its own defaults but for sizes."""
+    import sb3_contrib
+    import stable_baselines3
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    kind = getattr(sb3_contrib, side, None) or getattr(stable_baselines3, side)
+    policy, layers = "MlpPolicy", {"net_arch": [64, 64]}
+    if side == "RecurrentPPO":
+        policy = "MlpLstmPolicy"
+        layers = {"net_arch": [64], "lstm_hidden_size": 64}
+    vector = DummyVecEnv([make] * ENVS)
+    return kind(
+        policy, vector, n_steps=STEPS, seed=seed, device="cpu", policy_kwargs=layers
+    )
+
+
+def report(trainings: Sequence[Training]) -> Report:
+    """Final returns and CPU-seconds."""
+    found = Report(
+        "Learning with default settings",
+        ("task", "side", "seeds", "steps", "final return", "from", "to", "CPU-seconds"),
+        notes=["final return: mean of the last twentieth; 95 % bootstrap intervals"],
+    )
+    for task in TASKS:
+        for side, group in _sides(trainings, task).items():
+            finals = np.array([_known(t.curve)[-1] for t in group])
+            middle = mean_interval([finals])
+            seconds = float(np.mean([t.cpu_seconds for t in group]))
+            figures = float(finals.mean()), middle.low, middle.high, seconds
+            found.add(task, side, len(group), f"{group[0].steps:,}", *figures)
+    return found
+
+
+def _sides(trainings: Sequence[Training], task: str) -> dict[str, list[Training]]:
+    """Trainings in one task, ours first."""
+    here = [t for t in trainings if t.task == task]
+    sides = dict.fromkeys([OURS, *(t.side for t in here)])
+    groups = {side: [t for t in here if t.side == side] for side in sides}
+    return {side: group for side, group in groups.items() if group}
+
+
+def _known(curve: Sequence[float | None]) -> NDArray[np.float64]:
+    """A curve in which parts without the end of an episode repeat the one before."""
+    known: list[float] = []
+    for value in curve:
+        known.append(value if value is not None else known[-1] if known else np.nan)
+    return np.array(known)
+
+
+def draw(trainings: Sequence[Training], file: Path) -> None:
+    """Mean returns with bootstrap intervals, one panel per task."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.hashsalt": "esper", "font.size": 8}):
+        figure = Figure(figsize=(11, 5), layout="constrained")
+        panels = figure.subplots(2, 4).flat
+        for panel, (name, task) in zip(panels, TASKS.items(), strict=False):
+            for side, group in _sides(trainings, name).items():
+                curves = np.array([_known(t.curve) for t in group])
+                at = (np.arange(PARTS) + 0.5) / PARTS * task.steps / 1000
+                known = np.isfinite(curves).all(axis=0)
+                at, curves = at[known], curves[:, known]
+                bands = [mean_interval([column]) for column in curves.T]
+                (line,) = panel.plot(at, curves.mean(axis=0), label=side)
+                low, high = ([getattr(b, x) for b in bands] for x in ("low", "high"))
+                panel.fill_between(at, low, high, color=line.get_color(), alpha=0.2)
+            panel.set_title(name)
+            panel.set_xlabel("thousand steps")
+            panel.legend(frameon=False)
+        figure.savefig(file, format="svg", metadata={"Date": None})

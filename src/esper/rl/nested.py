@@ -1,0 +1,110 @@
+"""Spaces that hold other spaces: as plain data, and their values in batches."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+from numpy.typing import NDArray
+
+from esper.contracts.errors import BadInput
+
+Array = NDArray[Any]
+
+
+def space_data(space: Space[Any]) -> dict[str, Any]:
+    """A space as plain data."""
+    match space:
+        case spaces.Dict():
+            inner = {name: space_data(part) for name, part in space.spaces.items()}
+            return {"kind": "Dict", "spaces": inner}
+        case spaces.Tuple():
+            return {"kind": "Tuple", "spaces": [space_data(p) for p in space.spaces]}
+        case spaces.Discrete():
+            n, start = int(space.n), int(space.start)
+            return {"kind": "Discrete", "n": n, "start": start}
+        case spaces.MultiDiscrete():
+            nvec, start = space.nvec.tolist(), space.start.tolist()
+            return {"kind": "MultiDiscrete", "nvec": nvec, "start": start}
+        case spaces.MultiBinary():
+            return {"kind": "MultiBinary", "n": space.n}
+        case spaces.Box():
+            return {
+                "kind": "Box",
+                "low": _constant(space.low),
+                "high": _constant(space.high),
+                "shape": [*space.shape],
+                "dtype": str(space.dtype),
+            }
+    raise BadInput(f"a space of {type(space).__name__} cannot be saved.")
+
+
+def space_of(data: Mapping[str, Any]) -> Space[Any]:
+    """The space that `space_data` wrote."""
+    match data["kind"]:
+        case "Dict":
+            return spaces.Dict(
+                {n: space_of(part) for n, part in data["spaces"].items()}
+            )
+        case "Tuple":
+            return spaces.Tuple([space_of(part) for part in data["spaces"]])
+        case "Discrete":
+            return spaces.Discrete(data["n"], start=data["start"])
+        case "MultiDiscrete":
+            return spaces.MultiDiscrete(data["nvec"], start=data["start"])
+        case "MultiBinary":
+            return spaces.MultiBinary(data["n"])
+        case "Box":
+            shape, kind = tuple(data["shape"]), np.dtype(data["dtype"])
+            low, high = (
+                np.broadcast_to(np.array(data[name], np.float64), shape).astype(kind)
+                for name in ("low", "high")
+            )
+            return spaces.Box(low, high, shape, dtype=kind.type)
+    raise BadInput(f"there is no space {data['kind']!r}.")
+
+
+def _constant(bounds: Array) -> Any:  # noqa: ANN401
+    """One number if all are the same; as text, since JSON has no infinity."""
+    texts = bounds.astype(np.float64).astype(str)
+    same = bounds.size and (bounds == bounds.flat[0]).all()
+    return str(texts.flat[0]) if same else texts.tolist()
+
+
+def is_single(space: Space[Any], observation: Any) -> bool:  # noqa: ANN401
+    """Whether this is the observation of one environment, not of several."""
+    if isinstance(space, spaces.Dict):
+        name, inner = next(iter(space.spaces.items()))
+        return is_single(inner, observation[name])
+    if isinstance(space, spaces.Tuple):
+        return is_single(space.spaces[0], observation[0])
+    return np.asarray(observation).shape == (space.shape or ())
+
+
+def rows_of(space: Space[Any], observation: Any) -> int:  # noqa: ANN401
+    """Rows of a batch."""
+    while isinstance(space, spaces.Dict | spaces.Tuple):
+        at: Any = 0
+        if isinstance(space, spaces.Dict):
+            at = next(iter(space.spaces))
+        space, observation = space.spaces[at], observation[at]
+    return len(np.asarray(observation))
+
+
+def batch_of_one(space: Space[Any], observation: Any) -> Any:  # noqa: ANN401
+    """A batch of one."""
+    if isinstance(space, spaces.Dict):
+        return {n: batch_of_one(s, observation[n]) for n, s in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        inner: Sequence[Space[Any]] = space.spaces
+        return tuple(batch_of_one(s, observation[i]) for i, s in enumerate(inner))
+    return np.asarray(observation)[None]
+
+
+def first_of(space: Space[Any], actions: Any) -> Any:  # noqa: ANN401
+    """The action of one environment from a batch of one."""
+    if isinstance(space, spaces.Dict):
+        return {n: first_of(s, actions[n]) for n, s in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(first_of(s, actions[i]) for i, s in enumerate(space.spaces))
+    return actions[0]
