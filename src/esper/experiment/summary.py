@@ -434,8 +434,11 @@ def _score_table(summary: TaskSummary) -> Table:
     title = f"{summary.task}: {summary.hosts} unseen hosts"
     if summary.tasks > 1:
         title += " of each"
-    above = ("above never", "p")
-    columns = ("return", "mean", *above, "P(above never)", "test score, %", *above)
+    # Returns of relative worlds are above never already.
+    never = [arm.returns for arm in summary.arms if arm.name == BASELINE]
+    relative = never == [Interval(0.0, 0.0, 0.0)]
+    columns = ["return", "mean", "above never", "p", "P(above never)"]
+    columns += ["test score, %", "above never", "p"]
     rows = []
     for arm in summary.arms:
         row = [_interval(arm.returns, ".3f"), f"{arm.mean.estimate:.3f}", "", "", ""]
@@ -451,6 +454,9 @@ def _score_table(summary: TaskSummary) -> Table:
                 f"{pair.test.adjusted:.2g}",
             )
         rows.append(row)
+    if relative:
+        for row in (columns, *rows):
+            del row[2]
     return _arm_table(title, columns, summary, rows)
 
 
