@@ -10,7 +10,8 @@ shadow passes first. Then it is tried whether
     export    a plain module answers alike and has as many parameters as were counted
     onnx      so does ONNX Runtime (in the plain loop: the network is what matters)
 
-A cell says "works" if all of it does; what is refused, or fails, is named below.
+A cell says "works" if all of it does; what is refused, or fails, is named below. What
+raises is tried without a Grower too, since some of it is impossible for everybody.
 """
 
 import copy
@@ -48,13 +49,24 @@ Found = dict[str, str]
 """What came of every action: "works", or what was said."""
 
 
+class NoGrower:
+    """Stands for a Grower in a loop that is tried without one."""
+
+    def loss(self, closure: Callable[[], Tensor]) -> Tensor:
+        """The user's own loss."""
+        return closure()
+
+    def follow(self, average: nn.Module) -> None:
+        """Nothing grows."""
+
+
 class Run:
-    """One network in the user's own loop."""
+    """One network in the user's own loop, which may be tried without growing."""
 
     loop = "plain loop"
 
-    def __init__(self, architecture: Architecture) -> None:
-        self.architecture = architecture
+    def __init__(self, architecture: Architecture, *, growing: bool = True) -> None:
+        self.architecture, self.growing = architecture, growing
         self.model = architecture.make()
         self.called: Callable[..., Any] = self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2)
@@ -64,8 +76,10 @@ class Run:
         """Build the Grower."""
         self.grower = self.make_grower(self.model)
 
-    def make_grower(self, model: nn.Module) -> Grower:
+    def make_grower(self, model: nn.Module) -> Any:  # noqa: ANN401
         """A Grower over the network, or over its wrapper."""
+        if not self.growing:
+            return NoGrower()
         example = self.architecture.example()
         slots = [self.architecture.slot]
         return Grower(model, self.optimizer, slots, example=example, **OPTIONS)
@@ -294,12 +308,16 @@ def tried(
         _check_export(held["run"].grower, architecture)
 
     def to_onnx() -> None:
-        _check_onnx(held["run"].grower, architecture, folder)
+        _check_onnx(held["run"].grower.export(), architecture, folder)
 
+    without: dict[Callable[[], None], Callable[[], object]] = {
+        grow: lambda: kind(architecture, growing=False).step(architecture.batch(0)),
+        to_onnx: lambda: _check_onnx(architecture.make(), architecture, folder),
+    }
     actions = [grow, save, load, resume, export, *([to_onnx] if onnx else [])]
     for action in actions:
         name = action.__name__.removeprefix("to_")
-        found[name] = _outcome(action)
+        found[name] = _outcome(action, without.get(action))
         if found["grow"] != "works":
             break
     return found
@@ -338,7 +356,9 @@ def in_lightning(architecture: Architecture, folder: Path) -> Found:
                 slot = grower.model.slots[0]
                 grower.plant(slot, architecture.blueprint, tempo="AT_ONCE")
 
-    def fit(epochs: int, resumed: str | None = None) -> tuple[Module, Any, Any]:
+    def fit(
+        epochs: int, resumed: str | None = None, *, grows: bool = True
+    ) -> tuple[Module, Any, Any]:
         growing = GrowCallback(
             [architecture.slot],
             architecture.example(),
@@ -354,7 +374,7 @@ def in_lightning(architecture: Architecture, folder: Path) -> Found:
             enable_progress_bar=False,
             enable_model_summary=False,
             enable_checkpointing=False,
-            callbacks=[growing, Plant(growing)],
+            callbacks=[growing, Plant(growing)] if grows else [],
         )
         module = Module()
         batches = [architecture.batch(index) for index in range(3)]
@@ -410,7 +430,9 @@ def in_trainer(architecture: Architecture, folder: Path) -> Found:
                 slot = grower.model.slots[0]
                 grower.plant(slot, architecture.blueprint, tempo="AT_ONCE")
 
-    def fit(epochs: int, resumed: str | None = None) -> tuple[nn.Module, Any, Any]:
+    def fit(
+        epochs: int, resumed: str | None = None, *, grows: bool = True
+    ) -> tuple[nn.Module, Any, Any]:
         growing = GrowCallback([architecture.slot], merge=False, **OPTIONS)
         where = Path(resumed).parent if resumed else folder / f"{epochs}"
         arguments = TrainingArguments(
@@ -434,7 +456,7 @@ def in_trainer(architecture: Architecture, folder: Path) -> Found:
             arguments,
             train_dataset=data,
             eval_dataset=data[:8],
-            callbacks=[growing, Plant(growing)],
+            callbacks=[growing, Plant(growing)] if grows else [],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=resumed)
@@ -491,7 +513,7 @@ def _framework(
         continued, *_ = resume()
         _check_same_weights(net(whole), net(continued))
 
-    found = {"grow": _outcome(grow)}
+    found = {"grow": _outcome(grow, lambda: fit(1, grows=False))}
     if found["grow"] == "works":
         found |= {
             "save": _outcome(saving),
@@ -577,10 +599,10 @@ def _check_export(grower: Grower, architecture: Architecture) -> None:
     _check_alike(grower.model.host, plain, architecture, CLOSE)
 
 
-def _check_onnx(grower: Grower, architecture: Architecture, folder: Path) -> None:
+def _check_onnx(plain: nn.Module, architecture: Architecture, folder: Path) -> None:
     import onnxruntime
 
-    plain, example = grower.export().eval(), architecture.example()
+    plain, example = plain.eval(), architecture.example()
     file = str(folder / "model.onnx")
     with open(os.devnull, "w") as nowhere, _stdout(nowhere):
         torch.onnx.export(plain, (), file, kwargs=example, dynamo=True, verbose=False)
@@ -607,8 +629,17 @@ def _stdout(stream: Any) -> Iterator[None]:  # noqa: ANN401
         sys.stdout = before
 
 
-def _outcome(action: Callable[[], None]) -> str:
-    """That it works, or the first line of what was raised."""
+def _outcome(
+    action: Callable[[], None], without: Callable[[], object] | None = None
+) -> str:
+    """That it works, or the first line of what was raised, without a Grower too."""
+    said = _raised(action)
+    if said.startswith("fails") and without is not None and _raised(without) == said:
+        return said.replace("fails", "fails without a Grower too", 1)
+    return said
+
+
+def _raised(action: Callable[[], object]) -> str:
     try:
         action()
     except EsperError as error:
@@ -628,10 +659,19 @@ def _quiet() -> None:
 
 
 def _markdown(report: Report) -> str:
-    """The table and its notes."""
+    """A page with the table and its notes."""
+    head = (
+        "# Architectures and loops\n\n"
+        "Written by `python -m benchmarks architectures --table docs/architectures.md`."
+        "\nTwelve small networks, each grown in eight kinds of training loops, then "
+        "saved, loaded,\nresumed and exported; ONNX is tried on the export of the "
+        "plain loop.\n"
+    )
     lines = [" | ".join(map(str, row)) for row in (report.columns, *report.rows)]
     lines.insert(1, "|".join("---" for _ in report.columns))
-    return "\n".join([*(f"| {line} |" for line in lines), "", *report.notes, ""])
+    table = [f"| {line} |" for line in lines]
+    notes = [f"- {note}" for note in report.notes]
+    return "\n".join([head, *table, "", *notes, ""])
 
 
 if __name__ == "__main__":

@@ -228,6 +228,7 @@ _LANGUAGE: Mapping[str, Any] = {
     "vocab_size": TOKENS,
     "bos_token_id": 0,
     "eos_token_id": 1,
+    "use_cache": False,  # what generation keeps has no place in a graph of ONNX
 }
 
 ARCHITECTURES: Mapping[str, Architecture] = {

@@ -285,6 +285,8 @@ def test_summary_receipts_and_export_count_the_same():
     assert grower.model.count().parameters > plain
     assert sum(p.numel() for p in grower.export().parameters()) == plain
     assert f"an export has {plain:,} parameters" in grower.summary()
+    line = f"metric 0.5, loss {decision.loss:.4g}, {plain:,} parameters; wait"
+    assert line in str(decision)
 
 
 def test_a_metric_that_is_none_is_refused_and_nothing_happens():

@@ -27,6 +27,8 @@ from transformers import (  # noqa: E402
     T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 from esper.huggingface import GrowCallback, merge_into_model  # noqa: E402
@@ -133,7 +135,17 @@ class Sentences(Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def train(folder, callback, model, resume=None, **options):
+class Pictures(Sentences):
+    """One class per brightness."""
+
+    def __getitem__(self, index):
+        return {
+            "pixel_values": torch.full((3, 4, 4), index % 2 - 0.5),
+            "labels": torch.tensor(index % 2),
+        }
+
+
+def train(folder, callback, model, resume=None, data=Sentences, **options):
     usual = {
         "num_train_epochs": 4, "eval_strategy": "epoch", "save_strategy": "epoch",
         "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2,
@@ -144,8 +156,8 @@ def train(folder, callback, model, resume=None, **options):
     trainer = Trainer(
         model,
         args,
-        train_dataset=Sentences(64),
-        eval_dataset=Sentences(16),
+        train_dataset=data(64),
+        eval_dataset=data(16),
         callbacks=[callback],
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -198,6 +210,28 @@ def test_a_checkpoint_holds_what_has_grown_and_is_resumed_to_the_bit(kept, tmp_p
     last = tmp_path / "whole" / "checkpoint-16" / "model.safetensors"
     loaded = esper.load(last, gpt2(2)).eval()
     assert torch.equal(loaded(IDS).logits, first.model.eval()(IDS).logits)
+
+
+def vit():
+    config = ViTConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+        image_size=4, patch_size=2, num_labels=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return ViTForImageClassification(config)
+
+
+def test_a_model_that_is_saved_under_former_names_is_resumed_too(tmp_path):
+    whole, part = (growing(merge=False) for _ in range(2))
+    first = train(tmp_path, whole, vit(), data=Pictures)
+    saved = tmp_path / "checkpoint-8"
+    second = train(tmp_path, part, vit(), resume=str(saved), data=Pictures)
+    assert len(first.model.esper_seeds) > 0
+    assert everything(second.model, second.optimizer.optimizer) == everything(
+        first.model, first.optimizer.optimizer
+    )
+    last = esper.load(tmp_path / "checkpoint-16" / "model.safetensors", vit())
+    assert everything(last) == everything(first.model)
 
 
 def test_layers_of_different_sizes_are_kept_and_one_line_says_so(tmp_path, caplog):

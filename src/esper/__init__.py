@@ -24,10 +24,10 @@ _HOMES: Final = {
     "blueprint": "esper.growth.blueprints.registry",
     "check_blueprint": "esper.growth.blueprint_checks",
     "fit": "esper.experiment.fit",
-    "load": "esper.growth.grown",
+    "load": "esper.growth.rebuilding",
     "load_controller": "esper.experiment.controllers",
-    "rebuild": "esper.growth.grown",
-    "save": "esper.growth.grown",
+    "rebuild": "esper.growth.rebuilding",
+    "save": "esper.growth.rebuilding",
     "suggest_slots": "esper.growth.suggestions",
 }
 

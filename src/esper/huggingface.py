@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -28,7 +29,9 @@ from esper.contracts.errors import BadInput
 from esper.grower import Grower
 from esper.growth.blueprints.registry import first_line
 from esper.growth.export import Branches
-from esper.growth.grown import NAME, grown_part
+from esper.growth.grown import grown_part
+from esper.growth.rebuilding import save
+from esper.growth.saved_topology import NAME
 from esper.growth.tracing import Example, kept_randomness
 
 try:
@@ -41,6 +44,7 @@ except ImportError as error:  # pragma: no cover
 
 FILE: Final = "esper.pt"
 """What a checkpoint of the Trainer holds beside its own files."""
+WEIGHTS: Final = "model.safetensors"
 ROWS: Final = 2
 """Rows of the training data that make an example."""
 WIDTHS: Final = (
@@ -174,6 +178,7 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
         args: Any,  # noqa: ANN401
         state: Any,  # noqa: ANN401
         control: Any,  # noqa: ANN401
+        model: nn.Module,
         **_: object,
     ) -> None:
         """Put beside the Trainer's files what they do not hold."""
@@ -182,6 +187,7 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
         own = f"host.{NAME}."
         seeds = {n: t for n, t in saved["model"].items() if n.startswith(own)}
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        _keep_names(folder / WEIGHTS, model)
         part = folder / f".{FILE}.part"
         torch.save({**saved, "model": seeds, "step": state.global_step}, part)
         part.replace(folder / FILE)
@@ -355,6 +361,19 @@ def _plain_state(optimizer: Optimizer) -> Callable[[], dict[str, Any]]:
         return {"state": {}, "param_groups": groups}
 
     return state_dict
+
+
+def _keep_names(file: Path, model: nn.Module) -> None:
+    """Write a model's weights anew if the Trainer has given them other names.
+
+    It saves some models, such as ViT, under the names of former versions, and does not
+    find these when it resumes.
+    """
+    if file.exists():
+        with safe_open(file, "pt") as saved:
+            renamed = {*saved.keys()} - model.state_dict().keys()
+        if renamed:
+            save(model, file)
 
 
 class _NoLoss(Exception):  # noqa: N818

@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from esper.contracts.errors import BadInput
 from esper.grower import Grower
-from esper.growth.grown import NAME, grown_part
+from esper.growth.grown import grown_part
 from esper.growth.model import GrowingModel
+from esper.growth.saved_topology import NAME
 from esper.growth.tracing import Example
 
 try:

@@ -34,6 +34,18 @@ def test_what_has_not_grown_is_noticed(tmp_path):
     assert found == {"grow": "fails: RuntimeError: what is saved has not grown"}
 
 
+class Broken(Run):
+    """A loop that nobody can run."""
+
+    def step(self, batch):
+        raise ValueError("no")
+
+
+def test_what_fails_without_a_grower_too_is_told_apart(tmp_path):
+    found = tried(Broken, ARCHITECTURES["MLP"], tmp_path, onnx=False)
+    assert found == {"grow": "fails without a Grower too: ValueError: no"}
+
+
 def test_what_does_not_work_is_numbered_and_named():
     found = {("MLP", loop): dict.fromkeys(ACTIONS, "works") for loop in LOOPS}
     found["MLP", Run.loop]["onnx"] = "refused: no."
@@ -51,4 +63,4 @@ def test_every_architecture_works_in_every_loop_or_is_refused():
     pytest.importorskip("transformers")
     report = run(skip_onnx=True)
     assert len(report.rows) == len(ARCHITECTURES)
-    assert not [note for note in report.notes if "fails" in note]
+    assert not [note for note in report.notes if "fails:" in note]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+import esper
 from esper.cli import COMMANDS
 from tests.cli.calls import call, refused
 
@@ -14,7 +15,8 @@ REFUSED = [
     (("tran",), "did you mean 'train'"),
     (("evalute",), "did you mean 'evaluate'"),
     (("--hlp",), "did you mean '--help'"),
-    (("--version=3", "train"), "there is no option '--version'"),
+    (("--verbose=3", "train"), "there is no option '--verbose'"),
+    (("--version=3", "train"), "ignored explicit argument '3'"),
     (("evaluate", "--controler", "never"), "did you mean '--controller'"),
     (("evaluate", "--hosts", "0"), "--hosts must be greater than or equal to 1"),
     (("evaluate", "--hosts", "9" * 99), "--hosts must be less than or equal to 65536"),
@@ -81,6 +83,7 @@ def test_a_file_that_is_there_is_not_grown_over(capsys, tmp_path):
 def test_every_command_has_help_with_examples_and_is_named(capsys):
     whole = call(capsys, "--help")
     assert whole.code == 0
+    assert call(capsys, "--version").out == f"esper {esper.__version__}\n"
     for name, command in COMMANDS.items():
         result = call(capsys, name, "--help")
         assert (result.code, result.err) == (0, "")

@@ -9,6 +9,7 @@ from argparse import RawDescriptionHelpFormatter
 from collections.abc import Collection, Sequence
 from typing import Final
 
+from esper import __version__
 from esper.cli.arguments import Parser
 from esper.cli.commands import COMMANDS
 from esper.cli.output import (
@@ -83,6 +84,7 @@ def parser(complete: Collection[str] = ()) -> Parser:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    whole.add_argument("--version", action="version", version=f"esper {__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
     for name, command in COMMANDS.items():
         own = commands.add_parser(

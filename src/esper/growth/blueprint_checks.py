@@ -31,10 +31,11 @@ from esper.growth.blueprints.registry import (
 )
 from esper.growth.blueprints.seed import Cost, build, misfit
 from esper.growth.export import export
-from esper.growth.grown import host_parameters, host_tensors, seed_middle
+from esper.growth.grown import host_parameters, seed_middle
 from esper.growth.hooks import shadow_gradients
 from esper.growth.macs import count_macs
 from esper.growth.model import GrowingModel
+from esper.growth.saved_topology import host_tensors
 from esper.growth.tracing import Example, call, eval_outputs, isolated, tensors_of
 
 SHADOW_STEPS: Final = 5

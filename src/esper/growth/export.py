@@ -33,12 +33,13 @@ from esper.contracts.errors import BadInput, CallOrder
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.registry import first_line
 from esper.growth.blueprints.seed import FormSeed
-from esper.growth.grown import NAME, grown_part
+from esper.growth.grown import grown_part
 from esper.growth.hooks import ADD, Branch, SlotHooks
 from esper.growth.host_layers import kernel_of, turned, write_sizes
 from esper.growth.merging import why_no_merge
 from esper.growth.middle import NORMS, every_step
 from esper.growth.model import GrowingModel
+from esper.growth.saved_topology import NAME
 from esper.growth.slots import InsertionPoint
 from esper.growth.tracing import Example, eval_outputs
 

@@ -5,24 +5,19 @@
 
 So `parameters`, `state_dict`, `to`, `deepcopy`, pickling and averaging see what grew.
 Loading a grown state into a host that has a `Grown` first rebuilds the topology; all of
-it is validated before anything changes. `rebuild` does so for a plain host, `save` and
-`load` with a safetensors file: for inference, without optimiser or example.
+it is validated before anything changes. `growth.rebuilding` does so for a plain host.
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from math import inf, isfinite
-from pathlib import Path
 from typing import Any, Final
 from weakref import ref
 
 import torch
 from pydantic import TypeAdapter
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from esper.contracts.blueprints import Blueprint, Form
@@ -32,21 +27,21 @@ from esper.growth import lifecycle
 from esper.growth.blueprints.forms import cross_layer
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.layers import Layer
-from esper.growth.blueprints.registry import find, first_line
+from esper.growth.blueprints.registry import first_line
 from esper.growth.blueprints.seed import FormSeed, build, misfit
 from esper.growth.hooks import Branch, Flow, SlotHooks
-from esper.growth.host_layers import fit_sizes, units_of
+from esper.growth.host_layers import units_of
 from esper.growth.lifecycle import SeedStates
-from esper.growth.middle import new_middle, restore_middle
-from esper.growth.slots import InsertionPoint, parse
+from esper.growth.middle import new_middle
+from esper.growth.saved_topology import (
+    FORMAT,
+    HINT,
+    NAME,
+    check_tensors,
+    read_topology,
+)
+from esper.growth.slots import InsertionPoint
 
-NAME: Final = "esper_seeds"
-"""The submodule of a host that holds what has grown."""
-HINT: Final = "load it with esper.rebuild(host, state_dict)"
-"""A key of a grown state, so that torch's refusal to load it says what to do."""
-TOPOLOGY: Final = f"{NAME}._extra_state"
-FORMAT: Final = 1
-"""Version of a saved topology."""
 GEOMETRY: Final = TypeAdapter(Geometry)
 
 Change = Callable[[], None]
@@ -475,7 +470,7 @@ class Grown(nn.ModuleDict):
             raise BadInput(
                 f"the saved seeds cannot be built: {first_line(error)}"
             ) from error
-        _check_tensors(self.host, aside, state, prefix)
+        check_tensors(self.host, aside, state, prefix)
         return topology
 
     def check_slots(self, topology: Mapping[str, Any]) -> None:
@@ -559,233 +554,6 @@ def host_parameters(host: nn.Module) -> dict[str, nn.Parameter]:
     """A host's own parameters, without those of seeds."""
     named = host.named_parameters()
     return {name: p for name, p in named if not name.startswith(f"{NAME}.")}
-
-
-def host_tensors(host: nn.Module) -> dict[str, Tensor]:
-    """A host's own state, without that of seeds."""
-    state = host.state_dict()
-    return {name: t for name, t in state.items() if not name.startswith(f"{NAME}.")}
-
-
-# In one line.
-
-
-def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
-    """A plain host with the seeds and weights of a grown one's `state_dict()`.
-
-    Args:
-        host: As it was before anything grew; it is changed and returned.
-        state_dict: Of a grown host, of an export in which all seeds were merged (layers
-            get its sizes), or of a plain one.
-    """
-    if not isinstance(host, nn.Module) or not isinstance(state_dict, Mapping):
-        raise BadInput("rebuild takes the plain host and a state_dict.")
-    attached: list[Grown] = []
-    state_dict = _with_tied(host, state_dict)
-    topologies = [n for n in state_dict if n.endswith(TOPOLOGY)]
-    if not topologies and any(n.startswith(f"{NAME}.") for n in state_dict):
-        raise BadInput(
-            "this is the state of an export in which not all seeds were merged; save "
-            "that one whole with torch.save(module, path), or the host with esper.save."
-        )
-    put_back = None
-    try:
-        for name in topologies:
-            prefix = name.removesuffix(TOPOLOGY)
-            attached.append(_attached(host, state_dict, prefix))
-        if not topologies:
-            put_back = fit_sizes(host, state_dict)
-        host.load_state_dict(state_dict)
-    except BaseException:
-        for grown in attached:
-            grown.detach()
-        if put_back is not None:
-            put_back()
-        raise
-    return host
-
-
-def _with_tied(host: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with all names of tied weights, of which some formats save one."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in host.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    tied = {
-        name: state[saved]
-        for alike in names.values()
-        for saved in [n for n in alike if n in state][:1]
-        for name in alike
-        if name not in state
-    }
-    return {**state, **tied}
-
-
-def _attached(host: nn.Module, state: Mapping[str, Any], prefix: str) -> Grown:
-    """A host, or a part of it by its prefix, ready for the seeds that a state has."""
-    try:
-        part = host.get_submodule(prefix.removesuffix("."))
-    except AttributeError as error:
-        raise BadInput(f"the host has no module {prefix[:-1]!r}.") from error
-    if grown_part(part) is not None:
-        raise BadInput("the host has grown already; pass a plain one.")
-    topology = read_topology(state, prefix)
-    assert topology is not None
-    places = tuple(_saved_place(n, at, part) for n, at in topology["places"].items())
-    kinds = [*dict.fromkeys(find(seed["blueprint"]) for seed in topology["seeds"])]
-    grown = Grown(part, places, topology["slots"], kinds)
-    grown.validated(state, prefix)
-    grown.attach()
-    return grown
-
-
-def save(model: nn.Module, path: str | Path) -> None:
-    """Write a network, grown or not, to a safetensors file; whole or not at all."""
-    if not isinstance(model, nn.Module):
-        raise BadInput(f"save takes a module, got {type(model).__name__}.")
-    path = Path(path)
-    state = {
-        name: value.detach().clone(memory_format=torch.contiguous_format)
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor)
-    }
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        save_file(state, beside)
-        with beside.open("rb+") as file:
-            os.fsync(file.fileno())  # or a power cut leaves an empty file
-        beside.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise BadInput(f"cannot write {path.name!r}: {first_line(error)}") from error
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def load(path: str | Path, host: nn.Module) -> nn.Module:
-    """The network that `save` has written, grown on a plain host."""
-    try:
-        state = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise BadInput(
-            f"{Path(path).name!r} cannot be read: {first_line(error)}"
-        ) from error
-    return rebuild(host, state)
-
-
-def read_topology(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any] | None:
-    """The topology in a host's state; None if nothing has grown in it."""
-    raw = state.get(f"{prefix}{TOPOLOGY}")
-    if raw is None:
-        lost = [name for name in state if name.startswith(f"{prefix}{NAME}.")]
-        if lost:
-            raise BadInput(f"the state has {lost[0]!r} but no topology; it is damaged.")
-        return None
-    try:
-        topology: dict[str, Any] = json.loads(bytes(raw.cpu().tolist()))
-        _check_topology(topology)
-    except BadInput:
-        raise
-    except Exception as error:
-        raise BadInput(
-            f"the topology of the saved network is damaged: {first_line(error)}"
-        ) from error
-    return topology
-
-
-def _check_topology(topology: dict[str, Any]) -> None:
-    if topology["format"] != FORMAT:
-        raise BadInput("the network was saved by another version of Esper.")
-    seen = set[str]()
-    names = {field.name for field in fields(SeedStates)} - {"blueprint"}
-    for seed in topology["seeds"]:
-        slot, state = seed["slot"], seed["state"]
-        numbers = [value for value in state.values() if not isfinite(value)]
-        whole = all(
-            isinstance(value, int) and value >= 0
-            for name, value in state.items()
-            if not name.startswith("alpha")
-        )
-        wrong = ""
-        if slot in seen or slot not in topology["slots"]:
-            wrong = "is named twice or unknown"
-        elif set(state) != names or numbers or not whole:
-            wrong = "has a state that is none"
-        elif state["stage"] not in {*Stage} - {Stage.DORMANT}:
-            wrong = f"is in stage {state['stage']}, which does not exist"
-        elif not all(0 <= state[n] <= 1 for n in names if n.startswith("alpha")):
-            wrong = "has an alpha outside [0, 1]"
-        elif state["style"] > 1 or state["curve"] >= len(lifecycle.CURVES):
-            wrong = "has a style or curve that does not exist"
-        elif not isinstance(seed["size"], int) or seed["size"] < 0:
-            wrong = f"has size {seed['size']}"
-        if wrong:
-            raise BadInput(f"the seed in {slot!r} of the saved network {wrong}.")
-        seen.add(slot)
-        find(seed["blueprint"])
-
-
-def _check_tensors(
-    host: nn.Module, grown: Grown, state: Mapping[str, Any], prefix: str
-) -> None:
-    """Refuse tensors that are not all that a host with these seeds has."""
-    own = host_tensors(host)
-    kept = {
-        name.removeprefix(prefix)
-        for name in state
-        if name.startswith(prefix) and not name.startswith(f"{prefix}{NAME}.")
-    }
-    for name in sorted({*own} ^ kept):
-        raise BadInput(
-            f"the saved host is another one: {name} was "
-            f"{'absent and is here' if name in own else 'there and is absent'}."
-        )
-    seeds = nn.ModuleDict.state_dict(grown) if len(grown) else {}
-    extra = ("_extra_state", HINT)
-    seeds = {f"{NAME}.{n}": t for n, t in seeds.items() if n not in extra}
-    begun = f"{prefix}{NAME}."
-    found = {
-        name.removeprefix(prefix): value
-        for name, value in state.items()
-        if name.startswith(begun) and name.removeprefix(begun) not in extra
-    }
-    odd = sorted({*seeds} ^ {*found})
-    if odd:
-        missing = odd[0] in seeds
-        raise BadInput(
-            f"the saved seeds {'lack' if missing else 'have an unknown'} {odd[0]!r}."
-        )
-    for name, mine in {**own, **seeds}.items():
-        value = state.get(f"{prefix}{name}", mine)
-        if not isinstance(mine, Tensor):
-            continue
-        if not isinstance(value, Tensor):
-            raise BadInput(f"{name} of the saved network is no tensor.")
-        if value.shape != mine.shape:
-            raise BadInput(
-                f"the saved host is another one: {name} was {[*value.shape]} and is "
-                f"{[*mine.shape]}."
-            )
-        if value.is_floating_point() and name in seeds and not value.isfinite().all():
-            raise BadInput(f"{name} of the saved network is not finite.")
-
-
-def _saved_place(
-    name: str, saved: Mapping[str, Any], host: nn.Module
-) -> InsertionPoint:
-    site = parse(name)
-    try:
-        return InsertionPoint(
-            site=site,
-            geometry=GEOMETRY.validate_python(saved["geometry"]),
-            inlet=host.get_submodule(site.inlet),
-            outlet=host.get_submodule(site.outlet),
-            middle=restore_middle(saved["middle"], host),
-            recipe=tuple(saved["middle"]),
-            depth=float(saved["depth"]),
-        )
-    except (AttributeError, KeyError, ValueError) as error:
-        raise BadInput(
-            f"the host does not fit the saved network at {name!r}: {first_line(error)}"
-        ) from error
 
 
 def slot_number(name: str) -> int:

@@ -41,6 +41,14 @@ class GrowthDecision:
         """Whether anything changed."""
         return self.grew
 
+    def __str__(self) -> str:
+        """One line."""
+        why = f" ({self.why_not})" if self.why_not else ""
+        return (
+            f"decision {self.step}: metric {self.metric:.4g}, loss {self.loss:.4g}, "
+            f"{self.parameters:,} parameters; {self.action}{why}"
+        )
+
 
 PLAIN: Final = TypeAdapter(list[GrowthDecision])
 """Decisions as plain data, for saving, and back."""

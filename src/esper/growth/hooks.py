@@ -143,7 +143,10 @@ class SlotHooks:
     def branches(self, branches: Mapping[int, Branch]) -> None:
         on = bool(branches)
         if on is not bool(self._branches) and "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # compiled hosts do not look for new hooks
+            # Code that was compiled for one layer serves others of its kind, whatever
+            # their hooks (BERT's blocks), unless guards for hooks are asked for.
+            torch._dynamo.config.skip_nnmodule_hook_guards = False
+            torch.compiler.reset()
         self._branches = dict(sorted(branches.items()))
         for hook in self._hooks:
             hook.switch(on=on)

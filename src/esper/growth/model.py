@@ -28,17 +28,12 @@ from esper.growth import lifecycle
 from esper.growth.blueprints.layers import Layer
 from esper.growth.blueprints.registry import find
 from esper.growth.blueprints.seed import Cost, FormSeed, cost, misfit
-from esper.growth.grown import (
-    NAME,
-    Follower,
-    Grown,
-    grown_part,
-    seed_middle,
-)
+from esper.growth.grown import Follower, Grown, grown_part, seed_middle
 from esper.growth.hooks import ADD, Flow, SlotHooks
 from esper.growth.host_layers import units_of
 from esper.growth.lifecycle import SeedStates
 from esper.growth.merging import why_no_merge
+from esper.growth.saved_topology import NAME
 from esper.growth.slots import InsertionPoint, Survey, survey
 from esper.growth.suggestions import choose_slots
 from esper.growth.tracing import Example, eval_outputs

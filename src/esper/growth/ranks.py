@@ -19,7 +19,7 @@ from torch.autograd.variable import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from esper.contracts.errors import BadInput, CallOrder
-from esper.growth.grown import NAME
+from esper.growth.saved_topology import NAME
 from esper.growth.slots import check_host
 
 

@@ -24,7 +24,6 @@ from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionMasks, ActionS
 from esper.contracts.errors import BadInput, IllegalAction
 from esper.contracts.stages import Stage, StageChanged
 from esper.growth.grown import (
-    NAME,
     Change,
     Follower,
     Grown,
@@ -34,6 +33,7 @@ from esper.growth.grown import (
 from esper.growth.model import GrowingModel
 from esper.growth.optimiser import OptimizerSurgery
 from esper.growth.ranks import Ranks
+from esper.growth.saved_topology import NAME
 
 VERBS = {
     Op.ADVANCE: "advance",
