@@ -16,6 +16,7 @@ raises is tried without a Grower too, since some of it is impossible for everybo
 
 import copy
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -645,7 +646,7 @@ def _raised(action: Callable[[], object]) -> str:
     except EsperError as error:
         return f"refused: {error}"
     except Exception as error:  # whatever it is, it is the outcome
-        lines = str(error).strip().splitlines() or [""]
+        lines = re.sub(r"\x1b\[\d+m", "", str(error)).strip().splitlines() or [""]
         return f"fails: {type(error).__name__}: {lines[0][:160]}"
     return "works"
 
