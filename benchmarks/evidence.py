@@ -8,12 +8,10 @@ all parts, and tables are made of it alone; `--verify` trains a sample of it aga
 
 import json
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from io import BytesIO
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -42,6 +40,7 @@ from esper.experiment.judging import judge, judge_plain, times_as_wide, widened
 from esper.experiment.progress import Progress
 from esper.experiment.record import read_recordings
 from esper.experiment.records import LADDER, Judged
+from esper.experiment.workers import workers
 from esper.tamiyo.registry import SHIPPED, Maker
 from esper.tamiyo.shipped import shipped
 from esper.tasks.catalogue import task as find_task
@@ -65,6 +64,8 @@ RULES: Final = ("by-rent", "timetable-by-rent")
 KNOWN: Final = WorldSettings(at_once=True, slots=6, budget=15.0)
 UNKNOWN: Final = replace(KNOWN, stop="anytime", clock="compute")
 WORLDS: Final = {"known": KNOWN, "unknown": UNKNOWN, "scale": UNKNOWN}
+LONGEST: Final = 3600.0
+"""Seconds that a part may take."""
 TOLERANCE: Final = 0.01
 """Mean difference of test scores between a part and the same trained again, at most:
 another processor rounds differently, and training amplifies it."""
@@ -121,8 +122,9 @@ def run(
     """Count what is missing, write the ledger, and print its tables.
 
     Args:
-        known: Controllers for a known end: folders of runs, or `tamiyo`.
-        unknown: Controllers for an unknown end.
+        known: Controllers for a known end: folders of runs, or `tamiyo`; none: that
+            question is left out.
+        unknown: The same for an unknown end.
         recordings_known: Folder of recordings that regressions are fitted to; none:
             without them.
         recordings_unknown: The same for an unknown end.
@@ -140,11 +142,8 @@ def run(
     names = [*tasks.split(","), *(["mnist5k"] if mnist5k else [])]
     if timing.QUICK:
         names, hosts, drawn, processes = names[1:2], 2, 1, 1
-    learned = {
-        "known": makers(known, recordings_known),
-        "unknown": makers(unknown, recordings_unknown),
-    }
-    learned["scale"] = learned["unknown"]
+    learned = {"known": makers(known, recordings_known)}
+    learned |= dict.fromkeys(("unknown", "scale"), makers(unknown, recordings_unknown))
     if verify:
         return [verified(read_ledger(Path(ledger)), learned, sample, processes)]
     plans = {
@@ -156,6 +155,8 @@ def run(
         folder = Path(temporary if timing.QUICK else parts)
         rows = []
         for question, (own, count) in plans.items():
+            if not learned[question]:
+                continue
             planned = planned_parts(question, own, count, learned[question])
             done = counted(planned, folder, processes, question)
             rows += done
@@ -172,10 +173,11 @@ def run(
 def makers(controllers: str, recordings: str) -> dict[str, Maker]:
     """Learned arms by name: controllers, and regressions on recordings."""
     found: dict[str, Maker] = {}
-    for number, given in enumerate(controllers.split(","), start=1):
+    named = filter(None, controllers.split(","))
+    for number, given in enumerate(named, start=1):
         made = shipped() if given == SHIPPED else load_controller(given)
         found[f"{FIRST_CONTROLLER}{number}"] = made
-    if recordings:
+    if found and recordings:
         recorded = read_recordings(Path(recordings))
         for name in ("ridge", "boosting"):
             model = fitted(name, recorded, np.random.default_rng(0))
@@ -227,7 +229,7 @@ def counted(
     rows = {part.file: _read_part(folder / part.file, part) for part in parts}
     missing = [part for part in parts if rows[part.file] is None]
     with Progress([title], Console(stderr=True), unit="part") as progress:
-        for part, row in results(measured, missing, processes):
+        for part, row in results(missing, processes):
             document = json.dumps({"source": part.source(), **row.as_data()})
             publish(Disk(), folder / part.file, document.encode())
             rows[part.file] = row
@@ -236,21 +238,16 @@ def counted(
     return [row for row in rows.values() if row is not None]
 
 
-def results(
-    work: Callable[[Part], Row], parts: Sequence[Part], processes: int
-) -> Iterator[tuple[Part, Row]]:
-    """Parts and their figures, as they end."""
-    if processes == 1 or len(parts) < 2:
-        yield from ((part, work(part)) for part in parts)
-        return
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        running = {pool.submit(work, part): part for part in parts}
-        try:
-            while running:
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield running.pop(future), future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+def results(parts: Sequence[Part], processes: int) -> Iterator[tuple[Part, Row]]:
+    """Parts and their figures, in order."""
+    count = 0 if processes == 1 else processes
+    with workers(count, deadline=LONGEST) as pool:
+        rows = pool.run(_measured, parts, None, about=lambda part: part.file)
+        yield from zip(parts, rows, strict=True)
+
+
+def _measured(shared: None, part: Part) -> Row:
+    return measured(part)
 
 
 def _read_part(file: Path, part: Part) -> Row | None:
@@ -274,7 +271,6 @@ def _read_part(file: Path, part: Part) -> Row | None:
 
 def measured(part: Part) -> Row:
     """Choose the learning rate of a part, then count."""
-    torch.set_num_threads(1)
     rate = part.rates[0]
     if len(part.rates) > 1:
         tried = {
@@ -434,7 +430,7 @@ def verified(
     )
     differences = []
     parts = [part for part, _ in chosen.values()]
-    for part, again in results(measured, parts, processes):
+    for part, again in results(parts, processes):
         row = chosen[part.file][1]
         same = np.abs(row.test - again.test).max(axis=0) < 1e-6
         differences.append(float(again.test.mean() - row.test.mean()))

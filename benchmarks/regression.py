@@ -98,7 +98,7 @@ def run(recordings: str | None = None, held_out: float = 0.25) -> Report:
     if recordings is None:
         number = 2 if timing.QUICK else 24
         with TemporaryDirectory() as folder:
-            record(RecordConfig(stop="end", tasks=number), Path(folder), processes=1)
+            record(RecordConfig(stop="end", tasks=number), Path(folder))
             found = read_recordings(Path(folder))
     else:
         found = read_recordings(Path(recordings))
