@@ -7,6 +7,7 @@ import pytest
 from benchmarks.__main__ import benchmarks, main
 
 SMALLEST = {
+    "scaling": ["--count", "1"],
     "learning": ["--rounds", "1", "--envs", "8", "--processes", "1"],
 }
 OWN_TESTS = {"architectures", "evidence", "out_of_the_box", "resume"}

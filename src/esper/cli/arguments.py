@@ -158,6 +158,15 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
         help="processes that train hosts, 0: this one alone (default: one per core)",
     )
     group.add_argument(
+        "--ray",
+        nargs="?",
+        const="local",
+        default=None,
+        metavar="ADDRESS",
+        help="let a Ray cluster do it: the one at this address, or without one a "
+        "cluster that is started here (needs ray, see docs/scaling.md)",
+    )
+    group.add_argument(
         "--deadline",
         type=positive,
         default=None,

@@ -111,9 +111,10 @@ def _workers(given: dict[str, Any]) -> "Workers":
     """Who does the work; takes its options out of those that are given."""
     from esper.experiment.workers import DEADLINE, available_cores, workers
 
-    count, deadline = given.pop("workers"), given.pop("deadline")
-    count = available_cores() if count is None else count
-    return workers(count, deadline=deadline or DEADLINE)
+    count, ray = given.pop("workers"), given.pop("ray")
+    if count is None:
+        count = 0 if ray else available_cores()
+    return workers(count, ray=ray, deadline=given.pop("deadline") or DEADLINE)
 
 
 def _resume(

@@ -103,13 +103,20 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def workers(count: int, *, deadline: float = DEADLINE) -> Workers:
-    """So many worker processes; 0: none, all is done here.
+def workers(
+    count: int, *, ray: str | None = None, deadline: float = DEADLINE
+) -> Workers:
+    """So many workers; 0: none, all is done here.
 
     Args:
-        count: How many.
+        count: How many; on a Ray cluster 0 is one for each of its cores.
+        ray: The address of a Ray cluster, or "local" to start one.
         deadline: Seconds that a job may take.
     """
+    if ray is not None:
+        from esper.experiment.ray_workers import RayWorkers
+
+        return RayWorkers(count, ray, deadline)
     return Processes(count, deadline) if count else Workers()
 
 

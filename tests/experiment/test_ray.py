@@ -1,0 +1,81 @@
+"""A Ray cluster does jobs as this process does, and loses none.
+
+A cluster takes half a minute to start on two idle cores, so tests with one are slow.
+"""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from esper.contracts.errors import BadInput, WorkersTrouble
+from esper.experiment.ray_workers import do_checked_job, versions
+from esper.experiment.workers import Workers, workers
+from tests.experiment import test_workers
+from tests.experiment.test_shards import CONFIGS, assert_same, trained
+from tests.experiment.test_workers import Pair, halved, misbehave, require_number
+
+
+def test_a_cluster_without_a_token_is_refused_in_one_line(monkeypatch):
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(BadInput, match="RAY_AUTH_MODE=token on every node"):
+        workers(2, ray="192.0.2.1:6379")
+
+
+def test_another_version_on_a_node_is_refused_before_anything_is_done():
+    other = versions() | {"torch": "1.0"}
+    with pytest.raises(BadInput, match=r"this machine has '1\.0'; install"):
+        do_checked_job(other, halved, None, None)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two workers of a cluster on this machine."""
+    if find_spec("ray") is None:  # not imported: it reads its environment then
+        pytest.skip("Ray is not installed")
+    with workers(2, ray="local") as pool:
+        yield pool
+
+
+@pytest.mark.slow
+def test_ray_finds_what_this_process_finds(cluster):
+    jobs = [Pair(torch.full((3,), float(n)), n) for n in range(9)]
+    shared = Pair(torch.tensor(0.5), None)
+    here, there = ([*w.run(halved, jobs, shared)] for w in (Workers(), cluster))
+    for one, other in zip(here, there, strict=True):
+        assert torch.equal(one.left, other.left)
+        assert one.right[0] == other.right[0]
+    assert os.getpid() not in {result.right[1]["id"] for result in there}
+
+
+@pytest.mark.slow
+def test_jobs_that_ray_loses_are_done_again(cluster, tmp_path):
+    deeds = {0: ("die", 2), 1: ("raise", 2), 3: ("nonsense", 2)}
+    jobs = [(n, *deeds.get(n, ("die", 0))) for n in range(6)]
+    found = cluster.run(misbehave, jobs, str(tmp_path), check=require_number)
+    assert [*found] == [*range(6)]
+    assert len([*tmp_path.iterdir()]) == 2 + 2 + 2
+
+
+@pytest.mark.slow
+def test_a_worker_of_ray_that_is_stopped_is_replaced(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "deadline", 3)
+    jobs = [(n, "stopped", 1 if n == 3 else 0) for n in range(5)]
+    assert [*cluster.run(misbehave, jobs, str(tmp_path))] == [*range(5)]
+    assert len([*tmp_path.iterdir()]) == 1
+
+
+@pytest.mark.slow
+def test_refusals_and_trouble_are_one_line_each(cluster, tmp_path):
+    with pytest.raises(BadInput, match="job 1 is refused"):
+        [*cluster.run(test_workers.refuse, [1, 2], None)]
+    jobs = [(n, "die", 3 if n == 1 else 0) for n in range(3)]
+    with pytest.raises(WorkersTrouble, match="tried 3 times; WorkerCrashedError"):
+        [*cluster.run(misbehave, jobs, str(tmp_path))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_ray_plays_the_same_training(kind, cluster):
+    assert_same(trained(kind, [cluster]), trained(kind, [Workers()]))
