@@ -12,6 +12,7 @@ the peers cannot use; all others step environments one by one.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from time import process_time
 from typing import Any
@@ -30,6 +31,7 @@ from esper.simic.agent.ppo import PPOConfig
 
 PARTS = 4
 TURNS = 9
+OURS = "esper MinGRU"
 Side = Callable[[], object]
 
 
@@ -78,43 +80,51 @@ class EightHeads(gymnasium.Env[Any, Any]):
         return self._masks[self._step % 50]
 
 
-def run() -> Report:
-    """Steps per CPU-second of every side."""
+def run(beside: str = "") -> Report:
+    """Steps per CPU-second of every side.
+
+    Args:
+        beside: Measure only sides whose name holds this, beside ours.
+    """
     report = Report(
         "PPO, 64 environments",
         ("task", "side", "steps per CPU-second", "ours with MinGRU is"),
         notes=["128 steps, 4 epochs, 4 minibatches, layers of 64; CPU time, best turn"],
     )
-    for task, sides in tasks().items():
-        rates = measure(sides)
-        ours = rates["esper MinGRU"]
+    for task, every in tasks().items():
+        sides = {n: make for n, make in every.items() if n == OURS or beside in n}
+        if len(sides) == 1:
+            continue
+        rates = measure({name: make() for name, make in sides.items()})
+        ours = rates[OURS]
         for name, rate in rates.items():
-            times = None if name == "esper MinGRU" else f"{ours / rate:.2f}× as fast"
+            times = None if name == OURS else f"{ours / rate:.2f}× as fast"
             report.add(task, name, rate, times)
     return report
 
 
-def tasks() -> dict[str, dict[str, Side]]:
-    """What is compared on each task."""
+def tasks() -> dict[str, dict[str, Callable[[], Side]]]:
+    """What is compared on each task, not made yet."""
 
     def cartpole() -> gymnasium.Env[Any, Any]:
         return gymnasium.make("CartPole-v1", disable_env_checker=True)
 
-    memories = {"MinGRU": "mingru", "GRU": "gru", "LSTM": "lstm", "no memory": "none"}
+    memories = {OURS: "mingru", "esper GRU": "gru", "esper LSTM": "lstm"}
+    memories["esper no memory"] = "none"
     return {
         "CartPole": {
-            **{f"esper {n}": _ours(cartpole, memory) for n, memory in memories.items()},
-            "esper MinGRU, native": _ours("CartPole-v1", "mingru", "native"),
-            "RecurrentPPO": _recurrent(cartpole),
-            "plain LSTM": PlainLSTM(cartpole, *size(), PARTS).round,
+            **{name: partial(_ours, cartpole, kind) for name, kind in memories.items()},
+            f"{OURS}, native": partial(_ours, "CartPole-v1", "mingru", "native"),
+            "RecurrentPPO": partial(_recurrent, cartpole),
+            "plain LSTM": lambda: PlainLSTM(cartpole, *size(), PARTS).round,
         },
         "CartPole, masked": {
-            "esper MinGRU": _ours(MaskedCartPole, "mingru"),
-            "MaskablePPO": _maskable(MaskedCartPole),
+            OURS: partial(_ours, MaskedCartPole, "mingru"),
+            "MaskablePPO": partial(_maskable, MaskedCartPole),
         },
         "8 heads, masked": {
-            "esper MinGRU": _ours(EightHeads, "mingru"),
-            "RecurrentPPO without masks": _recurrent(EightHeads),
+            OURS: partial(_ours, EightHeads, "mingru"),
+            "RecurrentPPO without masks": partial(_recurrent, EightHeads),
         },
     }
 

@@ -204,8 +204,9 @@ def report(trainings: Sequence[Training]) -> Report:
         for side, group in _sides(trainings, task).items():
             finals = np.array([_known(t.curve)[-1] for t in group])
             middle = mean_interval([finals])
+            bounds = (middle.low, middle.high) if len(group) > 1 else (None, None)
             seconds = float(np.mean([t.cpu_seconds for t in group]))
-            figures = float(finals.mean()), middle.low, middle.high, seconds
+            figures = (middle.estimate, *bounds, seconds)
             found.add(task, side, len(group), f"{group[0].steps:,}", *figures)
     return found
 
@@ -231,8 +232,10 @@ def draw(trainings: Sequence[Training], file: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context({"svg.hashsalt": "esper", "font.size": 8}):
-        figure = Figure(figsize=(11, 5), layout="constrained")
+    from esper.report.style import LIGHT, STYLE
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(11.6, 5), layout="constrained")
         panels = figure.subplots(2, 4).flat
         for panel, (name, task) in zip(panels, TASKS.items(), strict=False):
             for side, group in _sides(trainings, name).items():
@@ -240,10 +243,14 @@ def draw(trainings: Sequence[Training], file: Path) -> None:
                 at = (np.arange(PARTS) + 0.5) / PARTS * task.steps / 1000
                 known = np.isfinite(curves).all(axis=0)
                 at, curves = at[known], curves[:, known]
-                bands = [mean_interval([column]) for column in curves.T]
-                (line,) = panel.plot(at, curves.mean(axis=0), label=side)
-                low, high = ([getattr(b, x) for b in bands] for x in ("low", "high"))
-                panel.fill_between(at, low, high, color=line.get_color(), alpha=0.2)
+                colour = LIGHT["orange" if side == OURS else "grey"]
+                panel.plot(at, curves.mean(axis=0), label=side, color=colour)
+                if len(group) > 1:
+                    bands = [
+                        mean_interval([column], resamples=500) for column in curves.T
+                    ]
+                    low, high = zip(*((b.low, b.high) for b in bands), strict=True)
+                    panel.fill_between(at, low, high, color=colour, alpha=0.2)
             panel.set_title(name)
             panel.set_xlabel("thousand steps")
             panel.legend(frameon=False)
