@@ -88,6 +88,7 @@ def test_every_command_has_help_with_examples_and_is_named(capsys):
         result = call(capsys, name, "--help")
         assert (result.code, result.err) == (0, "")
         assert result.out.startswith(f"usage: esper {name} ")
+        assert max(map(len, result.out.splitlines())) <= 80
         assert "examples:\n  e" in result.out
         assert f"esper {name}" in result.out.partition("examples:")[2]
         listed = " ".join(whole.out.partition(f"\n    {name}")[2].split())

@@ -7,6 +7,7 @@ import os
 import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Collection, Sequence
+from textwrap import fill
 from typing import Final
 
 from esper import __version__
@@ -22,7 +23,7 @@ from esper.cli.output import (
 
 EXAMPLES: Final = """\
 examples:
-  esper train                          train Tamiyo on real networks, about five minutes
+  esper train                          train Tamiyo, about five minutes
   esper train --resume NAME            go on with a run that was interrupted
   esper train --preset simulated       on the simulated world, two minutes
   esper report NAME                    a run as one page
@@ -90,7 +91,7 @@ def parser(complete: Collection[str] = ()) -> Parser:
         own = commands.add_parser(
             name,
             help=command.help,
-            description=command.description or command.help,
+            description=_wrapped(command.description or command.help),
             epilog=command.examples,
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -100,6 +101,11 @@ def parser(complete: Collection[str] = ()) -> Parser:
         if command.options and (name in complete or not command.settings):
             command.options(own)
     return whole
+
+
+def _wrapped(text: str) -> str:
+    """Paragraphs that no terminal of 80 columns breaks."""
+    return "\n\n".join(fill(part, 79) for part in text.split("\n\n"))
 
 
 __all__ = ["COMMANDS", "main", "parser"]

@@ -394,12 +394,15 @@ def completion_options(parser: ArgumentParser) -> None:
 
 
 def completion(options: Namespace) -> None:
-    """Print the script."""
+    """Print the script, with the settings of all commands that are installed."""
+    from importlib.util import find_spec
+
     import shtab
 
     from esper.cli import parser
 
-    print(shtab.complete(parser(COMMANDS), options.shell))
+    known = {*COMMANDS} - ({"ppo"} if find_spec("gymnasium") is None else set())
+    print(shtab.complete(parser(known), options.shell))
 
 
 def _given(options: Namespace) -> dict[str, Any]:
@@ -516,8 +519,8 @@ COMMANDS: Final = {
         help="train Tamiyo and compare it with controllers that do not learn; or "
         "resume a run",
         examples="""\
-A value is written as in a TOML file; text needs no quotes and a list of words no
-brackets. A range is [low, high]; the word none stands for nothing.
+A value is written as in a TOML file; text needs no quotes and a list of words
+no brackets. A range is [low, high]; the word none stands for nothing.
 
 examples:
   esper train                          as it comes, about five minutes
@@ -555,7 +558,7 @@ that comes with Esper; static: a plain network of equal size; longer: never grow
 equal work; or folders of runs that learned.""",
         examples="""\
 examples:
-  esper evaluate                       every task, every controller that does not learn
+  esper evaluate                       every task and all that do not learn
   esper evaluate --task letter,digits --hosts 32
   esper evaluate --controller never,early,static,tamiyo
   esper evaluate --controller never,early,static,runs/NAME
@@ -605,7 +608,7 @@ examples:
         help="write a run as one page that a browser opens",
         examples="""\
 examples:
-  esper report NAME                    writes runs/NAME/report.html, plots beside it
+  esper report NAME                    writes runs/NAME/report.html and plots
   esper report runs/NAME --out page.html
 """,
     ),
@@ -629,8 +632,8 @@ examples:
   esper export NAME --format csv --out tables
   esper export NAME --format controller --out tamiyo
 
-A controller is the policy of the best checkpoint, with a manifest that says how it was
-trained: the two files in which Esper's own Tamiyo comes.
+A controller is the policy of the best checkpoint, with a manifest that says
+how it was trained: the two files in which Esper's own Tamiyo comes.
 """,
     ),
     "config": Command(
@@ -640,7 +643,7 @@ trained: the two files in which Esper's own Tamiyo comes.
         help="print all settings of a training, with their meaning",
         examples="""\
 examples:
-  esper config > mine.toml             a file to edit: esper train --config mine.toml
+  esper config > mine.toml             to edit: esper train --config mine.toml
   esper config --preset thorough --tasks letter
 """,
     ),
@@ -661,7 +664,7 @@ examples:
 examples:
   esper blueprints
   esper train --world.blueprints widen_16,conv
-                                       a training in which only these can be planted
+                                       a training that plants only these
 """,
     ),
     "completion": Command(
