@@ -64,6 +64,7 @@ RULES: Final = ("by-rent", "timetable-by-rent")
 KNOWN: Final = WorldSettings(at_once=True, slots=6, budget=15.0)
 UNKNOWN: Final = replace(KNOWN, stop="anytime", clock="compute")
 WORLDS: Final = {"known": KNOWN, "unknown": UNKNOWN, "scale": UNKNOWN}
+DIGITS: Final = 16
 LONGEST: Final = 3600.0
 """Seconds that a part may take."""
 TOLERANCE: Final = 0.01
@@ -230,7 +231,7 @@ def counted(
     missing = [part for part in parts if rows[part.file] is None]
     with Progress([title], Console(stderr=True), unit="part") as progress:
         for part, row in results(missing, processes):
-            document = json.dumps({"source": part.source(), **row.as_data()})
+            document = json.dumps({"part": part.source(), **row.as_data()})
             publish(Disk(), folder / part.file, document.encode())
             rows[part.file] = row
             done = sum(found is not None for found in rows.values())
@@ -257,7 +258,7 @@ def _read_part(file: Path, part: Part) -> Row | None:
         text = file.read_text(encoding="utf-8")
     try:
         data = json.loads(text)
-        source = data.pop("source")
+        source = data.pop("part")
         row = Row.from_data(data)
     except (ValueError, KeyError, TypeError):
         raise BadInput(f"{file} is damaged; delete it to count it again.") from None
@@ -295,6 +296,7 @@ def trained(part: Part, rate: float) -> Row:
         rent=part.rent,
         rate=rate,
         parameters=part.parameters,
+        source=digest(part.maker),
         test=np.where(broken, -1.0, stops.test).round(7),
         added=np.where(broken, 0.0, added).round(7),
     )
@@ -339,12 +341,12 @@ def digest(maker: Maker | None) -> str:
     if maker is None:
         return ""
     if isinstance(maker, Regression):
-        return sha256(pickle.dumps(maker.model)).hexdigest()
+        return sha256(pickle.dumps(maker.model)).hexdigest()[:DIGITS]
     total = sha256()
     weights: Mapping[str, torch.Tensor] = maker.weights  # type: ignore[attr-defined]
     for name in sorted(weights):
         total.update(name.encode() + weights[name].contiguous().numpy().tobytes())
-    return total.hexdigest()
+    return total.hexdigest()[:DIGITS]
 
 
 # The ledger.
@@ -409,8 +411,8 @@ def verified(
     chosen: dict[str, tuple[Part, Row]] = {}
     for row in (rows[index] for index in order):
         maker = learned[row.question].get(row.arm)
-        plain = row.arm in (*BLIND, *RULES) or row.parameters is not None
-        if len(chosen) == sample or (maker is None and not plain):
+        # Another arm may have the name, or the arm is not there.
+        if len(chosen) == sample or digest(maker) != row.source:
             continue
         part = Part(
             question=row.question,

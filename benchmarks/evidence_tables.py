@@ -55,6 +55,8 @@ class Row:
     """Learning rate against the task's own."""
     parameters: int | None
     """Of a plain network of a given size."""
+    source: str
+    """Digest of a learned arm; empty if it is not learned."""
     test: Floats
     """Score on test rows, `[stop, host]`."""
     added: Floats
@@ -282,7 +284,7 @@ def draw(rows: Sequence[Row]) -> bytes:
     alt = []
     with plot_style():
         width = 250 * len(questions) + 110
-        title = "Tamiyo less each arm: share of never's errors, net of rent, 95 %"
+        title = "Tamiyo less each arm, share of errors"
         figure = new_figure(title, 26 * len(names) + 120, width)
         axes = figure.subplots(1, len(questions), sharey=True, squeeze=False)[0]
         for axis, (question, arms) in zip(axes, questions.items(), strict=True):
