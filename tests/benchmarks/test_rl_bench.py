@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import rl
+from benchmarks import rl, timing
 from benchmarks.rl_tasks import HiddenVelocity, Repeat, Scheduling, TMaze, Tools
 from esper.rl.doctor import examine
 
@@ -55,6 +55,7 @@ def test_what_the_ledger_has_is_not_trained_again(tmp_path, monkeypatch):
     task = replace(rl.TASKS["CartPole"], steps=2_048, peer=None)
     monkeypatch.setattr(rl, "TASKS", {"CartPole": task})
     monkeypatch.setattr(rl, "SEEDS", 1)
+    monkeypatch.setattr(timing, "QUICK", False)  # which other tests leave behind
     ledger, plot = tmp_path / "rl.jsonl", tmp_path / "rl.svg"
     first = rl.run(str(ledger), str(plot))
     (training,) = rl.read(ledger)

@@ -17,6 +17,7 @@ from safetensors.torch import save
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.experiment.checkpoint import (
     BLANK,
+    SCHEMA,
     CheckpointFolder,
     Manifest,
     pack,
@@ -208,7 +209,7 @@ def test_what_is_no_file_is_refused(tmp_path, kind):
 def raw(header, body=b"", **metadata):
     """A file that agrees with itself, by hand."""
     about = {"step": 1, "score": None, "facts": {}, "made_by": {}}
-    about = {"schema": "2", "manifest": json.dumps(about), **metadata}
+    about = {"schema": SCHEMA, "manifest": json.dumps(about), **metadata}
     about["sha256"] = BLANK.decode()
     header = {"__metadata__": about, **header}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -255,7 +256,7 @@ def test_every_changed_bit_shows():
                 ("more", 1),
             )
         ),
-        (raw({}, schema="3"), r"of schema '3', Esper .* reads 2; use the Esper that"),
+        (raw({}, schema="2"), r"of schema '2', Esper .* reads 3; use the Esper that"),
         (raw({}, manifest="[" * 100_000), "is damaged"),
         (raw({"a": entry()}), "tensors take [0-9]+ bytes, it has [0-9]+"),
         (

@@ -21,6 +21,7 @@ from esper.experiment.judging import (
     widened,
 )
 from esper.experiment.records import reference_of
+from esper.experiment.workers import Workers
 from esper.tasks.catalogue import task as find_task
 from esper.tasks.hosts import CnnHost, MlpHost
 from tests.experiment.test_judging import HOSTS, often_too_large, tiny
@@ -159,7 +160,7 @@ def test_hosts_of_every_kind_can_be_widened(name):
 def test_a_ladder_of_sizes_is_judged_beside_others():
     arms = ("never", "static-x1", "static-x4")
     jobs = [Job(arm, TASK, HOSTS, 0, World()) for arm in arms]
-    found = {job.arm: judged for job, judged in results_of(jobs, 1)}
+    found = {job.arm: judged for job, judged in results_of(jobs, Workers())}
     for name in ("returns", "score", "test", "training_macs"):
         same = (getattr(found[arm], name) for arm in ("never", "static-x1"))
         np.testing.assert_array_equal(*same)
