@@ -236,6 +236,12 @@ def test_a_checkpoint_is_an_arm_too_and_none_is_named_twice(tmp_path, trained):
         evaluate(config(tmp_path, controllers=twice, name="two"), quiet())
 
 
+def test_a_run_is_found_by_its_name_beside_the_evaluation(trained):
+    made = config(trained.parents[1], controllers=("fern",), name="other")
+    path, _ = evaluate(made, quiet())
+    assert {row["controller"] for row in stored(path)} == {"fern"}
+
+
 def test_a_folder_that_is_called_like_a_control_is_not_meant(tmp_path, monkeypatch):
     (tmp_path / "early").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -50,7 +50,7 @@ class EvaluateConfig:
     tasks: tuple[TaskName, ...] = ()
     """What the hosts learn; none: every task that can be judged here."""
     controllers: tuple[Text, ...] = (*CONTROLLERS, "static")
-    """Names of controllers and static controls, or folders of runs that learnt."""
+    """Controllers and static controls by name; runs that learnt by name or folder."""
     hosts: Count = 16
     """Hosts of each task."""
     rng_seed: RngSeed = 0
@@ -70,7 +70,7 @@ class EvaluateConfig:
             raise refusal("controllers is empty; name at least one.")
         for controller in self.controllers:
             known = (*NAMES, *STATIC, *LADDER, *SIZES)
-            if controller not in known and not is_folder(controller):
+            if controller not in known and not _is_run(controller, self.runs):
                 what = "controllers: there is no run or controller"
                 raise unknown(what, controller, known)
 
@@ -143,9 +143,10 @@ def evaluate(
         return run.path, skipped
 
 
-def is_folder(controller: str) -> bool:
-    """Whether a controller's name is that of a folder with a run."""
-    return "/" in controller or os.path.isdir(controller)
+def _is_run(controller: str, runs: str) -> bool:
+    """Whether a controller's name is that of a run or of its folder."""
+    places = (controller, os.path.join(runs, controller))
+    return "/" in controller or any(map(os.path.isdir, places))
 
 
 def _ready(config: EvaluateConfig) -> tuple[dict[str, Task], dict[str, str]]:
@@ -175,14 +176,15 @@ def _ready(config: EvaluateConfig) -> tuple[dict[str, Task], dict[str, str]]:
 
 def _arms(config: EvaluateConfig) -> dict[str, Maker | None]:
     """Every arm by its name; learned ones with what makes them."""
-    from esper.experiment.controllers import load_controller
+    from esper.experiment.controllers import find_controller
     from esper.tamiyo.shipped import shipped
 
     arms: dict[str, Maker | None] = {}
+    runs = Path(config.runs)
     for given in dict.fromkeys(config.controllers):
         maker, plain = None, {*CONTROLLERS, *STATIC, *LADDER, *SIZES}
         if given not in plain:
-            maker = shipped() if given == SHIPPED else load_controller(given)
+            maker = shipped() if given == SHIPPED else find_controller(given, runs)
         name = given if maker is None else maker.name
         if name in arms or (maker is not None and name in plain):
             raise refusal(f"controllers has {name!r} twice; name it once.")
