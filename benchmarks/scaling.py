@@ -32,7 +32,7 @@ CORES = (2, 64, 1_024, 10_000)
 DRAWS = 200
 """Rounds that are drawn for each number of cores."""
 SHARDS = 1_000_000
-"""Shards whose cost is told."""
+"""Shards whose cost is printed."""
 
 
 @dataclass

@@ -4,7 +4,7 @@
 
     weights, state of the world, random stream  ->  rollout, rows, state of the world
 
-It depends on nothing else, so a shard that is lost is played again, by anybody, and
+It depends on nothing else, so a shard that is lost is played again by any worker and
 gives the same bits. The random stream is keyed by run, shard and round.
 """
 

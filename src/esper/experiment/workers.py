@@ -39,11 +39,11 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 TRIES: Final = 3
-"""How often a job is given to somebody."""
+"""How often a job is tried."""
 AHEAD: Final = 4
 """Jobs per worker that may be done before the result of the first is taken."""
 DEADLINE: Final = 600.0
-"""Seconds within which a worker must have done a job, unless told otherwise."""
+"""Seconds within which a worker must have done a job by default."""
 START: Final = 120.0
 """Seconds more for a worker that is only being started."""
 PAUSE: Final = 0.5
@@ -71,7 +71,7 @@ class Workers:
             function: Does a job; of a module, if others are to do it.
             jobs: What its second argument is, one after the other.
             shared: What its first argument is, for all jobs.
-            about: What a job is, for people.
+            about: Describes a job in error messages.
             check: Raises an `EsperError` if a worker's result cannot be one.
             stop: Asked every now and then; if it says so, there are no more results.
         """
@@ -133,7 +133,7 @@ Handle = TypeVar("Handle")
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A job that somebody is doing."""
+    """A job that a worker is doing."""
 
     number: int
     until: float
@@ -211,7 +211,7 @@ class Pool(Workers, Generic[Handle]):
             except Lost as error:
                 give_again(number, str(error))
                 return
-            except EsperError as error:  # whoever does it; raised in its turn
+            except EsperError as error:  # on any worker; raised in its turn
                 results[number] = error
                 return
             try:
