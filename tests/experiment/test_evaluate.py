@@ -149,7 +149,7 @@ TWO = ("static-x1", "static-x2")
         ({"controllers": ("never", "static")}, "'static' is measured by a learned"),
         ({"controllers": ("never", "envelope")}, "name at least two of static-x1"),
         ({"controllers": (*TWO, "halving")}, "set world.clock to compute"),
-        ({"controllers": ("runs/nobody",)}, "nobody is no run"),
+        ({"controllers": ("runs/nobody",)}, "there is no run .runs/nobody"),
         ({"tasks": ("tinny",)}, "no task 'tinny'; did you mean 'tiny'"),
         ({"tasks": ("lost",)}, "pip install something"),
         ({"hosts": 0}, "hosts must be greater than or equal to 1"),
