@@ -12,9 +12,21 @@ from esper.contracts.errors import BadInput
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import WorldSettings
 from esper.experiment import pretraining
-from esper.experiment.config import RECORDINGS, Budget, TrainConfig
-from esper.experiment.pretraining import draw_trees, fit, tree_loss
-from esper.experiment.record import record_task, world_settings
+from esper.experiment.config import RECORDINGS, Budget, TrainConfig, preset
+from esper.experiment.pretraining import (
+    draw_trees,
+    fit,
+    recorded_policy,
+    tree_loss,
+)
+from esper.experiment.record import (
+    RecordConfig,
+    record,
+    record_task,
+    world_settings,
+)
+from esper.experiment.train import begin_run
+from esper.experiment.worlds import mixture_for
 from esper.simic.agent.distribution import evaluate_choices
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from tests.environment.test_growing import LONG
@@ -109,3 +121,41 @@ def test_recordings_need_a_world_in_which_seeds_take_part_at_once():
     for tasks in (("simulated",), ("teacher",)):
         with pytest.raises(BadInput, match=r"set world\.at_once"):
             TrainConfig(tasks=tasks, start_from=RECORDINGS, budget=Budget(rounds=1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Recordings with a known end."""
+    made = tmp_path_factory.mktemp("recordings")
+    record(RecordConfig(stop="end", tasks=2, scripts=4), made)
+    return made
+
+
+def family(folder, **changes):
+    return replace(
+        preset("family"), start_from=str(folder), runs=str(folder), **changes
+    )
+
+
+def test_trainings_share_the_recordings_of_a_folder(folder, monkeypatch):
+    monkeypatch.setattr(pretraining, "PASSES", 1)
+    config = family(folder, learner=replace(preset("family").learner, policy=SMALL))
+    spec = mixture_for(config).spec
+    told = []
+    weights = recorded_policy(config, spec, lambda name, *_: told.append(name))
+    assert told == ["fitting"], "nothing is recorded again"
+    again = recorded_policy(config, spec, lambda *_: None)
+    other = recorded_policy(replace(config, rng_seed=1), spec, lambda *_: None)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert not all(torch.equal(weights[name], other[name]) for name in weights)
+
+
+def test_recordings_of_another_end_are_refused_before_a_run_is_made(folder):
+    before = sorted(folder.iterdir())
+    world = replace(preset("family").world, stop="anytime", clock="compute")
+    with pytest.raises(BadInput, match=r"recorded with stop 'end', but world.stop is"):
+        begin_run(family(folder, world=world))
+    world = replace(preset("family").world, at_once=False)
+    with pytest.raises(BadInput, match=r"set world\.at_once"):
+        begin_run(family(folder, world=world))
+    assert sorted(folder.iterdir()) == before

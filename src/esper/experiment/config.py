@@ -208,7 +208,8 @@ class TrainConfig:
     """Folder in which runs are kept."""
     start_from: Text | None = WARM
     """Run whose policy to start from; "warm": half a minute of the simulated world;
-    "recordings": what grew well on tasks like the run's (with world.at_once)."""
+    "recordings": what grew well on tasks like the run's (with world.at_once); or a
+    folder of recordings that esper record made."""
     recordings: Count = 300
     """Tasks that are recorded to start from, if start_from is "recordings"."""
     budget: Budget = field(default_factory=lambda: Budget(rounds=150))

@@ -21,6 +21,7 @@ and ends are drawn anew for every host in every pass.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -29,10 +30,16 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from esper.contracts.actions import ActionSpec
+from esper.contracts.errors import BadInput
 from esper.environment.clock import stop_weights
 from esper.environment.settings import WorldSettings
 from esper.experiment.config import RECORDINGS, SIMULATED, TrainConfig, preset
-from esper.experiment.record import Recording, record_task, recorded_settings
+from esper.experiment.record import (
+    Recording,
+    read_recordings,
+    record_task,
+    recorded_settings,
+)
 from esper.experiment.streams import stream_seed
 from esper.experiment.trainer import Trainer
 from esper.experiment.workers import Workers
@@ -102,7 +109,9 @@ def recorded_policy(
     stop: Callable[[], bool] = lambda: False,
     workers: Workers | None = None,
 ) -> dict[str, Tensor] | None:
-    """Weights of a policy that was fitted to recordings of the run's tasks.
+    """Weights of a policy that was fitted to recordings.
+
+    They are those of the folder that `start_from` names, or of the run's own tasks.
 
     Args:
         config: Of the run that starts from it.
@@ -111,7 +120,10 @@ def recorded_policy(
         stop: Whether to give up; there is no policy then.
         workers: Who records; none: this process.
     """
-    recordings = _recorded(config, report, stop, workers or Workers())
+    if config.start_from == RECORDINGS:
+        recordings = _recorded(config, report, stop, workers or Workers())
+    else:
+        recordings = given_recordings(config, spec)
     if recordings is None:
         return None
     with torch.random.fork_rng(devices=[]):
@@ -127,6 +139,13 @@ def recorded_steps(config: TrainConfig) -> int:
         return 0
     tasks = map(config.world.applied_to, _recorded_tasks(config))
     return SCRIPTS * sum(task.horizon for task in tasks)
+
+
+def given_recordings(config: TrainConfig, spec: ActionSpec) -> list[Recording] | None:
+    """Recordings of the folder that a run starts from; refuses what does not fit it."""
+    if not config.world.at_once:
+        raise BadInput("seeds of recordings begin at once; set world.at_once.")
+    return read_recordings(Path(str(config.start_from)), spec, config.world.stop)
 
 
 def _recorded_tasks(config: TrainConfig) -> list[Task]:

@@ -46,6 +46,8 @@ from esper.tamiyo.scripts import Scripted, draw_scripts
 from esper.tasks.task import Task
 
 VERSION: Final = 2
+ABOUT: Final = "recording.json"
+"""File that says what a folder holds."""
 PARTS: Final[Mapping[str, type]] = {
     "host": HostStates,
     "slots": SlotStates,
@@ -252,7 +254,7 @@ def record(
         workers: Who records; none: this process. Files are the same.
         report: Called with how many tasks are done, of how many.
     """
-    about = folder / "recording.json"
+    about = folder / ABOUT
     mine = json.dumps({"version": VERSION, **asdict(config)}, indent=1)
     with storage(folder, "write"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -341,9 +343,31 @@ def unpack(name: str, data: bytes, spec: ActionSpec | None = None) -> Recording:
     return Recording(arrays, clock, scripts, facts)
 
 
-def read_recordings(folder: Path) -> list[Recording]:
-    """All recordings of a folder, in order."""
+def holds_recordings(folder: Path) -> bool:
+    """Whether a folder is one that `record` made."""
+    return (folder / ABOUT).is_file()
+
+
+def read_recordings(
+    folder: Path, spec: ActionSpec | None = None, stop: str | None = None
+) -> list[Recording]:
+    """All recordings of a folder, in order.
+
+    Args:
+        folder: That `record` made.
+        spec: The action space that they must have, if any.
+        stop: The end that they must have, known or not, if any.
+    """
     files = sorted(folder.glob("*.npz"))
     if not files:
         raise BadInput(f"{folder} has no recordings; make some with esper record.")
-    return [unpack(str(file), file.read_bytes()) for file in files]
+    found = []
+    for file in files:
+        with storage(file, "read"):
+            found.append(unpack(str(file), file.read_bytes(), spec))
+        if stop not in (None, own := found[-1].clock.stop):
+            raise BadInput(
+                f"{folder} was recorded with stop {own!r}, but world.stop is {stop!r}; "
+                f"make others with esper record --stop {stop}."
+            )
+    return found

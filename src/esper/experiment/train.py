@@ -35,10 +35,12 @@ from esper.experiment.controllers import (
 from esper.experiment.database import open_store
 from esper.experiment.judging import JUDGED, Job, stored_results, watch_job
 from esper.experiment.pretraining import (
+    given_recordings,
     recorded_policy,
     recorded_steps,
     warm_policy,
 )
+from esper.experiment.record import holds_recordings
 from esper.experiment.records import STATIC, WATCHED, Results
 from esper.experiment.run import STORE, Run
 from esper.experiment.settings import as_toml
@@ -108,8 +110,12 @@ def _describe(config: TrainConfig) -> str:
 
 def _check(config: TrainConfig) -> None:
     """Refuse what cannot be begun before anything is made."""
-    check_memory(config, check_worlds(config))
-    if config.start_from not in (None, WARM, RECORDINGS):
+    worlds = check_worlds(config)
+    check_memory(config, worlds)
+    if _starts_from_recordings(config):
+        if config.start_from != RECORDINGS:
+            given_recordings(config, worlds[0].spec)
+    elif config.start_from not in (None, WARM):
         learned = find_controller(str(config.start_from), Path(config.runs))
         if learned.config != config.learner.policy:
             raise BadInput(
@@ -118,6 +124,12 @@ def _check(config: TrainConfig) -> None:
             )
     if config.keeping.tensorboard:
         summary_writer()
+
+
+def _starts_from_recordings(config: TrainConfig) -> bool:
+    """Whether a new policy is fitted to recordings, its own or those of a folder."""
+    where = config.start_from
+    return where == RECORDINGS or (where is not None and holds_recordings(Path(where)))
 
 
 def check_memory(config: TrainConfig, worlds: Sequence[VectorWorld]) -> None:
@@ -225,7 +237,7 @@ def _start_from(config: TrainConfig, trainer: Trainer) -> None:
         if config.simulated:
             return  # that is where it is going anyway
         weights = warm_policy(config, report, trainer.interrupted)
-    elif config.start_from == RECORDINGS:
+    elif _starts_from_recordings(config):
         spec = trainer.policy.spec
         stop, workers = trainer.interrupted, trainer.workers
         weights = recorded_policy(config, spec, report, stop, workers)
