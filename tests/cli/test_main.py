@@ -5,10 +5,12 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 import esper
 from esper.cli import COMMANDS
-from tests.cli.calls import call, refused
+from esper.experiment.checkpoint import CheckpointFolder
+from tests.cli.calls import call, make_run, refused
 
 REFUSED = [
     ((), "the following arguments are required: command"),
@@ -108,6 +110,23 @@ def test_what_needs_nothing_imports_nothing_heavy(arguments):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout or done.stderr.startswith("esper: ")
+
+
+def test_runs_are_listed_without_torch(tmp_path):
+    folder = make_run(tmp_path, "mine")
+    tensors = {"weights": torch.zeros(3)}
+    CheckpointFolder(folder / "checkpoints").publish(7, tensors, {}, score=0.25)
+    script = (
+        "import sys, esper.cli\n"
+        f"assert esper.cli.main(['runs', '--runs', {str(tmp_path)!r}]) == 0\n"
+        "assert not {'torch', 'numba', 'scipy'} & set(sys.modules)\n"
+    )
+    listed = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert listed.returncode == 0, listed.stderr
+    assert "mine" in listed.stdout
+    assert "0.2500" in listed.stdout
 
 
 def test_tasks_and_blueprints_are_listed(capsys):

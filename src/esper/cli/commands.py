@@ -614,6 +614,7 @@ examples:
     ),
     "runs": Command(
         run=runs,
+        torch=False,
         options=runs_options,
         help="list runs: how far they are, how good, how large",
         examples="""\

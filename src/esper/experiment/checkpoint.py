@@ -21,20 +21,17 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from io import BufferedIOBase
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import torch
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as validated
-from safetensors.torch import save as save_bytes
-from torch import Tensor
 
 from esper import __version__
 from esper.contracts.errors import BadInput, NotFinite, StorageTrouble
-from esper.contracts.state import Tensors, check_fit
 from esper.experiment.files import (
     Disk,
     discard,
@@ -45,6 +42,11 @@ from esper.experiment.files import (
 )
 from esper.experiment.messages import one_line, quoted, short
 
+if TYPE_CHECKING:  # a list of runs reads headers, and is there at once without torch
+    from torch import Tensor
+
+    from esper.contracts.state import Tensors
+
 SCHEMA: Final = "3"
 MAX_HEADER: Final = 1 << 20
 MAX_BYTES: Final = 4 << 30
@@ -52,17 +54,17 @@ MAX_BYTES: Final = 4 << 30
 PIECE: Final = 1 << 20
 """Bytes that are read at once to verify a digest."""
 KINDS: Final = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I16": ("int16", 2),
+    "I32": ("int32", 4),
+    "I64": ("int64", 8),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F32": ("float32", 4),
+    "F64": ("float64", 8),
 }
-"""What tensors may hold, by the names that safetensors has for it."""
+"""What tensors may hold, by the names of safetensors: its name in torch, its bytes."""
 MAY_BE_NAN: Final = "first_loss"
 """End of the names of tensors that are NaN before the first loss of an episode."""
 BLANK: Final = b"0" * 64
@@ -95,7 +97,7 @@ class Entry:
     @property
     def bytes(self) -> int:
         """How many it takes."""
-        return prod(self.shape) * KINDS[self.dtype].itemsize
+        return prod(self.shape) * KINDS[self.dtype][1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,7 @@ class Loaded:
 
     path: Path
     manifest: Manifest
-    tensors: Tensors = field(repr=False)
+    tensors: "Tensors" = field(repr=False)
     rejected: tuple[str, ...] = ()
     """Why newer ones were passed over, one line each."""
 
@@ -134,7 +136,7 @@ class CheckpointFolder:
     def publish(
         self,
         step: int,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, "Tensor"],
         facts: Mapping[str, Any],
         *,
         score: float | None = None,
@@ -148,7 +150,7 @@ class CheckpointFolder:
             score: How good this state is, if that was measured.
         """
         target = self._file(step)
-        made_by = {"esper": __version__, "torch": str(torch.__version__)}
+        made_by = {"esper": __version__, "torch": version("torch")}
         manifest = Manifest(step=step, score=score, facts=dict(facts), made_by=made_by)
         data = pack(tensors, manifest)
         with storage(target, "save"):
@@ -170,7 +172,7 @@ class CheckpointFolder:
         return target
 
     def latest(
-        self, like: Mapping[str, Tensor] | None = None, within: str = ""
+        self, like: Mapping[str, "Tensor"] | None = None, within: str = ""
     ) -> Loaded | None:
         """The newest that verifies, with what was passed over; None if there is none.
 
@@ -179,7 +181,7 @@ class CheckpointFolder:
         return self._first_good(reversed(self.steps()), [], like, within)
 
     def best(
-        self, like: Mapping[str, Tensor] | None = None, within: str = ""
+        self, like: Mapping[str, "Tensor"] | None = None, within: str = ""
     ) -> Loaded | None:
         """That of the highest score that verifies, the earliest of equals.
 
@@ -196,7 +198,7 @@ class CheckpointFolder:
     def load(
         self,
         which: int | Path,
-        like: Mapping[str, Tensor] | None = None,
+        like: Mapping[str, "Tensor"] | None = None,
         within: str = "",
     ) -> Loaded:
         """One checkpoint; refuses unless all verifies.
@@ -249,7 +251,7 @@ class CheckpointFolder:
         self,
         steps: Iterable[int],
         rejected: list[str],
-        like: Mapping[str, Tensor] | None,
+        like: Mapping[str, "Tensor"] | None,
         within: str,
     ) -> Loaded | None:
         """The first that verifies, with why others do not; None if there are none."""
@@ -364,9 +366,9 @@ def _untrusted(name: str, why: str) -> BadInput:
 def read_checkpoint(
     name: str,
     stream: BufferedIOBase,
-    like: Mapping[str, Tensor] | None = None,
+    like: Mapping[str, "Tensor"] | None = None,
     within: str = "",
-) -> tuple[Tensors, Manifest]:
+) -> tuple["Tensors", Manifest]:
     """Tensors of a checkpoint, on the CPU, and its manifest.
 
     Args:
@@ -375,6 +377,10 @@ def read_checkpoint(
         like: See `CheckpointFolder.load`.
         within: See there.
     """
+    import torch
+
+    from esper.contracts.state import check_fit
+
     size = stream.seek(0, os.SEEK_END)
     stream.seek(0)
     header = read_header(name, stream)
@@ -399,8 +405,11 @@ def read_checkpoint(
     return tensors, header.manifest
 
 
-def _tensor(entry: Entry, device: str = "cpu") -> Tensor:
-    return torch.empty(entry.shape, dtype=KINDS[entry.dtype], device=device)
+def _tensor(entry: Entry, device: str = "cpu") -> "Tensor":
+    import torch
+
+    kind = getattr(torch, KINDS[entry.dtype][0])
+    return torch.empty(entry.shape, dtype=kind, device=device)
 
 
 def _verify_digest(name: str, header: Header, stream: BufferedIOBase) -> None:
@@ -415,8 +424,10 @@ def _verify_digest(name: str, header: Header, stream: BufferedIOBase) -> None:
         raise BadInput(f"{name} is damaged: its content is not what was saved.")
 
 
-def pack(tensors: Mapping[str, Tensor], manifest: Manifest | None = None) -> bytes:
+def pack(tensors: Mapping[str, "Tensor"], manifest: Manifest | None = None) -> bytes:
     """The bytes of a file; with a manifest, those of a checkpoint with its digest."""
+    from safetensors.torch import save as save_bytes
+
     ready = {name: part.detach().cpu().contiguous() for name, part in tensors.items()}
     if strange := _strange(ready):
         raise NotFinite(f"{strange} and is not saved; go back to a good checkpoint.")
@@ -431,8 +442,10 @@ def pack(tensors: Mapping[str, Tensor], manifest: Manifest | None = None) -> byt
     return data
 
 
-def _strange(tensors: Mapping[str, Tensor]) -> str:
+def _strange(tensors: Mapping[str, "Tensor"]) -> str:
     """Which tensor holds what no tensor should, or nothing."""
+    import torch
+
     for name, values in tensors.items():
         if values.dtype is torch.bool and bool((values.view(torch.uint8) > 1).any()):
             return f"{quoted(name)} holds bytes that are no bool"

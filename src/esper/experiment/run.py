@@ -25,10 +25,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-import numba
-import numpy as np
-import torch
-
 from esper import __version__
 from esper.contracts.errors import BadInput, CallOrder, RunTaken
 from esper.experiment.checkpoint import CheckpointFolder
@@ -42,7 +38,6 @@ from esper.experiment.files import (
     storage,
 )
 from esper.experiment.messages import checked_name, one_line, quoted, short
-from esper.kernels import compiled_for
 
 CONFIG, VERSIONS, FINISHED = "config.toml", "versions.json", "finished.json"
 CHECKPOINTS: Final = "checkpoints"
@@ -268,6 +263,12 @@ def invented_name(now: datetime | None = None) -> str:
 
 def versions_now(config_toml: str) -> dict[str, Any]:
     """All that must be equal for a resumed run to go on to the bit."""
+    import numba
+    import numpy as np
+    import torch
+
+    from esper.kernels import compiled_for
+
     return {
         "esper": __version__,
         "python": platform.python_version(),
