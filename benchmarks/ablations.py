@@ -1,0 +1,184 @@
+"""What is each part of Tamiyo's training worth?
+
+The training of the family preset at a third of its length (100 recordings, which all
+variants share, and 17 rounds), whole and without one part each, three controllers of
+each variant. All are judged on the same hosts of drawn tasks that are in no training:
+share of never's errors removed, net of rents that are drawn too.
+
+A training that is done is one line of `--ledger` and is not done again: the command can
+be stopped at any time.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import numpy as np
+from rich.console import Console
+
+from benchmarks import timing
+from benchmarks.timing import Report
+from esper.experiment.config import preset, resolve
+from esper.experiment.controllers import load_controller
+from esper.experiment.judging import judge
+from esper.experiment.progress import Progress
+from esper.experiment.record import RecordConfig, record
+from esper.experiment.statistics import crossed_interval
+from esper.experiment.train import begin_run
+from esper.experiment.workers import workers
+from esper.tasks.family import drawn_task
+
+WHOLE: Final = "whole"
+VARIANTS: Final[Mapping[str, Mapping[str, str]]] = {
+    WHOLE: {},
+    "without the start from recordings": {"start_from": "none"},
+    "without PPO after the start (one round)": {"budget.rounds": "1"},
+    "without memory": {"learner.policy.memory": "none"},
+    "with heads that are not causal": {"learner.policy.causal": "false"},
+    "without groups of equal luck": {"world.group_size": "1"},
+    "with one kind of task (teacher)": {
+        "tasks": "teacher",
+        "envs": "56",
+        "start_from": "recordings",
+    },
+}
+RECORDED, FAMILY = 8200, 8300
+"""Random seeds of the recordings, and of the drawn tasks that judge."""
+LONGEST: Final = 3600.0
+"""Seconds that a training may take."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One controller, as the ledger has it."""
+
+    variant: str
+    seed: int
+    shares: list[list[float]]
+    """Of never's errors removed, `[task, host]`."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long trainings are, and what judges them."""
+
+    recordings: int = 100
+    rounds: int = 17
+    tasks: int = 24
+    hosts: int = 6
+
+
+def run(
+    ledger: str = "docs/evidence/ablations.jsonl", seeds: int = 3, processes: int = 2
+) -> Report:
+    """Train what the ledger does not have yet, and compare.
+
+    Args:
+        ledger: File of what was trained.
+        seeds: Controllers of each variant.
+        processes: Trainings at the same time.
+    """
+    size, file = Size(), Path(ledger)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if timing.QUICK:
+            size, seeds, processes = Size(2, 1, 1, 2), 1, 1
+            file = folder / "ledger.jsonl"
+        wanted = [(name, seed) for seed in range(seeds) for name in VARIANTS]
+        if timing.QUICK:
+            wanted = wanted[:2]
+        done = {(each.variant, each.seed) for each in read(file)}
+        left = [job for job in wanted if job not in done]
+        if left:
+            _train(left, file, folder / "recordings", size, processes)
+        return report(read(file))
+
+
+def _train(
+    left: Sequence[tuple[str, int]],
+    ledger: Path,
+    recordings: Path,
+    size: Size,
+    processes: int,
+) -> None:
+    config = RecordConfig(stop="end", tasks=size.recordings, rng_seed=RECORDED)
+    count = 0 if processes == 1 else processes
+    title = "trainings"
+    with (
+        workers(count, deadline=LONGEST) as pool,
+        Progress([title], Console(stderr=True), unit="training") as progress,
+    ):
+        record(config, recordings, pool)
+        found = pool.run(trained, left, (size, recordings), about=str)
+        for number, each in enumerate(found, start=1):
+            with ledger.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(asdict(each)) + "\n")
+            progress.update(title, number, len(left), each.variant)
+
+
+def read(ledger: Path) -> list[Trained]:
+    """What was trained so far."""
+    if not ledger.exists():
+        return []
+    lines = ledger.read_text(encoding="utf-8").splitlines()
+    return [Trained(**json.loads(line)) for line in lines]
+
+
+def trained(shared: tuple[Size, Path], job: tuple[str, int]) -> Trained:
+    """Train one controller of a variant, and judge it."""
+    (size, recordings), (variant, seed) = shared, job
+    with TemporaryDirectory() as runs:
+        options = {
+            "preset": "family",
+            "start_from": str(recordings),
+            "recordings": str(size.recordings),
+            "budget.rounds": str(size.rounds),
+            "judging.every": str(size.rounds),
+            "judging.hosts": "8",
+            "judging.controllers": "never",
+            "keeping.every": str(size.rounds),
+        }
+        own = {"rng_seed": str(seed), "runs": runs, "name": "one"}
+        begin_run(resolve(options | VARIANTS[variant] | own))
+        controller = load_controller(Path(runs) / "one")
+    world = preset("family").world
+    shares = [
+        judge(controller, drawn_task(FAMILY, number), size.hosts, FAMILY, world)
+        for number in range(size.tasks)
+    ]
+    return Trained(variant, seed, [each.returns.tolist() for each in shares])
+
+
+def report(done: Sequence[Trained]) -> Report:
+    """Plain and interquartile means of every variant, less those of the whole."""
+    found = Report(
+        "Tamiyo at a third of her training, without one part each",
+        (
+            "",
+            "controllers",
+            "mean",
+            "less whole",
+            "from",
+            "to",
+            "IQM",
+            "its difference",
+        ),
+        notes=["Share of never's errors removed, net of rent, on drawn tasks."],
+    )
+    shares = {
+        name: np.stack([each.shares for each in own], axis=1)
+        for name in VARIANTS
+        if (own := [each for each in done if each.variant == name])
+    }
+    for name, own in shares.items():
+        whole = [*shares[WHOLE][:, : own.shape[1]]]
+        row: list[timing.Cell] = [name, own.shape[1]]
+        for plain in (True, False):
+            row.append(crossed_interval([*own], plain=plain).estimate)
+            less = crossed_interval([*own], whole, plain=plain)
+            row += [less.estimate, less.low, less.high] if plain else [less.estimate]
+        found.add(*row)
+    return found
