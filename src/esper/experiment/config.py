@@ -327,7 +327,8 @@ _CHANGES: Final[Mapping[str, dict[str, Any]]] = {
         "tasks": (FAMILY,),
         "envs": 8,
         "start_from": RECORDINGS,
-        "budget.rounds": 50,
+        "recordings": 270,
+        "budget.rounds": 30,
         # The right answer differs from episode to episode, and can be seen.
         "world.slots": 6,
         "world.rent": (0.001, 0.1),
@@ -336,8 +337,8 @@ _CHANGES: Final[Mapping[str, dict[str, Any]]] = {
         "world.at_once": True,
         "world.relative": True,
         "world.group_size": 4,
-        "judging.every": 25,
-        "keeping.every": 25,
+        "judging.every": 15,
+        "keeping.every": 15,
     },
     SIMULATED: {
         "tasks": (SIMULATED,),

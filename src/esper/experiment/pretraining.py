@@ -56,7 +56,7 @@ ROUNDS: Final = 70
 """Rounds of 256 simulated environments: about half a minute."""
 SCRIPTS: Final = 20
 """Scripts that each recorded host lives under."""
-PASSES: Final = 20
+PASSES: Final = 16
 """Over all recordings."""
 LEARNING_RATE: Final = 2e-3
 DECAY: Final = 1e-3
