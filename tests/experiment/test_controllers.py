@@ -108,7 +108,7 @@ def test_the_end_of_a_run_is_told_with_its_figures(ending):
     text = console.export_text()
     for words in (
         "Mean return per round:",
-        "Too few rounds to tell",
+        "On the same watched hosts: ",
         ": 3 unseen hosts of each",
         "Return of 'Tamiyo' on 3 unseen hosts of ",
         "'never' (",

@@ -15,6 +15,7 @@ missing, and the same settings give the same files with any number of workers.
 
 import io
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -345,7 +346,7 @@ def unpack(name: str, data: bytes, spec: ActionSpec | None = None) -> Recording:
 
 def holds_recordings(folder: Path) -> bool:
     """Whether a folder is one that `record` made."""
-    return (folder / ABOUT).is_file()
+    return os.path.isfile(folder / ABOUT)  # a name that cannot be is none
 
 
 def read_recordings(

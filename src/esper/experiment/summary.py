@@ -398,9 +398,8 @@ def print_training(path: Path, console: Console | None = None) -> None:
         judged = [*dict.fromkeys(str(text) for (text,) in notes)]
         watched = watched_trend(rows(db, "live_evaluations"))
     print_line(console, f"Mean return per round: {sparkline(returns)}")
-    print_line(console, return_trend(returns))
-    if watched is not None:
-        print_line(console, watched)
+    # The same hosts tell more than rounds do, whose tasks may be others every time.
+    print_line(console, watched or return_trend(returns))
     summary = summary_of(path)
     if summary.tasks:
         print_summary(console, summary, costs=False)
