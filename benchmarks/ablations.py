@@ -1,7 +1,7 @@
 """What is each part of Tamiyo's training worth?
 
 The training of the family preset at a third of its length (100 recordings, which all
-variants share, and 17 rounds), whole and without one part each, three controllers of
+variants share, and 10 rounds), whole and without one part each, three controllers of
 each variant. All are judged on the same hosts of drawn tasks that are in no training:
 share of never's errors removed, net of rents that are drawn too.
 
@@ -66,9 +66,16 @@ class Size:
     """How long trainings are, and what judges them."""
 
     recordings: int = 100
-    rounds: int = 17
+    rounds: int = 10
     tasks: int = 24
     hosts: int = 6
+    more: tuple[tuple[str, str], ...] = (("judging.hosts", "8"),)
+    """Other settings of the trainings."""
+
+
+TINY: Final = Size(
+    1, 1, 1, 2, (("judging.hosts", "1"), ("variants", "1"), ("envs", "8"))
+)
 
 
 def run(
@@ -85,7 +92,7 @@ def run(
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if timing.QUICK:
-            size, seeds, processes = Size(2, 1, 1, 2), 1, 1
+            size, seeds, processes = TINY, 1, 1
             file = folder / "ledger.jsonl"
         wanted = [(name, seed) for seed in range(seeds) for name in VARIANTS]
         if timing.QUICK:
@@ -137,12 +144,11 @@ def trained(shared: tuple[Size, Path], job: tuple[str, int]) -> Trained:
             "recordings": str(size.recordings),
             "budget.rounds": str(size.rounds),
             "judging.every": str(size.rounds),
-            "judging.hosts": "8",
             "judging.controllers": "never",
             "keeping.every": str(size.rounds),
         }
         own = {"rng_seed": str(seed), "runs": runs, "name": "one"}
-        begin_run(resolve(options | VARIANTS[variant] | own))
+        begin_run(resolve(options | VARIANTS[variant] | own | dict(size.more)))
         controller = load_controller(Path(runs) / "one")
     world = preset("family").world
     shares = [
