@@ -148,7 +148,9 @@ def trained(shared: tuple[Size, Path], job: tuple[str, int]) -> Trained:
             "keeping.every": str(size.rounds),
         }
         own = {"rng_seed": str(seed), "runs": runs, "name": "one"}
-        begin_run(resolve(options | VARIANTS[variant] | own | dict(size.more)))
+        ended = begin_run(resolve(options | VARIANTS[variant] | own | dict(size.more)))
+        if ended.signal is not None:  # half a training is none
+            raise KeyboardInterrupt
         controller = load_controller(Path(runs) / "one")
     world = preset("family").world
     shares = [
