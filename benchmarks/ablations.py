@@ -21,6 +21,7 @@ from rich.console import Console
 
 from benchmarks import timing
 from benchmarks.timing import Report
+from esper.contracts.errors import BadInput
 from esper.experiment.config import preset, resolve
 from esper.experiment.controllers import load_controller
 from esper.experiment.judging import judge
@@ -150,7 +151,7 @@ def trained(shared: tuple[Size, Path], job: tuple[str, int]) -> Trained:
         own = {"rng_seed": str(seed), "runs": runs, "name": "one"}
         ended = begin_run(resolve(options | VARIANTS[variant] | own | dict(size.more)))
         if ended.signal is not None:  # half a training is none
-            raise KeyboardInterrupt
+            raise BadInput("a training was interrupted; run the command again.")
         controller = load_controller(Path(runs) / "one")
     world = preset("family").world
     shares = [

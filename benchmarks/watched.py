@@ -5,8 +5,8 @@ taken off host by host. The last round counts, not the best one, which these ver
 choose. In the pooled row hosts are drawn anew within every task of every training.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,9 @@ from benchmarks import timing
 from benchmarks.timing import Report
 from esper.contracts.errors import BadInput
 from esper.experiment.database import open_store, rows
-from esper.experiment.records import WATCHED
 from esper.experiment.run import STORE
 from esper.experiment.statistics import mean_interval
+from esper.experiment.summary import watched_returns
 
 Floats = NDArray[np.float64]
 Training = dict[int, list[Floats]]
@@ -55,24 +55,20 @@ def run(runs: str = "", plot: str = "") -> Report:
 
 def read(folder: Path) -> Training:
     """What a training did on the hosts that watched it."""
-    seen: dict[int, dict[str, dict[int, float]]] = defaultdict(
-        lambda: defaultdict(dict)
-    )
-    with open_store(folder / STORE) as db:
-        for row in rows(db, "live_evaluations"):
-            if row["stage"] == WATCHED and row["return"] is not None:
-                seen[row["round"]][row["task"]][row["host"]] = row["return"]
-    if len(seen) < 2:
+    with closing(open_store(folder / STORE)) as db:
+        found = watched_returns(rows(db, "live_evaluations"))
+    if len(found) < 2:
         raise BadInput(
             f"{folder} was not watched at two rounds; wait, or train longer."
         )
-    return {
-        number: [
-            np.array([own[host] for host in sorted(own)])
-            for own in seen[number].values()
-        ]
-        for number in sorted(seen)
-    }
+    return {number: _by_task(found[number]) for number in sorted(found)}
+
+
+def _by_task(returns: Mapping[tuple[str, int], float]) -> list[Floats]:
+    tasks: dict[str, list[float]] = {}
+    for task, host in sorted(returns):
+        tasks.setdefault(task, []).append(returns[task, host])
+    return [np.array(own) for own in tasks.values()]
 
 
 def changes(training: Training) -> list[Floats]:

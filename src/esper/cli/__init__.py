@@ -25,7 +25,7 @@ EXAMPLES: Final = """\
 examples:
   esper train                          train Tamiyo, about five minutes
   esper train --resume NAME            go on with a run that was interrupted
-  esper train --preset simulated       on the simulated world, two minutes
+  esper train --preset simulated       on the simulated world, three minutes
   esper report NAME                    a run as one page
   esper grow --task letter --controller tamiyo
                                        grow one network and print its history

@@ -141,7 +141,7 @@ def recorded_steps(config: TrainConfig) -> int:
     return SCRIPTS * sum(task.horizon for task in tasks)
 
 
-def given_recordings(config: TrainConfig, spec: ActionSpec) -> list[Recording] | None:
+def given_recordings(config: TrainConfig, spec: ActionSpec) -> list[Recording]:
     """Recordings of the folder that a run starts from; refuses what does not fit it."""
     if not config.world.at_once:
         raise BadInput("seeds of recordings begin at once; set world.at_once.")

@@ -346,7 +346,7 @@ def unpack(name: str, data: bytes, spec: ActionSpec | None = None) -> Recording:
 
 def holds_recordings(folder: Path) -> bool:
     """Whether a folder is one that `record` made."""
-    return os.path.isfile(folder / ABOUT)  # a name that cannot be is none
+    return os.path.isfile(folder / ABOUT)  # Path.is_file raises for too long names
 
 
 def read_recordings(
@@ -366,7 +366,8 @@ def read_recordings(
     for file in files:
         with storage(file, "read"):
             found.append(unpack(str(file), file.read_bytes(), spec))
-        if stop not in (None, own := found[-1].clock.stop):
+        own = found[-1].clock.stop
+        if stop is not None and own != stop:
             raise BadInput(
                 f"{folder} was recorded with stop {own!r}, but world.stop is {stop!r}; "
                 f"make others with esper record --stop {stop}."

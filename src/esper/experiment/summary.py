@@ -207,16 +207,24 @@ def return_trend(returns: Sequence[float]) -> str:
     )
 
 
-def watched_trend(evaluations: Iterable[Row]) -> str | None:
-    """What training changed on the hosts that watch it: the last round less the start.
-
-    The last round, not the best one, which these very hosts chose.
-    """
+def watched_returns(
+    evaluations: Iterable[Row],
+) -> dict[int, dict[tuple[str, int], float]]:
+    """Returns on the watched hosts: by round, and there by task and host."""
     found: dict[int, dict[tuple[str, int], float]] = {}
     for row in evaluations:
         if row["stage"] == WATCHED and row["return"] is not None:
             own = found.setdefault(row["round"], {})
             own[row["task"], row["host"]] = row["return"]
+    return found
+
+
+def watched_trend(evaluations: Iterable[Row]) -> str | None:
+    """What training changed on the hosts that watch it: the last round less the start.
+
+    The last round, not the best one, which these very hosts chose.
+    """
+    found = watched_returns(evaluations)
     if len(found) < 2:
         return None
     start, end = min(found), max(found)
