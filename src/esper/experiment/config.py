@@ -134,6 +134,8 @@ class Learner:
     """Trace decay of the advantages: 0 is one-step TD, 1 is Monte Carlo."""
     final_share: Fraction = 0.1
     """Share of learning rate and entropy weight that is left at the end."""
+    spread: bool = True
+    """Whether environments of a group share out their first choices."""
     ppo: PPOConfig = field(
         default_factory=lambda: PPOConfig(
             # What a decision is worth is small against the noise of a training: few

@@ -21,12 +21,13 @@ from esper.contracts.world import (
     StepResult,
     VectorWorld,
 )
+from esper.simic.agent.distribution import Spread
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
 
 if TYPE_CHECKING:
-    from esper.simic.agent.distribution import Policy
     from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+    from esper.tamiyo.policy.network import TamiyoPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def together(parts: Sequence[Finished]) -> Finished:
     )
 
 
-def start(world: VectorWorld, policy: "Policy") -> Live:
+def start(world: VectorWorld, policy: "TamiyoPolicy") -> Live:
     """Begin a new episode everywhere, with empty memory."""
     observation = world.reset()
     device = observation.first.device
@@ -94,24 +95,31 @@ def start(world: VectorWorld, policy: "Policy") -> Live:
 @torch.inference_mode()
 def collect(
     world: VectorWorld,
-    policy: "Policy",
+    policy: "TamiyoPolicy",
     buffer: "TamiyoRolloutBuffer",
     live: Live,
     generator: Generator,
     *,
     policy_version: int,
+    spread: bool = False,
     on_step: Callable[[Transition], None] | None = None,
 ) -> tuple[Live, Finished]:
-    """Fill `buffer` with steps of `policy`, going on from `live`."""
+    """Fill `buffer` with steps of `policy`, going on from `live`.
+
+    With `spread`, groups of equal luck share out their first choices.
+    """
     observation, state, returns = live.observation, live.state, live.returns
     spec = world.spec
     buffer.begin(state, policy_version, world.group_size)
+    choices = Spread(world.num_envs, world.group_size, generator) if spread else None
     episodes = total = torch.zeros((), device=returns.device)
     reports: list[EpisodeReport] = []
     for _ in range(buffer.max_steps):
         features = compute_features(observation, spec)
         masks = compute_masks(observation, spec)
-        decision = policy.act(features, masks, observation.first, state, generator)
+        decision = policy.act(
+            features, masks, observation.first, state, generator, choices
+        )
         result = world.step(decision.actions)
         returns = returns + result.reward
         if on_step is not None:
