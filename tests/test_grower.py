@@ -16,7 +16,7 @@ from esper.growth.blueprints.registry import blueprint, find, forget
 from esper.growth.grown import host_parameters
 from esper.growth.measurements import Track, host_states
 from esper.tamiyo.registry import CONTROLLERS
-from tests.growth.hosts import HOSTS, everything, make_batch, make_host
+from tests.growth.hosts import HOSTS, everything, make_batch, make_host, shake
 
 RUN = 32
 """Decisions of a whole run."""
@@ -118,6 +118,26 @@ def test_a_training_seed_leaves_the_users_loop_unchanged():
     modules = grower.model.seeds.modules()
     norm = next(m for m in modules if isinstance(m, nn.BatchNorm1d))
     assert int(norm.num_batches_tracked) == 20  # it follows the data
+
+
+def test_what_the_closure_leaves_behind_is_of_the_hosts_own_pass():
+    grower, seen = begin(), []
+    grower.plant("first->second#0", "widen_8", tempo="SLOW")
+    shake(grower.model)
+    x, y = make_batch("vector", 16)
+
+    def closure():
+        seen.append(grower.model.host(x))
+        return nn.functional.cross_entropy(seen[-1], y)
+
+    torch.manual_seed(1)
+    loss = grower.loss(closure)
+    torch.manual_seed(1)
+    own = grower.model.host(x)
+    assert len(seen) == 2
+    assert torch.equal(seen[1], own)
+    assert torch.equal(loss, nn.functional.cross_entropy(own, y))
+    assert not torch.equal(seen[0], own)
 
 
 @pytest.mark.parametrize(("parts", "scale"), [(2, 1.0), (1, 1024.0), (2, 1024.0)])

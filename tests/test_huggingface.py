@@ -11,7 +11,7 @@ import esper
 from esper.contracts.errors import BadInput
 from esper.growth.model import GrowingModel
 from esper.growth.tracing import eval_outputs
-from tests.growth.hosts import everything, shake
+from tests.growth.hosts import Vectors, everything, make_batch, shake
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -31,7 +31,11 @@ from transformers import (  # noqa: E402
     ViTForImageClassification,
 )
 
-from esper.huggingface import GrowCallback, merge_into_model  # noqa: E402
+from esper.huggingface import (  # noqa: E402
+    GrowCallback,
+    _wrap_forward,
+    merge_into_model,
+)
 
 WORDS = 20
 IDS = torch.randint(0, WORDS, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -323,3 +327,26 @@ def test_a_module_of_ones_own_grows_too(tmp_path):
     assert not hasattr(model, "esper_seeds")
     assert model.mlp[0].out_features == model.mlp[2].in_features > 4
     assert callback.grower.history[-1].metric < callback.grower.history[0].metric
+
+
+def test_an_answer_without_a_loss_is_the_hosts_own():
+    class Answering(Vectors):
+        def forward(self, x):
+            return {"logits": super().forward(x)}
+
+    host, x = Answering(), make_batch("vector", 16)[0]
+    optimizer = torch.optim.AdamW(host.parameters())
+    grower = esper.Grower(
+        host, optimizer, ["first->second"], example=x, controller="never"
+    )
+    grower.plant("first->second#0", "widen_8", tempo="SLOW")
+    shake(grower.model)
+    torch.manual_seed(1)
+    own = host(x)["logits"]
+    unwrap = _wrap_forward(host, grower)
+    torch.manual_seed(1)
+    answered = host(x)["logits"]
+    unwrap()
+    assert torch.equal(answered, own)
+    answered.sum().backward()
+    assert host.first.weight.grad is not None

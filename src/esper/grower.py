@@ -212,7 +212,7 @@ class Grower(NamedOps[Receipt]):
     def loss(self, closure: Callable[[], Tensor]) -> Tensor:
         """The loss of one batch; walk it backwards as usual.
 
-        While seeds train, the closure is called a second time with them in place.
+        While seeds train, the closure is called twice, first with them in place.
         Their gradients come with this loss; the host's are what they would be
         without the seeds, to the bit. The closure must not draw random numbers other
         than torch's own.
@@ -224,12 +224,24 @@ class Grower(NamedOps[Receipt]):
             )
         self._refuse_moved()
         self.safety.before_batch()
+        learning = self.model.training_parameters() if torch.is_grad_enabled() else []
+        gradients: Sequence[Tensor] = ()
+        if learning:
+            # First: one graph is held at a time, and what the closure or the host
+            # keeps of its last call is of the host's own pass.
+            with self._ranks.alone():
+                _, gradients = shadow_gradients(
+                    lambda: _one_number(closure()),
+                    self.model.flow,
+                    self.model,
+                    learning,
+                    self.model.parts()[1],
+                )
+            self.safety.remove_failed_seeds()
         has_seeds = len(self.model.seeds) > 0
         if has_seeds:
             self.model.flow.ran = False
-        loss = closure()
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise BadInput("the closure must return one number, as a tensor.")
+        loss = _one_number(closure())
         if has_seeds:
             self._refuse_unseen()
             self.safety.remove_failed_seeds()
@@ -242,19 +254,7 @@ class Grower(NamedOps[Receipt]):
         if not has_seeds:
             return loss
         loss = self._ranks.reducing(loss, self.model.seeds)
-        learning = self.model.training_parameters()
-        if not learning:
-            return loss
-        with self._ranks.alone():
-            _, gradients = shadow_gradients(
-                closure,
-                self.model.flow,
-                self.model,
-                learning,
-                self.model.training_seeds().values(),
-            )
-        self.safety.remove_failed_seeds()
-        return attach_gradients(loss, learning, gradients)
+        return attach_gradients(loss, learning, gradients) if learning else loss
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the host and of every seed that is active in it.
@@ -568,6 +568,13 @@ class Grower(NamedOps[Receipt]):
                 f"the host was {self._home[1]} on {self._home[0]} and is {like.dtype} "
                 f"on {like.device} now; move it before building the Grower."
             )
+
+
+def _one_number(loss: Tensor) -> Tensor:
+    """What a closure has returned, if that is a loss."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise BadInput("the closure must return one number, as a tensor.")
+    return loss
 
 
 def _refuse_unless_whole(name: str, value: object, least: int) -> None:

@@ -391,11 +391,12 @@ def _wrap_forward(model: nn.Module, grower: Grower) -> Callable[[], None]:
     def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         if not model.training or not torch.is_grad_enabled():
             return own(*args, **kwargs)
-        answers: list[Any] = []
+        answers: list[Any] = []  # of the host's own pass
 
         def closure() -> Tensor:
-            answers.append(own(*args, **kwargs))
-            answer = answers[-1]
+            answer = own(*args, **kwargs)
+            if not grower.model.flow.shadow:
+                answers.append(answer)
             loss = answer.get("loss") if isinstance(answer, Mapping) else answer[0]
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise _NoLoss
@@ -404,8 +405,8 @@ def _wrap_forward(model: nn.Module, grower: Grower) -> Callable[[], None]:
         try:
             loss = grower.loss(closure)
         except _NoLoss:  # the Trainer computes one; seeds then train as they blend in
-            return answers[0]
-        first = answers[0]
+            return answers[0] if answers else own(*args, **kwargs)
+        (first,) = answers
         if isinstance(first, Mapping):
             first["loss"] = loss  # type: ignore[index]
             return first

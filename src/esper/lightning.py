@@ -169,25 +169,25 @@ class GrowCallback(Callback):
 
         def training_step(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             assert self.grower is not None
-            answers: list[Any] = []
+            answer: Any = None
+            flow = self.grower.model.flow
 
             def closure() -> Tensor:
-                with _silent(pl_module) if answers else nullcontext():
-                    answers.append(own(*args, **kwargs))
-                answer = answers[-1]
+                nonlocal answer
+                with _silent(pl_module) if flow.shadow else nullcontext():
+                    answer = own(*args, **kwargs)
                 loss: Tensor = answer["loss"] if isinstance(answer, Mapping) else answer
                 return loss
 
             loss = self.grower.loss(closure)
-            first = answers[0]
-            return {**first, "loss": loss} if isinstance(first, Mapping) else loss
+            return {**answer, "loss": loss} if isinstance(answer, Mapping) else loss
 
         pl_module.__dict__["training_step"] = training_step
 
 
 @contextmanager
 def _silent(pl_module: LightningModule) -> Iterator[None]:
-    """The same step is computed once more, and must not be logged twice."""
+    """A step with seeds in training comes before the host's own and is not logged."""
     names = ("log", "log_dict")
     for name in names:
         pl_module.__dict__[name] = lambda *args, **kwargs: None

@@ -109,6 +109,39 @@ def train(kind, planting=None, *, steps, prune_at=None):
     return everything(host, optimizer, seeds=False), model
 
 
+def test_the_modules_of_training_seeds_are_known_after_every_change():
+    model = grow("vector")
+
+    def check():
+        training = [*model.training_seeds().values()]
+        seeds = {module for seed in training for module in seed.modules()}
+        own, others = model.parts()
+        assert {*own} == seeds
+        assert [*others] == [m for m in model.modules() if m not in seeds]
+        parameters = [p for seed in training for p in seed.parameters()]
+        assert [*map(id, model.training_parameters())] == [*map(id, parameters)]
+        return len(training)
+
+    assert check() == 0
+    model.plant("first->second#0", "widen_8", tempo="AT_ONCE")
+    assert check() == 0
+    model.plant("second->last#0", "widen_8", tempo="SLOW")
+    assert check() == 1
+    saved = model.state_dict()
+    model.plant("second#0", "residual_mlp", tempo="SLOW")
+    undo = model.seeds.restore_point()
+    assert check() == 2
+    model.remove(model.index("first->second#0"))  # and the blocks of others with it
+    assert check() == 2
+    model.tick()
+    model.advance("second->last#0")
+    assert check() == 1
+    undo()
+    assert check() == 2
+    model.load_state_dict(saved)
+    assert check() == 1
+
+
 def test_what_is_not_possible_is_refused_and_changes_nothing():
     model = grow("vector")
     with pytest.raises(IllegalAction, match="ADVANCE is not possible in slot"):

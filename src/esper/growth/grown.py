@@ -252,7 +252,9 @@ class Grown(nn.ModuleDict):
                 branch = hooks.branches[slot]
                 branch.alpha = float(alphas[0, 0, slot])
                 branch.style = int(states.style[0, slot])
-                branch.shadow = bool(training[0, 0, slot])
+                shadow = bool(training[0, 0, slot])
+                self.flow.changes += branch.shadow is not shadow
+                branch.shadow = shadow
 
     def grow(self, slot: int, blueprint: Blueprint) -> None:
         """Put a new seed into a free slot."""

@@ -10,14 +10,14 @@ pass keeps between inlet and outlet is kept by thread, so several threads may ev
     ADD     z + alpha * s
     SCALE   z * (1 + alpha * s)
 
-both are the identity at s = 0. In a shadow pass the same loss is computed once more
-with the training seeds at alpha 1, the host frozen and on copies of its buffers, and
-random state restored: a host with a training seed equals the host without it to the
-bit.
+both are the identity at s = 0. In a shadow pass, before the host's own, the same loss
+is computed with the training seeds at alpha 1, the host frozen and on copies of its
+buffers, and random state restored: a host with a training seed equals the host without
+it to the bit.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
@@ -74,6 +74,8 @@ class Flow:
     """Whether a place with seeds was passed since this was last cleared."""
     thread: int = 0
     """The thread whose passes are not the usual ones."""
+    changes: int = 0
+    """How often a seed has come or left, begun or ended to train."""
 
     @contextmanager
     def using(self, **changes: bool | int) -> Iterator[None]:
@@ -148,6 +150,7 @@ class SlotHooks:
             torch._dynamo.config.skip_nnmodule_hook_guards = False
             torch.compiler.reset()
         self._branches = dict(sorted(branches.items()))
+        self.flow.changes += 1
         for hook in self._hooks:
             hook.switch(on=on)
 
@@ -258,18 +261,23 @@ def shadow_gradients(
     flow: Flow,
     model: nn.Module,
     learning: Sequence[nn.Parameter],
-    seeds: Iterable[nn.Module] = (),
+    frozen: Sequence[nn.Module] | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The loss with the training seeds at alpha 1, and its gradients to `learning`.
 
-    Everything else of host and seeds is frozen; only the norms of `seeds` follow the
-    data.
+    Nothing else changes in the modules that are `frozen`, or in any if that is None.
     """
+    modules = [*model.modules()] if frozen is None else frozen
     mine = {id(p) for p in learning}
-    others = [p for p in model.parameters() if p.requires_grad and id(p) not in mine]
+    others = [
+        p
+        for module in modules
+        for p in module._parameters.values()
+        if p is not None and p.requires_grad and id(p) not in mine
+    ]
     with (
         flow.using(shadow=True),
-        swapped_buffers(model, but=seeds),
+        swapped_buffers(modules),
         kept_randomness(model),
         _without_gradients(others),
         torch.enable_grad(),

@@ -42,6 +42,7 @@ OPS: Final = tuple(op.name for op in Op if op is not Op.ADVANCE)
 """What a controller decides; seeds advance by themselves, or by hand."""
 
 Done = TypeVar("Done")
+Parts = tuple[Sequence[nn.Module], Sequence[nn.Module]]
 
 
 class NamedOps(Generic[Done]):
@@ -171,6 +172,9 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
         self.example: Example = example
         self.batches_per_tick = tick
         self._prices: dict[tuple[str, Blueprint, tuple[Layer, ...]], Cost] = {}
+        self._parts: Parts = ([], [])
+        self._parts_at = -1
+        """The number of changes that they were found after."""
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -279,14 +283,25 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
             if branch.shadow
         }
 
+    def parts(self) -> Parts:
+        """All modules of the seeds that learn in shadow passes, and all others.
+
+        Every batch asks for them, and walking a tree of modules takes time, so it is
+        walked once per topology.
+        """
+        if self._parts_at != self.flow.changes:
+            training = self.training_seeds().values()
+            seeds = dict.fromkeys(
+                module for seed in training for module in seed.modules()
+            )
+            others = [module for module in self.modules() if module not in seeds]
+            self._parts, self._parts_at = ([*seeds], others), self.flow.changes
+        return self._parts
+
     def training_parameters(self) -> list[nn.Parameter]:
         """Parameters of the seeds that learn in shadow passes."""
-        return [
-            p
-            for seed in self.training_seeds().values()
-            for p in seed.parameters()
-            if p.requires_grad
-        ]
+        held = (p for m in self.parts()[0] for p in m._parameters.values())
+        return [*dict.fromkeys(p for p in held if p is not None and p.requires_grad)]
 
     # What it costs.
 

@@ -257,8 +257,6 @@ class Safety:
         self._shadow_failures = 0
         self._due = False
         self._loss: Tensor | None = None
-        self._homes: list[dict[str, Tensor | None]] = []
-        """Where the model's modules keep their buffers."""
         self._buffers: list[tuple[Tensor, Tensor]] = []
         """Buffers, and what they were before the batch."""
         self._numbers: list[Tensor] = []
@@ -277,7 +275,6 @@ class Safety:
         self._constants = {id(b) for b in buffers if not all_finite([b], LARGEST)}
         self.snapshot = Snapshot(self._model, self._optimizer)
         self._healthy = self.monitor.state_dict()
-        self._find_buffers()
         topology.surgery.before_step = self._before_step
 
     def take_snapshot(self) -> bool:
@@ -296,13 +293,18 @@ class Safety:
         if self.monitor is not None:
             self.snapshot.follow_topology()
             self._due = True
-            self._find_buffers()
 
     def before_batch(self) -> None:
         """Keep the buffers as they are before the first batch of a step."""
         if self.monitor is None or self._loss is not None:  # gradients accumulate
             return
-        live = [b for home in self._homes for b in home.values() if b is not None]
+        live = [
+            buffer
+            for part in self._model.parts()
+            for module in part
+            for buffer in module._buffers.values()
+            if buffer is not None
+        ]
         if [id(b) for b in live] != [id(b) for b, _ in self._buffers]:
             self._buffers = [(buffer, buffer.clone()) for buffer in live]
             self._numbers = [
@@ -315,9 +317,6 @@ class Safety:
         """Remember the worst loss of a step; it is judged with its gradients."""
         loss = loss.reshape(()) if loss.dim() else loss
         self._loss = loss if self._loss is None else torch.maximum(self._loss, loss)
-
-    def _find_buffers(self) -> None:
-        self._homes = [m._buffers for m in self._model.modules() if m._buffers]
 
     def check_decision(self) -> bool:
         """Judge what was learnt so far; returns whether all was rolled back."""
@@ -373,39 +372,38 @@ class Safety:
         assert self.monitor is not None
         if self._ranks.many:
             self.remove_failed_seeds(together=True)
-        groups = self._optimizer.param_groups
-        # Once, since every look at a gradient makes an object of it.
-        gradients = [
-            (p, g) for o in groups for p in o["params"] if (g := p.grad) is not None
-        ]
-        if not gradients:
+        shadow = self._training_tensors()
+        parameters = [p for o in self._optimizer.param_groups for p in o["params"]]
+        # Training seeds do not affect the host, so they have no part in its norm.
+        own, beside = list[Tensor](), list[Tensor]()
+        for parameter in parameters:
+            # Once, since every look at a gradient makes an object of it.
+            if (gradient := parameter.grad) is not None:
+                (beside if id(parameter) in shadow else own).append(gradient)
+        if not own and not beside:
             return
-        shadow = self._training_tensors() if len(self._model.seeds) else set()
-        loss, norm, finite, seeds_finite = self._measured(gradients, shadow)
+        loss, norm, finite, seeds_finite = self._measured(own, beside, shadow)
         self._loss = None
         due = self._due and not self.monitor.has_unlearnt(loss)
         verdict = self.monitor.judge(loss, norm, finite=finite)
         if verdict is not Verdict.HEALTHY:
             reason = self.monitor.describe(verdict, loss, norm, finite=finite)
-            self._refuse([p for p, _ in gradients], verdict, reason)
+            self._refuse(parameters, verdict, reason)
             return
         if seeds_finite:
             self._shadow_failures = 0
         else:
-            self._refuse_shadow([p for p, _ in gradients], shadow)
+            self._refuse_shadow(parameters, shadow)
         if due:
             self.take_snapshot()
 
     def _measured(
-        self, gradients: Sequence[tuple[Tensor, Tensor]], shadow: set[int]
+        self, own: Sequence[Tensor], beside: Sequence[Tensor], shadow: set[int]
     ) -> tuple[float, float, bool, bool]:
         """Loss and gradient norm; whether buffers and seeds' gradients are finite.
 
         All of it is read from the device at once; over ranks it is the worst of all.
         """
-        # Training seeds do not affect the host, so they have no part in its norm.
-        own = [g for p, g in gradients if id(p) not in shadow]
-        beside = [g for p, g in gradients if id(p) in shadow] if shadow else []
         buffers = [b for b in self._numbers if id(b) not in shadow]
         judged = [
             x.coalesce().values() if x.is_sparse else x
@@ -419,9 +417,9 @@ class Safety:
         else:
             read = torch.stack([n.to(judged[0].device) for n in found]).tolist()
         loss = 0.0 if self._loss is None else read.pop()
-        norms, held = read[: len(gradients)], read[len(gradients) :]
-        norm = math.hypot(*norms[: len(own)])
-        seeds_finite = all(map(math.isfinite, norms[len(own) :]))
+        norm = math.hypot(*read[: len(own)])
+        held = read[len(own) + len(beside) :]
+        seeds_finite = all(map(math.isfinite, read[len(own) :][: len(beside)]))
         finite = all(n <= LARGEST for n in held) or all_finite(buffers, LARGEST)
         if self._ranks.many:
             bad = [float(not finite), float(not seeds_finite)]
@@ -498,8 +496,9 @@ class Safety:
 
     def _training_tensors(self) -> set[int]:
         """Ids of parameters and buffers of the seeds that learn in shadow passes."""
-        seeds = self._model.training_seeds().values()
-        return {id(t) for s in seeds for t in (*s.parameters(), *s.buffers())}
+        modules, _ = self._model.parts()
+        homes = (home for m in modules for home in (m._parameters, m._buffers))
+        return {id(tensor) for home in homes for tensor in home.values()}
 
     def _active(self) -> list[Tensor]:
         """Parameters and buffers that the host's output depends on."""

@@ -68,20 +68,15 @@ def first_tensor(values: Iterable[Any]) -> Any:  # noqa: ANN401
 
 
 @contextmanager
-def swapped_buffers(
-    *modules: nn.Module, but: Iterable[nn.Module] = ()
-) -> Iterator[None]:
-    """Let the block work on copies of all buffers, but those of some modules.
+def swapped_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let the block work on copies of the buffers that these modules hold themselves.
 
     The buffers themselves are never written, so a graph that saved one can still be
     walked backwards.
     """
-    homes = [m for root in modules for m in root.modules() if m._buffers]
-    skip = {id(m) for root in but for m in root.modules()} if homes else set()
     kept = [
         (module, name, buffer)
-        for module in homes
-        if id(module) not in skip
+        for module in modules
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
@@ -133,7 +128,7 @@ def isolated(host: nn.Module, *, training: bool) -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     host.train(training)
     try:
-        with swapped_buffers(host), kept_randomness(host):
+        with swapped_buffers(host.modules()), kept_randomness(host):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
