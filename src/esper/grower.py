@@ -224,8 +224,10 @@ class Grower(NamedOps[Receipt]):
             )
         self._refuse_moved()
         self.safety.before_batch()
-        learning = self.model.training_parameters() if torch.is_grad_enabled() else []
+        learning: Sequence[nn.Parameter] = ()
         gradients: Sequence[Tensor] = ()
+        if len(self.model.seeds) and torch.is_grad_enabled():
+            learning = self.model.training_parameters()
         if learning:
             # First: one graph is held at a time, and what the closure or the host
             # keeps of its last call is of the host's own pass.

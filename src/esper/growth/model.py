@@ -10,7 +10,7 @@ Time passes only when `tick` is called; seeds train, blend and hold by themselve
 at the tempo that they were planted with.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Final, Generic, TypeVar
 from weakref import ref
@@ -284,18 +284,17 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
         }
 
     def parts(self) -> Parts:
-        """All modules of the seeds that learn in shadow passes, and all others.
+        """Modules of the seeds that learn in shadow passes, and of all the rest.
 
-        Every batch asks for them, and walking a tree of modules takes time, so it is
-        walked once per topology.
+        Only those that hold tensors themselves. Every batch asks for them, and walking
+        a tree of modules takes time, so it is walked once per topology.
         """
         if self._parts_at != self.flow.changes:
             training = self.training_seeds().values()
-            seeds = dict.fromkeys(
-                module for seed in training for module in seed.modules()
-            )
-            others = [module for module in self.modules() if module not in seeds]
-            self._parts, self._parts_at = ([*seeds], others), self.flow.changes
+            seeds = dict.fromkeys(m for seed in training for m in seed.modules())
+            others = [m for m in self.modules() if m not in seeds]
+            self._parts = _holders(seeds), _holders(others)
+            self._parts_at = self.flow.changes
         return self._parts
 
     def training_parameters(self) -> list[nn.Parameter]:
@@ -463,6 +462,11 @@ def _why_none_merges(place: InsertionPoint, kinds: Sequence[Blueprint]) -> str:
     fitting = [kind for kind in kinds if not misfit(kind, place.geometry)]
     whys = [why_no_merge(place, kind) for kind in fitting]
     return "" if "" in whys else f"no seed there merges, {(whys or ['none fits'])[0]}"
+
+
+def _holders(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules that hold parameters or buffers themselves."""
+    return [module for module in modules if module._parameters or module._buffers]
 
 
 def _size(module: nn.Module) -> int:

@@ -375,11 +375,12 @@ class Safety:
         shadow = self._training_tensors()
         parameters = [p for o in self._optimizer.param_groups for p in o["params"]]
         # Training seeds do not affect the host, so they have no part in its norm.
-        own, beside = list[Tensor](), list[Tensor]()
-        for parameter in parameters:
-            # Once, since every look at a gradient makes an object of it.
-            if (gradient := parameter.grad) is not None:
-                (beside if id(parameter) in shadow else own).append(gradient)
+        hosts = [p for p in parameters if id(p) not in shadow] if shadow else parameters
+        seeds = [p for p in parameters if id(p) in shadow] if shadow else []
+        # Once, since every look at a gradient makes an object of it.
+        own, beside = (
+            [g for p in part if (g := p.grad) is not None] for part in (hosts, seeds)
+        )
         if not own and not beside:
             return
         loss, norm, finite, seeds_finite = self._measured(own, beside, shadow)
@@ -497,6 +498,8 @@ class Safety:
     def _training_tensors(self) -> set[int]:
         """Ids of parameters and buffers of the seeds that learn in shadow passes."""
         modules, _ = self._model.parts()
+        if not modules:
+            return set()
         homes = (home for m in modules for home in (m._parameters, m._buffers))
         return {id(tensor) for home in homes for tensor in home.values()}
 
