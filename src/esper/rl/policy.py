@@ -22,9 +22,11 @@ from typing import Any, Final
 
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
+from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
 from esper.contracts.errors import BadInput
+from esper.kernels import kernel
 from esper.rl.spaces import SpaceSpec
 from esper.simic.agent.distribution import (
     CHOICES,
@@ -37,6 +39,7 @@ from esper.simic.agent.distribution import (
 )
 from esper.simic.agent.memory import make_memory
 
+Array = NDArray[Any]
 Features = dict[str, Tensor]
 CHANNELS: Final = (16, 32)
 """Of the two layers that read images, each of which halves their sides."""
@@ -379,7 +382,8 @@ _tanh: Final[Callable[[Tensor], Tensor]] = _Tanh.apply
 
 def tanh(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The hyperbolic tangent."""
-    if torch.compiler.is_compiling():
+    is_plain = x.device.type == "cpu" and x.dtype == torch.float32
+    if torch.compiler.is_compiling() or not is_plain:
         return torch.tanh(x)
     if torch.is_grad_enabled():
         return _tanh(x)
@@ -387,8 +391,35 @@ def tanh(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def _fast_tanh(x: Tensor) -> Tensor:
-    """2 sigmoid(2 x) - 1, which takes half the time of torch.tanh on the CPU."""
-    return (x + x).sigmoid_().mul_(2.0).sub_(1.0)
+    """To 4e-7 of its size, in a fifth of the time of torch.tanh."""
+    x = x.detach().contiguous()
+    y = torch.empty_like(x)
+    _tanh_numbers(x.view(-1).numpy(), y.view(-1).numpy())
+    return y
+
+
+@kernel
+def _tanh_numbers(x: Array, y: Array) -> None:
+    """An odd polynomial over an even one, as in Eigen; 1 beyond the limit."""
+    kind = x.dtype.type
+    limit = kind(7.90531110763549805)
+    for index in range(len(x)):
+        near = x[index]
+        near = limit if near > limit else near
+        near = -limit if near < -limit else near
+        square = near * near
+        above = kind(-2.76076847742355e-16)
+        above = above * square + kind(2.00018790482477e-13)
+        above = above * square + kind(-8.60467152213735e-11)
+        above = above * square + kind(5.12229709037114e-08)
+        above = above * square + kind(1.48572235717979e-05)
+        above = above * square + kind(6.37261928875436e-04)
+        above = above * square + kind(4.89352455891786e-03)
+        below = kind(1.19825839466702e-06)
+        below = below * square + kind(1.18534705686654e-04)
+        below = below * square + kind(2.26843463243900e-03)
+        below = below * square + kind(4.89352518554385e-03)
+        y[index] = near * above / below
 
 
 def _image_encoder(shape: tuple[int, ...], width: int) -> nn.Module:

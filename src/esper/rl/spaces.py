@@ -52,7 +52,7 @@ class Part:
         """Whether it has rows, columns and channels."""
         return isinstance(self.space, spaces.Box) and len(self.space.shape) == 3
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Choices of each number that is one of some."""
         match self.space:
@@ -64,7 +64,7 @@ class Part:
                 return (2,) * prod(self.space.shape)
         return ()
 
-    @property
+    @cached_property
     def start(self) -> Array:
         """What the first choices are called."""
         match self.space:
@@ -146,7 +146,7 @@ class SpaceSpec:
     def _acted(self) -> list[Part]:
         return [*parts_of(self.action_space)]
 
-    @property
+    @cached_property
     def is_continuous(self) -> bool:
         """Whether an action is numbers, not choices."""
         return isinstance(self._acted[0].space, spaces.Box)

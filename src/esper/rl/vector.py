@@ -92,14 +92,21 @@ class SyncEnvs(SyncVectorEnv):
             shown[at], infos[at] = self.envs[at].reset()
         if MASK in infos[0]:
             info[MASK] = [each.get(MASK) for each in infos]
-        blank: Any = create_empty_array(space, self.num_envs, np.empty)
         return (
-            concatenate(space, shown, blank),
+            _batch(space, shown),
             np.array(rewards, np.float64),
             terminated,
             truncated,
             info,
         )
+
+
+def _batch(space: Space[Any], shown: list[Any]) -> Any:  # noqa: ANN401
+    """Observations of all environments, as the batched space has them."""
+    if type(space) is spaces.Box:  # in a third of the time of Gymnasium's
+        return np.array(shown).astype(space.dtype, casting="same_kind", copy=False)
+    blank: Any = create_empty_array(space, len(shown), np.empty)
+    return concatenate(space, shown, blank)
 
 
 class Vector:
@@ -262,8 +269,8 @@ class Vector:
 
     def _stacked(self, masks: list[Any] | Array) -> Array:
         """One array of the masks of each environment; None is where it has ended."""
-        if all(type(mask) is np.ndarray for mask in masks):
-            return np.stack([*masks])
+        if {*map(type, masks)} == {np.ndarray}:
+            return np.array([*masks])
         each = [None if m is None else self.spec.mask_row(m) for m in masks]
         known = next((m for m in each if m is not None), self.spec.allowed.numpy())
         full = np.ones_like(known)
