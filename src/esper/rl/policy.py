@@ -309,7 +309,10 @@ class SpacePolicy(nn.Module):
         flat: Tensor = self.head_out(hidden)
         if self.spec.is_continuous:
             return torch.stack((flat, self.log_deviation.expand_as(flat)), dim=-1)
-        padded: Tensor = self._padded(flat.T).T.unflatten(1, self._allowed.shape)
+        heads, width = self._allowed.shape
+        if flat.shape[1] == heads * width:
+            return flat.view(-1, heads, width)
+        padded: Tensor = self._padded(flat.T).T.unflatten(1, (heads, width))
         return padded
 
     def _outputs_given(self, hidden: Tensor, actions: Tensor) -> Tensor:

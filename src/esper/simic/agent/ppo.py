@@ -266,7 +266,7 @@ class PPOAgent(Stateful):
         self.optimizer.found_inf = (~flags[0]).to(torch.float32)  # type: ignore[attr-defined]
         self.optimizer.step()
         assert logits.grad is not None
-        lengths = logits.grad.square().sum(dim=(0, 1, 3)).sqrt()
+        lengths = logits.grad.square().sum(dim=(0, 1)).sum(dim=-1).sqrt()
         return step_row(terms, grad_norm, lengths, flags)
 
     def _adopt_statistics(self, batch: SequenceBatch) -> None:
