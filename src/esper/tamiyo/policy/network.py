@@ -161,7 +161,8 @@ class TamiyoPolicy(nn.Module):
         envs = first.shape[0]
         require_masks(masks, envs, self.spec)
         context, state = self.encode(features, first.unsqueeze(1), state)
-        logits, rows, picked = [], [], []
+        logits, rows = list[Tensor](), list[Tensor]()
+        picked = list[Tensor]()
         scores_of = self.head_logits(context)
         rows_of = rows_by_group(masks, causal=self.config.causal)
         choice = None
