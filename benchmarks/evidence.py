@@ -117,6 +117,7 @@ def run(
     ledger: str = str(LEDGER),
     plot: str = "",
     processes: int = 2,
+    ray: str = "",
     verify: bool = False,
     sample: int = 12,
 ) -> list[Report]:
@@ -137,6 +138,7 @@ def run(
         ledger: File of the ledger.
         plot: File to draw the differences into, as SVG.
         processes: Parts at the same time.
+        ray: The address of a Ray cluster that counts them, or `local` to start one.
         verify: Whether to train a sample of the ledger again, and nothing else.
         sample: Parts in that sample.
     """
@@ -159,11 +161,11 @@ def run(
             if not learned[question]:
                 continue
             planned = planned_parts(question, own, count, learned[question])
-            done = counted(planned, folder, processes, question)
+            who = (folder, processes)
+            done = counted(planned, *who, question, ray or None)
             rows += done
-            rows += counted(
-                static_parts(planned, done), folder, processes, f"{question}, static"
-            )
+            static = static_parts(planned, done)
+            rows += counted(static, *who, f"{question}, static", ray or None)
         if not timing.QUICK:
             write_ledger(rows, Path(ledger))
     if plot:
@@ -222,7 +224,11 @@ def static_parts(parts: Sequence[Part], rows: Sequence[Row]) -> list[Part]:
 
 
 def counted(
-    parts: Sequence[Part], folder: Path, processes: int, title: str
+    parts: Sequence[Part],
+    folder: Path,
+    processes: int,
+    title: str,
+    ray: str | None = None,
 ) -> list[Row]:
     """The figures of all parts, of which those that are missing are trained."""
     with storage(folder, "write"):
@@ -230,7 +236,7 @@ def counted(
     rows = {part.file: _read_part(folder / part.file, part) for part in parts}
     missing = [part for part in parts if rows[part.file] is None]
     with Progress([title], Console(stderr=True), unit="part") as progress:
-        for part, row in results(missing, processes):
+        for part, row in results(missing, processes, ray):
             document = json.dumps({"part": part.source(), **row.as_data()})
             publish(Disk(), folder / part.file, document.encode())
             rows[part.file] = row
@@ -239,10 +245,12 @@ def counted(
     return [row for row in rows.values() if row is not None]
 
 
-def results(parts: Sequence[Part], processes: int) -> Iterator[tuple[Part, Row]]:
+def results(
+    parts: Sequence[Part], processes: int, ray: str | None = None
+) -> Iterator[tuple[Part, Row]]:
     """Parts and their figures, in order."""
-    count = 0 if processes == 1 else processes
-    with workers(count, deadline=LONGEST) as pool:
+    count = 0 if processes == 1 and ray is None else processes
+    with workers(count, ray=ray, deadline=LONGEST) as pool:
         rows = pool.run(_measured, parts, None, about=lambda part: part.file)
         yield from zip(parts, rows, strict=True)
 

@@ -3,6 +3,7 @@ whoever did."""
 
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
@@ -11,13 +12,16 @@ import pytest
 import torch
 
 from esper.contracts.errors import BadInput, WorkersTrouble
-from esper.experiment.workers import Workers, packed, unpacked, workers
+from esper.experiment.workers import Processes, Workers, packed, unpacked, workers
 
 
 @dataclass(frozen=True)
 class Pair:
     left: torch.Tensor
     right: object
+
+
+PAIRS = [Pair(torch.ones(1), number) for number in range(4)]
 
 
 def halved(shared, job):
@@ -60,6 +64,10 @@ def refuse(shared, job):
 
 def rest(shared, job):
     sleep(job)
+
+
+def hoard(shared, job):
+    return torch.zeros(job, dtype=torch.uint8).numel()
 
 
 def gone(pid):
@@ -113,6 +121,23 @@ def test_a_worker_that_is_stopped_is_replaced_after_the_deadline(tmp_path):
         jobs = [(n, "stopped", 1 if n == 1 else 0) for n in range(3)]
         assert [*pool.run(misbehave, jobs, str(tmp_path))] == [0, 1, 2]
     assert len([*tmp_path.iterdir()]) == 1
+
+
+def test_a_worker_that_died_while_it_was_idle_is_replaced(two):
+    ids = [result.right[1]["id"] for result in two.run(halved, PAIRS, PAIRS[0])]
+    os.kill(ids[0], signal.SIGKILL)
+    assert gone(ids[0])
+    after = [result.right[1]["id"] for result in two.run(halved, PAIRS, PAIRS[0])]
+    assert len(after) == len(PAIRS)
+    assert ids[0] not in after
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits data")
+def test_a_worker_has_no_more_memory_than_its_share():
+    with Processes(2, memory=2 << 30) as pool:
+        assert [*pool.run(hoard, [1, 2], None)] == [1, 2]
+        with pytest.raises(WorkersTrouble, match=r"^8589934592: tried 3 .*allocate"):
+            [*pool.run(hoard, [1, 8 << 30], None)]
 
 
 def test_a_job_that_is_lost_three_times_is_trouble_in_one_line(two, tmp_path):

@@ -5,7 +5,7 @@ Nothing heavy is imported before a command is known, so `esper --help` is instan
 
 import os
 import sys
-from argparse import RawDescriptionHelpFormatter
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Collection, Sequence
 from textwrap import fill
 from typing import Final
@@ -14,7 +14,9 @@ from esper import __version__
 from esper.cli.arguments import Parser
 from esper.cli.commands import COMMANDS
 from esper.cli.output import (
+    SafeStream,
     explain_output,
+    outlived,
     printed_warnings,
     report_failure,
     safe_streams,
@@ -44,18 +46,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         with sudden_interrupts():
             return main(given)
-    with safe_streams() as stdout, printed_warnings():
-        code = _run(given)
-        stdout.flush()
-        return explain_output(stdout.failed, code)
-
-
-def _run(given: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not os.environ.get("COLUMNS", "1").strip("0"):  # a terminal of unknown width
         del os.environ["COLUMNS"]
+    with safe_streams() as stdout, printed_warnings():
+        try:
+            options = parser(given[:1]).parse_args(given)
+        except SystemExit as stop:  # a parser that helped or refused
+            code = stop.code if isinstance(stop.code, int) else 0
+            return _flushed(stdout, code)
+        if getattr(options, "ray", None) is not None:
+            return outlived(lambda: _flushed(stdout, _run(options)))
+        return _flushed(stdout, _run(options))
+
+
+def _flushed(stdout: SafeStream, code: int) -> int:
+    """The exit code of a command whose output is complete."""
+    stdout.flush()
+    return explain_output(stdout.failed, code)
+
+
+def _run(options: Namespace) -> int:
     try:
-        options = parser(given[:1]).parse_args(given)
         command = COMMANDS[options.command]
         if command.torch:
             import torch
@@ -63,8 +75,6 @@ def _run(given: list[str]) -> int:
             torch.set_num_threads(1)
         code = command.run(options)
         return code if isinstance(code, int) else 0
-    except SystemExit as stop:  # a parser that helped or refused
-        return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         return 130

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TextIO
 
@@ -30,11 +30,12 @@ from esper.contracts.errors import (
 from esper.experiment.messages import one_line, quoted
 
 STORAGE: Final = 5
+WORKERS: Final = 6
 CODES: Final = {
     RunTaken: 3,
     NumericsTrouble: 4,
     StorageTrouble: STORAGE,
-    WorkersTrouble: 6,
+    WorkersTrouble: WORKERS,
     EsperError: 2,
 }
 
@@ -114,6 +115,40 @@ def sudden_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def outlived(command: Callable[[], int]) -> int:
+    """Run a command in a process of its own, and say so if that ends without a word.
+
+    As Ray ends it when the node that it is connected to is gone. Signals that come
+    here are passed on, but for those of a terminal, which come to both.
+    """
+    if sys.platform != "linux":
+        return command()
+    from esper.experiment.workers import end_with_parent
+
+    kinds = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, kinds)
+    child = os.fork()
+    if not child:
+        end_with_parent()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        code = command()
+        sys.stderr.flush()
+        os._exit(code)
+    ended, status = 0, 0
+    while not ended:
+        came = signal.sigwaitinfo(kinds)
+        if came.si_signo == signal.SIGCHLD:
+            ended, status = os.waitpid(child, os.WNOHANG)
+        elif came.si_code <= 0:  # sent by a process
+            os.kill(child, came.si_signo)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0 or code == 1:
+        text = "Ray's node on this machine is gone, perhaps for want of memory; "
+        return _print(f"{text}start it again, and resume what it did.", WORKERS)
+    return code
 
 
 class SafeStream:

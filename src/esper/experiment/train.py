@@ -3,7 +3,6 @@
 Here, and only here, settings become worlds, policies and callbacks.
 """
 
-import os
 from collections.abc import Collection, Sequence
 from contextlib import closing
 from functools import partial
@@ -46,7 +45,7 @@ from esper.experiment.run import STORE, Run
 from esper.experiment.settings import as_toml
 from esper.experiment.store import Store, usable_store
 from esper.experiment.trainer import Callback, Trainer
-from esper.experiment.workers import Workers
+from esper.experiment.workers import Workers, machine_memory
 from esper.experiment.worlds import check_worlds, mixture_for, steps_of, tasks_of
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import TamiyoPolicy
@@ -152,7 +151,7 @@ def check_memory(config: TrainConfig, worlds: Sequence[VectorWorld]) -> None:
     memories = 4 * prod(shape) * envs * steps
     each = 5 * (state + rollout) + 8 * memories // config.learner.ppo.minibatches
     needed = 16 * learner + config.envs * each
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = machine_memory()
     if needed > there:
         raise BadInput(
             f"this training needs about {needed / 1e9:,.0f} GB of memory, this machine "

@@ -11,6 +11,7 @@ when their parent is gone.
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 from abc import abstractmethod
@@ -124,6 +125,11 @@ def available_cores() -> int:
     """Cores that this process may use; 0 if there is only one."""
     count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     return count if count and count > 1 else 0
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # Workers elsewhere.
@@ -257,10 +263,19 @@ class Processes(Pool[Future[Any]]):
     """Worker processes of one thread each, started when they are needed.
 
     Every one is an executor of its own, so that the death of one is not the others'.
+
+    Args:
+        count: How many.
+        deadline: Seconds that a job may take.
+        memory: Bytes of data that each may have; None: an equal share of what the
+            machine has, so that a job ends, and not the machine.
     """
 
-    def __init__(self, count: int, deadline: float = DEADLINE) -> None:
+    def __init__(
+        self, count: int, deadline: float = DEADLINE, memory: int | None = None
+    ) -> None:
         super().__init__(count, deadline)
+        self._memory = memory or machine_memory() // count
         self._idle: list[_Process] = []
         self._busy: dict[Future[Any], _Process] = {}
 
@@ -270,11 +285,16 @@ class Processes(Pool[Future[Any]]):
     def _give(
         self, function: Callable[..., Any], shared: object, job: object
     ) -> tuple[Future[Any], float]:
-        more = 0.0 if self._idle else START
-        process = self._idle.pop() if self._idle else _Process()
-        future = process.pool.submit(do_job, function, shared, job)
-        self._busy[future] = process
-        return future, more
+        while True:
+            more = 0.0 if self._idle else START
+            process = self._idle.pop() if self._idle else _Process(self._memory)
+            try:
+                future = process.pool.submit(do_job, function, shared, job)
+            except BrokenProcessPool:  # it ended while it had nothing to do
+                process.end()
+                continue
+            self._busy[future] = process
+            return future, more
 
     def _ended(self, given: Collection[Future[Any]]) -> Collection[Future[Any]]:
         ended, _ = wait(given, timeout=PAUSE, return_when=FIRST_COMPLETED)
@@ -302,12 +322,19 @@ class Processes(Pool[Future[Any]]):
 
 
 class _Process:
-    """One worker process."""
+    """One worker process.
 
-    def __init__(self) -> None:
+    Args:
+        memory: Bytes of data that it may have.
+    """
+
+    def __init__(self, memory: int) -> None:
         others = set(active_children())
         self.pool = ProcessPoolExecutor(
-            1, mp_context=get_context("spawn"), initializer=_begin
+            1,
+            mp_context=get_context("spawn"),
+            initializer=_begin,
+            initargs=(memory,),
         )
         # It inherits that Ctrl-C is ignored.
         in_main = current_thread() is main_thread()
@@ -324,7 +351,15 @@ class _Process:
         self.process.join()
 
 
-def _begin() -> None:
+def _begin(memory: int) -> None:
+    end_with_parent()
+    if sys.platform == "linux":
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        most = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+
+
+def end_with_parent() -> None:
     """Have the system end this process when the one that started it is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
