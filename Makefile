@@ -11,7 +11,7 @@ export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PY) -m pip config get g
 # Checking every annotation at run time would make learning several times slower.
 WITHOUT_SHAPE_CHECKS := -o addopts="-ra --strict-markers --strict-config"
 
-.PHONY: train tamiyo test wheel size check browser slow campaign mutants clean help
+.PHONY: train tamiyo test wheel size check browser slow campaign faults mutants clean help
 
 train: $(V)/.ok ## set up if needed, train Tamiyo on drawn tasks, judge her on unseen hosts, write the report
 	$(V)/bin/esper train --preset family --rng_seed $(RNG_SEED)
@@ -52,6 +52,9 @@ slow: $(V)/.dev ## the tests that take minutes
 
 campaign: $(V)/.dev ## kill, damage, forge and break everything, for about forty minutes
 	$(V)/bin/python -m tests.campaign $(CAMPAIGN)
+
+faults: $(V)/.dev ## kill, stop and cut off workers, clusters and drivers of a training, for about two hours
+	$(V)/bin/python -m tests.faults $(FAULTS)
 
 mutants: $(V)/.dev ## break the core in many ways and see each one caught
 	$(V)/bin/python -m tests.mutants

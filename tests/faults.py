@@ -101,8 +101,9 @@ def tagged(tag, kind=""):
 
 def workers_of(tag):
     """Processes that do jobs, or will."""
-    kinds = ("spawn_main", "ray::", "default_worker.py")
-    return sorted({pid for kind in kinds for pid in tagged(tag, kind)})
+    kinds = ("spawn_main", "ray::IDLE", "ray::do_checked_job", "default_worker.py")
+    found = {pid for kind in kinds for pid in tagged(tag, kind)}
+    return sorted(found - {*tagged(tag, "/raylet/raylet")})  # knows how to start them
 
 
 def kill(pid, number=signal.SIGKILL):
@@ -367,7 +368,13 @@ def lived(fault, number, engine, times, folder, whole):
         env=environment(**{TAG: tag}, **fault.env),
     )
     lines = queue.Queue()
-    threading.Thread(target=lambda: [*map(lines.put, process.stdout)]).start()
+
+    def hear():
+        for line in process.stdout:
+            if line.startswith("["):  # Ray speaks too
+                lines.put(line)
+
+    threading.Thread(target=hear, daemon=True).start()
     limit, over = FIRST, False
     while not over:
         try:

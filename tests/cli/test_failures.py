@@ -17,7 +17,8 @@ from esper.contracts.errors import (
     StorageTrouble,
 )
 from esper.experiment.messages import one_line
-from tests.cli.calls import assert_one_line
+from tests.cli.calls import assert_one_line, environment
+from tests.experiment.test_workers import gone
 
 
 def test_every_kind_of_trouble_has_its_exit_code(capsys):
@@ -100,3 +101,55 @@ def test_lines_of_others_are_cut_and_cleaned(capsys):
     assert result.startswith("esper: a?[2J??bbb")
     assert one_line("abc", 3) == "abc"
     assert one_line("abcd", 3) == "ab…"
+
+
+def outliving(command):
+    """A process that outlives a command, given as Python."""
+    text = (
+        "import os, signal, sys, time\n"
+        "from esper.cli.output import outlived\n"
+        f"sys.exit(outlived(lambda: {command}))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", text],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+
+
+@pytest.mark.parametrize(("end", "code"), [("0", 0), ("3", 3), ("os._exit(2)", 2)])
+def test_a_command_that_is_outlived_ends_as_it_would(end, code):
+    process = outliving(end)
+    assert process.communicate() == ("", "")
+    assert process.returncode == code
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a child is watched")
+@pytest.mark.parametrize("end", ["os._exit(1)", "os.abort()"])
+def test_a_command_that_ray_ends_without_a_word_is_one_line(end):
+    process = outliving(end)
+    told = process.communicate()[1]
+    assert process.returncode == 6
+    assert_one_line(told)
+    assert "Ray's node on this machine is gone" in told
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a child is watched")
+def test_signals_are_passed_on_to_the_command():
+    wait = "print(os.getpid(), flush=True) or time.sleep(60) or 0"
+    process = outliving(f"(signal.signal(15, lambda *_: os._exit(143)), {wait})[1]")
+    process.stdout.readline()
+    process.terminate()
+    process.communicate()
+    assert process.returncode == 143
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a child is watched")
+def test_a_command_ends_with_the_process_that_outlives_it():
+    process = outliving("print(os.getpid(), flush=True) or time.sleep(600)")
+    child = int(process.stdout.readline())
+    process.kill()
+    process.communicate()
+    assert gone(child)
