@@ -10,9 +10,9 @@ rows of the store, to the bit; or end in one line and do so when it is resumed. 
 may be left running, and nothing may take longer than the undisturbed training, from a
 cold start, and the deadline and ten seconds. The exit code is 1 if anything is amiss.
 
-Deeds that a worker does to itself wait for the middle of a job: for a host's step. Each
-of these has one pool, or cluster, for all its trials. Processes are told apart by a
-variable of their environment.
+Deeds that a worker does to itself wait for the middle of a job: for a host's step. They
+share one pool, or cluster, until one of them ends its driver. Processes are told apart
+by a variable of their environment.
 """
 
 import argparse
@@ -27,7 +27,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -154,7 +153,7 @@ class Row:
         self.longest = max(self.longest, seconds)
         if ended in ("same", "resumable", "hung"):
             setattr(self, ended, getattr(self, ended) + 1)
-        if ended not in ("same", "resumable"):
+        if ended != "same":
             self.notes.append(f"{self.fault}, {self.engine}: {ended} {note}"[:400])
 
     def leave(self, commands):
@@ -321,90 +320,107 @@ def kill_new(tag, before):
         time.sleep(0.05)
 
 
-def drive(number, engine, times, folder):
-    """Play trials of a fault, and say in lines of JSON what became of them."""
+def drive(numbers, engine, times, folder):
+    """Play trials of some faults, and say in lines of JSON what became of them."""
     torch.set_num_threads(1)
-    fault, folder, times = LIVED[int(number)], Path(folder), int(times)
+    folder, ray = Path(folder), "local" if engine == "ray" else None
 
     def tell(*what):
         print(json.dumps(what), flush=True)
 
-    with workers(
-        2, ray="local" if engine == "ray" else None, deadline=DEADLINE
-    ) as pool:
+    with workers(2, ray=ray, deadline=DEADLINE) as pool:
         begin_run(training(folder, "cold"), [], pool)
-        tell("ready", "")
-        for trial in range(times):
-            path, mark = folder / f"run{trial}", folder / f"mark{trial}"
-            ended, note = "same", ""
+        whole = outcome_of(folder / "cold")
+        tell("ready", json.dumps(whole))
+        for number in json.loads(numbers):
+            for trial in range(int(times)):
+                path = folder / f"fault{number}-{trial}"
+                tell(*lived_through(LIVED[number], pool, path, whole))
+    tell("over", "")
+
+
+def lived_through(fault, pool, path, whole):
+    """What became of one trial, and what was said."""
+    ended, note, mark = "same", "", path.with_suffix(".mark")
+    try:
+        with harm(fault, pool, mark) as callback:
+            begin_run(training(path.parent, path.name), [callback], pool)
+    except WorkersTrouble as error:
+        ended, note = "resumable", str(error)
+        resume_run(path, [], pool)
+    if fault.phase in ("rollout", "judging") and not mark.exists():
+        ended = "nothing happened"
+    if outcome_of(path) != whole:
+        ended = "other bits"
+    return ended, note
+
+
+def lived(numbers, engine, times, fresh, whole):
+    """Rows of faults that a driver should live through; one that does not is replaced.
+
+    Faults of the same environment have one driver, since a cluster starts slowly.
+    """
+    waiting = [*numbers]
+    while waiting:
+        first = LIVED[waiting[0]]
+        now = [number for number in waiting if LIVED[number].env == first.env]
+        tag, began = secrets.token_hex(8), time.monotonic()
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "import sys; from tests.faults import drive; drive(*sys.argv[1:])",
+                *map(str, (now, engine, times, fresh())),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(**{TAG: tag}, **first.env),
+        )
+        said, limit = heard(process), FIRST
+        rows = {number: Row(str(LIVED[number]), engine) for number in now}
+        order = [number for number in now for _ in range(times)]
+        number, ended = now[0], ""
+        while ended != "over":
             try:
-                with harm(fault, pool, mark) as callback:
-                    begin_run(training(folder, path.name), [callback], pool)
-            except WorkersTrouble as error:
-                ended, note = "resumable", str(error)
-                resume_run(path, [], pool)
-            told = fault.phase in ("rollout", "judging")
-            if told and not mark.exists():
-                ended = "nothing happened"
-            if outcome_of(path) != outcome_of(folder / "cold"):
-                ended = "other bits"
-            tell(ended, note)
-        tell("over", json.dumps(outcome_of(folder / "cold")))
+                ended, note = json.loads(said.get(timeout=limit))
+            except (queue.Empty, TypeError):
+                died = process.poll()
+                why = "hung" if died is None else f"the driver ended with {died}"
+                rows[order[0] if order else now[-1]].add(why, time.monotonic() - began)
+                break
+            seconds = time.monotonic() - began
+            began += seconds
+            if ended == "ready":
+                limit = seconds + DEADLINE + SLACK
+                if json.loads(note) != json.loads(json.dumps(whole)):
+                    rows[number].add("other bits than alone", seconds)
+            elif ended != "over":
+                number = order.pop(0)
+                rows[number].add(ended, seconds, note)
+        else:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+        process.kill()
+        rows[order[0] if order else now[-1]].leave(left_over(tag))
+        process.wait()
+        done = [number for number in now if rows[number].times]
+        waiting = [number for number in waiting if number not in done]
+        for number in done:
+            yield rows[number]
 
 
-def lived(fault, number, engine, times, folder, whole):
-    """Watch a driver that should live through a fault."""
-    row, tag = Row(str(fault), engine), secrets.token_hex(8)
-    began = time.monotonic()
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from tests.faults import drive; drive(*sys.argv[1:])",
-            *map(str, (number, engine, times, folder)),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(**{TAG: tag}, **fault.env),
-    )
+def heard(process):
+    """The lines that a process says in JSON, and None when it has ended."""
     lines = queue.Queue()
 
     def hear():
         for line in process.stdout:
             if line.startswith("["):  # Ray speaks too
                 lines.put(line)
+        lines.put(None)
 
     threading.Thread(target=hear, daemon=True).start()
-    limit, over = FIRST, False
-    while not over:
-        try:
-            ended, note = json.loads(lines.get(timeout=limit))
-        except queue.Empty:
-            died = process.poll()
-            why = "hung" if died is None else f"the driver ended with {died}"
-            row.add(why, time.monotonic() - began)
-            break
-        seconds = time.monotonic() - began
-        began += seconds
-        if ended == "ready":
-            limit = seconds + DEADLINE + SLACK
-        elif ended == "over":
-            over = True
-            if json.loads(note) != json.loads(json.dumps(whole)):
-                row.notes.append(f"{fault}, {engine}: other bits than alone")
-                row.times += 1
-        else:
-            row.add(ended, seconds, note)
-            if note and ended == "resumable":
-                row.notes.append(f"{fault}, {engine}: {note}")
-    if over:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(60)
-    else:
-        process.kill()
-    row.leave(left_over(tag))
-    process.wait()
-    return row
+    return lines
 
 
 # Faults that end a driver: one for each trial.
@@ -721,19 +737,19 @@ def play(options, folder):
         return [each for each in own if each in engines and each in options.engines]
 
     if "faults" in options.parts:
-        trials: list[tuple[Callable[..., Row], tuple]] = [
-            (lived, (fault, number, engine))
-            for number, fault in enumerate(LIVED)
-            for engine in chosen(str(fault), fault.engines)
-        ]
-        trials += [
-            (ending, (fault, engine))
-            for fault, (_, own, _) in ENDING.items()
-            for engine in chosen(fault, own)
-        ]
-        for play_one, what in trials:
-            rows.append(play_one(*what, options.times, fresh(), whole))
-            print(rows[-1].line(), *rows[-1].notes, sep="\n", flush=True)
+        for engine in engines:
+            numbers = [
+                number
+                for number, fault in enumerate(LIVED)
+                if engine in chosen(str(fault), fault.engines)
+            ]
+            for row in lived(numbers, engine, options.times, fresh, whole):
+                rows.append(row)
+                print(row.line(), *row.notes, sep="\n", flush=True)
+            for fault, (_, own, _) in ENDING.items():
+                if engine in chosen(fault, own):
+                    rows.append(ending(fault, engine, options.times, fresh(), whole))
+                    print(rows[-1].line(), *rows[-1].notes, sep="\n", flush=True)
     if "cluster" in options.parts and "ray" in engines:
         rows.append(cluster(options.times, fresh(), whole))
         print(rows[-1].line(), *rows[-1].notes, sep="\n", flush=True)

@@ -75,6 +75,8 @@ def _run(options: Namespace) -> int:
             torch.set_num_threads(1)
         code = command.run(options)
         return code if isinstance(code, int) else 0
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         return 130

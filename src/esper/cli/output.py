@@ -145,10 +145,10 @@ def outlived(command: Callable[[], int]) -> int:
             os.kill(child, came.si_signo)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     code = os.waitstatus_to_exitcode(status)
-    if code < 0 or code == 1:
-        text = "Ray's node on this machine is gone, perhaps for want of memory; "
-        return _print(f"{text}start it again, and resume what it did.", WORKERS)
-    return code
+    if code == 1 or -code in (signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL):
+        text = "ended by Ray or the system, perhaps for want of memory; see whether "
+        return _print(f"{text}Ray's node still runs here, and resume.", WORKERS)
+    return code if code >= 0 else 128 - code
 
 
 class SafeStream:

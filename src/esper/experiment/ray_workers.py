@@ -14,10 +14,12 @@ import logging
 import os
 import platform
 import secrets
+import signal
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any, Final
 
 import numba
@@ -142,7 +144,8 @@ def _connected(address: str, count: int) -> Any:  # noqa: ANN401
         "object_store_memory": STORE,
         "_node_ip_address": HERE,
     }
-    last = None
+    last, in_main = None, current_thread() is main_thread()
+    terminated = signal.getsignal(signal.SIGTERM)  # Ray sets a handler of its own
     for _ in range(TRIES if address == LOCAL else 1):  # it has half a minute to start
         try:
             ray.init(
@@ -152,6 +155,8 @@ def _connected(address: str, count: int) -> Any:  # noqa: ANN401
                 log_to_driver=False,
                 **(own if address == LOCAL else {}),
             )
+            if in_main:
+                signal.signal(signal.SIGTERM, terminated)
             return ray
         except Exception as error:  # Ray has no class of its own for it
             last = error
