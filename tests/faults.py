@@ -56,8 +56,8 @@ SLACK = 10.0
 """Seconds that a trial may take beyond deadline and cold start."""
 FIRST = 600.0
 """Seconds until a driver must be ready, on the slowest of machines."""
-EVERY = 6.0
-"""Seconds between two workers killed in a campaign."""
+EVERY = 4
+"""Results of a campaign after which a worker is killed, again and again."""
 ROUNDS = 4
 ENGINES = ("processes", "ray")
 PRIVATE = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -103,6 +103,13 @@ def workers_of(tag):
     kinds = ("spawn_main", "ray::IDLE", "ray::do_checked_job", "default_worker.py")
     found = {pid for kind in kinds for pid in tagged(tag, kind)}
     return sorted(found - {*tagged(tag, "/raylet/raylet")})  # knows how to start them
+
+
+def born(pid):
+    """When a process was started, in ticks of the system."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0
 
 
 def kill(pid, number=signal.SIGKILL):
@@ -397,16 +404,18 @@ def lived(numbers, engine, times, fresh, whole):
             elif ended != "over":
                 number = order.pop(0)
                 rows[number].add(ended, seconds, note)
+                if order and order[0] != number:
+                    yield rows[number]
         else:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(60)
         process.kill()
-        rows[order[0] if order else now[-1]].leave(left_over(tag))
+        last = order[0] if order else now[-1]
+        rows[last].leave(left_over(tag))
         process.wait()
-        done = [number for number in now if rows[number].times]
+        yield rows[last]
+        done = [number for number in rows if rows[number].times]
         waiting = [number for number in waiting if number not in done]
-        for number in done:
-            yield rows[number]
 
 
 def heard(process):
@@ -640,28 +649,35 @@ def drive_cluster(times, folder):
 # Campaigns.
 
 
-def recordings(folder):
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.npz"))}
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def campaign(kind, folder, pool=0, ray=None):
+    """Make some recordings, or count parts of the evidence."""
+    from benchmarks.evidence import BLIND, Part, counted
+
+    if kind == "recordings":
+        with workers(pool, ray=ray) as who:
+            record(RecordConfig(tasks=24, scripts=8), folder, who)
+        return
+    common = {"question": "known", "task": "drawn 0", "rent": None, "hosts": 1}
+    parts = [Part(arm=arm, rates=(1.0, 2.0), **common) for arm in BLIND]
+    counted(parts, folder, pool or 1, "parts", ray)
 
 
 def campaigns(folder):
-    """Recordings and parts of the evidence, while a worker dies every few seconds."""
-    from benchmarks.evidence import BLIND, Part, counted
-
-    config = RecordConfig(tasks=24, scripts=8)
-    record(config, folder / "here")
-    common = {"question": "known", "task": "drawn 0", "rent": None, "hosts": 1}
-    parts = [Part(arm=arm, rates=(1.0, 2.0), **common) for arm in BLIND]
-    counted(parts, folder / "parts here", 1, "here")
+    """Recordings and parts of the evidence, while workers die again and again."""
     script = (
         "import sys; from tests.faults import drive_campaign as d; d(*sys.argv[1:])"
     )
     rows = []
     for kind in ("recordings", "evidence"):
+        campaign(kind, folder / kind)
         for engine in ENGINES:
             if engine == "ray" and not find_spec("ray"):
                 continue
-            row = Row(f"{kind}, a worker killed every {EVERY:g} s", engine)
+            row = Row(f"{kind}, worker killed after every {EVERY} results", engine)
             tag, there = secrets.token_hex(8), folder / f"{kind} {engine}"
             began, killed = time.monotonic(), 0
             process = subprocess.Popen(
@@ -669,25 +685,16 @@ def campaigns(folder):
                 env=environment(**{TAG: tag}),
                 stderr=subprocess.DEVNULL,
             )
-            last = time.monotonic()
             while process.poll() is None and time.monotonic() < began + 3 * FIRST:
-                time.sleep(0.2)
+                time.sleep(0.05)
                 found = workers_of(tag)
-                started = len([*there.glob("*.*")]) > 1
-                if started and found and time.monotonic() > last + EVERY:
-                    kill(random.choice(found))
-                    last, killed = time.monotonic(), killed + 1
+                if found and len([*there.glob("*.*")]) >= EVERY * (killed + 1):
+                    kill(min(found, key=born))  # its job has not been lost just now
+                    killed += 1
             hung = process.poll() is None
             process.kill()
             process.wait()
-            if kind == "recordings":
-                same = recordings(there) == recordings(folder / "here")
-            else:
-                here, other = (
-                    {path.name: path.read_bytes() for path in place.iterdir()}
-                    for place in (folder / "parts here", there)
-                )
-                same = here == other
+            same = contents(there) == contents(folder / kind)
             ended = "hung" if hung else "same" if same and killed else "other results"
             row.add(ended, time.monotonic() - began, f"exit {process.returncode}")
             row.notes.append(f"{row.fault}, {engine}: {killed} workers were killed")
@@ -699,17 +706,8 @@ def campaigns(folder):
 
 def drive_campaign(kind, engine, there):
     """One campaign, to its end."""
-    from benchmarks.evidence import BLIND, Part, counted
-
     torch.set_num_threads(1)
-    ray, there = "local" if engine == "ray" else None, Path(there)
-    if kind == "recordings":
-        with workers(2, ray=ray) as pool:
-            record(RecordConfig(tasks=24, scripts=8), there, pool)
-        return
-    common = {"question": "known", "task": "drawn 0", "rent": None, "hosts": 1}
-    parts = [Part(arm=arm, rates=(1.0, 2.0), **common) for arm in BLIND]
-    counted(parts, there, 2, "there", ray)
+    campaign(kind, Path(there), 2, "local" if engine == "ray" else None)
 
 
 # All of it.
