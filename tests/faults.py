@@ -468,15 +468,13 @@ ENDING = {
 def ending(fault, engine, times, folder, whole):
     """Trials of a fault that ends the command, which is then resumed here."""
     row, (deed, _, codes) = Row(fault, engine), ENDING[fault]
-    file = folder / "training.toml"
-    cold = 0.0
-    for trial in range(times + 1):
-        name, tag = f"run{trial}", secrets.token_hex(8)
-        file.write_text(as_toml(training(folder, name)))
-        options = ["--workers", "2", "--deadline", f"{DEADLINE:g}"]
-        options += ["--ray"] if engine == "ray" else []
-        began = time.monotonic()
-        with (folder / f"{name}.err").open("w+") as err:
+    options = ["--workers", "2", "--deadline", f"{DEADLINE:g}"]
+    options += ["--ray"] if engine == "ray" else []
+    for trial in range(times):
+        path, tag = folder / f"run{trial}", secrets.token_hex(8)
+        file, told = folder / f"{trial}.toml", folder / f"{trial}.err"
+        file.write_text(as_toml(training(folder, path.name)))
+        with told.open("w") as err:
             process = subprocess.Popen(
                 command("train", "--config", str(file), *options),
                 stdout=subprocess.DEVNULL,
@@ -485,52 +483,45 @@ def ending(fault, engine, times, folder, whole):
                 # Whatever runs in the background ignores Ctrl-C, and so do children.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
-            path = folder / name
-            if trial:
-                second = path / "checkpoints" / "000002.safetensors"
-                while process.poll() is None and not second.exists():
-                    time.sleep(0.05)
-                time.sleep(random.uniform(0, 1))
-                deed(process, tag)
-            harmed_at = time.monotonic()
-            code, hung = None, False
-            try:
-                code = process.wait(cold + DEADLINE + SLACK if trial else FIRST)
-            except subprocess.TimeoutExpired:
-                hung = True
-                process.kill()
-                process.wait()
-            seconds = time.monotonic() - harmed_at
-            err.seek(0)
-            told = err.read()
-        orphans = left_over(tag)
-        if not trial:
-            cold = time.monotonic() - began
-            if code or outcome_of(path) != whole:
-                row.add("not even undisturbed", cold, told)
-            continue
-        row.leave(orphans)
-        row.add(*judged(path, whole, code, codes, hung, told, seconds))
+        second, until = (
+            path / "checkpoints/000002.safetensors",
+            time.monotonic() + FIRST,
+        )
+        while not second.exists() and process.poll() is None:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        time.sleep(random.uniform(0, 0.5))
+        deed(process, tag)
+        began = time.monotonic()
+        try:
+            code = process.wait(DEADLINE + SLACK)
+        except subprocess.TimeoutExpired:
+            code = None
+            process.kill()
+            process.wait()
+        seconds = time.monotonic() - began
+        row.leave(left_over(tag))
+        row.add(judged(path, whole, code, codes, told.read_text()), seconds)
     return row
 
 
-def judged(path, whole, code, codes, hung, told, seconds):
-    """What became of a command."""
-    if hung:
-        return "hung", seconds
-    if code == 0:
-        ended = "same" if outcome_of(path) == whole else "other bits"
-        return ended, seconds, told
-    if code not in codes:
-        return f"exit code {code}", seconds, told
-    if code > 0 and code != 130:
+def judged(path, whole, code, codes, told):
+    """What became of a command: its exit code, None if it hung, and what it said."""
+    if code is None:
+        return "hung"
+    if code and code not in codes:
+        return f"exit code {code}: {told}"
+    if code not in (0, -signal.SIGKILL, 130):
         try:
             assert_one_line(told)
         except AssertionError:
-            return "not one line", seconds, told
+            return f"not one line: {told}"
     if Run.read(path).finished is None:
         resume_run(path)
-    return "resumable" if outcome_of(path) == whole else "other bits", seconds, told
+    if outcome_of(path) != whole:
+        return "other bits"
+    return "resumable" if code else "same"
 
 
 # The same bits whoever plays.
