@@ -42,10 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Of the command; None: this process is the command, and Ctrl-C may
             end it.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments is None:
-        with sudden_interrupts():
-            return main(given)
+    if arguments is not None:
+        return _main([*arguments])
+    with sudden_interrupts():
+        return _main(sys.argv[1:], outlive=True)
+
+
+def _main(given: list[str], *, outlive: bool = False) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not os.environ.get("COLUMNS", "1").strip("0"):  # a terminal of unknown width
         del os.environ["COLUMNS"]
@@ -55,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except SystemExit as stop:  # a parser that helped or refused
             code = stop.code if isinstance(stop.code, int) else 0
             return _flushed(stdout, code)
-        if getattr(options, "ray", None) is not None:
+        if outlive and getattr(options, "ray", None) is not None:
             return outlived(lambda: _flushed(stdout, _run(options)))
         return _flushed(stdout, _run(options))
 

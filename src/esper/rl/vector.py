@@ -11,9 +11,7 @@ Masks come from a Dict observation, from `info["action_mask"]` or from the metho
 `action_masks()`, and always belong to the observation beside them.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -212,9 +210,11 @@ class Vector:
             # A pipe breaks a moment before its process is gone.
             ended = wait(sentinels, timeout=5.0) if lost else []
             dead = [at for at, each in enumerate(sentinels) if each in ended]
-            with suppress(Exception), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of calls that are under way
-                self.env.close(terminate=True)
+            # Closing it would wait for calls that are under way, or raise what they do.
+            for process in self.env.processes:
+                process.kill()
+                process.join()
+            self.env.closed = True
             if lost:
                 which = f" {dead[0]}" if dead else ""
                 return WorkersTrouble(
