@@ -22,6 +22,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import traceback
@@ -360,6 +361,9 @@ def command_lines(count, seed, folder):
 # Hostile files.
 
 
+INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib"))
+
+
 class Watch:
     """What this process executes, imports, starts or connects to while it is on."""
 
@@ -376,7 +380,11 @@ class Watch:
         sys.addaudithook(self._look)
 
     def _look(self, event, arguments):
-        if self.on and event in self.EVENTS:
+        if not self.on or event not in self.EVENTS:
+            return
+        # A module of the installation that is imported late is no file's doing.
+        code = arguments[0] if event == "exec" else None
+        if not getattr(code, "co_filename", "").startswith(INSTALLED):
             self.seen.append(f"{event} {str(arguments)[:80]}")
 
     @contextlib.contextmanager
