@@ -1,6 +1,7 @@
 """`esper ppo`: runs that are recorded, interrupted and resumed."""
 
 import os
+import shutil
 import signal
 
 import gymnasium
@@ -53,6 +54,23 @@ def test_a_run_that_a_signal_ends_goes_on_to_the_same_bits(tmp_path):
     assert resume_ppo(result.path).rounds == 5
     assert state_of(result.path) == state_of(tmp_path / "whole")
     assert rows_of(result.path) == rows_of(tmp_path / "whole")
+
+
+def test_what_a_death_left_of_old_checkpoints_is_removed(tmp_path):
+    """Killed after its last save, before an older one was removed."""
+    aside, kept = tmp_path / "aside", tmp_path / "run" / "checkpoints"
+
+    def copy(record):
+        if record.round == 4:
+            shutil.copytree(kept, aside)
+
+    path = begin_ppo(small_ppo(tmp_path, "run", 10), [OnRoundEnd(copy)]).path
+    steps = Run.read(path).checkpoints().steps()
+    shutil.copytree(aside, kept, dirs_exist_ok=True)
+    assert Run.read(path).checkpoints().steps() != steps
+    (path / "finished.json").unlink()
+    assert resume_ppo(path).rounds == 10
+    assert Run.read(path).checkpoints().steps() == steps
 
 
 def test_a_process_that_dies_ends_a_run_that_can_be_resumed(fragile, tmp_path):

@@ -6,6 +6,7 @@ saved.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from importlib import import_module
 from math import isnan
@@ -235,8 +236,11 @@ class Checkpoint(Callback):
         self._score = mean_return(results)
 
     def on_train_start(self, trainer: TrainingLoop, *, resumed: bool) -> None:
-        """Save where it starts from."""
-        if not resumed and not trainer.stopping:
+        """Save where it starts from, or remove what a death left behind."""
+        if resumed:
+            with suppress(StorageTrouble):
+                self._folder.prune(trainer.round)
+        elif not trainer.stopping:
             self._save(trainer, last=False)
 
     def on_round_end(self, trainer: TrainingLoop, record: RoundRecord) -> None:

@@ -168,7 +168,7 @@ class CheckpointFolder:
                     f"{short(target)} does not read back as it was written; nothing "
                     "older was removed. Check the disk."
                 ) from error
-            self._prune(step)
+            self.prune(step)
         return target
 
     def latest(
@@ -278,7 +278,7 @@ class CheckpointFolder:
                 f"before {step}; resume from it or start another run."
             )
 
-    def _prune(self, newest: int) -> None:
+    def prune(self, newest: int) -> None:
         """Remove what is older than the last `keep` good ones, except the best.
 
         What does not read as a checkpoint may be somebody else's and stays.
@@ -287,7 +287,8 @@ class CheckpointFolder:
         best = self.best()
         for step in good[: -self._keep]:
             if best is None or step != best.manifest.step:
-                self._disk.unlink(self._file(step))
+                with storage(self._file(step), "remove"):
+                    self._disk.unlink(self._file(step))
 
     def _file(self, which: int | Path) -> Path:
         if isinstance(which, Path):
