@@ -290,6 +290,7 @@ def moment(name):
 
 PLACES = {
     "weight": lambda t: t.agent.parameters[3],
+    "last bias": lambda t: t.policy.op_out.bias,
     "moment": moment("exp_avg"),
     "square": moment("exp_avg_sq"),
     "value mean": lambda t: t.policy.value_mean,
@@ -301,7 +302,11 @@ PLACES = {
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [*((place, float("nan")) for place in PLACES), ("weight", float("inf"))],
+    [
+        *((place, float("nan")) for place in PLACES),
+        ("weight", float("inf")),
+        ("last bias", 3e38),
+    ],
 )
 def test_a_broken_number_takes_the_run_back_and_it_goes_on(tmp_path, place, value):
     poison, log = Poison(PLACES[place], value), Log()

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 PATIENCE: Final = 3
 """Failures in a row that are borne: refused checkpoints, refused updates."""
+LARGEST: Final = 1e30
+"""A number of this size is as good as infinite: its square is."""
 BROKEN: Final = f"{PATIENCE} rounds in a row had no update that was finite"
 
 
@@ -290,15 +292,18 @@ class Trainer(TrainingLoop):
         return [*results]
 
     def require_finite(self) -> None:
-        """Refuse a learner that has a weight, moment or memory that is not finite."""
+        """Refuse a learner with a weight, moment or memory that is no usable number."""
         found = leaves(self.agent, "agent") | {
             f"memory of world {number + 1}": shard.live.state
             for number, shard in enumerate(self.shards)
             if shard.live is not None
         }
         for name, tensor in found.items():
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise NotFinite(f"{name} holds NaN or infinity in round {self.round}")
+            if tensor.is_floating_point() and not bool((tensor.abs() < LARGEST).all()):
+                raise NotFinite(
+                    f"{name} holds NaN, infinity or as good as that in round "
+                    f"{self.round}"
+                )
 
     def draw_streams_anew(self, rollbacks: int) -> None:
         """Give choices and minibatches other random streams after a rollback."""
