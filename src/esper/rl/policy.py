@@ -394,7 +394,7 @@ def tanh(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def _fast_tanh(x: Tensor) -> Tensor:
-    """To 4e-7 of its size, in a fifth of the time of torch.tanh."""
+    """To 4e-7 of its size, faster than torch.tanh on the CPU."""
     x = x.detach().contiguous()
     y = torch.empty_like(x)
     _tanh_numbers(x.view(-1).numpy(), y.view(-1).numpy())

@@ -101,7 +101,7 @@ class SyncEnvs(SyncVectorEnv):
 
 def _batch(space: Space[Any], shown: list[Any]) -> Any:  # noqa: ANN401
     """Observations of all environments, as the batched space has them."""
-    if type(space) is spaces.Box:  # in a third of the time of Gymnasium's
+    if type(space) is spaces.Box:  # faster than Gymnasium's way
         return np.array(shown).astype(space.dtype, casting="same_kind", copy=False)
     blank: Any = create_empty_array(space, len(shown), np.empty)
     return concatenate(space, shown, blank)

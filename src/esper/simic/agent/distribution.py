@@ -348,7 +348,7 @@ class Spread:
     def _spaced(self) -> Float[Tensor, " env"]:
         groups, size = self._shape
         order = self._uniform(self._shape).argsort(dim=1)
-        return ((self._uniform((groups, 1)) + order / size) % 1.0).flatten()
+        return ((self._uniform((groups, 1)) + order.double() / size) % 1.0).flatten()
 
     def _uniform(self, shape: Sequence[int]) -> Float[Tensor, "*shape"]:
         own = self._generator
