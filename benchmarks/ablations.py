@@ -121,11 +121,15 @@ def _train(
         Progress([title], Console(stderr=True), unit="training") as progress,
     ):
         record(config, recordings, pool)
-        found = pool.run(trained, left, (size, recordings), about=str)
+        found = pool.run(trained, left, (size, recordings), about=_about)
         for number, each in enumerate(found, start=1):
             with ledger.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(asdict(each)) + "\n")
-            progress.update(title, number, len(left), each.variant)
+            progress.update(title, number, len(left), each.variant, pool.doing)
+
+
+def _about(job: tuple[str, int]) -> str:
+    return f"{job[0]}, {job[1]}"
 
 
 def read(ledger: Path) -> list[Trained]:

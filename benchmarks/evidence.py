@@ -40,7 +40,7 @@ from esper.experiment.judging import judge, judge_plain, times_as_wide, widened
 from esper.experiment.progress import Progress
 from esper.experiment.record import read_recordings
 from esper.experiment.records import LADDER, Judged
-from esper.experiment.workers import workers
+from esper.experiment.workers import Workers, workers
 from esper.tamiyo.registry import SHIPPED, Maker
 from esper.tamiyo.shipped import shipped
 from esper.tasks.catalogue import task as find_task
@@ -235,24 +235,30 @@ def counted(
         folder.mkdir(parents=True, exist_ok=True)
     rows = {part.file: _read_part(folder / part.file, part) for part in parts}
     missing = [part for part in parts if rows[part.file] is None]
-    with Progress([title], Console(stderr=True), unit="part") as progress:
-        for part, row in results(missing, processes, ray):
+    with (
+        pool_of(processes, ray) as pool,
+        Progress([title], Console(stderr=True), unit="part") as progress,
+    ):
+        for part, row in results(missing, pool):
             document = json.dumps({"part": part.source(), **row.as_data()})
             publish(Disk(), folder / part.file, document.encode())
             rows[part.file] = row
             done = sum(found is not None for found in rows.values())
-            progress.update(title, done, len(rows), f"{part.task}: {part.arm}")
+            text = f"{part.task}: {part.arm}"
+            progress.update(title, done, len(rows), text, pool.doing)
     return [row for row in rows.values() if row is not None]
 
 
-def results(
-    parts: Sequence[Part], processes: int, ray: str | None = None
-) -> Iterator[tuple[Part, Row]]:
-    """Parts and their figures, in order."""
+def pool_of(processes: int, ray: str | None = None) -> Workers:
+    """Who counts; one process: this one."""
     count = 0 if processes == 1 and ray is None else processes
-    with workers(count, ray=ray, deadline=LONGEST) as pool:
-        rows = pool.run(_measured, parts, None, about=lambda part: part.file)
-        yield from zip(parts, rows, strict=True)
+    return workers(count, ray=ray, deadline=LONGEST)
+
+
+def results(parts: Sequence[Part], pool: Workers) -> Iterator[tuple[Part, Row]]:
+    """Parts and their figures, in order."""
+    rows = pool.run(_measured, parts, None, about=lambda part: part.file)
+    return zip(parts, rows, strict=True)
 
 
 def _measured(shared: None, part: Part) -> Row:
@@ -440,7 +446,9 @@ def verified(
     )
     differences = []
     parts = [part for part, _ in chosen.values()]
-    for part, again in results(parts, processes):
+    with pool_of(processes) as pool:
+        found = [*results(parts, pool)]
+    for part, again in found:
         row = chosen[part.file][1]
         same = np.abs(row.test - again.test).max(axis=0) < 1e-6
         differences.append(float(again.test.mean() - row.test.mean()))

@@ -132,6 +132,6 @@ def test_a_state_of_other_bits_and_an_end_that_was_not_said_are_caught(copied):
 
 def test_an_attempt_that_went_back_behind_a_checkpoint_is_caught(copied):
     whole, path = copied
-    first = Life([["ready", "0.1"], ["saved", "2"]], 1.0, killed=True)
-    later = Life([["ready", "0.1"]], 1.0, killed=False)
+    first = Life([["ready", "0.1", "1"], ["saved", "2"]], 1.0, killed=True)
+    later = Life([["ready", "0.1", "2"]], 1.0, killed=False)
     assert "attempt 2 went on from None" in audit(path, [first, later], whole).troubles

@@ -189,7 +189,7 @@ def _told(say, began):
 
     def told_begin(self, *what, **more):
         attempt = begin(self, *what, **more)
-        say("ready", perf_counter() - began)
+        say("ready", perf_counter() - began, attempt)
         return attempt
 
     def told_flush(self, **more):
@@ -321,10 +321,9 @@ def audit(path, lives, whole):
 
 def _went_back(lives, resumed):
     """Attempts that went on from before the last checkpoint that was published."""
-    saved, attempt = 0, 0
+    saved = 0
     for each in lives:
-        if each.ready is not None:
-            attempt += 1
+        for attempt in (int(line[2]) for line in each.said if line[0] == "ready"):
             if resumed.get(attempt, 0) < saved:
                 yield f"attempt {attempt} went on from {resumed.get(attempt)}"
         saved = max(saved, each.saved)

@@ -6,6 +6,7 @@ tests has its own: but for one test, those with a cluster are slow.
 
 import os
 from importlib.util import find_spec
+from time import sleep
 
 import pytest
 import torch
@@ -51,12 +52,14 @@ def test_ray_finds_what_this_process_finds(cluster):
 
 
 @pytest.mark.slow
-def test_jobs_that_ray_loses_are_done_again(cluster, tmp_path):
+def test_jobs_that_ray_loses_are_done_again_without_a_word(cluster, tmp_path, capfd):
     deeds = {0: ("die", 2), 1: ("raise", 2), 3: ("nonsense", 2)}
     jobs = [(n, *deeds.get(n, ("die", 0))) for n in range(6)]
     found = cluster.run(misbehave, jobs, str(tmp_path), check=require_number)
     assert [*found] == [*range(6)]
     assert len([*tmp_path.iterdir()]) == 2 + 2 + 2
+    sleep(2)  # it speaks late
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow

@@ -108,6 +108,16 @@ def test_results_come_in_order_and_are_the_same_by_whomever(two):
     assert len(ids) == 2
 
 
+def test_workers_are_busy_while_a_result_is_taken(two):
+    jobs = [(n, "die", 0) for n in range(6)]
+    results = two.run(misbehave, jobs, "", about=lambda job: f"job {job[0]}")
+    assert next(results) == 0
+    assert len(two.doing) == 2
+    assert {*two.doing} < {f"job {n}" for n in range(1, 6)}
+    assert [*results] == [1, 2, 3, 4, 5]
+    assert two.doing == []
+
+
 def test_a_lost_job_is_done_again_by_another(two, tmp_path):
     jobs = [(0, "die", 2), (1, "raise", 2), (2, "killed", 1), (3, "nonsense", 2)]
     jobs += [(n, "die", 0) for n in range(4, 9)]

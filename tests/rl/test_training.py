@@ -56,6 +56,25 @@ def test_a_run_that_a_signal_ends_goes_on_to_the_same_bits(tmp_path):
     assert rows_of(result.path) == rows_of(tmp_path / "whole")
 
 
+def test_a_death_at_the_end_neither_loses_nor_doubles_the_verdict(
+    tmp_path, monkeypatch
+):
+    """Killed when all is stored, before the run is marked as complete."""
+    whole = rows_of(begin_ppo(small_ppo(tmp_path, "whole", 2)).path)
+    stored = []
+
+    def die(run, facts):
+        stored.append(rows_of(run.path))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "finish", die)
+        with pytest.raises(KeyboardInterrupt):
+            begin_ppo(small_ppo(tmp_path, "run", 2))
+    resume_ppo(tmp_path / "run")
+    assert [*stored, rows_of(tmp_path / "run")] == [whole, whole]
+
+
 def test_what_a_death_left_of_old_checkpoints_is_removed(tmp_path):
     """Killed after its last save, before an older one was removed."""
     aside, kept = tmp_path / "aside", tmp_path / "run" / "checkpoints"

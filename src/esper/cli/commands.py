@@ -273,12 +273,11 @@ def record(options: Namespace) -> None:
     names = ("stop", "tasks", "hosts", "scripts", "rng_seed")
     settings = RecordConfig(**{name: getattr(options, name) for name in names})
     with _workers(vars(options)) as workers, Progress(unit="task") as progress:
-        record(
-            settings,
-            options.folder,
-            workers,
-            lambda done, total: progress.update("recording", done, total, "done"),
-        )
+
+        def show(done: int, total: int) -> None:
+            progress.update("recording", done, total, "done", workers.doing)
+
+        record(settings, options.folder, workers, show)
     _say(f"{options.tasks} tasks are in {options.folder}.")
 
 

@@ -120,11 +120,11 @@ def evaluate(
     ]
     toml = as_toml(config)
     facts = {"kind": KIND, "rng_seed": config.rng_seed, "tasks": [*tasks]}
-    done = dict.fromkeys(tasks, 0)
+    done, workers = dict.fromkeys(tasks, 0), workers or Workers()
     with (
         Run.create(Path(config.runs), config.name, toml, facts) as run,
         Store(run.path / STORE, run.id) as store,
-        closing(stored_results(ahead, workers or Workers(), store)) as results,
+        closing(stored_results(ahead, workers, store)) as results,
         Progress([*tasks], console, unit="arm") as progress,
     ):
         store.begin_attempt(None, versions_now(toml))
@@ -135,7 +135,7 @@ def evaluate(
                 f"{job.arm}: return {judged.returns.mean():.4f}, test score "
                 f"{100 * judged.test.mean():.1f} %"
             )
-            progress.update(task, done[task], len(arms), text)
+            progress.update(task, done[task], len(arms), text, workers.doing)
         for name, reason in skipped.items():
             store.add_note(0, "skipped", f"{name}: {reason}")
         store.flush()

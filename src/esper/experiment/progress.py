@@ -13,6 +13,8 @@ from esper.experiment.messages import printable
 BARS: Final = "▁▂▃▄▅▆▇█"
 COLUMNS: Final = 60
 """Bars of a sparkline, at most."""
+SHOWN: Final = 4
+"""Workers whose job is named."""
 
 
 class Progress:
@@ -56,8 +58,18 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def update(self, name: str, done: float, total: float, text: str) -> None:
-        """Update the bar of a job, counted from 1."""
+    def update(
+        self,
+        name: str,
+        done: float,
+        total: float,
+        text: str,
+        doing: Sequence[str] = (),
+    ) -> None:
+        """Update the bar of a job, counted from 1; with what workers are doing."""
+        if doing:
+            more = f" and {len(doing) - SHOWN} more" if len(doing) > SHOWN else ""
+            text += f"; {len(doing)} at work: {', '.join(doing[:SHOWN])}{more}"
         if self._bars is None:
             every = max(total // self.LINES_PER_JOB, 1)
             if done % every == 0 or done == total:

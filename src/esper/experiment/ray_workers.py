@@ -125,6 +125,8 @@ class RayWorkers(Pool[Any]):
 
 def _connected(address: str, count: int) -> Any:  # noqa: ANN401
     """Ray's module, connected to a cluster."""
+    # It would tell of dead workers on the standard output, among our data.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     if address == LOCAL:
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)

@@ -180,6 +180,17 @@ class Store:
         """Something worth saying in words."""
         self.add("notes", round=round, kind=kind, text=text)
 
+    def add_note_once(self, round: int, kind: str, text: str) -> None:
+        """The same, durably, unless an attempt that was cut off has said it."""
+        query = "SELECT count(*) FROM live_notes WHERE kind = ?"
+        try:
+            known = patiently(lambda: self._db.execute(query, (kind,)).fetchone()[0])
+        except sqlite3.DatabaseError as error:
+            raise self._trouble(error) from None
+        if not known:
+            self.add_note(round, kind, text)
+            self.flush()
+
     def flush(self, *, durable: bool = True) -> int:
         """Write all that waits.
 

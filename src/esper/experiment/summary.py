@@ -403,7 +403,7 @@ def print_training(path: Path, console: Console | None = None) -> None:
         found = db.execute("SELECT mean_return FROM live_rounds ORDER BY round")
         returns = [nan if value is None else value for (value,) in found]
         notes = db.execute("SELECT text FROM live_notes WHERE kind = 'judged'")
-        judged = [*dict.fromkeys(str(text) for (text,) in notes)]
+        judged = [str(text) for (text,) in notes]
         watched = watched_trend(rows(db, "live_evaluations"))
     print_line(console, f"Mean return per round: {sparkline(returns)}")
     # The same hosts tell more than rounds do, whose tasks may be others every time.

@@ -292,9 +292,8 @@ def _judge(config: TrainConfig, run: Run, store: Store, trainer: Trainer) -> Non
     jobs = jobs_left(config, best, done)
     if not jobs:
         return
-    if not done:
-        text = f"what is judged is the checkpoint of round {best.round}, the best one"
-        store.add_note(trainer.round, JUDGED, text)
+    text = f"what is judged is the checkpoint of round {best.round}, the best one"
+    store.add_note_once(trainer.round, JUDGED, text)
     results = stored_results(
         jobs,
         trainer.workers,

@@ -56,6 +56,11 @@ SET_DEATH_SIGNAL: Final = 1
 class Workers:
     """Does jobs; this one does them here, one after the other."""
 
+    @property
+    def doing(self) -> Sequence[str]:
+        """What each other process is doing now."""
+        return ()
+
     def run(
         self,
         function: Callable[[Shared, Job], Result],
@@ -142,6 +147,7 @@ class _Given:
     """A job that a worker is doing."""
 
     number: int
+    what: str
     until: float
     """When it is late."""
 
@@ -160,6 +166,12 @@ class Pool(Workers, Generic[Handle]):
 
     def __init__(self, count: int, deadline: float) -> None:
         self.count, self.deadline = count, deadline
+        self._given: dict[Handle, _Given] = {}
+
+    @property
+    def doing(self) -> Sequence[str]:
+        """What each worker is doing now."""
+        return [each.what for each in self._given.values()]
 
     @abstractmethod
     def _share(self, shared: object) -> Any:  # noqa: ANN401
@@ -199,7 +211,7 @@ class Pool(Workers, Generic[Handle]):
             return
         common = self._share(packed(shared))
         waiting, lost = deque(range(len(jobs))), Counter[int]()
-        given: dict[Handle, _Given] = {}
+        given = self._given = {}
         results: dict[int, Result | EsperError] = {}
 
         def give_again(number: int, why: str) -> None:
@@ -227,21 +239,24 @@ class Pool(Workers, Generic[Handle]):
                 return
             results[number] = result
 
+        def give() -> None:
+            while (
+                waiting
+                and len(given) < self.count
+                and waiting[0] < number + AHEAD * self.count
+            ):
+                next_ = waiting.popleft()
+                job = jobs[next_]
+                handle, more = self._give(function, common, packed(job))
+                until = monotonic() + self.deadline + more
+                given[handle] = _Given(next_, about(job), until)
+
         try:
             for number in range(len(jobs)):
-                while number not in results:
-                    if stop():
-                        return
-                    while (
-                        waiting
-                        and len(given) < self.count
-                        and waiting[0] < number + AHEAD * self.count
-                    ):
-                        next_ = waiting.popleft()
-                        job = packed(jobs[next_])
-                        handle, more = self._give(function, common, job)
-                        until = monotonic() + self.deadline + more
-                        given[handle] = _Given(next_, until)
+                while not stop():
+                    give()  # also when there is a result: nobody waits for its taker
+                    if number in results:
+                        break
                     for handle in self._ended([*given]):
                         take(handle)
                     now = monotonic()
@@ -250,6 +265,8 @@ class Pool(Workers, Generic[Handle]):
                         self._abandon(handle)
                         why = f"no answer within {self.deadline:g} s; try fewer workers"
                         give_again(late, f"{why}, or a later deadline.")
+                else:
+                    return
                 result = results.pop(number)
                 if isinstance(result, EsperError):
                     raise result
@@ -257,6 +274,7 @@ class Pool(Workers, Generic[Handle]):
         finally:
             for handle in given:
                 self._abandon(handle)
+            given.clear()
 
 
 class Processes(Pool[Future[Any]]):

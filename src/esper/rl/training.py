@@ -298,7 +298,7 @@ def _finish(run: Run, store: Store, trainer: PPOTrainer) -> None:
     agent.save(run.path / AGENT)
     found = agent.evaluate(episodes=episodes)
     text = f"return of {episodes} episodes: {found.mean:.4g}, deviation {found.std:.3g}"
-    store.add_note(trainer.round, "judged", text)
+    store.add_note_once(trainer.round, "judged", text)
     trainer.call("on_message", text)
     steps = {"rounds": trainer.round, "env_steps": trainer.env_steps}
     run.finish({**steps, "mean": found.mean, "std": found.std})
