@@ -67,6 +67,28 @@ class Chance(gymnasium.Env):
         return observation, reward, bool(ends[0]), bool(ends[1]), info
 
 
+def table_of(seen):
+    """What is legal with each choice of the first head: each turns the mask around."""
+    rows = np.stack([np.roll(legal(seen), op) for op in range(SIZES[0])])
+    rows[:, [STARTS[1], STARTS[2]]] = True
+    rows[:, :3] = False
+    rows[[0, 1, 2], [0, 1, 2]] = legal(seen)[:3]
+    return rows
+
+
+class Tabled(Chance):
+    """What is legal for the second and third choice depends on the first."""
+
+    def _show(self):
+        observation, _ = super()._show()
+        return observation, {"action_mask": table_of(observation)}
+
+    def step(self, action):
+        assert table_of(self.seen)[action[0], np.add(action, STARTS)].all(), "illegal"
+        self.masks = "none"
+        return super().step(action)
+
+
 def vector(make, envs: int, mode: AutoresetMode) -> SyncVectorEnv:
     return SyncVectorEnv([make] * envs, autoreset_mode=mode)
 

@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode
 from esper.cli import main
 from esper.contracts.errors import BadInput
 from esper.rl.doctor import examine
-from tests.rl.environments import Chance, Factored, Native, Remembered, vector
+from tests.rl.environments import Chance, Factored, Native, Remembered, Tabled, vector
 
 
 class Walk(gymnasium.Env):
@@ -79,6 +79,20 @@ class ForbidsWrongly(Walk):
     def step(self, action):
         assert action != 2, "no such action"
         return super().step(action)
+
+
+class OnlyOne(Walk):
+    """Another one cannot be made while this one lives."""
+
+    lives = False
+
+    def __init__(self):
+        if OnlyOne.lives:
+            raise RuntimeError("in use")
+        OnlyOne.lives = True
+
+    def close(self):
+        OnlyOne.lives = False
 
 
 class Swallowed(Walk):
@@ -205,6 +219,17 @@ BROKEN = {
         ),
         "step 8: info.'action_mask'. was there at first and is missing now",
     ),
+    "mask only after reset": (
+        broken(
+            info=lambda self: {"action_mask": np.ones(3, bool)} if self.time else {}
+        ),
+        "step 1: info.'action_mask'. is there now and was missing at the first reset",
+    ),
+    "mask method raises": (
+        broken(action_masks=lambda self: self.no_such_thing),
+        r"action_masks\(\) raised AttributeError",
+    ),
+    "only one": (OnlyOne, "a second environment cannot be made: RuntimeError: in use"),
     "mask allows what raises": (ForbidsWrongly, r"step\(2\) raised AssertionError"),
     "text space": (
         broken(observation_space=spaces.Text(3), show=lambda self: "abc"),
@@ -222,6 +247,7 @@ GOOD = {
     "masks in the info": lambda: Chance("info"),
     "masks by a method": lambda: Chance("method"),
     "masks in the observation": lambda: Chance("observation"),
+    "masks as a table": lambda: Tabled("none"),
     "dict of heads": Factored,
     "a short clock": Remembered,
     "vector": lambda: Native(Walk, 2),

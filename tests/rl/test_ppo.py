@@ -1,8 +1,10 @@
 """`esper.PPO` through its public door."""
 
+import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 
 import gymnasium
@@ -13,13 +15,26 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from esper import PPO, PPOConfig
-from esper.contracts.errors import BadInput, CallOrder, NoLegalAction
+from esper.contracts.errors import BadInput, CallOrder, NoLegalAction, NotFinite
 from esper.contracts.state import save
-from tests.rl.environments import SIZES, STARTS, Chance, Native, Seen, legal, vector
+from esper.rl.nested import space_data, space_of
+from esper.rl.ppo import DEFAULTS
+from tests.rl.environments import (
+    SIZES,
+    STARTS,
+    Chance,
+    Native,
+    Seen,
+    Tabled,
+    legal,
+    vector,
+)
 
 MODES = tuple(AutoresetMode)
 ONCE = PPOConfig(epochs=1, minibatches=1)
 SMALL = {"width": 8, "steps": 12}
+USED = ((True, False, True), (True, True, False), (True, True, True))
+"""Heads of `Chance` that each choice of the first one uses."""
 
 
 class chance:  # noqa: N801
@@ -77,28 +92,6 @@ def test_the_same_with_other_networks_and_with_a_causal_table(options):
         shares = [head.openness for head in record.update.heads.values()]
         assert 0 < shares[1] < 0.6  # only one op in three uses it
         assert 0 < shares[2] < 0.7
-
-
-def table_of(seen):
-    """What is legal with each choice of the first head: each turns the mask around."""
-    rows = np.stack([np.roll(legal(seen), op) for op in range(SIZES[0])])
-    rows[:, [STARTS[1], STARTS[2]]] = True
-    rows[:, :3] = False
-    rows[[0, 1, 2], [0, 1, 2]] = legal(seen)[:3]
-    return rows
-
-
-class Tabled(Chance):
-    """What is legal for the second and third choice depends on the first."""
-
-    def _show(self):
-        observation, _ = super()._show()
-        return observation, {"action_mask": table_of(observation)}
-
-    def step(self, action):
-        assert table_of(self.seen)[action[0], np.add(action, STARTS)].all(), "illegal"
-        self.masks = "none"
-        return super().step(action)
 
 
 @pytest.mark.parametrize("autoregressive", [False, True])
@@ -276,10 +269,17 @@ def test_a_saved_agent_is_the_same_and_learns_on_the_same(memory, tmp_path):
 
 @pytest.mark.learns  # without shape checks, which tracing cannot pass
 @pytest.mark.filterwarnings("ignore")  # of the exporter's own
-@pytest.mark.parametrize("memory", ["mingru", "lstm"])
-def test_an_exported_agent_chooses_and_remembers_the_same(memory, tmp_path):
+@pytest.mark.parametrize(
+    ("memory", "options"),
+    [
+        ("mingru", {"relevant": USED}),
+        ("mingru", {"autoregressive": True}),
+        ("lstm", {}),
+    ],
+)
+def test_an_exported_agent_chooses_and_remembers_the_same(memory, options, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
-    agent = PPO(chance(), memory=memory, envs=2, **SMALL)
+    agent = PPO(chance("info", USED), memory=memory, envs=2, **options, **SMALL)
     learnt(agent, 48)
     agent.export(tmp_path / "agent.onnx")
     session = runtime.InferenceSession(tmp_path / "agent.onnx")
@@ -354,6 +354,100 @@ def test_evaluation_plays_whole_episodes_with_masks_and_changes_nothing():
     assert all(torch.equal(x, before[n]) for n, x in weights(agent).items())
 
 
+def test_spaces_of_another_order_are_refused(tmp_path):
+    two, four = spaces.Discrete(2), spaces.Discrete(4)
+    PPO(lambda: Odd(BOX, spaces.Dict(a=two, b=four)), envs=2, **SMALL).save(
+        tmp_path / "agent"
+    )
+    with pytest.raises(BadInput, match="action_space is Dict"):
+        PPO.load(tmp_path / "agent", env=lambda: Odd(BOX, spaces.Dict(b=four, a=two)))
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Discrete(3, start=1),
+        spaces.MultiDiscrete([3, 4], dtype=np.int32),
+        spaces.Box(np.iinfo(np.int64).min, np.iinfo(np.int64).max, (2,), np.int64),
+        spaces.Box(0, np.iinfo(np.uint64).max, (2,), np.uint64),
+        spaces.Box(*np.array([[0.1, -np.inf], [0.3, 2.0]], np.float32)),
+    ],
+)
+def test_a_space_comes_back_from_plain_data(space):
+    again = space_of(json.loads(json.dumps(space_data(space), sort_keys=True)))
+    assert again == space
+    assert again.dtype == space.dtype
+
+
+def test_settings_of_the_update_are_laid_over_the_usual_ones():
+    agent = PPO(chance(), ppo={"entropy": 0.02}, envs=2, **SMALL)
+    assert agent.settings.ppo == replace(DEFAULTS, entropy=0.02)
+    with pytest.raises(BadInput, match="no setting 'entrophy'; did you mean 'entropy'"):
+        PPO(chance(), ppo={"entrophy": 0.02})
+
+
+def test_learning_goes_on_after_an_interruption_in_a_rollout():
+    class Interrupted(Chance):
+        left = 30
+
+        def step(self, action):
+            Interrupted.left -= 1
+            if not Interrupted.left:
+                raise KeyboardInterrupt
+            return super().step(action)
+
+    agent = PPO(Interrupted, envs=2, **SMALL)
+    with pytest.raises(KeyboardInterrupt):
+        agent.learn(1e3)
+    # The environments stand elsewhere now: an illegal action would raise.
+    assert agent.learn(480).rounds >= 20
+
+
+def test_infinity_in_an_observation_is_told_before_it_is_learnt():
+    class Far(Seen):
+        horizon = 20
+
+        def show(self):
+            return np.array([0.0, np.inf if self.time == 15 else 1.0], np.float32)
+
+    agent = PPO(Far, envs=2, **SMALL)
+    with pytest.raises(NotFinite, match="environment 0 of Far at step 15 holds NaN or"):
+        agent.learn(480)
+    assert np.isfinite(agent.observations.mean).all()
+
+
+class Frames(gymnasium.Env):
+    """Images in one buffer that is written over, as numbers from 0 to `largest`."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, largest, kind):
+        self.largest, self.frame = largest, np.zeros((1, 6, 6), kind)
+        self.observation_space = spaces.Box(0, largest, (1, 6, 6), kind)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.step(0)[0], {}
+
+    def step(self, action):
+        self.frame[:] = self.np_random.integers(2) * self.largest
+        return self.frame, 0.0, False, bool(self.np_random.random() < 0.1), {}
+
+
+@pytest.mark.parametrize(("largest", "kind"), [(255, np.uint8), (5_000, np.float32)])
+def test_images_are_those_of_their_step_and_no_larger_than_one(largest, kind):
+    def buffered(copy):
+        make = [lambda: Frames(largest, kind)] * 2
+        same = AutoresetMode.SAME_STEP
+        return gymnasium.vector.SyncVectorEnv(make, copy=copy, autoreset_mode=same)
+
+    one, other = (PPO(buffered(copy), **SMALL).learn(48) for copy in (False, True))
+    assert_same_agents(one, other)
+    frame = np.full((2, 1, 6, 6), largest, kind)
+    images = one.spec.images(frame, 2)["image0"]
+    assert float(images.max()) == (255 if kind is np.uint8 else 1)
+
+
 def test_callbacks_stop_learning_and_a_log_folder_has_rows_and_the_agent(tmp_path):
     agent = PPO(chance(), envs=2, **SMALL)
     agent.learn(10_000, callback=lambda record: record.steps < 48, log=tmp_path / "run")
@@ -397,11 +491,14 @@ OBSERVATIONS = {
 }
 ACTIONS = {
     "discrete": spaces.Discrete(3, start=4),
-    "multi-discrete": spaces.MultiDiscrete([2, 3, 5]),
+    "multi-discrete": spaces.MultiDiscrete([2, 3, 5], dtype=np.int32),
     "multi-binary": spaces.MultiBinary(3),
     "tuple": spaces.Tuple([spaces.Discrete(2), spaces.Discrete(4)]),
     "dict": spaces.Dict(
-        x=spaces.Discrete(2), y=spaces.Dict(z=spaces.MultiDiscrete([3, 2]))
+        # In no order of letters: heads are in this one.
+        x=spaces.Discrete(2),
+        b=spaces.Discrete(4),
+        y=spaces.Dict(z=spaces.MultiDiscrete([3, 2])),
     ),
     "box": spaces.Box(
         np.array([-1.0, 0.0], np.float32), np.array([1.0, 9.0], np.float32)
@@ -430,6 +527,7 @@ def test_every_space_is_learnt_in_saved_and_predicted(seen, chosen, tmp_path):
         again, other = twin.predict(observation, other)
         assert env.action_space.contains(action)
         assert repr(action) == repr(again)
+        assert twin.spec.head_names == agent.spec.head_names
         observation, *_ = env.step(action)
     assert agent.evaluate(3).returns.tolist() == [3.0] * 3
 
@@ -454,6 +552,8 @@ def bad_mask(mask):
         (chance(), {"gamma": 1.5}, r"gamma must lie in \[0, 1\]"),
         (chance(), {"masks": "somewhere"}, "masks must be auto"),
         (chance(), {"relevant": [[True]]}, r"relevant must be .* here \[3, 3\]"),
+        (chance(), {"relevant": [True]}, r"relevant must be \[op, head\], got \[1\]"),
+        (lambda: Native(Seen, 2), {}, "makes a VectorEnv; pass what it makes"),
         (lambda: Odd(spaces.Text(4), BOX), {}, "is a Text, which is not supported"),
         (lambda: Odd(BOX, spaces.Text(4)), {}, "is a Text, which is not supported"),
         (lambda: Odd(spaces.Discrete(10**6), BOX), {}, "1,000,000 values, more than"),
@@ -480,6 +580,57 @@ def test_masks_of_the_wrong_width_or_empty_are_refused(mask, error, match):
         agent.learn(24)
 
 
+class Forgets(Chance):
+    """Gives its mask not at reset, or not always."""
+
+    def __init__(self, when):
+        super().__init__("info")
+        self.when, self.time = when, 0
+
+    def reset(self, *, seed=None, options=None):
+        observation, info = super().reset(seed=seed)
+        return observation, {} if self.when == "reset" else info
+
+    def step(self, action):
+        self.masks = "none"
+        *rest, _ = super().step(action)
+        self.masks, self.time = "info", self.time + 1
+        late = self.when == "later" and self.time > 5
+        return *rest, {} if late else {"action_mask": legal(self.seen)}
+
+
+@pytest.mark.parametrize(
+    ("whens", "match"),
+    [
+        (["reset"] * 3, "at step 1, but none at reset; give one at every"),
+        (
+            ["", "", "later"],
+            "gave no info.* in environment 2 at step",
+        ),
+    ],
+)
+def test_a_mask_that_is_missing_is_never_taken_for_a_free_choice(whens, match):
+    names = iter(whens)
+    with pytest.raises(BadInput, match=match):
+        PPO(lambda: Forgets(next(names)), envs=3, **SMALL).learn(240)
+
+
+def test_what_a_method_for_masks_raises_is_told():
+    class Wrong(Chance):
+        def action_masks(self):
+            return self.no_such_thing
+
+    with pytest.raises(BadInput, match="raised AttributeError in action_masks"):
+        PPO(lambda: Wrong("none"), envs=2, **SMALL).learn(24)
+
+
+def test_wrapped_vectors_are_asked_for_masks_too():
+    inner = vector(chance("method"), 2, AutoresetMode.SAME_STEP)
+    wrapped = gymnasium.wrappers.vector.RecordEpisodeStatistics(inner)
+    plain = vector(chance("method"), 2, AutoresetMode.SAME_STEP)
+    assert_same_agents(*(PPO(env, **SMALL).learn(96) for env in (wrapped, plain)))
+
+
 def test_what_environments_raise_or_give_becomes_one_line():
     class Raising(Seen):
         def reward(self, action):
@@ -496,7 +647,7 @@ def test_what_environments_raise_or_give_becomes_one_line():
     for make, match in (
         (Raising, r"RuntimeError in step\(\) at step 0 of environment 0: a b"),
         (Unknown, "rewards of environment 0 at step 0 must be finite, got nan"),
-        (Blind, "features.vector of environment 0 at step 0 must be finite"),
+        (Blind, "the observation of environment 0 of Blind at step 0 holds NaN"),
     ):
         with pytest.raises(BadInput, match=match) as caught:
             PPO(make, envs=2, **SMALL).learn(24)

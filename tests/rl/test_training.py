@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from dataclasses import replace
 
 import gymnasium
 import pytest
@@ -11,8 +12,9 @@ from esper import PPO
 from esper.cli import main
 from esper.contracts.errors import WorkersTrouble
 from esper.experiment.run import Run
-from esper.experiment.trainer import OnRoundEnd
-from esper.rl.training import AGENT, begin_ppo, resume_ppo
+from esper.experiment.settings import construct
+from esper.experiment.trainer import Callback, OnRoundEnd
+from esper.rl.training import AGENT, PPORunConfig, begin_ppo, resume_ppo
 from tests.experiment.killed_runs import rows_of, small_ppo, state_of
 from tests.rl.environments import Probe
 
@@ -73,6 +75,44 @@ def test_a_death_at_the_end_neither_loses_nor_doubles_the_verdict(
             begin_ppo(small_ppo(tmp_path, "run", 2))
     resume_ppo(tmp_path / "run")
     assert [*stored, rows_of(tmp_path / "run")] == [whole, whole]
+
+
+class OnMessage(Callback):
+    """Keeps what is said."""
+
+    def __init__(self, told):
+        self.told = told
+
+    def on_message(self, text, **more):
+        self.told.append(text)
+
+
+class Forever(Probe):
+    """Its episodes do not end."""
+
+    def step(self, action):
+        return self.show(), 1.0, False, False, {}
+
+
+def test_an_agent_that_cannot_be_judged_is_kept_and_the_run_is_complete(
+    tmp_path, monkeypatch
+):
+    gymnasium.register("esper-test/Forever-v0", Forever)
+    monkeypatch.setitem(PPO.evaluate.__kwdefaults__, "max_steps", 20)
+    config = replace(small_ppo(tmp_path, "run", 2), env="esper-test/Forever-v0")
+    told = []
+    path = begin_ppo(config, [OnMessage(told)]).path
+    del gymnasium.registry["esper-test/Forever-v0"]
+    assert any("not judged: some episode did not end within 20" in t for t in told)
+    assert Run.read(path).finished["rounds"] == 2
+    assert PPO.load(path / AGENT).rounds == 2
+
+
+def test_groups_of_settings_keep_what_is_not_given():
+    given = {"env": "CartPole-v1", "ppo.entropy": 0.02, "keeping.tensorboard": False}
+    made, usual = construct(PPORunConfig, given), PPORunConfig(env="CartPole-v1")
+    assert made.ppo == replace(usual.ppo, entropy=0.02)
+    assert made.keeping == usual.keeping
 
 
 def test_what_a_death_left_of_old_checkpoints_is_removed(tmp_path):

@@ -8,7 +8,7 @@ TOML and read back equal; None is the word "none" there. Refusals are one line.
 import json
 import tomllib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Final, TypeVar, cast, dataclass_transform
@@ -196,7 +196,7 @@ def construct(
     """
     known = known_settings(cls)
     tree: dict[str, Any] = {}
-    for dotted, value in values.items():
+    for dotted, value in (_group_defaults(cls, values) | {**values}).items():
         *path, name = dotted.split(".")
         node = tree
         for part in path:
@@ -211,6 +211,23 @@ def construct(
     except ValidationError as error:
         raise _refusal(cls, error, origins) from None
     return made
+
+
+def _group_defaults(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of the groups of which some setting is given.
+
+    A group may have other defaults here than its class has.
+    """
+    found: dict[str, Any] = {}
+    groups = {name.partition(".")[0] for name in values if "." in name}
+    for item in fields(cls):
+        if item.name in groups:
+            default = item.default
+            if item.default_factory is not MISSING:
+                default = item.default_factory()
+            if is_dataclass(default):
+                found |= as_flat(default, f"{item.name}.")
+    return found
 
 
 def as_toml(config: object, *, explain: bool = False) -> str:

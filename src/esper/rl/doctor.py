@@ -23,6 +23,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 
 from esper.contracts.errors import BadInput
+from esper.rl.nested import first_of
 from esper.rl.spaces import MASK, Part, SpaceSpec, parts_of
 from esper.rl.vector import METHOD
 
@@ -35,6 +36,8 @@ SAME: Final = 5
 """Episodes of the same length that make a time limit probable."""
 SHORT: Final = 10
 """Steps below which a fixed length is no time limit."""
+MANY: Final = 1_000
+"""Numbers among which no clock is looked for."""
 COMPARED: Final = 50
 """Steps of an episode that are compared with its repetition."""
 
@@ -69,7 +72,10 @@ class _Broken(Exception):  # noqa: N818
 
 
 def examine(
-    source: str | Maker, steps: int = 2_000, rng_seed: int = 0
+    source: str | Maker,
+    steps: int = 2_000,
+    rng_seed: int = 0,
+    relevant: Sequence[Sequence[bool]] | None = None,
 ) -> list[Finding]:
     """Play an environment and say what will hurt learning.
 
@@ -77,7 +83,9 @@ def examine(
         source: An id, or a function that makes an environment or vector environment.
         steps: How long to play.
         rng_seed: Of resets and random actions.
+        relevant: As for `PPO`: which heads a choice of the first one uses.
     """
+    table = None if relevant is None else tuple(tuple(map(bool, r)) for r in relevant)
     make = source if callable(source) else _maker(source)
     notes = Examination()
     try:
@@ -90,12 +98,12 @@ def examine(
         if isinstance(env, VectorEnv):
             _play_vector(env, steps, rng_seed, notes)
         else:
-            _spaces(env, notes)
-            lengths = _play(env, steps, rng_seed, notes)
+            spec = _spaces(env, table, notes)
+            lengths = _play(env, spec, steps, rng_seed, notes)
             limit = env.spec.max_episode_steps if env.spec is not None else None
             _judge_lengths(lengths, steps, limit, notes)
             if not notes.findings:
-                _compare(make, rng_seed, notes)
+                _compare(make, spec, rng_seed, notes)
     except _Broken:
         pass
     finally:
@@ -111,11 +119,15 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:100]
 
 
-def _spaces(env: Env[Any, Any], notes: Examination) -> None:
+def _spaces(
+    env: Env[Any, Any], table: tuple[tuple[bool, ...], ...] | None, notes: Examination
+) -> SpaceSpec | None:
+    """The spaces as PPO would know them, if it can learn in them."""
     try:
-        SpaceSpec(env.observation_space, env.action_space)
+        return SpaceSpec(env.observation_space, env.action_space, table)
     except BadInput as error:
         notes.add("spaces", str(error).rstrip("."), "PPO cannot learn here as it is")
+        return None
 
 
 @dataclass
@@ -128,7 +140,11 @@ class _Length:
 
 
 def _play(
-    env: Env[Any, Any], steps: int, rng_seed: int, notes: Examination
+    env: Env[Any, Any],
+    spec: SpaceSpec | None,
+    steps: int,
+    rng_seed: int,
+    notes: Examination,
 ) -> list[_Length]:
     """Random legal actions; every value that comes back is looked at."""
     env.action_space.seed(rng_seed)
@@ -140,7 +156,7 @@ def _play(
     held, kept = observation, deepcopy(observation)
     for step in range(steps):
         notes.step = step
-        action = _action(env, observation, info, masked, chance, notes)
+        action = _action(env, spec, observation, info, masked, chance, notes)
         observation, reward, terminated, truncated, info = _step(env, action, notes)
         if not _same(held, kept):
             notes.add(
@@ -284,6 +300,7 @@ def _reward(reward: Any, notes: Examination) -> float:  # noqa: ANN401
 
 def _action(
     env: Env[Any, Any],
+    spec: SpaceSpec | None,
     observation: Any,  # noqa: ANN401
     info: dict[str, Any],
     masked: bool,
@@ -297,6 +314,12 @@ def _action(
         mask, where = observation[MASK], f"obs['{MASK}']"
     elif MASK in info:
         mask, where = info[MASK], f"info['{MASK}']"
+        if not masked:
+            notes.add(
+                "mask missing",
+                f"info['{MASK}'] is there now and was missing at the first reset",
+                "Give it at every reset and step",
+            )
     elif masked:
         notes.add(
             "mask missing",
@@ -304,25 +327,33 @@ def _action(
             "Give it at every reset and step",
         )
     elif env.has_wrapper_attr(METHOD):
-        mask, where = env.get_wrapper_attr(METHOD)(), f"{METHOD}()"
-    if mask is None:
+        where = f"{METHOD}()"
+        try:
+            mask = env.get_wrapper_attr(METHOD)()
+        except Exception as error:
+            what = f"{where} raised {type(error).__name__}: {_line(error)}"
+            notes.add("mask", what, "Mend the method")
+            raise _Broken from error
+    if mask is None or spec is None:
         return space.sample()
     try:
-        spec = SpaceSpec(env.observation_space, space)
         rows = spec.rows(spec.mask_row(mask)[None], 1)[0].numpy()
     except BadInput as error:
         notes.add("mask", f"{where}: {str(error).rstrip('.')}", "Mend the mask")
         raise _Broken from error
-    picked = [int(chance.choice(np.flatnonzero(row))) for row in rows]
-    return _single(space, spec.to_env(torch.tensor([picked])))
+    picked = _picked(spec, rows, chance)
+    return first_of(space, spec.to_env(torch.tensor([picked])))
 
 
-def _single(space: Space[Any], actions: Any) -> Any:  # noqa: ANN401
-    if isinstance(space, spaces.Dict):
-        return {n: _single(s, actions[n]) for n, s in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_single(s, actions[i]) for i, s in enumerate(space.spaces))
-    return actions[0]
+def _picked(spec: SpaceSpec, rows: Array, chance: np.random.Generator) -> list[int]:
+    """A legal choice of each head; choice 0 where the op does not use a head."""
+    is_table = rows.ndim == 3
+    first = rows[0, 0] if is_table else rows[0]
+    op = int(chance.choice(np.flatnonzero(first)))
+    later = rows[op, 1:] if is_table else rows[1:]
+    used = [True] * len(later) if spec.relevant is None else spec.relevant[op][1:]
+    picks = zip(later, used, strict=True)
+    return [op, *(int(chance.choice(np.flatnonzero(r))) if u else 0 for r, u in picks)]
 
 
 def _judge_lengths(
@@ -363,14 +394,25 @@ def _tells_time(lengths: Sequence[_Length]) -> bool:
     return bool(clock.any())
 
 
-def _compare(make: Maker, rng_seed: int, notes: Examination) -> None:
+def _compare(
+    make: Maker, spec: SpaceSpec | None, rng_seed: int, notes: Examination
+) -> None:
     """Episodes from the same seed, alone, again, and beside another one."""
-    first, second = make(), make()
+    try:
+        first, second = make(), make()
+    except Exception as error:
+        notes.add(
+            "alone",
+            f"a second environment cannot be made: {type(error).__name__}: "
+            f"{_line(error)}",
+            "Let several exist at once: PPO learns in many, envs=1 in one",
+        )
+        return
     actions = _actions(first, rng_seed)
-    alone = _episode(first, rng_seed, actions)
-    if not _same(alone, _episode(second, rng_seed, actions)):
+    alone = _episode(first, spec, rng_seed, actions)
+    if not _same(alone, _episode(second, spec, rng_seed, actions)):
         again = make()
-        fresh = _episode(again, rng_seed, actions)
+        fresh = _episode(again, spec, rng_seed, actions)
         again.close()
         if not _same(alone, fresh):
             notes.add(
@@ -379,7 +421,7 @@ def _compare(make: Maker, rng_seed: int, notes: Examination) -> None:
                 "Draw all chance from self.np_random, which reset(seed=...) sets",
             )
             return
-    if not _same(alone, _episode(first, rng_seed, actions)):
+    if not _same(alone, _episode(first, spec, rng_seed, actions)):
         notes.add(
             "leak",
             "an episode differs from its repetition with the same seed after others "
@@ -388,7 +430,7 @@ def _compare(make: Maker, rng_seed: int, notes: Examination) -> None:
         )
         return
     beside = make()
-    if not _same(alone, _episode(beside, rng_seed, actions, second)):
+    if not _same(alone, _episode(beside, spec, rng_seed, actions, second)):
         notes.add(
             "shared",
             "an episode differs when another environment is played beside it",
@@ -405,6 +447,7 @@ def _actions(env: Env[Any, Any], rng_seed: int) -> list[Any]:
 
 def _episode(
     env: Env[Any, Any],
+    spec: SpaceSpec | None,
     rng_seed: int,
     actions: Sequence[Any],
     other: Env[Any, Any] | None = None,
@@ -416,10 +459,10 @@ def _episode(
     masked = MASK in info
     # Not the space's own: environments of a class may have one space.
     chance = np.random.default_rng(rng_seed)
-    neighbour = None if other is None else _Neighbour(other, rng_seed + 99)
+    neighbour = None if other is None else _Neighbour(other, spec, rng_seed + 99)
     for action in actions:
         if masked or env.has_wrapper_attr(METHOD) or _shows_mask(observation):
-            action = _action(env, observation, info, masked, chance, notes)
+            action = _action(env, spec, observation, info, masked, chance, notes)
         observation, reward, terminated, truncated, info = env.step(action)
         rows.append((deepcopy(observation), float(reward), terminated, truncated))
         if neighbour is not None:
@@ -436,8 +479,10 @@ def _shows_mask(observation: Any) -> bool:  # noqa: ANN401
 class _Neighbour:
     """Another environment, played with random legal actions."""
 
-    def __init__(self, env: Env[Any, Any], rng_seed: int) -> None:
-        self._env, self._notes = env, Examination()
+    def __init__(
+        self, env: Env[Any, Any], spec: SpaceSpec | None, rng_seed: int
+    ) -> None:
+        self._env, self._spec, self._notes = env, spec, Examination()
         self._chance = np.random.default_rng(rng_seed)
         self._shown = _reset(env, rng_seed, self._notes)
 
@@ -446,7 +491,7 @@ class _Neighbour:
         observation, info = self._shown
         masked = MASK in info
         action = _action(
-            self._env, observation, info, masked, self._chance, self._notes
+            self._env, self._spec, observation, info, masked, self._chance, self._notes
         )
         observation, _, terminated, truncated, info = self._env.step(action)
         self._shown = observation, info
@@ -488,16 +533,17 @@ def _play_vector(
 
 
 def _numbers(observation: Any) -> Array:  # noqa: ANN401
-    """All numbers of an observation in a row."""
+    """All numbers of an observation in a row; of none that is large, like an image."""
     if isinstance(observation, dict):
         observation = [observation[name] for name in sorted(observation)]
     if isinstance(observation, tuple | list):
         rows = [_numbers(part) for part in observation]
         return np.concatenate(rows) if rows else np.zeros(0)
     try:
-        return np.asarray(observation, np.float64).reshape(-1)
+        numbers = np.asarray(observation, np.float64).reshape(-1)
     except (TypeError, ValueError):
         return np.zeros(0)
+    return numbers if numbers.size <= MANY else np.zeros(0)
 
 
 def _same(one: Any, other: Any) -> bool:  # noqa: ANN401

@@ -16,16 +16,24 @@ def space_data(space: Space[Any]) -> dict[str, Any]:
     """A space as plain data."""
     match space:
         case spaces.Dict():
-            inner = {name: space_data(part) for name, part in space.spaces.items()}
-            return {"kind": "Dict", "spaces": inner}
+            # As pairs: files sort the names of mappings, and heads have an order.
+            pairs = [[name, space_data(part)] for name, part in space.spaces.items()]
+            return {"kind": "Dict", "spaces": pairs}
         case spaces.Tuple():
             return {"kind": "Tuple", "spaces": [space_data(p) for p in space.spaces]}
         case spaces.Discrete():
             n, start = int(space.n), int(space.start)
-            return {"kind": "Discrete", "n": n, "start": start}
+            kind = str(space.dtype)
+            return {"kind": "Discrete", "n": n, "start": start, "dtype": kind}
         case spaces.MultiDiscrete():
             nvec, start = space.nvec.tolist(), space.start.tolist()
-            return {"kind": "MultiDiscrete", "nvec": nvec, "start": start}
+            kind = str(space.dtype)
+            return {
+                "kind": "MultiDiscrete",
+                "nvec": nvec,
+                "start": start,
+                "dtype": kind,
+            }
         case spaces.MultiBinary():
             return {"kind": "MultiBinary", "n": space.n}
         case spaces.Box():
@@ -43,21 +51,25 @@ def space_of(data: Mapping[str, Any]) -> Space[Any]:
     """The space that `space_data` wrote."""
     match data["kind"]:
         case "Dict":
-            return spaces.Dict(
-                {n: space_of(part) for n, part in data["spaces"].items()}
-            )
+            return spaces.Dict([(n, space_of(part)) for n, part in data["spaces"]])
         case "Tuple":
             return spaces.Tuple([space_of(part) for part in data["spaces"]])
         case "Discrete":
-            return spaces.Discrete(data["n"], start=data["start"])
+            made = spaces.Discrete(data["n"], start=data["start"])
+            made.dtype = np.dtype(data["dtype"])  # an argument since Gymnasium 1.2
+            return made
         case "MultiDiscrete":
-            return spaces.MultiDiscrete(data["nvec"], start=data["start"])
+            return spaces.MultiDiscrete(
+                np.array(data["nvec"]),
+                dtype=np.dtype(data["dtype"]).type,
+                start=np.array(data["start"]),
+            )
         case "MultiBinary":
             return spaces.MultiBinary(data["n"])
         case "Box":
             shape, kind = tuple(data["shape"]), np.dtype(data["dtype"])
             low, high = (
-                np.broadcast_to(np.array(data[name], np.float64), shape).astype(kind)
+                np.broadcast_to(np.array(data[name]), shape).astype(kind)
                 for name in ("low", "high")
             )
             return spaces.Box(low, high, shape, dtype=kind.type)
@@ -66,7 +78,7 @@ def space_of(data: Mapping[str, Any]) -> Space[Any]:
 
 def _constant(bounds: Array) -> Any:  # noqa: ANN401
     """One number if all are the same; as text, since JSON has no infinity."""
-    texts = bounds.astype(np.float64).astype(str)
+    texts = bounds.astype(str)
     same = bounds.size and (bounds == bounds.flat[0]).all()
     return str(texts.flat[0]) if same else texts.tolist()
 

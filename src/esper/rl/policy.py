@@ -239,7 +239,8 @@ class SpacePolicy(nn.Module):
             rows = masks[torch.arange(len(op), device=op.device), op]
         if self._relevant is not None:
             uses = self._relevant.index_select(0, op).unsqueeze(2)
-            rows = torch.where(uses, rows, first_choice(rows.shape[2], rows.device))
+            # Not torch.where: ONNX Runtime has none for booleans.
+            rows = (uses & rows) | (~uses & first_choice(rows.shape[2], rows.device))
         return rows
 
     def scores(

@@ -15,7 +15,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final, NamedTuple
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper import __version__
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import BadInput, CallOrder, NotFinite, unknown
 from esper.contracts.state import Stateful, load, save
 from esper.experiment.checkpoint import Manifest, pack, read_checkpoint
 from esper.experiment.files import Disk, publish, storage
@@ -37,7 +37,7 @@ from esper.experiment.streams import stream, stream_seed
 from esper.rl.moments import ObservationMoments
 from esper.rl.nested import batch_of_one, first_of, is_single, rows_of
 from esper.rl.policy import SpacePolicy, SpacePolicyConfig
-from esper.rl.spaces import SpaceSpec
+from esper.rl.spaces import SpaceSpec, parts_of
 from esper.rl.vector import Source, Vector, View
 from esper.simic.agent.metrics import UpdateRecord
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
@@ -168,7 +168,7 @@ class PPO(Stateful):
         relevant: Whether a choice of the first head uses each head, bool [op, head].
         masks: Where masks come from: observation, info, method, None: nowhere; "auto"
             finds out.
-        ppo: Settings of the update.
+        ppo: Settings of the update; those that a mapping leaves out are as usual.
     """
 
     STATE = ("agent", "observations", "generator", "steps_done", "rounds")
@@ -193,7 +193,7 @@ class PPO(Stateful):
         normalize: bool = True,
         relevant: Any = None,  # noqa: ANN401
         masks: str | None = "auto",
-        ppo: PPOConfig = DEFAULTS,
+        ppo: PPOConfig | Mapping[str, Any] = DEFAULTS,
     ) -> None:
         policy = SpacePolicyConfig(
             width=width,
@@ -211,11 +211,9 @@ class PPO(Stateful):
             normalize=normalize,
             seed=seed,
             policy=policy,
-            ppo=ppo,
+            ppo=ppo if isinstance(ppo, PPOConfig) else _over_defaults(ppo),
         )
-        table = None if relevant is None else np.asarray(relevant, bool).tolist()
-        table = None if table is None else tuple(map(tuple, table))
-        world = Vector(env, envs, kind, table, masks)
+        world = Vector(env, envs, kind, _table(relevant), masks)
         self._source: Source | None = env
         self._kind, self._masks = kind, masks
         self._build(world.spec, replace(settings, envs=world.num_envs), world)
@@ -250,7 +248,7 @@ class PPO(Stateful):
 
     def learn(
         self,
-        total_steps: int,
+        total_steps: float,
         *,
         progress: bool = False,
         callback: Callback | None = None,
@@ -265,11 +263,11 @@ class PPO(Stateful):
             log: A folder for `progress.csv`, one row per update, and for the agent
                 itself at the end.
         """
-        if total_steps < 1:
+        if not 1 <= total_steps < math.inf:
             raise BadInput(f"total_steps must be at least 1, got {total_steps}.")
         world, settings, began = self._world(), self.settings, monotonic()
         each = settings.envs * settings.steps
-        rounds = -(-total_steps // each)
+        rounds = math.ceil(total_steps / each)
         rows = None if log is None else LogFile(Path(log))
         bar = Progress(unit="update") if progress else None
         try:
@@ -316,6 +314,9 @@ class PPO(Stateful):
         policy, buffer, at = self.policy, self.agent.buffer, self._stand(world)
         view, state = at.view, at.state
         ended: list[Episode] = []
+        # What is cut off here begins anew: nobody knows where environments stand then.
+        self._standing = None
+        buffer.reset()
         buffer.begin(state, self.agent.version)
         for time in range(buffer.max_steps):
             features = self.features(view, learn=True)
@@ -353,6 +354,7 @@ class PPO(Stateful):
         first = torch.from_numpy(view.first)
         buffer.cut(policy.value(self.features(view), first, state))
         at.view, at.state = view, state
+        self._standing = at
         self.observations.settle()
         return ended
 
@@ -367,12 +369,24 @@ class PPO(Stateful):
         features = spec.images(view.observation, envs)
         if "vector" in spec.observation:
             rows = spec.vector(view.observation, envs)
+            if learn:
+                self._require_finite(rows, view.acts)
             if self.settings.normalize:
                 if learn:
                     self.observations.add(rows if view.acts.all() else rows[view.acts])
                 rows = self.observations.normalize(rows)
             features = {"vector": torch.from_numpy(rows), **features}
         return features
+
+    def _require_finite(self, rows: Array, acts: Array) -> None:
+        broken = ~np.isfinite(rows).all(axis=1) & acts
+        if broken.any():
+            world = self._world()
+            raise NotFinite(
+                f"the observation of environment {int(broken.argmax())} of "
+                f"{world.name} at step {world.steps} holds NaN or infinity; clip it "
+                "there."
+            )
 
     def _stand(self, world: Vector) -> Standing:
         """Where the environments stand; new episodes everywhere if nowhere yet."""
@@ -381,9 +395,7 @@ class PPO(Stateful):
             view = world.reset(seed % 2**31)
             envs = world.num_envs
             state = self.policy.initial_state(envs)
-            self._standing = Standing(
-                view, state, np.zeros(envs), np.zeros(envs, np.int64)
-            )
+            return Standing(view, state, np.zeros(envs), np.zeros(envs, np.int64))
         return self._standing
 
     def predict(
@@ -449,7 +461,7 @@ class PPO(Stateful):
         env: Source | None = None,
         deterministic: bool = True,
         seed: int = 1,
-        max_steps: int = 1_000_000,
+        max_steps: int = 100_000,
     ) -> EpisodeReturns:
         """Play whole episodes without learning.
 
@@ -501,7 +513,10 @@ class PPO(Stateful):
                 break
             view, state = step.view, decision.state
         else:
-            raise BadInput(f"some episode did not end within {max_steps} steps.")
+            raise BadInput(
+                f"some episode did not end within {max_steps} steps; set a time limit: "
+                "gymnasium.make(..., max_episode_steps=1000)."
+            )
         if not isinstance(source, VectorEnv):
             world.close()
         totals, counts = zip(*found, strict=True)
@@ -583,7 +598,11 @@ class PPO(Stateful):
     def _require_spaces(self, world: Vector) -> None:
         for name in ("observation_space", "action_space"):
             mine, other = getattr(self.spec, name), getattr(world.spec, name)
-            if mine != other:
+            # Spaces of other orders are equal to Gymnasium, but heads have an order.
+            orders = [
+                [part.path for part in parts_of(space)] for space in (mine, other)
+            ]
+            if mine != other or orders[0] != orders[1]:
                 raise BadInput(
                     f"the agent's {name} is {mine}, that of {world.name} is {other}."
                 )
@@ -611,6 +630,24 @@ class LogFile:
                 if new:
                     writer.writeheader()
                 writer.writerow(row)
+
+
+def _over_defaults(given: Mapping[str, Any]) -> PPOConfig:
+    known = [item.name for item in fields(PPOConfig)]
+    for name in given:
+        if name not in known:
+            raise unknown("ppo has no setting", name, known)
+    return replace(DEFAULTS, **given)
+
+
+def _table(relevant: Any) -> tuple[tuple[bool, ...], ...] | None:  # noqa: ANN401
+    """A table as nested tuples."""
+    if relevant is None:
+        return None
+    table = np.asarray(relevant, bool)
+    if table.ndim != 2:
+        raise BadInput(f"relevant must be [op, head], got {list(table.shape)}.")
+    return tuple(map(tuple, table.tolist()))
 
 
 def _mean(figures: Sequence[float]) -> float:

@@ -2,8 +2,9 @@
 
 An observation becomes one vector and any number of images. Vectors, numbers and flags
 are put one after the other; a Discrete is one-hot; a Box of three axes is an image,
-whose channels are its smaller outer axis. Numbers of a Box can be normalised by running
-statistics, which are part of what is saved; the rest is between 0 and 1 already.
+whose channels are its smaller outer axis, divided by its largest bound. Numbers of any
+other Box can be normalised by running statistics, which are part of what is saved; the
+rest is between 0 and 1 already.
 
 An action is one or several heads: Discrete, MultiDiscrete and MultiBinary, alone or in
 a Dict or Tuple. A Box is one number per entry, from a normal distribution in which
@@ -238,8 +239,10 @@ class SpaceSpec:
             array = _checked(part, np.asarray(part.of(observations)), envs)
             if not _channels_first(array.shape[1:]):
                 array = np.moveaxis(array, 3, 1)
-            if array.dtype != np.uint8:
-                array = array.astype(np.float32)
+            if array.dtype == np.uint8:
+                array = np.array(array, order="C")  # its buffer may be used again
+            else:
+                array = np.divide(array, _largest(part.space), dtype=np.float32)
             found[f"image{index}"] = torch.from_numpy(np.ascontiguousarray(array))
         return found
 
@@ -419,6 +422,13 @@ def _require_action(part: Part) -> None:
 
 def _channels_first(shape: tuple[int, ...]) -> bool:
     return shape[0] < shape[2]
+
+
+def _largest(image: Space[Any]) -> float:
+    """The largest number of an image by its bounds; 1 if it has none."""
+    assert isinstance(image, spaces.Box)
+    bound = float(max(np.abs(image.low).max(), np.abs(image.high).max()))
+    return bound if 0.0 < bound < np.finfo(np.float32).max else 1.0
 
 
 def _checked(part: Part, array: Array, envs: int) -> Array:

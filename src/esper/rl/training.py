@@ -296,9 +296,16 @@ def _finish(run: Run, store: Store, trainer: PPOTrainer) -> None:
     """Save the agent, judge it and mark the run as complete."""
     agent, episodes = trainer.ppo, trainer.config.episodes
     agent.save(run.path / AGENT)
-    found = agent.evaluate(episodes=episodes)
-    text = f"return of {episodes} episodes: {found.mean:.4g}, deviation {found.std:.3g}"
+    figures: dict[str, float] = {}
+    try:
+        found = agent.evaluate(episodes=episodes)
+    except BadInput as error:  # such as an episode that does not end
+        text = f"not judged: {error}"
+    else:
+        figures = {"mean": found.mean, "std": found.std}
+        deviation = f"deviation {found.std:.3g}"
+        text = f"return of {episodes} episodes: {found.mean:.4g}, {deviation}"
     store.add_note_once(trainer.round, "judged", text)
     trainer.call("on_message", text)
     steps = {"rounds": trainer.round, "env_steps": trainer.env_steps}
-    run.finish({**steps, "mean": found.mean, "std": found.std})
+    run.finish({**steps, **figures})

@@ -88,8 +88,10 @@ class SyncEnvs(SyncVectorEnv):
             finals[at] = deepcopy(shown[at])  # a reset may write over it
             self.at = int(at)
             shown[at], infos[at] = self.envs[at].reset()
-        if MASK in infos[0]:
+        there = [MASK in each for each in infos]
+        if any(there):
             info[MASK] = [each.get(MASK) for each in infos]
+            info[f"_{MASK}"] = np.array(there)
         return (
             _batch(space, shown),
             np.array(rewards, np.float64),
@@ -148,16 +150,18 @@ class Vector:
             raise BadInput(
                 f"masks must be auto, observation, info, method or None, got {masks!r}."
             )
+        self._base = self.env.unwrapped
+        self._finds_masks = masks == "auto"
         self._masks = masks
         self._ended = np.zeros(self.num_envs, bool)
-        self._methods: list[Callable[[], Any]] | None = None
+        self._methods: Callable[[], Any] | None = None
         self.steps = 0
         """Steps since the environments were made."""
 
     def reset(self, seed: int | None) -> View:
         """Begin an episode everywhere."""
         observation, info = self._call("reset", seed=seed)
-        if self._masks == "auto":
+        if self._finds_masks:
             self._masks = self._mask_source(info)
         self._ended = np.zeros(self.num_envs, bool)
         return self._view(observation, info, ~self._ended, ~self._ended)
@@ -194,8 +198,11 @@ class Vector:
 
     def _call(self, name: str, *args: Any, **options: Any) -> Any:  # noqa: ANN401
         """Call the environments; what they raise becomes one line."""
+        return self._guarded(name, partial(getattr(self.env, name), *args, **options))
+
+    def _guarded(self, name: str, call: Callable[[], Any]) -> Any:  # noqa: ANN401
         try:
-            return getattr(self.env, name)(*args, **options)
+            return call()
         except EsperError:
             raise
         except Exception as error:
@@ -204,17 +211,17 @@ class Vector:
     def _failure(self, call: str, error: Exception) -> EsperError:
         """What environments raised, in one line that names which of them and when."""
         when = f"in {call}() at step {self.steps}"
-        if isinstance(self.env, AsyncVectorEnv):
+        if isinstance(self._base, AsyncVectorEnv):
             lost = isinstance(error, EOFError | ConnectionError)
-            sentinels = [process.sentinel for process in self.env.processes]
+            sentinels = [process.sentinel for process in self._base.processes]
             # A pipe breaks a moment before its process is gone.
             ended = wait(sentinels, timeout=5.0) if lost else []
             dead = [at for at, each in enumerate(sentinels) if each in ended]
             # Closing it would wait for calls that are under way, or raise what they do.
-            for process in self.env.processes:
+            for process in self._base.processes:
                 process.kill()
                 process.join()
-            self.env.closed = True
+            self._base.closed = True
             if lost:
                 which = f" {dead[0]}" if dead else ""
                 return WorkersTrouble(
@@ -244,6 +251,11 @@ class Vector:
     ) -> Bool[Tensor, "env *op head choice"] | None:
         """The masks of this moment; all is legal where the action is ignored."""
         if self._masks is None:
+            if self._finds_masks and MASK in info and not self.spec.is_continuous:
+                raise BadInput(
+                    f"{self.name} gave info['{MASK}'] at step {self.steps}, but none "
+                    "at reset; give one at every reset and step."
+                )
             return None
         if self._masks == "observation":
             masks = observation[MASK]
@@ -257,7 +269,7 @@ class Vector:
                 )
         else:
             masks = self._ask()
-        if isinstance(masks, list) or (
+        if isinstance(masks, list) or (  # a tuple is one array for each head
             isinstance(masks, np.ndarray) and masks.dtype == object
         ):
             masks = self._stacked(masks)
@@ -284,26 +296,32 @@ class Vector:
             return "observation"
         if MASK in info:
             return "info"
-        if isinstance(self.env, AsyncVectorEnv):  # a question can end its processes
-            env = self.env.env_fns[0]()
+        if isinstance(self._base, AsyncVectorEnv):  # a question can end its processes
+            env = self._base.env_fns[0]()
             found = env.has_wrapper_attr(METHOD)
             env.close()
-            return "method" if found else None
-        try:
-            self._ask()
-        except (AttributeError, BadInput):
-            return None
-        return "method"
+        elif isinstance(self._base, SyncVectorEnv):
+            found = all(env.has_wrapper_attr(METHOD) for env in self._base.envs)
+        else:
+            found = hasattr(self._base, METHOD)
+        return "method" if found else None
 
     def _ask(self) -> Any:  # noqa: ANN401
         """What the method says: one mask per environment."""
-        if hasattr(self.env, METHOD):
-            return getattr(self.env, METHOD)()
-        if isinstance(self.env, SyncVectorEnv):
-            if self._methods is None:  # looking through wrappers takes long
-                self._methods = [e.get_wrapper_attr(METHOD) for e in self.env.envs]
-            return [method() for method in self._methods]
-        return list(self._call("call", METHOD))
+        if self._methods is None:  # looking through wrappers takes long
+            self._methods = self._guarded(METHOD, self._found_methods)
+        return self._guarded(METHOD, self._methods)
+
+    def _found_methods(self) -> Callable[[], Any]:
+        """What asks all environments for their masks."""
+        if isinstance(self._base, AsyncVectorEnv):
+            call = self._base.call
+            return lambda: [*call(METHOD)]
+        if isinstance(self._base, SyncVectorEnv):
+            methods = [env.get_wrapper_attr(METHOD) for env in self._base.envs]
+            return lambda: [method() for method in methods]
+        found: Callable[[], Any] = getattr(self._base, METHOD)
+        return found
 
     def _final(self, observation: Any, info: Mapping[str, Any], ended: Array) -> Any:  # noqa: ANN401
         """All observations, with the final ones where episodes ended."""
@@ -352,11 +370,18 @@ def _made(source: Source, envs: int, kind: str) -> VectorEnv[Any, Any, Any]:
         # Its checks would be paid for at every step; `esper doctor` checks more.
         make = partial(gymnasium.make, source, disable_env_checker=True)
     if kind == "sync":
-        return _guarded(lambda: SyncEnvs([make] * envs), _name(source))
+        return _guarded(lambda: SyncEnvs([partial(_one, make)] * envs), _name(source))
     same = AutoresetMode.SAME_STEP
     return _guarded(
         lambda: AsyncVectorEnv([make] * envs, autoreset_mode=same), _name(source)
     )
+
+
+def _one(make: Callable[[], Any]) -> Any:  # noqa: ANN401
+    env = make()
+    if isinstance(env, VectorEnv):
+        raise BadInput("the function makes a VectorEnv; pass what it makes.")
+    return env
 
 
 def _guarded(

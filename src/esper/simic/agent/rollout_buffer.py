@@ -556,7 +556,7 @@ class TamiyoRolloutBuffer:
             row = array[at[env], env]
             raise NotFinite(
                 f"{name} of environment {env} at step {int(self._counts[env])} must be "
-                f"finite, got {row[~np.isfinite(row)][0]}; quarantine the environment."
+                f"finite, got {row[~np.isfinite(row)][0]}; leave the environment out."
             )
 
     def _require_values(self, columns: Int64[Tensor, " env"]) -> None:
