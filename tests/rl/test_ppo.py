@@ -403,6 +403,14 @@ def test_learning_goes_on_after_an_interruption_in_a_rollout():
     assert agent.learn(480).rounds >= 20
 
 
+def test_a_step_that_was_interrupted_in_processes_is_waited_for():
+    agent = PPO(chance("none"), kind="async", envs=2, **SMALL).learn(24)
+    agent.world.env.step_async(agent.world.env.action_space.sample())
+    agent.forget_episodes()
+    assert agent.learn(24).rounds == 2
+    agent.close()
+
+
 def test_infinity_in_an_observation_is_told_before_it_is_learnt():
     class Far(Seen):
         horizon = 20

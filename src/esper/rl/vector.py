@@ -12,6 +12,7 @@ Masks come from a Dict observation, from `info["action_mask"]` or from the metho
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from typing import Any, Final
 import gymnasium
 import numpy as np
 from gymnasium import Env, Space, spaces
+from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from jaxtyping import Bool
@@ -160,6 +162,9 @@ class Vector:
 
     def reset(self, seed: int | None) -> View:
         """Begin an episode everywhere."""
+        if isinstance(self._base, AsyncVectorEnv):
+            with suppress(NoAsyncCallError):  # unless a step was interrupted
+                self._base.step_wait()
         observation, info = self._call("reset", seed=seed)
         if self._finds_masks:
             self._masks = self._mask_source(info)
