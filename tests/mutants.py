@@ -141,8 +141,8 @@ MUTANTS = (
     Mutant(
         "memory is carried into the next episode",
         "simic/agent/memory.py",
-        "decay = torch.where(fresh, 0.0, 1.0 - update)",
-        "decay = 1.0 - update",
+        "gated_scan(gates(inputs), first, state[:, layer])",
+        "gated_scan(gates(inputs), first & False, state[:, layer])",
         "tests/simic/test_memory.py",
     ),
     Mutant(
@@ -229,7 +229,7 @@ MUTANTS = (
     Mutant(
         "the learning rate falls towards an end that nobody knows",
         "environment/clock.py",
-        "return torch.ones_like(moment)",
+        "return (1 + moment / LEVEL) ** -FALL",
         "pass",
         f"{GROWING}::test_nothing_that_is_seen_depends_on_an_unknown_end",
     ),
@@ -320,8 +320,8 @@ MUTANTS = (
     Mutant(
         "rewards are shares of another group's errors",
         "environment/growing.py",
-        "own[0][group], own[1][group]",
-        "own[0][group], own[1][0]",
+        "x[env // self.group_size] for x in own",
+        "x[0] for x in own",
         GROWING,
     ),
     Mutant(

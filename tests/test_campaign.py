@@ -1,8 +1,11 @@
 """Small samples of what no other test has of the campaign."""
 
+from collections import Counter
+
 import pytest
 
 from tests import campaign
+from tests.mutants import MUTANTS, ROOT
 
 
 @pytest.mark.parametrize(("name", "scale"), [("stores", 0.1), ("hostile files", 0.06)])
@@ -26,3 +29,9 @@ def test_whatever_is_bad_is_counted():
     counts = outcome.trials, outcome.tracebacks, outcome.lost, outcome.hung
     assert counts == (4, 1, 1, 1)
     assert outcome.bad == 3
+
+
+def test_every_mutant_has_one_place_in_the_source():
+    sources = {m.file: (ROOT / "src/esper" / m.file).read_text() for m in MUTANTS}
+    found = Counter({m.what: sources[m.file].count(m.before) for m in MUTANTS})
+    assert found == Counter([m.what for m in MUTANTS])

@@ -178,7 +178,55 @@ def test_a_bad_half_refuses_the_whole_step_and_both_halves_of_the_buffers():
     grower._optimizer.step()
     assert before == everything(grower.model, grower._optimizer)
     assert len(grower.safety.incidents) == 1
-    assert grower.safety.incidents[0].startswith("refused: the loss is not finite")
+    assert "is not finite" in grower.safety.incidents[0]
+
+
+def test_a_broken_batch_whose_step_is_left_out_does_not_spoil_the_next():
+    grower = begin()
+    train(grower, range(10))
+    host = grower.model.host
+    grower.loss(lambda: loss_of(grower, 1)() * torch.nan)  # and the user goes on
+    before = host.first.weight.clone()
+    train(grower, [2])
+    assert not torch.equal(before, host.first.weight)
+    assert grower.step(metric=0.5).incidents == ()
+
+
+class Counting:
+    """Waits, and remembers in plain data how often."""
+
+    def decide(self, observation, masks, state, generator):
+        count = {"decisions": [0]} if state is None else state
+        count = {"decisions": [count["decisions"][0] + 1]}
+        return torch.zeros(1, NUM_HEADS, dtype=torch.int64), count
+
+
+def test_a_controller_may_remember_plain_data():
+    grower = begin(controller=Counting())
+    train(grower, range(2))
+    grower.step(metric=0.5)
+    other = begin(controller=Counting())
+    other.load_state_dict(grower.state_dict())
+    train(other, range(2))
+    other.step(metric=0.5)
+    assert other.state_dict()["controller"] == {"decisions": [2]}
+
+
+def test_an_optimiser_that_accelerate_has_wrapped_is_known():
+    accelerate = pytest.importorskip("accelerate")
+    host = make_host("vector")
+    own = torch.optim.AdamW(host.parameters(), 3e-3)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(host, own)
+    x, y = make_batch("vector", 16)
+    grower = Grower(model, optimizer, ["first->second"], example=x, controller="never")
+    grower.plant("first->second#0", "widen_8", tempo="AT_ONCE")
+    for _ in range(3):
+        loss = grower.loss(lambda: nn.functional.cross_entropy(model(x), y))
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+    assert all(p in own.state for p in grower.model.seed_parameters().values())
 
 
 def test_clipping_leaves_training_seeds_out():

@@ -109,11 +109,57 @@ def test_a_plain_host_refuses_a_grown_state_and_says_what_to_do(tmp_path):
     empty = begin().model.host
     make_host("vector").load_state_dict(empty.state_dict())  # nothing grew
     empty.load_state_dict(make_host("vector", rng_seed=4).state_dict())
-    with pytest.raises(BadInput, match="has no seeds and the host has 3"):
-        grown().model.host.load_state_dict(make_host("vector").state_dict())
+    part = {n: t for n, t in make_host("vector").state_dict().items() if "last" in n}
+    with pytest.raises(BadInput, match="was absent and is here"):
+        grown().model.host.load_state_dict(part, strict=False)
     (tmp_path / "no").write_text("no network")
     with pytest.raises(BadInput, match="'no' cannot be read"):
         esper.load(tmp_path / "no", make_host("vector"))
+
+
+def test_the_best_is_restored_from_before_anything_grew():
+    grower = begin()
+    train(grower, range(3))
+    host = grower.model.host
+    best, whole = copy.deepcopy(host.state_dict()), copy.deepcopy(grower.state_dict())
+    wanted = answer(host)
+    for restore in (
+        lambda: host.load_state_dict(best),
+        lambda: grower.load_state_dict(whole),
+    ):
+        host.train()
+        grower.plant("first->second#0", "widen_8", tempo="AT_ONCE")
+        train(grower, range(3, 6))
+        assert not torch.equal(wanted, answer(host))
+        restore()
+        assert torch.equal(wanted, answer(host))
+        host.train()
+        train(grower, range(6, 8))
+        trained = grower._optimizer.param_groups[0]["params"]
+        assert len(trained) == len([*make_host("vector").parameters()])
+
+
+class Tied(nn.Module):
+    """Two names for one weight, of which safetensors keep one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.again = nn.Linear(6, 8, bias=False)
+        self.again.weight = self.first.weight
+
+    def forward(self, x):
+        return self.again(self.second(torch.relu(self.first(x))))
+
+
+def test_a_state_with_one_of_the_names_of_a_tied_weight_is_whole():
+    host = Tied()
+    optimizer = torch.optim.SGD(host.parameters(), 0.1)
+    grower = Grower(host, optimizer, ["second->second"], example=torch.ones(4, 6))
+    grower.plant("second->second#0", "low_rank_4", tempo="AT_ONCE")
+    state = {n: t for n, t in host.state_dict().items() if n != "again.weight"}
+    host.load_state_dict(copy.deepcopy(state), strict=False)
+    assert len(grower.model.seeds) == 1
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "average"])

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import esper
 from esper.contracts.errors import BadInput
@@ -189,6 +189,48 @@ def test_a_trainer_grows_its_model_and_saves_an_ordinary_one(tmp_path):
     assert history[-1].metric < history[0].metric
     trainer.evaluate()  # after training, no decision is taken
     assert len(history) == 4
+
+
+class Endless(IterableDataset):
+    """The same without a length."""
+
+    def __init__(self, rows):
+        self.inner = Sentences(rows)
+
+    def __iter__(self):
+        return (self.inner[index] for index in range(self.inner.rows))
+
+
+@pytest.mark.parametrize("best", ["first", "last"])
+def test_the_best_model_is_loaded_at_the_end_from_before_or_after_growth(
+    best, tmp_path
+):
+    class Planting(GrowCallback):
+        def on_step_begin(self, args, state, control, **more):
+            if state.global_step == 6:
+                slot = next(iter(self.grower.model.slots))
+                self.grower.plant(slot, "widen_8", tempo="AT_ONCE")
+
+    callback = Planting(["*.mlp"], controller="never", merge=False)
+    trainer = train(
+        tmp_path,
+        callback,
+        gpt2(),
+        data=Endless,
+        max_steps=16,
+        eval_strategy="steps",
+        save_strategy="steps",
+        eval_steps=4,
+        save_steps=4,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=best == "first",
+    )
+    grew = [name for name in trainer.model.state_dict() if "esper" in name]
+    assert bool(grew) == (best == "last")
+    assert (
+        callback.grower.history[-1].parameters > callback.grower.history[0].parameters
+    )
 
 
 @pytest.mark.parametrize("kept", ["in place", "moved"])

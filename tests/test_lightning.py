@@ -16,6 +16,7 @@ from tests.growth.hosts import everything, make_batch, make_host
 pytest.importorskip("lightning")
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torchmetrics import MeanMetric
 
 from esper.lightning import GrowCallback
 
@@ -29,6 +30,7 @@ class Classifier(LightningModule):
         super().__init__()
         self.net = make_host("vector")
         self.net.drop.p = 0.0  # Lightning does not put random streams back
+        self.mean = MeanMetric()
 
     def forward(self, x):
         return self.net(x)
@@ -36,7 +38,9 @@ class Classifier(LightningModule):
     def training_step(self, batch, index):
         x, y = batch
         loss = nn.functional.cross_entropy(self(x), y)
+        self.mean(loss.detach())
         self.log("train_loss", loss)
+        self.log("train_mean", self.mean, on_step=False, on_epoch=True)
         return {"loss": loss, "rows": len(x)}
 
     def validation_step(self, batch, index):
@@ -72,14 +76,13 @@ def fit(folder, epochs, callback, ckpt_path=None, module=None, **options):
     kept = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
     usual = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
     trainer = Trainer(
-        max_epochs=epochs,
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[callback, kept],
         num_sanity_val_steps=0,
-        **{**usual, **options},
+        **{"max_epochs": epochs, **usual, **options},
     )
     trainer.fit(module, loader(64), loader(32), ckpt_path=ckpt_path)
     return module
@@ -130,13 +133,43 @@ def test_a_seed_in_training_is_computed_twice_and_logged_once(tmp_path):
         # Clipping would let the seed have a part in the norm.
         module = fit(tmp_path / str(plant), 3, callback, gradient_clip_val=None)
         logged = module.trainer.logged_metrics
-        ends.append([everything(module.net, seeds=False), float(logged["train_loss"])])
+        figures = [float(logged[name]) for name in ("train_loss", "train_mean")]
+        ends.append([everything(module.net, seeds=False), figures])
     assert callback.grower.model.training_seeds()
     assert ends[0] == ends[1]
     norms = [
         m for m in module.net.esper_seeds.modules() if isinstance(m, nn.BatchNorm1d)
     ]
     assert int(norms[0].num_batches_tracked) == 8
+
+
+class Scaled(Classifier):
+    """Has a parameter outside the host, and leaves some batches out."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.scale * self.net(x)
+
+    def training_step(self, batch, index):
+        return None if index == 1 else super().training_step(batch, index)
+
+
+@pytest.mark.parametrize(
+    ("options", "decisions"),
+    [
+        ({"check_val_every_n_epoch": 2}, 2),
+        ({"max_epochs": -1, "max_steps": 8}, 4),
+    ],
+)
+def test_ordinary_settings_of_a_trainer_are_understood(options, decisions, tmp_path):
+    callback, module = growing("net"), Scaled()
+    callback.options.pop("decisions", None)
+    fit(tmp_path, 4, callback, module=module, **options)
+    assert len(callback.grower.history) == decisions
+    assert float(module.scale.detach()) != 1.0
 
 
 def test_a_module_grows_in_mixed_precision(tmp_path):

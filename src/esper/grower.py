@@ -60,13 +60,15 @@ UNSEEN: Final = 20
 """Batches without any seed, one after the other, from which a loss is refused."""
 DECISIONS: Final = 30
 """Decisions of a run whose end is known but was not given."""
+PLAIN_MEMORY: Final = (Tensor, tuple, list, dict, int, float)
+"""What a controller may remember."""
 _SAVED: Final[Mapping[str, Callable[[Any], bool]]] = {
     "model": lambda x: isinstance(x, Mapping),
     "groups": lambda x: isinstance(x, list),
     "optimizer": lambda x: isinstance(x, Mapping),
     "governor": lambda x: x is None or isinstance(x, Mapping),
     "track": lambda x: isinstance(x, Mapping),
-    "controller": lambda x: x is None or isinstance(x, Tensor | tuple),
+    "controller": lambda x: x is None or isinstance(x, PLAIN_MEMORY),
     "generator": lambda x: isinstance(x, Tensor),
     "random": lambda x: isinstance(x, Mapping) and "cpu" in x,
     "first_metric": lambda x: isinstance(x, float),
@@ -154,6 +156,9 @@ class Grower(NamedOps[Receipt]):
                 f"{controller!r}; 'never' leaves all to you."
             )
         model, ranks = unwrapped(model, wrapper)
+        inner = getattr(optimizer, "optimizer", None)
+        if isinstance(inner, Optimizer):  # accelerate's stands before torch's own
+            optimizer = inner
         self.model = GrowingModel(
             model,
             slots,

@@ -16,6 +16,7 @@ do instead.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -337,7 +338,7 @@ def _evaluations(args: Any, state: Any) -> int:  # noqa: ANN401
 
 def _first_rows(loader: Any, model: nn.Module, device: Any) -> Example:  # noqa: ANN401
     """An example from the training data, as the Trainer would collate it."""
-    rows = [loader.dataset[index] for index in range(ROWS)]
+    rows = [*islice(iter(loader.dataset), ROWS)]
     with kept_randomness(model):
         batch: Mapping[str, Any] = dict(loader.collate_fn(rows))
     moved: Mapping[str, Any] = tree_map(

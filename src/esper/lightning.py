@@ -11,6 +11,7 @@ what has grown, and resume from them.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +33,8 @@ except ImportError as error:  # pragma: no cover
 
 APART = ("model", "optimizer")
 """Parts of a Grower's state that Lightning saves itself."""
+COUNTED = ("_update_count", "_computed")
+"""What a metric remembers besides its own states."""
 
 
 class GrowCallback(Callback):
@@ -96,7 +99,7 @@ class GrowCallback(Callback):
                 example=self._moved(pl_module),
                 mode=self.mode,
                 wrapper=ddp,
-                **{"decisions": trainer.max_epochs, **self.options},
+                **{"decisions": _epochs(trainer), **self.options},
             )
         elif trainer.optimizers[0] is not self.grower.topology.optimizer:
             raise BadInput(
@@ -117,6 +120,9 @@ class GrowCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """One decision."""
         assert self.grower is not None
+        every = trainer.check_val_every_n_epoch or 1
+        if trainer.enable_validation and (trainer.current_epoch + 1) % every:
+            return  # what is logged is of an earlier epoch
         found = trainer.callback_metrics
         if self.monitor not in found:
             raise BadInput(
@@ -176,19 +182,42 @@ class GrowCallback(Callback):
                 nonlocal answer
                 with _silent(pl_module) if flow.shadow else nullcontext():
                     answer = own(*args, **kwargs)
+                if answer is None:
+                    raise _Skipped
                 loss: Tensor = answer["loss"] if isinstance(answer, Mapping) else answer
                 return loss
 
-            loss = self.grower.loss(closure)
+            try:
+                loss = self.grower.loss(closure)
+            except _Skipped:
+                return None
             return {**answer, "loss": loss} if isinstance(answer, Mapping) else loss
 
         pl_module.__dict__["training_step"] = training_step
 
 
+class _Skipped(Exception):  # noqa: N818
+    """A training step has answered None: Lightning leaves the batch out."""
+
+
+def _epochs(trainer: Trainer) -> int | None:
+    """How many there will be; None if steps or time end the training."""
+    count = trainer.max_epochs
+    return count if count is not None and count > 0 else None
+
+
 @contextmanager
 def _silent(pl_module: LightningModule) -> Iterator[None]:
-    """A step with seeds in training comes before the host's own and is not logged."""
+    """A step with seeds in training comes before the host's own and is not logged.
+
+    Metrics of torchmetrics count it neither.
+    """
     names = ("log", "log_dict")
+    metrics: list[Any] = [m for m in pl_module.modules() if hasattr(m, "update_count")]
+    kept = [
+        deepcopy({name: m.__dict__[name] for name in (*m._defaults, *COUNTED)})
+        for m in metrics
+    ]
     for name in names:
         pl_module.__dict__[name] = lambda *args, **kwargs: None
     try:
@@ -196,3 +225,5 @@ def _silent(pl_module: LightningModule) -> Iterator[None]:
     finally:
         for name in names:
             pl_module.__dict__.pop(name, None)
+        for metric, state in zip(metrics, kept, strict=True):
+            metric.__dict__.update(state)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from esper.contracts.errors import CallOrder
+from esper.grower import Grower
 from esper.growth.hooks import shadow_gradients
 from tests.growth.hosts import Vectors, grow, make_batch, move_to, shake
 
@@ -81,3 +83,17 @@ def test_gradient_checkpointing_recomputes_seeds_and_all():
         found.append([*shadow, *torch.autograd.grad(closure(), trained)])
     assert not model.flow.failed
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_slot_across_two_checkpointed_segments_is_refused(reentrant):
+    host = nn.Sequential(
+        *(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)),
+        nn.ReLU(),
+    )
+    x = torch.randn(4, 8)
+    grower = Grower(host, torch.optim.SGD(host.parameters(), 0.1), ["0->2"], example=x)
+    grower.plant("0->2#0", "widen_8", tempo="AT_ONCE")
+    answer = checkpoint_sequential(host, 3, x.requires_grad_(), use_reentrant=reentrant)
+    with pytest.raises(CallOrder, match="'2' was computed again without '0'; put both"):
+        answer.sum().backward()

@@ -230,8 +230,6 @@ def test_what_cannot_be_operated_on_is_refused():
     assert "LBFGS" in refusal(lambda: Surgery(optim.LBFGS(every), own))
     assert "SparseAdam" in refusal(lambda: Surgery(optim.SparseAdam(every), own))
     assert "'second.bias'" in refusal(lambda: Surgery(optim.SGD(every[:-1]), own))
-    stranger = nn.Parameter(torch.zeros(7))
-    assert "(7,)" in refusal(lambda: Surgery(optim.SGD([*every, stranger]), own))
     with pytest.warns(UserWarning, match="duplicate"):
         twice = optim.SGD([*every, every[1]])
     assert "twice" in refusal(lambda: Surgery(twice, named(host)))
@@ -241,6 +239,20 @@ def test_what_cannot_be_operated_on_is_refused():
     matrix = nn.Linear(3, 2, bias=False)
     surgery = Surgery(optim.Muon(matrix.parameters()), named(matrix))
     assert "Muon" in refusal(lambda: surgery.join({"b": nn.Parameter(torch.ones(2))}))
+
+
+def test_parameters_of_other_modules_are_trained_along_and_left_alone():
+    host, stranger = Host(), nn.Parameter(torch.zeros(7))
+    optimizer = optim.Adam([stranger, *host.parameters()])
+    surgery = Surgery(optimizer, named(host))
+    seed = a_seed()
+    surgery.join(seed)
+    assert surgery.names()[0][0] == "outside.0"
+    names = surgery.names()
+    surgery.leave(seed.values())
+    surgery.restore(names, dict(host.named_parameters()) | seed)
+    assert surgery.names() == names
+    assert optimizer.param_groups[0]["params"][0] is stranger
 
 
 def test_a_refused_restore_changes_nothing():

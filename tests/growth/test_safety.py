@@ -322,3 +322,30 @@ def test_what_was_learnt_and_lost_is_rolled_back_at_the_decision():
     assert "what was learnt is lost" in run.safety.incidents[-1]
     assert all(map(torch.equal, kept, run.weights()))
     assert not run.safety.check_decision()  # the statistics were rolled back too
+
+
+def test_a_loss_that_is_not_known_is_not_judged():
+    """A warm-up without `grower.loss`: its batches are recorded without a loss."""
+    monitor = HealthMonitor(SMALL)
+    for _ in range(20):
+        assert monitor.judge(None, 1.0, finite=True) is Verdict.HEALTHY
+    assert math.isnan(monitor.medians()[0])
+    assert not monitor.has_unlearnt(monitor.medians()[0])
+    for _ in range(20):
+        assert monitor.judge(0.7, 1.0, finite=True) is Verdict.HEALTHY
+    assert monitor.judge(50.0, 1.0, finite=True) is Verdict.SPIKE
+    assert monitor.judge(None, 1e6, finite=True) is Verdict.SPIKE
+    assert "gradient norm" in monitor.describe(Verdict.SPIKE, None, 1e6, finite=True)
+
+
+def test_a_loss_that_stays_high_becomes_the_usual_one():
+    run = Run()
+    run.train(range(16))
+    assert run.safety.take_snapshot()
+    run.train(range(60), factor=1e5)
+    words = [incident.split(":")[0] for incident in run.safety.incidents]
+    assert words.count("rolled back") == 3
+    assert len(words) == 9
+    kept = run.weights()
+    run.train(range(1), factor=1e5)
+    assert not any(map(torch.equal, kept, run.weights()))

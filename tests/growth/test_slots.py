@@ -1,5 +1,7 @@
 """Places of a host are seen as they are: layouts, ways between layers, suggestions."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import nn
 
 from esper.contracts.errors import BadInput
 from esper.growth.blueprints.geometry import Layout
-from esper.growth.middle import new_middle
+from esper.growth.middle import new_middle, restore_middle
 from esper.growth.slots import survey
 from esper.growth.suggestions import choose_slots, suggest_slots
 from tests.growth.hosts import HOSTS, make_batch, make_host
@@ -83,6 +85,57 @@ def test_work_that_mixes_channels_does_not(between, reason):
     assert reason in found.geometry.why_no_span
 
 
+class Image(nn.Module):
+    """A convolution and what reads it, with something between them."""
+
+    def __init__(self, between, second):
+        super().__init__()
+        self.first, self.second, self.between = nn.Conv2d(3, 8, 3), second, between
+
+    def forward(self, x):
+        return self.second(self.between(torch.relu(self.first(x)), self.training))
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda h, training: h.mean((2, 3)),
+        lambda h, training: h.amax((2, 3)),
+        lambda h, training: F.adaptive_avg_pool2d(h, 1).view(h.shape[0], 8),
+        lambda h, training: F.adaptive_avg_pool2d(h, 1).reshape((len(h), -1)),
+    ],
+)
+def test_pooling_and_flattening_let_units_in_however_they_are_written(between):
+    x = torch.randn(4, 3, 6, 6)
+    found = place(Image(between, nn.Linear(8, 5)), example=x)
+    assert found.geometry.why_no_span == ""
+    assert found.geometry.unit_inputs == 1
+    assert new_middle(found.middle, 3, 8)(torch.randn(2, 3, 4, 4)).shape == (2, 3)
+
+
+def test_a_number_of_rows_is_not_taken_for_a_constant():
+    def windows(h, training):
+        return h.view(h.shape[0], -1, h.shape[2], h.shape[3])
+
+    host = Image(windows, nn.Conv2d(8, 4, 1))
+    found = place(host, example=torch.randn(4, 3, 6, 6))
+    assert found.geometry.spans
+    again = restore_middle(json.loads(json.dumps(found.recipe)), host)
+    for middle in (found.middle, again):
+        given = torch.randn(2, 3, 4, 4)
+        assert torch.equal(new_middle(middle, 3, 8)(given), torch.relu(given))
+
+
+def test_functional_dropouts_are_dropouts_in_new_units_too():
+    host = Image(lambda h, training: F.dropout2d(h, 0.5, training), nn.Conv2d(8, 4, 1))
+    found = place(host, example=torch.randn(4, 3, 6, 6))
+    again = restore_middle(json.loads(json.dumps(found.recipe)), host)
+    for middle in (found.middle, again):
+        units, ones = new_middle(middle, 6, 8), torch.ones(4, 6, 4, 4)
+        assert {*units.train()(ones).flatten().tolist()} == {0.0, 2.0}
+        assert torch.equal(units.eval()(ones), ones)
+
+
 def test_layouts_are_distinguished_and_a_flattened_unit_has_all_its_inputs():
     for kind, slot, layout in (
         ("vector", "second", Layout.VECTOR),
@@ -128,7 +181,7 @@ def test_depths_rise_and_parameters_and_macs_are_counted():
     [
         ("vector", ("first->second", "second->last")),
         ("sequence", ("up->down",)),
-        ("signal", ("first->second",)),
+        ("signal", ("first->second", "second->last")),
         ("image", ("first->second", "second->last")),
     ],
 )

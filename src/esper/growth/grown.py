@@ -449,11 +449,8 @@ class Grown(nn.ModuleDict):
         """The topology of a host's state; refuses one that cannot be built here."""
         topology = read_topology(state, prefix)
         if topology is None:
-            if len(self):
-                raise BadInput(
-                    f"this state has no seeds and the host has {len(self)}; load it "
-                    "into a host in which nothing has grown."
-                )
+            if len(self):  # a whole state from before anything grew
+                check_tensors(self.host, nn.ModuleDict(), state, prefix)
             return {"seeds": []}
         if topology["slots"] != [*self.slots]:
             gone = [name for name in topology["slots"] if name not in self.slots]

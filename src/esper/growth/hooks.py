@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, CallOrder
 from esper.growth.blueprints.registry import first_line
 from esper.growth.blueprints.seed import FormSeed
 from esper.growth.slots import InsertionPoint
@@ -197,6 +197,8 @@ class SlotHooks:
         thread = get_ident()
         kept = self._inputs.pop(thread, None)
         inputs = output if self.place.site.residual else kept
+        if inputs is None and torch._C._current_graph_task_id() != -1:
+            self._refuse_halves()
         result = output
         for slot, branch in self.branches.items():
             alpha = self._alpha(slot, branch)
@@ -216,6 +218,15 @@ class SlotHooks:
             result = result + delta if branch.style == ADD else result * (1 + delta)
         self.above.pop(thread, None)
         return result
+
+    def _refuse_halves(self) -> None:
+        """Refuse a pass of gradient checkpointing that has the outlet alone."""
+        if any(self._alpha(slot, branch) for slot, branch in self.branches.items()):
+            site = self.place.site
+            raise CallOrder(
+                f"{site.outlet!r} was computed again without {site.inlet!r}; put both "
+                "into one checkpointed segment."
+            )
 
     def _run(
         self, slot: int, seed: nn.Module, alpha: float, inputs: Tensor, output: Tensor

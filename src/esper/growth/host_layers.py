@@ -52,7 +52,7 @@ def why_no_layer(module: nn.Module) -> str:
     kind = kind_of(module)
     if kind is None:
         return f"is no plain linear or convolution layer: {type(module).__name__}"
-    if hasattr(module, "parametrizations"):
+    if hasattr(module, "parametrizations") or "weight" not in module._parameters:
         return "computes its weight from other parameters"
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         if module.groups > 1:

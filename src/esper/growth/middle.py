@@ -20,6 +20,18 @@ from esper.contracts.errors import BadInput
 
 NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm)
 """Norms that can be given units of their own."""
+DROPOUTS: Final = {
+    "dropout": nn.Dropout,
+    "dropout1d": nn.Dropout1d,
+    "dropout2d": nn.Dropout2d,
+    "dropout3d": nn.Dropout3d,
+    "alpha_dropout": nn.AlphaDropout,
+    "feature_alpha_dropout": nn.FeatureAlphaDropout,
+}
+"""Functions of torch that train otherwise than they answer, and modules for them."""
+SHAPING: Final = ("view", "reshape")
+ROWS: Final = "rows"
+"""Stands for the rows of a batch among the arguments of these."""
 
 
 class Middle(nn.Sequential):
@@ -52,8 +64,10 @@ class FunctionModule(nn.Module):
 
     def forward(self, *given: Tensor) -> Tensor:
         """The same call on other tensors."""
-        function = _torch_function(self.name)
-        result: Tensor = function(*given, *self.args, **self.kwargs)
+        function, args = _torch_function(self.name), self.args
+        if args[:1] == (ROWS,):
+            args = (given[0].shape[0], *args[1:])
+        result: Tensor = function(*given, *args, **self.kwargs)
         return result
 
     def extra_repr(self) -> str:
@@ -155,8 +169,9 @@ def _described(module: nn.Module, names: Mapping[nn.Module, str]) -> dict[str, A
             "branch": describe_middle(module.branch, names),
             "swapped": module.swapped,
         }
-    if isinstance(module, nn.Dropout):
-        return {"dropout": module.p}
+    for name, kind in DROPOUTS.items():
+        if type(module) is kind:
+            return {name: module.p}
     return {"flatten": 1}
 
 
@@ -170,7 +185,8 @@ def restore_middle(
 def _restored(one: Mapping[str, Any], host: nn.Module) -> nn.Module:
     if "module" in one:
         own = host.get_submodule(one["module"])
-        return own if isinstance(own, (*NORMS, nn.Dropout)) else deepcopy(own)
+        stays = (*NORMS, *DROPOUTS.values())
+        return own if isinstance(own, stays) else deepcopy(own)
     if "function" in one:
         _torch_function(one["function"])
         return FunctionModule(one["function"], one["args"], one["kwargs"])
@@ -180,8 +196,8 @@ def _restored(one: Mapping[str, Any], host: nn.Module) -> nn.Module:
         host.get_submodule(one["layer"])
         branch = restore_middle(one["branch"], host)
         return Join(function, one["layer"], branch, swapped=one["swapped"])
-    if "dropout" in one:
-        return nn.Dropout(one["dropout"])
+    for name in DROPOUTS.keys() & one.keys():
+        return DROPOUTS[name](one[name])
     return nn.Flatten(one["flatten"])
 
 

@@ -34,6 +34,10 @@ class OptimizerSurgery:
         self._optimizer = _check_optimizer(optimizer, self._host, own)
         groups = self._optimizer.param_groups
         trained = {p for group in groups for p in group["params"]}
+        known = {*self._host, *own}
+        outside = [p for group in groups for p in group["params"] if p not in known]
+        self._outside = {p: f"outside.{n}" for n, p in enumerate(outside)}
+        """Parameters of other modules, which are trained along and left alone."""
         self.joined: dict[nn.Parameter, str] = {p: own[p] for p in own if p in trained}
         """Parameters of seeds in the optimiser, and their names."""
         self.reduce: Callable[[], None] | None = None
@@ -106,7 +110,7 @@ class OptimizerSurgery:
 
     def names(self) -> list[list[str]]:
         """Names of the parameters of every group, in the optimiser's order."""
-        known = {**self._host, **self.joined}
+        known = {**self._host, **self.joined, **self._outside}
         groups = [group["params"] for group in self._optimizer.param_groups]
         for parameter in (p for group in groups for p in group if p not in known):
             raise BadInput(
@@ -125,7 +129,8 @@ class OptimizerSurgery:
         Loading is then `optimizer.load_state_dict`. Parameters that are not named
         leave.
         """
-        wanted = self._resolve(names, named_parameters)
+        outside = {name: parameter for parameter, name in self._outside.items()}
+        wanted = self._resolve(names, {**named_parameters, **outside})
         stays = {parameter for group in wanted for parameter in group}
         for parameter in [p for p in self.joined if p not in stays]:
             self._forget(parameter)
@@ -135,12 +140,17 @@ class OptimizerSurgery:
             if "param_names" in group:
                 group["param_names"] = list(given)
             for parameter, name in zip(parameters, given, strict=True):
-                if parameter not in self._host and parameter not in self.joined:
+                if not self._is_known(parameter):
                     self._register(parameter, name, group)
+
+    def _is_known(self, parameter: nn.Parameter) -> bool:
+        everyone = (self._host, self.joined, self._outside)
+        return any(parameter in some for some in everyone)
 
     def refuse_damaged_state(self) -> None:
         """Refuse moments that are not finite or do not fit their parameters."""
-        known = dict[Tensor, str]([*self._host.items(), *self.joined.items()])
+        parts = (self._host, self.joined, self._outside)
+        known = dict[Tensor, str](pair for part in parts for pair in part.items())
         for parameter, held in self._optimizer.state.items():
             for key, value in held.items():
                 if not isinstance(value, Tensor) or value.numel() == 0:
@@ -284,7 +294,7 @@ def _check_optimizer(
     host: Mapping[nn.Parameter, str],
     seeds: Mapping[nn.Parameter, str],
 ) -> Optimizer:
-    """The optimiser, if it trains the host's parameters, each once, and no others."""
+    """The optimiser, if it trains the host's parameters, and each of all once."""
     if not isinstance(optimizer, Optimizer):
         raise BadInput(
             f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
@@ -302,16 +312,9 @@ def _check_optimizer(
         )
     seen: set[Tensor] = set()
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if parameter not in host and parameter not in seeds:
-            raise BadInput(
-                f"a parameter of the optimiser, of shape {tuple(parameter.shape)}, is "
-                "not the host's; give it the parameters of this host only."
-            )
         if parameter in seen:
-            raise BadInput(
-                f"{(host.get(parameter) or seeds[parameter])!r} is in the optimiser "
-                "twice; give it once."
-            )
+            name = host.get(parameter) or seeds.get(parameter) or "a parameter"
+            raise BadInput(f"{name!r} is in the optimiser twice; give it once.")
         seen.add(parameter)
     for parameter, name in host.items():
         if parameter.requires_grad and parameter not in seen:

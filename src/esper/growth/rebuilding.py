@@ -19,7 +19,7 @@ from esper.growth.blueprints.registry import find, first_line
 from esper.growth.grown import GEOMETRY, Grown, grown_part
 from esper.growth.host_layers import fit_sizes
 from esper.growth.middle import restore_middle
-from esper.growth.saved_topology import NAME, TOPOLOGY, read_topology
+from esper.growth.saved_topology import NAME, TOPOLOGY, read_topology, tied_names
 from esper.growth.slots import InsertionPoint, parse
 
 
@@ -60,12 +60,9 @@ def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
 
 def _with_tied(host: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """A state with all names of tied weights, of which some formats save one."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in host.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
     tied = {
         name: state[saved]
-        for alike in names.values()
+        for alike in tied_names(host)
         for saved in [n for n in alike if n in state][:1]
         for name in alike
         if name not in state

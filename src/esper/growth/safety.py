@@ -101,38 +101,40 @@ class HealthMonitor:
         """Bad batches since the last healthy one."""
         self.batches = 0
 
-    def judge(self, loss: float, norm: float, *, finite: bool) -> Verdict:
+    def judge(self, loss: float | None, norm: float, *, finite: bool) -> Verdict:
         """The verdict on a batch before its step; healthy ones are recorded.
 
-        Until eight healthy batches were seen, only NON_FINITE is possible.
+        Until eight healthy batches were seen, only NON_FINITE is possible. A loss that
+        is not known (None) is not judged.
         """
-        verdict = Verdict.HEALTHY
-        if not (finite and math.isfinite(loss) and math.isfinite(norm)):
+        verdict, known = Verdict.HEALTHY, loss is None or math.isfinite(loss)
+        if not (finite and known and math.isfinite(norm)):
             verdict = Verdict.NON_FINITE
-        elif loss > self.limits[0] or norm > self.limits[1]:
+        elif norm > self.limits[1] or (loss is not None and loss > self.limits[0]):
             verdict = Verdict.SPIKE
         if verdict is Verdict.HEALTHY:
             self.streak = 0
-            self.recent.append([loss, norm])
+            self.recent.append([math.nan if loss is None else loss, norm])
             del self.recent[: -self.config.window]
         else:
             self.streak += 1
-            known = math.isfinite(self.limits[0])
-            if known and self.streak >= self.config.patience:
+            if math.isfinite(self.limits[1]) and self.streak >= self.config.patience:
                 verdict = Verdict.DIVERGED
         self.batches += 1
         if self.batches % RENEWAL == 0 and len(self.recent) >= WARM_UP:
             self._renew()
         return verdict
 
-    def has_unlearnt(self, loss: float) -> bool:
+    def has_unlearnt(self, loss: float | None) -> bool:
         """Whether a loss is above that of the first window, after it had fallen."""
+        if loss is None:
+            return False
         start = self.first_window
         limit = start + GUESSING * abs(start) + SLACK * abs(self.first[0])
         return self.best < start and loss > limit
 
     def medians(self) -> list[float]:
-        """Medians of loss and norm; infinite if there was no batch yet."""
+        """Medians of loss and norm; NaN if none is known."""
         return [self._quartiles(row)[1] for row in (0, 1)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,11 +154,12 @@ class HealthMonitor:
             setattr(self, name, value)
 
     def describe(
-        self, verdict: Verdict, loss: float, norm: float, *, finite: bool
+        self, verdict: Verdict, loss: float | None, norm: float, *, finite: bool
     ) -> str:
         """The reason of a verdict in one line."""
-        names, values = ("loss", "gradient norm"), (loss, norm)
         usual = self.medians()
+        names = ("loss", "gradient norm")
+        values = (usual[0] if loss is None else loss, norm)
         wild = [row for row in (0, 1) if not math.isfinite(values[row])]
         if wild:
             why = f"the {names[wild[0]]} is not finite ({values[wild[0]]})"
@@ -174,22 +177,28 @@ class HealthMonitor:
     def _renew(self) -> None:
         """Limits from the batches that are held now."""
         factors = (self.config.loss_spike, self.config.spike)
-        quartiles = [self._quartiles(row) for row in (0, 1)]
         for row, factor in enumerate(factors):
-            low, middle, high = quartiles[row]
+            if self._known(row) < WARM_UP:
+                continue
+            low, middle, high = self._quartiles(row)
             if math.isnan(self.first[row]):
                 self.first[row] = middle
             far = (factor - 1) * max(abs(middle), high - low)
             self.limits[row] = middle + far + SLACK * abs(self.first[row])
-        if len(self.recent) == self.config.window:
-            middle = quartiles[0][1]
+        if self._known(0) == self.config.window:
+            middle = self._quartiles(0)[1]
             if math.isnan(self.first_window):
                 self.first_window = middle
             self.best = min(self.best, middle)
 
+    def _known(self, row: int) -> int:
+        """How many of the losses (row 0) or norms (row 1) that are held are known."""
+        return sum(pair[row] == pair[row] for pair in self.recent)
+
     def _quartiles(self, row: int) -> list[float]:
-        """Of the losses (row 0) or norms (row 1) that are held."""
-        ordered = sorted([pair[row] for pair in self.recent]) or [math.inf]
+        """Of the losses (row 0) or norms (row 1) that are held and known."""
+        values = [pair[row] for pair in self.recent]
+        ordered = sorted([value for value in values if value == value]) or [math.nan]
         return [ordered[(len(ordered) - 1) * quarter // 4] for quarter in (1, 2, 3)]
 
 
@@ -223,7 +232,8 @@ class Snapshot:
             for name, tensor in self._live().items():
                 _unexpanded(tensor).copy_(_unexpanded(self.tensors[name], tensor))
         parameters = dict(self._model.named_parameters())
-        self._optimizer.state.clear()
+        for parameter in parameters.values():
+            self._optimizer.state.pop(parameter, None)
         for name, held in self.state.items():
             self._optimizer.state[parameters[name]] = copy.deepcopy(held)
         set_random_state(self.random)
@@ -316,7 +326,12 @@ class Safety:
     def after_batch(self, loss: Tensor) -> None:
         """Remember the worst loss of a step; it is judged with its gradients."""
         loss = loss.reshape(()) if loss.dim() else loss
-        self._loss = loss if self._loss is None else torch.maximum(self._loss, loss)
+        if self._loss is not None:
+            # A batch whose step was left out, by its user or a GradScaler, is over;
+            # what a broken one left in gradients that add up is seen there.
+            worst = torch.maximum(self._loss, loss)
+            loss = torch.where(self._loss.isfinite(), worst, loss)
+        self._loss = loss
 
     def check_decision(self) -> bool:
         """Judge what was learnt so far; returns whether all was rolled back."""
@@ -400,8 +415,8 @@ class Safety:
 
     def _measured(
         self, own: Sequence[Tensor], beside: Sequence[Tensor], shadow: set[int]
-    ) -> tuple[float, float, bool, bool]:
-        """Loss and gradient norm; whether buffers and seeds' gradients are finite.
+    ) -> tuple[float | None, float, bool, bool]:
+        """Loss, if known; gradient norm; are buffers, and seeds' gradients, finite?
 
         All of it is read from the device at once; over ranks it is the worst of all.
         """
@@ -417,15 +432,17 @@ class Safety:
             read = [number.item() for number in found]
         else:
             read = torch.stack([n.to(judged[0].device) for n in found]).tolist()
-        loss = 0.0 if self._loss is None else read.pop()
+        loss = None if self._loss is None else read.pop()
         norm = math.hypot(*read[: len(own)])
         held = read[len(own) + len(beside) :]
         seeds_finite = all(map(math.isfinite, read[len(own) :][: len(beside)]))
         finite = all(n <= LARGEST for n in held) or all_finite(buffers, LARGEST)
         if self._ranks.many:
             bad = [float(not finite), float(not seeds_finite)]
-            mine = torch.tensor([loss, norm, *bad], device=judged[0].device)
-            loss, norm, *bad = self._ranks.worst(mine).tolist()
+            shown = -math.inf if loss is None else loss  # on all ranks or on none
+            mine = torch.tensor([shown, norm, *bad], device=judged[0].device)
+            shown, norm, *bad = self._ranks.worst(mine).tolist()
+            loss = None if loss is None else shown
             finite, seeds_finite = (not flag for flag in bad)
         return loss, norm, finite, seeds_finite
 
@@ -457,7 +474,7 @@ class Safety:
         """Restore the snapshot and remove the seeds that spoil the output.
 
         Repeated failures from one snapshot clear the moments, then remove the newest
-        seed.
+        seed and forget what was usual: a loss that stays high may be another task.
         """
         assert self.monitor is not None
         self.snapshot.restore()
@@ -479,6 +496,10 @@ class Safety:
         if active and not spoilers and self.rollbacks > 2:
             newest = min(active, key=lambda slot: int(ages[slot]))
             self._remove(newest, "training kept failing with it")
+        if self.rollbacks > 2:
+            fresh = HealthMonitor(self.monitor.config)
+            self._healthy = fresh.state_dict()
+            self.monitor.load_state_dict(self._healthy)
 
     def _is_finite_with(self, **seeds: int) -> bool:
         """Whether the output is finite with a seed tried or left out."""

@@ -91,7 +91,13 @@ def check_tensors(
         for name in state
         if name.startswith(prefix) and not name.startswith(f"{prefix}{NAME}.")
     }
-    for name in sorted({*own} ^ kept):
+    tied = {
+        name
+        for alike in tied_names(host)
+        if not kept.isdisjoint(alike)
+        for name in alike
+    }
+    for name in sorted(({*own} ^ kept) - tied):
         raise BadInput(
             f"the saved host is another one: {name} was "
             f"{'absent and is here' if name in own else 'there and is absent'}."
@@ -124,6 +130,14 @@ def check_tensors(
             )
         if value.is_floating_point() and name in seeds and not value.isfinite().all():
             raise BadInput(f"{name} of the saved network is not finite.")
+
+
+def tied_names(host: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several; some formats save one of them."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in host.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [alike for alike in names.values() if len(alike) > 1]
 
 
 def host_tensors(host: nn.Module) -> dict[str, Tensor]:

@@ -23,7 +23,15 @@ from torch.utils._pytree import tree_leaves
 
 from esper.growth.blueprints.geometry import Layout
 from esper.growth.host_layers import is_layer, units_of
-from esper.growth.middle import NORMS, FunctionModule, Join, function_names
+from esper.growth.middle import (
+    DROPOUTS,
+    NORMS,
+    ROWS,
+    SHAPING,
+    FunctionModule,
+    Join,
+    function_names,
+)
 
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
@@ -57,9 +65,9 @@ def eval_outputs(module: nn.Module, example: Example) -> list[Tensor]:
 
 
 def batch_size(example: Example) -> int:
-    """Rows of an example: the length of its first tensor."""
-    first = next(leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor))
-    return int(first.shape[0])
+    """Rows of an example: the length of its first tensor that has any."""
+    tensors = (leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor))
+    return next(int(tensor.shape[0]) for tensor in tensors if tensor.dim())
 
 
 def first_tensor(values: Iterable[Any]) -> Any:  # noqa: ANN401
@@ -326,11 +334,17 @@ def _function_step(
 ) -> TraceStep:
     """A function of one tensor; some are better known as modules."""
     module: nn.Module = function
-    if name == "dropout":
+    if name in DROPOUTS:
         how = {"p": 0.5, **function.kwargs}
-        module = nn.Dropout(function.args[0] if function.args else how["p"])
-    elif after.dim() == 2 and before.dim() > 2:
+        module = DROPOUTS[name](function.args[0] if function.args else how["p"])
+    elif name in (*SHAPING, "flatten") and after.dim() == 2 and before.dim() > 2:
         module = nn.Flatten(1)
+    elif name in SHAPING:
+        shape = function.args
+        if shape and isinstance(shape[0], tuple | list):
+            shape = tuple(shape[0])
+        if shape[:1] == (before.shape[0],):  # the next batch may have fewer
+            function.name, function.args = f"torch.Tensor.{name}", (ROWS, *shape[1:])
     return TraceStep(module, name, (before,), after)
 
 
@@ -353,8 +367,10 @@ def _step_module(step: TraceStep, width: int, layout: Layout) -> tuple[nn.Module
     function = module.function if isinstance(module, Join) else module
     if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
         problem = "runs over more than the channels"
-    elif isinstance(module, (*NORMS, nn.Dropout)):
+    elif isinstance(module, (*NORMS, *DROPOUTS.values())):
         pass
+    elif isinstance(function, FunctionModule) and "training" in function.kwargs:
+        problem = "trains otherwise than it answers; call it as a module"
     elif isinstance(function, FunctionModule) and not function.savable:
         problem = "is no torch function of plain arguments, so it cannot be saved"
     elif isinstance(module, Join):
@@ -389,8 +405,9 @@ def _why_not_channelwise(
         with torch.no_grad():
             part = module(*(t.narrow(axis, 0, some * per).clone() for t in given))
             whole = module(*(t.clone() for t in given))
+            module(*(t[:1].clone() for t in given))  # as a last batch may be
     except Exception:  # whatever it cannot do is the answer
-        return "does not take fewer channels"
+        return "does not take fewer channels, or fewer rows"
     if whole.dim() == 2 and len(shape) > 2:
         per, axis = whole.shape[1] // width, 1
     alike = _close(part, whole.narrow(axis, 0, some * per))
