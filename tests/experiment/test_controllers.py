@@ -10,6 +10,7 @@ from rich.console import Console
 from torch import Generator, nn
 
 import esper
+from esper.contracts.actions import HEAD, Op
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.environment.growing import GrowingWorld
@@ -22,12 +23,15 @@ from esper.experiment.controllers import (
     newest_controller,
 )
 from esper.experiment.files import Disk
+from esper.experiment.run import Run
 from esper.experiment.summary import print_training
 from esper.experiment.train import jobs_left
+from esper.rl.training import begin_ppo
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.shipped import MANIFEST, WEIGHTS, read
 from tests.cli.calls import call, make_run, refused
 from tests.environment.test_growing import TINY
+from tests.experiment.killed_runs import small_ppo
 from tests.experiment.training_script import config
 from tests.rollouts import SPEC, random_observation
 from tests.test_grower import begin
@@ -63,6 +67,37 @@ def test_what_was_learned_decides_in_a_world_with_other_slots(ending):
         result = world.step(actions)
         observation = result.observation
         assert not result.illegal.any()
+
+
+def test_what_was_learned_chooses_among_what_it_was_trained_with(ending):
+    learned = load_controller(ending.path)
+    heads = {**learned.actions["heads"], "tempo": ["SLOW"]}
+    world = GrowingWorld(TINY, 8)
+    names = [blueprint.name for blueprint in world.spec.blueprints]
+    known = {"blueprints": names[-1:], "heads": heads}
+    observation = world.reset()
+    masks = compute_masks(observation, world.spec)
+    planted, chosen = [], [HEAD["blueprint"], HEAD["tempo"]]
+    for each in (learned, replace(learned, actions=known)):
+        controller, found = each(world.spec), set()
+        for seed in range(20):
+            stream = Generator().manual_seed(seed)
+            actions, _ = controller.decide(observation, masks, None, stream)
+            plants = actions[actions[:, HEAD["op"]] == Op.GERMINATE]
+            found |= {*map(tuple, plants[:, chosen].tolist())}
+        planted.append(found)
+    assert len(planted[0]) > 1
+    assert planted[1] == {(len(names) - 1, 3)}
+
+
+def test_a_run_without_a_controller_is_refused_and_passed_over(ending, tmp_path):
+    agent = begin_ppo(small_ppo(tmp_path, "agent", 2)).path
+    with pytest.raises(BadInput, match="run agent has trained no controller"):
+        load_controller(agent)
+    with pytest.raises(BadInput, match="no finished training"):
+        newest_controller(tmp_path)
+    (found,) = Run.list(tmp_path)
+    assert found.score is not None
 
 
 def test_making_a_controller_draws_no_random_number(ending):

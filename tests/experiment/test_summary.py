@@ -133,6 +133,21 @@ def test_a_learned_arm_is_compared_with_all_others():
     assert others[0].returns.improvement.estimate == 1.0
 
 
+def test_two_learned_arms_are_one_comparison_which_both_show():
+    returns, test = RECORDED["fern"]
+    second = tuple(np.asarray(returns) - 0.01 * np.arange(len(returns)))
+    (table,) = summary_of({**RECORDED, "moss": (second, test)}).tasks
+    pairs = {(pair.name, pair.other): pair.returns for pair in table.pairwise}
+    one, other = pairs["fern", "moss"], pairs["moss", "fern"]
+    assert (one.p, one.adjusted) == (other.p, other.adjusted)
+    assert one.difference.low == -other.difference.high
+    assert one.improvement.estimate == 1 - other.improvement.estimate
+    tests = [(name, o) for name in ("fern", "moss") for o in ("early", "random")]
+    tests.append(("fern", "moss"))
+    corrected = reference.holm([pairs[pair].p for pair in tests])
+    assert [pairs[pair].adjusted for pair in tests] == pytest.approx(corrected)
+
+
 def test_all_tasks_together_hold_every_pair(two_tasks):
     whole = two_tasks.aggregate
     assert (whole.task, whole.tasks, whole.hosts) == ("digits, letter", 2, 10)

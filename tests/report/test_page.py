@@ -12,7 +12,9 @@ from esper.experiment.run import Run
 from esper.experiment.store import Store
 from esper.report import write_report
 from esper.report.page import SECTIONS
+from esper.rl.training import begin_ppo
 from tests.browser import browse, open_browser
+from tests.experiment.killed_runs import small_ppo
 from tests.report.runs import config, judge, make_run
 
 TRICKS = (
@@ -221,6 +223,18 @@ def test_evaluations_alone_and_nothing_at_all_are_reports(tmp_path):
     assert "have not been judged yet" in page
     assert page.count("<svg") == 0
     assert page.count('class="none"') == 8
+
+
+def test_a_run_of_ppo_and_a_cut_off_evaluation_are_told_as_what_they_are(tmp_path):
+    path = begin_ppo(small_ppo(tmp_path, "agent", 2)).path
+    page = write_report(path).read_text()
+    assert "PPO learnt CartPole-v1 for 2 rounds: 192 steps in" in page
+    assert "return of 1 episodes: " in page.partition("<main>")[0]
+    assert "Tamiyo" not in page.partition("Configuration")[0]
+    assert "planted" not in page
+    with Run.create(tmp_path, "cut", config(), {"kind": "evaluation"}) as run:
+        Store(run.path / "events.sqlite").close()
+    assert "begin another one" in write_report(run.path).read_text()
 
 
 def test_one_round_and_figures_that_cannot_be_compared_are_a_report(tmp_path):

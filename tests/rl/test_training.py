@@ -10,7 +10,9 @@ import pytest
 
 from esper import PPO
 from esper.cli import main
+from esper.cli.commands import _interrupted
 from esper.contracts.errors import WorkersTrouble
+from esper.experiment.config import Keeping
 from esper.experiment.run import Run
 from esper.experiment.settings import construct
 from esper.experiment.trainer import Callback, OnRoundEnd
@@ -106,6 +108,22 @@ def test_an_agent_that_cannot_be_judged_is_kept_and_the_run_is_complete(
     assert any("not judged: some episode did not end within 20" in t for t in told)
     assert Run.read(path).finished["rounds"] == 2
     assert PPO.load(path / AGENT).rounds == 2
+
+
+def test_an_interruption_says_what_will_be_played_again(tmp_path, capsys):
+    config = replace(
+        small_ppo(tmp_path / "my runs", "run", 5), keeping=Keeping(every=9)
+    )
+
+    def interrupt(record):
+        if record.round == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    (tmp_path / "my runs").mkdir()
+    result = begin_ppo(config, [OnRoundEnd(interrupt)])
+    assert _interrupted(result, "ppo") == 128 + signal.SIGTERM
+    words = "what came after round 0 will be played again. Go on with: esper ppo"
+    assert f"{words} --resume '" in capsys.readouterr().out
 
 
 def test_groups_of_settings_keep_what_is_not_given():

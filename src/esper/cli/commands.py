@@ -8,6 +8,7 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Final
 
 from esper.cli.arguments import (
@@ -153,9 +154,15 @@ def _end(result: "RunResult") -> int:
 
 
 def _interrupted(result: "RunResult", command: str) -> int:
+    from esper.experiment.run import Run
+
+    saved = max(Run.read(result.path).checkpoints().steps(), default=0)
+    kept = "all is saved"
+    if saved < result.rounds:
+        kept = f"what came after round {saved} will be played again"
     _say(
-        f"Interrupted after round {result.rounds}; all is saved. Go on with: "
-        f"esper {command} --resume {result.path}"
+        f"Interrupted after round {result.rounds}; {kept}. Go on with: "
+        f"esper {command} --resume {quote(str(result.path))}"
     )
     return 128 + (result.signal or 0)
 

@@ -34,10 +34,11 @@ from esper.experiment.checkpoint import CheckpointFolder, Loaded, pack
 from esper.experiment.config import from_toml
 from esper.experiment.files import Disk, publish, storage
 from esper.experiment.messages import quoted, short
-from esper.experiment.run import CHECKPOINTS, Run, find_run
+from esper.experiment.run import CHECKPOINTS, TRAINING, Run, find_run
 from esper.experiment.settings import as_toml
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from esper.tamiyo.policy.sampling import with_temperature
+from esper.tamiyo.restricted import Restricted
 from esper.tamiyo.shipped import FORMAT, MANIFEST, WEIGHTS, read
 
 POLICY: Final = "agent/policy/"
@@ -59,8 +60,18 @@ class Learned:
     """Its action space in training; see `ActionSpec.describe`."""
 
     def __call__(self, spec: ActionSpec) -> Controller:
-        """A controller of this action space, of lower temperature than in training."""
-        return with_temperature(self.policy(spec))
+        """A controller of this action space, of lower temperature than in training.
+
+        It chooses among the actions that it was trained with, if they are known.
+        """
+
+        def make(known: ActionSpec) -> Controller:
+            return with_temperature(self.policy(known))
+
+        if not self.actions:
+            return make(spec)
+        names, choices = self.actions["blueprints"], self.actions["heads"]
+        return Restricted(make, spec, names, choices)
 
     def policy(self, spec: ActionSpec) -> TamiyoPolicy:
         """The policy itself."""
@@ -92,6 +103,8 @@ def load_controller(path: Path | str) -> Learned:
     folder = Path(path)
     one = folder.parent.name == CHECKPOINTS and folder.is_file()
     run = Run.read(folder.parent.parent if one else folder)
+    if run.kind != TRAINING:
+        raise BadInput(f"run {run.name} has trained no controller; see esper runs.")
     checkpoints = run.checkpoints()
     config = from_toml(run.config_toml).learner.policy
     like = policy_shapes(config)
@@ -136,7 +149,9 @@ def newest_controller(root: Path) -> Learned:
     ended = [
         (str(Run.read(path).versions.get("began", "")), path)
         for path in paths
-        if (path / CHECKPOINTS).is_dir() and any((path / CHECKPOINTS).iterdir())
+        if Run.read(path).kind == TRAINING
+        and (path / CHECKPOINTS).is_dir()
+        and any((path / CHECKPOINTS).iterdir())
     ]
     if not ended:
         raise BadInput(f"no finished training in {short(root)}; run esper train first.")

@@ -36,6 +36,7 @@ from esper.environment.settings import WorldSettings
 from esper.experiment.config import RECORDINGS, SIMULATED, TrainConfig, preset
 from esper.experiment.record import (
     Recording,
+    holds_recordings,
     read_recordings,
     record_task,
     recorded_settings,
@@ -135,8 +136,12 @@ def recorded_policy(
 
 def recorded_steps(config: TrainConfig) -> int:
     """Decisions on real hosts that the start of a run takes."""
-    if config.start_from != RECORDINGS:
+    if config.start_from is None:
         return 0
+    if config.start_from != RECORDINGS:
+        folder = Path(config.start_from)
+        found = read_recordings(folder) if holds_recordings(folder) else []
+        return sum(recording.arrays["score"].size for recording in found)
     tasks = map(config.world.applied_to, _recorded_tasks(config))
     return SCRIPTS * sum(task.horizon for task in tasks)
 

@@ -362,6 +362,17 @@ def read_recordings(
     files = sorted(folder.glob("*.npz"))
     if not files:
         raise BadInput(f"{folder} has no recordings; make some with esper record.")
+    with storage(folder, "read"):
+        about = (folder / ABOUT).read_text() if holds_recordings(folder) else "{}"
+    try:
+        wanted = int(json.loads(about).get("tasks", 0))
+    except (ValueError, TypeError, AttributeError):
+        raise BadInput(f"{folder / ABOUT} is damaged; record anew.") from None
+    if len(files) < wanted:
+        raise BadInput(
+            f"{folder} has {len(files)} of {wanted} recordings; go on with esper "
+            "record."
+        )
     found = []
     for file in files:
         with storage(file, "read"):

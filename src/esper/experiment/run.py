@@ -40,6 +40,8 @@ from esper.experiment.files import (
 from esper.experiment.messages import checked_name, one_line, quoted, short
 
 CONFIG, VERSIONS, FINISHED = "config.toml", "versions.json", "finished.json"
+TRAINING: Final = "training"
+"""The kind of run that has a controller."""
 CHECKPOINTS: Final = "checkpoints"
 STORE: Final = "events.sqlite"
 MAX_TEXT: Final = 1 << 20
@@ -174,6 +176,11 @@ class Run:
     def versions(self) -> dict[str, Any]:
         """What it was begun with: versions, machine, facts of the caller."""
         return _json(self.path / VERSIONS, self._text(VERSIONS))
+
+    @property
+    def kind(self) -> str:
+        """What it does: training, evaluation or ppo."""
+        return str(self.versions.get("kind", TRAINING))
 
     @property
     def id(self) -> str | None:
@@ -327,6 +334,9 @@ def _summary(path: Path) -> RunSummary:
     ) as error:  # ours too; the others are listed all the same
         state, trouble, manifests = "damaged", one_line(str(error)), []
     scores = [entry.score for entry in manifests if entry.score is not None]
+    if state == "finished":
+        judged = (run.finished or {}).get("mean")  # an agent, at the end
+        scores += [judged] if isinstance(judged, float) else []
     return RunSummary(
         name=short(Path(path.name)),
         state=state,

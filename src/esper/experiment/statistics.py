@@ -11,7 +11,7 @@ Holm 1979.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import nan, sqrt
 from typing import Final, TypeVar
 
@@ -59,6 +59,16 @@ class Comparison:
     """Of the signed ranks of all pairs of all tasks."""
     adjusted: float
     """The same, corrected for the number of comparisons."""
+
+    @property
+    def reversed(self) -> "Comparison":
+        """The other arm less this one."""
+        gap, won = self.difference, self.improvement
+        return replace(
+            self,
+            difference=Interval(-gap.estimate, -gap.high, -gap.low),
+            improvement=Interval(1 - won.estimate, 1 - won.high, 1 - won.low),
+        )
 
     @property
     def outcome(self) -> str:

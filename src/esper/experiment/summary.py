@@ -25,7 +25,13 @@ from rich.text import Text
 from esper.experiment.database import open_store, rows
 from esper.experiment.messages import printable
 from esper.experiment.progress import print_line, sparkline
-from esper.experiment.records import STATIC, WATCHED, is_learned, reference_of
+from esper.experiment.records import (
+    STATIC,
+    WATCHED,
+    Floats,
+    is_learned,
+    reference_of,
+)
 from esper.experiment.run import STORE
 from esper.experiment.statistics import (
     Comparison,
@@ -47,7 +53,7 @@ WIDTH: Final = 150
 LEGEND: Final = (
     "Interquartile means over hosts [95 % interval]; mean: of all hosts, also those on "
     "which it went wrong; p: paired Wilcoxon, Holm over its column; P: how often a "
-    "host returns more than with never; "
+    "host returns more than with never, a tie being half; "
     "parameters and MACs (multiply-adds per row) as a multiple of the host's; area: "
     "mean score over the decisions."
 )
@@ -233,10 +239,12 @@ def watched_trend(evaluations: Iterable[Row]) -> str | None:
         change = found[end][task, host] - found[start][task, host]
         by_task.setdefault(task, []).append(change)
     total = mean_interval([np.sort(own) for own in by_task.values()])
+    by = f"{total.estimate:+.3f}"
+    if total.low == total.low:  # one host has no interval
+        by = f"{total:+.3f} (95 % over hosts)"
     return (
         f"On the same watched hosts: {_mean_of(found[start]):+.3f} at round {start}, "
-        f"{_mean_of(found[end]):+.3f} at round {end}, by {total:+.3f} (95 % over "
-        "hosts)."
+        f"{_mean_of(found[end]):+.3f} at round {end}, by {by}."
     )
 
 
@@ -265,12 +273,15 @@ def _table(
     def compared(figure: str, pairs: Iterable[tuple[str, str]]) -> Comparisons:
         """One family of comparisons, of pairs that have the same hosts."""
         arms = scores[figure]
-        wanted = {
-            (name, other): (arms[name], arms[other])
-            for name, other in pairs
-            if name != other and shapes[name] == shapes.get(other) != (len(by_arm), 1)
-        }
-        return compare_pairs(wanted, resamples=resamples)
+        wanted = dict[tuple[str, str], tuple[Floats, Floats]]()
+        for name, other in pairs:
+            fits = shapes[name] == shapes.get(other) != (len(by_arm), 1)
+            if name != other and fits and (other, name) not in wanted:
+                wanted[name, other] = (arms[name], arms[other])
+        found = compare_pairs(wanted, resamples=resamples)
+        # Two learned arms are one comparison, which both of them show.
+        both = {(b, a): row.reversed for (a, b), row in found.items() if is_learned(b)}
+        return {**found, **both}
 
     # A comparison with the baseline belongs to the family of the baseline only.
     others = [name for name in names if name != BASELINE]
@@ -367,7 +378,8 @@ def _limits(tables: Sequence[TaskSummary]) -> list[str]:
     narrow = "; intervals of so few are narrower than they should be"
     lines = [
         "Above and below: the 95 % interval of the difference leaves out 0. p: paired "
-        "Wilcoxon, corrected for all comparisons of its table. This rests on "
+        "Wilcoxon, corrected for all comparisons with the baseline, and for all of "
+        "learned arms with others. This rests on "
         f"{hosts} hosts of each task{narrow if hosts < FEW_HOSTS else ''}; it says "
         "nothing about other tasks, other hosts or longer training. Hosts of one task "
         "share a split of its rows (not on teacher), so the luck of the split is not "

@@ -41,7 +41,7 @@ from esper.experiment.pretraining import (
 )
 from esper.experiment.record import holds_recordings
 from esper.experiment.records import STATIC, WATCHED, Results
-from esper.experiment.run import STORE, Run
+from esper.experiment.run import STORE, TRAINING, Run
 from esper.experiment.settings import as_toml
 from esper.experiment.store import Store, usable_store
 from esper.experiment.trainer import Callback, Trainer
@@ -50,7 +50,6 @@ from esper.experiment.worlds import check_worlds, mixture_for, steps_of, tasks_o
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import TamiyoPolicy
 
-KIND: Final = "training"
 """What `versions.json` calls such a run."""
 FINAL_HOSTS: Final = 1
 """Number of the hosts of the final evaluation, in every run; `esper evaluate` has
@@ -69,7 +68,7 @@ def begin_run(
         callbacks: Called besides those that record, evaluate and save.
         workers: Who trains and judges hosts; none: this process. Results are the same.
     """
-    facts = {"kind": KIND, "rng_seed": config.rng_seed, "tasks": [*config.tasks]}
+    facts = {"kind": TRAINING, "rng_seed": config.rng_seed, "tasks": [*config.tasks]}
     _check(config)
     with Run.create(Path(config.runs), config.name, as_toml(config), facts) as run:
         first = (f"Training on {_describe(config)}.", f"The run is in {run.path}.")
@@ -95,7 +94,7 @@ def resume_run(
 
 def settings_of(run: Run) -> TrainConfig:
     """The settings that a training was begun with."""
-    if run.versions.get("kind", KIND) != KIND:
+    if run.kind != TRAINING:
         raise BadInput(f"run {run.name} is no training, so there is nothing to resume.")
     return from_toml(run.config_toml)
 

@@ -52,6 +52,10 @@ STATES: Final = {
     "running": "The run is still going on; this is what it has written so far.",
     "stopped": "The run stopped before its end; it can be resumed.",
 }
+"""Where a run stands, in words."""
+CUT_OFF: Final = "The evaluation stopped before its end; begin another one."
+PPO_SECTIONS: Final = ("learning", "heads", "updates", "run")
+"""Those of an agent in an environment, which plants nothing."""
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
@@ -80,6 +84,9 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     order = {name: index for index, name in enumerate(data.tasks)}
     tables = sorted(summary.tasks, key=lambda t: order.get(t.task, len(order)))
     plots = draw_plots(data, _results(data, tables))
+    is_ppo = data.versions.get("kind") == "ppo"
+    is_cut_off = data.versions.get("kind") == "evaluation" and data.state == "stopped"
+    judged = [text for _, kind, text in data.notes if kind == "judged"]
     page = (
         _environment()
         .get_template("report.html")
@@ -89,11 +96,14 @@ def write_report(run: Path, out: Path | None = None) -> Path:
             trouble=trouble,
             version=__version__,
             mark=MARK,
-            sections=SECTIONS,
-            state=STATES[data.state],
+            is_ppo=is_ppo,
+            sections=[
+                each for each in SECTIONS if not is_ppo or each[0] in PPO_SECTIONS
+            ],
+            state=CUT_OFF if is_cut_off else STATES[data.state],
             stages=STAGES.values(),
             shown_envs=SHOWN_ENVS,
-            outcome=headline(summary),
+            outcome=judged if is_ppo else headline(summary),
             tables=[*filter(None, [summary.aggregate]), *tables],
             conclusions=summary.conclusions,
             light=LIGHT,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import field
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from time import monotonic
 from typing import Annotated, Any, Final
 
@@ -249,7 +250,7 @@ def resume_ppo(path: Path, callbacks: Sequence[Callback] = ()) -> RunResult:
 
 def ppo_settings_of(run: Run) -> PPORunConfig:
     """The settings that a run was begun with."""
-    if run.versions.get("kind") != KIND:
+    if run.kind != KIND:
         raise BadInput(f"run {run.name} is not one of esper ppo; see esper runs.")
     return construct(PPORunConfig, table_of(run.config_toml, PPORunConfig))
 
@@ -284,7 +285,7 @@ def _attempt(
             saved = checkpoints.steps()
             after = f"after round {saved[-1]}" if saved else "from its beginning"
             raise type(error)(
-                f"{error} Go on {after} with: esper ppo --resume {run.path}"
+                f"{error} Go on {after} with: esper ppo --resume {quote(str(run.path))}"
             ) from error
         finally:
             trainer.call("on_close")
