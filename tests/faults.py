@@ -460,7 +460,8 @@ ENDING = {
     "raylet killed": (raylet, ("ray",), (6,)),
     "driver killed": (driver, ENGINES, (-9,)),
     "Ctrl-C": (interrupt, ENGINES, (130,)),
-    "Ctrl-C twice, a worker stopped": (interrupt_twice, ENGINES, (130,)),
+    # The second one may find an interpreter that is ending and no longer handles it.
+    "Ctrl-C twice, a worker stopped": (interrupt_twice, ENGINES, (130, -signal.SIGINT)),
 }
 """What is done, to which engines, and the exit codes that may come of it."""
 
@@ -512,7 +513,7 @@ def judged(path, whole, code, codes, told):
         return "hung"
     if code and code not in codes:
         return f"exit code {code}: {told}"
-    if code not in (0, -signal.SIGKILL, 130):
+    if code not in (0, -signal.SIGKILL, -signal.SIGINT, 130):
         try:
             assert_one_line(told)
         except AssertionError:

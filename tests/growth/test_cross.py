@@ -273,6 +273,7 @@ def test_an_export_has_the_blocks_and_as_many_parameters(kind, order):
         plain = export(model)
         torch.testing.assert_close(plain(x), wanted, rtol=1e-6, atol=1e-9)
         assert type(plain) is type(model.host)
+        assert "esper_seeds" not in plain._modules  # all of them merge
         branches = export(model, merge=False)
         assert isinstance(branches.esper_seeds, Branches)
         torch.testing.assert_close(branches(x), wanted, rtol=1e-6, atol=1e-9)
