@@ -43,6 +43,7 @@ REFUSED = [
     (("--keeping.tensorboard=1",), "must be a valid boolean; got 1"),
     (("--start_from", "nothing"), "there is no run 'nothing' in runs"),
     (("--start_from", "x" * 300), "there is no run 'xxx"),
+    (("--ray", "nowhere:1", "--envs", "0"), "--envs must be greater than or equal"),
     (("--name", ""), "--name: expected 1 to 1000 printable"),
     (("--resume",), "--resume: expected one argument"),
     (("--resume", ""), "expected the name or folder of a run, got ''"),

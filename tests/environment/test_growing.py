@@ -650,6 +650,13 @@ def test_relative_rewards_are_shares_of_the_errors_of_the_host_that_never_grows(
         )
 
 
+def test_no_reward_is_divided_by_fewer_errors_than_the_least():
+    world = make(2, task=VARIED, relative=True)
+    world.reset()
+    world.unit.fill_(1e-44)  # as memory may be damaged
+    assert say(world, action(Op.GERMINATE, 0, 2)).reward.abs().max() < 100
+
+
 def test_slots_of_a_place_are_filled_in_order():
     world = make(1)
     assert world.reset().offers.fits[0, :, 0].tolist() == [True, True, False, False]

@@ -7,6 +7,7 @@ import json
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Final
@@ -99,27 +100,34 @@ def train(options: Namespace) -> int:
 
     given = _given(options)
     console = ConsoleProgress(details=given.pop("verbose"))
-    with _workers(given) as workers:
-        if "resume" in given:
-            return _resume(given, console, workers)
-        config = resolve(given, draw_seed=True)
-        from esper.experiment.train import begin_run
+    start_workers = _workers(given)
+    if "resume" in given:
+        return _resume(given, console, start_workers)
+    config = resolve(given, draw_seed=True)
+    from esper.experiment.train import begin_run
 
+    with start_workers() as workers:
         return _end(begin_run(config, [console], workers))
 
 
-def _workers(given: dict[str, Any]) -> "Workers":
-    """Who does the work; takes its options out of those that are given."""
+def _workers(given: dict[str, Any]) -> Callable[[], "Workers"]:
+    """What starts those who work; takes its options out of those that are given.
+
+    They come when all else is known to be right: a cluster takes its time.
+    """
     from esper.experiment.workers import DEADLINE, available_cores, workers
 
     count, ray = given.pop("workers"), given.pop("ray")
     if count is None:
         count = 0 if ray else available_cores()
-    return workers(count, ray=ray, deadline=given.pop("deadline") or DEADLINE)
+    deadline = given.pop("deadline") or DEADLINE
+    return partial(workers, count, ray=ray, deadline=deadline)
 
 
 def _resume(
-    given: dict[str, Any], console: "ConsoleProgress", workers: "Workers"
+    given: dict[str, Any],
+    console: "ConsoleProgress",
+    start_workers: Callable[[], "Workers"],
 ) -> int:
     from esper.experiment.messages import quoted, refusal
     from esper.experiment.run import Run, find_run
@@ -138,7 +146,8 @@ def _resume(
     if run.finished is not None:
         _say(f"Run {run.name} is already complete. See: esper report {path}")
         return 0
-    return _end(resume_run(path, [console], workers))
+    with start_workers() as workers:
+        return _end(resume_run(path, [console], workers))
 
 
 def _end(result: "RunResult") -> int:
@@ -250,8 +259,9 @@ def evaluate(options: Namespace) -> None:
 
     given = _given(options)
     as_json = given.pop("json")
-    with _workers(given) as workers:
-        settings = construct(EvaluateConfig, *parsed_options(EvaluateConfig, given))
+    start_workers = _workers(given)
+    settings = construct(EvaluateConfig, *parsed_options(EvaluateConfig, given))
+    with start_workers() as workers:
         page = write_report(run_evaluation(settings, as_json=as_json, workers=workers))
     if not as_json:
         _say(f"The report is in {page}.")
@@ -279,7 +289,7 @@ def record(options: Namespace) -> None:
 
     names = ("stop", "tasks", "hosts", "scripts", "rng_seed")
     settings = RecordConfig(**{name: getattr(options, name) for name in names})
-    with _workers(vars(options)) as workers, Progress(unit="task") as progress:
+    with _workers(vars(options))() as workers, Progress(unit="task") as progress:
 
         def show(done: int, total: int) -> None:
             progress.update("recording", done, total, "done", workers.doing)

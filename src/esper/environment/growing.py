@@ -189,7 +189,7 @@ class GrowingWorld(Stateful, VectorWorld):
         over = ~finite | (self._track.decisions >= self.task.horizon)
         self._stop(over)
         gained = self._objective() - before - self._never_gained(over)
-        reward = gained / self.unit
+        reward = gained / self.unit.clamp(min=LEAST_ERROR)
         reward = reward - self.settings.penalty * illegal
         # An interval can be too short for a batch of a network that has grown.
         losses = torch.where(self.trained_steps > 0, trained.losses, torch.nan)
