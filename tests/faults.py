@@ -117,8 +117,11 @@ def kill(pid, number=signal.SIGKILL):
         os.kill(pid, number)
 
 
-def left_over(tag, seconds=15.0):
-    """Commands of the processes that outlive what started them; they are killed."""
+def left_over(tag, seconds=75.0):
+    """Commands of the processes that outlive what started them; they are killed.
+
+    Agents of a raylet that was killed try for a minute to tell somebody.
+    """
     until = time.monotonic() + seconds
     while (left := tagged(tag)) and time.monotonic() < until:
         time.sleep(0.2)
