@@ -46,13 +46,6 @@ HERE: Final = "127.0.0.2"
 """A loopback address that Ray does not replace by the machine's own."""
 STORE: Final = 256 << 20
 """Bytes of the object store of a cluster that is started here."""
-SILENT: Final = {
-    # It would tell of dead workers on the standard output, among our data,
-    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
-    # and of what it tries to recover beside our one line.
-    "RAY_BACKEND_LOG_LEVEL": "fatal",
-}
-"""Environment of a process that is connected to a cluster."""
 QUIET: Final = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -132,9 +125,11 @@ class RayWorkers(Pool[Any]):
 
 def _connected(address: str, count: int) -> Any:  # noqa: ANN401
     """Ray's module, connected to a cluster."""
-    for name, value in {**SILENT, **(QUIET if address == LOCAL else {})}.items():
-        os.environ.setdefault(name, value)
+    # It would tell of dead workers on the standard output, among our data.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     if address == LOCAL:
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     elif os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         raise BadInput(
