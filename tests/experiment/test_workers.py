@@ -108,14 +108,14 @@ def test_results_come_in_order_and_are_the_same_by_whomever(two):
     assert len(ids) == 2
 
 
-def test_workers_are_busy_while_a_result_is_taken(two):
-    jobs = [(n, "die", 0) for n in range(6)]
-    results = two.run(misbehave, jobs, "", about=lambda job: f"job {job[0]}")
-    assert next(results) == 0
-    assert len(two.doing) == 2
-    assert {*two.doing} < {f"job {n}" for n in range(1, 6)}
-    assert [*results] == [1, 2, 3, 4, 5]
-    assert two.doing == []
+def test_a_worker_is_busy_while_a_result_is_used():
+    jobs = [(n, "die", 0) for n in range(3)]
+    with workers(1) as pool:  # of two, one may be faster than the other starts
+        results = pool.run(misbehave, jobs, "", about=lambda job: f"job {job[0]}")
+        assert next(results) == 0
+        assert pool.doing == ["job 1"]
+        assert [*results] == [1, 2]
+        assert pool.doing == []
 
 
 def test_a_lost_job_is_done_again_by_another(two, tmp_path):

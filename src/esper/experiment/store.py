@@ -181,7 +181,7 @@ class Store:
         self.add("notes", round=round, kind=kind, text=text)
 
     def add_note_once(self, round: int, kind: str, text: str) -> None:
-        """The same, durably, unless an attempt that was cut off has said it."""
+        """The same, durably, unless an interrupted attempt has written it."""
         query = "SELECT count(*) FROM live_notes WHERE kind = ?"
         try:
             known = patiently(lambda: self._db.execute(query, (kind,)).fetchone()[0])

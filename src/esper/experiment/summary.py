@@ -240,7 +240,7 @@ def watched_trend(evaluations: Iterable[Row]) -> str | None:
         by_task.setdefault(task, []).append(change)
     total = mean_interval([np.sort(own) for own in by_task.values()])
     by = f"{total.estimate:+.3f}"
-    if total.low == total.low:  # one host has no interval
+    if not np.isnan(total.low):  # one host has no interval
         by = f"{total:+.3f} (95 % over hosts)"
     return (
         f"On the same watched hosts: {_mean_of(found[start]):+.3f} at round {start}, "

@@ -254,7 +254,7 @@ class Pool(Workers, Generic[Handle]):
         try:
             for number in range(len(jobs)):
                 while not stop():
-                    give()  # also when there is a result: nobody waits for its taker
+                    give()  # also with a result: workers do not wait for its use
                     if number in results:
                         break
                     for handle in self._ended([*given]):

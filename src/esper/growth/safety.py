@@ -193,12 +193,13 @@ class HealthMonitor:
 
     def _known(self, row: int) -> int:
         """How many of the losses (row 0) or norms (row 1) that are held are known."""
-        return sum(pair[row] == pair[row] for pair in self.recent)
+        return sum(not math.isnan(pair[row]) for pair in self.recent)
 
     def _quartiles(self, row: int) -> list[float]:
         """Of the losses (row 0) or norms (row 1) that are held and known."""
         values = [pair[row] for pair in self.recent]
-        ordered = sorted([value for value in values if value == value]) or [math.nan]
+        known = [value for value in values if not math.isnan(value)]
+        ordered = sorted(known) or [math.nan]
         return [ordered[(len(ordered) - 1) * quarter // 4] for quarter in (1, 2, 3)]
 
 

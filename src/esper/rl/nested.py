@@ -56,7 +56,7 @@ def space_of(data: Mapping[str, Any]) -> Space[Any]:
             return spaces.Tuple([space_of(part) for part in data["spaces"]])
         case "Discrete":
             made = spaces.Discrete(data["n"], start=data["start"])
-            made.dtype = np.dtype(data["dtype"])  # an argument since Gymnasium 1.2
+            made.dtype = np.dtype(data["dtype"])
             return made
         case "MultiDiscrete":
             return spaces.MultiDiscrete(

@@ -314,7 +314,7 @@ class PPO(Stateful):
         policy, buffer, at = self.policy, self.agent.buffer, self._stand(world)
         view, state = at.view, at.state
         ended: list[Episode] = []
-        # What is cut off here begins anew: nobody knows where environments stand then.
+        # An interrupted rollout leaves environments anywhere: then all begin anew.
         self._standing = None
         buffer.reset()
         buffer.begin(state, self.agent.version)

@@ -54,6 +54,13 @@ class Part:
         return isinstance(self.space, spaces.Box) and len(self.space.shape) == 3
 
     @cached_property
+    def largest(self) -> float:
+        """The largest number of an image by its bounds; 1 if it has none."""
+        assert isinstance(self.space, spaces.Box)
+        bound = float(max(np.abs(self.space.low).max(), np.abs(self.space.high).max()))
+        return bound if 0.0 < bound < np.finfo(np.float32).max else 1.0
+
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Choices of each number that is one of some."""
         match self.space:
@@ -242,7 +249,7 @@ class SpaceSpec:
             if array.dtype == np.uint8:
                 array = np.array(array, order="C")  # its buffer may be used again
             else:
-                array = np.divide(array, _largest(part.space), dtype=np.float32)
+                array = np.divide(array, part.largest, dtype=np.float32)
             found[f"image{index}"] = torch.from_numpy(np.ascontiguousarray(array))
         return found
 
@@ -422,13 +429,6 @@ def _require_action(part: Part) -> None:
 
 def _channels_first(shape: tuple[int, ...]) -> bool:
     return shape[0] < shape[2]
-
-
-def _largest(image: Space[Any]) -> float:
-    """The largest number of an image by its bounds; 1 if it has none."""
-    assert isinstance(image, spaces.Box)
-    bound = float(max(np.abs(image.low).max(), np.abs(image.high).max()))
-    return bound if 0.0 < bound < np.finfo(np.float32).max else 1.0
 
 
 def _checked(part: Part, array: Array, envs: int) -> Array:

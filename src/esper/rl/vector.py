@@ -156,7 +156,7 @@ class Vector:
         self._finds_masks = masks == "auto"
         self._masks = masks
         self._ended = np.zeros(self.num_envs, bool)
-        self._methods: Callable[[], Any] | None = None
+        self._method: Callable[[], Any] | None = None
         self.steps = 0
         """Steps since the environments were made."""
 
@@ -166,7 +166,7 @@ class Vector:
             with suppress(NoAsyncCallError):  # unless a step was interrupted
                 self._base.step_wait()
         observation, info = self._call("reset", seed=seed)
-        if self._finds_masks:
+        if self._masks == "auto":
             self._masks = self._mask_source(info)
         self._ended = np.zeros(self.num_envs, bool)
         return self._view(observation, info, ~self._ended, ~self._ended)
@@ -313,11 +313,11 @@ class Vector:
 
     def _ask(self) -> Any:  # noqa: ANN401
         """What the method says: one mask per environment."""
-        if self._methods is None:  # looking through wrappers takes long
-            self._methods = self._guarded(METHOD, self._found_methods)
-        return self._guarded(METHOD, self._methods)
+        if self._method is None:  # looking through wrappers takes long
+            self._method = self._guarded(METHOD, self._mask_method)
+        return self._guarded(METHOD, self._method)
 
-    def _found_methods(self) -> Callable[[], Any]:
+    def _mask_method(self) -> Callable[[], Any]:
         """What asks all environments for their masks."""
         if isinstance(self._base, AsyncVectorEnv):
             call = self._base.call
