@@ -326,8 +326,17 @@ def test_a_run_starts_from_what_another_one_learnt(tmp_path):
     second = simulated(tmp_path, "second", learning_rate=1e-12)
     second = replace(second, start_from="first", budget=Budget(rounds=1))
     after = load_controller(begin_run(second).path).weights
-    for name in start.keys() - {"value_mean", "value_scale"}:
+    value = [name for name in start if name.startswith("value_")]
+    for name in start.keys() - {*value} | {"value_hidden.weight"}:
         assert (start[name] - after[name]).abs().max() < 1e-6, name
+    # Units of the value follow the new returns; what it predicts stays the same.
+    for weights in (start, after):
+        scale, mean = weights["value_scale"], weights["value_mean"]
+        weights["value_out.weight"] = scale * weights["value_out.weight"]
+        weights["value_out.bias"] = scale * weights["value_out.bias"] + mean
+    assert start["value_scale"] != after["value_scale"]
+    for name in ("value_out.weight", "value_out.bias"):
+        torch.testing.assert_close(start[name], after[name], rtol=1e-4, atol=1e-5)
 
 
 def test_a_start_that_is_not_there_is_refused_before_anything_is_made(tmp_path):

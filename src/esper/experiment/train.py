@@ -4,7 +4,7 @@ Here, and only here, settings become worlds, policies and callbacks.
 """
 
 from collections.abc import Collection, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -33,15 +33,17 @@ from esper.experiment.controllers import (
 )
 from esper.experiment.database import open_store
 from esper.experiment.judging import JUDGED, Job, stored_results, watch_job
+from esper.experiment.files import Disk, discard
 from esper.experiment.pretraining import (
     given_recordings,
+    own_recordings,
     recorded_policy,
-    recorded_steps,
+    require_recorded_terms,
     warm_policy,
 )
-from esper.experiment.record import holds_recordings
+from esper.experiment.record import Recording, holds_recordings
 from esper.experiment.records import STATIC, WATCHED, Results
-from esper.experiment.run import STORE, TRAINING, Run
+from esper.experiment.run import OWN_RECORDINGS, START, STORE, TRAINING, Run
 from esper.experiment.settings import as_toml
 from esper.experiment.store import Store, usable_store
 from esper.experiment.trainer import Callback, Trainer
@@ -111,6 +113,7 @@ def _check(config: TrainConfig) -> None:
     worlds = check_worlds(config)
     check_memory(config, worlds)
     if _starts_from_recordings(config):
+        require_recorded_terms(config.world)
         if config.start_from != RECORDINGS:
             given_recordings(config, worlds[0].spec)
     elif config.start_from not in (None, WARM):
@@ -204,8 +207,11 @@ def _attempt(
                 facts,
                 trouble,
                 rollbacks,
-                partial(_start_from, config, trainer),
+                partial(_start_from, config, run, trainer),
             )
+            if checkpoints.steps():  # from which the start is not made again
+                with suppress(OSError):
+                    discard(Disk(), run.path / OWN_RECORDINGS)
             if trouble is not None:
                 return start, trainer, trouble
             if not trainer.interrupted():
@@ -215,7 +221,7 @@ def _attempt(
                     {
                         "rounds": trainer.round,
                         "env_steps": trainer.env_steps,
-                        "recorded_steps": recorded_steps(config),
+                        **_started_with(config, run),
                     }
                 )
         finally:
@@ -223,7 +229,15 @@ def _attempt(
     return start, trainer, None
 
 
-def _start_from(config: TrainConfig, trainer: Trainer) -> None:
+def _started_with(config: TrainConfig, run: Run) -> dict[str, int | None]:
+    """Decisions on real hosts that the start took, counted when it was made."""
+    if (run.path / START).exists():
+        return run.facts(START)
+    # Runs of older versions did not count them.
+    return {"recorded_steps": None if _starts_from_recordings(config) else 0}
+
+
+def _start_from(config: TrainConfig, run: Run, trainer: Trainer) -> None:
     """Give a new policy the weights that the run is to start from."""
 
     def report(name: str, done: int, total: int, text: str) -> None:
@@ -236,16 +250,23 @@ def _start_from(config: TrainConfig, trainer: Trainer) -> None:
             return  # that is where it is going anyway
         weights = warm_policy(config, report, trainer.interrupted)
     elif _starts_from_recordings(config):
-        spec = trainer.policy.spec
-        stop, workers = trainer.interrupted, trainer.workers
-        weights = recorded_policy(config, spec, report, stop, workers)
+        spec, stop = trainer.policy.spec, trainer.interrupted
+        recordings: list[Recording] | None
+        if config.start_from == RECORDINGS:
+            folder = run.path / OWN_RECORDINGS
+            workers = trainer.workers
+            recordings = own_recordings(config, spec, folder, report, stop, workers)
+        else:
+            recordings = given_recordings(config, spec)
+        if recordings is None:
+            return
+        weights = recorded_policy(config, spec, recordings, report, stop)
+        steps = sum(recording.steps for recording in recordings)
+        run.write(START, {"recorded_steps": steps})
     else:
         weights = find_controller(config.start_from, Path(config.runs)).weights
-    # Statistics of returns belong to a world: another's are of no use here.
-    policy = trainer.policy
-    own = {"value_mean": policy.value_mean, "value_scale": policy.value_scale}
     if weights is not None:
-        load(policy, {**weights, **own})
+        load(trainer.policy, weights)
 
 
 def _watch(config: TrainConfig, workers: Workers, policy: TamiyoPolicy) -> Results:

@@ -271,18 +271,19 @@ class PPOAgent(Stateful):
 
     def _adopt_statistics(self, batch: SequenceBatch) -> None:
         """Move the value's units to the new returns."""
-        policy, known = self.policy, self.moments.weight > 0
+        policy, head = self.policy, self.policy.value_out
+        known = (self.moments.weight > 0) | head.weight.ne(0).any()
         self.moments = self.moments.with_returns(
             batch.returns, batch.valid_mask, self.config.value_fading
         )
         new = self.moments.mean, self.moments.scale()
-        # The first statistics have no prediction to preserve: begin at their mean, not
-        # as far from it as its size in deviations.
+        # A new value has no prediction to preserve: it begins at the mean of the
+        # returns, not as far from it as its size in deviations.
         old = (
             torch.where(known, policy.value_mean, new[0]),
             torch.where(known, policy.value_scale, new[1]),
         )
-        rescale_head(policy.value_out, old, new)
+        rescale_head(head, old, new)
         policy.value_mean.copy_(new[0])
         policy.value_scale.copy_(new[1])
 
