@@ -135,7 +135,8 @@ def run(
         drawn: Drawn tasks of the question `scale`.
         mnist5k: Whether that slow task is among them.
         parts: Folder of the parts.
-        ledger: File of the ledger.
+        ledger: File of the ledger. The published one is replaced only by rows that
+            hold all of its own; others go to `ledger.npz` beside the parts.
         plot: File to draw the differences into, as SVG.
         processes: Parts at the same time.
         ray: The address of a Ray cluster that counts them, or `local` to start one.
@@ -145,8 +146,9 @@ def run(
     names = [*tasks.split(","), *(["mnist5k"] if mnist5k else [])]
     if timing.QUICK:
         names, hosts, drawn, processes = names[1:2], 2, 1, 1
-    learned = {"known": makers(known, recordings_known)}
-    learned |= dict.fromkeys(("unknown", "scale"), makers(unknown, recordings_unknown))
+    learned = {"known": makers(known, recordings_known, KNOWN.stop)}
+    without_end = makers(unknown, recordings_unknown, UNKNOWN.stop)
+    learned |= dict.fromkeys(("unknown", "scale"), without_end)
     if verify:
         return [verified(read_ledger(Path(ledger)), learned, sample, processes)]
     plans = {
@@ -167,21 +169,29 @@ def run(
             static = static_parts(planned, done)
             rows += counted(static, *who, f"{question}, static", ray or None)
         if not timing.QUICK:
-            write_ledger(rows, Path(ledger))
+            file = ledger_for(rows, Path(ledger), folder)
+            write_ledger(rows, file)
+            Console(stderr=True).print(f"The ledger is in {file}.", soft_wrap=True)
     if plot:
         publish(Disk(), Path(plot), draw(rows))
     return reports(rows)
 
 
-def makers(controllers: str, recordings: str) -> dict[str, Maker]:
-    """Learned arms by name: controllers, and regressions on recordings."""
+def makers(controllers: str, recordings: str, stop: str) -> dict[str, Maker]:
+    """Learned arms by name: controllers, and regressions on recordings.
+
+    Args:
+        controllers: Folders of runs, or `tamiyo`.
+        recordings: A folder, if regressions are fitted to it.
+        stop: The end that recordings must have, known or not.
+    """
     found: dict[str, Maker] = {}
     named = filter(None, controllers.split(","))
     for number, given in enumerate(named, start=1):
         made = shipped() if given == SHIPPED else load_controller(given)
         found[f"{FIRST_CONTROLLER}{number}"] = made
     if found and recordings:
-        recorded = read_recordings(Path(recordings))
+        recorded = read_recordings(Path(recordings), stop=stop)
         for name in ("ridge", "boosting"):
             model = fitted(name, recorded, np.random.default_rng(0))
             found[name] = Regression(name, model)
@@ -388,8 +398,33 @@ def write_ledger(rows: Sequence[Row], file: Path) -> None:
     publish(Disk(), file, stream.getvalue())
 
 
+def ledger_for(rows: Sequence[Row], file: Path, parts: Path) -> Path:
+    """Where rows are written: the published ledger is not replaced by a part of it.
+
+    Args:
+        rows: What was counted.
+        file: Where they should go.
+        parts: Folder of the parts, to which they go otherwise.
+    """
+    if file != LEDGER or not file.exists():
+        return file
+    published, mine = (
+        {(*row.key, row.test.shape) for row in each}
+        for each in (_ledger(file)[0], rows)
+    )
+    return file if published <= mine else parts / file.with_stem("ledger").name
+
+
 def read_ledger(file: Path) -> list[Row]:
     """The rows of a ledger; refuses one of another protocol."""
+    rows, made_under = _ledger(file)
+    if made_under != protocol():
+        raise BadInput(f"{file} was counted under another wording of {PROTOCOL.name}.")
+    return rows
+
+
+def _ledger(file: Path) -> tuple[list[Row], str]:
+    """The rows of a ledger, and the digest of its protocol."""
     try:
         with np.load(BytesIO(file.read_bytes()), allow_pickle=False) as data:
             about = json.loads(data["about"].tobytes())
@@ -402,9 +437,7 @@ def read_ledger(file: Path) -> list[Row]:
             begin = end
     except (OSError, ValueError, KeyError, TypeError, BadZipFile) as error:
         raise BadInput(f"{file} is no ledger, or damaged.") from error
-    if about["protocol"] != protocol():
-        raise BadInput(f"{file} was counted under another wording of {PROTOCOL.name}.")
-    return rows
+    return rows, str(about["protocol"])
 
 
 def verified(

@@ -64,7 +64,7 @@ def train(controller: str, data: Data, held_out: Data, epochs: int) -> esper.Gro
         for rows in torch.randperm(len(data)).split(BATCH):
             learn(data.features[rows], data.labels[rows])
         schedule.step()
-        # A function instead of a number: every seed is also measured by leaving it out.
+        # A function instead of a number: what it changes of the model is put back.
         decision = grower.step(metric=lambda: accuracy(model, held_out))  # esper
         print(f"  {epoch:>3}  accuracy {decision.metric:.3f}  {decision.action}")
     return grower

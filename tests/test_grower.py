@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,12 @@ from torch import nn
 
 from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.blueprints import Blueprint, Form
-from esper.contracts.errors import BadInput, IllegalAction
+from esper.contracts.errors import (
+    BadInput,
+    EsperWarning,
+    IllegalAction,
+    NumericsTrouble,
+)
 from esper.contracts.stages import Stage
 from esper.grower import Grower
 from esper.growth.blueprints.registry import blueprint, find, forget
@@ -18,6 +24,8 @@ from esper.growth.measurements import Track, host_states
 from esper.tamiyo.registry import CONTROLLERS
 from tests.growth.hosts import HOSTS, everything, make_batch, make_host, shake
 
+REFUSES = pytest.mark.filterwarnings("ignore:a batch was refused")
+"""For tests that provoke refusals: all warnings are errors here."""
 RUN = 32
 """Decisions of a whole run."""
 
@@ -165,6 +173,7 @@ def test_accumulated_and_scaled_losses_train_as_whole_ones_do(parts, scale):
         )
 
 
+@REFUSES
 def test_a_bad_half_refuses_the_whole_step_and_both_halves_of_the_buffers():
     grower = begin()
     train(grower, range(4))
@@ -179,6 +188,63 @@ def test_a_bad_half_refuses_the_whole_step_and_both_halves_of_the_buffers():
     assert before == everything(grower.model, grower._optimizer)
     assert len(grower.safety.incidents) == 1
     assert "is not finite" in grower.safety.incidents[0]
+
+
+def broken_batches(grower, count):
+    """Batches whose loss is not a number."""
+    for batch in range(count):
+        loss = grower.loss(lambda batch=batch: loss_of(grower, batch)() * torch.nan)
+        grower._optimizer.zero_grad()
+        loss.backward()
+        grower._optimizer.step()
+
+
+def test_the_first_refusal_is_warned_of_and_all_are_counted():
+    grower = begin()
+    train(grower, range(10))
+    with pytest.warns(EsperWarning, match="a batch was refused: the loss is") as seen:
+        broken_batches(grower, 2)
+    assert len(seen) == 1
+    assert "\n" not in str(seen[0].message)
+    for _ in range(2):
+        train(grower, range(3))
+        broken_batches(grower, 1)
+    grower.step(metric=0.5)
+    assert "what was refused (4 batches in all" in grower.summary()
+
+
+@REFUSES
+def test_a_run_in_which_no_batch_is_let_through_is_refused_at_its_decision():
+    """As with a column of the data that is NaN: nothing learns, nothing grows."""
+    grower = begin(controller="early")
+    broken_batches(grower, 9)
+    grower.step(metric=0.5)  # a few may be chance
+    grown = len(grower.model.seeds)
+    broken_batches(grower, 3)
+    with pytest.raises(NumericsTrouble, match="the last 12 batches were all") as error:
+        grower.step(metric=0.5)
+    assert "\n" not in str(error.value)
+    assert len(grower.model.seeds) == grown
+    assert len(grower.history) == 1
+    train(grower, range(1))
+    grower.step(metric=0.5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_grad_scaler_skips_are_no_refusals(fused):
+    """It begins with a scale that is too large and halves it, batch by batch."""
+    grower = begin(optimizer=partial(torch.optim.AdamW, fused=fused))
+    grower.model.host.first.weight.register_hook(lambda grad: grad.half().float())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**32)
+    for batch in range(20):
+        loss = grower.loss(loss_of(grower, batch))
+        grower._optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(grower._optimizer)
+        scaler.update()
+        if batch == 10:
+            assert scaler.get_scale() == 2.0**21  # all steps were skipped
+            grower.step(metric=0.5)
 
 
 def test_a_broken_batch_whose_step_is_left_out_does_not_spoil_the_next():
@@ -437,6 +503,7 @@ class FixedAction:
         {"op": Op.GERMINATE, "slot": 0, "blueprint": 5},  # above the budget
     ],
 )
+@pytest.mark.filterwarnings("ignore:budget=10 is a number of parameters")
 def test_what_masks_forbid_is_refused_and_changes_nothing(said):
     grower = begin(controller=FixedAction(**said), budget=10)
     train(grower, range(2))
@@ -480,6 +547,7 @@ def unreliable():
     forget("unreliable")
 
 
+@REFUSES
 @pytest.mark.parametrize("how", ["raise", "shape", "none", "nan"])
 @pytest.mark.parametrize("stage", ["TRAINING", "BLENDING"])
 def test_a_seed_that_turns_bad_is_removed_and_the_host_goes_on(unreliable, how, stage):
@@ -547,6 +615,7 @@ def test_a_broken_training_seed_does_not_spoil_its_own_trial():
 # The safety checks, from outside.
 
 
+@REFUSES
 def test_rolling_back_works_after_manual_ops_and_keeps_the_learning_rate():
     grower = begin()
     train(grower, range(12))
@@ -566,6 +635,7 @@ def test_rolling_back_works_after_manual_ops_and_keeps_the_learning_rate():
     assert all(math.isfinite(loss) for loss in train(grower, range(5)))
 
 
+@REFUSES
 def test_a_damaged_state_is_never_rolled_back_to():
     """Large but finite weights at a decision are found by the batches after it."""
     grower = begin()
@@ -591,3 +661,17 @@ def test_a_broken_model_with_a_broken_metric_is_healed_at_the_decision():
     assert decision.metric == 1.0
     assert "rolled back" in decision.incidents[0]
     assert bool(torch.isfinite(grower.model.example_outputs()[0]).all())
+
+
+def test_a_budget_of_a_few_parameters_is_warned_of_and_others_are_not():
+    with pytest.warns(EsperWarning, match=r"^budget=4 is a number .* write 4\.0 for 4"):
+        begin(budget=4)
+    for budget in (0, 400, 4.0, 0.001):
+        begin(budget=budget)
+
+
+def test_the_summary_says_that_no_decision_was_taken():
+    grower = begin()
+    assert "note: grower.step was not called yet" in grower.summary()
+    grower.step(metric=0.5)
+    assert "grower.step was not called" not in grower.summary()

@@ -14,6 +14,8 @@ from esper.contracts.stages import Stage
 from esper.grower import UNSEEN, Grower
 from esper.growth.blueprints.registry import blueprint, forget
 from esper.growth.suggestions import suggest_slots
+from esper.tamiyo.registry import CONTROLLERS
+from esper.tamiyo.rule_based import Never
 from tests.growth.hosts import HOSTS, bits, make_batch, make_host
 from tests.test_grown import begin, grown, train
 
@@ -238,6 +240,7 @@ def test_a_loss_that_passes_the_seeds_by_is_refused():
         grower.loss(closure)
 
 
+@pytest.mark.filterwarnings("ignore:a batch was refused")
 def test_a_step_with_a_closure_is_judged_like_any_other():
     ends = []
     for with_closure in (False, True):
@@ -265,6 +268,7 @@ def test_a_step_with_a_closure_is_judged_like_any_other():
     assert len(grower.safety.incidents) == 1
 
 
+@pytest.mark.filterwarnings("ignore:a batch was refused")
 def test_a_refused_batch_has_no_part_in_the_loss_of_a_decision():
     grower = begin()
     train(grower, range(2))
@@ -352,3 +356,33 @@ def test_automatic_slots_say_why_a_host_cannot_be_grown(how):
         Grower(host, optimizer, "auto", example=x)
     with pytest.raises(BadInput, match=line):
         suggest_slots(host, x)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"controller": "periodic"}, "controller was 'early' and this one's is 'perio"),
+        ({"controller": "never"}, "controller was 'early' and this one's is 'never'"),
+        ({"controller": Never()}, "kind of controller was 'Scheduled' and this one's"),
+        ({"mode": "min"}, "mode was 'max' and this one's is 'min'"),
+        ({"kind": torch.optim.SGD}, "optimizer was 'AdamW' and this one's is 'SGD'"),
+    ],
+)
+def test_a_state_of_a_grower_with_other_settings_is_refused(options, line):
+    def build(kind=torch.optim.AdamW, **options):
+        host = make_host("vector")
+        options = {"example": make_batch("vector", 4)[0], **options}
+        options.setdefault("controller", "early")
+        return Grower(host, kind(host.parameters()), ["first->second"], **options)
+
+    saved, other = build().state_dict(), build(**options)
+    before = state(other)
+    with pytest.raises(BadInput, match=f"the saved Grower's {line}") as refused:
+        other.load_state_dict(saved)
+    assert "\n" not in str(refused.value)
+    assert before == state(other)
+    build().load_state_dict(saved)
+    build(controller=CONTROLLERS["early"]).load_state_dict(saved)  # made otherwise
+    del saved["settings"]  # of an older version
+    if "kind" not in options:
+        other.load_state_dict(saved)

@@ -24,6 +24,7 @@ def train(folder, ranks, batches):
     return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
 
 
+@pytest.mark.filterwarnings("ignore:a batch was refused")
 @pytest.mark.parametrize(
     ("ranks", "batches"),
     [

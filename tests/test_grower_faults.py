@@ -265,6 +265,7 @@ def contained(site: str, seeds: range) -> int:
     return len(seeds)
 
 
+@pytest.mark.filterwarnings("ignore:a batch was refused")
 @pytest.mark.parametrize("site", SITES)
 def test_a_fault_is_contained_and_without_a_guard_it_is_not(site):
     contained(site, range(0, 6, 3))  # NaN, and a number that is too large

@@ -161,6 +161,10 @@ class Scaled(Classifier):
     ("options", "decisions"),
     [
         ({"check_val_every_n_epoch": 2}, 2),
+        ({"check_val_every_n_epoch": 3}, 1),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 4}, 4),
+        ({"max_steps": 4, "accumulate_grad_batches": 1}, 1),
+        ({"max_epochs": -1, "max_steps": 12, "check_val_every_n_epoch": 2}, 3),
         ({"max_epochs": -1, "max_steps": 8}, 4),
     ],
 )
@@ -168,7 +172,7 @@ def test_ordinary_settings_of_a_trainer_are_understood(options, decisions, tmp_p
     callback, module = growing("net"), Scaled()
     callback.options.pop("decisions", None)
     fit(tmp_path, 4, callback, module=module, **options)
-    assert len(callback.grower.history) == decisions
+    assert len(callback.grower.history) == callback.grower.decisions == decisions
     assert float(module.scale.detach()) != 1.0
 
 

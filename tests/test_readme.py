@@ -1,14 +1,18 @@
 """The examples on the front page, and of the pages below, run as they stand."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from torch import nn
 
+from esper.contracts import actions, blueprints
+
 pytestmark = pytest.mark.learns  # at their own size, as fast as for a user
 
 ROOT = Path(__file__).resolve().parents[1]
+EMPTY: Mapping[str, object] = {}
 
 
 def examples(page: str = "README.md") -> list[str]:
@@ -16,8 +20,8 @@ def examples(page: str = "README.md") -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
-def run(example: str) -> dict[str, object]:
-    names: dict[str, object] = {}
+def run(example: str, known: Mapping[str, object] = EMPTY) -> dict[str, object]:
+    names: dict[str, object] = {**known}
     exec(compile(example, "README.md", "exec"), names)
     return names
 
@@ -47,3 +51,15 @@ def test_every_framework_grows_as_its_page_says(tmp_path, monkeypatch):
     assert type(lightning["grown"]) is type(lightning["module"])
     assert lightning["grown"].net[0].out_features > 4
     assert sklearn["model"].hidden_layer_sizes_[0] > 16
+
+
+def test_every_recipe_of_the_how_to_page_works(capsys):
+    blueprint, head, narrowed, controller, world = examples("docs/howto.md")
+    run(blueprint, vars(blueprints))  # lines for tables: they need names of those
+    run(head, vars(actions))
+    assert len(run(narrowed)["spec"].narrowed["style"]) == 1
+    run(controller)
+    assert "PlantFirst: " in capsys.readouterr().out
+    run(world)
+    said = capsys.readouterr().out
+    assert float(said.split()[1].strip(",")) > 0.9

@@ -7,13 +7,16 @@ import pytest
 
 pytest.importorskip("sklearn")
 from sklearn.datasets import load_diabetes, load_digits
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import cross_val_score
+from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from esper.sklearn import GrowingClassifier, GrowingRegressor
 
+SHORT = pytest.mark.filterwarnings("ignore:max_iter=:UserWarning")
 QUICK = {"max_iter": 15, "n_iter_no_change": 3, "tol": 0.0}
 
 
@@ -31,6 +34,29 @@ def digits(rows=300):
     return x[:rows], np.array([f"digit {label}" for label in y[:rows]])
 
 
+@pytest.mark.parametrize("value", [0, -1, 2.5])
+@pytest.mark.parametrize(
+    "name", ["hidden_layers", "start", "batch_size", "max_iter", "n_iter_no_change"]
+)
+@pytest.mark.parametrize("kind", [GrowingClassifier, GrowingRegressor])
+def test_counts_below_one_are_refused_in_one_line(kind, name, value):
+    x, y = np.ones((30, 2)), np.arange(30) % 2
+    line = f"^{name} must be a whole number of at least 1, got {value}\\.$"
+    with pytest.raises(ValueError, match=line):
+        kind(**{name: value}).fit(x, y)
+
+
+def test_a_fit_that_max_iter_ends_is_warned_of_as_in_scikit_learn():
+    x, y = digits(60)
+    with pytest.warns(ConvergenceWarning, match="max_iter=2 passes are over"):
+        GrowingClassifier(max_iter=2, random_state=0).fit(x, y)
+    with pytest.warns(ConvergenceWarning):
+        MLPClassifier(max_iter=2, random_state=0).fit(x, y)
+    model = GrowingClassifier(n_iter_no_change=1, tol=0.5, random_state=0)
+    assert model.fit(x, y).n_iter_ < 200  # without a warning, which would be an error
+
+
+@SHORT
 def test_a_classifier_grows_and_keeps_its_best_network():
     x, y = digits()
     model = GrowingClassifier(random_state=0, **QUICK).fit(x, y)
@@ -53,6 +79,7 @@ def test_a_classifier_grows_and_keeps_its_best_network():
     assert (short.fit(x, y).predict_proba(x) == model.predict_proba(x)).all()
 
 
+@SHORT
 def test_a_network_that_is_best_before_it_grows_is_what_remains():
     random = np.random.default_rng(0)
     x, y = random.normal(size=(60, 4)), random.integers(0, 2, 60)
@@ -62,6 +89,7 @@ def test_a_network_that_is_best_before_it_grows_is_what_remains():
     assert "plant" in model.summary_
 
 
+@SHORT
 def test_a_regressor_grows_in_two_layers_and_fits_into_a_pipeline():
     x, y = load_diabetes(return_X_y=True)
     model = GrowingRegressor(hidden_layers=2, random_state=0, **QUICK)

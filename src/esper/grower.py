@@ -15,6 +15,7 @@ change of topology, and checks that keep broken numbers out of the weights. It r
 what it did, and why it did not grow when it did not.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
@@ -29,7 +30,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from esper.contracts.actions import HEAD, Op
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import BadInput, CallOrder, EsperWarning
 from esper.contracts.stages import Stage
 from esper.contracts.world import Controller, ControllerState
 from esper.growth.blueprints.registry import first_line
@@ -189,6 +190,14 @@ class Grower(NamedOps[Receipt]):
         self.budget: float = budget if isinstance(budget, float) else budget / host
         self.decisions = None if stop == "anytime" else decisions or DECISIONS
         self.rent = rent
+        if isinstance(budget, int):
+            self._warn_of_tiny(budget)
+        self._settings = {
+            "controller": controller if isinstance(controller, str) else "",
+            "kind of controller": type(self.controller).__name__,
+            "mode": mode,
+            "optimizer": type(optimizer).__name__,
+        }
         self._ranks = ranks
         self.history: list[GrowthDecision] = []
         self._optimizer = optimizer
@@ -238,7 +247,7 @@ class Grower(NamedOps[Receipt]):
             # keeps of its last call is of the host's own pass.
             with self._ranks.alone():
                 _, gradients = shadow_gradients(
-                    lambda: _one_number(closure()),
+                    lambda: self._passed(closure),
                     self.model.flow,
                     self.model,
                     learning,
@@ -248,7 +257,7 @@ class Grower(NamedOps[Receipt]):
         has_seeds = len(self.model.seeds) > 0
         if has_seeds:
             self.model.flow.ran = False
-        loss = _one_number(closure())
+        loss = self._passed(closure)
         if has_seeds:
             self._refuse_unseen()
             self.safety.remove_failed_seeds()
@@ -287,6 +296,7 @@ class Grower(NamedOps[Receipt]):
         """
         self._refuse_moved()
         self._refuse_replaced()
+        self.safety.refuse_untrained()
         healed = self.safety.check_decision()
         measured = self._ranks.value_of_first(lambda: self._scorer.measure(metric))
         if healed and not callable(metric) and not isfinite(measured) and self.history:
@@ -371,6 +381,8 @@ class Grower(NamedOps[Receipt]):
                 "grower.loss was not used, so seeds were not trained beside the host "
                 "before they were blended in."
             )
+        if not self.history:
+            notes.append("grower.step was not called yet, so nothing was decided.")
         return summary(self.model, self.history, notes)
 
     def __str__(self) -> str:
@@ -418,6 +430,7 @@ class Grower(NamedOps[Receipt]):
             "compute": [self._batches, self._compute],
             "by_hand": sorted(self._slots_by_hand()),
             "history": PLAIN.dump_python([*self.history, pending], mode="json"),
+            "settings": dict(self._settings),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -457,12 +470,26 @@ class Grower(NamedOps[Receipt]):
                 f"this saved Grower is damaged: its {(missing or odd)[0]!r} is "
                 f"{'missing' if missing else 'none'}."
             )
+        self._refuse_other_settings(state.get("settings", {}))
         self.model.seeds.validated(state["model"], "host.")
         own = {f"host.{name}" for name in host_parameters(self.model.host)}
         for name in own & state["model"].keys():
             value = state["model"][name]
             if not isinstance(value, Tensor) or not value.isfinite().all():
                 raise BadInput(f"{name} of the saved Grower is not finite.")
+
+    def _refuse_other_settings(self, saved: Mapping[str, Any]) -> None:
+        """Refuse a run that was begun otherwise; older states do not say how."""
+        if not isinstance(saved, Mapping):
+            raise BadInput("this saved Grower is damaged: its 'settings' is none.")
+        for name, own in self._settings.items():
+            was = saved.get(name, own)
+            unnamed = name == "controller" and "" in (was, own)
+            if was != own and not unnamed:
+                raise BadInput(
+                    f"the saved Grower's {name} was {was!r} and this one's is {own!r}; "
+                    "build it as at the first time."
+                )
 
     def _put(self, state: Mapping[str, Any]) -> None:
         """Be as a state says."""
@@ -496,6 +523,26 @@ class Grower(NamedOps[Receipt]):
             self.safety.topology_changed()
 
     # Inside.
+
+    def _warn_of_tiny(self, budget: int) -> None:
+        """Warn of a number of parameters that was meant as a multiple of the host."""
+        places, kinds = len(self.model.survey.places), self.model.spec.blueprints
+        prices = [self.model.price(p, kind) for p in range(places) for kind in kinds]
+        cheapest = min((price.parameters for price in prices if price), default=0)
+        if 0 < budget < cheapest:
+            warnings.warn(
+                f"budget={budget} is a number of parameters, and the smallest seed "
+                f"takes {cheapest}; write {budget}.0 for {budget} times the host's.",
+                EsperWarning,
+                stacklevel=3,
+            )
+
+    def _passed(self, closure: Callable[[], Tensor]) -> Tensor:
+        """The loss of a closure, which has no part in what was called before it."""
+        if len(self.model.seeds):
+            for hooks in self.model.hooks:
+                hooks.begin()
+        return _one_number(closure())
 
     def _op(self, op: Op, slot: str, **choices: str) -> Receipt:
         with uninterrupted():

@@ -12,6 +12,7 @@ what has grown, and resume from them.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from math import ceil, inf
 from typing import Any
 
 from torch import Tensor
@@ -99,7 +100,7 @@ class GrowCallback(Callback):
                 example=self._moved(pl_module),
                 mode=self.mode,
                 wrapper=ddp,
-                **{"decisions": _epochs(trainer), **self.options},
+                **{"decisions": _decisions(trainer), **self.options},
             )
         elif trainer.optimizers[0] is not self.grower.topology.optimizer:
             raise BadInput(
@@ -120,8 +121,7 @@ class GrowCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """One decision."""
         assert self.grower is not None
-        every = trainer.check_val_every_n_epoch or 1
-        if trainer.enable_validation and (trainer.current_epoch + 1) % every:
+        if (trainer.current_epoch + 1) % _epochs_between(trainer):
             return  # what is logged is of an earlier epoch
         found = trainer.callback_metrics
         if self.monitor not in found:
@@ -200,10 +200,25 @@ class _Skipped(Exception):  # noqa: N818
     """A training step has answered None: Lightning leaves the batch out."""
 
 
-def _epochs(trainer: Trainer) -> int | None:
-    """How many there will be; None if steps or time end the training."""
-    count = trainer.max_epochs
-    return count if count is not None and count > 0 else None
+def _decisions(trainer: Trainer) -> int | None:
+    """How many there will be; None if nothing but time ends the training."""
+    epochs = inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
+    if trainer.max_steps > 0:
+        trainer.fit_loop.setup_data()
+        batches = trainer.num_training_batches
+        steps = (
+            ceil(batches / trainer.accumulate_grad_batches) if batches < inf else inf
+        )
+        epochs = min(epochs, ceil(trainer.max_steps / max(steps, 1)))
+    if epochs == inf:
+        return None
+    return max(1, int(epochs) // _epochs_between(trainer))
+
+
+def _epochs_between(trainer: Trainer) -> int:
+    """Epochs from one decision to the next: those without validation are passed."""
+    every = trainer.check_val_every_n_epoch or 1
+    return every if trainer.enable_validation else 1
 
 
 @contextmanager

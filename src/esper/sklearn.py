@@ -9,11 +9,13 @@ is what remains, as a plain module. Inputs, and targets of a regression, are
 standardised inside.
 """
 
+import warnings
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from math import ceil, inf
+from numbers import Integral
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +31,7 @@ from esper.growth.model import GrowingModel
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.exceptions import ConvergenceWarning
     from sklearn.model_selection import train_test_split
     from sklearn.utils import check_random_state
     from sklearn.utils.multiclass import check_classification_targets
@@ -50,6 +53,8 @@ EXAMPLE: Final = 8
 """Rows that the network is surveyed with."""
 ROOM: Final = 1e6
 """The budget of the Grower: as much as it likes."""
+WHOLE: Final = ("hidden_layers", "start", "batch_size", "max_iter", "n_iter_no_change")
+"""Arguments that count something."""
 SEEDS: Final[dict[str, Any]] = {
     "blueprints": ["widen_x1.25", "widen_x1.5", "widen_x2", "widen_x4"],
     "seeds_per_slot": 8,
@@ -102,6 +107,12 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _fit(self, X: Floats, y: NDArray[Any], outputs: int) -> None:  # noqa: N803
         """Grow a network on standardised rows; `y` is as the loss takes it."""
+        for name in WHOLE:
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or value < 1:
+                raise BadInput(
+                    f"{name} must be a whole number of at least 1, got {value!r}."
+                )
         random = check_random_state(self.random_state)
         rng_seed = int(random.randint(2**31 - 1))
         self._mean, self._scale = X.mean(axis=0), X.std(axis=0)
@@ -175,10 +186,16 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
             grower.step(metric=now)
             if waited >= self.n_iter_no_change:
                 if last:
-                    break
+                    return best
                 for group in optimizer.param_groups:
                     group["lr"] *= SLOWER
                 waited, last = 0, True
+        warnings.warn(
+            f"max_iter={self.max_iter} passes are over and the loss still falls; "
+            "raise max_iter.",
+            ConvergenceWarning,
+            stacklevel=4,
+        )
         return best
 
     def _split(self, y: NDArray[Any], random: Any) -> tuple[Any, Any]:  # noqa: ANN401

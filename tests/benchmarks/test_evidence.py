@@ -18,6 +18,7 @@ from benchmarks.evidence import (
 )
 from benchmarks.evidence_tables import RENTS, Row, arms_of, draw, reports, verdict
 from esper.contracts.errors import BadInput
+from esper.experiment.record import RecordConfig, record
 from esper.experiment.statistics import Interval
 
 TASK = "drawn 1"
@@ -155,6 +156,48 @@ def test_the_ledger_keeps_all_rows_and_a_sample_is_trained_again(parts, tmp_path
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(BadInput, match="is no ledger, or damaged"):
         read_ledger(file)
+
+
+def test_the_published_ledger_is_not_replaced_by_a_part_of_it(
+    tmp_path, monkeypatch, capsys
+):
+    published, parts = tmp_path / "third.npz", tmp_path / "parts"
+    monkeypatch.setattr(evidence, "LEDGER", published)
+    assert evidence.ledger_for(ROWS, published, parts) == published
+    write_ledger(ROWS, published)
+    part = [each for each in ROWS if each.arm != "tamiyo 2"]
+    fewer = [replace(each, test=each.test[:, :2]) for each in ROWS]
+    beside = parts / "ledger.npz"
+    assert evidence.ledger_for(part, published, parts) == beside
+    assert evidence.ledger_for(fewer, published, parts) == beside
+    assert evidence.ledger_for([*ROWS, *part], published, parts) == published
+    assert evidence.ledger_for(part, tmp_path / "mine.npz", parts).name == "mine.npz"
+
+    def counts(planned, *given):
+        return [] if "static" in given[2] else part
+
+    monkeypatch.setattr(evidence, "counted", counts)
+    monkeypatch.setattr(evidence, "static_parts", lambda *given: [])
+    monkeypatch.setattr(evidence, "reports", lambda rows: [])
+    parts.mkdir()
+    before = published.read_bytes()
+    options = {"unknown": "", "parts": str(parts), "ledger": str(published)}
+    evidence.run(known="tamiyo", tasks="letter", **options)
+    assert published.read_bytes() == before
+    assert len(read_ledger(beside)) == len(part)
+    assert f"The ledger is in {beside}." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("question", ["known", "unknown"])
+def test_recordings_of_another_end_than_the_question_s_are_refused(
+    question, tmp_path, monkeypatch
+):
+    other = {"known": "anytime", "unknown": "end"}[question]
+    record(RecordConfig(stop=other, tasks=1, scripts=2), tmp_path / "recorded")
+    options = {"known": "", "unknown": "", question: "tamiyo"}
+    options[f"recordings_{question}"] = str(tmp_path / "recorded")
+    with pytest.raises(BadInput, match=f"was recorded with stop '{other}'"):
+        evidence.run(**options, tasks="letter", parts=str(tmp_path))
 
 
 def test_a_ledger_of_another_wording_is_refused(parts, tmp_path, monkeypatch):

@@ -10,6 +10,8 @@ import torch
 import esper
 from esper.cli import COMMANDS
 from esper.experiment.checkpoint import CheckpointFolder
+from esper.experiment.config import resolve
+from esper.experiment.worlds import check_worlds
 from tests.cli.calls import call, make_run, refused
 
 REFUSED = [
@@ -25,6 +27,7 @@ REFUSED = [
     (("evaluate", "--workers", "1025"), "expected a whole number from 0 to 1024"),
     (("evaluate", "--rng-seed", "-1"), "--rng_seed must be greater than or equal"),
     (("evaluate", "--rent", "nan"), "--world.rent must be a finite number"),
+    (("evaluate", "--world.slots", "100000000"), "world.slots must be at most 256"),
     (("evaluate", "--task", "lettr"), "did you mean 'letter'"),
     (("evaluate", "--task", " , "), "--tasks: there is no task ''"),
     (("evaluate", "--controller", ""), "--controllers: expected 1 to 1000 printable"),
@@ -137,6 +140,18 @@ def test_tasks_and_blueprints_are_listed(capsys):
         result = call(capsys, command)
         assert result.code == 0
         assert all(word in result.out for word in words)
+
+
+def test_the_blueprints_of_the_example_can_be_planted():
+    (line,) = [
+        each
+        for each in COMMANDS["blueprints"].examples.splitlines()
+        if "esper train" in each
+    ]
+    option, names = line.split()[-2:]
+    worlds = check_worlds(resolve({option.removeprefix("--"): names}))
+    planted = [blueprint.name for blueprint in worlds[0].spec.blueprints]
+    assert planted == names.split(",")
 
 
 def test_hosts_are_recorded_once(capsys, tmp_path):

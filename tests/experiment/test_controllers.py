@@ -23,7 +23,7 @@ from esper.experiment.controllers import (
     newest_controller,
 )
 from esper.experiment.files import Disk
-from esper.experiment.run import Run
+from esper.experiment.run import Run, checkout_commit
 from esper.experiment.summary import print_training
 from esper.experiment.train import jobs_left
 from esper.rl.training import begin_ppo
@@ -210,6 +210,59 @@ def test_the_manifest_says_how_it_was_trained_and_nothing_of_where(ending, tmp_p
     assert str(ending.path.parent) not in text
 
 
+def test_an_exported_controller_is_found_by_its_folder(ending, tmp_path, monkeypatch):
+    export_controller(ending.path, tmp_path / "mine")
+    learned = load_controller(ending.path)
+    monkeypatch.chdir(tmp_path)
+    for found in (
+        find_controller("mine", tmp_path / "runs"),
+        find_controller(str(tmp_path / "mine"), tmp_path / "runs"),
+        load_controller(tmp_path / "mine"),
+    ):
+        assert (found.name, found.round) == ("mine", learned.round)
+        assert found.config == learned.config
+        for name, weight in learned.weights.items():
+            assert torch.equal(found.weights[name], weight)
+        assert {*found.actions["blueprints"]} == {*learned.actions["blueprints"]}
+    (tmp_path / "mine" / WEIGHTS).write_bytes(b"other")
+    with pytest.raises(BadInput, match="has SHA-256"):
+        find_controller("mine", tmp_path / "runs")
+
+
+def test_the_manifest_has_the_figures_and_the_commit_of_the_run(ending, tmp_path):
+    export_controller(ending.path, tmp_path)
+    body = json.loads((tmp_path / MANIFEST).read_text())
+    assert {*body["figures"]} == {"teacher", "digits"}
+    own = body["figures"]["digits"]
+    assert {*own} == {"Tamiyo", "never", "early", "static"}
+    assert own["Tamiyo"].keys() == {"hosts", "return", "test", "added"}
+    assert own["Tamiyo"]["hosts"] == 3
+    versions = Run.read(ending.path).versions
+    assert body["training"]["versions"].get("commit") == versions.get("commit")
+    assert ("commit" in versions) == (checkout_commit() is not None)
+
+
+def test_the_commit_of_a_checkout_is_read_wherever_git_keeps_it(tmp_path):
+    assert checkout_commit(tmp_path) is None
+    git, commit = tmp_path / ".git", "0123456789" * 4
+    (git / "refs/heads").mkdir(parents=True)
+    (git / "HEAD").write_text("ref: refs/heads/main\n")
+    assert checkout_commit(tmp_path) is None
+    (git / "packed-refs").write_text(f"# pack-refs\n{commit} refs/heads/main\n")
+    assert checkout_commit(tmp_path) == commit
+    (git / "refs/heads/main").write_text(f"{commit[::-1]}\n")
+    assert checkout_commit(tmp_path) == commit[::-1]
+    own = git / "worktrees/other"
+    own.mkdir(parents=True)
+    (own / "HEAD").write_text("ref: refs/heads/main\n")
+    (own / "commondir").write_text("../..\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/.git").write_text(f"gitdir: {own}\n")
+    assert checkout_commit(tmp_path / "other") == commit[::-1]
+    (git / "HEAD").write_text(f"{commit}\n")
+    assert checkout_commit(tmp_path) == commit
+
+
 def test_a_run_that_is_not_finished_is_refused_and_nothing_is_written(tmp_path):
     path = make_run(tmp_path, "young")
     with pytest.raises(BadInput, match="young is not finished; let it end first"):
@@ -255,4 +308,4 @@ def test_a_grower_passes_on_what_its_controller_notes():
     strange = begin(controller="tamiyo", blueprints=["scale_shift"])
     assert "note: the controller was trained with none of these" in strange.summary()
     usual = begin(controller="tamiyo")
-    assert "note: " not in usual.summary()
+    assert "note: the controller" not in usual.summary()

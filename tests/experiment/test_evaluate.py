@@ -129,6 +129,18 @@ def test_choices_among_sizes_are_stored_and_shown_like_other_arms(tmp_path, caps
     assert "halving" in write_report(path).read_text(encoding="utf-8")
 
 
+def test_schedules_that_need_an_end_are_told_where_there_is_none(tmp_path, capsys):
+    names = ("never", "early", "periodic", "large-then-cut")
+    world = World(clock="compute", stop="anytime", horizon=4)
+    path = run_evaluation(config(tmp_path, controllers=names, hosts=1, world=world))
+    text = "its times are shares of the horizon, which is not known"
+    said = " ".join(capsys.readouterr().out.split())
+    assert {name for name in names if f"{name}: {text}" in said} == {*names[2:]}
+    with closing(open_store(path / STORE)) as db:
+        notes = [note["text"] for note in rows(db, "live_notes")]
+    assert [note.split(":")[0] for note in notes] == [*names[2:]]
+
+
 def test_the_configuration_is_written_whole(tmp_path):
     made = config(tmp_path, world=World(rent=(0.0, 0.02)), name=None)
     table = tomllib.loads(as_toml(made))
@@ -149,6 +161,7 @@ TWO = ("static-x1", "static-x2")
         ({"controllers": ("never", "static")}, "'static' is measured by a learned"),
         ({"controllers": ("never", "envelope")}, "name at least two of static-x1"),
         ({"controllers": (*TWO, "halving")}, "set world.clock to compute"),
+        ({"world": World(slots=100_000_000)}, r"world\.slots must be at most 256"),
         ({"controllers": ("runs/nobody",)}, "there is no run .runs/nobody"),
         ({"tasks": ("tinny",)}, "no task 'tinny'; did you mean 'tiny'"),
         ({"tasks": ("lost",)}, "pip install something"),

@@ -11,11 +11,12 @@ from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import WorldSettings
-from esper.experiment import pretraining
+from esper.experiment import pretraining, train
 from esper.experiment.config import RECORDINGS, Budget, TrainConfig, preset
 from esper.experiment.pretraining import (
     draw_trees,
     fit,
+    given_recordings,
     recorded_policy,
     tree_loss,
 )
@@ -142,10 +143,12 @@ def test_trainings_share_the_recordings_of_a_folder(folder, monkeypatch):
     config = family(folder, learner=replace(preset("family").learner, policy=SMALL))
     spec = mixture_for(config).spec
     told = []
-    weights = recorded_policy(config, spec, lambda name, *_: told.append(name))
+    given = given_recordings(config, spec)
+    weights = recorded_policy(config, spec, given, lambda name, *_: told.append(name))
     assert told == ["fitting"], "nothing is recorded again"
-    again = recorded_policy(config, spec, lambda *_: None)
-    other = recorded_policy(replace(config, rng_seed=1), spec, lambda *_: None)
+    again = recorded_policy(config, spec, given, lambda *_: None)
+    changed = replace(config, rng_seed=1)
+    other = recorded_policy(changed, spec, given, lambda *_: None)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert not all(torch.equal(weights[name], other[name]) for name in weights)
 
@@ -159,3 +162,18 @@ def test_recordings_of_another_end_are_refused_before_a_run_is_made(folder):
     with pytest.raises(BadInput, match=r"set world\.at_once"):
         begin_run(family(folder, world=world))
     assert sorted(folder.iterdir()) == before
+
+
+def test_recordings_of_another_clock_or_smaller_budgets_are_refused(folder):
+    usual = preset("family").world
+    for changes, words in (
+        ({"clock": "compute"}, "recorded with clock 'batches', but world.clock is"),
+        ({"budget": (0.5, 60.0)}, "up to 31 multiples .* world.budget goes up to 60"),
+    ):
+        config = family(folder, world=replace(usual, **changes))
+        with pytest.raises(BadInput, match=words) as refused:
+            train._check(config)
+        assert "\n" not in str(refused.value)
+    own = replace(config, start_from=RECORDINGS)
+    with pytest.raises(BadInput, match=r"world\.budget goes up to 60; lower it"):
+        train._check(own)

@@ -1,6 +1,7 @@
 """Recordings: the same luck under many scripts, scored under any terms."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -92,6 +93,24 @@ def test_a_file_gives_back_what_was_recorded(recorded):
     assert (again.clock, again.scripts) == (recording.clock, SCRIPTS)
     for name, array in recording.arrays.items():
         assert np.array_equal(again.arrays[name], array), name
+
+
+def test_ages_beyond_127_are_kept():
+    """At one place for 160 decisions, as a seed that was planted at first."""
+    settings = replace(world_settings("end"), horizon=160, decision_every=1)
+    ages = record_task(LONG, settings, 1, 6, 3).tensor("slots.age")
+    assert int(ages.min()) == 0
+    assert int(ages.max()) > 127
+    longer = ages[:, 1:] - ages[:, :-1]
+    assert int(longer.max()) == 1
+
+
+@pytest.mark.parametrize("name", ["warm", "recordings", "none"])
+def test_folders_that_no_training_would_read_are_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match=f"does not take '{name}' for a folder"):
+        record(RecordConfig(stop="end", tasks=1), Path(name))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_damaged_or_foreign_files_are_refused_in_one_line(recorded):

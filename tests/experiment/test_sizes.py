@@ -125,8 +125,9 @@ def test_the_return_of_halving_counts_the_compute_of_all_sizes():
         Clock("batches", 40, 4.0, stop="anytime"),
         Clock("compute", 40, 4.0, stop="end"),
         Clock("compute", 9, 4.0, stop="anytime"),
+        Clock("compute", 18, 4.0, stop="anytime"),  # six stops: twice the compute
     ],
-    ids=["batches", "a known end", "too short"],
+    ids=["batches", "a known end", "too short", "a stop too few"],
 )
 def test_halving_is_refused_where_sizes_cannot_end_at_equal_compute(clock):
     with pytest.raises(BadInput, match=r"set world\.clock to compute"):
@@ -161,4 +162,5 @@ def world_return():
 
     task = tiny()
     wide = replace(task, host=times_as_wide(task.host, 4), unit_host=task.unit)
-    return play_and_judge(judged_world(wide, 2, 0, WORLD), Never(), 0).returns
+    terms = replace(WORLD, charge_looks=False)
+    return play_and_judge(judged_world(wide, 2, 0, terms), Never(), 0).returns

@@ -108,6 +108,24 @@ def test_longer_costs_what_the_reference_cost(early):
     assert not np.array_equal(found.score, never.score)
 
 
+def test_plain_networks_do_not_pay_for_looks_that_nobody_takes(early):
+    world = World(clock="compute", stop="anytime", horizon=12)
+    free = replace(world, charge_looks=False)
+    charged, uncharged, expected = (
+        judge_static("static", TASK, HOSTS, 0, early, world),
+        judge_static("static", TASK, HOSTS, 0, early, free),
+        judge("never", TASK, HOSTS, 0, free),
+    )
+    np.testing.assert_array_equal(charged.returns, uncharged.returns)
+    nothing = replace(early, added=np.zeros(HOSTS))
+    found = judge_static("static", TASK, HOSTS, 0, nothing, world)
+    np.testing.assert_array_equal(found.test, expected.test)
+    # It trains for all the compute there is, up to a batch.
+    whole = world.clock_of(world.applied_to(TASK)).times()[-1]
+    batch = TASK.batch * 3 * TASK.host.macs
+    assert np.abs(found.training_macs / batch - float(whole)).max() <= 1
+
+
 def test_longer_is_never_shorter(early):
     cheap = replace(early, training_macs=np.ones(HOSTS))
     found = judge_static("longer", TASK, HOSTS, 0, cheap, World(horizon=2))

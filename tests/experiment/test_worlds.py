@@ -1,5 +1,6 @@
 """Training on a family: other worlds in every round, and resumed to the bit."""
 
+import signal
 import sqlite3
 import sys
 from contextlib import closing
@@ -8,14 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from esper.cli.commands import _interrupted
 from esper.contracts.errors import BadInput
 from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
 from esper.experiment import pretraining
+from esper.experiment import record as recording
 from esper.experiment.config import Budget, Judging, TrainConfig, World, preset
+from esper.experiment.record import RecordConfig, read_recordings
 from esper.experiment.records import WATCHED
 from esper.experiment.run import STORE, Run
-from esper.experiment.train import begin_run
+from esper.experiment.train import begin_run, resume_run
 from esper.experiment.trainer import Callback, Trainer
 from esper.experiment.worlds import check_worlds, mixture_for, steps_of, tasks_of
 from esper.tamiyo.policy.network import PolicyConfig
@@ -119,23 +123,25 @@ class Log(Callback):
         self.names.append(name)
 
 
-def test_a_run_that_starts_from_recordings_stores_what_its_episodes_earned(
-    tmp_path, monkeypatch
-):
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """A short run that starts from two recordings of its own."""
     monkeypatch.setattr(pretraining, "SCRIPTS", 4)
-    monkeypatch.setattr(pretraining, "PASSES", 1)
-    judging = Judging(every=2, hosts=1, controllers=())
-    config = replace(
+    monkeypatch.setattr(pretraining, "PASSES", 2)
+    return replace(
         family(),
         start_from="recordings",
         recordings=2,
         budget=Budget(rounds=3),
-        judging=judging,
+        judging=Judging(every=2, hosts=1, controllers=()),
         runs=str(tmp_path),
         name="small",
     )
+
+
+def test_a_run_that_starts_from_recordings_stores_what_its_episodes_earned(recorded):
     log = Log()
-    result = begin_run(config, [log])
+    result = begin_run(recorded, [log])
     assert len(log.rounds) == 3
     assert {*log.names} == {"recording", "fitting"}
     for record in log.rounds:
@@ -145,6 +151,66 @@ def test_a_run_that_starts_from_recordings_stores_what_its_episodes_earned(
         )
     facts = Run.read(result.path).finished
     assert facts["recorded_steps"] == 2 * 4 * 3
+
+
+class Interrupted(Callback):
+    """Gets a signal when something is so far."""
+
+    def __init__(self, name):
+        self.name, self.told = name, []
+
+    def on_progress(self, name, done, total, text):
+        self.told.append((name, done))
+        if (name, done) == (self.name, 1):
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("when", "kept"), [("recording", 1), ("fitting", 2)])
+def test_a_start_that_is_interrupted_goes_on_with_what_was_recorded(
+    recorded, when, kept, capsys
+):
+    whole = begin_run(replace(recorded, name="whole"), [])
+    result = begin_run(recorded, [Interrupted(when)])
+    assert (result.rounds, result.signal) == (0, signal.SIGTERM)
+    assert len([*(result.path / "recordings").glob("*.npz")]) == kept
+    _interrupted(result, "train")
+    said = f"before round 1; {kept} recordings are kept, but the start will be made"
+    assert said in capsys.readouterr().out
+
+    log = Interrupted("nothing")
+    assert resume_run(result.path, [log]).signal is None
+    assert [told for told in log.told if told[0] == "recording"] == [
+        ("recording", number) for number in range(kept + 1, 3)
+    ]
+    states = [Run.read(each.path).checkpoints().latest() for each in (whole, result)]
+    for name in states[0].tensors.keys() - {"seconds"}:
+        one, other = (each.tensors[name].nan_to_num(7.5) for each in states)
+        assert torch.equal(one, other), name
+    assert not (result.path / "recordings").exists()
+    assert Run.read(result.path).finished == Run.read(whole.path).finished
+
+
+def test_a_recording_of_the_start_that_was_damaged_is_made_again(recorded):
+    result = begin_run(recorded, [Interrupted("fitting")])
+    (result.path / "recordings" / "000001.npz").write_bytes(b"damaged")
+    log = Interrupted("nothing")
+    assert resume_run(result.path, [log]).signal is None
+    assert log.told[0] == ("recording", 2)
+
+
+def test_recordings_may_be_gone_once_the_policy_was_fitted(recorded, tmp_path):
+    folder = tmp_path / "given"
+    recording.record(RecordConfig(stop="end", tasks=2, scripts=4), folder)
+    world = replace(preset("family").world, horizon=3, decision_every=2, group_size=2)
+
+    class Gone(Log):
+        def on_round_end(self, trainer, record):
+            (folder / "000001.npz").unlink(missing_ok=True)
+
+    config = replace(recorded, start_from=str(folder), world=world)
+    steps = sum(each.steps for each in read_recordings(folder))
+    finished = Run.read(begin_run(config, [Gone()]).path).finished
+    assert finished["recorded_steps"] == steps > 0
 
 
 def test_a_family_without_a_package_is_refused_before_anything_trains(monkeypatch):

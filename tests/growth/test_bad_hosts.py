@@ -198,6 +198,8 @@ HOSTS_REFUSED = [
         "pass the module before torch.compile",
     ),
     (lazy, ["0"], "run it once on an example"),
+    (lambda: VECTOR().to("meta"), SECOND, "the host is on the meta device"),
+    (lambda: VECTOR().to("meta"), "auto", "the host is on the meta device"),
     (lambda: nn.Sequential(nn.ReLU()), ["0"], "nothing to grow"),
     (
         lambda: Host(in_place),

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import esper
@@ -85,6 +86,37 @@ def test_linear_seeds_add_what_is_left_of_them_in_an_export(
     assert model.count(exported=True).parameters == parameters(export(model))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "line"),
+    [
+        ((4, 8, 26), "'2' has 3 outputs here and 26 there"),
+        ((7, 8, 3), "'0' has 4 inputs here and 7 there"),
+        ((8, 8, 6), "'2' has 3 outputs here and 6 there"),  # nothing between them
+        ((8, 16, 3), "'0' has 4 inputs here and 8 there"),
+    ],
+)
+def test_the_state_of_another_host_is_refused_and_nothing_changes(
+    sizes, line, tmp_path
+):
+    def make(first, hidden, last):
+        layers = nn.Linear(first, hidden), nn.BatchNorm1d(hidden)
+        return nn.Sequential(*layers, nn.Linear(hidden, last))
+
+    host = make(4, 8, 3)
+    shapes = {name: p.shape for name, p in host.named_parameters()}
+    esper.save(make(*sizes), tmp_path / "other.safetensors")
+    with pytest.raises(BadInput, match=f"the saved host is another one: {line}"):
+        esper.load(tmp_path / "other.safetensors", host)
+    assert shapes == {name: p.shape for name, p in host.named_parameters()}
+    assert esper.rebuild(host, make(4, 16, 3).state_dict())[0].out_features == 16
+
+
+def test_a_norm_that_grew_alone_is_of_another_host():
+    host, state = nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(6, affine=False)
+    with pytest.raises(BadInput, match="has 4 channels here and 6 there"):
+        esper.rebuild(nn.Sequential(host), nn.Sequential(state).state_dict())
+
+
 def test_the_state_of_an_export_that_does_not_fit_is_refused_and_nothing_changes():
     model = GrowingModel(Mlp(), ["fc1->fc2", "fc2"], {"x": torch.randn(4, 6)})
     model.plant("fc1->fc2#0", "widen_8", tempo="AT_ONCE")
@@ -101,3 +133,15 @@ def test_the_state_of_an_export_that_does_not_fit_is_refused_and_nothing_changes
     model.plant("fc2#0", "squeeze_excite", tempo="AT_ONCE")
     with pytest.raises(BadInput, match="not all seeds were merged"):
         esper.rebuild(Mlp(), export(model).state_dict())
+
+
+def test_an_export_with_seeds_that_nothing_could_load_is_not_saved(tmp_path):
+    model = GrowingModel(Mlp(), ["fc2"], {"x": torch.randn(4, 6)})
+    model.plant("fc2#0", "squeeze_excite", tempo="AT_ONCE")
+    with pytest.raises(
+        BadInput, match=r"not all seeds were merged; save .* esper\.save"
+    ):
+        esper.save(export(model), tmp_path / "net.safetensors")
+    assert not [*tmp_path.iterdir()]
+    esper.save(model.host, tmp_path / "net.safetensors")
+    esper.load(tmp_path / "net.safetensors", Mlp())

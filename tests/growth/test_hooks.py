@@ -1,5 +1,7 @@
 """What the hooks of a place do to the tensors that pass it."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -97,3 +99,78 @@ def test_a_slot_across_two_checkpointed_segments_is_refused(reentrant):
     answer = checkpoint_sequential(host, 3, x.requires_grad_(), use_reentrant=reentrant)
     with pytest.raises(CallOrder, match="'2' was computed again without '0'; put both"):
         answer.sum().backward()
+
+
+class Halves(nn.Module):
+    """A host whose parts can be called by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.code = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.back, self.outer = nn.Linear(4, 8), nn.Linear(8, 6)
+
+    def encode(self, x):
+        return self.code(self.inner(x).relu())
+
+    def decode(self, code):
+        return self.outer(self.back(code).relu())
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+@pytest.fixture
+def halves():
+    host, x = Halves(), torch.randn(5, 6)
+    optimizer = torch.optim.SGD(host.parameters(), 0.1)
+    slots = ["code->back"]
+    grower = Grower(host, optimizer, slots, example=x, controller="never")
+    grower.plant("code->back#0", "widen_8", tempo="AT_ONCE")
+    shake(grower.model)
+    return grower, host.eval(), x
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_parts_that_are_called_one_by_one_give_the_hosts_answer_or_none(
+    halves, exported
+):
+    grower, host, x = halves
+    host = grower.export(merge=False) if exported else host
+    whole = host(x)
+    code = host.encode(x)
+    assert torch.equal(host.decode(code), whole)
+    with pytest.raises(CallOrder, match="'back' was called without 'code', whose"):
+        host.decode(code)
+    host.encode(x + 1)
+    host.encode(x)  # twice by itself is no fault
+    with pytest.raises(CallOrder, match="'code' was called twice before 'back'") as one:
+        host.decode(code)
+    assert "\n" not in str(one.value)
+    host.encode(x[:2])
+    with pytest.raises(CallOrder, match=r"given \[2, 8\] and 'back' gave \[5, 8\]"):
+        host.decode(code)
+    assert not grower.model.flow.failed
+    host.encode(x)
+    assert torch.equal(host(x), whole)  # what was left is of no account
+
+
+def test_a_loss_of_parts_begins_anew_and_leaves_the_codes_of_others_alone(halves):
+    grower, host, x = halves
+    host.encode(x)
+    loss = grower.loss(lambda: host.decode(host.encode(x)).square().mean())
+    assert torch.equal(loss, host(x).square().mean())
+    with pytest.raises(CallOrder, match="was called twice before"):
+        grower.loss(
+            lambda: host.decode(host.encode(x) + host.encode(x + 1)).square().mean()
+        )
+
+
+def test_a_pass_that_broke_off_does_not_spoil_the_next(halves):
+    _, host, x = halves
+    whole = host(x)
+    handle = host.back.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        host(x)
+    handle.remove()
+    assert torch.equal(host(x), whole)
+    assert torch.equal(copy.deepcopy(host)(x), whole)

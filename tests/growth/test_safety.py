@@ -1,6 +1,7 @@
 """Verdicts on batches, snapshots, and what is rolled back, refused and removed."""
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from esper.growth.safety import (
 from esper.growth.topology import Topology
 from tests.growth.hosts import bits, everything, grow, make_batch
 
+REFUSES = pytest.mark.filterwarnings("ignore:a batch was refused")
+"""For tests that provoke refusals: all warnings are errors here."""
 NAN, INF = math.nan, math.inf
 SMALL = GovernorConfig(window=9, patience=3)
 
@@ -34,13 +37,29 @@ class Plain:
         self.healthy = []
         self.limits = self.first = self.first_window = None
         self.best = INF
+        self.spikes, self.rare = [], [0.0, 0.0]
 
     def batch(self, loss, norm, finite):
         verdict = Verdict.HEALTHY
         if not (math.isfinite(loss) and math.isfinite(norm) and finite):
             verdict = Verdict.NON_FINITE
-        elif self.limits and (loss > self.limits[0] or norm > self.limits[1]):
+        elif self.is_spike(loss, norm):
+            self.spikes.append((self.batches, loss, norm))
             verdict = Verdict.SPIKE
+            recent = [
+                s for s in self.spikes if s[0] > self.batches - self.config.window
+            ]
+            if len(recent) >= 3 and self.streak + 1 < self.config.patience:
+                usual = [
+                    statistics.median_low(column)
+                    for column in zip(*recent, strict=True)
+                ]
+                self.rare = [
+                    max(*two) for two in zip(self.rare, usual[1:], strict=True)
+                ]
+                self.renew()
+                if not self.is_spike(loss, norm):
+                    verdict = Verdict.HEALTHY
         if verdict == Verdict.HEALTHY:
             self.streak = 0
             self.healthy.append((loss, norm))
@@ -53,15 +72,19 @@ class Plain:
             self.renew()
         return verdict
 
+    def is_spike(self, loss, norm):
+        limits = self.limits or [INF, INF]
+        return loss > limits[0] or norm > limits[1]
+
     def renew(self):
         quartiles = [self.quartiles(row) for row in (0, 1)]
         medians = [middle for _, middle, _ in quartiles]
         self.first = self.first or medians
         factors = (self.config.loss_spike, self.config.spike)
         self.limits = [
-            middle + (k - 1) * max(abs(middle), high - low) + 0.5 * abs(first)
-            for (low, middle, high), first, k in zip(
-                quartiles, self.first, factors, strict=True
+            middle + (k - 1) * max(abs(middle), high - low, abs(first), rare)
+            for (low, middle, high), first, rare, k in zip(
+                quartiles, self.first, self.rare, factors, strict=True
             )
         ]
         if len(self.filled()) == self.config.window:
@@ -274,6 +297,7 @@ class Run:
         return [tensors[name].clone() for name, _ in self.model.named_parameters()]
 
 
+@REFUSES
 def test_a_snapshot_is_taken_at_the_first_good_batch_after_a_change():
     run = Run()
     run.train(range(10))
@@ -286,6 +310,7 @@ def test_a_snapshot_is_taken_at_the_first_good_batch_after_a_change():
     assert not any(map(torch.equal, run.kept(), run.weights()))
 
 
+@REFUSES
 def test_three_bad_batches_roll_back_and_a_second_time_clear_the_moments():
     run = Run()
     run.train(range(16))
@@ -324,6 +349,41 @@ def test_what_was_learnt_and_lost_is_rolled_back_at_the_decision():
     assert not run.safety.check_decision()  # the statistics were rolled back too
 
 
+def test_batches_as_hard_as_the_first_ones_are_learnt_from():
+    """A rare class, when the others are known: its loss is that of the first batch."""
+    monitor = HealthMonitor(GovernorConfig())
+    for batch in range(400):
+        loss, norm = (2.0, 3.0) if batch < 8 else (1e-3, 1e-3)
+        if batch % 40 == 39:
+            loss, norm = 8.0, 12.0
+        assert monitor.judge(loss, norm, finite=True) is Verdict.HEALTHY
+    assert monitor.judge(2e3, 3.0, finite=True) is Verdict.SPIKE
+
+
+def test_spikes_that_come_back_become_usual_and_an_explosion_does_not():
+    monitor = HealthMonitor(GovernorConfig())
+    found = [
+        monitor.judge(1000.0 if batch % 10 == 9 else 1.0, 1.0, finite=True)
+        for batch in range(8, 108)
+    ]
+    assert found.count(Verdict.SPIKE) == 2
+    assert found[-1] is Verdict.HEALTHY
+    wild = HealthMonitor(GovernorConfig())
+    for batch in range(8, 108):
+        bad = batch % 10 == 9
+        loss = 1000.0 * 100.0 ** (batch // 10) if bad else 1.0
+        verdict = wild.judge(loss, 1.0, finite=True)
+        assert verdict is (Verdict.SPIKE if bad and batch > 9 else Verdict.HEALTHY)
+
+
+def test_statistics_of_older_versions_are_loaded():
+    old = {k: v for k, v in HealthMonitor(SMALL).state_dict().items() if k != "rare"}
+    del old["spikes"]
+    monitor = HealthMonitor(SMALL)
+    monitor.load_state_dict(old)
+    assert monitor.rare == [0.0, 0.0]
+
+
 def test_a_loss_that_is_not_known_is_not_judged():
     """A warm-up without `grower.loss`: its batches are recorded without a loss."""
     monitor = HealthMonitor(SMALL)
@@ -338,6 +398,7 @@ def test_a_loss_that_is_not_known_is_not_judged():
     assert "gradient norm" in monitor.describe(Verdict.SPIKE, None, 1e6, finite=True)
 
 
+@REFUSES
 def test_a_loss_that_stays_high_becomes_the_usual_one():
     run = Run()
     run.train(range(16))

@@ -17,6 +17,7 @@ from gymnasium.vector import AutoresetMode
 from esper import PPO, PPOConfig
 from esper.contracts.errors import BadInput, CallOrder, NoLegalAction, NotFinite
 from esper.contracts.state import save
+from esper.experiment.checkpoint import pack, read_checkpoint
 from esper.rl.nested import space_data, space_of
 from esper.rl.ppo import DEFAULTS
 from tests.rl.environments import (
@@ -422,6 +423,50 @@ def test_infinity_in_an_observation_is_told_before_it_is_learnt():
     with pytest.raises(NotFinite, match="environment 0 of Far at step 15 holds NaN or"):
         agent.learn(480)
     assert np.isfinite(agent.observations.mean).all()
+
+
+@pytest.mark.parametrize("memory", ["none", "gru"])
+def test_nan_is_told_where_an_agent_plays_too(memory):
+    class Failing(Seen):
+        blind = False
+
+        def show(self):
+            return np.full(2, np.nan if Failing.blind else 1.0, np.float32)
+
+    agent = PPO(Failing, memory=memory, envs=2, **SMALL).learn(24)
+    Failing.blind = True
+    with pytest.raises(NotFinite, match="environment 0 of Failing at step 0 holds NaN"):
+        agent.evaluate(2)
+    broken = np.array([[0.0, 1.0], [0.0, np.inf]], np.float32)
+    with pytest.raises(NotFinite, match="environment 1 holds NaN or infinity"):
+        agent.predict(broken)
+    with pytest.raises(NotFinite, match="environment 0 holds NaN or infinity"):
+        agent.predict(broken[1])
+
+
+@pytest.mark.parametrize("source", ["info", "method"])
+def test_an_agent_that_learnt_with_masks_needs_them(source, tmp_path):
+    agent = PPO(chance(source), envs=2, **SMALL).learn(24)
+    agent.save(tmp_path / "agent.safetensors")
+    seen, mask = np.zeros((2, 4), np.float32), np.ones(sum(SIZES), bool)
+    for each in (agent, PPO.load(tmp_path / "agent.safetensors")):
+        with pytest.raises(BadInput, match=r"learnt with masks; give predict\(action"):
+            each.predict(seen)
+        assert each.predict(seen[0], action_masks=mask)[0].shape == (3,)
+
+
+def test_agents_without_masks_or_with_masks_in_what_they_see_need_none(tmp_path):
+    for source in ("none", "observation"):
+        agent = PPO(chance(source), envs=2, **SMALL).learn(24)
+        agent.predict(agent.world.reset(0).observation)
+    older = tmp_path / "older.safetensors"
+    agent = PPO(chance("info"), envs=2, **SMALL).learn(24)
+    agent.save(older)
+    with older.open("rb") as stream:
+        tensors, manifest = read_checkpoint("older", stream)
+    facts = {name: fact for name, fact in manifest.facts.items() if name != "masked"}
+    older.write_bytes(pack(tensors, replace(manifest, facts=facts)))
+    PPO.load(older).predict(np.zeros((2, 4), np.float32))
 
 
 class Frames(gymnasium.Env):

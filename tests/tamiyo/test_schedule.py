@@ -169,6 +169,32 @@ def test_a_cut_prunes_the_youngest_until_so_many_are_left_at_every_place():
     assert pruned == [None, 3, 2, None]
 
 
+def test_what_was_cut_is_not_planted_again_where_seeds_are_missing():
+    """The budget refused one of two; after the cut it has room for another."""
+    plan = Schedule(blueprint="widen_x2", count=2, every=0.0, cut=0.5, keep=0)
+    episode = [at(0.0), at(0.5, stage=[[Stage.HOLDING, 0, 0, 0]], age=1), at(0.6)]
+    assert play(Scheduled(SPEC, plan), episode, SPEC)[:, 0, 0].tolist() == [
+        *(Op.GERMINATE, Op.PRUNE, Op.WAIT)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "needs"),
+    [
+        (EARLY, False),
+        (DOUBLING, False),
+        (PERIODIC, True),
+        (LARGE_THEN_CUT, True),
+        (Schedule(count=1), False),
+        (Schedule(count=2), True),
+        (Schedule(count=1, until=0.5), True),
+    ],
+)
+def test_schedules_say_whether_they_need_an_end(plan, needs):
+    """Without one progress stays 0, so that nothing of a share comes due."""
+    assert Scheduled(SPEC, plan).needs_end is needs
+
+
 def test_a_seed_of_which_nothing_was_measured_is_not_kept_for_good():
     holds = at(0.9, stage=Stage.HOLDING, age=1)
     assert decide(Scheduled(SPEC, EARLY), holds, SPEC)[0][0, 0] == Op.WAIT

@@ -163,14 +163,18 @@ def _end(result: "RunResult") -> int:
 
 
 def _interrupted(result: "RunResult", command: str) -> int:
-    from esper.experiment.run import Run
+    from esper.experiment.run import OWN_RECORDINGS, Run
 
-    saved = max(Run.read(result.path).checkpoints().steps(), default=0)
-    kept = "all is saved"
-    if saved < result.rounds:
-        kept = f"what came after round {saved} will be played again"
+    saved = Run.read(result.path).checkpoints().steps()
+    when, kept = f"after round {result.rounds}", "all is saved"
+    if not saved:
+        when, kept = "before round 1", "the start will be made again"
+        if recorded := len([*(result.path / OWN_RECORDINGS).glob("*.npz")]):
+            kept = f"{recorded} recordings are kept, but {kept} from them"
+    elif max(saved) < result.rounds:
+        kept = f"what came after round {max(saved)} will be played again"
     _say(
-        f"Interrupted after round {result.rounds}; {kept}. Go on with: "
+        f"Interrupted {when}; {kept}. Go on with: "
         f"esper {command} --resume {quote(str(result.path))}"
     )
     return 128 + (result.signal or 0)
@@ -192,7 +196,7 @@ def grow_options(parser: ArgumentParser) -> None:
     deciders = (
         "what decides: never, random, early, periodic, plateau; tamiyo: the "
         "trained one that comes with Esper; latest: what the newest finished training "
-        "learned; or a run"
+        "learned; a run, or the folder of an exported controller"
     )
     added = "parameters that may be added, as a multiple of the host's"
     out = "where the grown network goes, NAME.pt2 (default: TASK-CONTROLLER.pt2)"
@@ -571,7 +575,7 @@ the never-grown network's errors that was removed); the test score is that of ro
 no decision and no reward has seen. Controllers are never, random, early, periodic,
 doubling, large-then-cut, plateau, by-rent, timetable-by-rent; tamiyo: the trained one
 that comes with Esper; static: a plain network of equal size; longer: never grown, for
-equal work; or folders of runs that learned.""",
+equal work; or folders of runs that learned, or of exported controllers.""",
         examples="""\
 examples:
   esper evaluate                       every task and all that do not learn
@@ -680,7 +684,7 @@ examples:
         examples="""\
 examples:
   esper blueprints
-  esper train --world.blueprints widen_16,conv
+  esper train --world.blueprints widen_8,widen_16
                                        a training that plants only these
 """,
     ),

@@ -18,6 +18,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -32,9 +33,10 @@ from esper.contracts.state import Tensors, leaves, load
 from esper.contracts.world import Controller
 from esper.experiment.checkpoint import CheckpointFolder, Loaded, pack
 from esper.experiment.config import from_toml
+from esper.experiment.database import open_store
 from esper.experiment.files import Disk, publish, storage
 from esper.experiment.messages import quoted, short
-from esper.experiment.run import CHECKPOINTS, TRAINING, Run, find_run
+from esper.experiment.run import CHECKPOINTS, CONFIG, STORE, TRAINING, Run, find_run
 from esper.experiment.settings import as_toml
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from esper.tamiyo.policy.sampling import with_temperature
@@ -43,8 +45,10 @@ from esper.tamiyo.shipped import FORMAT, MANIFEST, WEIGHTS, read
 
 POLICY: Final = "agent/policy/"
 """What the names of a policy's numbers begin with in a checkpoint."""
-RECORDED: Final = ("began", "esper", "python", "torch", "numpy", "numba", "machine")
-"""Versions that an exported manifest repeats."""
+RECORDED: Final = (
+    *("began", "commit", "esper", "python", "torch", "numpy", "numba", "machine"),
+)
+"""Versions that an exported manifest repeats, if the run has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +89,12 @@ def find_controller(text: str, root: Path) -> Learned:
     """The controller that a run has learned.
 
     Args:
-        text: The name of a run in `root`, its folder, or the file of a checkpoint.
+        text: The name of a run in `root`, its folder, the file of a checkpoint, or
+            the folder of an exported controller.
         root: Where runs are.
     """
     # False of what cannot be looked at.
-    if os.path.isfile(text):
+    if os.path.isfile(text) or _is_exported(text):
         return load_controller(text)
     return load_controller(find_run(text, root))
 
@@ -98,9 +103,12 @@ def load_controller(path: Path | str) -> Learned:
     """The controller of a run: its best checkpoint, or the one that is named.
 
     Args:
-        path: A run's folder, or the file of one of its checkpoints.
+        path: A run's folder, the file of one of its checkpoints, or a folder that
+            `export_controller` wrote.
     """
     folder = Path(path)
+    if _is_exported(folder):
+        return _exported(folder)
     one = folder.parent.name == CHECKPOINTS and folder.is_file()
     run = Run.read(folder.parent.parent if one else folder)
     if run.kind != TRAINING:
@@ -120,6 +128,18 @@ def load_controller(path: Path | str) -> Learned:
     name = f"{run.name}@{folder.stem}" if one else run.name
     actions = found.manifest.facts.get("actions", {})
     return Learned(name, config, weights, found.manifest.step, actions)
+
+
+def _exported(folder: Path) -> Learned:
+    found, name = read(folder), folder.resolve().name
+    actions = {"blueprints": sorted(found.blueprints), "heads": found.choices}
+    return Learned(name, found.config, found.weights, found.training["round"], actions)
+
+
+def _is_exported(path: Path | str) -> bool:
+    """Whether a folder holds an exported controller, not a run."""
+    there = [os.path.isfile(os.path.join(path, name)) for name in (MANIFEST, CONFIG)]
+    return there == [True, False]
 
 
 def weightless_policy(config: PolicyConfig) -> TamiyoPolicy:
@@ -170,7 +190,8 @@ def export_controller(
     Args:
         path: The folder of the run.
         folder: Where to; it is made if its parent is there.
-        figures: Results of the controller, as JSON can hold it.
+        figures: Results of the controller, as JSON can hold it; None: what the run
+            was judged by at its end.
         disk: What writes.
     """
     run, disk = Run.read(path), disk or Disk()
@@ -185,7 +206,7 @@ def export_controller(
         "blueprints": _blueprints(learned),
         "choices": dict(learned.actions["heads"]),
         "training": _training(run, learned),
-        "figures": dict(figures or {}),
+        "figures": dict(_judged(run) if figures is None else figures),
     }
     text = json.dumps(manifest, allow_nan=False, indent=1, sort_keys=True) + "\n"
     with storage(folder, "make"):
@@ -210,6 +231,25 @@ def _blueprints(learned: Learned) -> list[str]:
     return [*names]
 
 
+def _judged(run: Run) -> dict[str, Any]:
+    """Means over the hosts that a run was judged on, by task and controller."""
+    from esper.experiment.judging import JUDGED
+
+    if not (run.path / STORE).exists():
+        return {}
+    query = (
+        'SELECT task, controller, count(*), avg("return"), avg(test), avg(added) '
+        "FROM live_evaluations WHERE stage = ? GROUP BY task, controller"
+    )
+    names = ("hosts", "return", "test", "added")
+    found: dict[str, Any] = {}
+    with closing(open_store(run.path / STORE, run.id)) as db:
+        for task, controller, *figures in db.execute(query, [JUDGED]):
+            own = dict(zip(names, figures, strict=True))
+            found.setdefault(task, {})[controller] = own
+    return found
+
+
 def _training(run: Run, learned: Learned) -> dict[str, Any]:
     """How it was trained."""
     config, finished = from_toml(run.config_toml), run.finished or {}
@@ -224,5 +264,7 @@ def _training(run: Run, learned: Learned) -> dict[str, Any]:
         "hours": round(run.seconds / 3600, 3),
         # Paths of this machine mean nothing elsewhere.
         "config": as_toml(replace(config, name=None, runs="runs")),
-        "versions": {name: run.versions.get(name) for name in RECORDED},
+        "versions": {
+            name: run.versions[name] for name in RECORDED if name in run.versions
+        },
     }

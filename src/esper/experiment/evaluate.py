@@ -17,6 +17,7 @@ from rich.console import Console
 
 from esper.contracts.errors import BadInput
 from esper.environment.settings import WorldSettings
+from esper.experiment.config import check_limits
 from esper.experiment.messages import checked_name, refusal, unknown
 from esper.experiment.progress import Progress, print_line
 from esper.experiment.records import LADDER, SIZES, STATIC, reference_of
@@ -63,9 +64,10 @@ class EvaluateConfig:
     """How hosts grow."""
 
     def __post_init__(self) -> None:
-        """Refuse arms that do not exist."""
+        """Refuse arms that do not exist, and worlds that are too large."""
         if self.name is not None:
             checked_name(self.name)
+        check_limits("world", self.world)
         if not self.controllers:
             raise refusal("controllers is empty; name at least one.")
         for controller in self.controllers:
@@ -79,6 +81,8 @@ def run_evaluation(
     config: EvaluateConfig, *, as_json: bool = False, workers: Workers | None = None
 ) -> Path:
     """Judge all arms, store and print the results; the folder of the run."""
+    from esper.experiment.judging import notes_on
+
     console = Console(stderr=as_json)
     path, skipped = evaluate(config, console, workers)
     summary = summary_of(path)
@@ -87,6 +91,8 @@ def run_evaluation(
         print(json.dumps(document, indent=2, allow_nan=False))
         return path
     print_summary(console, summary)
+    for arm, text in notes_on(config.controllers, config.world).items():
+        print_line(console, f"{arm}: {text}")
     for name, reason in skipped.items():
         print_line(console, f"{name}: skipped: {reason}")
     print_line(console, f"Stored in {path}")
@@ -109,7 +115,7 @@ def evaluate(
         The folder of the run, and why tasks were left out.
     """
     # What trains hosts is loaded here, not by whoever only wants the settings.
-    from esper.experiment.judging import Job, stored_results
+    from esper.experiment.judging import Job, notes_on, stored_results
 
     arms = _arms(config)
     tasks, skipped = _ready(config)
@@ -138,6 +144,8 @@ def evaluate(
             progress.update(task, done[task], len(arms), text, workers.doing)
         for name, reason in skipped.items():
             store.add_note(0, "skipped", f"{name}: {reason}")
+        for arm, text in notes_on(arms, config.world).items():
+            store.add_note(0, "judged", f"{arm}: {text}")
         store.flush()
         run.finish({"arms": len(ahead), "hosts": config.hosts})
         return run.path, skipped

@@ -24,6 +24,7 @@ from collections.abc import (
     Callable,
     Collection,
     Generator,
+    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -39,7 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.contracts.actions import NUM_HEADS
+from esper.contracts.actions import NUM_HEADS, ActionSpec
 from esper.contracts.errors import BadInput
 from esper.contracts.world import Controller, StepResult
 from esper.environment.clock import STOPS
@@ -59,8 +60,9 @@ from esper.experiment.store import Store
 from esper.experiment.streams import stream, stream_seed
 from esper.experiment.workers import Workers
 from esper.growth.macs import step_macs
-from esper.tamiyo.registry import Maker, controller_for
+from esper.tamiyo.registry import CONTROLLERS, Maker, controller_for
 from esper.tamiyo.rule_based import Never
+from esper.tamiyo.schedule import Scheduled
 from esper.tasks.hosts import CnnHost, Host, MlpHost
 from esper.tasks.task import Task
 
@@ -246,6 +248,25 @@ def judge(
     return relative(judged, task, hosts, rng_seed, settings, stage=stage)
 
 
+def notes_on(arms: Iterable[str], settings: WorldSettings) -> dict[str, str]:
+    """What should be known of some arms, by their names, where the end is unknown."""
+    if settings.stop != "anytime":
+        return {}
+    spec, text = (
+        ActionSpec(),
+        (
+            "its times are shares of the horizon, which is not known with world.stop "
+            "anytime; what is due after the beginning never comes."
+        ),
+    )
+    made = {arm: CONTROLLERS[arm](spec) for arm in arms if arm in CONTROLLERS}
+    return {
+        arm: text
+        for arm, controller in made.items()
+        if isinstance(controller, Scheduled) and controller.needs_end
+    }
+
+
 def judge_static(
     name: str,
     task: Task,
@@ -295,7 +316,9 @@ def judge_plain(
     if spend is not None and settings.clock == "batches":
         horizon = _decisions_for(spend, host, own, settings, rng_seed)
         horizon = min(max(horizon, least), LONGEST)
-    terms = replace(settings, horizon=horizon, relative=False)
+    # Nobody looks at a plain network: by that clock it would train less for it.
+    charged = settings.charge_looks and settings.clock != "compute"
+    terms = replace(settings, horizon=horizon, relative=False, charge_looks=charged)
     trained = replace(task, host=host, unit_host=task.unit)
     # All arms begin with the worth of the same plain host, whatever they are.
     plain, wide = (

@@ -33,13 +33,16 @@ from esper.contracts.actions import ActionSpec
 from esper.contracts.errors import BadInput
 from esper.environment.clock import stop_weights
 from esper.environment.settings import WorldSettings
-from esper.experiment.config import RECORDINGS, SIMULATED, TrainConfig, preset
+from esper.experiment.config import SIMULATED, TrainConfig, preset
+from esper.experiment.files import Disk, publish, storage
 from esper.experiment.record import (
+    MOST,
     Recording,
-    holds_recordings,
+    pack,
     read_recordings,
     record_task,
     recorded_settings,
+    unpack,
 )
 from esper.experiment.streams import stream_seed
 from esper.experiment.trainer import Trainer
@@ -106,27 +109,19 @@ def warm_policy(
 def recorded_policy(
     config: TrainConfig,
     spec: ActionSpec,
+    recordings: Sequence[Recording],
     report: Report,
     stop: Callable[[], bool] = lambda: False,
-    workers: Workers | None = None,
 ) -> dict[str, Tensor] | None:
     """Weights of a policy that was fitted to recordings.
-
-    They are those of the folder that `start_from` names, or of the run's own tasks.
 
     Args:
         config: Of the run that starts from it.
         spec: The action space of its world.
-        report: Called after every recording, and every pass over them.
+        recordings: Given, or its own.
+        report: Called after every pass over them.
         stop: Whether to give up; there is no policy then.
-        workers: Who records; none: this process.
     """
-    if config.start_from == RECORDINGS:
-        recordings = _recorded(config, report, stop, workers or Workers())
-    else:
-        recordings = given_recordings(config, spec)
-    if recordings is None:
-        return None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(config.rng_seed, "first weights"))
         policy = TamiyoPolicy(spec, config.learner.policy)
@@ -134,23 +129,23 @@ def recorded_policy(
     return None if stop() else dict(policy.state_dict())
 
 
-def recorded_steps(config: TrainConfig) -> int:
-    """Decisions on real hosts that the start of a run takes."""
-    if config.start_from is None:
-        return 0
-    if config.start_from != RECORDINGS:
-        folder = Path(config.start_from)
-        found = read_recordings(folder) if holds_recordings(folder) else []
-        return sum(recording.arrays["score"].size for recording in found)
-    tasks = map(config.world.applied_to, _recorded_tasks(config))
-    return SCRIPTS * sum(task.horizon for task in tasks)
+def require_recorded_terms(world: WorldSettings) -> None:
+    """Refuse budgets beyond what hosts may grow to while they are recorded."""
+    most = world.range_of("budget")[1]
+    if most > MOST:
+        raise BadInput(
+            f"hosts are recorded up to {MOST:g} multiples of their size, but "
+            f"world.budget goes up to {most:g}; lower it."
+        )
 
 
 def given_recordings(config: TrainConfig, spec: ActionSpec) -> list[Recording]:
     """Recordings of the folder that a run starts from; refuses what does not fit it."""
-    if not config.world.at_once:
+    world = config.world
+    if not world.at_once:
         raise BadInput("seeds of recordings begin at once; set world.at_once.")
-    return read_recordings(Path(str(config.start_from)), spec, config.world.stop)
+    folder = Path(str(config.start_from))
+    return read_recordings(folder, spec, world.stop, world.clock)
 
 
 def _recorded_tasks(config: TrainConfig) -> list[Task]:
@@ -163,25 +158,63 @@ def _recorded_tasks(config: TrainConfig) -> list[Task]:
     return tasks[: config.recordings]
 
 
-def _recorded(
-    config: TrainConfig, report: Report, stop: Callable[[], bool], workers: Workers
+def own_recordings(
+    config: TrainConfig,
+    spec: ActionSpec,
+    folder: Path,
+    report: Report,
+    stop: Callable[[], bool] = lambda: False,
+    workers: Workers | None = None,
 ) -> list[Recording] | None:
+    """Recordings of a run's own tasks; those that a folder already holds are read.
+
+    Args:
+        config: Of the run.
+        spec: The action space of its world.
+        folder: Where they are kept; it is made.
+        report: Called after every recording.
+        stop: Whether to give up; what was recorded is kept, and nothing returned.
+        workers: Who records; none: this process.
+    """
+    tasks = _recorded_tasks(config)
+    files = [folder / f"{number:06}.npz" for number in range(len(tasks))]
+    with storage(folder, "write"):
+        folder.mkdir(exist_ok=True)
+    found = {
+        number: recording
+        for number, file in enumerate(files)
+        if (recording := _kept(file, spec)) is not None
+    }
+    left = [number for number in range(len(tasks)) if number not in found]
     jobs = [
-        (task, stream_seed(config.rng_seed, f"recording, {number}"))
-        for number, task in enumerate(_recorded_tasks(config))
+        (tasks[number], stream_seed(config.rng_seed, f"recording, {number}"))
+        for number in left
     ]
-    found = list[Recording]()
-    settings = recorded_settings(config.world)
-    for recording in workers.run(
+    made = (workers or Workers()).run(
         _record_one,
         jobs,
-        settings,
+        recorded_settings(config.world),
         about=lambda job: f"recording {job[0].name}",
         stop=stop,
-    ):
-        found.append(recording)
-        report("recording", len(found), len(jobs), f"{SCRIPTS} scripts per host")
-    return None if len(found) < len(jobs) else found
+    )
+    for number, recording in zip(left, made, strict=False):  # fewer if it gave up
+        publish(Disk(), files[number], pack(recording))
+        found[number] = recording
+        report("recording", len(found), len(tasks), f"{SCRIPTS} scripts per host")
+    if len(found) < len(tasks):
+        return None
+    return [found[number] for number in range(len(tasks))]
+
+
+def _kept(file: Path, spec: ActionSpec) -> Recording | None:
+    """A recording that is in a file already; none if it cannot be used."""
+    if not file.is_file():
+        return None
+    try:
+        with storage(file, "read"):
+            return unpack(str(file), file.read_bytes(), spec)
+    except BadInput:  # of another version, or damaged: it is recorded again
+        return None
 
 
 def _record_one(settings: WorldSettings, job: tuple[Task, int]) -> Recording:

@@ -7,7 +7,8 @@ other terms in.
 
 A recording is one file per drawn task, `[host x script, decision, ...]`, in a folder:
 
-    000012.npz      whole numbers as int8, others as float16, compressed
+    000012.npz      whole numbers as int8 if that holds them, others as float16,
+                    compressed
 
 Files are published whole, so an interrupted recording goes on with the first that is
 missing, and the same settings give the same files with any number of workers.
@@ -39,7 +40,9 @@ from esper.contracts.world import (
 )
 from esper.environment.clock import ENDS, Clock
 from esper.environment.settings import LEAST_ERROR, WorldSettings
+from esper.experiment.config import RECORDINGS, WARM
 from esper.experiment.files import Disk, publish, storage
+from esper.experiment.settings import NONE
 from esper.experiment.streams import stream_seed
 from esper.experiment.workers import Workers
 from esper.tamiyo.policy.action_masks import compute_masks
@@ -60,6 +63,8 @@ MOST: Final = 31.0
 """Multiples of the host that may be added while recording."""
 RATES: Final = (0.5, 2.0)
 """Learning rates of recorded hosts, against the task's own."""
+RESERVED: Final = (WARM, RECORDINGS, NONE)
+"""What `start_from` of a training does not take for a folder."""
 LARGEST: Final = 60_000.0
 """About the largest number of float16; whatever exceeds it is simply large."""
 
@@ -80,6 +85,11 @@ class Recording:
     def envs(self) -> int:
         """Hosts times scripts."""
         return len(self.arrays["score"])
+
+    @property
+    def steps(self) -> int:
+        """Decisions over all hosts and scripts."""
+        return int(self.arrays["score"].size)
 
     def tensor(self, name: str) -> Tensor:
         """An array as float32, int64 or bool."""
@@ -215,7 +225,14 @@ def _compact(array: NDArray[Any]) -> NDArray[Any]:
     if array.dtype.kind == "f":
         clipped: NDArray[Any] = np.clip(array, -LARGEST, LARGEST)
         return clipped.astype(np.float16)
-    return array.astype(np.int8) if array.dtype.kind == "i" else array
+    if array.dtype.kind != "i":
+        return array
+    low, high = array.min(initial=0), array.max(initial=0)
+    limits = ((kind, np.iinfo(kind)) for kind in (np.int8, np.int16, np.int32))
+    for kind, limit in limits:
+        if limit.min <= low and high <= limit.max:
+            return array.astype(kind)
+    return array
 
 
 # Files.
@@ -255,6 +272,11 @@ def record(
         workers: Who records; none: this process. Files are the same.
         report: Called with how many tasks are done, of how many.
     """
+    if str(folder) in RESERVED:
+        raise BadInput(
+            f"esper train does not take {str(folder)!r} for a folder; name another "
+            f"one, such as {folder}/{config.stop}."
+        )
     about = folder / ABOUT
     mine = json.dumps({"version": VERSION, **asdict(config)}, indent=1)
     with storage(folder, "write"):
@@ -350,7 +372,10 @@ def holds_recordings(folder: Path) -> bool:
 
 
 def read_recordings(
-    folder: Path, spec: ActionSpec | None = None, stop: str | None = None
+    folder: Path,
+    spec: ActionSpec | None = None,
+    stop: str | None = None,
+    clock: str | None = None,
 ) -> list[Recording]:
     """All recordings of a folder, in order.
 
@@ -358,6 +383,7 @@ def read_recordings(
         folder: That `record` made.
         spec: The action space that they must have, if any.
         stop: The end that they must have, known or not, if any.
+        clock: The kind of clock that they must have, if any.
     """
     files = sorted(folder.glob("*.npz"))
     if not files:
@@ -377,10 +403,15 @@ def read_recordings(
     for file in files:
         with storage(file, "read"):
             found.append(unpack(str(file), file.read_bytes(), spec))
-        own = found[-1].clock.stop
-        if stop is not None and own != stop:
+        own = found[-1].clock
+        if stop is not None and own.stop != stop:
             raise BadInput(
-                f"{folder} was recorded with stop {own!r}, but world.stop is {stop!r}; "
-                f"make others with esper record --stop {stop}."
+                f"{folder} was recorded with stop {own.stop!r}, but world.stop is "
+                f"{stop!r}; make others with esper record --stop {stop}."
+            )
+        if clock is not None and own.kind != clock:
+            raise BadInput(
+                f"{folder} was recorded with clock {own.kind!r}, but world.clock is "
+                f"{clock!r}; set world.clock {own.kind}."
             )
     return found

@@ -4,6 +4,8 @@
                 versions.json    what it was made with
                 events.sqlite    all that happened
                 checkpoints/
+                recordings/      of its start, until that is in a checkpoint
+                start.json       what the start took, if it was fitted to recordings
                 lock             who is at work in it
                 finished.json    there once the run is complete
 
@@ -44,6 +46,9 @@ TRAINING: Final = "training"
 """The kind of run that has a controller."""
 CHECKPOINTS: Final = "checkpoints"
 STORE: Final = "events.sqlite"
+OWN_RECORDINGS: Final = "recordings"
+"""Folder of what a run recorded to start from."""
+START: Final = "start.json"
 MAX_TEXT: Final = 1 << 20
 OCCUPIED: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 FIRST: Final = ("amber", "bold", "calm", "deep", "fair", "green", "keen", "mild")
@@ -193,7 +198,11 @@ class Run:
         """The facts given when it was complete, or None."""
         if not (self.path / FINISHED).exists():
             return None
-        return _json(self.path / FINISHED, self._text(FINISHED))
+        return self.facts(FINISHED)
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """The facts that `write` put into a file."""
+        return _json(self.path / name, self._text(name))
 
     @property
     def seconds(self) -> float:
@@ -291,6 +300,33 @@ def versions_now(config_toml: str) -> dict[str, Any]:
         "config_sha256": hashlib.sha256(config_toml.encode()).hexdigest(),
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def checkout_commit(folder: Path | None = None) -> str | None:
+    """The Git commit that this package is checked out at; None if it is installed.
+
+    Args:
+        folder: Of the checkout; None: the one that this file is in, if it is.
+    """
+    git = (folder or Path(__file__).parents[3]) / ".git"
+    try:
+        if git.is_file():  # of a work tree beside others
+            git = git.parent / git.read_text().removeprefix("gitdir:").strip()
+        head = (git / "HEAD").read_text().strip()
+        name = head.removeprefix("ref: ")
+        if name == head:
+            return head
+        shared = git / "commondir"
+        places = [git, git / shared.read_text().strip() if shared.exists() else git]
+        for place in places:
+            if (place / name).is_file():
+                return (place / name).read_text().strip()
+        for line in (places[1] / "packed-refs").read_text().splitlines():
+            if line.endswith(f" {name}"):
+                return line.split()[0]
+    except (OSError, UnicodeDecodeError):
+        pass
+    return None
 
 
 def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.contracts.errors import BadInput
-from esper.environment.clock import Clock
+from esper.environment.clock import STOPS, Clock
 from esper.experiment.records import Floats, Judged
 
 HALVING: Final = ((5, 2), (2, 4), (1, 5))
@@ -30,12 +30,12 @@ LAST: Final = HALVING[-1][1]
 
 
 def check_halving(clock: Clock) -> None:
-    """Refuse an episode whose stops are not so many times the compute of the first."""
+    """Refuse an episode within whose compute the sizes cannot be trained."""
     stops = int((clock.weights() > 0).sum())
-    if clock.kind != "compute" or clock.stop != "anytime" or stops <= LAST:
+    if clock.kind != "compute" or clock.stop != "anytime" or stops < STOPS:
         raise BadInput(
-            f"'halving' ends sizes at equal compute, at stop {LAST + 1}; there are "
-            f"{stops} stops by the clock {clock.kind!r}; set world.clock to compute, "
+            f"'halving' ends sizes at equal compute and needs {STOPS} stops; there are "
+            f"{stops} by the clock {clock.kind!r}; set world.clock to compute, "
             "world.stop to anytime and a longer horizon."
         )
 

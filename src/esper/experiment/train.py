@@ -32,8 +32,14 @@ from esper.experiment.controllers import (
     weightless_policy,
 )
 from esper.experiment.database import open_store
-from esper.experiment.judging import JUDGED, Job, stored_results, watch_job
 from esper.experiment.files import Disk, discard
+from esper.experiment.judging import (
+    JUDGED,
+    Job,
+    notes_on,
+    stored_results,
+    watch_job,
+)
 from esper.experiment.pretraining import (
     given_recordings,
     own_recordings,
@@ -43,7 +49,14 @@ from esper.experiment.pretraining import (
 )
 from esper.experiment.record import Recording, holds_recordings
 from esper.experiment.records import STATIC, WATCHED, Results
-from esper.experiment.run import OWN_RECORDINGS, START, STORE, TRAINING, Run
+from esper.experiment.run import (
+    OWN_RECORDINGS,
+    START,
+    STORE,
+    TRAINING,
+    Run,
+    checkout_commit,
+)
 from esper.experiment.settings import as_toml
 from esper.experiment.store import Store, usable_store
 from esper.experiment.trainer import Callback, Trainer
@@ -71,6 +84,8 @@ def begin_run(
         workers: Who trains and judges hosts; none: this process. Results are the same.
     """
     facts = {"kind": TRAINING, "rng_seed": config.rng_seed, "tasks": [*config.tasks]}
+    if (commit := checkout_commit()) is not None:
+        facts["commit"] = commit
     _check(config)
     with Run.create(Path(config.runs), config.name, as_toml(config), facts) as run:
         first = (f"Training on {_describe(config)}.", f"The run is in {run.path}.")
@@ -314,6 +329,8 @@ def _judge(config: TrainConfig, run: Run, store: Store, trainer: Trainer) -> Non
         return
     text = f"what is judged is the checkpoint of round {best.round}, the best one"
     store.add_note_once(trainer.round, JUDGED, text)
+    for arm, text in notes_on([job.arm for job in jobs], config.world).items():
+        trainer.call("on_message", f"{arm}: {text}")
     results = stored_results(
         jobs,
         trainer.workers,

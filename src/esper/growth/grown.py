@@ -126,7 +126,7 @@ class Grown(nn.ModuleDict):
         """Become a submodule of the host and put the hooks on it."""
         try:
             for hooks in self.hooks:
-                hooks.attach()
+                hooks.attach(self.host)
             self.host.add_module(NAME, self)
             self._handles = [
                 self.host.register_load_state_dict_pre_hook(self._before_load),

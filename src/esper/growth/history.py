@@ -98,7 +98,8 @@ def summary(
         lines += [f"  {count:>4} x  {reason}" for reason, count in often]
     troubles = [i for decision in history for i in decision.incidents]
     if troubles:
-        lines += ["", "what was refused:"]
+        lost = sum(not trouble.startswith("removed") for trouble in troubles)
+        lines += ["", f"what was refused ({lost} batches in all, the last ones here):"]
         lines += [f"  {trouble}" for trouble in troubles[-4:]]
     lines += [f"\nnote: {note}" for note in notes]
     return "\n".join(lines)

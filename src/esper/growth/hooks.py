@@ -1,7 +1,8 @@
 """Where seeds attach to a host, and training seeds in a pass of their own.
 
 Two hooks per place: the inlet's keeps the tensor that the seeds read, the outlet's adds
-their outputs to the tensor there. They are on the host while the place has seeds.
+their outputs to the tensor there. They are on the host while the place has seeds. A
+host whose parts are called one by one must call both in turn; other orders are refused.
 New units of neighbouring places feed each other, times the first one's alpha; a seed
 that is not active in a pass feeds nobody in it.
 A seed whose code raises is skipped from then on and recorded in `Flow.failed`. What a
@@ -31,6 +32,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
 
 from esper.contracts.errors import BadInput, CallOrder
+from esper.growth.blueprints.geometry import Layout
 from esper.growth.blueprints.registry import first_line
 from esper.growth.blueprints.seed import FormSeed
 from esper.growth.slots import InsertionPoint
@@ -128,13 +130,15 @@ class SlotHooks:
     """
     _inputs: dict[int, Tensor] = field(default_factory=dict)
     """What the inlet was given, by thread."""
+    _mixed: set[int] = field(default_factory=set)
+    """Threads in which the inlet was called again before the outlet."""
     _branches: dict[int, Branch] = field(default_factory=dict)
     _hooks: list["Hook"] = field(default_factory=list)
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         """For copies: without the tensors that a failed pass has left."""
         state = {one.name: getattr(self, one.name) for one in fields(self)}
-        return None, state | {"_inputs": {}, "above": {}}
+        return None, state | {"_inputs": {}, "_mixed": set(), "above": {}}
 
     @property
     def branches(self) -> Mapping[int, Branch]:
@@ -154,7 +158,7 @@ class SlotHooks:
         for hook in self._hooks:
             hook.switch(on=on)
 
-    def attach(self) -> None:
+    def attach(self, host: nn.Module) -> None:
         """Take a place on the host; the hooks come with the first seed."""
         outlet, place = self.place.outlet, self.place
         other = outlet.__dict__.get(MARK)
@@ -167,6 +171,8 @@ class SlotHooks:
         if not place.site.residual:
             handle = place.inlet.register_forward_pre_hook(self.read, with_kwargs=True)
             self._hooks.append(Hook(handle, place.inlet._forward_pre_hooks, self.read))
+            handle = host.register_forward_pre_hook(self.begin)
+            self._hooks.append(Hook(handle, host._forward_pre_hooks, self.begin))
         handle = outlet.register_forward_hook(self.write)
         self._hooks.append(Hook(handle, outlet._forward_hooks, self.write))
         self.branches = self._branches
@@ -183,12 +189,20 @@ class SlotHooks:
     def clear(self) -> None:
         """Drop what a pass that did not reach the outlet has left."""
         self._inputs.clear()
+        self._mixed.clear()
         self.above.clear()
+
+    def begin(self, *_: object) -> None:
+        """Drop what a call of a part of the host, or one that failed, has left."""
+        self._inputs.pop(get_ident(), None)
+        self._mixed.discard(get_ident())
 
     def read(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
         """Keep the inlet's input."""
         thread = get_ident()
         self.above.pop(thread, None)
+        if thread in self._inputs and not _is_backward():
+            self._mixed.add(thread)
         self._inputs[thread] = first_tensor((*args, *kwargs.values()))
 
     def write(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:  # noqa: ANN401
@@ -197,8 +211,9 @@ class SlotHooks:
         thread = get_ident()
         kept = self._inputs.pop(thread, None)
         inputs = output if self.place.site.residual else kept
-        if inputs is None and torch._C._current_graph_task_id() != -1:
-            self._refuse_halves()
+        if inputs is None or thread in self._mixed:
+            self._mixed.discard(thread)
+            self._refuse_order(inputs)
         result = output
         for slot, branch in self.branches.items():
             alpha = self._alpha(slot, branch)
@@ -211,6 +226,7 @@ class SlotHooks:
             except _StopRecomputationError:  # how gradient checkpointing ends
                 raise
             except Exception as error:  # a seed is code of others; the host goes on
+                self._refuse_another_batch(inputs, output)
                 if self.flow.strict:
                     raise
                 self.flow.failed[slot] = f"its forward failed ({first_line(error)})"
@@ -219,13 +235,41 @@ class SlotHooks:
         self.above.pop(thread, None)
         return result
 
-    def _refuse_halves(self) -> None:
-        """Refuse a pass of gradient checkpointing that has the outlet alone."""
-        if any(self._alpha(slot, branch) for slot, branch in self.branches.items()):
+    def _refuse_order(self, inputs: Tensor | None) -> None:
+        """Refuse an outlet whose inlet was not called, or called more than once."""
+        if not any(self._alpha(slot, branch) for slot, branch in self.branches.items()):
+            return
+        inlet, outlet = repr(self.place.site.inlet), repr(self.place.site.outlet)
+        if inputs is not None:
+            what = (
+                f"{inlet} was called twice before {outlet}, and a seed between them "
+                f"needs one input; call {outlet} after each, or the whole host."
+            )
+        elif _is_backward():
+            what = (
+                f"{outlet} was computed again without {inlet}; put both into one "
+                "checkpointed segment."
+            )
+        else:
+            what = (
+                f"{outlet} was called without {inlet}, whose input a seed reads; call "
+                "both in turn, or the whole host."
+            )
+        raise CallOrder(what)
+
+    def _refuse_another_batch(self, inputs: Tensor, output: Tensor) -> None:
+        """Refuse an inlet and an outlet that cannot be of one batch."""
+        at = self.place.geometry
+        sides = (at.inlet_shape, at.inlet_layout), (at.outlet_shape, at.outlet_layout)
+        alike = len({_positions(*side) for side in sides}) == 1
+        shapes = (inputs.shape, at.inlet_layout), (output.shape, at.outlet_layout)
+        read, written = (_positions(*side) for side in shapes)
+        if read[0] != written[0] or (alike and read != written):
             site = self.place.site
             raise CallOrder(
-                f"{site.outlet!r} was computed again without {site.inlet!r}; put both "
-                "into one checkpointed segment."
+                f"{site.inlet!r} was given {[*inputs.shape]} and {site.outlet!r} gave "
+                f"{[*output.shape]}, which are two batches; call both in turn, or the "
+                "whole host."
             )
 
     def _run(
@@ -265,6 +309,17 @@ class SlotHooks:
             if slot == flow.tried or (branch.shadow and flow.shadow):
                 return 1.0
         return 0.0 if branch.shadow else branch.alpha
+
+
+def _positions(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
+    """A shape without its channels."""
+    axis = len(shape) - 1 - layout.axes_behind
+    return (*shape[:axis], *shape[axis + 1 :])
+
+
+def _is_backward() -> bool:
+    """Whether this is a pass of gradient checkpointing, which computes parts again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def shadow_gradients(

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from esper.contracts.errors import BadInput
 from esper.growth.blueprints.geometry import Kernel
 
 
@@ -113,10 +114,12 @@ def fit_sizes(host: nn.Module, state: Mapping[str, Any]) -> Callable[[], None]:
     """Give layers and norms the sizes that they have in an exported network's state.
 
     They only become larger; what differs otherwise is left for loading to refuse.
+    Outputs grow with the inputs that read them: others are those of another host.
 
     Returns:
         What makes the host as it was.
     """
+    _refuse_another_host(host, state)
     before = []
     for name, module in host.named_modules():
         if kind_of(module) is None and not isinstance(module, SIZED_NORMS):
@@ -139,6 +142,52 @@ def fit_sizes(host: nn.Module, state: Mapping[str, Any]) -> Callable[[], None]:
             module._parameters, module._buffers = parameters, buffers
 
     return put_back
+
+
+def _refuse_another_host(host: nn.Module, state: Mapping[str, Any]) -> None:
+    """Refuse sizes that no merged seed can have made.
+
+    New units add as large a share to the outputs of one layer as to the inputs of
+    another, whose inputs are a multiple of those outputs where a flatten lies between.
+    """
+    outputs, inputs, norms = (dict[str, tuple[int, int]]() for _ in range(3))
+    for name, module in host.named_modules():
+        is_norm = isinstance(module, SIZED_NORMS)
+        if kind_of(module) is None and not is_norm:
+            continue
+        prefix = f"{name}." if name else ""
+        for key in ("weight", "running_mean"):
+            own, given = getattr(module, key, None), state.get(f"{prefix}{key}")
+            if not (isinstance(own, Tensor) and isinstance(given, Tensor)):
+                continue
+            if own.dim() != given.dim():
+                continue
+            if is_norm:
+                norms[name] = len(own), len(given)
+            else:
+                shapes = (turned(module, tensor).shape for tensor in (own, given))
+                outputs[name], inputs[name], *_ = zip(*shapes, strict=True)
+    read = [
+        (writer, reader)
+        for readers in (inputs, norms)
+        for writer, (units, more) in outputs.items()
+        for reader, (width, wider) in readers.items()
+        if writer != reader and units and width % units == 0
+        if wider * units == more * width
+    ]
+    written = {writer for writer, reader in read if reader in inputs}
+    fed = {reader for _, reader in read}
+    for what, sizes, known in (
+        ("outputs", outputs, written),
+        ("inputs", inputs, fed),
+        ("channels", norms, fed),
+    ):
+        for name, (here, there) in sizes.items():
+            if there > here and name not in known:
+                raise BadInput(
+                    f"the saved host is another one: {name!r} has {here} {what} here "
+                    f"and {there} there, and nothing beside it grew with them."
+                )
 
 
 def _grow(module: nn.Module, key: str, given: object) -> bool:

@@ -35,12 +35,8 @@ def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
         raise BadInput("rebuild takes the plain host and a state_dict.")
     attached: list[Grown] = []
     state_dict = _with_tied(host, state_dict)
+    _refuse_unmerged(state_dict)
     topologies = [n for n in state_dict if n.endswith(TOPOLOGY)]
-    if not topologies and any(n.startswith(f"{NAME}.") for n in state_dict):
-        raise BadInput(
-            "this is the state of an export in which not all seeds were merged; save "
-            "that one whole with torch.save(module, path), or the host with esper.save."
-        )
     put_back = None
     try:
         for name in topologies:
@@ -56,6 +52,16 @@ def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
             put_back()
         raise
     return host
+
+
+def _refuse_unmerged(state: Mapping[str, Any]) -> None:
+    """Refuse seeds without a topology: nothing says how they are built."""
+    grown = any(name.endswith(TOPOLOGY) for name in state)
+    if not grown and any(name.startswith(f"{NAME}.") for name in state):
+        raise BadInput(
+            "this is the state of an export in which not all seeds were merged; save "
+            "that one whole with torch.save(module, path), or the host with esper.save."
+        )
 
 
 def _with_tied(host: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,6 +104,7 @@ def save(model: nn.Module, path: str | Path) -> None:
         for name, value in model.state_dict().items()
         if isinstance(value, Tensor)
     }
+    _refuse_unmerged(state)
     beside = path.with_name(f".{path.name}.part")
     try:
         save_file(state, beside)

@@ -3,38 +3,45 @@
 Every optimiser step is judged before it is taken:
 
     not finite    loss, gradient norm or a buffer is NaN or infinite
-    spike         x > m + (k - 1) max(|m|, q) + slack |first|
+    spike         x > m + (k - 1) max(|m|, q, |first|, rare)
     diverged      `patience` bad batches in a row
     guessing      at a decision, the window's median is back above the first window's
 
-with m the median and q the interquartile range of the last `window` healthy batches. A
-bad batch is refused: its gradients are dropped and the buffers go back to what they
-were before it. If the model itself is damaged, or bad batches follow each other,
-weights, buffers, optimiser state and random streams go back to the last healthy
-snapshot together; learning rates stay with the user's schedule. Seeds that caused it
-are removed. One small tensor is read from the device per step.
+with m the median and q the interquartile range of the last `window` healthy batches,
+and `rare` the median of spikes that have come back within a window: data that is hard
+or seldom, which must be learnt. A bad batch is refused: its gradients are dropped and
+the buffers go back to what they were before it. If the model itself is damaged, or bad
+batches follow each other, weights, buffers, optimiser state and random streams go back
+to the last healthy snapshot together; learning rates stay with the user's schedule.
+Seeds that caused it are removed. One small tensor is read from the device per step.
 """
 
 import copy
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from statistics import median_low
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, EsperWarning, NumericsTrouble
 from esper.contracts.stages import Stage
 from esper.growth.topology import Topology
 from esper.growth.tracing import random_state, set_random_state
 
 WARM_UP: Final = 8  # healthy batches before a median means anything
 RENEWAL: Final = 8  # batches between two sorts of the ring, which cost time
+RECURRING: Final = 3
+"""Spikes within a window, not in a row, from which they are usual."""
+FORGIVEN: Final = 3
+"""Roll-backs to one snapshot from which what was usual is forgotten."""
 SLACK: Final = 0.5
-"""Rise that is never a spike, as a share of the first medians."""
+"""Rise that is never unlearnt, as a share of the first median loss."""
 GUESSING: Final = 0.5
 """Rise of the median loss above the first window's that undoes all learning."""
 LARGEST: Final = 1e30
@@ -97,6 +104,10 @@ class HealthMonitor:
         """Median loss of the first full window."""
         self.best = math.inf
         """Lowest median loss of any full window."""
+        self.spikes: list[list[float]] = []
+        """When a spike came, its loss and its norm, within the last window."""
+        self.rare = [0.0, 0.0]
+        """Loss and norm of spikes that came back."""
         self.streak = 0
         """Bad batches since the last healthy one."""
         self.batches = 0
@@ -110,7 +121,7 @@ class HealthMonitor:
         verdict, known = Verdict.HEALTHY, loss is None or math.isfinite(loss)
         if not (finite and known and math.isfinite(norm)):
             verdict = Verdict.NON_FINITE
-        elif norm > self.limits[1] or (loss is not None and loss > self.limits[0]):
+        elif self._is_spike(loss, norm) and not self._recurs(loss, norm):
             verdict = Verdict.SPIKE
         if verdict is Verdict.HEALTHY:
             self.streak = 0
@@ -144,8 +155,10 @@ class HealthMonitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from saved statistics."""
-        fits = state.keys() == self.state_dict().keys()
-        if not fits or len(state["recent"]) > self.config.window:
+        known = HealthMonitor(self.config).state_dict()
+        added = {name: known[name] for name in ("spikes", "rare")}  # not in old ones
+        state = {**added, **state}
+        if state.keys() != known.keys() or len(state["recent"]) > self.config.window:
             raise BadInput(
                 "the governor's statistics are not of this window; load a state that "
                 "was saved with the same configuration."
@@ -174,6 +187,28 @@ class HealthMonitor:
             return f"{self.streak} bad batches in a row; at the last, {why}"
         return f"{why}; the step was refused"
 
+    def _is_spike(self, loss: float | None, norm: float) -> bool:
+        return norm > self.limits[1] or (loss is not None and loss > self.limits[0])
+
+    def _recurs(self, loss: float | None, norm: float) -> bool:
+        """Whether spikes like this one have come back often enough to be usual.
+
+        Those in a row are left to `streak`: they may be the model's fault.
+        """
+        self.spikes.append([self.batches, math.nan if loss is None else loss, norm])
+        first = self.batches - self.config.window
+        self.spikes = [spike for spike in self.spikes if spike[0] > first]
+        in_a_row = self.streak + 1 >= self.config.patience
+        if in_a_row or len(self.spikes) < RECURRING:
+            return False
+        for row in (0, 1):
+            values = [spike[1 + row] for spike in self.spikes]
+            known = [value for value in values if not math.isnan(value)]
+            if known:
+                self.rare[row] = max(self.rare[row], median_low(known))
+        self._renew()
+        return not self._is_spike(loss, norm)
+
     def _renew(self) -> None:
         """Limits from the batches that are held now."""
         factors = (self.config.loss_spike, self.config.spike)
@@ -183,8 +218,8 @@ class HealthMonitor:
             low, middle, high = self._quartiles(row)
             if math.isnan(self.first[row]):
                 self.first[row] = middle
-            far = (factor - 1) * max(abs(middle), high - low)
-            self.limits[row] = middle + far + SLACK * abs(self.first[row])
+            usual = abs(middle), high - low, abs(self.first[row]), self.rare[row]
+            self.limits[row] = middle + (factor - 1) * max(usual)
         if self._known(0) == self.config.window:
             middle = self._quartiles(0)[1]
             if math.isnan(self.first_window):
@@ -266,6 +301,10 @@ class Safety:
         self._ranks = topology.ranks
         self._optimizer = topology.optimizer
         self._shadow_failures = 0
+        self._refused = 0
+        """Batches refused since the last healthy one."""
+        self._last_reason = ""
+        self._has_warned = False
         self._due = False
         self._loss: Tensor | None = None
         self._buffers: list[tuple[Tensor, Tensor]] = []
@@ -296,7 +335,7 @@ class Safety:
         if healthy:
             self.snapshot.take()
             self._healthy = self.monitor.state_dict()
-            self._due, self.rollbacks = False, 0
+            self._due, self.rollbacks, self._refused = False, 0, 0
         return healthy
 
     def topology_changed(self) -> None:
@@ -350,6 +389,21 @@ class Safety:
         if reason:
             self._roll_back(reason)
         return bool(reason)
+
+    def refuse_untrained(self) -> None:
+        """Raise if no batch is let through, so that nothing is ever learnt.
+
+        A loss that only stays high is forgiven before that; one that is not finite
+        never is.
+        """
+        if self.monitor is None:
+            return
+        if self._refused > FORGIVEN * self.monitor.config.patience:
+            raise NumericsTrouble(
+                f"the last {self._refused} batches were all refused, so nothing is "
+                f"learnt: {self._last_reason}. Look for NaN in the data and at the "
+                "learning rate; governor=None switches the checks off."
+            )
 
     def remove_failed_seeds(self, *, together: bool = False) -> None:
         """Remove seeds whose own code raised; with other ranks, all of them together.
@@ -407,6 +461,7 @@ class Safety:
             reason = self.monitor.describe(verdict, loss, norm, finite=finite)
             self._refuse(parameters, verdict, reason)
             return
+        self._refused = 0
         if seeds_finite:
             self._shadow_failures = 0
         else:
@@ -449,12 +504,29 @@ class Safety:
 
     def _refuse(self, parameters: list[Tensor], verdict: Verdict, reason: str) -> None:
         """Let the step change nothing; roll back if the model itself is damaged."""
+        # A GradScaler that lowers its scale skips the steps of fused optimisers so.
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        is_skipped = found_inf is not None and bool(found_inf)
+        self._refused += not is_skipped
+        self._last_reason = reason.removesuffix("; the step was refused")
         self._undo(parameters, {id(buffer) for buffer, _ in self._buffers})
         sound = self._ranks.all_agree(all_finite(self._active(), LARGEST))
         if verdict is Verdict.DIVERGED or not sound:
             self._roll_back(reason)
         else:
             self.incidents.append(f"refused: {reason}")
+        if not is_skipped:
+            self._warn_once()
+
+    def _warn_once(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a batch was refused: {self._last_reason}. grower.summary() counts "
+                "further ones; governor=None switches the checks off.",
+                EsperWarning,
+                stacklevel=2,
+            )
 
     def _refuse_shadow(self, parameters: list[Tensor], shadow: set[int]) -> None:
         """Drop non-finite gradients of training seeds; repeated ones remove seeds."""
@@ -494,10 +566,10 @@ class Safety:
             self._remove(slot, "its output is not finite")
         stages, ages = self._model.states.stage[0], self._model.states.age[0]
         active = [slot for slot in slots if int(stages[slot]) in REMOVABLE]
-        if active and not spoilers and self.rollbacks > 2:
+        if active and not spoilers and self.rollbacks >= FORGIVEN:
             newest = min(active, key=lambda slot: int(ages[slot]))
             self._remove(newest, "training kept failing with it")
-        if self.rollbacks > 2:
+        if self.rollbacks >= FORGIVEN:
             fresh = HealthMonitor(self.monitor.config)
             self._healthy = fresh.state_dict()
             self.monitor.load_state_dict(self._healthy)

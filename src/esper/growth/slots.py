@@ -208,6 +208,11 @@ def check_host(host: nn.Module) -> None:
         ),
         (not parameters, "has no parameters; there is nothing to grow"),
         (
+            any(p.is_meta for p in parameters if not is_lazy(p)),
+            "is on the meta device and has no weights; load them, or call "
+            "to_empty(device=...) and initialise them, before growing",
+        ),
+        (
             any(is_lazy(parameter) for parameter in parameters),
             "has lazy parameters; run it once on an example before growing",
         ),

@@ -244,6 +244,8 @@ class PPO(Stateful):
         """Steps of all environments so far."""
         self.rounds = 0
         """Updates so far."""
+        self.masked = False
+        """Whether its environments have masks: no action is meant without one then."""
         self._standing: Standing | None = None
 
     def learn(
@@ -313,13 +315,14 @@ class PPO(Stateful):
         """Fill the buffer; returns every episode that ended."""
         policy, buffer, at = self.policy, self.agent.buffer, self._stand(world)
         view, state = at.view, at.state
+        self.masked |= view.rows is not None
         ended: list[Episode] = []
         # An interrupted rollout leaves environments anywhere: then all begin anew.
         self._standing = None
         buffer.reset()
         buffer.begin(state, self.agent.version)
         for time in range(buffer.max_steps):
-            features = self.features(view, learn=True)
+            features = self.features(view, learn=True, check=True)
             first, acts = torch.from_numpy(view.first), view.acts
             decision = policy.act(features, view.rows, first, state, self.generator)
             step = world.step(self.spec.to_env(decision.actions))
@@ -358,35 +361,28 @@ class PPO(Stateful):
         self.observations.settle()
         return ended
 
-    def features(self, view: View, *, learn: bool = False) -> dict[str, Tensor]:
+    def features(
+        self, view: View, *, learn: bool = False, check: bool = False
+    ) -> dict[str, Tensor]:
         """What the policy reads of all environments.
 
         Args:
             view: What they show.
             learn: Whether the statistics count what is shown.
+            check: Whether NaN and infinity are refused.
         """
         envs, spec = len(view.first), self.spec
         features = spec.images(view.observation, envs)
         if "vector" in spec.observation:
             rows = spec.vector(view.observation, envs)
-            if learn:
-                self._require_finite(rows, view.acts)
+            if check:
+                _require_finite(rows, view)
             if self.settings.normalize:
                 if learn:
                     self.observations.add(rows if view.acts.all() else rows[view.acts])
                 rows = self.observations.normalize(rows)
             features = {"vector": torch.from_numpy(rows), **features}
         return features
-
-    def _require_finite(self, rows: Array, acts: Array) -> None:
-        broken = ~np.isfinite(rows).all(axis=1) & acts
-        if broken.any():
-            world = self._world()
-            raise NotFinite(
-                f"the observation of environment {int(broken.argmax())} of "
-                f"{world.name} at step {world.steps} holds NaN or infinity; clip it "
-                "there."
-            )
 
     def _stand(self, world: Vector) -> Standing:
         """Where the environments stand; new episodes everywhere if nowhere yet."""
@@ -413,7 +409,8 @@ class PPO(Stateful):
             state: What the call before returned; None is empty memory.
             episode_start: Whether each observation is the first of an episode; None
                 is True without a state and False with one.
-            action_masks: What is legal; by default what a Dict observation says.
+            action_masks: What is legal; by default what a Dict observation says. An
+                agent that learnt with masks needs them.
             deterministic: Take the likeliest choice instead of drawing one.
         """
         spec = self.spec
@@ -425,6 +422,11 @@ class PPO(Stateful):
         envs = rows_of(spec.observation_space, observation)
         if action_masks is None and spec.has_mask:
             action_masks = observation["action_mask"]
+        if action_masks is None and self.masked:
+            raise BadInput(
+                "this agent learnt with masks; give predict(action_masks=...), ones "
+                "where everything is legal."
+            )
         if isinstance(action_masks, list):
             action_masks = np.stack([spec.mask_row(mask) for mask in action_masks])
         rows = None if action_masks is None else spec.rows(action_masks, envs)
@@ -442,7 +444,7 @@ class PPO(Stateful):
         view = View(observation, rows, first, np.ones(envs, bool))
         with torch.inference_mode():
             decision = self.policy.act(
-                self.features(view),
+                self.features(view, check=True),
                 rows,
                 torch.from_numpy(first),
                 memory,
@@ -489,12 +491,14 @@ class PPO(Stateful):
         quota = np.array([(episodes + env) // envs for env in range(envs)])
         generator = None if deterministic else stream(seed, "evaluation")
         view, state = world.reset(seed), self.policy.initial_state(envs)
+        if env is None:
+            self.masked |= view.rows is not None
         returns, lengths = np.zeros(envs), np.zeros(envs, np.int64)
         found: list[tuple[float, int]] = []
         for _ in range(max_steps):
             with torch.inference_mode():
                 decision = self.policy.act(
-                    self.features(view),
+                    self.features(view, check=True),
                     view.rows,
                     torch.from_numpy(view.first),
                     state,
@@ -530,7 +534,7 @@ class PPO(Stateful):
             name: "inf" if value == math.inf else value
             for name, value in settings["ppo"].items()
         }
-        facts = {"settings": settings, **self.spec.describe()}
+        facts = {"settings": settings, "masked": self.masked, **self.spec.describe()}
         made_by = {"esper": __version__, "torch": torch.__version__}
         # Through JSON: tuples become lists, as they will be when it is read.
         facts = json.loads(json.dumps(facts, allow_nan=False))
@@ -583,6 +587,8 @@ class PPO(Stateful):
         if world is not None:
             agent._require_spaces(world)
         load(agent, tensors)
+        # Files of older versions do not say it.
+        agent.masked = bool(manifest.facts.get("masked", False))
         return agent
 
     def close(self) -> None:
@@ -648,6 +654,15 @@ def _table(relevant: Any) -> tuple[tuple[bool, ...], ...] | None:  # noqa: ANN40
     if table.ndim != 2:
         raise BadInput(f"relevant must be [op, head], got {list(table.shape)}.")
     return tuple(map(tuple, table.tolist()))
+
+
+def _require_finite(rows: Array, view: View) -> None:
+    broken = ~np.isfinite(rows).all(axis=1) & view.acts
+    if broken.any():
+        raise NotFinite(
+            f"the observation of environment {int(broken.argmax())}{view.where} holds "
+            "NaN or infinity; clip it there."
+        )
 
 
 def _mean(figures: Sequence[float]) -> float:

@@ -294,9 +294,8 @@ def _attempt(
 
 
 def _finish(run: Run, store: Store, trainer: PPOTrainer) -> None:
-    """Save the agent, judge it and mark the run as complete."""
+    """Judge the agent, save it and mark the run as complete."""
     agent, episodes = trainer.ppo, trainer.config.episodes
-    agent.save(run.path / AGENT)
     figures: dict[str, float] = {}
     try:
         found = agent.evaluate(episodes=episodes)
@@ -306,6 +305,7 @@ def _finish(run: Run, store: Store, trainer: PPOTrainer) -> None:
         figures = {"mean": found.mean, "std": found.std}
         deviation = f"deviation {found.std:.3g}"
         text = f"return of {episodes} episodes: {found.mean:.4g}, {deviation}"
+    agent.save(run.path / AGENT)
     store.add_note_once(trainer.round, "judged", text)
     trainer.call("on_message", text)
     steps = {"rounds": trainer.round, "env_steps": trainer.env_steps}

@@ -50,6 +50,8 @@ class View:
     """Whether the observation is the first of an episode."""
     acts: Array
     """Whether the next action counts: False where an environment is about to reset."""
+    where: str = ""
+    """Name and step of the environments, for refusals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +248,8 @@ class Vector:
         acts: Array,
     ) -> View:
         rows = self._rows(observation, info, acts)
-        return View(observation, rows, first, acts)
+        where = f" of {self.name} at step {self.steps}"
+        return View(observation, rows, first, acts, where)
 
     def _rows(
         self,

@@ -2,9 +2,10 @@
 
 The n-th growth of all places is due at start + n * every; one that could not be made is
 made up for later. Times are shares of the horizon or, where the end is not known,
-octaves: log2 of the compute so far. A schedule is plain data, so that schedules can be
-searched. `Timetable` holds many of them as tensors: every environment may
-follow one of its own, and all of them are one tensor program.
+octaves: log2 of the compute so far. Where it is not known no share but 0 ever comes.
+A schedule is plain data, so that schedules can be searched. `Timetable` holds many of
+them as tensors: every environment may follow one of its own, and all of them are one
+tensor program.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,7 @@ class Schedule:
     scale: str = "share"
     """What times are: shares of the horizon, or octaves of compute."""
     cut: float = inf
-    """When seeds are pruned, the youngest first ..."""
+    """When seeds are pruned, the youngest first; from then on nothing is planted ..."""
     keep: int = 0
     """... until so many are left at every place."""
 
@@ -70,6 +71,12 @@ class Schedule:
             raise BadInput(
                 f"scale must be one of {', '.join(SCALES)}; got {self.scale!r}."
             )
+
+    @property
+    def needs_end(self) -> bool:
+        """Whether something is due at a share of the horizon, which must be known."""
+        later = self.start > 0 or (self.every > 0 and self.count > 1)
+        return self.scale == "share" and (later or min(self.until, self.cut) < inf)
 
 
 EARLY: Final = Schedule(count=2, every=0.0)
@@ -110,6 +117,8 @@ class Scheduled:
         given = [schedule] if isinstance(schedule, Schedule) else [*schedule]
         self._table = Timetable(spec, given)
         self._plan = torch.arange(len(given))
+        self.needs_end = any(plan.needs_end for plan in given)
+        """Whether something would never come due where the end is not known."""
 
     def decide(
         self,
@@ -233,7 +242,8 @@ class Timetable:
         per_place = (slots.depth == slots.depth[:, :1]).sum(dim=1).clamp(min=1)
         places = slots.depth.shape[1] // per_place
         due = now >= start + every * (planted // places)
-        due &= (planted < count * places) & (now < until)
+        # What was cut is not planted again, also where seeds are still missing.
+        due &= (planted < count * places) & (now < torch.minimum(until, cut))
         if allowed is not None:
             due &= allowed
         scores = self._preference.scores(observation.offers, due)
