@@ -257,8 +257,8 @@ MUTANTS = (
     Mutant(
         "a schedule plants more often than it says",
         "tamiyo/schedule.py",
-        "due &= (planted < count * places) & (now < until)",
-        "due &= now < until",
+        "due &= (planted < count * places) & (now < torch.minimum(until, cut))",
+        "due &= now < torch.minimum(until, cut)",
         "tests/tamiyo/test_schedule.py",
     ),
     Mutant(
