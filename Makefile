@@ -20,7 +20,7 @@ tamiyo: $(V)/.ok ## set up if needed, train the controller that comes with Esper
 	$(V)/bin/esper train --preset family --rng_seed $(RNG_SEED) --name tamiyo-$(RNG_SEED)
 	$(V)/bin/esper export tamiyo-$(RNG_SEED) --format controller --out runs/shipped
 # The random seed of the one that was shipped.
-RNG_SEED ?= 3
+RNG_SEED ?= 4
 
 test: check browser ## set up if needed, lint, check types and borders, run the tests
 	$(V)/bin/pytest -q -n 2 -m "not slow and not learns"
