@@ -42,6 +42,7 @@ from esper.contracts.errors import BadInput, NotFinite, StorageTrouble
 from esper.contracts.messages import one_line, quoted, short
 
 if TYPE_CHECKING:  # headers can be read without torch, so a list of runs is quick
+    import torch
     from torch import Tensor
 
     from esper.contracts.state import Tensors
@@ -490,20 +491,47 @@ def pack(
         manifest: Of a sealed file.
         finite: Whether NaN and infinity are refused.
     """
-    from safetensors.torch import save as save_bytes
+    import torch
 
-    ready = {name: part.detach().cpu().contiguous() for name, part in tensors.items()}
+    # A single number may have any stride; a copy has the usual one.
+    ready = {
+        name: part.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, part in tensors.items()
+    }
     if strange := _strange(ready, finite):
         raise NotFinite(f"{strange} and is not saved; go back to a good checkpoint.")
-    metadata = None
+    header: dict[str, Any] = {}
     if manifest is not None:
         text = json.dumps(asdict(manifest), sort_keys=True, allow_nan=False)
-        metadata = {"schema": SCHEMA, "manifest": text, "sha256": BLANK.decode()}
-    data: bytes = save_bytes(ready, metadata)
-    if found := SEAL.search(data, 0, MAX_HEADER) if metadata else None:
+        about = {"schema": SCHEMA, "manifest": text, "sha256": BLANK.decode()}
+        header["__metadata__"] = about
+    end, parts = 0, []
+    # Larger numbers first, so that all are aligned.
+    for name in sorted(ready, key=lambda name: (-ready[name].itemsize, name)):
+        part = ready[name]
+        if part.dtype not in (names := _dtype_names()):
+            raise BadInput(
+                f"{quoted(name)} is of {part.dtype}, which has no file format."
+            )
+        place = [end, end := end + part.nbytes]
+        entry = {"dtype": names[part.dtype], "shape": [*part.shape]}
+        header[name] = {**entry, "data_offsets": place}
+        parts.append(part.reshape(-1).view(torch.uint8).numpy().tobytes())
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    if len(raw) > MAX_HEADER or len(ready) > MAX_TENSORS:
+        raise BadInput(f"{len(ready):,} tensors are too many for one file.")
+    data = b"".join((len(raw).to_bytes(8, "little"), raw, *parts))
+    if found := SEAL.search(data, 0, MAX_HEADER) if manifest else None:
         digest = hashlib.sha256(data).hexdigest().encode()
         data = data[: found.start(1)] + digest + data[found.end(1) :]
     return data
+
+
+def _dtype_names() -> "dict[torch.dtype, str]":
+    import torch
+
+    return {getattr(torch, name): key for key, (name, _) in DTYPES.items()}
 
 
 def manifest_of(

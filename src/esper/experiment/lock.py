@@ -22,7 +22,7 @@ LOCK_TIMEOUT: Final = 0.5
 
 
 class Lock:
-    """The right to write in a folder, held until `release` or the end of the process.
+    """The right to write in a folder, held until `close` or the end of the process.
 
     The lock file also names its owner.
 
@@ -47,10 +47,10 @@ class Lock:
                     f"{short(name)} is in use by {_owner(file)}; stop it first."
                 ) from None
             except BaseException:
-                self.release()
+                self.close()
                 raise
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Let another process have it; may be called again."""
         self._lock.release(force=True)
 

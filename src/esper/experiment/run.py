@@ -139,7 +139,7 @@ class Run:
                     ) from error
                 disk.sync_folder(root)
             except (OSError, RunTaken):
-                lock.release()
+                lock.close()
                 with suppress(OSError):
                     discard(disk, temporary)
                 raise
@@ -227,7 +227,7 @@ class Run:
     def close(self) -> None:
         """Let another process have it."""
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
             self._lock = None
 
     def __enter__(self) -> "Run":
