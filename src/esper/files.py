@@ -32,6 +32,7 @@ from importlib.metadata import version
 from io import BufferedIOBase, BufferedReader
 from math import prod
 from pathlib import Path
+from time import time
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import ConfigDict, Field, TypeAdapter
@@ -49,6 +50,9 @@ if TYPE_CHECKING:  # headers can be read without torch, so a list of runs is qui
 
 TEMPORARY: Final = ".tmp-"
 """In the names of unfinished files, which also begin with a dot."""
+LEFT_OVER: Final = 600.0
+"""Seconds after which an unfinished file of a dead process is removed: processes of
+other machines, which share a disk, look dead from here."""
 MAX_TEXT: Final = 1 << 20
 """Bytes of a file of text."""
 MAX_HEADER: Final = 1 << 20
@@ -171,7 +175,7 @@ def publish(disk: Disk, file: Path, data: bytes) -> None:
     """Write a file so that it is there whole, as before, or not at all."""
     temporary = beside(file)
     with storage(file, "write"):
-        discard(disk, temporary)
+        discard_leftovers(disk, file.parent)
         try:
             disk.create(temporary, data)
             disk.sync_file(temporary)
@@ -195,6 +199,26 @@ def unfinished(folder: Path) -> list[Path]:
         for path in folder.iterdir()
         if path.name.startswith(".") and TEMPORARY in path.name
     )
+
+
+def discard_leftovers(disk: Disk, folder: Path) -> None:
+    """Remove what dead processes left unfinished in a folder, and this one before."""
+    for path in unfinished(folder):
+        owner = path.name.rpartition(TEMPORARY)[2]
+        with suppress(FileNotFoundError):  # its process is faster
+            old = time() - path.lstat().st_mtime > LEFT_OVER
+            if owner == str(os.getpid()) or (old and not _is_alive(owner)):
+                discard(disk, path)
+
+
+def _is_alive(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError, OverflowError):  # somebody else's, or no number
+        pass
+    return True
 
 
 def discard(disk: Disk, path: Path) -> None:

@@ -36,6 +36,7 @@ from esper.files import (
     Disk,
     beside,
     discard,
+    discard_leftovers,
     publish,
     read_json,
     read_text,
@@ -120,7 +121,7 @@ class Run:
                 disk.sync_folder(root.parent)
             if not root.is_dir():
                 raise BadInput(f"{short(root)} is no folder; runs need one.")
-            discard(disk, temporary)
+            discard_leftovers(disk, root)
             disk.mkdir(temporary)
             lock = Lock(temporary, path)
             try:
