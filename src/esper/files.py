@@ -146,7 +146,8 @@ class Disk:
 
     def sync_folder(self, folder: Path) -> None:
         """Return when the names in a folder are durable."""
-        _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+        if hasattr(os, "O_DIRECTORY"):  # Windows cannot open folders
+            _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
     def rename(self, old: Path, new: Path) -> None:
         """Rename a file or folder; replaces a file."""
@@ -582,7 +583,7 @@ def _strange(tensors: Mapping[str, "Tensor"], finite: bool) -> str:
 
 
 def _sync(path: Path, flags: int) -> None:
-    number = os.open(path, flags | os.O_CLOEXEC)
+    number = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
     try:
         os.fsync(number)
     finally:

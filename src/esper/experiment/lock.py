@@ -1,6 +1,5 @@
 """The right of one process to write in a folder."""
 
-import fcntl
 import json
 import os
 import socket
@@ -15,6 +14,11 @@ from filelock import FileLock, Timeout
 from esper.contracts.errors import BadInput, EsperError, RunTaken
 from esper.contracts.messages import quoted, short
 from esper.files import open_regular, read_json, storage
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 LOCK: Final = "lock"
 LOCK_TIMEOUT: Final = 0.5
@@ -33,6 +37,10 @@ class Lock:
 
     def __init__(self, folder: Path, name: Path | None = None) -> None:
         name, file = name or folder, folder / LOCK
+        if fcntl is None:
+            raise BadInput(
+                "runs need the file locks of Linux or macOS; use one of them."
+            )
         self._lock = FileLock(file, timeout=LOCK_TIMEOUT, thread_local=False)
         if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
             raise BadInput(f"{short(file)} is not a regular file; remove it.")
@@ -57,6 +65,8 @@ class Lock:
 
 def is_locked(folder: Path) -> bool:
     """Whether some process, this one too, holds the lock of a folder."""
+    if fcntl is None:  # no run can be made here
+        return False
     with storage(folder, "look at"):
         try:
             with open_regular(folder / LOCK) as file:
