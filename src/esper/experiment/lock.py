@@ -6,8 +6,9 @@ import socket
 import stat
 from contextlib import suppress
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from filelock import FileLock, Timeout
 
@@ -15,11 +16,9 @@ from esper.contracts.errors import BadInput, EsperError, RunTaken
 from esper.contracts.messages import quoted, short
 from esper.files import open_regular, read_json, storage
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
+fcntl: Any = None
+with suppress(ImportError):  # Windows has none
+    fcntl = import_module("fcntl")
 LOCK: Final = "lock"
 LOCK_TIMEOUT: Final = 0.5
 """Seconds to wait for a lock: whoever lists runs holds each for a moment."""
