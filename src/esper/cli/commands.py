@@ -165,6 +165,12 @@ def _end(result: "RunResult") -> int:
 def _interrupted(result: "RunResult", command: str) -> int:
     from esper.experiment.run import OWN_RECORDINGS, Run
 
+    again = f"esper {command} --resume {quote(str(result.path))}"
+    if command == "ppo":
+        from esper.rl.training import ppo_settings_of, resume_command
+
+        again = resume_command(result.path, ppo_settings_of(Run.read(result.path)).env)
+
     saved = Run.read(result.path).checkpoints().steps()
     when, kept = f"after round {result.rounds}", "all is saved"
     if not saved:
@@ -173,10 +179,7 @@ def _interrupted(result: "RunResult", command: str) -> int:
             kept = f"{recorded} recordings are kept, but {kept} from them"
     elif max(saved) < result.rounds:
         kept = f"what came after round {max(saved)} will be played again"
-    _say(
-        f"Interrupted {when}; {kept}. Go on with: "
-        f"esper {command} --resume {quote(str(result.path))}"
-    )
+    _say(f"Interrupted {when}; {kept}. Go on with: {again}")
     return 128 + (result.signal or 0)
 
 
@@ -467,6 +470,12 @@ def ppo_options(parser: ArgumentParser) -> None:
         metavar="RUN",
         help="go on with a run that was interrupted, by its name or folder",
     )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="with --resume: import the module that the run names, as in module:Id-v0; "
+        "or repeat its --env. A file alone never has code imported",
+    )
     add_settings(parser, PPORunConfig())
 
 
@@ -485,8 +494,12 @@ def ppo(options: Namespace) -> int:
     )
 
     given = _given(options)
+    trust = given.pop("trust")
+    if "env_id" in given:
+        given.setdefault("env", given.pop("env_id"))
     if "resume" in given:
         path = find_run(given.pop("resume"), Path(given.pop("runs", "runs")))
+        env = given.pop("env", None)
         if given:
             raise refusal(
                 f"--resume goes on with the run's own settings, but {min(given)} was "
@@ -495,13 +508,13 @@ def ppo(options: Namespace) -> int:
         run = Run.read(path)
         ppo_settings_of(run)  # refuses other kinds of runs
         if run.finished is not None:
-            print(f"Run {run.name} is already complete. See: esper report {path}")
+            _say(f"Run {run.name} is already complete. See: esper report {path}")
             return 0
-        result = resume_ppo(path, [ConsoleProgress(details=True)])
+        console = ConsoleProgress(details=True)
+        result = resume_ppo(path, [console], env=env, trust=trust)
     else:
-        if "env_id" not in given and "env" not in given:
+        if "env" not in given:
             raise refusal("expected the id of an environment, or --resume RUN.")
-        given.setdefault("env", given.pop("env_id", None))
         config = construct(PPORunConfig, *parsed_options(PPORunConfig, given))
         result = begin_ppo(config, [ConsoleProgress(details=True)])
     if result.signal is not None:
@@ -594,7 +607,9 @@ examples:
 examples:
   esper ppo CartPole-v1
   esper ppo CartPole-v1 --memory mingru --steps 300000 --envs 64
+  esper ppo my_package:Mine-v0
   esper ppo --resume RUN
+  esper ppo --resume RUN --env my_package:Mine-v0
 """,
     ),
     "doctor": Command(

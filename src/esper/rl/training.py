@@ -24,7 +24,13 @@ from esper.contracts.state import leaves
 from esper.experiment.attempts import Attempt, RunResult, train_on, train_to_end
 from esper.experiment.callbacks import Checkpoint, TensorBoard, summary_writer
 from esper.experiment.config import Budget, Keeping, check_limits
-from esper.experiment.messages import checked_name, unknown
+from esper.experiment.messages import (
+    checked_name,
+    one_line,
+    quoted,
+    refusal,
+    unknown,
+)
 from esper.experiment.records import RoundRecord
 from esper.experiment.run import STORE, Run
 from esper.experiment.settings import (
@@ -237,15 +243,46 @@ def begin_ppo(config: PPORunConfig, callbacks: Sequence[Callback] = ()) -> RunRe
         return train_to_end(run, callbacks, first, attempt)
 
 
-def resume_ppo(path: Path, callbacks: Sequence[Callback] = ()) -> RunResult:
-    """Go on with a run from its newest good checkpoint."""
+def resume_ppo(
+    path: Path,
+    callbacks: Sequence[Callback] = (),
+    *,
+    env: str | None = None,
+    trust: bool = False,
+) -> RunResult:
+    """Go on with a run from its newest good checkpoint.
+
+    Args:
+        path: The folder of the run.
+        callbacks: Called besides those that record and save.
+        env: The environment's id; it must be the run's own.
+        trust: Import the module that the run's id names ("module:Id"); without it
+            such an id must be given as `env` too, since a file must not choose code.
+    """
     with Run.open(path) as run:
         if run.finished is not None:
             raise BadInput(f"run {run.name} is complete; begin another one.")
         config = ppo_settings_of(run)
+        if env not in (None, config.env):
+            raise refusal(
+                f"run {run.name} learns in {quoted(config.env)}, got env "
+                f"{quoted(env)}; give the same or none."
+            )
+        if ":" in config.env and env is None and not trust:
+            module = config.env.partition(":")[0]
+            raise refusal(
+                f"give --trust or --env {one_line(config.env, 60)} to go on: the file "
+                f"of run {run.name} names a module to import, {quoted(module)}."
+            )
         first = (f"Going on with {run.name}: {config.env}.",)
         attempt = partial(_attempt, config, run, callbacks)
         return train_to_end(run, callbacks, first, attempt)
+
+
+def resume_command(path: Path, env: str) -> str:
+    """What to type to go on with a run."""
+    again = f" --env {quote(env)}" if ":" in env else ""
+    return f"esper ppo --resume {quote(str(path))}{again}"
 
 
 def ppo_settings_of(run: Run) -> PPORunConfig:
@@ -284,9 +321,8 @@ def _attempt(
             # An environment that raised, or a process that died: nothing is lost.
             saved = checkpoints.steps()
             after = f"after round {saved[-1]}" if saved else "from its beginning"
-            raise type(error)(
-                f"{error} Go on {after} with: esper ppo --resume {quote(str(run.path))}"
-            ) from error
+            again = resume_command(run.path, config.env)
+            raise type(error)(f"{error} Go on {after} with: {again}") from error
         finally:
             trainer.call("on_close")
             agent.close()
