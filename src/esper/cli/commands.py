@@ -26,6 +26,7 @@ from esper.cli.arguments import (
     whole,
 )
 from esper.contracts.errors import BadInput
+from esper.experiment.deadline import TIMEOUT
 
 if TYPE_CHECKING:
     from esper.experiment.attempts import RunResult
@@ -53,6 +54,8 @@ class Command:
     """Whether its options are settings, which take long to import."""
     torch: bool = True
     """Whether it needs torch."""
+    environments: bool = False
+    """Whether it calls environments, which may hang or end their process."""
 
 
 def train_options(parser: ArgumentParser) -> None:
@@ -500,6 +503,7 @@ def ppo(options: Namespace) -> int:
     if "resume" in given:
         path = find_run(given.pop("resume"), Path(given.pop("runs", "runs")))
         env = given.pop("env", None)
+        kept = {name: given.pop(name) for name in ("env_timeout",) if name in given}
         if given:
             raise refusal(
                 f"--resume goes on with the run's own settings, but {min(given)} was "
@@ -511,7 +515,8 @@ def ppo(options: Namespace) -> int:
             _say(f"Run {run.name} is already complete. See: esper report {path}")
             return 0
         console = ConsoleProgress(details=True)
-        result = resume_ppo(path, [console], env=env, trust=trust)
+        more, _ = parsed_options(PPORunConfig, kept)
+        result = resume_ppo(path, [console], env=env, trust=trust, **more)
     else:
         if "env" not in given:
             raise refusal("expected the id of an environment, or --resume RUN.")
@@ -531,16 +536,21 @@ def doctor_options(parser: ArgumentParser) -> None:
     parser.add_argument("env", type=path_text, metavar="ENV_ID", help="Gymnasium's id")
     add_option(parser, "--steps", whole(1, 10**9), 2_000, "N", "steps to play")
     add_option(parser, "--rng-seed", RNG_SEED, 0, "N", "of resets and actions")
+    seconds = "seconds that one call of the environment may take"
+    add_option(parser, "--timeout", positive, TIMEOUT, "X", seconds)
 
 
 def doctor(options: Namespace) -> int:
     """Say what in an environment will hurt learning."""
     from esper.rl.doctor import examine
 
-    findings = examine(options.env, options.steps, options.rng_seed)
-    print(*findings, sep="\n", end="\n" if findings else "")
+    findings = examine(
+        options.env, options.steps, options.rng_seed, timeout=options.timeout
+    )
+    for finding in findings:
+        _say(str(finding))
     if not findings:
-        print(f"{options.env}: nothing to mend in {options.steps} steps.")
+        _say(f"{options.env}: nothing to mend in {options.steps} steps.")
     return 1 if findings else 0
 
 
@@ -602,6 +612,7 @@ examples:
         run=ppo,
         options=ppo_options,
         settings=True,
+        environments=True,
         help="learn a Gymnasium environment, or resume a run",
         examples="""\
 examples:
@@ -615,6 +626,7 @@ examples:
     "doctor": Command(
         run=doctor,
         options=doctor_options,
+        environments=True,
         help="say what in a Gymnasium environment will hurt learning",
         description="""\
 Play an environment with random legal actions and say what will hurt learning, with the

@@ -34,6 +34,8 @@ MASK: Final = "action_mask"
 """The entry of a Dict observation, or of an info, that says what is legal."""
 LARGEST: Final = 10_000
 """Choices of a Discrete; more are refused, since they are one-hot."""
+MOST_NUMBERS: Final = 10**8
+"""Of one observation; more are refused before memory is taken for them."""
 
 
 @dataclass(frozen=True)
@@ -386,6 +388,18 @@ class SpaceSpec:
             space_of(data["action_space"]),
             None if table is None else tuple(map(tuple, table)),
         )
+
+
+def require_sizes(space: Space[Any]) -> None:
+    """Refuse an observation that no memory holds."""
+    for part in parts_of(space):
+        count = prod(part.space.shape or ())
+        if count > MOST_NUMBERS:
+            where = ".".join(map(str, part.path)) or "the observation"
+            raise BadInput(
+                f"{where} has {count:,} numbers, more than {MOST_NUMBERS:,}; make it "
+                "smaller."
+            )
 
 
 def _columns(part: Part) -> int:

@@ -9,7 +9,7 @@ is saved: a signal or a crash costs the rounds since the last one.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -24,6 +24,7 @@ from esper.contracts.state import leaves
 from esper.experiment.attempts import Attempt, RunResult, train_on, train_to_end
 from esper.experiment.callbacks import Checkpoint, TensorBoard, summary_writer
 from esper.experiment.config import Budget, Keeping, check_limits
+from esper.experiment.deadline import TIMEOUT
 from esper.experiment.messages import (
     checked_name,
     one_line,
@@ -73,6 +74,8 @@ class PPORunConfig:
     """Steps of each environment between two updates."""
     kind: str = "sync"
     """Where environments are: sync, async (in processes) or native."""
+    env_timeout: Annotated[float, Field(gt=0, le=10**6)] = TIMEOUT
+    """Seconds that one call of the environments may take."""
     gamma: Fraction = 0.99
     """Discount per step."""
     gae_lambda: Fraction = 0.95
@@ -132,6 +135,7 @@ class PPORunConfig:
             autoregressive=self.autoregressive,
             normalize=self.normalize,
             ppo=self.ppo,
+            env_timeout=self.env_timeout,
         )
 
 
@@ -249,6 +253,7 @@ def resume_ppo(
     *,
     env: str | None = None,
     trust: bool = False,
+    env_timeout: float | None = None,
 ) -> RunResult:
     """Go on with a run from its newest good checkpoint.
 
@@ -258,6 +263,7 @@ def resume_ppo(
         env: The environment's id; it must be the run's own.
         trust: Import the module that the run's id names ("module:Id"); without it
             such an id must be given as `env` too, since a file must not choose code.
+        env_timeout: Seconds that a call may take from now on; None: as before.
     """
     with Run.open(path) as run:
         if run.finished is not None:
@@ -274,6 +280,8 @@ def resume_ppo(
                 f"give --trust or --env {one_line(config.env, 60)} to go on: the file "
                 f"of run {run.name} names a module to import, {quoted(module)}."
             )
+        if env_timeout is not None:
+            config = replace(config, env_timeout=env_timeout)
         first = (f"Going on with {run.name}: {config.env}.",)
         attempt = partial(_attempt, config, run, callbacks)
         return train_to_end(run, callbacks, first, attempt)
