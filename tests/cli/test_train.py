@@ -116,7 +116,7 @@ def test_damaged_runs_are_refused(capsys, here):
     for number, (file, data, message) in enumerate(
         (
             ("config.toml", b"envs = -1", "envs must be"),
-            ("config.toml", b"\xff", "is no text"),
+            ("config.toml", b"\xff", "must be text"),
             ("config.toml", None, "it has no config.toml"),
             ("versions.json", b"[]", "a JSON object"),
             ("finished.json", b"{", "a JSON object"),

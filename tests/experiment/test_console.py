@@ -10,6 +10,7 @@ from rich.console import Console
 
 from esper.experiment.callbacks import ConsoleProgress, time_left
 from esper.experiment.config import TrainConfig, World
+from esper.experiment.progress import Progress
 from esper.experiment.records import Judged
 from tests.experiment.stores import record
 
@@ -84,3 +85,12 @@ def test_the_headline_names_every_head_that_has_a_choice():
 )
 def test_the_time_left_is_that_of_what_ends_first(minutes, words):
     assert time_left(record(2), minutes) == words
+
+
+def test_names_in_a_bar_are_shown_as_they_are_without_escapes():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=120)
+    with Progress(console=console) as progress:
+        progress.update("[/a]\x1b[2J", 1, 2, "[/b]\x07")
+    assert "[/a]?[2J" in file.getvalue()
+    assert "[/b]?" in file.getvalue()

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 from dataclasses import replace
 
 import gymnasium
@@ -11,7 +12,7 @@ import pytest
 from esper import PPO
 from esper.cli import main
 from esper.cli.commands import _interrupted
-from esper.contracts.errors import WorkersTrouble
+from esper.contracts.errors import BadInput, WorkersTrouble
 from esper.experiment.config import Keeping
 from esper.experiment.run import Run
 from esper.experiment.settings import construct
@@ -186,3 +187,63 @@ def test_the_command_learns_reports_and_refuses(capsys, tmp_path):
         assert words in found.err
         assert found.err.count("\n") == 1
     assert [run.name for run in Run.list(tmp_path)] == ["one"]
+
+
+PLANTED = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+gymnasium.register("planted/Pole-v0", CartPoleEnv, max_episode_steps=50)
+"""
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """The id of an environment in a module that is not imported yet."""
+    (tmp_path / "planted_module.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "planted_module:planted/Pole-v0"
+    forget_planted()
+
+
+def forget_planted():
+    sys.modules.pop("planted_module", None)
+    gymnasium.registry.pop("planted/Pole-v0", None)
+
+
+def test_a_module_that_a_run_names_is_not_imported_without_consent(
+    planted, tmp_path, capsys
+):
+    def interrupt(record):
+        if record.round == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    config = replace(small_ppo(tmp_path, "run", 4), env=planted)
+    path = begin_ppo(config, [OnRoundEnd(interrupt)]).path
+    _interrupted(
+        begin_ppo(replace(config, name="other"), [OnRoundEnd(interrupt)]), "ppo"
+    )
+    assert f"--env {planted}" in capsys.readouterr().out
+    forget_planted()
+    resume = ["ppo", "--resume", str(path)]
+    for more, words in (
+        ([], f"--trust or --env {planted}"),
+        (["--env", "CartPole-v1"], "'CartPole-v1'"),
+        (["--env", "planted_module:planted/Pole-v1"], "planted/Pole-v1"),
+    ):
+        assert main([*resume, *more]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
+    with pytest.raises(BadInput, match="planted_module"):
+        resume_ppo(path)
+    assert "planted_module" not in sys.modules
+    assert main([*resume, "--env", planted]) == 0
+    assert "planted_module" in sys.modules
+    assert resume_ppo(tmp_path / "other", trust=True).rounds == 4
+
+
+def test_the_help_explains_trust(capsys):
+    assert main(["ppo", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--trust" in shown
+    assert "import the module that the run names" in shown

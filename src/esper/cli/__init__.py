@@ -7,6 +7,7 @@ import os
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from textwrap import fill
 from typing import Final
 
@@ -22,6 +23,7 @@ from esper.cli.output import (
     safe_streams,
     sudden_interrupts,
 )
+from esper.experiment.deadline import Watch
 
 EXAMPLES: Final = """\
 examples:
@@ -58,9 +60,10 @@ def _main(given: list[str], *, outlive: bool = False) -> int:
         except SystemExit as stop:  # a parser that helped or refused
             code = stop.code if isinstance(stop.code, int) else 0
             return _flushed(stdout, code)
-        if outlive and getattr(options, "ray", None) is not None:
-            return outlived(lambda: _flushed(stdout, _run(options)))
-        return _flushed(stdout, _run(options))
+        watch = Watch() if COMMANDS[options.command].environments else None
+        if outlive and (watch or getattr(options, "ray", None) is not None):
+            return outlived(lambda: _flushed(stdout, _run(options, watch)), watch)
+        return _flushed(stdout, _run(options, watch))
 
 
 def _flushed(stdout: SafeStream, code: int) -> int:
@@ -69,21 +72,20 @@ def _flushed(stdout: SafeStream, code: int) -> int:
     return explain_output(stdout.failed, code)
 
 
-def _run(options: Namespace) -> int:
+def _run(options: Namespace, watch: Watch | None) -> int:
     try:
         command = COMMANDS[options.command]
         if command.torch:
             import torch
 
             torch.set_num_threads(1)
-        code = command.run(options)
+        with watch or nullcontext():
+            code = command.run(options)
         return code if isinstance(code, int) else 0
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         return 130
-    except Exception as error:
+    except BaseException as error:  # SystemExit too: no command ends by it
         return report_failure(error)
 
 

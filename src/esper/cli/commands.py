@@ -26,6 +26,7 @@ from esper.cli.arguments import (
     whole,
 )
 from esper.contracts.errors import BadInput
+from esper.experiment.deadline import TIMEOUT
 
 if TYPE_CHECKING:
     from esper.experiment.attempts import RunResult
@@ -53,6 +54,8 @@ class Command:
     """Whether its options are settings, which take long to import."""
     torch: bool = True
     """Whether it needs torch."""
+    environments: bool = False
+    """Whether it calls environments, which may hang or end their process."""
 
 
 def train_options(parser: ArgumentParser) -> None:
@@ -165,6 +168,12 @@ def _end(result: "RunResult") -> int:
 def _interrupted(result: "RunResult", command: str) -> int:
     from esper.experiment.run import OWN_RECORDINGS, Run
 
+    again = f"esper {command} --resume {quote(str(result.path))}"
+    if command == "ppo":
+        from esper.rl.training import ppo_settings_of, resume_command
+
+        again = resume_command(result.path, ppo_settings_of(Run.read(result.path)).env)
+
     saved = Run.read(result.path).checkpoints().steps()
     when, kept = f"after round {result.rounds}", "all is saved"
     if not saved:
@@ -173,10 +182,7 @@ def _interrupted(result: "RunResult", command: str) -> int:
             kept = f"{recorded} recordings are kept, but {kept} from them"
     elif max(saved) < result.rounds:
         kept = f"what came after round {max(saved)} will be played again"
-    _say(
-        f"Interrupted {when}; {kept}. Go on with: "
-        f"esper {command} --resume {quote(str(result.path))}"
-    )
+    _say(f"Interrupted {when}; {kept}. Go on with: {again}")
     return 128 + (result.signal or 0)
 
 
@@ -467,6 +473,12 @@ def ppo_options(parser: ArgumentParser) -> None:
         metavar="RUN",
         help="go on with a run that was interrupted, by its name or folder",
     )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="with --resume: import the module that the run names, as in module:Id-v0; "
+        "or repeat its --env. A file alone never has code imported",
+    )
     add_settings(parser, PPORunConfig())
 
 
@@ -485,8 +497,13 @@ def ppo(options: Namespace) -> int:
     )
 
     given = _given(options)
+    trust = given.pop("trust")
+    if "env_id" in given:
+        given.setdefault("env", given.pop("env_id"))
     if "resume" in given:
         path = find_run(given.pop("resume"), Path(given.pop("runs", "runs")))
+        env = given.pop("env", None)
+        kept = {name: given.pop(name) for name in ("env_timeout",) if name in given}
         if given:
             raise refusal(
                 f"--resume goes on with the run's own settings, but {min(given)} was "
@@ -495,13 +512,14 @@ def ppo(options: Namespace) -> int:
         run = Run.read(path)
         ppo_settings_of(run)  # refuses other kinds of runs
         if run.finished is not None:
-            print(f"Run {run.name} is already complete. See: esper report {path}")
+            _say(f"Run {run.name} is already complete. See: esper report {path}")
             return 0
-        result = resume_ppo(path, [ConsoleProgress(details=True)])
+        console = ConsoleProgress(details=True)
+        more, _ = parsed_options(PPORunConfig, kept)
+        result = resume_ppo(path, [console], env=env, trust=trust, **more)
     else:
-        if "env_id" not in given and "env" not in given:
+        if "env" not in given:
             raise refusal("expected the id of an environment, or --resume RUN.")
-        given.setdefault("env", given.pop("env_id", None))
         config = construct(PPORunConfig, *parsed_options(PPORunConfig, given))
         result = begin_ppo(config, [ConsoleProgress(details=True)])
     if result.signal is not None:
@@ -518,16 +536,21 @@ def doctor_options(parser: ArgumentParser) -> None:
     parser.add_argument("env", type=path_text, metavar="ENV_ID", help="Gymnasium's id")
     add_option(parser, "--steps", whole(1, 10**9), 2_000, "N", "steps to play")
     add_option(parser, "--rng-seed", RNG_SEED, 0, "N", "of resets and actions")
+    seconds = "seconds that one call of the environment may take"
+    add_option(parser, "--timeout", positive, TIMEOUT, "X", seconds)
 
 
 def doctor(options: Namespace) -> int:
     """Say what in an environment will hurt learning."""
     from esper.rl.doctor import examine
 
-    findings = examine(options.env, options.steps, options.rng_seed)
-    print(*findings, sep="\n", end="\n" if findings else "")
+    findings = examine(
+        options.env, options.steps, options.rng_seed, timeout=options.timeout
+    )
+    for finding in findings:
+        _say(str(finding))
     if not findings:
-        print(f"{options.env}: nothing to mend in {options.steps} steps.")
+        _say(f"{options.env}: nothing to mend in {options.steps} steps.")
     return 1 if findings else 0
 
 
@@ -589,17 +612,21 @@ examples:
         run=ppo,
         options=ppo_options,
         settings=True,
+        environments=True,
         help="learn a Gymnasium environment, or resume a run",
         examples="""\
 examples:
   esper ppo CartPole-v1
   esper ppo CartPole-v1 --memory mingru --steps 300000 --envs 64
+  esper ppo my_package:Mine-v0
   esper ppo --resume RUN
+  esper ppo --resume RUN --env my_package:Mine-v0
 """,
     ),
     "doctor": Command(
         run=doctor,
         options=doctor_options,
+        environments=True,
         help="say what in a Gymnasium environment will hurt learning",
         description="""\
 Play an environment with random legal actions and say what will hurt learning, with the

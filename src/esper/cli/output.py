@@ -28,7 +28,13 @@ from esper.contracts.errors import (
     WorkersTrouble,
 )
 from esper.contracts.messages import one_line, quoted
+from esper.experiment.deadline import TICK, Watch
 
+CRASHES: Final = (
+    *(signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL),
+    *(signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
+)
+"""Signals that end a process which did not want to."""
 STORAGE: Final = 5
 WORKERS: Final = 6
 CODES: Final = {
@@ -40,7 +46,7 @@ CODES: Final = {
 }
 
 
-def report_failure(error: Exception) -> int:
+def report_failure(error: BaseException) -> int:
     """Print one line and return the exit code; a bug's traceback goes to a file."""
     for kind, code in CODES.items():
         if isinstance(error, kind):
@@ -75,7 +81,7 @@ def _print(text: str, code: int) -> int:
 def printed_warnings() -> Iterator[None]:
     """Print each warning of ours in one line; others as Python does."""
     with warnings.catch_warnings():
-        python_shows = warnings.showwarning
+        python_shows, shown = warnings.showwarning, set[str]()
 
         def show(
             message: Warning | str,
@@ -84,7 +90,9 @@ def printed_warnings() -> Iterator[None]:
             **more: Any,  # noqa: ANN401
         ) -> None:
             if issubclass(category, EsperWarning):
-                _print(f"warning: {message}", 0)
+                if str(message) not in shown:  # once in a command
+                    shown.add(str(message))
+                    _print(f"warning: {message}", 0)
             else:
                 python_shows(message, category, *where, **more)
 
@@ -117,11 +125,16 @@ def sudden_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def outlived(command: Callable[[], int]) -> int:
+def outlived(command: Callable[[], int], watch: Watch | None = None) -> int:
     """Run a command in a process of its own, and say so if that ends without a word.
 
-    As Ray ends it when the node that it is connected to is gone. Signals that come
-    here are passed on, but for those of a terminal, which come to both.
+    As Ray ends it when the node that it is connected to is gone, or an environment
+    that crashes. Signals that come here are passed on, but for those of a terminal,
+    which come to both.
+
+    Args:
+        command: What to run.
+        watch: Of its calls of environments; a call that hangs ends the process.
     """
     if sys.platform != "linux":
         return command()
@@ -135,17 +148,31 @@ def outlived(command: Callable[[], int]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         code = command()
         sys.stderr.flush()
+        if watch is not None:
+            watch.done = True
         os._exit(code)
-    ended, status = 0, 0
+    ended, status, hung = 0, 0, None
     while not ended:
-        came = signal.sigwaitinfo(kinds)
-        if came.si_signo == signal.SIGCHLD:
+        came = signal.sigtimedwait(kinds, TICK)
+        if came is None or came.si_signo == signal.SIGCHLD:
             ended, status = os.waitpid(child, os.WNOHANG)
+            if came is None and watch is not None and not hung and not ended:
+                hung = watch.overdue()
+                if hung:
+                    os.kill(child, signal.SIGKILL)
         elif came.si_code <= 0:  # sent by a process
             os.kill(child, came.si_signo)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     code = os.waitstatus_to_exitcode(status)
-    if code == 1 or -code in (signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL):
+    if hung:
+        return _print(hung, WORKERS)
+    crashed = -code in CRASHES
+    # The handler of Ctrl-C ends a process with 130.
+    lost = watch is not None and not watch.done and code >= 0 and code != 130
+    if lost or (watch is not None and crashed):
+        text = "the environment or the system ended this process, perhaps for want of "
+        return _print(f"{text}memory. What was saved is whole; resume it.", WORKERS)
+    if crashed or (watch is None and code == 1):
         text = "ended by Ray or the system, perhaps for want of memory; see whether "
         return _print(f"{text}Ray's node still runs here, and resume.", WORKERS)
     return code if code >= 0 else 128 - code

@@ -33,9 +33,19 @@ def quoted(value: object) -> str:
     """The representation of a value from outside, at most 48 characters."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # thousands of digits or of brackets
+    except Exception:  # thousands of digits or brackets, or code that is not ours
         text = f"a huge {type(value).__name__}"
     return one_line(text, 48)
+
+
+def described(error: BaseException) -> str:
+    """Type and message of an error that is not ours, in one line."""
+    try:
+        text = " ".join(str(error)[:1_000].split())
+    except Exception:
+        text = "no message"
+    name = type(error).__name__
+    return one_line(f"{name}: {text}" if text else name, 120)
 
 
 def short(path: Path) -> str:

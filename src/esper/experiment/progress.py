@@ -40,10 +40,10 @@ class Progress:
         self._tasks: dict[str, TaskID] = {}
         if self._console.is_terminal:
             self._bars = RichProgress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=24),
                 TextColumn("{task.completed}/{task.total}"),
-                TextColumn("{task.fields[text]}"),
+                TextColumn("{task.fields[text]}", markup=False),
                 TimeRemainingColumn(),
                 console=self._console,
             )
@@ -79,7 +79,7 @@ class Progress:
         task = self._task(self._bars, name)
         self._bars.start()
         self._bars.start_task(task)
-        self._bars.update(task, completed=done, total=total, text=text)
+        self._bars.update(task, completed=done, total=total, text=printable(text))
 
     def close(self) -> None:
         """Leave the terminal."""
@@ -89,7 +89,7 @@ class Progress:
     def _task(self, bars: RichProgress, name: str) -> TaskID:
         if name not in self._tasks:
             self._tasks[name] = bars.add_task(
-                name, total=None, text="waiting", start=False
+                printable(name), total=None, text="waiting", start=False
             )
         return self._tasks[name]
 

@@ -11,8 +11,10 @@ to do. Statements about chance compare episodes from the same seed:
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import gymnasium
@@ -22,9 +24,11 @@ from gymnasium import Env, Space, spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, EsperError, WorkersTrouble
+from esper.contracts.messages import described, one_line, quoted
+from esper.experiment.deadline import TIMEOUT, timed
 from esper.rl.nested import first_of
-from esper.rl.spaces import MASK, Part, SpaceSpec, parts_of
+from esper.rl.spaces import MASK, Part, SpaceSpec, parts_of, require_sizes
 from esper.rl.vector import METHOD
 
 Array = NDArray[Any]
@@ -40,6 +44,7 @@ MANY: Final = 1_000
 """Numbers among which no clock is looked for."""
 COMPARED: Final = 50
 """Steps of an episode that are compared with its repetition."""
+OPTION: Final = "--timeout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +66,25 @@ class Examination:
 
     findings: dict[str, Finding] = field(default_factory=dict)
     step: int = 0
+    timeout: float = TIMEOUT
 
     def add(self, kind: str, what: str, advice: str) -> None:
         """Keep the first finding of a kind."""
-        self.findings.setdefault(kind, Finding(self.step, what, advice))
+        self.findings.setdefault(kind, Finding(self.step, one_line(what), advice))
+
+    def call(self, kind: str, what: str, call: Callable[[], Any], advice: str) -> Any:  # noqa: ANN401
+        """Call the environment; what it raises, and a call that hangs, is a finding."""
+        try:
+            return timed(call, what, self.timeout, OPTION)
+        except KeyboardInterrupt:
+            raise
+        except WorkersTrouble as error:
+            hung = f"{what} did not return in {self.timeout:g} s"
+            self.add(kind, hung, f"Let it return, or raise {OPTION}")
+            raise _Broken from error
+        except BaseException as error:  # an environment may raise SystemExit
+            self.add(kind, f"{what} raised {described(error)}", advice)
+            raise _Broken from error
 
 
 class _Broken(Exception):  # noqa: N818
@@ -76,6 +96,7 @@ def examine(
     steps: int = 2_000,
     rng_seed: int = 0,
     relevant: Sequence[Sequence[bool]] | None = None,
+    timeout: float = TIMEOUT,
 ) -> list[Finding]:
     """Play an environment and say what will hurt learning.
 
@@ -84,16 +105,19 @@ def examine(
         steps: How long to play.
         rng_seed: Of resets and random actions.
         relevant: As for `PPO`: which heads a choice of the first one uses.
+        timeout: Seconds that a call of the environment may take, in the command.
     """
     table = None if relevant is None else tuple(tuple(map(bool, r)) for r in relevant)
     make = source if callable(source) else _maker(source)
-    notes = Examination()
+    notes, name = Examination(timeout=timeout), one_line(str(source), 80)
     try:
-        env = make()
-    except Exception as error:
-        raise BadInput(
-            f"{source} cannot be made: {type(error).__name__}: {_line(error)}"
-        ) from error
+        env = timed(make, f"the constructor of {name}", timeout, OPTION)
+        if not isinstance(env, VectorEnv):
+            require_sizes(env.observation_space)
+    except (EsperError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise BadInput(f"{name} cannot be made: {described(error)}") from error
     try:
         if isinstance(env, VectorEnv):
             _play_vector(env, steps, rng_seed, notes)
@@ -106,8 +130,12 @@ def examine(
                 _compare(make, spec, rng_seed, notes)
     except _Broken:
         pass
-    finally:
-        env.close()
+    except (EsperError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        what = f"what the environment gives cannot be examined: {described(error)}"
+        notes.add("unusable", what, "Return what Gymnasium's API says")
+    _close(env, notes)
     return sorted(notes.findings.values(), key=lambda finding: finding.step)
 
 
@@ -115,8 +143,9 @@ def _maker(name: str) -> Maker:
     return lambda: gymnasium.make(name, disable_env_checker=True)
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:100]
+def _close(env: Any, notes: Examination) -> None:  # noqa: ANN401
+    with suppress(_Broken):
+        notes.call("close", "close()", env.close, "Let close() succeed, also twice")
 
 
 def _spaces(
@@ -125,7 +154,7 @@ def _spaces(
     """The spaces as PPO would know them, if it can learn in them."""
     try:
         return SpaceSpec(env.observation_space, env.action_space, table)
-    except BadInput as error:
+    except EsperError as error:
         notes.add("spaces", str(error).rstrip("."), "PPO cannot learn here as it is")
         return None
 
@@ -193,15 +222,10 @@ def _play(
 def _reset(
     env: Env[Any, Any], seed: int | None, notes: Examination
 ) -> tuple[Any, dict[str, Any]]:
-    try:
-        result = env.reset(seed=seed)
-    except Exception as error:
-        notes.add(
-            "reset",
-            f"reset(seed={seed}) raised {type(error).__name__}: {_line(error)}",
-            "Accept the keywords seed and options, and begin an episode",
-        )
-        raise _Broken from error
+    what = "Accept the keywords seed and options, and begin an episode"
+    result: Any = notes.call(
+        "reset", f"reset(seed={seed})", lambda: env.reset(seed=seed), what
+    )
     fine = isinstance(result, tuple) and len(result) == 2
     if not fine or not isinstance(result[1], dict):
         notes.add(
@@ -211,19 +235,13 @@ def _reset(
         )
         raise _Broken
     _observation(env.observation_space, result[0], notes)
-    return result
+    return result[0], result[1]
 
 
 def _step(env: Env[Any, Any], action: Any, notes: Examination) -> Any:  # noqa: ANN401
-    try:
-        result: Any = env.step(action)
-    except Exception as error:
-        notes.add(
-            "step",
-            f"step({action}) raised {type(error).__name__}: {_line(error)}",
-            "An action of the space that the mask allows must be possible",
-        )
-        raise _Broken from error
+    what = "An action of the space that the mask allows must be possible"
+    call = f"step({one_line(str(action), 40)})"
+    result = notes.call("step", call, lambda: env.step(action), what)
     if not isinstance(result, tuple) or len(result) != 5:
         notes.add(
             "step",
@@ -235,7 +253,7 @@ def _step(env: Env[Any, Any], action: Any, notes: Examination) -> Any:  # noqa: 
         if not isinstance(flag, bool | np.bool_):
             notes.add(
                 name,
-                f"{name} is {flag!r}, a {type(flag).__name__}",
+                f"{name} is {quoted(flag)}, a {type(flag).__name__}",
                 "Return a bool",
             )
     if not isinstance(result[4], dict):
@@ -268,7 +286,8 @@ def _problem(part: Part, value: Any) -> tuple[str, str, str] | None:  # noqa: AN
     if not isinstance(space, spaces.Box):
         if space.contains(value):
             return None
-        return "space", f"is {value!r}, outside {space}", "Return a member of the space"
+        what = f"is {quoted(value)}, outside {one_line(str(space), 80)}"
+        return "space", what, "Return a member of the space"
     array = np.asarray(value)
     if array.shape != space.shape:
         what = f"has the shape {array.shape}, the space has {space.shape}"
@@ -289,8 +308,8 @@ def _reward(reward: Any, notes: Examination) -> float:  # noqa: ANN401
     """The size of a reward."""
     try:
         number = float(reward)
-    except (TypeError, ValueError) as error:
-        notes.add("reward", f"the reward is {reward!r}", "Return one number")
+    except (TypeError, ValueError, OverflowError) as error:
+        notes.add("reward", f"the reward is {quoted(reward)}", "Return one number")
         raise _Broken from error
     if not math.isfinite(number):
         notes.add("reward", f"the reward is {number}", "Find out where it comes from")
@@ -328,12 +347,8 @@ def _action(
         )
     elif env.has_wrapper_attr(METHOD):
         where = f"{METHOD}()"
-        try:
-            mask = env.get_wrapper_attr(METHOD)()
-        except Exception as error:
-            what = f"{where} raised {type(error).__name__}: {_line(error)}"
-            notes.add("mask", what, "Mend the method")
-            raise _Broken from error
+        ask = env.get_wrapper_attr(METHOD)
+        mask = notes.call("mask", where, lambda: ask(), "Mend the method")
     if mask is None or spec is None:
         return space.sample()
     try:
@@ -398,22 +413,18 @@ def _compare(
     make: Maker, spec: SpaceSpec | None, rng_seed: int, notes: Examination
 ) -> None:
     """Episodes from the same seed, alone, again, and beside another one."""
-    try:
-        first, second = make(), make()
-    except Exception as error:
-        notes.add(
-            "alone",
-            f"a second environment cannot be made: {type(error).__name__}: "
-            f"{_line(error)}",
-            "Let several exist at once: PPO learns in many, envs=1 in one",
-        )
-        return
+
+    def another() -> Any:  # noqa: ANN401
+        what = "Let several exist at once: PPO learns in many, envs=1 in one"
+        return notes.call("alone", "the constructor of a second one", make, what)
+
+    first, second = another(), another()
     actions = _actions(first, rng_seed)
-    alone = _episode(first, spec, rng_seed, actions)
-    if not _same(alone, _episode(second, spec, rng_seed, actions)):
-        again = make()
-        fresh = _episode(again, spec, rng_seed, actions)
-        again.close()
+    alone = _episode(first, spec, rng_seed, actions, notes)
+    if not _same(alone, _episode(second, spec, rng_seed, actions, notes)):
+        again = another()
+        fresh = _episode(again, spec, rng_seed, actions, notes)
+        _close(again, notes)
         if not _same(alone, fresh):
             notes.add(
                 "seed",
@@ -421,7 +432,7 @@ def _compare(
                 "Draw all chance from self.np_random, which reset(seed=...) sets",
             )
             return
-    if not _same(alone, _episode(first, spec, rng_seed, actions)):
+    if not _same(alone, _episode(first, spec, rng_seed, actions, notes)):
         notes.add(
             "leak",
             "an episode differs from its repetition with the same seed after others "
@@ -429,15 +440,15 @@ def _compare(
             "Set everything anew in reset()",
         )
         return
-    beside = make()
-    if not _same(alone, _episode(beside, spec, rng_seed, actions, second)):
+    beside = another()
+    if not _same(alone, _episode(beside, spec, rng_seed, actions, notes, second)):
         notes.add(
             "shared",
             "an episode differs when another environment is played beside it",
             "Keep state in self, not in the class, the module or a default argument",
         )
     for env in (first, second, beside):
-        env.close()
+        _close(env, notes)
 
 
 def _actions(env: Env[Any, Any], rng_seed: int) -> list[Any]:
@@ -450,20 +461,22 @@ def _episode(
     spec: SpaceSpec | None,
     rng_seed: int,
     actions: Sequence[Any],
+    notes: Examination,
     other: Env[Any, Any] | None = None,
 ) -> list[Any]:
     """What an episode shows; `other` is played between its steps."""
-    notes = Examination()
     observation, info = _reset(env, rng_seed, notes)
     rows: list[Any] = [deepcopy(observation)]
     masked = MASK in info
     # Not the space's own: environments of a class may have one space.
     chance = np.random.default_rng(rng_seed)
-    neighbour = None if other is None else _Neighbour(other, spec, rng_seed + 99)
+    neighbour = None
+    if other is not None:
+        neighbour = _Neighbour(other, spec, rng_seed + 99, notes)
     for action in actions:
         if masked or env.has_wrapper_attr(METHOD) or _shows_mask(observation):
             action = _action(env, spec, observation, info, masked, chance, notes)
-        observation, reward, terminated, truncated, info = env.step(action)
+        observation, reward, terminated, truncated, info = _step(env, action, notes)
         rows.append((deepcopy(observation), float(reward), terminated, truncated))
         if neighbour is not None:
             neighbour.step()
@@ -480,9 +493,13 @@ class _Neighbour:
     """Another environment, played with random legal actions."""
 
     def __init__(
-        self, env: Env[Any, Any], spec: SpaceSpec | None, rng_seed: int
+        self,
+        env: Env[Any, Any],
+        spec: SpaceSpec | None,
+        rng_seed: int,
+        notes: Examination,
     ) -> None:
-        self._env, self._spec, self._notes = env, spec, Examination()
+        self._env, self._spec, self._notes = env, spec, notes
         self._chance = np.random.default_rng(rng_seed)
         self._shown = _reset(env, rng_seed, self._notes)
 
@@ -493,7 +510,9 @@ class _Neighbour:
         action = _action(
             self._env, self._spec, observation, info, masked, self._chance, self._notes
         )
-        observation, _, terminated, truncated, info = self._env.step(action)
+        observation, _, terminated, truncated, info = _step(
+            self._env, action, self._notes
+        )
         self._shown = observation, info
         if terminated or truncated:
             self._shown = _reset(self._env, None, self._notes)
@@ -512,15 +531,19 @@ def _play_vector(
         )
         return
     env.action_space.seed(rng_seed)
-    env.reset(seed=rng_seed)
+    notes.call("reset", "reset()", lambda: env.reset(seed=rng_seed), "Begin episodes")
     for step in range(steps):
         notes.step = step
-        _, _, terminated, truncated, info = env.step(env.action_space.sample())
+        call = partial(env.step, env.action_space.sample())
+        _, _, terminated, truncated, info = notes.call(
+            "step", "step()", call, "An action of the space must be possible"
+        )
         ended = np.asarray(terminated) | np.asarray(truncated)
         if not ended.any():
             continue
         if AutoresetMode(mode) is AutoresetMode.DISABLED:
-            env.reset(options={"reset_mask": ended})
+            again = partial(env.reset, options={"reset_mask": ended})
+            notes.call("reset", "reset()", again, "Accept options['reset_mask']")
         elif AutoresetMode(mode) is AutoresetMode.SAME_STEP:
             there = np.asarray(info.get("_final_obs", ended))
             if "final_obs" not in info or (ended & ~there).any():

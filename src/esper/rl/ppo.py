@@ -30,8 +30,10 @@ from torch import Tensor
 from esper.contracts.errors import BadInput, CallOrder, NotFinite, unknown
 from esper.contracts.messages import one_line
 from esper.contracts.state import Stateful, Tensors, check_fit, leaves, load, save
+from esper.experiment.deadline import TIMEOUT
 from esper.experiment.progress import Progress
 from esper.experiment.streams import stream, stream_seed
+from esper.experiment.workers import machine_memory
 from esper.files import (
     Disk,
     Manifest,
@@ -177,8 +179,11 @@ class PPO(Stateful):
         masks: Where masks come from: observation, info, method, None: nowhere; "auto"
             finds out.
         ppo: Settings of the update; those that a mapping leaves out are as usual.
+        env_timeout: Seconds that one call of the environments may take, as `Vector`
+            has it.
     """
 
+    _env_timeout = TIMEOUT
     STATE = ("agent", "observations", "generator", "steps_done", "rounds")
     DERIVED = ("_standing",)
 
@@ -202,6 +207,7 @@ class PPO(Stateful):
         relevant: Any = None,  # noqa: ANN401
         masks: str | None = "auto",
         ppo: PPOConfig | Mapping[str, Any] = DEFAULTS,
+        env_timeout: float = TIMEOUT,
     ) -> None:
         policy = SpacePolicyConfig(
             width=width,
@@ -221,15 +227,23 @@ class PPO(Stateful):
             policy=policy,
             ppo=ppo if isinstance(ppo, PPOConfig) else _over_defaults(ppo),
         )
-        world = Vector(env, envs, kind, _table(relevant), masks)
+        world = Vector(env, envs, kind, _table(relevant), masks, env_timeout)
+        self._env_timeout = env_timeout
         self._source: Source | None = env
         self._kind, self._masks = kind, masks
-        self._build(world.spec, replace(settings, envs=world.num_envs), world)
+        try:
+            self._build(world.spec, replace(settings, envs=world.num_envs), world)
+        except BaseException:
+            if not isinstance(env, VectorEnv):
+                world.close()
+            raise
 
     def _build(
         self, spec: SpaceSpec, settings: PPOSettings, world: Vector | None
     ) -> None:
         """Make what is learnt and what learns."""
+        if world is not None:
+            _require_memory(spec, settings)
         self.spec, self.settings, self.world = spec, settings, world
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(settings.seed, "weights"))
@@ -492,9 +506,25 @@ class PPO(Stateful):
             raise CallOrder("there is no environment; give evaluate(env=...).")
         count = min(episodes, self.settings.envs)
         kind = "sync" if self._kind == "async" else self._kind
-        world = Vector(source, count, kind, self.spec.relevant, self._masks)
+        seconds = self._env_timeout
+        world = Vector(source, count, kind, self.spec.relevant, self._masks, seconds)
+        try:
+            return self._evaluate(world, episodes, env, deterministic, seed, max_steps)
+        finally:
+            if not isinstance(source, VectorEnv):
+                world.close()
+
+    def _evaluate(
+        self,
+        world: Vector,
+        episodes: int,
+        env: Source | None,
+        deterministic: bool,
+        seed: int,
+        max_steps: int,
+    ) -> EpisodeReturns:
         self._require_spaces(world)
-        if isinstance(source, VectorEnv) and source is self._source:
+        if world.env is self._source:
             self._standing = None
         envs = world.num_envs
         # Each environment has its share, so that short episodes are not preferred.
@@ -531,8 +561,6 @@ class PPO(Stateful):
                 f"some episode did not end within {max_steps} steps; set a time limit: "
                 "gymnasium.make(..., max_episode_steps=1000)."
             )
-        if not isinstance(source, VectorEnv):
-            world.close()
         totals, counts = zip(*found, strict=True)
         return EpisodeReturns(np.array(totals), np.array(counts))
 
@@ -654,6 +682,23 @@ def _table(relevant: Any) -> tuple[tuple[bool, ...], ...] | None:  # noqa: ANN40
     if table.ndim != 2:
         raise BadInput(f"relevant must be [op, head], got {list(table.shape)}.")
     return tuple(map(tuple, table.tolist()))
+
+
+def _require_memory(spec: SpaceSpec, settings: PPOSettings) -> None:
+    """Refuse a rollout or a first layer that no memory holds, before it is taken."""
+    leaves = spec.observation.values()
+    seen = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    choices = len(spec.sizes) * spec.width
+    rollout = settings.envs * settings.steps * (seen + choices)
+    columns = sum(leaf.shape[0] for leaf in leaves if len(leaf.shape) == 1)
+    # Weights, gradients and two moments, in float32.
+    layers = 16 * settings.policy.width * (columns + choices)
+    needed, there = rollout + layers, machine_memory()
+    if needed > there:
+        raise BadInput(
+            f"learning here needs {needed / 1e9:,.0f} GB, this machine has "
+            f"{there / 1e9:,.0f}; use fewer envs or steps, or smaller spaces."
+        )
 
 
 def _require_finite(rows: Array, view: View) -> None:

@@ -393,6 +393,18 @@ class SpaceSpec:
         )
 
 
+def require_sizes(space: Space[Any]) -> None:
+    """Refuse an observation that no memory holds."""
+    for part in parts_of(space):
+        count = prod(part.space.shape or ())
+        if count > MAX_NUMBERS:
+            where = ".".join(map(str, part.path)) or "the observation"
+            raise BadInput(
+                f"{where} has {count:,} numbers, more than {MAX_NUMBERS:,}; make it "
+                "smaller."
+            )
+
+
 def _columns(part: Part) -> int:
     if isinstance(part.space, spaces.Discrete | spaces.MultiDiscrete):
         return sum(part.sizes)

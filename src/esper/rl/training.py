@@ -9,7 +9,7 @@ is saved: a signal or a crash costs the rounds since the last one.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -20,11 +20,12 @@ import numpy as np
 from pydantic import Field
 
 from esper.contracts.errors import BadInput, EsperError
-from esper.contracts.messages import checked_name, unknown
+from esper.contracts.messages import checked_name, one_line, quoted, refusal, unknown
 from esper.contracts.state import leaves
 from esper.experiment.attempts import Attempt, RunResult, train_on, train_to_end
 from esper.experiment.callbacks import Checkpoint, TensorBoard, summary_writer
 from esper.experiment.config import Budget, Keeping, check_limits
+from esper.experiment.deadline import TIMEOUT
 from esper.experiment.records import RoundRecord
 from esper.experiment.run import STORE, Run
 from esper.experiment.settings import (
@@ -67,6 +68,8 @@ class PPORunConfig:
     """Steps of each environment between two updates."""
     kind: str = "sync"
     """Where environments are: sync, async (in processes) or native."""
+    env_timeout: Annotated[float, Field(gt=0, le=10**6)] = TIMEOUT
+    """Seconds that one call of the environments may take."""
     gamma: Fraction = 0.99
     """Discount per step."""
     gae_lambda: Fraction = 0.95
@@ -126,6 +129,7 @@ class PPORunConfig:
             autoregressive=self.autoregressive,
             normalize=self.normalize,
             ppo=self.ppo,
+            env_timeout=self.env_timeout,
         )
 
 
@@ -237,15 +241,50 @@ def begin_ppo(config: PPORunConfig, callbacks: Sequence[Callback] = ()) -> RunRe
         return train_to_end(run, callbacks, first, attempt)
 
 
-def resume_ppo(path: Path, callbacks: Sequence[Callback] = ()) -> RunResult:
-    """Go on with a run from its newest good checkpoint."""
+def resume_ppo(
+    path: Path,
+    callbacks: Sequence[Callback] = (),
+    *,
+    env: str | None = None,
+    trust: bool = False,
+    env_timeout: float | None = None,
+) -> RunResult:
+    """Go on with a run from its newest good checkpoint.
+
+    Args:
+        path: The folder of the run.
+        callbacks: Called besides those that record and save.
+        env: The environment's id; it must be the run's own.
+        trust: Import the module that the run's id names ("module:Id"); without it
+            such an id must be given as `env` too, since a file must not choose code.
+        env_timeout: Seconds that a call may take from now on; None: as before.
+    """
     with Run.open(path) as run:
         if run.finished is not None:
             raise BadInput(f"run {run.name} is complete; begin another one.")
         config = ppo_settings_of(run)
+        if env not in (None, config.env):
+            raise refusal(
+                f"run {run.name} learns in {quoted(config.env)}, got env "
+                f"{quoted(env)}; give the same or none."
+            )
+        if ":" in config.env and env is None and not trust:
+            module = config.env.partition(":")[0]
+            raise refusal(
+                f"give --trust or --env {one_line(config.env, 60)} to go on: the file "
+                f"of run {run.name} names a module to import, {quoted(module)}."
+            )
+        if env_timeout is not None:
+            config = replace(config, env_timeout=env_timeout)
         first = (f"Going on with {run.name}: {config.env}.",)
         attempt = partial(_attempt, config, run, callbacks)
         return train_to_end(run, callbacks, first, attempt)
+
+
+def resume_command(path: Path, env: str) -> str:
+    """What to type to go on with a run."""
+    again = f" --env {quote(env)}" if ":" in env else ""
+    return f"esper ppo --resume {quote(str(path))}{again}"
 
 
 def ppo_settings_of(run: Run) -> PPORunConfig:
@@ -284,9 +323,8 @@ def _attempt(
             # An environment that raised, or a process that died: nothing is lost.
             saved = checkpoints.steps()
             after = f"after round {saved[-1]}" if saved else "from its beginning"
-            raise type(error)(
-                f"{error} Go on {after} with: esper ppo --resume {quote(str(run.path))}"
-            ) from error
+            again = resume_command(run.path, config.env)
+            raise type(error)(f"{error} Go on {after} with: {again}") from error
         finally:
             trainer.call("on_close")
             agent.close()

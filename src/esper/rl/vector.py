@@ -9,33 +9,55 @@ An episode that ended is followed by the first observation of the next one:
 
 Masks come from a Dict observation, from `info["action_mask"]` or from the method
 `action_masks()`, and always belong to the observation beside them.
+
+Whatever an environment raises becomes one line, `SystemExit` too. A process of an
+environment has a deadline for every call, and ends with the process that started it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import TimeoutError as WaitTimeout
 from multiprocessing.connection import wait
-from typing import Any, Final
+from queue import Empty
+from threading import Thread
+from typing import Any, Final, TypeVar
 
 import gymnasium
 import numpy as np
 from gymnasium import Env, Space, spaces
 from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from jaxtyping import Bool
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.contracts.errors import BadInput, EsperError, WorkersTrouble
-from esper.rl.spaces import MASK, SpaceSpec
+from esper.contracts.errors import (
+    BadInput,
+    EsperError,
+    EsperWarning,
+    WorkersTrouble,
+)
+from esper.contracts.messages import described, one_line
+from esper.experiment.deadline import TIMEOUT, late, timed
+from esper.rl.spaces import MASK, SpaceSpec, require_sizes
 
+T = TypeVar("T")
 Array = NDArray[Any]
 Source = str | Callable[[], Env[Any, Any]] | VectorEnv[Any, Any, Any]
 KINDS: Final = ("sync", "async", "native")
 METHOD: Final = "action_masks"
+OPTION: Final = "env_timeout"
+UNUSABLE: Final = "returned what cannot be used"
+GIVE_UP: Final = 5.0
+"""Seconds to wait for what a process that failed has to say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +97,10 @@ class SyncEnvs(SyncVectorEnv):
     at = 0
     """The environment that was called last."""
 
-    def __init__(self, makers: Sequence[Callable[[], Env[Any, Any]]]) -> None:
+    def __init__(
+        self, makers: Sequence[Callable[[], Env[Any, Any]]], seconds: float = TIMEOUT
+    ) -> None:
+        self._seconds = seconds
         super().__init__(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
@@ -104,6 +129,127 @@ class SyncEnvs(SyncVectorEnv):
             info,
         )
 
+    def close_extras(self, **options: Any) -> None:  # noqa: ANN401
+        """Close every environment; what one raises is a warning."""
+        close_all([env.close for env in getattr(self, "envs", ())], self._seconds)
+
+
+class RaisedInWorker(Exception):  # noqa: N818
+    """What an environment raised in its process, in words; it can be sent."""
+
+
+class ContainedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """An environment in its own process; whatever it raises can be sent."""
+
+    def reset(self, **options: Any) -> Any:  # noqa: ANN401
+        """Begin an episode."""
+        return _contained(partial(self.env.reset, **options))
+
+    def step(self, action: Any) -> Any:  # noqa: ANN401
+        """Act."""
+        return _contained(partial(self.env.step, action))
+
+    def get_wrapper_attr(self, name: str) -> Any:  # noqa: ANN401
+        """An attribute, or a method whose errors can be sent."""
+        found = _contained(partial(super().get_wrapper_attr, name))
+        return (lambda: _contained(found)) if callable(found) else found
+
+    def close(self) -> None:
+        """Close it; what it raises is a warning."""
+        close_all([self.env.close], TIMEOUT)
+
+
+class UnmadeEnv(gymnasium.Env[Any, Any]):
+    """Stands for an environment that cannot be made in its process."""
+
+    observation_space: Any = None
+    action_space: Any = None
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def get_wrapper_attr(self, name: str) -> Any:  # noqa: ANN401
+        """Raise why it cannot be made."""
+        raise RaisedInWorker(self._why)
+
+
+def _contained(call: Callable[[], Any]) -> Any:  # noqa: ANN401
+    try:
+        return call()
+    except BaseException as error:
+        raise RaisedInWorker(described(error)) from None
+
+
+def close_all(closes: Sequence[Callable[[], object]], seconds: float) -> None:
+    """Close environments; what they raise is one warning: all results are there."""
+    failure: BaseException | None = None
+    for close in closes:
+        try:
+            timed(close, "close() of an environment", seconds, OPTION)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            failure = failure or error
+            if isinstance(error, WorkersTrouble):  # the others would hang too
+                break
+    if failure is not None:
+        what = f"an environment failed in close(): {described(failure)}"
+        warnings.warn(one_line(what), EsperWarning, stacklevel=3)
+
+
+class AsyncEnvs(AsyncVectorEnv):
+    """Gymnasium's, with a deadline also for making and closing environments.
+
+    Args:
+        makers: Functions that make environments.
+        seconds: How long a call may take.
+    """
+
+    def __init__(
+        self, makers: Sequence[Callable[[], Env[Any, Any]]], seconds: float
+    ) -> None:
+        self._seconds = seconds
+        try:
+            super().__init__(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+        except BaseException:
+            kill(self)
+            raise
+
+    def close_extras(
+        self, timeout: float | None = None, terminate: bool = False
+    ) -> None:
+        """End the processes; those that do not end by themselves are killed."""
+        if self._state is AsyncState.DEFAULT and not terminate:
+            for pipe in self.parent_pipes:
+                with suppress(OSError, AttributeError):  # of a process that died
+                    pipe.send(("close", None))
+            until = time.monotonic() + (timeout or self._seconds)
+            for process in self.processes:
+                process.join(max(0.0, until - time.monotonic()))
+        kill(self)
+
+    def _check_spaces(self) -> None:
+        self.call_async("render_mode")  # answered when an environment is made
+        self.call_wait(self._seconds)
+        super()._check_spaces()  # type: ignore[no-untyped-call]
+
+    def _raise_if_errors(self, successes: Iterable[bool]) -> None:
+        """Raise the first error; Gymnasium would print tracebacks too."""
+        if not all(successes):
+            try:
+                error = self.error_queue.get(timeout=GIVE_UP)[2]
+            except Empty:
+                error = RaisedInWorker("an error that cannot be sent")
+            raise error
+
+
+def kill(env: AsyncVectorEnv) -> None:
+    """End all processes of environments at once, whatever they do."""
+    for process in getattr(env, "processes", ()):
+        process.kill()
+        process.join()
+    env.closed = True
+
 
 def _batch(space: Space[Any], shown: list[Any]) -> Any:  # noqa: ANN401
     """Observations of all environments, as the batched space has them."""
@@ -125,6 +271,9 @@ class Vector:
         relevant: As in `SpaceSpec`.
         masks: Where masks come from: "observation", "info", "method", None for
             nowhere; "auto" finds out.
+        env_timeout: Seconds that one call of all environments may take. It holds for
+            environments in processes; those in this process are interrupted only in
+            the commands of Esper.
     """
 
     def __init__(
@@ -134,11 +283,28 @@ class Vector:
         kind: str = "sync",
         relevant: tuple[tuple[bool, ...], ...] | None = None,
         masks: str | None = "auto",
+        env_timeout: float = TIMEOUT,
     ) -> None:
-        self.name = _name(source)
-        self.env = (
-            source if isinstance(source, VectorEnv) else _made(source, envs, kind)
-        )
+        if not 0.0 < env_timeout < float("inf"):
+            raise BadInput(f"env_timeout must be finite and above 0: {env_timeout}.")
+        self.name, self._seconds = _name(source), env_timeout
+        self.steps = 0
+        """Steps since the environments were made."""
+        if isinstance(source, VectorEnv):
+            self.env: VectorEnv[Any, Any, Any] = source
+            self._begin(relevant, masks)
+            return
+        self.env = _made(source, envs, kind, env_timeout)
+        try:
+            self._begin(relevant, masks)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(
+        self, relevant: tuple[tuple[bool, ...], ...] | None, masks: str | None
+    ) -> None:
+        """Learn what the environments are like."""
         self.num_envs = int(self.env.num_envs)
         mode = self.env.metadata.get("autoreset_mode")
         if mode is None:
@@ -159,22 +325,26 @@ class Vector:
         self._masks = masks
         self._ended = np.zeros(self.num_envs, bool)
         self._method: Callable[[], Any] | None = None
-        self.steps = 0
-        """Steps since the environments were made."""
 
     def reset(self, seed: int | None) -> View:
         """Begin an episode everywhere."""
-        if isinstance(self._base, AsyncVectorEnv):
-            with suppress(NoAsyncCallError):  # unless a step was interrupted
-                self._base.step_wait()
-        observation, info = self._call("reset", seed=seed)
-        if self._masks == "auto":
-            self._masks = self._mask_source(info)
-        self._ended = np.zeros(self.num_envs, bool)
-        return self._view(observation, info, ~self._ended, ~self._ended)
+        return self._guarded("reset", partial(self._reset, seed), UNUSABLE)
 
     def step(self, actions: Any) -> VectorStep:  # noqa: ANN401
         """Act everywhere."""
+        return self._guarded("step", partial(self._step, actions), UNUSABLE)
+
+    def _reset(self, seed: int | None) -> View:
+        if isinstance(self._base, AsyncVectorEnv):
+            with suppress(NoAsyncCallError):  # unless a step was interrupted
+                self._guarded("step", partial(self._base.step_wait, self._seconds))
+        observation, info = self._call("reset", seed=seed)
+        if self._masks == "auto":
+            self._masks = self._guarded("reset", partial(self._mask_source, info))
+        self._ended = np.zeros(self.num_envs, bool)
+        return self._view(observation, info, ~self._ended, ~self._ended)
+
+    def _step(self, actions: Any) -> VectorStep:  # noqa: ANN401
         observation, rewards, terminated, truncated, info = self._call("step", actions)
         self.steps += 1
         terminated, truncated = (
@@ -196,49 +366,63 @@ class Vector:
             if had_future:
                 final = self._final(observation, info, ended)
             view = self._view(observation, info, ended, everyone)
-        rewards = np.asarray(rewards).astype(np.float32)
+        with np.errstate(over="ignore"):  # infinity is refused where it is learned from
+            rewards = np.asarray(rewards).astype(np.float32)
         return VectorStep(view, rewards, terminated, truncated, final)
 
     def close(self) -> None:
-        """End the environments' processes, if they have any."""
-        self.env.close()
+        """Close the environments and end their processes, if they have any."""
+        if isinstance(self.env, SyncEnvs | AsyncEnvs):
+            self.env.close()
+        else:
+            close_all([self.env.close], self._seconds)
 
     def _call(self, name: str, *args: Any, **options: Any) -> Any:  # noqa: ANN401
         """Call the environments; what they raise becomes one line."""
-        return self._guarded(name, partial(getattr(self.env, name), *args, **options))
+        if not isinstance(self.env, AsyncVectorEnv):
+            return self._timed(name, partial(getattr(self.env, name), *args, **options))
+        start = partial(getattr(self.env, f"{name}_async"), *args, **options)
+        answer = partial(getattr(self.env, f"{name}_wait"), self._seconds)
+        return self._guarded(name, lambda: (start(), answer())[1])
 
-    def _guarded(self, name: str, call: Callable[[], Any]) -> Any:  # noqa: ANN401
+    def _timed(self, name: str, call: Callable[[], T]) -> T:
+        """The same with a deadline, where signals can interrupt the call."""
+        what = f"{self.name}: {name}() at step {self.steps}"
+        return self._guarded(name, lambda: timed(call, what, self._seconds, OPTION))
+
+    def _guarded(self, name: str, call: Callable[[], T], verb: str = "raised") -> T:
         try:
             return call()
-        except EsperError:
+        except (EsperError, NoAsyncCallError, KeyboardInterrupt):
             raise
-        except Exception as error:
-            raise self._failure(name, error) from error
+        except BaseException as error:  # an environment may raise SystemExit
+            raise self._failure(name, error, verb) from error
 
-    def _failure(self, call: str, error: Exception) -> EsperError:
+    def _failure(self, call: str, error: BaseException, verb: str) -> EsperError:
         """What environments raised, in one line that names which of them and when."""
         when = f"in {call}() at step {self.steps}"
         if isinstance(self._base, AsyncVectorEnv):
             lost = isinstance(error, EOFError | ConnectionError)
             sentinels = [process.sentinel for process in self._base.processes]
             # A pipe breaks a moment before its process is gone.
-            ended = wait(sentinels, timeout=5.0) if lost else []
+            ended = wait(sentinels, timeout=GIVE_UP) if lost else []
             dead = [at for at, each in enumerate(sentinels) if each in ended]
+            pipes = enumerate(self._base.parent_pipes)
+            slow = [at for at, pipe in pipes if pipe is None or not pipe.poll()]
             # Closing it would wait for calls that are under way, or raise what they do.
-            for process in self._base.processes:
-                process.kill()
-                process.join()
-            self._base.closed = True
+            kill(self._base)
+            if isinstance(error, WaitTimeout):
+                what = f"environment {[*slow, 0][0]} of {self.name}: {call}() at step"
+                text = late(f"{what} {self.steps}", self._seconds, OPTION)
+                return WorkersTrouble(text)
             if lost:
                 which = f" {dead[0]}" if dead else ""
                 return WorkersTrouble(
                     f"the process of environment{which} of {self.name} died {when}."
                 )
         who = f" of environment {self.env.at}" if isinstance(self.env, SyncEnvs) else ""
-        what = " ".join(str(error).split())[:120]
-        return BadInput(
-            f"{self.name} raised {type(error).__name__} {when}{who}: {what}"
-        )
+        what = str(error) if isinstance(error, RaisedInWorker) else described(error)
+        return BadInput(f"{self.name} {verb} {when}{who}: {what.rstrip('.')}.")
 
     def _view(
         self,
@@ -318,13 +502,13 @@ class Vector:
         """What the method says: one mask per environment."""
         if self._method is None:  # looking through wrappers takes long
             self._method = self._guarded(METHOD, self._mask_method)
-        return self._guarded(METHOD, self._method)
+        return self._timed(METHOD, self._method)
 
     def _mask_method(self) -> Callable[[], Any]:
         """What asks all environments for their masks."""
         if isinstance(self._base, AsyncVectorEnv):
-            call = self._base.call
-            return lambda: [*call(METHOD)]
+            ask, answer = self._base.call_async, self._base.call_wait
+            return lambda: [*(ask(METHOD), answer(self._seconds))[1]]
         if isinstance(self._base, SyncVectorEnv):
             methods = [env.get_wrapper_attr(METHOD) for env in self._base.envs]
             return lambda: [method() for method in methods]
@@ -345,15 +529,18 @@ class Vector:
 
 
 def _name(source: Source) -> str:
-    if isinstance(source, str):
-        return source
+    name: object = source
     if isinstance(source, VectorEnv):
         spec = getattr(source, "spec", None)
-        return spec.id if spec is not None else type(source).__name__
-    return getattr(source, "__name__", type(source).__name__)
+        name = spec.id if spec is not None else type(source).__name__
+    elif not isinstance(source, str):
+        name = getattr(source, "__name__", type(source).__name__)
+    return one_line(str(name), 80)
 
 
-def _made(source: Source, envs: int, kind: str) -> VectorEnv[Any, Any, Any]:
+def _made(
+    source: Source, envs: int, kind: str, seconds: float
+) -> VectorEnv[Any, Any, Any]:
     """A vector environment of that kind, resetting in the same step if it can."""
     if kind not in KINDS:
         raise BadInput(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
@@ -364,32 +551,60 @@ def _made(source: Source, envs: int, kind: str) -> VectorEnv[Any, Any, Any]:
             "env must be an id, a function that makes an environment, or a VectorEnv, "
             f"got {type(source).__name__}."
         )
+    name = _name(source)
+    what = f"{name}: the constructor"
+    make: Any = source
     if kind == "native":
         if not isinstance(source, str):
             raise BadInput("kind 'native' needs an id; or pass a VectorEnv itself.")
-        return _guarded(
-            lambda: gymnasium.make_vec(
-                source, envs, vectorization_mode="vector_entry_point"
-            ),
-            source,
-        )
-    make: Any = source
+        mode = "vector_entry_point"
+        make = partial(gymnasium.make_vec, source, envs, vectorization_mode=mode)
+        return _guarded(lambda: timed(make, what, seconds, OPTION), name)
     if isinstance(source, str):
         # Its checks would be paid for at every step; `esper doctor` checks more.
         make = partial(gymnasium.make, source, disable_env_checker=True)
+    one = partial(_one, lambda: timed(make, what, seconds, OPTION))
     if kind == "sync":
-        return _guarded(lambda: SyncEnvs([partial(_one, make)] * envs), _name(source))
-    same = AutoresetMode.SAME_STEP
-    return _guarded(
-        lambda: AsyncVectorEnv([make] * envs, autoreset_mode=same), _name(source)
-    )
+        return _guarded(lambda: SyncEnvs([one] * envs, seconds), name)
+    worker = partial(_in_worker, partial(_one, make), one, os.getpid())
+    try:
+        return _guarded(lambda: AsyncEnvs([worker] * envs, seconds), name)
+    except WaitTimeout:
+        raise WorkersTrouble(late(what, seconds, OPTION)) from None
 
 
 def _one(make: Callable[[], Any]) -> Any:  # noqa: ANN401
     env = make()
     if isinstance(env, VectorEnv):
         raise BadInput("the function makes a VectorEnv; pass what it makes.")
+    require_sizes(env.observation_space)
     return env
+
+
+def _in_worker(
+    make: Callable[[], Any], make_here: Callable[[], Any], parent: int
+) -> Any:  # noqa: ANN401
+    """An environment in a process of its own, which ends with its parent.
+
+    Args:
+        make: Makes it.
+        make_here: The same, in the process that learns: for its spaces.
+        parent: The process that learns.
+    """
+    if os.getpid() == parent:
+        return ContainedEnv(make_here())
+    Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    try:
+        return ContainedEnv(make())
+    except BaseException as error:
+        return UnmadeEnv(described(error))
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process when its parent is gone; no pipe tells while a call hangs."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _guarded(
@@ -397,13 +612,11 @@ def _guarded(
 ) -> VectorEnv[Any, Any, Any]:
     try:
         return make()
-    except BadInput:
+    except (EsperError, KeyboardInterrupt, WaitTimeout):
         raise
-    except Exception as error:
-        what = " ".join(str(error).split())[:120]
-        raise BadInput(
-            f"{name} cannot be made: {type(error).__name__}: {what}"
-        ) from error
+    except BaseException as error:
+        what = str(error) if isinstance(error, RaisedInWorker) else described(error)
+        raise BadInput(f"{name} cannot be made: {what}") from error
 
 
 def _replaced(space: Space[Any], batch: Any, finals: Any, at: Array) -> Any:  # noqa: ANN401
