@@ -35,7 +35,7 @@ from benchmarks.timing import Report
 from esper.contracts.errors import BadInput
 from esper.environment.settings import WorldSettings
 from esper.experiment.controllers import load_controller
-from esper.experiment.files import Disk, publish, storage
+from esper.files import Disk, publish, storage
 from esper.experiment.judging import judge, judge_plain, times_as_wide, widened
 from esper.experiment.progress import Progress
 from esper.experiment.record import read_recordings

@@ -38,7 +38,7 @@ import torch
 from esper.cli import COMMANDS, main
 from esper.contracts.errors import EsperError, EsperWarning
 from esper.contracts.state import leaves
-from esper.experiment.checkpoint import CheckpointFolder, Manifest, pack
+from esper.experiment.checkpoint import CheckpointFolder
 from esper.experiment.config import (
     PRESETS,
     Judging,
@@ -53,6 +53,7 @@ from esper.experiment.settings import as_toml
 from esper.experiment.store import Store, export
 from esper.experiment.train import begin_run, resume_run
 from esper.experiment.trainer import Callback
+from esper.files import Manifest, pack
 from esper.report import write_report
 from esper.report.data import read_run
 from tests import mutants

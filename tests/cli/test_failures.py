@@ -16,7 +16,7 @@ from esper.contracts.errors import (
     RunTaken,
     StorageTrouble,
 )
-from esper.experiment.messages import one_line
+from esper.contracts.messages import one_line
 from tests.cli.calls import assert_one_line, environment
 from tests.experiment.test_workers import gone
 

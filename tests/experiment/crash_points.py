@@ -8,8 +8,8 @@ them, whole, and none older than one whose save had returned.
 import shutil
 
 from esper.contracts.errors import BadInput, StorageTrouble
-from esper.experiment.checkpoint import CheckpointFolder, Manifest, pack
-from esper.experiment.files import discard
+from esper.experiment.checkpoint import CheckpointFolder
+from esper.files import Manifest, discard, pack
 from tests.experiment.disks import (
     CountingDisk,
     Died,

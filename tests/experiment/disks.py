@@ -7,7 +7,7 @@ import random
 from copy import deepcopy
 from pathlib import Path
 
-from esper.experiment.files import Disk
+from esper.files import Disk
 
 CHANGES = (
     "mkdir",

@@ -30,12 +30,12 @@ from esper.experiment.config import (
     from_toml,
 )
 from esper.experiment.database import TABLES
-from esper.experiment.files import unfinished
 from esper.experiment.run import STORE, Run
 from esper.experiment.store import Store
 from esper.experiment.train import begin_run, resume_run
 from esper.experiment.trainer import OnRoundEnd
 from esper.experiment.worlds import world_of
+from esper.files import unfinished
 from esper.rl.training import KIND, PPORunConfig, begin_ppo, resume_ppo
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig

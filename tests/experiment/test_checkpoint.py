@@ -15,15 +15,16 @@ import torch
 from safetensors.torch import save
 
 from esper.contracts.errors import BadInput, StorageTrouble
-from esper.experiment.checkpoint import (
+from esper.experiment.checkpoint import CheckpointFolder
+from esper.files import (
     BLANK,
     SCHEMA,
-    CheckpointFolder,
     Manifest,
+    discard,
     pack,
-    read_checkpoint,
+    read_tensors,
+    unfinished,
 )
-from esper.experiment.files import discard, unfinished
 from tests.experiment.crash_points import InPlace, Saves
 from tests.experiment.disks import (
     CountingDisk,
@@ -146,7 +147,7 @@ def test_damaged_checkpoints_are_passed_over_with_one_line(tmp_path):
         (cut,) = [line for line in loaded.rejected if "000002.safetensors" in line]
         (other,) = [line for line in loaded.rejected if "000003.safetensors" in line]
         assert "is damaged: its tensors take" in cut
-        assert "is damaged, or no checkpoint" in other
+        assert "is damaged, or no file of Esper" in other
     first.write_bytes(b"x")
     for find in (made.latest, made.best):
         refused("none of 3 checkpoints verifies: .*/00000..safe", find)
@@ -172,7 +173,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
         (made.path / f"{name}.safetensors").write_bytes(b"x")
     assert made.steps() == [3]
     for which in (2, tmp_path / "missing"):
-        refused("is no checkpoint; expected a file", made.load, which)
+        refused("does not exist; name another", made.load, which)
     file, other = (made.path / f"00000{step}.safetensors" for step in (3, 9))
     file.rename(other)
     refused("000009.safetensors holds step 3", made.load, 9)
@@ -232,7 +233,7 @@ PLAIN = Manifest(step=1, score=0.5, facts=FACTS, made_by={})
 def test_every_changed_bit_shows():
     tensors = {"a": torch.arange(5.0), "b": torch.tensor([True])}
     data = pack(tensors, PLAIN)
-    back, manifest = read_checkpoint("file", BytesIO(data))
+    back, manifest = read_tensors("file", BytesIO(data))
     assert same(back, tensors)
     assert manifest == PLAIN
     for place in range(len(data)):
@@ -240,7 +241,7 @@ def test_every_changed_bit_shows():
             bad = bytearray(data)
             bad[place] ^= 1 << bit
             with pytest.raises(BadInput):
-                read_checkpoint("file", BytesIO(bad))
+                read_tensors("file", BytesIO(bad))
 
 
 @pytest.mark.parametrize(
@@ -266,22 +267,20 @@ def test_every_changed_bit_shows():
         (raw({"a": entry(shape=(1 << 40,), stop=1 << 42)}, bytes(4)), "tensors take"),
         (raw({"a": entry("BOOL", stop=1)}, b"\x02"), "no bool"),
         (raw({"a": entry()}, b"\0\0\xc0\x7f"), "holds NaN"),
-        (raw({"a": entry(shape=(-1,))}, bytes(4)), "says of its tensors is none"),
-        (raw({"a": entry(shape=(1,) * 9)}, bytes(4)), "says of its tensors is none"),
-        (raw({"a": entry() | {"more": 1}}, bytes(4)), "says of its tensors is none"),
-        (raw({"a": 1}), "says of its tensors is none"),
-        (raw({"a\x1b[2J" + "x" * 300: entry("F99")}), "says of its tensors is none"),
+        (raw({"a": entry(shape=(-1,))}, bytes(4)), "its table of tensors is wrong"),
+        (raw({"a": entry(shape=(1,) * 9)}, bytes(4)), "its table of tensors is wrong"),
+        (raw({"a": entry() | {"more": 1}}, bytes(4)), "its table of tensors is wrong"),
+        (raw({"a": 1}), "its table of tensors is wrong"),
+        (raw({"a\x1b[2J" + "x" * 300: entry("F99")}), "its table of tensors is wrong"),
         (raw({"a": entry()}, bytes(4)) + b"x", "is damaged"),
         ((2**63).to_bytes(8, "little") + b"{}", "is damaged"),
-        (save({"a": torch.ones(1)}), "is damaged, or no checkpoint"),
+        (save({"a": torch.ones(1)}), "is damaged, or no file of Esper"),
         *((data, "is damaged") for data in (b"", b"null", b"{}" * 9, b"\xff\xfe{}")),
-        (pickle.dumps([1, 2]), "is damaged, or no checkpoint"),
+        (pickle.dumps([1, 2]), "is damaged, or no file of Esper"),
     ],
 )
 def test_a_file_that_lies_is_refused_in_one_line(data, why):
-    line = refused(
-        why, read_checkpoint, "checkpoints/000001.safetensors", BytesIO(data)
-    )
+    line = refused(why, read_tensors, "checkpoints/000001.safetensors", BytesIO(data))
     assert line.startswith("checkpoints/000001.safetensors")
 
 

@@ -22,10 +22,10 @@ from esper.experiment.controllers import (
     load_controller,
     newest_controller,
 )
-from esper.experiment.files import Disk
 from esper.experiment.run import Run, checkout_commit
 from esper.experiment.summary import print_training
 from esper.experiment.train import jobs_left
+from esper.files import Disk
 from esper.rl.training import begin_ppo
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.shipped import MANIFEST, WEIGHTS, read
@@ -225,7 +225,7 @@ def test_an_exported_controller_is_found_by_its_folder(ending, tmp_path, monkeyp
             assert torch.equal(found.weights[name], weight)
         assert {*found.actions["blueprints"]} == {*learned.actions["blueprints"]}
     (tmp_path / "mine" / WEIGHTS).write_bytes(b"other")
-    with pytest.raises(BadInput, match="has SHA-256"):
+    with pytest.raises(BadInput, match="is not what was exported"):
         find_controller("mine", tmp_path / "runs")
 
 

@@ -4,8 +4,8 @@ import os
 import pytest
 
 from esper.contracts.errors import BadInput, StorageTrouble
-from esper.experiment.files import Disk, beside, discard, publish, storage
-from esper.experiment.messages import short
+from esper.contracts.messages import short
+from esper.files import Disk, beside, discard, publish, storage
 from tests.experiment.disks import (
     ForgetfulDisk,
     PowerCut,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from esper.contracts.errors import BadInput, CallOrder, RunTaken, StorageTrouble
-from esper.experiment.files import Lock, is_locked
+from esper.experiment.lock import Lock, is_locked
 from esper.experiment.run import (
     Run,
     changes_since,
@@ -173,7 +173,7 @@ def test_a_second_process_is_told_who_is_there_until_that_one_is_killed(tmp_path
 
 
 def test_a_lock_is_held_until_it_is_released(tmp_path, monkeypatch):
-    monkeypatch.setattr("esper.experiment.files.LOCK_TIMEOUT", 0.05)
+    monkeypatch.setattr("esper.experiment.lock.LOCK_TIMEOUT", 0.05)
     file = tmp_path / "lock"
     file.write_text('{"pid": 1, "host": "x", "since": "then"}')
     assert not is_locked(tmp_path)  # by an old file
@@ -238,10 +238,16 @@ def test_runs_are_listed_with_what_is_known_of_them(tmp_path):
     ("damage", "trouble"),
     [
         (lambda path: (path / "config.toml").unlink(), "has no config.toml"),
-        (lambda path: (path / "config.toml").write_bytes(b"\xff\xfe"), "is no text"),
-        (lambda path: os.truncate(path / "config.toml", 1 << 34), "text of at most"),
+        (
+            lambda path: (path / "config.toml").write_bytes(b"\xff\xfe"),
+            "must be text in UTF-8",
+        ),
+        (
+            lambda path: os.truncate(path / "config.toml", 1 << 34),
+            "has more than",
+        ),
         (lambda path: (path / "versions.json").write_text('{"esper"'), "is damaged"),
-        (lambda path: (path / "versions.json").unlink(), "cannot read"),
+        (lambda path: (path / "versions.json").unlink(), "does not exist"),
         (lambda path: (path / "finished.json").write_text("[1]"), "is damaged"),
     ],
 )

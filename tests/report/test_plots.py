@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from esper.experiment.messages import one_line
+from esper.contracts.messages import one_line
 from esper.experiment.statistics import Interval
 from esper.report.plots import TaskResults, learning_curve, smoothed
 from esper.report.style import (

@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 from esper import PPO, PPOConfig
 from esper.contracts.errors import BadInput, CallOrder, NoLegalAction, NotFinite
 from esper.contracts.state import save
-from esper.experiment.checkpoint import pack, read_checkpoint
+from esper.files import pack, read_safetensors
 from esper.rl.nested import space_data, space_of
 from esper.rl.ppo import DEFAULTS
 from tests.rl.environments import (
@@ -462,8 +462,7 @@ def test_agents_without_masks_or_with_masks_in_what_they_see_need_none(tmp_path)
     older = tmp_path / "older.safetensors"
     agent = PPO(chance("info"), envs=2, **SMALL).learn(24)
     agent.save(older)
-    with older.open("rb") as stream:
-        tensors, manifest = read_checkpoint("older", stream)
+    tensors, manifest = read_safetensors(older)
     facts = {name: fact for name, fact in manifest.facts.items() if name != "masked"}
     older.write_bytes(pack(tensors, replace(manifest, facts=facts)))
     PPO.load(older).predict(np.zeros((2, 4), np.float32))

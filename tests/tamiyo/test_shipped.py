@@ -45,12 +45,11 @@ def rewrite(folder, tensors=None, weights=None, **changes):
 
 
 def refusal(folder):
-    with pytest.raises(BadInput, match="the shipped Tamiyo cannot be used: ") as error:
+    with pytest.raises(BadInput) as error:
         read(folder)
     text = str(error.value)
-    assert text.endswith("; install esper again.")
     assert text.isprintable()
-    assert len(text) <= 199
+    assert len(text) <= 200
     return text
 
 
@@ -143,7 +142,7 @@ def test_tensors_of_another_shape_or_name_or_not_finite_are_refused(copy):
     rewrite(copy, {n: t for n, t in tensors.items() if n != "op_out.bias"})
     assert "op_out.bias is missing" in refusal(copy)
     rewrite(copy, {**tensors, "value_out.bias": torch.tensor([torch.nan])})
-    assert "value_out.bias in tamiyo.safetensors is not finite" in refusal(copy)
+    assert "'value_out.bias' holds NaN" in refusal(copy)
 
 
 def changed_byte(folder):
@@ -155,25 +154,32 @@ def changed_byte(folder):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST} is missing"),
-        (lambda folder: (folder / WEIGHTS).unlink(), f"{WEIGHTS} is missing"),
-        (changed_byte, f"{WEIGHTS} has SHA-256 "),
+        (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST} does not exist"),
+        (lambda folder: (folder / WEIGHTS).unlink(), f"{WEIGHTS} does not exist"),
+        (changed_byte, f"{WEIGHTS} is not what was exported"),
         *[
-            (
-                lambda folder, bad=text: (folder / MANIFEST).write_bytes(bad),
-                f"{MANIFEST} is damaged",
+            (lambda folder, bad=text: (folder / MANIFEST).write_bytes(bad), words)
+            for text, words in (
+                *((text, "is damaged") for text in (b"", b"{", b"[]", b"null")),
+                (b"{}", "format None, this Esper reads 2"),
+                (b'{"format": 2}', "is damaged: sha256: Field required"),
+                (b"\xff", "must be text"),
             )
-            for text in (b"", b"{", b"[]", b"null", b"{}", b'{"format": 2}', b"\xff")
         ],
         *[
             (lambda folder, bad=changes: rewrite(folder, **bad), words)
             for changes, words in (
-                ({"format": 1}, "format 1, not 2"),
-                ({"policy": {"width": 0}}, "is damaged"),
-                ({"policy": {"girth": 1}}, "is damaged"),
-                ({"blueprints": [{"form": "WIDER", "size": 8}]}, "is damaged"),
-                ({"choices": 3}, "is damaged"),
-                ({"weights": b"PK\x03\x04 and so on"}, f"{WEIGHTS} does not fit: "),
+                ({"format": 1}, "format 1, this Esper reads 2"),
+                ({"policy": {"width": 0}}, "width must lie in 1..65536, got 0"),
+                ({"policy": {"girth": 1}}, "is damaged: policy.girth"),
+                ({"blueprints": [{"form": "WIDER", "size": 8}]}, "blueprints.0"),
+                ({"blueprints": ["widen_x2", 3]}, "is damaged: blueprints.1"),
+                ({"choices": 3}, "is damaged: choices"),
+                ({"choices": {"op": [["WAIT"]]}}, "is damaged: choices.op.0"),
+                ({"policy": {"width": 60_000}}, "'width' is 60000, which no tensor"),
+                ({"policy": {"width": 10**9}}, "width must lie in 1..65536"),
+                ({"policy": {"layers": 10**5}}, "layers must lie in 1..64"),
+                ({"weights": b"PK\x03\x04 and so on"}, "is damaged, or no file"),
             )
         ],
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
-from esper.experiment.messages import nearest, one_line, quoted
+from esper.contracts.messages import nearest, one_line, quoted
 
 MAX_NAME: Final = 255
 """Bytes that every file system lets a name have."""

@@ -129,7 +129,7 @@ def _resume(
     console: "ConsoleProgress",
     start_workers: Callable[[], "Workers"],
 ) -> int:
-    from esper.experiment.messages import quoted, refusal
+    from esper.contracts.messages import quoted, refusal
     from esper.experiment.run import Run, find_run
     from esper.experiment.train import resume_run, settings_of
 
@@ -433,7 +433,7 @@ def _given(options: Namespace) -> dict[str, Any]:
 
 def _say(text: str) -> None:
     """Print a line in which a path stands, which may hold anything."""
-    from esper.experiment.messages import printable
+    from esper.contracts.messages import printable
 
     print(printable(text))
 
@@ -472,8 +472,8 @@ def ppo_options(parser: ArgumentParser) -> None:
 
 def ppo(options: Namespace) -> int:
     """Learn an environment in a run of its own, or go on with one."""
+    from esper.contracts.messages import refusal
     from esper.experiment.callbacks import ConsoleProgress
-    from esper.experiment.messages import refusal
     from esper.experiment.run import Run, find_run
     from esper.experiment.settings import construct, parsed_options
     from esper.rl.training import (

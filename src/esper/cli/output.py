@@ -27,7 +27,7 @@ from esper.contracts.errors import (
     StorageTrouble,
     WorkersTrouble,
 )
-from esper.experiment.messages import one_line, quoted
+from esper.contracts.messages import one_line, quoted
 
 STORAGE: Final = 5
 WORKERS: Final = 6

@@ -17,14 +17,14 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from esper.contracts.actions import HEAD_NAMES
-from esper.environment.settings import WorldSettings
-from esper.experiment.messages import (
+from esper.contracts.messages import (
     checked_name,
     quoted,
     refusal,
     short,
     unknown,
 )
+from esper.environment.settings import WorldSettings
 from esper.experiment.records import ENDLESS, LADDER, STATIC
 from esper.experiment.settings import (
     NONE,

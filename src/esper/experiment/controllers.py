@@ -29,15 +29,15 @@ import torch
 from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput, EsperWarning
+from esper.contracts.messages import quoted, short
 from esper.contracts.state import Tensors, leaves, load
 from esper.contracts.world import Controller
-from esper.experiment.checkpoint import CheckpointFolder, Loaded, pack
+from esper.experiment.checkpoint import CheckpointFolder, Loaded
 from esper.experiment.config import from_toml
 from esper.experiment.database import open_store
-from esper.experiment.files import Disk, publish, storage
-from esper.experiment.messages import quoted, short
 from esper.experiment.run import CHECKPOINTS, CONFIG, STORE, TRAINING, Run, find_run
 from esper.experiment.settings import as_toml
+from esper.files import Disk, pack, publish, storage
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from esper.tamiyo.policy.sampling import with_temperature
 from esper.tamiyo.restricted import Restricted
@@ -133,7 +133,9 @@ def load_controller(path: Path | str) -> Learned:
 def _exported(folder: Path) -> Learned:
     found, name = read(folder), folder.resolve().name
     actions = {"blueprints": sorted(found.blueprints), "heads": found.choices}
-    return Learned(name, found.config, found.weights, found.training["round"], actions)
+    round_ = found.training.get("round")
+    round_ = round_ if isinstance(round_, int) else 0
+    return Learned(name, found.config, found.weights, round_, actions)
 
 
 def _is_exported(path: Path | str) -> bool:

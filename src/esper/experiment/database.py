@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any, Final, TypeVar
 
 from esper.contracts.errors import BadInput, StorageTrouble
-from esper.experiment.messages import one_line, quoted, short
+from esper.contracts.messages import one_line, quoted, short
 
 TIMEOUT: Final = 1.0
 """Seconds to wait for the lock of another connection, if rows can go on waiting."""

@@ -16,9 +16,9 @@ from typing import Annotated, Final
 from rich.console import Console
 
 from esper.contracts.errors import BadInput
+from esper.contracts.messages import checked_name, refusal, unknown
 from esper.environment.settings import WorldSettings
 from esper.experiment.config import check_limits
-from esper.experiment.messages import checked_name, refusal, unknown
 from esper.experiment.progress import Progress, print_line
 from esper.experiment.records import LADDER, SIZES, STATIC, reference_of
 from esper.experiment.run import STORE, Run, versions_now

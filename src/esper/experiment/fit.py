@@ -31,8 +31,8 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from esper.contracts.errors import BadInput, StorageTrouble, unknown
+from esper.contracts.messages import short
 from esper.contracts.world import Controller
-from esper.experiment.messages import short
 from esper.experiment.progress import Progress
 from esper.experiment.streams import stream
 from esper.grower import Grower

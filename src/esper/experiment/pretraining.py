@@ -34,7 +34,6 @@ from esper.contracts.errors import BadInput
 from esper.environment.clock import stop_weights
 from esper.environment.settings import WorldSettings
 from esper.experiment.config import SIMULATED, TrainConfig, preset
-from esper.experiment.files import Disk, publish, storage
 from esper.experiment.record import (
     MOST,
     Recording,
@@ -47,6 +46,7 @@ from esper.experiment.record import (
 from esper.experiment.streams import stream_seed
 from esper.experiment.trainer import Trainer
 from esper.experiment.workers import Workers
+from esper.files import Disk, publish, storage
 from esper.simic.agent.distribution import evaluate_choices
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features

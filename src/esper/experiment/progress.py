@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from esper.experiment.messages import printable
+from esper.contracts.messages import printable
 
 BARS: Final = "▁▂▃▄▅▆▇█"
 COLUMNS: Final = 60

@@ -28,7 +28,7 @@ import torch
 
 import esper
 from esper.contracts.errors import BadInput, EsperError, WorkersTrouble
-from esper.experiment.messages import one_line, quoted
+from esper.contracts.messages import one_line, quoted
 from esper.experiment.workers import (
     DEADLINE,
     PAUSE,

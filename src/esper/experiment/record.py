@@ -41,10 +41,10 @@ from esper.contracts.world import (
 from esper.environment.clock import ENDS, Clock
 from esper.environment.settings import LEAST_ERROR, WorldSettings
 from esper.experiment.config import RECORDINGS, WARM
-from esper.experiment.files import Disk, publish, storage
 from esper.experiment.settings import NONE
 from esper.experiment.streams import stream_seed
 from esper.experiment.workers import Workers
+from esper.files import Disk, publish, storage
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.scripts import Scripted, draw_scripts
 from esper.tasks.task import Task

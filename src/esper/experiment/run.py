@@ -29,17 +29,18 @@ from typing import Any, Final
 
 from esper import __version__
 from esper.contracts.errors import BadInput, CallOrder, RunTaken
+from esper.contracts.messages import checked_name, one_line, quoted, short
 from esper.experiment.checkpoint import CheckpointFolder
-from esper.experiment.files import (
+from esper.experiment.lock import Lock, is_locked
+from esper.files import (
     Disk,
-    Lock,
     beside,
     discard,
-    is_locked,
     publish,
+    read_json,
+    read_text,
     storage,
 )
-from esper.experiment.messages import checked_name, one_line, quoted, short
 
 CONFIG, VERSIONS, FINISHED = "config.toml", "versions.json", "finished.json"
 TRAINING: Final = "training"
@@ -49,7 +50,6 @@ STORE: Final = "events.sqlite"
 OWN_RECORDINGS: Final = "recordings"
 """Folder of what a run recorded to start from."""
 START: Final = "start.json"
-MAX_TEXT: Final = 1 << 20
 OCCUPIED: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 FIRST: Final = ("amber", "bold", "calm", "deep", "fair", "green", "keen", "mild")
 LAST: Final = ("alder", "birch", "cedar", "fern", "hazel", "larch", "maple", "reed")
@@ -175,12 +175,12 @@ class Run:
     @property
     def config_toml(self) -> str:
         """The configuration it was begun with."""
-        return self._text(CONFIG)
+        return read_text(self.path / CONFIG, disk=self._disk)
 
     @property
     def versions(self) -> dict[str, Any]:
         """What it was begun with: versions, machine, facts of the caller."""
-        return _json(self.path / VERSIONS, self._text(VERSIONS))
+        return self.facts(VERSIONS)
 
     @property
     def kind(self) -> str:
@@ -202,7 +202,7 @@ class Run:
 
     def facts(self, name: str) -> dict[str, Any]:
         """The facts that `write` put into a file."""
-        return _json(self.path / name, self._text(name))
+        return read_json(self.path / name, self._disk)
 
     @property
     def seconds(self) -> float:
@@ -235,17 +235,6 @@ class Run:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _text(self, name: str) -> str:
-        file = self.path / name
-        with storage(file, "read"):
-            data = self._disk.read(file, MAX_TEXT + 1)
-        try:
-            if len(data) <= MAX_TEXT:
-                return data.decode()
-        except UnicodeDecodeError:
-            pass
-        raise BadInput(f"{short(file)} is no text of at most {MAX_TEXT:,} bytes.")
 
 
 def find_run(text: str, root: Path) -> Path:
@@ -340,16 +329,6 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 def _json_bytes(facts: Mapping[str, Any]) -> bytes:
     return f"{json.dumps(dict(facts), allow_nan=False, indent=1)}\n".encode()
-
-
-def _json(file: Path, text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise BadInput(f"{short(file)} is damaged: expected a JSON object.")
-    return found
 
 
 def _summary(path: Path) -> RunSummary:

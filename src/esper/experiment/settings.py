@@ -17,7 +17,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from pydantic.dataclasses import dataclass as validated
 
 from esper.contracts.errors import BadInput
-from esper.experiment.messages import nearest, quoted, refusal, unknown
+from esper.contracts.messages import nearest, quoted, refusal, unknown
 
 T = TypeVar("T")
 

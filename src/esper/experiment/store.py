@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.errors import BadInput, CallOrder, StorageTrouble
+from esper.contracts.messages import one_line, short
 from esper.experiment.database import (
     COMPANIONS,
     DEADLINE,
@@ -42,9 +43,8 @@ from esper.experiment.database import (
     rows,
     transaction,
 )
-from esper.experiment.files import storage
-from esper.experiment.messages import one_line, short
 from esper.experiment.records import Judged, RoundRecord
+from esper.files import storage
 
 BATCH: Final = 1_000
 """Rows that wait before they are written unasked."""

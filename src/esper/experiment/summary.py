@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from esper.contracts.messages import printable
 from esper.experiment.database import open_store, rows
-from esper.experiment.messages import printable
 from esper.experiment.progress import print_line, sparkline
 from esper.experiment.records import (
     STATIC,

@@ -32,7 +32,6 @@ from esper.experiment.controllers import (
     weightless_policy,
 )
 from esper.experiment.database import open_store
-from esper.experiment.files import Disk, discard
 from esper.experiment.judging import (
     JUDGED,
     Job,
@@ -62,6 +61,7 @@ from esper.experiment.store import Store, usable_store
 from esper.experiment.trainer import Callback, Trainer
 from esper.experiment.workers import Workers, machine_memory
 from esper.experiment.worlds import check_worlds, mixture_for, steps_of, tasks_of
+from esper.files import Disk, discard
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import TamiyoPolicy
 

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.errors import EsperError, WorkersTrouble
-from esper.experiment.messages import one_line
+from esper.contracts.messages import one_line
 
 Shared = TypeVar("Shared")
 Job = TypeVar("Job")

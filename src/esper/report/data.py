@@ -17,9 +17,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from esper.contracts.errors import BadInput, StorageTrouble
+from esper.contracts.messages import short
 from esper.experiment.database import DEADLINE, VIEWS, open_store, rows
-from esper.experiment.files import is_locked
-from esper.experiment.messages import short
+from esper.experiment.lock import is_locked
 from esper.experiment.run import STORE, Run
 from esper.experiment.statistics import Floats
 

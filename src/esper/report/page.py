@@ -18,8 +18,7 @@ from markupsafe import Markup
 
 from esper import __version__
 from esper.contracts.errors import BadInput
-from esper.experiment.files import Disk, publish, require_no_link, storage
-from esper.experiment.messages import short
+from esper.contracts.messages import short
 from esper.experiment.records import is_learned
 from esper.experiment.statistics import Interval, iqm_interval
 from esper.experiment.summary import (
@@ -28,6 +27,7 @@ from esper.experiment.summary import (
     headline,
     summarise,
 )
+from esper.files import Disk, publish, require_no_link, storage
 from esper.report.data import SHOWN_ENVS, RunData, read_run
 from esper.report.plots import STAGES, TaskResults, draw_plots
 from esper.report.style import DARK, LIGHT

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from esper.contracts.actions import HEAD_NAMES
+from esper.contracts.messages import one_line
 from esper.contracts.stages import Stage
-from esper.experiment.messages import one_line
 from esper.experiment.statistics import Floats, Interval
 from esper.experiment.summary import ArmSummary
 from esper.report.data import Columns, LastEpisodes, RunData, SeedCounts, StageSpan

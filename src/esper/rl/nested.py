@@ -1,15 +1,23 @@
 """Spaces that hold other spaces: as plain data, and their values in batches."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from math import prod
+from typing import Any, Final
 
 import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
 from esper.contracts.errors import BadInput
+from esper.contracts.messages import quoted
 
 Array = NDArray[Any]
+MAX_NUMBERS: Final = 1 << 20
+"""Numbers of an observation, or choices of an action; images are smaller by far."""
+DTYPES: Final = frozenset(
+    ("bool", *(f"{k}int{b}" for k in ("", "u") for b in (8, 16, 32, 64)))
+) | {f"float{bits}" for bits in (16, 32, 64)}
+"""Kinds of numbers that a space in a file may have."""
 
 
 def space_data(space: Space[Any]) -> dict[str, Any]:
@@ -48,7 +56,9 @@ def space_data(space: Space[Any]) -> dict[str, Any]:
 
 
 def space_of(data: Mapping[str, Any]) -> Space[Any]:
-    """The space that `space_data` wrote."""
+    """The space that `space_data` wrote; refuses one that takes much memory."""
+    if data["kind"] not in ("Dict", "Tuple"):
+        _require_size(data)
     match data["kind"]:
         case "Dict":
             return spaces.Dict([(n, space_of(part)) for n, part in data["spaces"]])
@@ -56,24 +66,42 @@ def space_of(data: Mapping[str, Any]) -> Space[Any]:
             return spaces.Tuple([space_of(part) for part in data["spaces"]])
         case "Discrete":
             made = spaces.Discrete(data["n"], start=data["start"])
-            made.dtype = np.dtype(data["dtype"])
+            made.dtype = _dtype(data)
             return made
         case "MultiDiscrete":
             return spaces.MultiDiscrete(
                 np.array(data["nvec"]),
-                dtype=np.dtype(data["dtype"]).type,
+                dtype=_dtype(data).type,
                 start=np.array(data["start"]),
             )
         case "MultiBinary":
             return spaces.MultiBinary(data["n"])
         case "Box":
-            shape, kind = tuple(data["shape"]), np.dtype(data["dtype"])
+            shape, kind = tuple(data["shape"]), _dtype(data)
             low, high = (
                 np.broadcast_to(np.array(data[name]), shape).astype(kind)
                 for name in ("low", "high")
             )
             return spaces.Box(low, high, shape, dtype=kind.type)
-    raise BadInput(f"there is no space {data['kind']!r}.")
+    raise BadInput(f"there is no space {quoted(data['kind'])}.")
+
+
+def _require_size(data: Mapping[str, Any]) -> None:
+    """Refuse a space of a file by its size, before it is made."""
+    sizes = data["shape"] if "shape" in data else data.get("n", 0)
+    sizes = sizes if isinstance(sizes, list) else [sizes]
+    if any(type(size) is not int or size < 0 for size in sizes):
+        raise BadInput(f"a space has the size {quoted(sizes)}.")
+    if prod(sizes) > MAX_NUMBERS:
+        raise BadInput(
+            f"a space has {quoted(sizes)} numbers, {MAX_NUMBERS:,} are the limit."
+        )
+
+
+def _dtype(data: Mapping[str, Any]) -> np.dtype[Any]:
+    if data["dtype"] not in DTYPES:
+        raise BadInput(f"a space has the dtype {quoted(data['dtype'])}.")
+    return np.dtype(str(data["dtype"]))
 
 
 def _constant(bounds: Array) -> Any:  # noqa: ANN401

@@ -25,7 +25,6 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
-from esper.contracts.errors import BadInput
 from esper.kernels import kernel
 from esper.rl.spaces import SpaceSpec
 from esper.simic.agent.distribution import (
@@ -37,7 +36,7 @@ from esper.simic.agent.distribution import (
     first_choice,
     gumbel,
 )
-from esper.simic.agent.memory import make_memory
+from esper.simic.agent.memory import make_memory, require_sizes
 
 Array = NDArray[Any]
 Features = dict[str, Tensor]
@@ -61,10 +60,8 @@ class SpacePolicyConfig:
     """Draw each head given the choices of all heads before it."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are none."""
-        for name in ("width", "layers"):
-            if getattr(self, name) < 1:
-                raise BadInput(f"{name} must be at least 1, got {getattr(self, name)}.")
+        """Refuse sizes that cannot be meant."""
+        require_sizes(width=self.width, layers=self.layers)
 
 
 class Trunk(nn.Module):

@@ -24,16 +24,24 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from esper import __version__
 from esper.contracts.errors import BadInput, CallOrder, NotFinite, unknown
-from esper.contracts.state import Stateful, load, save
-from esper.experiment.checkpoint import Manifest, pack, read_checkpoint
-from esper.experiment.files import Disk, publish, storage
-from esper.experiment.messages import short
+from esper.contracts.messages import one_line
+from esper.contracts.state import Stateful, Tensors, check_fit, leaves, load, save
 from esper.experiment.progress import Progress
 from esper.experiment.streams import stream, stream_seed
+from esper.files import (
+    Disk,
+    Manifest,
+    manifest_of,
+    pack,
+    publish,
+    read_safetensors,
+    require_explained,
+    storage,
+)
 from esper.rl.moments import ObservationMoments
 from esper.rl.nested import batch_of_one, first_of, is_single, rows_of
 from esper.rl.policy import SpacePolicy, SpacePolicyConfig
@@ -226,16 +234,18 @@ class PPO(Stateful):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(settings.seed, "weights"))
             self.policy = SpacePolicy(spec, settings.policy)
+        # Without environments nothing is collected.
+        envs, steps = (settings.envs, settings.steps) if world else (1, 1)
         buffer = TamiyoRolloutBuffer(
-            settings.envs,
-            settings.steps,
+            envs,
+            steps,
             spec,
             state_shape=self.policy.state_shape,
             gamma=settings.gamma,
             gae_lambda=settings.gae_lambda,
         )
         order = stream_seed(settings.seed, "order")
-        parts = min(settings.ppo.minibatches, settings.envs)
+        parts = min(settings.ppo.minibatches, envs)
         config = replace(settings.ppo, minibatches=parts)
         self.agent = PPOAgent(self.policy, buffer, config, rng_seed=order)
         self.observations = ObservationMoments(spec)
@@ -535,12 +545,7 @@ class PPO(Stateful):
             for name, value in settings["ppo"].items()
         }
         facts = {"settings": settings, "masked": self.masked, **self.spec.describe()}
-        made_by = {"esper": __version__, "torch": torch.__version__}
-        # Through JSON: tuples become lists, as they will be when it is read.
-        facts = json.loads(json.dumps(facts, allow_nan=False))
-        manifest = Manifest(
-            step=self.steps_done, score=None, facts=facts, made_by=made_by
-        )
+        manifest = manifest_of(facts, self.steps_done)
         file = Path(path)
         with storage(file, "write"):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -569,14 +574,9 @@ class PPO(Stateful):
             kind: As in `PPO`.
             masks: As in `PPO`.
         """
-        file = Path(path)
-        with storage(file, "read"), Disk().open(file) as stream:
-            tensors, manifest = read_checkpoint(short(file), stream)
-        try:
-            spec = SpaceSpec.from_data(manifest.facts)
-            settings = _settings(manifest.facts["settings"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise BadInput(f"{short(file)} is not an agent that PPO saved.") from error
+        tensors, manifest = read_safetensors(Path(path), _fit_agent)
+        assert manifest is not None  # sealed files have one
+        spec, settings = _described(manifest)
         agent = cls.__new__(cls)
         agent._source, agent._kind, agent._masks = env, kind, masks
         world = None
@@ -588,7 +588,7 @@ class PPO(Stateful):
             agent._require_spaces(world)
         load(agent, tensors)
         # Files of older versions do not say it.
-        agent.masked = bool(manifest.facts.get("masked", False))
+        agent.masked = manifest.facts.get("masked", False) is True
         return agent
 
     def close(self) -> None:
@@ -669,12 +669,43 @@ def _mean(figures: Sequence[float]) -> float:
     return float(np.mean(figures)) if figures else math.nan
 
 
-def _settings(data: Mapping[str, Any]) -> PPOSettings:
-    """Settings from plain data."""
-    ppo: dict[str, Any] = {
-        name: math.inf if value == "inf" else value
-        for name, value in data["ppo"].items()
-    }
-    policy = SpacePolicyConfig(**data["policy"])
-    given: dict[str, Any] = {**data, "policy": policy, "ppo": PPOConfig(**ppo)}
-    return PPOSettings(**given)
+def _fit_agent(tensors: Tensors, manifest: Manifest | None) -> None:
+    """Refuse a file whose tensors are not those of the policy that it describes."""
+    assert manifest is not None
+    spec, settings = _described(manifest)
+    columns = spec.observation["vector"].shape[0] if "vector" in spec.observation else 0
+    sizes = {"width": settings.policy.width, "the observation": columns}
+    require_explained({**sizes, "the action": len(spec.sizes)}, tensors.values())
+    _ = spec.allowed  # holds numbers, so it must not be made without memory
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        policy = SpacePolicy(spec, settings.policy)
+    start = "agent/policy"
+    own = {name: part for name, part in tensors.items() if name.startswith(start)}
+    check_fit(leaves(policy, start), own)
+
+
+def _described(manifest: Manifest) -> tuple[SpaceSpec, PPOSettings]:
+    """Spaces and settings of a saved agent; refuses what `PPO.save` did not write."""
+    try:
+        data = manifest.facts["settings"]
+        ppo = {
+            name: math.inf if value == "inf" else value
+            for name, value in data["ppo"].items()
+        }
+        text = json.dumps({**data, "ppo": ppo})
+        settings = _SETTINGS.validate_json(text, strict=True, extra="forbid")
+        return SpaceSpec.from_data(manifest.facts), settings
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except BadInput as error:
+        why = str(error).rstrip(".")
+    # Gymnasium asserts; numbers of a thousand digits overflow.
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as e:
+        why = type(e).__name__
+    except AssertionError:
+        why = "its spaces are none of Gymnasium's"
+    raise BadInput(one_line(f"this is not an agent that PPO saved: {why}."))
+
+
+_SETTINGS: Final = TypeAdapter(PPOSettings)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from esper.contracts.errors import BadInput, NoLegalAction
 from esper.contracts.features import Leaf
-from esper.rl.nested import space_data, space_of
+from esper.rl.nested import MAX_NUMBERS, space_data, space_of
 
 Array = NDArray[Any]
 Path = tuple[str | int, ...]
@@ -132,6 +132,11 @@ class SpaceSpec:
             raise BadInput(
                 "the action space mixes a Box with choices; make the numbers Discrete, "
                 "or the choices numbers."
+            )
+        if len(self.sizes) * self.width > MAX_NUMBERS:
+            raise BadInput(
+                f"the action has {len(self.sizes):,} heads of up to {self.width:,} "
+                "choices, which is too many; choose in several steps."
             )
         if self.relevant is None:
             return

@@ -20,11 +20,11 @@ import numpy as np
 from pydantic import Field
 
 from esper.contracts.errors import BadInput, EsperError
+from esper.contracts.messages import checked_name, unknown
 from esper.contracts.state import leaves
 from esper.experiment.attempts import Attempt, RunResult, train_on, train_to_end
 from esper.experiment.callbacks import Checkpoint, TensorBoard, summary_writer
 from esper.experiment.config import Budget, Keeping, check_limits
-from esper.experiment.messages import checked_name, unknown
 from esper.experiment.records import RoundRecord
 from esper.experiment.run import STORE, Run
 from esper.experiment.settings import (

@@ -146,3 +146,16 @@ def make_memory(name: str, width: int, layers: int) -> AnyMemory:
     if name not in MEMORIES:
         raise BadInput(f"no memory {name!r}; choose one of {', '.join(MEMORIES)}.")
     return MEMORIES[name](width, layers)
+
+
+MAX_SIZE: Final = {"layers": 64}
+"""Largest sizes of a policy; `MAX_WIDTH` where none is named."""
+MAX_WIDTH: Final = 65_536
+
+
+def require_sizes(**sizes: int) -> None:
+    """Refuse sizes of a policy that cannot be meant."""
+    for name, size in sizes.items():
+        most = MAX_SIZE.get(name, MAX_WIDTH)
+        if not 1 <= size <= most:
+            raise BadInput(f"{name} must lie in 1..{most}, got {size}.")

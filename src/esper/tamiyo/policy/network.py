@@ -42,7 +42,7 @@ from esper.simic.agent.distribution import (
     masked_log_softmax,
     require_choice,
 )
-from esper.simic.agent.memory import make_memory
+from esper.simic.agent.memory import make_memory, require_sizes
 from esper.tamiyo.policy.features import (
     BLUEPRINT_COLUMNS,
     HOST_COLUMNS,
@@ -88,10 +88,9 @@ class PolicyConfig:
     """Let only the heads that an op uses be drawn, counted and taught."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are none."""
-        for name in ("width", "slot_width", "offer_width", "layers"):
-            if getattr(self, name) < 1:
-                raise BadInput(f"{name} must be at least 1, got {getattr(self, name)}.")
+        """Refuse sizes that cannot be meant."""
+        widths = {"slot_width": self.slot_width, "offer_width": self.offer_width}
+        require_sizes(width=self.width, layers=self.layers, **widths)
 
 
 class TamiyoPolicy(nn.Module):

@@ -4,27 +4,28 @@
     manifest.json        format, policy, SHA-256 of the weights; which blueprints and
                          choices it was trained with, how, and its results
 
-Nothing in the files is executed. Checked are the digest, the name, dtype and shape of
-every tensor, and that all of them are finite.
+`esper.files` reads them; the policy's sizes must be those of the tensors.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from hashlib import sha256
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from io import BytesIO
+from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_bytes
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
 
 from esper.contracts.actions import ActionSpec
 from esper.contracts.errors import BadInput
-from esper.contracts.state import Tensors, load
+from esper.contracts.messages import one_line, quoted, short
+from esper.contracts.state import Tensors, check_fit, leaves, load
 from esper.contracts.world import Controller
+from esper.files import read_bytes, read_json, read_tensors, require_explained
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from esper.tamiyo.policy.sampling import with_temperature
 from esper.tamiyo.restricted import Restricted
@@ -34,7 +35,24 @@ FORMAT: Final = 2
 WEIGHTS: Final = "tamiyo.safetensors"
 MANIFEST: Final = "manifest.json"
 MAX_BYTES: Final = 64 << 20
-"""Limit of either file; ours are far smaller."""
+"""Limit of the weights; ours are far smaller."""
+
+
+@validated(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class ControllerManifest:
+    """What `manifest.json` holds."""
+
+    format: int
+    sha256: str
+    """Of the file of weights."""
+    policy: PolicyConfig
+    blueprints: list[str]
+    choices: dict[str, list[str]]
+    training: dict[str, Any]
+    figures: dict[str, Any]
+
+
+_MANIFEST: Final = TypeAdapter(ControllerManifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,58 +91,44 @@ class ShippedController:
 @cache
 def shipped() -> ShippedController:
     """The controller that comes with this package."""
-    return read(files("esper.tamiyo.shipped"))
+    return read(Path(__file__).parent)
 
 
-def read(folder: Traversable) -> ShippedController:
+def read(folder: Path) -> ShippedController:
     """The controller in a folder, if its files are complete and unchanged."""
-    manifest, weights = _content(folder, MANIFEST), _content(folder, WEIGHTS)
-    try:
-        body = json.loads(manifest)
-        version = body["format"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _refusal(f"{MANIFEST} is damaged") from error
-    if version != FORMAT:
-        raise _refusal(f"{MANIFEST} has format {version!r:.20}, not {FORMAT}")
-    try:
-        digest = str(body["sha256"])
-        found = ShippedController(
-            config=PolicyConfig(**body["policy"]),
-            blueprints=frozenset(body["blueprints"]),
-            choices={name: tuple(known) for name, known in body["choices"].items()},
-            training=dict(body["training"]),
-            figures=dict(body["figures"]),
-            weights={},
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _refusal(f"{MANIFEST} is damaged") from error
-    if (actual := sha256(weights).hexdigest()) != digest:
-        raise _refusal(
-            f"{WEIGHTS} has SHA-256 {actual[:12]}… ({len(weights):,} bytes), not "
-            f"{digest[:12]}…"
+    body, weights = read_json(folder / MANIFEST), folder / WEIGHTS
+    name = short(folder)
+    if body.get("format") != FORMAT:
+        raise BadInput(
+            f"{name} is a controller of format {quoted(body.get('format'))}, this "
+            f"Esper reads {FORMAT}; export it again."
         )
     try:
-        found.weights.update(load_bytes(weights))
-        found.policy(ActionSpec())
-    except (SafetensorError, BadInput) as error:
-        why = " ".join(str(error).split()).rstrip(".")
-        raise _refusal(f"{WEIGHTS} does not fit: {why:.99}") from error
-    for name, values in found.weights.items():
-        if not bool(values.isfinite().all()):
-            raise _refusal(f"{name:.60} in {WEIGHTS} is not finite")
-    return found
+        about = _MANIFEST.validate_json(json.dumps(body), extra="forbid")
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise BadInput(
+            one_line(f"{name}/{MANIFEST} is damaged: {where}: {first['msg']}.")
+        ) from None
+    data = read_bytes(weights, MAX_BYTES)
+    if sha256(data).hexdigest() != about.sha256:
+        raise BadInput(f"{name} is damaged: {WEIGHTS} is not what was exported.")
+    config = about.policy
 
+    def fit(tensors: Tensors, _: object) -> None:
+        sizes = {key: size for key, size in asdict(config).items() if type(size) is int}
+        require_explained(sizes, tensors.values())
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            policy = TamiyoPolicy(ActionSpec(), config)
+        check_fit(leaves(policy), tensors)
 
-def _content(folder: Traversable, name: str) -> bytes:
-    file = folder / name
-    if not file.is_file():
-        raise _refusal(f"{name} is missing")
-    with file.open("rb") as stream:
-        data = stream.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise _refusal(f"{name} has more than {MAX_BYTES:,} bytes")
-    return data
-
-
-def _refusal(why: str) -> BadInput:
-    return BadInput(f"the shipped Tamiyo cannot be used: {why}; install esper again.")
+    tensors, _ = read_tensors(short(weights), BytesIO(data), fit, sealed=False)
+    return ShippedController(
+        config=config,
+        blueprints=frozenset(about.blueprints),
+        choices={name: tuple(known) for name, known in about.choices.items()},
+        training=about.training,
+        figures=about.figures,
+        weights=tensors,
+    )

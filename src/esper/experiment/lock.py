@@ -1,0 +1,79 @@
+"""The right of one process to write in a folder."""
+
+import fcntl
+import json
+import os
+import socket
+import stat
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from filelock import FileLock, Timeout
+
+from esper.contracts.errors import BadInput, EsperError, RunTaken
+from esper.contracts.messages import quoted, short
+from esper.files import open_regular, read_json, storage
+
+LOCK: Final = "lock"
+LOCK_TIMEOUT: Final = 0.5
+"""Seconds to wait for a lock: whoever lists runs holds each for a moment."""
+
+
+class Lock:
+    """The right to write in a folder, held until `release` or the end of the process.
+
+    The lock file also names its owner.
+
+    Args:
+        folder: Where the lock file is or will be.
+        name: What the folder is called in an error, if it will be renamed.
+    """
+
+    def __init__(self, folder: Path, name: Path | None = None) -> None:
+        name, file = name or folder, folder / LOCK
+        self._lock = FileLock(file, timeout=LOCK_TIMEOUT, thread_local=False)
+        if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
+            raise BadInput(f"{short(file)} is not a regular file; remove it.")
+        with storage(name, "lock"):
+            try:
+                self._lock.acquire(poll_interval=0.02)
+                since = datetime.now(UTC).isoformat(timespec="seconds")
+                owner = {"pid": os.getpid(), "host": socket.gethostname()}
+                file.write_text(json.dumps({**owner, "since": since}))
+            except Timeout:
+                raise RunTaken(
+                    f"{short(name)} is in use by {_owner(file)}; stop it first."
+                ) from None
+            except BaseException:
+                self.release()
+                raise
+
+    def release(self) -> None:
+        """Let another process have it; may be called again."""
+        self._lock.release(force=True)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether some process, this one too, holds the lock of a folder."""
+    with storage(folder, "look at"):
+        try:
+            with open_regular(folder / LOCK) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _owner(file: Path) -> str:
+    """The process that holds a lock, as far as the file can be read."""
+    owner = None
+    with suppress(OSError, EsperError):
+        owner = read_json(file)
+    match owner:
+        case {"pid": int(pid), "host": str(host), "since": str(since)}:
+            return f"process {pid} on {quoted(host)} since {quoted(since)}"
+    return "another process"
