@@ -387,12 +387,15 @@ class Grown(nn.ModuleDict):
         """All that rebuilds the seeds but their weights."""
         return SavedTopology(
             format=FORMAT,
-            places={
-                place.site.name: SavedPlace(
-                    geometry=place.geometry, middle=place.recipe, depth=place.depth
+            places=tuple(
+                SavedPlace(
+                    name=place.site.name,
+                    geometry=place.geometry,
+                    middle=place.recipe,
+                    depth=place.depth,
                 )
                 for place in self.places
-            },
+            ),
             slots=self.slots,
             seeds=self._saved_seeds(),
             generator=bytes(self.generator.get_state().tolist()).hex(),
@@ -481,7 +484,7 @@ class Grown(nn.ModuleDict):
             if len(self):  # a whole state from before anything grew
                 check_tensors(self.host, nn.ModuleDict(), state, prefix)
             return SavedTopology(
-                format=FORMAT, places={}, slots=self.slots, seeds=(), generator=""
+                format=FORMAT, places=(), slots=self.slots, seeds=(), generator=""
             )
         if topology.slots != self.slots:
             gone = [name for name in topology.slots if name not in self.slots]
@@ -506,6 +509,7 @@ class Grown(nn.ModuleDict):
     def check_slots(self, topology: SavedTopology) -> None:
         """Refuse a topology whose seeds have no place here."""
         names = [blueprint.name for blueprint in self.blueprints]
+        places = {place.name: place.geometry for place in topology.places}
         for seed in topology.seeds:
             if seed.slot not in self.slots:
                 raise BadInput(
@@ -518,7 +522,7 @@ class Grown(nn.ModuleDict):
                     "among this model's blueprints; build it with the same."
                 )
             here = self.place(self.slots.index(seed.slot))
-            if topology.places[here.site.name].geometry != here.geometry:
+            if places[here.site.name] != here.geometry:
                 raise BadInput(
                     f"the host's shapes at {here.site.name} are not those that were "
                     "saved; build the same host with an example of the same shape."

@@ -6,7 +6,8 @@ host whose parts are called one by one must call both in turn; other orders are 
 New units of neighbouring places feed each other, times the first one's alpha; a seed
 that is not active in a pass feeds nobody in it.
 What a seed raises is raised, unless a Grower follows the host and removes the seed: it
-is skipped from then on and recorded in `Flow.failed`. What a pass keeps between inlet and outlet is kept by thread, so several threads may evaluate.
+is skipped from then on and recorded in `Flow.failed`. What a pass keeps between inlet
+and outlet is kept by thread, so several threads may evaluate.
 
     ADD     z + alpha * s
     SCALE   z * (1 + alpha * s)

@@ -4,9 +4,9 @@ A module of the host, or a torch function that it calls directly, works on each 
 by itself. Where two layers read the same tensor and their outputs meet, as in a gated
 MLP, a `Join` holds the second one's way to the meeting point.
 
-All of it is saved as `Step`s, which name modules of the host and entries of two closed
-tables, `FUNCTIONS` and `JOINS`, with typed arguments. Nothing else is looked up when
-they are read. A function outside the tables works in memory and cannot be saved.
+All of it is saved as `SavedStep`s, which name modules of the host and entries of two
+closed tables, `FUNCTIONS` and `JOINS`, with typed arguments. Nothing else is looked up
+when they are read. A function outside the tables works in memory and cannot be saved.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves
@@ -85,7 +85,9 @@ class Function:
         odd = {*given} - {*self.arguments}
         missing = {*[*self.arguments][: self.required]} - {*given}
         if odd or missing:
-            what = f"{'passes' if odd else 'lacks'} argument {min(odd or missing)[:80]!r}"
+            what = (
+                f"{'passes' if odd else 'lacks'} argument {min(odd or missing)[:80]!r}"
+            )
             raise BadInput(what)
         try:
             return {
@@ -350,7 +352,7 @@ def every_step(middle: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class SavedStep:
     """One step between two layers as plain data."""
 
     kind: Literal["module", "function", "join", "unsaved"]
@@ -358,38 +360,40 @@ class Step:
     """Of a module of the host, of an entry of a table, or of an unsaved function."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     layer: str = ""
-    branch: tuple["Step", ...] = ()
+    branch: Annotated[tuple["SavedStep", ...], FailFast()] = ()
     swapped: bool = False
     """Those of a `Join`."""
 
 
-Steps = tuple[Step, ...]
+SavedSteps = Annotated[tuple[SavedStep, ...], FailFast()]
 
 
-def unsaved_function(steps: Iterable[Step]) -> str:
+def unsaved_function(steps: Iterable[SavedStep]) -> str:
     """A function among steps that cannot be saved; empty if there is none."""
-    found = (s.name if s.kind == "unsaved" else unsaved_function(s.branch) for s in steps)
+    found = (
+        s.name if s.kind == "unsaved" else unsaved_function(s.branch) for s in steps
+    )
     return next(filter(None, found), "")
 
 
 def describe_middle(
     modules: Iterable[nn.Module], names: Mapping[nn.Module, str]
-) -> Steps:
+) -> SavedSteps:
     """What lies between two layers as plain data; the host's modules by their names."""
     return tuple(_described(module, names) for module in modules)
 
 
-def _described(module: nn.Module, names: Mapping[nn.Module, str]) -> Step:
+def _described(module: nn.Module, names: Mapping[nn.Module, str]) -> SavedStep:
     if module in names:
-        return Step(kind="module", name=names[module])
+        return SavedStep(kind="module", name=names[module])
     if isinstance(module, FunctionModule):
         if module.function is not None:
-            return Step(kind="unsaved", name=module.name)
-        return Step(kind="function", name=module.name, kwargs=module.kwargs)
+            return SavedStep(kind="unsaved", name=module.name)
+        return SavedStep(kind="function", name=module.name, kwargs=module.kwargs)
     if isinstance(module, Join):
         if module.function.function is not None:
-            return Step(kind="unsaved", name=module.function.name)
-        return Step(
+            return SavedStep(kind="unsaved", name=module.function.name)
+        return SavedStep(
             kind="join",
             name=module.function.name,
             kwargs=module.function.kwargs,
@@ -397,13 +401,13 @@ def _described(module: nn.Module, names: Mapping[nn.Module, str]) -> Step:
             branch=describe_middle(module.branch, names),
             swapped=module.swapped,
         )
-    kinds = {kind: name for name, kind in DROPOUTS.items()}
-    p = float(module.p)  # type: ignore[arg-type]
-    return Step(kind="function", name=kinds[type(module)], kwargs={"p": p})
+    assert isinstance(module, tuple(DROPOUTS.values()))
+    kinds: dict[type, str] = {kind: name for name, kind in DROPOUTS.items()}
+    return SavedStep(kind="function", name=kinds[type(module)], kwargs={"p": module.p})
 
 
 def restore_middle(
-    steps: Sequence[Step], modules: Mapping[str, nn.Module]
+    steps: Sequence[SavedStep], modules: Mapping[str, nn.Module]
 ) -> tuple[nn.Module, ...]:
     """The modules that `describe_middle` has described.
 
@@ -420,7 +424,7 @@ def restore_middle(
     return tuple(_restored(step, modules) for step in steps)
 
 
-def _restored(step: Step, modules: Mapping[str, nn.Module]) -> nn.Module:
+def _restored(step: SavedStep, modules: Mapping[str, nn.Module]) -> nn.Module:
     wanted = {"module": step.name, "join": step.layer}.get(step.kind, "")
     if wanted not in modules:
         raise BadInput(f"has {wanted[:80]!r}, which the host does not have")
@@ -428,7 +432,7 @@ def _restored(step: Step, modules: Mapping[str, nn.Module]) -> nn.Module:
         own = modules[step.name]
         if isinstance(own, (*NORMS, *DROPOUTS.values())):
             return own
-        if [*own.children()] or [*own.parameters()]:
+        if any(True for _ in own.children()) or any(True for _ in own.parameters()):
             raise BadInput(f"has {step.name!r}, whose weights are not saved with it")
         return deepcopy(own)
     table = JOINS if step.kind == "join" else FUNCTIONS
@@ -443,6 +447,8 @@ def _restored(step: Step, modules: Mapping[str, nn.Module]) -> nn.Module:
     function = FunctionModule(step.name, kwargs)
     if step.kind == "function":
         return function
+    if any(inner.kind == "join" for inner in step.branch):
+        raise BadInput("joins more than two layers")
     branch = restore_middle(step.branch, modules)
     return Join(function, step.layer, branch, swapped=step.swapped)
 

@@ -6,6 +6,7 @@ safetensors file: for inference, without optimiser or example.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,19 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from esper.contracts.errors import BadInput
-from esper.files import Disk, pack, publish, read_safetensors
+from esper.files import Disk, pack, publish, read_safetensors, verify
 from esper.growth.blueprints.registry import find
 from esper.growth.grown import Grown, grown_part, restore_tensors, uninterrupted
 from esper.growth.host_layers import fit_sizes, is_layer
 from esper.growth.middle import Join, restore_middle, unsaved_function
 from esper.growth.saved_topology import (
-    MAX_BYTES,
     NAME,
     TOPOLOGY,
     SavedPlace,
     SavedTopology,
     check_tensor,
     check_tensors,
+    host_tensors,
     read_topology,
     tied_names,
 )
@@ -45,13 +46,14 @@ def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
     """
     if not isinstance(host, nn.Module) or not isinstance(state_dict, Mapping):
         raise BadInput("rebuild takes the plain host and a state_dict.")
-    if not all(isinstance(name, str) for name in state_dict):
-        raise BadInput("a state_dict names its tensors by strings.")
+    if not all(isinstance(name, str) and name.isprintable() for name in state_dict):
+        raise BadInput("the names in a state_dict must be printable strings.")
     state_dict = _with_tied(host, state_dict)
     _refuse_unmerged(state_dict)
+    own = host_tensors(host)
     for name, value in state_dict.items():
         if isinstance(value, Tensor):
-            check_tensor(name, value)
+            check_tensor(name, value, own.get(name))
     prefixes = [n.removesuffix(TOPOLOGY) for n in state_dict if n.endswith(TOPOLOGY)]
     if len(prefixes) > MAX_PARTS:
         raise BadInput(f"the state has {len(prefixes)} topologies; it is damaged.")
@@ -114,8 +116,8 @@ def _empty(host: nn.Module, state: Mapping[str, Any], prefix: str) -> Grown:
     used = {seed.slot.rpartition("#")[0] for seed in topology.seeds}
     modules = dict(part.named_modules())
     places = tuple(
-        _saved_place(name, place, modules, used=name in used)
-        for name, place in topology.places.items()
+        _saved_place(place, modules, used=place.name in used)
+        for place in topology.places
     )
     kinds = [*dict.fromkeys(find(seed.blueprint) for seed in topology.seeds)]
     grown = Grown(part, places, topology.slots, kinds)
@@ -135,23 +137,23 @@ def save(model: nn.Module, path: str | Path) -> None:
     }
     _refuse_unmerged(state)
     for part in model.modules():
-        if isinstance(part, Grown):
+        if isinstance(part, Grown) and len(part):
             _refuse_unsaved(part.topology())
-    publish(Disk(), path, pack(state, finite=False))
+    data = pack(state, finite=False)
+    verify(path.name, BytesIO(data), sealed=False)  # what is written can be read
+    publish(Disk(), path, data)
 
 
 def _refuse_unsaved(topology: SavedTopology) -> None:
-    """Refuse what `load` would refuse."""
+    """Refuse seeds where the host calls what no file may call."""
+    steps = {place.name: place.middle for place in topology.places}
     for seed in topology.seeds:
-        place = topology.places[seed.slot.rpartition("#")[0]]
-        if function := unsaved_function(place.middle):
+        if function := unsaved_function(steps[seed.slot.rpartition("#")[0]]):
             raise BadInput(
                 f"slot {seed.slot!r} has a seed where the host calls {function!r}, "
                 "which no file may call; let an nn.Module of the host call it, or save "
                 "what export() returns with torch.save."
             )
-    if len(topology.to_tensor()) > MAX_BYTES:
-        raise BadInput(f"the topology has more than {MAX_BYTES:,} bytes.")
 
 
 def load(path: str | Path, host: nn.Module) -> nn.Module:
@@ -161,12 +163,12 @@ def load(path: str | Path, host: nn.Module) -> nn.Module:
 
 
 def _saved_place(
-    name: str, saved: SavedPlace, modules: Mapping[str, nn.Module], *, used: bool
+    saved: SavedPlace, modules: Mapping[str, nn.Module], *, used: bool
 ) -> InsertionPoint:
     """A place as a file describes it, if it is one of the host's."""
-    site = parse(name)
+    site = parse(saved.name)
     try:
-        if site.name != name or not {site.inlet, site.outlet} <= modules.keys():
+        if site.name != saved.name or not {site.inlet, site.outlet} <= modules.keys():
             raise BadInput("names modules that the host does not have")
         # What is between the layers of a place without seeds has no part in the answer.
         unsaved = not used and unsaved_function(saved.middle)
@@ -179,7 +181,7 @@ def _saved_place(
             raise BadInput("has other layers")
     except BadInput as error:
         raise BadInput(
-            f"the host does not fit the saved network: {name!r} {error}."
+            f"the host does not fit the saved network: {saved.name!r} {error}."
         ) from error
     return InsertionPoint(
         site=site,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Final
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from esper.contracts.errors import BadInput
@@ -21,7 +21,7 @@ from esper.growth import lifecycle
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.registry import find
 from esper.growth.lifecycle import SeedStates
-from esper.growth.middle import Step
+from esper.growth.middle import SavedSteps
 
 NAME: Final = "esper_seeds"
 """The submodule of a host that holds what has grown."""
@@ -31,10 +31,10 @@ TOPOLOGY: Final = f"{NAME}._extra_state"
 FORMAT: Final = 2
 """Version of a saved topology."""
 MAX_BYTES: Final = 2**20
-"""Bytes of a saved topology."""
+MAX_COMMAS: Final = 30_000
+"""Limits of the text of a saved topology."""
 MAX_PLACES: Final = 1024
 MAX_SLOTS: Final = 4096
-Amount = Annotated[float, Field(ge=0.0, lt=2.0**31)]
 Text = Annotated[str, Field(max_length=1024)]
 
 
@@ -42,8 +42,9 @@ Text = Annotated[str, Field(max_length=1024)]
 class SavedPlace:
     """A place of a host."""
 
+    name: Text
     geometry: Geometry
-    middle: tuple[Step, ...]
+    middle: SavedSteps
     depth: Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -56,7 +57,7 @@ class SavedSeed:
     size: Annotated[int, Field(ge=0, lt=2**31)]
     gated: bool
     """Whether a module of a user is multiplied by a gate."""
-    state: dict[str, Amount]
+    state: dict[str, Any]
     """Its `SeedStates`."""
 
 
@@ -65,15 +66,15 @@ class SavedTopology:
     """All that rebuilds the seeds of a host but their weights; the oldest first."""
 
     format: int
-    places: Annotated[dict[Text, SavedPlace], Field(max_length=MAX_PLACES)]
-    slots: Annotated[tuple[Text, ...], Field(max_length=MAX_SLOTS)]
-    seeds: Annotated[tuple[SavedSeed, ...], Field(max_length=MAX_SLOTS)]
+    places: Annotated[tuple[SavedPlace, ...], Field(max_length=MAX_PLACES), FailFast()]
+    slots: Annotated[tuple[Text, ...], Field(max_length=MAX_SLOTS), FailFast()]
+    seeds: Annotated[tuple[SavedSeed, ...], Field(max_length=MAX_SLOTS), FailFast()]
     generator: Annotated[str, Field(max_length=2**16)]
     """State of the random stream, in hexadecimal digits."""
 
     def to_tensor(self) -> Tensor:
         """As JSON bytes in a tensor, since some formats take nothing but tensors."""
-        text = bytearray(_ADAPTER.dump_json(self))
+        text = bytearray(_ADAPTER.dump_json(self, exclude_defaults=True))
         return torch.frombuffer(text, dtype=torch.uint8)
 
 
@@ -101,6 +102,8 @@ def read_topology(state: Mapping[str, Any], prefix: str = "") -> SavedTopology |
             f"it is {raw.dtype} {[*raw.shape]}."
         )
     text = raw.cpu().numpy().tobytes()
+    if text.count(b",") > MAX_COMMAS:  # each may take hundreds of bytes when read
+        raise BadInput("the topology of the saved network has too many values.")
     try:
         found = _HEADER.validate_json(text, strict=True).format
         if found != FORMAT:
@@ -119,16 +122,21 @@ def read_topology(state: Mapping[str, Any], prefix: str = "") -> SavedTopology |
 
 def _first(error: ValidationError) -> str:
     """The first thing that is wrong, in one line."""
-    _, where, what, *_ = f"{error}\n\n".split("\n", 3)
-    return f"{where[:80]} {what.strip().partition(' [')[0]}".strip()
+    # Without the input, which may be large.
+    first, *_ = error.errors(
+        include_url=False, include_context=False, include_input=False
+    )
+    where = ".".join(str(key)[:40] for key in first["loc"][:12])
+    return " ".join(f"{where} {first['msg']}".split())
 
 
 def _check_topology(topology: SavedTopology) -> None:
     """Refuse what its types allow and no host has."""
     names = {field.name for field in fields(SeedStates)} - {"blueprint"}
-    places = [*topology.places]
+    places = [place.name for place in topology.places]
     rounds = len(topology.slots) // max(1, len(places))
-    if topology.slots != tuple(f"{p}#{n}" for n in range(rounds) for p in places):
+    slots = tuple(f"{place}#{n}" for n in range(rounds) for place in places)
+    if topology.slots != slots or len({*slots}) < len(slots):
         raise BadInput("the slots of the saved network are not those of its places.")
     free = {*topology.slots}
     for seed in topology.seeds:
@@ -137,11 +145,11 @@ def _check_topology(topology: SavedTopology) -> None:
         if slot not in free:
             wrong = "is named twice or unknown"
         elif set(state) != names or not all(
-            value.is_integer()
-            for name, value in state.items()
-            if not name.startswith("alpha")
+            type(value) is float and 0 <= value < 2**31 for value in state.values()
         ):
             wrong = "has a state that is none"
+        elif any(state[n] % 1 for n in names if not n.startswith("alpha")):
+            wrong = "has a state that is no whole number"
         elif state["stage"] not in {*Stage} - {Stage.DORMANT}:
             wrong = f"is in stage {state['stage']:.0f}, which does not exist"
         elif not all(state[n] <= 1 for n in names if n.startswith("alpha")):
@@ -196,7 +204,7 @@ def check_tensors(
         value = state.get(f"{prefix}{name}", mine)
         if not isinstance(mine, Tensor):
             continue
-        check_tensor(name, value)
+        check_tensor(name, value, own.get(name))
         if value.shape != mine.shape:
             raise BadInput(
                 f"the saved host is another one: {name} was {[*value.shape]} and is "
@@ -209,11 +217,18 @@ def check_tensors(
         raise BadInput("the saved seeds share their numbers; copy the tensors.")
 
 
-def check_tensor(name: str, value: object) -> None:
-    """Refuse what is no tensor, or one that repeats numbers to look larger."""
+def check_tensor(name: str, value: object, like: Tensor | None = None) -> None:
+    """Refuse what is no tensor, or one that repeats numbers to look larger.
+
+    Args:
+        name: What it is called in an error.
+        value: From a state.
+        like: The host's own, whose shape takes no more memory.
+    """
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         raise BadInput(f"{name} of the saved network is no tensor.")
-    if value.is_meta or _bytes_held([value]) < value.nbytes:
+    known = like is not None and like.shape == value.shape
+    if value.is_meta or (not known and _bytes_held([value]) < value.nbytes):
         raise BadInput(f"{name} of the saved network has fewer numbers than its shape.")
 
 

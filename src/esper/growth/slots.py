@@ -10,7 +10,7 @@ is refused here in one line, by name. The host is left as it was.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -32,7 +32,7 @@ from esper.growth.host_layers import (
     why_no_layer,
 )
 from esper.growth.macs import count_macs
-from esper.growth.middle import Join, Steps, describe_middle
+from esper.growth.middle import Join, SavedSteps, describe_middle
 from esper.growth.tracing import (
     Example,
     PathTracer,
@@ -84,7 +84,7 @@ class InsertionPoint:
     outlet: nn.Module
     middle: tuple[nn.Module, ...]
     """What lies between the two layers of a span."""
-    recipe: Steps
+    recipe: SavedSteps
     """The same as plain data, to be saved."""
     depth: float
     """Where the outlet lies between the host's input (0) and output (1)."""
@@ -397,7 +397,7 @@ class _Span:
 
     problem: str = ""
     middle: tuple[nn.Module, ...] = ()
-    recipe: Steps = ()
+    recipe: SavedSteps = ()
     gate: str = ""
     """Name of the layer that joins it."""
     hidden_shape: tuple[int, ...] = ()

@@ -11,10 +11,10 @@ from enum import IntEnum
 from math import prod
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 Shape = Annotated[
-    tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=8)
+    tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=8), FailFast()
 ]
 """Sizes along some axes; the limits hold for those that are read from a file."""
 
