@@ -8,10 +8,13 @@ unexport PYTHONDONTWRITEBYTECODE
 # Hand pip's local wheel folder, if any, to uv; empty elsewhere, which is harmless.
 export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PY) -m pip config get global.find-links 2>/dev/null))
 
+# What uv builds from source is built with the tools that are pinned here.
+export UV_BUILD_CONSTRAINT := $(CURDIR)/tools.txt
+
 # Checking every annotation at run time would make learning several times slower.
 WITHOUT_SHAPE_CHECKS := -o addopts="-ra --strict-markers --strict-config"
 
-.PHONY: train tamiyo test wheel size check browser slow campaign faults mutants clean help
+.PHONY: train tamiyo test wheel size check browser slow campaign faults mutants hashes clean help
 
 train: $(V)/.ok ## set up if needed, train Tamiyo on drawn tasks, judge her on unseen hosts, write the report
 	$(V)/bin/esper train --preset family --rng_seed $(RNG_SEED)
@@ -26,7 +29,7 @@ test: check browser ## set up if needed, lint, check types and borders, run the 
 	$(V)/bin/pytest -q -n 2 -m "not slow and not learns"
 	$(V)/bin/pytest -q -n 2 -m learns $(WITHOUT_SHAPE_CHECKS)
 
-wheel: $(V)/.ok ## build the wheel, install it outside the checkout and use it there
+wheel: $(V)/.ok ## build sdist and wheel, install the wheel outside the checkout and use it there
 	scripts/check_wheel.sh
 
 size: $(V)/.ok ## lines and files by package, what each module imports
@@ -60,15 +63,24 @@ mutants: $(V)/.dev ## break the core in many ways and see each one caught
 	$(V)/bin/python -m tests.mutants
 
 # What a user needs; what a developer needs beside it.
-$(V)/.ok: pyproject.toml constraints.txt
+$(V)/.ok: pyproject.toml constraints.txt tools.txt
 	$(PY) -m venv $(V)
-	$(V)/bin/pip install -q -c constraints.txt uv
+	$(V)/bin/python -m pip install -q -r tools.txt
 	$(V)/bin/uv pip install -q -p $(V) -c constraints.txt -e ".[examples]"
 	touch $@
 
 $(V)/.dev: $(V)/.ok
 	$(V)/bin/uv pip install -q -p $(V) -c constraints.txt -e . --group dev
 	touch $@
+
+# torch has no hash: one version stands for several builds, for CPUs and for GPUs.
+hashes: ## look up the hashes of all versions in tools.txt and constraints.txt, after a change
+	@for file in tools.txt constraints.txt; do \
+		{ grep -E '^(#|-c |torch==)' $$file; \
+		grep -oE '^[a-z0-9-]+==[^ ]+' $$file | grep -v '^torch==' | UV_FIND_LINKS= $(V)/bin/uv \
+		pip compile -q --no-deps --generate-hashes --no-header --no-annotate -; \
+		} > $(V)/$$file && mv $(V)/$$file $$file || exit 1; \
+	done
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(V) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

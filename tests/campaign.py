@@ -36,6 +36,7 @@ import numpy as np
 import torch
 
 from esper.cli import COMMANDS, main
+from esper.contracts.actions import ActionSpec
 from esper.contracts.errors import EsperError, EsperWarning
 from esper.contracts.state import leaves
 from esper.experiment.checkpoint import CheckpointFolder
@@ -48,6 +49,7 @@ from esper.experiment.config import (
     resolve,
 )
 from esper.experiment.controllers import load_controller
+from esper.experiment.record import read_recording, read_recordings
 from esper.experiment.run import STORE, Run
 from esper.experiment.settings import as_toml
 from esper.experiment.store import Store, export
@@ -56,7 +58,8 @@ from esper.experiment.trainer import Callback
 from esper.files import Manifest, pack
 from esper.report import write_report
 from esper.report.data import read_run
-from tests import mutants
+from esper.rl.ppo import PPO
+from tests import forgeries, mutants
 from tests.cli.calls import command, environment
 from tests.cli.test_generated import generated, options_of
 from tests.experiment.disks import RefusingDisk
@@ -65,6 +68,7 @@ from tests.experiment.stores import fill
 from tests.experiment.test_checkpoint import Bomb, filled, mutate, same, state
 from tests.experiment.test_config import mutated
 from tests.experiment.test_train import simulated
+from tests.rl.environments import SIZES
 
 LONGEST = 60.0
 """Seconds after which a trial hangs."""
@@ -441,30 +445,100 @@ def hostile_files(count, seed, folder):
         with contextlib.suppress(EsperError):
             load()
     (path / "finished.json").unlink()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(count):
-        name, data = chance.choice([*whole]), chance.choice(corpus)
-        (path / name).write_bytes(data)
-        with (path / name).open("r+b") as file:
-            if chance.random() < 0.2:
-                file.truncate(3 << 30)  # a sparse file
-        for what, load in loads[:4]:
-            with outcome.trial(f"{what} of {name}"), WATCH():
-                load()
-        for kept, content in whole.items():
-            (path / kept).unlink()
-            (path / kept).write_bytes(content)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    outcome.peak = (after - before) / 1e3
-    ours = [line for line in WATCH.seen if not line.startswith("import ")]
-    outcome.executed += len(ours) + marker.exists()
-    outcome.notes += ours[:3]
-    WATCH.seen.clear()
+    with watched(outcome, marker):
+        for _ in range(count):
+            name, data = chance.choice([*whole]), chance.choice(corpus)
+            (path / name).write_bytes(data)
+            with (path / name).open("r+b") as file:
+                if chance.random() < 0.2:
+                    file.truncate(3 << 30)  # a sparse file
+            for what, load in loads[:4]:
+                with outcome.trial(f"{what} of {name}"), WATCH():
+                    load()
+            for kept, content in whole.items():
+                (path / kept).unlink()
+                (path / kept).write_bytes(content)
     with WATCH():  # the unsafe twin must be seen
         pickle.loads(pickle.dumps(Bomb(marker))).close()
     if not WATCH.seen or not marker.exists():
         outcome.lose("the unsafe twin was not seen")
     WATCH.seen.clear()
+    return outcome
+
+
+@contextlib.contextmanager
+def watched(outcome, marker=None):
+    """Counts what is executed, and the memory that is taken, into an outcome."""
+    WATCH.seen.clear()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    outcome.peak = (after - before) / 1e3
+    ours = [line for line in WATCH.seen if not line.startswith("import ")]
+    outcome.executed += len(ours) + (marker is not None and marker.exists())
+    outcome.notes += ours[:3]
+    WATCH.seen.clear()
+
+
+def agents(count, seed, folder):
+    """Agents with other facts and tensors, sealed again."""
+    outcome, chance = Outcome(), random.Random(seed)
+    file, seen = folder / "agent.safetensors", np.zeros(4, np.float32)
+    good = [forgeries.agent(memory) for memory in ("mingru", "lstm", "none")]
+    file.write_bytes(good[0])
+    PPO.load(file).predict(seen, action_masks=np.ones(sum(SIZES)))
+    with watched(outcome):
+        for _ in range(count):
+            file.write_bytes(forgeries.resealed(chance, chance.choice(good)))
+            with outcome.trial("agent", 10.0), WATCH():
+                PPO.load(file)
+    return outcome
+
+
+def flipped_recordings(count, seed, folder):
+    """Recordings with flipped bits, or cut: none may be read."""
+    outcome, chance = Outcome(), random.Random(seed)
+    file = folder / "000000.safetensors"
+    with watched(outcome):
+        for _ in range(count):
+            file.write_bytes(forgeries.flipped(chance, forgeries.recording()))
+            with outcome.trial("flipped recording", 10.0), WATCH():
+                read_recording(file)
+                outcome.lose("a damaged recording was read")
+    return outcome
+
+
+def forged_recordings(count, seed, folder):
+    """Recordings with other facts and tensors, sealed again, or no files at all."""
+    outcome, chance = Outcome(), random.Random(seed)
+    file, other = folder / "000000.safetensors", folder / "other"
+    os.mkfifo(other)
+    with watched(outcome):
+        for number in range(count):
+            file.unlink(missing_ok=True)
+            if number % 10 == 0:
+                file.symlink_to(chance.choice(("/dev/zero", other, "/dev/stdin")))
+            elif number % 10 == 1:
+                os.mkfifo(file)
+            else:
+                data = forgeries.resealed(chance, forgeries.recording())
+                file.write_bytes(data)
+            with outcome.trial("forged recording", 10.0), WATCH():
+                found = read_recordings(folder)[0]
+                terms = torch.zeros(found.envs), torch.ones(found.envs)
+                found.observed(*terms)
+                found.objective(terms[0])
+    return outcome
+
+
+def controllers(count, seed, folder):
+    """Folders of controllers with other manifests and weights."""
+    outcome, chance = Outcome(), random.Random(seed)
+    with watched(outcome):
+        for _ in range(count):
+            forgeries.controller(chance, folder)
+            with outcome.trial("controller", 10.0), WATCH():
+                load_controller(folder)(ActionSpec())
     return outcome
 
 
@@ -603,6 +677,10 @@ PARTS = {
     "settings": Part(configurations, 5_000, 5),
     "command lines": Part(command_lines, 5_000, 5),
     "hostile files": Part(hostile_files, 250, 5),
+    "agents": Part(agents, 1_000, 5),
+    "flipped recordings": Part(flipped_recordings, 3_000, 5),
+    "forged recordings": Part(forged_recordings, 200, 2),
+    "controllers": Part(controllers, 500, 5),
     "broken numbers": Part(numbers, 1_000, 20),
     "soak": Part(soak, 1_500, least=40),
     "mutants": Part(broken_code, len(mutants.MUTANTS), 1),

@@ -60,7 +60,11 @@ EVERY = 4
 """Results of a campaign after which a worker is killed, again and again."""
 ROUNDS = 4
 ENGINES = ("processes", "ray")
-PRIVATE = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+PRIVATE = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the driver finds 127.0.0.1
+}
 
 
 def training(folder, name, rounds=ROUNDS):
@@ -612,7 +616,7 @@ def drive_cluster(times, folder):
     torch.set_num_threads(1)
     folder = Path(folder)
     node = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
-    node["node_ip_address"] = "127.0.0.2"
+    node["node_ip_address"] = "127.0.0.1"
     nodes = Cluster(initialize_head=True, head_node_args=node)
     others = [nodes.add_node(**node) for _ in range(2)]
     nodes.wait_for_nodes()

@@ -263,7 +263,7 @@ MUTANTS = (
     ),
     Mutant(
         "a checkpoint may hold numbers that are not finite",
-        "experiment/checkpoint.py",
+        "files.py",
         "known = not values.is_floating_point() or bool(values.isfinite().all())",
         "known = True",
         "tests/experiment/test_checkpoint.py",

@@ -8,7 +8,17 @@ from tests import campaign
 from tests.mutants import MUTANTS, ROOT
 
 
-@pytest.mark.parametrize(("name", "scale"), [("stores", 0.1), ("hostile files", 0.06)])
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        ("stores", 0.1),
+        ("hostile files", 0.06),
+        ("agents", 0.1),
+        ("flipped recordings", 0.05),
+        ("forged recordings", 0.4),
+        ("controllers", 0.2),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::esper.contracts.errors.EsperWarning")
 def test_a_small_sample_has_no_bad_trial(name, scale):
     outcome = campaign.play(name, 0, scale)

@@ -31,7 +31,10 @@ DYNAMIC = {
 LIBRARIES = {"torch", "F", "Tensor", "nn", "np", "builtins", "sys", "os", "operator"}
 """What holds functions."""
 LOOKUPS = {
-    "files.py": {"getattr(torch, DTYPES[entry.dtype][0])"},  # our own table of dtypes
+    "files.py": {  # our own table of dtypes
+        "getattr(torch, DTYPES[entry.dtype][0])",
+        "getattr(torch, name)",
+    },
 }
 """Attributes of these whose names are no literals."""
 RECORDS = {

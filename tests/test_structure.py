@@ -1,12 +1,14 @@
-"""One name for one class; modules that import no more than they need."""
+"""One name for one class; few imports in each module; pins with hashes."""
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 from scripts.size import duplicate_classes, imports, trees
 
 MODULES = trees()
+ROOT = Path(__file__).parents[1]
 
 
 def test_no_class_name_occurs_twice():
@@ -24,7 +26,7 @@ def test_a_module_imports_at_most_a_third_of_the_package():
 
 
 def test_the_run_of_the_guide_is_not_begun_by_worker_processes_that_import_it():
-    text = Path(__file__).parents[1].joinpath("docs/running.md").read_text("utf-8")
+    text = ROOT.joinpath("docs/running.md").read_text("utf-8")
     (example,) = (
         code
         for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
@@ -33,3 +35,21 @@ def test_the_run_of_the_guide_is_not_begun_by_worker_processes_that_import_it():
     *before, last = ast.parse(example).body
     assert all(isinstance(line, ast.Import | ast.ImportFrom) for line in before)
     assert ast.unparse(last).startswith("if __name__ == '__main__':")
+
+
+def pins(name):
+    """Version and number of hashes of every package of a constraints file."""
+    lines = ROOT.joinpath(name).read_text("utf-8").replace("\\\n", " ").splitlines()
+    pinned = re.compile(r"([a-z0-9-]+)==(\S+)((?:\s+--hash=sha256:[0-9a-f]{64})*)\s*")
+    found = [pinned.fullmatch(line) for line in lines if line[0] not in "#-"]
+    return {each[1]: (each[2], each[3].count("--hash")) for each in found}
+
+
+def test_every_package_has_a_version_and_hashes():
+    installed, tools = pins("constraints.txt"), pins("tools.txt")
+    assert len(installed) > 100
+    everything = installed | tools
+    assert [name for name, (_, hashes) in everything.items() if not hashes] == ["torch"]
+    project = tomllib.loads(ROOT.joinpath("pyproject.toml").read_text("utf-8"))
+    (setuptools,) = project["build-system"]["requires"]
+    assert setuptools == f"setuptools=={tools['setuptools'][0]}"

@@ -32,6 +32,7 @@ from importlib.metadata import version
 from io import BufferedIOBase, BufferedReader
 from math import prod
 from pathlib import Path
+from time import time
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import ConfigDict, Field, TypeAdapter
@@ -42,12 +43,16 @@ from esper.contracts.errors import BadInput, NotFinite, StorageTrouble
 from esper.contracts.messages import one_line, quoted, short
 
 if TYPE_CHECKING:  # headers can be read without torch, so a list of runs is quick
+    import torch
     from torch import Tensor
 
     from esper.contracts.state import Tensors
 
 TEMPORARY: Final = ".tmp-"
 """In the names of unfinished files, which also begin with a dot."""
+LEFT_OVER: Final = 600.0
+"""Seconds after which an unfinished file of a dead process is removed: processes of
+other machines, which share a disk, look dead from here."""
 MAX_TEXT: Final = 1 << 20
 """Bytes of a file of text."""
 MAX_HEADER: Final = 1 << 20
@@ -141,7 +146,8 @@ class Disk:
 
     def sync_folder(self, folder: Path) -> None:
         """Return when the names in a folder are durable."""
-        _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+        if hasattr(os, "O_DIRECTORY"):  # Windows cannot open folders
+            _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
     def rename(self, old: Path, new: Path) -> None:
         """Rename a file or folder; replaces a file."""
@@ -170,7 +176,7 @@ def publish(disk: Disk, file: Path, data: bytes) -> None:
     """Write a file so that it is there whole, as before, or not at all."""
     temporary = beside(file)
     with storage(file, "write"):
-        discard(disk, temporary)
+        discard_leftovers(disk, file.parent)
         try:
             disk.create(temporary, data)
             disk.sync_file(temporary)
@@ -194,6 +200,26 @@ def unfinished(folder: Path) -> list[Path]:
         for path in folder.iterdir()
         if path.name.startswith(".") and TEMPORARY in path.name
     )
+
+
+def discard_leftovers(disk: Disk, folder: Path) -> None:
+    """Remove what dead processes left unfinished in a folder, and this one before."""
+    for path in unfinished(folder):
+        owner = path.name.rpartition(TEMPORARY)[2]
+        with suppress(FileNotFoundError):  # its process is faster
+            old = time() - path.lstat().st_mtime > LEFT_OVER
+            if owner == str(os.getpid()) or (old and not _is_alive(owner)):
+                discard(disk, path)
+
+
+def _is_alive(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError, OverflowError):  # somebody else's, or no number
+        pass
+    return True
 
 
 def discard(disk: Disk, path: Path) -> None:
@@ -490,20 +516,47 @@ def pack(
         manifest: Of a sealed file.
         finite: Whether NaN and infinity are refused.
     """
-    from safetensors.torch import save as save_bytes
+    import torch
 
-    ready = {name: part.detach().cpu().contiguous() for name, part in tensors.items()}
+    # A single number may have any stride; a copy has the usual one.
+    ready = {
+        name: part.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, part in tensors.items()
+    }
     if strange := _strange(ready, finite):
         raise NotFinite(f"{strange} and is not saved; go back to a good checkpoint.")
-    metadata = None
+    header: dict[str, Any] = {}
     if manifest is not None:
         text = json.dumps(asdict(manifest), sort_keys=True, allow_nan=False)
-        metadata = {"schema": SCHEMA, "manifest": text, "sha256": BLANK.decode()}
-    data: bytes = save_bytes(ready, metadata)
-    if found := SEAL.search(data, 0, MAX_HEADER) if metadata else None:
+        about = {"schema": SCHEMA, "manifest": text, "sha256": BLANK.decode()}
+        header["__metadata__"] = about
+    end, parts = 0, []
+    # Larger numbers first, so that all are aligned.
+    for name in sorted(ready, key=lambda name: (-ready[name].itemsize, name)):
+        part = ready[name]
+        if part.dtype not in (names := _dtype_names()):
+            raise BadInput(
+                f"{quoted(name)} is of {part.dtype}, which has no file format."
+            )
+        place = [end, end := end + part.nbytes]
+        entry = {"dtype": names[part.dtype], "shape": [*part.shape]}
+        header[name] = {**entry, "data_offsets": place}
+        parts.append(part.reshape(-1).view(torch.uint8).numpy().tobytes())
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    if len(raw) > MAX_HEADER or len(ready) > MAX_TENSORS:
+        raise BadInput(f"{len(ready):,} tensors are too many for one file.")
+    data = b"".join((len(raw).to_bytes(8, "little"), raw, *parts))
+    if found := SEAL.search(data, 0, MAX_HEADER) if manifest else None:
         digest = hashlib.sha256(data).hexdigest().encode()
         data = data[: found.start(1)] + digest + data[found.end(1) :]
     return data
+
+
+def _dtype_names() -> "dict[torch.dtype, str]":
+    import torch
+
+    return {getattr(torch, name): key for key, (name, _) in DTYPES.items()}
 
 
 def manifest_of(
@@ -530,7 +583,7 @@ def _strange(tensors: Mapping[str, "Tensor"], finite: bool) -> str:
 
 
 def _sync(path: Path, flags: int) -> None:
-    number = os.open(path, flags | os.O_CLOEXEC)
+    number = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
     try:
         os.fsync(number)
     finally:

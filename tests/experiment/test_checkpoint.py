@@ -6,8 +6,10 @@ import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import tracemalloc
+from dataclasses import replace
 from io import BytesIO
 
 import pytest
@@ -484,3 +486,22 @@ def test_nothing_old_is_removed_when_the_new_one_does_not_read_back(tmp_path):
         CheckpointFolder(made.path, LyingDisk(), keep=1).publish(3, state(3), FACTS)
     assert made.steps() == [1, 2, 3]
     assert same(made.latest().tensors, state(2))
+
+
+def test_a_huge_sealed_checkpoint_of_others_takes_no_memory(tmp_path):
+    """It is no state of this run: passed over, replaced, and never read into memory."""
+    made = filled(tmp_path, 1)
+    huge = made.path / "000005.safetensors"
+    data = pack({"a": torch.zeros(8, dtype=torch.uint8)}, replace(PLAIN, step=5))
+    size = 3 << 30
+    text = data[8:].replace(b"[8]", b"[%d]" % size).replace(b"[0,8]", b"[0,%d]" % size)
+    header = text[:-8].rstrip()
+    header += b" " * (-len(header) % 8)
+    huge.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(huge, 8 + len(header) + size)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert made.latest(state(1)).manifest.step == 1
+    made.publish(2, state(2), {})
+    made.publish(5, state(5), {})
+    assert same(made.latest(state(5)).tensors, state(5))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10

@@ -1,5 +1,8 @@
 import errno
 import os
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -116,3 +119,22 @@ def test_a_path_is_shown_by_its_end_without_control_characters(tmp_path):
     assert short(tmp_path / "\x1b[2J\n") == short(tmp_path / "?[2J?")
     assert len(short(tmp_path / ("x" * 200))) == 72
     assert beside(tmp_path / "x").parent == tmp_path
+
+
+def test_what_a_dead_process_left_is_removed(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    hour_ago = time.time() - 3600
+    names = {
+        "dead": f".file.tmp-{ended.pid}",
+        "young": f".file.tmp-{ended.pid}0",
+        "alive": f".file.tmp-{os.getppid()}",
+        "odd": ".file.tmp-x",
+    }
+    for kind, name in names.items():
+        (tmp_path / name).write_bytes(b"half")
+        if kind != "young":
+            os.utime(tmp_path / name, (hour_ago, hour_ago))
+    publish(Disk(), tmp_path / "file", b"whole")
+    left = {*os.listdir(tmp_path)} - {"file"}
+    assert left == {names[kind] for kind in ("young", "alive", "odd")}

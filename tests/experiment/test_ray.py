@@ -5,9 +5,13 @@ tests has its own: but for one test, those with a cluster are slow.
 """
 
 import os
+import sys
 from importlib.util import find_spec
+from ipaddress import ip_address
 from time import sleep
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -19,13 +23,26 @@ from tests.experiment.test_shards import assert_same, trained
 from tests.experiment.test_workers import Pair, halved, misbehave, require_number
 
 
-def test_a_cluster_without_a_token_is_refused_in_one_line(monkeypatch):
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    with pytest.raises(BadInput, match="RAY_AUTH_MODE=token on every node"):
-        workers(2, ray="192.0.2.1:6379")
+@pytest.mark.parametrize("mode", ["", "disabled"])
+def test_a_cluster_without_a_token_is_refused_in_one_line(mode, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    refused = pytest.raises(BadInput, match=r"sent\. Set RAY_AUTH_MODE=token on every")
+    for address in ("192.0.2.1:6379", "local"):
+        with refused:
+            workers(2, ray=address)
+    with refused:  # on a node
+        do_checked_job(versions(), halved, None, None)
 
 
-def test_another_version_on_a_node_is_refused_before_anything_is_done():
+def test_a_cluster_that_would_listen_to_the_network_is_not_started(monkeypatch):
+    util = SimpleNamespace(get_node_ip_address=lambda: "192.0.2.1")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(util=util))
+    with pytest.raises(BadInput, match=r"address '192\.0\.2\.1'.* Set .*=0 before"):
+        workers(2, ray="local")
+
+
+def test_another_version_on_a_node_is_refused_before_anything_is_done(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
     other = versions() | {"torch": "1.0"}
     with pytest.raises(BadInput, match=r"this machine has '1\.0'; install"):
         do_checked_job(other, halved, None, None)
@@ -82,5 +99,24 @@ def test_refusals_and_trouble_are_one_line_each(cluster, tmp_path):
 @pytest.mark.parametrize(
     "kind", ["kept", pytest.param("drawn", marks=pytest.mark.slow)]
 )
-def test_ray_plays_the_same_training(kind, cluster):
+def test_ray_plays_the_same_training_and_listens_on_loopback(kind, cluster):
     assert_same(trained(kind, [cluster]), trained(kind, [Workers()]))
+    found = listening()
+    assert {"gcs_server", "raylet"} <= found.keys()
+    assert any(name.startswith("ray::") for name in found)
+    for name, addresses in found.items():
+        for address in addresses:
+            assert address.is_loopback, f"{name} listens on {address}"
+
+
+def listening():
+    """The addresses on which this process and its children listen, by process name."""
+    found = {}
+    me = psutil.Process()
+    for process in (me, *me.children(recursive=True)):
+        for socket in process.net_connections("inet"):
+            if not socket.raddr:
+                address = ip_address(socket.laddr.ip)
+                address = getattr(address, "ipv4_mapped", None) or address
+                found.setdefault(process.name(), set()).add(address)
+    return found

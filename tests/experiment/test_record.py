@@ -1,5 +1,7 @@
 """Recordings: the same luck under many scripts, scored under any terms."""
 
+import os
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,19 +11,22 @@ import torch
 from torch import Generator
 from torch.testing import assert_close
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, EsperWarning, NotFinite, RunTaken
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import LEAST_ERROR
+from esper.experiment.lock import Lock
 from esper.experiment.record import (
     RecordConfig,
     pack,
+    read_recording,
     read_recordings,
     record,
     record_task,
-    unpack,
     world_settings,
 )
 from esper.experiment.rollout import play
+from esper.files import manifest_of
+from esper.files import pack as pack_tensors
 from tests.environment.test_growing import LONG
 
 SCRIPTS = 8
@@ -87,9 +92,11 @@ def test_scripts_are_the_same_network_until_they_part(recorded):
     assert pairs  # or nothing was compared
 
 
-def test_a_file_gives_back_what_was_recorded(recorded):
+def test_a_file_gives_back_what_was_recorded(recorded, tmp_path):
     _, recording = recorded
-    again = unpack("file", pack(recording))
+    file = tmp_path / "000000.safetensors"
+    file.write_bytes(pack(recording))
+    again = read_recording(file)
     assert (again.clock, again.scripts) == (recording.clock, SCRIPTS)
     for name, array in recording.arrays.items():
         assert np.array_equal(again.arrays[name], array), name
@@ -113,21 +120,81 @@ def test_folders_that_no_training_would_read_are_refused(name, tmp_path, monkeyp
     assert not [*tmp_path.iterdir()]
 
 
-def test_damaged_or_foreign_files_are_refused_in_one_line(recorded):
+def other(recording, name, change):
+    return replace(
+        recording,
+        arrays={**recording.arrays, name: change(recording.arrays[name].copy())},
+    )
+
+
+def filled(value):
+    return lambda array: np.full_like(array, value)
+
+
+def test_damaged_or_foreign_files_are_refused_in_one_line(recorded, tmp_path):
     _, recording = recorded
     data = pack(recording)
-    older = replace(recording, facts={**recording.facts, "version": 0})
+    facts = {**recording.facts, "version": 2}
     arrays = {k: v for k, v in recording.arrays.items() if k != "host.score"}
+    bad = other(recording, "host.score", filled(np.nan))
+    tensors = {n: torch.from_numpy(a) for n, a in recording.arrays.items()}
+    manifest = manifest_of({**recording.facts, "scripts": 8, "clock": [1, 2, 3]})
+    file = tmp_path / "000001.safetensors"
     for bytes_, words in (
         (data[:1000], "damaged"),
+        (data[:-1], "damaged"),
+        (data[:-1] + b"x", "damaged"),
         (b"", "damaged"),
-        (pack(older), "version 0"),
+        (pack_tensors({"a": torch.zeros(3)}, manifest_of({})), "no recording"),
+        (pack(replace(recording, facts=facts)), "version 2, this Esper reads 3"),
         (pack(replace(recording, arrays=arrays)), "other inputs"),
+        (pack(replace(recording, scripts=7)), "contradict each other"),
+        (pack(other(recording, "score", lambda a: a.astype(np.float64))), "float64"),
+        (pack(other(recording, "slots.age", lambda a: a > 0)), "slots.age is bool"),
+        (pack(other(recording, "added", lambda a: a[:, :-1])), "added is float16"),
+        (pack(other(recording, "slots.stage", filled(6))), "slots.stage has choices"),
+        (pack(other(recording, "actions", filled(-1))), "actions has choices"),
+        (pack_tensors(tensors, manifest), "the recording is damaged"),
     ):
+        file.write_bytes(bytes_)
         with pytest.raises(BadInput, match=words) as refused:
-            unpack("000001.npz", bytes_)
-        assert str(refused.value).startswith("000001.npz")
+            read_recording(file)
+        assert "000001.safetensors" in str(refused.value)
         assert "\n" not in str(refused.value)
+    with pytest.raises(NotFinite, match=r"'host.score' holds NaN"):
+        pack(bad)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_what_is_no_file_is_refused_at_once(tmp_path, kind):
+    file = tmp_path / "000000.safetensors"
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "link":
+        file.symlink_to("/dev/zero")
+    else:
+        file.mkdir()
+    with pytest.raises(BadInput, match="is not a regular file"):
+        read_recordings(tmp_path)
+
+
+def test_a_damaged_file_is_recorded_again(tmp_path):
+    config = RecordConfig(stop="end", tasks=2, hosts=1, scripts=2)
+    record(config, tmp_path)
+    files = sorted(tmp_path.glob("0*"))
+    good = [file.read_bytes() for file in files]
+    files[0].write_bytes(good[0][:-3])
+    files[1].write_bytes(good[0])  # of another task
+    with pytest.warns(EsperWarning, match="It is recorded again"):
+        record(config, tmp_path)
+    assert [file.read_bytes() for file in files] == good
+
+
+def test_two_processes_do_not_record_in_one_folder(tmp_path):
+    config = RecordConfig(stop="end", tasks=1, scripts=2)
+    with closing(Lock(tmp_path)), pytest.raises(RunTaken, match="is in use"):
+        record(config, tmp_path)
+    record(config, tmp_path)
 
 
 def test_an_interrupted_recording_goes_on_with_the_same_bytes(tmp_path):
@@ -144,7 +211,7 @@ def test_an_interrupted_recording_goes_on_with_the_same_bytes(tmp_path):
     with pytest.raises(BadInput, match="has 1 of 2 recordings; go on with"):
         read_recordings(broken)
     record(config, broken)
-    for file in sorted(whole.iterdir()):
+    for file in sorted(whole.glob("*[0-9g].*")):
         assert file.read_bytes() == (broken / file.name).read_bytes()
     with pytest.raises(BadInput, match="other settings"):
         record(replace(config, tasks=3), broken)

@@ -186,18 +186,18 @@ def test_a_lock_is_held_until_it_is_released(tmp_path, monkeypatch):
         file.write_bytes(text)
         with pytest.raises(RunTaken, match="in use by another process"):
             Lock(tmp_path)
-    lock.release()
-    lock.release()
+    lock.close()
+    lock.close()
     assert not is_locked(tmp_path)
 
 
 def test_a_moment_of_looking_keeps_nobody_out(tmp_path):
-    Lock(tmp_path).release()
+    Lock(tmp_path).close()
     number = os.open(tmp_path / "lock", os.O_RDONLY)
     fcntl.flock(number, fcntl.LOCK_SH)
     looking = threading.Timer(0.1, os.close, [number])
     looking.start()
-    Lock(tmp_path).release()
+    Lock(tmp_path).close()
     looking.join()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from esper.cli.commands import _interrupted
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, EsperWarning
 from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
 from esper.experiment import pretraining
@@ -172,7 +172,7 @@ def test_a_start_that_is_interrupted_goes_on_with_what_was_recorded(
     whole = begin_run(replace(recorded, name="whole"), [])
     result = begin_run(recorded, [Interrupted(when)])
     assert (result.rounds, result.signal) == (0, signal.SIGTERM)
-    assert len([*(result.path / "recordings").glob("*.npz")]) == kept
+    assert len([*(result.path / "recordings").glob("*.safetensors")]) == kept
     _interrupted(result, "train")
     said = f"before round 1; {kept} recordings are kept, but the start will be made"
     assert said in capsys.readouterr().out
@@ -192,9 +192,10 @@ def test_a_start_that_is_interrupted_goes_on_with_what_was_recorded(
 
 def test_a_recording_of_the_start_that_was_damaged_is_made_again(recorded):
     result = begin_run(recorded, [Interrupted("fitting")])
-    (result.path / "recordings" / "000001.npz").write_bytes(b"damaged")
+    (result.path / "recordings" / "000001.safetensors").write_bytes(b"damaged")
     log = Interrupted("nothing")
-    assert resume_run(result.path, [log]).signal is None
+    with pytest.warns(EsperWarning, match="It is recorded again"):
+        assert resume_run(result.path, [log]).signal is None
     assert log.told[0] == ("recording", 2)
 
 
@@ -205,7 +206,7 @@ def test_recordings_may_be_gone_once_the_policy_was_fitted(recorded, tmp_path):
 
     class Gone(Log):
         def on_round_end(self, trainer, record):
-            (folder / "000001.npz").unlink(missing_ok=True)
+            (folder / "000001.safetensors").unlink(missing_ok=True)
 
     config = replace(recorded, start_from=str(folder), world=world)
     steps = sum(each.steps for each in read_recordings(folder))

@@ -4,6 +4,8 @@ import json
 import math
 import subprocess
 import sys
+import tracemalloc
+from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 
@@ -744,3 +746,66 @@ def test_observation_statistics_are_those_of_all_rows_seen(scale, shift):
     normal = moments.normalize(rows.astype(np.float32))
     assert np.abs(normal).max() < 6
     assert 0.7 < normal.std() < 1.3
+
+
+def forged(agent, file, **changes):
+    """A saved agent with other facts, sealed again."""
+    agent.save(file)
+    tensors, manifest = read_safetensors(file)
+    facts = deepcopy(manifest.facts)
+    for dotted, value in changes.items():
+        *path, last = dotted.split("__")
+        inner = facts
+        for name in path:
+            inner = inner[name]
+        inner[last] = value
+    file.write_bytes(pack(tensors, replace(manifest, facts=facts)))
+    return file
+
+
+HUGE_BOX = {"kind": "Box", "low": "0", "high": "1", "shape": [10**9], "dtype": "uint8"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"settings__policy__width": 10**9}, "width must lie in 1..65536"),
+        ({"settings__policy__width": 60_000}, "'width' is 60000, which no tensor"),
+        ({"settings__policy__width": 33}, "does not fit"),
+        ({"settings__policy__layers": 10**5}, "layers must lie in 1..64"),
+        ({"settings__policy__layers": 1.0}, "valid integer"),
+        ({"settings__policy__memory": "os.system"}, "no memory"),
+        ({"settings__girth": 1}, "girth"),
+        ({"settings__envs": "16"}, "envs"),
+        ({"settings": []}, "TypeError"),
+        ({"action_space__n": 10**10}, "a space has"),
+        ({"action_space__n": 1 << 19}, "does not fit"),
+        ({"action_space__n": -1}, "a space has the size"),
+        ({"action_space__dtype": "O"}, "dtype 'O'"),
+        ({"action_space__kind": "Graph"}, "no space 'Graph'"),
+        ({"observation_space": HUGE_BOX}, "a space has"),
+        ({"observation_space": {**HUGE_BOX, "shape": [1 << 19]}}, "which no tensor"),
+        ({"observation_space__low": [["x"]]}, "ValueError"),
+        ({"observation_space__shape": [4, -1]}, "a space has the size"),
+        ({"observation_space": {"kind": "Tuple", "spaces": []}}, "is empty"),
+        ({"relevant": [[True] * 3]}, "relevant must be"),
+        ({"relevant": 5}, "TypeError"),
+    ],
+)
+def test_a_file_does_not_decide_how_much_memory_is_taken(tmp_path, changes, words):
+    agent = PPO("CartPole-v1", envs=2, memory="mingru", **SMALL)
+    file = forged(agent, tmp_path / "agent.safetensors", **changes)
+    tracemalloc.start()
+    with pytest.raises(BadInput, match=words) as refused:
+        PPO.load(file)
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) <= 200
+
+
+def test_a_rollout_takes_no_memory_without_environments(tmp_path):
+    agent = PPO("CartPole-v1", envs=2, memory="mingru", **SMALL)
+    sizes = {"settings__envs": 65_536, "settings__steps": 65_536}
+    file = forged(agent, tmp_path / "agent.safetensors", **sizes)
+    assert PPO.load(file).agent.buffer.nbytes < 1 << 20

@@ -169,7 +169,7 @@ def _interrupted(result: "RunResult", command: str) -> int:
     when, kept = f"after round {result.rounds}", "all is saved"
     if not saved:
         when, kept = "before round 1", "the start will be made again"
-        if recorded := len([*(result.path / OWN_RECORDINGS).glob("*.npz")]):
+        if recorded := len([*(result.path / OWN_RECORDINGS).glob("*.safetensors")]):
             kept = f"{recorded} recordings are kept, but {kept} from them"
     elif max(saved) < result.rounds:
         kept = f"what came after round {max(saved)} will be played again"

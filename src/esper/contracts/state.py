@@ -20,6 +20,7 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
 from esper.contracts.errors import BadInput
+from esper.contracts.messages import printable
 
 Tensors = dict[str, Tensor]
 
@@ -36,12 +37,14 @@ class Stateful:
 
 def leaves(value: object, path: str = "") -> Tensors:
     """All numbers that are named, by path; as they are, not copied."""
-    return dict(_walk(value, path))
+    return {name: _as_tensor(leaf, name) for name, leaf in _walk(value, path)}
 
 
 def save(value: object, path: str = "") -> Tensors:
     """Copies of all numbers that are named, by path."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in _walk(value, path)}
+    return {
+        n: tensor.detach().cpu().clone() for n, tensor in leaves(value, path).items()
+    }
 
 
 def load(value: object, tensors: Mapping[str, Tensor], path: str = "") -> None:
@@ -53,6 +56,12 @@ def load(value: object, tensors: Mapping[str, Tensor], path: str = "") -> None:
         path: What every name begins with.
     """
     check_fit(leaves(value, path), tensors)
+    for name, leaf in _walk(value, path):
+        if isinstance(leaf, Generator):
+            try:
+                Generator(leaf.device).set_state(tensors[name])
+            except RuntimeError:
+                raise BadInput(f"{name} is no state of a random generator.") from None
     _fill(value, tensors, path)
 
 
@@ -80,11 +89,11 @@ def _parts(value: Any) -> dict[str, Any] | None:  # noqa: ANN401
     return None
 
 
-def _walk(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401
+def _walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
     """Every leaf with its path."""
     parts = _parts(value)
     if parts is None:
-        yield path, _as_tensor(value, path)
+        yield path, value
         return
     for name, part in parts.items():
         yield from _walk(part, f"{path}/{name}".lstrip("/"))
@@ -154,6 +163,5 @@ def check_fit(there: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
             wrong.append(f"{name} is {found}, expected {expected}")
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise BadInput(
-            f"This state does not fit: {'; '.join(sorted(wrong)[:3])}{more}."
-        )
+        text = f"This state does not fit: {'; '.join(sorted(wrong)[:3])}{more}."
+        raise BadInput(printable(text))

@@ -39,6 +39,7 @@ from esper.experiment.settings import (
     settings,
     table_of,
 )
+from esper.files import read_text
 from esper.simic.agent.memory import MEMORIES
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
@@ -400,7 +401,7 @@ def resolve(options: Mapping[str, Any], *, draw_seed: bool = False) -> TrainConf
     origins: dict[str, str] = {}
     for file in texts.pop("config", ()):
         prefix = f"{short(Path(file))}: "
-        table = table_of(read_text(Path(file)), TrainConfig, prefix)
+        table = table_of(read_text(Path(file), MAX_BYTES), TrainConfig, prefix)
         given |= table
         origins |= dict.fromkeys(table, prefix)
     values, flags = parsed_options(TrainConfig, texts)
@@ -412,22 +413,3 @@ def resolve(options: Mapping[str, Any], *, draw_seed: bool = False) -> TrainConf
     if draw_seed and "rng_seed" not in given:
         given["rng_seed"] = secrets.randbelow(2**32)
     return construct(TrainConfig, {**below, **given}, origins)
-
-
-def read_text(file: Path) -> str:
-    """The text of a small file in UTF-8."""
-    name = short(file)
-    try:
-        with file.open("rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise refusal(f"{name} cannot be read: {reason}.") from None
-    if len(data) > MAX_BYTES:
-        raise refusal(f"{name} is larger than {MAX_BYTES:,} bytes; name another file.")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise refusal(
-            f"{name} must be TOML in UTF-8; byte {error.start} is something else."
-        ) from None

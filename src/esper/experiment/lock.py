@@ -1,14 +1,14 @@
 """The right of one process to write in a folder."""
 
-import fcntl
 import json
 import os
 import socket
 import stat
 from contextlib import suppress
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from filelock import FileLock, Timeout
 
@@ -16,13 +16,16 @@ from esper.contracts.errors import BadInput, EsperError, RunTaken
 from esper.contracts.messages import quoted, short
 from esper.files import open_regular, read_json, storage
 
+fcntl: Any = None
+with suppress(ImportError):  # Windows has none
+    fcntl = import_module("fcntl")
 LOCK: Final = "lock"
 LOCK_TIMEOUT: Final = 0.5
 """Seconds to wait for a lock: whoever lists runs holds each for a moment."""
 
 
 class Lock:
-    """The right to write in a folder, held until `release` or the end of the process.
+    """The right to write in a folder, held until `close` or the end of the process.
 
     The lock file also names its owner.
 
@@ -33,6 +36,10 @@ class Lock:
 
     def __init__(self, folder: Path, name: Path | None = None) -> None:
         name, file = name or folder, folder / LOCK
+        if fcntl is None:
+            raise BadInput(
+                "runs need the file locks of Linux or macOS; use one of them."
+            )
         self._lock = FileLock(file, timeout=LOCK_TIMEOUT, thread_local=False)
         if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
             raise BadInput(f"{short(file)} is not a regular file; remove it.")
@@ -47,16 +54,18 @@ class Lock:
                     f"{short(name)} is in use by {_owner(file)}; stop it first."
                 ) from None
             except BaseException:
-                self.release()
+                self.close()
                 raise
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Let another process have it; may be called again."""
         self._lock.release(force=True)
 
 
 def is_locked(folder: Path) -> bool:
     """Whether some process, this one too, holds the lock of a folder."""
+    if fcntl is None:  # no run can be made here
+        return False
     with storage(folder, "look at"):
         try:
             with open_regular(folder / LOCK) as file:

@@ -37,11 +37,12 @@ from esper.experiment.config import SIMULATED, TrainConfig, preset
 from esper.experiment.record import (
     MOST,
     Recording,
+    file_name,
+    kept_recording,
     pack,
     read_recordings,
     record_task,
     recorded_settings,
-    unpack,
 )
 from esper.experiment.streams import stream_seed
 from esper.experiment.trainer import Trainer
@@ -177,13 +178,13 @@ def own_recordings(
         workers: Who records; none: this process.
     """
     tasks = _recorded_tasks(config)
-    files = [folder / f"{number:06}.npz" for number in range(len(tasks))]
+    files = [folder / file_name(number) for number in range(len(tasks))]
     with storage(folder, "write"):
         folder.mkdir(exist_ok=True)
     found = {
         number: recording
         for number, file in enumerate(files)
-        if (recording := _kept(file, spec)) is not None
+        if (recording := kept_recording(file, spec)) is not None
     }
     left = [number for number in range(len(tasks)) if number not in found]
     jobs = [
@@ -204,17 +205,6 @@ def own_recordings(
     if len(found) < len(tasks):
         return None
     return [found[number] for number in range(len(tasks))]
-
-
-def _kept(file: Path, spec: ActionSpec) -> Recording | None:
-    """A recording that is in a file already; none if it cannot be used."""
-    if not file.is_file():
-        return None
-    try:
-        with storage(file, "read"):
-            return unpack(str(file), file.read_bytes(), spec)
-    except BadInput:  # of another version, or damaged: it is recorded again
-        return None
 
 
 def _record_one(settings: WorldSettings, job: tuple[Task, int]) -> Recording:

@@ -6,7 +6,7 @@ by force, which ends its process even if that is stopped.
 
 A cluster executes whatever it is sent, so it must ask for a token
 (https://docs.ray.io/en/latest/ray-security/token-auth.html). One that is started here
-listens on this machine only, has a token of its own and no dashboard.
+listens on the loopback interface only, has a token of its own and no dashboard.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ from esper.kernels import compiled_for
 
 LOCAL: Final = "local"
 """The address of a cluster that is started here."""
-HERE: Final = "127.0.0.2"
-"""A loopback address that Ray does not replace by the machine's own."""
+LOOPBACK: Final = ("127.0.0.1", "::1")
+"""The node addresses for which all servers of Ray listen on the loopback interface."""
 STORE: Final = 256 << 20
 """Bytes of the object store of a cluster that is started here."""
 QUIET: Final = {
@@ -52,8 +52,10 @@ QUIET: Final = {
     # A busy machine takes its time.
     "RAY_agent_register_timeout_ms": "120000",
     "RAY_worker_niceness": "0",  # they do the work
+    # Ray's default on macOS and Windows: the address of a node is one of LOOPBACK.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-"""Environment of a cluster that is started here."""
+"""Environment of a cluster that is started here. Ray reads it when it is imported."""
 
 
 class RayWorkers(Pool[Any]):
@@ -131,20 +133,20 @@ def _connected(address: str, count: int) -> Any:  # noqa: ANN401
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    elif os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-        raise BadInput(
-            "a Ray cluster runs whatever it is sent: start it with RAY_AUTH_MODE=token "
-            "on every node, and set that here too."
-        )
+    _require_token()
     try:
         ray = import_module("ray")
     except ImportError:
         raise BadInput("Ray is not installed: pip install 'esper-lite[ray]'.") from None
+    if address == LOCAL and (found := ray.util.get_node_ip_address()) not in LOOPBACK:
+        raise BadInput(
+            f"Ray would use the address {quoted(found)}, which other machines can "
+            "reach. Set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before Ray is imported."
+        )
     own = {
         "num_cpus": count or None,
         "include_dashboard": False,
         "object_store_memory": STORE,
-        "_node_ip_address": HERE,
     }
     last, in_main = None, current_thread() is main_thread()
     terminated = signal.getsignal(signal.SIGTERM)  # Ray sets a handler of its own
@@ -166,6 +168,15 @@ def _connected(address: str, count: int) -> Any:  # noqa: ANN401
     first = str(last).partition("\n")[0]
     text = f"Ray at {quoted(address)} cannot be reached: {first}"
     raise WorkersTrouble(one_line(text)) from last
+
+
+def _require_token() -> None:
+    """Refuse if this process, of a driver or a node, asks for no token."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        raise BadInput(
+            f"{platform.node()}: a Ray cluster without a token runs whatever it is "
+            "sent. Set RAY_AUTH_MODE=token on every node and where Esper starts."
+        )
 
 
 @cache
@@ -192,6 +203,7 @@ def do_checked_job(
     expected: dict[str, str], function: Callable[..., Any], shared: object, job: object
 ) -> object:
     """A job, if it is done here as it would be by whoever gave it."""
+    _require_token()
     for name, version in versions().items():
         if expected[name] != version:
             raise BadInput(

@@ -7,31 +7,38 @@ other terms in.
 
 A recording is one file per drawn task, `[host x script, decision, ...]`, in a folder:
 
-    000012.npz      whole numbers as int8 if that holds them, others as float16,
-                    compressed
+    000012.safetensors      integers as int8 if that holds them, others as float16;
+                            sealed, see `esper.files`
 
 Files are published whole, so an interrupted recording goes on with the first that is
-missing, and the same settings give the same files with any number of workers.
+missing, and the same settings give the same files with any number of workers. Files
+that do not verify are recorded again. One process records in a folder at a time.
 """
 
-import io
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
-from zipfile import BadZipFile
+from typing import Annotated, Any, Final
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
+from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic.dataclasses import dataclass as validated
 from torch import Generator, Tensor
 
-from esper.contracts.actions import ActionSpec
-from esper.contracts.errors import BadInput, unknown
+from esper.contracts.actions import HEADS, ActionSpec
+from esper.contracts.errors import BadInput, EsperWarning, unknown
+from esper.contracts.messages import quoted, short
 from esper.contracts.slots import SlotStates
+from esper.contracts.stages import Stage
+from esper.contracts.state import Tensors
 from esper.contracts.world import (
     BlueprintOffers,
     HostStates,
@@ -41,15 +48,27 @@ from esper.contracts.world import (
 from esper.environment.clock import ENDS, Clock
 from esper.environment.settings import LEAST_ERROR, WorldSettings
 from esper.experiment.config import RECORDINGS, WARM
+from esper.experiment.lock import Lock
 from esper.experiment.settings import NONE
 from esper.experiment.streams import stream_seed
 from esper.experiment.workers import Workers
-from esper.files import Disk, publish, storage
+from esper.files import (
+    Disk,
+    Manifest,
+    manifest_of,
+    publish,
+    read_json,
+    read_safetensors,
+    read_text,
+    storage,
+)
+from esper.files import pack as pack_tensors
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.scripts import Scripted, draw_scripts
 from esper.tasks.task import Task
 
-VERSION: Final = 2
+VERSION: Final = 3
+SUFFIX: Final = ".safetensors"
 ABOUT: Final = "recording.json"
 """File that says what a folder holds."""
 PARTS: Final[Mapping[str, type]] = {
@@ -281,24 +300,43 @@ def record(
     mine = json.dumps({"version": VERSION, **asdict(config)}, indent=1)
     with storage(folder, "write"):
         folder.mkdir(parents=True, exist_ok=True)
-        known = about.read_text() if about.exists() else mine
-    if known != mine:
-        raise BadInput(
-            f"{folder} holds a recording with other settings; name another folder, or "
-            "give the same settings to go on with it."
-        )
-    publish(Disk(), about, mine.encode())
-    wanted = [folder / f"{number:06}.npz" for number in range(config.tasks)]
-    left = [number for number, file in enumerate(wanted) if not file.exists()]
-    done = config.tasks - len(left)
-    report(done, config.tasks)
-    made = (workers or Workers()).run(
-        _packed, left, config, about=lambda number: f"recording task {number}"
-    )
-    for number, data in zip(left, made, strict=True):
-        publish(Disk(), wanted[number], data)
-        done += 1
+    with closing(Lock(folder)):
+        if os.path.lexists(about) and read_text(about) != mine:
+            raise BadInput(
+                f"{short(folder)} holds a recording with other settings; name another "
+                "folder, or give the same settings to go on with it."
+            )
+        publish(Disk(), about, mine.encode())
+        wanted = [folder / file_name(number) for number in range(config.tasks)]
+        left = [
+            number
+            for number, file in enumerate(wanted)
+            if not _is_done(file, _stream_seed(config, number))
+        ]
+        done = config.tasks - len(left)
         report(done, config.tasks)
+        made = (workers or Workers()).run(
+            _packed, left, config, about=lambda number: f"recording task {number}"
+        )
+        for number, data in zip(left, made, strict=True):
+            publish(Disk(), wanted[number], data)
+            done += 1
+            report(done, config.tasks)
+
+
+def file_name(number: int) -> str:
+    """The name of the recording of a task."""
+    return f"{number:06}{SUFFIX}"
+
+
+def _stream_seed(config: RecordConfig, number: int) -> int:
+    return stream_seed(config.rng_seed, f"recording, {config.stop}, {number}")
+
+
+def _is_done(file: Path, rng_seed: int) -> bool:
+    """Whether a recording is there and verifies; warns of one that does not."""
+    found = kept_recording(file)
+    return found is not None and found.facts.get("rng_seed") == rng_seed
 
 
 def _packed(config: RecordConfig, number: int) -> bytes:
@@ -306,10 +344,9 @@ def _packed(config: RecordConfig, number: int) -> bytes:
     from esper.tasks.family import drawn_task
 
     task = drawn_task(config.rng_seed, number)
-    seed = stream_seed(config.rng_seed, f"recording, {config.stop}, {number}")
-    found = record_task(
-        task, world_settings(config.stop), config.hosts, config.scripts, seed
-    )
+    seed = _stream_seed(config, number)
+    world = world_settings(config.stop)
+    found = record_task(task, world, config.hosts, config.scripts, seed)
     return pack(found)
 
 
@@ -321,49 +358,120 @@ def pack(recording: Recording) -> bytes:
         "scripts": recording.scripts,
         "clock": [clock.kind, clock.horizon, clock.first, clock.ratio, clock.stop],
     }
-    stream = io.BytesIO()
-    text = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)
-    arrays: dict[str, Any] = {"facts": text, **recording.arrays}
-    np.savez_compressed(stream, **arrays)
-    return stream.getvalue()
+    tensors = {n: torch.from_numpy(array) for n, array in recording.arrays.items()}
+    return pack_tensors(tensors, manifest_of(facts))
 
 
-def unpack(name: str, data: bytes, spec: ActionSpec | None = None) -> Recording:
-    """The recording in the bytes of a file; refuses what is damaged or of another kind.
+def _field_kinds() -> dict[str, str]:
+    """Every array of a recording: b, i or f, as NumPy calls its kind of dtype."""
+    found = {"score": "f", "added": "f", "actions": "i"}
+    for part, kind in PARTS.items():
+        for each in fields(kind):
+            dtypes = getattr(each.type, "dtypes", ["float32"])
+            found[f"{part}.{each.name}"] = dtypes[0][0]
+    return {name: found[name] for name in found if name not in LEFT_OUT}
 
-    Args:
-        name: Of the file, for refusals.
-        data: Its bytes.
-        spec: The action space that it must have, if any.
-    """
-    try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as file:
-            arrays = {key: file[key] for key in file.files}
-        facts = json.loads(arrays.pop("facts").tobytes())
-        version, scripts = facts["version"], int(facts["scripts"])
-        clock = Clock(*facts["clock"])
-    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
-        raise BadInput(
-            f"{name} is no recording, or damaged; delete it and record it again."
-        ) from error
+
+LEFT_OUT: Final = frozenset(f"host.{term}" for term in TERMS)
+KINDS: Final = _field_kinds()
+PREFIXES: Final = {"b": ("bool",), "i": ("int",), "f": ("float16",)}
+"""Names of the dtypes of each kind."""
+
+
+@validated(frozen=True, config=ConfigDict(strict=True))
+class Facts:
+    """What the manifest of a recording must say; it says more."""
+
+    version: int
+    scripts: Annotated[int, Field(ge=1)]
+    clock: tuple[str, int, float, float, str]
+    actions: dict[str, Any]
+    """See `ActionSpec.describe`."""
+    rng_seed: int
+
+    def __post_init__(self) -> None:
+        """Refuse an action space without a list of blueprints."""
+        if not isinstance(self.actions.get("blueprints"), list):
+            raise ValueError("actions has no list of blueprints.")
+
+
+_FACTS: Final = TypeAdapter(Facts)
+
+
+def _facts(manifest: Manifest | None) -> Facts:
+    """What a recording says of itself; refuses what is none, or of another version."""
+    facts = manifest.facts if manifest is not None else {}
+    version = facts.get("version")
+    if "clock" not in facts or "scripts" not in facts:
+        raise BadInput("this is no recording; record it again.")
     if version != VERSION:
         raise BadInput(
-            f"{name} is a recording of version {version}, this is {VERSION}; record "
-            "it again."
+            f"this is a recording of version {quoted(version)}, this Esper reads "
+            f"{VERSION}; record it again."
         )
-    names = {
-        *(
-            f"{part}.{each.name}"
-            for part, kind in PARTS.items()
-            for each in fields(kind)
-        ),
-        *("score", "added", "actions"),
-    } - {f"host.{term}" for term in TERMS}
-    if {*arrays} != names or len(arrays["score"]) % scripts:
-        raise BadInput(f"{name} was recorded with other inputs; record it again.")
-    if spec is not None and facts["actions"] != spec.describe():
-        raise BadInput(f"{name} has another action space than the policy.")
-    return Recording(arrays, clock, scripts, facts)
+    try:
+        return _FACTS.validate_json(json.dumps(facts))
+    except ValueError:
+        raise BadInput("the recording is damaged; record it again.") from None
+
+
+def _fit(spec: ActionSpec | None, tensors: Tensors, manifest: Manifest | None) -> None:
+    """Refuse a file that does not hold a recording of this action space."""
+    facts = _facts(manifest)
+    if tensors.keys() != KINDS.keys():
+        raise BadInput("it was recorded with other inputs; record it again.")
+    if spec is not None and facts.actions != spec.describe():
+        raise BadInput("it has another action space than the policy.")
+    envs, decisions = (*tensors["score"].shape, 0, 0)[:2]
+    offers = tensors["offers.fits"].shape[2:]
+    tails = {"host": (), "slots": offers[:1], "offers": offers}
+    for name, tensor in tensors.items():
+        tail = (len(HEADS),) if name == "actions" else tails.get(name.split(".")[0], ())
+        kind = str(tensor.dtype).removeprefix("torch.")
+        right = kind.startswith(PREFIXES[KINDS[name]])
+        if tensor.shape != (envs, decisions, *tail) or not right:
+            raise BadInput(f"{name} is {kind}{[*tensor.shape]}; record it again.")
+    whole = envs > 0 and envs % facts.scripts == 0 and len(offers) == 2
+    if not whole or facts.clock[1] != decisions:
+        raise BadInput("its sizes contradict each other; record it again.")
+    Clock(*facts.clock)
+
+
+def read_recording(file: Path, spec: ActionSpec | None = None) -> Recording:
+    """The recording in a file; refuses what is damaged or of another kind.
+
+    Args:
+        file: That `record` wrote.
+        spec: The action space that it must have, if any.
+    """
+    tensors, manifest = read_safetensors(file, partial(_fit, spec))
+    assert manifest is not None  # sealed files have one
+    facts = _facts(manifest)
+    names = facts.actions["blueprints"]
+    most = {
+        "slots.stage": torch.tensor(max(Stage)),
+        "slots.blueprint": torch.tensor(len(names) - 1 if names else -1),
+        "slots.style": torch.tensor(1),
+        "actions": torch.tensor(spec.sizes if spec else 1 << 30) - 1,
+    }
+    for name, limit in most.items():
+        least = -1 if name == "slots.blueprint" else 0
+        found = tensors[name].long()
+        if bool(((found < least) | (found > limit)).any()):
+            raise BadInput(f"{short(file)}: {name} has choices that do not exist.")
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    return Recording(arrays, Clock(*facts.clock), facts.scripts, manifest.facts)
+
+
+def kept_recording(file: Path, spec: ActionSpec | None = None) -> Recording | None:
+    """A recording that is in a file already; None, with a warning, if it is no use."""
+    if not os.path.lexists(file):
+        return None
+    try:
+        return read_recording(file, spec)
+    except BadInput as error:
+        warnings.warn(f"{error} It is recorded again.", EsperWarning, stacklevel=2)
+        return None
 
 
 def holds_recordings(folder: Path) -> bool:
@@ -385,24 +493,23 @@ def read_recordings(
         stop: The end that they must have, known or not, if any.
         clock: The kind of clock that they must have, if any.
     """
-    files = sorted(folder.glob("*.npz"))
+    files = sorted(folder.glob(f"*{SUFFIX}"))
     if not files:
-        raise BadInput(f"{folder} has no recordings; make some with esper record.")
-    with storage(folder, "read"):
-        about = (folder / ABOUT).read_text() if holds_recordings(folder) else "{}"
-    try:
-        wanted = int(json.loads(about).get("tasks", 0))
-    except (ValueError, TypeError, AttributeError):
-        raise BadInput(f"{folder / ABOUT} is damaged; record anew.") from None
+        raise BadInput(
+            f"{short(folder)} has no recordings; make some with esper record."
+        )
+    about = read_json(folder / ABOUT) if holds_recordings(folder) else {}
+    wanted = about.get("tasks", 0)
+    if not isinstance(wanted, int):
+        raise BadInput(f"{short(folder / ABOUT)} is damaged; record again.")
     if len(files) < wanted:
         raise BadInput(
-            f"{folder} has {len(files)} of {wanted} recordings; go on with esper "
-            "record."
+            f"{short(folder)} has {len(files)} of {wanted} recordings; go on with "
+            "esper record."
         )
     found = []
     for file in files:
-        with storage(file, "read"):
-            found.append(unpack(str(file), file.read_bytes(), spec))
+        found.append(read_recording(file, spec))
         own = found[-1].clock
         if stop is not None and own.stop != stop:
             raise BadInput(

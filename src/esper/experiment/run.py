@@ -36,6 +36,7 @@ from esper.files import (
     Disk,
     beside,
     discard,
+    discard_leftovers,
     publish,
     read_json,
     read_text,
@@ -120,7 +121,7 @@ class Run:
                 disk.sync_folder(root.parent)
             if not root.is_dir():
                 raise BadInput(f"{short(root)} is no folder; runs need one.")
-            discard(disk, temporary)
+            discard_leftovers(disk, root)
             disk.mkdir(temporary)
             lock = Lock(temporary, path)
             try:
@@ -139,7 +140,7 @@ class Run:
                     ) from error
                 disk.sync_folder(root)
             except (OSError, RunTaken):
-                lock.release()
+                lock.close()
                 with suppress(OSError):
                     discard(disk, temporary)
                 raise
@@ -227,7 +228,7 @@ class Run:
     def close(self) -> None:
         """Let another process have it."""
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
             self._lock = None
 
     def __enter__(self) -> "Run":

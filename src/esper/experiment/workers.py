@@ -11,7 +11,6 @@ when their parent is gone.
 
 import ctypes
 import os
-import resource
 import signal
 import sys
 from abc import abstractmethod
@@ -372,6 +371,8 @@ class _Process:
 def _begin(memory: int) -> None:
     end_with_parent()
     if sys.platform == "linux":
+        import resource  # Windows has none
+
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         most = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (most, hard))

@@ -10,7 +10,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
@@ -115,14 +115,7 @@ def read(folder: Path) -> ShippedController:
     if sha256(data).hexdigest() != about.sha256:
         raise BadInput(f"{name} is damaged: {WEIGHTS} is not what was exported.")
     config = about.policy
-
-    def fit(tensors: Tensors, _: object) -> None:
-        sizes = {key: size for key, size in asdict(config).items() if type(size) is int}
-        require_explained(sizes, tensors.values())
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            policy = TamiyoPolicy(ActionSpec(), config)
-        check_fit(leaves(policy), tensors)
-
+    fit = partial(_fit, config)
     tensors, _ = read_tensors(short(weights), BytesIO(data), fit, sealed=False)
     return ShippedController(
         config=config,
@@ -132,3 +125,12 @@ def read(folder: Path) -> ShippedController:
         figures=about.figures,
         weights=tensors,
     )
+
+
+def _fit(config: PolicyConfig, tensors: Tensors, _: object) -> None:
+    """Refuse tensors that are not those of a policy of these sizes."""
+    sizes = {key: size for key, size in asdict(config).items() if type(size) is int}
+    require_explained(sizes, tensors.values())
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        policy = TamiyoPolicy(ActionSpec(), config)
+    check_fit(leaves(policy), tensors)
