@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import esper
 from esper.contracts.actions import NUM_HEADS
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
@@ -52,6 +53,28 @@ def answered_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
+def interrupted(call, moment, files):
+    """Lines of some files that a call runs; at one of them Ctrl-C comes."""
+    lines = 0
+
+    def trace(frame, event, _):
+        nonlocal lines
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == moment:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return lines
+
+
 @pytest.mark.parametrize("moments", [4, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", ["plant", "prune"])
 def test_an_interrupt_at_any_line_leaves_all_or_nothing(
@@ -63,38 +86,92 @@ def test_an_interrupt_at_any_line_leaves_all_or_nothing(
     grower.step(metric=0.5)
     start = copy.deepcopy(grower.state_dict())
 
-    def lines_until(moment):
-        """Lines that were run; at one of them a signal comes."""
-        lines = 0
+    def change():
+        if op == "plant":
+            grower.plant("second->last#1", "widen_8", tempo="AT_ONCE")
+        else:
+            grower.prune("first->second#0")
 
-        def trace(frame, event, _):
-            nonlocal lines
-            if not frame.f_code.co_filename.endswith(files):
-                return None
-            if event == "line":
-                lines += 1
-                if lines == moment:
-                    signal.raise_signal(signal.SIGINT)
-            return trace
-
-        sys.settrace(trace)
-        try:
-            if op == "plant":
-                grower.plant("second->last#1", "widen_8", tempo="AT_ONCE")
-            else:
-                grower.prune("first->second#0")
-        finally:
-            sys.settrace(None)
-        return lines
-
-    lines = lines_until(0)
+    lines = interrupted(change, 0, files)
     assert lines > 200
     for part in range(moments):
         grower.load_state_dict(start)
         with pytest.raises(KeyboardInterrupt):
-            lines_until(1 + part * (lines - 1) // moments)
+            interrupted(change, 1 + part * (lines - 1) // moments, files)
         assert consistent(grower), part
     train(grower, range(2))
+
+
+@pytest.mark.parametrize("moments", [12, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["rebuild", "rebuilt", "followed"])
+def test_an_interrupt_while_a_state_is_loaded_leaves_all_or_nothing(
+    how, moments, answered_interrupts
+):
+    """Ctrl-C in our code or in torch's own loop over the modules."""
+    files = ("growth/grown.py", "growth/rebuilding.py", "nn/modules/module.py")
+    state = copy.deepcopy(grown(rng_seed=4).model.host.state_dict())
+    before = copy.deepcopy(grown().model.host.state_dict())
+    if how == "rebuild":
+        before = make_host("vector").state_dict()
+
+    def begun():
+        if how == "rebuild":
+            host = make_host("vector")
+            return host, lambda: esper.rebuild(host, state), None
+        if how == "rebuilt":
+            host = esper.rebuild(make_host("vector"), before)
+            return host, lambda: host.load_state_dict(state), None
+        grower = begin()
+        grower.model.host.load_state_dict(before)
+        return (
+            grower.model.host,
+            lambda: grower.model.host.load_state_dict(state),
+            grower,
+        )
+
+    lines = interrupted(begun()[1], 0, files)
+    assert lines > 200
+    ends = set()
+    for part in range(moments):
+        host, call, grower = begun()
+        moment = 1 + part * (lines - 1) // moments
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(call, moment, files)
+        found = bits(dict(sorted(host.state_dict().items())))
+        wanted = [bits(dict(sorted(one.items()))) for one in (before, state)]
+        assert found in wanted, moment
+        ends.add(wanted.index(found))
+        if grower is not None:
+            assert consistent(grower), moment
+    assert ends == {0, 1}
+
+
+@pytest.mark.parametrize("how", ["rebuild", "rebuilt", "followed"])
+def test_what_is_raised_while_a_state_is_loaded_changes_nothing(how, monkeypatch):
+    state = copy.deepcopy(grown(rng_seed=4).model.host.state_dict())
+    grower = grown()
+    host = grower.model.host
+    if how != "followed":
+        host = make_host("vector")
+    if how == "rebuilt":
+        esper.rebuild(host, grower.model.host.state_dict())
+    before = bits(dict(host.state_dict()))
+    calls = []
+    copy_in = torch.Tensor.copy_
+
+    def fail(self, *given):
+        calls.append(self)
+        if len(calls) == 9:
+            raise MemoryError
+        return copy_in(self, *given)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", fail)
+    with pytest.raises((MemoryError, BadInput, RuntimeError)):
+        esper.rebuild(host, state) if how == "rebuild" else host.load_state_dict(state)
+    monkeypatch.undo()
+    assert before == bits(dict(host.state_dict()))
+    if how == "followed":
+        assert consistent(grower)
 
 
 def test_what_is_raised_while_a_seed_is_planted_changes_nothing():

@@ -104,7 +104,7 @@ def test_a_plain_host_refuses_a_grown_state_and_says_what_to_do(tmp_path):
         RuntimeError, match=re.escape("esper.rebuild(host, state_dict)")
     ):
         make_host("vector").load_state_dict(state)
-    with pytest.raises(BadInput, match="is another one"):
+    with pytest.raises(BadInput, match="does not fit the saved network"):
         esper.rebuild(make_host("signal"), state | {})
     empty = begin().model.host
     make_host("vector").load_state_dict(empty.state_dict())  # nothing grew
@@ -113,7 +113,7 @@ def test_a_plain_host_refuses_a_grown_state_and_says_what_to_do(tmp_path):
     with pytest.raises(BadInput, match="was absent and is here"):
         grown().model.host.load_state_dict(part, strict=False)
     (tmp_path / "no").write_text("no network")
-    with pytest.raises(BadInput, match="'no' cannot be read"):
+    with pytest.raises(BadInput, match="no is damaged, or no file of Esper"):
         esper.load(tmp_path / "no", make_host("vector"))
 
 

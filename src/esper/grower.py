@@ -35,7 +35,7 @@ from esper.contracts.stages import Stage
 from esper.contracts.world import Controller, ControllerState
 from esper.growth.blueprints.registry import first_line
 from esper.growth.export import export
-from esper.growth.grown import host_parameters
+from esper.growth.grown import host_parameters, uninterrupted
 from esper.growth.history import PLAIN, GrowthDecision, summary
 from esper.growth.hooks import attach_gradients, shadow_gradients
 from esper.growth.measurements import MetricScorer, Track, observe
@@ -47,7 +47,6 @@ from esper.growth.topology import (
     Topology,
     action_text,
     refuse_illegal,
-    uninterrupted,
     without_slots,
 )
 from esper.growth.tracing import Example, random_state, set_random_state

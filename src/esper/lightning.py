@@ -75,7 +75,7 @@ class GrowCallback(Callback):
                 names = ("blueprints", "seeds_per_slot", "merge_only")
                 some = {n: self.options[n] for n in names if n in self.options}
                 model = GrowingModel(host, self.slots, self.example, **some)
-                model.seeds.follower = None  # the Grower takes it over
+                model.flow.follower = None  # the Grower takes it over
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the Grower over module and optimiser."""

@@ -124,7 +124,7 @@ def test_the_state_of_an_export_that_does_not_fit_is_refused_and_nothing_changes
     host = Mlp()
     shapes = {name: p.shape for name, p in host.named_parameters()}
     spoilt = {**state, "fc3.weight": torch.zeros(CLASSES - 1, 16)}
-    with pytest.raises(RuntimeError, match=r"size mismatch for fc3\.weight"):
+    with pytest.raises(BadInput, match=r"fc3\.weight was \[3, 16\] and is \[4, 16\]"):
         esper.rebuild(host, spoilt)
     assert shapes == {name: p.shape for name, p in host.named_parameters()}
     assert (host.fc1.out_features, host.fc2.in_features) == (16, 16)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+import esper
 from esper.contracts.errors import CallOrder
 from esper.grower import Grower
 from esper.growth.hooks import shadow_gradients
@@ -163,6 +164,27 @@ def test_a_loss_of_parts_begins_anew_and_leaves_the_codes_of_others_alone(halves
         grower.loss(
             lambda: host.decode(host.encode(x) + host.encode(x + 1)).square().mean()
         )
+
+
+def test_a_seed_that_fails_is_raised_unless_a_grower_removes_it(halves):
+    grower, host, x = halves
+    copied, exported = copy.deepcopy(host), grower.export(merge=False)
+    loaded = esper.rebuild(Halves(), host.state_dict())
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    seeds = [one.esper_seeds["slot_0"] for one in (host, copied, exported, loaded)]
+    for seed in seeds:
+        seed.register_forward_pre_hook(fail)
+    for alone in (copied, exported, loaded):
+        with pytest.raises(ZeroDivisionError):
+            alone(x)
+    host(x)
+    assert [*grower.model.flow.failed] == [0]
+    grower.loss(lambda: host(x).square().mean())
+    assert not grower.model.seeds
+    assert "its forward failed" in grower.safety.incidents[0]
 
 
 def test_a_pass_that_broke_off_does_not_spoil_the_next(halves):

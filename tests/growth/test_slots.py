@@ -1,15 +1,14 @@
 """Places of a host are seen as they are: layouts, ways between layers, suggestions."""
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
+from pydantic import TypeAdapter
 from torch import nn
 
 from esper.contracts.errors import BadInput
 from esper.growth.blueprints.geometry import Layout
-from esper.growth.middle import new_middle, restore_middle
+from esper.growth.middle import SavedSteps, new_middle, restore_middle
 from esper.growth.slots import survey
 from esper.growth.suggestions import choose_slots, suggest_slots
 from tests.growth.hosts import HOSTS, make_batch, make_host
@@ -85,6 +84,12 @@ def test_work_that_mixes_channels_does_not(between, reason):
     assert reason in found.geometry.why_no_span
 
 
+def saved_and_read(steps, host):
+    adapter = TypeAdapter(SavedSteps)
+    read = adapter.validate_json(adapter.dump_json(steps), strict=True)
+    return restore_middle(read, dict(host.named_modules()))
+
+
 class Image(nn.Module):
     """A convolution and what reads it, with something between them."""
 
@@ -120,7 +125,7 @@ def test_a_number_of_rows_is_not_taken_for_a_constant():
     host = Image(windows, nn.Conv2d(8, 4, 1))
     found = place(host, example=torch.randn(4, 3, 6, 6))
     assert found.geometry.spans
-    again = restore_middle(json.loads(json.dumps(found.recipe)), host)
+    again = saved_and_read(found.recipe, host)
     for middle in (found.middle, again):
         given = torch.randn(2, 3, 4, 4)
         assert torch.equal(new_middle(middle, 3, 8)(given), torch.relu(given))
@@ -129,7 +134,7 @@ def test_a_number_of_rows_is_not_taken_for_a_constant():
 def test_functional_dropouts_are_dropouts_in_new_units_too():
     host = Image(lambda h, training: F.dropout2d(h, 0.5, training), nn.Conv2d(8, 4, 1))
     found = place(host, example=torch.randn(4, 3, 6, 6))
-    again = restore_middle(json.loads(json.dumps(found.recipe)), host)
+    again = saved_and_read(found.recipe, host)
     for middle in (found.middle, again):
         units, ones = new_middle(middle, 6, 8), torch.ones(4, 6, 4, 4)
         assert {*units.train()(ones).flatten().tolist()} == {0.0, 2.0}

@@ -151,7 +151,6 @@ def _copy_host(
     copies = grown.hooks
     grown.leave()
     for hooks in copies:
-        hooks.flow.strict = True
         hooks.branches = {s: b for s, b in hooks.branches.items() if s in slots}
         if not hooks.branches:
             hooks.detach()

@@ -8,28 +8,28 @@ Loading a grown state into a host that has a `Grown` first rebuilds the topology
 it is validated before anything changes. `growth.rebuilding` does so for a plain host.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
 from math import inf, isfinite
-from typing import Any, Final
-from weakref import ref
+from types import FrameType
+from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.errors import BadInput, unknown
 from esper.contracts.stages import Stage
 from esper.growth import lifecycle
-from esper.growth.blueprints.forms import cross_layer
-from esper.growth.blueprints.geometry import Geometry
+from esper.growth.blueprints.forms import FORMS, cross_layer
 from esper.growth.blueprints.layers import Layer
-from esper.growth.blueprints.registry import first_line
+from esper.growth.blueprints.registry import Gated, first_line
 from esper.growth.blueprints.seed import FormSeed, build, misfit
-from esper.growth.hooks import Branch, Flow, SlotHooks
+from esper.growth.hooks import Branch, Change, Flow, SlotHooks
 from esper.growth.host_layers import units_of
 from esper.growth.lifecycle import SeedStates
 from esper.growth.middle import new_middle
@@ -37,14 +37,13 @@ from esper.growth.saved_topology import (
     FORMAT,
     HINT,
     NAME,
+    SavedPlace,
+    SavedSeed,
+    SavedTopology,
     check_tensors,
     read_topology,
 )
 from esper.growth.slots import InsertionPoint
-
-GEOMETRY: Final = TypeAdapter(Geometry)
-
-Change = Callable[[], None]
 
 
 class Grown(nn.ModuleDict):
@@ -64,23 +63,22 @@ class Grown(nn.ModuleDict):
         self.blueprints = tuple(blueprints)
         self.flow = Flow()
         self.hooks = [SlotHooks(place, self.flow) for place in places]
-        for hooks in self.hooks:
-            own = hooks.place
-            hooks.below = [
-                other
-                for other in self.hooks
-                if other.place.inlet is own.outlet
-                and own.geometry.spans
-                and other.place.geometry.spans
-            ]
+        begun: dict[nn.Module, list[SlotHooks]] = {}
+        spans = [hooks for hooks in self.hooks if hooks.place.geometry.spans]
+        for hooks in spans:
+            begun.setdefault(hooks.place.inlet, []).append(hooks)
+        for hooks in spans:
+            hooks.below = begun.get(hooks.place.outlet, [])
         self._states = SeedStates.empty(1, len(self.slots))
         self._passed = 0
         """Batches that the states do not count yet."""
         self._still = inf
         """Batches in which nothing but such a count changes."""
         self.generator = torch.Generator().manual_seed(rng_seed)
-        self.follower: ref[Follower] | None = None
-        """What must follow when a state is loaded: the optimiser's surgery."""
+        self.traced = True
+        """Whether the places are as a call of the host showed them, not from a file."""
+        self.loading = False
+        """Whether a state that was validated is being loaded into its seeds."""
         self.training = host.training
         self._handles: list[Any] = []
 
@@ -117,11 +115,6 @@ class Grown(nn.ModuleDict):
         self._passed += still
         return still
 
-    @property
-    def following(self) -> "Follower":
-        """What follows changes, if it still exists; else nothing does."""
-        return (self.follower() if self.follower else None) or Follower()
-
     def attach(self) -> None:
         """Become a submodule of the host and put the hooks on it."""
         try:
@@ -152,14 +145,14 @@ class Grown(nn.ModuleDict):
 
     def refuse_followed(self) -> None:
         """Refuse a host that something grows already."""
-        if self.follower is not None and self.follower() is not None:
+        if self.flow.follower is not None and self.flow.follower() is not None:
             raise BadInput(
                 "the host has slots of another Grower; call its detach() first."
             )
 
     def adopt(self, other: "Grown") -> None:
         """Take the seeds of a host that was rebuilt or copied, as they are."""
-        topology = json.loads(bytes(other.get_extra_state().tolist()))
+        topology = other.topology()
         self.check_slots(topology)
         seeds = {other.slots[slot_number(n)]: seed for n, seed in other.items()}
         # Blocks are named by the number of the other slot.
@@ -173,10 +166,8 @@ class Grown(nn.ModuleDict):
         self.rebuild(topology, seeds)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which have no optimiser and random streams."""
-        state = {**self.__dict__, "follower": None}
-        state["generator"] = self.generator.get_state()
-        return state
+        """For copies and pickles, which have random streams of their own."""
+        return {**self.__dict__, "generator": self.generator.get_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy."""
@@ -260,16 +251,14 @@ class Grown(nn.ModuleDict):
         """Put a new seed into a free slot."""
         self.insert(slot, self.new_seed(slot, blueprint))
 
-    def new_seed(self, slot: int, blueprint: Blueprint) -> nn.Module:
-        """A seed as it is planted in a slot now."""
+    def new_seed(
+        self, slot: int, blueprint: Blueprint, gated: bool | None = None
+    ) -> nn.Module:
+        """A seed as it is planted in a slot now; for `gated` see `build`."""
         place, blueprint = self.place(slot), self.sized(slot, blueprint)
-        if reason := misfit(blueprint, place.geometry):
-            raise BadInput(
-                f"blueprint {blueprint.name!r} does not fit slot "
-                f"{self.slots[slot]!r}: {reason}."
-            )
+        self._refuse_misfit(slot, blueprint)
         middle = seed_middle(place, blueprint)
-        seed = build(blueprint, place.geometry, self.generator, middle)
+        seed = build(blueprint, place.geometry, self.generator, middle, gated)
         if isinstance(seed, FormSeed) and seed.widens:
             _scale_like(seed.weights["first"], place.inlet.get_parameter("weight"))
             if place.gate:
@@ -280,6 +269,30 @@ class Grown(nn.ModuleDict):
         like = next(p for m in near for p in m.parameters() if p.is_floating_point())
         seed = seed.to(device=like.device, dtype=like.dtype)
         return seed.train(self.host.training)
+
+    def outline(self, slot: int, blueprint: Blueprint, gated: bool) -> nn.Module:
+        """Names and shapes of a saved seed, which takes no memory."""
+        self._refuse_misfit(slot, blueprint)
+        place = self.place(slot)
+        custom = blueprint.form is Form.CUSTOM
+        with torch.device("cpu" if custom and self.traced else "meta"):
+            middle = seed_middle(place, blueprint)
+            if custom:
+                at = place.geometry
+                return build(blueprint, at, self.generator, middle, gated)
+            shapes = FORMS[blueprint.form].shapes(place.geometry, blueprint.size)
+            params = {name: torch.empty(shape) for name, shape in shapes.items()}
+            seed = FormSeed(blueprint, place.geometry, params, middle)
+            for key, block in self.blocks(slot, blueprint).items():
+                seed.cross[key] = nn.Parameter(torch.empty(block.weight_shape))
+        return seed
+
+    def _refuse_misfit(self, slot: int, blueprint: Blueprint) -> None:
+        if reason := misfit(blueprint, self.place(slot).geometry):
+            raise BadInput(
+                f"blueprint {blueprint.name!r} does not fit slot "
+                f"{self.slots[slot]!r}: {reason}."
+            )
 
     def insert(self, slot: int, seed: nn.Module) -> None:
         """Put a seed into a free slot, in TRAINING until `put` says otherwise."""
@@ -367,44 +380,45 @@ class Grown(nn.ModuleDict):
     # Saving.
 
     def get_extra_state(self) -> Tensor:
-        """The topology: all that rebuilds the seeds but their weights, as JSON bytes.
+        """The topology as JSON bytes."""
+        return self.topology().to_tensor()
 
-        Bytes, since some formats take nothing but tensors.
-        """
-        topology = {
-            "format": FORMAT,
-            "places": {
-                place.site.name: {
-                    "geometry": GEOMETRY.dump_python(place.geometry, mode="json"),
-                    "middle": [*place.recipe],
-                    "depth": place.depth,
-                }
+    def topology(self) -> SavedTopology:
+        """All that rebuilds the seeds but their weights."""
+        return SavedTopology(
+            format=FORMAT,
+            places=tuple(
+                SavedPlace(
+                    name=place.site.name,
+                    geometry=place.geometry,
+                    middle=place.recipe,
+                    depth=place.depth,
+                )
                 for place in self.places
-            },
-            "slots": [*self.slots],
-            "seeds": self._described_seeds(),
-            "generator": bytes(self.generator.get_state().tolist()).hex(),
-        }
-        text = json.dumps(topology, separators=(",", ":")).encode()
-        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            ),
+            slots=self.slots,
+            seeds=self._saved_seeds(),
+            generator=bytes(self.generator.get_state().tolist()).hex(),
+        )
 
-    def _described_seeds(self) -> list[dict[str, Any]]:
+    def _saved_seeds(self) -> tuple[SavedSeed, ...]:
         """Every seed and its state as plain data, the oldest first."""
         states = asdict(self.states)
         used = {slot_number(name): seed for name, seed in self.items()}
-        return [
-            {
-                "slot": self.slots[slot],
-                "blueprint": self.blueprint_of(slot).name,
-                "size": seed.blueprint.size if isinstance(seed, FormSeed) else 0,
-                "state": {
-                    name: values[0, slot].item()
+        return tuple(
+            SavedSeed(
+                slot=self.slots[slot],
+                blueprint=self.blueprint_of(slot).name,
+                size=seed.blueprint.size if isinstance(seed, FormSeed) else 0,
+                gated=isinstance(seed, Gated),
+                state={
+                    name: float(values[0, slot])
                     for name, values in states.items()
                     if name != "blueprint"
                 },
-            }
+            )
             for slot, seed in used.items()
-        ]
+        )
 
     def set_extra_state(self, state: Tensor) -> None:
         """Nothing more to do: the topology was rebuilt before."""
@@ -434,35 +448,55 @@ class Grown(nn.ModuleDict):
         metadata: Mapping[str, Any] | None,
         *_: object,
     ) -> None:
-        """Rebuild the topology that a state has, before its weights are loaded."""
+        """Take over all of a state at once; torch then copies the same again."""
+        if self.loading:
+            return
         topology = self.validated(state, prefix)
         if (metadata or {}).get("assign_to_params_buffers"):
             raise BadInput(
                 "a host that grows loads in place only, without assign=True."
             )
-        self.following.follow(lambda: self.rebuild(topology))
+
+        def change() -> None:
+            self.rebuild(topology)
+            with torch.no_grad():
+                for name, mine in self.host.state_dict().items():
+                    value = state.get(f"{prefix}{name}")
+                    if isinstance(value, Tensor) and value.shape == mine.shape:
+                        mine.copy_(value)
+
+        with uninterrupted():
+            undo = self.restore_point(), restore_tensors(self.host)
+            try:
+                self.flow.following.follow(change)
+            except BaseException:
+                for put_back in undo:
+                    put_back()
+                raise
 
     def _after_load(self, host: nn.Module, keys: Any) -> None:  # noqa: ANN401
-        self.following.loaded()
+        self.flow.following.loaded()
 
-    def validated(self, state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    def validated(self, state: Mapping[str, Any], prefix: str = "") -> SavedTopology:
         """The topology of a host's state; refuses one that cannot be built here."""
         topology = read_topology(state, prefix)
         if topology is None:
             if len(self):  # a whole state from before anything grew
                 check_tensors(self.host, nn.ModuleDict(), state, prefix)
-            return {"seeds": []}
-        if topology["slots"] != [*self.slots]:
-            gone = [name for name in topology["slots"] if name not in self.slots]
+            return SavedTopology(
+                format=FORMAT, places=(), slots=self.slots, seeds=(), generator=""
+            )
+        if topology.slots != self.slots:
+            gone = [name for name in topology.slots if name not in self.slots]
             raise BadInput(
                 f"the saved model has other slots: "
-                f"{', '.join(gone or topology['slots'])}; build this one with the same."
+                f"{', '.join(gone or topology.slots)}; build this one with the same."
             )
         self.check_slots(topology)
-        # What else is wrong with it shows when it is built, aside.
         aside = Grown(self.host, self.places, self.slots, self.blueprints)
+        aside.traced = self.traced
         try:
-            aside.rebuild(topology)
+            aside.rebuild(topology, outlines=True)
         except BadInput:
             raise
         except Exception as error:
@@ -472,56 +506,65 @@ class Grown(nn.ModuleDict):
         check_tensors(self.host, aside, state, prefix)
         return topology
 
-    def check_slots(self, topology: Mapping[str, Any]) -> None:
+    def check_slots(self, topology: SavedTopology) -> None:
         """Refuse a topology whose seeds have no place here."""
         names = [blueprint.name for blueprint in self.blueprints]
-        for seed in topology["seeds"]:
-            if seed["slot"] not in self.slots:
+        places = {place.name: place.geometry for place in topology.places}
+        for seed in topology.seeds:
+            if seed.slot not in self.slots:
                 raise BadInput(
-                    f"the saved model has a seed in {seed['slot']}, and this one has "
+                    f"the saved model has a seed in {seed.slot}, and this one has "
                     "no such slot; build it with the same slots."
                 )
-            if seed["blueprint"] not in names:
+            if seed.blueprint not in names:
                 raise BadInput(
-                    f"the saved model has a seed {seed['blueprint']}, which is not "
+                    f"the saved model has a seed {seed.blueprint}, which is not "
                     "among this model's blueprints; build it with the same."
                 )
-            here = self.place(self.slots.index(seed["slot"]))
-            there = topology["places"][here.site.name]["geometry"]
-            if GEOMETRY.validate_python(there) != here.geometry:
+            here = self.place(self.slots.index(seed.slot))
+            if places[here.site.name] != here.geometry:
                 raise BadInput(
                     f"the host's shapes at {here.site.name} are not those that were "
                     "saved; build the same host with an example of the same shape."
                 )
 
     def rebuild(
-        self, topology: Mapping[str, Any], seeds: Mapping[str, nn.Module] | None = None
+        self,
+        topology: SavedTopology,
+        seeds: Mapping[str, nn.Module] | None = None,
+        *,
+        outlines: bool = False,
     ) -> None:
         """Plant what a topology says, in its order; weights are loaded later.
 
-        Seeds that are there already stay, if they are just those. Or give it the seeds
-        themselves, by slot.
+        Seeds that are there already stay, if they are just those.
+
+        Args:
+            topology: Validated, unless outlines are made of it.
+            seeds: The seeds themselves, by slot, instead of new ones.
+            outlines: Whether seeds are made without memory.
         """
-        there = [{**x, "state": None} for x in topology["seeds"]]
-        here = [{**x, "state": None} for x in self._described_seeds()]
+        there = [replace(seed, state={}) for seed in topology.seeds]
+        here = [replace(seed, state={}) for seed in self._saved_seeds()]
         stay = seeds is None and here == there
         for slot in range(len(self.slots) if not stay else 0):
             self.uproot(slot)
         empty = asdict(SeedStates.empty(1, len(self.slots)))
         states = {name: values.clone() for name, values in empty.items()}
         names = [blueprint.name for blueprint in self.blueprints]
-        for saved in topology["seeds"]:
-            slot = self.slots.index(saved["slot"])
-            kind = names.index(saved["blueprint"])
-            sized = replace(self.blueprints[kind], size=saved["size"], share=0.0)
+        make = self.outline if outlines else self.new_seed
+        for saved in topology.seeds:
+            slot = self.slots.index(saved.slot)
+            kind = names.index(saved.blueprint)
+            sized = replace(self.blueprints[kind], size=saved.size, share=0.0)
             if seeds is not None:
-                self.insert(slot, seeds[saved["slot"]])
+                self.insert(slot, seeds[saved.slot])
             elif not stay:
-                self.grow(slot, sized)
-            for name, value in {**saved["state"], "blueprint": kind}.items():
+                self.insert(slot, make(slot, sized, saved.gated))
+            for name, value in {**saved.state, "blueprint": kind}.items():
                 states[name][0, slot] = value
-        if "generator" in topology:
-            stream = bytearray.fromhex(topology["generator"])
+        if topology.generator:
+            stream = bytearray.fromhex(topology.generator)
             self.generator.set_state(torch.frombuffer(stream, dtype=torch.uint8))
         self.put(SeedStates(**states))
 
@@ -532,15 +575,39 @@ class Grown(nn.ModuleDict):
         return ", ".join(f"{slot}: {s}" for slot, s in used if s != "DORMANT")
 
 
-class Follower:
-    """What must follow when a state is loaded into a host; here nothing."""
+def restore_tensors(host: nn.Module) -> Change:
+    """What gives all tensors of a host's state the values that they have now."""
+    state = host.state_dict().values()
+    held = [(tensor, tensor.clone()) for tensor in state if isinstance(tensor, Tensor)]
 
-    def follow(self, change: Change) -> None:
-        """Carry out a change of topology, the optimiser included."""
-        change()
+    def put_back() -> None:
+        with torch.no_grad():
+            for tensor, value in held:
+                tensor.copy_(value)
 
-    def loaded(self) -> None:
-        """The weights have been loaded too."""
+    return put_back
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait until the block has ended."""
+    before = signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or not callable(before):
+        yield
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+
+    def wait(number: int, frame: FrameType | None) -> Any:  # noqa: ANN401
+        waiting.append((number, frame))
+
+    try:
+        signal.signal(signal.SIGINT, wait)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            before(*waiting[0])
 
 
 def grown_part(host: nn.Module) -> Grown | None:

@@ -5,8 +5,9 @@ their outputs to the tensor there. They are on the host while the place has seed
 host whose parts are called one by one must call both in turn; other orders are refused.
 New units of neighbouring places feed each other, times the first one's alpha; a seed
 that is not active in a pass feeds nobody in it.
-A seed whose code raises is skipped from then on and recorded in `Flow.failed`. What a
-pass keeps between inlet and outlet is kept by thread, so several threads may evaluate.
+What a seed raises is raised, unless a Grower follows the host and removes the seed: it
+is skipped from then on and recorded in `Flow.failed`. What a pass keeps between inlet
+and outlet is kept by thread, so several threads may evaluate.
 
     ADD     z + alpha * s
     SCALE   z * (1 + alpha * s)
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from threading import get_ident
 from typing import Any, Final
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +45,8 @@ SCALE: Final = 1
 MARK: Final = "_esper_flow"
 """Where a module says whose outlet it is."""
 
+Change = Callable[[], None]
+
 
 @dataclass(slots=True)
 class Branch:
@@ -53,6 +57,20 @@ class Branch:
     style: int = ADD
     shadow: bool = True
     """Whether the seed is in TRAINING: active in shadow passes only."""
+
+
+class Follower:
+    """What must follow when a state is loaded into a host; here nothing."""
+
+    removes_failed = False
+    """Whether seeds whose code raises are removed and reported."""
+
+    def follow(self, change: Change) -> None:
+        """Carry out a change of topology, the optimiser included."""
+        change()
+
+    def loaded(self) -> None:
+        """The weights have been loaded too."""
 
 
 @dataclass(slots=True)
@@ -70,14 +88,24 @@ class Flow:
     """A slot whose seed is active at alpha 1 in this pass."""
     failed: dict[int, str] = field(default_factory=dict)
     """Slots whose seeds raised, and how: they are inactive."""
-    strict: bool = False
-    """Whether what a seed raises is raised instead."""
+    follower: "ref[Follower] | None" = None
+    """What follows changes of the host, such as a Grower; no copy has one."""
     ran: bool = False
     """Whether a place with seeds was passed since this was last cleared."""
     thread: int = 0
     """The thread whose passes are not the usual ones."""
     changes: int = 0
     """How often a seed has come or left, begun or ended to train."""
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """For copies and pickles, which nothing follows."""
+        state = {one.name: getattr(self, one.name) for one in fields(self)}
+        return None, state | {"follower": None}
+
+    @property
+    def following(self) -> "Follower":
+        """What follows changes, if it still exists; else nothing does."""
+        return (self.follower() if self.follower else None) or Follower()
 
     @contextmanager
     def using(self, **changes: bool | int) -> Iterator[None]:
@@ -225,9 +253,9 @@ class SlotHooks:
                 delta = self._run(slot, branch.seed, alpha, inputs, output)
             except _StopRecomputationError:  # how gradient checkpointing ends
                 raise
-            except Exception as error:  # a seed is code of others; the host goes on
+            except Exception as error:  # a seed is code of others
                 self._refuse_another_batch(inputs, output)
-                if self.flow.strict:
+                if not self.flow.following.removes_failed:
                     raise
                 self.flow.failed[slot] = f"its forward failed ({first_line(error)})"
                 continue

@@ -28,8 +28,8 @@ from esper.growth import lifecycle
 from esper.growth.blueprints.layers import Layer
 from esper.growth.blueprints.registry import find
 from esper.growth.blueprints.seed import Cost, FormSeed, cost, misfit
-from esper.growth.grown import Follower, Grown, grown_part, seed_middle
-from esper.growth.hooks import ADD, Flow, SlotHooks
+from esper.growth.grown import Grown, grown_part, seed_middle
+from esper.growth.hooks import ADD, Flow, Follower, SlotHooks
 from esper.growth.host_layers import units_of
 from esper.growth.lifecycle import SeedStates
 from esper.growth.merging import why_no_merge
@@ -168,7 +168,7 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
             raise
         self.host = host
         self.__dict__["seeds"] = grown  # a submodule of the host, not of this
-        grown.follower = ref(self)
+        grown.flow.follower = ref(self)
         self.example: Example = example
         self.batches_per_tick = tick
         self._prices: dict[tuple[str, Blueprint, tuple[Layer, ...]], Cost] = {}

@@ -4,23 +4,36 @@
 safetensors file: for inference, without optimiser or example.
 """
 
-import os
 from collections.abc import Mapping
+from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from esper.contracts.errors import BadInput
-from esper.growth.blueprints.registry import find, first_line
-from esper.growth.grown import GEOMETRY, Grown, grown_part
-from esper.growth.host_layers import fit_sizes
-from esper.growth.middle import restore_middle
-from esper.growth.saved_topology import NAME, TOPOLOGY, read_topology, tied_names
-from esper.growth.slots import InsertionPoint, parse
+from esper.files import Disk, pack, publish, read_safetensors, verify
+from esper.growth.blueprints.registry import find
+from esper.growth.grown import Grown, grown_part, restore_tensors, uninterrupted
+from esper.growth.host_layers import fit_sizes, is_layer
+from esper.growth.middle import Join, restore_middle, unsaved_function
+from esper.growth.saved_topology import (
+    NAME,
+    TOPOLOGY,
+    SavedPlace,
+    SavedTopology,
+    check_tensor,
+    check_tensors,
+    host_tensors,
+    read_topology,
+    tied_names,
+)
+from esper.growth.slots import InsertionPoint, layer_facts, parse
+
+MAX_PARTS: Final = 16
+"""Grown parts of one host."""
 
 
 def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
@@ -33,24 +46,38 @@ def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
     """
     if not isinstance(host, nn.Module) or not isinstance(state_dict, Mapping):
         raise BadInput("rebuild takes the plain host and a state_dict.")
-    attached: list[Grown] = []
+    if not all(isinstance(name, str) and name.isprintable() for name in state_dict):
+        raise BadInput("the names in a state_dict must be printable strings.")
     state_dict = _with_tied(host, state_dict)
     _refuse_unmerged(state_dict)
-    topologies = [n for n in state_dict if n.endswith(TOPOLOGY)]
-    put_back = None
-    try:
-        for name in topologies:
-            prefix = name.removesuffix(TOPOLOGY)
-            attached.append(_attached(host, state_dict, prefix))
-        if not topologies:
-            put_back = fit_sizes(host, state_dict)
-        host.load_state_dict(state_dict)
-    except BaseException:
-        for grown in attached:
-            grown.detach()
-        if put_back is not None:
-            put_back()
-        raise
+    own = host_tensors(host)
+    for name, value in state_dict.items():
+        if isinstance(value, Tensor):
+            check_tensor(name, value, own.get(name))
+    prefixes = [n.removesuffix(TOPOLOGY) for n in state_dict if n.endswith(TOPOLOGY)]
+    if len(prefixes) > MAX_PARTS:
+        raise BadInput(f"the state has {len(prefixes)} topologies; it is damaged.")
+    grown = [(_empty(host, state_dict, prefix), prefix) for prefix in prefixes]
+    topologies = [part.validated(state_dict, prefix) for part, prefix in grown]
+    with uninterrupted():
+        undo = [restore_tensors(host)]
+        try:
+            for (part, _), topology in zip(grown, topologies, strict=True):
+                undo.append(part.detach)
+                part.rebuild(topology)
+                part.loading = True
+                part.attach()
+            if not grown:
+                undo.append(fit_sizes(host, state_dict))
+                check_tensors(host, nn.ModuleDict(), state_dict, "")
+            host.load_state_dict(state_dict)
+        except BaseException:
+            for put_back in reversed(undo):
+                put_back()
+            raise
+        finally:
+            for part, _ in grown:
+                part.loading = False
     return host
 
 
@@ -76,21 +103,25 @@ def _with_tied(host: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, **tied}
 
 
-def _attached(host: nn.Module, state: Mapping[str, Any], prefix: str) -> Grown:
-    """A host, or a part of it by its prefix, ready for the seeds that a state has."""
-    try:
-        part = host.get_submodule(prefix.removesuffix("."))
-    except AttributeError as error:
-        raise BadInput(f"the host has no module {prefix[:-1]!r}.") from error
+def _empty(host: nn.Module, state: Mapping[str, Any], prefix: str) -> Grown:
+    """The places of a host, or of a part of it by its prefix, that a state has."""
+    parts = dict(host.named_modules())
+    part = parts.get(prefix.removesuffix("."))
+    if part is None:
+        raise BadInput(f"the host has no module {prefix[:-1]!r}.")
     if grown_part(part) is not None:
         raise BadInput("the host has grown already; pass a plain one.")
     topology = read_topology(state, prefix)
     assert topology is not None
-    places = tuple(_saved_place(n, at, part) for n, at in topology["places"].items())
-    kinds = [*dict.fromkeys(find(seed["blueprint"]) for seed in topology["seeds"])]
-    grown = Grown(part, places, topology["slots"], kinds)
-    grown.validated(state, prefix)
-    grown.attach()
+    used = {seed.slot.rpartition("#")[0] for seed in topology.seeds}
+    modules = dict(part.named_modules())
+    places = tuple(
+        _saved_place(place, modules, used=place.name in used)
+        for place in topology.places
+    )
+    kinds = [*dict.fromkeys(find(seed.blueprint) for seed in topology.seeds)]
+    grown = Grown(part, places, topology.slots, kinds)
+    grown.traced = False
     return grown
 
 
@@ -105,44 +136,59 @@ def save(model: nn.Module, path: str | Path) -> None:
         if isinstance(value, Tensor)
     }
     _refuse_unmerged(state)
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        save_file(state, beside)
-        with beside.open("rb+") as file:
-            os.fsync(file.fileno())  # or a power cut leaves an empty file
-        beside.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise BadInput(f"cannot write {path.name!r}: {first_line(error)}") from error
-    finally:
-        beside.unlink(missing_ok=True)
+    for part in model.modules():
+        if isinstance(part, Grown) and len(part):
+            _refuse_unsaved(part.topology())
+    data = pack(state, finite=False)
+    verify(path.name, BytesIO(data), sealed=False)  # what is written can be read
+    publish(Disk(), path, data)
+
+
+def _refuse_unsaved(topology: SavedTopology) -> None:
+    """Refuse seeds where the host calls what no file may call."""
+    steps = {place.name: place.middle for place in topology.places}
+    for seed in topology.seeds:
+        if function := unsaved_function(steps[seed.slot.rpartition("#")[0]]):
+            raise BadInput(
+                f"slot {seed.slot!r} has a seed where the host calls {function!r}, "
+                "which no file may call; let an nn.Module of the host call it, or save "
+                "what export() returns with torch.save."
+            )
 
 
 def load(path: str | Path, host: nn.Module) -> nn.Module:
     """The network that `save` has written, grown on a plain host."""
-    try:
-        state = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise BadInput(
-            f"{Path(path).name!r} cannot be read: {first_line(error)}"
-        ) from error
+    state, _ = read_safetensors(Path(path), sealed=False, finite=False)
     return rebuild(host, state)
 
 
 def _saved_place(
-    name: str, saved: Mapping[str, Any], host: nn.Module
+    saved: SavedPlace, modules: Mapping[str, nn.Module], *, used: bool
 ) -> InsertionPoint:
-    site = parse(name)
+    """A place as a file describes it, if it is one of the host's."""
+    site = parse(saved.name)
     try:
-        return InsertionPoint(
-            site=site,
-            geometry=GEOMETRY.validate_python(saved["geometry"]),
-            inlet=host.get_submodule(site.inlet),
-            outlet=host.get_submodule(site.outlet),
-            middle=restore_middle(saved["middle"], host),
-            recipe=tuple(saved["middle"]),
-            depth=float(saved["depth"]),
-        )
-    except (AttributeError, KeyError, ValueError) as error:
+        if site.name != saved.name or not {site.inlet, site.outlet} <= modules.keys():
+            raise BadInput("names modules that the host does not have")
+        # What is between the layers of a place without seeds has no part in the answer.
+        unsaved = not used and unsaved_function(saved.middle)
+        middle = () if unsaved else restore_middle(saved.middle, modules)
+        joins = [module.layer for module in middle if isinstance(module, Join)]
+        known = {} if unsaved else layer_facts(site, modules, "".join(joins[:1]))
+        layers = all(is_layer(modules[end]) for end in (site.inlet, site.outlet))
+        at = saved.geometry
+        if replace(at, **known) != at or len(joins) > 1 or (at.spans and not layers):
+            raise BadInput("has other layers")
+    except BadInput as error:
         raise BadInput(
-            f"the host does not fit the saved network at {name!r}: {first_line(error)}"
+            f"the host does not fit the saved network: {saved.name!r} {error}."
         ) from error
+    return InsertionPoint(
+        site=site,
+        geometry=saved.geometry,
+        inlet=modules[site.inlet],
+        outlet=modules[site.outlet],
+        middle=middle,
+        recipe=saved.middle,
+        depth=saved.depth,
+    )

@@ -10,7 +10,7 @@ is refused here in one line, by name. The host is left as it was.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -32,7 +32,7 @@ from esper.growth.host_layers import (
     why_no_layer,
 )
 from esper.growth.macs import count_macs
-from esper.growth.middle import Join, describe_middle
+from esper.growth.middle import Join, SavedSteps, describe_middle
 from esper.growth.tracing import (
     Example,
     PathTracer,
@@ -84,7 +84,7 @@ class InsertionPoint:
     outlet: nn.Module
     middle: tuple[nn.Module, ...]
     """What lies between the two layers of a span."""
-    recipe: tuple[Mapping[str, Any], ...]
+    recipe: SavedSteps
     """The same as plain data, to be saved."""
     depth: float
     """Where the outlet lies between the host's input (0) and output (1)."""
@@ -360,7 +360,8 @@ def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
                 f"slot {site.name!r} reads {inlet.shape[0]} rows and writes "
                 f"{outlet.shape[0]}; inlet and outlet must share the batch."
             )
-    first, second = trace.modules[site.inlet], trace.modules[site.outlet]
+    modules = trace.modules
+    first, second = modules[site.inlet], modules[site.outlet]
     leaf = written.last_leaf
     outlet_layout = _layout(outlet, second, leaf, site.outlet)
     inlet_layout = outlet_layout
@@ -376,13 +377,8 @@ def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
             outlet_layout=outlet_layout,
             inlet_shape=tuple(inlet.shape[1:]),
             outlet_shape=tuple(outlet.shape[1:]),
-            residual=site.residual,
-            inlet_kernel=None if site.residual else kernel_of(first),
-            outlet_kernel=kernel_of(second),
-            inlet_bias=_has_bias(first),
-            gate=span.gate,
-            beside=site.inlet == site.outlet and not site.residual and is_layer(second),
             spans=not span.problem,
+            **layer_facts(site, modules, span.gate),
             hidden_shape=span.hidden_shape,
             unit_inputs=span.unit_inputs,
             why_no_span=span.problem,
@@ -390,7 +386,7 @@ def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
         inlet=first,
         outlet=second,
         middle=span.middle,
-        recipe=tuple(span.recipe),
+        recipe=span.recipe,
         depth=min(1.0, written.order / max(1, trace.leaves)),
     )
 
@@ -401,8 +397,9 @@ class _Span:
 
     problem: str = ""
     middle: tuple[nn.Module, ...] = ()
-    recipe: Sequence[Mapping[str, Any]] = ()
-    gate: Gate | None = None
+    recipe: SavedSteps = ()
+    gate: str = ""
+    """Name of the layer that joins it."""
     hidden_shape: tuple[int, ...] = ()
     unit_inputs: int = 1
 
@@ -438,10 +435,34 @@ def _span(site: Site, trace: Trace, layout: Layout) -> _Span:
         recipe=describe_middle(
             [step.module for step in path.steps], trace.tracer.names
         ),
-        gate=Gate(kernel_of(modules[gate]), _has_bias(modules[gate])) if gate else None,
+        gate=gate,
         hidden_shape=shape,
         unit_inputs=unit_inputs,
     )
+
+
+def layer_facts(
+    site: Site, modules: Mapping[str, nn.Module], gate: str
+) -> dict[str, Any]:
+    """What the layers at a site say of its geometry.
+
+    Args:
+        site: Where seeds read and write.
+        modules: Those of the host by name.
+        gate: The layer that joins the first one of a span, if any.
+    """
+    first, second = modules[site.inlet], modules[site.outlet]
+    beside = site.inlet == site.outlet and not site.residual
+    return {
+        "residual": site.residual,
+        "inlet_kernel": None if site.residual else kernel_of(first),
+        "outlet_kernel": kernel_of(second),
+        "inlet_bias": _has_bias(first),
+        "gate": Gate(kernel_of(modules[gate]), _has_bias(modules[gate]))
+        if gate
+        else None,
+        "beside": beside and is_layer(second),
+    }
 
 
 def _has_bias(module: nn.Module) -> bool:

@@ -6,14 +6,9 @@ and events are kept until they are collected. A change is made as a whole or not
 all, whatever raises in it; Ctrl-C waits for its end.
 """
 
-import signal
-import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from types import FrameType
-from typing import Any
 from weakref import ref
 
 from jaxtyping import Int64
@@ -23,13 +18,8 @@ from torch.optim import Optimizer
 from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionMasks, ActionSpec, Op
 from esper.contracts.errors import BadInput, IllegalAction
 from esper.contracts.stages import Stage, StageChanged
-from esper.growth.grown import (
-    Change,
-    Follower,
-    Grown,
-    host_parameters,
-    slot_number,
-)
+from esper.growth.grown import Grown, host_parameters, slot_number, uninterrupted
+from esper.growth.hooks import Change, Follower
 from esper.growth.model import GrowingModel
 from esper.growth.optimiser import OptimizerSurgery
 from esper.growth.ranks import Ranks
@@ -68,6 +58,8 @@ class Receipt:
 class Topology(Follower):
     """A growing model and the optimiser that follows its changes."""
 
+    removes_failed = True
+
     def __init__(
         self, model: GrowingModel, optimizer: Optimizer, ranks: Ranks | None = None
     ) -> None:
@@ -77,7 +69,7 @@ class Topology(Follower):
             optimizer, host_parameters(model.host), model.seed_parameters()
         )
         self._join(model.seed_parameters(), {*self.surgery.joined})
-        model.seeds.follower = ref(self)
+        model.flow.follower = ref(self)
         self.after_load: Callable[[], None] | None = None
         """Called when a state has been loaded into the host."""
         self._copies: list[tuple[ref[Grown], dict[str, nn.Module]]] = []
@@ -270,25 +262,3 @@ def _jump(before: list[Tensor], after: list[Tensor]) -> float:
     """Largest change of any number."""
     jumps = [float((a - b).abs().max()) for a, b in zip(after, before, strict=True)]
     return max((jump for jump in jumps if jump == jump), default=inf)
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait until the block has ended."""
-    before = signal.getsignal(signal.SIGINT)
-    main = threading.current_thread() is threading.main_thread()
-    if not main or not callable(before):
-        yield
-        return
-    waiting: list[tuple[int, FrameType | None]] = []
-
-    def wait(number: int, frame: FrameType | None) -> Any:  # noqa: ANN401
-        waiting.append((number, frame))
-
-    try:
-        signal.signal(signal.SIGINT, wait)
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if waiting:
-            before(*waiting[0])

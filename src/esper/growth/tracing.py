@@ -30,7 +30,7 @@ from esper.growth.middle import (
     SHAPING,
     FunctionModule,
     Join,
-    function_names,
+    called,
 )
 
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -260,7 +260,6 @@ class PathTracer(TorchFunctionMode):
     ) -> None:
         """Put a function of these tensors on the paths that it touches."""
         name = getattr(func, "__name__", str(func))
-        function = FunctionModule(function_names().get(id(func), ""), (), kwargs)
         pair = [path for arg in args[:2] for path in touched if path.tail is arg]
         free = all(path.reader is None for path in touched) and not self._running
         if not free or not isinstance(result, Tensor):
@@ -268,14 +267,13 @@ class PathTracer(TorchFunctionMode):
             problem = f"{name} splits the hidden tensor" if free else problem
         elif len(given) == 1 and pair == [*touched]:
             for path, before in touched.items():
-                function.args = tuple(args[1:])
-                step = _function_step(function, name, before, _copied(result))
+                step = _function_step(func, args[1:], kwargs, before, _copied(result))
                 self._extend(path, step, result)
             return
         elif len(given) == len(pair) == 2 and args[0] is not args[1]:
             problem = self._why_no_join(name, *pair)
             if not problem:
-                function.args = tuple(args[2:])
+                function = called(func, args[2:], kwargs, joins=True)
                 self._join(pair, function, name, touched, result)
                 return
         else:
@@ -330,21 +328,25 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _function_step(
-    function: FunctionModule, name: str, before: Tensor, after: Tensor
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    before: Tensor,
+    after: Tensor,
 ) -> TraceStep:
     """A function of one tensor; some are better known as modules."""
+    function = called(func, args, kwargs)
     module: nn.Module = function
-    if name in DROPOUTS:
-        how = {"p": 0.5, **function.kwargs}
-        module = DROPOUTS[name](function.args[0] if function.args else how["p"])
+    name = getattr(func, "__name__", str(func))
+    if function.name in DROPOUTS:
+        module = DROPOUTS[function.name](**function.kwargs)
     elif name in (*SHAPING, "flatten") and after.dim() == 2 and before.dim() > 2:
-        module = nn.Flatten(1)
-    elif name in SHAPING:
-        shape = function.args
-        if shape and isinstance(shape[0], tuple | list):
-            shape = tuple(shape[0])
-        if shape[:1] == (before.shape[0],):  # the next batch may have fewer
-            function.name, function.args = f"torch.Tensor.{name}", (ROWS, *shape[1:])
+        module = FunctionModule("flatten", {"start_dim": 1})
+    elif name in SHAPING and not kwargs:
+        shape = [*args[0]] if args and isinstance(args[0], tuple | list) else [*args]
+        if shape[:1] == [before.shape[0]]:  # the next batch may have fewer
+            shape[0] = ROWS
+        module = called(Tensor.reshape, (shape,), {})
     return TraceStep(module, name, (before,), after)
 
 
@@ -371,8 +373,8 @@ def _step_module(step: TraceStep, width: int, layout: Layout) -> tuple[nn.Module
         pass
     elif isinstance(function, FunctionModule) and "training" in function.kwargs:
         problem = "trains otherwise than it answers; call it as a module"
-    elif isinstance(function, FunctionModule) and not function.savable:
-        problem = "is no torch function of plain arguments, so it cannot be saved"
+    elif isinstance(function, FunctionModule) and not function.copyable:
+        problem = "is no torch function of plain arguments, so it cannot be copied"
     elif isinstance(module, Join):
         made = [_step_module(inner, width, layout) for inner in step.branch]
         problem = next((why for _, why in made if why), "")

@@ -9,6 +9,14 @@ the number of channels, wherever the layout keeps them.
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
+from typing import Annotated
+
+from pydantic import FailFast, Field
+
+Shape = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=8), FailFast()
+]
+"""Sizes along some axes; the limits hold for those that are read from a file."""
 
 
 class Layout(IntEnum):
@@ -35,10 +43,10 @@ class Layout(IntEnum):
 class Kernel:
     """The window of a convolution; one number per spatial axis."""
 
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
+    size: Shape
+    stride: Shape
+    padding: Shape
+    dilation: Shape
 
     @classmethod
     def same(cls, size: int, axes: int) -> "Kernel":
@@ -61,8 +69,8 @@ class Geometry:
 
     inlet_layout: Layout
     outlet_layout: Layout
-    inlet_shape: tuple[int, ...]
-    outlet_shape: tuple[int, ...]
+    inlet_shape: Shape
+    outlet_shape: Shape
     residual: bool
     """Whether inlet and outlet are the same tensor."""
     inlet_kernel: Kernel | None = None
@@ -79,9 +87,9 @@ class Geometry:
     spans: bool = False
     """Whether the slot spans two layers and only channel-wise work between them, so
     that new hidden units can be put there."""
-    hidden_shape: tuple[int, ...] = ()
+    hidden_shape: Shape = ()
     """Shape of the tensor between the two layers of a span, as the second reads it."""
-    unit_inputs: int = 1
+    unit_inputs: Annotated[int, Field(ge=0, lt=2**31)] = 1
     """Inputs of the second layer that come from one unit of the first (positions that
     a flatten lines up); 1 unless a convolution is flattened into a linear layer."""
     why_no_span: str = ""

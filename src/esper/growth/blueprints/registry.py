@@ -6,7 +6,8 @@
 
 A factory makes a plain module for a place. It is tried on random inputs before it is
 planted; one that does not begin at zero is multiplied by a gate that does. It runs as
-code of this process: register only what is trusted.
+code of this process: register only what is trusted. When a saved network is read, it is
+called on torch's meta device first, to compare sizes with the saved tensors.
 """
 
 import copy
@@ -116,26 +117,33 @@ def registered(name: str) -> Registered:
     return _REGISTERED[name]
 
 
-def make_module(name: str, geometry: Geometry, generator: torch.Generator) -> nn.Module:
+def make_module(
+    name: str,
+    geometry: Geometry,
+    generator: torch.Generator,
+    gated: bool | None = None,
+) -> nn.Module:
     """Make a user's module for a place, try it and gate it if it is not zero.
 
     The factory and the trial draw from torch's global streams as they please; these
     are seeded from `generator` for the time and put back afterwards.
+
+    Args:
+        name: Of the blueprint.
+        geometry: Of the place.
+        generator: Where random numbers come from.
+        gated: Whether a saved module has a gate: it was tried before it was saved.
     """
     entry = registered(name)
     with seeded_random_state(generator):
         try:
             module: nn.Module = _attempt("failed", entry.factory, geometry)
             _check_module(module)
-            # A copy is tried, since a forward in training may change buffers.
-            what = "made a module that cannot be copied"
-            trial: nn.Module = _attempt(what, copy.deepcopy, module)
-            zero = all([try_out(trial, geometry, training=t) for t in (True, False)])
-            if zero:
-                try_gradients(trial, geometry)
+            if gated is None:
+                gated = not _try_all(module, geometry)
         except UnsuitableError as error:
             raise BadInput(f"Blueprint {name!r} {error}.") from error
-    if zero:
+    if not gated:
         return module
     return Gated(module, geometry.outlet_width, geometry.outlet_layout)
 
@@ -162,6 +170,17 @@ def _check_module(module: object) -> None:
     else:
         return
     raise UnsuitableError(problem)
+
+
+def _try_all(module: nn.Module, geometry: Geometry) -> bool:
+    """Whether a module is zero at birth; refuses one that cannot be planted."""
+    # A copy is tried, since a forward in training may change buffers.
+    what = "made a module that cannot be copied"
+    trial: nn.Module = _attempt(what, copy.deepcopy, module)
+    zero = all([try_out(trial, geometry, training=t) for t in (True, False)])
+    if zero:
+        try_gradients(trial, geometry)
+    return zero
 
 
 def try_out(

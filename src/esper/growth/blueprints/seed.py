@@ -112,14 +112,15 @@ def build(
     geometry: Geometry,
     generator: torch.Generator,
     middle: nn.Module,
+    gated: bool | None = None,
 ) -> nn.Module:
     """A new seed for a place that it fits: zero at birth, from `generator` alone.
 
     Only a widening seed uses `middle`, what the host does between the two layers of a
-    span; it must be the seed's own where it has state.
+    span; it must be the seed's own where it has state. For `gated` see `make_module`.
     """
     if blueprint.form is Form.CUSTOM:
-        return make_module(blueprint.name, geometry, generator)
+        return make_module(blueprint.name, geometry, generator, gated)
     params = FORMS[blueprint.form].init(geometry, blueprint.size, generator)
     return FormSeed(blueprint, geometry, params, middle)
 
