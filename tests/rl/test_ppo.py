@@ -673,7 +673,7 @@ def test_what_a_method_for_masks_raises_is_told():
         def action_masks(self):
             return self.no_such_thing
 
-    with pytest.raises(BadInput, match="raised in action_masks.*: AttributeError"):
+    with pytest.raises(BadInput, match=r"raised in action_masks.*: AttributeError"):
         PPO(lambda: Wrong("none"), envs=2, **SMALL).learn(24)
 
 
