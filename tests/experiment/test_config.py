@@ -27,7 +27,13 @@ from esper.experiment.config import (
     preset,
     resolve,
 )
-from esper.experiment.settings import as_flat, as_toml, known_settings, toml_value
+from esper.experiment.settings import (
+    as_flat,
+    as_toml,
+    known_settings,
+    parse_toml,
+    toml_value,
+)
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.registry import CONTROLLERS
@@ -288,6 +294,20 @@ REFUSED_BYTES = [
     (bytes(range(256)), "must be text in UTF-8; byte 128"),
     (b"#" * 2**20, "has more than 65,536 bytes"),
 ]
+
+
+def test_a_text_is_parsed_within_limits():
+    assert parse_toml("a.b = 1") == {"a": {"b": 1}}
+    for text, message in (
+        (
+            "#" * (1 << 16) + "\n",
+            "mine: expected TOML; got more than 65,536 characters",
+        ),
+        ("a" + ".a" * 30_000 + " = 1", "mine: expected TOML; got a line of too many"),
+        ("a = " + "[" * 30_000, "mine: expected TOML; got brackets too deep"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            parse_toml(text, "mine: ")
 
 
 def test_files_are_refused_in_one_line_with_their_name(tmp_path):

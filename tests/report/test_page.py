@@ -1,5 +1,6 @@
 """A report as files, and its page in a real browser."""
 
+import os
 import shutil
 import sqlite3
 from html import unescape
@@ -299,6 +300,37 @@ def test_what_is_no_run_is_refused_in_one_line_and_nothing_is_written(
         write_report(path)
     assert "\n" not in str(caught.value)
     assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "dangling"])
+def test_what_is_no_regular_file_in_place_of_the_page_is_refused(tmp_path, kind):
+    path = make_run(tmp_path, rounds=1, arms=())
+    page, other = path / "report.html", tmp_path / "other.html"
+    if kind == "pipe":
+        os.mkfifo(page)
+    else:
+        page.symlink_to(other)
+    if kind == "link":
+        other.write_text("esper report")
+    with pytest.raises(BadInput, match="is not a regular file; remove it"):
+        write_report(path)
+    assert not other.exists() or other.read_text() == "esper report"
+
+
+@pytest.mark.parametrize("name", ["report.html", "plots"])
+def test_a_folder_or_file_in_the_way_is_refused(tmp_path, name):
+    path = make_run(tmp_path, rounds=1, arms=())
+    if name == "plots":
+        (path / name).write_text("mine")
+    else:
+        (path / name).mkdir()
+    with pytest.raises(BadInput, match=r"is a folder|is no folder"):
+        write_report(path)
+
+
+def test_a_configuration_that_would_fill_memory_is_shown_and_not_parsed(tmp_path):
+    path = make_run(tmp_path, rounds=1, arms=(), toml=f"{'a.' * 100_000}a = 1")
+    assert "a.a.a" in write_report(path).read_text()
 
 
 def test_nothing_but_a_report_is_overwritten(reported, tmp_path):

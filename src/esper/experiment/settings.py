@@ -25,6 +25,8 @@ NONE: Final = "none"
 """None in a file or on the command line."""
 MAX_DOTS: Final = 64
 """In a line; Python's parser takes minutes over names of many thousand parts."""
+MAX_TOML: Final = 1 << 16
+"""Characters of a text."""
 MAX_TEXT: Final = 1_000
 
 
@@ -111,6 +113,28 @@ def _known(cls: type) -> dict[str, Setting]:
     return walk(schema, "")
 
 
+def parse_toml(text: str, prefix: str = "") -> dict[str, Any]:
+    """The tables of a text; refuses what would take Python's parser too long.
+
+    Args:
+        text: TOML.
+        prefix: Start of every error message, such as the name of a file.
+    """
+    why = ""
+    if len(text) > MAX_TOML:
+        why = f"more than {MAX_TOML:,} characters"
+    elif any(line.count(".") > MAX_DOTS for line in text.split("\n")):
+        why = "a line of too many dots"
+    else:
+        try:
+            return tomllib.loads(text)
+        except RecursionError:
+            why = "brackets too deep"
+        except ValueError as error:
+            why = str(error)
+    raise refusal(f"{prefix}expected TOML; got {why}.")
+
+
 def table_of(text: str, cls: type, prefix: str = "") -> dict[str, Any]:
     """The settings in a text, by dotted names; refuses names that are no settings.
 
@@ -119,14 +143,7 @@ def table_of(text: str, cls: type, prefix: str = "") -> dict[str, Any]:
         cls: The dataclass that they belong to.
         prefix: Start of every error message, such as the name of a file.
     """
-    if any(line.count(".") > MAX_DOTS for line in text.split("\n")):
-        raise refusal(f"{prefix}expected TOML; got a line of too many dots.")
-    try:
-        todo: list[tuple[str, Any]] = [("", tomllib.loads(text))]
-    except RecursionError:
-        raise refusal(f"{prefix}expected TOML; got brackets too deep.") from None
-    except ValueError as error:
-        raise refusal(f"{prefix}expected TOML; got {error}.") from None
+    todo: list[tuple[str, Any]] = [("", parse_toml(text, prefix))]
     known, found = known_settings(cls), dict[str, Any]()
     while todo:
         where, value = todo.pop()
@@ -174,11 +191,11 @@ def _parsed(kind: str, text: str) -> object:
         return text
     if kind == "array" and not text.startswith("[") and text != NONE:
         return [word.strip() for word in text.split(",")]
-    if "\n" in text or text.count(".") > MAX_DOTS:
+    if "\n" in text:
         return text
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
+        return parse_toml(f"value = {text}")["value"]
+    except BadInput:
         return text
 
 

@@ -7,7 +7,6 @@ moment, also while a run writes.
 
 import json
 import sqlite3
-import tomllib
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from esper.contracts.messages import short
 from esper.experiment.database import DEADLINE, VIEWS, open_store, rows
 from esper.experiment.lock import is_locked
 from esper.experiment.run import STORE, Run
+from esper.experiment.settings import parse_toml
 from esper.experiment.statistics import Floats
 
 POINTS: Final = 600
@@ -143,8 +143,8 @@ def _require_few(db: sqlite3.Connection) -> None:
 
 def _configured_tasks(toml: str) -> list[str]:
     try:
-        tasks = tomllib.loads(toml).get("tasks", [])
-    except (ValueError, RecursionError):
+        tasks = parse_toml(toml).get("tasks", [])
+    except BadInput:
         return []
     names = tasks if isinstance(tasks, list) else [tasks]
     return [name for name in names if isinstance(name, str)]

@@ -6,6 +6,7 @@ run anything. Everything is drawn before anything is written, and every file is 
 as a whole, so that a report can be made again at any time, also while a run goes on.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from math import isfinite, nan
@@ -129,9 +130,9 @@ def _require_writable(file: Path, folder: Path) -> None:
         raise BadInput(f"{short(folder)} is no folder; remove it, plots go there.")
     if file.is_dir():
         raise BadInput(f"{short(file)} is a folder; name a file for the page.")
-    if file.exists():
-        with storage(file, "read"), file.open("rb") as stream:
-            opening = stream.read(1_024)
+    if os.path.lexists(file):
+        with storage(file, "read"):
+            opening = Disk().read(file, 1_024)
         if opening and MARK.encode() not in opening:
             raise BadInput(f"{short(file)} is no report of Esper; name another file.")
 
