@@ -35,6 +35,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import esper
 from esper.cli import COMMANDS, main
 from esper.contracts.actions import ActionSpec
 from esper.contracts.errors import EsperError, EsperWarning
@@ -56,6 +57,7 @@ from esper.experiment.store import Store, export
 from esper.experiment.train import begin_run, resume_run
 from esper.experiment.trainer import Callback
 from esper.files import Manifest, pack
+from esper.growth.rebuilding import rebuild
 from esper.report import write_report
 from esper.report.data import read_run
 from esper.rl.ppo import PPO
@@ -68,7 +70,11 @@ from tests.experiment.stores import fill
 from tests.experiment.test_checkpoint import Bomb, filled, mutate, same, state
 from tests.experiment.test_config import mutated
 from tests.experiment.test_train import simulated
+from tests.growth import exploits
+from tests.growth.hosts import make_batch, make_host
+from tests.hostile_envs import HOSTILE, faults_of, register, run_hostile
 from tests.rl.environments import SIZES
+from tests.test_grown import grown
 
 LONGEST = 60.0
 """Seconds after which a trial hangs."""
@@ -542,6 +548,56 @@ def controllers(count, seed, folder):
     return outcome
 
 
+def topologies(count, seed, folder):
+    """Grown networks with other topologies, and one that would run code."""
+    outcome, chance, marker = Outcome(), random.Random(seed), folder / "ran"
+    host, x = make_host("vector").eval(), make_batch("vector", 4)[0]
+    state = {n: t.clone() for n, t in grown().model.host.state_dict().items()}
+    topology, file = exploits.read(state), folder / "network.safetensors"
+    names = exploits.every_callable()
+    with watched(outcome, marker):
+        for number in range(count):
+            kind = chance.choice(("mutated", "mutated", "text", "function", "exploit"))
+            forged = exploits.written(state, exploits.mutated(topology, chance))
+            if kind == "text":
+                text = json.dumps(topology).encode()
+                forged = exploits.written(state, exploits.damaged_text(text, chance))
+            elif kind == "function":
+                step = exploits.step(chance.choice(names), ["x"])
+                forged = exploits.with_steps(state, [step])
+            elif kind == "exploit":
+                forged = exploits.forged_state(state, marker, chance.choice((1, 2)))
+            host = make_host("vector").eval()
+            file.write_bytes(pack(forged, finite=False))
+            with outcome.trial(f"topology, {kind}", 10.0), WATCH():
+                made = esper.load(file, host) if number % 2 else rebuild(host, forged)
+                if kind != "exploit":
+                    with contextlib.suppress(RuntimeError):  # of a seed in a pass
+                        made(x)
+                else:
+                    made(x)
+                    outcome.lose("a network that runs code was loaded")
+    with WATCH():  # the unsafe twin must be seen
+        exploits.believe(exploits.chain(f"open({str(marker)!r}, 'w').close()"), x)
+    if not WATCH.seen or not marker.exists():
+        outcome.lose("the unsafe twin was not seen")
+    WATCH.seen.clear()
+    return outcome
+
+
+def environments(count, seed, folder):
+    """Environments that raise, hang, exit or lie, in both commands."""
+    outcome = Outcome()
+    register()
+    for number, name in enumerate(sorted(HOSTILE)[:count]):
+        for verb in ("doctor", "ppo"):
+            with outcome.trial(f"{verb} {name}", 40.0):
+                found = run_hostile(name, verb, folder / str(number))
+                for fault in faults_of(name, verb, found):
+                    outcome.lose(f"{verb} {name}: {fault}")
+    return outcome
+
+
 # Numbers.
 
 
@@ -681,6 +737,8 @@ PARTS = {
     "flipped recordings": Part(flipped_recordings, 3_000, 5),
     "forged recordings": Part(forged_recordings, 200, 2),
     "controllers": Part(controllers, 500, 5),
+    "topologies": Part(topologies, 1_000, 5),
+    "environments": Part(environments, len(HOSTILE)),
     "broken numbers": Part(numbers, 1_000, 20),
     "soak": Part(soak, 1_500, least=40),
     "mutants": Part(broken_code, len(mutants.MUTANTS), 1),

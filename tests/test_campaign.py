@@ -17,6 +17,7 @@ from tests.mutants import MUTANTS, ROOT
         ("flipped recordings", 0.05),
         ("forged recordings", 0.4),
         ("controllers", 0.2),
+        ("topologies", 0.1),
     ],
 )
 @pytest.mark.filterwarnings("ignore::esper.contracts.errors.EsperWarning")

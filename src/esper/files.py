@@ -70,6 +70,12 @@ DTYPES: Final = {
     "I16": ("int16", 2),
     "I32": ("int32", 4),
     "I64": ("int64", 8),
+    "U16": ("uint16", 2),
+    "U32": ("uint32", 4),
+    "U64": ("uint64", 8),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "C64": ("complex64", 8),
     "F16": ("float16", 2),
     "BF16": ("bfloat16", 2),
     "F32": ("float32", 4),
@@ -264,8 +270,11 @@ def storage(path: Path, verb: str) -> Iterator[None]:
 
 def open_regular(file: Path) -> BufferedReader:
     """A regular file, to be read and closed; a pipe would block, a link lead away."""
-    if not stat.S_ISREG(file.lstat().st_mode):
-        raise BadInput(f"{short(file)} is not a regular file; remove it.")
+    kind = file.lstat().st_mode
+    if stat.S_ISLNK(kind):
+        raise BadInput(f"{short(file)} is a link; name the file that it points to.")
+    if not stat.S_ISREG(kind):
+        raise BadInput(f"{short(file)} is not a regular file; name another.")
     # Windows has neither flag.
     safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     binary = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -324,6 +333,7 @@ def read_safetensors(
     *,
     sealed: bool = True,
     finite: bool = True,
+    limit: int = MAX_BYTES,
     disk: Disk | None = None,
 ) -> tuple["Tensors", Manifest | None]:
     """The tensors of a file, on the CPU, and its manifest; see `read_tensors`."""
@@ -331,7 +341,7 @@ def read_safetensors(
         raise BadInput(f"{short(file)} does not exist; name another file.")
     with storage(file, "read"), (disk or Disk()).open(file) as stream:
         return read_tensors(
-            short(file), stream, fit, within, sealed=sealed, finite=finite
+            short(file), stream, fit, within, sealed=sealed, finite=finite, limit=limit
         )
 
 
@@ -343,6 +353,7 @@ def read_tensors(
     *,
     sealed: bool = True,
     finite: bool = True,
+    limit: int = MAX_BYTES,
 ) -> tuple["Tensors", Manifest | None]:
     """Tensors of a file, on the CPU, and its manifest; refuses unless all verifies.
 
@@ -353,10 +364,11 @@ def read_tensors(
         within: Read only tensors whose names begin with this.
         sealed: Whether the file must have a manifest and a digest.
         finite: Whether NaN and infinity are refused.
+        limit: Bytes of the file at most.
     """
     import torch
 
-    header, entries = verify(name, stream, fit, within, sealed=sealed)
+    header, entries = verify(name, stream, fit, within, sealed=sealed, limit=limit)
     tensors = {}
     for key, entry in entries.items():
         stream.seek(len(header.raw) + entry.data_offsets[0])
@@ -377,6 +389,7 @@ def verify(
     within: str = "",
     *,
     sealed: bool = True,
+    limit: int = MAX_BYTES,
 ) -> tuple[Header, dict[str, Entry]]:
     """Header and places of the tensors, if they fit and the digest is right.
 
@@ -384,6 +397,8 @@ def verify(
     """
     size = stream.seek(0, os.SEEK_END)
     stream.seek(0)
+    if size > limit:
+        raise _untrusted(name, f"it has {size:,} bytes, {limit:,} are the limit")
     header = read_header(name, stream, sealed=sealed)
     entries = {
         key: entry
@@ -474,8 +489,6 @@ def _entries(name: str, header: Header, size: int) -> dict[str, Entry]:
     if len(header.raw) + end != size:
         expected = f"{len(header.raw) + end:,} bytes, it has {size:,}"
         raise BadInput(f"{name} is damaged: its tensors take {expected}.")
-    if size > MAX_BYTES:
-        raise _untrusted(name, f"it has {size:,} bytes, {MAX_BYTES:,} are the limit")
     return entries
 
 
@@ -576,8 +589,9 @@ def _strange(tensors: Mapping[str, "Tensor"], finite: bool) -> str:
     for name, values in tensors.items():
         if values.dtype is torch.bool and bool((values.view(torch.uint8) > 1).any()):
             return f"{quoted(name)} holds bytes that are no bool"
-        known = not values.is_floating_point() or bool(values.isfinite().all())
-        if finite and not known and not name.endswith(MAY_BE_NAN):
+        if not finite or not values.is_floating_point() or name.endswith(MAY_BE_NAN):
+            continue
+        if not bool(values.isfinite().all()):
             return f"{quoted(name)} holds NaN or infinity"
     return ""
 

@@ -10,11 +10,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 
 from esper.contracts.errors import BadInput
-from esper.files import Disk, pack, publish, read_safetensors, verify
+from esper.files import MAX_BYTES, Disk, pack, publish, read_safetensors, verify
 from esper.growth.blueprints.registry import find
 from esper.growth.grown import Grown, grown_part, restore_tensors, uninterrupted
 from esper.growth.host_layers import fit_sizes, is_layer
@@ -130,17 +129,14 @@ def save(model: nn.Module, path: str | Path) -> None:
     if not isinstance(model, nn.Module):
         raise BadInput(f"save takes a module, got {type(model).__name__}.")
     path = Path(path)
-    state = {
-        name: value.detach().clone(memory_format=torch.contiguous_format)
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor)
-    }
+    state = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
     _refuse_unmerged(state)
     for part in model.modules():
         if isinstance(part, Grown) and len(part):
             _refuse_unsaved(part.topology())
     data = pack(state, finite=False)
-    verify(path.name, BytesIO(data), sealed=False)  # what is written can be read
+    # What is written can be read.
+    verify(path.name, BytesIO(data), sealed=False, limit=len(data))
     publish(Disk(), path, data)
 
 
@@ -158,7 +154,10 @@ def _refuse_unsaved(topology: SavedTopology) -> None:
 
 def load(path: str | Path, host: nn.Module) -> nn.Module:
     """The network that `save` has written, grown on a plain host."""
-    state, _ = read_safetensors(Path(path), sealed=False, finite=False)
+    # A grown network is some times as large as its host.
+    own = sum(tensor.nbytes for tensor in (*host.parameters(), *host.buffers()))
+    limit = MAX_BYTES + 64 * own
+    state, _ = read_safetensors(Path(path), sealed=False, finite=False, limit=limit)
     return rebuild(host, state)
 
 

@@ -739,7 +739,8 @@ def _described(manifest: Manifest) -> tuple[SpaceSpec, PPOSettings]:
         }
         text = json.dumps({**data, "ppo": ppo})
         settings = _SETTINGS.validate_json(text, strict=True, extra="forbid")
-        return SpaceSpec.from_data(manifest.facts), settings
+        with np.errstate(over="raise", invalid="raise"):  # bounds of another dtype
+            return SpaceSpec.from_data(manifest.facts), settings
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
