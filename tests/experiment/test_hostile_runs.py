@@ -155,7 +155,9 @@ def test_slots_that_no_plot_can_show_are_refused(run):
     with closing(sqlite3.connect(run / "events.sqlite")) as db:
         db.execute("UPDATE events SET slot = 10000000")
         db.commit()
-    with pytest.raises(BadInput, match="it has slot 10,000,000, 1,000 are the limit"):
+    with pytest.raises(
+        BadInput, match="it has slot 10,000,000, 0 to 1,000 are the limits"
+    ):
         write_report(run)
 
 

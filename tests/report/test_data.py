@@ -1,12 +1,20 @@
 """What is read from a run's folder and store."""
 
+import shutil
+import sqlite3
+
 import numpy as np
+import pytest
 import torch
 from numpy.testing import assert_allclose
 
+from esper.contracts.errors import BadInput
 from esper.experiment.run import Run
 from esper.experiment.store import Store
+from esper.experiment.summary import summarise
 from esper.report.data import POINTS, SHOWN_ENVS, read_run
+from esper.report.plots import swimlanes
+from esper.report.style import plot_style
 from tests.experiment.stores import ask, record
 from tests.report.runs import BLUEPRINTS, STEPS, TASKS, config, make_run, play
 
@@ -106,6 +114,57 @@ def test_very_many_rounds_come_in_bins_that_lose_nothing(tmp_path):
     assert data.rounds["refused"].sum() == rounds == data.refused
     assert data.rounds["env_steps"][-1] == data.env_steps == 4 * rounds
     assert len(data.heads["op"]["kl"]) == len(at) == len(data.actions["kept"])
+
+
+@pytest.mark.parametrize("value", [10**9, -(10**6), 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize(
+    ("table", "column"),
+    [
+        *(("events", name) for name in ("round", "step", "env", "episode", "slot")),
+        *(("episodes", name) for name in ("round", "step", "env", "episode")),
+        *(("rounds", name) for name in ("round", "env_steps")),
+        ("evaluations", "host"),
+        ("evaluations", "round"),
+    ],
+)
+def test_no_number_of_a_store_decides_how_much_is_drawn(
+    numbered, tmp_path, table, column, value
+):
+    path = tmp_path / "run"
+    shutil.copytree(numbered, path)
+    with sqlite3.connect(path / "events.sqlite") as db:
+        db.execute(f"UPDATE {table} SET {column} = ? WHERE round > 1", (value,))
+    db.close()
+    try:
+        run = read_run(path)
+    except BadInput:
+        return
+    summarise(run.evaluations, resamples=10)
+    for episodes in run.last_episodes.values():
+        assert episodes.envs <= 4
+        assert len(episodes.lengths) <= SHOWN_ENVS
+        for span in episodes.spans:
+            assert 0 <= span.start <= span.end <= max(episodes.lengths.values())
+
+
+@pytest.mark.parametrize(
+    "change", ["episodes SET env = 1000000000", "events SET step = 900"]
+)
+def test_episodes_that_cannot_be_are_drawn_all_the_same(numbered, tmp_path, change):
+    path = tmp_path / "run"
+    shutil.copytree(numbered, path)
+    with sqlite3.connect(path / "events.sqlite") as db:
+        db.execute(f"UPDATE {change}")
+    db.close()
+    with plot_style():
+        assert swimlanes("seeds", "letter", read_run(path).last_episodes["letter"]).svg
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory):
+    arms = ("Tamiyo", "never")
+    folder = tmp_path_factory.mktemp("runs")
+    return make_run(folder, tasks=("letter",), rounds=3, arms=arms)
 
 
 def test_only_some_environments_are_shown_of_very_many(tmp_path):

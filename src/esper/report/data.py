@@ -28,7 +28,18 @@ POINTS: Final = 600
 SHOWN_ENVS: Final = 16
 """Environments of a task whose seeds are shown, at most."""
 MOST: Final = 1_000
-"""Slots and tasks of a run at most."""
+"""Slots, tasks and controllers of a run at most."""
+LARGEST: Final = 10**15
+"""Number of a round or decision at most."""
+BOUNDED: Final = {
+    "rounds": ("round", "env_steps"),
+    "heads": ("round",),
+    "events": ("round", "step", "slot"),
+    "episodes": ("round", "step"),
+    "evaluations": ("round",),
+    "notes": ("round",),
+}
+"""Columns whose numbers have limits."""
 THIRDS: Final = ("early", "middle", "late")
 MEANS: Final = ("clip_fraction", "explained_variance", "steps_planned", "steps_taken")
 ACTIONS: Final = ("planted", "blending", "aimed", "pruned", "kept")
@@ -133,12 +144,26 @@ def read_run(path: Path) -> RunData:
 
 
 def _require_few(db: sqlite3.Connection) -> None:
-    """Refuse numbers of slots and tasks that no run has and no plot can show."""
-    (slots,) = db.execute("SELECT max(abs(slot)) FROM events").fetchone()
-    (tasks,) = db.execute("SELECT count(DISTINCT task) FROM live_episodes").fetchone()
-    for what, count in (("slot", slots or 0), ("tasks", tasks)):
+    """Refuse numbers that no run has and no plot can show."""
+    for table, names in BOUNDED.items():
+        asked = ", ".join(f"min({name}), max({name})" for name in names)
+        ends = iter(db.execute(f"SELECT {asked} FROM live_{table}").fetchone())
+        for name, low, high in zip(names, ends, ends, strict=True):
+            limit = MOST if name == "slot" else LARGEST
+            for end in (low or 0, high or 0):
+                if not 0 <= end <= limit:
+                    raise ValueError(
+                        f"it has {name} {end:,}, 0 to {limit:,} are the limits"
+                    )
+    for what, table in (
+        ("task", "episodes"),
+        ("task", "evaluations"),
+        ("controller", "evaluations"),
+    ):
+        query = f"SELECT count(DISTINCT {what}) FROM live_{table}"
+        (count,) = db.execute(query).fetchone()
         if count > MOST:
-            raise ValueError(f"it has {what} {count:,}, {MOST:,} are the limit")
+            raise ValueError(f"it has {count:,} {what}s, {MOST:,} are the limit")
 
 
 def _configured_tasks(toml: str) -> list[str]:
@@ -227,7 +252,9 @@ def _grouped(
             f"GROUP BY {bin_of} ORDER BY 1",
             value,
         )
-        for (value,) in db.execute(f"SELECT DISTINCT {key} FROM {table} ORDER BY 1")
+        for (value,) in db.execute(
+            f"SELECT DISTINCT {key} FROM {table} ORDER BY 1 LIMIT {MOST}"
+        )
     }
 
 
@@ -239,17 +266,18 @@ def _last_episodes(db: sqlite3.Connection) -> dict[str, LastEpisodes]:
           SELECT task, env, episode, step AS over,
             lag(step, 1, 0) OVER (PARTITION BY task, env ORDER BY episode) AS before,
             max(episode) OVER (PARTITION BY task, env) AS last
-          FROM live_episodes WHERE env < {SHOWN_ENVS}),
+          FROM live_episodes WHERE env BETWEEN 0 AND {SHOWN_ENVS - 1}),
         lasts AS MATERIALIZED (SELECT * FROM ends WHERE episode = last),
         last_events AS (
           SELECT v.* FROM live_events AS v JOIN lasts USING (task, env, episode))
-        SELECT e.task, e.over - e.before, e.env, l.slot, l.seed,
+        SELECT e.task, max(0, e.over - e.before), e.env, l.slot, l.seed,
           ifnull(l.blueprint, '?'), l.stage,
-          l.from_step - e.before, l.to_step - e.before
+          max(0, min(l.from_step, e.over) - e.before),
+          max(0, min(max(l.from_step, l.to_step), e.over) - e.before)
         FROM lasts AS e LEFT JOIN ({lives}) AS l USING (task, env, episode)
         ORDER BY e.task, e.env, l.slot, l.from_step"""
     ).fetchall()
-    envs = db.execute("SELECT task, max(env) + 1 FROM live_episodes GROUP BY 1")
+    envs = db.execute("SELECT task, count(DISTINCT env) FROM live_episodes GROUP BY 1")
     return {
         task: LastEpisodes(
             spans=tuple(

@@ -325,11 +325,11 @@ def swimlanes(name: str, task: str, episodes: LastEpisodes) -> Plot:
     """Stages of every seed: one lane for each slot of each environment."""
     slots = 1 + max((span.slot for span in episodes.spans), default=0)
     envs = sorted(episodes.lengths)
-    height, longest = slots + 0.5, max(1, *episodes.lengths.values())
+    height, longest = slots + 0.5, max([1, *episodes.lengths.values()])
     figure = new_figure(one_line(task, 40), 80 + len(envs) * height * LANE)
     axes = figure.subplots()
     axes.set_xlim(0, longest)
-    axes.set_ylim(len(envs) * height, 0)
+    axes.set_ylim(max(1, len(envs)) * height, 0)
     axes.grid(visible=False, axis="y")
     middles = [height * (index + 0.5) for index in range(len(envs))]
     axes.set_yticks(middles, map(str, envs))
