@@ -255,7 +255,6 @@ class Family(NamedTuple):
 SMALLEST_UNIFORM: Final = 2.0**-25
 """Zero is drawn once in 2^24: half of the next number keeps its noise finite."""
 LOWEST_LOGIT: Final = float(torch.finfo(torch.float32).min)
-LARGEST_BELOW_ONE: Final = 1.0 - 2.0**-53
 LOG_TWO_PI: Final = math.log(2.0 * math.pi)
 CHOICES: Final = Family(masked_log_softmax, chosen, entropy, kl_divergence)
 NUMBERS: Final = Family(normal_parameters, normal_log_probs, normal_entropy, normal_kl)
@@ -294,65 +293,6 @@ def gumbel(shape: Sequence[int], generator: Generator) -> Float[Tensor, "*shape"
     """Standard Gumbel noise on the generator's device."""
     uniform = torch.rand(shape, generator=generator, device=generator.device)
     return uniform.clamp_(min=SMALLEST_UNIFORM).log_().neg_().log_().neg_()
-
-
-class Spread:
-    """Draws that environments of a group share out among themselves.
-
-    Environments of a group have the same luck, so until one of them acts they see the
-    same and their policies are equal. Each has one number u of [0, 1), and the numbers
-    of a group are evenly spaced: (U + i / n) mod 1 with one uniform U and the members
-    i in random order. A choice is the interval of the cumulated probabilities that
-    holds u, and what is left of u is its place inside the interval: uniform again,
-    whatever was chosen. So every choice has exactly the policy's probability, while a
-    group tries different moments and different first choices instead of n times the
-    likeliest one.
-
-    Args:
-        envs: How many environments there are.
-        group_size: So many of them in a row form a group.
-        generator: The only source of randomness.
-    """
-
-    def __init__(self, envs: int, group_size: int, generator: Generator) -> None:
-        self._shape = (envs // group_size, group_size)
-        self._generator = generator
-        self._left = self._spaced()
-
-    def restart(self, first: Bool[Tensor, " env"]) -> None:
-        """Space the numbers anew where an episode begins."""
-        self._left = torch.where(first, self._spaced().to(first.device), self._left)
-
-    def choose(
-        self,
-        logits: Float[Tensor, "env choice"],
-        rows: Bool[Tensor, "env choice"],
-    ) -> Int64[Tensor, " env"]:
-        """One legal choice per environment."""
-        shares = masked_log_softmax(logits.double(), rows).exp() * rows
-        upper = shares.cumsum(dim=1)
-        upper = upper / upper[:, -1:]  # ends at 1, above every number
-        left = self._left.unsqueeze(1).to(upper.device)
-        choice = (upper <= left).sum(dim=1, keepdim=True)
-        top = upper.gather(1, choice)
-        bottom = torch.where(choice > 0, upper.gather(1, (choice - 1).clamp(min=0)), 0)
-        left = ((left - bottom) / (top - bottom)).clamp(0, LARGEST_BELOW_ONE)
-        self._left = left.squeeze(1)
-        return choice.squeeze(1)
-
-    def part(self, acted: Bool[Tensor, " env"]) -> None:
-        """Draw on their own from now on for those that did something."""
-        fresh = self._uniform(self._shape).flatten().to(acted.device)
-        self._left = torch.where(acted, fresh, self._left)
-
-    def _spaced(self) -> Float[Tensor, " env"]:
-        groups, size = self._shape
-        order = self._uniform(self._shape).argsort(dim=1)
-        return ((self._uniform((groups, 1)) + order.double() / size) % 1.0).flatten()
-
-    def _uniform(self, shape: Sequence[int]) -> Float[Tensor, "*shape"]:
-        own = self._generator
-        return torch.rand(shape, generator=own, dtype=torch.float64, device=own.device)
 
 
 def draw(

@@ -25,9 +25,6 @@ at the same step is not due to the action:
 
 What the others do does not depend on what i chose, so this is a baseline: it removes
 the variance of host, data and batches and leaves the policy gradient where it was.
-Where a group of n shares out its first choices (`Spread`), others do less often what i
-did: between two choices the gradient keeps its direction and is up to n / (n - 1) as
-long.
 """
 
 import math

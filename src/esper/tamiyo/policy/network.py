@@ -35,7 +35,6 @@ from esper.contracts.errors import BadInput
 from esper.contracts.world import ControllerState, Observation
 from esper.simic.agent.distribution import (
     Decision,
-    Spread,
     choose,
     chosen,
     gumbel,
@@ -152,12 +151,8 @@ class TamiyoPolicy(nn.Module):
         first: Bool[Tensor, " env"],
         state: Float[Tensor, "env layer state"],
         generator: Generator | None,
-        spread: Spread | None = None,
     ) -> Decision:
-        """Decide for every environment; greedily without a generator.
-
-        With `spread`, groups of equal luck share out their first choices.
-        """
+        """Decide for every environment; greedily without a generator."""
         envs = first.shape[0]
         require_masks(masks, envs, self.spec)
         context, state = self.encode(features, first.unsqueeze(1), state)
@@ -166,18 +161,11 @@ class TamiyoPolicy(nn.Module):
         scores_of = self.head_logits(context)
         rows_of = rows_by_group(masks, causal=self.config.causal)
         choice = None
-        if spread is not None:
-            spread.restart(first)
         for noise in self._noise(envs, generator):
             logits.append(scores_of.send(choice))
             rows.append(rows_of.send(choice))
-            if spread is None or len(picked) == len(HEAD_GROUPS) - 1:
-                choice = choose(logits[-1], rows[-1], noise)
-            else:
-                choice = spread.choose(logits[-1], rows[-1])
+            choice = choose(logits[-1], rows[-1], noise)
             picked.append(choice)
-        if spread is not None:
-            spread.part(picked[0] != Op.WAIT)
         actions = torch.cat((torch.stack(picked[:-1], dim=1), picked[-1]), dim=1)
         legal = join_groups(rows, self.spec.width)
         if legal.device.type == "cpu":
