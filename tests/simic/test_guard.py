@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from esper.simic.agent.ppo import Guard
-from tests.rollouts import fill_ragged
+from tests.rollouts import fill_ragged, make_policy
 from tests.simic.agents import agent_with_rollout, snapshot, unequal
 
 
@@ -50,6 +50,23 @@ def test_t34_a_partial_stop_keeps_the_steps_before_and_takes_none_after():
     )
     assert_close(torch.tensor(named), torch.tensor(mean[:4]))
     assert_close(record.kl, sum(mean[5:13]), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("offset", [1e4, 1e6])
+def test_what_logits_have_in_common_costs_no_digit_of_the_loss(offset):
+    """An unchanged policy has KL 0, or the stop ends updates for no reason."""
+    policy = make_policy()
+    with torch.no_grad():
+        policy.op_out.weight.zero_()
+        policy.op_out.bias.copy_(torch.arange(6.0) / 8)
+    record = agent_with_rollout(policy, epochs=1, minibatches=1).update()
+    with torch.no_grad():
+        policy = make_policy()
+        policy.op_out.weight.zero_()
+        policy.op_out.bias.copy_(offset + torch.arange(6.0) / 8)
+    shifted = agent_with_rollout(policy, epochs=1, minibatches=1).update()
+    assert abs(shifted.kl) < 1e-6
+    assert shifted.policy_loss == pytest.approx(record.policy_loss, abs=1e-6)
 
 
 @pytest.mark.parametrize(

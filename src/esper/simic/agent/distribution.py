@@ -23,17 +23,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
-from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
 from esper.contracts.errors import NoLegalAction
 from esper.contracts.features import Leaf
-from esper.kernels import kernel
-
-Array = NDArray[Any]
 
 
 @runtime_checkable
@@ -254,7 +249,6 @@ class Family(NamedTuple):
 
 SMALLEST_UNIFORM: Final = 2.0**-25
 """Zero is drawn once in 2^24: half of the next number keeps its noise finite."""
-LOWEST_LOGIT: Final = float(torch.finfo(torch.float32).min)
 LOG_TWO_PI: Final = math.log(2.0 * math.pi)
 CHOICES: Final = Family(masked_log_softmax, chosen, entropy, kl_divergence)
 NUMBERS: Final = Family(normal_parameters, normal_log_probs, normal_entropy, normal_kl)
@@ -304,22 +298,13 @@ def draw(
     Float[Tensor, " *batch"],
     Float[Tensor, "*batch choice"],
 ]:
-    """What `sample`, `chosen` and `masked_log_softmax` give, on the CPU in one pass."""
-    on_cpu = logits.device.type == generator.device.type == "cpu"
-    if not on_cpu or logits.dtype != torch.float32:
-        actions = sample(logits, rows, generator)
-        distribution = masked_log_softmax(logits, rows)
-        return actions, chosen(distribution, actions), distribution
-    uniform = torch.rand(rows.shape, generator=generator)
-    actions = torch.empty(rows.shape[:-1], dtype=torch.int64)
-    log_probs, distribution = torch.empty(actions.shape), torch.empty(rows.shape)
-    inputs = (x.detach().contiguous() for x in (logits, rows, uniform))
-    outputs = actions, log_probs, distribution
-    _draw_rows(
-        *(x.view(-1, rows.shape[-1]).numpy() for x in inputs),
-        *(x.numpy().reshape(-1) for x in outputs),
-    )
-    return actions, log_probs, distribution
+    """Draw one legal choice per row.
+
+    Returns the choices, their log-probabilities, and those of all choices.
+    """
+    actions = sample(logits, rows, generator)
+    distribution = masked_log_softmax(logits, rows)
+    return actions, chosen(distribution, actions), distribution
 
 
 @cache
@@ -340,42 +325,3 @@ def require_choice(
         raise NoLegalAction(
             f"head {names[head]!r} of environment {env} has no legal choice; {hint}"
         )
-
-
-@kernel
-def _draw_rows(
-    logits: Array,
-    rows: Array,
-    uniform: Array,
-    actions: Array,
-    log_probs: Array,
-    distribution: Array,
-) -> None:
-    """`draw` on `[row, choice]`; results are flat."""
-    count, choices = logits.shape
-    kind = logits.dtype.type
-    zero, smallest, lowest = kind(0), kind(SMALLEST_UNIFORM), kind(LOWEST_LOGIT)
-    for row in range(count):
-        largest = kind(-np.inf)
-        for choice in range(choices):
-            if rows[row, choice] and not logits[row, choice] <= largest:
-                largest = logits[row, choice]
-        total = zero
-        for choice in range(choices):
-            if rows[row, choice]:
-                total += np.exp(logits[row, choice] - largest)
-        shift = largest + np.log(total)
-        best, taken = kind(-np.inf), 0
-        for choice in range(choices):
-            at, logit = row * choices + choice, logits[row, choice]
-            distribution[at] = zero
-            if rows[row, choice]:
-                distribution[at] = logit - shift
-                noise = -np.log(-np.log(max(uniform[row, choice], smallest)))
-                # As in `choose`: legal -inf is above the illegal, NaN is largest.
-                noisy = logit + noise
-                noisy = lowest if noisy < lowest else noisy
-                if noisy > best or (noisy != noisy and best == best):
-                    best, taken = noisy, choice
-        actions[row] = taken
-        log_probs[row] = distribution[row * choices + taken]

@@ -18,12 +18,12 @@ from torch import Generator, Tensor, nn
 
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.state import Stateful
-from esper.simic.agent.distribution import Policy
+from esper.simic.agent.distribution import Policy, evaluate_choices
 from esper.simic.agent.losses import (
     PPOConfig,
     masked_mean,
     normalize_advantages,
-    ppo_objective,
+    ppo_terms,
     subtract_group_baseline,
 )
 from esper.simic.agent.metrics import UpdateRecord, read_record, step_row
@@ -254,9 +254,8 @@ class PPOAgent(Stateful):
         )
         targets, old = ((x - mean) / scale for x in (part.returns, part.values))
         logits.retain_grad()
-        terms = ppo_objective(
-            logits, values, part, targets, old, self.config, self._entropy
-        )
+        new = evaluate_choices(logits, values, part.rows, part.actions)
+        terms = ppo_terms(new, part, targets, old, self.config, self._entropy)
         self.optimizer.zero_grad(set_to_none=True)
         terms.loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
