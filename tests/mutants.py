@@ -125,6 +125,13 @@ MUTANTS = (
         CHOICE,
     ),
     Mutant(
+        "the KL counts illegal choices",
+        "simic/agent/distribution.py",
+        "torch.where(rows, old.exp() * (old - new), 0.0)",
+        "(old.exp() * (old - new))",
+        GUARD,
+    ),
+    Mutant(
         "illegal choices can be drawn",
         "simic/agent/distribution.py",
         "torch.where(rows, noisy, -torch.inf).argmax(dim=-1)",

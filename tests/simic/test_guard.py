@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from esper.simic.agent.ppo import Guard
 from tests.rollouts import fill_ragged, make_policy
-from tests.simic.agents import agent_with_rollout, snapshot, unequal
+from tests.simic.agents import agent_with_rollout, changed, snapshot, unequal
 
 
 @pytest.mark.parametrize("learning_rate", [1.0, 1e3])
@@ -50,6 +50,19 @@ def test_t34_a_partial_stop_keeps_the_steps_before_and_takes_none_after():
     )
     assert_close(torch.tensor(named), torch.tensor(mean[:4]))
     assert_close(record.kl, sum(mean[5:13]), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("filler", [-1.0, 3.0])
+def test_what_is_stored_of_illegal_choices_does_not_change_the_stop(filler):
+    """T9: with -1 there, a KL over all places was negative, and nothing stopped it."""
+    records = []
+    for fill in (0.0, filler):
+        agent = agent_with_rollout(learning_rate=0.01)
+        storage = agent.buffer._storage
+        storage["distribution"][~storage["rows"]] = fill
+        records.append(agent.update())
+    assert records[0].stopped_at is not None
+    assert not changed(*records)
 
 
 @pytest.mark.parametrize("offset", [1e4, 1e6])

@@ -190,10 +190,12 @@ def entropy(log_probs: Float[Tensor, "*batch choice"]) -> Float[Tensor, " *batch
 
 
 def kl_divergence(
-    old: Float[Tensor, "*batch choice"], new: Float[Tensor, "*batch choice"]
+    old: Float[Tensor, "*batch choice"],
+    new: Float[Tensor, "*batch choice"],
+    rows: Bool[Tensor, "*batch choice"],
 ) -> Float[Tensor, " *batch"]:
-    """Exact KL(old || new); both are 0 at the same illegal choices."""
-    return (old.exp() * (old - new)).sum(dim=-1)
+    """Exact KL(old || new) over the legal choices, whatever stands elsewhere."""
+    return torch.where(rows, old.exp() * (old - new), 0.0).sum(dim=-1)
 
 
 def chosen(
@@ -227,9 +229,11 @@ def normal_entropy(
 
 
 def normal_kl(
-    old: Float[Tensor, "*batch two"], new: Float[Tensor, "*batch two"]
+    old: Float[Tensor, "*batch two"],
+    new: Float[Tensor, "*batch two"],
+    rows: Bool[Tensor, "*batch two"],
 ) -> Float[Tensor, " *batch"]:
-    """Exact KL(old || new)."""
+    """Exact KL(old || new); nothing of it is masked."""
     (old_mean, old_log), (new_mean, new_log) = old.unbind(-1), new.unbind(-1)
     squares = (2.0 * old_log).exp() + (old_mean - new_mean).square()
     return new_log - old_log + 0.5 * (squares * (-2.0 * new_log).exp() - 1.0)
@@ -243,8 +247,8 @@ class Family(NamedTuple):
     log_probs: Callable[[Tensor, Tensor], Tensor]
     """Of some actions."""
     entropy: Callable[[Tensor], Tensor]
-    kl: Callable[[Tensor, Tensor], Tensor]
-    """KL(old || new)."""
+    kl: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """KL(old || new), given the rows that both were made with."""
 
 
 SMALLEST_UNIFORM: Final = 2.0**-25

@@ -147,7 +147,7 @@ def ppo_terms(
 
     with torch.no_grad():
         open_steps = is_open.sum(dim=(0, 1))
-        kl = family.kl(batch.distribution, new.distribution)
+        kl = family.kl(batch.distribution, new.distribution, batch.rows)
         return Terms(
             loss=loss,
             policy_loss=policy_loss.detach(),

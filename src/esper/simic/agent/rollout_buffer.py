@@ -67,8 +67,8 @@ class SequenceBatch:
     log_probs: Float[Tensor, "env time head"]
     """Log-probability of each choice under the policy that made it."""
     distribution: Float[Tensor, "env time head choice"]
-    """Log-probabilities of all choices under that policy; of numbers, mean and log
-    standard deviation."""
+    """Log-probabilities of all legal choices under that policy; of numbers, mean and
+    log standard deviation."""
     values: Float[Tensor, "env time"]
     advantages: Float[Tensor, "env time"]
     returns: Float[Tensor, "env time"]
@@ -304,9 +304,10 @@ class TamiyoRolloutBuffer:
 
         `first` says whether an observation was the first of an episode: in mid-row this
         is so exactly after a step that ended one. `rows` are the mask rows the choices
-        were drawn from, `distribution` the log-probabilities of all choices, 0 where
-        illegal. An episode that `terminated` has no future, whatever `truncated` says;
-        where only the latter is set, `final_values` is V of the true final observation.
+        were drawn from, `distribution` the log-probabilities of all choices; where a
+        row is False they are not used. An episode that `terminated` has no future,
+        whatever `truncated` says; where only the latter is set, `final_values` is V of
+        the true final observation.
         Only rows of environments that `acted` grow; None is everyone.
         """
         self._require_open("add")
