@@ -162,12 +162,19 @@ def test_t31_equal_advantages_teach_the_policy_nothing_and_stay_finite():
     ]
 
 
+def test_advantages_that_are_written_by_hand_are_learnt_from():
+    """Once they are computed, an update takes them as they are."""
+    agent = agent_with_rollout(entropy=0.0, value=0.0)
+    agent.buffer.compute_advantages_and_returns()
+    agent.buffer.advantages.zero_()
+    assert agent.update().grad_norm == 0.0
+
+
 def test_t35_a_heads_entropy_is_the_mean_over_the_steps_on_which_it_was_open():
     """Minibatches in which a head is hardly ever open must not pull it to 0."""
     agent = agent_with_rollout(learning_rate=1e-9, epochs=1, minibatches=6, steps=5)
     batch = take(agent.buffer)
     terms = terms_of(agent, batch)
-    agent.buffer._is_computed = False
     record = agent.update()
     for index, name in enumerate(HEAD_NAMES):
         expected = float(terms.entropy[index])

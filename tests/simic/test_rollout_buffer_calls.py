@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from esper.contracts.errors import BadInput, CallOrder
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.agent.rollout_buffer import VIEWS, TamiyoRolloutBuffer
 from tests.device_reads import count_device_reads
 from tests.simic.steps import (
     STATE,
@@ -150,11 +150,47 @@ def test_a_buffer_that_cannot_be_meant_is_refused(envs, steps, settings, match):
         make(make_buffer(), 2, 4, None, state_shape=(1, 1))
 
 
-def test_counts_belong_to_the_caller_and_bytes_are_those_of_the_storage():
+def write(view):
+    view[0] += 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        write,
+        lambda counts: counts.zero_(),
+        lambda counts: counts[1:].fill_(3),
+        lambda counts: counts.unbind()[0].copy_(torch.tensor(2)),
+        lambda counts: torch.add(counts, 1, out=counts),
+        lambda counts: counts.numpy().fill(3),
+    ],
+)
+def test_counts_cannot_be_written_into_so_no_write_is_lost(call):
     buffer = make_buffer(3, 4)
     buffer.add(**a_step(3))
-    buffer.step_counts.zero_()
+    with pytest.raises(ValueError, match=r"add\(\) counts steps|read-only"):
+        call(buffer.step_counts)
     assert buffer.step_counts.tolist() == [1, 1, 1]
+    assert type(buffer.step_counts + 1) is type(copy.deepcopy(buffer.step_counts))
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_what_is_written_into_a_view_or_assigned_to_it_is_stored(name):
+    buffer = make_buffer(3, 4)
+    view, stored = getattr(buffer, name), buffer._storage[name][:4].T
+    ones = torch.ones_like(view)
+    view[0, 2] = True
+    assert stored.tolist() == [[0, 0, 1, 0], [0] * 4, [0] * 4]
+    for values in (ones, view):  # the latter is how `buffer.rewards *= 2` ends
+        setattr(buffer, name, values)
+        assert torch.equal(stored, ones)
+        assert getattr(buffer, name) is view
+    with pytest.raises(BadInput, match=rf"{name} must be .* \(3, 4\), got .* \(2,\)"):
+        setattr(buffer, name, ones[0, :2])
+
+
+def test_bytes_are_those_of_the_storage():
+    buffer = make_buffer(3, 4)
     stored = sum(field.nbytes for field in buffer._storage.values())
     stored += buffer._state.nbytes
     assert make_buffer(3, 4, max_bytes=stored).nbytes == stored

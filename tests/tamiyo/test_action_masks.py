@@ -147,6 +147,19 @@ def test_masks_are_their_owners_and_written_by_name():
     assert_same(compute_batch_masks(rows, SlotConfig()), before)
 
 
+@pytest.mark.parametrize("head", ["slot", "blueprint"])
+def test_masks_that_are_unions_refuse_to_be_written_into(head):
+    masks = compute_batch_masks([[None] * 3] * 2, SlotConfig())
+    before = masks[head].tolist()
+    with pytest.raises(BadInput, match=rf"write into masks\.{head}\[env, "):
+        masks[head][0, 1] = False
+    with pytest.raises(BadInput, match="for reading"):
+        masks[head][1] &= False
+    assert masks[head].tolist() == before
+    getattr(masks, head)[:, :, 0] = False
+    assert not masks[head][:, 0].any()
+
+
 def example(spec: ActionSpec, envs: int = 3, device: str = "cpu"):
     """Any observation, on any device."""
     shape = (envs, spec.slots.max_slots)

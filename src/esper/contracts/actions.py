@@ -20,6 +20,7 @@ from torch import Tensor
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint
 from esper.contracts.errors import BadInput, unknown
 from esper.contracts.features import Features, Leaf, feature_leaves
+from esper.contracts.readonly import read_only
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Op as Op
 
@@ -163,8 +164,9 @@ class ActionMasks(Mapping[str, Tensor]):
     """What is possible now, as a mapping from each head to its legal choices.
 
     `op`, `slot` and `blueprint` depend on each other, so their masks are tables; the
-    other heads are rows of `fixed`. `masks["slot"]` and `masks["blueprint"]` are unions
-    over the tables; every other `masks[name]` is a view, which may be written into.
+    other heads are rows of `fixed`. No write is lost: `masks["slot"]` and
+    `masks["blueprint"]` are unions over the tables and refuse to be written into, so
+    write into `masks.slot` and `masks.blueprint`; every other `masks[name]` is a view.
     """
 
     op: Bool[Tensor, "env op"]
@@ -181,9 +183,9 @@ class ActionMasks(Mapping[str, Tensor]):
         if head == "op":
             return self.op
         if head == "slot":
-            return self.slot.any(dim=1)
+            return _union("slot", self.slot, "op, slot")
         if head == "blueprint":
-            return self.blueprint.any(dim=1)
+            return _union("blueprint", self.blueprint, "slot, blueprint")
         index = HEAD[head]
         return self.fixed[:, index, : len(HEADS[index].choices)]
 
@@ -199,3 +201,9 @@ class ActionMasks(Mapping[str, Tensor]):
         """The same masks on another device."""
         tables = (self.op, self.slot, self.blueprint, self.fixed)
         return ActionMasks(*(table.to(device) for table in tables))
+
+
+def _union(name: str, table: Tensor, axes: str) -> Tensor:
+    """What is legal with any choice before it, for reading."""
+    instead = f"masks[{name!r}] is a union: write into masks.{name}[env, {axes}]."
+    return read_only(table.any(dim=1), instead)

@@ -238,7 +238,8 @@ class PPOAgent(Stateful):
                 f"{self.buffer.policy_version}, this policy is version {self.version}; "
                 "collect again."
             )
-        self.buffer.compute_advantages_and_returns()
+        if not self.buffer.is_computed:  # else they may have been written into
+            self.buffer.compute_advantages_and_returns()
         batch = self.buffer.get_batched_sequences(self.device)
         advantages = subtract_group_baseline(
             batch.advantages, batch.valid_mask, batch.group_size

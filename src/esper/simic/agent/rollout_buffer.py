@@ -33,6 +33,7 @@ from esper.contracts.errors import (
     NoLegalAction,
     NotFinite,
 )
+from esper.contracts.readonly import read_only
 from esper.kernels import kernel
 from esper.scan import gae
 from esper.simic.agent.distribution import PolicySpec
@@ -138,13 +139,39 @@ class Field(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
+class View:
+    """A field of all steps, `[env, time]`; an assignment writes into the storage."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Be called what the attribute is called."""
+        self._name = name
+
+    def __get__(self, buffer: "TamiyoRolloutBuffer", owner: type) -> Tensor:
+        """A view of the storage."""
+        return buffer._views[self._name]
+
+    def __set__(self, buffer: "TamiyoRolloutBuffer", values: Tensor) -> None:
+        """Copy values of all steps into the storage."""
+        view = buffer._views[self._name]
+        if values is not view:  # `buffer.rewards *= 2` assigns what it wrote into
+            buffer._require(
+                [Field(self._name, tuple(view.shape), view.dtype)], [values]
+            )
+            view.copy_(values)
+
+
 class TamiyoRolloutBuffer:
     """What happened since the last update, one row per environment.
 
     Calls come in this order: `begin` (optional), `add` for every step, `cut` unless
     every row ends with its episode, `compute_advantages_and_returns`,
     `get_batched_sequences`, `reset`. Instead of the first three, `join` takes over what
-    other buffers hold. Views show leftovers beyond `step_counts`.
+    other buffers hold.
+
+    No write is lost. `dones`, `truncated`, `rewards`, `values`, `final_values`,
+    `advantages` and `returns` are views of the storage: what is written into them, or
+    assigned to them, is stored. `step_counts` is counted by `add` and refuses to be
+    written into. Beyond `step_counts` views show leftovers.
 
     Args:
         num_envs: Environments that step together; rows.
@@ -157,17 +184,17 @@ class TamiyoRolloutBuffer:
         max_bytes: A buffer larger than this is refused.
     """
 
-    dones: Bool[Tensor, "env time"]
+    dones = View()
     """Whether a step ended its episode, for whatever reason."""
-    truncated: Bool[Tensor, "env time"]
+    truncated = View()
     """Whether a step ended an episode that had a future."""
-    rewards: Float32[Tensor, "env time"]
-    values: Float32[Tensor, "env time"]
+    rewards = View()
+    values = View()
     """V(s) under the policy that acted."""
-    final_values: Float32[Tensor, "env time"]
+    final_values = View()
     """V of the last observation where truncated."""
-    advantages: Float32[Tensor, "env time"]
-    returns: Float32[Tensor, "env time"]
+    advantages = View()
+    returns = View()
     """Lambda-returns, once computed."""
 
     @torch.inference_mode(False)  # storage outlives the mode it is made in
@@ -218,8 +245,7 @@ class TamiyoRolloutBuffer:
             )
             for f in stored
         }
-        for name in VIEWS:
-            setattr(self, name, self._storage[name][:max_steps].T)
+        self._views = {name: self._storage[name][:max_steps].T for name in VIEWS}
         self._joined = [*self._storage][: len(self._fields)]
         self._written = [self._storage[name] for name in self._joined]
         self._columns = [*zip(*map(torch.unbind, self._written), strict=True)]
@@ -252,7 +278,8 @@ class TamiyoRolloutBuffer:
         self._adds = 0
         self._is_level = True  # Everyone acted in every step: rows are equally long.
         self._is_cut = False
-        self._is_computed = False
+        self.is_computed = False
+        """Whether `advantages` and `returns` are those of this rollout."""
 
     def begin(
         self,
@@ -432,13 +459,13 @@ class TamiyoRolloutBuffer:
             lam=self.gae_lambda,
             out=(self.advantages, self.returns),
         )
-        self._is_computed = True
+        self.is_computed = True
 
     def get_batched_sequences(
         self, device: torch.device | str = "cpu"
     ) -> SequenceBatch:
         """Copy the rollout to a device, as one padded sequence per environment."""
-        if not self._is_computed:
+        if not self.is_computed:
             raise CallOrder(
                 "the advantages are missing: compute_advantages_and_returns() first."
             )
@@ -471,8 +498,8 @@ class TamiyoRolloutBuffer:
 
     @property
     def step_counts(self) -> Int64[Tensor, " env"]:
-        """How many steps each row holds."""
-        return self._counts.clone()
+        """How many steps each row holds; for reading."""
+        return read_only(self._counts, "add() counts steps, reset() begins at 0.")
 
     @property
     def is_full(self) -> bool:
@@ -500,8 +527,8 @@ class TamiyoRolloutBuffer:
         return [features[name] for name in self._names]
 
     def _require_open(self, call: str) -> None:
-        if self._is_computed or self._is_cut:
-            after = "compute" if self._is_computed else "cut"
+        if self.is_computed or self._is_cut:
+            after = "compute" if self.is_computed else "cut"
             raise CallOrder(f"{call}() after {after}: reset() first.")
 
     def _add_ragged(self, step: tuple[Tensor, ...], acted: Tensor | None) -> None:
