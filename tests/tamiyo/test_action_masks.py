@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from esper.contracts.actions import HEADS, ActionSpec
+from esper.contracts.actions import HEAD, HEADS, ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS, NUM_BLUEPRINTS
 from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
@@ -185,6 +185,18 @@ def test_masks_can_be_computed_on_a_device_that_holds_no_values():
     for field, shape in zip(FIELDS, [(6,), (6, 3), (3, 16), (8, 16)], strict=True):
         for mask in (getattr(masks, field), getattr(listed, field)):
             assert (mask.device.type, mask.shape) == ("meta", (3, *shape))
+
+
+def test_no_caller_can_spoil_the_masks_of_another():
+    """Rules are kept for the whole process."""
+    narrowed = {"style": ["ADD"], "tempo": ["FAST"]}
+    spec = ActionSpec(narrowed=narrowed)
+    assert spec.allowed[HEAD["style"]].tolist()[:2] == [True, False]
+    narrowed["style"] = ["SCALE"]
+    compute_batch_masks([[None] * 3], spec.slots, spec=spec)
+    other = ActionSpec(narrowed={"style": ("SCALE",), "tempo": ("FAST",)})
+    masks = compute_batch_masks([[None] * 3], other.slots, spec=other)
+    assert masks["style"].tolist() == [[False, True]]
 
 
 def test_masks_first_asked_for_in_inference_serve_training_too():

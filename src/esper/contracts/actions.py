@@ -7,7 +7,7 @@ log-probabilities, entropy, KL and telemetry all read it. `ActionSpec` is what o
 may choose.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -85,10 +85,19 @@ class ActionSpec:
 
     slots: SlotConfig = field(default_factory=SlotConfig)
     blueprints: tuple[Blueprint, ...] = BLUEPRINTS
-    narrowed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    narrowed: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse an action space in which a head has no or unknown choices."""
+        """Keep copies; refuse a space in which a head has no or unknown choices."""
+        try:
+            narrowed = {head: tuple(names) for head, names in self.narrowed.items()}
+        except (AttributeError, TypeError):
+            raise BadInput(
+                "narrowed must be a dict of heads and the names of their choices, got "
+                f"{self.narrowed!r}."
+            ) from None
+        object.__setattr__(self, "narrowed", MappingProxyType(narrowed))
+        object.__setattr__(self, "blueprints", tuple(self.blueprints))
         if not self.blueprints:
             raise BadInput("blueprints is empty; name at least one blueprint.")
         names = [blueprint.name for blueprint in self.blueprints]
@@ -108,6 +117,14 @@ class ActionSpec:
                     raise unknown(f"head {name!r} has no choice", choice, choices)
         if "WAIT" not in self.narrowed.get("op", ("WAIT",)):
             raise BadInput("the op head must keep WAIT, which is always legal.")
+
+    def __hash__(self) -> int:
+        """Equal spaces have equal hashes; a mapping has none of its own."""
+        return hash((self.slots, self.blueprints, frozenset(self.narrowed.items())))
+
+    def __reduce__(self) -> tuple[type["ActionSpec"], tuple[Any, ...]]:
+        """Be pickled and copied as what it was made from."""
+        return ActionSpec, (self.slots, self.blueprints, dict(self.narrowed))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -130,7 +147,7 @@ class ActionSpec:
 
     @cached_property
     def allowed(self) -> Tensor:
-        """What the run ever allows, bool [head, choice], False on padding."""
+        """What the run ever allows, bool [head, choice], False on padding; to read."""
         rows = torch.zeros(NUM_HEADS, self.width, dtype=torch.bool)
         for index, (head, size) in enumerate(zip(HEADS, self.sizes, strict=True)):
             names = self.narrowed.get(head.name)
@@ -139,7 +156,7 @@ class ActionSpec:
             else:
                 order = list(head.choices)
                 rows[index, [order.index(name) for name in names]] = True
-        return rows
+        return read_only(rows, "narrow a head with ActionSpec(narrowed={...}).")
 
     def describe(self) -> dict[str, Any]:
         """This action space as plain data, for checkpoints."""
