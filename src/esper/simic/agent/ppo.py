@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
 
 from esper.contracts.errors import BadInput, CallOrder
-from esper.contracts.state import Stateful
+from esper.contracts.state import Stateful, leaves, load
 from esper.simic.agent.distribution import Policy, evaluate_choices
 from esper.simic.agent.losses import (
     PPOConfig,
@@ -201,7 +201,24 @@ class PPOAgent(Stateful):
         self._entropy = share * self._full_entropy
 
     def update(self) -> UpdateRecord:
-        """Improve the policy on one rollout, empty the buffer, say what happened."""
+        """Improve the policy on one rollout, empty the buffer, say what happened.
+
+        An exception, whatever it is, changes nothing: the same update can be tried
+        again.
+        """
+        kept = {path: tensor.clone() for path, tensor in leaves(self).items()}
+        was_computed = self.buffer.is_computed
+        try:
+            record = self._improve()
+        except BaseException:
+            load(self, kept)
+            self.buffer.is_computed = was_computed
+            raise
+        # The version has moved on: a rollout that stays here is refused from now on.
+        self.buffer.reset()
+        return record
+
+    def _improve(self) -> UpdateRecord:
         config = self.config
         batch = self._take_rollout()
         guard = Guard(config.target_kl, self.device)
@@ -226,7 +243,6 @@ class PPOAgent(Stateful):
         with torch.no_grad():
             for tensor, old in zip(units, old_units, strict=True):
                 tensor.copy_(torch.where(taken, tensor, old))
-        self.buffer.reset()
         self.version += 1
         planned = config.epochs * config.minibatches
         return read_record(rows, explained, planned, self.policy.spec.head_names)
