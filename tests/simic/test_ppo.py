@@ -57,6 +57,42 @@ def test_an_update_moves_every_weight_and_reports_what_ran():
     assert (agent.buffer.step_counts == 0).all()
 
 
+def test_a_frozen_policy_stays_while_its_value_is_learnt_and_can_be_unfrozen():
+    """As in a warm-up of the critic."""
+    policy = make_policy(strength=0.5)
+    rest = [p for n, p in policy.named_parameters() if not n.startswith("value")]
+    for parameter in rest:
+        parameter.requires_grad_(False)
+    agent = agent_with_rollout(policy)
+    before = snapshot(agent)
+    record = agent.update()
+    moved = unequal(before, snapshot(agent))
+    names = dict(policy.named_parameters())
+    assert {n for n in moved if n in names} == {n for n in names if "value" in n}
+    assert record.steps_taken == record.steps_planned
+    assert abs(record.kl) < 1e-6
+    assert {head.grad_norm for head in record.heads.values()} == {0.0}
+    for parameter in rest:
+        parameter.requires_grad_()
+    refilled(agent)
+    agent.update()
+    assert {*names} <= {*unequal(before, snapshot(agent))}
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_an_update_without_gradients_is_refused_in_words(off):
+    agent = agent_with_rollout()
+    before = snapshot(agent)
+    with off(), pytest.raises(CallOrder, match=r"needs gradients, which are off"):
+        agent.update()
+    agent.policy.requires_grad_(False)
+    with pytest.raises(CallOrder, match=r"nothing in the loss requires grad"):
+        agent.update()
+    assert not unequal(before, snapshot(agent))
+    agent.policy.requires_grad_()
+    assert agent.update().steps_taken > 0
+
+
 def test_the_same_seed_gives_the_same_update_and_another_one_does_not():
     def after(rng_seed):
         policy = make_policy(strength=0.5)

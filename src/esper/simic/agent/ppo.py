@@ -174,7 +174,8 @@ class PPOAgent(Stateful):
                 f"{buffer.num_envs} environments; sequences are not split."
             )
         self.device = policy.value_mean.device
-        self.parameters = [p for p in policy.parameters() if p.requires_grad]
+        # Frozen ones, too: they have no gradient, and may be unfrozen later.
+        self.parameters = [*policy.parameters()]
         self.optimizer = torch.optim.Adam(
             self.parameters, lr=config.learning_rate, eps=1e-5, fused=True
         )
@@ -203,9 +204,15 @@ class PPOAgent(Stateful):
     def update(self) -> UpdateRecord:
         """Improve the policy on one rollout, empty the buffer, say what happened.
 
-        An exception, whatever it is, changes nothing: the same update can be tried
-        again.
+        Parameters that do not require grad stay as they are, for instance all but those
+        of the value in a warm-up of the critic. An exception, whatever it is, changes
+        nothing: the same update can be tried again.
         """
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            raise CallOrder(
+                "update() needs gradients, which are off here; call it outside of "
+                "torch.no_grad() and torch.inference_mode()."
+            )
         kept = {path: tensor.clone() for path, tensor in leaves(self).items()}
         was_computed = self.buffer.is_computed
         try:
@@ -270,9 +277,12 @@ class PPOAgent(Stateful):
             part.features, part.actions, part.first, part.state
         )
         targets, old = ((x - mean) / scale for x in (part.returns, part.values))
-        logits.retain_grad()
+        if logits.requires_grad:  # else all that leads to them is frozen
+            logits.retain_grad()
         new = evaluate_choices(logits, values, part.rows, part.actions)
         terms = ppo_terms(new, part, targets, old, self.config, self._entropy)
+        if not terms.loss.requires_grad:
+            raise CallOrder("nothing in the loss requires grad; unfreeze parameters.")
         self.optimizer.zero_grad(set_to_none=True)
         terms.loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
@@ -281,8 +291,8 @@ class PPOAgent(Stateful):
         # Fused Adam leaves weights, moments and step counters alone where this is 1.
         self.optimizer.found_inf = (~flags[0]).to(torch.float32)  # type: ignore[attr-defined]
         self.optimizer.step()
-        assert logits.grad is not None
-        lengths = logits.grad.square().sum(dim=(0, 1)).sum(dim=-1).sqrt()
+        slopes = torch.zeros_like(logits) if logits.grad is None else logits.grad
+        lengths = slopes.square().sum(dim=(0, 1)).sum(dim=-1).sqrt()
         return step_row(terms, grad_norm, lengths, flags)
 
     def _adopt_statistics(self, batch: SequenceBatch) -> None:
