@@ -124,6 +124,7 @@ def test_an_action_space_describes_itself_in_plain_data():
         ({"narrowed": {"style": ("SCALED",)}}, "no choice 'SCALED'.*mean 'SCALE'"),
         ({"narrowed": {"op": ("PRUNE",)}}, "must keep WAIT"),
         ({"narrowed": {"style": 3}}, "narrowed must be a dict of heads .*'style': 3"),
+        ({"slots": None}, "slots must be a SlotConfig, got NoneType"),
         ({"narrowed": None}, "narrowed must be a dict of heads .* got None"),
         ({"max_slots": 0}, "max_slots must be at least 1, got 0"),
         ({"min_age": -1}, "min_age must not be negative, got -1"),

@@ -1,7 +1,6 @@
 """What is left of the rollout before, when calls may come, and where they run."""
 
 import copy
-import inspect
 import pickle
 
 import pytest
@@ -127,13 +126,19 @@ def test_a_row_that_goes_on_is_named_before_advantages_are_computed():
     assert take(buffer).valid_mask.tolist() == [[True, True]] * 2 + [[False, False]]
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("envs", "steps", "settings", "match"),
     [
-        (0, 1, {}, "num_envs must be at least 1, got 0"),
-        (1, -1, {}, "max_steps must be at least 1, got -1"),
+        (0, 1, {}, "num_envs must be at least 1 and whole, got 0"),
+        (2.5, 1, {}, "num_envs must be at least 1 and whole, got 2.5"),
+        (1, -1, {}, "max_steps must be at least 1 and whole, got -1"),
         (1, 1, {"gamma": 1.5}, r"gamma must lie in \[0, 1\], got 1.5"),
         (1, 1, {"gamma": float("nan")}, "gamma must lie in"),
+        (1, 1, {"gamma": torch.tensor(0.9)}, r"gamma must lie in .* got tensor\(0.9"),
+        (1, 1, {"state_shape": (-1, 3)}, r"state_shape must be two .*\(-1, 3\)"),
+        (1, 1, {"state_shape": 3}, "state_shape must be two whole numbers .* got 3"),
+        (1, 1, {"state_shape": (1, 2, 3)}, r"state_shape must be two .* 3\)"),
         (1, 1, {"gae_lambda": -0.1}, "gae_lambda must lie in"),
         (10**6, 10**3, {}, r"need \d+,\d+,\d+,\d+ bytes, more than max_bytes"),
         (2, 2, {"max_bytes": 1000}, "more than max_bytes = 1,000"),
@@ -145,9 +150,8 @@ def test_a_buffer_that_cannot_be_meant_is_refused(envs, steps, settings, match):
     with pytest.raises(BadInput, match=match) as caught:
         make_buffer(envs, steps, **settings)
     assert "\n" not in str(caught.value)
-    make = inspect.unwrap(TamiyoRolloutBuffer.__init__)  # past the tests' type checks
     with pytest.raises(BadInput, match="spec must be an ActionSpec, got NoneType"):
-        make(make_buffer(), 2, 4, None, state_shape=(1, 1))
+        TamiyoRolloutBuffer(2, 4, None, state_shape=(1, 1))
 
 
 def write(view):

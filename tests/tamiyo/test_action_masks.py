@@ -291,6 +291,12 @@ def test_states_and_offers_of_a_wrong_kind_are_refused(field, spoil, message):
         batch_masks(slot_config=SlotConfig(), **arguments)
 
 
+@pytest.mark.parametrize("config", [None, {"max_slots": 3}])
+def test_a_slot_config_that_is_none_is_refused(config):
+    with pytest.raises(BadInput, match="slot_config must be a SlotConfig, got"):
+        batch_masks([[None] * 3], config)
+
+
 def test_a_slot_config_that_contradicts_the_spec_is_refused():
     with pytest.raises(BadInput, match=r"max_slots=3.* and .*max_slots=2.*spec\.slots"):
         compute_batch_masks([[None] * 2], SlotConfig(max_slots=2), spec=ActionSpec())

@@ -89,6 +89,10 @@ class ActionSpec:
 
     def __post_init__(self) -> None:
         """Keep copies; refuse a space in which a head has no or unknown choices."""
+        if not isinstance(self.slots, SlotConfig):
+            raise BadInput(
+                f"slots must be a SlotConfig, got {type(self.slots).__name__}."
+            )
         try:
             narrowed = {head: tuple(names) for head, names in self.narrowed.items()}
         except (AttributeError, TypeError):

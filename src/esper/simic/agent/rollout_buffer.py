@@ -35,7 +35,7 @@ from esper.contracts.errors import (
 )
 from esper.contracts.readonly import read_only
 from esper.kernels import kernel
-from esper.scan import gae
+from esper.scan import gae, require_share
 from esper.simic.agent.distribution import PolicySpec
 
 Array = NDArray[Any]
@@ -211,11 +211,16 @@ class TamiyoRolloutBuffer:
         max_bytes: int = 8 * 2**30,
     ) -> None:
         for name, count in (("num_envs", num_envs), ("max_steps", max_steps)):
-            if count < 1:
-                raise BadInput(f"{name} must be at least 1, got {count}.")
-        for name, share in (("gamma", gamma), ("gae_lambda", gae_lambda)):
-            if not 0.0 <= share <= 1.0:
-                raise BadInput(f"{name} must lie in [0, 1], got {share}.")
+            if not _is_count(count):
+                raise BadInput(f"{name} must be at least 1 and whole, got {count!r}.")
+        require_share("gamma", gamma)
+        require_share("gae_lambda", gae_lambda)
+        pair = isinstance(state_shape, Sequence) and len(state_shape) == 2
+        if not pair or not all(map(_is_count, state_shape)):
+            raise BadInput(
+                "state_shape must be two whole numbers from 1, layers and width, got "
+                f"{state_shape!r}; pass policy.state_shape."
+            )
         if not isinstance(spec, PolicySpec):
             raise BadInput(
                 f"spec must be an ActionSpec, got {type(spec).__name__}; anything that "
@@ -625,6 +630,10 @@ class TamiyoRolloutBuffer:
         if self._looks and not self._is_level:
             return int(self._counts.numpy().max())
         return min(self._adds, self.max_steps)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int | np.integer) and int(value) >= 1
 
 
 def step_fields(num_envs: int, spec: PolicySpec) -> tuple[Field, ...]:

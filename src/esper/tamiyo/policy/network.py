@@ -235,6 +235,7 @@ class TamiyoPolicy(nn.Module):
         Returns encodings, whose rows are environments x steps, and the last state.
         """
         self._require_state(state, first.shape[0])
+        self._require_features(features, first)
         # All rows in two dimensions: what a layer returns is then no view, and relu
         # can be applied in place without a copy.
         places, _, columns = features.offers.shape[-3:]
@@ -272,6 +273,24 @@ class TamiyoPolicy(nn.Module):
                 f"state must be {list(shape)} for {envs} environments, got "
                 f"{list(state.shape)}; start from initial_state({envs})."
             )
+
+    def _require_features(self, features: Features, first: Tensor) -> None:
+        """Refuse features of other steps, slots or columns, and another dtype."""
+        if not isinstance(features, Features):
+            raise BadInput(f"features must be Features, got {type(features).__name__}.")
+        like, steps = self.value_mean, tuple(first.shape)
+        # Acting leaves out the axis of time, whose length is 1.
+        leading = (steps, steps[:1]) if steps[1:] == (1,) else (steps,)
+        for name, leaf in self.spec.observation.items():
+            value = getattr(features, name)
+            wanted = [(*axes, *leaf.shape) for axes in leading]
+            kind = (value.dtype, value.device)
+            if tuple(value.shape) not in wanted or kind != (like.dtype, like.device):
+                raise BadInput(
+                    f"features.{name} must be {like.dtype} {list(wanted[-1])} on "
+                    f"{like.device}, got {kind[0]} {list(value.shape)} on {kind[1]}; "
+                    "use compute_features()."
+                )
 
     def _require_actions(self, actions: Int64[Tensor, "env time head"]) -> None:
         """Refuse choices outside their head; on the CPU, where looking is free."""
