@@ -148,7 +148,7 @@ def gae(
         results = _gae_log_depth(rollout, gamma, lam)
         return advantages.copy_(results[0]), returns.copy_(results[1])
     tensors = [_by_time(x) for x in (*rollout, advantages, returns)]
-    _gae_time_major(*(x.numpy() for x in tensors), gamma, lam)
+    gae_time_major(*(x.numpy() for x in tensors), gamma, lam)
     for out_tensor, result in ((advantages, tensors[7]), (returns, tensors[8])):
         if result.data_ptr() != out_tensor.data_ptr():
             out_tensor.copy_(result.T)
@@ -436,7 +436,7 @@ def _gae_log_depth(rollout: Rollout, gamma: float, lam: float) -> tuple[Tensor, 
 
 
 @kernel
-def _gae_time_major(
+def gae_time_major(
     rewards: Array,
     values: Array,
     dones: Array,
@@ -449,7 +449,7 @@ def _gae_time_major(
     gamma: float,
     lam: float,
 ) -> None:
-    """`gae` on contiguous arrays `[time, env]`."""
+    """`gae` on contiguous arrays `[time, env]`, unchecked; writes the last but two."""
     time, envs = rewards.shape
     rollout = Rollout(
         rewards, values, dones, truncated, step_counts, final_values, last_values

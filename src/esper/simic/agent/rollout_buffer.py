@@ -35,7 +35,7 @@ from esper.contracts.errors import (
 )
 from esper.contracts.readonly import read_only
 from esper.kernels import kernel
-from esper.scan import gae, require_share
+from esper.scan import Rollout, gae, gae_time_major, require_share
 from esper.simic.agent.distribution import PolicySpec
 
 Array = NDArray[Any]
@@ -250,12 +250,15 @@ class TamiyoRolloutBuffer:
             )
             for f in stored
         }
-        self._views = {name: self._storage[name][:max_steps].T for name in VIEWS}
+        by_time = {name: self._storage[name][:max_steps] for name in VIEWS}
+        self._views = {name: field.T for name, field in by_time.items()}
         self._joined = [*self._storage][: len(self._fields)]
         self._written = [self._storage[name] for name in self._joined]
         self._columns = [*zip(*map(torch.unbind, self._written), strict=True)]
         self._counts = torch.zeros(num_envs, dtype=torch.int64, device=device)
         self._last_values = torch.zeros(num_envs, device=device)
+        by_time |= {"step_counts": self._counts, "last_values": self._last_values}
+        self._rollout = [by_time[name] for name in Rollout._fields]
         self._state = torch.zeros(self._state_field.shape, device=device)
         self._unknown = torch.full((num_envs,), torch.nan, device=device)
         self._envs = torch.arange(num_envs, device=device)
@@ -265,6 +268,9 @@ class TamiyoRolloutBuffer:
         self._is_continuous = spec.action_dtype.is_floating_point
         self._looks = device.type == "cpu"
         if self._looks:
+            results = [by_time[name] for name in RESULTS]
+            self._count_array = self._counts.numpy()
+            self._arrays = [field.numpy() for field in (*self._rollout, *results)]
             self._chosen = [self._storage[name].numpy() for name in CHOSEN]
             self._ended = [self._storage[name].numpy() for name in ENDED]
             self._finite = {
@@ -452,18 +458,12 @@ class TamiyoRolloutBuffer:
                     f"the episode of environment {int(unfinished.argmax())} goes on "
                     "after its last step: cut() first."
                 )
-        gae(
-            self.rewards,
-            self.values,
-            self.dones,
-            self.truncated,
-            self._counts,
-            self.final_values,
-            self._last_values,
-            gamma=self.gamma,
-            lam=self.gae_lambda,
-            out=(self.advantages, self.returns),
-        )
+        if self._looks:
+            gae_time_major(*self._arrays, self.gamma, self.gae_lambda)
+        else:
+            views = [x.T if x.ndim == 2 else x for x in self._rollout]
+            out = (self.advantages, self.returns)
+            gae(*views, gamma=self.gamma, lam=self.gae_lambda, out=out)
         self.is_computed = True
 
     def get_batched_sequences(
@@ -628,7 +628,7 @@ class TamiyoRolloutBuffer:
     def _longest(self) -> int:
         """Steps of the longest row, or what is known of it without asking a device."""
         if self._looks and not self._is_level:
-            return int(self._counts.numpy().max())
+            return int(self._count_array.max())
         return min(self._adds, self.max_steps)
 
 
