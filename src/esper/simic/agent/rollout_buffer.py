@@ -139,7 +139,7 @@ class Field(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-class View:
+class StoredField:
     """A field of all steps, `[env, time]`; an assignment writes into the storage."""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -184,17 +184,17 @@ class TamiyoRolloutBuffer:
         max_bytes: A buffer larger than this is refused.
     """
 
-    dones = View()
+    dones = StoredField()
     """Whether a step ended its episode, for whatever reason."""
-    truncated = View()
+    truncated = StoredField()
     """Whether a step ended an episode that had a future."""
-    rewards = View()
-    values = View()
+    rewards = StoredField()
+    values = StoredField()
     """V(s) under the policy that acted."""
-    final_values = View()
+    final_values = StoredField()
     """V of the last observation where truncated."""
-    advantages = View()
-    returns = View()
+    advantages = StoredField()
+    returns = StoredField()
     """Lambda-returns, once computed."""
 
     @torch.inference_mode(False)  # storage outlives the mode it is made in
