@@ -120,8 +120,8 @@ MUTANTS = (
     Mutant(
         "the learner ignores the masks",
         "simic/agent/distribution.py",
-        "legal = torch.where(rows, logits, lowest)",
-        "legal = logits",
+        "legal = torch.where(rows, logits.movedim(-1, 0), lowest)",
+        "legal = logits.movedim(-1, 0)",
         CHOICE,
     ),
     Mutant(

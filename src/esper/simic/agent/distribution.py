@@ -178,10 +178,11 @@ def masked_log_softmax(
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     lowest = 0.5 * torch.finfo(logits.dtype).min
-    legal = torch.where(rows, logits, lowest)
     # Choices are few: torch is seven times as fast along an outer axis.
-    outer = torch.log_softmax(legal.movedim(-1, 0).contiguous(), dim=0)
-    return outer.movedim(0, -1) * rows  # which are finite, so that 0 times one is 0
+    rows = rows.movedim(-1, 0).contiguous()
+    legal = torch.where(rows, logits.movedim(-1, 0), lowest)
+    outer = torch.log_softmax(legal.contiguous(), dim=0)
+    return (outer * rows).movedim(0, -1)  # finite, so that 0 times one is 0
 
 
 def entropy(log_probs: Float[Tensor, "*batch choice"]) -> Float[Tensor, " *batch"]:
