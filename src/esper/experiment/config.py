@@ -135,9 +135,6 @@ class Learner:
     """Trace decay of the advantages: 0 is one-step TD, 1 is Monte Carlo."""
     final_share: Fraction = 0.1
     """Share of learning rate and entropy weight that is left at the end."""
-    spread: bool = False
-    """Whether environments of a group share out their first choices; it lowers the
-    noise of a round a little, and no difference to what is learned was shown."""
     ppo: PPOConfig = field(
         default_factory=lambda: PPOConfig(
             # What a decision is worth is small against the noise of a training: few
