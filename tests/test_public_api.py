@@ -1,7 +1,9 @@
 """What the package says it offers is there, and importing it is cheap."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -20,8 +22,33 @@ def test_an_unknown_name_is_refused():
         _ = esper.Tamyio
 
 
-def test_importing_the_package_imports_no_torch():
-    script = "import sys, esper; assert 'torch' not in sys.modules"
+def test_type_checkers_and_python_find_the_same_names_in_the_same_modules():
+    """What is imported for type checkers alone is what is imported on first use."""
+    block = next(
+        node
+        for node in ast.parse(Path(esper.__file__).read_text("utf-8")).body
+        if isinstance(node, ast.If)
+    )
+    typed = {
+        name.asname: node.module
+        for node in block.body
+        for name in node.names
+        if name.name == name.asname  # the form that exports a name
+    }
+    assert typed == esper._HOMES
+    for name, home in typed.items():
+        assert getattr(esper, name).__module__ == home, name
+
+
+@pytest.mark.parametrize(
+    ("line", "module"),
+    [
+        ("import esper", "torch"),
+        ("from esper import Grower, fit", "numba"),  # which takes a second
+    ],
+)
+def test_importing_does_not_import(line, module):
+    script = f"import sys\n{line}\nassert {module!r} not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

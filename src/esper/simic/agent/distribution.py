@@ -31,7 +31,6 @@ from torch import Generator, Tensor, nn
 
 from esper.contracts.errors import NoLegalAction
 from esper.contracts.features import Leaf
-from esper.kernels import kernel
 
 Array = NDArray[Any]
 
@@ -375,7 +374,7 @@ def draw(
     log_probs, distribution = torch.empty(actions.shape), torch.empty(rows.shape)
     inputs = (x.detach().contiguous() for x in (logits, rows, uniform))
     outputs = actions, log_probs, distribution
-    _draw_rows(
+    _compiled_draw()(
         *(x.view(-1, rows.shape[-1]).numpy() for x in inputs),
         *(x.numpy().reshape(-1) for x in outputs),
     )
@@ -402,7 +401,17 @@ def require_choice(
         )
 
 
-@kernel
+@cache
+def _compiled_draw() -> Callable[..., None]:
+    """`_draw_rows` in machine code; numba is imported where a policy draws, not before.
+
+    Rule-based controllers need this module, but not this kernel.
+    """
+    from esper.kernels import kernel
+
+    return kernel(_draw_rows)
+
+
 def _draw_rows(
     logits: Array,
     rows: Array,
