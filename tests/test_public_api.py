@@ -1,6 +1,7 @@
 """What the package says it offers is there, and importing it is cheap."""
 
 import ast
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,14 @@ def test_public_names_can_be_imported_without_posix():
         run = [sys.executable, "-c", script, folder]
         done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert "runs need the file locks of Linux or macOS" in done.stdout, done.stderr
+
+
+@pytest.mark.learns
+def test_the_users_program_with_every_public_name_runs(tmp_path):
+    """Its types are checked by `make check`."""
+    file = Path(__file__).parent / "typing" / "user_script.py"
+    tree = ast.parse(file.read_text("utf-8"))
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert {*esper.__all__} <= used
+    runpy.run_path(str(file))["main"](tmp_path)

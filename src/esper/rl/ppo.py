@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -279,7 +279,7 @@ class PPO(Stateful):
         progress: bool = False,
         callback: Callback | None = None,
         log: str | Path | None = None,
-    ) -> "PPO":
+    ) -> Self:
         """Learn for some more steps, counted over all environments.
 
         Args:
@@ -593,7 +593,7 @@ class PPO(Stateful):
         *,
         kind: str = "sync",
         masks: str | None = "auto",
-    ) -> "PPO":
+    ) -> Self:
         """The agent that `save` wrote; it can learn on if it gets an environment.
 
         Args:
