@@ -163,6 +163,15 @@ def main(folder: Path) -> None:
 def refused_by_type_checkers() -> None:
     """Names and values that Esper does not have."""
     esper.Tamyio  # type: ignore[attr-defined]  # noqa: B018
+    PPO("CartPole-v1", memory="mingur")  # type: ignore[arg-type]
+    PPO("CartPole-v1", kind="asink")  # type: ignore[arg-type]
+    PPO("CartPole-v1", masks="inof")  # type: ignore[arg-type]
+    PPOConfig(clip_mode="both")  # type: ignore[arg-type]
+    model, x = network(), torch.randn(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Grower(model, optimizer, "auto", example=x, stop="ned")  # type: ignore[arg-type]
+    Grower(model, optimizer, "auto", example=x, mode="mni")  # type: ignore[arg-type]
+    Grower(model, optimizer, "auto", example=x, controller=3)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

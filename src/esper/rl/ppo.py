@@ -48,7 +48,8 @@ from esper.rl.moments import ObservationMoments
 from esper.rl.nested import batch_of_one, first_of, is_single, rows_of
 from esper.rl.policy import SpacePolicy, SpacePolicyConfig
 from esper.rl.spaces import SpaceSpec, parts_of
-from esper.rl.vector import Source, Vector, View
+from esper.rl.vector import EnvKind, MaskSource, Source, Vector, View
+from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.metrics import UpdateRecord
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
@@ -191,9 +192,9 @@ class PPO(Stateful):
         self,
         env: Source,
         *,
-        memory: str = "none",
+        memory: MemoryName = "none",
         envs: int = 16,
-        kind: str = "sync",
+        kind: EnvKind = "sync",
         seed: int = 0,
         steps: int = 128,
         gamma: float = 0.99,
@@ -205,7 +206,7 @@ class PPO(Stateful):
         autoregressive: bool = False,
         normalize: bool = True,
         relevant: Any = None,  # noqa: ANN401
-        masks: str | None = "auto",
+        masks: MaskSource | None = "auto",
         ppo: PPOConfig | Mapping[str, Any] = DEFAULTS,
         env_timeout: float = TIMEOUT,
     ) -> None:
@@ -591,8 +592,8 @@ class PPO(Stateful):
         path: str | Path,
         env: Source | None = None,
         *,
-        kind: str = "sync",
-        masks: str | None = "auto",
+        kind: EnvKind = "sync",
+        masks: MaskSource | None = "auto",
     ) -> Self:
         """The agent that `save` wrote; it can learn on if it gets an environment.
 

@@ -33,7 +33,7 @@ long.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import torch
@@ -50,7 +50,8 @@ from esper.simic.agent.rollout_buffer import SequenceBatch
 
 Array = NDArray[Any]
 LARGEST_LOG_RATIO: Final = 20.0  # exp stays finite in float32; clamped ones are counted
-CLIP_MODES: Final = ("joint", "per_head", "mixed")
+ClipMode = Literal["joint", "per_head", "mixed"]
+CLIP_MODES: Final = get_args(ClipMode)
 JOINT_SHARES: Final = dict(zip(CLIP_MODES, (1.0, 0.0, 0.5), strict=True))
 """Weight of the joint ratio's gain; the rest is that of the heads' ratios."""
 
@@ -67,7 +68,7 @@ class PPOConfig:
     """Parts the environments are split into per pass; sequences stay whole."""
     clip: float = 0.2
     """Largest change of a probability ratio that still earns gain."""
-    clip_mode: str = "joint"
+    clip_mode: ClipMode = "joint"
     """Clip the joint ratio, each head's (per_head), or the mean of both (mixed)."""
     target_kl: float = 0.03
     """Stop the update when KL(old || new) passes this; inf never stops."""

@@ -42,7 +42,7 @@ from esper.simic.agent.distribution import (
     masked_log_softmax,
     require_choice,
 )
-from esper.simic.agent.memory import make_memory, require_sizes
+from esper.simic.agent.memory import MemoryName, make_memory, require_sizes
 from esper.tamiyo.policy.features import (
     BLUEPRINT_COLUMNS,
     HOST_COLUMNS,
@@ -80,7 +80,7 @@ class PolicyConfig:
     """Numbers per slot."""
     offer_width: int = 32
     """Numbers per (slot, blueprint) offer."""
-    memory: str = "mingru"
+    memory: MemoryName = "mingru"
     """What remembers: mingru, gru, lstm or none."""
     layers: int = 1
     """Layers of the memory."""
