@@ -162,26 +162,25 @@ class PPO(Stateful):
 
     Args:
         env: The id of an environment, a function that makes one, or a VectorEnv.
-        memory: What remembers: mingru, gru, lstm or none.
+        memory: Memory type: "mingru", "gru", "lstm" or "none".
         envs: How many environments to make.
-        kind: "sync": in this process; "async": each in a process of its own; "native":
-            the id's own vector environment.
-        seed: Of weights, choices, minibatches and environments.
+        kind: Where environments run. "sync": in this process; "async": each in its own
+            process; "native": the vector environment that the id registers.
+        seed: Seed of weights, choices, minibatches and environments.
         steps: Steps of each environment between two updates.
         gamma: Discount per step.
         gae_lambda: Trace decay of the advantages.
         final_share: Share of learning rate and entropy left at the end of `learn`.
-        width: Numbers in every hidden layer.
-        layers: Layers of the memory.
-        separate_value: Give the value an encoder and a memory of its own.
+        width: Hidden layer width.
+        layers: Number of memory layers.
+        separate_value: Give the value function its own encoder and memory.
         autoregressive: Draw each head given the choices of all heads before it.
-        normalize: Normalise numbers of observations by running statistics.
+        normalize: Normalise observations by running statistics.
         relevant: Whether a choice of the first head uses each head, bool [op, head].
-        masks: Where masks come from: observation, info, method, None: nowhere; "auto"
-            finds out.
-        ppo: Settings of the update; those that a mapping leaves out are as usual.
-        env_timeout: Seconds that one call of the environments may take, as `Vector`
-            has it.
+        masks: Source of action masks: "observation", "info", "method", or None for no
+            masks; "auto" detects it.
+        ppo: Settings of the update; a mapping changes some of the defaults.
+        env_timeout: Maximum seconds of one call of the environments.
     """
 
     _env_timeout = TIMEOUT
@@ -284,7 +283,7 @@ class PPO(Stateful):
         """Learn for some more steps, counted over all environments.
 
         Args:
-            total_steps: How many; rounded up to whole rollouts.
+            total_steps: Number of steps; rounded up to whole rollouts.
             progress: Show a progress bar.
             callback: Called after every update; learning ends when it returns False.
             log: A folder for `progress.csv`, one row per update, and for the agent

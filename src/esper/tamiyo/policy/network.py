@@ -153,9 +153,16 @@ class TamiyoPolicy(nn.Module):
         generator: Generator | None,
         spread: Spread | None = None,
     ) -> Decision:
-        """Decide for every environment; greedily without a generator.
+        """Decide for every environment.
 
-        With `spread`, groups of equal luck share out their first choices.
+        Args:
+            features: What `compute_features` returned.
+            masks: What `compute_masks` returned.
+            first: Whether the observation is the first of an episode; memory is empty
+                there.
+            state: Memory before the decision.
+            generator: Source of randomness; None takes the likeliest choices.
+            spread: Makes groups that share random numbers try different first choices.
         """
         envs = first.shape[0]
         require_masks(masks, envs, self.spec)
@@ -198,7 +205,15 @@ class TamiyoPolicy(nn.Module):
         first: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time head choice"], Float[Tensor, "env time"]]:
-        """Logits of every head given the stored choices, and normalised values."""
+        """Logits of every head given the stored choices, and normalised values.
+
+        Args:
+            features: What was read at every step.
+            actions: What was chosen at every step.
+            first: Whether the observation is the first of an episode; memory is empty
+                there.
+            state: Memory before the first step.
+        """
         self._require_actions(actions)
         context, _ = self.encode(features, first, state)
         groups = self.head_logits(context)
@@ -214,7 +229,14 @@ class TamiyoPolicy(nn.Module):
         first: Bool[Tensor, " env"],
         state: Float[Tensor, "env layer state"],
     ) -> Float[Tensor, " env"]:
-        """V(s) of one more observation; memory is read, not advanced."""
+        """V(s) of one more observation; memory is read, not advanced.
+
+        Args:
+            features: What `compute_features` returned.
+            first: Whether the observation is the first of an episode; memory is empty
+                there.
+            state: Memory before the observation.
+        """
         context, _ = self.encode(features, first.unsqueeze(1), state)
         return self.value_mean + self.value_scale * self._values(context.core)
 
@@ -225,7 +247,14 @@ class TamiyoPolicy(nn.Module):
         state: ControllerState,
         generator: Generator | None,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Choose as every controller does; greedily without a generator."""
+        """Choose one legal action per environment, as `Controller` describes it.
+
+        Args:
+            observation: The state of every environment.
+            masks: What is legal.
+            state: What the last call returned; None at first.
+            generator: Source of randomness; None takes the likeliest choices.
+        """
         if state is None:
             state = self.initial_state(observation.first.shape[0])
         if not isinstance(state, Tensor):
@@ -241,9 +270,16 @@ class TamiyoPolicy(nn.Module):
         first: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Context, Float[Tensor, "env layer state"]]:
-        """Read whole sequences from `state`.
+        """Read whole sequences.
 
-        Returns encodings, whose rows are environments x steps, and the last state.
+        Args:
+            features: What is read at every step.
+            first: Whether the observation is the first of an episode; memory is empty
+                there.
+            state: Memory before the first step.
+
+        Returns:
+            Encodings, whose rows are environments x steps, and the last state.
         """
         self._require_state(state, first.shape[0])
         # All rows in two dimensions: what a layer returns is then no view, and relu
