@@ -1,6 +1,7 @@
 """What the package says it offers is there, and importing it is cheap."""
 
 import ast
+import re
 import runpy
 import subprocess
 import sys
@@ -69,6 +70,17 @@ def test_public_names_can_be_imported_without_posix():
         run = [sys.executable, "-c", script, folder]
         done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert "runs need the file locks of Linux or macOS" in done.stdout, done.stderr
+
+
+def test_pages_import_public_names_from_the_package():
+    root = Path(__file__).parents[1]
+    for page in (root / "README.md", *root.glob("docs/*.md")):
+        text = page.read_text("utf-8")
+        for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+            for node in ast.walk(ast.parse(code)):
+                if isinstance(node, ast.ImportFrom) and node.module != "esper":
+                    names = {name.name for name in node.names}
+                    assert not names & {*esper.__all__}, page.name
 
 
 @pytest.mark.learns

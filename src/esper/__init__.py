@@ -10,9 +10,14 @@ if TYPE_CHECKING:
     from esper.contracts.actions import ActionSpec as ActionSpec
     from esper.contracts.errors import EsperError as EsperError
     from esper.contracts.slots import SlotConfig as SlotConfig
+    from esper.contracts.world import Controller as Controller
+    from esper.contracts.world import VectorWorld as VectorWorld
     from esper.environment.simulated import SimulatedWorld as SimulatedWorld
     from esper.experiment.controllers import load_controller as load_controller
     from esper.experiment.fit import fit as fit
+    from esper.experiment.rollout import collect as collect
+    from esper.experiment.rollout import play as play
+    from esper.experiment.rollout import start as start
     from esper.grower import Grower as Grower
     from esper.growth.blueprint_checks import check_blueprint as check_blueprint
     from esper.growth.blueprints.geometry import Geometry as Geometry
@@ -34,6 +39,7 @@ __version__ = "0.1.0"
 
 _HOMES: Final = {
     "ActionSpec": "esper.contracts.actions",
+    "Controller": "esper.contracts.world",
     "EsperError": "esper.contracts.errors",
     "Geometry": "esper.growth.blueprints.geometry",
     "Grower": "esper.grower",
@@ -45,13 +51,17 @@ _HOMES: Final = {
     "SlotConfig": "esper.contracts.slots",
     "TamiyoPolicy": "esper.tamiyo.policy.network",
     "TamiyoRolloutBuffer": "esper.simic.agent.rollout_buffer",
+    "VectorWorld": "esper.contracts.world",
     "blueprint": "esper.growth.blueprints.registry",
     "check_blueprint": "esper.growth.blueprint_checks",
+    "collect": "esper.experiment.rollout",
     "fit": "esper.experiment.fit",
     "load": "esper.growth.rebuilding",
     "load_controller": "esper.experiment.controllers",
+    "play": "esper.experiment.rollout",
     "rebuild": "esper.growth.rebuilding",
     "save": "esper.growth.rebuilding",
+    "start": "esper.experiment.rollout",
     "suggest_slots": "esper.growth.suggestions",
 }
 

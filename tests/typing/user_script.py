@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, assert_type
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 import esper
 from esper import (
     PPO,
     ActionSpec,
+    Controller,
     EsperError,
     Geometry,
     Grower,
@@ -24,15 +25,21 @@ from esper import (
     SlotConfig,
     TamiyoPolicy,
     TamiyoRolloutBuffer,
+    VectorWorld,
     blueprint,
     check_blueprint,
+    collect,
     fit,
     load,
     load_controller,
+    play,
     rebuild,
     save,
+    start,
     suggest_slots,
 )
+from esper.contracts.actions import NUM_HEADS, ActionMasks
+from esper.contracts.world import ControllerState, Observation
 
 assert_type(esper.__version__, str)
 
@@ -70,10 +77,36 @@ def learner_of_ones_own() -> None:
     policy = TamiyoPolicy(world.spec)
     buffer = TamiyoRolloutBuffer(4, 8, world.spec, state_shape=policy.state_shape)
     agent = PPOAgent(policy, buffer, PPOConfig(epochs=1), rng_seed=0)
-    assert_type(agent.version, int)
-    assert_type(policy.initial_state(4), Tensor)
+    generator = Generator().manual_seed(0)
+    live = start(world, policy)
+    live, finished = collect(
+        world, policy, buffer, live, generator, policy_version=agent.version
+    )
+    assert_type(finished.mean_return(), float)
+    assert_type(agent.update().kl, float)
     spec = ActionSpec(slots=SlotConfig(max_slots=2), narrowed={"style": ("ADD",)})
     assert_type(spec.sizes, tuple[int, ...])
+
+
+class Waits:
+    """A controller of one's own."""
+
+    def decide(
+        self,
+        observation: Observation,
+        masks: ActionMasks,
+        state: ControllerState,
+        generator: Generator,
+    ) -> tuple[Tensor, ControllerState]:
+        """WAIT everywhere."""
+        return torch.zeros(len(masks.op), NUM_HEADS, dtype=torch.int64), None
+
+
+def controller_of_ones_own() -> None:
+    """It plays in any world."""
+    world: VectorWorld = SimulatedWorld(4)
+    controller: Controller = Waits()
+    assert_type(play(world, controller, Generator()), Tensor)
 
 
 def network() -> nn.Sequential:
@@ -152,6 +185,7 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     reinforcement_learning(folder)
     learner_of_ones_own()
+    controller_of_ones_own()
     growing(folder)
     one_call()
     try:
