@@ -1,10 +1,14 @@
 """One name for one class; few imports in each module; pins with hashes."""
 
 import ast
+import inspect
 import re
 import tomllib
+from contextlib import suppress
+from dataclasses import is_dataclass
 from pathlib import Path
 
+import esper
 from scripts.size import duplicate_classes, imports, trees
 
 MODULES = trees()
@@ -23,6 +27,47 @@ def test_a_module_imports_at_most_a_third_of_the_package():
     limit = len(MODULES) / 3
     over = {name for name, others in imports(MODULES).items() if len(others) > limit}
     assert {name for name in over if not name.startswith("esper.cli")} == together
+
+
+def documented_calls():
+    """Every public function, class and public method of Esper's own, by name."""
+    for name in esper.__all__:
+        call = getattr(esper, name)
+        if callable(call):
+            yield name, call
+        for method in dir(call) if isinstance(call, type) else ():
+            found = inspect.getattr_static(call, method)
+            found = getattr(found, "__func__", found)
+            own = str(getattr(found, "__module__", "")).startswith("esper.")
+            if inspect.isfunction(found) and own and not method.startswith("_"):
+                yield f"{name}.{method}", found
+
+
+def described_parameters(call):
+    """Names in the `Args:` of a docstring, and fields with a docstring below them."""
+    _, _, args = (inspect.getdoc(call) or "").partition("\nArgs:\n")
+    found = re.findall(r"^    (\w+): \S", args.split("\n\n")[0], flags=re.MULTILINE)
+    if not is_dataclass(call):
+        return {*found}
+    (tree,) = ast.parse(inspect.getsource(call)).body
+    below = zip(tree.body, tree.body[1:], strict=False)
+    return {*found} | {
+        field.target.id
+        for field, text in below
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+def test_all_of_three_or_more_public_parameters_are_described():
+    missing = {}
+    for name, call in documented_calls():
+        with suppress(ValueError):  # an exception has no signature
+            parameters = {*inspect.signature(call).parameters} - {"self", "cls"}
+            if len(parameters) >= 3 and (
+                left := parameters - described_parameters(call)
+            ):
+                missing[name] = left
+    assert missing == {}
 
 
 def test_the_run_of_the_guide_is_not_begun_by_worker_processes_that_import_it():

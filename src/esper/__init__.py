@@ -4,43 +4,77 @@ The public names are imported when first used, so `import esper` costs nothing.
 """
 
 from importlib import import_module
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from esper.contracts.actions import ActionSpec as ActionSpec
+    from esper.contracts.errors import EsperError as EsperError
+    from esper.contracts.slots import SlotConfig as SlotConfig
+    from esper.contracts.world import Controller as Controller
+    from esper.contracts.world import VectorWorld as VectorWorld
+    from esper.environment.simulated import SimulatedWorld as SimulatedWorld
+    from esper.experiment.controllers import load_controller as load_controller
+    from esper.experiment.fit import fit as fit
+    from esper.experiment.rollout import collect as collect
+    from esper.experiment.rollout import play as play
+    from esper.experiment.rollout import start as start
+    from esper.grower import Grower as Grower
+    from esper.growth.blueprint_checks import check_blueprint as check_blueprint
+    from esper.growth.blueprints.geometry import Geometry as Geometry
+    from esper.growth.blueprints.registry import blueprint as blueprint
+    from esper.growth.model import GrowingModel as GrowingModel
+    from esper.growth.rebuilding import load as load
+    from esper.growth.rebuilding import rebuild as rebuild
+    from esper.growth.rebuilding import save as save
+    from esper.growth.suggestions import suggest_slots as suggest_slots
+    from esper.rl.ppo import PPO as PPO
+    from esper.simic.agent.losses import PPOConfig as PPOConfig
+    from esper.simic.agent.ppo import PPOAgent as PPOAgent
+    from esper.simic.agent.rollout_buffer import (
+        TamiyoRolloutBuffer as TamiyoRolloutBuffer,
+    )
+    from esper.tamiyo.policy.network import TamiyoPolicy as TamiyoPolicy
 
 __version__ = "0.1.0"
 
 _HOMES: Final = {
     "ActionSpec": "esper.contracts.actions",
+    "Controller": "esper.contracts.world",
     "EsperError": "esper.contracts.errors",
     "Geometry": "esper.growth.blueprints.geometry",
     "Grower": "esper.grower",
     "GrowingModel": "esper.growth.model",
     "PPO": "esper.rl.ppo",
     "PPOAgent": "esper.simic.agent.ppo",
-    "PPOConfig": "esper.simic.agent.ppo",
+    "PPOConfig": "esper.simic.agent.losses",
     "SimulatedWorld": "esper.environment.simulated",
     "SlotConfig": "esper.contracts.slots",
     "TamiyoPolicy": "esper.tamiyo.policy.network",
     "TamiyoRolloutBuffer": "esper.simic.agent.rollout_buffer",
+    "VectorWorld": "esper.contracts.world",
     "blueprint": "esper.growth.blueprints.registry",
     "check_blueprint": "esper.growth.blueprint_checks",
+    "collect": "esper.experiment.rollout",
     "fit": "esper.experiment.fit",
     "load": "esper.growth.rebuilding",
     "load_controller": "esper.experiment.controllers",
+    "play": "esper.experiment.rollout",
     "rebuild": "esper.growth.rebuilding",
     "save": "esper.growth.rebuilding",
+    "start": "esper.experiment.rollout",
     "suggest_slots": "esper.growth.suggestions",
 }
 
-__all__ = [*_HOMES, "__version__"]
+if not TYPE_CHECKING:  # type checkers read the imports above and refuse other names
+    __all__ = [*_HOMES, "__version__"]
 
-
-def __getattr__(name: str) -> object:
-    """Import a public name from its home on first use."""
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'esper' has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        """Import a public name from its home on first use."""
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name]), name)
+        raise AttributeError(f"module 'esper' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     """List the public names for interactive completion."""
-    return sorted(__all__)
+    return sorted([*_HOMES, "__version__"])

@@ -33,12 +33,13 @@ from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import BadInput, CallOrder, EsperWarning
 from esper.contracts.stages import Stage
 from esper.contracts.world import Controller, ControllerState
+from esper.environment.clock import ENDS, Stop
 from esper.growth.blueprints.registry import first_line
 from esper.growth.export import export
 from esper.growth.grown import host_parameters, uninterrupted
 from esper.growth.history import PLAIN, GrowthDecision, summary
 from esper.growth.hooks import attach_gradients, shadow_gradients
-from esper.growth.measurements import MetricScorer, Track, observe
+from esper.growth.measurements import MetricScorer, Mode, Track, observe
 from esper.growth.model import GrowingModel, NamedOps
 from esper.growth.ranks import unwrapped
 from esper.growth.safety import GovernorConfig, Safety
@@ -51,7 +52,7 @@ from esper.growth.topology import (
 )
 from esper.growth.tracing import Example, random_state, set_random_state
 from esper.tamiyo.policy.action_masks import compute_masks
-from esper.tamiyo.registry import Maker, controller_for
+from esper.tamiyo.registry import ControllerChoice, controller_for
 from esper.tamiyo.rule_based import explain_no_planting
 
 FORMAT: Final = 8
@@ -122,22 +123,22 @@ class Grower(NamedOps[Receipt]):
         slots: Sequence[str] | str,
         *,
         example: Example,
-        controller: str | Controller | Maker = "early",
+        controller: ControllerChoice = "early",
         budget: float | int = 2.0,
         decisions: int | None = None,
-        stop: str = "end",
+        stop: Stop = "end",
         rent: float = 0.0,
         blueprints: Sequence[str] | None = None,
         seeds_per_slot: int = 4,
         governor: GovernorConfig | None = GovernorConfig(),  # noqa: B008
-        mode: str = "max",
+        mode: Mode = "max",
         min_age: int = 1,
         tick: int = 16,
         rng_seed: int = 0,
         merge_only: bool = False,
         wrapper: DistributedDataParallel | None = None,
     ) -> None:
-        if stop not in ("end", "anytime"):
+        if stop not in ENDS:
             raise BadInput(f"stop must be 'end' or 'anytime', got {stop!r}.")
         _refuse_unless_whole("seeds_per_slot", seeds_per_slot, least=1)
         _refuse_unless_whole("decisions", 1 if decisions is None else decisions, 1)

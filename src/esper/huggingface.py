@@ -31,6 +31,7 @@ from esper.grower import Grower
 from esper.growth.blueprints.registry import first_line
 from esper.growth.export import Branches
 from esper.growth.grown import grown_part
+from esper.growth.measurements import Mode
 from esper.growth.rebuilding import save
 from esper.growth.saved_topology import NAME
 from esper.growth.tracing import Example, kept_randomness
@@ -84,7 +85,7 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
         example: Example | None = None,
         *,
         monitor: str = "eval_loss",
-        mode: str = "min",
+        mode: Mode = "min",
         checkpoint: str | Path | None = None,
         merge: bool = True,
         **options: Any,  # noqa: ANN401

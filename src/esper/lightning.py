@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from esper.contracts.errors import BadInput
 from esper.grower import Grower
 from esper.growth.grown import grown_part
+from esper.growth.measurements import Mode
 from esper.growth.model import GrowingModel
 from esper.growth.saved_topology import NAME
 from esper.growth.tracing import Example
@@ -56,7 +57,7 @@ class GrowCallback(Callback):
         example: Example,
         *,
         monitor: str,
-        mode: str = "max",
+        mode: Mode = "max",
         host: str = "",
         **options: Any,  # noqa: ANN401
     ) -> None:

@@ -28,6 +28,7 @@ from esper.contracts.errors import BadInput
 from esper.grower import Grower
 from esper.growth.export import export
 from esper.growth.model import GrowingModel
+from esper.tamiyo.registry import ControllerChoice
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -83,7 +84,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         self,
         hidden_layers: int = 1,
         start: int = 16,
-        controller: Any = "doubling",  # noqa: ANN401
+        controller: ControllerChoice = "doubling",
         learning_rate: float = 3e-3,
         weight_decay: float = 1e-4,
         batch_size: int = 64,

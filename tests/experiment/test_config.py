@@ -214,7 +214,13 @@ REFUSED_OPTIONS = [
     ("learner.ppo.learning_rate", "0", "--learner.ppo.learning_rate must be"),
     ("learner.ppo.learning_rate", "2", "must be at most 1; got 2"),
     ("learner.ppo.entropy", "inf", "--learner.ppo.entropy must be finite"),
-    ("learner.ppo.clip_mode", "joints", "--learner.ppo.clip_mode"),
+    (
+        "learner.ppo.clip_mode",
+        "joints",
+        "clip_mode: there is no 'joints'; did you mean",
+    ),
+    ("world.clock", "bathces", "--world.clock: there is no 'bathces'; did you mean 'b"),
+    ("world.stop", "x" * 999, "did you mean 'end'? There are end, anytime."),
     ("learner.ppo.head_entropy", "{opp = 1}", "head_entropy must name heads"),
     (
         "learner.ppo.head_entropy",
@@ -278,6 +284,7 @@ REFUSED_FILES = [
     ("tasks = [3]", "tasks must be a valid string; got 3"),
     ("learner.ppo.head_entropy = 3", "must be an object; got 3"),
     ("runs = 3", "runs must be a valid string; got 3"),
+    ("world.stop = 3", "world.stop must be 'end' or 'anytime'; got 3"),
     ('runs = "a\\u202eb"', "printable"),
     ("learner.ppo.max_grad_norm = nan", "learner.ppo.max_grad_norm must be"),
     ("x = " + "[" * 60_000, "brackets too deep"),

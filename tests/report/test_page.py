@@ -312,7 +312,7 @@ def test_what_is_no_regular_file_in_place_of_the_page_is_refused(tmp_path, kind)
         page.symlink_to(other)
     if kind == "link":
         other.write_text("esper report")
-    with pytest.raises(BadInput, match="is not a regular file; remove it"):
+    with pytest.raises(BadInput, match=r"is not a regular file|is a link"):
         write_report(path)
     assert not other.exists() or other.read_text() == "esper report"
 

@@ -1,6 +1,7 @@
 """Memory: one recurrence, whether run at once, step by step or in pieces."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -8,7 +9,13 @@ from torch import nn
 from torch.testing import assert_close
 
 from esper.contracts.errors import BadInput
-from esper.simic.agent.memory import LSTM, MinGRU, make_memory
+from esper.simic.agent.memory import (
+    LSTM,
+    MEMORIES,
+    MemoryName,
+    MinGRU,
+    make_memory,
+)
 
 KINDS = [(n, layers) for n in ("mingru", "gru", "lstm") for layers in (1, 2, 3)]
 ALL = [*KINDS, ("none", 1)]
@@ -137,6 +144,10 @@ def test_gates_shut_or_open_for_good_have_finite_gradients(gate):
     memory(inputs, first, state)[0].sum().backward()
     for parameter in memory.parameters():
         assert parameter.grad.isfinite().all()
+
+
+def test_every_name_that_editors_complete_is_a_memory():
+    assert get_args(MemoryName) == (*MEMORIES,)
 
 
 def test_an_unknown_memory_is_refused_by_name():

@@ -9,9 +9,8 @@ may choose.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from jaxtyping import Bool
@@ -23,6 +22,11 @@ from esper.contracts.features import Features, Leaf, feature_leaves
 from esper.contracts.readonly import read_only
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Op as Op
+
+if TYPE_CHECKING:  # Pyright takes no cached property for a property of a protocol
+    from builtins import property as cached_property
+else:
+    from functools import cached_property
 
 ALL: Final = frozenset(Op)
 PLANT: Final = frozenset({Op.GERMINATE})
@@ -79,9 +83,10 @@ class ActionSpec:
             choice costs nothing: log-probability 0, entropy 0, no gradient.
     """
 
-    head_names: ClassVar[tuple[str, ...]] = HEAD_NAMES
-    action_dtype: ClassVar[torch.dtype] = torch.int64
-    observation_type: ClassVar[type] = Features
+    # Without annotations, since fields of a protocol are no ClassVar.
+    head_names = HEAD_NAMES
+    action_dtype = torch.int64
+    observation_type = Features
 
     slots: SlotConfig = field(default_factory=SlotConfig)
     blueprints: tuple[Blueprint, ...] = BLUEPRINTS

@@ -18,7 +18,7 @@ nothing depends on the end.
 
 from dataclasses import dataclass
 from math import isfinite, log
-from typing import Final
+from typing import Final, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -26,8 +26,10 @@ from torch import Tensor
 
 from esper.contracts.errors import BadInput
 
-CLOCKS: Final = ("compute", "batches")
-ENDS: Final = ("end", "anytime")
+ClockKind = Literal["compute", "batches"]
+CLOCKS: Final = get_args(ClockKind)
+Stop = Literal["end", "anytime"]
+ENDS: Final = get_args(Stop)
 STOPS: Final = 7
 """Stops of an episode whose end is not known: at C, C/2, ... C/64."""
 BACKWARD: Final = 2
@@ -56,11 +58,11 @@ class Clock:
         stop: `end` or `anytime`.
     """
 
-    kind: str
+    kind: ClockKind
     horizon: int
     first: float
     ratio: float = 2 ** (1 / 3)
-    stop: str = "end"
+    stop: Stop = "end"
 
     def __post_init__(self) -> None:
         """Refuse moments at which nothing can happen."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from esper.contracts.actions import NUM_HEADS
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
 from esper.contracts.errors import BadInput, unknown
-from esper.environment.clock import Clock
+from esper.environment.clock import Clock, ClockKind, Stop
 from esper.tasks.task import Task
 
 Term = float | tuple[float, float]
@@ -67,13 +67,13 @@ class WorldSettings:
     """Parameters that may be added, as a multiple of the host's; or a range."""
     rate: Term = 1.0
     """Learning rate against the task's own; or a range."""
-    clock: str = "batches"
+    clock: ClockKind = "batches"
     """What counts: compute or batches."""
     first: float = 4.0
     """Batches of the starting host before the second decision (clock compute)."""
     ratio: float = 2 ** (1 / 3)
     """Compute at each decision after it, as a multiple (clock compute)."""
-    stop: str = "end"
+    stop: Stop = "end"
     """When an episode is scored: at its end, or anytime."""
     charge_looks: bool = True
     """Whether scoring the decision rows counts as compute; false for controllers that

@@ -32,14 +32,13 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from esper.contracts.errors import BadInput, StorageTrouble, unknown
 from esper.contracts.messages import short
-from esper.contracts.world import Controller
 from esper.experiment.progress import Progress
 from esper.experiment.streams import stream
 from esper.grower import Grower
 from esper.growth.blueprints.registry import first_line
 from esper.growth.history import GrowthDecision
 from esper.growth.tracing import Example, isolated
-from esper.tamiyo.registry import Maker
+from esper.tamiyo.registry import ControllerChoice
 
 if TYPE_CHECKING:
     from esper.tasks.data import Data
@@ -82,7 +81,7 @@ def fit(
     example: Example | None = None,
     optimizer: Optimizer | None = None,
     learning_rate: float = 3e-3,
-    controller: str | Controller | Maker = "early",
+    controller: ControllerChoice = "early",
     metric: Callable[[nn.Module], float] | None = None,
     budget: float = 2.0,
     progress: bool = True,
@@ -319,7 +318,7 @@ def summary_lines(history: Sequence[GrowthDecision]) -> list[str]:
 
 def grow(
     task: "Task",
-    controller: Maker | str = "early",
+    controller: ControllerChoice = "early",
     *,
     budget: float = 4.0,
     rng_seed: int = 0,

@@ -45,7 +45,7 @@ from esper.contracts.world import (
     Observation,
     StepResult,
 )
-from esper.environment.clock import ENDS, Clock
+from esper.environment.clock import ENDS, Clock, ClockKind, Stop
 from esper.environment.settings import LEAST_ERROR, WorldSettings
 from esper.experiment.config import RECORDINGS, WARM
 from esper.experiment.lock import Lock
@@ -165,9 +165,9 @@ class Recording:
         return (banked + left * net) / error[:, None]
 
 
-def world_settings(stop: str) -> WorldSettings:
+def world_settings(stop: Stop) -> WorldSettings:
     """The world in which hosts are recorded: with a known end, or without one."""
-    clock = "batches" if stop == "end" else "compute"
+    clock: ClockKind = "batches" if stop == "end" else "compute"
     own = WorldSettings(stop=stop, clock=clock, slots=6, rate=RATES, at_once=True)
     return recorded_settings(own)
 
@@ -261,7 +261,7 @@ def _compact(array: NDArray[Any]) -> NDArray[Any]:
 class RecordConfig:
     """What is recorded."""
 
-    stop: str = "anytime"
+    stop: Stop = "anytime"
     """Whether the end of an episode is known: "end" or "anytime"."""
     tasks: int = 100
     """Tasks that are drawn."""
@@ -384,7 +384,7 @@ class Facts:
 
     version: int
     scripts: Annotated[int, Field(ge=1)]
-    clock: tuple[str, int, float, float, str]
+    clock: tuple[ClockKind, int, float, float, Stop]
     actions: dict[str, Any]
     """See `ActionSpec.describe`."""
     rng_seed: int

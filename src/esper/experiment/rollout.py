@@ -102,7 +102,20 @@ def collect(
     policy_version: int,
     on_step: Callable[[Transition], None] | None = None,
 ) -> tuple[Live, Finished]:
-    """Fill `buffer` with steps of `policy`, going on from `live`."""
+    """Fill a buffer with steps of a policy.
+
+    Args:
+        world: Where the policy acts.
+        policy: Decides.
+        buffer: Stores the steps; it must be empty.
+        live: Where the environments stand: what `start` or the last call returned.
+        generator: The only source of randomness.
+        policy_version: `PPOAgent.version` of the policy.
+        on_step: Called after every step.
+
+    Returns:
+        Where the environments stand now, and the episodes that ended.
+    """
     observation, state, returns = live.observation, live.state, live.returns
     spec = world.spec
     buffer.begin(state, policy_version, world.group_size)

@@ -6,6 +6,7 @@ TOML and read back equal; None is the word "none" there. Refusals are one line.
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -319,6 +320,10 @@ def _refusal(
         return refusal(f"{origins.get(where, '')}{where}: {text}" if where else text)
     if first["type"] == "missing" and depth == len(first["loc"]):
         return refusal(f"there is no {where!r}, which is needed.")
+    if first["type"] == "literal_error" and isinstance(first["input"], str):
+        known_names = re.findall("'(.*?)'", first["ctx"]["expected"])
+        what = f"{origins.get(where, '')}{where}: there is no"
+        return unknown(what, first["input"], known_names)
     # A union reports each of its members.
     expected = " or ".join(
         each["msg"].replace("Input should be", "must be")

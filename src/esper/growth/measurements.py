@@ -10,7 +10,7 @@ is not measured: it was found not to predict what pruning or planting brings.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite, nan
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int64
@@ -25,6 +25,8 @@ from esper.growth.tracing import isolated
 MEMORY: Final = 0.6
 """Decay of the running slopes per decision."""
 
+Mode = Literal["max", "min"]
+MODES: Final = get_args(Mode)
 Metric = float | Callable[[], float]
 """A number, or a function that measures it."""
 
@@ -36,7 +38,7 @@ class MetricScorer:
     """
 
     def __init__(self, model: GrowingModel, mode: str) -> None:
-        if mode not in ("max", "min"):
+        if mode not in MODES:
             raise BadInput(f"mode must be 'max' or 'min', got {mode!r}.")
         self._model, self._mode = model, mode
         self.first = nan

@@ -57,7 +57,16 @@ class NamedOps(Generic[Done]):
         tempo: str = "STANDARD",
         alpha_target: str = "FULL",
     ) -> Done:
-        """Plant a seed; it leaves the output unchanged until it blends in."""
+        """Plant a seed; it leaves the output unchanged until it blends in.
+
+        Args:
+            slot: Name of the slot, such as "fc1->fc2#0".
+            blueprint: Name of the blueprint, such as "widen_16".
+            style: How the seed changes the output: "ADD" or "SCALE".
+            tempo: How long it trains before it blends in: "AT_ONCE", "FAST",
+                "STANDARD" or "SLOW".
+            alpha_target: Weight of the seed after blending: "HALF", "MOST" or "FULL".
+        """
         how = {"style": style, "tempo": tempo, "alpha_target": alpha_target}
         return self._op(Op.GERMINATE, slot, blueprint=blueprint, **how)
 
@@ -74,14 +83,30 @@ class NamedOps(Generic[Done]):
         curve: str = "LINEAR",
         style: str = "ADD",
     ) -> Done:
-        """Move a seed's alpha to another target."""
+        """Move a seed's alpha to another target.
+
+        Args:
+            slot: Name of the slot.
+            target: New weight of the seed: "HALF", "MOST" or "FULL".
+            speed: Duration of the change: "INSTANT", "FAST" or "SLOW".
+            curve: Shape of the change over time: "LINEAR", "COSINE" or
+                "SIGMOID".
+            style: How the seed changes the output: "ADD" or "SCALE".
+        """
         how = {"alpha_target": target, "alpha_speed": speed, "alpha_curve": curve}
         return self._op(Op.SET_ALPHA, slot, style=style, **how)
 
     def prune(
         self, slot: str, *, speed: str = "INSTANT", curve: str = "LINEAR"
     ) -> Done:
-        """Fade a seed out; a training seed leaves at once."""
+        """Fade a seed out; a training seed leaves at once.
+
+        Args:
+            slot: Name of the slot.
+            speed: Duration of the fade: "INSTANT", "FAST" or "SLOW".
+            curve: Shape of the fade over time: "LINEAR", "COSINE" or
+                "SIGMOID".
+        """
         return self._op(Op.PRUNE, slot, alpha_speed=speed, alpha_curve=curve)
 
     def keep(self, slot: str) -> Done:
@@ -206,7 +231,13 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
         return self.host(*args, **kwargs)
 
     def encode(self, op: Op, slot: str, **choices: str) -> Int64[Tensor, "1 head"]:
-        """An action as numbers; heads that are not named are 0."""
+        """An action as numbers; heads that are not named are 0.
+
+        Args:
+            op: The operation.
+            slot: Name of the slot.
+            choices: Names of the choices of other heads, by head.
+        """
         numbers: dict[str, int | str] = {"slot": self.index(slot), **choices}
         if "blueprint" in choices:
             names = [blueprint.name for blueprint in self.spec.blueprints]
@@ -404,6 +435,11 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
 
         The host must come from the same factory, and its slots and the blueprints
         must be there.
+
+        Args:
+            state_dict: What `state_dict()` returned.
+            strict: Must be True.
+            assign: Must be False.
         """
         if assign or not strict:
             raise BadInput("a growing model loads strictly and in place only.")

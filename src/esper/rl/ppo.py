@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -48,7 +48,8 @@ from esper.rl.moments import ObservationMoments
 from esper.rl.nested import batch_of_one, first_of, is_single, rows_of
 from esper.rl.policy import SpacePolicy, SpacePolicyConfig
 from esper.rl.spaces import SpaceSpec, parts_of
-from esper.rl.vector import Source, Vector, View
+from esper.rl.vector import EnvKind, MaskSource, Source, Vector, View
+from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.metrics import UpdateRecord
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
@@ -161,26 +162,25 @@ class PPO(Stateful):
 
     Args:
         env: The id of an environment, a function that makes one, or a VectorEnv.
-        memory: What remembers: mingru, gru, lstm or none.
+        memory: Memory type: "mingru", "gru", "lstm" or "none".
         envs: How many environments to make.
-        kind: "sync": in this process; "async": each in a process of its own; "native":
-            the id's own vector environment.
-        seed: Of weights, choices, minibatches and environments.
+        kind: Where environments run. "sync": in this process; "async": each in its own
+            process; "native": the vector environment that the id registers.
+        seed: Seed of weights, choices, minibatches and environments.
         steps: Steps of each environment between two updates.
         gamma: Discount per step.
         gae_lambda: Trace decay of the advantages.
         final_share: Share of learning rate and entropy left at the end of `learn`.
-        width: Numbers in every hidden layer.
-        layers: Layers of the memory.
-        separate_value: Give the value an encoder and a memory of its own.
+        width: Hidden layer width.
+        layers: Number of memory layers.
+        separate_value: Give the value function its own encoder and memory.
         autoregressive: Draw each head given the choices of all heads before it.
-        normalize: Normalise numbers of observations by running statistics.
+        normalize: Normalise observations by running statistics.
         relevant: Whether a choice of the first head uses each head, bool [op, head].
-        masks: Where masks come from: observation, info, method, None: nowhere; "auto"
-            finds out.
-        ppo: Settings of the update; those that a mapping leaves out are as usual.
-        env_timeout: Seconds that one call of the environments may take, as `Vector`
-            has it.
+        masks: Source of action masks: "observation", "info", "method", or None for no
+            masks; "auto" detects it.
+        ppo: Settings of the update; a mapping changes some of the defaults.
+        env_timeout: Maximum seconds of one call of the environments.
     """
 
     _env_timeout = TIMEOUT
@@ -191,9 +191,9 @@ class PPO(Stateful):
         self,
         env: Source,
         *,
-        memory: str = "none",
+        memory: MemoryName = "none",
         envs: int = 16,
-        kind: str = "sync",
+        kind: EnvKind = "sync",
         seed: int = 0,
         steps: int = 128,
         gamma: float = 0.99,
@@ -205,7 +205,7 @@ class PPO(Stateful):
         autoregressive: bool = False,
         normalize: bool = True,
         relevant: Any = None,  # noqa: ANN401
-        masks: str | None = "auto",
+        masks: MaskSource | None = "auto",
         ppo: PPOConfig | Mapping[str, Any] = DEFAULTS,
         env_timeout: float = TIMEOUT,
     ) -> None:
@@ -279,11 +279,11 @@ class PPO(Stateful):
         progress: bool = False,
         callback: Callback | None = None,
         log: str | Path | None = None,
-    ) -> "PPO":
+    ) -> Self:
         """Learn for some more steps, counted over all environments.
 
         Args:
-            total_steps: How many; rounded up to whole rollouts.
+            total_steps: Number of steps; rounded up to whole rollouts.
             progress: Show a progress bar.
             callback: Called after every update; learning ends when it returns False.
             log: A folder for `progress.csv`, one row per update, and for the agent
@@ -591,9 +591,9 @@ class PPO(Stateful):
         path: str | Path,
         env: Source | None = None,
         *,
-        kind: str = "sync",
-        masks: str | None = "auto",
-    ) -> "PPO":
+        kind: EnvKind = "sync",
+        masks: MaskSource | None = "auto",
+    ) -> Self:
         """The agent that `save` wrote; it can learn on if it gets an environment.
 
         Args:

@@ -41,8 +41,8 @@ from esper.experiment.store import Store, usable_store
 from esper.experiment.streams import stream_seed
 from esper.experiment.trainer import Callback, TrainingLoop
 from esper.rl.ppo import DEFAULTS, PPO, Episode
-from esper.rl.vector import KINDS
-from esper.simic.agent.memory import MEMORIES
+from esper.rl.vector import KINDS, EnvKind
+from esper.simic.agent.memory import MEMORIES, MemoryName
 from esper.simic.agent.ppo import PPOConfig
 
 KIND: Final = "ppo"
@@ -60,13 +60,13 @@ class PPORunConfig:
     """The environment's id."""
     steps: Annotated[int, Field(ge=1, le=10**12)] = 100_000
     """Steps to learn for, over all environments."""
-    memory: str = "none"
+    memory: MemoryName = "none"
     """What remembers: mingru, gru, lstm or none."""
     envs: Count = 16
     """Environments that are stepped together."""
     rollout: Count = 128
     """Steps of each environment between two updates."""
-    kind: str = "sync"
+    kind: EnvKind = "sync"
     """Where environments are: sync, async (in processes) or native."""
     env_timeout: Annotated[float, Field(gt=0, le=10**6)] = TIMEOUT
     """Seconds that one call of the environments may take."""

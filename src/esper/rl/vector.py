@@ -26,7 +26,7 @@ from multiprocessing import TimeoutError as WaitTimeout
 from multiprocessing.connection import wait
 from queue import Empty
 from threading import Thread
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import gymnasium
 import numpy as np
@@ -52,7 +52,10 @@ from esper.rl.spaces import MASK, SpaceSpec, require_sizes
 T = TypeVar("T")
 Array = NDArray[Any]
 Source = str | Callable[[], Env[Any, Any]] | VectorEnv[Any, Any, Any]
-KINDS: Final = ("sync", "async", "native")
+EnvKind = Literal["sync", "async", "native"]
+KINDS: Final = get_args(EnvKind)
+MaskSource = Literal["auto", "observation", "info", "method"]
+MASK_SOURCES: Final = get_args(MaskSource)
 METHOD: Final = "action_masks"
 OPTION: Final = "env_timeout"
 UNUSABLE: Final = "returned what cannot be used"
@@ -284,9 +287,9 @@ class Vector:
         self,
         source: Source,
         envs: int = 8,
-        kind: str = "sync",
+        kind: EnvKind = "sync",
         relevant: tuple[tuple[bool, ...], ...] | None = None,
-        masks: str | None = "auto",
+        masks: MaskSource | None = "auto",
         env_timeout: float = TIMEOUT,
     ) -> None:
         if not 0.0 < env_timeout < float("inf"):
@@ -306,7 +309,7 @@ class Vector:
             raise
 
     def _begin(
-        self, relevant: tuple[tuple[bool, ...], ...] | None, masks: str | None
+        self, relevant: tuple[tuple[bool, ...], ...] | None, masks: MaskSource | None
     ) -> None:
         """Learn what the environments are like."""
         self.num_envs = int(self.env.num_envs)
@@ -320,7 +323,7 @@ class Vector:
         self.spec = SpaceSpec(
             self.env.single_observation_space, self.env.single_action_space, relevant
         )
-        if masks not in ("auto", "observation", "info", "method", None):
+        if masks not in (*MASK_SOURCES, None):
             raise BadInput(
                 f"masks must be auto, observation, info, method or None, got {masks!r}."
             )
@@ -484,7 +487,7 @@ class Vector:
         full = np.ones_like(known)
         return np.stack([full if m is None else m for m in each])
 
-    def _mask_source(self, info: Mapping[str, Any]) -> str | None:
+    def _mask_source(self, info: Mapping[str, Any]) -> MaskSource | None:
         """Where this environment has masks."""
         if self.spec.is_continuous:
             return None

@@ -6,7 +6,7 @@ package, read from its files on first use.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal, get_args
 
 from esper.contracts.actions import ActionSpec
 from esper.contracts.errors import unknown
@@ -25,6 +25,20 @@ from esper.tamiyo.schedule import (
 
 Maker = Callable[[ActionSpec], Controller]
 """Makes a controller for an action space."""
+ControllerName = Literal[
+    "never",
+    "random",
+    "early",
+    "periodic",
+    "doubling",
+    "large-then-cut",
+    "plateau",
+    "by-rent",
+    "timetable-by-rent",
+    "tamiyo",
+]
+ControllerChoice = ControllerName | str | Controller | Maker
+"""A controller, or what `controller_for` makes one of."""
 
 
 def _follow(schedule: Schedule) -> Maker:
@@ -48,11 +62,11 @@ CONTROLLERS: Final[Mapping[str, Maker]] = MappingProxyType(
 
 SHIPPED: Final = "tamiyo"
 """The trained controller that comes with the package."""
-NAMES: Final = (*CONTROLLERS, SHIPPED)
+NAMES: Final = get_args(ControllerName)
 """All names of controllers."""
 
 
-def controller_for(given: Controller | Maker | str, spec: ActionSpec) -> Controller:
+def controller_for(given: ControllerChoice, spec: ActionSpec) -> Controller:
     """The controller of an action space, given itself, its maker or its name."""
     if isinstance(given, str):
         return make_controller(given, spec)

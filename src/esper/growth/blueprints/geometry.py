@@ -68,9 +68,13 @@ class Geometry:
     """Where a seed would stand: shapes at its inlet and outlet, without the batch."""
 
     inlet_layout: Layout
+    """Layout of the tensor that the seed reads."""
     outlet_layout: Layout
+    """Layout of the tensor that the seed writes to."""
     inlet_shape: Shape
+    """Shape of the tensor that the seed reads."""
     outlet_shape: Shape
+    """Shape of the tensor that the seed writes to."""
     residual: bool
     """Whether inlet and outlet are the same tensor."""
     inlet_kernel: Kernel | None = None

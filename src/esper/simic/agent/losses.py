@@ -26,7 +26,7 @@ the variance of host, data and batches and leaves the policy gradient where it w
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -38,7 +38,8 @@ from esper.simic.agent.metrics import Terms
 from esper.simic.agent.rollout_buffer import SequenceBatch
 
 LARGEST_LOG_RATIO: Final = 20.0  # exp stays finite in float32; clamped ones are counted
-CLIP_MODES: Final = ("joint", "per_head", "mixed")
+ClipMode = Literal["joint", "per_head", "mixed"]
+CLIP_MODES: Final = get_args(ClipMode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class PPOConfig:
     """Parts the environments are split into per pass; sequences stay whole."""
     clip: float = 0.2
     """Largest change of a probability ratio that still earns gain."""
-    clip_mode: str = "joint"
+    clip_mode: ClipMode = "joint"
     """Clip the joint ratio, each head's (per_head), or the mean of both (mixed)."""
     target_kl: float = 0.03
     """Stop the update when KL(old || new) passes this; inf never stops."""

@@ -12,7 +12,7 @@ the next state; where `first` is set the state is dropped *before* use.
 """
 
 import math
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -133,6 +133,7 @@ def _log_spans(width: int) -> Float[Tensor, " width"]:
 
 
 AnyMemory = MinGRU | GRU | LSTM | NoMemory
+MemoryName = Literal["mingru", "gru", "lstm", "none"]
 MEMORIES: Final[dict[str, type[AnyMemory]]] = {
     "mingru": MinGRU,
     "gru": GRU,

@@ -149,7 +149,14 @@ class ReturnMoments:
 
 
 class PPOAgent(Stateful):
-    """Improves a policy on what its buffer holds."""
+    """Improves a policy on what its buffer holds.
+
+    Args:
+        policy: The policy to train.
+        buffer: Holds the rollout that `update` learns from.
+        config: Settings of the update; the defaults if None.
+        rng_seed: Seed of the order of minibatches.
+    """
 
     STATE = ("policy", "optimizer", "generator", "moments", "version")
     DERIVED = ("buffer", "_entropy")  # filled anew and annealed in every round

@@ -340,13 +340,22 @@ class TamiyoRolloutBuffer:
     ) -> None:
         """Copy one step of all environments.
 
-        `first` says whether an observation was the first of an episode: in mid-row this
-        is so exactly after a step that ended one. `rows` are the mask rows the choices
-        were drawn from, `distribution` the log-probabilities of all choices; where a
-        row is False they are not used. An episode that `terminated` has no future,
-        whatever `truncated` says; where only the latter is set, `final_values` is V of
-        the true final observation.
-        Only rows of environments that `acted` grow; None is everyone.
+        Args:
+            features: What the policy read.
+            first: Whether an observation is the first of an episode. Inside a row this
+                holds exactly after a step that ended one.
+            rows: The mask rows that the choices were drawn from.
+            actions: The choice of every head.
+            log_probs: Log-probability of each choice, given the heads before it.
+            distribution: Log-probabilities of all choices; not used where illegal.
+            values: V of the observation.
+            rewards: The rewards of the step.
+            terminated: Whether the episode ended without a future; it counts even
+                where `truncated` is set too.
+            truncated: Whether the episode was cut although it had a future.
+            final_values: V of the true final observation, where only `truncated` is
+                set; None if nothing was truncated.
+            acted: Environments whose rows grow; None is all of them.
         """
         self._require_open("add")
         given = (

@@ -41,7 +41,7 @@ from esper.simic.agent.distribution import (
     masked_log_softmax,
     require_choice,
 )
-from esper.simic.agent.memory import make_memory, require_sizes
+from esper.simic.agent.memory import MemoryName, make_memory, require_sizes
 from esper.tamiyo.policy.features import (
     BLUEPRINT_COLUMNS,
     HOST_COLUMNS,
@@ -79,7 +79,7 @@ class PolicyConfig:
     """Numbers per slot."""
     offer_width: int = 32
     """Numbers per (slot, blueprint) offer."""
-    memory: str = "mingru"
+    memory: MemoryName = "mingru"
     """What remembers: mingru, gru, lstm or none."""
     layers: int = 1
     """Layers of the memory."""
@@ -151,7 +151,16 @@ class TamiyoPolicy(nn.Module):
         state: Float[Tensor, "env layer state"],
         generator: Generator | None,
     ) -> Decision:
-        """Decide for every environment; greedily without a generator."""
+        """Decide for every environment.
+
+        Args:
+            features: What `compute_features` returned.
+            masks: What `compute_masks` returned.
+            first: Whether the observation is the first of an episode; memory is empty
+                there.
+            state: Memory before the decision.
+            generator: Source of randomness; None takes the likeliest choices.
+        """
         envs = first.shape[0]
         require_masks(masks, envs, self.spec)
         context, state = self.encode(features, first.unsqueeze(1), state)
@@ -186,7 +195,15 @@ class TamiyoPolicy(nn.Module):
         first: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time head choice"], Float[Tensor, "env time"]]:
-        """Logits of every head given the stored choices, and normalised values."""
+        """Logits of every head given the stored choices, and normalised values.
+
+        Args:
+            features: What was read at every step.
+            actions: What was chosen at every step.
+            first: Whether the observation is the first of an episode; memory is empty
+                there.
+            state: Memory before the first step.
+        """
         self._require_actions(actions)
         context, _ = self.encode(features, first, state)
         groups = self.head_logits(context)
@@ -202,7 +219,14 @@ class TamiyoPolicy(nn.Module):
         first: Bool[Tensor, " env"],
         state: Float[Tensor, "env layer state"],
     ) -> Float[Tensor, " env"]:
-        """V(s) of one more observation; memory is read, not advanced."""
+        """V(s) of one more observation; memory is read, not advanced.
+
+        Args:
+            features: What `compute_features` returned.
+            first: Whether the observation is the first of an episode; memory is empty
+                there.
+            state: Memory before the observation.
+        """
         context, _ = self.encode(features, first.unsqueeze(1), state)
         return self.value_mean + self.value_scale * self._values(context.core)
 
@@ -213,7 +237,14 @@ class TamiyoPolicy(nn.Module):
         state: ControllerState,
         generator: Generator | None,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Choose as every controller does; greedily without a generator."""
+        """Choose one legal action per environment, as `Controller` describes it.
+
+        Args:
+            observation: The state of every environment.
+            masks: What is legal.
+            state: What the last call returned; None at first.
+            generator: Source of randomness; None takes the likeliest choices.
+        """
         if state is None:
             state = self.initial_state(observation.first.shape[0])
         if not isinstance(state, Tensor):
@@ -229,9 +260,16 @@ class TamiyoPolicy(nn.Module):
         first: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Context, Float[Tensor, "env layer state"]]:
-        """Read whole sequences from `state`.
+        """Read whole sequences.
 
-        Returns encodings, whose rows are environments x steps, and the last state.
+        Args:
+            features: What is read at every step.
+            first: Whether the observation is the first of an episode; memory is empty
+                there.
+            state: Memory before the first step.
+
+        Returns:
+            Encodings, whose rows are environments x steps, and the last state.
         """
         self._require_state(state, first.shape[0])
         self._require_features(features, first)
