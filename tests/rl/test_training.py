@@ -246,4 +246,4 @@ def test_the_help_explains_trust(capsys):
     assert main(["ppo", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "--trust" in shown
-    assert "import the module that the run names" in shown
+    assert "allow the import of the module in the run's environment id" in shown

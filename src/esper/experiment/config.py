@@ -103,14 +103,15 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 @settings
 class Budget:
-    """When training ends: with whichever of them is used up first."""
+    """When training ends: at the first limit that is reached."""
 
     rounds: Rounds | None = None
-    """Rollouts, each of one episode of every environment, and updates."""
+    """Maximum number of rounds. A round is one episode per environment and one PPO
+    update."""
     minutes: Annotated[float, Field(gt=0, le=525_600)] | None = None
-    """Time spent on training."""
+    """Maximum training time in minutes."""
     env_steps: Annotated[int, Field(ge=1, le=10**12)] | None = None
-    """Decisions, over all environments."""
+    """Maximum number of decisions, summed over all environments."""
 
     def __post_init__(self) -> None:
         """Refuse a training without an end."""
@@ -130,14 +131,15 @@ class Learner:
     """The policy and how it learns."""
 
     gamma: Fraction = 1.0
-    """Discount per decision; 1 makes the return the final score minus rent."""
+    """Discount factor per decision. With 1, the return is the final score minus
+    rent."""
     gae_lambda: Fraction = 0.95
-    """Trace decay of the advantages: 0 is one-step TD, 1 is Monte Carlo."""
+    """GAE lambda: 0 is one-step TD, 1 is Monte Carlo."""
     final_share: Fraction = 0.1
-    """Share of learning rate and entropy weight that is left at the end."""
+    """Learning rate and entropy coefficients fall linearly to this fraction."""
     spread: bool = False
-    """Whether environments of a group share out their first choices; it lowers the
-    noise of a round a little, and no difference to what is learned was shown."""
+    """Draw the first actions of each group by systematic sampling. This lowers the
+    variance slightly; no effect on learning was measured."""
     ppo: PPOConfig = field(
         default_factory=lambda: PPOConfig(
             # What a decision is worth is small against the noise of a training: few
@@ -168,13 +170,14 @@ class Judging:
     """How the policy is compared with controllers that do not learn."""
 
     every: Rounds = 20
-    """Rounds between two judgements of the policy on the same hosts."""
+    """Rounds between two evaluations of the policy on the validation hosts."""
     hosts: Count = 16
-    """Hosts of each task that every controller is judged on."""
+    """Hosts per task in each evaluation."""
     controllers: tuple[ArmName, ...] = field(
         default_factory=lambda: (*_rule_based(), "static")
     )
-    """What is judged beside the policy at the end; empty: nothing, not even it."""
+    """Controllers and static networks that the final evaluation compares with the
+    policy. An empty list skips the final evaluation."""
 
     def __post_init__(self) -> None:
         """Refuse a controller that is named twice."""
@@ -184,14 +187,14 @@ class Judging:
 
 @settings
 class Keeping:
-    """What is kept of a run while it goes on."""
+    """Checkpoints and logs of a run."""
 
     every: Rounds = 10
     """Rounds between two checkpoints."""
     last: Annotated[int, Field(ge=1, le=1_000)] = 3
-    """Checkpoints that are kept, besides the best."""
+    """Number of recent checkpoints to keep. The best one is always kept."""
     tensorboard: bool = False
-    """Whether to write figures for TensorBoard too."""
+    """Also write TensorBoard logs."""
 
 
 @settings
@@ -199,23 +202,23 @@ class TrainConfig:
     """A training of Tamiyo."""
 
     tasks: tuple[TaskName, ...] = ("teacher", "mnist1d")
-    """What the hosts learn, side by side; or "family" or "simulated" alone."""
+    """Tasks to train on; "family" and "simulated" must be the only task."""
     envs: Count = 16
-    """Environments of each task."""
+    """Environments per task."""
     variants: Count = 7
-    """Tasks that a family is made of."""
+    """Number of tasks drawn per round if tasks is "family"."""
     rng_seed: RngSeed = 0
-    """Start of every random stream of the run."""
+    """Random seed of the run. esper train draws one if you give none."""
     name: Text | None = None
-    """What the run is called; none: a name is made up."""
+    """Name of the run; none: a generated name."""
     runs: Text = "runs"
-    """Folder in which runs are kept."""
+    """Folder that contains the runs."""
     start_from: Text | None = WARM
-    """Run whose policy to start from; "warm": half a minute of the simulated world;
-    "recordings": what grew well on tasks like the run's (with world.at_once); or a
-    folder of recordings that esper record made."""
+    """Initial policy. A run: its best policy; "warm": pretrain on the simulated world
+    for half a minute; "recordings": fit it to recordings of the run's tasks (requires
+    world.at_once); a folder from esper record: fit it to these; none: random."""
     recordings: Count = 300
-    """Tasks that are recorded to start from, if start_from is "recordings"."""
+    """Number of tasks to record if start_from is "recordings"."""
     budget: Budget = field(default_factory=lambda: Budget(rounds=150))
     """When training ends."""
     learner: Learner = field(default_factory=Learner)
@@ -225,7 +228,7 @@ class TrainConfig:
     judging: Judging = field(default_factory=Judging)
     """How the policy is compared with controllers that do not learn."""
     keeping: Keeping = field(default_factory=Keeping)
-    """What is kept of a run while it goes on."""
+    """Checkpoints and logs of a run."""
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other."""

@@ -46,20 +46,20 @@ TaskName = Annotated[str, one_of("task", lambda: TASKS)]
 
 @settings
 class EvaluateConfig:
-    """Which arms are judged on which tasks."""
+    """Controllers and tasks of an evaluation."""
 
     tasks: tuple[TaskName, ...] = ()
-    """What the hosts learn; none: every task that can be judged here."""
+    """Tasks to evaluate on; empty: all available tasks."""
     controllers: tuple[Text, ...] = (*CONTROLLERS, "static")
-    """Controllers and static controls by name; runs that learnt by name or folder."""
+    """Controllers and static networks by name; trained runs by name or folder."""
     hosts: Count = 16
-    """Hosts of each task."""
+    """Hosts per task."""
     rng_seed: RngSeed = 0
-    """Decides which hosts."""
+    """Random seed of the hosts."""
     name: Text | None = None
-    """What the run is called; none: a name is made up."""
+    """Name of the run; none: a generated name."""
     runs: Text = "runs"
-    """Folder in which runs are kept."""
+    """Folder that contains the runs."""
     world: WorldSettings = field(default_factory=WorldSettings)
     """How hosts grow."""
 
