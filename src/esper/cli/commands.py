@@ -140,8 +140,8 @@ def _resume(
     name, root = given.pop("resume"), Path(given.pop("runs", "runs"))
     if given:
         raise refusal(
-            f"--resume goes on with the run's own settings, but --{min(given)} was "
-            "given; leave it out, or begin another run with --start_from "
+            f"--{min(given)} cannot be combined with --resume, which keeps the run's "
+            "settings. Omit it, or start a new run with --start_from "
             f"{quoted(name)}."
         )
     path = find_run(name, root)
@@ -176,14 +176,14 @@ def _interrupted(result: "RunResult", command: str) -> int:
         again = resume_command(result.path, ppo_settings_of(Run.read(result.path)).env)
 
     saved = Run.read(result.path).checkpoints().steps()
-    when, kept = f"after round {result.rounds}", "all is saved"
+    when, kept = f"after round {result.rounds}", "everything is saved"
     if not saved:
-        when, kept = "before round 1", "the start will be made again"
+        when, kept = "before round 1", "pretraining will be repeated"
         if recorded := len([*(result.path / OWN_RECORDINGS).glob("*.safetensors")]):
-            kept = f"{recorded} recordings are kept, but {kept} from them"
+            kept = f"{recorded} recordings are kept, {kept}"
     elif max(saved) < result.rounds:
-        kept = f"what came after round {max(saved)} will be played again"
-    _say(f"Interrupted {when}; {kept}. Go on with: {again}")
+        kept = f"rounds after {max(saved)} will be repeated"
+    _say(f"Interrupted {when}; {kept}. Resume with: {again}")
     return 128 + (result.signal or 0)
 
 
@@ -202,8 +202,8 @@ def grow_options(parser: ArgumentParser) -> None:
     )
     deciders = (
         "a rule such as never or early (see esper evaluate --help), tamiyo (trained, "
-        "comes with Esper), latest (from the newest finished run), a run, or the folder "
-        "of an exported controller"
+        "comes with Esper), latest (from the newest finished run), a run, or the "
+        "folder of an exported controller"
     )
     added = "maximum added parameters, as a multiple of the network's"
     out = "output file, NAME.pt2 (default: TASK-CONTROLLER.pt2)"
@@ -249,7 +249,7 @@ def _controller(name: str, runs: Path) -> "Maker | str":
         return find_controller(name, runs)
     except BadInput as error:
         known = ", ".join((*NAMES, NEWEST))
-        raise BadInput(f"{error} Who else decides: {known}.") from None
+        raise BadInput(f"{error} Other controllers: {known}.") from None
 
 
 def evaluate_options(parser: ArgumentParser) -> None:
@@ -345,7 +345,7 @@ def runs(options: Namespace) -> None:
     if options.json:
         print(json.dumps([asdict(each) for each in found], indent=2))
     elif not found:
-        print(f"No runs in {options.runs!r}. Begin one: esper train")
+        print(f"No runs in {options.runs!r}. Start one with: esper train")
     else:
         rows = [
             (
@@ -522,8 +522,8 @@ def ppo(options: Namespace) -> int:
         kept = {name: given.pop(name) for name in ("env_timeout",) if name in given}
         if given:
             raise refusal(
-                f"--resume goes on with the run's own settings, but {min(given)} was "
-                "given; leave it out."
+                f"--{min(given)} cannot be combined with --resume, which keeps the "
+                "run's settings. Omit it."
             )
         run = Run.read(path)
         ppo_settings_of(run)  # refuses other kinds of runs
@@ -568,7 +568,7 @@ def doctor(options: Namespace) -> int:
     for finding in findings:
         _say(str(finding))
     if not findings:
-        _say(f"{options.env}: nothing to mend in {options.steps} steps.")
+        _say(f"{options.env}: no problems found in {options.steps} steps.")
     return 1 if findings else 0
 
 

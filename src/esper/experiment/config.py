@@ -116,7 +116,7 @@ class Budget:
     def __post_init__(self) -> None:
         """Refuse a training without an end."""
         if self.rounds is None and self.minutes is None and self.env_steps is None:
-            raise refusal("at least one of rounds, minutes and env_steps is needed.")
+            raise refusal("set at least one of rounds, minutes and env_steps.")
 
     def rounds_of(self, env_steps: int) -> int:
         """Rounds that it allows for, time aside, if each takes so many decisions."""
@@ -242,27 +242,27 @@ class TrainConfig:
         for alone in (SIMULATED, FAMILY):
             if alone in self.tasks and len(self.tasks) > 1:
                 raise refusal(
-                    f"tasks has {alone!r} beside others; it cannot be mixed with other "
-                    "tasks."
+                    f"tasks has {alone!r} and others. Give {alone!r} alone, or leave "
+                    "it out."
                 )
         if self.simulated:
             self._require_default_world()
         if self.start_from == RECORDINGS and not self.world.at_once:
             raise refusal(
-                "start_from 'recordings' knows when, where and how much to plant, and "
-                "nothing else; set world.at_once, on tasks that are not simulated."
+                "start_from is 'recordings', which requires world.at_once and tasks "
+                "other than 'simulated'. Set world.at_once to true."
             )
         count = self.variants if self.family else len(self.tasks)
         total, minibatches = self.envs * count, self.learner.ppo.minibatches
         if minibatches > total:
             raise refusal(
-                f"learner.ppo.minibatches is {minibatches}, but environments, which "
-                f"are not split, are {total} (envs {self.envs} x tasks {count})."
+                f"learner.ppo.minibatches is {minibatches}, but there are only {total} "
+                f"environments (envs {self.envs} x tasks {count}). Lower it."
             )
         if self.envs % self.world.group_size:
             raise refusal(
                 f"world.group_size is {self.world.group_size}, which does not divide "
-                f"envs {self.envs}."
+                f"envs {self.envs}. Make envs a multiple of it."
             )
 
     @property
@@ -280,8 +280,8 @@ class TrainConfig:
             value = getattr(self.world, item.name)
             if value != item.default:
                 raise refusal(
-                    f"world.{item.name} is {quoted(value)}, but tasks is "
-                    f"{SIMULATED!r}, whose rules are fixed; leave it out."
+                    f"world.{item.name} is {quoted(value)}, but the simulated world "
+                    "has no such setting. Leave it out."
                 )
 
 
