@@ -40,7 +40,6 @@ VARIANTS: Final[Mapping[str, Mapping[str, str]]] = {
     "without memory": {"learner.policy.memory": "none"},
     "with heads that are not causal": {"learner.policy.causal": "false"},
     "without groups of equal luck": {"world.group_size": "1"},
-    "with first choices shared out in groups": {"learner.spread": "true"},
     "with one kind of task (teacher)": {
         "tasks": "teacher",
         "envs": "56",

@@ -35,12 +35,12 @@ from benchmarks.timing import Report
 from esper.contracts.errors import BadInput
 from esper.environment.settings import WorldSettings
 from esper.experiment.controllers import load_controller
-from esper.files import Disk, publish, storage
 from esper.experiment.judging import judge, judge_plain, times_as_wide, widened
 from esper.experiment.progress import Progress
 from esper.experiment.record import read_recordings
 from esper.experiment.records import LADDER, Judged
 from esper.experiment.workers import Workers, workers
+from esper.files import Disk, publish, storage
 from esper.tamiyo.registry import SHIPPED, Maker
 from esper.tamiyo.shipped import shipped
 from esper.tasks.catalogue import task as find_task

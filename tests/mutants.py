@@ -120,9 +120,16 @@ MUTANTS = (
     Mutant(
         "the learner ignores the masks",
         "simic/agent/distribution.py",
-        "legal = torch.where(rows, logits, lowest)",
-        "legal = logits",
+        "legal = torch.where(rows, logits.movedim(-1, 0), lowest)",
+        "legal = logits.movedim(-1, 0)",
         CHOICE,
+    ),
+    Mutant(
+        "the KL counts illegal choices",
+        "simic/agent/distribution.py",
+        "torch.where(rows, old.exp() * (old - new), 0.0)",
+        "(old.exp() * (old - new))",
+        GUARD,
     ),
     Mutant(
         "illegal choices can be drawn",

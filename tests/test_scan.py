@@ -320,7 +320,7 @@ def pairwise(steps, *, gamma, lam):
     return module._gae_log_depth(module.Rollout(**steps), gamma, lam)
 
 
-SHARED = torch.ones(3, 5)
+SHARED = torch.ones(6, 5)
 GAE_ROADS = pytest.mark.parametrize("road", [env_major, time_major, pairwise])
 sizes = st.tuples(st.sampled_from([1, 3, 37]), st.integers(1, 12))
 
@@ -455,6 +455,9 @@ def test_any_layout_of_inputs_and_results_gives_the_same_advantages():
     assert actual[0] is out[0]
     assert actual[1] is out[1]
     assert_close(out, env_major(steps, gamma=0.9, lam=0.8), **EXACT)
+    halves = torch.empty(2, 30, 9).double()
+    gae(**steps, gamma=0.9, lam=0.8, out=(halves[0], halves[1]))
+    assert_close((halves[0], halves[1]), out, **EXACT)
 
 
 class ForbidNewTensors(TorchDispatchMode):
@@ -510,6 +513,7 @@ def test_shapes_are_known_on_a_device_without_numbers():
         assert grad(y.sum(), inputs)[0].shape == shape
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -525,11 +529,22 @@ def test_shapes_are_known_on_a_device_without_numbers():
         ({"final_values": torch.ones(3, 5, device="meta")}, "final_values .* on meta"),
         ({"last_values": torch.ones(3, 5)}, r"last_values must be .*\(3,\)"),
         ({"out": (torch.ones(3, 5), torch.ones(5, 3))}, r"out\[1\] .* \(5, 3\)"),
+        ({"gamma": torch.tensor(0.9)}, r"gamma must lie in .* got tensor\(0\.9"),
+        ({"lam": "0.9"}, r"lam must lie in \[0, 1\], got '0\.9'"),
         (
-            {"out": (SHARED, torch.ones(3, 5)), "rewards": SHARED},
-            r"out\[0\] is used tw",
+            {"out": (SHARED[:3], torch.ones(3, 5)), "rewards": SHARED[:3]},
+            r"out\[0\] shares memory",
         ),
-        ({"out": (SHARED, SHARED)}, r"out\[1\] is used twice"),
+        ({"out": (SHARED[:3], SHARED[:3])}, r"out\[1\] shares memory"),
+        ({"out": (SHARED[:3], SHARED[1:4])}, r"out\[1\] shares memory"),
+        (
+            {"out": (torch.ones(3, 5), SHARED[1:4]), "values": SHARED[2:5]},
+            r"out\[1\] shares memory",
+        ),
+        (
+            {"out": (torch.ones(1, 5).expand(3, 5), torch.ones(3, 5))},
+            r"out\[0\] shares memory .* or its own elements do",
+        ),
     ],
 )
 def test_gae_refuses_what_does_not_fit(changes, message):

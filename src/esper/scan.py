@@ -148,7 +148,7 @@ def gae(
         results = _gae_log_depth(rollout, gamma, lam)
         return advantages.copy_(results[0]), returns.copy_(results[1])
     tensors = [_by_time(x) for x in (*rollout, advantages, returns)]
-    _gae_time_major(*(x.numpy() for x in tensors), gamma, lam)
+    gae_time_major(*(x.numpy() for x in tensors), gamma, lam)
     for out_tensor, result in ((advantages, tensors[7]), (returns, tensors[8])):
         if result.data_ptr() != out_tensor.data_ptr():
             out_tensor.copy_(result.T)
@@ -436,7 +436,7 @@ def _gae_log_depth(rollout: Rollout, gamma: float, lam: float) -> tuple[Tensor, 
 
 
 @kernel
-def _gae_time_major(
+def gae_time_major(
     rewards: Array,
     values: Array,
     dones: Array,
@@ -449,7 +449,7 @@ def _gae_time_major(
     gamma: float,
     lam: float,
 ) -> None:
-    """`gae` on contiguous arrays `[time, env]`."""
+    """`gae` on contiguous arrays `[time, env]`, unchecked; writes the last but two."""
     time, envs = rewards.shape
     rollout = Rollout(
         rewards, values, dones, truncated, step_counts, final_values, last_values
@@ -529,9 +529,8 @@ def _require_rollout(
     rollout: Rollout, advantages: Tensor, returns: Tensor, gamma: float, lam: float
 ) -> None:
     """Refuse tensors and factors that `gae` cannot mean."""
-    for name, factor in (("gamma", gamma), ("lam", lam)):
-        if not 0.0 <= factor <= 1.0:
-            raise BadInput(f"{name} must lie in [0, 1], got {factor}.")
+    require_share("gamma", gamma)
+    require_share("lam", lam)
     values, shape = rollout.values, rollout.values.shape
     if len(shape) != 2:
         raise BadInput(f"values must be [env, time], got shape {tuple(shape)}.")
@@ -544,12 +543,34 @@ def _require_rollout(
     _require_kind("step_counts", counts, values, row, torch.int64, torch.int32)
     _require_kind("final_values", rollout.final_values, values, shape, kind)
     _require_kind("last_values", rollout.last_values, values, row, kind)
-    taken = {x.data_ptr() for x in rollout}
+    taken = [_extent(x) for x in rollout]
     for name, tensor in (("out[0]", advantages), ("out[1]", returns)):
         _require_kind(name, tensor, values, shape, kind)
-        if 0 != tensor.data_ptr() in taken:
-            raise BadInput(f"{name} is used twice: pass a tensor of its own.")
-        taken.add(tensor.data_ptr())
+        start, end = _extent(tensor)
+        overlaps = any(start < other_end and other < end for other, other_end in taken)
+        if overlaps or 0 < end - start < tensor.nbytes:
+            raise BadInput(
+                f"{name} shares memory with another tensor, or its own elements do; "
+                "pass a tensor of its own."
+            )
+        taken.append((start, end))
+
+
+def require_share(name: str, value: object) -> None:
+    """Refuse what is no number in [0, 1]."""
+    kinds = int | float | np.integer | np.floating
+    if not isinstance(value, kinds) or not 0.0 <= value <= 1.0:
+        raise BadInput(f"{name} must lie in [0, 1], got {value!r}; give a number.")
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor's memory, and the first one after it."""
+    start = tensor.data_ptr()
+    if not start or not tensor.numel():  # nothing is stored
+        return 0, 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((count - 1) * stride for count, stride in steps)
+    return start, start + (last + 1) * tensor.itemsize
 
 
 def _require_kind(

@@ -1,5 +1,8 @@
 """The tables of the vocabulary: stages, ops, heads, and what a run may say."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,6 +70,23 @@ def test_narrowing_keeps_places_and_removes_choices():
     assert torch.equal(spec.allowed[others], ActionSpec().allowed[others])
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_what_the_caller_does_to_its_arguments_changes_no_action_space():
+    names, blueprints = ["ADD"], [*BLUEPRINTS[:2]]
+    narrowed = {"style": names}
+    spec = ActionSpec(blueprints=blueprints, narrowed=narrowed)
+    same = ActionSpec(blueprints=BLUEPRINTS[:2], narrowed={"style": ("ADD",)})
+    names[0] = "SCALE"
+    narrowed["op"] = ["WAIT"]
+    blueprints.pop()
+    assert spec == same == copy.deepcopy(spec) == pickle.loads(pickle.dumps(spec))
+    assert len({spec, same, copy.deepcopy(spec), ActionSpec()}) == 2
+    with pytest.raises(TypeError):
+        spec.narrowed["style"] = ("SCALE",)
+    with pytest.raises(BadInput, match="for reading; narrow a head"):
+        spec.allowed[0] = False
+
+
 @settings(max_examples=40)
 @given(action_specs())
 def test_every_head_of_every_action_space_has_a_choice_and_no_padding(spec):
@@ -92,6 +112,7 @@ def test_an_action_space_describes_itself_in_plain_data():
     assert "slot" not in described["heads"]
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -102,6 +123,9 @@ def test_an_action_space_describes_itself_in_plain_data():
         ({"narrowed": {"style": ()}}, "'style' is narrowed to nothing"),
         ({"narrowed": {"style": ("SCALED",)}}, "no choice 'SCALED'.*mean 'SCALE'"),
         ({"narrowed": {"op": ("PRUNE",)}}, "must keep WAIT"),
+        ({"narrowed": {"style": 3}}, "narrowed must be a dict of heads .*'style': 3"),
+        ({"slots": None}, "slots must be a SlotConfig, got NoneType"),
+        ({"narrowed": None}, "narrowed must be a dict of heads .* got None"),
         ({"max_slots": 0}, "max_slots must be at least 1, got 0"),
         ({"min_age": -1}, "min_age must not be negative, got -1"),
     ],

@@ -204,25 +204,6 @@ def test_t28_returns_are_sums_of_rewards_over_rollout_boundaries():
     assert_close(live.returns, torch.tensor(running), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("spread", [True, False])
-def test_a_group_of_equal_luck_shares_out_its_first_choices(spread):
-    """Of two that wait with a chance of a half, exactly one waits."""
-    world = ProbeWorld(80, pay=lambda time, bit, actions: bit, length=3)
-    world.group_size = 2
-    policy = make_policy(world.spec)
-    with torch.no_grad():
-        policy.op_out.weight.zero_()
-        policy.op_out.bias.zero_()
-    buffer = make_buffer(policy, 80, 6)
-    live, generator = start(world, policy), Generator().manual_seed(0)
-    collect(world, policy, buffer, live, generator, policy_version=0, spread=spread)
-    batch = take(buffer)
-    assert batch.rows[:, :, 0].sum(dim=-1).eq(2).all()
-    waits = (batch.actions[:, :, 0] == Op.WAIT).view(40, 2, 6).sum(dim=1)
-    assert waits[:, [0, 3]].eq(1).all() == spread, "both episodes begin with it"
-    assert not waits.eq(1).all(), "what comes after differs"
-
-
 def test_mean_return_of_no_episode_is_not_a_number():
     *_, finished = collected(world=HashWorld(ENVS, ends=0.0))
     assert finished.mean_return() != finished.mean_return()

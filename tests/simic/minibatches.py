@@ -10,7 +10,7 @@ from esper.simic.agent.distribution import (
     masked_log_softmax,
     sample,
 )
-from esper.simic.agent.losses import PPOConfig, ppo_objective, ppo_terms
+from esper.simic.agent.losses import PPOConfig, ppo_terms
 from esper.simic.agent.rollout_buffer import SequenceBatch
 from esper.tamiyo.policy.features import Features
 from tests.references import ppo as reference
@@ -75,11 +75,6 @@ class Case:
             normalized_values=self.values if values is None else values,
         )
         return ppo_terms(new, self.batch, self.targets, self.old_values, *settings)
-
-    def compiled_terms(self, settings, logits, values):
-        """What `terms` says, from the compiled loop."""
-        rest = (self.batch, self.targets, self.old_values, *settings)
-        return ppo_objective(logits, values, *rest)
 
     def twice(self):
         """Have every environment twice, one batch after the other."""

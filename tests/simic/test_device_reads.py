@@ -94,4 +94,4 @@ def test_on_a_device_without_data_only_the_record_cannot_be_read(memory, ragged)
     ]
     assert frames[-1].name == "read_record"
     assert "the one read of an update" in frames[-1].line
-    assert agent.version == 1
+    assert agent.version == 0

@@ -14,7 +14,6 @@ from torch.testing import assert_close
 from esper.contracts.errors import NoLegalAction
 from esper.simic.agent.distribution import (
     NUMBERS,
-    Spread,
     choose,
     chosen,
     draw,
@@ -60,7 +59,7 @@ def test_everything_equals_the_sums_over_legal_choices(scale, kind):
             **close,
         )
         assert_close(
-            kl_divergence(was, now)[case],
+            kl_divergence(was, now, rows)[case],
             torch.tensor(reference.kl(before, after), dtype=double),
             rtol=1e-5,
             atol=1e-5,
@@ -93,7 +92,9 @@ def test_t1_t2_gradients_of_masked_log_softmax_entropy_and_kl_are_exact(legal):
     old = masked_log_softmax(other, rows)
     assert gradcheck(lambda x: masked_log_softmax(x, rows), logits)
     assert gradcheck(lambda x: entropy(masked_log_softmax(x, rows)), logits)
-    assert gradcheck(lambda x: kl_divergence(old, masked_log_softmax(x, rows)), logits)
+    assert gradcheck(
+        lambda x: kl_divergence(old, masked_log_softmax(x, rows), rows), logits
+    )
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
@@ -191,110 +192,25 @@ def test_numbers_agree_with_torchs_normal_distribution():
     was, now = (Normal(x[..., 0], x[..., 1].exp()) for x in (old, new))
     assert_close(NUMBERS.log_probs(new, actions), now.log_prob(actions))
     assert_close(NUMBERS.entropy(new), now.entropy())
-    assert_close(NUMBERS.kl(old, new), kl_of(was, now))
+    rows = torch.ones(old.shape, dtype=torch.bool)
+    assert_close(NUMBERS.kl(old, new, rows), kl_of(was, now))
 
 
-@pytest.mark.parametrize("shape", [(200, 1, 2), (50, 8, 4), (1, 1, 1)])
-def test_one_pass_draws_what_the_three_steps_draw(shape):
-    torch.manual_seed(0)
-    logits, rows = 3.0 * torch.randn(shape), torch.rand(shape) < 0.6
-    rows[..., 0] |= ~rows.any(dim=-1)
-    logits[~rows] = torch.nan
-    generator = torch.Generator().manual_seed(1)
-    actions, log_probs, distribution = draw(logits, rows, generator)
-    again = torch.Generator().manual_seed(1)
+@pytest.mark.parametrize("offset", [0.0, 1e4, 1e6])
+def test_a_draw_comes_with_its_log_probabilities_whatever_logits_have_in_common(offset):
+    generator = Generator().manual_seed(2)
+    rows = random_rows(50, 8, 4, generator=generator)
+    logits = torch.randint(-24, 24, (50, 8, 4), generator=generator) / 8
     expected = masked_log_softmax(logits, rows)
-    assert torch.equal(actions, sample(logits, rows, again))
-    assert torch.equal(generator.get_state(), again.get_state())
-    torch.testing.assert_close(distribution, expected, rtol=1e-5, atol=1e-6)
+    shifted = torch.where(rows, logits + offset, torch.nan)
+    actions, log_probs, distribution = draw(shifted, rows, generator)
+    assert rows.gather(-1, actions.unsqueeze(-1)).all()
+    assert_close(distribution, expected, rtol=0, atol=1e-6)
     assert torch.equal(log_probs, chosen(distribution, actions))
-    assert torch.equal(distribution[~rows], torch.zeros_like(distribution[~rows]))
 
 
 @pytest.mark.parametrize("extreme", [torch.nan, -torch.inf, 1e38, -1e38])
-def test_one_pass_takes_the_legal_choice_whatever_its_logit(extreme):
+def test_a_draw_takes_the_legal_choice_whatever_its_logit(extreme):
     logits = torch.tensor([[0.0, extreme, 5.0]])
     rows = torch.tensor([[False, True, False]])
-    generator = torch.Generator().manual_seed(0)
-    assert draw(logits, rows, generator)[0].tolist() == [1]
-
-
-def spread_groups(groups, size, seed=0):
-    return Spread(groups * size, size, Generator().manual_seed(seed))
-
-
-def test_a_group_shares_out_its_choices_as_evenly_as_it_can():
-    """Of n members, n p choose a choice of chance p, rounded up or down."""
-    groups, size = 500, 5
-    logits = torch.tensor([1.0, 0.0, 7.0, -0.5]).expand(groups * size, 4)
-    rows = torch.tensor([True, True, False, True]).expand(groups * size, 4)
-    spread = spread_groups(groups, size)
-    actions = spread.choose(logits, rows).view(groups, size)
-    shares = probabilities(masked_log_softmax(logits, rows), rows)[0]
-    for choice, share in enumerate(shares.tolist()):
-        times = (actions == choice).sum(dim=1)
-        assert ((times - size * share).abs() < 1).all()
-
-
-def test_every_member_of_a_group_chooses_with_the_chances_of_the_policy():
-    """Also later, whatever was chosen before, and in every place of the group."""
-    groups, size = 4000, 3
-    spread = spread_groups(groups, size)
-    generator = Generator().manual_seed(1)
-    wide, waits = torch.randn(4, generator=generator), torch.tensor([2.0, 0, 0, 0])
-    rows = torch.ones(groups * size, 4, dtype=torch.bool)
-    before = spread.choose(waits.expand(groups * size, 4), rows)
-    spread.part(before == 2)
-    after = spread.choose(wide.expand(groups * size, 4), rows)
-    spread.restart(before == 3)
-    last = spread.choose(wide.expand(groups * size, 4), rows)
-    expected = wide.double().softmax(0)
-    place = torch.arange(groups * size) % size
-    for drawn in (after, last):
-        for own in (*(before == k for k in range(4)), *(place == k for k in range(3))):
-            counts = torch.bincount(drawn[own], minlength=4)
-            assert chisquare(counts, expected * counts.sum()).pvalue > 1e-4
-
-
-def test_moments_of_the_first_act_are_spread_over_a_group():
-    """Members of a group that wait with the same chances act one after the other."""
-    groups, size = 300, 4
-    spread = spread_groups(groups, size)
-    rows = torch.ones(groups * size, 2, dtype=torch.bool)
-    logits = torch.tensor([2.0, 0.0]).expand(groups * size, 2)
-    waiting, left = torch.ones(groups * size, dtype=torch.bool), 1.0
-    for _ in range(12):
-        acted = spread.choose(logits, rows) == 1
-        spread.part(acted)
-        waiting &= ~acted
-        left *= float(logits[0].softmax(0)[0])
-        counts = waiting.view(groups, size).sum(dim=1)
-        assert ((counts - size * left).abs() < 1).all()
-
-
-def test_spread_choices_are_legal_at_the_edges():
-    spread = spread_groups(50, 2)
-    generator = Generator().manual_seed(2)
-    for scale in (1.0, 1e3, 1e6):
-        for _ in range(20):
-            rows = random_rows(100, 6, generator=generator, chance=0.3)
-            logits = scale * torch.randn(100, 6, generator=generator)
-            actions = spread.choose(logits, rows)
-            assert rows.gather(1, actions.unsqueeze(1)).all()
-
-
-def test_spread_leaves_the_direction_of_the_gradient_of_two_choices():
-    """Less the mean of the others, it is the gradient or up to n / (n - 1) of it."""
-    groups, size = 20_000, 4
-    worth = torch.tensor([0.0, 1.0])
-    for share in (0.05, 0.25, 0.4):
-        logits = torch.tensor([1.0 - share, share]).log().expand(groups * size, 2)
-        rows = torch.ones(groups * size, 2, dtype=torch.bool)
-        actions = spread_groups(groups, size).choose(logits, rows)
-        gains = worth[actions].view(groups, size)
-        others = (gains.sum(dim=1, keepdim=True) - gains) / (size - 1)
-        # Of the logit of choice 1, whose log-probability has slope a - p.
-        slopes = actions.view(groups, size) - share
-        gradient = float((slopes * (gains - others)).mean())
-        truth = share * (1.0 - share)
-        assert 0.97 * truth < gradient < 1.03 * size / (size - 1) * truth
+    assert draw(logits, rows, Generator().manual_seed(0))[0].tolist() == [1]

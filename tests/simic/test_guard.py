@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from esper.simic.agent import ppo
 from esper.simic.agent.ppo import Guard
-from tests.rollouts import fill_ragged
-from tests.simic.agents import agent_with_rollout, snapshot, unequal
+from tests.rollouts import fill_ragged, make_policy
+from tests.simic.agents import agent_with_rollout, changed, snapshot, unequal
 
 
 @pytest.mark.parametrize("learning_rate", [1.0, 1e3])
@@ -50,6 +51,79 @@ def test_t34_a_partial_stop_keeps_the_steps_before_and_takes_none_after():
     )
     assert_close(torch.tensor(named), torch.tensor(mean[:4]))
     assert_close(record.kl, sum(mean[5:13]), rtol=1e-5, atol=1e-7)
+
+
+def fail_at(call, count, error):
+    """The call, which raises after it has done its work for the n-th time."""
+    calls = []
+
+    def failing(*arguments, **named):
+        result = call(*arguments, **named)
+        calls.append(1)
+        if len(calls) == count:
+            raise error
+        return result
+
+    return failing
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize("which", ["scores", "optimiser", "clipping", "record"])
+def test_an_update_that_fails_changes_nothing_and_can_be_tried_again(
+    which, error, monkeypatch
+):
+    """The first two of four steps were taken, or all."""
+    agents = [agent_with_rollout(epochs=2, target_kl=math.inf) for _ in range(2)]
+    for agent in agents:
+        agent.update()
+        fill_ragged(agent.policy, agent.buffer, policy_version=1, rng_seed=5)
+    agent, undisturbed = agents
+    holder, name, count = {
+        "scores": (agent.policy, "scores", 3),
+        "optimiser": (agent.optimizer, "step", 3),
+        "clipping": (torch.nn.utils, "clip_grad_norm_", 3),
+        "record": (ppo, "read_record", 1),
+    }[which]
+    before, random = snapshot(agent), agent.generator.get_state()
+    with monkeypatch.context() as patch:
+        patch.setattr(holder, name, fail_at(getattr(holder, name), count, error))
+        with pytest.raises(type(error)):
+            agent.update()
+    assert not unequal(before, snapshot(agent))
+    assert torch.equal(random, agent.generator.get_state())
+    assert agent.version == agent.buffer.policy_version == 1
+    assert not changed(agent.update(), undisturbed.update())
+    assert not unequal(snapshot(agent), snapshot(undisturbed))
+
+
+@pytest.mark.parametrize("filler", [-1.0, 3.0])
+def test_what_is_stored_of_illegal_choices_does_not_change_the_stop(filler):
+    """T9: with -1 there, a KL over all places was negative, and nothing stopped it."""
+    records = []
+    for fill in (0.0, filler):
+        agent = agent_with_rollout(learning_rate=0.01)
+        storage = agent.buffer._storage
+        storage["distribution"][~storage["rows"]] = fill
+        records.append(agent.update())
+    assert records[0].stopped_at is not None
+    assert not changed(*records)
+
+
+@pytest.mark.parametrize("offset", [1e4, 1e6])
+def test_what_logits_have_in_common_costs_no_digit_of_the_loss(offset):
+    """An unchanged policy has KL 0, or the stop ends updates for no reason."""
+    policy = make_policy()
+    with torch.no_grad():
+        policy.op_out.weight.zero_()
+        policy.op_out.bias.copy_(torch.arange(6.0) / 8)
+    record = agent_with_rollout(policy, epochs=1, minibatches=1).update()
+    with torch.no_grad():
+        policy = make_policy()
+        policy.op_out.weight.zero_()
+        policy.op_out.bias.copy_(offset + torch.arange(6.0) / 8)
+    shifted = agent_with_rollout(policy, epochs=1, minibatches=1).update()
+    assert abs(shifted.kl) < 1e-6
+    assert shifted.policy_loss == pytest.approx(record.policy_loss, abs=1e-6)
 
 
 @pytest.mark.parametrize(

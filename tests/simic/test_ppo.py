@@ -57,6 +57,42 @@ def test_an_update_moves_every_weight_and_reports_what_ran():
     assert (agent.buffer.step_counts == 0).all()
 
 
+def test_a_frozen_policy_stays_while_its_value_is_learnt_and_can_be_unfrozen():
+    """As in a warm-up of the critic."""
+    policy = make_policy(strength=0.5)
+    rest = [p for n, p in policy.named_parameters() if not n.startswith("value")]
+    for parameter in rest:
+        parameter.requires_grad_(False)
+    agent = agent_with_rollout(policy)
+    before = snapshot(agent)
+    record = agent.update()
+    moved = unequal(before, snapshot(agent))
+    names = dict(policy.named_parameters())
+    assert {n for n in moved if n in names} == {n for n in names if "value" in n}
+    assert record.steps_taken == record.steps_planned
+    assert abs(record.kl) < 1e-6
+    assert {head.grad_norm for head in record.heads.values()} == {0.0}
+    for parameter in rest:
+        parameter.requires_grad_()
+    refilled(agent)
+    agent.update()
+    assert {*names} <= {*unequal(before, snapshot(agent))}
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_an_update_without_gradients_is_refused_in_words(off):
+    agent = agent_with_rollout()
+    before = snapshot(agent)
+    with off(), pytest.raises(CallOrder, match=r"needs gradients, which are off"):
+        agent.update()
+    agent.policy.requires_grad_(False)
+    with pytest.raises(CallOrder, match=r"nothing in the loss requires grad"):
+        agent.update()
+    assert not unequal(before, snapshot(agent))
+    agent.policy.requires_grad_()
+    assert agent.update().steps_taken > 0
+
+
 def test_the_same_seed_gives_the_same_update_and_another_one_does_not():
     def after(rng_seed):
         policy = make_policy(strength=0.5)
@@ -162,12 +198,19 @@ def test_t31_equal_advantages_teach_the_policy_nothing_and_stay_finite():
     ]
 
 
+def test_advantages_that_are_written_by_hand_are_learnt_from():
+    """Once they are computed, an update takes them as they are."""
+    agent = agent_with_rollout(entropy=0.0, value=0.0)
+    agent.buffer.compute_advantages_and_returns()
+    agent.buffer.advantages.zero_()
+    assert agent.update().grad_norm == 0.0
+
+
 def test_t35_a_heads_entropy_is_the_mean_over_the_steps_on_which_it_was_open():
     """Minibatches in which a head is hardly ever open must not pull it to 0."""
     agent = agent_with_rollout(learning_rate=1e-9, epochs=1, minibatches=6, steps=5)
     batch = take(agent.buffer)
     terms = terms_of(agent, batch)
-    agent.buffer._is_computed = False
     record = agent.update()
     for index, name in enumerate(HEAD_NAMES):
         expected = float(terms.entropy[index])

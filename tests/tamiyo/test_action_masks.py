@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from esper.contracts.actions import HEADS, ActionSpec
+from esper.contracts.actions import HEAD, HEADS, ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS, NUM_BLUEPRINTS
 from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
@@ -147,6 +147,19 @@ def test_masks_are_their_owners_and_written_by_name():
     assert_same(compute_batch_masks(rows, SlotConfig()), before)
 
 
+@pytest.mark.parametrize("head", ["slot", "blueprint"])
+def test_masks_that_are_unions_refuse_to_be_written_into(head):
+    masks = compute_batch_masks([[None] * 3] * 2, SlotConfig())
+    before = masks[head].tolist()
+    with pytest.raises(BadInput, match=rf"write into masks\.{head}\[env, "):
+        masks[head][0, 1] = False
+    with pytest.raises(BadInput, match="for reading"):
+        masks[head][1] &= False
+    assert masks[head].tolist() == before
+    getattr(masks, head)[:, :, 0] = False
+    assert not masks[head][:, 0].any()
+
+
 def example(spec: ActionSpec, envs: int = 3, device: str = "cpu"):
     """Any observation, on any device."""
     shape = (envs, spec.slots.max_slots)
@@ -172,6 +185,18 @@ def test_masks_can_be_computed_on_a_device_that_holds_no_values():
     for field, shape in zip(FIELDS, [(6,), (6, 3), (3, 16), (8, 16)], strict=True):
         for mask in (getattr(masks, field), getattr(listed, field)):
             assert (mask.device.type, mask.shape) == ("meta", (3, *shape))
+
+
+def test_no_caller_can_spoil_the_masks_of_another():
+    """Rules are kept for the whole process."""
+    narrowed = {"style": ["ADD"], "tempo": ["FAST"]}
+    spec = ActionSpec(narrowed=narrowed)
+    assert spec.allowed[HEAD["style"]].tolist()[:2] == [True, False]
+    narrowed["style"] = ["SCALE"]
+    compute_batch_masks([[None] * 3], spec.slots, spec=spec)
+    other = ActionSpec(narrowed={"style": ("SCALE",), "tempo": ("FAST",)})
+    masks = compute_batch_masks([[None] * 3], other.slots, spec=other)
+    assert masks["style"].tolist() == [[False, True]]
 
 
 def test_masks_first_asked_for_in_inference_serve_training_too():
@@ -264,6 +289,12 @@ def test_states_and_offers_of_a_wrong_kind_are_refused(field, spoil, message):
         object.__setattr__(states, field, spoil(getattr(states, field)))
     with pytest.raises(BadInput, match=message):
         batch_masks(slot_config=SlotConfig(), **arguments)
+
+
+@pytest.mark.parametrize("config", [None, {"max_slots": 3}])
+def test_a_slot_config_that_is_none_is_refused(config):
+    with pytest.raises(BadInput, match="slot_config must be a SlotConfig, got"):
+        batch_masks([[None] * 3], config)
 
 
 def test_a_slot_config_that_contradicts_the_spec_is_refused():

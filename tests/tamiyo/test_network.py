@@ -274,6 +274,34 @@ def test_what_is_not_the_policys_is_refused(call, match):
         call()
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (
+            lambda f: replace(f, host=f.host[:3]),
+            r"features.host must be .* got .*\[3, ",
+        ),
+        (lambda f: replace(f, host=f.host[:, :5]), r"features.host .* got .*\[5, 5\]"),
+        (lambda f: replace(f, slots=f.slots[:, :2]), r"features.slots .*\[5, 2, "),
+        (lambda f: replace(f, offers=f.offers[:, :, 1:]), "features.offers must be"),
+        (lambda f: replace(f, host=f.host.double()), "features.host .* got .*float64"),
+        (lambda f: {"host": f.host}, "features must be Features, got dict"),
+    ],
+)
+def test_features_that_are_not_the_policys_are_refused_in_one_line(spoil, match):
+    policy = make_policy()
+    _, features, masks = seen()
+    first = torch.zeros(ENVS, dtype=torch.bool)
+    for call in (
+        lambda state: policy.act(spoil(features), masks, first, state, None),
+        lambda state: policy.value(spoil(features), first, state),
+    ):
+        with pytest.raises(BadInput, match=match) as caught:
+            call(policy.initial_state(ENVS))
+        assert "\n" not in str(caught.value)
+
+
 def situation(policy, envs):
     generator = Generator().manual_seed(0)
     first = torch.rand(envs, generator=generator) < 0.3

@@ -7,7 +7,7 @@ log-probabilities, entropy, KL and telemetry all read it. `ActionSpec` is what o
 may choose.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from torch import Tensor
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint
 from esper.contracts.errors import BadInput, unknown
 from esper.contracts.features import Features, Leaf, feature_leaves
+from esper.contracts.readonly import read_only
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Op as Op
 
@@ -84,10 +85,23 @@ class ActionSpec:
 
     slots: SlotConfig = field(default_factory=SlotConfig)
     blueprints: tuple[Blueprint, ...] = BLUEPRINTS
-    narrowed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    narrowed: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse an action space in which a head has no or unknown choices."""
+        """Keep copies; refuse a space in which a head has no or unknown choices."""
+        if not isinstance(self.slots, SlotConfig):
+            raise BadInput(
+                f"slots must be a SlotConfig, got {type(self.slots).__name__}."
+            )
+        try:
+            narrowed = {head: tuple(names) for head, names in self.narrowed.items()}
+        except (AttributeError, TypeError):
+            raise BadInput(
+                "narrowed must be a dict of heads and the names of their choices, got "
+                f"{self.narrowed!r}."
+            ) from None
+        object.__setattr__(self, "narrowed", MappingProxyType(narrowed))
+        object.__setattr__(self, "blueprints", tuple(self.blueprints))
         if not self.blueprints:
             raise BadInput("blueprints is empty; name at least one blueprint.")
         names = [blueprint.name for blueprint in self.blueprints]
@@ -107,6 +121,14 @@ class ActionSpec:
                     raise unknown(f"head {name!r} has no choice", choice, choices)
         if "WAIT" not in self.narrowed.get("op", ("WAIT",)):
             raise BadInput("the op head must keep WAIT, which is always legal.")
+
+    def __hash__(self) -> int:
+        """Equal spaces have equal hashes; a mapping has none of its own."""
+        return hash((self.slots, self.blueprints, frozenset(self.narrowed.items())))
+
+    def __reduce__(self) -> tuple[type["ActionSpec"], tuple[Any, ...]]:
+        """Be pickled and copied as what it was made from."""
+        return ActionSpec, (self.slots, self.blueprints, dict(self.narrowed))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -129,7 +151,7 @@ class ActionSpec:
 
     @cached_property
     def allowed(self) -> Tensor:
-        """What the run ever allows, bool [head, choice], False on padding."""
+        """What the run ever allows, bool [head, choice], False on padding; to read."""
         rows = torch.zeros(NUM_HEADS, self.width, dtype=torch.bool)
         for index, (head, size) in enumerate(zip(HEADS, self.sizes, strict=True)):
             names = self.narrowed.get(head.name)
@@ -138,7 +160,7 @@ class ActionSpec:
             else:
                 order = list(head.choices)
                 rows[index, [order.index(name) for name in names]] = True
-        return rows
+        return read_only(rows, "narrow a head with ActionSpec(narrowed={...}).")
 
     def describe(self) -> dict[str, Any]:
         """This action space as plain data, for checkpoints."""
@@ -163,8 +185,9 @@ class ActionMasks(Mapping[str, Tensor]):
     """What is possible now, as a mapping from each head to its legal choices.
 
     `op`, `slot` and `blueprint` depend on each other, so their masks are tables; the
-    other heads are rows of `fixed`. `masks["slot"]` and `masks["blueprint"]` are unions
-    over the tables; every other `masks[name]` is a view, which may be written into.
+    other heads are rows of `fixed`. No write is lost: `masks["slot"]` and
+    `masks["blueprint"]` are unions over the tables and refuse to be written into, so
+    write into `masks.slot` and `masks.blueprint`; every other `masks[name]` is a view.
     """
 
     op: Bool[Tensor, "env op"]
@@ -181,9 +204,9 @@ class ActionMasks(Mapping[str, Tensor]):
         if head == "op":
             return self.op
         if head == "slot":
-            return self.slot.any(dim=1)
+            return _union("slot", self.slot, "op, slot")
         if head == "blueprint":
-            return self.blueprint.any(dim=1)
+            return _union("blueprint", self.blueprint, "slot, blueprint")
         index = HEAD[head]
         return self.fixed[:, index, : len(HEADS[index].choices)]
 
@@ -199,3 +222,9 @@ class ActionMasks(Mapping[str, Tensor]):
         """The same masks on another device."""
         tables = (self.op, self.slot, self.blueprint, self.fixed)
         return ActionMasks(*(table.to(device) for table in tables))
+
+
+def _union(name: str, table: Tensor, axes: str) -> Tensor:
+    """What is legal with any choice before it, for reading."""
+    instead = f"masks[{name!r}] is a union: write into masks.{name}[env, {axes}]."
+    return read_only(table.any(dim=1), instead)

@@ -137,9 +137,6 @@ class Learner:
     """GAE lambda: 0 is one-step TD, 1 is Monte Carlo."""
     final_share: Fraction = 0.1
     """Learning rate and entropy coefficients fall linearly to this fraction."""
-    spread: bool = False
-    """Draw the first actions of each group by systematic sampling. This lowers the
-    variance slightly; no effect on learning was measured."""
     ppo: PPOConfig = field(
         default_factory=lambda: PPOConfig(
             # What a decision is worth is small against the noise of a training: few

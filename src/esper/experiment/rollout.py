@@ -21,7 +21,6 @@ from esper.contracts.world import (
     StepResult,
     VectorWorld,
 )
-from esper.simic.agent.distribution import Spread
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
 
@@ -101,25 +100,18 @@ def collect(
     generator: Generator,
     *,
     policy_version: int,
-    spread: bool = False,
     on_step: Callable[[Transition], None] | None = None,
 ) -> tuple[Live, Finished]:
-    """Fill `buffer` with steps of `policy`, going on from `live`.
-
-    With `spread`, groups of equal luck share out their first choices.
-    """
+    """Fill `buffer` with steps of `policy`, going on from `live`."""
     observation, state, returns = live.observation, live.state, live.returns
     spec = world.spec
     buffer.begin(state, policy_version, world.group_size)
-    choices = Spread(world.num_envs, world.group_size, generator) if spread else None
     episodes = total = torch.zeros((), device=returns.device)
     reports: list[EpisodeReport] = []
     for _ in range(buffer.max_steps):
         features = compute_features(observation, spec)
         masks = compute_masks(observation, spec)
-        decision = policy.act(
-            features, masks, observation.first, state, generator, choices
-        )
+        decision = policy.act(features, masks, observation.first, state, generator)
         result = world.step(decision.actions)
         returns = returns + result.reward
         if on_step is not None:

@@ -55,8 +55,6 @@ class ShardJob:
     policy: PolicyConfig
     steps: int
     rng_seed: int
-    spread: bool
-    """Whether groups of equal luck share out their first choices."""
     rollbacks: int
     """Another number of them gives another random stream."""
 
@@ -108,7 +106,6 @@ def play_shard(weights: Tensors, job: ShardJob) -> Played:
         live,
         stream(job.rng_seed, choices),
         policy_version=0,
-        spread=job.spread,
         on_step=steps.append,
     )
     first = torch.stack([step.observation.first for step in steps])

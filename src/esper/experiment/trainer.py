@@ -274,7 +274,6 @@ class Trainer(TrainingLoop):
                 policy=self.config.learner.policy,
                 steps=self.steps,
                 rng_seed=self.config.rng_seed,
-                spread=self.config.learner.spread,
                 rollbacks=self.rollbacks,
             )
             for number, shard in enumerate(self.shards)

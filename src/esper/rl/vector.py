@@ -141,6 +141,10 @@ class RaisedInWorker(Exception):  # noqa: N818
 class ContainedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """An environment in its own process; whatever it raises can be sent."""
 
+    def __init__(self, env: Env[Any, Any], seconds: float) -> None:
+        super().__init__(env)
+        self._seconds = seconds
+
     def reset(self, **options: Any) -> Any:  # noqa: ANN401
         """Begin an episode."""
         return _contained(partial(self.env.reset, **options))
@@ -156,7 +160,7 @@ class ContainedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def close(self) -> None:
         """Close it; what it raises is a warning."""
-        close_all([self.env.close], TIMEOUT)
+        close_all([self.env.close], self._seconds)
 
 
 class UnmadeEnv(gymnasium.Env[Any, Any]):
@@ -566,7 +570,7 @@ def _made(
     one = partial(_one, lambda: timed(make, what, seconds, OPTION))
     if kind == "sync":
         return _guarded(lambda: SyncEnvs([one] * envs, seconds), name)
-    worker = partial(_in_worker, partial(_one, make), one, os.getpid())
+    worker = partial(_in_worker, partial(_one, make), one, os.getpid(), seconds)
     try:
         return _guarded(lambda: AsyncEnvs([worker] * envs, seconds), name)
     except WaitTimeout:
@@ -582,7 +586,10 @@ def _one(make: Callable[[], Any]) -> Any:  # noqa: ANN401
 
 
 def _in_worker(
-    make: Callable[[], Any], make_here: Callable[[], Any], parent: int
+    make: Callable[[], Any],
+    make_here: Callable[[], Any],
+    parent: int,
+    seconds: float,
 ) -> Any:  # noqa: ANN401
     """An environment in a process of its own, which ends with its parent.
 
@@ -590,12 +597,13 @@ def _in_worker(
         make: Makes it.
         make_here: The same, in the process that learns: for its spaces.
         parent: The process that learns.
+        seconds: How long a call may take.
     """
     if os.getpid() == parent:
-        return ContainedEnv(make_here())
+        return ContainedEnv(make_here(), seconds)
     Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
-        return ContainedEnv(make())
+        return ContainedEnv(make(), seconds)
     except BaseException as error:
         return UnmadeEnv(described(error))
 

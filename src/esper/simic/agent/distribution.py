@@ -23,17 +23,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
-from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
 from esper.contracts.errors import NoLegalAction
 from esper.contracts.features import Leaf
-from esper.kernels import kernel
-
-Array = NDArray[Any]
 
 
 @runtime_checkable
@@ -183,10 +178,11 @@ def masked_log_softmax(
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     lowest = 0.5 * torch.finfo(logits.dtype).min
-    legal = torch.where(rows, logits, lowest)
     # Choices are few: torch is seven times as fast along an outer axis.
-    outer = torch.log_softmax(legal.movedim(-1, 0).contiguous(), dim=0)
-    return outer.movedim(0, -1) * rows  # which are finite, so that 0 times one is 0
+    rows = rows.movedim(-1, 0).contiguous()
+    legal = torch.where(rows, logits.movedim(-1, 0), lowest)
+    outer = torch.log_softmax(legal.contiguous(), dim=0)
+    return (outer * rows).movedim(0, -1)  # finite, so that 0 times one is 0
 
 
 def entropy(log_probs: Float[Tensor, "*batch choice"]) -> Float[Tensor, " *batch"]:
@@ -195,10 +191,12 @@ def entropy(log_probs: Float[Tensor, "*batch choice"]) -> Float[Tensor, " *batch
 
 
 def kl_divergence(
-    old: Float[Tensor, "*batch choice"], new: Float[Tensor, "*batch choice"]
+    old: Float[Tensor, "*batch choice"],
+    new: Float[Tensor, "*batch choice"],
+    rows: Bool[Tensor, "*batch choice"],
 ) -> Float[Tensor, " *batch"]:
-    """Exact KL(old || new); both are 0 at the same illegal choices."""
-    return (old.exp() * (old - new)).sum(dim=-1)
+    """Exact KL(old || new) over the legal choices, whatever stands elsewhere."""
+    return torch.where(rows, old.exp() * (old - new), 0.0).sum(dim=-1)
 
 
 def chosen(
@@ -232,9 +230,11 @@ def normal_entropy(
 
 
 def normal_kl(
-    old: Float[Tensor, "*batch two"], new: Float[Tensor, "*batch two"]
+    old: Float[Tensor, "*batch two"],
+    new: Float[Tensor, "*batch two"],
+    rows: Bool[Tensor, "*batch two"],
 ) -> Float[Tensor, " *batch"]:
-    """Exact KL(old || new)."""
+    """Exact KL(old || new); nothing of it is masked."""
     (old_mean, old_log), (new_mean, new_log) = old.unbind(-1), new.unbind(-1)
     squares = (2.0 * old_log).exp() + (old_mean - new_mean).square()
     return new_log - old_log + 0.5 * (squares * (-2.0 * new_log).exp() - 1.0)
@@ -248,14 +248,12 @@ class Family(NamedTuple):
     log_probs: Callable[[Tensor, Tensor], Tensor]
     """Of some actions."""
     entropy: Callable[[Tensor], Tensor]
-    kl: Callable[[Tensor, Tensor], Tensor]
-    """KL(old || new)."""
+    kl: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """KL(old || new), given the rows that both were made with."""
 
 
 SMALLEST_UNIFORM: Final = 2.0**-25
 """Zero is drawn once in 2^24: half of the next number keeps its noise finite."""
-LOWEST_LOGIT: Final = float(torch.finfo(torch.float32).min)
-LARGEST_BELOW_ONE: Final = 1.0 - 2.0**-53
 LOG_TWO_PI: Final = math.log(2.0 * math.pi)
 CHOICES: Final = Family(masked_log_softmax, chosen, entropy, kl_divergence)
 NUMBERS: Final = Family(normal_parameters, normal_log_probs, normal_entropy, normal_kl)
@@ -296,65 +294,6 @@ def gumbel(shape: Sequence[int], generator: Generator) -> Float[Tensor, "*shape"
     return uniform.clamp_(min=SMALLEST_UNIFORM).log_().neg_().log_().neg_()
 
 
-class Spread:
-    """Draws that environments of a group share out among themselves.
-
-    Environments of a group have the same luck, so until one of them acts they see the
-    same and their policies are equal. Each has one number u of [0, 1), and the numbers
-    of a group are evenly spaced: (U + i / n) mod 1 with one uniform U and the members
-    i in random order. A choice is the interval of the cumulated probabilities that
-    holds u, and what is left of u is its place inside the interval: uniform again,
-    whatever was chosen. So every choice has exactly the policy's probability, while a
-    group tries different moments and different first choices instead of n times the
-    likeliest one.
-
-    Args:
-        envs: How many environments there are.
-        group_size: So many of them in a row form a group.
-        generator: The only source of randomness.
-    """
-
-    def __init__(self, envs: int, group_size: int, generator: Generator) -> None:
-        self._shape = (envs // group_size, group_size)
-        self._generator = generator
-        self._left = self._spaced()
-
-    def restart(self, first: Bool[Tensor, " env"]) -> None:
-        """Space the numbers anew where an episode begins."""
-        self._left = torch.where(first, self._spaced().to(first.device), self._left)
-
-    def choose(
-        self,
-        logits: Float[Tensor, "env choice"],
-        rows: Bool[Tensor, "env choice"],
-    ) -> Int64[Tensor, " env"]:
-        """One legal choice per environment."""
-        shares = masked_log_softmax(logits.double(), rows).exp() * rows
-        upper = shares.cumsum(dim=1)
-        upper = upper / upper[:, -1:]  # ends at 1, above every number
-        left = self._left.unsqueeze(1).to(upper.device)
-        choice = (upper <= left).sum(dim=1, keepdim=True)
-        top = upper.gather(1, choice)
-        bottom = torch.where(choice > 0, upper.gather(1, (choice - 1).clamp(min=0)), 0)
-        left = ((left - bottom) / (top - bottom)).clamp(0, LARGEST_BELOW_ONE)
-        self._left = left.squeeze(1)
-        return choice.squeeze(1)
-
-    def part(self, acted: Bool[Tensor, " env"]) -> None:
-        """Draw on their own from now on for those that did something."""
-        fresh = self._uniform(self._shape).flatten().to(acted.device)
-        self._left = torch.where(acted, fresh, self._left)
-
-    def _spaced(self) -> Float[Tensor, " env"]:
-        groups, size = self._shape
-        order = self._uniform(self._shape).argsort(dim=1)
-        return ((self._uniform((groups, 1)) + order.double() / size) % 1.0).flatten()
-
-    def _uniform(self, shape: Sequence[int]) -> Float[Tensor, "*shape"]:
-        own = self._generator
-        return torch.rand(shape, generator=own, dtype=torch.float64, device=own.device)
-
-
 def draw(
     logits: Float[Tensor, "*batch choice"],
     rows: Bool[Tensor, "*batch choice"],
@@ -364,22 +303,13 @@ def draw(
     Float[Tensor, " *batch"],
     Float[Tensor, "*batch choice"],
 ]:
-    """What `sample`, `chosen` and `masked_log_softmax` give, on the CPU in one pass."""
-    on_cpu = logits.device.type == generator.device.type == "cpu"
-    if not on_cpu or logits.dtype != torch.float32:
-        actions = sample(logits, rows, generator)
-        distribution = masked_log_softmax(logits, rows)
-        return actions, chosen(distribution, actions), distribution
-    uniform = torch.rand(rows.shape, generator=generator)
-    actions = torch.empty(rows.shape[:-1], dtype=torch.int64)
-    log_probs, distribution = torch.empty(actions.shape), torch.empty(rows.shape)
-    inputs = (x.detach().contiguous() for x in (logits, rows, uniform))
-    outputs = actions, log_probs, distribution
-    _draw_rows(
-        *(x.view(-1, rows.shape[-1]).numpy() for x in inputs),
-        *(x.numpy().reshape(-1) for x in outputs),
-    )
-    return actions, log_probs, distribution
+    """Draw one legal choice per row.
+
+    Returns the choices, their log-probabilities, and those of all choices.
+    """
+    actions = sample(logits, rows, generator)
+    distribution = masked_log_softmax(logits, rows)
+    return actions, chosen(distribution, actions), distribution
 
 
 @cache
@@ -400,42 +330,3 @@ def require_choice(
         raise NoLegalAction(
             f"head {names[head]!r} of environment {env} has no legal choice; {hint}"
         )
-
-
-@kernel
-def _draw_rows(
-    logits: Array,
-    rows: Array,
-    uniform: Array,
-    actions: Array,
-    log_probs: Array,
-    distribution: Array,
-) -> None:
-    """`draw` on `[row, choice]`; results are flat."""
-    count, choices = logits.shape
-    kind = logits.dtype.type
-    zero, smallest, lowest = kind(0), kind(SMALLEST_UNIFORM), kind(LOWEST_LOGIT)
-    for row in range(count):
-        largest = kind(-np.inf)
-        for choice in range(choices):
-            if rows[row, choice] and not logits[row, choice] <= largest:
-                largest = logits[row, choice]
-        total = zero
-        for choice in range(choices):
-            if rows[row, choice]:
-                total += np.exp(logits[row, choice] - largest)
-        shift = largest + np.log(total)
-        best, taken = kind(-np.inf), 0
-        for choice in range(choices):
-            at, logit = row * choices + choice, logits[row, choice]
-            distribution[at] = zero
-            if rows[row, choice]:
-                distribution[at] = logit - shift
-                noise = -np.log(-np.log(max(uniform[row, choice], smallest)))
-                # As in `choose`: legal -inf is above the illegal, NaN is largest.
-                noisy = logit + noise
-                noisy = lowest if noisy < lowest else noisy
-                if noisy > best or (noisy != noisy and best == best):
-                    best, taken = noisy, choice
-        actions[row] = taken
-        log_probs[row] = distribution[row * choices + taken]

@@ -17,13 +17,13 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
 
 from esper.contracts.errors import BadInput, CallOrder
-from esper.contracts.state import Stateful
-from esper.simic.agent.distribution import Policy
+from esper.contracts.state import Stateful, leaves, load
+from esper.simic.agent.distribution import Policy, evaluate_choices
 from esper.simic.agent.losses import (
     PPOConfig,
     masked_mean,
     normalize_advantages,
-    ppo_objective,
+    ppo_terms,
     subtract_group_baseline,
 )
 from esper.simic.agent.metrics import UpdateRecord, read_record, step_row
@@ -174,7 +174,8 @@ class PPOAgent(Stateful):
                 f"{buffer.num_envs} environments; sequences are not split."
             )
         self.device = policy.value_mean.device
-        self.parameters = [p for p in policy.parameters() if p.requires_grad]
+        # Frozen ones, too: they have no gradient, and may be unfrozen later.
+        self.parameters = [*policy.parameters()]
         self.optimizer = torch.optim.Adam(
             self.parameters, lr=config.learning_rate, eps=1e-5, fused=True
         )
@@ -201,7 +202,30 @@ class PPOAgent(Stateful):
         self._entropy = share * self._full_entropy
 
     def update(self) -> UpdateRecord:
-        """Improve the policy on one rollout, empty the buffer, say what happened."""
+        """Improve the policy on one rollout, empty the buffer, say what happened.
+
+        Parameters that do not require grad stay as they are, for instance all but those
+        of the value in a warm-up of the critic. An exception, whatever it is, changes
+        nothing: the same update can be tried again.
+        """
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            raise CallOrder(
+                "update() needs gradients, which are off here; call it outside of "
+                "torch.no_grad() and torch.inference_mode()."
+            )
+        kept = {path: tensor.clone() for path, tensor in leaves(self).items()}
+        was_computed = self.buffer.is_computed
+        try:
+            record = self._improve()
+        except BaseException:
+            load(self, kept)
+            self.buffer.is_computed = was_computed
+            raise
+        # The version has moved on: a rollout that stays here is refused from now on.
+        self.buffer.reset()
+        return record
+
+    def _improve(self) -> UpdateRecord:
         config = self.config
         batch = self._take_rollout()
         guard = Guard(config.target_kl, self.device)
@@ -226,7 +250,6 @@ class PPOAgent(Stateful):
         with torch.no_grad():
             for tensor, old in zip(units, old_units, strict=True):
                 tensor.copy_(torch.where(taken, tensor, old))
-        self.buffer.reset()
         self.version += 1
         planned = config.epochs * config.minibatches
         return read_record(rows, explained, planned, self.policy.spec.head_names)
@@ -238,7 +261,8 @@ class PPOAgent(Stateful):
                 f"{self.buffer.policy_version}, this policy is version {self.version}; "
                 "collect again."
             )
-        self.buffer.compute_advantages_and_returns()
+        if not self.buffer.is_computed:  # else they may have been written into
+            self.buffer.compute_advantages_and_returns()
         batch = self.buffer.get_batched_sequences(self.device)
         advantages = subtract_group_baseline(
             batch.advantages, batch.valid_mask, batch.group_size
@@ -253,10 +277,12 @@ class PPOAgent(Stateful):
             part.features, part.actions, part.first, part.state
         )
         targets, old = ((x - mean) / scale for x in (part.returns, part.values))
-        logits.retain_grad()
-        terms = ppo_objective(
-            logits, values, part, targets, old, self.config, self._entropy
-        )
+        if logits.requires_grad:  # else all that leads to them is frozen
+            logits.retain_grad()
+        new = evaluate_choices(logits, values, part.rows, part.actions)
+        terms = ppo_terms(new, part, targets, old, self.config, self._entropy)
+        if not terms.loss.requires_grad:
+            raise CallOrder("nothing in the loss requires grad; unfreeze parameters.")
         self.optimizer.zero_grad(set_to_none=True)
         terms.loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
@@ -265,8 +291,8 @@ class PPOAgent(Stateful):
         # Fused Adam leaves weights, moments and step counters alone where this is 1.
         self.optimizer.found_inf = (~flags[0]).to(torch.float32)  # type: ignore[attr-defined]
         self.optimizer.step()
-        assert logits.grad is not None
-        lengths = logits.grad.square().sum(dim=(0, 1)).sum(dim=-1).sqrt()
+        slopes = torch.zeros_like(logits) if logits.grad is None else logits.grad
+        lengths = slopes.square().sum(dim=(0, 1)).sum(dim=-1).sqrt()
         return step_row(terms, grad_norm, lengths, flags)
 
     def _adopt_statistics(self, batch: SequenceBatch) -> None:

@@ -33,8 +33,9 @@ from esper.contracts.errors import (
     NoLegalAction,
     NotFinite,
 )
+from esper.contracts.readonly import read_only
 from esper.kernels import kernel
-from esper.scan import gae
+from esper.scan import Rollout, gae, gae_time_major, require_share
 from esper.simic.agent.distribution import PolicySpec
 
 Array = NDArray[Any]
@@ -67,8 +68,8 @@ class SequenceBatch:
     log_probs: Float[Tensor, "env time head"]
     """Log-probability of each choice under the policy that made it."""
     distribution: Float[Tensor, "env time head choice"]
-    """Log-probabilities of all choices under that policy; of numbers, mean and log
-    standard deviation."""
+    """Log-probabilities of all legal choices under that policy; of numbers, mean and
+    log standard deviation."""
     values: Float[Tensor, "env time"]
     advantages: Float[Tensor, "env time"]
     returns: Float[Tensor, "env time"]
@@ -138,13 +139,39 @@ class Field(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
+class StoredField:
+    """A field of all steps, `[env, time]`; an assignment writes into the storage."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Be called what the attribute is called."""
+        self._name = name
+
+    def __get__(self, buffer: "TamiyoRolloutBuffer", owner: type) -> Tensor:
+        """A view of the storage."""
+        return buffer._views[self._name]
+
+    def __set__(self, buffer: "TamiyoRolloutBuffer", values: Tensor) -> None:
+        """Copy values of all steps into the storage."""
+        view = buffer._views[self._name]
+        if values is not view:  # `buffer.rewards *= 2` assigns what it wrote into
+            buffer._require(
+                [Field(self._name, tuple(view.shape), view.dtype)], [values]
+            )
+            view.copy_(values)
+
+
 class TamiyoRolloutBuffer:
     """What happened since the last update, one row per environment.
 
     Calls come in this order: `begin` (optional), `add` for every step, `cut` unless
     every row ends with its episode, `compute_advantages_and_returns`,
     `get_batched_sequences`, `reset`. Instead of the first three, `join` takes over what
-    other buffers hold. Views show leftovers beyond `step_counts`.
+    other buffers hold.
+
+    No write is lost. `dones`, `truncated`, `rewards`, `values`, `final_values`,
+    `advantages` and `returns` are views of the storage: what is written into them, or
+    assigned to them, is stored. `step_counts` is counted by `add` and refuses to be
+    written into. Beyond `step_counts` views show leftovers.
 
     Args:
         num_envs: Environments that step together; rows.
@@ -157,17 +184,17 @@ class TamiyoRolloutBuffer:
         max_bytes: A buffer larger than this is refused.
     """
 
-    dones: Bool[Tensor, "env time"]
+    dones = StoredField()
     """Whether a step ended its episode, for whatever reason."""
-    truncated: Bool[Tensor, "env time"]
+    truncated = StoredField()
     """Whether a step ended an episode that had a future."""
-    rewards: Float32[Tensor, "env time"]
-    values: Float32[Tensor, "env time"]
+    rewards = StoredField()
+    values = StoredField()
     """V(s) under the policy that acted."""
-    final_values: Float32[Tensor, "env time"]
+    final_values = StoredField()
     """V of the last observation where truncated."""
-    advantages: Float32[Tensor, "env time"]
-    returns: Float32[Tensor, "env time"]
+    advantages = StoredField()
+    returns = StoredField()
     """Lambda-returns, once computed."""
 
     @torch.inference_mode(False)  # storage outlives the mode it is made in
@@ -184,11 +211,16 @@ class TamiyoRolloutBuffer:
         max_bytes: int = 8 * 2**30,
     ) -> None:
         for name, count in (("num_envs", num_envs), ("max_steps", max_steps)):
-            if count < 1:
-                raise BadInput(f"{name} must be at least 1, got {count}.")
-        for name, share in (("gamma", gamma), ("gae_lambda", gae_lambda)):
-            if not 0.0 <= share <= 1.0:
-                raise BadInput(f"{name} must lie in [0, 1], got {share}.")
+            if not _is_count(count):
+                raise BadInput(f"{name} must be at least 1 and whole, got {count!r}.")
+        require_share("gamma", gamma)
+        require_share("gae_lambda", gae_lambda)
+        pair = isinstance(state_shape, Sequence) and len(state_shape) == 2
+        if not pair or not all(map(_is_count, state_shape)):
+            raise BadInput(
+                "state_shape must be two whole numbers from 1, layers and width, got "
+                f"{state_shape!r}; pass policy.state_shape."
+            )
         if not isinstance(spec, PolicySpec):
             raise BadInput(
                 f"spec must be an ActionSpec, got {type(spec).__name__}; anything that "
@@ -218,13 +250,15 @@ class TamiyoRolloutBuffer:
             )
             for f in stored
         }
-        for name in VIEWS:
-            setattr(self, name, self._storage[name][:max_steps].T)
+        by_time = {name: self._storage[name][:max_steps] for name in VIEWS}
+        self._views = {name: field.T for name, field in by_time.items()}
         self._joined = [*self._storage][: len(self._fields)]
         self._written = [self._storage[name] for name in self._joined]
         self._columns = [*zip(*map(torch.unbind, self._written), strict=True)]
         self._counts = torch.zeros(num_envs, dtype=torch.int64, device=device)
         self._last_values = torch.zeros(num_envs, device=device)
+        by_time |= {"step_counts": self._counts, "last_values": self._last_values}
+        self._rollout = [by_time[name] for name in Rollout._fields]
         self._state = torch.zeros(self._state_field.shape, device=device)
         self._unknown = torch.full((num_envs,), torch.nan, device=device)
         self._envs = torch.arange(num_envs, device=device)
@@ -234,6 +268,9 @@ class TamiyoRolloutBuffer:
         self._is_continuous = spec.action_dtype.is_floating_point
         self._looks = device.type == "cpu"
         if self._looks:
+            results = [by_time[name] for name in RESULTS]
+            self._count_array = self._counts.numpy()
+            self._arrays = [field.numpy() for field in (*self._rollout, *results)]
             self._chosen = [self._storage[name].numpy() for name in CHOSEN]
             self._ended = [self._storage[name].numpy() for name in ENDED]
             self._finite = {
@@ -252,7 +289,8 @@ class TamiyoRolloutBuffer:
         self._adds = 0
         self._is_level = True  # Everyone acted in every step: rows are equally long.
         self._is_cut = False
-        self._is_computed = False
+        self.is_computed = False
+        """Whether `advantages` and `returns` are those of this rollout."""
 
     def begin(
         self,
@@ -304,9 +342,10 @@ class TamiyoRolloutBuffer:
 
         `first` says whether an observation was the first of an episode: in mid-row this
         is so exactly after a step that ended one. `rows` are the mask rows the choices
-        were drawn from, `distribution` the log-probabilities of all choices, 0 where
-        illegal. An episode that `terminated` has no future, whatever `truncated` says;
-        where only the latter is set, `final_values` is V of the true final observation.
+        were drawn from, `distribution` the log-probabilities of all choices; where a
+        row is False they are not used. An episode that `terminated` has no future,
+        whatever `truncated` says; where only the latter is set, `final_values` is V of
+        the true final observation.
         Only rows of environments that `acted` grow; None is everyone.
         """
         self._require_open("add")
@@ -419,25 +458,19 @@ class TamiyoRolloutBuffer:
                     f"the episode of environment {int(unfinished.argmax())} goes on "
                     "after its last step: cut() first."
                 )
-        gae(
-            self.rewards,
-            self.values,
-            self.dones,
-            self.truncated,
-            self._counts,
-            self.final_values,
-            self._last_values,
-            gamma=self.gamma,
-            lam=self.gae_lambda,
-            out=(self.advantages, self.returns),
-        )
-        self._is_computed = True
+        if self._looks:
+            gae_time_major(*self._arrays, self.gamma, self.gae_lambda)
+        else:
+            views = [x.T if x.ndim == 2 else x for x in self._rollout]
+            out = (self.advantages, self.returns)
+            gae(*views, gamma=self.gamma, lam=self.gae_lambda, out=out)
+        self.is_computed = True
 
     def get_batched_sequences(
         self, device: torch.device | str = "cpu"
     ) -> SequenceBatch:
         """Copy the rollout to a device, as one padded sequence per environment."""
-        if not self._is_computed:
+        if not self.is_computed:
             raise CallOrder(
                 "the advantages are missing: compute_advantages_and_returns() first."
             )
@@ -470,8 +503,8 @@ class TamiyoRolloutBuffer:
 
     @property
     def step_counts(self) -> Int64[Tensor, " env"]:
-        """How many steps each row holds."""
-        return self._counts.clone()
+        """How many steps each row holds; for reading."""
+        return read_only(self._counts, "add() counts steps, reset() begins at 0.")
 
     @property
     def is_full(self) -> bool:
@@ -499,8 +532,8 @@ class TamiyoRolloutBuffer:
         return [features[name] for name in self._names]
 
     def _require_open(self, call: str) -> None:
-        if self._is_computed or self._is_cut:
-            after = "compute" if self._is_computed else "cut"
+        if self.is_computed or self._is_cut:
+            after = "compute" if self.is_computed else "cut"
             raise CallOrder(f"{call}() after {after}: reset() first.")
 
     def _add_ragged(self, step: tuple[Tensor, ...], acted: Tensor | None) -> None:
@@ -595,8 +628,12 @@ class TamiyoRolloutBuffer:
     def _longest(self) -> int:
         """Steps of the longest row, or what is known of it without asking a device."""
         if self._looks and not self._is_level:
-            return int(self._counts.numpy().max())
+            return int(self._count_array.max())
         return min(self._adds, self.max_steps)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int | np.integer) and int(value) >= 1
 
 
 def step_fields(num_envs: int, spec: PolicySpec) -> tuple[Field, ...]:

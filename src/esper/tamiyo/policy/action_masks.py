@@ -80,6 +80,10 @@ def compute_batch_masks(
         costs: What a blueprint would take of the budget; nothing if None.
         budget_left: What may still be spent; unlimited if None.
     """
+    if not isinstance(slot_config, SlotConfig):
+        raise BadInput(
+            f"slot_config must be a SlotConfig, got {type(slot_config).__name__}."
+        )
     if spec is None:
         spec = _whole_spec(slot_config)
     elif spec.slots != slot_config:

@@ -65,18 +65,19 @@ def rows_by_group(
         causal: Force heads that the op does not use to choice 0. False is the
             ablation in which such heads are drawn, and counted, all the same.
     """
-    fixed, unused = masks.fixed, masks.fixed
-    if causal:
-        unused = first_choice(fixed.shape[2], fixed.device).expand_as(fixed)
+    fixed = masks.fixed
     op = yield masks.op
     uses = _relevant_on(op.device).index_select(0, op).unsqueeze(2)
-    one, two = HEAD["slot"], HEAD["blueprint"]
-    rows = _of_choice(masks.slot, op)
-    slot = yield torch.where(uses[:, one], rows, unused[:, one, : rows.shape[1]])
-    rows = _of_choice(masks.blueprint, slot)
-    yield torch.where(uses[:, two], rows, unused[:, two, : rows.shape[1]])
-    rest = slice(two + 1, None)
-    yield torch.where(uses[:, rest], fixed[:, rest], unused[:, rest])
+
+    def given_op(rows: Tensor, head: int | slice) -> Tensor:
+        width = rows.shape[-1]
+        unused = first_choice(width, op.device) if causal else fixed[:, head, :width]
+        return torch.where(uses[:, head], rows, unused)
+
+    slot = yield given_op(_of_choice(masks.slot, op), HEAD["slot"])
+    yield given_op(_of_choice(masks.blueprint, slot), HEAD["blueprint"])
+    rest = slice(HEAD["blueprint"] + 1, None)
+    yield given_op(fixed[:, rest], rest)
 
 
 def _of_choice(

@@ -35,7 +35,6 @@ from esper.contracts.errors import BadInput
 from esper.contracts.world import ControllerState, Observation
 from esper.simic.agent.distribution import (
     Decision,
-    Spread,
     choose,
     chosen,
     gumbel,
@@ -151,12 +150,8 @@ class TamiyoPolicy(nn.Module):
         first: Bool[Tensor, " env"],
         state: Float[Tensor, "env layer state"],
         generator: Generator | None,
-        spread: Spread | None = None,
     ) -> Decision:
-        """Decide for every environment; greedily without a generator.
-
-        With `spread`, groups of equal luck share out their first choices.
-        """
+        """Decide for every environment; greedily without a generator."""
         envs = first.shape[0]
         require_masks(masks, envs, self.spec)
         context, state = self.encode(features, first.unsqueeze(1), state)
@@ -165,18 +160,11 @@ class TamiyoPolicy(nn.Module):
         scores_of = self.head_logits(context)
         rows_of = rows_by_group(masks, causal=self.config.causal)
         choice = None
-        if spread is not None:
-            spread.restart(first)
         for noise in self._noise(envs, generator):
             logits.append(scores_of.send(choice))
             rows.append(rows_of.send(choice))
-            if spread is None or len(picked) == len(HEAD_GROUPS) - 1:
-                choice = choose(logits[-1], rows[-1], noise)
-            else:
-                choice = spread.choose(logits[-1], rows[-1])
+            choice = choose(logits[-1], rows[-1], noise)
             picked.append(choice)
-        if spread is not None:
-            spread.part(picked[0] != Op.WAIT)
         actions = torch.cat((torch.stack(picked[:-1], dim=1), picked[-1]), dim=1)
         legal = join_groups(rows, self.spec.width)
         if legal.device.type == "cpu":
@@ -246,6 +234,7 @@ class TamiyoPolicy(nn.Module):
         Returns encodings, whose rows are environments x steps, and the last state.
         """
         self._require_state(state, first.shape[0])
+        self._require_features(features, first)
         # All rows in two dimensions: what a layer returns is then no view, and relu
         # can be applied in place without a copy.
         places, _, columns = features.offers.shape[-3:]
@@ -283,6 +272,24 @@ class TamiyoPolicy(nn.Module):
                 f"state must be {list(shape)} for {envs} environments, got "
                 f"{list(state.shape)}; start from initial_state({envs})."
             )
+
+    def _require_features(self, features: Features, first: Tensor) -> None:
+        """Refuse features of other steps, slots or columns, and another dtype."""
+        if not isinstance(features, Features):
+            raise BadInput(f"features must be Features, got {type(features).__name__}.")
+        like, steps = self.value_mean, tuple(first.shape)
+        # Acting leaves out the axis of time, whose length is 1.
+        leading = (steps, steps[:1]) if steps[1:] == (1,) else (steps,)
+        for name, leaf in self.spec.observation.items():
+            value = getattr(features, name)
+            wanted = [(*axes, *leaf.shape) for axes in leading]
+            kind = (value.dtype, value.device)
+            if tuple(value.shape) not in wanted or kind != (like.dtype, like.device):
+                raise BadInput(
+                    f"features.{name} must be {like.dtype} {list(wanted[-1])} on "
+                    f"{like.device}, got {kind[0]} {list(value.shape)} on {kind[1]}; "
+                    "use compute_features()."
+                )
 
     def _require_actions(self, actions: Int64[Tensor, "env time head"]) -> None:
         """Refuse choices outside their head; on the CPU, where looking is free."""

@@ -1,0 +1,83 @@
+"""Tensors that are handed out to be read: writing into them is refused, not lost."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from esper.contracts.errors import BadInput
+
+WRITES: Final = frozenset({"__setitem__", "__set__"})
+READS: Final = frozenset({"__int__", "__index__", "__invert__"})
+"""Methods that are named like `__iadd__` but change nothing."""
+
+
+class ReadOnly(Tensor):
+    """A tensor that refuses to be written into; copies and results are plain tensors.
+
+    Views of it refuse, too: what is written into them would be lost as well.
+    """
+
+    instead: str
+    """What to do instead of writing; the end of the refusal."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Refuse what writes into one of these; let the rest run as on any tensor."""
+        kwargs = kwargs or {}
+        written = (args[:1] if _writes(func.__name__) else (), kwargs.get("out"))
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor in tree_leaves(written):
+                if isinstance(tensor, ReadOnly):
+                    raise BadInput(f"this tensor is for reading; {tensor.instead}")
+            result = func(*args, **kwargs)
+            own = [x for x in tree_leaves(args) if isinstance(x, ReadOnly)]
+            return tree_map(lambda value: _guarded(value, own), result)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
+        """A plain tensor."""
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401
+        """Be pickled as a plain tensor."""
+        return self.clone().__reduce_ex__(protocol)
+
+
+def read_only(tensor: Tensor, instead: str) -> Tensor:
+    """The same tensor for reading, in the same memory.
+
+    Args:
+        tensor: What is handed out.
+        instead: What to do instead of writing into it; the end of the refusal.
+    """
+    shown = tensor.detach().as_subclass(ReadOnly)
+    shown.instead = instead
+    return shown
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of this name writes into its first argument."""
+    inplace = name.endswith("_") and not name.endswith("__")
+    operator = name.startswith("__i") and name not in READS
+    return inplace or operator or name in WRITES
+
+
+def _guarded(value: object, own: Sequence[ReadOnly]) -> object:
+    """A result; for reading, if it shares the memory of one of these."""
+    if isinstance(value, np.ndarray):
+        value.flags.writeable = False
+    if isinstance(value, Tensor) and not isinstance(value, ReadOnly):
+        place = value.untyped_storage().data_ptr()
+        for tensor in own:
+            if tensor.untyped_storage().data_ptr() == place:
+                return read_only(value, tensor.instead)
+    return value
