@@ -58,8 +58,8 @@ def test_an_evaluation_is_judged_listed_exported_and_reported(capsys, here):
     before = contents(here)
     for again, code, message in (
         ((*EVALUATE, *arguments), 3, "runs/first exists"),
-        (("report", "first", "--out", "no/page.html"), 2, "no is no folder"),
-        (("report", "first", "--out", "file/page.html"), 2, "file is no folder"),
+        (("report", "first", "--out", "no/page.html"), 2, "no is not a folder"),
+        (("report", "first", "--out", "file/page.html"), 2, "file is not a folder"),
         (("report", "first", "--out", "."), 2, "expected a file, got folder '.'"),
         (("report", "first", "--out", "runs"), 2, "got folder 'runs'"),
         (("export", "first", "--format", "csv", "--out", "file"), 5, "export to file"),

@@ -135,7 +135,7 @@ def test_a_command_that_ray_ends_without_a_word_is_one_line(end):
     told = process.communicate()[1]
     assert process.returncode == 6
     assert_one_line(told)
-    assert "see whether Ray's node still runs here, and resume" in told
+    assert "Check that the Ray node runs here, then resume" in told
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there a child is watched")

@@ -58,10 +58,10 @@ REFUSED = [
     (("grow",), "the following arguments are required: --task"),
     (("grow", "--task", "lettre"), "did you mean 'letter'?"),
     (("grow", "--task", "x" * 300), "expected one of digits"),
-    (("grow", "--task", "letter", "--controller", "erly"), "Who else decides:"),
+    (("grow", "--task", "letter", "--controller", "erly"), "Other controllers:"),
     (("grow", "--task", "letter", "--controller", "latest"), "esper train first"),
     (("grow", "--task", "letter", "--out", "grown.onnx"), "must end in .pt2"),
-    (("grow", "--task", "letter", "--out", "no/grown.pt2"), "no is no folder"),
+    (("grow", "--task", "letter", "--out", "no/grown.pt2"), "no is not a writable"),
     (("grow", "--task", "letter", "--out", "a\0b.pt2"), "expected a path"),
     *(
         (("grow", "--task", "letter", "--budget", budget), "number above 0")
@@ -164,7 +164,7 @@ def test_hosts_are_recorded_once(capsys, tmp_path):
         assert names == ["000000.safetensors", "lock", "recording.json"]
     other = call(capsys, "record", str(tmp_path / "here"), "--tasks", "2")
     assert other.code == 2
-    assert "a recording with other settings" in other.err
+    assert "recordings with other settings" in other.err
 
 
 def test_an_interruption_has_its_own_code(capsys, monkeypatch):

@@ -123,5 +123,5 @@ def test_where_no_runs_are_none_are_listed(capsys, tmp_path, monkeypatch, place)
     (tmp_path / "loop").symlink_to("loop")
     result = call(capsys, "runs", "--runs", place)
     assert result.code == 0
-    assert result.out == f"No runs in {place!r}. Begin one: esper train\n"
+    assert result.out == f"No runs in {place!r}. Start one with: esper train\n"
     assert json.loads(call(capsys, "runs", "--runs", place, "--json").out) == []

@@ -51,9 +51,15 @@ REFUSED = [
     (("--resume", "x" * 300), "there is no run 'xxx"),
     (("--resume", "a\0b"), "expected the name or folder of a run"),
     (("--resume", "a", "--runs", "b"), "there is no run 'a' in b"),
-    (("--resume", "x", "--envs", "3"), "settings, but --envs was given"),
-    (("--learner.gamma=1", "--resume=x"), "settings, but --learner.gamma was given"),
-    (("--resume", "x", "--preset", "quick"), "settings, but --preset was given"),
+    (("--resume", "x", "--envs", "3"), "--envs cannot be combined with --resume"),
+    (
+        ("--learner.gamma=1", "--resume=x"),
+        "--learner.gamma cannot be combined with --resume",
+    ),
+    (
+        ("--resume", "x", "--preset", "quick"),
+        "--preset cannot be combined with --resume",
+    ),
 ]
 
 
@@ -68,10 +74,10 @@ def test_places_that_cannot_hold_runs_are_refused_at_once(capsys, here):
     (here / "loop").symlink_to("loop")
     before = contents(here)
     for runs, message, code in (
-        ("file", "file is no folder", 2),
-        ("file/runs", "file is not there; make it first", 2),
-        ("loop", "loop is no folder", 2),
-        ("no/such", "no is not there; make it first", 2),
+        ("file", "file is not a folder", 2),
+        ("file/runs", "file does not exist; create it first", 2),
+        ("loop", "loop is not a folder", 2),
+        ("no/such", "no does not exist; create it first", 2),
         ("x" * 300, "File name too long", 5),
         ("/proc/runs", "cannot create proc/runs", 5),
     ):
@@ -97,7 +103,9 @@ def test_a_complete_run_and_an_evaluation_are_not_resumed(capsys, here, monkeypa
     assert result.out.startswith("Run done is already complete.")
     assert call(capsys, "train", "--resume", str(path)).code == 0
     for name in ("judged0", "judged1"):
-        assert "is no training" in refused(capsys, "train", "--resume", name)
+        assert "was not started by esper train" in refused(
+            capsys, "train", "--resume", name
+        )
     monkeypatch.chdir(path)
     assert "Run done is already complete" in call(capsys, "train", "--resume=.").out
     assert contents(runs) == before
@@ -188,11 +196,11 @@ def test_a_run_is_interrupted_and_completed(tmp_path, capsys, monkeypatch):
     run = tmp_path / "runs" / "tiny"
     assert not (run / "finished.json").exists()
     printed = re.search(r"rng_seed (\d+)\.", result)[1]
-    going_on = re.search(r"all is saved. Go on with: esper (.*)\n$", result)
+    going_on = re.search(r"everything is saved. Resume with: esper (.*)\n$", result)
     assert going_on is not None, result
     done = call(capsys, *going_on[1].split())
     assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("Going on with tiny: on teacher, 2 environments each")
+    assert done.out.startswith("Resuming tiny: teacher, 2 environments each")
     assert f"rng_seed {printed}." in done.out
     assert "round 4/4" in done.out
     assert "The run is in runs/tiny.\n" in done.out

@@ -199,7 +199,7 @@ REFUSED_OPTIONS = [
     ("tasks", "lettr", "--tasks: there is no task 'lettr'; did you mean 'letter'"),
     ("tasks", "letter,letter", "--tasks has 'letter' twice"),
     ("tasks", "[]", "--tasks is empty"),
-    ("tasks", "simulated,letter", "cannot be mixed"),
+    ("tasks", "simulated,letter", "tasks has 'simulated' and others"),
     ("judging.controllers", "erly", "did you mean 'early'"),
     ("judging.controllers", "early,early", "'early' twice"),
     ("world.blueprints", "widen8", "did you mean 'widen_8'"),
@@ -207,7 +207,7 @@ REFUSED_OPTIONS = [
     ("world.rent", "[1, 2, 3]", "--world.rent must be a valid number or Tuple"),
     ("world.rate", "0", "--world.rate must be"),
     ("world.penalty", "-0.1", "--world.penalty must be"),
-    ("budget.rounds", "none", "budget: at least one of"),
+    ("budget.rounds", "none", "budget: set at least one of"),
     ("learner.gamma", "1.1", "--learner.gamma must be less than or equal to 1"),
     ("learner.gamma", "1e999", "must be a finite number; got inf"),
     ("learner.gamma", '"0.9"', "got '0.9'"),
@@ -258,7 +258,10 @@ def test_contradictions_are_refused_in_one_line():
             {"tasks": "text", "envs": "1", "learner.ppo.minibatches": "2"},
             "minibatches is 2",
         ),
-        ({"tasks": "simulated", "start_from": "recordings"}, "start_from 'recordings'"),
+        (
+            {"tasks": "simulated", "start_from": "recordings"},
+            "start_from is 'recordings'",
+        ),
     ):
         assert message in refused(resolve, options)
 

@@ -43,7 +43,7 @@ def test_a_log_has_plain_lines():
     for words in (
         "Training.",
         "simulated world: round 1/2, return +0.1",
-        "round 3  on watched hosts: return +0.5000",
+        "round 3  validation hosts: return +0.5000",
         "round 1/10  return +0.1000  score 0.500  2.50 times as large",
         "warning: the disk is slow",
     ):
@@ -60,7 +60,7 @@ def test_details_are_shown_to_who_asks_for_them():
 def test_relative_returns_are_called_what_they_are():
     text = printed(terminal=False, relative=True)
     for words in (
-        "on watched hosts: +50.0% of the errors removed, net of rent",
+        "validation hosts: +50.0% of the errors removed, net of rent",
         "round 1/10  +10.0% of the errors removed, net of rent",
     ):
         assert words in text, words
@@ -70,7 +70,7 @@ def test_relative_returns_are_called_what_they_are():
 def test_a_terminal_of_any_width_shows_it(width):
     text = printed(terminal=True, width=width)
     if width == 120:
-        for words in ("training", "3/10", "return", "watched", "left"):
+        for words in ("training", "3/10", "return", "validation", "left"):
             assert words in text, words
 
 

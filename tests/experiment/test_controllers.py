@@ -92,7 +92,7 @@ def test_what_was_learned_chooses_among_what_it_was_trained_with(ending):
 
 def test_a_run_without_a_controller_is_refused_and_passed_over(ending, tmp_path):
     agent = begin_ppo(small_ppo(tmp_path, "agent", 2)).path
-    with pytest.raises(BadInput, match="run agent has trained no controller"):
+    with pytest.raises(BadInput, match="run agent has no trained controller"):
         load_controller(agent)
     with pytest.raises(BadInput, match="no finished training"):
         newest_controller(tmp_path)
@@ -143,7 +143,7 @@ def test_the_end_of_a_run_is_told_with_its_figures(ending):
     text = console.export_text()
     for words in (
         "Mean return per round:",
-        "On the same watched hosts: ",
+        "On the validation hosts: ",
         ": 3 unseen hosts of each",
         "Return of 'Tamiyo' on 3 unseen hosts of ",
         "'never' (",
@@ -265,7 +265,7 @@ def test_the_commit_of_a_checkout_is_read_wherever_git_keeps_it(tmp_path):
 
 def test_a_run_that_is_not_finished_is_refused_and_nothing_is_written(tmp_path):
     path = make_run(tmp_path, "young")
-    with pytest.raises(BadInput, match="young is not finished; let it end first"):
+    with pytest.raises(BadInput, match="young is not finished; resume it first"):
         export_controller(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -133,7 +133,7 @@ def test_schedules_that_need_an_end_are_told_where_there_is_none(tmp_path, capsy
     names = ("never", "early", "periodic", "large-then-cut")
     world = World(clock="compute", stop="anytime", horizon=4)
     path = run_evaluation(config(tmp_path, controllers=names, hosts=1, world=world))
-    text = "its times are shares of the horizon, which is not known"
+    text = "its times are fractions of the horizon, which is unknown"
     said = " ".join(capsys.readouterr().out.split())
     assert {name for name in names if f"{name}: {text}" in said} == {*names[2:]}
     with closing(open_store(path / STORE)) as db:
@@ -158,9 +158,9 @@ TWO = ("static-x1", "static-x2")
     [
         ({"controllers": ("erly",)}, "controller 'erly'; did you mean 'early'"),
         ({"controllers": ()}, "controllers is empty"),
-        ({"controllers": ("never", "static")}, "'static' is measured by a learned"),
-        ({"controllers": ("never", "envelope")}, "name at least two of static-x1"),
-        ({"controllers": (*TWO, "halving")}, "set world.clock to compute"),
+        ({"controllers": ("never", "static")}, "'static' needs the size of a trained"),
+        ({"controllers": ("never", "envelope")}, "Add at least two of static-x1"),
+        ({"controllers": (*TWO, "halving")}, "Set world.clock to compute"),
         ({"world": World(slots=100_000_000)}, r"world\.slots must be at most 256"),
         ({"controllers": ("runs/nobody",)}, "there is no run .runs/nobody"),
         ({"tasks": ("tinny",)}, "no task 'tinny'; did you mean 'tiny'"),
@@ -169,7 +169,7 @@ TWO = ("static-x1", "static-x2")
         ({"rng_seed": -1}, "rng_seed must be"),
         ({"name": "../x"}, "cannot be called"),
         ({"world": World(blueprints=("attention",))}, "cannot plant 'attention'"),
-        ({"runs": "not/there/at/all"}, "make it first"),
+        ({"runs": "not/there/at/all"}, "create it first"),
     ],
 )
 def test_nothing_is_written_if_an_argument_is_bad(tmp_path, changes, message):
@@ -237,7 +237,7 @@ def test_a_run_that_learnt_is_an_arm_by_its_name_and_the_reference(tmp_path, tra
     assert mean == expected
     assert found["static"] <= mean
     said = " ".join(summary_of(path).conclusions)
-    assert "'static': matched to what 'fern' ended" in said
+    assert "'static': matched to the final size or compute of 'fern'" in said
 
 
 def test_a_checkpoint_is_an_arm_too_and_none_is_named_twice(tmp_path, trained):

@@ -191,7 +191,7 @@ BAD = {
     ),
     "target": (
         dict(val=[(torch.ones(2, 3), torch.zeros(5).long())]),
-        "no loss from the model's answer [2, 2] and the y [5] (torch.int64) of val",
+        "the loss failed on the model's output [2, 2] and y [5] (torch.int64) of val",
     ),
     "many losses": (
         dict(loss=nn.CrossEntropyLoss(reduction="none")),

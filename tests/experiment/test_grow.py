@@ -70,7 +70,7 @@ def test_every_row_is_seen_once_before_one_is_seen_again():
     [
         ("grown.bin", "must end in .pt2, got 'grown.bin'"),
         ("there.pt2", "there.pt2 is there already"),
-        ("nowhere/grown.pt2", "is no folder that can be written to"),
+        ("nowhere/grown.pt2", "is not a writable folder"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused(tmp_path, name, words):
@@ -112,5 +112,5 @@ def test_a_story_is_short_and_says_what_was_done(grown):
 
 
 def test_targets_are_not_grown_by_name():
-    with pytest.raises(BadInput, match=r"has targets, .* esper\.fit"):
+    with pytest.raises(BadInput, match=r"is a regression task; .* esper\.fit"):
         grow(drawn_task(0, 0, ("steps-target",)), progress=False)

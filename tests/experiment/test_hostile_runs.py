@@ -135,7 +135,7 @@ def test_a_bad_store_is_refused_by_readers_and_replaced_by_resume(run, damage):
         with pytest.raises(BadInput):
             export(store, run / "out", "csv")
     first, second = resumed(run)
-    assert first.endswith("events.sqlite.damaged-1, and another store begins.")
+    assert first.endswith("events.sqlite.damaged-1; a new store was started.")
     assert second.startswith("3 of the rounds 1 to 3 are not in this store")
     assert [row["round"] for row in read(run, "live_rounds")] == [4]
     notes = [row["kind"] for row in read(run, "live_notes")]
@@ -319,6 +319,6 @@ def test_a_broken_number_takes_the_run_back_and_it_goes_on(tmp_path, place, valu
     newest = Run.read(result.path).checkpoints().latest()
     assert newest.manifest.step == ROUNDS
     refused = sum(row["refused"] for row in read(result.path, "live_rounds"))
-    told = [line for line in log.warnings if "back to round" in line]
+    told = [line for line in log.warnings if "restarting from round" in line]
     assert told or refused, log.warnings
     assert int(newest.tensors["rollbacks"]) == len(told)

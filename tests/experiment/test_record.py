@@ -115,7 +115,7 @@ def test_ages_beyond_127_are_kept():
 @pytest.mark.parametrize("name", ["warm", "recordings", "none"])
 def test_folders_that_no_training_would_read_are_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadInput, match=f"does not take '{name}' for a folder"):
+    with pytest.raises(BadInput, match=f"'{name}' is a reserved name"):
         record(RecordConfig(stop="end", tasks=1), Path(name))
     assert not [*tmp_path.iterdir()]
 

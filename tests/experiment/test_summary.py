@@ -184,7 +184,7 @@ def test_what_training_changed_is_told_of_the_last_round_not_the_best():
     start, best, last = watched(0, 0.0), watched(20, 0.5), watched(40, 0.25)
     assert watched_trend(start) is None
     assert watched_trend([*last, *best, *start, *rows_of(round=40)]) == (
-        "On the same watched hosts: +0.450 at round 0, +0.700 at round 40, by +0.250 "
+        "On the validation hosts: +0.450 at round 0, +0.700 at round 40, by +0.250 "
         "[+0.250, +0.250] (95 % over hosts)."
     )
 
@@ -214,17 +214,20 @@ def test_conclusions_say_what_intervals_say_and_nothing_else():
 
 def test_conclusions_name_their_limits():
     text = " ".join(summary_of().conclusions)
-    assert "10 hosts of each task; it says nothing about other tasks" in text
-    assert "narrower than they should be" not in text
+    assert "10 hosts per task. The results do not cover other tasks" in text
+    assert "too few for reliable intervals" not in text
     assert "'fern': one training each" in text
     assert "learning rate" not in text
     few = " ".join(summary_of(hosts=4).conclusions)
-    assert "intervals of so few are narrower than they should be" in few
+    assert "too few for reliable intervals" in few
     arms = {"never": RECORDED["never"], "early": RECORDED["early"]}
     arms["static"] = RECORDED["fern"]
     text = " ".join(summary_of(arms).conclusions)
-    assert "'static': matched to what 'early' ended with" in text
-    assert "the task's own learning rate, which was tuned for the plain host" in text
+    assert "'static': matched to the final size or compute of 'early'" in text
+    assert (
+        "All arms use the task's learning rate, which was tuned for the plain host"
+        in text
+    )
 
 
 def test_arms_without_a_partner_have_figures_but_no_comparison():

@@ -285,7 +285,7 @@ def test_a_disk_that_refuses_three_times_in_a_row_ends_the_run(tmp_path):
 
 def test_updates_that_are_never_finite_take_the_run_back_and_then_end_it(tmp_path):
     played = []
-    with pytest.raises(NumericsTrouble, match=r"lower its ppo\.learning_rate"):
+    with pytest.raises(NumericsTrouble, match=r"Lower its ppo\.learning_rate"):
         begin_run(
             simulated(tmp_path, value=3e38),
             [OnRoundEnd(lambda each: played.append((each.round, each.mean_return)))],
@@ -295,7 +295,7 @@ def test_updates_that_are_never_finite_take_the_run_back_and_then_end_it(tmp_pat
     assert len(tries) == 4  # streams are drawn anew
     notes = read(tmp_path / "run", "live_notes")
     assert [note["kind"] for note in notes] == 3 * ["refused"]
-    assert "back to round 0" in notes[0]["text"]
+    assert "restarting from round 0" in notes[0]["text"]
     diagnosis = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
     assert "refused=16" in diagnosis["last"]
 

@@ -152,7 +152,7 @@ def test_a_worker_has_no_more_memory_than_its_share():
 
 def test_a_job_that_is_lost_three_times_is_trouble_in_one_line(two, tmp_path):
     jobs = [(n, "die", 3 if n == 1 else 0) for n in range(3)]
-    words = "^job 1: tried 3 times; the worker ended by itself, .*fewer workers"
+    words = "^job 1: tried 3 times; the worker process died, .*fewer workers"
     with pytest.raises(WorkersTrouble, match=words):
         [*two.run(misbehave, jobs, str(tmp_path), about=lambda job: f"job {job[0]}")]
 

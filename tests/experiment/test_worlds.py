@@ -87,7 +87,7 @@ def test_a_family_is_redrawn_and_other_tasks_are_not():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tasks": ("family", "letter")}, "cannot be mixed with other tasks"),
+        ({"tasks": ("family", "letter")}, "tasks has 'family' and others"),
         ({"envs": 3}, "group_size is 2, which does not divide envs 3"),
     ],
 )
@@ -174,7 +174,7 @@ def test_a_start_that_is_interrupted_goes_on_with_what_was_recorded(
     assert (result.rounds, result.signal) == (0, signal.SIGTERM)
     assert len([*(result.path / "recordings").glob("*.safetensors")]) == kept
     _interrupted(result, "train")
-    said = f"before round 1; {kept} recordings are kept, but the start will be made"
+    said = f"before round 1; {kept} recordings are kept, pretraining will be"
     assert said in capsys.readouterr().out
 
     log = Interrupted("nothing")

@@ -98,7 +98,7 @@ def test_rounds_without_an_ended_episode_do_not_count():
         (
             0.8,
             ROUNDS - 1,
-            "Too few rounds to tell whether the return rose: 39",
+            "Too few rounds to see a trend in the return: 39",
         ),
     ],
 )

@@ -324,7 +324,7 @@ def test_a_folder_or_file_in_the_way_is_refused(tmp_path, name):
         (path / name).write_text("mine")
     else:
         (path / name).mkdir()
-    with pytest.raises(BadInput, match=r"is a folder|is no folder"):
+    with pytest.raises(BadInput, match=r"is a folder|is not a folder"):
         write_report(path)
 
 
@@ -340,8 +340,8 @@ def test_nothing_but_a_report_is_overwritten(reported, tmp_path):
     for out, message in (
         (mine, "no report of Esper"),
         (tmp_path, "is a folder"),
-        (tmp_path / "nowhere" / "page.html", "make it first"),
-        (tmp_path / "page.html", "plots go there"),
+        (tmp_path / "nowhere" / "page.html", "create it first"),
+        (tmp_path / "page.html", "Plots go there"),
     ):
         with pytest.raises(BadInput, match=message):
             write_report(reported, out)

@@ -123,7 +123,7 @@ def test_an_interruption_says_what_will_be_played_again(tmp_path, capsys):
     (tmp_path / "my runs").mkdir()
     result = begin_ppo(config, [OnRoundEnd(interrupt)])
     assert _interrupted(result, "ppo") == 128 + signal.SIGTERM
-    words = "what came after round 0 will be played again. Go on with: esper ppo"
+    words = "rounds after 0 will be repeated. Resume with: esper ppo"
     assert f"{words} --resume '" in capsys.readouterr().out
 
 
@@ -179,8 +179,8 @@ def test_the_command_learns_reports_and_refuses(capsys, tmp_path):
         (["ppo", *runs], "expected the id of an environment"),
         (["ppo", "Nonsense-v0", *runs], "Nonsense-v0 cannot be made"),
         (["ppo", "CartPole-v1", "--memory", "gruu", *runs], "gruu"),
-        (["ppo", "--resume", "one", "--envs", "3", *runs], "but envs was given"),
-        (["train", "--resume", "one", *runs], "is no training"),
+        (["ppo", "--resume", "one", "--envs", "3", *runs], "--envs cannot be combined"),
+        (["train", "--resume", "one", *runs], "was not started by esper train"),
     ):
         assert main(bad) == 2
         found = capsys.readouterr()
@@ -246,4 +246,4 @@ def test_the_help_explains_trust(capsys):
     assert main(["ppo", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "--trust" in shown
-    assert "import the module that the run names" in shown
+    assert "allow the import of the module in the run's environment id" in shown

@@ -27,13 +27,13 @@ from esper.experiment.deadline import Watch
 
 EXAMPLES: Final = """\
 examples:
-  esper train                          train Tamiyo, about five minutes
-  esper train --resume NAME            go on with a run that was interrupted
-  esper train --preset simulated       on the simulated world, three minutes
-  esper report NAME                    a run as one page
+  esper train                          train a controller (about five minutes)
+  esper train --resume NAME            resume an interrupted run
+  esper train --preset simulated       use the simulated world (three minutes)
+  esper report NAME                    write the report of a run
   esper grow --task letter --controller tamiyo
                                        grow one network and print its history
-  esper evaluate --task letter         every controller that does not learn
+  esper evaluate --task letter         compare all rule-based controllers
 """
 
 
@@ -97,7 +97,8 @@ def parser(complete: Collection[str] = ()) -> Parser:
     """
     whole = Parser(
         prog="esper",
-        description="A controller that watches a neural network train and grows it.",
+        description="Grow neural networks while they train, and train controllers that "
+        "decide when.",
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -122,7 +123,9 @@ def parser(complete: Collection[str] = ()) -> Parser:
 
 def _wrapped(text: str) -> str:
     """Paragraphs that no terminal of 80 columns breaks."""
-    return "\n\n".join(fill(part, 79) for part in text.split("\n\n"))
+    return "\n\n".join(
+        fill(part, 79, break_on_hyphens=False) for part in text.split("\n\n")
+    )
 
 
 __all__ = ["COMMANDS", "main", "parser"]

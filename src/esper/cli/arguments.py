@@ -137,25 +137,28 @@ def add_option(
 def add_run(parser: argparse.ArgumentParser) -> None:
     """The run that a command is about, and the folder of runs."""
     parser.add_argument(
-        "run", type=path_text, metavar="RUN", help="name or folder (see esper runs)"
+        "run", type=path_text, metavar="RUN", help="name or folder of a run"
     )
     add_runs(parser)
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
     """The folder of runs."""
-    add_option(parser, "--runs", path_text, "runs", "FOLDER", "where runs are")
+    add_option(
+        parser, "--runs", path_text, "runs", "FOLDER", "folder that contains the runs"
+    )
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
-    """Who does the work; results do not depend on it."""
-    group = parser.add_argument_group("who does the work; results are the same")
+    """Options for parallel work."""
+    group = parser.add_argument_group("parallel work (does not change the results)")
     group.add_argument(
         "--workers",
         type=whole(0, 1_024),
         default=None,
         metavar="N",
-        help="processes that train hosts, 0: this one alone (default: one per core)",
+        help="number of worker processes; 0: use only this process (default: one per "
+        "core)",
     )
     group.add_argument(
         "--ray",
@@ -163,16 +166,16 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
         const="local",
         default=None,
         metavar="ADDRESS",
-        help="let a Ray cluster do it: the one at this address, or without one a "
-        "cluster that is started here (needs ray, see docs/scaling.md)",
+        help="use the Ray cluster at ADDRESS; without ADDRESS, start a local cluster "
+        "(requires ray, see docs/scaling.md)",
     )
     group.add_argument(
         "--deadline",
         type=positive,
         default=None,
         metavar="X",
-        help="seconds after which a worker that does not answer is replaced, and what "
-        "it did is done again (default: 600)",
+        help="seconds to wait for a worker; after that it is replaced and its work is "
+        "repeated (default: 600)",
     )
 
 

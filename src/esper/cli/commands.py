@@ -64,13 +64,13 @@ def train_options(parser: ArgumentParser) -> None:
         "--resume",
         default=SUPPRESS,
         metavar="RUN",
-        help="go on with a run that was interrupted, by its name or folder",
+        help="resume an interrupted run, given by name or folder",
     )
     parser.add_argument(
         "-v",
         "--verbose",
         action="store_true",
-        help="show KL divergence, entropies and speed of every round too",
+        help="also show KL divergence, entropy and speed of every round",
     )
     add_workers(parser)
     config_options(parser)
@@ -84,14 +84,15 @@ def config_options(parser: ArgumentParser) -> None:
         "--preset",
         default=SUPPRESS,
         metavar="NAME",
-        help=f"where to start from: {', '.join(PRESETS)} (default: {DEFAULT})",
+        help=f"base settings: {', '.join(PRESETS)} (default: {DEFAULT})",
     )
     parser.add_argument(
         "--config",
         action="append",
         default=SUPPRESS,
         metavar="FILE",
-        help="settings on top of the preset, in TOML; as often as wanted",
+        help="TOML file with settings that replace those of the preset; can be given "
+        "several times",
     )
     add_settings(parser, PRESETS[DEFAULT])
 
@@ -139,8 +140,8 @@ def _resume(
     name, root = given.pop("resume"), Path(given.pop("runs", "runs"))
     if given:
         raise refusal(
-            f"--resume goes on with the run's own settings, but --{min(given)} was "
-            "given; leave it out, or begin another run with --start_from "
+            f"--{min(given)} cannot be combined with --resume, which keeps the run's "
+            "settings. Omit it, or start a new run with --start_from "
             f"{quoted(name)}."
         )
     path = find_run(name, root)
@@ -175,14 +176,14 @@ def _interrupted(result: "RunResult", command: str) -> int:
         again = resume_command(result.path, ppo_settings_of(Run.read(result.path)).env)
 
     saved = Run.read(result.path).checkpoints().steps()
-    when, kept = f"after round {result.rounds}", "all is saved"
+    when, kept = f"after round {result.rounds}", "everything is saved"
     if not saved:
-        when, kept = "before round 1", "the start will be made again"
+        when, kept = "before round 1", "pretraining will be repeated"
         if recorded := len([*(result.path / OWN_RECORDINGS).glob("*.safetensors")]):
-            kept = f"{recorded} recordings are kept, but {kept} from them"
+            kept = f"{recorded} recordings are kept, {kept}"
     elif max(saved) < result.rounds:
-        kept = f"what came after round {max(saved)} will be played again"
-    _say(f"Interrupted {when}; {kept}. Go on with: {again}")
+        kept = f"rounds after {max(saved)} will be repeated"
+    _say(f"Interrupted {when}; {kept}. Resume with: {again}")
     return 128 + (result.signal or 0)
 
 
@@ -197,19 +198,19 @@ def config(options: Namespace) -> None:
 def grow_options(parser: ArgumentParser) -> None:
     """Task, controller, and where the network goes."""
     parser.add_argument(
-        "--task", required=True, metavar="NAME", help="what it learns (esper tasks)"
+        "--task", required=True, metavar="NAME", help="task to learn (see esper tasks)"
     )
     deciders = (
-        "what decides: never, random, early, periodic, plateau; tamiyo: the "
-        "trained one that comes with Esper; latest: what the newest finished training "
-        "learned; a run, or the folder of an exported controller"
+        "a rule such as never or early (see esper evaluate --help), tamiyo (trained, "
+        "comes with Esper), latest (from the newest finished run), a run, or the "
+        "folder of an exported controller"
     )
-    added = "parameters that may be added, as a multiple of the host's"
-    out = "where the grown network goes, NAME.pt2 (default: TASK-CONTROLLER.pt2)"
+    added = "maximum added parameters, as a multiple of the network's"
+    out = "output file, NAME.pt2 (default: TASK-CONTROLLER.pt2)"
     add_option(parser, "--controller", path_text, "early", "NAME", deciders)
     add_option(parser, "--budget", positive, 4.0, "X", added)
     add_option(parser, "--out", file, None, "FILE", out)
-    add_option(parser, "--rng-seed", RNG_SEED, 0, "N", "decides everything")
+    add_option(parser, "--rng-seed", RNG_SEED, 0, "N", "random seed")
     add_runs(parser)
 
 
@@ -248,14 +249,14 @@ def _controller(name: str, runs: Path) -> "Maker | str":
         return find_controller(name, runs)
     except BadInput as error:
         known = ", ".join((*NAMES, NEWEST))
-        raise BadInput(f"{error} Who else decides: {known}.") from None
+        raise BadInput(f"{error} Other controllers: {known}.") from None
 
 
 def evaluate_options(parser: ArgumentParser) -> None:
     """The settings of an evaluation, some by a shorter name too."""
     from esper.experiment.evaluate import EvaluateConfig
 
-    parser.add_argument("--json", action="store_true", help="print data, not tables")
+    parser.add_argument("--json", action="store_true", help="print JSON, not tables")
     add_workers(parser)
     short = {"tasks": "task", "controllers": "controller", "world.rent": "rent"}
     add_settings(parser, EvaluateConfig(), short)
@@ -279,14 +280,14 @@ def evaluate(options: Namespace) -> None:
 
 def record_options(parser: ArgumentParser) -> None:
     """What is recorded, and where."""
-    parser.add_argument("folder", type=folder, metavar="FOLDER", help="where to")
+    parser.add_argument("folder", type=folder, metavar="FOLDER", help="output folder")
     number = whole(1, 1_000_000)
     for name, kind, default, metavar, text in (
-        ("--stop", str, "anytime", "WHEN", "end: the end is known; or anytime"),
-        ("--tasks", number, 100, "N", "tasks that are drawn"),
-        ("--hosts", number, 1, "N", "hosts of each"),
-        ("--scripts", whole(2, 1_000), 20, "N", "scripts that each host lives under"),
-        ("--rng_seed", RNG_SEED, 0, "N", "which tasks"),
+        ("--stop", str, "anytime", "WHEN", "when episodes are scored: end or anytime"),
+        ("--tasks", number, 100, "N", "number of tasks to draw"),
+        ("--hosts", number, 1, "N", "hosts per task"),
+        ("--scripts", whole(2, 1_000), 20, "N", "growth scripts per host"),
+        ("--rng_seed", RNG_SEED, 0, "N", "random seed of the tasks"),
     ):
         add_option(parser, name, kind, default, metavar, text)
     add_workers(parser)
@@ -311,7 +312,14 @@ def record(options: Namespace) -> None:
 def report_options(parser: ArgumentParser) -> None:
     """The run, and where the page goes."""
     add_run(parser)
-    add_option(parser, "--out", file, None, "FILE", "where the page goes")
+    add_option(
+        parser,
+        "--out",
+        file,
+        None,
+        "FILE",
+        "output file (default: report.html of the run)",
+    )
 
 
 def report(options: Namespace) -> None:
@@ -326,7 +334,7 @@ def report(options: Namespace) -> None:
 def runs_options(parser: ArgumentParser) -> None:
     """The folder of runs."""
     add_runs(parser)
-    parser.add_argument("--json", action="store_true", help="print data, not a table")
+    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
 
 
 def runs(options: Namespace) -> None:
@@ -337,7 +345,7 @@ def runs(options: Namespace) -> None:
     if options.json:
         print(json.dumps([asdict(each) for each in found], indent=2))
     elif not found:
-        print(f"No runs in {options.runs!r}. Begin one: esper train")
+        print(f"No runs in {options.runs!r}. Start one with: esper train")
     else:
         rows = [
             (
@@ -359,10 +367,17 @@ def export_options(parser: ArgumentParser) -> None:
         "--format",
         choices=("parquet", "csv", "controller"),
         default="parquet",
-        help="of the files; parquet needs DuckDB; controller: what the run learned "
-        "(default: parquet)",
+        help="tables of the run as parquet (requires DuckDB) or csv, or the trained "
+        "controller (default: parquet)",
     )
-    add_option(parser, "--out", folder, None, "FOLDER", "where files go")
+    add_option(
+        parser,
+        "--out",
+        folder,
+        None,
+        "FOLDER",
+        "output folder (default: export of the run)",
+    )
 
 
 def export(options: Namespace) -> None:
@@ -416,7 +431,7 @@ def blueprints(options: Namespace) -> None:
 
 def completion_options(parser: ArgumentParser) -> None:
     """The name of the shell."""
-    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which shell")
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="your shell")
 
 
 def completion(options: Namespace) -> None:
@@ -465,19 +480,20 @@ def ppo_options(parser: ArgumentParser) -> None:
     from esper.rl.training import PPORunConfig
 
     parser.add_argument(
-        "env_id", nargs="?", default=SUPPRESS, metavar="ENV_ID", help="Gymnasium's id"
+        "env_id", nargs="?", default=SUPPRESS, metavar="ENV_ID", help="Gymnasium id"
     )
     parser.add_argument(
         "--resume",
         default=SUPPRESS,
         metavar="RUN",
-        help="go on with a run that was interrupted, by its name or folder",
+        help="resume an interrupted run, given by name or folder",
     )
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="with --resume: import the module that the run names, as in module:Id-v0; "
-        "or repeat its --env. A file alone never has code imported",
+        help="with --resume: allow the import of the module in the run's environment "
+        "id (module:Id-v0). Alternatively, repeat --env. A run folder alone cannot "
+        "import code",
     )
     add_settings(parser, PPORunConfig())
 
@@ -506,8 +522,8 @@ def ppo(options: Namespace) -> int:
         kept = {name: given.pop(name) for name in ("env_timeout",) if name in given}
         if given:
             raise refusal(
-                f"--resume goes on with the run's own settings, but {min(given)} was "
-                "given; leave it out."
+                f"--{min(given)} cannot be combined with --resume, which keeps the "
+                "run's settings. Omit it."
             )
         run = Run.read(path)
         ppo_settings_of(run)  # refuses other kinds of runs
@@ -533,10 +549,12 @@ def ppo(options: Namespace) -> int:
 
 def doctor_options(parser: ArgumentParser) -> None:
     """The environment, and how long to play it."""
-    parser.add_argument("env", type=path_text, metavar="ENV_ID", help="Gymnasium's id")
-    add_option(parser, "--steps", whole(1, 10**9), 2_000, "N", "steps to play")
-    add_option(parser, "--rng-seed", RNG_SEED, 0, "N", "of resets and actions")
-    seconds = "seconds that one call of the environment may take"
+    parser.add_argument("env", type=path_text, metavar="ENV_ID", help="Gymnasium id")
+    add_option(parser, "--steps", whole(1, 10**9), 2_000, "N", "number of steps")
+    add_option(
+        parser, "--rng-seed", RNG_SEED, 0, "N", "random seed of resets and actions"
+    )
+    seconds = "time limit of one environment call in seconds"
     add_option(parser, "--timeout", positive, TIMEOUT, "X", seconds)
 
 
@@ -550,7 +568,7 @@ def doctor(options: Namespace) -> int:
     for finding in findings:
         _say(str(finding))
     if not findings:
-        _say(f"{options.env}: nothing to mend in {options.steps} steps.")
+        _say(f"{options.env}: no problems found in {options.steps} steps.")
     return 1 if findings else 0
 
 
@@ -559,15 +577,17 @@ COMMANDS: Final = {
         run=train,
         options=train_options,
         settings=True,
-        help="train Tamiyo and compare it with controllers that do not learn; or "
-        "resume a run",
+        help="train a controller and compare it with rules, or resume a run",
+        description="""\
+Train Tamiyo, the controller that decides when and where networks grow. At the end,
+compare it with rule-based controllers and static networks, and write a report.""",
         examples="""\
-A value is written as in a TOML file; text needs no quotes and a list of words
-no brackets. A range is [low, high]; the word none stands for nothing.
+Write values as in TOML. Text needs no quotes, a list of names no brackets.
+A range is [low, high]. Write none for no value.
 
 examples:
-  esper train                          as it comes, about five minutes
-  esper train --preset quick           about one
+  esper train                          default settings, about five minutes
+  esper train --preset quick           about one minute
   esper train --tasks letter,digits --budget.minutes 10
   esper train --tasks letter --world.rent "[0.0, 0.05]"
   esper train --config mine.toml --learner.ppo.learning_rate 1e-3
@@ -576,7 +596,7 @@ examples:
     "grow": Command(
         run=grow,
         options=grow_options,
-        help="grow one network of a task and write it",
+        help="grow one network on a task and save it",
         examples="""\
 examples:
   esper grow --task letter
@@ -590,22 +610,26 @@ The file loads without Esper: torch.export.load("grown.pt2").module()
         run=evaluate,
         options=evaluate_options,
         settings=True,
-        help="judge controllers and static networks on the same hosts",
+        help="compare controllers and static networks on the same hosts",
         description="""\
-Judge controllers on real tasks, all of them on the same hosts. The return is the score
-that was gained, less rent for what was added (with --world.relative true the share of
-the never-grown network's errors that was removed); the test score is that of rows which
-no decision and no reward has seen. Controllers are never, random, early, periodic,
-doubling, large-then-cut, plateau, by-rent, timetable-by-rent; tamiyo: the trained one
-that comes with Esper; static: a plain network of equal size; longer: never grown, for
-equal work; or folders of runs that learned, or of exported controllers.""",
+Compare controllers on real tasks. All of them grow the same hosts (initial networks).
+
+The return is the gain in validation score minus rent for added parameters. With
+--world.relative true, it is the fraction of the errors without growth that was removed,
+minus rent. The test score uses rows that decisions and rewards do not use.
+
+Rules: never, random, early, periodic, doubling, large-then-cut, plateau, by-rent,
+timetable-by-rent. Trained controllers: tamiyo (comes with Esper), a run, or the folder
+of an exported controller. Controls: static (a plain network of the final size of the
+reference) and longer (no growth, but as much training compute as the reference). The
+reference is the first trained controller, otherwise early.""",
         examples="""\
 examples:
-  esper evaluate                       every task and all that do not learn
+  esper evaluate                       all tasks, all rules, static
   esper evaluate --task letter,digits --hosts 32
   esper evaluate --controller never,early,static,tamiyo
   esper evaluate --controller never,early,static,runs/NAME
-  esper evaluate --json > figures.json the same as data
+  esper evaluate --json > figures.json print JSON
 """,
     ),
     "ppo": Command(
@@ -613,7 +637,7 @@ examples:
         options=ppo_options,
         settings=True,
         environments=True,
-        help="learn a Gymnasium environment, or resume a run",
+        help="train PPO on a Gymnasium environment, or resume a run",
         examples="""\
 examples:
   esper ppo CartPole-v1
@@ -627,10 +651,10 @@ examples:
         run=doctor,
         options=doctor_options,
         environments=True,
-        help="say what in a Gymnasium environment will hurt learning",
+        help="find problems in a Gymnasium environment",
         description="""\
-Play an environment with random legal actions and say what will hurt learning, with the
-step at which it was seen and what to do. The exit code is 1 if there is anything.""",
+Step an environment with random legal actions and report problems that prevent learning.
+Each finding names the step and a fix. The exit code is 1 if there are findings.""",
         examples="""\
 examples:
   esper doctor CartPole-v1
@@ -640,9 +664,10 @@ examples:
     "record": Command(
         run=record,
         options=record_options,
-        help="record drawn hosts under many scripts with the same luck",
-        description="Let drawn hosts grow under many scripts with the same luck, and "
-        "keep all that a policy would have seen. An interrupted recording goes on.",
+        help="record how random hosts grow, to pretrain a controller",
+        description="Grow each randomly drawn host under many fixed scripts that share "
+        "random numbers, and save the observations and scores. Pretrain on them with "
+        "esper train --start_from FOLDER. If interrupted, run the same command again.",
         examples="""\
 examples:
   esper record recordings/anytime --tasks 200
@@ -652,7 +677,7 @@ examples:
     "report": Command(
         run=report,
         options=report_options,
-        help="write a run as one page that a browser opens",
+        help="write the report of a run as an HTML page",
         examples="""\
 examples:
   esper report NAME                    writes runs/NAME/report.html and plots
@@ -663,62 +688,62 @@ examples:
         run=runs,
         torch=False,
         options=runs_options,
-        help="list runs: how far they are, how good, how large",
+        help="list runs with state, rounds, return and size",
         examples="""\
 examples:
   esper runs
-  esper runs --json --runs /data/runs  the same as data, of another folder
+  esper runs --json --runs /data/runs  JSON, for another folder
 """,
     ),
     "export": Command(
         run=export,
         options=export_options,
-        help="write what a run recorded as Parquet or CSV, or what it learned",
+        help="export the tables of a run, or its trained controller",
         examples="""\
 examples:
   esper export NAME                    writes runs/NAME/export/*.parquet
   esper export NAME --format csv --out tables
   esper export NAME --format controller --out tamiyo
 
-A controller is the policy of the best checkpoint, with a manifest that says
-how it was trained: the two files in which Esper's own Tamiyo comes.
+An exported controller is two files: the policy of the best checkpoint, and a
+manifest with its training settings.
 """,
     ),
     "config": Command(
         run=config,
         options=config_options,
         settings=True,
-        help="print all settings of a training, with their meaning",
+        help="print all training settings with descriptions",
         examples="""\
 examples:
-  esper config > mine.toml             to edit: esper train --config mine.toml
+  esper config > mine.toml             then: esper train --config mine.toml
   esper config --preset thorough --tasks letter
 """,
     ),
     "tasks": Command(
         run=tasks,
-        help="list what networks can be grown on",
+        help="list the tasks",
         examples="""\
 examples:
   esper tasks
-  esper grow --task letter             one of them, grown for real
+  esper grow --task letter             grow a network on one of them
 """,
     ),
     "blueprints": Command(
         run=blueprints,
         torch=False,
-        help="list what can be planted",
+        help="list the blueprints (kinds of growth)",
         examples="""\
 examples:
   esper blueprints
   esper train --world.blueprints widen_8,widen_16
-                                       a training that plants only these
+                                       train with these blueprints only
 """,
     ),
     "completion": Command(
         run=completion,
         options=completion_options,
-        help="print a script with which a shell completes commands and options",
+        help="print a shell completion script",
         examples="""\
 examples:
   eval "$(esper completion bash)"                       in ~/.bashrc

@@ -170,11 +170,11 @@ def outlived(command: Callable[[], int], watch: Watch | None = None) -> int:
     # The handler of Ctrl-C ends a process with 130.
     lost = watch is not None and not watch.done and code >= 0 and code != 130
     if lost or (watch is not None and crashed):
-        text = "the environment or the system ended this process, perhaps for want of "
-        return _print(f"{text}memory. What was saved is whole; resume it.", WORKERS)
+        text = "the environment or the system ended this process, perhaps out of memory"
+        return _print(f"{text}. All checkpoints are intact. Resume the run.", WORKERS)
     if crashed or (watch is None and code == 1):
-        text = "ended by Ray or the system, perhaps for want of memory; see whether "
-        return _print(f"{text}Ray's node still runs here, and resume.", WORKERS)
+        text = "Ray or the system ended this process, perhaps out of memory. Check "
+        return _print(f"{text}that the Ray node runs here, then resume.", WORKERS)
     return code if code >= 0 else 128 - code
 
 

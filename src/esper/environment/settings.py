@@ -54,44 +54,49 @@ class WorldSettings:
     """How real networks grow; the simulated world has its own rules."""
 
     horizon: int | None = None
-    """Decisions of an episode; none: the task's own."""
+    """Decisions per episode; none: the task's default."""
     decision_every: int | None = None
-    """Batches between two decisions; none: the task's own."""
+    """Batches between two decisions; none: the task's default."""
     seeds_per_slot: int = 2
-    """Seeds that each place can hold."""
+    """Maximum number of seeds per layer that can grow."""
     slots: int | None = None
-    """Seeds that a host can hold in all, shared out over its places; none: as above."""
+    """Maximum number of seeds per host, divided evenly over the layers that can grow;
+    none: seeds_per_slot for each."""
     rent: Term = 0.01
-    """Score charged per added multiple of the host's parameters; or a range."""
+    """Score subtracted per added multiple of the host's parameters; or a range."""
     budget: Term = 4.0
-    """Parameters that may be added, as a multiple of the host's; or a range."""
+    """Maximum added parameters, as a multiple of the host's; or a range."""
     rate: Term = 1.0
-    """Learning rate against the task's own; or a range."""
+    """Host learning rate, as a multiple of the task's default; or a range."""
     clock: ClockKind = "batches"
-    """What counts: compute or batches."""
+    """Time unit of decisions: batches or compute."""
     first: float = 4.0
-    """Batches of the starting host before the second decision (clock compute)."""
+    """Compute before the second decision, in batches of the initial host (clock
+    compute only)."""
     ratio: float = 2 ** (1 / 3)
-    """Compute at each decision after it, as a multiple (clock compute)."""
+    """Factor by which compute grows from each later decision to the next (clock
+    compute only)."""
     stop: Stop = "end"
-    """When an episode is scored: at its end, or anytime."""
+    """When to score an episode: end, or anytime (at seven times, a factor of two
+    apart)."""
     charge_looks: bool = True
-    """Whether scoring the decision rows counts as compute; false for controllers that
-    do not look, and for networks without one."""
+    """Count validation passes as compute. Use false for static networks and for
+    controllers that do not read the validation score."""
     tick: int = 16
-    """Batches in which tempos and speeds of seeds are counted."""
+    """Batches per tick. Seed tempos and blending speeds are counted in ticks."""
     penalty: float = 0.01
-    """Reward taken for an action that is not possible."""
+    """Reward subtracted for an illegal action."""
     blueprints: tuple[str, ...] | None = None
-    """What may be planted; none: what is offered to hosts of the task's kind."""
+    """Blueprints that can be planted; none: the defaults for the host."""
     relative: bool = False
-    """Whether rewards are shares of the errors that the same host makes in the end if
-    it never grows, so that they mean the same on every task."""
+    """Measure rewards against the same host without growth, as fractions of its final
+    error. This makes rewards of different tasks comparable."""
     at_once: bool = False
-    """Whether seeds take part with the next batch and are gone with the next prune, so
-    that nothing is decided but when, where and how much."""
+    """Seeds take effect with the next batch and pruning removes them at once. The
+    policy then only decides when, where and how much to grow."""
     group_size: int = 1
-    """Environments in a row that have the same data, host, batches and terms."""
+    """Number of consecutive environments that share data, host, batches, rent, budget
+    and rate."""
 
     def __post_init__(self) -> None:
         """Refuse what no world can be made of."""

@@ -69,8 +69,8 @@ def train_to_end(
             rollbacks = trainer.rollbacks + 1
             starts.append(start)
     raise NumericsTrouble(
-        f"run {run.name}: numbers were not finite, also after going back {PATIENCE} "
-        f"times; lower its ppo.learning_rate. See {DIAGNOSIS} there."
+        f"run {run.name}: numbers were not finite, even after {PATIENCE} returns to a "
+        f"checkpoint. Lower its ppo.learning_rate; see {DIAGNOSIS} in its folder."
     )
 
 
@@ -109,11 +109,11 @@ def train_on(
             if found.manifest.facts.get(name) != value:
                 raise BadInput(
                     f"the {name} of run {run.name} changed since its last checkpoint; "
-                    "put it back, or begin another run."
+                    "restore it, or start a new run."
                 )
         load(trainer, checkpoints.load(found.manifest.step, leaves(trainer)).tensors)
         notes = [("rejected", line) for line in found.rejected] + [
-            ("inexact", f"{line}; what follows may differ in some bits.")
+            ("inexact", f"{line}; later results may differ in the last bits.")
             for line in changes_since(run.versions, versions)
         ]
     store.begin_attempt(None if found is None else trainer.round, versions)
@@ -121,7 +121,7 @@ def train_on(
     start = trainer.round
     if trouble is not None:
         trainer.draw_streams_anew(rollbacks)
-        text = f"{trouble}; back to round {start}, with new streams."
+        text = f"{trouble}; restarting from round {start} with new random numbers."
         notes.append(("refused", text))
     for kind, text in notes:
         store.add_note(trainer.round, kind, text)

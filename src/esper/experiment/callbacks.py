@@ -134,7 +134,7 @@ class ConsoleProgress(Callback):
         figure = f"return {mean:+.4f}"
         if trainer.relative:
             figure = f"{mean:+.1%} of the errors removed, net of rent"
-        self.on_message(f"round {trainer.round}  on watched hosts: {figure}")
+        self.on_message(f"round {trainer.round}  validation hosts: {figure}")
         if self._details:
             parts = [
                 f"{task} {judged.returns.mean():+.4f} (score {judged.score.mean():.3f})"

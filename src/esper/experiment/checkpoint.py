@@ -199,8 +199,8 @@ class CheckpointFolder:
         for later in [there for there in self.steps() if there >= step]:
             if self._is_good(later, like):
                 raise BadInput(
-                    f"{short(self.path)} has another state at step {later}, which is "
-                    f"not before {step}; resume from it or start another run."
+                    f"{short(self.path)} has another state at step {later}, so step "
+                    f"{step} cannot be saved. Resume from it, or start a new run."
                 )
 
     def _is_good(self, step: int, like: Like) -> bool:

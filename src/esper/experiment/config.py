@@ -103,19 +103,20 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 @settings
 class Budget:
-    """When training ends: with whichever of them is used up first."""
+    """When training ends: at the first limit that is reached."""
 
     rounds: Rounds | None = None
-    """Rollouts, each of one episode of every environment, and updates."""
+    """Maximum number of rounds. A round is one episode per environment and one PPO
+    update."""
     minutes: Annotated[float, Field(gt=0, le=525_600)] | None = None
-    """Time spent on training."""
+    """Maximum training time in minutes."""
     env_steps: Annotated[int, Field(ge=1, le=10**12)] | None = None
-    """Decisions, over all environments."""
+    """Maximum number of decisions, summed over all environments."""
 
     def __post_init__(self) -> None:
         """Refuse a training without an end."""
         if self.rounds is None and self.minutes is None and self.env_steps is None:
-            raise refusal("at least one of rounds, minutes and env_steps is needed.")
+            raise refusal("set at least one of rounds, minutes and env_steps.")
 
     def rounds_of(self, env_steps: int) -> int:
         """Rounds that it allows for, time aside, if each takes so many decisions."""
@@ -130,11 +131,12 @@ class Learner:
     """The policy and how it learns."""
 
     gamma: Fraction = 1.0
-    """Discount per decision; 1 makes the return the final score minus rent."""
+    """Discount factor per decision. With 1, the return is the final score minus
+    rent."""
     gae_lambda: Fraction = 0.95
-    """Trace decay of the advantages: 0 is one-step TD, 1 is Monte Carlo."""
+    """GAE lambda: 0 is one-step TD, 1 is Monte Carlo."""
     final_share: Fraction = 0.1
-    """Share of learning rate and entropy weight that is left at the end."""
+    """Learning rate and entropy coefficients fall linearly to this fraction."""
     ppo: PPOConfig = field(
         default_factory=lambda: PPOConfig(
             # What a decision is worth is small against the noise of a training: few
@@ -165,13 +167,14 @@ class Judging:
     """How the policy is compared with controllers that do not learn."""
 
     every: Rounds = 20
-    """Rounds between two judgements of the policy on the same hosts."""
+    """Rounds between two evaluations of the policy on the validation hosts."""
     hosts: Count = 16
-    """Hosts of each task that every controller is judged on."""
+    """Hosts per task in each evaluation."""
     controllers: tuple[ArmName, ...] = field(
         default_factory=lambda: (*_rule_based(), "static")
     )
-    """What is judged beside the policy at the end; empty: nothing, not even it."""
+    """Controllers and static networks that the final evaluation compares with the
+    policy. An empty list skips the final evaluation."""
 
     def __post_init__(self) -> None:
         """Refuse a controller that is named twice."""
@@ -181,14 +184,14 @@ class Judging:
 
 @settings
 class Keeping:
-    """What is kept of a run while it goes on."""
+    """Checkpoints and logs of a run."""
 
     every: Rounds = 10
     """Rounds between two checkpoints."""
     last: Annotated[int, Field(ge=1, le=1_000)] = 3
-    """Checkpoints that are kept, besides the best."""
+    """Number of recent checkpoints to keep. The best one is always kept."""
     tensorboard: bool = False
-    """Whether to write figures for TensorBoard too."""
+    """Also write TensorBoard logs."""
 
 
 @settings
@@ -196,23 +199,23 @@ class TrainConfig:
     """A training of Tamiyo."""
 
     tasks: tuple[TaskName, ...] = ("teacher", "mnist1d")
-    """What the hosts learn, side by side; or "family" or "simulated" alone."""
+    """Tasks to train on; "family" and "simulated" must be the only task."""
     envs: Count = 16
-    """Environments of each task."""
+    """Environments per task."""
     variants: Count = 7
-    """Tasks that a family is made of."""
+    """Number of tasks drawn per round if tasks is "family"."""
     rng_seed: RngSeed = 0
-    """Start of every random stream of the run."""
+    """Random seed of the run. esper train draws one if you give none."""
     name: Text | None = None
-    """What the run is called; none: a name is made up."""
+    """Name of the run; none: a generated name."""
     runs: Text = "runs"
-    """Folder in which runs are kept."""
+    """Folder that contains the runs."""
     start_from: Text | None = WARM
-    """Run whose policy to start from; "warm": half a minute of the simulated world;
-    "recordings": what grew well on tasks like the run's (with world.at_once); or a
-    folder of recordings that esper record made."""
+    """Initial policy. A run: its best policy; "warm": pretrain on the simulated world
+    for half a minute; "recordings": fit it to recordings of the run's tasks (requires
+    world.at_once); a folder from esper record: fit it to these; none: random."""
     recordings: Count = 300
-    """Tasks that are recorded to start from, if start_from is "recordings"."""
+    """Number of tasks to record if start_from is "recordings"."""
     budget: Budget = field(default_factory=lambda: Budget(rounds=150))
     """When training ends."""
     learner: Learner = field(default_factory=Learner)
@@ -222,7 +225,7 @@ class TrainConfig:
     judging: Judging = field(default_factory=Judging)
     """How the policy is compared with controllers that do not learn."""
     keeping: Keeping = field(default_factory=Keeping)
-    """What is kept of a run while it goes on."""
+    """Checkpoints and logs of a run."""
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other."""
@@ -236,27 +239,27 @@ class TrainConfig:
         for alone in (SIMULATED, FAMILY):
             if alone in self.tasks and len(self.tasks) > 1:
                 raise refusal(
-                    f"tasks has {alone!r} beside others; it cannot be mixed with other "
-                    "tasks."
+                    f"tasks has {alone!r} and others. Give {alone!r} alone, or leave "
+                    "it out."
                 )
         if self.simulated:
             self._require_default_world()
         if self.start_from == RECORDINGS and not self.world.at_once:
             raise refusal(
-                "start_from 'recordings' knows when, where and how much to plant, and "
-                "nothing else; set world.at_once, on tasks that are not simulated."
+                "start_from is 'recordings', which requires world.at_once and tasks "
+                "other than 'simulated'. Set world.at_once to true."
             )
         count = self.variants if self.family else len(self.tasks)
         total, minibatches = self.envs * count, self.learner.ppo.minibatches
         if minibatches > total:
             raise refusal(
-                f"learner.ppo.minibatches is {minibatches}, but environments, which "
-                f"are not split, are {total} (envs {self.envs} x tasks {count})."
+                f"learner.ppo.minibatches is {minibatches}, but there are only {total} "
+                f"environments (envs {self.envs} x tasks {count}). Lower it."
             )
         if self.envs % self.world.group_size:
             raise refusal(
                 f"world.group_size is {self.world.group_size}, which does not divide "
-                f"envs {self.envs}."
+                f"envs {self.envs}. Make envs a multiple of it."
             )
 
     @property
@@ -274,8 +277,8 @@ class TrainConfig:
             value = getattr(self.world, item.name)
             if value != item.default:
                 raise refusal(
-                    f"world.{item.name} is {quoted(value)}, but tasks is "
-                    f"{SIMULATED!r}, whose rules are fixed; leave it out."
+                    f"world.{item.name} is {quoted(value)}, but the simulated world "
+                    "has no such setting. Leave it out."
                 )
 
 

@@ -112,7 +112,7 @@ def load_controller(path: Path | str) -> Learned:
     one = folder.parent.name == CHECKPOINTS and folder.is_file()
     run = Run.read(folder.parent.parent if one else folder)
     if run.kind != TRAINING:
-        raise BadInput(f"run {run.name} has trained no controller; see esper runs.")
+        raise BadInput(f"run {run.name} has no trained controller; see esper runs.")
     checkpoints = run.checkpoints()
     config = from_toml(run.config_toml).learner.policy
     like = policy_shapes(config)
@@ -198,7 +198,7 @@ def export_controller(
     """
     run, disk = Run.read(path), disk or Disk()
     if run.finished is None:
-        raise BadInput(f"run {run.name} is not finished; let it end first.")
+        raise BadInput(f"run {run.name} is not finished; resume it first.")
     learned = load_controller(path)
     data = pack({name: part.float() for name, part in learned.weights.items()})
     manifest = {
@@ -224,11 +224,11 @@ def _blueprints(learned: Learned) -> list[str]:
     table = {each.name for each in BLUEPRINTS}
     names = learned.actions.get("blueprints", ())
     if not names:
-        raise BadInput(f"{learned.name} has no list of blueprints; train it anew.")
+        raise BadInput(f"{learned.name} has no list of blueprints; train it again.")
     if strange := [name for name in names if name not in table]:
         raise BadInput(
-            f"{learned.name} knows {quoted(strange[0])}, which is not Esper's own; "
-            "train without it."
+            f"{learned.name} uses blueprint {quoted(strange[0])}, which is not built "
+            "in. Train without it."
         )
     return [*names]
 

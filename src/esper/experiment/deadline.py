@@ -134,4 +134,4 @@ def timed(call: Callable[[], T], what: str, seconds: float, option: str) -> T:
 
 def late(what: str, seconds: float, option: str) -> str:
     """The error about a call that takes too long."""
-    return f"{what} did not return in {seconds:g} s. Mend it, or raise {option}."
+    return f"{what} did not return in {seconds:g} s. Fix it, or increase {option}."

@@ -46,20 +46,20 @@ TaskName = Annotated[str, one_of("task", lambda: TASKS)]
 
 @settings
 class EvaluateConfig:
-    """Which arms are judged on which tasks."""
+    """Controllers and tasks of an evaluation."""
 
     tasks: tuple[TaskName, ...] = ()
-    """What the hosts learn; none: every task that can be judged here."""
+    """Tasks to evaluate on; empty: all available tasks."""
     controllers: tuple[Text, ...] = (*CONTROLLERS, "static")
-    """Controllers and static controls by name; runs that learnt by name or folder."""
+    """Controllers and static networks by name; trained runs by name or folder."""
     hosts: Count = 16
-    """Hosts of each task."""
+    """Hosts per task."""
     rng_seed: RngSeed = 0
-    """Decides which hosts."""
+    """Random seed of the hosts."""
     name: Text | None = None
-    """What the run is called; none: a name is made up."""
+    """Name of the run; none: a generated name."""
     runs: Text = "runs"
-    """Folder in which runs are kept."""
+    """Folder that contains the runs."""
     world: WorldSettings = field(default_factory=WorldSettings)
     """How hosts grow."""
 
@@ -178,7 +178,7 @@ def _ready(config: EvaluateConfig) -> tuple[dict[str, Task], dict[str, str]]:
         ready[task.name] = task
     if not ready:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
-        raise BadInput(f"expected a task that can be judged here; {reasons}")
+        raise BadInput(f"no task can be evaluated: {reasons}")
     return ready, skipped
 
 
@@ -200,13 +200,13 @@ def _arms(config: EvaluateConfig) -> dict[str, Maker | None]:
     waiting = [name for name in arms if name in STATIC]
     if waiting and reference_of(arms) is None:
         raise refusal(
-            f"controllers: {waiting[0]!r} is measured by a learned controller or by "
-            "'early'; name one of them too."
+            f"controllers: {waiting[0]!r} needs the size of a trained controller or of "
+            "'early'. Add one of them."
         )
     computed = [name for name in arms if name in SIZES]
     if computed and len({*arms} & {*LADDER}) < 2:
         raise refusal(
-            f"controllers: {computed[0]!r} is a choice among static sizes; name at "
-            f"least two of {', '.join(LADDER)} too."
+            f"controllers: {computed[0]!r} chooses among static sizes. Add at least "
+            f"two of {', '.join(LADDER)}."
         )
     return arms

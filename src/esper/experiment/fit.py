@@ -230,7 +230,7 @@ def _first(loader: Batches, who: str, model: nn.Module) -> tuple[Tensor, Tensor]
     if not isinstance(loader, Iterable) or isinstance(loader, Iterator):
         raise BadInput(
             f"{who} must be a DataLoader or a list of batches, got "
-            f"{type(loader).__name__}; it is walked through once each epoch."
+            f"{type(loader).__name__}. It is iterated over once per epoch."
         )
     for x, y in _batches(loader, who, model):
         if not len(x):
@@ -254,7 +254,7 @@ def _try(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, who: str) -> bool:
             value = loss(answer, y)
         except Exception as error:
             raise BadInput(
-                f"no loss from the model's answer {shape} and the y {[*y.shape]} "
+                f"the loss failed on the model's output {shape} and y {[*y.shape]} "
                 f"({y.dtype}) of {who}: {first_line(error)}."
             ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
@@ -341,8 +341,8 @@ def grow(
 
     if task.loss == "regression":
         raise BadInput(
-            f"{task.name} has targets, and only classifiers are grown by name; call "
-            "esper.fit with a loss of your own."
+            f"{task.name} is a regression task; only classification is supported here. "
+            "Call esper.fit with your own loss."
         )
     splits = task.splits(rng_seed)
     fitted = fit(
@@ -401,4 +401,4 @@ def check_free(out: Path) -> None:
     if os.path.lexists(out):
         raise BadInput(f"{short(out)} is there already; choose another name.")
     if not os.path.isdir(out.parent) or not os.access(out.parent, os.W_OK):
-        raise BadInput(f"{short(out.parent)} is no folder that can be written to.")
+        raise BadInput(f"{short(out.parent)} is not a writable folder.")

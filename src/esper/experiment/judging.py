@@ -255,8 +255,8 @@ def notes_on(arms: Iterable[str], settings: WorldSettings) -> dict[str, str]:
     spec, text = (
         ActionSpec(),
         (
-            "its times are shares of the horizon, which is not known with world.stop "
-            "anytime; what is due after the beginning never comes."
+            "its times are fractions of the horizon, which is unknown if world.stop is "
+            "anytime. Only its actions at the start are carried out."
         ),
     )
     made = {arm: CONTROLLERS[arm](spec) for arm in arms if arm in CONTROLLERS}

@@ -135,8 +135,8 @@ def require_recorded_terms(world: WorldSettings) -> None:
     most = world.range_of("budget")[1]
     if most > MOST:
         raise BadInput(
-            f"hosts are recorded up to {MOST:g} multiples of their size, but "
-            f"world.budget goes up to {most:g}; lower it."
+            f"world.budget is up to {most:g}, but recordings only cover {MOST:g} times "
+            "the host's size. Lower it."
         )
 
 
@@ -144,7 +144,7 @@ def given_recordings(config: TrainConfig, spec: ActionSpec) -> list[Recording]:
     """Recordings of the folder that a run starts from; refuses what does not fit it."""
     world = config.world
     if not world.at_once:
-        raise BadInput("seeds of recordings begin at once; set world.at_once.")
+        raise BadInput("recordings require world.at_once; set it to true.")
     folder = Path(str(config.start_from))
     return read_recordings(folder, spec, world.stop, world.clock)
 

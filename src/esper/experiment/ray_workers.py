@@ -174,8 +174,8 @@ def _require_token() -> None:
     """Refuse if this process, of a driver or a node, asks for no token."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         raise BadInput(
-            f"{platform.node()}: a Ray cluster without a token runs whatever it is "
-            "sent. Set RAY_AUTH_MODE=token on every node and where Esper starts."
+            f"{platform.node()}: without a token, anyone who reaches the cluster can "
+            "run code. Set RAY_AUTH_MODE=token on every node and where Esper starts."
         )
 
 

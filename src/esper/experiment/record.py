@@ -293,8 +293,8 @@ def record(
     """
     if str(folder) in RESERVED:
         raise BadInput(
-            f"esper train does not take {str(folder)!r} for a folder; name another "
-            f"one, such as {folder}/{config.stop}."
+            f"{str(folder)!r} is a reserved name of --start_from. Use another folder, "
+            f"such as {folder}/{config.stop}."
         )
     about = folder / ABOUT
     mine = json.dumps({"version": VERSION, **asdict(config)}, indent=1)
@@ -303,8 +303,8 @@ def record(
     with closing(Lock(folder)):
         if os.path.lexists(about) and read_text(about) != mine:
             raise BadInput(
-                f"{short(folder)} holds a recording with other settings; name another "
-                "folder, or give the same settings to go on with it."
+                f"{short(folder)} holds recordings with other settings. Use another "
+                "folder, or the same settings to continue it."
             )
         publish(Disk(), about, mine.encode())
         wanted = [folder / file_name(number) for number in range(config.tasks)]

@@ -115,12 +115,14 @@ class Run:
         with storage(path, "create"):
             if not root.exists():
                 if not root.parent.is_dir():
-                    raise BadInput(f"{short(root.parent)} is not there; make it first.")
+                    raise BadInput(
+                        f"{short(root.parent)} does not exist; create it first."
+                    )
                 with suppress(FileExistsError):  # another run began just now
                     disk.mkdir(root)
                 disk.sync_folder(root.parent)
             if not root.is_dir():
-                raise BadInput(f"{short(root)} is no folder; runs need one.")
+                raise BadInput(f"{short(root)} is not a folder; runs need one.")
             discard_leftovers(disk, root)
             disk.mkdir(temporary)
             lock = Lock(temporary, path)

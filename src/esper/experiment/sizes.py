@@ -34,9 +34,8 @@ def check_halving(clock: Clock) -> None:
     stops = int((clock.weights() > 0).sum())
     if clock.kind != "compute" or clock.stop != "anytime" or stops < STOPS:
         raise BadInput(
-            f"'halving' ends sizes at equal compute and needs {STOPS} stops; there are "
-            f"{stops} by the clock {clock.kind!r}; set world.clock to compute, "
-            "world.stop to anytime and a longer horizon."
+            f"'halving' needs {STOPS} stops; clock {clock.kind!r} has {stops} here. "
+            "Set world.clock to compute, world.stop to anytime and a longer horizon."
         )
 
 

@@ -125,7 +125,7 @@ class Store:
         if (lost := keeps - known) > 0:
             text = f"{lost} of the rounds 1 to {keeps} are not in this store"
             self.add_note(keeps, "gap", text)
-            self.warnings.append(f"{text}; its report will lack them.")
+            self.warnings.append(f"{text}; they will be missing in the report.")
         return self._attempt
 
     def add(self, table: str, **columns: Column) -> None:
@@ -272,8 +272,8 @@ class Store:
 
     def _trouble(self, error: Exception) -> StorageTrouble:
         return StorageTrouble(
-            f"cannot write {self.path}: {error}; {self._waiting} rows wait. Make room "
-            "or end whoever else writes there."
+            f"cannot write {self.path}: {error}; {self._waiting} rows wait. Free disk "
+            "space, or stop other processes that use the file."
         )
 
 
@@ -315,7 +315,7 @@ def usable_store(path: Path, run: str | None) -> Store:
                 if os.path.lexists(f"{path}{end}"):
                     os.replace(f"{path}{end}", f"{aside}{end}")
         store = Store(path, run)
-        text = f"{error} It is now {aside.name}, and another store begins."
+        text = f"{error} It was renamed to {aside.name}; a new store was started."
         store.warnings.append(text)
         return store
 

@@ -51,11 +51,10 @@ FEW_ROUNDS: Final = 8
 WIDTH: Final = 150
 """Columns of a table that is not printed to a terminal."""
 LEGEND: Final = (
-    "Interquartile means over hosts [95 % interval]; mean: of all hosts, also those on "
-    "which it went wrong; p: paired Wilcoxon, Holm over its column; P: how often a "
-    "host returns more than with never, a tie being half; "
-    "parameters and MACs (multiply-adds per row) as a multiple of the host's; area: "
-    "mean score over the decisions."
+    "Interquartile means over hosts [95 % interval]; mean: over all hosts; p: paired "
+    "Wilcoxon, Holm-corrected per column; P: fraction of hosts with a higher return "
+    "than never, ties count half; parameters and MACs (multiply-adds per row) as "
+    "multiples of the host's; area: mean score over the decisions."
 )
 LABELS: Final = {"returns": "Return", "test": "Test score"}
 Row = Mapping[str, Any]
@@ -194,7 +193,7 @@ def return_trend(returns: Sequence[float]) -> str:
     fifth = len(known) // 5
     if fifth < FEW_ROUNDS:
         return (
-            f"Too few rounds to tell whether the return rose: {len(known)}, and "
+            f"Too few rounds to see a trend in the return: {len(known)}; at least "
             f"{5 * FEW_ROUNDS} are needed."
         )
     first, last = known[:fifth], known[-fifth:]
@@ -243,7 +242,7 @@ def watched_trend(evaluations: Iterable[Row]) -> str | None:
     if not np.isnan(total.low):  # one host has no interval
         by = f"{total:+.3f} (95 % over hosts)"
     return (
-        f"On the same watched hosts: {_mean_of(found[start]):+.3f} at round {start}, "
+        f"On the validation hosts: {_mean_of(found[start]):+.3f} at round {start}, "
         f"{_mean_of(found[end]):+.3f} at round {end}, by {by}."
     )
 
@@ -375,29 +374,29 @@ def _limits(tables: Sequence[TaskSummary]) -> list[str]:
     if not tables:
         return []
     hosts = min(table.hosts for table in tables)
-    narrow = "; intervals of so few are narrower than they should be"
+    narrow = ", too few for reliable intervals"
     lines = [
-        "Above and below: the 95 % interval of the difference leaves out 0. p: paired "
-        "Wilcoxon, corrected for all comparisons with the baseline, and for all of "
-        "learned arms with others. This rests on "
-        f"{hosts} hosts of each task{narrow if hosts < FEW_HOSTS else ''}; it says "
-        "nothing about other tasks, other hosts or longer training. Hosts of one task "
-        "share a split of its rows (not on teacher), so the luck of the split is not "
-        "in the intervals."
+        "Above and below: the 95 % interval of the difference excludes 0. p: paired "
+        "Wilcoxon, corrected for all comparisons with the baseline, and for all "
+        "comparisons of trained controllers with others. There are "
+        f"{hosts} hosts per task{narrow if hosts < FEW_HOSTS else ''}. The results do "
+        "not cover other tasks, other hosts or longer training. Hosts of one task "
+        "share one split of its rows (except on teacher), so the intervals do not "
+        "cover the variation between splits."
     ]
     names = list(dict.fromkeys(arm.name for table in tables for arm in table.arms))
     learned = [repr(name) for name in names if is_learned(name)]
     if learned:
         lines.append(
-            f"{', '.join(learned)}: one training each. Intervals are over hosts, so "
-            "they say nothing about controllers that are trained anew."
+            f"{', '.join(learned)}: one training each. Intervals are over hosts, not "
+            "over trainings."
         )
     static = [repr(name) for name in names if name in STATIC]
     if static:
         lines.append(
-            f"{', '.join(static)}: matched to what {reference_of(names)!r} ended "
-            "with. Every arm has the task's own learning rate, which was tuned for the "
-            "plain host alone: a rate of its own might make each of them better."
+            f"{', '.join(static)}: matched to the final size or compute of "
+            f"{reference_of(names)!r}. All arms use the task's learning rate, which "
+            "was tuned for the plain host; another rate might suit them better."
         )
     return lines
 

@@ -101,10 +101,10 @@ def resume_run(
     """Go on with a run from its newest good checkpoint; with any workers."""
     with Run.open(path) as run:
         if run.finished is not None:
-            raise BadInput(f"run {run.name} is complete; begin another one.")
+            raise BadInput(f"run {run.name} is complete; start a new one.")
         config = settings_of(run)
         check_memory(config, check_worlds(config))
-        first = (f"Going on with {run.name}: on {_describe(config)}.",)
+        first = (f"Resuming {run.name}: {_describe(config)}.",)
         attempt = partial(_attempt, config, run, callbacks, workers or Workers())
         return train_to_end(run, callbacks, first, attempt)
 
@@ -112,7 +112,9 @@ def resume_run(
 def settings_of(run: Run) -> TrainConfig:
     """The settings that a training was begun with."""
     if run.kind != TRAINING:
-        raise BadInput(f"run {run.name} is no training, so there is nothing to resume.")
+        raise BadInput(
+            f"run {run.name} was not started by esper train; it cannot be resumed."
+        )
     return from_toml(run.config_toml)
 
 
@@ -135,8 +137,8 @@ def _check(config: TrainConfig) -> None:
         learned = find_controller(str(config.start_from), Path(config.runs))
         if learned.config != config.learner.policy:
             raise BadInput(
-                f"start_from is {learned.name!r:.60}, whose policy is of another size "
-                "than learner.policy; give the same sizes."
+                f"start_from is {learned.name!r:.60}, whose policy has other sizes "
+                "than learner.policy. Use the same sizes."
             )
     if config.keeping.tensorboard:
         summary_writer()
@@ -327,7 +329,7 @@ def _judge(config: TrainConfig, run: Run, store: Store, trainer: Trainer) -> Non
     jobs = jobs_left(config, best, done)
     if not jobs:
         return
-    text = f"what is judged is the checkpoint of round {best.round}, the best one"
+    text = f"the final evaluation uses the best checkpoint, of round {best.round}"
     store.add_note_once(trainer.round, JUDGED, text)
     for arm, text in notes_on([job.arm for job in jobs], config.world).items():
         trainer.call("on_message", f"{arm}: {text}")

@@ -321,7 +321,7 @@ class Processes(Pool[Future[Any]]):
         process, error = self._busy.pop(handle), handle.exception()
         if isinstance(error, BrokenProcessPool):
             process.end()
-            why = "the worker ended by itself, perhaps for want of memory"
+            why = "the worker process died, perhaps out of memory"
             raise Lost(f"{why}; try fewer workers or hosts.")
         self._idle.append(process)
         if error is None or isinstance(error, EsperError):

@@ -124,10 +124,10 @@ def write_report(run: Path, out: Path | None = None) -> Path:
 def _require_writable(file: Path, folder: Path) -> None:
     """Refuse to write over anything but a report."""
     if not file.parent.is_dir():
-        raise BadInput(f"{short(file.parent)} is no folder; make it first.")
+        raise BadInput(f"{short(file.parent)} is not a folder; create it first.")
     require_no_link(folder)
     if folder.exists() and not folder.is_dir():
-        raise BadInput(f"{short(folder)} is no folder; remove it, plots go there.")
+        raise BadInput(f"{short(folder)} is not a folder; remove it. Plots go there.")
     if file.is_dir():
         raise BadInput(f"{short(file)} is a folder; name a file for the page.")
     if os.path.lexists(file):

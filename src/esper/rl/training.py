@@ -57,47 +57,48 @@ class PPORunConfig:
     """A run of PPO in one environment."""
 
     env: Text = "CartPole-v1"
-    """The environment's id."""
+    """Gymnasium id of the environment."""
     steps: Annotated[int, Field(ge=1, le=10**12)] = 100_000
-    """Steps to learn for, over all environments."""
+    """Total environment steps, summed over all environments."""
     memory: MemoryName = "none"
-    """What remembers: mingru, gru, lstm or none."""
+    """Memory type: mingru, gru, lstm or none."""
     envs: Count = 16
-    """Environments that are stepped together."""
+    """Number of parallel environments."""
     rollout: Count = 128
-    """Steps of each environment between two updates."""
+    """Steps per environment between two updates."""
     kind: EnvKind = "sync"
-    """Where environments are: sync, async (in processes) or native."""
+    """Vectorization: sync (one process), async (a process per environment) or native
+    (the environment's own)."""
     env_timeout: Annotated[float, Field(gt=0, le=10**6)] = TIMEOUT
-    """Seconds that one call of the environments may take."""
+    """Time limit of one environment call in seconds."""
     gamma: Fraction = 0.99
-    """Discount per step."""
+    """Discount factor per step."""
     gae_lambda: Fraction = 0.95
-    """Trace decay of the advantages: 0 is one-step TD, 1 is Monte Carlo."""
+    """GAE lambda: 0 is one-step TD, 1 is Monte Carlo."""
     final_share: Fraction = 0.1
-    """Share of learning rate and entropy weight that is left at the end."""
+    """Learning rate and entropy coefficients fall linearly to this fraction."""
     width: Count = 64
-    """Numbers in every hidden layer, and in the memory."""
+    """Width of the hidden layers and of the memory."""
     layers: Count = 1
-    """Layers of the memory."""
+    """Number of memory layers."""
     separate_value: bool = False
-    """Give the value an encoder and a memory of its own."""
+    """Use a separate encoder and memory for the value function."""
     autoregressive: bool = False
-    """Draw each head given the choices of all heads before it."""
+    """Condition each action head on the actions of the heads before it."""
     normalize: bool = True
-    """Normalise numbers of observations by running statistics."""
+    """Normalise numeric observations with running statistics."""
     ppo: PPOConfig = DEFAULTS
-    """How the policy is improved from one rollout."""
+    """Hyperparameters of the PPO update."""
     keeping: Keeping = field(default_factory=lambda: Keeping(every=20))
-    """What is kept; environments begin new episodes at every checkpoint."""
+    """Checkpoints and logs; every checkpoint starts new episodes."""
     episodes: Count = 20
-    """Whole episodes that judge the agent at the end."""
+    """Episodes of the final evaluation."""
     rng_seed: RngSeed = 0
-    """Decides everything."""
+    """Random seed of the run."""
     name: Annotated[str, Field(max_length=255)] | None = None
-    """What the run is called; none: by date and time."""
+    """Name of the run; none: a generated name."""
     runs: Text = "runs"
-    """The folder of all runs."""
+    """Folder that contains the runs."""
 
     def __post_init__(self) -> None:
         """Refuse what the fields alone let through."""

@@ -44,32 +44,32 @@ CLIP_MODES: Final = get_args(ClipMode)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PPOConfig:
-    """How the policy is improved from one rollout."""
+    """Hyperparameters of the PPO update."""
 
     learning_rate: float = 1e-3
-    """Step size of Adam."""
+    """Adam learning rate."""
     epochs: int = 4
-    """Passes over one rollout."""
+    """Passes over each rollout."""
     minibatches: int = 4
-    """Parts the environments are split into per pass; sequences stay whole."""
+    """Minibatches per pass. Environments are split into them; sequences are not."""
     clip: float = 0.2
-    """Largest change of a probability ratio that still earns gain."""
+    """Clip range of the probability ratio."""
     clip_mode: ClipMode = "joint"
-    """Clip the joint ratio, each head's (per_head), or the mean of both (mixed)."""
+    """Ratio to clip: joint (all heads), per_head, or mixed (mean of both losses)."""
     target_kl: float = 0.03
-    """Stop the update when KL(old || new) passes this; inf never stops."""
+    """Stop the update when KL(old || new) exceeds this; inf disables the check."""
     entropy: float = 0.01
-    """Weight of each head's normalised entropy."""
+    """Entropy coefficient of each head; entropies are normalised."""
     head_entropy: Mapping[str, float] = field(default_factory=dict)
-    """For some heads, another weight."""
+    """Entropy coefficients by head name, in place of entropy."""
     value: float = 0.5
-    """Weight of the value loss."""
+    """Value loss coefficient."""
     value_clip: float | None = None
-    """Range of the value clip in normalised units; off by default."""
+    """Clip range of the value in normalised units; none disables clipping."""
     value_fading: float = 0.95
-    """Share of the return statistics that is kept at each update."""
+    """Decay of the running return statistics per update."""
     max_grad_norm: float = 0.5
-    """Gradients longer than this are shortened to it."""
+    """Maximum gradient norm."""
 
     def __post_init__(self) -> None:
         """Refuse values that PPO cannot mean."""

@@ -71,20 +71,20 @@ class Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
-    """The size and kind of the policy."""
+    """Size and memory of the policy network."""
 
     width: int = 128
-    """Numbers in the core, which the memory carries."""
+    """Width of the core network and of the memory."""
     slot_width: int = 64
-    """Numbers per slot."""
+    """Width of the slot encoder."""
     offer_width: int = 32
-    """Numbers per (slot, blueprint) offer."""
+    """Width of the encoder of (slot, blueprint) pairs."""
     memory: MemoryName = "mingru"
-    """What remembers: mingru, gru, lstm or none."""
+    """Memory type: mingru, gru, lstm or none."""
     layers: int = 1
-    """Layers of the memory."""
+    """Number of memory layers."""
     causal: bool = True
-    """Let only the heads that an op uses be drawn, counted and taught."""
+    """Sample and train only the heads that the chosen op uses."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be meant."""
