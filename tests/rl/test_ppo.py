@@ -20,6 +20,7 @@ from esper import PPO, PPOConfig
 from esper.contracts.errors import BadInput, CallOrder, NoLegalAction, NotFinite
 from esper.contracts.state import save
 from esper.files import pack, read_safetensors
+from esper.rl.doctor import examine
 from esper.rl.nested import space_data, space_of
 from esper.rl.ppo import DEFAULTS
 from tests.rl.environments import (
@@ -606,6 +607,7 @@ def bad_mask(mask):
         (chance(), {"gamma": 1.5}, r"gamma must lie in \[0, 1\]"),
         (chance(), {"masks": "somewhere"}, "masks must be auto"),
         (chance(), {"relevant": [[True]]}, r"relevant must be .* here \[3, 3\]"),
+        (chance(), {"relevant": [[1, 2, 1]] * 3}, "relevant holds 2; give 1 or True"),
         (chance(), {"relevant": [True]}, r"relevant must be \[op, head\], got \[1\]"),
         (lambda: Native(Seen, 2), {}, "makes a VectorEnv; pass what it makes"),
         (lambda: Odd(spaces.Text(4), BOX), {}, "is a Text, which is not supported"),
@@ -632,6 +634,108 @@ def test_masks_of_the_wrong_width_or_empty_are_refused(mask, error, match):
     agent = PPO(bad_mask(mask), envs=2, **SMALL)
     with pytest.raises(error, match=match):
         agent.learn(24)
+
+
+class Flawed(gymnasium.Env):
+    """All is legal, but one entry of the mask at step 2 is another number."""
+
+    action_space = spaces.MultiDiscrete(SIZES)
+    SHAPES = {  # noqa: RUF012
+        "table": lambda mask: np.stack([mask] * SIZES[0]),
+        "heads": lambda mask: tuple(np.split(mask, STARTS[1:])),
+        "list": list,
+    }
+
+    def __init__(self, source, entry):
+        self.source, self.entry, self.time = source, entry, 0
+        self.observation_space = BOX
+        if source == "observation":
+            mask = spaces.Box(-np.inf, np.inf, (sum(SIZES),), np.float64)
+            self.observation_space = spaces.Dict(action_mask=mask, seen=BOX)
+        if source == "method":
+            self.action_masks = self.mask
+
+    def mask(self):
+        mask = np.ones(sum(SIZES))
+        mask[1] = self.entry if self.time == 2 else 0
+        return self.SHAPES.get(self.source, np.array)(mask)
+
+    def show(self):
+        seen = np.zeros(3, np.float32)
+        if self.source == "observation":
+            return {"action_mask": self.mask(), "seen": seen}, {}
+        return seen, {} if self.source == "method" else {"action_mask": self.mask()}
+
+    def reset(self, *, seed=None, options=None):
+        self.time = 0
+        return self.show()
+
+    def step(self, action):
+        self.time += 1
+        observation, info = self.show()
+        return observation, 0.0, False, self.time == 6, info
+
+
+@pytest.mark.parametrize(
+    ("source", "entry"),
+    [
+        *product(["info", "method", "observation", "table", "heads"], [-np.inf]),
+        *product(["list"], [np.nan, -1, 2, 0.5]),
+    ],
+)
+def test_a_mask_that_is_not_0_or_1_is_refused_with_its_place(source, entry):
+    entries = iter([0, entry])
+    agent = PPO(lambda: Flawed(source, next(entries)), envs=2, **SMALL)
+    words = f"at step 2: the mask of environment 1 holds {entry:g}; give 1 or True"
+    with pytest.raises(BadInput, match=words):
+        agent.learn(24)
+    findings = examine(lambda: Flawed(source, entry), steps=20)
+    assert f"environment 0 holds {entry:g}" in " ".join(map(str, findings))
+
+
+def test_a_mask_is_refused_where_an_agent_plays_too():
+    agent = PPO(chance(), envs=2, **SMALL).learn(24)
+    seen, mask = np.zeros((2, 4), np.float32), np.zeros((2, 10))
+    mask[1, 3] = -np.inf
+    heads = tuple(np.split(mask, STARTS[1:], axis=1))
+    for each in (mask, heads, list(mask)):
+        with pytest.raises(BadInput, match="mask of environment 1 holds -inf"):
+            agent.predict(seen, action_masks=each)
+    for each in (mask[1], [*mask[1]], ["yes"] * 10, [None] * 10):
+        with pytest.raises(BadInput, match="mask of environment 0 holds"):
+            agent.predict(seen[0], action_masks=each)
+    for kind in (bool, np.int64, np.uint8, np.float32, object):
+        ones = np.ones(10, kind)
+        assert agent.predict(seen[0], action_masks=ones)[0].shape == (3,)
+
+
+def test_a_tuple_of_one_mask_per_environment_is_not_taken_for_heads():
+    """It is what `call("action_masks")` of Gymnasium's vectors returns."""
+    agent = PPO(Seen, envs=2, **SMALL)
+    masks = np.array([[True, False], [True, False]])  # as large when transposed
+    actions, _ = agent.predict(np.zeros((2, 2), np.float32), action_masks=(*masks,))
+    assert actions.tolist() == [0, 0]
+
+
+def test_a_method_without_a_mask_is_refused():
+    class Silent(Chance):
+        def action_masks(self):
+            return None
+
+    words = "at step 0: the mask of environment 0 is None"
+    with pytest.raises(BadInput, match=words):
+        PPO(lambda: Silent("none"), envs=2, **SMALL).learn(24)
+
+
+def test_masks_of_nested_heads_are_found_by_their_path():
+    two = spaces.Discrete(2)
+    space = spaces.Dict(a=spaces.Dict(x=two), b=spaces.Dict(x=two))
+    agent = PPO(lambda: Odd(BOX, space), envs=2, **SMALL)
+    mask = {"a": {"x": np.array([0, 1])}, "b": {"x": np.array([1, 0])}}
+    action, _ = agent.predict(np.zeros(3, np.float32), action_masks=mask)
+    assert (int(action["a"]["x"]), int(action["b"]["x"])) == (1, 0)
+    with pytest.raises(BadInput, match=r"must name a\.x, b\.x, got x"):
+        agent.predict(np.zeros(3, np.float32), action_masks={"x": np.array([0, 1])})
 
 
 class Forgets(Chance):

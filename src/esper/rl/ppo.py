@@ -47,7 +47,7 @@ from esper.files import (
 from esper.rl.moments import ObservationMoments
 from esper.rl.nested import batch_of_one, first_of, is_single, rows_of
 from esper.rl.policy import SpacePolicy, SpacePolicyConfig
-from esper.rl.spaces import SpaceSpec, parts_of
+from esper.rl.spaces import SpaceSpec, flags, parts_of
 from esper.rl.vector import Source, Vector, View
 from esper.simic.agent.metrics import UpdateRecord
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
@@ -451,8 +451,6 @@ class PPO(Stateful):
                 "this agent learnt with masks; give predict(action_masks=...), ones "
                 "where everything is legal."
             )
-        if isinstance(action_masks, list):
-            action_masks = np.stack([spec.mask_row(mask) for mask in action_masks])
         rows = None if action_masks is None else spec.rows(action_masks, envs)
         first = np.full(envs, state is None)
         if episode_start is not None:
@@ -678,7 +676,7 @@ def _table(relevant: Any) -> tuple[tuple[bool, ...], ...] | None:  # noqa: ANN40
     """A table as nested tuples."""
     if relevant is None:
         return None
-    table = np.asarray(relevant, bool)
+    table = flags(np.atleast_1d(relevant), what="relevant")
     if table.ndim != 2:
         raise BadInput(f"relevant must be [op, head], got {list(table.shape)}.")
     return tuple(map(tuple, table.tolist()))

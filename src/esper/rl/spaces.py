@@ -26,6 +26,7 @@ from torch import Tensor
 
 from esper.contracts.errors import BadInput, NoLegalAction
 from esper.contracts.features import Leaf
+from esper.contracts.messages import quoted
 from esper.rl.nested import MAX_NUMBERS, space_data, space_of
 
 Array = NDArray[Any]
@@ -289,19 +290,19 @@ class SpaceSpec:
                 tuple or, by the names of a Dict of actions, as a dict. Or tables
                 `[env, choices of the first head, choices of all heads]`: what is legal
                 with each choice of the first head; that choice itself is legal where
-                its own entry in its row is. They are returned as tables too.
+                its own entry in its row is. They are returned as tables too. A list
+                or tuple of anything else has one mask, as in `mask_row`, per
+                environment. Every entry is 0 or 1, or a bool.
             envs: How many environments there are.
             needed: Whose masks matter; elsewhere everything is legal. None: all.
         """
         if self.is_continuous:
             raise BadInput("masks are for choices; this action is numbers of a Box.")
-        if isinstance(masks, Mapping | tuple):
-            heads = [np.array(x, bool) for x in self._by_head(masks)]
-            flat = np.concatenate([x.reshape(len(x), -1) for x in heads], axis=1)
-        else:
-            flat = np.array(masks, bool)
-        if len(flat) != envs:
-            raise BadInput(f"{envs} environments need {envs} masks, got {len(flat)}.")
+        flat = self._stacked(masks, envs, needed)
+        if flat.shape[:1] != (envs,):
+            count = len(flat) if flat.ndim else 0
+            raise BadInput(f"{envs} environments need {envs} masks, got {count}.")
+        flat = flags(flat, needed)
         total, shape = sum(self.sizes), (len(self.sizes), self.width)
         if len(self.sizes) > 1 and flat.shape[1:] == (self.sizes[0], total):
             return self._tables(flat, needed)
@@ -363,16 +364,46 @@ class SpaceSpec:
             return np.stack(heads)
         return np.concatenate([head.reshape(-1) for head in heads])
 
+    def _stacked(self, masks: Any, envs: int, needed: Array | None) -> Array:  # noqa: ANN401
+        """Masks of all environments as one array `[env, ...]`."""
+        if isinstance(masks, Mapping) or self._is_by_head(masks, envs):
+            heads = [np.asarray(x) for x in self._by_head(masks)]
+            return np.concatenate([x.reshape(len(x), -1) for x in heads], axis=1)
+        objects = isinstance(masks, np.ndarray) and masks.shape == (envs,)
+        if not objects and not isinstance(masks, list | tuple):
+            return np.asarray(masks)
+        if {*map(type, masks)} == {np.ndarray}:
+            return np.array([*masks])
+        for env, mask in enumerate(masks):
+            if mask is None and (needed is None or needed[env]):
+                raise BadInput(f"the mask of environment {env} is None; give one.")
+        each = [None if m is None else self.mask_row(m) for m in masks]
+        known = next((m for m in each if m is not None), self.allowed.numpy())
+        full = np.ones_like(known)
+        return np.stack([full if m is None else m for m in each])
+
+    def _is_by_head(self, masks: Any, envs: int) -> bool:  # noqa: ANN401
+        """Whether this is one array `[env, choice]` for each head."""
+        shapes = [np.shape(x) for x in masks] if isinstance(masks, tuple) else []
+        widths = [shape[1] for shape in shapes if len(shape) == 2 and shape[0] == envs]
+        return len(widths) == len(shapes) and sum(widths) == sum(self.sizes)
+
     def _by_head(self, masks: Any) -> list[Any]:  # noqa: ANN401
         if not isinstance(masks, Mapping):
             return [*masks]
-        names = [part.path[-1] for part in self._acted if part.path]
-        if not names or not {*names} <= masks.keys():
+        lasts = [part.path[-1] for part in self._acted if part.path]
+        if {*lasts} <= masks.keys() and len({*lasts}) == len(self._acted):
+            return [masks[name] for name in lasts]
+        try:
+            if not lasts:  # the action is no Dict
+                raise LookupError
+            return [part.of(masks) for part in self._acted]
+        except (LookupError, TypeError):
+            names = ", ".join(part.name for part in self._acted)
             raise BadInput(
-                f"an action mask by head must name {', '.join(map(str, names))}, got "
+                f"an action mask by head must name {names}, got "
                 f"{', '.join(map(str, masks))}."
-            )
-        return [masks[name] for name in names]
+            ) from None
 
     def describe(self) -> dict[str, Any]:
         """Spaces and table as plain data, for files."""
@@ -403,6 +434,31 @@ def require_sizes(space: Space[Any]) -> None:
                 f"{where} has {count:,} numbers, more than {MAX_NUMBERS:,}; make it "
                 "smaller."
             )
+
+
+def flags(masks: Array, needed: Array | None = None, what: str = "") -> Array:
+    """A copy of masks as booleans; refuses numbers that are neither 0 nor 1.
+
+    Args:
+        masks: `[env, ...]`.
+        needed: Environments whose masks matter; None: all.
+        what: What a refusal calls them; by default the mask of the environment.
+    """
+    if masks.dtype == bool:
+        return masks.copy()
+    legal: Array = masks == 1
+    wrong = ~(legal | (masks == 0)).reshape(len(masks), -1)
+    if needed is not None:
+        wrong &= needed[:, None]
+    if wrong.any():
+        env, at = (int(index) for index in np.argwhere(wrong)[0])
+        value = np.asarray(masks.reshape(len(masks), -1)[env, at]).item()
+        number = f"{value:g}" if isinstance(value, int | float) else quoted(value)
+        raise BadInput(
+            f"{what or f'the mask of environment {env}'} holds {number}; give 1 or "
+            "True for what is legal, 0 or False for the rest."
+        )
+    return legal
 
 
 def _columns(part: Part) -> int:

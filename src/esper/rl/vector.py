@@ -461,24 +461,11 @@ class Vector:
                 )
         else:
             masks = self._ask()
-        if isinstance(masks, list) or (  # a tuple is one array for each head
-            isinstance(masks, np.ndarray) and masks.dtype == object
-        ):
-            masks = self._stacked(masks)
         try:
             return self.spec.rows(masks, self.num_envs, acts)
         except BadInput as error:
             what = f"{self.name} at step {self.steps}: {error}"
             raise type(error)(what) from None
-
-    def _stacked(self, masks: list[Any] | Array) -> Array:
-        """One array of the masks of each environment; None is where it has ended."""
-        if {*map(type, masks)} == {np.ndarray}:
-            return np.array([*masks])
-        each = [None if m is None else self.spec.mask_row(m) for m in masks]
-        known = next((m for m in each if m is not None), self.spec.allowed.numpy())
-        full = np.ones_like(known)
-        return np.stack([full if m is None else m for m in each])
 
     def _mask_source(self, info: Mapping[str, Any]) -> str | None:
         """Where this environment has masks."""
