@@ -500,7 +500,77 @@ def test_images_are_those_of_their_step_and_no_larger_than_one(largest, kind):
     assert_same_agents(one, other)
     frame = np.full((2, 1, 6, 6), largest, kind)
     images = one.spec.images(frame, 2)["image0"]
-    assert float(images.max()) == (255 if kind is np.uint8 else 1)
+    assert float(images.max()) * one.policy.image_scale == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("bound", "shown", "kind", "divisor"),
+    [
+        (255, 255, np.uint8, 255),
+        (255, 100, np.uint8, 255),
+        (10, 10, np.uint8, 10),
+        (255, 10, np.uint8, 10),  # MiniGrid's
+        (255, 0, np.uint8, 255),  # nothing is known
+        (10**18, 7, np.int64, 7),
+        (1.0, 1.0, np.float32, 1),
+        (np.inf, 255.0, np.float32, 255),
+    ],
+)
+def test_small_codes_in_images_are_not_taken_for_black(
+    bound, shown, kind, divisor, tmp_path
+):
+    def make():
+        env = Frames(shown, kind)
+        env.observation_space = spaces.Box(
+            -bound if bound == np.inf else 0, bound, (1, 6, 6), kind
+        )
+        return env
+
+    agent = PPO(make, envs=2, ppo=ONCE, **SMALL)
+    for record in learnt(agent, 72):
+        assert abs(record.update.kl) < 1e-6
+    assert agent.policy.image_scale.item() == pytest.approx(1 / divisor)
+    agent.save(tmp_path / "agent")
+    frame = np.full((1, 6, 6), shown, kind)
+    twin = PPO.load(tmp_path / "agent")
+    assert torch.equal(twin.policy.image_scale, agent.policy.image_scale)
+    assert twin.predict(frame)[0] == agent.predict(frame)[0]
+    plain = PPO(make, envs=2, normalize=False, **SMALL).learn(24)
+    expected = 1 if bound == np.inf else 1 / bound
+    assert plain.policy.image_scale.item() == pytest.approx(expected)
+
+
+def test_an_image_that_becomes_brighter_is_scaled_after_the_update():
+    class Brighter(Frames):
+        def step(self, action):
+            found = super().step(action)
+            self.largest = 250 if agent.rounds == 2 else 10
+            return found
+
+    def make():
+        env = Brighter(10, np.uint8)
+        env.observation_space = spaces.Box(0, 255, (1, 6, 6), np.uint8)
+        return env
+
+    agent, divisors = PPO(make, envs=2, ppo=ONCE, **SMALL), []
+
+    def note(record):
+        assert abs(record.update.kl) < 1e-6
+        divisors.append(round(1 / agent.policy.image_scale.item()))
+
+    agent.learn(120, callback=note)
+    assert divisors == [10, 10, 255, 255, 255]
+
+
+def test_nan_in_an_image_is_refused():
+    class Blind(Frames):
+        def step(self, action):
+            found = super().step(action)
+            self.frame[:] = np.nan
+            return found
+
+    with pytest.raises(NotFinite, match=r"environment 0 of .* holds NaN or"):
+        PPO(lambda: Blind(1.0, np.float32), envs=2, **SMALL).learn(24)
 
 
 def test_callbacks_stop_learning_and_a_log_folder_has_rows_and_the_agent(tmp_path):

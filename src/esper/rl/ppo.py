@@ -174,7 +174,9 @@ class PPO(Stateful):
         layers: Layers of the memory.
         separate_value: Give the value an encoder and a memory of its own.
         autoregressive: Draw each head given the choices of all heads before it.
-        normalize: Normalise numbers of observations by running statistics.
+        normalize: Normalise numbers of observations by running statistics. Images are
+            divided by their largest bound, or by the largest number seen if that is
+            below a quarter of it; without `normalize`, always by the bound.
         relevant: Whether a choice of the first head uses each head, bool [op, head].
         masks: Where masks come from: observation, info, method, None: nowhere; "auto"
             finds out.
@@ -185,7 +187,7 @@ class PPO(Stateful):
 
     _env_timeout = TIMEOUT
     STATE = ("agent", "observations", "generator", "steps_done", "rounds")
-    DERIVED = ("_standing",)
+    DERIVED = ("_standing", "_largest")
 
     def __init__(
         self,
@@ -271,6 +273,8 @@ class PPO(Stateful):
         self.masked = False
         """Whether its environments have masks: no action is meant without one then."""
         self._standing: Standing | None = None
+        self._largest = np.zeros(len(spec.image_bounds))
+        """The largest number seen in each image; the policy keeps what follows."""
 
     def learn(
         self,
@@ -327,6 +331,7 @@ class PPO(Stateful):
         """Collect a rollout and learn from it."""
         ended = self._collect(self._world())
         update = self.agent.update()
+        self._scale_images()
         self.rounds += 1
         return ended, update
 
@@ -345,6 +350,9 @@ class PPO(Stateful):
         self._standing = None
         buffer.reset()
         buffer.begin(state, self.agent.version)
+        if not self.rounds:
+            self._measure(self.spec.images(view.observation, world.num_envs))
+            self._scale_images()
         for time in range(buffer.max_steps):
             features = self.features(view, learn=True, check=True)
             first, acts = torch.from_numpy(view.first), view.acts
@@ -397,6 +405,11 @@ class PPO(Stateful):
         """
         envs, spec = len(view.first), self.spec
         features = spec.images(view.observation, envs)
+        for image in features.values():
+            if check and image.is_floating_point():
+                _require_finite(image.flatten(1).numpy(), view)
+        if learn:
+            self._measure(features)
         if "vector" in spec.observation:
             rows = spec.vector(view.observation, envs)
             if check:
@@ -407,6 +420,17 @@ class PPO(Stateful):
                 rows = self.observations.normalize(rows)
             features = {"vector": torch.from_numpy(rows), **features}
         return features
+
+    def _measure(self, images: Mapping[str, Tensor]) -> None:
+        """Remember the largest number of each image."""
+        if self.settings.normalize:
+            for index, image in enumerate(images.values()):
+                size = float(np.abs(image.numpy()).max())
+                self._largest[index] = max(self._largest[index], size)
+
+    def _scale_images(self) -> None:
+        """Scale images by what was seen; after the first rollout, only down."""
+        self.policy.scale_images(self._largest, only_down=self.rounds > 0)
 
     def _stand(self, world: Vector) -> Standing:
         """Where the environments stand; new episodes everywhere if nowhere yet."""

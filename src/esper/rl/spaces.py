@@ -2,9 +2,9 @@
 
 An observation becomes one vector and any number of images. Vectors, numbers and flags
 are put one after the other; a Discrete is one-hot; a Box of three axes is an image,
-whose channels are its smaller outer axis, divided by its largest bound. Numbers of any
-other Box can be normalised by running statistics, which are part of what is saved; the
-rest is between 0 and 1 already.
+whose channels are its smaller outer axis. The policy divides it by one number. Numbers
+of any other Box can be normalised by running statistics, which are part of what is
+saved; the rest is between 0 and 1 already.
 
 An action is one or several heads: Discrete, MultiDiscrete and MultiBinary, alone or in
 a Dict or Tuple. A Box is one number per entry, from a normal distribution in which
@@ -56,10 +56,11 @@ class Part:
 
     @cached_property
     def largest(self) -> float:
-        """The largest number of an image by its bounds; 1 if it has none."""
+        """The largest size of a number by the bounds; infinite if there are none."""
         assert isinstance(self.space, spaces.Box)
-        bound = float(max(np.abs(self.space.low).max(), np.abs(self.space.high).max()))
-        return bound if 0.0 < bound < np.finfo(np.float32).max else 1.0
+        bounds = (self.space.low.astype(float), self.space.high.astype(float))
+        bound = float(np.abs(bounds).max())
+        return bound if 0.0 < bound < np.finfo(np.float32).max else np.inf
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -224,6 +225,11 @@ class SpaceSpec:
         return [part for part in self._seen if part.is_image]
 
     @cached_property
+    def image_bounds(self) -> Array:
+        """The largest size of a number in each image; infinite without bounds."""
+        return np.array([part.largest for part in self._images])
+
+    @cached_property
     def normalised(self) -> Array:
         """Which columns of the vector are numbers to be normalised."""
         kinds = [
@@ -246,17 +252,15 @@ class SpaceSpec:
         return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
 
     def images(self, observations: Any, envs: int) -> dict[str, Tensor]:  # noqa: ANN401
-        """Images by name, channels first."""
+        """Images by name, channels first, in the numbers of their spaces."""
         found = {}
         for index, part in enumerate(self._images):
             array = _checked(part, np.asarray(part.of(observations)), envs)
             if not _channels_first(array.shape[1:]):
                 array = np.moveaxis(array, 3, 1)
-            if array.dtype == np.uint8:
-                array = np.array(array, order="C")  # its buffer may be used again
-            else:
-                array = np.divide(array, part.largest, dtype=np.float32)
-            found[f"image{index}"] = torch.from_numpy(np.ascontiguousarray(array))
+            kind = np.uint8 if array.dtype == np.uint8 else np.float32
+            # Copied: its buffer may be used again.
+            found[f"image{index}"] = torch.from_numpy(np.array(array, kind, order="C"))
         return found
 
     def to_env(self, actions: Tensor) -> Any:  # noqa: ANN401
