@@ -302,6 +302,11 @@ def test_an_exported_agent_chooses_and_remembers_the_same(memory, options, tmp_p
         agent.export(tmp_path / "agent")
 
 
+def test_a_file_that_is_missing_is_named(tmp_path):
+    with pytest.raises(BadInput, match="nope does not exist"):
+        PPO.load(tmp_path / "nope")
+
+
 def test_a_damaged_file_is_refused_in_one_line(tmp_path):
     file = tmp_path / "agent.safetensors"
     PPO(chance(), envs=2, **SMALL).save(file)
@@ -388,6 +393,88 @@ def test_settings_of_the_update_are_laid_over_the_usual_ones():
     assert agent.settings.ppo == replace(DEFAULTS, entropy=0.02)
     with pytest.raises(BadInput, match="no setting 'entrophy'; did you mean 'entropy'"):
         PPO(chance(), ppo={"entrophy": 0.02})
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_schedule_in_the_update_is_refused_in_one_line():
+    for given in (None, "1e-3", lambda progress: 1e-3):
+        with pytest.raises(BadInput, match="learning_rate must be a number, got"):
+            PPOConfig(learning_rate=given)
+
+
+def test_without_a_seed_one_is_drawn_and_kept():
+    agents = [PPO(chance(), seed=None, envs=2, **SMALL) for _ in range(2)]
+    drawn, other = (agent.settings.seed for agent in agents)
+    assert drawn != other
+    again = PPO(chance(), seed=drawn, envs=2, **SMALL)
+    assert_same_agents(agents[0].learn(24), again.learn(24))
+
+
+def test_numbers_of_numpy_are_settings_too(tmp_path):
+    given = {"envs": np.int64(2), "steps": np.int32(8), "gamma": np.float32(0.9)}
+    given |= {"seed": np.int64(3), "normalize": np.True_, "width": np.int64(8)}
+    ppo = {"learning_rate": np.float32(1e-3), "epochs": np.int64(1)}
+    PPO(chance(), ppo=ppo, **given).learn(16).save(tmp_path / "agent")
+    loaded = PPO.load(tmp_path / "agent").settings
+    assert (loaded.seed, loaded.envs, loaded.normalize) == (3, 2, True)
+    assert loaded.ppo.learning_rate == np.float32(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "observation", "words"),
+    [
+        ("CartPole-v1", np.zeros(5), r"the shape \(4,\), or \(n, 4\) .*got \(5,\)"),
+        ("CartPole-v1", np.zeros((2, 2, 4)), r"or \(n, 4\) for n .*got \(2, 2, 4\)"),
+        ("CartPole-v1", np.zeros((0, 4)), r"got \(0, 4\)"),
+        ("CartPole-v1", None, r"got \(\)"),
+        ("FrozenLake-v1", np.zeros((2, 1), int), r"the shape \(\), or \(n,\) for n"),
+        (chance("observation"), {"action_mask": np.ones(10)}, "has no seen"),
+    ],
+)
+def test_an_observation_of_another_shape_is_refused(make, observation, words):
+    agent = PPO(make, envs=2, **SMALL)
+    with pytest.raises(BadInput, match=words):
+        agent.predict(observation)
+
+
+class Paying(Seen):
+    """Pays anything."""
+
+    def __init__(self, paid):
+        self.paid = paid
+
+    def step(self, action):
+        seen, _, *rest = super().step(action)
+        return seen, self.paid, *rest
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_an_array_of_one_number_is_a_reward(kind):
+    for paid in (np.array([2.0]), [[2.0]]):
+        paying = iter([2.0, paid, paid]) if kind == "sync" else iter([paid] * 3)
+        agent = PPO(lambda each=paying: Paying(next(each)), kind=kind, envs=2, **SMALL)
+        records = learnt(agent, 24)
+        agent.close()
+        assert records[-1].mean_return == 2.0
+
+
+@pytest.mark.parametrize(
+    ("paid", "words"),
+    [
+        (math.nan, "gave the reward nan in environment 1 at step 0"),
+        (1e39, r"gave the reward 1e\+39 in environment 1 at step 0"),
+        (None, "gave the reward nan in environment 1 at step 0"),
+        (np.ones(2), r"at step 0 of environment 1: .*the reward has the shape \(2,\)"),
+    ],
+)
+def test_what_is_no_reward_is_refused_with_its_place(paid, words):
+    amounts = iter([1.0, paid])
+    with pytest.raises(BadInput, match=words):
+        PPO(lambda: Paying(next(amounts)), envs=2, **SMALL).learn(24)
+    amounts = iter([1.0, paid])
+    agent = PPO(Seen, envs=2, **SMALL)
+    with pytest.raises(BadInput, match=words):
+        agent.evaluate(2, env=lambda: Paying(next(amounts)))
 
 
 def test_learning_goes_on_after_an_interruption_in_a_rollout():
@@ -675,6 +762,14 @@ def bad_mask(mask):
         (chance(), {"kind": "threads"}, "kind must be one of sync"),
         (chance(), {"envs": 0}, "envs must be at least 1"),
         (chance(), {"gamma": 1.5}, r"gamma must lie in \[0, 1\]"),
+        (chance(), {"gamma": None}, "gamma must be a valid number, got None"),
+        (chance(), {"seed": 1.5}, r"seed must be a valid integer.* got 1\.5"),
+        (chance(), {"seed": -1}, r"seed must lie in"),
+        (chance(), {"normalize": "maybe"}, "normalize must be a valid boolean"),
+        (chance(), {"width": None}, r"policy\.width must be a valid integer"),
+        (chance(), {"ppo": {"learning_rate": min}}, "Schedules are not supported"),
+        (chance(), {"ppo": {"head_entropy": {"a": ""}}}, "a must be a valid number"),
+        (chance(), {"ppo": 3}, "ppo must be a PPOConfig or a mapping, got 3"),
         (chance(), {"masks": "somewhere"}, "masks must be auto"),
         (chance(), {"relevant": [[True]]}, r"relevant must be .* here \[3, 3\]"),
         (chance(), {"relevant": [[1, 2, 1]] * 3}, "relevant holds 2; give 1 or True"),
@@ -874,7 +969,7 @@ def test_what_environments_raise_or_give_becomes_one_line():
 
     for make, match in (
         (Raising, r"in step\(\) at step 0 of environment 0: RuntimeError: a b"),
-        (Unknown, "rewards of environment 0 at step 0 must be finite, got nan"),
+        (Unknown, "Unknown gave the reward nan in environment 0 at step 0"),
         (Blind, "the observation of environment 0 of Blind at step 0 holds NaN"),
     ):
         with pytest.raises(BadInput, match=match) as caught:

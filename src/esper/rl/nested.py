@@ -111,26 +111,6 @@ def _constant(bounds: Array) -> Any:  # noqa: ANN401
     return str(texts.flat[0]) if same else texts.tolist()
 
 
-def is_single(space: Space[Any], observation: Any) -> bool:  # noqa: ANN401
-    """Whether this is the observation of one environment, not of several."""
-    if isinstance(space, spaces.Dict):
-        name, inner = next(iter(space.spaces.items()))
-        return is_single(inner, observation[name])
-    if isinstance(space, spaces.Tuple):
-        return is_single(space.spaces[0], observation[0])
-    return np.asarray(observation).shape == (space.shape or ())
-
-
-def rows_of(space: Space[Any], observation: Any) -> int:  # noqa: ANN401
-    """Rows of a batch."""
-    while isinstance(space, spaces.Dict | spaces.Tuple):
-        at: Any = 0
-        if isinstance(space, spaces.Dict):
-            at = next(iter(space.spaces))
-        space, observation = space.spaces[at], observation[at]
-    return len(np.asarray(observation))
-
-
 def batch_of_one(space: Space[Any], observation: Any) -> Any:  # noqa: ANN401
     """A batch of one."""
     if isinstance(space, spaces.Dict):

@@ -14,8 +14,9 @@ is merely over has the value of the observation that comes next.
 import csv
 import json
 import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final, NamedTuple
@@ -28,7 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from esper.contracts.errors import BadInput, CallOrder, NotFinite, unknown
-from esper.contracts.messages import one_line
+from esper.contracts.messages import one_line, quoted
 from esper.contracts.state import Stateful, Tensors, check_fit, leaves, load, save
 from esper.experiment.deadline import TIMEOUT
 from esper.experiment.progress import Progress
@@ -45,7 +46,7 @@ from esper.files import (
     storage,
 )
 from esper.rl.moments import ObservationMoments
-from esper.rl.nested import batch_of_one, first_of, is_single, rows_of
+from esper.rl.nested import batch_of_one, first_of
 from esper.rl.policy import SpacePolicy, SpacePolicyConfig
 from esper.rl.spaces import SpaceSpec, flags, parts_of
 from esper.rl.vector import Source, Vector, View
@@ -165,7 +166,8 @@ class PPO(Stateful):
         envs: How many environments to make.
         kind: "sync": in this process; "async": each in a process of its own; "native":
             the id's own vector environment.
-        seed: Of weights, choices, minibatches and environments.
+        seed: Of weights, choices, minibatches and environments. None draws one, which
+            `settings.seed` keeps.
         steps: Steps of each environment between two updates.
         gamma: Discount per step.
         gae_lambda: Trace decay of the advantages.
@@ -196,7 +198,7 @@ class PPO(Stateful):
         memory: str = "none",
         envs: int = 16,
         kind: str = "sync",
-        seed: int = 0,
+        seed: int | None = 0,
         steps: int = 128,
         gamma: float = 0.99,
         gae_lambda: float = 0.95,
@@ -211,24 +213,27 @@ class PPO(Stateful):
         ppo: PPOConfig | Mapping[str, Any] = DEFAULTS,
         env_timeout: float = TIMEOUT,
     ) -> None:
-        policy = SpacePolicyConfig(
-            width=width,
-            memory=memory,
-            layers=layers,
-            separate_value=separate_value,
-            autoregressive=autoregressive,
+        policy = {
+            "width": width,
+            "memory": memory,
+            "layers": layers,
+            "separate_value": separate_value,
+            "autoregressive": autoregressive,
+        }
+        settings = _settings(
+            {
+                "envs": envs,
+                "steps": steps,
+                "gamma": gamma,
+                "gae_lambda": gae_lambda,
+                "final_share": final_share,
+                "normalize": normalize,
+                "seed": secrets.randbelow(2**32) if seed is None else seed,
+                "policy": policy,
+                "ppo": asdict(ppo) if isinstance(ppo, PPOConfig) else _full(ppo),
+            }
         )
-        settings = PPOSettings(
-            envs=envs,
-            steps=steps,
-            gamma=gamma,
-            gae_lambda=gae_lambda,
-            final_share=final_share,
-            normalize=normalize,
-            seed=seed,
-            policy=policy,
-            ppo=ppo if isinstance(ppo, PPOConfig) else _over_defaults(ppo),
-        )
+        envs = settings.envs
         world = Vector(env, envs, kind, _table(relevant), masks, env_timeout)
         self._env_timeout = env_timeout
         self._source: Source | None = env
@@ -462,12 +467,12 @@ class PPO(Stateful):
             deterministic: Take the likeliest choice instead of drawing one.
         """
         spec = self.spec
-        single = is_single(spec.observation_space, observation)
-        if single:
+        rows_seen = spec.rows_of(observation)
+        if single := rows_seen is None:
             observation = batch_of_one(spec.observation_space, observation)
             if action_masks is not None:
                 action_masks = spec.mask_row(action_masks)[None]
-        envs = rows_of(spec.observation_space, observation)
+        envs = rows_seen or 1
         if action_masks is None and spec.has_mask:
             action_masks = observation["action_mask"]
         if action_masks is None and self.masked:
@@ -688,12 +693,38 @@ class LogFile:
                 writer.writerow(row)
 
 
-def _over_defaults(given: Mapping[str, Any]) -> PPOConfig:
-    known = [item.name for item in fields(PPOConfig)]
+def _settings(values: Mapping[str, Any]) -> PPOSettings:
+    """Settings of the types that files have; refuses others in one line."""
+    try:
+        return _SETTINGS.validate_python(_plain(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        own = first.get("ctx", {}).get("error")
+        if isinstance(own, BadInput):
+            raise own from None
+        name = ".".join(map(str, first["loc"]))
+        why = first["msg"].removeprefix("Input should be ")
+        more = " Schedules are not supported." if callable(first["input"]) else ""
+        text = f"{name} must be {why}, got {quoted(first['input'])}.{more}"
+        raise BadInput(text) from None
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401
+    """A value without NumPy's numbers, which files do not hold."""
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _full(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Some settings of the update, laid over the usual ones."""
+    if not isinstance(given, Mapping):
+        raise BadInput(f"ppo must be a PPOConfig or a mapping, got {quoted(given)}.")
+    usual = asdict(DEFAULTS)
     for name in given:
-        if name not in known:
-            raise unknown("ppo has no setting", name, known)
-    return replace(DEFAULTS, **given)
+        if name not in usual:
+            raise unknown("ppo has no setting", name, usual)
+    return usual | {**given}
 
 
 def _table(relevant: Any) -> tuple[tuple[bool, ...], ...] | None:  # noqa: ANN401

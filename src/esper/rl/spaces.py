@@ -244,6 +244,27 @@ class SpaceSpec:
         space = self.observation_space
         return isinstance(space, spaces.Dict) and MASK in space.spaces
 
+    def rows_of(self, observation: Any) -> int | None:  # noqa: ANN401
+        """Rows of a batch of observations; None if it is one observation."""
+        rows = []
+        for part in self._seen:
+            own = part.space.shape or ()
+            try:
+                shape = np.shape(part.of(observation))
+            except (LookupError, TypeError, ValueError):
+                raise BadInput(f"the observation has no {part.name}.") from None
+            if shape != own and (shape[1:] != own or not shape[0]):
+                what = part.name if part.path else "the observation"
+                several = ", ".join(map(str, ("n", *own))) + ("" if own else ",")
+                raise BadInput(
+                    f"{what} must have the shape {own}, or ({several}) for n "
+                    f"observations, got {tuple(shape)}."
+                )
+            rows.append(None if shape == own else shape[0])
+        if len({*rows}) > 1:
+            raise BadInput("the observation mixes one observation with several.")
+        return rows[0]
+
     def vector(self, observations: Any, envs: int) -> Array:  # noqa: ANN401
         """All vectors, numbers, flags and one-hot choices as `[env, column]`."""
         columns = [

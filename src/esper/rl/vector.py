@@ -43,6 +43,7 @@ from esper.contracts.errors import (
     BadInput,
     EsperError,
     EsperWarning,
+    NotFinite,
     WorkersTrouble,
 )
 from esper.contracts.messages import described, one_line
@@ -111,6 +112,7 @@ class SyncEnvs(SyncVectorEnv):
             found.append(env.step(action))
         shown, rewards, *ends, infos = map(list, zip(*found, strict=True))
         terminated, truncated = np.array(ends, bool)
+        numbers = self._numbers(rewards)
         info: dict[str, Any] = {}
         for at in np.flatnonzero(terminated | truncated):
             finals = info.setdefault("final_obs", [None] * self.num_envs)
@@ -123,11 +125,23 @@ class SyncEnvs(SyncVectorEnv):
             info[f"_{MASK}"] = np.array(there)
         return (
             _batch(space, shown),
-            np.array(rewards, np.float64),
+            numbers,
             terminated,
             truncated,
             info,
         )
+
+    def _numbers(self, rewards: list[Any]) -> Array:
+        """Rewards as numbers; arrays of one number will do."""
+        if not {*map(np.shape, rewards)} - {()}:
+            return np.array(rewards, np.float64)
+        numbers = np.empty(self.num_envs)
+        for self.at, reward in enumerate(rewards):
+            found = np.asarray(reward, np.float64)
+            if found.size != 1:
+                raise ValueError(f"the reward has the shape {found.shape}")
+            numbers[self.at] = found.item()
+        return numbers
 
     def close_extras(self, **options: Any) -> None:  # noqa: ANN401
         """Close every environment; what one raises is a warning."""
@@ -366,9 +380,28 @@ class Vector:
             if had_future:
                 final = self._final(observation, info, ended)
             view = self._view(observation, info, ended, everyone)
-        with np.errstate(over="ignore"):  # infinity is refused where it is learned from
-            rewards = np.asarray(rewards).astype(np.float32)
-        return VectorStep(view, rewards, terminated, truncated, final)
+        numbers = self._rewards(rewards, ~before)
+        return VectorStep(view, numbers, terminated, truncated, final)
+
+    def _rewards(self, rewards: Any, acted: Array) -> Array:  # noqa: ANN401
+        """Rewards `[env]`; refuses NaN and infinity where an action counted."""
+        found, step = np.asarray(rewards), self.steps - 1
+        if found.size != self.num_envs:
+            raise BadInput(
+                f"{self.name} gave rewards of the shape {found.shape} at step {step}; "
+                f"give {self.num_envs} numbers."
+            )
+        found = found.reshape(self.num_envs)
+        with np.errstate(over="ignore"):
+            numbers = found.astype(np.float32)
+        broken = ~np.isfinite(numbers) & acted
+        if broken.any():
+            env = int(broken.argmax())
+            raise NotFinite(
+                f"{self.name} gave the reward {found[env]} in environment {env} at "
+                f"step {step}; rewards must be finite."
+            )
+        return numbers
 
     def close(self) -> None:
         """Close the environments and end their processes, if they have any."""

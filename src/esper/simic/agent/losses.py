@@ -32,7 +32,8 @@ long.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any, Final
 
 import numpy as np
@@ -43,6 +44,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from esper.contracts.errors import BadInput
+from esper.contracts.messages import quoted
 from esper.kernels import kernel
 from esper.simic.agent.distribution import Evaluation, evaluate_choices, family_of
 from esper.simic.agent.metrics import Terms
@@ -86,6 +88,10 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that PPO cannot mean."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.type is float and not isinstance(value, Real):
+                raise BadInput(f"{item.name} must be a number, got {quoted(value)}.")
         weights = self.head_entropy.values()
         near = math.inf if self.value_clip is None else self.value_clip
         for name, fine, rule in (
