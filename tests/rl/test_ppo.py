@@ -670,6 +670,50 @@ def test_callbacks_stop_learning_and_a_log_folder_has_rows_and_the_agent(tmp_pat
     assert_same_agents(agent, PPO.load(tmp_path / "run" / "agent.safetensors"))
 
 
+def test_a_further_call_of_learn_does_not_raise_the_learning_rate_again(tmp_path):
+    agent, seen = PPO(chance(), envs=2, final_share=0.25, **SMALL), []
+
+    def learn(agent, rounds, **options):
+        def note(record):
+            (group,) = agent.agent.optimizer.param_groups
+            seen.append((round(group["lr"] / 2e-3, 4), record.steps))
+
+        agent.learn(24 * rounds, callback=options.pop("callback", note), **options)
+        found = seen.copy()
+        seen.clear()
+        return found
+
+    assert learn(agent, 4) == [(1, 24), (0.75, 48), (0.5, 72), (0.25, 96)]
+    assert learn(agent, 2) == [(0.25, 120), (0.25, 144)]
+    agent.save(tmp_path / "agent")
+    loaded = PPO.load(tmp_path / "agent", env=chance())
+    assert learn(loaded, 1) == [(0.25, 168)]
+    again = learn(agent, 4, reset_num_timesteps=True)
+    assert again == [(1, 24), (0.75, 48), (0.5, 72), (0.25, 96)]
+    agent.learn(96, reset_num_timesteps=True, callback=lambda r: r.steps < 48)
+    assert learn(agent, 3) == [(0.75, 72), (0.5, 96), (0.25, 120)]
+
+
+def test_records_have_the_mean_of_the_last_hundred_episodes():
+    class Counted(Seen):
+        horizon, paid = 20, 0
+
+        def reward(self, action):
+            if self.time < 19:
+                return 0.0
+            Counted.paid += 1
+            return float(Counted.paid)
+
+    records = []
+    agent = PPO(Counted, envs=2, **SMALL).learn(72, callback=records.append)
+    found = [(r.episodes, r.mean_return, r.mean_length) for r in records]
+    assert np.isnan(found[0][1:]).all()
+    assert found[1:] == [(2, 1.5, 20.0), (0, 1.5, 20.0)]
+    agent.learn(24 * 100, callback=records.append)
+    last = np.arange(Counted.paid - 100, Counted.paid) + 1
+    assert records[-1].mean_return == last.mean()
+
+
 class Odd(gymnasium.Env):
     """Any spaces; everything ends after three steps; actions must be in the space."""
 

@@ -15,6 +15,7 @@ import csv
 import json
 import math
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -64,6 +65,8 @@ DEFAULTS: Final = PPOConfig(
     target_kl=0.03,
 )
 """One set for all tasks."""
+WINDOW: Final = 100
+"""Episodes whose mean return a record has."""
 SCALARS: Final = ("kl", "policy_loss", "value_loss", "explained_variance")
 
 
@@ -109,9 +112,9 @@ class LearnRecord:
     episodes: int
     """Episodes that ended in this rollout."""
     mean_return: float
-    """Their mean return; NaN if none ended."""
+    """Mean return of the last 100 episodes; NaN before the first one ends."""
     mean_length: float
-    """Their mean length in steps; NaN if none ended."""
+    """Mean length in steps of the same episodes."""
     seconds: float
     """Time since learn() began."""
     update: UpdateRecord
@@ -171,7 +174,8 @@ class PPO(Stateful):
         steps: Steps of each environment between two updates.
         gamma: Discount per step.
         gae_lambda: Trace decay of the advantages.
-        final_share: Share of learning rate and entropy left at the end of `learn`.
+        final_share: Share of learning rate and entropy left at the end of `learn`; 1
+            keeps them constant, for many short calls.
         width: Numbers in every hidden layer.
         layers: Layers of the memory.
         separate_value: Give the value an encoder and a memory of its own.
@@ -189,7 +193,7 @@ class PPO(Stateful):
 
     _env_timeout = TIMEOUT
     STATE = ("agent", "observations", "generator", "steps_done", "rounds")
-    DERIVED = ("_standing", "_largest")
+    DERIVED = ("_standing", "_largest", "_recent", "share")
 
     def __init__(
         self,
@@ -277,6 +281,9 @@ class PPO(Stateful):
         """Updates so far."""
         self.masked = False
         """Whether its environments have masks: no action is meant without one then."""
+        self.share = 1.0
+        """Share of learning rate and entropy weight that was used last."""
+        self._recent: deque[Episode] = deque(maxlen=WINDOW)
         self._standing: Standing | None = None
         self._largest = np.zeros(len(spec.image_bounds))
         """The largest number seen in each image; the policy keeps what follows."""
@@ -285,14 +292,21 @@ class PPO(Stateful):
         self,
         total_steps: float,
         *,
+        reset_num_timesteps: bool = False,
         progress: bool = False,
         callback: Callback | None = None,
         log: str | Path | None = None,
     ) -> "PPO":
         """Learn for some more steps, counted over all environments.
 
+        Learning rate and entropy weight fall linearly to `final_share` of their
+        settings. A further call starts from the share that the last one reached, so
+        that they never rise; after a complete call they stay at `final_share`.
+
         Args:
             total_steps: How many; rounded up to whole rollouts.
+            reset_num_timesteps: Start learning rate, entropy weight and `steps_done`
+                again as in a new agent. Weights and statistics are kept.
             progress: Show a progress bar.
             callback: Called after every update; learning ends when it returns False.
             log: A folder for `progress.csv`, one row per update, and for the agent
@@ -303,18 +317,22 @@ class PPO(Stateful):
         world, settings, began = self._world(), self.settings, monotonic()
         each = settings.envs * settings.steps
         rounds = math.ceil(total_steps / each)
+        if reset_num_timesteps:
+            self.steps_done, self.share = 0, 1.0
+            self._recent.clear()
+        start, end = self.share, settings.final_share
         rows = None if log is None else LogFile(Path(log))
         bar = Progress(unit="update") if progress else None
         try:
             for index in range(rounds):
-                done = index / max(rounds - 1, 1)
-                self.agent.anneal(1.0 - (1.0 - settings.final_share) * done)
+                self.anneal(start + (end - start) * index / max(rounds - 1, 1))
                 ended, update = self.play_round()
+                self._recent.extend(ended)
                 record = LearnRecord(
                     steps=self.steps_done,
                     episodes=len(ended),
-                    mean_return=_mean([episode.total for episode in ended]),
-                    mean_length=_mean([episode.length for episode in ended]),
+                    mean_return=_mean([each.total for each in self._recent]),
+                    mean_length=_mean([each.length for each in self._recent]),
                     seconds=monotonic() - began,
                     update=update,
                 )
@@ -331,6 +349,11 @@ class PPO(Stateful):
         if log is not None:
             self.save(Path(log) / "agent.safetensors")
         return self
+
+    def anneal(self, share: float) -> None:
+        """Use this share of the learning rate and the entropy weights."""
+        self.agent.anneal(share)
+        self.share = share
 
     def play_round(self) -> tuple[list[Episode], UpdateRecord]:
         """Collect a rollout and learn from it."""
@@ -599,7 +622,8 @@ class PPO(Stateful):
             name: "inf" if value == math.inf else value
             for name, value in settings["ppo"].items()
         }
-        facts = {"settings": settings, "masked": self.masked, **self.spec.describe()}
+        facts = {"settings": settings, "masked": self.masked, "share": self.share}
+        facts |= self.spec.describe()
         manifest = manifest_of(facts, self.steps_done)
         file = Path(path)
         with storage(file, "write"):
@@ -642,8 +666,10 @@ class PPO(Stateful):
         if world is not None:
             agent._require_spaces(world)
         load(agent, tensors)
-        # Files of older versions do not say it.
+        # Files of older versions do not say these.
         agent.masked = manifest.facts.get("masked", False) is True
+        share = manifest.facts.get("share", 1.0)
+        agent.share = share if isinstance(share, float) and 0 <= share <= 1 else 1.0
         return agent
 
     def close(self) -> None:
