@@ -549,9 +549,10 @@ def doctor(options: Namespace) -> int:
     )
     for finding in findings:
         _say(str(finding))
-    if not findings:
-        _say(f"{options.env}: nothing to mend in {options.steps} steps.")
-    return 1 if findings else 0
+    if any(finding.is_fault for finding in findings):
+        return 1
+    _say(f"{options.env}: nothing to mend in {options.steps} steps.")
+    return 0
 
 
 COMMANDS: Final = {
