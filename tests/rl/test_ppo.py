@@ -17,7 +17,13 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from esper import PPO, PPOConfig
-from esper.contracts.errors import BadInput, CallOrder, NoLegalAction, NotFinite
+from esper.contracts.errors import (
+    BadInput,
+    CallOrder,
+    EsperWarning,
+    NoLegalAction,
+    NotFinite,
+)
 from esper.contracts.state import save
 from esper.files import pack, read_safetensors
 from esper.rl.doctor import examine
@@ -731,7 +737,7 @@ class Odd(gymnasium.Env):
         return self.observation_space.sample(), 1.0, self.time == 3, False, {}
 
 
-BOX = spaces.Box(-1, 1, (3,), np.float32)
+BOX, TWO = spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2)
 OBSERVATIONS = {
     "vector": BOX,
     "matrix": spaces.Box(-1, 1, (2, 3), np.float64),
@@ -788,6 +794,54 @@ def test_every_space_is_learnt_in_saved_and_predicted(seen, chosen, tmp_path):
     assert agent.evaluate(3).returns.tolist() == [3.0] * 3
 
 
+class Mission(spaces.Space):
+    """Text in a space of its own, like MiniGrid's."""
+
+    def __init__(self):
+        super().__init__(dtype=str)
+
+    def sample(self, mask=None, probability=None):
+        return "get the key"
+
+    def contains(self, x):
+        return isinstance(x, str)
+
+    def __eq__(self, other):
+        return isinstance(other, Mission)
+
+    __hash__ = spaces.Space.__hash__
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "vector"])
+@pytest.mark.parametrize("text", [lambda: spaces.Text(9), Mission])
+def test_text_in_a_dict_is_left_out_with_one_warning(text, kind, tmp_path):
+    def make(text=text):
+        inner = spaces.Dict(text=text(), n=spaces.Discrete(3))
+        return Odd(spaces.Dict(mission=text(), numbers=BOX, inner=inner), TWO)
+
+    env, options = make, {"kind": kind, "envs": 2}
+    if kind == "vector":
+        env, options = vector(make, 2, AutoresetMode.NEXT_STEP), {}
+    with pytest.warns(EsperWarning, match="is text and is left out") as warned:
+        agent = PPO(env, **options, **SMALL).learn(48)
+    texts = [str(warning.message).partition(" ")[0] for warning in warned]
+    assert sorted(texts) == ["'inner.text'", "'mission'"]
+    agent.save(tmp_path / "agent")
+    with pytest.warns(EsperWarning):
+        loaded = PPO.load(tmp_path / "agent", env=make)
+    observation, _ = make().reset()
+    assert loaded.predict(observation)[0] == agent.predict(observation)[0]
+    del observation["mission"], observation["inner"]["text"]
+    assert loaded.predict(observation)[0] == agent.predict(observation)[0]
+    assert loaded.evaluate(2).mean == 3.0
+    agent.close()
+    findings = examine(make, steps=50)
+    assert "'mission' of the observation is text, which PPO" in str(
+        [*map(str, findings)]
+    )
+    assert not any(finding.is_fault for finding in findings if "text" in finding.what)
+
+
 def bad_mask(mask):
     class Bad(Chance):
         def _show(self):
@@ -820,6 +874,7 @@ def bad_mask(mask):
         (chance(), {"relevant": [True]}, r"relevant must be \[op, head\], got \[1\]"),
         (lambda: Native(Seen, 2), {}, "makes a VectorEnv; pass what it makes"),
         (lambda: Odd(spaces.Text(4), BOX), {}, "is a Text, which is not supported"),
+        (lambda: Odd(spaces.Dict(a=spaces.Text(4)), BOX), {}, "has no numbers"),
         (lambda: Odd(BOX, spaces.Text(4)), {}, "is a Text, which is not supported"),
         (lambda: Odd(spaces.Discrete(10**6), BOX), {}, "1,000,000 values, more than"),
         (lambda: Odd(BOX, spaces.Dict(a=BOX, b=spaces.Discrete(2))), {}, "mixes a Box"),

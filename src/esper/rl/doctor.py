@@ -173,7 +173,15 @@ def _spaces(
 ) -> SpaceSpec | None:
     """The spaces as PPO would know them, if it can learn in them."""
     try:
-        return SpaceSpec(env.observation_space, env.action_space, table)
+        spec = SpaceSpec(env.observation_space, env.action_space, table)
+        for name in spec.dropped:
+            notes.add(
+                f"text {name}",
+                f"{name!r} of the observation is text, which PPO leaves out",
+                "Turn it into numbers in a wrapper if the agent needs it",
+                is_fault=False,
+            )
+        return spec
     except EsperError as error:
         notes.add("spaces", str(error).rstrip("."), "PPO cannot learn here as it is")
         return None

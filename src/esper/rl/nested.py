@@ -20,6 +20,26 @@ DTYPES: Final = frozenset(
 """Kinds of numbers that a space in a file may have."""
 
 
+def is_text(space: Space[Any]) -> bool:
+    """Whether it holds text, like MiniGrid's MissionSpace, which is no Text."""
+    return space.dtype is not None and np.dtype(space.dtype).kind in "US"
+
+
+def without_text(space: Space[Any], path: str = "") -> tuple[Space[Any], list[str]]:
+    """A space without the texts of its Dicts, and what they are called."""
+    if not isinstance(space, spaces.Dict):
+        return space, []
+    kept, dropped = [], []
+    for name, inner in space.spaces.items():
+        if is_text(inner):
+            dropped.append(f"{path}{name}")
+            continue
+        part, more = without_text(inner, f"{path}{name}.")
+        kept.append((name, part))
+        dropped += more
+    return (spaces.Dict(kept) if dropped else space), dropped
+
+
 def space_data(space: Space[Any]) -> dict[str, Any]:
     """A space as plain data."""
     match space:

@@ -15,6 +15,7 @@ import csv
 import json
 import math
 import secrets
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -29,7 +30,13 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from esper.contracts.errors import BadInput, CallOrder, NotFinite, unknown
+from esper.contracts.errors import (
+    BadInput,
+    CallOrder,
+    EsperWarning,
+    NotFinite,
+    unknown,
+)
 from esper.contracts.messages import one_line, quoted
 from esper.contracts.state import Stateful, Tensors, check_fit, leaves, load, save
 from esper.experiment.deadline import TIMEOUT
@@ -255,6 +262,10 @@ class PPO(Stateful):
         """Make what is learnt and what learns."""
         if world is not None:
             _require_memory(spec, settings)
+            for name in world.spec.dropped:
+                what = one_line(f"{name!r} of the observation is text and is left out")
+                advice = "Turn it into numbers in a wrapper if the agent needs it"
+                warnings.warn(f"{what}. {advice}.", EsperWarning, stacklevel=4)
         self.spec, self.settings, self.world = spec, settings, world
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(settings.seed, "weights"))

@@ -27,7 +27,7 @@ from torch import Tensor
 from esper.contracts.errors import BadInput, NoLegalAction
 from esper.contracts.features import Leaf
 from esper.contracts.messages import quoted
-from esper.rl.nested import MAX_NUMBERS, space_data, space_of
+from esper.rl.nested import MAX_NUMBERS, space_data, space_of, without_text
 
 Array = NDArray[Any]
 Path = tuple[str | int, ...]
@@ -108,7 +108,7 @@ class SpaceSpec:
     """Observations and actions of one environment, as the learner must know them.
 
     Args:
-        observation_space: Of a single environment.
+        observation_space: Of a single environment; texts of a Dict are left out.
         action_space: Of a single environment.
         relevant: Whether a choice of the first head uses each head, bool [op, head];
             None if every head always matters. Given as nested tuples.
@@ -118,11 +118,18 @@ class SpaceSpec:
     action_space: Space[Any]
     relevant: tuple[tuple[bool, ...], ...] | None = None
     observation_type: type = field(default=dict, init=False)
+    dropped: tuple[str, ...] = field(default=(), init=False, compare=False)
+    """Texts that are left out."""
 
     def __post_init__(self) -> None:
         """Refuse spaces that cannot be learnt."""
+        space, dropped = without_text(self.observation_space)
+        object.__setattr__(self, "observation_space", space)
+        object.__setattr__(self, "dropped", tuple(dropped))
         if not self._seen:
-            raise BadInput("the observation space is empty; there is nothing to see.")
+            raise BadInput(
+                "the observation space has no numbers; there is nothing to see."
+            )
         for part in self._seen:
             _require_observation(part)
         if not self._acted:

@@ -31,7 +31,7 @@ from typing import Any, Final, TypeVar
 import gymnasium
 import numpy as np
 from gymnasium import Env, Space, spaces
-from gymnasium.error import NoAsyncCallError
+from gymnasium.error import CustomSpaceError, NoAsyncCallError
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
@@ -223,8 +223,16 @@ class AsyncEnvs(AsyncVectorEnv):
         self, makers: Sequence[Callable[[], Env[Any, Any]]], seconds: float
     ) -> None:
         self._seconds = seconds
+        start = partial(
+            super().__init__, makers, autoreset_mode=AutoresetMode.SAME_STEP
+        )
         try:
-            super().__init__(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+            try:
+                start()
+            except ValueError as error:
+                if not isinstance(error.__cause__, CustomSpaceError):
+                    raise
+                start(shared_memory=False)  # such as text
         except BaseException:
             kill(self)
             raise
