@@ -443,6 +443,38 @@ def test_an_observation_of_another_shape_is_refused(make, observation, words):
         agent.predict(observation)
 
 
+@pytest.mark.parametrize(
+    ("space", "observation", "words"),
+    [
+        (spaces.Discrete(3), 1.5, r"environment 0 is \[1\.5\], outside Discrete"),
+        (spaces.Discrete(3), math.nan, "outside Discrete"),
+        (spaces.MultiBinary(2), np.array([7, 1]), "outside MultiBinary"),
+        (spaces.Box(0, 255, (4, 4, 1), np.uint8), np.full((4, 4, 1), 0.5), "holds 0.5"),
+        (spaces.Box(0, 255, (4, 4, 1), np.uint8), np.full((4, 4, 1), -1), "holds -1"),
+    ],
+)
+def test_an_observation_outside_its_space_is_not_rounded(space, observation, words):
+    agent = PPO(lambda: Odd(space, TWO), envs=2, **SMALL)
+    with pytest.raises(BadInput, match=words):
+        agent.predict(observation)
+
+
+def test_arguments_of_other_kinds_are_refused_in_one_line():
+    agent = PPO(chance("none"), memory="gru", envs=2, **SMALL)
+    seen = np.zeros((3, 4), np.float32)
+    _, state = agent.predict(seen)
+    for call, words in (
+        (lambda: agent.predict(seen, state, [True, False]), "one bool or 3, got 2"),
+        (lambda: agent.predict(seen, state * np.nan), "state holds NaN"),
+        (lambda: agent.learn("10"), "total_steps must be at least 1, got '10'"),
+        (lambda: agent.evaluate(2.5), r"episodes must be a whole number .*got 2\.5"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            call()
+    first = np.ones((3, 1), bool)
+    np.testing.assert_array_equal(agent.predict(seen, state, first)[1], state)
+
+
 class Paying(Seen):
     """Pays anything."""
 
@@ -549,6 +581,17 @@ def test_an_agent_that_learnt_with_masks_needs_them(source, tmp_path):
         with pytest.raises(BadInput, match=r"learnt with masks; give predict\(action"):
             each.predict(seen)
         assert each.predict(seen[0], action_masks=mask)[0].shape == (3,)
+
+
+def test_an_agent_that_learnt_with_masks_does_not_play_without(tmp_path):
+    agent = PPO(chance("info"), envs=2, **SMALL).learn(24)
+    words = "learnt with masks, and there are none of .* at step 0"
+    with pytest.raises(BadInput, match=words):
+        agent.evaluate(2, env=chance("none"))
+    agent.save(tmp_path / "agent")
+    with pytest.raises(BadInput, match=words):
+        PPO.load(tmp_path / "agent", env=chance("none")).learn(24)
+    PPO.load(tmp_path / "agent", env=chance("none"), masks=None).learn(24)
 
 
 def test_agents_without_masks_or_with_masks_in_what_they_see_need_none(tmp_path):
@@ -674,6 +717,11 @@ def test_callbacks_stop_learning_and_a_log_folder_has_rows_and_the_agent(tmp_pat
     assert lines[0].startswith("steps,episodes,mean_return")
     assert [line.split(",")[0] for line in lines[1:]] == ["24", "48"]
     assert_same_agents(agent, PPO.load(tmp_path / "run" / "agent.safetensors"))
+    agent.learn(10_000, callback=lambda record: np.float64(record.steps) < 96)
+    assert agent.steps_done == 96
+    with pytest.raises(BadInput, match="has the columns of another agent"):
+        PPO("CartPole-v1", envs=2, **SMALL).learn(24, log=tmp_path / "run")
+    assert (tmp_path / "run" / "progress.csv").read_text().splitlines() == lines
 
 
 def test_a_further_call_of_learn_does_not_raise_the_learning_rate_again(tmp_path):
@@ -874,7 +922,7 @@ def bad_mask(mask):
         (chance(), {"relevant": [True]}, r"relevant must be \[op, head\], got \[1\]"),
         (lambda: Native(Seen, 2), {}, "makes a VectorEnv; pass what it makes"),
         (lambda: Odd(spaces.Text(4), BOX), {}, "is a Text, which is not supported"),
-        (lambda: Odd(spaces.Dict(a=spaces.Text(4)), BOX), {}, "has no numbers"),
+        (lambda: Odd(spaces.Dict(a=spaces.Text(4)), BOX), {}, "holds no numbers"),
         (lambda: Odd(BOX, spaces.Text(4)), {}, "is a Text, which is not supported"),
         (lambda: Odd(spaces.Discrete(10**6), BOX), {}, "1,000,000 values, more than"),
         (lambda: Odd(BOX, spaces.Dict(a=BOX, b=spaces.Discrete(2))), {}, "mixes a Box"),

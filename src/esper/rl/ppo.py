@@ -323,8 +323,13 @@ class PPO(Stateful):
             log: A folder for `progress.csv`, one row per update, and for the agent
                 itself at the end.
         """
-        if not 1 <= total_steps < math.inf:
-            raise BadInput(f"total_steps must be at least 1, got {total_steps}.")
+        if (
+            not isinstance(total_steps, float | int | np.number)
+            or not 1 <= total_steps < math.inf
+        ):
+            raise BadInput(
+                f"total_steps must be at least 1, got {quoted(total_steps)}."
+            )
         world, settings, began = self._world(), self.settings, monotonic()
         each = settings.envs * settings.steps
         rounds = math.ceil(total_steps / each)
@@ -352,7 +357,8 @@ class PPO(Stateful):
                 if bar is not None:
                     text = f"return {record.mean_return:.4g}"
                     bar.update(world.name, index + 1, rounds, text)
-                if callback is not None and callback(record) is False:
+                goes_on = None if callback is None else callback(record)
+                if isinstance(goes_on, bool | np.bool_) and not goes_on:
                     break
         finally:
             if bar is not None:
@@ -476,6 +482,7 @@ class PPO(Stateful):
         if self._standing is None:
             seed = stream_seed(self.settings.seed, f"environments {self.rounds}")
             view = world.reset(seed % 2**31)
+            self._require_masks(view)
             envs = world.num_envs
             state = self.policy.initial_state(envs)
             return Standing(view, state, np.zeros(envs), np.zeros(envs, np.int64))
@@ -517,7 +524,12 @@ class PPO(Stateful):
         rows = None if action_masks is None else spec.rows(action_masks, envs)
         first = np.full(envs, state is None)
         if episode_start is not None:
-            first = np.broadcast_to(np.asarray(episode_start, bool), (envs,)).copy()
+            starts = np.asarray(episode_start, bool)
+            if starts.size not in (1, envs):
+                raise BadInput(
+                    f"episode_start must be one bool or {envs}, got {starts.size}."
+                )
+            first = np.broadcast_to(starts.reshape(-1), (envs,)).copy()
         memory = self.policy.initial_state(envs)
         if state is not None:
             memory = torch.as_tensor(np.asarray(state), dtype=torch.float32)
@@ -525,6 +537,10 @@ class PPO(Stateful):
                 raise BadInput(
                     f"state must be {[envs, *self.policy.state_shape]}, got "
                     f"{[*memory.shape]}; give what the call before returned, or None."
+                )
+            if not memory.isfinite().all():
+                raise NotFinite(
+                    "state holds NaN or infinity; give None to start again."
                 )
         view = View(observation, rows, first, np.ones(envs, bool))
         with torch.inference_mode():
@@ -560,8 +576,10 @@ class PPO(Stateful):
             seed: Of the environments and of drawn choices.
             max_steps: Steps within which all episodes must end.
         """
-        if episodes < 1:
-            raise BadInput(f"episodes must be at least 1, got {episodes}.")
+        if not isinstance(episodes, int | np.integer) or episodes < 1:
+            raise BadInput(
+                f"episodes must be a whole number from 1, got {quoted(episodes)}."
+            )
         source = self._source if env is None else env
         if source is None:
             raise CallOrder("there is no environment; give evaluate(env=...).")
@@ -592,6 +610,7 @@ class PPO(Stateful):
         quota = np.array([(episodes + env) // envs for env in range(envs)])
         generator = None if deterministic else stream(seed, "evaluation")
         view, state = world.reset(seed), self.policy.initial_state(envs)
+        self._require_masks(view)
         if env is None:
             self.masked |= view.rows is not None
         returns, lengths = np.zeros(envs), np.zeros(envs, np.int64)
@@ -693,6 +712,14 @@ class PPO(Stateful):
             raise CallOrder("there is no environment to learn in; PPO.load(env=...).")
         return self.world
 
+    def _require_masks(self, view: View) -> None:
+        """Refuse environments without masks if the agent learnt with them."""
+        if self.masked and view.rows is None and self._masks is not None:
+            raise BadInput(
+                f"this agent learnt with masks, and there are none{view.where}; give "
+                "them, or PPO.load(masks=None) to do without."
+            )
+
     def _require_spaces(self, world: Vector) -> None:
         for name in ("observation_space", "action_space"):
             mine, other = getattr(self.spec, name), getattr(world.spec, name)
@@ -721,13 +748,20 @@ class LogFile:
         row |= {name: getattr(record.update, name) for name in SCALARS}
         for name, head in record.update.heads.items():
             row[f"entropy/{name}"] = head.entropy
-        with storage(self._path, "write"):
-            new = not self._path.exists()
-            with self._path.open("a", newline="", encoding="utf-8") as stream:
-                writer = csv.DictWriter(stream, list(row))
-                if new:
-                    writer.writeheader()
-                writer.writerow(row)
+        with (
+            storage(self._path, "write"),
+            self._path.open("a+", newline="", encoding="utf-8") as stream,
+        ):
+            stream.seek(0)
+            there = next(csv.reader(stream), None)
+            if there not in (None, [*row]):
+                raise BadInput(
+                    f"{self._path} has the columns of another agent; give another log."
+                )
+            writer = csv.DictWriter(stream, [*row])
+            if there is None:
+                writer.writeheader()
+            writer.writerow(row)
 
 
 def _settings(values: Mapping[str, Any]) -> PPOSettings:

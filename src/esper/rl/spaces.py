@@ -127,9 +127,7 @@ class SpaceSpec:
         object.__setattr__(self, "observation_space", space)
         object.__setattr__(self, "dropped", tuple(dropped))
         if not self._seen:
-            raise BadInput(
-                "the observation space has no numbers; there is nothing to see."
-            )
+            raise BadInput("the observation space is empty: it holds no numbers.")
         for part in self._seen:
             _require_observation(part)
         if not self._acted:
@@ -286,9 +284,15 @@ class SpaceSpec:
             array = _checked(part, np.asarray(part.of(observations)), envs)
             if not _channels_first(array.shape[1:]):
                 array = np.moveaxis(array, 3, 1)
-            kind = np.uint8 if array.dtype == np.uint8 else np.float32
+            kind = np.uint8 if part.space.dtype == np.uint8 else np.float32
             # Copied: its buffer may be used again.
-            found[f"image{index}"] = torch.from_numpy(np.array(array, kind, order="C"))
+            with np.errstate(invalid="ignore"):
+                copied = np.array(array, kind, order="C")
+            if kind is np.uint8 and array.dtype != np.uint8 and (copied != array).any():
+                wrong = array[copied != array].flat[0]
+                what = part.name if part.path else "the observation"
+                raise BadInput(f"{what} holds {wrong:g}; give whole numbers 0..255.")
+            found[f"image{index}"] = torch.from_numpy(copied)
         return found
 
     def to_env(self, actions: Tensor) -> Any:  # noqa: ANN401
@@ -549,16 +553,23 @@ def _checked(part: Part, array: Array, envs: int) -> Array:
 def _encoded(part: Part, value: Any, envs: int) -> Array:  # noqa: ANN401
     """A part of all observations as float32 `[env, column]`."""
     array = _checked(part, np.asarray(value), envs).reshape(envs, -1)
-    if isinstance(part.space, spaces.Box | spaces.MultiBinary):
-        return array.astype(np.float32)  # copied: an environment may reuse its buffer
+    if isinstance(part.space, spaces.Box):
+        with np.errstate(over="ignore"):  # infinity is refused later
+            return array.astype(np.float32)  # copied: its buffer may be used again
     sizes = np.array(part.sizes)
-    index = array.astype(np.int64) - part.start
-    if ((index < 0) | (index >= sizes)).any():
-        env = int(((index < 0) | (index >= sizes)).any(axis=1).argmax())
+    with np.errstate(invalid="ignore"):
+        index = array.astype(np.int64) - part.start
+    outside = (index < 0) | (index >= sizes)
+    if array.dtype.kind == "f":
+        outside |= index + part.start != array
+    if outside.any():
+        env = int(outside.any(axis=1).argmax())
         raise BadInput(
             f"{part.name if part.path else 'the observation'} of environment {env} is "
             f"{array[env].tolist()}, outside {part.space}."
         )
+    if isinstance(part.space, spaces.MultiBinary):
+        return array.astype(np.float32)
     hot = np.zeros((envs, int(sizes.sum())), np.float32)
     hot[np.arange(envs)[:, None], index + np.cumsum(sizes) - sizes] = 1.0
     return hot
