@@ -17,9 +17,16 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from esper import PPO, PPOConfig
-from esper.contracts.errors import BadInput, CallOrder, NoLegalAction, NotFinite
+from esper.contracts.errors import (
+    BadInput,
+    CallOrder,
+    EsperWarning,
+    NoLegalAction,
+    NotFinite,
+)
 from esper.contracts.state import save
 from esper.files import pack, read_safetensors
+from esper.rl.doctor import examine
 from esper.rl.nested import space_data, space_of
 from esper.rl.ppo import DEFAULTS
 from tests.rl.environments import (
@@ -301,6 +308,11 @@ def test_an_exported_agent_chooses_and_remembers_the_same(memory, options, tmp_p
         agent.export(tmp_path / "agent")
 
 
+def test_a_file_that_is_missing_is_named(tmp_path):
+    with pytest.raises(BadInput, match="nope does not exist"):
+        PPO.load(tmp_path / "nope")
+
+
 def test_a_damaged_file_is_refused_in_one_line(tmp_path):
     file = tmp_path / "agent.safetensors"
     PPO(chance(), envs=2, **SMALL).save(file)
@@ -389,6 +401,120 @@ def test_settings_of_the_update_are_laid_over_the_usual_ones():
         PPO(chance(), ppo={"entrophy": 0.02})
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_a_schedule_in_the_update_is_refused_in_one_line():
+    for given in (None, "1e-3", lambda progress: 1e-3):
+        with pytest.raises(BadInput, match="learning_rate must be a number, got"):
+            PPOConfig(learning_rate=given)
+
+
+def test_without_a_seed_one_is_drawn_and_kept():
+    agents = [PPO(chance(), seed=None, envs=2, **SMALL) for _ in range(2)]
+    drawn, other = (agent.settings.seed for agent in agents)
+    assert drawn != other
+    again = PPO(chance(), seed=drawn, envs=2, **SMALL)
+    assert_same_agents(agents[0].learn(24), again.learn(24))
+
+
+def test_numbers_of_numpy_are_settings_too(tmp_path):
+    given = {"envs": np.int64(2), "steps": np.int32(8), "gamma": np.float32(0.9)}
+    given |= {"seed": np.int64(3), "normalize": np.True_, "width": np.int64(8)}
+    ppo = {"learning_rate": np.float32(1e-3), "epochs": np.int64(1)}
+    PPO(chance(), ppo=ppo, **given).learn(16).save(tmp_path / "agent")
+    loaded = PPO.load(tmp_path / "agent").settings
+    assert (loaded.seed, loaded.envs, loaded.normalize) == (3, 2, True)
+    assert loaded.ppo.learning_rate == np.float32(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "observation", "words"),
+    [
+        ("CartPole-v1", np.zeros(5), r"the shape \(4,\), or \(n, 4\) .*got \(5,\)"),
+        ("CartPole-v1", np.zeros((2, 2, 4)), r"or \(n, 4\) for n .*got \(2, 2, 4\)"),
+        ("CartPole-v1", np.zeros((0, 4)), r"got \(0, 4\)"),
+        ("CartPole-v1", None, r"got \(\)"),
+        ("FrozenLake-v1", np.zeros((2, 1), int), r"the shape \(\), or \(n,\) for n"),
+        (chance("observation"), {"action_mask": np.ones(10)}, "has no seen"),
+    ],
+)
+def test_an_observation_of_another_shape_is_refused(make, observation, words):
+    agent = PPO(make, envs=2, **SMALL)
+    with pytest.raises(BadInput, match=words):
+        agent.predict(observation)
+
+
+@pytest.mark.parametrize(
+    ("space", "observation", "words"),
+    [
+        (spaces.Discrete(3), 1.5, r"environment 0 is \[1\.5\], outside Discrete"),
+        (spaces.Discrete(3), math.nan, "outside Discrete"),
+        (spaces.MultiBinary(2), np.array([7, 1]), "outside MultiBinary"),
+        (spaces.Box(0, 255, (4, 4, 1), np.uint8), np.full((4, 4, 1), 0.5), "holds 0.5"),
+        (spaces.Box(0, 255, (4, 4, 1), np.uint8), np.full((4, 4, 1), -1), "holds -1"),
+    ],
+)
+def test_an_observation_outside_its_space_is_not_rounded(space, observation, words):
+    agent = PPO(lambda: Odd(space, TWO), envs=2, **SMALL)
+    with pytest.raises(BadInput, match=words):
+        agent.predict(observation)
+
+
+def test_arguments_of_other_kinds_are_refused_in_one_line():
+    agent = PPO(chance("none"), memory="gru", envs=2, **SMALL)
+    seen = np.zeros((3, 4), np.float32)
+    _, state = agent.predict(seen)
+    for call, words in (
+        (lambda: agent.predict(seen, state, [True, False]), "one bool or 3, got 2"),
+        (lambda: agent.predict(seen, state * np.nan), "state holds NaN"),
+        (lambda: agent.learn("10"), "total_steps must be at least 1, got '10'"),
+        (lambda: agent.evaluate(2.5), r"episodes must be a whole number .*got 2\.5"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            call()
+    first = np.ones((3, 1), bool)
+    np.testing.assert_array_equal(agent.predict(seen, state, first)[1], state)
+
+
+class Paying(Seen):
+    """Pays anything."""
+
+    def __init__(self, paid):
+        self.paid = paid
+
+    def step(self, action):
+        seen, _, *rest = super().step(action)
+        return seen, self.paid, *rest
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_an_array_of_one_number_is_a_reward(kind):
+    for paid in (np.array([2.0]), [[2.0]]):
+        paying = iter([2.0, paid, paid]) if kind == "sync" else iter([paid] * 3)
+        agent = PPO(lambda each=paying: Paying(next(each)), kind=kind, envs=2, **SMALL)
+        records = learnt(agent, 24)
+        agent.close()
+        assert records[-1].mean_return == 2.0
+
+
+@pytest.mark.parametrize(
+    ("paid", "words"),
+    [
+        (math.nan, "gave the reward nan in environment 1 at step 0"),
+        (1e39, r"gave the reward 1e\+39 in environment 1 at step 0"),
+        (None, "gave the reward nan in environment 1 at step 0"),
+        (np.ones(2), r"at step 0 of environment 1: .*the reward has the shape \(2,\)"),
+    ],
+)
+def test_what_is_no_reward_is_refused_with_its_place(paid, words):
+    amounts = iter([1.0, paid])
+    with pytest.raises(BadInput, match=words):
+        PPO(lambda: Paying(next(amounts)), envs=2, **SMALL).learn(24)
+    amounts = iter([1.0, paid])
+    agent = PPO(Seen, envs=2, **SMALL)
+    with pytest.raises(BadInput, match=words):
+        agent.evaluate(2, env=lambda: Paying(next(amounts)))
+
+
 def test_learning_goes_on_after_an_interruption_in_a_rollout():
     class Interrupted(Chance):
         left = 30
@@ -457,6 +583,17 @@ def test_an_agent_that_learnt_with_masks_needs_them(source, tmp_path):
         assert each.predict(seen[0], action_masks=mask)[0].shape == (3,)
 
 
+def test_an_agent_that_learnt_with_masks_does_not_play_without(tmp_path):
+    agent = PPO(chance("info"), envs=2, **SMALL).learn(24)
+    words = "learnt with masks, and there are none of .* at step 0"
+    with pytest.raises(BadInput, match=words):
+        agent.evaluate(2, env=chance("none"))
+    agent.save(tmp_path / "agent")
+    with pytest.raises(BadInput, match=words):
+        PPO.load(tmp_path / "agent", env=chance("none")).learn(24)
+    PPO.load(tmp_path / "agent", env=chance("none"), masks=None).learn(24)
+
+
 def test_agents_without_masks_or_with_masks_in_what_they_see_need_none(tmp_path):
     for source in ("none", "observation"):
         agent = PPO(chance(source), envs=2, **SMALL).learn(24)
@@ -499,7 +636,77 @@ def test_images_are_those_of_their_step_and_no_larger_than_one(largest, kind):
     assert_same_agents(one, other)
     frame = np.full((2, 1, 6, 6), largest, kind)
     images = one.spec.images(frame, 2)["image0"]
-    assert float(images.max()) == (255 if kind is np.uint8 else 1)
+    assert float(images.max()) * one.policy.image_scale == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("bound", "shown", "kind", "divisor"),
+    [
+        (255, 255, np.uint8, 255),
+        (255, 100, np.uint8, 255),
+        (10, 10, np.uint8, 10),
+        (255, 10, np.uint8, 10),  # MiniGrid's
+        (255, 0, np.uint8, 255),  # nothing is known
+        (10**18, 7, np.int64, 7),
+        (1.0, 1.0, np.float32, 1),
+        (np.inf, 255.0, np.float32, 255),
+    ],
+)
+def test_small_codes_in_images_are_not_taken_for_black(
+    bound, shown, kind, divisor, tmp_path
+):
+    def make():
+        env = Frames(shown, kind)
+        env.observation_space = spaces.Box(
+            -bound if bound == np.inf else 0, bound, (1, 6, 6), kind
+        )
+        return env
+
+    agent = PPO(make, envs=2, ppo=ONCE, **SMALL)
+    for record in learnt(agent, 72):
+        assert abs(record.update.kl) < 1e-6
+    assert agent.policy.image_scale.item() == pytest.approx(1 / divisor)
+    agent.save(tmp_path / "agent")
+    frame = np.full((1, 6, 6), shown, kind)
+    twin = PPO.load(tmp_path / "agent")
+    assert torch.equal(twin.policy.image_scale, agent.policy.image_scale)
+    assert twin.predict(frame)[0] == agent.predict(frame)[0]
+    plain = PPO(make, envs=2, normalize=False, **SMALL).learn(24)
+    expected = 1 if bound == np.inf else 1 / bound
+    assert plain.policy.image_scale.item() == pytest.approx(expected)
+
+
+def test_an_image_that_becomes_brighter_is_scaled_after_the_update():
+    class Brighter(Frames):
+        def step(self, action):
+            found = super().step(action)
+            self.largest = 250 if agent.rounds == 2 else 10
+            return found
+
+    def make():
+        env = Brighter(10, np.uint8)
+        env.observation_space = spaces.Box(0, 255, (1, 6, 6), np.uint8)
+        return env
+
+    agent, divisors = PPO(make, envs=2, ppo=ONCE, **SMALL), []
+
+    def note(record):
+        assert abs(record.update.kl) < 1e-6
+        divisors.append(round(1 / agent.policy.image_scale.item()))
+
+    agent.learn(120, callback=note)
+    assert divisors == [10, 10, 255, 255, 255]
+
+
+def test_nan_in_an_image_is_refused():
+    class Blind(Frames):
+        def step(self, action):
+            found = super().step(action)
+            self.frame[:] = np.nan
+            return found
+
+    with pytest.raises(NotFinite, match=r"environment 0 of .* holds NaN or"):
+        PPO(lambda: Blind(1.0, np.float32), envs=2, **SMALL).learn(24)
 
 
 def test_callbacks_stop_learning_and_a_log_folder_has_rows_and_the_agent(tmp_path):
@@ -510,6 +717,55 @@ def test_callbacks_stop_learning_and_a_log_folder_has_rows_and_the_agent(tmp_pat
     assert lines[0].startswith("steps,episodes,mean_return")
     assert [line.split(",")[0] for line in lines[1:]] == ["24", "48"]
     assert_same_agents(agent, PPO.load(tmp_path / "run" / "agent.safetensors"))
+    agent.learn(10_000, callback=lambda record: np.float64(record.steps) < 96)
+    assert agent.steps_done == 96
+    with pytest.raises(BadInput, match="has the columns of another agent"):
+        PPO("CartPole-v1", envs=2, **SMALL).learn(24, log=tmp_path / "run")
+    assert (tmp_path / "run" / "progress.csv").read_text().splitlines() == lines
+
+
+def test_a_further_call_of_learn_does_not_raise_the_learning_rate_again(tmp_path):
+    agent, seen = PPO(chance(), envs=2, final_share=0.25, **SMALL), []
+
+    def learn(agent, rounds, **options):
+        def note(record):
+            (group,) = agent.agent.optimizer.param_groups
+            seen.append((round(group["lr"] / 2e-3, 4), record.steps))
+
+        agent.learn(24 * rounds, callback=options.pop("callback", note), **options)
+        found = seen.copy()
+        seen.clear()
+        return found
+
+    assert learn(agent, 4) == [(1, 24), (0.75, 48), (0.5, 72), (0.25, 96)]
+    assert learn(agent, 2) == [(0.25, 120), (0.25, 144)]
+    agent.save(tmp_path / "agent")
+    loaded = PPO.load(tmp_path / "agent", env=chance())
+    assert learn(loaded, 1) == [(0.25, 168)]
+    again = learn(agent, 4, reset_num_timesteps=True)
+    assert again == [(1, 24), (0.75, 48), (0.5, 72), (0.25, 96)]
+    agent.learn(96, reset_num_timesteps=True, callback=lambda r: r.steps < 48)
+    assert learn(agent, 3) == [(0.75, 72), (0.5, 96), (0.25, 120)]
+
+
+def test_records_have_the_mean_of_the_last_hundred_episodes():
+    class Counted(Seen):
+        horizon, paid = 20, 0
+
+        def reward(self, action):
+            if self.time < 19:
+                return 0.0
+            Counted.paid += 1
+            return float(Counted.paid)
+
+    records = []
+    agent = PPO(Counted, envs=2, **SMALL).learn(72, callback=records.append)
+    found = [(r.episodes, r.mean_return, r.mean_length) for r in records]
+    assert np.isnan(found[0][1:]).all()
+    assert found[1:] == [(2, 1.5, 20.0), (0, 1.5, 20.0)]
+    agent.learn(24 * 100, callback=records.append)
+    last = np.arange(Counted.paid - 100, Counted.paid) + 1
+    assert records[-1].mean_return == last.mean()
 
 
 class Odd(gymnasium.Env):
@@ -529,7 +785,7 @@ class Odd(gymnasium.Env):
         return self.observation_space.sample(), 1.0, self.time == 3, False, {}
 
 
-BOX = spaces.Box(-1, 1, (3,), np.float32)
+BOX, TWO = spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2)
 OBSERVATIONS = {
     "vector": BOX,
     "matrix": spaces.Box(-1, 1, (2, 3), np.float64),
@@ -586,6 +842,54 @@ def test_every_space_is_learnt_in_saved_and_predicted(seen, chosen, tmp_path):
     assert agent.evaluate(3).returns.tolist() == [3.0] * 3
 
 
+class Mission(spaces.Space):
+    """Text in a space of its own, like MiniGrid's."""
+
+    def __init__(self):
+        super().__init__(dtype=str)
+
+    def sample(self, mask=None, probability=None):
+        return "get the key"
+
+    def contains(self, x):
+        return isinstance(x, str)
+
+    def __eq__(self, other):
+        return isinstance(other, Mission)
+
+    __hash__ = spaces.Space.__hash__
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "vector"])
+@pytest.mark.parametrize("text", [lambda: spaces.Text(9), Mission])
+def test_text_in_a_dict_is_left_out_with_one_warning(text, kind, tmp_path):
+    def make(text=text):
+        inner = spaces.Dict(text=text(), n=spaces.Discrete(3))
+        return Odd(spaces.Dict(mission=text(), numbers=BOX, inner=inner), TWO)
+
+    env, options = make, {"kind": kind, "envs": 2}
+    if kind == "vector":
+        env, options = vector(make, 2, AutoresetMode.NEXT_STEP), {}
+    with pytest.warns(EsperWarning, match="is text and is left out") as warned:
+        agent = PPO(env, **options, **SMALL).learn(48)
+    texts = [str(warning.message).partition(" ")[0] for warning in warned]
+    assert sorted(texts) == ["'inner.text'", "'mission'"]
+    agent.save(tmp_path / "agent")
+    with pytest.warns(EsperWarning):
+        loaded = PPO.load(tmp_path / "agent", env=make)
+    observation, _ = make().reset()
+    assert loaded.predict(observation)[0] == agent.predict(observation)[0]
+    del observation["mission"], observation["inner"]["text"]
+    assert loaded.predict(observation)[0] == agent.predict(observation)[0]
+    assert loaded.evaluate(2).mean == 3.0
+    agent.close()
+    findings = examine(make, steps=50)
+    assert "'mission' of the observation is text, which PPO" in str(
+        [*map(str, findings)]
+    )
+    assert not any(finding.is_fault for finding in findings if "text" in finding.what)
+
+
 def bad_mask(mask):
     class Bad(Chance):
         def _show(self):
@@ -604,11 +908,21 @@ def bad_mask(mask):
         (chance(), {"kind": "threads"}, "kind must be one of sync"),
         (chance(), {"envs": 0}, "envs must be at least 1"),
         (chance(), {"gamma": 1.5}, r"gamma must lie in \[0, 1\]"),
+        (chance(), {"gamma": None}, "gamma must be a valid number, got None"),
+        (chance(), {"seed": 1.5}, r"seed must be a valid integer.* got 1\.5"),
+        (chance(), {"seed": -1}, r"seed must lie in"),
+        (chance(), {"normalize": "maybe"}, "normalize must be a valid boolean"),
+        (chance(), {"width": None}, r"policy\.width must be a valid integer"),
+        (chance(), {"ppo": {"learning_rate": min}}, "Schedules are not supported"),
+        (chance(), {"ppo": {"head_entropy": {"a": ""}}}, "a must be a valid number"),
+        (chance(), {"ppo": 3}, "ppo must be a PPOConfig or a mapping, got 3"),
         (chance(), {"masks": "somewhere"}, "masks must be auto"),
         (chance(), {"relevant": [[True]]}, r"relevant must be .* here \[3, 3\]"),
+        (chance(), {"relevant": [[1, 2, 1]] * 3}, "relevant holds 2; give 1 or True"),
         (chance(), {"relevant": [True]}, r"relevant must be \[op, head\], got \[1\]"),
         (lambda: Native(Seen, 2), {}, "makes a VectorEnv; pass what it makes"),
         (lambda: Odd(spaces.Text(4), BOX), {}, "is a Text, which is not supported"),
+        (lambda: Odd(spaces.Dict(a=spaces.Text(4)), BOX), {}, "holds no numbers"),
         (lambda: Odd(BOX, spaces.Text(4)), {}, "is a Text, which is not supported"),
         (lambda: Odd(spaces.Discrete(10**6), BOX), {}, "1,000,000 values, more than"),
         (lambda: Odd(BOX, spaces.Dict(a=BOX, b=spaces.Discrete(2))), {}, "mixes a Box"),
@@ -632,6 +946,108 @@ def test_masks_of_the_wrong_width_or_empty_are_refused(mask, error, match):
     agent = PPO(bad_mask(mask), envs=2, **SMALL)
     with pytest.raises(error, match=match):
         agent.learn(24)
+
+
+class Flawed(gymnasium.Env):
+    """All is legal, but one entry of the mask at step 2 is another number."""
+
+    action_space = spaces.MultiDiscrete(SIZES)
+    SHAPES = {  # noqa: RUF012
+        "table": lambda mask: np.stack([mask] * SIZES[0]),
+        "heads": lambda mask: tuple(np.split(mask, STARTS[1:])),
+        "list": list,
+    }
+
+    def __init__(self, source, entry):
+        self.source, self.entry, self.time = source, entry, 0
+        self.observation_space = BOX
+        if source == "observation":
+            mask = spaces.Box(-np.inf, np.inf, (sum(SIZES),), np.float64)
+            self.observation_space = spaces.Dict(action_mask=mask, seen=BOX)
+        if source == "method":
+            self.action_masks = self.mask
+
+    def mask(self):
+        mask = np.ones(sum(SIZES))
+        mask[1] = self.entry if self.time == 2 else 0
+        return self.SHAPES.get(self.source, np.array)(mask)
+
+    def show(self):
+        seen = np.zeros(3, np.float32)
+        if self.source == "observation":
+            return {"action_mask": self.mask(), "seen": seen}, {}
+        return seen, {} if self.source == "method" else {"action_mask": self.mask()}
+
+    def reset(self, *, seed=None, options=None):
+        self.time = 0
+        return self.show()
+
+    def step(self, action):
+        self.time += 1
+        observation, info = self.show()
+        return observation, 0.0, False, self.time == 6, info
+
+
+@pytest.mark.parametrize(
+    ("source", "entry"),
+    [
+        *product(["info", "method", "observation", "table", "heads"], [-np.inf]),
+        *product(["list"], [np.nan, -1, 2, 0.5]),
+    ],
+)
+def test_a_mask_that_is_not_0_or_1_is_refused_with_its_place(source, entry):
+    entries = iter([0, entry])
+    agent = PPO(lambda: Flawed(source, next(entries)), envs=2, **SMALL)
+    words = f"at step 2: the mask of environment 1 holds {entry:g}; give 1 or True"
+    with pytest.raises(BadInput, match=words):
+        agent.learn(24)
+    findings = examine(lambda: Flawed(source, entry), steps=20)
+    assert f"environment 0 holds {entry:g}" in " ".join(map(str, findings))
+
+
+def test_a_mask_is_refused_where_an_agent_plays_too():
+    agent = PPO(chance(), envs=2, **SMALL).learn(24)
+    seen, mask = np.zeros((2, 4), np.float32), np.zeros((2, 10))
+    mask[1, 3] = -np.inf
+    heads = tuple(np.split(mask, STARTS[1:], axis=1))
+    for each in (mask, heads, list(mask)):
+        with pytest.raises(BadInput, match="mask of environment 1 holds -inf"):
+            agent.predict(seen, action_masks=each)
+    for each in (mask[1], [*mask[1]], ["yes"] * 10, [None] * 10):
+        with pytest.raises(BadInput, match="mask of environment 0 holds"):
+            agent.predict(seen[0], action_masks=each)
+    for kind in (bool, np.int64, np.uint8, np.float32, object):
+        ones = np.ones(10, kind)
+        assert agent.predict(seen[0], action_masks=ones)[0].shape == (3,)
+
+
+def test_a_tuple_of_one_mask_per_environment_is_not_taken_for_heads():
+    """It is what `call("action_masks")` of Gymnasium's vectors returns."""
+    agent = PPO(Seen, envs=2, **SMALL)
+    masks = np.array([[True, False], [True, False]])  # as large when transposed
+    actions, _ = agent.predict(np.zeros((2, 2), np.float32), action_masks=(*masks,))
+    assert actions.tolist() == [0, 0]
+
+
+def test_a_method_without_a_mask_is_refused():
+    class Silent(Chance):
+        def action_masks(self):
+            return None
+
+    words = "at step 0: the mask of environment 0 is None"
+    with pytest.raises(BadInput, match=words):
+        PPO(lambda: Silent("none"), envs=2, **SMALL).learn(24)
+
+
+def test_masks_of_nested_heads_are_found_by_their_path():
+    two = spaces.Discrete(2)
+    space = spaces.Dict(a=spaces.Dict(x=two), b=spaces.Dict(x=two))
+    agent = PPO(lambda: Odd(BOX, space), envs=2, **SMALL)
+    mask = {"a": {"x": np.array([0, 1])}, "b": {"x": np.array([1, 0])}}
+    action, _ = agent.predict(np.zeros(3, np.float32), action_masks=mask)
+    assert (int(action["a"]["x"]), int(action["b"]["x"])) == (1, 0)
+    with pytest.raises(BadInput, match=r"must name a\.x, b\.x, got x"):
+        agent.predict(np.zeros(3, np.float32), action_masks={"x": np.array([0, 1])})
 
 
 class Forgets(Chance):
@@ -700,7 +1116,7 @@ def test_what_environments_raise_or_give_becomes_one_line():
 
     for make, match in (
         (Raising, r"in step\(\) at step 0 of environment 0: RuntimeError: a b"),
-        (Unknown, "rewards of environment 0 at step 0 must be finite, got nan"),
+        (Unknown, "Unknown gave the reward nan in environment 0 at step 0"),
         (Blind, "the observation of environment 0 of Blind at step 0 holds NaN"),
     ):
         with pytest.raises(BadInput, match=match) as caught:

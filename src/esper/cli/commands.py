@@ -567,9 +567,10 @@ def doctor(options: Namespace) -> int:
     )
     for finding in findings:
         _say(str(finding))
-    if not findings:
-        _say(f"{options.env}: no problems found in {options.steps} steps.")
-    return 1 if findings else 0
+    if any(finding.is_fault for finding in findings):
+        return 1
+    _say(f"{options.env}: no faults found in {options.steps} steps.")
+    return 0
 
 
 COMMANDS: Final = {

@@ -1,17 +1,20 @@
 """What in an environment will hurt learning, in plain words.
 
 `examine` plays an environment with random legal actions and looks at everything that it
-gives. What a user should mend becomes a finding: what was seen, at which step, and what
-to do. Statements about chance compare episodes from the same seed:
+gives. A finding says what was seen, at which step, and what to do. It is a fault, or a
+note where the environment may be meant to be so. Statements about chance compare
+episodes from the same seed:
 
     two fresh environments differ                the seed does not reproduce
+    not so after class attributes are set back   environments share state
     the same one differs after it was played     state leaks through reset
     it differs while another one is played       environments share state
+    it is the same with other actions            actions do not matter
 """
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,6 +47,14 @@ MANY: Final = 1_000
 """Numbers among which no clock is looked for."""
 COMPARED: Final = 50
 """Steps of an episode that are compared with its repetition."""
+TRIALS: Final = 4
+"""Episodes in which an action may matter."""
+MAX_HEADS: Final = 8
+"""Heads that are tried one by one."""
+TOGETHER: Final = 3
+"""Episodes that end with both flags before that is a fault."""
+HUGE: Final = 1e6
+"""Numbers of an observation that are larger are noted."""
 OPTION: Final = "--timeout"
 
 
@@ -55,9 +66,12 @@ class Finding:
     """Of the examination, from 0."""
     what: str
     advice: str
+    is_fault: bool = True
+    """Whether it must be mended; a note may be meant."""
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.what}. {self.advice}."
+        level = "" if self.is_fault else "note, "
+        return f"{level}step {self.step}: {self.what}. {self.advice}."
 
 
 @dataclass
@@ -68,9 +82,15 @@ class Examination:
     step: int = 0
     timeout: float = TIMEOUT
 
-    def add(self, kind: str, what: str, advice: str) -> None:
+    def add(self, kind: str, what: str, advice: str, *, is_fault: bool = True) -> None:
         """Keep the first finding of a kind."""
-        self.findings.setdefault(kind, Finding(self.step, one_line(what), advice))
+        finding = Finding(self.step, one_line(what), advice, is_fault)
+        self.findings.setdefault(kind, finding)
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether something must be mended."""
+        return any(finding.is_fault for finding in self.findings.values())
 
     def call(self, kind: str, what: str, call: Callable[[], Any], advice: str) -> Any:  # noqa: ANN401
         """Call the environment; what it raises, and a call that hangs, is a finding."""
@@ -126,8 +146,8 @@ def examine(
             lengths = _play(env, spec, steps, rng_seed, notes)
             limit = env.spec.max_episode_steps if env.spec is not None else None
             _judge_lengths(lengths, steps, limit, notes)
-            if not notes.findings:
-                _compare(make, spec, rng_seed, notes)
+            if spec is not None and not notes.has_faults:
+                _compare(make, env, spec, rng_seed, notes)
     except _Broken:
         pass
     except (EsperError, KeyboardInterrupt):
@@ -153,7 +173,15 @@ def _spaces(
 ) -> SpaceSpec | None:
     """The spaces as PPO would know them, if it can learn in them."""
     try:
-        return SpaceSpec(env.observation_space, env.action_space, table)
+        spec = SpaceSpec(env.observation_space, env.action_space, table)
+        for name in spec.dropped:
+            notes.add(
+                f"text {name}",
+                f"{name!r} of the observation is text, which PPO leaves out",
+                "Turn it into numbers in a wrapper if the agent needs it",
+                is_fault=False,
+            )
+        return spec
     except EsperError as error:
         notes.add("spaces", str(error).rstrip("."), "PPO cannot learn here as it is")
         return None
@@ -165,6 +193,7 @@ class _Length:
 
     steps: int
     terminated: bool
+    truncated: bool
     first_numbers: list[Array]
 
 
@@ -181,7 +210,7 @@ def _play(
     lengths: list[_Length] = []
     observation, info = _reset(env, rng_seed, notes)
     shown, first_seen = [_numbers(observation)], deepcopy(observation)
-    changed, sizes, masked = False, [], MASK in info
+    changed, rewards, masked = False, [], MASK in info
     held, kept = observation, deepcopy(observation)
     for step in range(steps):
         notes.step = step
@@ -195,10 +224,11 @@ def _play(
             )
         held, kept = observation, deepcopy(observation)
         changed = changed or not _same(observation, first_seen)
-        sizes.append(_reward(reward, notes))
+        rewards.append(_reward(reward, notes))
         shown.append(_numbers(observation))
         if terminated or truncated:
-            lengths.append(_Length(len(shown) - 1, bool(terminated), shown))
+            ends = bool(terminated), bool(truncated)
+            lengths.append(_Length(len(shown) - 1, *ends, shown))
             observation, info = _reset(env, None, notes)
             shown, held = [_numbers(observation)], observation
             kept = deepcopy(observation)
@@ -209,7 +239,17 @@ def _play(
             f"the observation never changed in {steps} steps",
             "Show what the agent needs in order to decide",
         )
-    largest = max(sizes, default=0.0)
+    # A constant reward other than 0 is a matter of how long an episode takes.
+    durations = {episode.steps for episode in lengths}
+    if len({*rewards}) == 1 and (rewards[0] == 0.0 or len(durations) < 2):
+        notes.add(
+            "reward constant",
+            f"the reward was always {rewards[0]:g} in {steps} steps, so all returns "
+            "are the same",
+            "Nothing is learnt until rewards differ; if they are rare, play more steps",
+            is_fault=False,
+        )
+    largest = max(map(abs, rewards), default=0.0)
     if largest > LARGE or 0.0 < largest < SMALL:
         notes.add(
             "scale",
@@ -278,6 +318,15 @@ def _observation(space: Space[Any], value: Any, notes: Examination) -> None:  # 
             notes.add(kind, f"{where} {what}", advice)
             if kind == "shape":
                 raise _Broken
+        elif isinstance(part.space, spaces.Box) and not part.is_image:
+            size = np.abs(np.asarray(inner, np.float64)).max(initial=0.0)
+            if size > HUGE:
+                notes.add(
+                    "huge",
+                    f"{where} holds a number of the size {size:.3g}",
+                    "Give it in other units; small differences are lost in float32",
+                    is_fault=False,
+                )
 
 
 def _problem(part: Part, value: Any) -> tuple[str, str, str] | None:  # noqa: ANN401
@@ -305,16 +354,17 @@ def _problem(part: Part, value: Any) -> tuple[str, str, str] | None:  # noqa: AN
 
 
 def _reward(reward: Any, notes: Examination) -> float:  # noqa: ANN401
-    """The size of a reward."""
+    """A reward as a number; an array of one will do."""
     try:
-        number = float(reward)
+        number = float(np.asarray(reward, np.float64).reshape(()))
     except (TypeError, ValueError, OverflowError) as error:
         notes.add("reward", f"the reward is {quoted(reward)}", "Return one number")
         raise _Broken from error
     if not math.isfinite(number):
-        notes.add("reward", f"the reward is {number}", "Find out where it comes from")
+        what = f"the reward is {None if reward is None else number}"
+        notes.add("reward", what, "Find out where it comes from")
         return 0.0
-    return abs(number)
+    return number
 
 
 def _action(
@@ -374,7 +424,7 @@ def _picked(spec: SpaceSpec, rows: Array, chance: np.random.Generator) -> list[i
 def _judge_lengths(
     lengths: Sequence[_Length], steps: int, limited: int | None, notes: Examination
 ) -> None:
-    """Episodes that never end, or always terminate after the same number of steps."""
+    """Episodes that never end, end with both flags, or always last as long."""
     notes.step = steps
     if not lengths and limited is not None:
         return
@@ -388,6 +438,15 @@ def _judge_lengths(
     ended = {episode.steps for episode in lengths}
     always = all(episode.terminated for episode in lengths)
     limit = max(ended)
+    # Gymnasium's TimeLimit sets its flag also where an episode ends by itself.
+    both = always and all(episode.truncated for episode in lengths)
+    if both and len(lengths) >= TOGETHER and ended != {limited}:
+        notes.add(
+            "flags",
+            f"terminated and truncated were both True at all {len(lengths)} ends",
+            "Return terminated where the task is over, truncated where time is up",
+        )
+        return
     if len(lengths) < SAME or len(ended) > 1 or not always or limit < SHORT:
         return
     if not _tells_time(lengths):
@@ -397,6 +456,7 @@ def _judge_lengths(
             "no number of the observation is a clock",
             "If that is a time limit, return truncated=True and terminated=False, or "
             "show the time that is left",
+            is_fault=False,
         )
 
 
@@ -410,7 +470,11 @@ def _tells_time(lengths: Sequence[_Length]) -> bool:
 
 
 def _compare(
-    make: Maker, spec: SpaceSpec | None, rng_seed: int, notes: Examination
+    make: Maker,
+    played: Env[Any, Any],
+    spec: SpaceSpec,
+    rng_seed: int,
+    notes: Examination,
 ) -> None:
     """Episodes from the same seed, alone, again, and beside another one."""
 
@@ -418,6 +482,7 @@ def _compare(
         what = "Let several exist at once: PPO learns in many, envs=1 in one"
         return notes.call("alone", "the constructor of a second one", make, what)
 
+    before = _class_data(played)
     first, second = another(), another()
     actions = _actions(first, rng_seed)
     alone = _episode(first, spec, rng_seed, actions, notes)
@@ -426,6 +491,18 @@ def _compare(
         fresh = _episode(again, spec, rng_seed, actions, notes)
         _close(again, notes)
         if not _same(alone, fresh):
+            names = [f"{owner.__name__}.{n}" for owner, n in _changed(before)]
+            with _set_back(before):
+                again, _ = another(), another()
+                rewound = _episode(again, spec, rng_seed, actions, notes)
+            if names and _same(alone, rewound):
+                notes.add(
+                    "shared",
+                    "what one environment does changes others, by the class attribute "
+                    f"{', '.join(names)}",
+                    "Keep state in self, not in the class",
+                )
+                return
             notes.add(
                 "seed",
                 "two new environments differ from the same seed and actions",
@@ -447,8 +524,112 @@ def _compare(
             "an episode differs when another environment is played beside it",
             "Keep state in self, not in the class, the module or a default argument",
         )
+    else:
+        _try_actions(first, spec, rng_seed, notes)
     for env in (first, second, beside):
         _close(env, notes)
+
+
+def _class_data(env: Any) -> dict[tuple[type, str], Any]:  # noqa: ANN401
+    """Copies of the data that the classes of an environment and its wrappers hold."""
+    layers, found = [env], {}
+    while isinstance(layers[-1], gymnasium.Wrapper):
+        layers.append(layers[-1].env)
+    for owner in {cls for layer in layers for cls in type(layer).__mro__}:
+        if owner.__module__.partition(".")[0] in ("builtins", "gymnasium", "typing"):
+            continue
+        for name, value in vars(owner).items():
+            if not name.startswith("__") and not hasattr(value, "__get__"):
+                with suppress(Exception):  # what cannot be copied is left as it is
+                    found[owner, name] = deepcopy(value)
+    return found
+
+
+def _changed(before: Mapping[tuple[type, str], Any]) -> list[tuple[type, str]]:
+    """Class attributes of plain types that are no longer as they were."""
+    found = []
+    for (owner, name), then in before.items():
+        now = getattr(owner, name, None)
+        if isinstance(now, np.random.Generator):
+            now, then = now.bit_generator.state, then.bit_generator.state
+        is_plain = isinstance(now, bool | int | float | str | list | dict | np.ndarray)
+        if is_plain and (type(now) is not type(then) or not _same(now, then)):
+            found.append((owner, name))
+    return found
+
+
+@contextmanager
+def _set_back(before: Mapping[tuple[type, str], Any]) -> Iterator[None]:
+    """Let classes have their former data for a while."""
+    now = {(owner, name): getattr(owner, name, None) for owner, name in before}
+    try:
+        for (owner, name), value in before.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name), value in now.items():
+            setattr(owner, name, value)
+
+
+def _try_actions(
+    env: Env[Any, Any], spec: SpaceSpec, rng_seed: int, notes: Examination
+) -> None:
+    """Note actions, or heads of actions, that change nothing."""
+    heads = range(len(spec.sizes))
+    if not _matters(env, spec, heads, rng_seed, notes):
+        notes.add(
+            "action",
+            f"{TRIALS} episodes were the same for {COMPARED} steps whatever was done",
+            "Let actions change the observation, the reward or the end",
+            is_fault=False,
+        )
+        return
+    if not 1 < len(heads) <= MAX_HEADS or _has_masks(env, rng_seed, notes):
+        return
+    for head in heads:
+        if not _matters(env, spec, [head], rng_seed, notes):
+            notes.add(
+                "action",
+                f"{TRIALS} episodes were the same for {COMPARED} steps whatever "
+                f"{spec.head_names[head]!r} was",
+                "Leave it out, or let it change something",
+                is_fault=False,
+            )
+
+
+def _matters(
+    env: Env[Any, Any],
+    spec: SpaceSpec,
+    heads: Sequence[int],
+    rng_seed: int,
+    notes: Examination,
+) -> bool:
+    """Whether other choices of some heads change an episode."""
+    chance = np.random.default_rng(rng_seed)
+    top = np.array([2 if spec.is_continuous else size for size in spec.sizes])
+    for trial in range(TRIALS):
+        one, other = chance.random((2, COMPARED, len(top))) * top
+        other = np.where(np.isin(np.arange(len(top)), heads), other, one)
+        shown = []
+        for picks in (one, other):
+            rows = torch.from_numpy(picks - 1).float()
+            if not spec.is_continuous:
+                rows = torch.from_numpy(picks).long()
+            actions = [first_of(env.action_space, spec.to_env(r[None])) for r in rows]
+            masked_by = trial if picks is one else TRIALS + trial
+            shown.append(
+                _episode(
+                    env, spec, rng_seed + trial, actions, notes, chance_seed=masked_by
+                )
+            )
+        if not _same(*shown):
+            return True
+    return False
+
+
+def _has_masks(env: Env[Any, Any], rng_seed: int, notes: Examination) -> bool:
+    observation, info = _reset(env, rng_seed, notes)
+    return MASK in info or env.has_wrapper_attr(METHOD) or _shows_mask(observation)
 
 
 def _actions(env: Env[Any, Any], rng_seed: int) -> list[Any]:
@@ -463,13 +644,24 @@ def _episode(
     actions: Sequence[Any],
     notes: Examination,
     other: Env[Any, Any] | None = None,
+    chance_seed: int | None = None,
 ) -> list[Any]:
-    """What an episode shows; `other` is played between its steps."""
+    """What an episode shows.
+
+    Args:
+        env: Where.
+        spec: Of its spaces.
+        rng_seed: Of its reset.
+        actions: What is done, where there is no mask.
+        notes: The findings so far.
+        other: An environment that is played between its steps.
+        chance_seed: Of what is done where there is a mask; None: `rng_seed`.
+    """
     observation, info = _reset(env, rng_seed, notes)
     rows: list[Any] = [deepcopy(observation)]
     masked = MASK in info
     # Not the space's own: environments of a class may have one space.
-    chance = np.random.default_rng(rng_seed)
+    chance = np.random.default_rng(rng_seed if chance_seed is None else chance_seed)
     neighbour = None
     if other is not None:
         neighbour = _Neighbour(other, spec, rng_seed + 99, notes)
@@ -477,7 +669,8 @@ def _episode(
         if masked or env.has_wrapper_attr(METHOD) or _shows_mask(observation):
             action = _action(env, spec, observation, info, masked, chance, notes)
         observation, reward, terminated, truncated, info = _step(env, action, notes)
-        rows.append((deepcopy(observation), float(reward), terminated, truncated))
+        paid = _reward(reward, notes)
+        rows.append((deepcopy(observation), paid, terminated, truncated))
         if neighbour is not None:
             neighbour.step()
         if terminated or truncated:

@@ -20,6 +20,26 @@ DTYPES: Final = frozenset(
 """Kinds of numbers that a space in a file may have."""
 
 
+def is_text(space: Space[Any]) -> bool:
+    """Whether it holds text, like MiniGrid's MissionSpace, which is no Text."""
+    return space.dtype is not None and np.dtype(space.dtype).kind in "US"
+
+
+def without_text(space: Space[Any], path: str = "") -> tuple[Space[Any], list[str]]:
+    """A space without the texts of its Dicts, and what they are called."""
+    if not isinstance(space, spaces.Dict):
+        return space, []
+    kept, dropped = [], []
+    for name, inner in space.spaces.items():
+        if is_text(inner):
+            dropped.append(f"{path}{name}")
+            continue
+        part, more = without_text(inner, f"{path}{name}.")
+        kept.append((name, part))
+        dropped += more
+    return (spaces.Dict(kept) if dropped else space), dropped
+
+
 def space_data(space: Space[Any]) -> dict[str, Any]:
     """A space as plain data."""
     match space:
@@ -109,26 +129,6 @@ def _constant(bounds: Array) -> Any:  # noqa: ANN401
     texts = bounds.astype(str)
     same = bounds.size and (bounds == bounds.flat[0]).all()
     return str(texts.flat[0]) if same else texts.tolist()
-
-
-def is_single(space: Space[Any], observation: Any) -> bool:  # noqa: ANN401
-    """Whether this is the observation of one environment, not of several."""
-    if isinstance(space, spaces.Dict):
-        name, inner = next(iter(space.spaces.items()))
-        return is_single(inner, observation[name])
-    if isinstance(space, spaces.Tuple):
-        return is_single(space.spaces[0], observation[0])
-    return np.asarray(observation).shape == (space.shape or ())
-
-
-def rows_of(space: Space[Any], observation: Any) -> int:  # noqa: ANN401
-    """Rows of a batch."""
-    while isinstance(space, spaces.Dict | spaces.Tuple):
-        at: Any = 0
-        if isinstance(space, spaces.Dict):
-            at = next(iter(space.spaces))
-        space, observation = space.spaces[at], observation[at]
-    return len(np.asarray(observation))
 
 
 def batch_of_one(space: Space[Any], observation: Any) -> Any:  # noqa: ANN401

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from numpy.typing import NDArray
@@ -42,6 +43,8 @@ Array = NDArray[Any]
 Features = dict[str, Tensor]
 CHANNELS: Final = (16, 32)
 """Of the two layers that read images, each of which halves their sides."""
+NEAR: Final = 0.25
+"""Share of an image's bound that its largest number must reach to use the bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +104,7 @@ class Trunk(nn.Module):
             parts.append(self.vector_in(vector.reshape(-1, vector.shape[-1])))
         for name, encoder in self.image_in.items():
             image = features[name]
-            image = image.reshape(-1, *image.shape[-3:])
-            scale = 1.0 / 255.0 if image.dtype == torch.uint8 else 1.0
-            parts.append(encoder(image.float() * scale))
+            parts.append(encoder(image.reshape(-1, *image.shape[-3:])))
         core = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
         core = tanh(core)
         core, state = self.memory(core.view(*first.shape, -1), first, state)
@@ -115,6 +116,8 @@ class SpacePolicy(nn.Module):
 
     value_mean: Tensor
     value_scale: Tensor
+    image_scale: Tensor | None
+    """What each image is multiplied by; see `scale_images`."""
     _allowed: Tensor
     _places: Tensor
     _relevant: Tensor | None
@@ -148,6 +151,9 @@ class SpacePolicy(nn.Module):
         self._start_even()
         self.register_buffer("value_mean", torch.zeros(()))
         self.register_buffer("value_scale", torch.ones(()))
+        bounds = torch.from_numpy(spec.image_bounds)
+        scale = torch.where(bounds.isinf(), 1.0, 1.0 / bounds).float()
+        self.register_buffer("image_scale", scale if len(scale) else None)
         sizes = torch.tensor(spec.sizes)
         earlier = torch.ones(heads, heads).tril(-1)
         if not chained:
@@ -164,6 +170,28 @@ class SpacePolicy(nn.Module):
     def initial_state(self, envs: int) -> Float[Tensor, "env layer state"]:
         """Memory that has seen nothing."""
         return self.value_mean.new_zeros(envs, *self.state_shape)
+
+    @torch.no_grad()
+    def scale_images(self, largest: Array, *, only_down: bool) -> None:
+        """Divide each image by its bound or by the largest number seen.
+
+        The latter where no number comes near the bound: MiniGrid declares 0..255 and
+        shows codes up to 10, which would all look like black. Must not be called
+        between a rollout and its update, which would see another policy then.
+
+        Args:
+            largest: The largest size of a number seen in each image; 0: unknown.
+            only_down: Keep a scale that is smaller than the new one.
+        """
+        if self.image_scale is None:
+            return
+        bounds = self.spec.image_bounds
+        known = np.where(NEAR * bounds > largest, largest, bounds)
+        scale = self.image_scale.new_tensor(1.0 / np.where(largest > 0, known, 1.0))
+        if only_down:
+            scale = scale.minimum(self.image_scale)
+        seen = torch.from_numpy(largest > 0).to(scale.device)
+        self.image_scale.copy_(torch.where(seen, scale, self.image_scale))
 
     @torch.no_grad()
     def act(
@@ -275,6 +303,13 @@ class SpacePolicy(nn.Module):
         That of heads is before its activation where they see the choices of others.
         """
         is_conditional = self.choice_embedding is not None
+        if self.image_scale is not None:
+            images = [name for name in self.spec.observation if name != "vector"]
+            scaled = {
+                name: features[name].float() * self.image_scale[index]
+                for index, name in enumerate(images)
+            }
+            features = {**features, **scaled}
         if len(self.trunks) == 1:
             both, state = self.trunks[0](features, first, state)
             if not is_conditional:  # one call for both takes less time

@@ -14,8 +14,11 @@ is merely over has the value of the observation that comes next.
 import csv
 import json
 import math
+import secrets
+import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final, NamedTuple, Self
@@ -27,8 +30,14 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from esper.contracts.errors import BadInput, CallOrder, NotFinite, unknown
-from esper.contracts.messages import one_line
+from esper.contracts.errors import (
+    BadInput,
+    CallOrder,
+    EsperWarning,
+    NotFinite,
+    unknown,
+)
+from esper.contracts.messages import one_line, quoted
 from esper.contracts.state import Stateful, Tensors, check_fit, leaves, load, save
 from esper.experiment.deadline import TIMEOUT
 from esper.experiment.progress import Progress
@@ -45,9 +54,9 @@ from esper.files import (
     storage,
 )
 from esper.rl.moments import ObservationMoments
-from esper.rl.nested import batch_of_one, first_of, is_single, rows_of
+from esper.rl.nested import batch_of_one, first_of
 from esper.rl.policy import SpacePolicy, SpacePolicyConfig
-from esper.rl.spaces import SpaceSpec, parts_of
+from esper.rl.spaces import SpaceSpec, flags, parts_of
 from esper.rl.vector import EnvKind, MaskSource, Source, Vector, View
 from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.metrics import UpdateRecord
@@ -64,6 +73,8 @@ DEFAULTS: Final = PPOConfig(
     target_kl=0.03,
 )
 """One set for all tasks."""
+WINDOW: Final = 100
+"""Episodes whose mean return a record has."""
 SCALARS: Final = ("kl", "policy_loss", "value_loss", "explained_variance")
 
 
@@ -109,9 +120,9 @@ class LearnRecord:
     episodes: int
     """Episodes that ended in this rollout."""
     mean_return: float
-    """Their mean return; NaN if none ended."""
+    """Mean return of the last 100 episodes; NaN before the first one ends."""
     mean_length: float
-    """Their mean length in steps; NaN if none ended."""
+    """Mean length in steps of the same episodes."""
     seconds: float
     """Time since learn() began."""
     update: UpdateRecord
@@ -166,16 +177,20 @@ class PPO(Stateful):
         envs: How many environments to make.
         kind: Where environments run. "sync": in this process; "async": each in its own
             process; "native": the vector environment that the id registers.
-        seed: Seed of weights, choices, minibatches and environments.
+        seed: Seed of weights, choices, minibatches and environments. None draws one,
+            which `settings.seed` keeps.
         steps: Steps of each environment between two updates.
         gamma: Discount per step.
         gae_lambda: Trace decay of the advantages.
-        final_share: Share of learning rate and entropy left at the end of `learn`.
+        final_share: Share of learning rate and entropy left at the end of `learn`; 1
+            keeps them constant, for many short calls.
         width: Hidden layer width.
         layers: Number of memory layers.
         separate_value: Give the value function its own encoder and memory.
         autoregressive: Draw each head given the choices of all heads before it.
-        normalize: Normalise observations by running statistics.
+        normalize: Normalise observations by running statistics. Images are divided by
+            their largest bound, or by the largest number seen if that is below a
+            quarter of it; without `normalize`, always by the bound.
         relevant: Whether a choice of the first head uses each head, bool [op, head].
         masks: Source of action masks: "observation", "info", "method", or None for no
             masks; "auto" detects it.
@@ -185,7 +200,7 @@ class PPO(Stateful):
 
     _env_timeout = TIMEOUT
     STATE = ("agent", "observations", "generator", "steps_done", "rounds")
-    DERIVED = ("_standing",)
+    DERIVED = ("_standing", "_largest", "_recent", "share")
 
     def __init__(
         self,
@@ -194,7 +209,7 @@ class PPO(Stateful):
         memory: MemoryName = "none",
         envs: int = 16,
         kind: EnvKind = "sync",
-        seed: int = 0,
+        seed: int | None = 0,
         steps: int = 128,
         gamma: float = 0.99,
         gae_lambda: float = 0.95,
@@ -209,24 +224,27 @@ class PPO(Stateful):
         ppo: PPOConfig | Mapping[str, Any] = DEFAULTS,
         env_timeout: float = TIMEOUT,
     ) -> None:
-        policy = SpacePolicyConfig(
-            width=width,
-            memory=memory,
-            layers=layers,
-            separate_value=separate_value,
-            autoregressive=autoregressive,
+        policy = {
+            "width": width,
+            "memory": memory,
+            "layers": layers,
+            "separate_value": separate_value,
+            "autoregressive": autoregressive,
+        }
+        settings = _settings(
+            {
+                "envs": envs,
+                "steps": steps,
+                "gamma": gamma,
+                "gae_lambda": gae_lambda,
+                "final_share": final_share,
+                "normalize": normalize,
+                "seed": secrets.randbelow(2**32) if seed is None else seed,
+                "policy": policy,
+                "ppo": asdict(ppo) if isinstance(ppo, PPOConfig) else _full(ppo),
+            }
         )
-        settings = PPOSettings(
-            envs=envs,
-            steps=steps,
-            gamma=gamma,
-            gae_lambda=gae_lambda,
-            final_share=final_share,
-            normalize=normalize,
-            seed=seed,
-            policy=policy,
-            ppo=ppo if isinstance(ppo, PPOConfig) else _over_defaults(ppo),
-        )
+        envs = settings.envs
         world = Vector(env, envs, kind, _table(relevant), masks, env_timeout)
         self._env_timeout = env_timeout
         self._source: Source | None = env
@@ -244,6 +262,10 @@ class PPO(Stateful):
         """Make what is learnt and what learns."""
         if world is not None:
             _require_memory(spec, settings)
+            for name in world.spec.dropped:
+                what = one_line(f"{name!r} of the observation is text and is left out")
+                advice = "Turn it into numbers in a wrapper if the agent needs it"
+                warnings.warn(f"{what}. {advice}.", EsperWarning, stacklevel=4)
         self.spec, self.settings, self.world = spec, settings, world
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(settings.seed, "weights"))
@@ -270,42 +292,63 @@ class PPO(Stateful):
         """Updates so far."""
         self.masked = False
         """Whether its environments have masks: no action is meant without one then."""
+        self.share = 1.0
+        """Share of learning rate and entropy weight that was used last."""
+        self._recent: deque[Episode] = deque(maxlen=WINDOW)
         self._standing: Standing | None = None
+        self._largest = np.zeros(len(spec.image_bounds))
+        """The largest number seen in each image; the policy keeps what follows."""
 
     def learn(
         self,
         total_steps: float,
         *,
+        reset_num_timesteps: bool = False,
         progress: bool = False,
         callback: Callback | None = None,
         log: str | Path | None = None,
     ) -> Self:
         """Learn for some more steps, counted over all environments.
 
+        Learning rate and entropy weight fall linearly to `final_share` of their
+        settings. A further call starts from the share that the last one reached, so
+        that they never rise; after a complete call they stay at `final_share`.
+
         Args:
             total_steps: Number of steps; rounded up to whole rollouts.
+            reset_num_timesteps: Start learning rate, entropy weight and `steps_done`
+                again as in a new agent. Weights and statistics are kept.
             progress: Show a progress bar.
             callback: Called after every update; learning ends when it returns False.
             log: A folder for `progress.csv`, one row per update, and for the agent
                 itself at the end.
         """
-        if not 1 <= total_steps < math.inf:
-            raise BadInput(f"total_steps must be at least 1, got {total_steps}.")
+        if (
+            not isinstance(total_steps, float | int | np.number)
+            or not 1 <= total_steps < math.inf
+        ):
+            raise BadInput(
+                f"total_steps must be at least 1, got {quoted(total_steps)}."
+            )
         world, settings, began = self._world(), self.settings, monotonic()
         each = settings.envs * settings.steps
         rounds = math.ceil(total_steps / each)
+        if reset_num_timesteps:
+            self.steps_done, self.share = 0, 1.0
+            self._recent.clear()
+        start, end = self.share, settings.final_share
         rows = None if log is None else LogFile(Path(log))
         bar = Progress(unit="update") if progress else None
         try:
             for index in range(rounds):
-                done = index / max(rounds - 1, 1)
-                self.agent.anneal(1.0 - (1.0 - settings.final_share) * done)
+                self.anneal(start + (end - start) * index / max(rounds - 1, 1))
                 ended, update = self.play_round()
+                self._recent.extend(ended)
                 record = LearnRecord(
                     steps=self.steps_done,
                     episodes=len(ended),
-                    mean_return=_mean([episode.total for episode in ended]),
-                    mean_length=_mean([episode.length for episode in ended]),
+                    mean_return=_mean([each.total for each in self._recent]),
+                    mean_length=_mean([each.length for each in self._recent]),
                     seconds=monotonic() - began,
                     update=update,
                 )
@@ -314,7 +357,8 @@ class PPO(Stateful):
                 if bar is not None:
                     text = f"return {record.mean_return:.4g}"
                     bar.update(world.name, index + 1, rounds, text)
-                if callback is not None and callback(record) is False:
+                goes_on = None if callback is None else callback(record)
+                if isinstance(goes_on, bool | np.bool_) and not goes_on:
                     break
         finally:
             if bar is not None:
@@ -323,10 +367,16 @@ class PPO(Stateful):
             self.save(Path(log) / "agent.safetensors")
         return self
 
+    def anneal(self, share: float) -> None:
+        """Use this share of the learning rate and the entropy weights."""
+        self.agent.anneal(share)
+        self.share = share
+
     def play_round(self) -> tuple[list[Episode], UpdateRecord]:
         """Collect a rollout and learn from it."""
         ended = self._collect(self._world())
         update = self.agent.update()
+        self._scale_images()
         self.rounds += 1
         return ended, update
 
@@ -345,6 +395,9 @@ class PPO(Stateful):
         self._standing = None
         buffer.reset()
         buffer.begin(state, self.agent.version)
+        if not self.rounds:
+            self._measure(self.spec.images(view.observation, world.num_envs))
+            self._scale_images()
         for time in range(buffer.max_steps):
             features = self.features(view, learn=True, check=True)
             first, acts = torch.from_numpy(view.first), view.acts
@@ -397,6 +450,11 @@ class PPO(Stateful):
         """
         envs, spec = len(view.first), self.spec
         features = spec.images(view.observation, envs)
+        for image in features.values():
+            if check and image.is_floating_point():
+                _require_finite(image.flatten(1).numpy(), view)
+        if learn:
+            self._measure(features)
         if "vector" in spec.observation:
             rows = spec.vector(view.observation, envs)
             if check:
@@ -408,11 +466,23 @@ class PPO(Stateful):
             features = {"vector": torch.from_numpy(rows), **features}
         return features
 
+    def _measure(self, images: Mapping[str, Tensor]) -> None:
+        """Remember the largest number of each image."""
+        if self.settings.normalize:
+            for index, image in enumerate(images.values()):
+                size = float(np.abs(image.numpy()).max())
+                self._largest[index] = max(self._largest[index], size)
+
+    def _scale_images(self) -> None:
+        """Scale images by what was seen; after the first rollout, only down."""
+        self.policy.scale_images(self._largest, only_down=self.rounds > 0)
+
     def _stand(self, world: Vector) -> Standing:
         """Where the environments stand; new episodes everywhere if nowhere yet."""
         if self._standing is None:
             seed = stream_seed(self.settings.seed, f"environments {self.rounds}")
             view = world.reset(seed % 2**31)
+            self._require_masks(view)
             envs = world.num_envs
             state = self.policy.initial_state(envs)
             return Standing(view, state, np.zeros(envs), np.zeros(envs, np.int64))
@@ -438,12 +508,12 @@ class PPO(Stateful):
             deterministic: Take the likeliest choice instead of drawing one.
         """
         spec = self.spec
-        single = is_single(spec.observation_space, observation)
-        if single:
+        rows_seen = spec.rows_of(observation)
+        if single := rows_seen is None:
             observation = batch_of_one(spec.observation_space, observation)
             if action_masks is not None:
                 action_masks = spec.mask_row(action_masks)[None]
-        envs = rows_of(spec.observation_space, observation)
+        envs = rows_seen or 1
         if action_masks is None and spec.has_mask:
             action_masks = observation["action_mask"]
         if action_masks is None and self.masked:
@@ -451,12 +521,15 @@ class PPO(Stateful):
                 "this agent learnt with masks; give predict(action_masks=...), ones "
                 "where everything is legal."
             )
-        if isinstance(action_masks, list):
-            action_masks = np.stack([spec.mask_row(mask) for mask in action_masks])
         rows = None if action_masks is None else spec.rows(action_masks, envs)
         first = np.full(envs, state is None)
         if episode_start is not None:
-            first = np.broadcast_to(np.asarray(episode_start, bool), (envs,)).copy()
+            starts = np.asarray(episode_start, bool)
+            if starts.size not in (1, envs):
+                raise BadInput(
+                    f"episode_start must be one bool or {envs}, got {starts.size}."
+                )
+            first = np.broadcast_to(starts.reshape(-1), (envs,)).copy()
         memory = self.policy.initial_state(envs)
         if state is not None:
             memory = torch.as_tensor(np.asarray(state), dtype=torch.float32)
@@ -464,6 +537,10 @@ class PPO(Stateful):
                 raise BadInput(
                     f"state must be {[envs, *self.policy.state_shape]}, got "
                     f"{[*memory.shape]}; give what the call before returned, or None."
+                )
+            if not memory.isfinite().all():
+                raise NotFinite(
+                    "state holds NaN or infinity; give None to start again."
                 )
         view = View(observation, rows, first, np.ones(envs, bool))
         with torch.inference_mode():
@@ -499,8 +576,10 @@ class PPO(Stateful):
             seed: Of the environments and of drawn choices.
             max_steps: Steps within which all episodes must end.
         """
-        if episodes < 1:
-            raise BadInput(f"episodes must be at least 1, got {episodes}.")
+        if not isinstance(episodes, int | np.integer) or episodes < 1:
+            raise BadInput(
+                f"episodes must be a whole number from 1, got {quoted(episodes)}."
+            )
         source = self._source if env is None else env
         if source is None:
             raise CallOrder("there is no environment; give evaluate(env=...).")
@@ -531,6 +610,7 @@ class PPO(Stateful):
         quota = np.array([(episodes + env) // envs for env in range(envs)])
         generator = None if deterministic else stream(seed, "evaluation")
         view, state = world.reset(seed), self.policy.initial_state(envs)
+        self._require_masks(view)
         if env is None:
             self.masked |= view.rows is not None
         returns, lengths = np.zeros(envs), np.zeros(envs, np.int64)
@@ -572,7 +652,8 @@ class PPO(Stateful):
             name: "inf" if value == math.inf else value
             for name, value in settings["ppo"].items()
         }
-        facts = {"settings": settings, "masked": self.masked, **self.spec.describe()}
+        facts = {"settings": settings, "masked": self.masked, "share": self.share}
+        facts |= self.spec.describe()
         manifest = manifest_of(facts, self.steps_done)
         file = Path(path)
         with storage(file, "write"):
@@ -615,8 +696,10 @@ class PPO(Stateful):
         if world is not None:
             agent._require_spaces(world)
         load(agent, tensors)
-        # Files of older versions do not say it.
+        # Files of older versions do not say these.
         agent.masked = manifest.facts.get("masked", False) is True
+        share = manifest.facts.get("share", 1.0)
+        agent.share = share if isinstance(share, float) and 0 <= share <= 1 else 1.0
         return agent
 
     def close(self) -> None:
@@ -628,6 +711,14 @@ class PPO(Stateful):
         if self.world is None:
             raise CallOrder("there is no environment to learn in; PPO.load(env=...).")
         return self.world
+
+    def _require_masks(self, view: View) -> None:
+        """Refuse environments without masks if the agent learnt with them."""
+        if self.masked and view.rows is None and self._masks is not None:
+            raise BadInput(
+                f"this agent learnt with masks, and there are none{view.where}; give "
+                "them, or PPO.load(masks=None) to do without."
+            )
 
     def _require_spaces(self, world: Vector) -> None:
         for name in ("observation_space", "action_space"):
@@ -657,28 +748,61 @@ class LogFile:
         row |= {name: getattr(record.update, name) for name in SCALARS}
         for name, head in record.update.heads.items():
             row[f"entropy/{name}"] = head.entropy
-        with storage(self._path, "write"):
-            new = not self._path.exists()
-            with self._path.open("a", newline="", encoding="utf-8") as stream:
-                writer = csv.DictWriter(stream, list(row))
-                if new:
-                    writer.writeheader()
-                writer.writerow(row)
+        with (
+            storage(self._path, "write"),
+            self._path.open("a+", newline="", encoding="utf-8") as stream,
+        ):
+            stream.seek(0)
+            there = next(csv.reader(stream), None)
+            if there not in (None, [*row]):
+                raise BadInput(
+                    f"{self._path} has the columns of another agent; give another log."
+                )
+            writer = csv.DictWriter(stream, [*row])
+            if there is None:
+                writer.writeheader()
+            writer.writerow(row)
 
 
-def _over_defaults(given: Mapping[str, Any]) -> PPOConfig:
-    known = [item.name for item in fields(PPOConfig)]
+def _settings(values: Mapping[str, Any]) -> PPOSettings:
+    """Settings of the types that files have; refuses others in one line."""
+    try:
+        return _SETTINGS.validate_python(_plain(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        own = first.get("ctx", {}).get("error")
+        if isinstance(own, BadInput):
+            raise own from None
+        name = ".".join(map(str, first["loc"]))
+        why = first["msg"].removeprefix("Input should be ")
+        more = " Schedules are not supported." if callable(first["input"]) else ""
+        text = f"{name} must be {why}, got {quoted(first['input'])}.{more}"
+        raise BadInput(text) from None
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401
+    """A value without NumPy's numbers, which files do not hold."""
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _full(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Some settings of the update, laid over the usual ones."""
+    if not isinstance(given, Mapping):
+        raise BadInput(f"ppo must be a PPOConfig or a mapping, got {quoted(given)}.")
+    usual = asdict(DEFAULTS)
     for name in given:
-        if name not in known:
-            raise unknown("ppo has no setting", name, known)
-    return replace(DEFAULTS, **given)
+        if name not in usual:
+            raise unknown("ppo has no setting", name, usual)
+    return usual | {**given}
 
 
 def _table(relevant: Any) -> tuple[tuple[bool, ...], ...] | None:  # noqa: ANN401
     """A table as nested tuples."""
     if relevant is None:
         return None
-    table = np.asarray(relevant, bool)
+    table = flags(np.atleast_1d(relevant), what="relevant")
     if table.ndim != 2:
         raise BadInput(f"relevant must be [op, head], got {list(table.shape)}.")
     return tuple(map(tuple, table.tolist()))

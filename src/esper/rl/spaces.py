@@ -2,9 +2,9 @@
 
 An observation becomes one vector and any number of images. Vectors, numbers and flags
 are put one after the other; a Discrete is one-hot; a Box of three axes is an image,
-whose channels are its smaller outer axis, divided by its largest bound. Numbers of any
-other Box can be normalised by running statistics, which are part of what is saved; the
-rest is between 0 and 1 already.
+whose channels are its smaller outer axis. The policy divides it by one number. Numbers
+of any other Box can be normalised by running statistics, which are part of what is
+saved; the rest is between 0 and 1 already.
 
 An action is one or several heads: Discrete, MultiDiscrete and MultiBinary, alone or in
 a Dict or Tuple. A Box is one number per entry, from a normal distribution in which
@@ -26,7 +26,8 @@ from torch import Tensor
 
 from esper.contracts.errors import BadInput, NoLegalAction
 from esper.contracts.features import Leaf
-from esper.rl.nested import MAX_NUMBERS, space_data, space_of
+from esper.contracts.messages import quoted
+from esper.rl.nested import MAX_NUMBERS, space_data, space_of, without_text
 
 Array = NDArray[Any]
 Path = tuple[str | int, ...]
@@ -55,10 +56,11 @@ class Part:
 
     @cached_property
     def largest(self) -> float:
-        """The largest number of an image by its bounds; 1 if it has none."""
+        """The largest size of a number by the bounds; infinite if there are none."""
         assert isinstance(self.space, spaces.Box)
-        bound = float(max(np.abs(self.space.low).max(), np.abs(self.space.high).max()))
-        return bound if 0.0 < bound < np.finfo(np.float32).max else 1.0
+        bounds = (self.space.low.astype(float), self.space.high.astype(float))
+        bound = float(np.abs(bounds).max())
+        return bound if 0.0 < bound < np.finfo(np.float32).max else np.inf
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -106,7 +108,7 @@ class SpaceSpec:
     """Observations and actions of one environment, as the learner must know them.
 
     Args:
-        observation_space: Of a single environment.
+        observation_space: Of a single environment; texts of a Dict are left out.
         action_space: Of a single environment.
         relevant: Whether a choice of the first head uses each head, bool [op, head];
             None if every head always matters. Given as nested tuples.
@@ -116,11 +118,16 @@ class SpaceSpec:
     action_space: Space[Any]
     relevant: tuple[tuple[bool, ...], ...] | None = None
     observation_type: type = field(default=dict, init=False)
+    dropped: tuple[str, ...] = field(default=(), init=False, compare=False)
+    """Texts that are left out."""
 
     def __post_init__(self) -> None:
         """Refuse spaces that cannot be learnt."""
+        space, dropped = without_text(self.observation_space)
+        object.__setattr__(self, "observation_space", space)
+        object.__setattr__(self, "dropped", tuple(dropped))
         if not self._seen:
-            raise BadInput("the observation space is empty; there is nothing to see.")
+            raise BadInput("the observation space is empty: it holds no numbers.")
         for part in self._seen:
             _require_observation(part)
         if not self._acted:
@@ -223,6 +230,11 @@ class SpaceSpec:
         return [part for part in self._seen if part.is_image]
 
     @cached_property
+    def image_bounds(self) -> Array:
+        """The largest size of a number in each image; infinite without bounds."""
+        return np.array([part.largest for part in self._images])
+
+    @cached_property
     def normalised(self) -> Array:
         """Which columns of the vector are numbers to be normalised."""
         kinds = [
@@ -237,6 +249,27 @@ class SpaceSpec:
         space = self.observation_space
         return isinstance(space, spaces.Dict) and MASK in space.spaces
 
+    def rows_of(self, observation: Any) -> int | None:  # noqa: ANN401
+        """Rows of a batch of observations; None if it is one observation."""
+        rows = []
+        for part in self._seen:
+            own = part.space.shape or ()
+            try:
+                shape = np.shape(part.of(observation))
+            except (LookupError, TypeError, ValueError):
+                raise BadInput(f"the observation has no {part.name}.") from None
+            if shape != own and (shape[1:] != own or not shape[0]):
+                what = part.name if part.path else "the observation"
+                several = ", ".join(map(str, ("n", *own))) + ("" if own else ",")
+                raise BadInput(
+                    f"{what} must have the shape {own}, or ({several}) for n "
+                    f"observations, got {tuple(shape)}."
+                )
+            rows.append(None if shape == own else shape[0])
+        if len({*rows}) > 1:
+            raise BadInput("the observation mixes one observation with several.")
+        return rows[0]
+
     def vector(self, observations: Any, envs: int) -> Array:  # noqa: ANN401
         """All vectors, numbers, flags and one-hot choices as `[env, column]`."""
         columns = [
@@ -245,17 +278,21 @@ class SpaceSpec:
         return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
 
     def images(self, observations: Any, envs: int) -> dict[str, Tensor]:  # noqa: ANN401
-        """Images by name, channels first."""
+        """Images by name, channels first, in the numbers of their spaces."""
         found = {}
         for index, part in enumerate(self._images):
             array = _checked(part, np.asarray(part.of(observations)), envs)
             if not _channels_first(array.shape[1:]):
                 array = np.moveaxis(array, 3, 1)
-            if array.dtype == np.uint8:
-                array = np.array(array, order="C")  # its buffer may be used again
-            else:
-                array = np.divide(array, part.largest, dtype=np.float32)
-            found[f"image{index}"] = torch.from_numpy(np.ascontiguousarray(array))
+            kind = np.uint8 if part.space.dtype == np.uint8 else np.float32
+            # Copied: its buffer may be used again.
+            with np.errstate(invalid="ignore"):
+                copied = np.array(array, kind, order="C")
+            if kind is np.uint8 and array.dtype != np.uint8 and (copied != array).any():
+                wrong = array[copied != array].flat[0]
+                what = part.name if part.path else "the observation"
+                raise BadInput(f"{what} holds {wrong:g}; give whole numbers 0..255.")
+            found[f"image{index}"] = torch.from_numpy(copied)
         return found
 
     def to_env(self, actions: Tensor) -> Any:  # noqa: ANN401
@@ -289,19 +326,19 @@ class SpaceSpec:
                 tuple or, by the names of a Dict of actions, as a dict. Or tables
                 `[env, choices of the first head, choices of all heads]`: what is legal
                 with each choice of the first head; that choice itself is legal where
-                its own entry in its row is. They are returned as tables too.
+                its own entry in its row is. They are returned as tables too. A list
+                or tuple of anything else has one mask, as in `mask_row`, per
+                environment. Every entry is 0 or 1, or a bool.
             envs: How many environments there are.
             needed: Whose masks matter; elsewhere everything is legal. None: all.
         """
         if self.is_continuous:
             raise BadInput("masks are for choices; this action is numbers of a Box.")
-        if isinstance(masks, Mapping | tuple):
-            heads = [np.array(x, bool) for x in self._by_head(masks)]
-            flat = np.concatenate([x.reshape(len(x), -1) for x in heads], axis=1)
-        else:
-            flat = np.array(masks, bool)
-        if len(flat) != envs:
-            raise BadInput(f"{envs} environments need {envs} masks, got {len(flat)}.")
+        flat = self._stacked(masks, envs, needed)
+        if flat.shape[:1] != (envs,):
+            count = len(flat) if flat.ndim else 0
+            raise BadInput(f"{envs} environments need {envs} masks, got {count}.")
+        flat = flags(flat, needed)
         total, shape = sum(self.sizes), (len(self.sizes), self.width)
         if len(self.sizes) > 1 and flat.shape[1:] == (self.sizes[0], total):
             return self._tables(flat, needed)
@@ -363,16 +400,46 @@ class SpaceSpec:
             return np.stack(heads)
         return np.concatenate([head.reshape(-1) for head in heads])
 
+    def _stacked(self, masks: Any, envs: int, needed: Array | None) -> Array:  # noqa: ANN401
+        """Masks of all environments as one array `[env, ...]`."""
+        if isinstance(masks, Mapping) or self._is_by_head(masks, envs):
+            heads = [np.asarray(x) for x in self._by_head(masks)]
+            return np.concatenate([x.reshape(len(x), -1) for x in heads], axis=1)
+        objects = isinstance(masks, np.ndarray) and masks.shape == (envs,)
+        if not objects and not isinstance(masks, list | tuple):
+            return np.asarray(masks)
+        if {*map(type, masks)} == {np.ndarray}:
+            return np.array([*masks])
+        for env, mask in enumerate(masks):
+            if mask is None and (needed is None or needed[env]):
+                raise BadInput(f"the mask of environment {env} is None; give one.")
+        each = [None if m is None else self.mask_row(m) for m in masks]
+        known = next((m for m in each if m is not None), self.allowed.numpy())
+        full = np.ones_like(known)
+        return np.stack([full if m is None else m for m in each])
+
+    def _is_by_head(self, masks: Any, envs: int) -> bool:  # noqa: ANN401
+        """Whether this is one array `[env, choice]` for each head."""
+        shapes = [np.shape(x) for x in masks] if isinstance(masks, tuple) else []
+        widths = [shape[1] for shape in shapes if len(shape) == 2 and shape[0] == envs]
+        return len(widths) == len(shapes) and sum(widths) == sum(self.sizes)
+
     def _by_head(self, masks: Any) -> list[Any]:  # noqa: ANN401
         if not isinstance(masks, Mapping):
             return [*masks]
-        names = [part.path[-1] for part in self._acted if part.path]
-        if not names or not {*names} <= masks.keys():
+        lasts = [part.path[-1] for part in self._acted if part.path]
+        if {*lasts} <= masks.keys() and len({*lasts}) == len(self._acted):
+            return [masks[name] for name in lasts]
+        try:
+            if not lasts:  # the action is no Dict
+                raise LookupError
+            return [part.of(masks) for part in self._acted]
+        except (LookupError, TypeError):
+            names = ", ".join(part.name for part in self._acted)
             raise BadInput(
-                f"an action mask by head must name {', '.join(map(str, names))}, got "
+                f"an action mask by head must name {names}, got "
                 f"{', '.join(map(str, masks))}."
-            )
-        return [masks[name] for name in names]
+            ) from None
 
     def describe(self) -> dict[str, Any]:
         """Spaces and table as plain data, for files."""
@@ -403,6 +470,31 @@ def require_sizes(space: Space[Any]) -> None:
                 f"{where} has {count:,} numbers, more than {MAX_NUMBERS:,}; make it "
                 "smaller."
             )
+
+
+def flags(masks: Array, needed: Array | None = None, what: str = "") -> Array:
+    """A copy of masks as booleans; refuses numbers that are neither 0 nor 1.
+
+    Args:
+        masks: `[env, ...]`.
+        needed: Environments whose masks matter; None: all.
+        what: What a refusal calls them; by default the mask of the environment.
+    """
+    if masks.dtype == bool:
+        return masks.copy()
+    legal: Array = masks == 1
+    wrong = ~(legal | (masks == 0)).reshape(len(masks), -1)
+    if needed is not None:
+        wrong &= needed[:, None]
+    if wrong.any():
+        env, at = (int(index) for index in np.argwhere(wrong)[0])
+        value = np.asarray(masks.reshape(len(masks), -1)[env, at]).item()
+        number = f"{value:g}" if isinstance(value, int | float) else quoted(value)
+        raise BadInput(
+            f"{what or f'the mask of environment {env}'} holds {number}; give 1 or "
+            "True for what is legal, 0 or False for the rest."
+        )
+    return legal
 
 
 def _columns(part: Part) -> int:
@@ -461,16 +553,23 @@ def _checked(part: Part, array: Array, envs: int) -> Array:
 def _encoded(part: Part, value: Any, envs: int) -> Array:  # noqa: ANN401
     """A part of all observations as float32 `[env, column]`."""
     array = _checked(part, np.asarray(value), envs).reshape(envs, -1)
-    if isinstance(part.space, spaces.Box | spaces.MultiBinary):
-        return array.astype(np.float32)  # copied: an environment may reuse its buffer
+    if isinstance(part.space, spaces.Box):
+        with np.errstate(over="ignore"):  # infinity is refused later
+            return array.astype(np.float32)  # copied: its buffer may be used again
     sizes = np.array(part.sizes)
-    index = array.astype(np.int64) - part.start
-    if ((index < 0) | (index >= sizes)).any():
-        env = int(((index < 0) | (index >= sizes)).any(axis=1).argmax())
+    with np.errstate(invalid="ignore"):
+        index = array.astype(np.int64) - part.start
+    outside = (index < 0) | (index >= sizes)
+    if array.dtype.kind == "f":
+        outside |= index + part.start != array
+    if outside.any():
+        env = int(outside.any(axis=1).argmax())
         raise BadInput(
             f"{part.name if part.path else 'the observation'} of environment {env} is "
             f"{array[env].tolist()}, outside {part.space}."
         )
+    if isinstance(part.space, spaces.MultiBinary):
+        return array.astype(np.float32)
     hot = np.zeros((envs, int(sizes.sum())), np.float32)
     hot[np.arange(envs)[:, None], index + np.cumsum(sizes) - sizes] = 1.0
     return hot

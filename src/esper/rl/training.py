@@ -182,7 +182,7 @@ class PPOTrainer(TrainingLoop):
         if self.begins_anew:
             ppo.forget_episodes()
         share = 1.0 - (1.0 - self.config.final_share) * self.done
-        ppo.agent.anneal(share)
+        ppo.anneal(share)
         ended, update = ppo.play_round()
         self.round += 1
         self.seconds += monotonic() - began

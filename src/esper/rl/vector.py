@@ -31,7 +31,7 @@ from typing import Any, Final, Literal, TypeVar, get_args
 import gymnasium
 import numpy as np
 from gymnasium import Env, Space, spaces
-from gymnasium.error import NoAsyncCallError
+from gymnasium.error import CustomSpaceError, NoAsyncCallError
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
@@ -43,6 +43,7 @@ from esper.contracts.errors import (
     BadInput,
     EsperError,
     EsperWarning,
+    NotFinite,
     WorkersTrouble,
 )
 from esper.contracts.messages import described, one_line
@@ -114,6 +115,7 @@ class SyncEnvs(SyncVectorEnv):
             found.append(env.step(action))
         shown, rewards, *ends, infos = map(list, zip(*found, strict=True))
         terminated, truncated = np.array(ends, bool)
+        numbers = self._numbers(rewards)
         info: dict[str, Any] = {}
         for at in np.flatnonzero(terminated | truncated):
             finals = info.setdefault("final_obs", [None] * self.num_envs)
@@ -126,11 +128,23 @@ class SyncEnvs(SyncVectorEnv):
             info[f"_{MASK}"] = np.array(there)
         return (
             _batch(space, shown),
-            np.array(rewards, np.float64),
+            numbers,
             terminated,
             truncated,
             info,
         )
+
+    def _numbers(self, rewards: list[Any]) -> Array:
+        """Rewards as numbers; arrays of one number will do."""
+        if not {*map(np.shape, rewards)} - {()}:
+            return np.array(rewards, np.float64)
+        numbers = np.empty(self.num_envs)
+        for self.at, reward in enumerate(rewards):
+            found = np.asarray(reward, np.float64)
+            if found.size != 1:
+                raise ValueError(f"the reward has the shape {found.shape}")
+            numbers[self.at] = found.item()
+        return numbers
 
     def close_extras(self, **options: Any) -> None:  # noqa: ANN401
         """Close every environment; what one raises is a warning."""
@@ -216,8 +230,16 @@ class AsyncEnvs(AsyncVectorEnv):
         self, makers: Sequence[Callable[[], Env[Any, Any]]], seconds: float
     ) -> None:
         self._seconds = seconds
+        start = partial(
+            super().__init__, makers, autoreset_mode=AutoresetMode.SAME_STEP
+        )
         try:
-            super().__init__(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+            try:
+                start()
+            except ValueError as error:
+                if not isinstance(error.__cause__, CustomSpaceError):
+                    raise
+                start(shared_memory=False)  # such as text
         except BaseException:
             kill(self)
             raise
@@ -373,9 +395,28 @@ class Vector:
             if had_future:
                 final = self._final(observation, info, ended)
             view = self._view(observation, info, ended, everyone)
-        with np.errstate(over="ignore"):  # infinity is refused where it is learned from
-            rewards = np.asarray(rewards).astype(np.float32)
-        return VectorStep(view, rewards, terminated, truncated, final)
+        numbers = self._rewards(rewards, ~before)
+        return VectorStep(view, numbers, terminated, truncated, final)
+
+    def _rewards(self, rewards: Any, acted: Array) -> Array:  # noqa: ANN401
+        """Rewards `[env]`; refuses NaN and infinity where an action counted."""
+        found, step = np.asarray(rewards), self.steps - 1
+        if found.size != self.num_envs:
+            raise BadInput(
+                f"{self.name} gave rewards of the shape {found.shape} at step {step}; "
+                f"give {self.num_envs} numbers."
+            )
+        found = found.reshape(self.num_envs)
+        with np.errstate(over="ignore"):
+            numbers = found.astype(np.float32)
+        broken = ~np.isfinite(numbers) & acted
+        if broken.any():
+            env = int(broken.argmax())
+            raise NotFinite(
+                f"{self.name} gave the reward {found[env]} in environment {env} at "
+                f"step {step}; rewards must be finite."
+            )
+        return numbers
 
     def close(self) -> None:
         """Close the environments and end their processes, if they have any."""
@@ -468,24 +509,11 @@ class Vector:
                 )
         else:
             masks = self._ask()
-        if isinstance(masks, list) or (  # a tuple is one array for each head
-            isinstance(masks, np.ndarray) and masks.dtype == object
-        ):
-            masks = self._stacked(masks)
         try:
             return self.spec.rows(masks, self.num_envs, acts)
         except BadInput as error:
             what = f"{self.name} at step {self.steps}: {error}"
             raise type(error)(what) from None
-
-    def _stacked(self, masks: list[Any] | Array) -> Array:
-        """One array of the masks of each environment; None is where it has ended."""
-        if {*map(type, masks)} == {np.ndarray}:
-            return np.array([*masks])
-        each = [None if m is None else self.spec.mask_row(m) for m in masks]
-        known = next((m for m in each if m is not None), self.spec.allowed.numpy())
-        full = np.ones_like(known)
-        return np.stack([full if m is None else m for m in each])
 
     def _mask_source(self, info: Mapping[str, Any]) -> MaskSource | None:
         """Where this environment has masks."""

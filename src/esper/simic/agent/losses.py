@@ -25,7 +25,8 @@ the variance of host, data and batches and leaves the policy gradient where it w
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Final, Literal, get_args
 
 import torch
@@ -33,6 +34,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from esper.contracts.errors import BadInput
+from esper.contracts.messages import quoted
 from esper.simic.agent.distribution import Evaluation, family_of
 from esper.simic.agent.metrics import Terms
 from esper.simic.agent.rollout_buffer import SequenceBatch
@@ -73,6 +75,10 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that PPO cannot mean."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.type is float and not isinstance(value, Real):
+                raise BadInput(f"{item.name} must be a number, got {quoted(value)}.")
         weights = self.head_entropy.values()
         near = math.inf if self.value_clip is None else self.value_clip
         for name, fine, rule in (
