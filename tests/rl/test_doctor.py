@@ -393,7 +393,7 @@ def test_what_may_be_meant_is_a_note(name):
 
 def test_the_command_prints_findings_and_tells_them_by_its_exit_code(capsys):
     assert main(["doctor", "CartPole-v1", "--steps", "300"]) == 0
-    assert "no problems found in 300 steps" in capsys.readouterr().out
+    assert "no faults found in 300 steps" in capsys.readouterr().out
     gymnasium.register("esper-test/Alias-v0", Alias)
     assert main(["doctor", "esper-test/Alias-v0", "--steps", "50"]) == 1
     assert capsys.readouterr().out.startswith("step 0: the observation that was")
