@@ -7,6 +7,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from esper.contracts.errors import BadInput
+from esper.growth import suggestions
 from esper.growth.blueprints.geometry import Layout
 from esper.growth.middle import SavedSteps, new_middle, restore_middle
 from esper.growth.slots import survey
@@ -75,6 +76,8 @@ def test_channel_wise_work_between_two_layers_lets_units_in(between):
         (nn.Linear(12, 12), "'between' reads what the first layer gives"),
         (lambda h: h.chunk(2, dim=1)[0].repeat(1, 2), "chunk splits the hidden tensor"),
         (lambda h: h.flip(1), "mixes channels"),
+        (lambda h: h.cumsum(1), "mixes channels"),
+        (lambda h: h.unsqueeze(-1).squeeze(-1), "unsqueeze between the layers"),
         (None, "also used elsewhere"),
     ],
 )
@@ -219,6 +222,42 @@ def test_what_is_skipped_is_named_with_its_reason():
     assert found.skipped["3"] == "pads by 'circular', not by numbers of zeros"
     assert found.skipped["6"] == "no other layer reads what it gives"
     assert str(found).splitlines()[:2] == ["4->6", "skipped:"]
+
+
+def test_a_layer_that_cannot_be_looked_at_is_one_skipped_line(monkeypatch):
+    host = nn.Sequential(
+        nn.Conv2d(3, 16, 1),
+        nn.PixelShuffle(2),
+        nn.Conv2d(4, 8, 1),
+        nn.ReLU(),
+        nn.Conv2d(8, 4, 1),
+    )
+    found = suggest_slots(host, torch.randn(2, 3, 4, 4))
+    assert found == ("2->4",)
+    assert found.skipped["0"].startswith("PixelShuffle between the layers")
+
+    def broken(host, name, module):
+        if name == "0":
+            raise RuntimeError("odd module")
+
+    monkeypatch.setattr(suggestions, "check_not_shared", broken)
+    host = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    found = suggest_slots(host, X)
+    assert found == ("1->2",)
+    assert found.skipped["0"] == "it cannot be looked at, RuntimeError: odd module"
+
+
+def test_a_module_may_be_given_a_view_of_a_parameter():
+    class Relative(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rel, self.norm = nn.Embedding(6, 8), nn.LayerNorm(8)
+            self.first, self.last = nn.Linear(8, 12), nn.Linear(12, 3)
+
+        def forward(self, x):
+            return self.last(self.first(x + self.norm(self.rel.weight[0:4])).relu())
+
+    assert look(Relative(), "first->last").macs == 8 * 12 + 12 * 3
 
 
 class Blocks(nn.Module):

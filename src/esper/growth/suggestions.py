@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from esper.contracts.errors import BadInput
+from esper.growth.blueprints.registry import first_line
 from esper.growth.host_layers import is_layer, why_no_layer
 from esper.growth.slots import (
     ARROW,
@@ -85,6 +86,8 @@ def suggest_slots(
             found.append(_span_from(model, name, trace, found))
         except BadInput as error:
             skipped[name] = str(error).removesuffix(".")
+        except Exception as error:  # code of others: one layer less, not the whole host
+            skipped[name] = f"it cannot be looked at, {first_line(error)}"
     found = _wanted(model, found, example, reject, skipped)
     if not found:
         beside = [*_beside(model, called, trace)]

@@ -392,11 +392,6 @@ def _why_not_channelwise(
     module: nn.Module, step: TraceStep, width: int, layout: Layout
 ) -> str:
     """Whether a module gives some channels the same as all of them; else why not."""
-    shape = step.given[0].shape
-    flat = len(shape) == 2 and layout is not Layout.VECTOR
-    per = shape[1] // width if flat else 1
-    axis = 1 if layout.channels_first or len(shape) == 2 else -1
-    some = max(1, width // 2)
     given = step.given
     if isinstance(step.module, Join) and step.module.swapped:
         given = given[::-1]
@@ -405,15 +400,38 @@ def _why_not_channelwise(
         module.inplace = False  # type: ignore[assignment]
     try:
         with torch.no_grad():
-            part = module(*(t.narrow(axis, 0, some * per).clone() for t in given))
-            whole = module(*(t.clone() for t in given))
+            alike = _is_channelwise(module, given, step.result, width, layout)
             module(*(t[:1].clone() for t in given))  # as a last batch may be
     except Exception:  # whatever it cannot do is the answer
         return "does not take fewer channels, or fewer rows"
-    if whole.dim() == 2 and len(shape) > 2:
-        per, axis = whole.shape[1] // width, 1
-    alike = _close(part, whole.narrow(axis, 0, some * per))
-    return "" if alike and _close(whole, step.result) else "mixes channels"
+    return "" if alike else "mixes channels"
+
+
+def _is_channelwise(
+    module: nn.Module,
+    given: Sequence[Tensor],
+    result: Tensor,
+    width: int,
+    layout: Layout,
+) -> bool:
+    """Whether the first channels, and the last, give alone what they give among all."""
+    some = max(1, width // 2)
+    whole = module(*(tensor.clone() for tensor in given))
+    ends = [_channels(tensor, width, layout) for tensor in (given[0], whole)]
+    (axis, per), (axis_after, per_after) = ends
+    alike = _close(whole, result)
+    for first in (0, width - some):
+        part = (t.narrow(axis, first * per, some * per).clone() for t in given)
+        same = whole.narrow(axis_after, first * per_after, some * per_after)
+        alike &= _close(module(*part), same)
+    return alike
+
+
+def _channels(tensor: Tensor, width: int, layout: Layout) -> tuple[int, int]:
+    """The axis of the channels, and how many numbers there belong to each."""
+    flat = tensor.dim() == 2
+    per = tensor.shape[1] // width if flat and layout is not Layout.VECTOR else 1
+    return (1 if layout.channels_first or flat else -1), per
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
