@@ -87,6 +87,81 @@ def test_work_that_mixes_channels_does_not(between, reason):
     assert reason in found.geometry.why_no_span
 
 
+class Modes(Between):
+    """What lies between the layers depends on the mode."""
+
+    def forward(self, x):
+        return self.second(self.between(torch.relu(self.first(x)), self.training))
+
+
+@pytest.mark.parametrize(
+    ("between", "how"),
+    [
+        (lambda h, t: h + torch.randn_like(h) if t else h, "forks at add"),
+        (lambda h, t: h + torch.randn(12) if t else h, "add mixes the hidden tensor"),
+        (lambda h, t: torch.tanh(h) if t else h, "other work is done on it"),
+        (lambda h, t: h if t else torch.tanh(h), "other work is done on it"),
+        (lambda h, t: h * 1.0 if t else h * 2.0, "other work is done on it"),
+    ],
+)
+def test_a_pair_is_refused_if_its_way_differs_in_training_mode(between, how):
+    host = Modes(between)
+    with pytest.raises(BadInput, match="'first->second' works in eval mode only") as e:
+        place(host)
+    assert f"in training mode {how}" in str(e.value).replace("the hidden tensor f", "f")
+    assert "\n" not in str(e.value)
+    found = suggest_slots(host, X)
+    assert found == ("first->first", "second->second")
+    assert how in found.skipped["first"]
+
+
+def test_a_layer_that_training_leaves_out_at_random_is_found_and_others_are_not():
+    class Dropped(Between):
+        share = 0.3
+
+        def forward(self, x):
+            if self.training and torch.rand(()) < self.share:
+                return x[:, :5]
+            return super().forward(x)
+
+    host = Dropped(nn.ReLU())
+    for seed in range(8):
+        torch.manual_seed(seed)
+        streams = torch.get_rng_state()
+        assert suggest_slots(host, X) == ("first->second",)
+        assert torch.equal(streams, torch.get_rng_state())
+    host.share = 1.0
+    with pytest.raises(BadInput, match="in training mode 'first' is never called"):
+        place(host)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda h, t: F.dropout(h, 0.5) if t else h,
+        lambda h, t: F.dropout(h, 0.5, t),
+        lambda h, t: torch.relu(F.dropout(h, 0.5)) if t else torch.relu(h),
+    ],
+)
+def test_dropout_that_only_training_calls_is_in_new_units_too(between):
+    host = Modes(between)
+    found = place(host)
+    for middle in (found.middle, saved_and_read(found.recipe, host)):
+        units, ones = new_middle(middle, 6, 12), torch.ones(4, 6)
+        assert {*units.train()(ones).flatten().tolist()} == {0.0, 2.0}
+        assert torch.equal(units.eval()(ones), ones)
+
+
+def test_a_hidden_tensor_that_is_part_of_the_answer_takes_no_units():
+    class Returned(Between):
+        def forward(self, x):
+            hidden = torch.relu(self.first(x))
+            return self.second(hidden), {"hidden": hidden}
+
+    why = place(Returned(None)).geometry.why_no_span
+    assert why == "the hidden tensor is part of the host's answer"
+
+
 def saved_and_read(steps, host):
     adapter = TypeAdapter(SavedSteps)
     read = adapter.validate_json(adapter.dump_json(steps), strict=True)

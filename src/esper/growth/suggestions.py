@@ -24,6 +24,7 @@ from esper.growth.slots import (
     Trace,
     check_host,
     check_not_shared,
+    compare_training,
     insertion_point,
     trace_host,
     without_gradient,
@@ -72,6 +73,7 @@ def suggest_slots(
     check_host(model)
     with isolated(model, training=False), torch.no_grad():
         trace = trace_host(model, (), example)
+    compare_training(model, trace, example)
     names = trace.tracer.names
     layers = {names[module]: module for module in names if is_layer(module)}
     called = sorted(layers, key=lambda name: trace.records[name].order)

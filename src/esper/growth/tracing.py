@@ -13,7 +13,7 @@ channel-wise if it gives the same for some of the channels as for all.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -175,11 +175,32 @@ class Path:
     """The module with weights that has read it."""
     problem: str = ""
     """Why no units can be put on it; empty if nothing is wrong."""
+    differs: str = ""
+    """How it goes otherwise in training mode; empty if it does not."""
 
     @property
     def tail(self) -> Tensor:
         """Its newest tensor."""
         return self.tensors[-1]
+
+    def compare(self, trained: "Path | None", names: Mapping[nn.Module, str]) -> None:
+        """Note how it goes in training mode; it gets the dropouts that only that has.
+
+        Args:
+            trained: The path of the same layer in training mode; None if there is none.
+            names: Of the modules of the host.
+        """
+        if self.problem:
+            return
+        if trained is None:
+            self.differs = f"{names[self.layer]!r} is never called"
+        elif trained.problem or trained.reader is not self.reader:
+            other = trained.reader and f"{names[trained.reader]!r} reads it"
+            self.differs = trained.problem or other or "nothing reads it"
+        else:
+            steps = _with_dropouts(self.steps, trained.steps)
+            self.steps = self.steps if steps is None else steps
+            self.differs = "other work is done on it" if steps is None else ""
 
 
 class PathTracer(TorchFunctionMode):
@@ -348,6 +369,44 @@ def _function_step(
             shape[0] = ROWS
         module = called(Tensor.reshape, (shape,), {})
     return TraceStep(module, name, (before,), after)
+
+
+def _with_dropouts(
+    steps: Sequence[TraceStep], trained: Sequence[TraceStep]
+) -> list[TraceStep] | None:
+    """Steps of eval mode with the dropouts of training mode; None if others differ."""
+    plain = [step for step in steps if not _is_dropout(step)]
+    made: list[TraceStep] = []
+    for step in trained:
+        if _is_dropout(step):
+            made.append(step)
+            continue
+        own = plain.pop(0) if plain else None
+        if own is None or _identity(own) != _identity(step):
+            return None
+        if isinstance(own.module, Join):
+            branch = _with_dropouts(own.branch, step.branch)
+            if branch is None:
+                return None
+            joint = own.module.with_branch(one.module for one in branch)
+            own = replace(own, module=joint, branch=branch)
+        made.append(own)
+    return None if plain else made
+
+
+def _is_dropout(step: TraceStep) -> bool:
+    return isinstance(step.module, tuple(DROPOUTS.values()))
+
+
+def _identity(step: TraceStep) -> object:
+    """What is the same for two calls of one module, or of one function."""
+    module = step.module
+    if isinstance(module, Join):
+        called = module.function
+        return called.name, called.args, called.kwargs, module.layer, module.swapped
+    if isinstance(module, FunctionModule):
+        return module.name, module.args, module.kwargs
+    return id(module)
 
 
 def path_modules(
