@@ -18,7 +18,7 @@ what it did, and why it did not grow when it did not.
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from math import inf, isfinite, nan
 from typing import Any, Final
@@ -29,11 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from esper.contracts.actions import HEAD, Op
+from esper.contracts.actions import HEAD, ActionMasks, Op
 from esper.contracts.errors import BadInput, CallOrder, EsperWarning
 from esper.contracts.stages import Stage
-from esper.contracts.world import Controller, ControllerState
+from esper.contracts.world import Controller, ControllerState, Observation
 from esper.growth.blueprints.registry import first_line
+from esper.growth.blueprints.seed import misfit
 from esper.growth.export import export
 from esper.growth.grown import host_parameters, uninterrupted
 from esper.growth.history import PLAIN, GrowthDecision, summary
@@ -191,6 +192,17 @@ class Grower(NamedOps[Receipt]):
         self.rent = rent
         if isinstance(budget, int):
             self._warn_of_tiny(budget)
+        self._plants = torch.tensor(self._planted_kinds())
+        """Whether the controller ever plants each blueprint."""
+        self._barren = self._why_barren()
+        """Why the controller can plant nothing in these slots; empty if it can."""
+        if self._barren:
+            warnings.warn(
+                f"{self._barren}. Name slots between two layers, use "
+                "controller='plateau', which plants whatever fits, or plant by hand.",
+                EsperWarning,
+                stacklevel=2,
+            )
         self._settings = {
             "controller": controller if isinstance(controller, str) else "",
             "kind of controller": type(self.controller).__name__,
@@ -328,7 +340,7 @@ class Grower(NamedOps[Receipt]):
         self._ranks.from_first([actions])
         refuse_illegal(actions, masks)
         op = Op(int(actions[0, HEAD["op"]]))
-        why_not = explain_no_planting(observation, masks) if op is Op.WAIT else ""
+        why_not = self._why_not(observation, masks) if op is Op.WAIT else ""
         action = action_text(actions, self.model.slots, self.model.spec)
         with uninterrupted():
             if op is not Op.WAIT:
@@ -375,6 +387,8 @@ class Grower(NamedOps[Receipt]):
     def summary(self) -> str:
         """What grew, what it cost and why nothing grew, on one page."""
         notes: list[str] = [*getattr(self.controller, "notes", ())]
+        if self._barren:
+            notes.append(f"{self._barren}.")
         if self._skipped_training:
             notes.append(
                 "grower.loss was not used, so seeds were not trained beside the host "
@@ -535,6 +549,39 @@ class Grower(NamedOps[Receipt]):
                 EsperWarning,
                 stacklevel=3,
             )
+
+    def _planted_kinds(self) -> list[bool]:
+        """Whether the controller ever plants each blueprint; true where unknown."""
+        names = getattr(self.controller, "plants", None)
+        kinds = self.model.spec.blueprints
+        return [names is None or kind.name in names for kind in kinds]
+
+    def _why_barren(self) -> str:
+        """Why the controller can plant nothing in these slots; empty if it can."""
+        places, kinds = self.model.survey.places, self.model.spec.blueprints
+        wanted = [k for k, planted in zip(kinds, self._plants, strict=True) if planted]
+        slots = range(len(places))
+        if any(self.model.price(slot, kind) for slot in slots for kind in wanted):
+            return ""
+        names = ", ".join(kind.name for kind in wanted[:4])
+        why = misfit(wanted[0], places[0].geometry) or "it would not merge"
+        return (
+            f"nothing will grow: the controller plants {names}, which fits no slot "
+            f"({places[0].site.name}: {why})"
+        )
+
+    def _why_not(self, observation: Observation, masks: ActionMasks) -> str:
+        """Why nothing was planted, by what the controller ever plants."""
+        if self._barren:
+            return self._barren
+        kinds = masks.blueprint & self._plants
+        slot, op = masks.slot.clone(), masks.op.clone()
+        slot[:, Op.GERMINATE] &= kinds.any(dim=2)
+        op[:, Op.GERMINATE] = slot[:, Op.GERMINATE].any(dim=1)
+        masks = replace(masks, op=op, slot=slot, blueprint=kinds)
+        offers = observation.offers
+        offers = replace(offers, fits=offers.fits & self._plants)
+        return explain_no_planting(replace(observation, offers=offers), masks)
 
     def _passed(self, closure: Callable[[], Tensor]) -> Tensor:
         """The loss of a closure, which has no part in what was called before it."""
