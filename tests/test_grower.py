@@ -144,6 +144,17 @@ def test_a_seed_that_the_budget_has_no_room_for_is_the_reason_to_wait():
     assert "no blueprint fits the budget left" in grower.step(metric=0.5).why_not
 
 
+def test_a_metric_that_leaves_its_range_changes_the_scale_of_all_before_it():
+    grower = begin(mode="min")
+    for metric in (1.4, 0.2, -0.5):
+        train(grower, range(2))
+        grower.step(metric=metric)
+    scores = grower._scorer.scores([1.4, 0.2, -0.5])
+    assert grower._track.best.tolist() == pytest.approx([scores[-1]])
+    assert float(grower._track.score_slope) > 0
+    assert int(grower._track.decisions) == 3
+
+
 # Ways of writing the loop.
 
 
@@ -464,13 +475,13 @@ def test_a_metric_that_is_none_is_refused_and_nothing_happens():
     grower = begin(controller="early")
     train(grower, range(2))
     before, track = everything(grower.model, grower._optimizer), grower._track
-    for metric in (1.5, -0.1, math.nan, "good"):
+    for metric in (math.inf, math.nan, "good"):
         with pytest.raises(BadInput, match="metric must") as refused:
             grower.step(metric=lambda metric=metric: metric)
         assert "\n" not in str(refused.value)
     low = begin(mode="min")
-    for metric in (-1.0, math.inf, math.nan):
-        with pytest.raises(BadInput, match="a loss must be finite"):
+    for metric in (math.inf, math.nan):
+        with pytest.raises(BadInput, match="the metric must be finite"):
             low.step(metric=metric)
     assert before == everything(grower.model, grower._optimizer)
     assert grower._track is track

@@ -22,6 +22,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from math import inf, isfinite, nan
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -105,8 +106,8 @@ class Grower(NamedOps[Receipt]):
         blueprints: Names of what may be planted; all built-in ones if None.
         seeds_per_slot: How many seeds a place can hold.
         governor: Limits of what counts as healthy; None switches the checks off.
-        mode: "max" if a larger metric is better (it must lie in [0, 1]), "min" if
-            it is a loss.
+        mode: "max" if a larger metric is better, "min" if it is a loss. An accuracy
+            in [0, 1] and a loss above 0 are what controllers know best.
         min_age: Decisions a seed spends in a stage before it may be moved by hand.
         tick: Batches in which the tempos of seeds are counted: they train for 0
             (AT_ONCE) to 4 ticks (SLOW), blend in for as many, and hold.
@@ -229,6 +230,9 @@ class Grower(NamedOps[Receipt]):
         self._like = next(model.parameters())
         self._home = (self._like.device, self._like.dtype)
         self._own = [id(p) for p in host_parameters(model).values()]
+        self._lagging: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()
+        """What copies of the host were when they were first seen to lag behind it."""
+        self._has_warned = False
         self._by_hand: set[int] = set()
         """Slots with seeds that were planted by hand: the controller leaves them."""
 
@@ -308,14 +312,16 @@ class Grower(NamedOps[Receipt]):
         self._refuse_moved()
         self._refuse_replaced()
         self.safety.refuse_untrained()
+        self._warn_of_average()
         healed = self.safety.check_decision()
         measured = self._ranks.value_of_first(lambda: self._scorer.measure(metric))
         if healed and not callable(metric) and not isfinite(measured) and self.history:
             measured = self.history[-1].metric  # this one was of the broken model
-        score = self._scorer.score(measured)
+        earlier = [decision.metric for decision in self.history]
+        score = self._scorer.score(measured, earlier)
         self.safety.remove_failed_seeds(together=True)
         loss = self._mean_loss()
-        track = self._track.after(
+        track = self._scored_track(measured, earlier).after(
             torch.tensor([score]), torch.tensor([loss], dtype=torch.float32)
         )
         self.safety.remove_broken_seeds()
@@ -437,7 +443,7 @@ class Grower(NamedOps[Receipt]):
             "controller": self._controller_state,
             "generator": self._generator.get_state(),
             "random": random_state(self.model),
-            "first_metric": self._scorer.first,
+            "first_metric": self.history[0].metric if self.history else nan,
             "losses": [*self._losses],
             "flags": [self._used_loss, self._skipped_training, self._moved],
             "compute": [self._batches, self._compute],
@@ -521,7 +527,6 @@ class Grower(NamedOps[Receipt]):
         self._track = Track.restored(state["track"])
         self._controller_state = state["controller"]
         self._generator.set_state(state["generator"])
-        self._scorer.first = state["first_metric"]
         self._losses = [*state["losses"]]
         self._used_loss, self._skipped_training, self._moved = state["flags"]
         self._batches, self._compute = state["compute"]
@@ -549,6 +554,31 @@ class Grower(NamedOps[Receipt]):
                 EsperWarning,
                 stacklevel=3,
             )
+
+    def _warn_of_average(self) -> None:
+        """Warn once of a copy of the host that is updated and does not grow with it."""
+        for copy in () if self._has_warned else self.topology.lagging_copies():
+            own = [*host_parameters(copy.host).values()]
+            sums = [float(p.detach().sum()) for p in (own[0], own[-1])]
+            if self._lagging.setdefault(copy, sums) != sums:
+                self._has_warned = True
+                warnings.warn(
+                    "a copy of the host is updated but does not grow with it. Call "
+                    "grower.follow(copy) when it is made, or copy the host again.",
+                    EsperWarning,
+                    stacklevel=3,
+                )
+                return
+
+    def _scored_track(self, metric: float, earlier: Sequence[float]) -> Track:
+        """The track so far, from the start if a metric has changed the scale."""
+        scores = self._scorer.scores([*earlier, metric])[:-1]
+        if not earlier or scores == self._scorer.scores(earlier):
+            return self._track
+        track = Track.fresh(1)
+        for score, decision in zip(scores, self.history, strict=True):
+            track = track.after(torch.tensor([score]), torch.tensor([decision.loss]))
+        return track
 
     def _planted_kinds(self) -> list[bool]:
         """Whether the controller ever plants each blueprint; true where unknown."""

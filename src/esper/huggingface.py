@@ -77,7 +77,7 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
         example: What the model is called with; the first rows of the training data
             if None.
         monitor: The metric of the evaluations that decisions see.
-        mode: "min" for a loss, "max" for an accuracy in [0, 1].
+        mode: "min" for a loss, "max" for an accuracy or another gain.
         checkpoint: Folder of the checkpoint that is resumed, if it does not lie in
             the Trainer's output folder.
         merge: Whether what has grown is folded into the model when training ends.

@@ -28,6 +28,7 @@ from esper.growth import lifecycle
 from esper.growth.blueprints.layers import Layer
 from esper.growth.blueprints.registry import find
 from esper.growth.blueprints.seed import Cost, FormSeed, cost, misfit
+from esper.growth.export import why_units_do_not_fold
 from esper.growth.grown import Grown, grown_part, seed_middle
 from esper.growth.hooks import ADD, Flow, Follower, SlotHooks
 from esper.growth.host_layers import units_of
@@ -142,7 +143,9 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
             self.merge_only = merge_only
 
             def reject(place: InsertionPoint) -> str:
-                return _why_none_merges(place, chosen) if merge_only else ""
+                return (
+                    why_none_merges(host, place, chosen, example) if merge_only else ""
+                )
 
             names = choose_slots(host, slots, example, reject)
             self.survey: Survey = survey(host, names, example)
@@ -457,11 +460,22 @@ def encode_action(op: Op, **choices: int | str) -> Int64[Tensor, "1 head"]:
     return row
 
 
-def _why_none_merges(place: InsertionPoint, kinds: Sequence[Blueprint]) -> str:
+def why_none_merges(
+    host: nn.Module,
+    place: InsertionPoint,
+    kinds: Sequence[Blueprint],
+    example: Example,
+) -> str:
     """Why no blueprint that fits a place merges there; empty if one does."""
     fitting = [kind for kind in kinds if not misfit(kind, place.geometry)]
-    whys = [why_no_merge(place, kind) for kind in fitting]
-    return "" if "" in whys else f"no seed there merges, {(whys or ['none fits'])[0]}"
+    whys = {kind: why_no_merge(place, kind) for kind in fitting}
+    folding = [kind for kind in fitting if not whys[kind]]
+    why = next(iter(whys.values()), "none fits")
+    if folding and all(kind.form is Form.WIDEN for kind in folding):
+        why = why_units_do_not_fold(host, place, folding[0], example)
+    elif folding:
+        why = ""
+    return f"no seed there merges, {why}" if why else ""
 
 
 def _holders(modules: Iterable[nn.Module]) -> list[nn.Module]:

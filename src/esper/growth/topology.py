@@ -18,7 +18,13 @@ from torch.optim import Optimizer
 from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionMasks, ActionSpec, Op
 from esper.contracts.errors import BadInput, IllegalAction
 from esper.contracts.stages import Stage, StageChanged
-from esper.growth.grown import Grown, host_parameters, slot_number, uninterrupted
+from esper.growth.grown import (
+    Grown,
+    grown_part,
+    host_parameters,
+    slot_number,
+    uninterrupted,
+)
 from esper.growth.hooks import Change, Follower
 from esper.growth.model import GrowingModel
 from esper.growth.optimiser import OptimizerSurgery
@@ -153,6 +159,17 @@ class Topology(Follower):
         if [*copy] != [*self.model.seeds]:
             raise BadInput("the host has grown since the copy was made; copy it again.")
         self._copies.append((ref(copy), dict(self.model.seeds.items())))
+
+    def lagging_copies(self) -> list[Grown]:
+        """Living copies of the host that do not grow with it and have other seeds."""
+        followed = [copy() for copy, _ in self._copies]
+        living = [copy() for copy in self.model.seeds.copies]
+        return [
+            copy
+            for copy in living
+            if copy is not None and all(copy is not other for other in followed)
+            if grown_part(copy.host) is copy and [*copy] != [*self.model.seeds]
+        ]
 
     def loaded(self) -> None:
         """A state was loaded into the host."""
