@@ -17,6 +17,7 @@ what it did, and why it did not grow when it did not.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import partial
@@ -37,9 +38,9 @@ from esper.contracts.world import Controller, ControllerState, Observation
 from esper.growth.blueprints.registry import first_line
 from esper.growth.blueprints.seed import misfit
 from esper.growth.export import export
-from esper.growth.grown import host_parameters, uninterrupted
+from esper.growth.grown import grown_part, host_parameters, uninterrupted
 from esper.growth.history import PLAIN, GrowthDecision, summary
-from esper.growth.hooks import attach_gradients, shadow_gradients
+from esper.growth.hooks import Follower, attach_gradients, shadow_gradients
 from esper.growth.measurements import MetricScorer, Track, observe
 from esper.growth.model import GrowingModel, NamedOps
 from esper.growth.ranks import unwrapped
@@ -88,7 +89,8 @@ class Grower(NamedOps[Receipt]):
 
     Args:
         model: The host, uncompiled; it stays the user's own module. A host that is
-            trained on several ranks comes as its `DistributedDataParallel` model.
+            trained on several ranks comes as its `DistributedDataParallel` model. If it
+            has a Grower, this one takes over its seeds.
         optimizer: Trains the host; seeds join and leave its groups.
         slots: Places by module name: "fc1->fc2" for new hidden units between two
             layers, "fc2->fc2" beside one layer, "block" for residual seeds; patterns
@@ -161,32 +163,45 @@ class Grower(NamedOps[Receipt]):
         inner = getattr(optimizer, "optimizer", None)
         if isinstance(inner, Optimizer):  # accelerate's stands before torch's own
             optimizer = inner
-        self.model = GrowingModel(
-            model,
-            slots,
-            example,
-            blueprints=blueprints,
-            seeds_per_slot=seeds_per_slot,
-            min_age=min_age,
-            tick=tick,
-            rng_seed=rng_seed,
-            merge_only=merge_only,
-        )
-        try:
-            self._scorer = MetricScorer(self.model, mode)
-            self.controller = controller_for(controller, self.model.spec)
-            self.topology = Topology(self.model, optimizer, ranks)
-            if ranks.many:
-                reduce = partial(ranks.before_step, self.model.seeds)
-                self.topology.surgery.reduce = reduce
-            self.safety = Safety(self.topology, governor)
-            self.topology.surgery.after_step = self._after_step
-            self.topology.after_load = self._after_load
-        except BaseException:
-            self.model.detach()
-            if hasattr(self, "topology"):
-                self.topology.surgery.detach()
-            raise
+        groups = getattr(optimizer, "param_groups", ())
+        held = {parameter for group in groups for parameter in group["params"]}
+        with _unfollowed(model) as former:
+            self.model = GrowingModel(
+                model,
+                slots,
+                example,
+                blueprints=blueprints,
+                seeds_per_slot=seeds_per_slot,
+                min_age=min_age,
+                tick=tick,
+                rng_seed=rng_seed,
+                merge_only=merge_only,
+            )
+            try:
+                self._scorer = MetricScorer(self.model, mode)
+                self.controller = controller_for(controller, self.model.spec)
+                self.topology = Topology(self.model, optimizer, ranks)
+                if ranks.many:
+                    reduce = partial(ranks.before_step, self.model.seeds)
+                    self.topology.surgery.reduce = reduce
+                self.safety = Safety(self.topology, governor)
+                self.topology.surgery.after_step = self._after_step
+                self.topology.after_load = self._after_load
+            except BaseException:
+                self.model.undo()
+                if hasattr(self, "topology"):
+                    surgery = self.topology.surgery
+                    surgery.leave([p for p in surgery.joined if p not in held])
+                    surgery.detach()
+                raise
+            former.give_up(self.topology)
+        if type(former) is not Follower:
+            warnings.warn(
+                "the host had a Grower already. This one has taken over its seeds, "
+                "with its own settings and an empty history; do not use the other one.",
+                EsperWarning,
+                stacklevel=2,
+            )
         host = self.model.survey.parameters
         self.budget: float = budget if isinstance(budget, float) else budget / host
         self.decisions = None if stop == "anytime" else decisions or DECISIONS
@@ -410,6 +425,8 @@ class Grower(NamedOps[Receipt]):
 
     def detach(self) -> None:
         """Take seeds and hooks off the host and the optimiser."""
+        if self.topology.is_replaced:
+            return
         with uninterrupted():
             self.topology.surgery.leave([*self.topology.surgery.joined])
             self.topology.surgery.detach()
@@ -459,6 +476,7 @@ class Grower(NamedOps[Receipt]):
                 "this is no saved Grower, or one of another version; pass what "
                 "state_dict() returned."
             )
+        self._refuse_given_up()
         self._refuse_damaged(state)
         before = tree_map(
             lambda x: x.clone() if isinstance(x, Tensor) else x, self.state_dict()
@@ -621,6 +639,7 @@ class Grower(NamedOps[Receipt]):
         return _one_number(closure())
 
     def _op(self, op: Op, slot: str, **choices: str) -> Receipt:
+        self._refuse_given_up()
         with uninterrupted():
             receipt = self.topology.act(self.model.encode(op, slot, **choices))
             if op is Op.GERMINATE:
@@ -691,13 +710,37 @@ class Grower(NamedOps[Receipt]):
                 "the host itself, and compile what export() returns."
             )
 
+    def _refuse_given_up(self) -> None:
+        if self.topology.is_replaced:
+            raise CallOrder("a newer Grower has taken this host over; use that one.")
+
     def _refuse_moved(self) -> None:
+        self._refuse_given_up()
         like = self._like
         if (like.device, like.dtype) != self._home:
             raise CallOrder(
                 f"the host was {self._home[1]} on {self._home[0]} and is {like.dtype} "
                 f"on {like.device} now; move it before building the Grower."
             )
+
+
+@contextmanager
+def _unfollowed(host: nn.Module) -> Iterator[Follower]:
+    """Gives what follows a host, which it does not in the block.
+
+    It does again if the block fails.
+    """
+    before = grown_part(host)
+    if before is None:
+        yield Follower()
+        return
+    former, link = before.flow.following, before.flow.follower
+    before.flow.follower = None
+    try:
+        yield former
+    except BaseException:
+        before.flow.follower = link
+        raise
 
 
 def _one_number(loss: Tensor) -> Tensor:

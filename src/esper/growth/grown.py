@@ -167,6 +167,7 @@ class Grown(nn.ModuleDict):
                 end, old = key.split("_")
                 seed.cross[f"{end}_{number[int(old)]}"] = block
         self.rebuild(topology, seeds)
+        self.copies = other.copies
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which have random streams of their own."""

@@ -30,7 +30,7 @@ from esper.growth.blueprints.registry import find
 from esper.growth.blueprints.seed import Cost, FormSeed, cost, misfit
 from esper.growth.export import why_units_do_not_fold
 from esper.growth.grown import Grown, grown_part, seed_middle
-from esper.growth.hooks import ADD, Flow, Follower, SlotHooks
+from esper.growth.hooks import ADD, Change, Flow, Follower, SlotHooks
 from esper.growth.host_layers import units_of
 from esper.growth.lifecycle import SeedStates
 from esper.growth.merging import why_no_merge
@@ -136,9 +136,12 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
             raise BadInput(f"blueprints must be a list of names, got {blueprints!r}.")
         chosen = BLUEPRINTS if blueprints is None else tuple(map(find, blueprints))
         before = grown_part(host)
+        put_back: Change | None = None
         if before is not None:
             before.refuse_followed()
+            put_back = before.restore_point()
             before.detach()
+        self._before = before, put_back
         try:
             self.merge_only = merge_only
 
@@ -166,8 +169,7 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
                 grown.adopt(before)
             grown.attach()
         except BaseException:
-            if before is not None:
-                before.attach()
+            self._put_back()
             raise
         self.host = host
         self.__dict__["seeds"] = grown  # a submodule of the host, not of this
@@ -399,6 +401,17 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
     def detach(self) -> None:
         """Take seeds and hooks off the host; it is as it was before, co-trained."""
         self.seeds.detach()
+
+    def undo(self) -> None:
+        """Leave the host as it was before this was built, with the seeds it had."""
+        self.seeds.detach()
+        self._put_back()
+
+    def _put_back(self) -> None:
+        before, put_back = self._before
+        if before is not None and put_back is not None:
+            put_back()
+            before.attach()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
