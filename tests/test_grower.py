@@ -107,6 +107,54 @@ def test_a_whole_run_with_every_controller(kind, controller):
     assert stages == {s: model.stage(n) for s, n in enumerate(model.slots)}
 
 
+class Gated(nn.Module):
+    """No pair of layers in which units fit, as in Mamba or Mixtral."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 12), nn.Linear(12, 5)
+
+    def forward(self, x):
+        return self.last(torch.softmax(self.first(x), dim=1))
+
+
+@pytest.mark.parametrize("controller", ["early", "timetable-by-rent", "tamiyo"])
+def test_a_controller_that_can_plant_nothing_here_is_warned_of(controller):
+    with pytest.warns(EsperWarning, match="nothing will grow: the controller plants"):
+        grower = begin(host=Gated(), slots="auto", controller=controller)
+    train(grower, range(2))
+    why = grower.step(metric=0.5).why_not
+    assert "which fits no slot (first->first: " in why
+    assert why in str(grower).split("why nothing was planted")[1]
+    assert "note: nothing will grow" in str(grower)
+    assert "chose to wait" not in str(grower)
+
+
+def test_a_controller_that_plants_what_fits_is_not():
+    grower = begin(host=Gated(), slots="auto", controller="plateau", decisions=4)
+    for _ in range(3):
+        train(grower, range(2))
+        grower.step(metric=0.5)
+    assert len(grower.model.seeds)
+
+
+def test_a_seed_that_the_budget_has_no_room_for_is_the_reason_to_wait():
+    grower = begin(controller="early", budget=0.3, slots=["first->second"])
+    train(grower, range(2))
+    assert "no blueprint fits the budget left" in grower.step(metric=0.5).why_not
+
+
+def test_a_metric_that_leaves_its_range_changes_the_scale_of_all_before_it():
+    grower = begin(mode="min")
+    for metric in (1.4, 0.2, -0.5):
+        train(grower, range(2))
+        grower.step(metric=metric)
+    scores = grower._scorer.scores([1.4, 0.2, -0.5])
+    assert grower._track.best.tolist() == pytest.approx([scores[-1]])
+    assert float(grower._track.score_slope) > 0
+    assert int(grower._track.decisions) == 3
+
+
 # Ways of writing the loop.
 
 
@@ -427,13 +475,13 @@ def test_a_metric_that_is_none_is_refused_and_nothing_happens():
     grower = begin(controller="early")
     train(grower, range(2))
     before, track = everything(grower.model, grower._optimizer), grower._track
-    for metric in (1.5, -0.1, math.nan, "good"):
+    for metric in (math.inf, math.nan, "good"):
         with pytest.raises(BadInput, match="metric must") as refused:
             grower.step(metric=lambda metric=metric: metric)
         assert "\n" not in str(refused.value)
     low = begin(mode="min")
-    for metric in (-1.0, math.inf, math.nan):
-        with pytest.raises(BadInput, match="a loss must be finite"):
+    for metric in (math.inf, math.nan):
+        with pytest.raises(BadInput, match="the metric must be finite"):
             low.step(metric=metric)
     assert before == everything(grower.model, grower._optimizer)
     assert grower._track is track

@@ -10,10 +10,11 @@ from torch import nn
 
 import esper
 from esper.contracts.actions import NUM_HEADS
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import BadInput, CallOrder, EsperError, EsperWarning
 from esper.contracts.stages import Stage
 from esper.grower import UNSEEN, Grower
 from esper.growth.blueprints.registry import blueprint, forget
+from esper.growth.grown import host_parameters
 from esper.growth.suggestions import suggest_slots
 from esper.tamiyo.registry import CONTROLLERS
 from esper.tamiyo.rule_based import Never
@@ -463,3 +464,132 @@ def test_a_state_of_a_grower_with_other_settings_is_refused(options, line):
     del saved["settings"]  # of an older version
     if "kind" not in options:
         other.load_state_dict(saved)
+
+
+# A Grower over a host that has one: a notebook's cell is run again.
+
+
+def planted():
+    """A Grower with seeds in several stages, trained with momentum."""
+    grower = begin(rng_seed=3)
+    grower.plant("first->second#0", "widen_8", tempo="AT_ONCE")
+    grower.plant("second->last#1", "widen_x2", tempo="SLOW")
+    train(grower, range(3))
+    return grower
+
+
+def again(grower, optimizer=None, **options):
+    """The same cell with the same or another optimiser."""
+    host = grower.model.host
+    options = {"controller": "never", "seeds_per_slot": 2, **options}
+    options.setdefault("slots", HOSTS["vector"].slots)
+    example = make_batch("vector", 4)[0]
+    return Grower(host, optimizer or grower._optimizer, example=example, **options)
+
+
+@pytest.mark.parametrize("optimizer", ["the same", "another", "over the host alone"])
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_second_grower_takes_the_first_ones_seeds_over(optimizer, forgotten):
+    grower = planted()
+    host, own = grower.model.host, grower._optimizer
+    average = copy.deepcopy(host)
+    grower.follow(average)
+    wanted, stages = grower.model.example_outputs(), grower.model.states.stage
+    seeds, moments = dict(grower.model.seeds.items()), bits(own.state_dict()["state"])
+    trained = {
+        "the same": own,
+        "another": torch.optim.SGD(host.parameters(), 0.1),
+        "over the host alone": torch.optim.SGD(host_parameters(host).values(), 0.1),
+    }[optimizer]
+    with pytest.warns(EsperWarning, match="This one has taken over its seeds"):
+        second = again(grower, trained, seeds_per_slot=3, budget=0.5)
+    assert all(map(torch.equal, wanted, second.model.example_outputs()))
+    for name in ("first->second#0", "second->last#1"):
+        slot = second.model.index(name)
+        assert (
+            second.model.seeds[f"slot_{slot}"]
+            is seeds[f"slot_{grower.model.index(name)}"]
+        )
+        assert second.model.stage(name) is Stage(
+            int(stages[0, grower.model.index(name)])
+        )
+    assert consistent(second)
+    assert second.budget == 0.5
+    if optimizer == "the same":
+        assert bits(own.state_dict()["state"]) == moments
+    for use in (
+        lambda: grower.loss(lambda: torch.zeros(())),
+        lambda: grower.step(metric=0.5),
+        lambda: grower.plant("first->second#1", "widen_8"),
+        lambda: grower.load_state_dict(grower.state_dict()),
+    ):
+        with pytest.raises(CallOrder, match="a newer Grower has taken this host over"):
+            use()
+    grower.detach()
+    if forgotten:
+        del grower
+    train(second, range(3))
+    second.step(metric=0.5)
+    second.prune("first->second#0")
+    assert consistent(second)
+
+
+def test_an_average_follows_the_second_grower_too():
+    grower = planted()
+    host = grower.model.host
+    average = copy.deepcopy(host)
+    grower.follow(average)
+    with pytest.warns(EsperWarning, match="taken over"):
+        second = again(grower)
+    second.plant("first->second#1", "widen_8")
+    assert [*average.esper_seeds] == [*host.esper_seeds]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"controller": "nobody"},
+        {"mode": "most"},
+        {"slots": ["first->second"]},
+        {"slots": ["nowhere"]},
+        {"blueprints": ["widen_16"]},
+        {"seeds_per_slot": 1},
+        {"optimizer": torch.optim.LBFGS([nn.Parameter(torch.zeros(2))])},
+        {"budget": -1.0},
+    ],
+)
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_a_second_grower_that_is_refused_leaves_the_first_ones_seeds(wrong, rebuilt):
+    grower = planted()
+    before = state(grower)
+    if rebuilt:
+        host = esper.rebuild(make_host("vector"), grower.model.host.state_dict()).eval()
+        outputs = bits(host(torch.ones(2, 8)))
+        optimizer = torch.optim.SGD(host_parameters(host).values(), 0.1)
+        options = {"slots": HOSTS["vector"].slots, "optimizer": optimizer, **wrong}
+        with pytest.raises(EsperError):
+            Grower(host, example=make_batch("vector", 4)[0], **options)
+        assert bits(host(torch.ones(2, 8))) == outputs
+        assert len(host.esper_seeds) == 2
+        assert len(optimizer.param_groups[0]["params"]) == len(host_parameters(host))
+        return
+    with pytest.raises(EsperError):
+        again(grower, **wrong)
+    assert state(grower) == before
+    assert consistent(grower)
+    train(grower, range(2))
+    assert not grower.step(metric=0.5).incidents
+
+
+def test_a_host_that_cannot_be_grown_keeps_its_seeds_too():
+    grower = planted()
+    before = state(grower)
+    with torch.no_grad():
+        grower.model.host.first.bias[0] = torch.nan
+    with pytest.raises(BadInput, match="not finite"):
+        again(grower, torch.optim.SGD(host_parameters(grower.model.host).values(), 0.1))
+    with torch.no_grad():
+        grower.model.host.first.bias[0] = 0.0
+    assert [*grower.model.host.esper_seeds] == [*grower.model.seeds]
+    assert len(state(grower)) == len(before)
+    train(grower, range(1))

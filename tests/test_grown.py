@@ -5,6 +5,7 @@ import io
 import pickle
 import re
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import esper
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import BadInput, EsperWarning
 from esper.contracts.stages import Stage
 from esper.grower import Grower
 from esper.growth.blueprints.registry import forget
@@ -155,7 +156,8 @@ class Tied(nn.Module):
 def test_a_state_with_one_of_the_names_of_a_tied_weight_is_whole():
     host = Tied()
     optimizer = torch.optim.SGD(host.parameters(), 0.1)
-    grower = Grower(host, optimizer, ["second->second"], example=torch.ones(4, 6))
+    slots, example = ["second->second"], torch.ones(4, 6)
+    grower = Grower(host, optimizer, slots, example=example, controller="never")
     grower.plant("second->second#0", "low_rank_4", tempo="AT_ONCE")
     state = {n: t for n, t in host.state_dict().items() if n != "again.weight"}
     host.load_state_dict(copy.deepcopy(state), strict=False)
@@ -214,6 +216,33 @@ def test_what_grows_is_seen_in_every_ordinary_way():
 
 def names(module):
     return [name for name, _ in module.named_parameters()]
+
+
+@pytest.mark.parametrize("how", ["updated", "followed", "left alone", "copied again"])
+def test_a_copy_that_is_updated_and_does_not_follow_is_warned_of_once(how):
+    grower = begin()
+    host = grower.model.host
+    average = copy.deepcopy(host)
+    if how == "followed":
+        grower.follow(average)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(5):
+            if step == 1:
+                grower.plant("first->second#0", "widen_8", tempo="AT_ONCE")
+            if how == "copied again":
+                average = copy.deepcopy(host)
+            for own, other in zip(
+                average.parameters(), host.parameters(), strict=False
+            ):
+                if how != "left alone" and own.shape == other.shape:
+                    own.data.mul_(0.9).add_(other.data, alpha=0.1)
+            with torch.no_grad():
+                host.first.weight.add_(0.1)
+            grower.step(metric=0.5)
+    lines = [str(w.message) for w in caught if w.category is EsperWarning]
+    assert len(lines) == (how == "updated")
+    assert not lines or "Call grower.follow(copy)" in lines[0]
 
 
 def test_an_average_follows_what_grows():

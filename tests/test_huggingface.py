@@ -1,6 +1,8 @@
 """Models of Hugging Face grow, in a Trainer too, and are saved as such models."""
 
+import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -23,6 +25,8 @@ from transformers import (  # noqa: E402
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForSequenceClassification,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
@@ -137,6 +141,13 @@ class Sentences(Dataset):
     def __getitem__(self, index):
         ids = (torch.arange(6) + 7 * index) % WORDS
         return {"input_ids": ids, "labels": ids}
+
+
+class Labelled(Sentences):
+    """One class per sentence."""
+
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), "labels": torch.tensor(index % 2)}
 
 
 class Pictures(Sentences):
@@ -296,6 +307,29 @@ def test_layers_of_different_sizes_are_kept_and_one_line_says_so(tmp_path, caplo
     esper.save(trainer.model, tmp_path / "net.safetensors")
     loaded = esper.load(tmp_path / "net.safetensors", llama()).eval()
     assert torch.equal(loaded(IDS).logits, trainer.model.eval()(IDS).logits)
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_model_that_keeps_its_seeds_is_not_saved_without_them(merge, tmp_path):
+    config = RobertaConfig(
+        vocab_size=WORDS, hidden_size=8, intermediate_size=12, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=10, pad_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    # Its head grows too, and no field of the config holds the width of that.
+    model = RobertaForSequenceClassification(config)
+    callback = GrowCallback(controller="early", tick=2, seeds_per_slot=1, merge=merge)
+    trainer = train(tmp_path, callback, model, data=Labelled)
+    for save in (model.save_pretrained, trainer.save_model):
+        with pytest.raises(BadInput, match=r"write it with esper.save\(model, path\)"):
+            save(tmp_path / "grown")
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    with pytest.raises(BadInput, match="from_pretrained would not load what has grown"):
+        copied.save_pretrained(tmp_path / "grown")
+    callback.grower.detach()
+    model.save_pretrained(tmp_path / "plain")
+    again = GrowCallback(controller="early", tick=2, seeds_per_slot=1, merge=merge)
+    train(tmp_path / "again", again, copied, data=Labelled, num_train_epochs=1)
 
 
 def test_a_training_seed_leaves_the_model_as_it_would_be_without(tmp_path):

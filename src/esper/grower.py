@@ -17,11 +17,13 @@ what it did, and why it did not grow when it did not.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from math import inf, isfinite, nan
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +31,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from esper.contracts.actions import HEAD, Op
+from esper.contracts.actions import HEAD, ActionMasks, Op
 from esper.contracts.errors import BadInput, CallOrder, EsperWarning
 from esper.contracts.stages import Stage
-from esper.contracts.world import Controller, ControllerState
+from esper.contracts.world import Controller, ControllerState, Observation
 from esper.environment.clock import ENDS, Stop
 from esper.growth.blueprints.registry import first_line
+from esper.growth.blueprints.seed import misfit
 from esper.growth.export import export
-from esper.growth.grown import host_parameters, uninterrupted
+from esper.growth.grown import grown_part, host_parameters, uninterrupted
 from esper.growth.history import PLAIN, GrowthDecision, summary
-from esper.growth.hooks import attach_gradients, shadow_gradients
+from esper.growth.hooks import Follower, attach_gradients, shadow_gradients
 from esper.growth.measurements import MetricScorer, Mode, Track, observe
 from esper.growth.model import GrowingModel, NamedOps
 from esper.growth.ranks import unwrapped
@@ -87,7 +90,8 @@ class Grower(NamedOps[Receipt]):
 
     Args:
         model: The host, uncompiled; it stays the user's own module. A host that is
-            trained on several ranks comes as its `DistributedDataParallel` model.
+            trained on several ranks comes as its `DistributedDataParallel` model. If it
+            has a Grower, this one takes over its seeds.
         optimizer: Trains the host; seeds join and leave its groups.
         slots: Places by module name: "fc1->fc2" for new hidden units between two
             layers, "fc2->fc2" beside one layer, "block" for residual seeds; patterns
@@ -105,8 +109,8 @@ class Grower(NamedOps[Receipt]):
         blueprints: Names of what may be planted; all built-in ones if None.
         seeds_per_slot: How many seeds a place can hold.
         governor: Limits of what counts as healthy; None switches the checks off.
-        mode: "max" if a larger metric is better (it must lie in [0, 1]), "min" if
-            it is a loss.
+        mode: "max" if a larger metric is better, "min" if it is a loss. An accuracy
+            in [0, 1] and a loss above 0 are what controllers know best.
         min_age: Decisions a seed spends in a stage before it may be moved by hand.
         tick: Batches in which the tempos of seeds are counted: they train for 0
             (AT_ONCE) to 4 ticks (SLOW), blend in for as many, and hold.
@@ -160,38 +164,62 @@ class Grower(NamedOps[Receipt]):
         inner = getattr(optimizer, "optimizer", None)
         if isinstance(inner, Optimizer):  # accelerate's stands before torch's own
             optimizer = inner
-        self.model = GrowingModel(
-            model,
-            slots,
-            example,
-            blueprints=blueprints,
-            seeds_per_slot=seeds_per_slot,
-            min_age=min_age,
-            tick=tick,
-            rng_seed=rng_seed,
-            merge_only=merge_only,
-        )
-        try:
-            self._scorer = MetricScorer(self.model, mode)
-            self.controller = controller_for(controller, self.model.spec)
-            self.topology = Topology(self.model, optimizer, ranks)
-            if ranks.many:
-                reduce = partial(ranks.before_step, self.model.seeds)
-                self.topology.surgery.reduce = reduce
-            self.safety = Safety(self.topology, governor)
-            self.topology.surgery.after_step = self._after_step
-            self.topology.after_load = self._after_load
-        except BaseException:
-            self.model.detach()
-            if hasattr(self, "topology"):
-                self.topology.surgery.detach()
-            raise
+        groups = getattr(optimizer, "param_groups", ())
+        held = {parameter for group in groups for parameter in group["params"]}
+        with _unfollowed(model) as former:
+            self.model = GrowingModel(
+                model,
+                slots,
+                example,
+                blueprints=blueprints,
+                seeds_per_slot=seeds_per_slot,
+                min_age=min_age,
+                tick=tick,
+                rng_seed=rng_seed,
+                merge_only=merge_only,
+            )
+            try:
+                self._scorer = MetricScorer(self.model, mode)
+                self.controller = controller_for(controller, self.model.spec)
+                self.topology = Topology(self.model, optimizer, ranks)
+                if ranks.many:
+                    reduce = partial(ranks.before_step, self.model.seeds)
+                    self.topology.surgery.reduce = reduce
+                self.safety = Safety(self.topology, governor)
+                self.topology.surgery.after_step = self._after_step
+                self.topology.after_load = self._after_load
+            except BaseException:
+                self.model.undo()
+                if hasattr(self, "topology"):
+                    surgery = self.topology.surgery
+                    surgery.leave([p for p in surgery.joined if p not in held])
+                    surgery.detach()
+                raise
+            former.give_up(self.topology)
+        if type(former) is not Follower:
+            warnings.warn(
+                "the host had a Grower already. This one has taken over its seeds, "
+                "with its own settings and an empty history; do not use the other one.",
+                EsperWarning,
+                stacklevel=2,
+            )
         host = self.model.survey.parameters
         self.budget: float = budget if isinstance(budget, float) else budget / host
         self.decisions = None if stop == "anytime" else decisions or DECISIONS
         self.rent = rent
         if isinstance(budget, int):
             self._warn_of_tiny(budget)
+        self._plants = torch.tensor(self._planted_kinds())
+        """Whether the controller ever plants each blueprint."""
+        self._barren = self._why_barren()
+        """Why the controller can plant nothing in these slots; empty if it can."""
+        if self._barren:
+            warnings.warn(
+                f"{self._barren}. Name slots between two layers, use "
+                "controller='plateau', which plants whatever fits, or plant by hand.",
+                EsperWarning,
+                stacklevel=2,
+            )
         self._settings = {
             "controller": controller if isinstance(controller, str) else "",
             "kind of controller": type(self.controller).__name__,
@@ -218,6 +246,9 @@ class Grower(NamedOps[Receipt]):
         self._like = next(model.parameters())
         self._home = (self._like.device, self._like.dtype)
         self._own = [id(p) for p in host_parameters(model).values()]
+        self._lagging: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()
+        """What copies of the host were when they were first seen to lag behind it."""
+        self._has_warned = False
         self._by_hand: set[int] = set()
         """Slots with seeds that were planted by hand: the controller leaves them."""
 
@@ -297,14 +328,16 @@ class Grower(NamedOps[Receipt]):
         self._refuse_moved()
         self._refuse_replaced()
         self.safety.refuse_untrained()
+        self._warn_of_average()
         healed = self.safety.check_decision()
         measured = self._ranks.value_of_first(lambda: self._scorer.measure(metric))
         if healed and not callable(metric) and not isfinite(measured) and self.history:
             measured = self.history[-1].metric  # this one was of the broken model
-        score = self._scorer.score(measured)
+        earlier = [decision.metric for decision in self.history]
+        score = self._scorer.score(measured, earlier)
         self.safety.remove_failed_seeds(together=True)
         loss = self._mean_loss()
-        track = self._track.after(
+        track = self._scored_track(measured, earlier).after(
             torch.tensor([score]), torch.tensor([loss], dtype=torch.float32)
         )
         self.safety.remove_broken_seeds()
@@ -329,7 +362,7 @@ class Grower(NamedOps[Receipt]):
         self._ranks.from_first([actions])
         refuse_illegal(actions, masks)
         op = Op(int(actions[0, HEAD["op"]]))
-        why_not = explain_no_planting(observation, masks) if op is Op.WAIT else ""
+        why_not = self._why_not(observation, masks) if op is Op.WAIT else ""
         action = action_text(actions, self.model.slots, self.model.spec)
         with uninterrupted():
             if op is not Op.WAIT:
@@ -376,6 +409,8 @@ class Grower(NamedOps[Receipt]):
     def summary(self) -> str:
         """What grew, what it cost and why nothing grew, on one page."""
         notes: list[str] = [*getattr(self.controller, "notes", ())]
+        if self._barren:
+            notes.append(f"{self._barren}.")
         if self._skipped_training:
             notes.append(
                 "grower.loss was not used, so seeds were not trained beside the host "
@@ -391,6 +426,8 @@ class Grower(NamedOps[Receipt]):
 
     def detach(self) -> None:
         """Take seeds and hooks off the host and the optimiser."""
+        if self.topology.is_replaced:
+            return
         with uninterrupted():
             self.topology.surgery.leave([*self.topology.surgery.joined])
             self.topology.surgery.detach()
@@ -424,7 +461,7 @@ class Grower(NamedOps[Receipt]):
             "controller": self._controller_state,
             "generator": self._generator.get_state(),
             "random": random_state(self.model),
-            "first_metric": self._scorer.first,
+            "first_metric": self.history[0].metric if self.history else nan,
             "losses": [*self._losses],
             "flags": [self._used_loss, self._skipped_training, self._moved],
             "compute": [self._batches, self._compute],
@@ -440,6 +477,7 @@ class Grower(NamedOps[Receipt]):
                 "this is no saved Grower, or one of another version; pass what "
                 "state_dict() returned."
             )
+        self._refuse_given_up()
         self._refuse_damaged(state)
         before = tree_map(
             lambda x: x.clone() if isinstance(x, Tensor) else x, self.state_dict()
@@ -508,7 +546,6 @@ class Grower(NamedOps[Receipt]):
         self._track = Track.restored(state["track"])
         self._controller_state = state["controller"]
         self._generator.set_state(state["generator"])
-        self._scorer.first = state["first_metric"]
         self._losses = [*state["losses"]]
         self._used_loss, self._skipped_training, self._moved = state["flags"]
         self._batches, self._compute = state["compute"]
@@ -537,6 +574,64 @@ class Grower(NamedOps[Receipt]):
                 stacklevel=3,
             )
 
+    def _warn_of_average(self) -> None:
+        """Warn once of a copy of the host that is updated and does not grow with it."""
+        for copy in () if self._has_warned else self.topology.lagging_copies():
+            own = [*host_parameters(copy.host).values()]
+            sums = [float(p.detach().sum()) for p in (own[0], own[-1])]
+            if self._lagging.setdefault(copy, sums) != sums:
+                self._has_warned = True
+                warnings.warn(
+                    "a copy of the host is updated but does not grow with it. Call "
+                    "grower.follow(copy) when it is made, or copy the host again.",
+                    EsperWarning,
+                    stacklevel=3,
+                )
+                return
+
+    def _scored_track(self, metric: float, earlier: Sequence[float]) -> Track:
+        """The track so far, from the start if a metric has changed the scale."""
+        scores = self._scorer.scores([*earlier, metric])[:-1]
+        if not earlier or scores == self._scorer.scores(earlier):
+            return self._track
+        track = Track.fresh(1)
+        for score, decision in zip(scores, self.history, strict=True):
+            track = track.after(torch.tensor([score]), torch.tensor([decision.loss]))
+        return track
+
+    def _planted_kinds(self) -> list[bool]:
+        """Whether the controller ever plants each blueprint; true where unknown."""
+        names = getattr(self.controller, "plants", None)
+        kinds = self.model.spec.blueprints
+        return [names is None or kind.name in names for kind in kinds]
+
+    def _why_barren(self) -> str:
+        """Why the controller can plant nothing in these slots; empty if it can."""
+        places, kinds = self.model.survey.places, self.model.spec.blueprints
+        wanted = [k for k, planted in zip(kinds, self._plants, strict=True) if planted]
+        slots = range(len(places))
+        if any(self.model.price(slot, kind) for slot in slots for kind in wanted):
+            return ""
+        names = ", ".join(kind.name for kind in wanted[:4])
+        why = misfit(wanted[0], places[0].geometry) or "it would not merge"
+        return (
+            f"nothing will grow: the controller plants {names}, which fits no slot "
+            f"({places[0].site.name}: {why})"
+        )
+
+    def _why_not(self, observation: Observation, masks: ActionMasks) -> str:
+        """Why nothing was planted, by what the controller ever plants."""
+        if self._barren:
+            return self._barren
+        kinds = masks.blueprint & self._plants
+        slot, op = masks.slot.clone(), masks.op.clone()
+        slot[:, Op.GERMINATE] &= kinds.any(dim=2)
+        op[:, Op.GERMINATE] = slot[:, Op.GERMINATE].any(dim=1)
+        masks = replace(masks, op=op, slot=slot, blueprint=kinds)
+        offers = observation.offers
+        offers = replace(offers, fits=offers.fits & self._plants)
+        return explain_no_planting(replace(observation, offers=offers), masks)
+
     def _passed(self, closure: Callable[[], Tensor]) -> Tensor:
         """The loss of a closure, which has no part in what was called before it."""
         if len(self.model.seeds):
@@ -545,6 +640,7 @@ class Grower(NamedOps[Receipt]):
         return _one_number(closure())
 
     def _op(self, op: Op, slot: str, **choices: str) -> Receipt:
+        self._refuse_given_up()
         with uninterrupted():
             receipt = self.topology.act(self.model.encode(op, slot, **choices))
             if op is Op.GERMINATE:
@@ -615,13 +711,37 @@ class Grower(NamedOps[Receipt]):
                 "the host itself, and compile what export() returns."
             )
 
+    def _refuse_given_up(self) -> None:
+        if self.topology.is_replaced:
+            raise CallOrder("a newer Grower has taken this host over; use that one.")
+
     def _refuse_moved(self) -> None:
+        self._refuse_given_up()
         like = self._like
         if (like.device, like.dtype) != self._home:
             raise CallOrder(
                 f"the host was {self._home[1]} on {self._home[0]} and is {like.dtype} "
                 f"on {like.device} now; move it before building the Grower."
             )
+
+
+@contextmanager
+def _unfollowed(host: nn.Module) -> Iterator[Follower]:
+    """Gives what follows a host, which it does not in the block.
+
+    It does again if the block fails.
+    """
+    before = grown_part(host)
+    if before is None:
+        yield Follower()
+        return
+    former, link = before.flow.following, before.flow.follower
+    before.flow.follower = None
+    try:
+        yield former
+    except BaseException:
+        before.flow.follower = link
+        raise
 
 
 def _one_number(loss: Tensor) -> Tensor:

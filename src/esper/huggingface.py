@@ -9,13 +9,14 @@ The callback builds a `Grower` over the model and the Trainer's optimiser, compu
 loss of every batch through it and takes a decision after every evaluation. Checkpoints
 of the Trainer hold what has grown, and resume from them. When training ends, what has
 grown is folded into the model's own layers and the config gets their sizes, so that
-`from_pretrained` loads it; where the config has no word for them, one line says what to
-do instead.
+`from_pretrained` loads it. Where the config has no word for them, `save_pretrained` is
+refused with one line that says what to do instead.
 """
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -60,6 +61,11 @@ WIDTHS: Final = (
 )
 """What configs call the width of the layers that grow."""
 
+INSTEAD: Final = (
+    "it keeps its seeds: write it with esper.save(model, path), read it with "
+    "esper.load(path, model)"
+)
+
 log = get_logger(__name__)
 
 
@@ -72,7 +78,7 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
         example: What the model is called with; the first rows of the training data
             if None.
         monitor: The metric of the evaluations that decisions see.
-        mode: "min" for a loss, "max" for an accuracy in [0, 1].
+        mode: "min" for a loss, "max" for an accuracy or another gain.
         checkpoint: Folder of the checkpoint that is resumed, if it does not lie in
             the Trainer's output folder.
         merge: Whether what has grown is folded into the model when training ends.
@@ -136,6 +142,7 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
             )
         if self._handle is not None:
             self._handle.remove()
+        model.__dict__.pop("save_pretrained", None)  # of a training before this one
         if self._dropped and not state.global_step:
             raise BadInput(
                 "a grown state was loaded into the model after the Trainer was built; "
@@ -209,11 +216,16 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
         self._unwrap = None
         if not self.grower.model.seeds:
             self.grower.detach()
-        elif self.merge:
-            try:
-                merge_into_model(self.grower)
-            except BadInput as error:
+            return
+        try:
+            if not self.merge:
+                raise BadInput(f"merge=False was given, so {INSTEAD}.")
+            merge_into_model(self.grower)
+        except BadInput as error:
+            if self.merge:
                 log.warning(str(error))
+            if hasattr(model, "save_pretrained"):
+                model.__dict__["save_pretrained"] = partial(_save, model, str(error))
 
     # Inside.
 
@@ -248,18 +260,14 @@ def merge_into_model(grower: Grower) -> nn.Module:
     nothing has changed.
     """
     model, plain = grower.model.host, grower.export()
-    instead = (
-        "it keeps its seeds: write it with esper.save(model, path), read it with "
-        "esper.load(path, model)"
-    )
     apart = plain._modules.get(NAME)
     if isinstance(apart, Branches):
-        raise BadInput(f"some seeds do not merge ({apart.reasons[0]}), so {instead}.")
+        raise BadInput(f"some seeds do not merge ({apart.reasons[0]}), so {INSTEAD}.")
     config: Any = getattr(model, "config", None)  # any module can have a Trainer
     try:
         sized = None if config is None else sized_config(plain)
     except BadInput as error:
-        raise BadInput(f"{error}, so {instead}.") from error
+        raise BadInput(f"{error}, so {INSTEAD}.") from error
     grower.detach()
     modules = dict(model.named_modules())
     for name, module in plain.named_modules():
@@ -271,6 +279,13 @@ def merge_into_model(grower: Grower) -> nn.Module:
         if hasattr(sized, key):
             setattr(config, key, getattr(sized, key))
     return model
+
+
+def _save(model: Any, why: str, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    """What `save_pretrained` does for a model that has kept seeds."""
+    if grown_part(model):
+        raise BadInput(f"from_pretrained would not load what has grown: {why}")
+    type(model).save_pretrained(model, *args, **kwargs)
 
 
 def sized_config(model: Any) -> Any:  # noqa: ANN401

@@ -46,7 +46,7 @@ class GrowCallback(Callback):
         slots: Places by module name, or "auto"; see `esper.Grower`.
         example: What the host is called with.
         monitor: The logged metric that decisions see; of the first rank.
-        mode: "max" for an accuracy in [0, 1], "min" for a loss.
+        mode: "max" for an accuracy or another gain, "min" for a loss.
         host: Name of the submodule that grows; the whole module if empty.
         options: Whatever else `Grower` takes.
     """

@@ -265,14 +265,15 @@ def test_slots_that_are_no_list_of_names_are_refused(slots):
     assert "slots must be a list of names" in refused(make_host("vector"), slots)
 
 
-def test_two_growers_over_one_host_are_refused_until_the_first_is_detached():
-    host = make_host("vector")
-    first = attach(host, ["second", "last"])
+def test_two_growers_over_overlapping_hosts_are_refused_until_the_first_is_detached():
+    inner = make_host("vector")
+    outer = nn.Sequential(inner)
+    first = attach(inner, ["second", "last"])
     with pytest.raises(BadInput, match="has slots of another Grower"):
-        attach(host, ["first", "second"])
-    assert len(host.first._forward_hooks) == 0
+        attach(outer, ["0.first", "0.second"])
+    assert len(inner.first._forward_hooks) == 0
     first.detach()
-    trains(attach(host, ["first", "second"]))
+    trains(attach(outer, ["0.first", "0.second"]))
 
 
 # Supported, and therefore tried.

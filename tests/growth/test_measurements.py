@@ -79,11 +79,30 @@ def test_an_observation_shows_budget_slots_and_offers():
 def test_scores_of_losses_begin_at_a_half_and_rise_as_the_loss_falls():
     scorer = MetricScorer(grow("vector"), "min")
     assert scorer.score(4.0) == 0.5
-    assert scorer.score(1.0) == pytest.approx(0.8)
-    assert scorer.score(0.0) == 1.0
+    assert scorer.score(1.0, [4.0]) == pytest.approx(0.8)
+    assert scorer.score(0.0, [4.0, 1.0]) == 1.0
     assert MetricScorer(grow("vector"), "max").score(0.3) == 0.3
     with pytest.raises(BadInput, match="must be a number, got None"):
         scorer.measure(lambda: None)
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+@pytest.mark.parametrize(
+    "metrics",
+    [[-3.0, -1.0, -0.2, 0.4, 0.9], [0.1, -0.3, 0.5], [5.0, 70.0, 91.0], [1.4, -2.0],
+     [0.0, 0.5], [0.0, 0.0], [-1e30, 1e30]],
+)  # fmt: skip
+def test_any_finite_metric_becomes_a_score_that_keeps_its_order(mode, metrics):
+    scorer = MetricScorer(grow("vector"), mode)
+    scores = scorer.scores(metrics)
+    assert scorer.score(metrics[-1], metrics[:-1]) == scores[-1]
+    assert all(0.0 <= score <= 1.0 for score in scores)
+    order = sorted(range(len(metrics)), key=lambda at: metrics[at])
+    ranked = [scores[at] for at in (order if mode == "max" else order[::-1])]
+    assert ranked == sorted(ranked)
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(BadInput, match="the metric must be finite"):
+            scorer.score(wrong, metrics)
 
 
 def test_measuring_leaves_no_trace():

@@ -265,3 +265,26 @@ def test_merge_only_skips_places_with_a_layer_norm_between():
     every.detach()
     model = GrowingModel(host, "auto", x, seeds_per_slot=1, merge_only=True)
     assert model.slots == ("2.0->2.3#0",)
+
+
+def test_merge_only_skips_places_whose_width_the_host_computes_with():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm = nn.Linear(8, 12), nn.BatchNorm1d(12)
+            self.b, self.c = nn.Linear(12, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            h = torch.relu(self.norm(self.a(x)))
+            return self.c(torch.relu(self.b(h / h.shape[-1] ** 0.5)))
+
+    host, x = Scaled(), torch.randn(4, 8)
+    before = everything(host), {n: str(m) for n, m in host.named_modules()}
+    own = [*host.parameters()]
+    model = GrowingModel(host, "auto", x, seeds_per_slot=1, merge_only=True)
+    assert model.slots == ("b->c#0",)
+    model.detach()
+    with pytest.raises(BadInput, match="no seed there merges, it would answer differ"):
+        GrowingModel(host, ["a->b"], x, merge_only=True)
+    assert before == (everything(host), {n: str(m) for n, m in host.named_modules()})
+    assert all(p is q for p, q in zip(own, host.parameters(), strict=True))

@@ -157,6 +157,23 @@ def test_a_healthy_run_is_never_disturbed(kind):
 
 
 @pytest.mark.parametrize(
+    ("loss", "norm", "wanted"),
+    [
+        (30.0, 900.0, "the loss is 30, usually 1;"),
+        (19.0, 1100.0, "the gradient norm is 1100, usually 1;"),
+        (30.0, 2000.0, "the gradient norm is 2000, usually 1;"),
+    ],
+)
+def test_a_refusal_names_the_limit_that_was_crossed(loss, norm, wanted):
+    monitor = HealthMonitor(GovernorConfig())
+    for _ in range(15):
+        monitor.judge(1.0, 1.0, finite=True)
+    verdict = monitor.judge(loss, norm, finite=True)  # limits are renewed after it
+    assert verdict is Verdict.SPIKE
+    assert wanted in monitor.describe(verdict, loss, norm, finite=True)
+
+
+@pytest.mark.parametrize(
     ("batch", "wanted"),
     [
         ((Verdict.NON_FINITE, NAN, 1.0, True), "the loss is not finite (nan); the"),

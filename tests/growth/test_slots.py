@@ -7,6 +7,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from esper.contracts.errors import BadInput
+from esper.growth import suggestions
 from esper.growth.blueprints.geometry import Layout
 from esper.growth.middle import SavedSteps, new_middle, restore_middle
 from esper.growth.slots import survey
@@ -75,6 +76,8 @@ def test_channel_wise_work_between_two_layers_lets_units_in(between):
         (nn.Linear(12, 12), "'between' reads what the first layer gives"),
         (lambda h: h.chunk(2, dim=1)[0].repeat(1, 2), "chunk splits the hidden tensor"),
         (lambda h: h.flip(1), "mixes channels"),
+        (lambda h: h.cumsum(1), "mixes channels"),
+        (lambda h: h.unsqueeze(-1).squeeze(-1), "unsqueeze between the layers"),
         (None, "also used elsewhere"),
     ],
 )
@@ -82,6 +85,81 @@ def test_work_that_mixes_channels_does_not(between, reason):
     found = place(Between(between) if between else Fork(nn.ReLU()))
     assert not found.geometry.spans
     assert reason in found.geometry.why_no_span
+
+
+class Modes(Between):
+    """What lies between the layers depends on the mode."""
+
+    def forward(self, x):
+        return self.second(self.between(torch.relu(self.first(x)), self.training))
+
+
+@pytest.mark.parametrize(
+    ("between", "how"),
+    [
+        (lambda h, t: h + torch.randn_like(h) if t else h, "forks at add"),
+        (lambda h, t: h + torch.randn(12) if t else h, "add mixes the hidden tensor"),
+        (lambda h, t: torch.tanh(h) if t else h, "other work is done on it"),
+        (lambda h, t: h if t else torch.tanh(h), "other work is done on it"),
+        (lambda h, t: h * 1.0 if t else h * 2.0, "other work is done on it"),
+    ],
+)
+def test_a_pair_is_refused_if_its_way_differs_in_training_mode(between, how):
+    host = Modes(between)
+    with pytest.raises(BadInput, match="'first->second' works in eval mode only") as e:
+        place(host)
+    assert f"in training mode {how}" in str(e.value).replace("the hidden tensor f", "f")
+    assert "\n" not in str(e.value)
+    found = suggest_slots(host, X)
+    assert found == ("first->first", "second->second")
+    assert how in found.skipped["first"]
+
+
+def test_a_layer_that_training_leaves_out_at_random_is_found_and_others_are_not():
+    class Dropped(Between):
+        share = 0.3
+
+        def forward(self, x):
+            if self.training and torch.rand(()) < self.share:
+                return x[:, :5]
+            return super().forward(x)
+
+    host = Dropped(nn.ReLU())
+    for seed in range(8):
+        torch.manual_seed(seed)
+        streams = torch.get_rng_state()
+        assert suggest_slots(host, X) == ("first->second",)
+        assert torch.equal(streams, torch.get_rng_state())
+    host.share = 1.0
+    with pytest.raises(BadInput, match="in training mode 'first' is never called"):
+        place(host)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda h, t: F.dropout(h, 0.5) if t else h,
+        lambda h, t: F.dropout(h, 0.5, t),
+        lambda h, t: torch.relu(F.dropout(h, 0.5)) if t else torch.relu(h),
+    ],
+)
+def test_dropout_that_only_training_calls_is_in_new_units_too(between):
+    host = Modes(between)
+    found = place(host)
+    for middle in (found.middle, saved_and_read(found.recipe, host)):
+        units, ones = new_middle(middle, 6, 12), torch.ones(4, 6)
+        assert {*units.train()(ones).flatten().tolist()} == {0.0, 2.0}
+        assert torch.equal(units.eval()(ones), ones)
+
+
+def test_a_hidden_tensor_that_is_part_of_the_answer_takes_no_units():
+    class Returned(Between):
+        def forward(self, x):
+            hidden = torch.relu(self.first(x))
+            return self.second(hidden), {"hidden": hidden}
+
+    why = place(Returned(None)).geometry.why_no_span
+    assert why == "the hidden tensor is part of the host's answer"
 
 
 def saved_and_read(steps, host):
@@ -219,6 +297,42 @@ def test_what_is_skipped_is_named_with_its_reason():
     assert found.skipped["3"] == "pads by 'circular', not by numbers of zeros"
     assert found.skipped["6"] == "no other layer reads what it gives"
     assert str(found).splitlines()[:2] == ["4->6", "skipped:"]
+
+
+def test_a_layer_that_cannot_be_looked_at_is_one_skipped_line(monkeypatch):
+    host = nn.Sequential(
+        nn.Conv2d(3, 16, 1),
+        nn.PixelShuffle(2),
+        nn.Conv2d(4, 8, 1),
+        nn.ReLU(),
+        nn.Conv2d(8, 4, 1),
+    )
+    found = suggest_slots(host, torch.randn(2, 3, 4, 4))
+    assert found == ("2->4",)
+    assert found.skipped["0"].startswith("PixelShuffle between the layers")
+
+    def broken(host, name, module):
+        if name == "0":
+            raise RuntimeError("odd module")
+
+    monkeypatch.setattr(suggestions, "check_not_shared", broken)
+    host = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    found = suggest_slots(host, X)
+    assert found == ("1->2",)
+    assert found.skipped["0"] == "it cannot be looked at, RuntimeError: odd module"
+
+
+def test_a_module_may_be_given_a_view_of_a_parameter():
+    class Relative(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rel, self.norm = nn.Embedding(6, 8), nn.LayerNorm(8)
+            self.first, self.last = nn.Linear(8, 12), nn.Linear(12, 3)
+
+        def forward(self, x):
+            return self.last(self.first(x + self.norm(self.rel.weight[0:4])).relu())
+
+    assert look(Relative(), "first->last").macs == 8 * 12 + 12 * 3
 
 
 class Blocks(nn.Module):

@@ -19,29 +19,31 @@ host, branches stay.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, product
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map
 
-from esper.contracts.blueprints import Form
+from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.errors import BadInput, CallOrder
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.registry import first_line
-from esper.growth.blueprints.seed import FormSeed
+from esper.growth.blueprints.seed import FormSeed, build
 from esper.growth.grown import grown_part
 from esper.growth.hooks import ADD, Branch, SlotHooks
-from esper.growth.host_layers import kernel_of, turned, write_sizes
+from esper.growth.host_layers import kernel_of, turned, units_of, write_sizes
 from esper.growth.merging import why_no_merge
-from esper.growth.middle import NORMS, every_step
-from esper.growth.model import GrowingModel
+from esper.growth.middle import NORMS, every_step, new_middle
 from esper.growth.saved_topology import NAME
 from esper.growth.slots import InsertionPoint
 from esper.growth.tracing import Example, eval_outputs
+
+if TYPE_CHECKING:
+    from esper.growth.model import GrowingModel
 
 TOLERANCE: Final = 1e-3
 """Difference to the growing model's output, relative to its largest number, from which
@@ -64,7 +66,7 @@ class ActiveSeed:
         return self.branch.seed
 
 
-def export(model: GrowingModel, *, merge: bool = True) -> nn.Module:
+def export(model: "GrowingModel", *, merge: bool = True) -> nn.Module:
     """A copy of the grown host that computes the same; the model is unchanged.
 
     Args:
@@ -111,6 +113,37 @@ def export(model: GrowingModel, *, merge: bool = True) -> nn.Module:
     return module
 
 
+def why_units_do_not_fold(
+    host: nn.Module, place: InsertionPoint, blueprint: Blueprint, example: Example
+) -> str:
+    """Why the host answers otherwise with new units in its layers; empty if not.
+
+    Nothing reads the units, so only code that depends on the width can change the
+    answer. The host is left as it was.
+    """
+    names = {module: name for name, module in host.named_modules()}
+    norms = [step for step in every_step(place.middle) if step in names]
+    gates = [host.get_submodule(place.gate)] if place.gate else []
+    before = [
+        (module, dict(vars(module)), dict(module._parameters), dict(module._buffers))
+        for module in (place.inlet, place.outlet, *gates, *norms)
+    ]
+    sized = replace(blueprint, size=blueprint.units(units_of(place.inlet)), share=0.0)
+    middle = new_middle(place.middle, sized.size, units_of(place.inlet))
+    seed = build(sized, place.geometry, torch.Generator().manual_seed(0), middle)
+    one = ActiveSeed(0, place.site.name, place, Branch(seed, alpha=1.0, shadow=False))
+    expected = eval_outputs(host, example)
+    try:
+        merge_into(host, names, [one])
+        return _difference(expected, eval_outputs(host, example))
+    except Exception as error:  # whatever it cannot do is the answer
+        return f"it would fail, {first_line(error)}"
+    finally:
+        for module, attributes, parameters, buffers in before:
+            vars(module).update(attributes)
+            module._parameters, module._buffers = parameters, buffers
+
+
 class Branches(nn.ModuleDict):
     """The seeds of an exported host that could not be merged, at the alphas they had.
 
@@ -139,7 +172,7 @@ class Branches(nn.ModuleDict):
 
 
 def _copy_host(
-    model: GrowingModel, slots: Collection[int]
+    model: "GrowingModel", slots: Collection[int]
 ) -> tuple[nn.Module, list[SlotHooks]]:
     """A copy of the host with hooks for the seeds of some slots and no others."""
     try:
@@ -164,7 +197,7 @@ def _copy_host(
 
 @contextmanager
 def _refused_calls(
-    model: GrowingModel, names: Mapping[nn.Module, str]
+    model: "GrowingModel", names: Mapping[nn.Module, str]
 ) -> Iterator[None]:
     """Refuse calls of the growing model's own modules in the block."""
     own = {*model.modules()}
@@ -180,7 +213,7 @@ def _refused_calls(
         handle.remove()
 
 
-def _active_seeds(model: GrowingModel) -> list[ActiveSeed]:
+def _active_seeds(model: "GrowingModel") -> list[ActiveSeed]:
     """Seeds that change the output, in the order in which they are applied."""
     active: list[ActiveSeed] = []
     for hooks in model.hooks:

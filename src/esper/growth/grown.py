@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from math import inf, isfinite
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,8 @@ class Grown(nn.ModuleDict):
         """Whether a state that was validated is being loaded into its seeds."""
         self.training = host.training
         self._handles: list[Any] = []
+        self.copies: list[ref[Grown]] = []
+        """Deep copies of it, in copies of the host."""
 
     @property
     def host(self) -> nn.Module:
@@ -164,16 +167,27 @@ class Grown(nn.ModuleDict):
                 end, old = key.split("_")
                 seed.cross[f"{end}_{number[int(old)]}"] = block
         self.rebuild(topology, seeds)
+        self.copies = other.copies
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which have random streams of their own."""
-        return {**self.__dict__, "generator": self.generator.get_state()}
+        stream = self.generator.get_state()
+        return {**self.__dict__, "generator": stream, "copies": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Grown":
+        """A copy, which this one remembers as long as it lives."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(deepcopy(self.__getstate__(), memo))
+        self.copies = [copy for copy in self.copies if copy() is not None]
+        self.copies.append(ref(made))
+        return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.generator = torch.Generator()
         self.generator.set_state(state["generator"])
+        self.copies = []
 
     def forward(self, h: Any) -> Any:  # noqa: ANN401
         """Nothing, for hosts that call all their submodules one after the other."""

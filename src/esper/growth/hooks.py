@@ -72,6 +72,9 @@ class Follower:
     def loaded(self) -> None:
         """The weights have been loaded too."""
 
+    def give_up(self, successor: "Follower") -> None:
+        """Another one follows the host from now on."""
+
 
 @dataclass(slots=True)
 class Flow:

@@ -1,15 +1,17 @@
 """What is measured on a growing model: its score, and what a controller sees of it.
 
 A score lies in [0, 1] and more is better. An accuracy is its own score; a loss m
-becomes m0 / (m0 + m), with m0 its first value: 1/2 at the start, 1 at no loss. `Track`
-follows score and loss over decisions in `[env]` tensors; `observe` is what a controller
-sees of one model with its slots, relative to the host. What slots contribute or promise
-is not measured: it was found not to predict what pruning or planting brings.
+becomes m0 / (m0 + m), with m0 its first value: 1/2 at the start, 1 at no loss. Where a
+metric leaves [0, 1] or a loss falls below 0, all of a run become 1/2 + g / (2 |g| + 2 +
+2 |m0|), with g what was gained since the first. `Track` follows score and loss over
+decisions in `[env]` tensors; `observe` is what a controller sees of one model with its
+slots, relative to the host. What slots contribute or promise is not measured: it was
+found not to predict what pruning or planting brings.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from math import isfinite, nan
+from math import isfinite
 from typing import Any, Final, Literal, get_args
 
 import torch
@@ -34,15 +36,13 @@ Metric = float | Callable[[], float]
 class MetricScorer:
     """Turns a user's metric of a growing model into scores.
 
-    The mode is "max" for an accuracy in [0, 1], "min" for a loss.
+    The mode is "max" if more is better, "min" for a loss.
     """
 
     def __init__(self, model: GrowingModel, mode: str) -> None:
         if mode not in MODES:
             raise BadInput(f"mode must be 'max' or 'min', got {mode!r}.")
         self._model, self._mode = model, mode
-        self.first = nan
-        """The first metric of mode "min"."""
 
     def measure(self, metric: Metric) -> float:
         """The metric; a function's side effects on the model are undone."""
@@ -55,20 +55,27 @@ class MetricScorer:
         except (TypeError, ValueError) as error:
             raise BadInput(f"the metric must be a number, got {value!r}.") from error
 
-    def score(self, metric: float) -> float:
-        """The metric as a score."""
-        if self._mode == "max":
-            if not 0.0 <= metric <= 1.0:
-                raise BadInput(
-                    f"the metric must lie in [0, 1], got {metric}; for a loss, build "
-                    "the Grower with mode='min'."
-                )
-            return metric
-        if not isfinite(metric) or metric < 0:
-            raise BadInput(f"a loss must be finite and not negative, got {metric}.")
-        if self.first != self.first:
-            self.first = metric
-        return self.first / max(self.first + metric, 1e-30)
+    def score(self, metric: float, earlier: Sequence[float] = ()) -> float:
+        """The metric as a score; refuses one that is not finite.
+
+        Args:
+            metric: The newest one.
+            earlier: All before it, which decide on the scale with it.
+        """
+        if not isfinite(metric):
+            raise BadInput(f"the metric must be finite, got {metric}.")
+        return self.scores([*earlier, metric])[-1]
+
+    def scores(self, metrics: Sequence[float]) -> list[float]:
+        """All metrics of a run as scores on one scale."""
+        first, least, most = metrics[0], min(metrics), max(metrics)
+        if self._mode == "max" and least >= 0 and most <= 1:
+            return [*metrics]
+        if self._mode == "min" and first > 0 and least >= 0:
+            return [first / (first + metric) for metric in metrics]
+        sign = 1 if self._mode == "max" else -1
+        gains = [sign * (metric - first) for metric in metrics]
+        return [0.5 + g / (2 * abs(g) + 2 + 2 * abs(first)) for g in gains]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

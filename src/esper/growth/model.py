@@ -28,8 +28,9 @@ from esper.growth import lifecycle
 from esper.growth.blueprints.layers import Layer
 from esper.growth.blueprints.registry import find
 from esper.growth.blueprints.seed import Cost, FormSeed, cost, misfit
+from esper.growth.export import why_units_do_not_fold
 from esper.growth.grown import Grown, grown_part, seed_middle
-from esper.growth.hooks import ADD, Flow, Follower, SlotHooks
+from esper.growth.hooks import ADD, Change, Flow, Follower, SlotHooks
 from esper.growth.host_layers import units_of
 from esper.growth.lifecycle import SeedStates
 from esper.growth.merging import why_no_merge
@@ -160,14 +161,19 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
             raise BadInput(f"blueprints must be a list of names, got {blueprints!r}.")
         chosen = BLUEPRINTS if blueprints is None else tuple(map(find, blueprints))
         before = grown_part(host)
+        put_back: Change | None = None
         if before is not None:
             before.refuse_followed()
+            put_back = before.restore_point()
             before.detach()
+        self._before = before, put_back
         try:
             self.merge_only = merge_only
 
             def reject(place: InsertionPoint) -> str:
-                return _why_none_merges(place, chosen) if merge_only else ""
+                return (
+                    why_none_merges(host, place, chosen, example) if merge_only else ""
+                )
 
             names = choose_slots(host, slots, example, reject)
             self.survey: Survey = survey(host, names, example)
@@ -188,8 +194,7 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
                 grown.adopt(before)
             grown.attach()
         except BaseException:
-            if before is not None:
-                before.attach()
+            self._put_back()
             raise
         self.host = host
         self.__dict__["seeds"] = grown  # a submodule of the host, not of this
@@ -428,6 +433,17 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
         """Take seeds and hooks off the host; it is as it was before, co-trained."""
         self.seeds.detach()
 
+    def undo(self) -> None:
+        """Leave the host as it was before this was built, with the seeds it had."""
+        self.seeds.detach()
+        self._put_back()
+
+    def _put_back(self) -> None:
+        before, put_back = self._before
+        if before is not None and put_back is not None:
+            put_back()
+            before.attach()
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:  # noqa: ANN401
@@ -493,11 +509,22 @@ def encode_action(op: Op, **choices: int | str) -> Int64[Tensor, "1 head"]:
     return row
 
 
-def _why_none_merges(place: InsertionPoint, kinds: Sequence[Blueprint]) -> str:
+def why_none_merges(
+    host: nn.Module,
+    place: InsertionPoint,
+    kinds: Sequence[Blueprint],
+    example: Example,
+) -> str:
     """Why no blueprint that fits a place merges there; empty if one does."""
     fitting = [kind for kind in kinds if not misfit(kind, place.geometry)]
-    whys = [why_no_merge(place, kind) for kind in fitting]
-    return "" if "" in whys else f"no seed there merges, {(whys or ['none fits'])[0]}"
+    whys = {kind: why_no_merge(place, kind) for kind in fitting}
+    folding = [kind for kind in fitting if not whys[kind]]
+    why = next(iter(whys.values()), "none fits")
+    if folding and all(kind.form is Form.WIDEN for kind in folding):
+        why = why_units_do_not_fold(host, place, folding[0], example)
+    elif folding:
+        why = ""
+    return f"no seed there merges, {why}" if why else ""
 
 
 def _holders(modules: Iterable[nn.Module]) -> list[nn.Module]:

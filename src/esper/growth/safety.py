@@ -111,6 +111,8 @@ class HealthMonitor:
         self.streak = 0
         """Bad batches since the last healthy one."""
         self.batches = 0
+        self.over: list[int] = []
+        """Limits that the last batch was beyond: 0 the loss's, 1 the norm's."""
 
     def judge(self, loss: float | None, norm: float, *, finite: bool) -> Verdict:
         """The verdict on a batch before its step; healthy ones are recorded.
@@ -121,8 +123,9 @@ class HealthMonitor:
         verdict, known = Verdict.HEALTHY, loss is None or math.isfinite(loss)
         if not (finite and known and math.isfinite(norm)):
             verdict = Verdict.NON_FINITE
-        elif self._is_spike(loss, norm) and not self._recurs(loss, norm):
+        elif self._beyond(loss, norm) and not self._recurs(loss, norm):
             verdict = Verdict.SPIKE
+        self.over = self._beyond(loss, norm)
         if verdict is Verdict.HEALTHY:
             self.streak = 0
             self.recent.append([math.nan if loss is None else loss, norm])
@@ -150,7 +153,8 @@ class HealthMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """All statistics."""
-        mine = {key: value for key, value in vars(self).items() if key != "config"}
+        unsaved = ("config", "over")
+        mine = {key: value for key, value in vars(self).items() if key not in unsaved}
         return copy.deepcopy(mine)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -179,16 +183,17 @@ class HealthMonitor:
         elif not finite:
             why = "a buffer of the model is not finite"
         else:
-            # The one further from its median is the reason a reader looks for.
             far = [values[row] / max(abs(usual[row]), 1e-30) for row in (0, 1)]
-            row = int(far[1] > far[0])
+            row = max(self.over or (0, 1), key=lambda at: far[at])
             why = f"the {names[row]} is {values[row]:.4g}, usually {usual[row]:.4g}"
         if verdict is Verdict.DIVERGED:
             return f"{self.streak} bad batches in a row; at the last, {why}"
         return f"{why}; the step was refused"
 
-    def _is_spike(self, loss: float | None, norm: float) -> bool:
-        return norm > self.limits[1] or (loss is not None and loss > self.limits[0])
+    def _beyond(self, loss: float | None, norm: float) -> list[int]:
+        """The limits that a batch is beyond."""
+        values = (-math.inf if loss is None else loss, norm)
+        return [row for row in (0, 1) if values[row] > self.limits[row]]
 
     def _recurs(self, loss: float | None, norm: float) -> bool:
         """Whether spikes like this one have come back often enough to be usual.
@@ -207,7 +212,7 @@ class HealthMonitor:
             if known:
                 self.rare[row] = max(self.rare[row], median_low(known))
         self._renew()
-        return not self._is_spike(loss, norm)
+        return not self._beyond(loss, norm)
 
     def _renew(self) -> None:
         """Limits from the batches that are held now."""

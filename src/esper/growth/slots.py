@@ -5,8 +5,9 @@
     "block"      residual: reads and adds to the output of block
 
 Names are the host's own module names. The host is called twice in eval mode (the
-outputs must agree) and once in training mode, forwards and backwards. What cannot work
-is refused here in one line, by name. The host is left as it was.
+outputs must agree) and twice in training mode, once of these backwards too. Between two
+layers both modes must do the same but for dropout. What cannot work is refused here in
+one line, by name. The host is left as it was.
 """
 
 from collections import Counter
@@ -35,6 +36,7 @@ from esper.growth.macs import count_macs
 from esper.growth.middle import Join, SavedSteps, describe_middle
 from esper.growth.tracing import (
     Example,
+    Path,
     PathTracer,
     batch_size,
     call,
@@ -58,6 +60,8 @@ SIGNAL_LAYERS: Final = (
 )
 CHANNELS_LAST: Final = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding)
 """Layers whose type says where the channels of their output are."""
+TRIES: Final = 8
+"""Calls in training mode, if some layers are left out at random (LayerDrop)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,7 @@ def survey(host: nn.Module, slots: Iterable[str], example: Example) -> Survey:
             "two calls of the host in eval mode disagree; its forward must not be "
             "random or change with every call."
         )
+    compare_training(host, trace, example)
     places = tuple(insertion_point(site, trace) for site in sites)
     for gate in filter(None, (place.gate for place in places)):
         check_not_shared(host, gate, trace.modules[gate])
@@ -273,6 +278,18 @@ class Trace:
     outputs: list[Tensor] = field(default_factory=list)
 
 
+def compare_training(host: nn.Module, trace: Trace, example: Example) -> None:
+    """Note where a call in training mode goes other ways than this one in eval mode."""
+    paths, trained = trace.tracer.paths, dict[nn.Module, Path]()
+    with isolated(host, training=True), torch.no_grad():
+        for _ in range(TRIES):
+            trained = {**trace_host(host, (), example).tracer.paths, **trained}
+            if paths.keys() <= trained.keys():
+                break
+    for layer, path in paths.items():
+        path.compare(trained.get(layer), trace.tracer.names)
+
+
 def trace_host(host: nn.Module, sites: tuple[Site, ...], example: Example) -> Trace:
     """Call the host once and record what happens at every site and layer."""
     names = {module: name for name, module in host.named_modules()}
@@ -317,7 +334,12 @@ def trace_host(host: nn.Module, sites: tuple[Site, ...], example: Example) -> Tr
             stack.callback(module.register_forward_hook(leave).remove)
         with tracer:
             answer = _call(host, example)
-    trace.outputs = [t.clone() for t in tensors_of(answer)]
+    outputs = tensors_of(answer)
+    for path in tracer.paths.values():
+        returned = any(one is other for one in path.tensors for other in outputs)
+        if path.reader is not None and returned and not path.problem:
+            path.problem = "the hidden tensor is part of the host's answer"
+    trace.outputs = [tensor.clone() for tensor in outputs]
     return trace
 
 
@@ -424,6 +446,11 @@ def _span(site: Site, trace: Trace, layout: Layout) -> _Span:
         problem = f"{gate!r}, which joins it, is called more than once"
     if problem:
         return _Span(problem)
+    if differs := path.differs or (path.joined.differs if path.joined else ""):
+        raise BadInput(
+            f"slot {site.name!r} works in eval mode only: in training mode {differs}, "
+            "and new units would go around that."
+        )
     hidden = trace.records[site.outlet].inputs
     shape, unit_inputs = tuple(hidden.shape[1:]), 1
     if kernel_of(second) is None and layout.channels_first:
@@ -524,6 +551,7 @@ def without_gradient(
 ) -> list[str]:
     """Names of outlets that no gradient reaches in training mode."""
     offsets: dict[str, Tensor] = {}
+    reached: dict[str, bool] = {}
 
     def add_offset(name: str) -> Any:  # noqa: ANN401
         def hook(module: nn.Module, args: Any, answer: Tensor) -> Tensor:  # noqa: ANN401
@@ -532,19 +560,33 @@ def without_gradient(
 
         return hook
 
+    outlets = {place.site.outlet: place.outlet for place in places}
     with ExitStack() as stack:
-        for name, outlet in {p.site.outlet: p.outlet for p in places}.items():
+        for name, outlet in outlets.items():
             handle = outlet.register_forward_hook(add_offset(name))
             stack.callback(handle.remove)
-        try:
-            with isolated(host, training=True), torch.enable_grad():
-                answers = tensors_of(_call(host, example))
-                total = torch.stack([a.float().sum() for a in answers]).sum()
-                found = torch.autograd.grad(
-                    total, [*offsets.values()], allow_unused=True
-                )
-        except RuntimeError as error:
-            raise BadInput(
-                f"nothing flows back through the host: {first_line(error)}"
-            ) from error
-    return [name for name, g in zip(offsets, found, strict=True) if g is None]
+        stack.enter_context(isolated(host, training=True))
+        for _ in range(TRIES):
+            offsets.clear()
+            try:
+                with torch.enable_grad():
+                    answers = tensors_of(_call(host, example))
+                    total = torch.stack([a.float().sum() for a in answers]).sum()
+                    found = _gradients(total, offsets)
+            except RuntimeError as error:
+                raise BadInput(
+                    f"nothing flows back through the host: {first_line(error)}"
+                ) from error
+            reached |= {name: found[name] is not None for name in found}
+            if reached.keys() == outlets.keys():
+                break
+    return [name for name in outlets if not reached.get(name, False)]
+
+
+def _gradients(
+    total: Tensor, given: Mapping[str, Tensor]
+) -> Mapping[str, Tensor | None]:
+    if not given:
+        return {}
+    found = torch.autograd.grad(total, [*given.values()], allow_unused=True)
+    return dict(zip(given, found, strict=True))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from esper.contracts.errors import BadInput
+from esper.growth.blueprints.registry import first_line
 from esper.growth.host_layers import is_layer, why_no_layer
 from esper.growth.slots import (
     ARROW,
@@ -23,6 +24,7 @@ from esper.growth.slots import (
     Trace,
     check_host,
     check_not_shared,
+    compare_training,
     insertion_point,
     trace_host,
     without_gradient,
@@ -71,6 +73,7 @@ def suggest_slots(
     check_host(model)
     with isolated(model, training=False), torch.no_grad():
         trace = trace_host(model, (), example)
+    compare_training(model, trace, example)
     names = trace.tracer.names
     layers = {names[module]: module for module in names if is_layer(module)}
     called = sorted(layers, key=lambda name: trace.records[name].order)
@@ -85,6 +88,8 @@ def suggest_slots(
             found.append(_span_from(model, name, trace, found))
         except BadInput as error:
             skipped[name] = str(error).removesuffix(".")
+        except Exception as error:  # code of others: one layer less, not the whole host
+            skipped[name] = f"it cannot be looked at, {first_line(error)}"
     found = _wanted(model, found, example, reject, skipped)
     if not found:
         beside = [*_beside(model, called, trace)]

@@ -18,7 +18,13 @@ from torch.optim import Optimizer
 from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionMasks, ActionSpec, Op
 from esper.contracts.errors import BadInput, IllegalAction
 from esper.contracts.stages import Stage, StageChanged
-from esper.growth.grown import Grown, host_parameters, slot_number, uninterrupted
+from esper.growth.grown import (
+    Grown,
+    grown_part,
+    host_parameters,
+    slot_number,
+    uninterrupted,
+)
 from esper.growth.hooks import Change, Follower
 from esper.growth.model import GrowingModel
 from esper.growth.optimiser import OptimizerSurgery
@@ -68,8 +74,16 @@ class Topology(Follower):
         self.surgery = OptimizerSurgery(
             optimizer, host_parameters(model.host), model.seed_parameters()
         )
-        self._join(model.seed_parameters(), {*self.surgery.joined})
+        put_back = self.surgery.restore_point()
+        try:
+            self._join(model.seed_parameters(), {*self.surgery.joined})
+        except BaseException:
+            put_back()
+            self.surgery.detach()
+            raise
         model.flow.follower = ref(self)
+        self.is_replaced = False
+        """Whether another one follows the host now."""
         self.after_load: Callable[[], None] | None = None
         """Called when a state has been loaded into the host."""
         self._copies: list[tuple[ref[Grown], dict[str, nn.Module]]] = []
@@ -153,6 +167,28 @@ class Topology(Follower):
         if [*copy] != [*self.model.seeds]:
             raise BadInput("the host has grown since the copy was made; copy it again.")
         self._copies.append((ref(copy), dict(self.model.seeds.items())))
+
+    def give_up(self, successor: Follower) -> None:
+        """Leave host, seeds, optimiser and averages to another one."""
+        self.is_replaced = True
+        self.surgery.detach()
+        if (
+            isinstance(successor, Topology)
+            and successor.model.slots == self.model.slots
+        ):
+            successor._copies = self._copies
+        self._copies = []
+
+    def lagging_copies(self) -> list[Grown]:
+        """Living copies of the host that do not grow with it and have other seeds."""
+        followed = [copy() for copy, _ in self._copies]
+        living = [copy() for copy in self.model.seeds.copies]
+        return [
+            copy
+            for copy in living
+            if copy is not None and all(copy is not other for other in followed)
+            if grown_part(copy.host) is copy and [*copy] != [*self.model.seeds]
+        ]
 
     def loaded(self) -> None:
         """A state was loaded into the host."""

@@ -13,7 +13,7 @@ channel-wise if it gives the same for some of the channels as for all.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -175,11 +175,32 @@ class Path:
     """The module with weights that has read it."""
     problem: str = ""
     """Why no units can be put on it; empty if nothing is wrong."""
+    differs: str = ""
+    """How it goes otherwise in training mode; empty if it does not."""
 
     @property
     def tail(self) -> Tensor:
         """Its newest tensor."""
         return self.tensors[-1]
+
+    def compare(self, trained: "Path | None", names: Mapping[nn.Module, str]) -> None:
+        """Note how it goes in training mode; it gets the dropouts that only that has.
+
+        Args:
+            trained: The path of the same layer in training mode; None if there is none.
+            names: Of the modules of the host.
+        """
+        if self.problem:
+            return
+        if trained is None:
+            self.differs = f"{names[self.layer]!r} is never called"
+        elif trained.problem or trained.reader is not self.reader:
+            other = trained.reader and f"{names[trained.reader]!r} reads it"
+            self.differs = trained.problem or other or "nothing reads it"
+        else:
+            steps = _with_dropouts(self.steps, trained.steps)
+            self.steps = self.steps if steps is None else steps
+            self.differs = "other work is done on it" if steps is None else ""
 
 
 class PathTracer(TorchFunctionMode):
@@ -350,6 +371,44 @@ def _function_step(
     return TraceStep(module, name, (before,), after)
 
 
+def _with_dropouts(
+    steps: Sequence[TraceStep], trained: Sequence[TraceStep]
+) -> list[TraceStep] | None:
+    """Steps of eval mode with the dropouts of training mode; None if others differ."""
+    plain = [step for step in steps if not _is_dropout(step)]
+    made: list[TraceStep] = []
+    for step in trained:
+        if _is_dropout(step):
+            made.append(step)
+            continue
+        own = plain.pop(0) if plain else None
+        if own is None or _identity(own) != _identity(step):
+            return None
+        if isinstance(own.module, Join):
+            branch = _with_dropouts(own.branch, step.branch)
+            if branch is None:
+                return None
+            joint = own.module.with_branch(one.module for one in branch)
+            own = replace(own, module=joint, branch=branch)
+        made.append(own)
+    return None if plain else made
+
+
+def _is_dropout(step: TraceStep) -> bool:
+    return isinstance(step.module, tuple(DROPOUTS.values()))
+
+
+def _identity(step: TraceStep) -> object:
+    """What is the same for two calls of one module, or of one function."""
+    module = step.module
+    if isinstance(module, Join):
+        called = module.function
+        return called.name, called.args, called.kwargs, module.layer, module.swapped
+    if isinstance(module, FunctionModule):
+        return module.name, module.args, module.kwargs
+    return id(module)
+
+
 def path_modules(
     path: Path, width: int, layout: Layout
 ) -> tuple[tuple[nn.Module, ...], str]:
@@ -392,11 +451,6 @@ def _why_not_channelwise(
     module: nn.Module, step: TraceStep, width: int, layout: Layout
 ) -> str:
     """Whether a module gives some channels the same as all of them; else why not."""
-    shape = step.given[0].shape
-    flat = len(shape) == 2 and layout is not Layout.VECTOR
-    per = shape[1] // width if flat else 1
-    axis = 1 if layout.channels_first or len(shape) == 2 else -1
-    some = max(1, width // 2)
     given = step.given
     if isinstance(step.module, Join) and step.module.swapped:
         given = given[::-1]
@@ -405,15 +459,38 @@ def _why_not_channelwise(
         module.inplace = False  # type: ignore[assignment]
     try:
         with torch.no_grad():
-            part = module(*(t.narrow(axis, 0, some * per).clone() for t in given))
-            whole = module(*(t.clone() for t in given))
+            alike = _is_channelwise(module, given, step.result, width, layout)
             module(*(t[:1].clone() for t in given))  # as a last batch may be
     except Exception:  # whatever it cannot do is the answer
         return "does not take fewer channels, or fewer rows"
-    if whole.dim() == 2 and len(shape) > 2:
-        per, axis = whole.shape[1] // width, 1
-    alike = _close(part, whole.narrow(axis, 0, some * per))
-    return "" if alike and _close(whole, step.result) else "mixes channels"
+    return "" if alike else "mixes channels"
+
+
+def _is_channelwise(
+    module: nn.Module,
+    given: Sequence[Tensor],
+    result: Tensor,
+    width: int,
+    layout: Layout,
+) -> bool:
+    """Whether the first channels, and the last, give alone what they give among all."""
+    some = max(1, width // 2)
+    whole = module(*(tensor.clone() for tensor in given))
+    ends = [_channels(tensor, width, layout) for tensor in (given[0], whole)]
+    (axis, per), (axis_after, per_after) = ends
+    alike = _close(whole, result)
+    for first in (0, width - some):
+        part = (t.narrow(axis, first * per, some * per).clone() for t in given)
+        same = whole.narrow(axis_after, first * per_after, some * per_after)
+        alike &= _close(module(*part), same)
+    return alike
+
+
+def _channels(tensor: Tensor, width: int, layout: Layout) -> tuple[int, int]:
+    """The axis of the channels, and how many numbers there belong to each."""
+    flat = tensor.dim() == 2
+    per = tensor.shape[1] // width if flat and layout is not Layout.VECTOR else 1
+    return (1 if layout.channels_first or flat else -1), per
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

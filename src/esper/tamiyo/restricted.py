@@ -62,6 +62,8 @@ class Restricted:
             both = [choice for choice in order if choice in trained]
             narrowed[head.name] = tuple(both or order)
         blueprints = tuple(spec.blueprints[at] for at in known)
+        self.plants = frozenset(blueprint.name for blueprint in blueprints)
+        """Names of the blueprints that it ever plants."""
         self.spec = ActionSpec(spec.slots, blueprints, narrowed)
         self._controller = make(self.spec)
         self._known = torch.tensor(known)

@@ -116,6 +116,8 @@ class Scheduled:
     ) -> None:
         given = [schedule] if isinstance(schedule, Schedule) else [*schedule]
         self._table = Timetable(spec, given)
+        self.plants = self._table.plants
+        """Names of the blueprints that it ever plants."""
         self._plan = torch.arange(len(given))
         self.needs_end = any(plan.needs_end for plan in given)
         """Whether something would never come due where the end is not known."""
@@ -164,6 +166,8 @@ class ScheduledByRent:
         nothing = Schedule(blueprint=LARGEST, count=0)
         given = [*known.values(), nothing, *unknown.values(), nothing]
         self._table = Timetable(spec, [playable(spec, plan) for plan in given])
+        self.plants = self._table.plants
+        """Names of the blueprints that it ever plants."""
         self._known, self._unknown = (
             torch.tensor([*limits], dtype=torch.float32) for limits in (known, unknown)
         )
@@ -203,9 +207,20 @@ class Timetable:
         if not schedules:
             raise BadInput("expected at least one schedule, got none.")
         self._preference = SizePreference(spec)
+        wanted = [_wanted(spec, s.blueprint) for s in schedules]
         self._flags = torch.tensor(
-            [[s.scale == "octaves", *_wanted(spec, s.blueprint)] for s in schedules]
+            [
+                [s.scale == "octaves", *row]
+                for s, row in zip(schedules, wanted, strict=True)
+            ]
         )
+        self.plants = frozenset(
+            kind.name
+            for s, row in zip(schedules, wanted, strict=True)
+            for kind, is_wanted in zip(spec.blueprints, row, strict=True)
+            if is_wanted and s.count
+        )
+        """Names of the blueprints that any plan plants."""
         self._whole = torch.tensor([[s.count, s.keep] for s in schedules])
         self._real = torch.tensor(
             [[s.start, s.every, s.until, s.cut] for s in schedules]
