@@ -1021,12 +1021,45 @@ def test_a_mask_is_refused_where_an_agent_plays_too():
         assert agent.predict(seen[0], action_masks=ones)[0].shape == (3,)
 
 
+@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"a": [0, 1], "b": [1, 0, 0, 0, 1]},
+        {"a": np.array([0, 1]), "b": (np.array([1, 0]), np.array([0, 0, 1]))},
+        (np.array([0, 1]), np.array([1, 0, 0, 0, 1])),
+        [0, 1, 1, 0, 0, 0, 1],
+    ],
+)
+def test_masks_of_nested_lists_arrays_and_tuples_are_obeyed(mask, mode):
+    class Strict(Odd):
+        def reset(self, *, seed=None, options=None):
+            return super().reset()[0], {"action_mask": mask}
+
+        def step(self, action):
+            assert (action["a"], *action["b"]) == (1, 0, 2)
+            return *super().step(action)[:4], {"action_mask": mask}
+
+    def make():
+        heads = spaces.Dict(a=TWO, b=spaces.MultiDiscrete([2, 3]))
+        return Strict(BOX, heads)
+
+    if mode is None:
+        PPO(make, envs=2, **SMALL).learn(24)
+    else:
+        PPO(vector(make, 2, mode), **SMALL).learn(24)
+
+
 def test_a_tuple_of_one_mask_per_environment_is_not_taken_for_heads():
     """It is what `call("action_masks")` of Gymnasium's vectors returns."""
     agent = PPO(Seen, envs=2, **SMALL)
     masks = np.array([[True, False], [True, False]])  # as large when transposed
     actions, _ = agent.predict(np.zeros((2, 2), np.float32), action_masks=(*masks,))
     assert actions.tolist() == [0, 0]
+    agent = PPO(chance("none"), envs=2, **SMALL)
+    heads = tuple(np.arange(size) == size - 1 for size in SIZES)
+    actions, _ = agent.predict(np.zeros((2, 4)), action_masks=(heads, heads))
+    assert actions.tolist() == [[2, 1, 4]] * 2
 
 
 def test_a_method_without_a_mask_is_refused():

@@ -395,7 +395,10 @@ class SpaceSpec:
         """The mask of one environment, whole or head by head, as one array."""
         if not isinstance(mask, Mapping | tuple | list):
             return np.asarray(mask)
-        heads = [np.asarray(head) for head in self._by_head(mask)]
+        heads = [
+            self.mask_row(head) if isinstance(head, tuple | list) else np.asarray(head)
+            for head in self._by_head(mask)
+        ]
         if all(head.ndim == 0 for head in heads):  # one list of all choices
             return np.stack(heads)
         return np.concatenate([head.reshape(-1) for head in heads])
@@ -403,10 +406,14 @@ class SpaceSpec:
     def _stacked(self, masks: Any, envs: int, needed: Array | None) -> Array:  # noqa: ANN401
         """Masks of all environments as one array `[env, ...]`."""
         if isinstance(masks, Mapping) or self._is_by_head(masks, envs):
-            heads = [np.asarray(x) for x in self._by_head(masks)]
+            heads = [self._one_array(x, needed) for x in self._by_head(masks)]
             return np.concatenate([x.reshape(len(x), -1) for x in heads], axis=1)
-        objects = isinstance(masks, np.ndarray) and masks.shape == (envs,)
-        if not objects and not isinstance(masks, list | tuple):
+        return self._one_array(masks, needed)
+
+    def _one_array(self, masks: Any, needed: Array | None) -> Array:  # noqa: ANN401
+        """Masks of which there may be one object for each environment."""
+        objects = isinstance(masks, np.ndarray) and masks.dtype == object
+        if not isinstance(masks, list | tuple) and not (objects and masks.ndim == 1):
             return np.asarray(masks)
         if {*map(type, masks)} == {np.ndarray}:
             return np.array([*masks])
@@ -420,9 +427,11 @@ class SpaceSpec:
 
     def _is_by_head(self, masks: Any, envs: int) -> bool:  # noqa: ANN401
         """Whether this is one array `[env, choice]` for each head."""
-        shapes = [np.shape(x) for x in masks] if isinstance(masks, tuple) else []
-        widths = [shape[1] for shape in shapes if len(shape) == 2 and shape[0] == envs]
-        return len(widths) == len(shapes) and sum(widths) == sum(self.sizes)
+        if not isinstance(masks, tuple):
+            return False
+        arrays = [x for x in masks if isinstance(x, np.ndarray) and x.ndim == 2]
+        fits = len(arrays) == len(masks) and all(len(x) == envs for x in arrays)
+        return fits and sum(x.shape[1] for x in arrays) == sum(self.sizes)
 
     def _by_head(self, masks: Any) -> list[Any]:  # noqa: ANN401
         if not isinstance(masks, Mapping):
