@@ -155,6 +155,16 @@ def test_a_metric_that_leaves_its_range_changes_the_scale_of_all_before_it():
     assert int(grower._track.decisions) == 3
 
 
+def test_places_that_write_to_one_module_are_counted_apart():
+    slots = ["first->second", "second->last", "second->second", "second"]
+    grower = begin(controller="early", slots=slots, budget=20.0)
+    for decision in range(4):
+        train(grower, [decision])
+        grower.step(metric=0.5)
+    # Twice as wide, and again, at both places that can be widened.
+    assert len(grower.model.seeds) == 4
+
+
 # Ways of writing the loop.
 
 

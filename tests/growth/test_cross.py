@@ -151,7 +151,9 @@ def test_planting_changes_no_bit_whoever_is_born_last(kind, order, tempo):
         host = model.host.b.weight.detach()
         more = block[0].numel() if host.dim() > 2 else block.shape[0]
         share = host[0].numel() / (host[0].numel() + more)
-        spread = float(first.std(correction=0) / host.std(correction=0))
+        he = (2 / host[0].numel()) ** 0.5
+        alone = he if model.place(0).in_mlp else host.std(correction=0)
+        spread = float(first.std(correction=0) / alone)
         assert spread == pytest.approx(share**0.5, rel=1e-4)
 
 

@@ -70,7 +70,12 @@ def test_an_observation_shows_budget_slots_and_offers():
     assert not bool(seen.offers.promise_known.any())
     names = [blueprint.name for blueprint in model.spec.blueprints]
     widen = names.index("widen_8")
-    assert seen.offers.fits[0, :, widen].tolist() == [True, True, False, False] * 2
+    # The first free slot of every place that takes it, and no other.
+    fits = [False, True, False, False, True, False, False, False]
+    assert seen.offers.fits[0, :, widen].tolist() == fits
+    assert seen.slots.depth[0].tolist() == [0.25, 1.0, 0.5, 0.75] * 2
+    assert seen.slots.units[0].tolist() == [20.0, 12.0, 12.0, 12.0] * 2
+    assert seen.slots.capacity[0].tolist() == pytest.approx([1.0, 0.6, 0.6, 0.6] * 2)
     assert float(seen.offers.parameters[0, 0, widen]) == pytest.approx(share)
     assert float(seen.slots.depth[0, 0]) < float(seen.slots.depth[0, 1])
     assert bool(seen.first)

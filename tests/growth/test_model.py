@@ -288,3 +288,21 @@ def test_merge_only_skips_places_whose_width_the_host_computes_with():
         GrowingModel(host, ["a->b"], x, merge_only=True)
     assert before == (everything(host), {n: str(m) for n, m in host.named_modules()})
     assert all(p is q for p, q in zip(own, host.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_new_units_of_an_mlp_begin_as_where_controllers_are_trained(kind):
+    host = make_host(kind)
+    with torch.no_grad():
+        for parameter in host.parameters():
+            parameter.mul_(3.0)
+    model = grow(kind, host)
+    slot = model.slots[0]
+    model.plant(slot, "widen_32")
+    seed, place = model.seeds["slot_0"], model.place(0)
+    first = seed.weights["first"].detach()
+    wanted = float(place.inlet.weight.detach().std(correction=0))
+    if kind == "vector":
+        wanted = (2 / place.inlet.in_features) ** 0.5
+        assert not seed.weights["first_bias"].any()
+    assert float(first.std(correction=0)) == pytest.approx(wanted, rel=1e-4)

@@ -274,10 +274,12 @@ class Grown(nn.ModuleDict):
         middle = seed_middle(place, blueprint)
         seed = build(blueprint, place.geometry, self.generator, middle, gated)
         if isinstance(seed, FormSeed) and seed.widens:
-            _scale_like(seed.weights["first"], place.inlet.get_parameter("weight"))
+            layers = {"first": place.inlet}
             if place.gate:
-                gate = self.host.get_submodule(place.gate)
-                _scale_like(seed.weights["gate"], gate.get_parameter("weight"))
+                layers["gate"] = self.host.get_submodule(place.gate)
+            for name, layer in layers.items():
+                own = None if place.in_mlp else layer.get_parameter("weight")
+                _begin(seed.weights, name, own)
             self._add_blocks(slot, seed)
         near = (place.outlet, place.inlet, self.host)
         like = next(p for m in near for p in m.parameters() if p.is_floating_point())
@@ -649,8 +651,27 @@ def seed_middle(place: InsertionPoint, blueprint: Blueprint) -> nn.Module:
 
 
 @torch.no_grad()
-def _scale_like(weight: Tensor, host: Tensor) -> None:
-    """Scale new units' weights to the standard deviation of the host's own."""
-    own, built = (float(w.double().std(correction=0)) for w in (host, weight))
-    if isfinite(own) and own > 0.0 and built > 0.0:
-        weight.mul_(own / built)
+def _begin(weights: nn.ParameterDict, name: str, host: Tensor | None) -> None:
+    """Scale the first weights of new units.
+
+    In an MLP (no `host`) as where controllers are trained: He's deviation, sqrt(2 /
+    inputs), and no biases. With `early` that scored 0.519 against 0.504 with the host's
+    own deviation on mnist1d, and 0.881 against 0.882 on letter (MLPs of 16 units, 5
+    random seeds each). In other hosts, to the deviation of the host's own weights: a
+    CNN on digits scored 0.966 with that and 0.959 with He's (4 random seeds).
+
+    Args:
+        weights: Of the seed, changed in place.
+        name: Of the layer in them.
+        host: The weight of the host's own layer; None for He's deviation.
+    """
+    weight = weights[name]
+    built = float(weight.double().std(correction=0))
+    if host is None:
+        wanted = (2 / weight.shape[0]) ** 0.5  # matrices keep inputs first
+        if f"{name}_bias" in weights:
+            weights[f"{name}_bias"].zero_()
+    else:
+        wanted = float(host.double().std(correction=0))
+    if isfinite(wanted) and wanted > 0.0 and built > 0.0:
+        weight.mul_(wanted / built)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotStates
+from esper.contracts.stages import Stage
 from esper.contracts.world import BlueprintOffers, HostStates, Observation
 from esper.growth.model import GrowingModel
 from esper.growth.tracing import isolated
@@ -213,9 +214,8 @@ def observe(
 
 def slot_states(model: GrowingModel) -> SlotStates:
     """All slots of one model."""
-    states, places = model.states, model.survey.places
-    count = range(len(model.slots))
-    widest = max(place.geometry.outlet_width for place in places)
+    states, count = model.states, range(len(model.slots))
+    units = [float(_units(model, slot)) for slot in count]
     seeds = {
         slot: model.cost_of(slot).parameters
         for slot in count
@@ -235,9 +235,9 @@ def slot_states(model: GrowingModel) -> SlotStates:
         blueprint=states.blueprint,
         style=states.style,
         parameters=row([seeds.get(s, 0) / model.survey.parameters for s in count]),
-        depth=row([model.place(s).depth for s in count]),
-        capacity=row([model.place(s).geometry.outlet_width / widest for s in count]),
-        units=row([float(_units(model, s)) for s in count]),
+        depth=row(_depths(model)),
+        capacity=row([width / max(units) for width in units]),
+        units=row(units),
         # As in the world that controllers are trained in.
         liveness=none + 1,
         gradient_share=none + 1,
@@ -246,13 +246,25 @@ def slot_states(model: GrowingModel) -> SlotStates:
     )
 
 
+def _depths(model: GrowingModel) -> list[float]:
+    """Ranks of the places by depth, in (0, 1], as where controllers are trained."""
+    places = model.survey.places
+    order = sorted(range(len(places)), key=lambda place: places[place].depth)
+    ranks = [(order.index(place) + 1) / len(places) for place in range(len(places))]
+    return ranks * (len(model.slots) // len(places))
+
+
 def _units(model: GrowingModel, slot: int) -> int:
     geometry = model.place(slot).geometry
     return model.seeds.width(slot) if geometry.spans else geometry.outlet_width
 
 
 def offers(model: GrowingModel) -> BlueprintOffers:
-    """What every slot of one model could be planted with."""
+    """What every slot of one model could be planted with.
+
+    The first free slot of every place is offered, as where controllers are trained:
+    slots of a place are all the same.
+    """
     host, kinds = model.survey, model.spec.blueprints
     prices = [
         model.price(place, kind) for place in range(len(host.places)) for kind in kinds
@@ -267,8 +279,10 @@ def offers(model: GrowingModel) -> BlueprintOffers:
     per_place = len(model.slots) // len(host.places)
     size, work, fits = table.repeat(1, per_place, 1, 1).unbind(-1)
     unknown = torch.zeros_like(size)
+    free = (model.states.stage == Stage.DORMANT).unflatten(1, (per_place, -1))
+    first = (free & (free.cumsum(dim=1) == 1)).flatten(1)
     return BlueprintOffers(
-        fits=fits.bool(),
+        fits=fits.bool() & first[:, :, None],
         parameters=size,
         macs=work,
         promise=unknown,

@@ -92,6 +92,8 @@ class InsertionPoint:
     """The same as plain data, to be saved."""
     depth: float
     """Where the outlet lies between the host's input (0) and output (1)."""
+    in_mlp: bool = False
+    """Whether all layers of the host are linear and work on vectors."""
 
     @property
     def gate(self) -> str:
@@ -410,7 +412,20 @@ def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
         middle=span.middle,
         recipe=span.recipe,
         depth=min(1.0, written.order / max(1, trace.leaves)),
+        in_mlp=_is_mlp(trace),
     )
+
+
+def _is_mlp(trace: Trace) -> bool:
+    """Whether all modules with matrices are linear layers and work on vectors."""
+    for name, module in trace.modules.items():
+        if all(p.dim() < 2 for p in module.parameters(recurse=False)):
+            continue
+        answer = trace.records[name].outputs if name in trace.records else None
+        works_on_vectors = not isinstance(answer, Tensor) or answer.dim() == 2
+        if not (isinstance(module, nn.Linear) and works_on_vectors):
+            return False
+    return True
 
 
 @dataclass(slots=True)
