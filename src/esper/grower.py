@@ -215,8 +215,8 @@ class Grower(NamedOps[Receipt]):
         """Why the controller can plant nothing in these slots; empty if it can."""
         if self._barren:
             warnings.warn(
-                f"{self._barren}. Name slots between two layers, use "
-                "controller='plateau', which plants whatever fits, or plant by hand.",
+                f"{self._barren}. esper.suggest_slots(model, example) prints what was "
+                "skipped and why; controller='plateau' plants whatever fits.",
                 EsperWarning,
                 stacklevel=2,
             )
