@@ -130,7 +130,7 @@ def test_the_return_of_halving_counts_the_compute_of_all_sizes():
     ids=["batches", "a known end", "too short", "a stop too few"],
 )
 def test_halving_is_refused_where_sizes_cannot_end_at_equal_compute(clock):
-    with pytest.raises(BadInput, match=r"set world\.clock to compute"):
+    with pytest.raises(BadInput, match=r"Set world\.clock to compute"):
         check_halving(clock)
 
 

@@ -400,7 +400,7 @@ def test_the_command_prints_findings_and_tells_them_by_its_exit_code(capsys):
     gymnasium.register("esper-test/Swallowed-v0", Swallowed)
     assert main(["doctor", "esper-test/Swallowed-v0", "--steps", "600"]) == 0
     shown = capsys.readouterr().out
-    assert re.search("^note, step 600: .*\n.*nothing to mend in 600 steps", shown)
+    assert re.search("^note, step 600: .*\n.*no faults found in 600 steps", shown)
     assert main(["doctor", "Nonsense-v0"]) == 2
     with pytest.raises(BadInput, match="Nonsense-v0 cannot be made"):
         examine("Nonsense-v0")

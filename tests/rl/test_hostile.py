@@ -196,10 +196,15 @@ def test_a_real_interrupt_is_one():
             signal.raise_signal(signal.SIGINT)
             return super().step(action)
 
-    with pytest.raises(KeyboardInterrupt):
-        PPO(Interrupted, envs=1, steps=4, width=8).learn(8)
-    with pytest.raises(KeyboardInterrupt):
-        examine(Interrupted, steps=10)
+    # A process in the background inherits that SIGINT is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            PPO(Interrupted, envs=1, steps=4, width=8).learn(8)
+        with pytest.raises(KeyboardInterrupt):
+            examine(Interrupted, steps=10)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_environment_that_cannot_be_closed_is_a_warning():

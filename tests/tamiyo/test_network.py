@@ -237,10 +237,9 @@ def score_a_foreign_choice(head, choice):
     ("call", "match"),
     [
         *[
-            (lambda n=name: PolicyConfig(**{n: 0}), f"{name} must be at least 1, got 0")
+            (lambda n=name: PolicyConfig(**{n: 0}), f"{name} must lie in 1.*, got 0")
             for name in ("width", "slot_width", "offer_width", "layers")
         ],
-        (lambda: TamiyoPolicy(SPEC, PolicyConfig(memory="rnn")), "no memory 'rnn'"),
         (
             lambda: inspect.unwrap(TamiyoPolicy.__init__)(make_policy(), None),
             "spec must be an ActionSpec, got NoneType",
