@@ -5,10 +5,20 @@ import sys
 import time
 
 import pytest
+import safetensors.torch
+import torch
 
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.contracts.messages import short
-from esper.files import Disk, beside, discard, publish, storage
+from esper.files import (
+    Disk,
+    beside,
+    discard,
+    manifest_of,
+    pack,
+    publish,
+    storage,
+)
 from tests.experiment.disks import (
     ForgetfulDisk,
     PowerCut,
@@ -138,3 +148,17 @@ def test_what_a_dead_process_left_is_removed(tmp_path):
     publish(Disk(), tmp_path / "file", b"whole")
     left = {*os.listdir(tmp_path)} - {"file"}
     assert left == {names[kind] for kind in ("young", "alive", "odd")}
+
+
+def test_others_read_what_is_packed_and_equal_content_has_equal_bytes():
+    tensors = {
+        "b": torch.arange(6).view(2, 3),
+        "a": torch.tensor([True, False]),
+        "c": torch.randn(3).bfloat16(),
+        "d": torch.zeros(()).expand(1),
+    }
+    data = pack(tensors, manifest_of({"x": (1, 2)}))
+    assert data == pack(dict(reversed(tensors.items())), manifest_of({"x": [1, 2]}))
+    found = safetensors.torch.load(data)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
