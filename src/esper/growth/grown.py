@@ -657,8 +657,9 @@ def _begin(weights: nn.ParameterDict, name: str, host: Tensor | None) -> None:
     In an MLP (no `host`) as where controllers are trained: He's deviation, sqrt(2 /
     inputs), and no biases. With `early` that scored 0.519 against 0.504 with the host's
     own deviation on mnist1d, and 0.881 against 0.882 on letter (MLPs of 16 units, 5
-    random seeds each). In other hosts, to the deviation of the host's own weights: a
-    CNN on digits scored 0.966 with that and 0.959 with He's (4 random seeds).
+    random seeds each); with `doubling` 0.948 against 0.951 on five small tables. In
+    other hosts, to the deviation of the host's own weights: a CNN on digits scored
+    0.966 with that and 0.959 with He's (4 random seeds).
 
     Args:
         weights: Of the seed, changed in place.
