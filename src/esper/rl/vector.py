@@ -136,8 +136,10 @@ class SyncEnvs(SyncVectorEnv):
 
     def _numbers(self, rewards: list[Any]) -> Array:
         """Rewards as numbers; arrays of one number will do."""
-        if not {*map(np.shape, rewards)} - {()}:
-            return np.array(rewards, np.float64)
+        with suppress(ValueError, TypeError):  # which of them is found below
+            numbers = np.array(rewards, np.float64)
+            if numbers.ndim == 1:
+                return numbers
         numbers = np.empty(self.num_envs)
         for self.at, reward in enumerate(rewards):
             found = np.asarray(reward, np.float64)
