@@ -224,6 +224,10 @@ def test_an_exported_controller_is_found_by_its_folder(ending, tmp_path, monkeyp
         for name, weight in learned.weights.items():
             assert torch.equal(found.weights[name], weight)
         assert {*found.actions["blueprints"]} == {*learned.actions["blueprints"]}
+    manifest = tmp_path / "mine" / MANIFEST
+    body = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**body, "training": {}}))
+    assert load_controller(tmp_path / "mine").round == 0
     (tmp_path / "mine" / WEIGHTS).write_bytes(b"other")
     with pytest.raises(BadInput, match="is not what was exported"):
         find_controller("mine", tmp_path / "runs")
