@@ -43,6 +43,7 @@ class Tame(gymnasium.Env):
 
     observation_space = spaces.Box(-9.0, 9.0, (2,), np.float32)
     action_space = spaces.Discrete(3)
+    limit = 30
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -53,7 +54,7 @@ class Tame(gymnasium.Env):
         self.place += 0.5 * (int(action) - 1) + 0.5 * float(self.np_random.normal())
         self.time += 1
         over = abs(self.place) > 6
-        return self.show(), self.reward(), over, self.time >= 30, self.info()
+        return self.show(), self.reward(), over, self.time >= self.limit, self.info()
 
     def show(self):
         place = np.clip(self.place, -9, 9)

@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +29,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from esper.contracts.errors import BadInput
+from esper.files import Disk, open_regular, publish
 from esper.grower import Grower
 from esper.growth.blueprints.registry import first_line
 from esper.growth.export import Branches
@@ -197,9 +199,9 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
         seeds = {n: t for n, t in saved["model"].items() if n.startswith(own)}
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         _keep_names(folder / WEIGHTS, model)
-        part = folder / f".{FILE}.part"
-        torch.save({**saved, "model": seeds, "step": state.global_step}, part)
-        part.replace(folder / FILE)
+        data = BytesIO()
+        torch.save({**saved, "model": seeds, "step": state.global_step}, data)
+        publish(Disk(), folder / FILE, data.getvalue())
 
     def on_train_end(
         self,
@@ -240,7 +242,8 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
         assert self.grower is not None
         folder = Path(self.checkpoint or output / f"checkpoint-{step}")
         try:
-            saved = torch.load(folder / FILE, weights_only=True)
+            with open_regular(folder / FILE) as stream:
+                saved = torch.load(stream, weights_only=True)
         except Exception as error:
             raise BadInput(
                 f"{FILE} of the checkpoint cannot be read ({first_line(error)}); name "

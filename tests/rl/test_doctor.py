@@ -11,35 +11,14 @@ from gymnasium.vector import AutoresetMode
 from esper.cli import main
 from esper.contracts.errors import BadInput
 from esper.rl.doctor import examine
+from tests.hostile_envs import Tame
 from tests.rl.environments import Chance, Factored, Native, Remembered, Tabled, vector
 
 
-class Walk(gymnasium.Env):
+class Walk(Tame):
     """A good environment: a random walk that ends at its bounds or after 60 steps."""
 
-    observation_space = spaces.Box(-9.0, 9.0, (2,), np.float32)
-    action_space = spaces.Discrete(3)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.place, self.time = float(self.np_random.normal()), 0
-        return self.show(), self.info()
-
-    def step(self, action):
-        self.place += 0.5 * (int(action) - 1) + 0.5 * float(self.np_random.normal())
-        self.time += 1
-        over = abs(self.place) > 6
-        return self.show(), self.reward(), over, self.time >= 60, self.info()
-
-    def show(self):
-        place = np.clip(self.place, -9, 9)
-        return np.array([place, np.sin(place)], np.float32)
-
-    def reward(self):
-        return 1.0 - abs(self.place) / 9
-
-    def info(self):
-        return {}
+    limit = 60
 
 
 def broken(**methods):

@@ -41,7 +41,13 @@ from esper.files import Disk, pack, publish, storage
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from esper.tamiyo.policy.sampling import with_temperature
 from esper.tamiyo.restricted import Restricted
-from esper.tamiyo.shipped import FORMAT, MANIFEST, WEIGHTS, read
+from esper.tamiyo.shipped import (
+    FORMAT,
+    MANIFEST,
+    WEIGHTS,
+    read,
+    weightless_policy,
+)
 
 POLICY: Final = "agent/policy/"
 """What the names of a policy's numbers begin with in a checkpoint."""
@@ -142,12 +148,6 @@ def _is_exported(path: Path | str) -> bool:
     """Whether a folder holds an exported controller, not a run."""
     there = [os.path.isfile(os.path.join(path, name)) for name in (MANIFEST, CONFIG)]
     return there == [True, False]
-
-
-def weightless_policy(config: PolicyConfig) -> TamiyoPolicy:
-    """A policy whose tensors have shapes but take no memory."""
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        return TamiyoPolicy(ActionSpec(), config)
 
 
 def policy_shapes(config: PolicyConfig) -> Tensors:

@@ -29,7 +29,6 @@ from esper.experiment.controllers import (
     find_controller,
     load_controller,
     policy_shapes,
-    weightless_policy,
 )
 from esper.experiment.database import open_store
 from esper.experiment.judging import (
@@ -64,6 +63,7 @@ from esper.experiment.worlds import check_worlds, mixture_for, steps_of, tasks_o
 from esper.files import Disk, discard
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import TamiyoPolicy
+from esper.tamiyo.shipped import weightless_policy
 
 """What `versions.json` calls such a run."""
 FINAL_HOSTS: Final = 1

@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import Field
 
 from esper.contracts.errors import BadInput, EsperError
-from esper.contracts.messages import checked_name, one_line, quoted, refusal, unknown
+from esper.contracts.messages import checked_name, one_line, quoted, refusal
 from esper.contracts.state import leaves
 from esper.experiment.attempts import Attempt, RunResult, train_on, train_to_end
 from esper.experiment.callbacks import Checkpoint, TensorBoard, summary_writer
@@ -41,8 +41,8 @@ from esper.experiment.store import Store, usable_store
 from esper.experiment.streams import stream_seed
 from esper.experiment.trainer import Callback, TrainingLoop
 from esper.rl.ppo import DEFAULTS, PPO, Episode
-from esper.rl.vector import KINDS, EnvKind
-from esper.simic.agent.memory import MEMORIES, MemoryName
+from esper.rl.vector import EnvKind
+from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.ppo import PPOConfig
 
 KIND: Final = "ppo"
@@ -103,12 +103,6 @@ class PPORunConfig:
     def __post_init__(self) -> None:
         """Refuse what the fields alone let through."""
         check_limits("ppo", self.ppo)
-        for what, name, known in (
-            ("memory", self.memory, MEMORIES),
-            ("kind", self.kind, KINDS),
-        ):
-            if name not in known:
-                raise unknown(f"{what}: there is no", name, known)
         if self.name is not None:
             checked_name(self.name)
 

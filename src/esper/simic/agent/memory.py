@@ -149,14 +149,13 @@ def make_memory(name: str, width: int, layers: int) -> AnyMemory:
     return MEMORIES[name](width, layers)
 
 
-MAX_SIZE: Final = {"layers": 64}
-"""Largest sizes of a policy; `MAX_WIDTH` where none is named."""
 MAX_WIDTH: Final = 65_536
+MAX_LAYERS: Final = 64
 
 
 def require_sizes(**sizes: int) -> None:
     """Refuse sizes of a policy that cannot be meant."""
     for name, size in sizes.items():
-        most = MAX_SIZE.get(name, MAX_WIDTH)
+        most = MAX_LAYERS if name == "layers" else MAX_WIDTH
         if not 1 <= size <= most:
             raise BadInput(f"{name} must lie in 1..{most}, got {size}.")

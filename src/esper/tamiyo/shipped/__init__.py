@@ -131,6 +131,10 @@ def _fit(config: PolicyConfig, tensors: Tensors, _: object) -> None:
     """Refuse tensors that are not those of a policy of these sizes."""
     sizes = {key: size for key, size in asdict(config).items() if type(size) is int}
     require_explained(sizes, tensors.values())
+    check_fit(leaves(weightless_policy(config)), tensors)
+
+
+def weightless_policy(config: PolicyConfig) -> TamiyoPolicy:
+    """A policy whose tensors have shapes but take no memory."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        policy = TamiyoPolicy(ActionSpec(), config)
-    check_fit(leaves(policy), tensors)
+        return TamiyoPolicy(ActionSpec(), config)
