@@ -19,10 +19,10 @@ from benchmarks import timing
 from esper.cli.output import report_failure
 
 
-def benchmarks() -> dict[str, str]:
-    """The modules of this package that have a `run`, with the question of each."""
+def questions(package: str) -> dict[str, str]:
+    """The question of every module of a package that has a `run`."""
     found = {}
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted((Path(__file__).parents[1] / package).glob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
         if "run" in names:
@@ -30,21 +30,21 @@ def benchmarks() -> dict[str, str]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one benchmark and print its tables; returns the exit code."""
+def main(arguments: Sequence[str] | None = None, *, package: str = "benchmarks") -> int:
+    """Run one benchmark or study and print its tables; returns the exit code."""
     torch.set_num_threads(1)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    known = benchmarks()
-    questions = "\n".join(f"  {name:16}{about}" for name, about in known.items())
+    known = questions(package)
+    lines = "\n".join(f"  {name:16}{about}" for name, about in known.items())
     parser = ArgumentParser(
-        prog="python -m benchmarks",
-        epilog=f"benchmarks:\n{questions}",
+        prog=f"python -m {package}",
+        epilog=f"{package}:\n{lines}",
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=known, metavar="name")
     name = parser.parse_args(given[:1]).name
-    run = import_module(f"benchmarks.{name}").run
-    options = vars(_parser(name, known[name], run).parse_args(given[1:]))
+    run = import_module(f"{package}.{name}").run
+    options = vars(_parser(f"{package} {name}", known[name], run).parse_args(given[1:]))
     as_json, timing.QUICK = options.pop("json"), options.pop("quick")
     try:
         timing.show(run(**options), as_json=as_json)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser(name: str, about: str, run: Callable[..., Any]) -> ArgumentParser:
     """Options for the parameters of `run` that are numbers, texts or flags."""
-    parser = ArgumentParser(prog=f"python -m benchmarks {name}", description=about)
+    parser = ArgumentParser(prog=f"python -m {name}", description=about)
     parser.add_argument("--json", action="store_true", help="print data, not a table")
     parser.add_argument(
         "--quick", action="store_true", help="call each side once, to see it work"

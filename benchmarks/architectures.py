@@ -39,7 +39,7 @@ from benchmarks.timing import Report
 from benchmarks.zoo import ARCHITECTURES, Architecture
 from esper.contracts.errors import EsperError
 from esper.grower import Grower
-from esper.growth.tracing import eval_outputs
+from esper.growth.analysis.tracing import eval_outputs
 
 BATCHES, MORE = 5, 2
 """Batches until a network is saved, and after that."""

@@ -16,11 +16,11 @@ from time import perf_counter
 from benchmarks import timing
 from benchmarks.round import KEEPING, SMALL, Stopwatch, on_the_watch, unjudged
 from benchmarks.timing import Report
-from esper.experiment.config import DEFAULT, Budget, TrainConfig, preset
-from esper.experiment.records import RoundRecord
-from esper.experiment.train import begin_run
-from esper.experiment.trainer import OnRoundEnd, Trainer
-from esper.experiment.worlds import mixture_for, steps_of
+from esper.runs.records import RoundRecord
+from esper.runs.train_config import DEFAULT, Budget, TrainConfig, preset
+from esper.training.loop import OnRoundEnd, Trainer
+from esper.training.train import begin_run
+from esper.training.worlds import mixture_for, steps_of
 
 CYCLES = 2
 """Checkpoints that are timed."""

@@ -21,11 +21,11 @@ from torch import Tensor
 from benchmarks import timing
 from benchmarks.timing import Cell, Report, sizes
 from esper.contracts.errors import BadInput
-from esper.experiment.config import TrainConfig
-from esper.experiment.run import Run
 from esper.rl.training import PPORunConfig
-from tests.experiment.crash_points import LOSSES, InPlace, Saves
-from tests.experiment.killed_runs import (
+from esper.runs.run import Run
+from esper.runs.train_config import TrainConfig
+from tests.runs.crash_points import LOSSES, InPlace, Saves
+from tests.training.killed_runs import (
     Audit,
     Life,
     audit,

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from benchmarks import timing
 from benchmarks.rl_tasks import HiddenVelocity, Repeat, Scheduling, TMaze, Tools
 from benchmarks.timing import Report
-from esper.experiment.statistics import mean_interval
+from esper.evaluation.statistics import mean_interval
 from esper.rl.ppo import PPO
 
 PARTS: Final = 20

@@ -21,17 +21,18 @@ from unittest.mock import patch
 from benchmarks import timing
 from benchmarks.timing import Report
 from esper.environment.growing import GrowingWorld
-from esper.experiment import callbacks, rollout, shards
-from esper.experiment.callbacks import Record
-from esper.experiment.checkpoint import CheckpointFolder
-from esper.experiment.config import Budget, Judging, Keeping, TrainConfig, World
-from esper.experiment.records import RoundRecord
-from esper.experiment.store import Store
-from esper.experiment.train import begin_run
-from esper.experiment.trainer import OnRoundEnd
+from esper.runs.checkpoint import CheckpointFolder
+from esper.runs.records import RoundRecord
+from esper.runs.store import Store
+from esper.runs.train_config import Budget, Judging, Keeping, TrainConfig, World
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.tamiyo import rollout
 from esper.tamiyo.policy.network import TamiyoPolicy
+from esper.training import callbacks, shards
+from esper.training.callbacks import Record
+from esper.training.loop import OnRoundEnd
+from esper.training.train import begin_run
 
 PARTS = {
     "_train": "training",

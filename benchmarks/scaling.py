@@ -22,11 +22,11 @@ import numpy as np
 
 from benchmarks import timing
 from benchmarks.timing import Report
-from esper.experiment.config import FAMILY, TrainConfig, preset
-from esper.experiment.trainer import Trainer
-from esper.experiment.workers import Workers, one_thread, packed, unpacked, workers
-from esper.experiment.worlds import mixture_for, steps_of
+from esper.runs.train_config import FAMILY, TrainConfig, preset
 from esper.simic.agent.ppo import PPOAgent
+from esper.training.loop import Trainer
+from esper.training.worlds import mixture_for, steps_of
+from esper.workers.jobs import Workers, one_thread, packed, unpacked, workers
 
 CORES = (2, 64, 1_024, 10_000)
 DRAWS = 200

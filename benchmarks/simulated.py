@@ -13,9 +13,9 @@ from torch import Generator, Tensor
 from benchmarks.timing import Report, alternate, micro, sizes
 from esper.contracts.actions import HEAD_NAMES, RELEVANT
 from esper.contracts.world import Observation
-from esper.environment.simulated import HORIZON, SimulatedWorld
-from esper.environment.slot_life import LIVES, SPEC
 from esper.tamiyo.policy.action_masks import compute_masks
+from esper.testing.simulated import HORIZON, SimulatedWorld
+from esper.testing.slot_life import LIVES, SPEC
 from tests.references.simulated import PlainHost, plain_instances
 
 ENVS = (16, 128, 1024, 4096)

@@ -64,7 +64,7 @@ def main() -> None:
     packages = [p for p in sorted((SOURCE / "esper").iterdir()) if p.suffix != ".pyc"]
     for path in (
         *packages,
-        *(ROOT / name for name in ("benchmarks", "tests")),
+        *(ROOT / name for name in ("benchmarks", "research", "tests")),
     ):
         files = [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))
         if files:

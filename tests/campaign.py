@@ -40,8 +40,17 @@ from esper.cli import COMMANDS, main
 from esper.contracts.actions import ActionSpec
 from esper.contracts.errors import EsperError, EsperWarning
 from esper.contracts.state import leaves
-from esper.experiment.checkpoint import CheckpointFolder
-from esper.experiment.config import (
+from esper.files import Manifest, pack
+from esper.growth.saving.serialization import rebuild
+from esper.report import write_report
+from esper.report.data import read_run
+from esper.rl.ppo import PPO
+from esper.runs.checkpoint import CheckpointFolder
+from esper.runs.controllers import load_controller
+from esper.runs.run import STORE, Run
+from esper.runs.settings import as_toml
+from esper.runs.store import Store, export
+from esper.runs.train_config import (
     PRESETS,
     Judging,
     Keeping,
@@ -49,32 +58,23 @@ from esper.experiment.config import (
     from_toml,
     resolve,
 )
-from esper.experiment.controllers import load_controller
-from esper.experiment.record import read_recording, read_recordings
-from esper.experiment.run import STORE, Run
-from esper.experiment.settings import as_toml
-from esper.experiment.store import Store, export
-from esper.experiment.train import begin_run, resume_run
-from esper.experiment.trainer import Callback
-from esper.files import Manifest, pack
-from esper.growth.rebuilding import rebuild
-from esper.report import write_report
-from esper.report.data import read_run
-from esper.rl.ppo import PPO
+from esper.training.loop import Callback
+from esper.training.recordings import read_recording, read_recordings
+from esper.training.train import begin_run, resume_run
 from tests import forgeries, mutants
 from tests.cli.calls import command, environment
 from tests.cli.test_generated import generated, options_of
-from tests.experiment.disks import RefusingDisk
-from tests.experiment.killed_runs import small_run
-from tests.experiment.stores import fill
-from tests.experiment.test_checkpoint import Bomb, filled, mutate, same, state
-from tests.experiment.test_config import mutated
-from tests.experiment.test_train import simulated
 from tests.growth import exploits
 from tests.growth.hosts import make_batch, make_host
 from tests.hostile_envs import HOSTILE, faults_of, register, run_hostile
 from tests.rl.environments import SIZES
+from tests.runs.disks import RefusingDisk
+from tests.runs.stores import fill
+from tests.runs.test_checkpoint import Bomb, filled, mutate, same, state
+from tests.runs.test_train_config import mutated
 from tests.test_grown import grown
+from tests.training.killed_runs import small_run
+from tests.training.test_train import simulated
 
 LONGEST = 60.0
 """Seconds after which a trial hangs."""
@@ -155,7 +155,7 @@ def kills(count, seed, folder):
         "import json, random, sys, torch; torch.set_num_threads(1)\n"
         "from pathlib import Path\n"
         "from benchmarks.resume import DEATHS, Trials, crash_points, warm_up\n"
-        "from tests.experiment.killed_runs import small_ppo\n"
+        "from tests.training.killed_runs import small_ppo\n"
         "warm_up(); trials = Trials(Path(sys.argv[1]), rounds=6)\n"
         "agents = Trials(Path(sys.argv[1]), 6, small_ppo)\n"
         "chance = random.Random(int(sys.argv[3]))\n"

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from esper.contracts.state import Stateful
-from esper.experiment.store import Store
+from esper.runs.store import Store
 
 OUTSIDE = (Store,)
 """What is no part of a run's state: where it is written to."""

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from esper.contracts.errors import EsperError
 from esper.grower import Grower
-from esper.growth.ranks import digest
+from esper.growth.distributed import digest
 from tests.growth.hosts import HOSTS, make_batch, make_host
 
 ROWS, PER_DECISION = 32, 4

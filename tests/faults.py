@@ -38,16 +38,16 @@ import torch
 
 from esper.contracts.errors import EsperError, WorkersTrouble
 from esper.environment.growing import GrowingWorld
-from esper.experiment.config import Judging, Keeping
-from esper.experiment.record import RecordConfig, record
-from esper.experiment.run import Run
-from esper.experiment.settings import as_toml
-from esper.experiment.shards import play_shard
-from esper.experiment.train import begin_run, resume_run
-from esper.experiment.trainer import OnRoundEnd
-from esper.experiment.workers import Workers, workers
+from esper.runs.run import Run
+from esper.runs.settings import as_toml
+from esper.runs.train_config import Judging, Keeping
+from esper.training.loop import OnRoundEnd
+from esper.training.recordings import RecordConfig, record
+from esper.training.shards import play_shard
+from esper.training.train import begin_run, resume_run
+from esper.workers.jobs import Workers, workers
 from tests.cli.calls import assert_one_line, command, environment
-from tests.experiment.killed_runs import digest, rows_of, small_run
+from tests.training.killed_runs import digest, rows_of, small_run
 
 TAG = "ESPER_FAULTS"
 """Environment variable of all processes of some trials."""
@@ -654,7 +654,7 @@ def contents(folder):
 
 def campaign(kind, folder, pool=0, ray=None):
     """Make some recordings, or count parts of the evidence."""
-    from benchmarks.evidence import BLIND, Part, counted
+    from research.evidence import BLIND, Part, counted
 
     if kind == "recordings":
         with workers(pool, ray=ray) as who:

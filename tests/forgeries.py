@@ -15,13 +15,13 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from esper.experiment.record import RecordConfig, pack, record_task, world_settings
 from esper.files import pack as pack_tensors
 from esper.files import read_tensors
 from esper.rl.ppo import PPO
 from esper.tamiyo import shipped as home
 from esper.tamiyo.shipped import MANIFEST, WEIGHTS, shipped
 from esper.tasks.family import drawn_task
+from esper.training.recordings import RecordConfig, pack, record_task, world_settings
 from tests.rl.environments import Chance
 
 JUNK = (

@@ -27,7 +27,7 @@ import torch
 from gymnasium import spaces
 
 from esper.cli import main
-from esper.experiment.run import Run
+from esper.runs.run import Run
 from tests.cli.calls import environment
 
 CODES = {0, 1, 2, 4, 5, 6, 130, 143}
@@ -327,7 +327,7 @@ IN_PROCESS_OF_ITS_OWN = {
 }
 PROCESS = """
 import sys
-import esper.experiment.deadline as deadline
+import esper.workers.deadline as deadline
 from tests.hostile_envs import main
 deadline.GRACE = 1.0
 sys.exit(main())

@@ -9,7 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from esper.growth.ranks import digest
+from esper.growth.distributed import digest
 from tests.test_lightning import fit, growing
 
 DDP = {"strategy": "ddp", "devices": 2, "gradient_clip_val": None}

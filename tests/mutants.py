@@ -185,7 +185,7 @@ MUTANTS = (
         "experiment/rollout.py",
         "returns = torch.where(ended, 0.0, returns)",
         "returns = returns + 0.0",
-        "tests/experiment/test_rollout.py",
+        "tests/tamiyo/test_rollout.py",
     ),
     Mutant(
         "a seed is kept while its alpha still moves",
@@ -273,14 +273,14 @@ MUTANTS = (
         "files.py",
         "        if not bool(values.isfinite().all()):",
         "        if False:",
-        "tests/experiment/test_checkpoint.py",
+        "tests/runs/test_checkpoint.py",
     ),
     Mutant(
         "p-values of several tests are not kept in order",
         "experiment/statistics.py",
         "np.maximum.accumulate(np.minimum(steps, 1.0))",
         "np.minimum(steps, 1.0)",
-        "tests/experiment/test_statistics.py",
+        "tests/evaluation/test_statistics.py",
     ),
     Mutant(
         "names are written into the report as markup",
@@ -336,7 +336,7 @@ MUTANTS = (
         "experiment/record.py",
         "net = score - rent[:, None] * added",
         "net = score",
-        "tests/experiment/test_record.py",
+        "tests/training/test_recordings.py",
     ),
     Mutant(
         "all scripts of a node act, none waits",
@@ -350,14 +350,14 @@ MUTANTS = (
         "experiment/judging.py",
         "times_as_wide(job.task.host, LADDER[job.arm]), *hosts",
         "job.task.host, *hosts",
-        "tests/experiment/test_static.py",
+        "tests/evaluation/test_static.py",
     ),
     Mutant(
         "halving keeps the sizes that do worst",
         "experiment/sizes.py",
         "key=lambda size: -shown[size, stop, host]",
         "key=lambda size: shown[size, stop, host]",
-        "tests/experiment/test_sizes.py",
+        "tests/evaluation/test_sizes.py",
     ),
     Mutant(
         "looks at few rows are charged like those at stops",
@@ -371,7 +371,7 @@ MUTANTS = (
         "experiment/statistics.py",
         "np.maximum.accumulate(np.minimum(steps, 1.0))",
         "np.minimum(steps, 1.0)",
-        "tests/experiment/test_statistics.py",
+        "tests/evaluation/test_statistics.py",
     ),
     Mutant(
         "half of the gradient of a squared error",

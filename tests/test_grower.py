@@ -19,8 +19,8 @@ from esper.contracts.errors import (
 from esper.contracts.stages import Stage
 from esper.grower import Grower
 from esper.growth.blueprints.registry import blueprint, find, forget
-from esper.growth.grown import host_parameters
 from esper.growth.measurements import Track, host_states
+from esper.growth.seed_modules import host_parameters
 from esper.tamiyo.registry import CONTROLLERS
 from tests.growth.hosts import HOSTS, everything, make_batch, make_host, shake
 

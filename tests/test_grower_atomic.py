@@ -13,9 +13,9 @@ from esper.contracts.actions import NUM_HEADS
 from esper.contracts.errors import BadInput, CallOrder, EsperError, EsperWarning
 from esper.contracts.stages import Stage
 from esper.grower import UNSEEN, Grower
+from esper.growth.analysis.slot_search import suggest_slots
 from esper.growth.blueprints.registry import blueprint, forget
-from esper.growth.grown import host_parameters
-from esper.growth.suggestions import suggest_slots
+from esper.growth.seed_modules import host_parameters
 from esper.tamiyo.registry import CONTROLLERS
 from esper.tamiyo.rule_based import Never
 from tests.growth.hosts import HOSTS, bits, make_batch, make_host

@@ -18,7 +18,7 @@ from esper.contracts.errors import BadInput, EsperWarning
 from esper.contracts.stages import Stage
 from esper.grower import Grower
 from esper.growth.blueprints.registry import forget
-from esper.growth.grown import host_parameters
+from esper.growth.seed_modules import host_parameters
 from tests.growth.hosts import HOSTS, bits, everything, make_batch, make_host
 
 PLANTED = {

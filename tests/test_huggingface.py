@@ -11,8 +11,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 import esper
 from esper.contracts.errors import BadInput
+from esper.growth.analysis.tracing import eval_outputs
 from esper.growth.model import GrowingModel
-from esper.growth.tracing import eval_outputs
 from tests.growth.hosts import Vectors, everything, make_batch, shake
 
 pytest.importorskip("transformers")

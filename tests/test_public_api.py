@@ -60,7 +60,7 @@ def test_public_names_can_be_imported_without_posix():
         "import sys; sys.modules.update(fcntl=None, resource=None)\n"
         "import esper\n"
         "from esper.contracts.errors import BadInput\n"
-        "from esper.experiment.run import Run\n"
+        "from esper.runs.run import Run\n"
         "from pathlib import Path\n"
         "for name in esper.__all__: getattr(esper, name)\n"
         "try:\n    Run.create(Path(sys.argv[1]), 'one', '', {})\n"

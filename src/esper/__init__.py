@@ -12,28 +12,28 @@ if TYPE_CHECKING:
     from esper.contracts.slots import SlotConfig as SlotConfig
     from esper.contracts.world import Controller as Controller
     from esper.contracts.world import VectorWorld as VectorWorld
-    from esper.environment.simulated import SimulatedWorld as SimulatedWorld
-    from esper.experiment.controllers import load_controller as load_controller
-    from esper.experiment.fit import fit as fit
-    from esper.experiment.rollout import collect as collect
-    from esper.experiment.rollout import play as play
-    from esper.experiment.rollout import start as start
+    from esper.fit import fit as fit
     from esper.grower import Grower as Grower
-    from esper.growth.blueprint_checks import check_blueprint as check_blueprint
+    from esper.growth.analysis.slot_search import suggest_slots as suggest_slots
+    from esper.growth.blueprints.checks import check_blueprint as check_blueprint
     from esper.growth.blueprints.geometry import Geometry as Geometry
     from esper.growth.blueprints.registry import blueprint as blueprint
     from esper.growth.model import GrowingModel as GrowingModel
-    from esper.growth.rebuilding import load as load
-    from esper.growth.rebuilding import rebuild as rebuild
-    from esper.growth.rebuilding import save as save
-    from esper.growth.suggestions import suggest_slots as suggest_slots
+    from esper.growth.saving.serialization import load as load
+    from esper.growth.saving.serialization import rebuild as rebuild
+    from esper.growth.saving.serialization import save as save
     from esper.rl.ppo import PPO as PPO
+    from esper.runs.controllers import load_controller as load_controller
     from esper.simic.agent.losses import PPOConfig as PPOConfig
     from esper.simic.agent.ppo import PPOAgent as PPOAgent
     from esper.simic.agent.rollout_buffer import (
         TamiyoRolloutBuffer as TamiyoRolloutBuffer,
     )
     from esper.tamiyo.policy.network import TamiyoPolicy as TamiyoPolicy
+    from esper.tamiyo.rollout import collect as collect
+    from esper.tamiyo.rollout import play as play
+    from esper.tamiyo.rollout import start as start
+    from esper.testing.simulated import SimulatedWorld as SimulatedWorld
 
 __version__ = "0.1.0"
 
@@ -47,22 +47,22 @@ _HOMES: Final = {
     "PPO": "esper.rl.ppo",
     "PPOAgent": "esper.simic.agent.ppo",
     "PPOConfig": "esper.simic.agent.losses",
-    "SimulatedWorld": "esper.environment.simulated",
+    "SimulatedWorld": "esper.testing.simulated",
     "SlotConfig": "esper.contracts.slots",
     "TamiyoPolicy": "esper.tamiyo.policy.network",
     "TamiyoRolloutBuffer": "esper.simic.agent.rollout_buffer",
     "VectorWorld": "esper.contracts.world",
     "blueprint": "esper.growth.blueprints.registry",
-    "check_blueprint": "esper.growth.blueprint_checks",
-    "collect": "esper.experiment.rollout",
-    "fit": "esper.experiment.fit",
-    "load": "esper.growth.rebuilding",
-    "load_controller": "esper.experiment.controllers",
-    "play": "esper.experiment.rollout",
-    "rebuild": "esper.growth.rebuilding",
-    "save": "esper.growth.rebuilding",
-    "start": "esper.experiment.rollout",
-    "suggest_slots": "esper.growth.suggestions",
+    "check_blueprint": "esper.growth.blueprints.checks",
+    "collect": "esper.tamiyo.rollout",
+    "fit": "esper.fit",
+    "load": "esper.growth.saving.serialization",
+    "load_controller": "esper.runs.controllers",
+    "play": "esper.tamiyo.rollout",
+    "rebuild": "esper.growth.saving.serialization",
+    "save": "esper.growth.saving.serialization",
+    "start": "esper.tamiyo.rollout",
+    "suggest_slots": "esper.growth.analysis.slot_search",
 }
 
 if not TYPE_CHECKING:  # type checkers read the imports above and refuse other names

@@ -36,16 +36,17 @@ from esper.contracts.errors import BadInput, CallOrder, EsperWarning
 from esper.contracts.stages import Stage
 from esper.contracts.world import Controller, ControllerState, Observation
 from esper.environment.clock import ENDS, Stop
+from esper.growth.analysis.tracing import Example, random_state, set_random_state
 from esper.growth.blueprints.registry import first_line
 from esper.growth.blueprints.seed import misfit
-from esper.growth.export import export
-from esper.growth.grown import grown_part, host_parameters, uninterrupted
+from esper.growth.distributed import unwrapped
 from esper.growth.history import PLAIN, GrowthDecision, summary
 from esper.growth.hooks import Follower, attach_gradients, shadow_gradients
 from esper.growth.measurements import MetricScorer, Mode, Track, observe
 from esper.growth.model import GrowingModel, NamedOps
-from esper.growth.ranks import unwrapped
 from esper.growth.safety import GovernorConfig, Safety
+from esper.growth.saving.export import export
+from esper.growth.seed_modules import grown_part, host_parameters, uninterrupted
 from esper.growth.topology import (
     Receipt,
     Topology,
@@ -53,7 +54,6 @@ from esper.growth.topology import (
     refuse_illegal,
     without_slots,
 )
-from esper.growth.tracing import Example, random_state, set_random_state
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import ControllerChoice, controller_for
 from esper.tamiyo.rule_based import explain_no_planting

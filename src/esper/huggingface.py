@@ -31,13 +31,13 @@ from torch.utils._pytree import tree_map
 from esper.contracts.errors import BadInput
 from esper.files import Disk, open_regular, publish
 from esper.grower import Grower
+from esper.growth.analysis.tracing import Example, kept_randomness
 from esper.growth.blueprints.registry import first_line
-from esper.growth.export import Branches
-from esper.growth.grown import grown_part
 from esper.growth.measurements import Mode
-from esper.growth.rebuilding import save
-from esper.growth.saved_topology import NAME
-from esper.growth.tracing import Example, kept_randomness
+from esper.growth.saving.export import Branches
+from esper.growth.saving.saved_topology import NAME
+from esper.growth.saving.serialization import save
+from esper.growth.seed_modules import grown_part
 
 try:
     from transformers import TrainerCallback

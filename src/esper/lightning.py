@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from esper.contracts.errors import BadInput
 from esper.grower import Grower
-from esper.growth.grown import grown_part
+from esper.growth.analysis.tracing import Example
 from esper.growth.measurements import Mode
 from esper.growth.model import GrowingModel
-from esper.growth.saved_topology import NAME
-from esper.growth.tracing import Example
+from esper.growth.saving.saved_topology import NAME
+from esper.growth.seed_modules import grown_part
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

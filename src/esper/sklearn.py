@@ -26,8 +26,8 @@ from torch.nn import functional as F
 
 from esper.contracts.errors import BadInput
 from esper.grower import Grower
-from esper.growth.export import export
 from esper.growth.model import GrowingModel
+from esper.growth.saving.export import export
 from esper.tamiyo.registry import ControllerChoice
 
 try:

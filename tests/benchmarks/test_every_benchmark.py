@@ -1,10 +1,10 @@
-"""Every benchmark runs: each side once, at its smallest where it would take minutes."""
+"""Every benchmark and study runs, at its smallest where it would take minutes."""
 
 import json
 
 import pytest
 
-from benchmarks.__main__ import benchmarks, main
+from benchmarks.__main__ import main, questions
 
 SMALLEST = {
     "scaling": ["--count", "1"],
@@ -14,9 +14,16 @@ OWN_TESTS = {"architectures", "evidence", "out_of_the_box", "resume"}
 """Benchmarks that take long, which have test files of their own."""
 
 
-@pytest.mark.parametrize("name", sorted({*benchmarks()} - OWN_TESTS))
-def test_it_runs(name, capsys):
-    assert main([name, "--quick", *SMALLEST.get(name, ())]) == 0
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [
+        (package, name)
+        for package in ("benchmarks", "research")
+        for name in sorted({*questions(package)} - OWN_TESTS)
+    ],
+)
+def test_it_runs(package, name, capsys):
+    assert main([name, "--quick", *SMALLEST.get(name, ())], package=package) == 0
     assert capsys.readouterr().out
 
 

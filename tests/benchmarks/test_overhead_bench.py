@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 
 from benchmarks import overhead, round
-from esper.experiment.checkpoint import CheckpointFolder
-from esper.experiment.store import Store
+from esper.runs.checkpoint import CheckpointFolder
+from esper.runs.store import Store
 from esper.simic.agent.ppo import PPOAgent
 
 CONFIG = round.SMALL

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from esper.experiment.run import STORE, Run
-from tests.experiment.killed_runs import Life, audit
+from esper.runs.run import STORE, Run
+from tests.training.killed_runs import Life, audit
 
 SCRIPT = """
 import json, sys

@@ -6,9 +6,9 @@ import sys
 from dataclasses import dataclass
 
 from esper.cli import main
-from esper.experiment.config import TrainConfig
-from esper.experiment.run import Run
-from esper.experiment.settings import as_toml
+from esper.runs.run import Run
+from esper.runs.settings import as_toml
+from esper.runs.train_config import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from esper.experiment.config import DEFAULT, preset
+from esper.runs.train_config import DEFAULT, preset
 from esper.tasks import catalogue
 from esper.tasks.catalogue import register_task
 from tests.cli.calls import call, contents, refused
-from tests.experiment.test_judging import lost, tiny
+from tests.evaluation.test_evaluation import lost, tiny
 
 EVALUATE = ("evaluate", "--hosts", "2", "--workers", "0")
 

@@ -18,7 +18,7 @@ from esper.contracts.errors import (
 )
 from esper.contracts.messages import one_line
 from tests.cli.calls import assert_one_line, environment
-from tests.experiment.test_workers import gone
+from tests.workers.test_jobs import gone
 
 
 def test_every_kind_of_trouble_has_its_exit_code(capsys):
@@ -41,7 +41,7 @@ def test_every_kind_of_trouble_has_its_exit_code(capsys):
 ENDLESS = """
 import signal
 from esper.cli.output import sudden_interrupts
-from esper.experiment.workers import caught_signals
+from esper.workers.jobs import caught_signals
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests
 with sudden_interrupts(), caught_signals() as caught:
     try:

@@ -5,9 +5,9 @@ import torch
 
 from esper.cli.output import report_failure
 from esper.contracts.errors import StorageTrouble
-from esper.experiment.fit import write
+from esper.fit import write
 from tests.cli.calls import assert_one_line
-from tests.experiment.test_judging import tiny
+from tests.evaluation.test_evaluation import tiny
 
 
 def test_a_folder_that_went_away_is_told_of(capsys, tmp_path):

@@ -9,9 +9,9 @@ import torch
 
 import esper
 from esper.cli import COMMANDS
-from esper.experiment.checkpoint import CheckpointFolder
-from esper.experiment.config import resolve
-from esper.experiment.worlds import check_worlds
+from esper.runs.checkpoint import CheckpointFolder
+from esper.runs.train_config import resolve
+from esper.training.worlds import check_worlds
 from tests.cli.calls import call, make_run, refused
 
 REFUSED = [

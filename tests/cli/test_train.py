@@ -9,9 +9,9 @@ import tomllib
 
 import pytest
 
-from esper.experiment.callbacks import ConsoleProgress
-from esper.experiment.config import Budget, TrainConfig, resolve
-from esper.experiment.run import Run
+from esper.runs.run import Run
+from esper.runs.train_config import Budget, TrainConfig, resolve
+from esper.training.callbacks import ConsoleProgress
 from tests.cli.calls import (
     call,
     contents,

@@ -15,9 +15,9 @@ from esper.contracts.stages import (
     Stage,
     is_legal,
 )
-from esper.environment import slot_life
 from esper.growth import lifecycle
 from esper.growth.lifecycle import SeedStates
+from esper.testing import slot_life
 
 MIN_AGE = 2
 

@@ -9,8 +9,8 @@ from esper.contracts.state import save
 from esper.environment.growing import GrowingWorld
 from esper.environment.mixture import Mixture
 from esper.environment.settings import WorldSettings
-from esper.environment.simulated import SimulatedWorld
 from esper.tasks.hosts import MlpHost
+from esper.testing.simulated import SimulatedWorld
 from tests.environment.test_growing import TINY, VARIED, play_on
 
 WIDER = replace(TINY, name="wider", host=MlpHost((5, 9, 8, 3)), horizon=3)

@@ -11,9 +11,9 @@ import esper
 from benchmarks.zoo import ARCHITECTURES, CLASSES, ROWS, Mlp
 from esper.contracts.errors import BadInput
 from esper.grower import Grower
-from esper.growth.export import export
-from esper.growth.macs import count_macs
+from esper.growth.analysis.macs import count_macs
 from esper.growth.model import GrowingModel
+from esper.growth.saving.export import export
 
 OWN = [name for name, one in ARCHITECTURES.items() if isinstance(one.build, type)]
 HUGGING = [name for name in ARCHITECTURES if name not in OWN]

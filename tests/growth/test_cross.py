@@ -9,9 +9,9 @@ from torch import nn
 
 from esper.contracts.stages import Stage
 from esper.grower import Grower
-from esper.growth.export import Branches, export
-from esper.growth.grown import host_parameters
 from esper.growth.model import GrowingModel
+from esper.growth.saving.export import Branches, export
+from esper.growth.seed_modules import host_parameters
 from tests.growth.hosts import Net, bits, everything
 
 SLOTS = ("a->b", "b->c")

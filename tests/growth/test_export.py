@@ -12,11 +12,11 @@ from torch.utils.hooks import RemovableHandle
 from esper.contracts.blueprints import BLUEPRINTS, Form
 from esper.contracts.errors import BadInput, CallOrder
 from esper.contracts.stages import Stage
-from esper.growth import export as exporting
 from esper.growth.blueprints.registry import blueprint
 from esper.growth.blueprints.seed import misfit
-from esper.growth.export import Branches, export
 from esper.growth.model import GrowingModel
+from esper.growth.saving import export as exporting
+from esper.growth.saving.export import Branches, export
 from tests.growth.hosts import Net, everything
 
 ORDERS = [

@@ -16,8 +16,8 @@ import esper
 from esper.contracts.errors import BadInput
 from esper.files import pack
 from esper.grower import Grower
+from esper.growth.analysis.interlayer import FUNCTIONS, GROWING, JOINS, FunctionModule
 from esper.growth.blueprints.registry import blueprint, forget
-from esper.growth.middle import FUNCTIONS, GROWING, JOINS, FunctionModule
 from tests.growth import exploits
 from tests.growth.exploits import TOPOLOGY, read, step, with_steps, written
 from tests.growth.hosts import everything, make_batch, make_host
@@ -78,7 +78,7 @@ def test_no_function_of_torch_can_be_named(every, state, tmp_path, monkeypatch):
     text = bytes(forged[TOPOLOGY].tolist())
     host, file = make_host("vector"), tmp_path / "net.safetensors"
     built = []
-    monkeypatch.setattr("esper.growth.rebuilding.Grown", built.append)
+    monkeypatch.setattr("esper.growth.saving.serialization.Grown", built.append)
     for index, name in enumerate([*names, *sorted(bare)]):
         made = written(state, text.replace(b"THE NAME", name.encode()))
         with pytest.raises(BadInput, match="which no file may call"):

@@ -7,10 +7,10 @@ from torch import nn
 
 import esper
 from esper.contracts.errors import BadInput
-from esper.growth.export import export
-from esper.growth.host_layers import KINDS, LayerKind
+from esper.growth.analysis.host_layers import KINDS, LayerKind
+from esper.growth.analysis.slot_search import suggest_slots
 from esper.growth.model import GrowingModel
-from esper.growth.suggestions import suggest_slots
+from esper.growth.saving.export import export
 from tests.growth.hosts import Net, shake
 
 
@@ -93,7 +93,7 @@ def known(monkeypatch):
     kind = LayerKind("nf", "nx", transposed=True)
     name = f"{Transposed.__module__}.Transposed"
     monkeypatch.setattr(
-        "esper.growth.host_layers.KINDS", {**KINDS, name: kind}, raising=True
+        "esper.growth.analysis.host_layers.KINDS", {**KINDS, name: kind}, raising=True
     )
 
 

@@ -7,11 +7,11 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from esper.contracts.errors import BadInput
-from esper.growth import suggestions
+from esper.growth.analysis import slot_search as suggestions
+from esper.growth.analysis.interlayer import SavedSteps, new_middle, restore_middle
+from esper.growth.analysis.slot_search import choose_slots, suggest_slots
+from esper.growth.analysis.slots import survey
 from esper.growth.blueprints.geometry import Layout
-from esper.growth.middle import SavedSteps, new_middle, restore_middle
-from esper.growth.slots import survey
-from esper.growth.suggestions import choose_slots, suggest_slots
 from tests.growth.hosts import HOSTS, make_batch, make_host
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

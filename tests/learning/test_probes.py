@@ -7,14 +7,14 @@ import torch
 from torch import Generator
 
 from esper.contracts.actions import HEAD, Op
-from esper.experiment.config import Budget, Learner, TrainConfig
-from esper.experiment.rollout import play
-from esper.experiment.trainer import OnRoundEnd, Trainer
+from esper.runs.train_config import Budget, Learner, TrainConfig
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.policy.sampling import GreedyPolicy
+from esper.tamiyo.rollout import play
+from esper.training.loop import OnRoundEnd, Trainer
 from tests.worlds import ProbeWorld
 
 pytestmark = pytest.mark.learns

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from esper.environment.growing import GrowingWorld
-from esper.experiment.config import Budget, Learner, TrainConfig
-from esper.experiment.judging import judge
-from esper.experiment.progress import sparkline
-from esper.experiment.summary import FEW_ROUNDS, return_trend
-from esper.experiment.trainer import OnRoundEnd, Trainer
+from esper.evaluation.evaluation import judge
+from esper.evaluation.summary import FEW_ROUNDS, return_trend
+from esper.runs.progress import sparkline
+from esper.runs.train_config import Budget, Learner, TrainConfig
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
 from esper.tasks.teacher import Teacher, teacher
+from esper.training.loop import OnRoundEnd, Trainer
 
 ROUNDS = 5 * FEW_ROUNDS
 BOLD = PPOConfig(

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from esper.contracts.stages import Stage
-from esper.experiment.records import Judged
-from esper.experiment.run import Run
-from esper.experiment.store import Store
-from tests.experiment.stores import record
+from esper.runs.records import Judged
+from esper.runs.run import Run
+from esper.runs.store import Store
+from tests.runs.stores import record
 
 STEPS = 5
 ENVS = 2

@@ -9,14 +9,14 @@ import torch
 from numpy.testing import assert_allclose
 
 from esper.contracts.errors import BadInput
-from esper.experiment.run import Run
-from esper.experiment.store import Store
-from esper.experiment.summary import summarise
+from esper.evaluation.summary import summarise
 from esper.report.data import POINTS, SHOWN_ENVS, read_run
 from esper.report.plots import swimlanes
 from esper.report.style import plot_style
-from tests.experiment.stores import ask, record
+from esper.runs.run import Run
+from esper.runs.store import Store
 from tests.report.runs import BLUEPRINTS, STEPS, TASKS, config, make_run, play
+from tests.runs.stores import ask, record
 
 
 def test_figures_of_rounds_heads_and_episodes(reported):

@@ -8,15 +8,15 @@ from html import unescape
 import pytest
 
 from esper.contracts.errors import BadInput
-from esper.experiment.database import VERSION
-from esper.experiment.run import Run
-from esper.experiment.store import Store
 from esper.report import write_report
 from esper.report.page import SECTIONS
 from esper.rl.training import begin_ppo
+from esper.runs.database import VERSION
+from esper.runs.run import Run
+from esper.runs.store import Store
 from tests.browser import browse, open_browser
-from tests.experiment.killed_runs import small_ppo
 from tests.report.runs import config, judge, make_run
+from tests.training.killed_runs import small_ppo
 
 TRICKS = (
     "<script>window.hit = 1</script>",

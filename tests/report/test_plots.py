@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from esper.contracts.messages import one_line
-from esper.experiment.statistics import Interval
+from esper.evaluation.statistics import Interval
 from esper.report.plots import TaskResults, learning_curve, smoothed
 from esper.report.style import (
     COLOURS,

@@ -11,11 +11,11 @@ import pytest
 
 from esper import PPO
 from esper.contracts.errors import BadInput, EsperWarning, WorkersTrouble
-from esper.experiment.deadline import Watch, timed
 from esper.rl.doctor import examine
 from esper.rl.vector import Vector
-from tests.experiment.test_workers import gone
+from esper.workers.deadline import Watch, timed
 from tests.hostile_envs import HOSTILE, Tame, faults_of, run_hostile
+from tests.workers.test_jobs import gone
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only there it is watched")
 

@@ -13,13 +13,13 @@ from esper import PPO
 from esper.cli import main
 from esper.cli.commands import _interrupted
 from esper.contracts.errors import BadInput, WorkersTrouble
-from esper.experiment.config import Keeping
-from esper.experiment.run import Run
-from esper.experiment.settings import construct
-from esper.experiment.trainer import Callback, OnRoundEnd
 from esper.rl.training import AGENT, PPORunConfig, begin_ppo, resume_ppo
-from tests.experiment.killed_runs import rows_of, small_ppo, state_of
+from esper.runs.run import Run
+from esper.runs.settings import construct
+from esper.runs.train_config import Keeping
+from esper.training.loop import Callback, OnRoundEnd
 from tests.rl.environments import Probe
+from tests.training.killed_runs import rows_of, small_ppo, state_of
 
 FRAGILE = "esper-test/Fragile-v0"
 

@@ -10,10 +10,10 @@ from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD, HEAD_NAMES
 from esper.contracts.errors import BadInput, CallOrder
-from esper.experiment.rollout import collect, start
 from esper.simic.agent.losses import ppo_terms
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, explained_variance
 from esper.tamiyo.policy.network import TamiyoPolicy
+from esper.tamiyo.rollout import collect, start
 from tests.rollouts import (
     SPEC,
     TINY,

@@ -15,10 +15,10 @@ from torch.testing import assert_close
 from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.slots import SlotConfig
-from esper.experiment.rollout import collect, start
 from esper.simic.agent.distribution import sample
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
+from esper.tamiyo.rollout import collect, start
 from tests.rollouts import (
     SPEC,
     TINY,

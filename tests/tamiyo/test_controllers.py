@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator
 
-from benchmarks.learning import PromiseGreedy
 from esper.contracts.errors import BadInput
 from esper.contracts.world import Controller
 from esper.tamiyo.policy.action_masks import compute_masks
@@ -15,6 +14,7 @@ from esper.tamiyo.registry import CONTROLLERS, NAMES, controller_for, make_contr
 from esper.tamiyo.restricted import Restricted
 from esper.tamiyo.rule_based import ByRent, Never, Plateau, Random
 from esper.tamiyo.schedule import Schedule, Scheduled, ScheduledByRent
+from research.learning import PromiseGreedy
 from tests.device_reads import count_device_reads
 from tests.rollouts import SPEC, random_observation
 from tests.strategies import action_specs, floats, observations

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Generator
 
-from benchmarks.learning import SLOW_BLEND, PromiseGreedy
 from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import BadInput
@@ -26,6 +25,7 @@ from esper.tamiyo.rule_based import (
     explain_no_planting,
     next_actions,
 )
+from research.learning import SLOW_BLEND, PromiseGreedy
 from tests.rollouts import require_legal
 from tests.strategies import action_specs, observations
 from tests.tamiyo.decisions import decide, observed

@@ -3,11 +3,11 @@
 import torch
 from torch.testing import assert_close
 
-from esper.environment.simulated import SimulatedWorld
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
 from esper.tamiyo.policy.network import TamiyoPolicy
 from esper.tamiyo.policy.sampling import with_temperature
+from esper.testing.simulated import SimulatedWorld
 
 
 def test_every_head_is_as_much_surer_as_its_temperature_says():

@@ -6,9 +6,9 @@ from torch import Generator
 
 from esper.contracts.errors import BadInput
 from esper.environment.growing import GrowingWorld
-from esper.experiment.record import world_settings
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.scripts import PRUNE, Scripted, draw_scripts
+from esper.training.recordings import world_settings
 from tests.environment.test_growing import TINY
 
 SIZES = {"scripts": 24, "decisions": 20, "places": 2, "kinds": 4, "slots": 3}

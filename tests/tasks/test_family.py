@@ -12,8 +12,8 @@ from torch import Generator
 from esper.contracts.errors import BadInput
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import WorldSettings
-from esper.experiment.rollout import play
 from esper.tamiyo.registry import make_controller
+from esper.tamiyo.rollout import play
 from esper.tasks import datasets, family, variants
 from esper.tasks.data import log_uniform_int, random_source
 from esper.tasks.family import (

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, nn
 
-from esper.growth.slots import survey
+from esper.growth.analysis.slots import survey
 from esper.tasks.hosts import CnnHost, MlpHost
 
 MLP = MlpHost((16, 12, 10, 26))

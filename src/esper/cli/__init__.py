@@ -23,7 +23,7 @@ from esper.cli.output import (
     safe_streams,
     sudden_interrupts,
 )
-from esper.experiment.deadline import Watch
+from esper.workers.deadline import Watch
 
 EXAMPLES: Final = """\
 examples:

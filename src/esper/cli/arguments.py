@@ -194,7 +194,7 @@ def add_settings(
         defaults: A tree of settings.
         short: Another name for some.
     """
-    from esper.experiment.settings import as_flat, known_settings, toml_value
+    from esper.runs.settings import as_flat, known_settings, toml_value
 
     groups: dict[str, Any] = {}
     values = as_flat(defaults)

@@ -26,13 +26,13 @@ from esper.cli.arguments import (
     whole,
 )
 from esper.contracts.errors import BadInput
-from esper.experiment.deadline import TIMEOUT
+from esper.workers.deadline import TIMEOUT
 
 if TYPE_CHECKING:
-    from esper.experiment.attempts import RunResult
-    from esper.experiment.callbacks import ConsoleProgress
-    from esper.experiment.workers import Workers
     from esper.tamiyo.registry import Maker
+    from esper.training.callbacks import ConsoleProgress
+    from esper.training.recovery import RunResult
+    from esper.workers.jobs import Workers
 
 NEWEST: Final = "latest"
 """The controller of the newest finished training; no run can be called so."""
@@ -78,7 +78,7 @@ def train_options(parser: ArgumentParser) -> None:
 
 def config_options(parser: ArgumentParser) -> None:
     """The settings of a training, and presets and files of them."""
-    from esper.experiment.config import DEFAULT, PRESETS
+    from esper.runs.train_config import DEFAULT, PRESETS
 
     parser.add_argument(
         "--preset",
@@ -99,8 +99,8 @@ def config_options(parser: ArgumentParser) -> None:
 
 def train(options: Namespace) -> int:
     """Begin a run, or go on with one, and write its report."""
-    from esper.experiment.callbacks import ConsoleProgress
-    from esper.experiment.config import resolve
+    from esper.runs.train_config import resolve
+    from esper.training.callbacks import ConsoleProgress
 
     given = _given(options)
     console = ConsoleProgress(details=given.pop("verbose"))
@@ -108,7 +108,7 @@ def train(options: Namespace) -> int:
     if "resume" in given:
         return _resume(given, console, start_workers)
     config = resolve(given, draw_seed=True)
-    from esper.experiment.train import begin_run
+    from esper.training.train import begin_run
 
     with start_workers() as workers:
         return _end(begin_run(config, [console], workers))
@@ -119,7 +119,7 @@ def _workers(given: dict[str, Any]) -> Callable[[], "Workers"]:
 
     They come when all else is known to be right: a cluster takes its time.
     """
-    from esper.experiment.workers import DEADLINE, available_cores, workers
+    from esper.workers.jobs import DEADLINE, available_cores, workers
 
     count, ray = given.pop("workers"), given.pop("ray")
     if count is None:
@@ -134,8 +134,8 @@ def _resume(
     start_workers: Callable[[], "Workers"],
 ) -> int:
     from esper.contracts.messages import quoted, refusal
-    from esper.experiment.run import Run, find_run
-    from esper.experiment.train import resume_run, settings_of
+    from esper.runs.run import Run, find_run
+    from esper.training.train import resume_run, settings_of
 
     name, root = given.pop("resume"), Path(given.pop("runs", "runs"))
     if given:
@@ -156,7 +156,7 @@ def _resume(
 
 def _end(result: "RunResult") -> int:
     """Print the results and write the report."""
-    from esper.experiment.summary import print_training
+    from esper.evaluation.summary import print_training
     from esper.report import write_report
 
     if result.signal is not None:
@@ -167,7 +167,7 @@ def _end(result: "RunResult") -> int:
 
 
 def _interrupted(result: "RunResult", command: str) -> int:
-    from esper.experiment.run import OWN_RECORDINGS, Run
+    from esper.runs.run import OWN_RECORDINGS, Run
 
     again = f"esper {command} --resume {quote(str(result.path))}"
     if command == "ppo":
@@ -189,8 +189,8 @@ def _interrupted(result: "RunResult", command: str) -> int:
 
 def config(options: Namespace) -> None:
     """Print the resolved settings of a training."""
-    from esper.experiment.config import resolve
-    from esper.experiment.settings import as_toml
+    from esper.runs.settings import as_toml
+    from esper.runs.train_config import resolve
 
     print(as_toml(resolve(_given(options)), explain=True), end="")
 
@@ -216,7 +216,7 @@ def grow_options(parser: ArgumentParser) -> None:
 
 def grow(options: Namespace) -> None:
     """Grow one network, write it and print its history."""
-    from esper.experiment.fit import check_free, free_name, grow, summary_lines, write
+    from esper.fit import check_free, free_name, grow, summary_lines, write
     from esper.tasks.catalogue import task as find_task
 
     if options.out is not None:
@@ -238,7 +238,7 @@ def grow(options: Namespace) -> None:
 
 def _controller(name: str, runs: Path) -> "Maker | str":
     """The controller that a name stands for."""
-    from esper.experiment.controllers import find_controller, newest_controller
+    from esper.runs.controllers import find_controller, newest_controller
     from esper.tamiyo.registry import NAMES
 
     if name in NAMES:
@@ -254,7 +254,7 @@ def _controller(name: str, runs: Path) -> "Maker | str":
 
 def evaluate_options(parser: ArgumentParser) -> None:
     """The settings of an evaluation, some by a shorter name too."""
-    from esper.experiment.evaluate import EvaluateConfig
+    from esper.evaluation.evaluate import EvaluateConfig
 
     parser.add_argument("--json", action="store_true", help="print JSON, not tables")
     add_workers(parser)
@@ -264,9 +264,9 @@ def evaluate_options(parser: ArgumentParser) -> None:
 
 def evaluate(options: Namespace) -> None:
     """Judge, print and store."""
-    from esper.experiment.evaluate import EvaluateConfig, run_evaluation
-    from esper.experiment.settings import construct, parsed_options
+    from esper.evaluation.evaluate import EvaluateConfig, run_evaluation
     from esper.report import write_report
+    from esper.runs.settings import construct, parsed_options
 
     given = _given(options)
     as_json = given.pop("json")
@@ -295,8 +295,8 @@ def record_options(parser: ArgumentParser) -> None:
 
 def record(options: Namespace) -> None:
     """Record what is missing."""
-    from esper.experiment.progress import Progress
-    from esper.experiment.record import RecordConfig, record
+    from esper.runs.progress import Progress
+    from esper.training.recordings import RecordConfig, record
 
     names = ("stop", "tasks", "hosts", "scripts", "rng_seed")
     settings = RecordConfig(**{name: getattr(options, name) for name in names})
@@ -324,8 +324,8 @@ def report_options(parser: ArgumentParser) -> None:
 
 def report(options: Namespace) -> None:
     """Write the page and print where it is."""
-    from esper.experiment.run import find_run
     from esper.report import write_report
+    from esper.runs.run import find_run
 
     page = write_report(find_run(options.run, Path(options.runs)), options.out)
     _say(f"The report is in {page}.")
@@ -339,7 +339,7 @@ def runs_options(parser: ArgumentParser) -> None:
 
 def runs(options: Namespace) -> None:
     """Print a table of all runs, or data."""
-    from esper.experiment.run import Run
+    from esper.runs.run import Run
 
     found = Run.list(Path(options.runs))
     if options.json:
@@ -382,9 +382,9 @@ def export_options(parser: ArgumentParser) -> None:
 
 def export(options: Namespace) -> None:
     """Write files and print where they are."""
-    from esper.experiment.controllers import export_controller
-    from esper.experiment.run import STORE, find_run
-    from esper.experiment.store import export
+    from esper.runs.controllers import export_controller
+    from esper.runs.run import STORE, find_run
+    from esper.runs.store import export
 
     path = find_run(options.run, Path(options.runs))
     out = path / "export" if options.out is None else options.out
@@ -501,9 +501,6 @@ def ppo_options(parser: ArgumentParser) -> None:
 def ppo(options: Namespace) -> int:
     """Learn an environment in a run of its own, or go on with one."""
     from esper.contracts.messages import refusal
-    from esper.experiment.callbacks import ConsoleProgress
-    from esper.experiment.run import Run, find_run
-    from esper.experiment.settings import construct, parsed_options
     from esper.rl.training import (
         AGENT,
         PPORunConfig,
@@ -511,6 +508,9 @@ def ppo(options: Namespace) -> int:
         ppo_settings_of,
         resume_ppo,
     )
+    from esper.runs.run import Run, find_run
+    from esper.runs.settings import construct, parsed_options
+    from esper.training.callbacks import ConsoleProgress
 
     given = _given(options)
     trust = given.pop("trust")

@@ -28,7 +28,7 @@ from esper.contracts.errors import (
     WorkersTrouble,
 )
 from esper.contracts.messages import one_line, quoted
-from esper.experiment.deadline import TICK, Watch
+from esper.workers.deadline import TICK, Watch
 
 CRASHES: Final = (
     *(signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL),
@@ -138,7 +138,7 @@ def outlived(command: Callable[[], int], watch: Watch | None = None) -> int:
     """
     if sys.platform != "linux":
         return command()
-    from esper.experiment.workers import end_with_parent
+    from esper.workers.jobs import end_with_parent
 
     kinds = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, kinds)

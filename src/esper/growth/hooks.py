@@ -34,11 +34,11 @@ from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
 
 from esper.contracts.errors import BadInput, CallOrder
+from esper.growth.analysis.slots import InsertionPoint
+from esper.growth.analysis.tracing import first_tensor, kept_randomness, swapped_buffers
 from esper.growth.blueprints.geometry import Layout
 from esper.growth.blueprints.registry import first_line
 from esper.growth.blueprints.seed import FormSeed
-from esper.growth.slots import InsertionPoint
-from esper.growth.tracing import first_tensor, kept_randomness, swapped_buffers
 
 ADD: Final = 0
 SCALE: Final = 1

@@ -22,8 +22,8 @@ from esper.contracts.errors import BadInput
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
 from esper.contracts.world import BlueprintOffers, HostStates, Observation
+from esper.growth.analysis.tracing import isolated
 from esper.growth.model import GrowingModel
-from esper.growth.tracing import isolated
 
 MEMORY: Final = 0.6
 """Decay of the running slopes per decision."""

@@ -25,19 +25,19 @@ from esper.contracts.errors import BadInput, IllegalAction, unknown
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage
 from esper.growth import lifecycle
+from esper.growth.analysis.host_layers import units_of
+from esper.growth.analysis.slot_search import choose_slots
+from esper.growth.analysis.slots import InsertionPoint, Survey, survey
+from esper.growth.analysis.tracing import Example, eval_outputs
 from esper.growth.blueprints.layers import Layer
 from esper.growth.blueprints.registry import find
 from esper.growth.blueprints.seed import Cost, FormSeed, cost, misfit
-from esper.growth.export import why_units_do_not_fold
-from esper.growth.grown import Grown, grown_part, seed_middle
 from esper.growth.hooks import ADD, Change, Flow, Follower, SlotHooks
-from esper.growth.host_layers import units_of
 from esper.growth.lifecycle import SeedStates
-from esper.growth.merging import why_no_merge
-from esper.growth.saved_topology import NAME
-from esper.growth.slots import InsertionPoint, Survey, survey
-from esper.growth.suggestions import choose_slots
-from esper.growth.tracing import Example, eval_outputs
+from esper.growth.saving.export import why_units_do_not_fold
+from esper.growth.saving.merge_rules import why_no_merge
+from esper.growth.saving.saved_topology import NAME
+from esper.growth.seed_modules import Grown, grown_part, seed_middle
 
 OPS: Final = tuple(op.name for op in Op if op is not Op.ADVANCE)
 """What a controller decides; seeds advance by themselves, or by hand."""

@@ -31,8 +31,8 @@ from torch.optim import Optimizer
 
 from esper.contracts.errors import BadInput, EsperWarning, NumericsTrouble
 from esper.contracts.stages import Stage
+from esper.growth.analysis.tracing import random_state, set_random_state
 from esper.growth.topology import Topology
-from esper.growth.tracing import random_state, set_random_state
 
 WARM_UP: Final = 8  # healthy batches before a median means anything
 RENEWAL: Final = 8  # batches between two sorts of the ring, which cost time

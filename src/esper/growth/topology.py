@@ -18,18 +18,18 @@ from torch.optim import Optimizer
 from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionMasks, ActionSpec, Op
 from esper.contracts.errors import BadInput, IllegalAction
 from esper.contracts.stages import Stage, StageChanged
-from esper.growth.grown import (
+from esper.growth.distributed import Ranks
+from esper.growth.hooks import Change, Follower
+from esper.growth.model import GrowingModel
+from esper.growth.optimiser import OptimizerSurgery
+from esper.growth.saving.saved_topology import NAME
+from esper.growth.seed_modules import (
     Grown,
     grown_part,
     host_parameters,
     slot_number,
     uninterrupted,
 )
-from esper.growth.hooks import Change, Follower
-from esper.growth.model import GrowingModel
-from esper.growth.optimiser import OptimizerSurgery
-from esper.growth.ranks import Ranks
-from esper.growth.saved_topology import NAME
 
 VERBS = {
     Op.ADVANCE: "advance",

@@ -17,11 +17,11 @@ import numpy as np
 
 from esper.contracts.errors import BadInput, StorageTrouble
 from esper.contracts.messages import short
-from esper.experiment.database import DEADLINE, VIEWS, open_store, rows
-from esper.experiment.lock import is_locked
-from esper.experiment.run import STORE, Run
-from esper.experiment.settings import parse_toml
-from esper.experiment.statistics import Floats
+from esper.evaluation.statistics import Floats
+from esper.runs.database import DEADLINE, VIEWS, open_store, rows
+from esper.runs.lock import is_locked
+from esper.runs.run import STORE, Run
+from esper.runs.settings import parse_toml
 
 POINTS: Final = 600
 """Bins of rounds, and so points of a curve, at most."""

@@ -20,9 +20,8 @@ from markupsafe import Markup
 from esper import __version__
 from esper.contracts.errors import BadInput
 from esper.contracts.messages import short
-from esper.experiment.records import is_learned
-from esper.experiment.statistics import Interval, iqm_interval
-from esper.experiment.summary import (
+from esper.evaluation.statistics import Interval, iqm_interval
+from esper.evaluation.summary import (
     Summary,
     TaskSummary,
     headline,
@@ -32,6 +31,7 @@ from esper.files import Disk, publish, require_no_link, storage
 from esper.report.data import SHOWN_ENVS, RunData, read_run
 from esper.report.plots import STAGES, TaskResults, draw_plots
 from esper.report.style import DARK, LIGHT
+from esper.runs.records import is_learned
 
 PAGE: Final = "report.html"
 PLOTS: Final = "plots"

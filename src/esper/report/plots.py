@@ -12,8 +12,8 @@ import numpy as np
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.messages import one_line
 from esper.contracts.stages import Stage
-from esper.experiment.statistics import Floats, Interval
-from esper.experiment.summary import ArmSummary
+from esper.evaluation.statistics import Floats, Interval
+from esper.evaluation.summary import ArmSummary
 from esper.report.data import Columns, LastEpisodes, RunData, SeedCounts, StageSpan
 from esper.report.style import (
     LIGHT,

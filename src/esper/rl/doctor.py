@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 
 from esper.contracts.errors import BadInput, EsperError, WorkersTrouble
 from esper.contracts.messages import described, one_line, quoted
-from esper.experiment.deadline import TIMEOUT, timed
 from esper.rl.nested import first_of
 from esper.rl.spaces import MASK, Part, SpaceSpec, parts_of, require_sizes
 from esper.rl.vector import METHOD
+from esper.workers.deadline import TIMEOUT, timed
 
 Array = NDArray[Any]
 Maker = Callable[[], Any]

@@ -39,10 +39,6 @@ from esper.contracts.errors import (
 )
 from esper.contracts.messages import one_line, quoted
 from esper.contracts.state import Stateful, Tensors, check_fit, leaves, load, save
-from esper.experiment.deadline import TIMEOUT
-from esper.experiment.progress import Progress
-from esper.experiment.streams import stream, stream_seed
-from esper.experiment.workers import machine_memory
 from esper.files import (
     Disk,
     Manifest,
@@ -58,10 +54,14 @@ from esper.rl.nested import batch_of_one, first_of
 from esper.rl.policy import SpacePolicy, SpacePolicyConfig
 from esper.rl.spaces import SpaceSpec, flags, parts_of
 from esper.rl.vector import EnvKind, MaskSource, Source, Vector, View
+from esper.runs.progress import Progress
+from esper.runs.streams import stream, stream_seed
 from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.metrics import UpdateRecord
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.workers.deadline import TIMEOUT
+from esper.workers.jobs import machine_memory
 
 Array = NDArray[Any]
 Callback = Callable[["LearnRecord"], object]

@@ -22,13 +22,11 @@ from pydantic import Field
 from esper.contracts.errors import BadInput, EsperError
 from esper.contracts.messages import checked_name, one_line, quoted, refusal
 from esper.contracts.state import leaves
-from esper.experiment.attempts import Attempt, RunResult, train_on, train_to_end
-from esper.experiment.callbacks import Checkpoint, TensorBoard, summary_writer
-from esper.experiment.config import Budget, Keeping, check_limits
-from esper.experiment.deadline import TIMEOUT
-from esper.experiment.records import RoundRecord
-from esper.experiment.run import STORE, Run
-from esper.experiment.settings import (
+from esper.rl.ppo import DEFAULTS, PPO, Episode
+from esper.rl.vector import EnvKind
+from esper.runs.records import RoundRecord
+from esper.runs.run import STORE, Run
+from esper.runs.settings import (
     Count,
     RngSeed,
     Text,
@@ -37,13 +35,15 @@ from esper.experiment.settings import (
     settings,
     table_of,
 )
-from esper.experiment.store import Store, usable_store
-from esper.experiment.streams import stream_seed
-from esper.experiment.trainer import Callback, TrainingLoop
-from esper.rl.ppo import DEFAULTS, PPO, Episode
-from esper.rl.vector import EnvKind
+from esper.runs.store import Store, usable_store
+from esper.runs.streams import stream_seed
+from esper.runs.train_config import Budget, Keeping, check_limits
 from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.ppo import PPOConfig
+from esper.training.callbacks import Checkpoint, TensorBoard, summary_writer
+from esper.training.loop import Callback, TrainingLoop
+from esper.training.recovery import Attempt, RunResult, train_on, train_to_end
+from esper.workers.deadline import TIMEOUT
 
 KIND: Final = "ppo"
 """What `versions.json` calls such a run."""

@@ -47,8 +47,8 @@ from esper.contracts.errors import (
     WorkersTrouble,
 )
 from esper.contracts.messages import described, one_line
-from esper.experiment.deadline import TIMEOUT, late, timed
 from esper.rl.spaces import MASK, SpaceSpec, require_sizes
+from esper.workers.deadline import TIMEOUT, late, timed
 
 T = TypeVar("T")
 Array = NDArray[Any]

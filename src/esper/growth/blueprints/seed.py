@@ -14,10 +14,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from esper.contracts.blueprints import Blueprint, Form
+from esper.growth.analysis.macs import count_macs
 from esper.growth.blueprints.forms import FORMS, cross_layer
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.registry import Factory, make_module, registered
-from esper.growth.macs import count_macs
 
 
 class FormSeed(nn.Module):

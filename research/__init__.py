@@ -1,0 +1,1 @@
+"""Studies behind the published results: one question per module."""

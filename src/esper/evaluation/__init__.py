@@ -1,0 +1,1 @@
+"""Evaluation: controllers and static networks on the same hosts, with statistics."""

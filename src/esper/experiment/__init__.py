@@ -1,1 +1,0 @@
-"""The shell: collects, trains, measures and tells; everything below is quiet."""

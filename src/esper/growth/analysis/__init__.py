@@ -1,0 +1,1 @@
+"""Analysis of a host: where it can grow and what lies there."""

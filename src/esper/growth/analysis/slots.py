@@ -1,0 +1,607 @@
+"""Slots of a host: named, found and checked with one example before anything grows.
+
+    "fc1->fc2"   reads the input of fc1, adds to the output of fc2
+    "fc2->fc2"   beside one layer: reads its input, adds to its output
+    "block"      residual: reads and adds to the output of block
+
+Names are the host's own module names. The host is called twice in eval mode (the
+outputs must agree) and twice in training mode, once of these backwards too. Between two
+layers both modes must do the same but for dropout. What cannot work is refused here in
+one line, by name. The host is left as it was.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+from esper.contracts.errors import BadInput, unknown
+from esper.growth.analysis.host_layers import (
+    is_layer,
+    kernel_of,
+    kind_of,
+    units_of,
+    why_no_layer,
+)
+from esper.growth.analysis.interlayer import Join, SavedSteps, describe_middle
+from esper.growth.analysis.macs import count_macs
+from esper.growth.analysis.tracing import (
+    Example,
+    Path,
+    PathTracer,
+    batch_size,
+    call,
+    first_tensor,
+    isolated,
+    path_modules,
+    tensors_of,
+)
+from esper.growth.blueprints.geometry import Gate, Geometry, Layout, width
+from esper.growth.blueprints.registry import first_line
+
+ARROW: Final = "->"
+SIGNAL_LAYERS: Final = (
+    nn.Conv1d,
+    nn.ConvTranspose1d,
+    nn.BatchNorm1d,
+    nn.MaxPool1d,
+    nn.AvgPool1d,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveMaxPool1d,
+    nn.InstanceNorm1d,
+    nn.GroupNorm,
+)
+CHANNELS_LAST: Final = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding)
+"""Layers whose type says where the channels of their output are."""
+TRIES: Final = 8
+"""Calls in training mode, if some layers are left out at random (LayerDrop)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where seeds of one place read and write, by module name."""
+
+    inlet: str
+    outlet: str
+    residual: bool
+
+    @property
+    def name(self) -> str:
+        """The name as a user writes it."""
+        return self.outlet if self.residual else f"{self.inlet}{ARROW}{self.outlet}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InsertionPoint:
+    """A site of a host with all that planting needs to know of it."""
+
+    site: Site
+    geometry: Geometry
+    inlet: nn.Module
+    outlet: nn.Module
+    middle: tuple[nn.Module, ...]
+    """What lies between the two layers of a span."""
+    recipe: SavedSteps
+    """The same as plain data, to be saved."""
+    depth: float
+    """Where the outlet lies between the host's input (0) and output (1)."""
+    in_mlp: bool = False
+    """Whether all layers of the host are linear and work on vectors."""
+
+    @property
+    def gate(self) -> str:
+        """Name of the layer beside the inlet's whose output meets its own, if any."""
+        return next((m.layer for m in self.middle if isinstance(m, Join)), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A host's places and size, as one example shows them."""
+
+    places: tuple[InsertionPoint, ...]
+    parameters: int
+    macs: int
+    """Multiply-adds per example row."""
+
+
+def parse(slot: str) -> Site:
+    """A site from its name."""
+    ends = [end.strip() for end in slot.split(ARROW)]
+    if len(ends) > 2 or not all(ends):
+        raise BadInput(
+            f"slot {slot!r} must be a module name, or two joined by '->' as in "
+            "'fc1->fc2'."
+        )
+    return Site(ends[0], ends[-1], residual=len(ends) == 1)
+
+
+def survey(host: nn.Module, slots: Iterable[str], example: Example) -> Survey:
+    """Find slots of a host by an example; refuses those that cannot be grown."""
+    sites = _find_sites(host, slots)
+    if torch.is_inference_mode_enabled():
+        raise BadInput("a host cannot be surveyed in inference mode; leave it first.")
+    with isolated(host, training=False), torch.no_grad():
+        trace = trace_host(host, sites, example)
+        again = tensors_of(_call(host, example))
+        macs = count_macs(lambda: call(host, example))
+    if not trace.outputs:
+        raise BadInput("the host's answer holds no floating-point tensor.")
+    if any(
+        not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+        for a, b in zip(trace.outputs, again, strict=True)
+    ):
+        raise BadInput(
+            "two calls of the host in eval mode disagree; its forward must not be "
+            "random or change with every call."
+        )
+    compare_training(host, trace, example)
+    places = tuple(insertion_point(site, trace) for site in sites)
+    for gate in filter(None, (place.gate for place in places)):
+        check_not_shared(host, gate, trace.modules[gate])
+    _refuse_overlap(places)
+    for name in without_gradient(host, places, example):
+        raise BadInput(f"no gradient reaches {name!r}; a seed there could not learn.")
+    return Survey(
+        places,
+        parameters=sum(p.numel() for p in host.parameters()),
+        macs=macs // max(1, batch_size(example)),
+    )
+
+
+def _find_sites(host: nn.Module, slots: Iterable[str]) -> tuple[Site, ...]:
+    """The sites of a host; refuses names that no slot can have."""
+    check_host(host)
+    sites = tuple(parse(slot) for slot in slots)
+    if not sites:
+        raise BadInput(
+            "slots is empty; name a place, or let esper.suggest_slots(model, example) "
+            "find some."
+        )
+    doubled = [site for site, count in Counter(sites).items() if count > 1]
+    if doubled:
+        raise BadInput(
+            f"slot {doubled[0].name!r} is named twice; a place holds several seeds "
+            "by itself (seeds_per_slot)."
+        )
+    names = {name: module for name, module in host.named_modules() if name}
+    for site in sites:
+        for end in (site.inlet, site.outlet):
+            if end not in names:
+                raise unknown("the host has no module", end, names)
+            check_not_shared(host, end, names[end])
+    return sites
+
+
+def check_host(host: nn.Module) -> None:
+    """Refuse a host that cannot grow, whatever its slots."""
+    if not isinstance(host, nn.Module):
+        raise BadInput(f"the host must be an nn.Module, got {type(host).__name__}.")
+    kind, parameters = type(host), [*host.parameters()]
+    compiled = (
+        name
+        for name, module in host.named_modules()
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    )
+    inside = next(compiled, None)
+    devices = sorted({str(p.device) for p in parameters if p.is_floating_point()})
+    for wrong, line in (
+        (
+            isinstance(host, DataParallel | DistributedDataParallel),
+            f"is wrapped in {kind.__name__}; pass model.module",
+        ),
+        (
+            inside is not None,
+            f"is compiled{f' at {inside!r}' if inside else ''}, and a compiled graph "
+            "does not grow; pass the module before torch.compile and compile "
+            "export()'s result",
+        ),
+        (
+            kind.__module__.startswith("torch.jit"),
+            "is a TorchScript module; pass the nn.Module itself",
+        ),
+        (
+            # By name, since importing the class takes long.
+            kind.__name__ == "FullyShardedDataParallel"
+            or any(type(p.data).__name__ == "DTensor" for p in parameters),
+            "is sharded (FSDP), and a sharded host does not grow; use "
+            "DistributedDataParallel",
+        ),
+        (not parameters, "has no parameters; there is nothing to grow"),
+        (
+            any(p.is_meta for p in parameters if not is_lazy(p)),
+            "is on the meta device and has no weights; load them, or call "
+            "to_empty(device=...) and initialise them, before growing",
+        ),
+        (
+            any(is_lazy(parameter) for parameter in parameters),
+            "has lazy parameters; run it once on an example before growing",
+        ),
+        (
+            len(devices) > 1,
+            f"lies on several devices ({', '.join(devices)}); use one",
+        ),
+    ):
+        if wrong:
+            raise BadInput(f"the host {line}.")
+
+
+def check_not_shared(host: nn.Module, name: str, module: nn.Module) -> None:
+    """Refuse a module that the host holds under two names, or whose weights it ties."""
+    aliases = [
+        other
+        for other, found in host.named_modules(remove_duplicate=False)
+        if found is module
+    ]
+    if len(aliases) > 1:
+        raise BadInput(
+            f"module {name!r} is shared with {aliases[aliases[0] == name]!r}; a slot "
+            "needs a module of its own."
+        )
+    mine = {id(parameter): key for key, parameter in module.named_parameters()}
+    for other, parameter in host.named_parameters(remove_duplicate=False):
+        if id(parameter) in mine and not f"{other}.".startswith(f"{name}."):
+            raise BadInput(
+                f"{name}.{mine[id(parameter)]} is tied to {other}; a slot needs "
+                "weights of its own."
+            )
+
+
+@dataclass(slots=True)
+class _Record:
+    """What was seen at one module in one call of the host."""
+
+    inputs: Any = None
+    given_version: int = 0
+    version_after: dict[str, int] = field(default_factory=dict)
+    """Version of what was given, when another module returned."""
+    outputs: Any = None
+    calls: int = 0
+    last_leaf: nn.Module | None = None
+    order: int = 0
+
+
+@dataclass(slots=True)
+class Trace:
+    """One call of the host."""
+
+    records: dict[str, _Record]
+    """Of all layers and all ends of sites, by name."""
+    tracer: PathTracer
+    modules: dict[str, nn.Module]
+    """All modules of the host by name."""
+    leaves: int = 0
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+def compare_training(host: nn.Module, trace: Trace, example: Example) -> None:
+    """Note where a call in training mode goes other ways than this one in eval mode."""
+    paths, trained = trace.tracer.paths, dict[nn.Module, Path]()
+    with isolated(host, training=True), torch.no_grad():
+        for _ in range(TRIES):
+            trained = {**trace_host(host, (), example).tracer.paths, **trained}
+            if paths.keys() <= trained.keys():
+                break
+    for layer, path in paths.items():
+        path.compare(trained.get(layer), trace.tracer.names)
+
+
+def trace_host(host: nn.Module, sites: tuple[Site, ...], example: Example) -> Trace:
+    """Call the host once and record what happens at every site and layer."""
+    names = {module: name for name, module in host.named_modules()}
+    ends = {end for site in sites for end in (site.inlet, site.outlet)}
+    ends |= {name for module, name in names.items() if is_layer(module)}
+    modules = {name: module for module, name in names.items()}
+    trace = Trace({name: _Record() for name in ends}, PathTracer(names), modules)
+    records, tracer = trace.records, trace.tracer
+    last_leaf: nn.Module | None = None
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+        nonlocal last_leaf
+        given = first_tensor((*args, *kwargs.values()))
+        if not [*module.children()]:
+            every = tree_leaves((args, kwargs))
+            tracer.enter(module, [t for t in every if isinstance(t, Tensor)])
+            trace.leaves += 1
+            if isinstance(module, (*SIGNAL_LAYERS, *CHANNELS_LAST)) or kind_of(module):
+                last_leaf = module
+        name = names[module]
+        if name in records:
+            records[name].calls += 1
+            records[name].inputs = given
+            records[name].given_version = getattr(given, "_version", 0)
+
+    def leave(module: nn.Module, args: Any, answer: Any) -> None:  # noqa: ANN401
+        if not [*module.children()]:
+            tracer.leave(module, answer)
+        name = names[module]
+        if name in records:
+            record = records[name]
+            record.outputs, record.order = answer, trace.leaves
+            record.last_leaf = last_leaf
+            for other in records.values():
+                if other.calls:
+                    other.version_after[name] = getattr(other.inputs, "_version", 0)
+
+    with ExitStack() as stack:
+        for module in names:
+            before = module.register_forward_pre_hook(enter, with_kwargs=True)
+            stack.callback(before.remove)
+            stack.callback(module.register_forward_hook(leave).remove)
+        with tracer:
+            answer = _call(host, example)
+    outputs = tensors_of(answer)
+    for path in tracer.paths.values():
+        returned = any(one is other for one in path.tensors for other in outputs)
+        if path.reader is not None and returned and not path.problem:
+            path.problem = "the hidden tensor is part of the host's answer"
+    trace.outputs = [tensor.clone() for tensor in outputs]
+    return trace
+
+
+def _call(host: nn.Module, example: Example) -> Any:  # noqa: ANN401
+    try:
+        return call(host, example)
+    except Exception as error:
+        raise BadInput(
+            f"the host cannot be called with the example: {first_line(error)}"
+        ) from error
+
+
+def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
+    """A site as a call of the host shows it; refuses one that no seed can use."""
+    for end in (site.inlet, site.outlet):
+        calls = trace.records[end].calls
+        if calls != 1:
+            often = "never called" if calls == 0 else f"called {calls} times"
+            raise BadInput(
+                f"module {end!r} is {often} in one pass of the host; a slot needs a "
+                "module that is called once."
+            )
+    read, written = trace.records[site.inlet], trace.records[site.outlet]
+    outlet = _tensor(written.outputs, f"module {site.outlet!r} answers with")
+    inlet = outlet
+    if not site.residual:
+        inlet = _tensor(read.inputs, f"module {site.inlet!r} is given")
+        if site.outlet not in read.version_after:
+            raise BadInput(
+                f"{site.outlet!r} comes before {site.inlet!r} in a pass of the host; "
+                f"write '{site.outlet}{ARROW}{site.inlet}'."
+            )
+        if read.version_after[site.outlet] != read.given_version:
+            raise BadInput(
+                f"what {site.inlet!r} reads is changed in place before "
+                f"{site.outlet!r} returns; use the out-of-place operation."
+            )
+        if inlet.shape[0] != outlet.shape[0]:
+            raise BadInput(
+                f"slot {site.name!r} reads {inlet.shape[0]} rows and writes "
+                f"{outlet.shape[0]}; inlet and outlet must share the batch."
+            )
+    modules = trace.modules
+    first, second = modules[site.inlet], modules[site.outlet]
+    leaf = written.last_leaf
+    outlet_layout = _layout(outlet, second, leaf, site.outlet)
+    inlet_layout = outlet_layout
+    if not site.residual:
+        inlet_layout = _layout(inlet, first, first, site.inlet)
+    span = _Span(problem="the slot does not span two layers")
+    if not site.residual and site.inlet != site.outlet:
+        span = _span(site, trace, inlet_layout)
+    return InsertionPoint(
+        site=site,
+        geometry=Geometry(
+            inlet_layout=inlet_layout,
+            outlet_layout=outlet_layout,
+            inlet_shape=tuple(inlet.shape[1:]),
+            outlet_shape=tuple(outlet.shape[1:]),
+            spans=not span.problem,
+            **layer_facts(site, modules, span.gate),
+            hidden_shape=span.hidden_shape,
+            unit_inputs=span.unit_inputs,
+            why_no_span=span.problem,
+        ),
+        inlet=first,
+        outlet=second,
+        middle=span.middle,
+        recipe=span.recipe,
+        depth=min(1.0, written.order / max(1, trace.leaves)),
+        in_mlp=_is_mlp(trace),
+    )
+
+
+def _is_mlp(trace: Trace) -> bool:
+    """Whether all modules with matrices are linear layers and work on vectors."""
+    for name, module in trace.modules.items():
+        if all(p.dim() < 2 for p in module.parameters(recurse=False)):
+            continue
+        answer = trace.records[name].outputs if name in trace.records else None
+        works_on_vectors = not isinstance(answer, Tensor) or answer.dim() == 2
+        if not (isinstance(module, nn.Linear) and works_on_vectors):
+            return False
+    return True
+
+
+@dataclass(slots=True)
+class _Span:
+    """What lies between two layers, or why no units fit there."""
+
+    problem: str = ""
+    middle: tuple[nn.Module, ...] = ()
+    recipe: SavedSteps = ()
+    gate: str = ""
+    """Name of the layer that joins it."""
+    hidden_shape: tuple[int, ...] = ()
+    unit_inputs: int = 1
+
+
+def _span(site: Site, trace: Trace, layout: Layout) -> _Span:
+    modules = trace.modules
+    for end in (site.inlet, site.outlet):
+        if why := why_no_layer(modules[end]):
+            return _Span(f"{end!r} {why}")
+    first, second = modules[site.inlet], modules[site.outlet]
+    path = trace.tracer.paths.get(first)
+    if path is None:
+        return _Span(f"{site.inlet!r} does not give one tensor")
+    units = units_of(first)
+    middle, problem = path_modules(path, units, layout)
+    reader = path.reader and trace.tracer.names[path.reader]
+    if not problem and reader != site.outlet:
+        problem = "no channel-wise way leads from the first layer to the second"
+        problem = f"{reader!r} reads what the first layer gives" if reader else problem
+    gate = next((m.layer for m in middle if isinstance(m, Join)), "")
+    if gate and trace.records[gate].calls != 1:
+        problem = f"{gate!r}, which joins it, is called more than once"
+    if problem:
+        return _Span(problem)
+    if differs := path.differs or (path.joined.differs if path.joined else ""):
+        raise BadInput(
+            f"slot {site.name!r} works in eval mode only: in training mode {differs}, "
+            "and new units would go around that."
+        )
+    hidden = trace.records[site.outlet].inputs
+    shape, unit_inputs = tuple(hidden.shape[1:]), 1
+    if kernel_of(second) is None and layout.channels_first:
+        unit_inputs = shape[-1] // units
+    elif width(shape, layout) != units:
+        return _Span("the channels of the first layer do not reach the second")
+    return _Span(
+        middle=middle,
+        recipe=describe_middle(
+            [step.module for step in path.steps], trace.tracer.names
+        ),
+        gate=gate,
+        hidden_shape=shape,
+        unit_inputs=unit_inputs,
+    )
+
+
+def layer_facts(
+    site: Site, modules: Mapping[str, nn.Module], gate: str
+) -> dict[str, Any]:
+    """What the layers at a site say of its geometry.
+
+    Args:
+        site: Where seeds read and write.
+        modules: Those of the host by name.
+        gate: The layer that joins the first one of a span, if any.
+    """
+    first, second = modules[site.inlet], modules[site.outlet]
+    beside = site.inlet == site.outlet and not site.residual
+    return {
+        "residual": site.residual,
+        "inlet_kernel": None if site.residual else kernel_of(first),
+        "outlet_kernel": kernel_of(second),
+        "inlet_bias": _has_bias(first),
+        "gate": Gate(kernel_of(modules[gate]), _has_bias(modules[gate]))
+        if gate
+        else None,
+        "beside": beside and is_layer(second),
+    }
+
+
+def _has_bias(module: nn.Module) -> bool:
+    return getattr(module, "bias", None) is not None
+
+
+def _refuse_overlap(places: Iterable[InsertionPoint]) -> None:
+    """Refuse two names for the units of one gated pair of layers."""
+    taken: dict[str, str] = {}
+    for place in places:
+        name = place.site.name
+        for layer in (place.site.inlet, place.gate) if place.geometry.spans else ():
+            if layer and layer in taken:
+                raise BadInput(
+                    f"slots {taken[layer]!r} and {name!r} both widen {layer!r}; name "
+                    "one of them."
+                )
+            taken[layer] = name
+
+
+def _tensor(value: object, what: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise BadInput(
+            f"{what} {type(value).__name__}; name a module inside it that works on "
+            "one tensor."
+        )
+    if not value.is_floating_point():
+        raise BadInput(f"{what} {value.dtype}; a slot needs floating-point tensors.")
+    return value
+
+
+def _layout(
+    tensor: Tensor, module: nn.Module, leaf: nn.Module | None, name: str
+) -> Layout:
+    """Where a tensor at a module has its channels, as the last layer tells."""
+    last = isinstance(leaf, CHANNELS_LAST) or _is_matrix(leaf)
+    if tensor.dim() >= 4 and leaf is module and last:
+        return Layout.GRID
+    layouts = {2: Layout.VECTOR, 3: Layout.SEQUENCE, 4: Layout.IMAGE}
+    layout = layouts.get(tensor.dim())
+    if layout is None or (tensor.dim() == 4 and last):
+        # After a layer with channels last they may have been moved to the front.
+        raise BadInput(
+            f"the tensor at {name!r} is {[*tensor.shape]}; seeds serve [B, D], "
+            "[B, T, D], [B, C, L], [B, C, H, W], and [B, H, W, D] at a linear layer."
+        )
+    if layout is Layout.SEQUENCE and isinstance(leaf, SIGNAL_LAYERS):
+        return Layout.SIGNAL
+    return layout
+
+
+def _is_matrix(leaf: nn.Module | None) -> bool:
+    kind = None if leaf is None else kind_of(leaf)
+    return kind is not None and not kind.convolves
+
+
+def without_gradient(
+    host: nn.Module, places: Iterable[InsertionPoint], example: Example
+) -> list[str]:
+    """Names of outlets that no gradient reaches in training mode."""
+    offsets: dict[str, Tensor] = {}
+    reached: dict[str, bool] = {}
+
+    def add_offset(name: str) -> Any:  # noqa: ANN401
+        def hook(module: nn.Module, args: Any, answer: Tensor) -> Tensor:  # noqa: ANN401
+            offsets[name] = torch.zeros_like(answer, requires_grad=True)
+            return answer + offsets[name]
+
+        return hook
+
+    outlets = {place.site.outlet: place.outlet for place in places}
+    with ExitStack() as stack:
+        for name, outlet in outlets.items():
+            handle = outlet.register_forward_hook(add_offset(name))
+            stack.callback(handle.remove)
+        stack.enter_context(isolated(host, training=True))
+        for _ in range(TRIES):
+            offsets.clear()
+            try:
+                with torch.enable_grad():
+                    answers = tensors_of(_call(host, example))
+                    total = torch.stack([a.float().sum() for a in answers]).sum()
+                    found = _gradients(total, offsets)
+            except RuntimeError as error:
+                raise BadInput(
+                    f"nothing flows back through the host: {first_line(error)}"
+                ) from error
+            reached |= {name: found[name] is not None for name in found}
+            if reached.keys() == outlets.keys():
+                break
+    return [name for name in outlets if not reached.get(name, False)]
+
+
+def _gradients(
+    total: Tensor, given: Mapping[str, Tensor]
+) -> Mapping[str, Tensor | None]:
+    if not given:
+        return {}
+    found = torch.autograd.grad(total, [*given.values()], allow_unused=True)
+    return dict(zip(given, found, strict=True))

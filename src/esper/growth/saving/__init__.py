@@ -1,0 +1,1 @@
+"""Export, merging and saved files of networks that grew."""

@@ -1,0 +1,252 @@
+"""How what has grown in a host is saved: names, and what a state must hold.
+
+    esper_seeds._extra_state    the topology as JSON in a byte tensor
+    esper_seeds.slot_3.*        weights of a seed
+
+All of a state is checked before anything is built from it: whoever wrote it decides
+neither which code runs nor how much memory is taken.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Final
+
+import torch
+from pydantic import FailFast, Field, TypeAdapter, ValidationError
+from torch import Tensor, nn
+
+from esper.contracts.errors import BadInput
+from esper.contracts.stages import Stage
+from esper.growth import lifecycle
+from esper.growth.analysis.interlayer import SavedSteps
+from esper.growth.blueprints.geometry import Geometry
+from esper.growth.blueprints.registry import find
+from esper.growth.lifecycle import SeedStates
+
+NAME: Final = "esper_seeds"
+"""The submodule of a host that holds what has grown."""
+HINT: Final = "load it with esper.rebuild(host, state_dict)"
+"""A key of a grown state, so that torch's refusal to load it says what to do."""
+TOPOLOGY: Final = f"{NAME}._extra_state"
+FORMAT: Final = 2
+"""Version of a saved topology."""
+MAX_BYTES: Final = 2**20
+MAX_COMMAS: Final = 30_000
+"""Limits of the text of a saved topology."""
+MAX_PLACES: Final = 1024
+MAX_SLOTS: Final = 4096
+Text = Annotated[str, Field(max_length=1024)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPlace:
+    """A place of a host."""
+
+    name: Text
+    geometry: Geometry
+    middle: SavedSteps
+    depth: Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedSeed:
+    """A seed without its weights."""
+
+    slot: Text
+    blueprint: Text
+    size: Annotated[int, Field(ge=0, lt=2**31)]
+    gated: bool
+    """Whether a module of a user is multiplied by a gate."""
+    state: dict[str, Any]
+    """Its `SeedStates`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTopology:
+    """All that rebuilds the seeds of a host but their weights; the oldest first."""
+
+    format: int
+    places: Annotated[tuple[SavedPlace, ...], Field(max_length=MAX_PLACES), FailFast()]
+    slots: Annotated[tuple[Text, ...], Field(max_length=MAX_SLOTS), FailFast()]
+    seeds: Annotated[tuple[SavedSeed, ...], Field(max_length=MAX_SLOTS), FailFast()]
+    generator: Annotated[str, Field(max_length=2**16)]
+    """State of the random stream, in hexadecimal digits."""
+
+    def to_tensor(self) -> Tensor:
+        """As JSON bytes in a tensor, since some formats take nothing but tensors."""
+        text = bytearray(_ADAPTER.dump_json(self, exclude_defaults=True))
+        return torch.frombuffer(text, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    format: int
+
+
+_HEADER: Final = TypeAdapter(_Header)
+_ADAPTER: Final = TypeAdapter(SavedTopology)
+
+
+def read_topology(state: Mapping[str, Any], prefix: str = "") -> SavedTopology | None:
+    """The topology in a host's state; None if nothing has grown in it."""
+    raw = state.get(f"{prefix}{TOPOLOGY}")
+    if raw is None:
+        lost = [name for name in state if name.startswith(f"{prefix}{NAME}.")]
+        if lost:
+            raise BadInput(f"the state has {lost[0]!r} but no topology; it is damaged.")
+        return None
+    check_tensor("the topology", raw)
+    if raw.dtype != torch.uint8 or raw.dim() != 1 or raw.numel() > MAX_BYTES:
+        raise BadInput(
+            f"the topology of the saved network must be at most {MAX_BYTES:,} bytes, "
+            f"it is {raw.dtype} {[*raw.shape]}."
+        )
+    text = raw.cpu().numpy().tobytes()
+    if text.count(b",") > MAX_COMMAS:  # each may take hundreds of bytes when read
+        raise BadInput("the topology of the saved network has too many values.")
+    try:
+        found = _HEADER.validate_json(text, strict=True).format
+        if found != FORMAT:
+            raise BadInput(
+                f"the saved network has format {found} and this version of Esper reads "
+                f"{FORMAT}; load it with the version that saved it."
+            )
+        topology = _ADAPTER.validate_json(text, strict=True)
+    except ValidationError as error:
+        raise BadInput(
+            f"the topology of the saved network is damaged: {_first(error)}."
+        ) from None
+    _check_topology(topology)
+    return topology
+
+
+def _first(error: ValidationError) -> str:
+    """The first thing that is wrong, in one line."""
+    # Without the input, which may be large.
+    first, *_ = error.errors(
+        include_url=False, include_context=False, include_input=False
+    )
+    where = ".".join(str(key)[:40] for key in first["loc"][:12])
+    return " ".join(f"{where} {first['msg']}".split())
+
+
+def _check_topology(topology: SavedTopology) -> None:
+    """Refuse what its types allow and no host has."""
+    names = {field.name for field in fields(SeedStates)} - {"blueprint"}
+    places = [place.name for place in topology.places]
+    rounds = len(topology.slots) // max(1, len(places))
+    slots = tuple(f"{place}#{n}" for n in range(rounds) for place in places)
+    if topology.slots != slots or len({*slots}) < len(slots):
+        raise BadInput("the slots of the saved network are not those of its places.")
+    free = {*topology.slots}
+    for seed in topology.seeds:
+        slot, state = seed.slot, seed.state
+        wrong = ""
+        if slot not in free:
+            wrong = "is named twice or unknown"
+        elif set(state) != names or not all(
+            type(value) is float and 0 <= value < 2**31 for value in state.values()
+        ):
+            wrong = "has a state that is none"
+        elif any(state[n] % 1 for n in names if not n.startswith("alpha")):
+            wrong = "has a state that is no whole number"
+        elif state["stage"] not in {*Stage} - {Stage.DORMANT}:
+            wrong = f"is in stage {state['stage']:.0f}, which does not exist"
+        elif not all(state[n] <= 1 for n in names if n.startswith("alpha")):
+            wrong = "has an alpha outside [0, 1]"
+        elif state["style"] > 1 or state["curve"] >= len(lifecycle.CURVES):
+            wrong = "has a style or curve that does not exist"
+        if wrong:
+            raise BadInput(f"the seed in {slot!r} of the saved network {wrong}.")
+        free.discard(slot)
+        find(seed.blueprint)
+
+
+def check_tensors(
+    host: nn.Module, grown: nn.ModuleDict, state: Mapping[str, Any], prefix: str
+) -> None:
+    """Refuse tensors that are not all that a host with these seeds has."""
+    own = host_tensors(host)
+    kept = {
+        name.removeprefix(prefix)
+        for name in state
+        if name.startswith(prefix) and not name.startswith(f"{prefix}{NAME}.")
+    }
+    tied = {
+        name
+        for alike in tied_names(host)
+        if not kept.isdisjoint(alike)
+        for name in alike
+    }
+    for name in sorted(({*own} ^ kept) - tied):
+        raise BadInput(
+            f"the saved host is another one: {name} was "
+            f"{'absent and is here' if name in own else 'there and is absent'}."
+        )
+    seeds = {
+        f"{NAME}.{slot}.{name}": tensor
+        for slot, seed in grown.items()
+        for name, tensor in seed.state_dict().items()
+    }
+    begun, extra = f"{prefix}{NAME}.", ("_extra_state", HINT)
+    found = {
+        name.removeprefix(prefix): value
+        for name, value in state.items()
+        if name.startswith(begun) and name.removeprefix(begun) not in extra
+    }
+    odd = sorted({*seeds} ^ {*found})
+    if odd:
+        missing = odd[0] in seeds
+        raise BadInput(
+            f"the saved seeds {'lack' if missing else 'have an unknown'} {odd[0]!r}."
+        )
+    for name, mine in {**own, **seeds}.items():
+        value = state.get(f"{prefix}{name}", mine)
+        if not isinstance(mine, Tensor):
+            continue
+        check_tensor(name, value, own.get(name))
+        if value.shape != mine.shape:
+            raise BadInput(
+                f"the saved host is another one: {name} was {[*value.shape]} and is "
+                f"{[*mine.shape]}."
+            )
+        if value.is_floating_point() and name in seeds and not value.isfinite().all():
+            raise BadInput(f"{name} of the saved network is not finite.")
+    tensors = [value for value in found.values() if isinstance(value, Tensor)]
+    if _bytes_held(tensors) < sum(value.nbytes for value in tensors):
+        raise BadInput("the saved seeds share their numbers; copy the tensors.")
+
+
+def check_tensor(name: str, value: object, like: Tensor | None = None) -> None:
+    """Refuse what is no tensor, or one that repeats numbers to look larger.
+
+    Args:
+        name: What it is called in an error.
+        value: From a state.
+        like: The host's own, whose shape takes no more memory.
+    """
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        raise BadInput(f"{name} of the saved network is no tensor.")
+    known = like is not None and like.shape == value.shape
+    if value.is_meta or (not known and _bytes_held([value]) < value.nbytes):
+        raise BadInput(f"{name} of the saved network has fewer numbers than its shape.")
+
+
+def _bytes_held(tensors: Iterable[Tensor]) -> int:
+    """Bytes of memory behind some tensors; what they share counts once."""
+    stores = [tensor.untyped_storage() for tensor in tensors]
+    return sum({store.data_ptr(): store.nbytes() for store in stores}.values())
+
+
+def tied_names(host: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several; some formats save one of them."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in host.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [alike for alike in names.values() if len(alike) > 1]
+
+
+def host_tensors(host: nn.Module) -> dict[str, Tensor]:
+    """A host's own state, without that of seeds."""
+    state = host.state_dict()
+    return {name: t for name, t in state.items() if not name.startswith(f"{NAME}.")}

@@ -1,0 +1,193 @@
+"""A grown network from a plain host and a saved state, in one line.
+
+`rebuild` grows a plain host as a `state_dict` says, `save` and `load` do so with a
+safetensors file: for inference, without optimiser or example.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from esper.contracts.errors import BadInput
+from esper.files import MAX_BYTES, Disk, pack, publish, read_safetensors, verify
+from esper.growth.analysis.host_layers import fit_sizes, is_layer
+from esper.growth.analysis.interlayer import Join, restore_middle, unsaved_function
+from esper.growth.analysis.slots import InsertionPoint, layer_facts, parse
+from esper.growth.blueprints.registry import find
+from esper.growth.saving.saved_topology import (
+    NAME,
+    TOPOLOGY,
+    SavedPlace,
+    SavedTopology,
+    check_tensor,
+    check_tensors,
+    host_tensors,
+    read_topology,
+    tied_names,
+)
+from esper.growth.seed_modules import Grown, grown_part, restore_tensors, uninterrupted
+
+MAX_PARTS: Final = 16
+"""Grown parts of one host."""
+
+
+def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
+    """A plain host with the seeds and weights of a grown one's `state_dict()`.
+
+    Args:
+        host: As it was before anything grew; it is changed and returned.
+        state_dict: Of a grown host, of an export in which all seeds were merged (layers
+            get its sizes), or of a plain one.
+    """
+    if not isinstance(host, nn.Module) or not isinstance(state_dict, Mapping):
+        raise BadInput("rebuild takes the plain host and a state_dict.")
+    if not all(isinstance(name, str) and name.isprintable() for name in state_dict):
+        raise BadInput("the names in a state_dict must be printable strings.")
+    state_dict = _with_tied(host, state_dict)
+    _refuse_unmerged(state_dict)
+    own = host_tensors(host)
+    for name, value in state_dict.items():
+        if isinstance(value, Tensor):
+            check_tensor(name, value, own.get(name))
+    prefixes = [n.removesuffix(TOPOLOGY) for n in state_dict if n.endswith(TOPOLOGY)]
+    if len(prefixes) > MAX_PARTS:
+        raise BadInput(f"the state has {len(prefixes)} topologies; it is damaged.")
+    grown = [(_empty(host, state_dict, prefix), prefix) for prefix in prefixes]
+    topologies = [part.validated(state_dict, prefix) for part, prefix in grown]
+    with uninterrupted():
+        undo = [restore_tensors(host)]
+        try:
+            for (part, _), topology in zip(grown, topologies, strict=True):
+                undo.append(part.detach)
+                part.rebuild(topology)
+                part.loading = True
+                part.attach()
+            if not grown:
+                undo.append(fit_sizes(host, state_dict))
+                check_tensors(host, nn.ModuleDict(), state_dict, "")
+            host.load_state_dict(state_dict)
+        except BaseException:
+            for put_back in reversed(undo):
+                put_back()
+            raise
+        finally:
+            for part, _ in grown:
+                part.loading = False
+    return host
+
+
+def _refuse_unmerged(state: Mapping[str, Any]) -> None:
+    """Refuse seeds without a topology: nothing says how they are built."""
+    grown = any(name.endswith(TOPOLOGY) for name in state)
+    if not grown and any(name.startswith(f"{NAME}.") for name in state):
+        raise BadInput(
+            "this is the state of an export in which not all seeds were merged; save "
+            "that one whole with torch.save(module, path), or the host with esper.save."
+        )
+
+
+def _with_tied(host: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with all names of tied weights, of which some formats save one."""
+    tied = {
+        name: state[saved]
+        for alike in tied_names(host)
+        for saved in [n for n in alike if n in state][:1]
+        for name in alike
+        if name not in state
+    }
+    return {**state, **tied}
+
+
+def _empty(host: nn.Module, state: Mapping[str, Any], prefix: str) -> Grown:
+    """The places of a host, or of a part of it by its prefix, that a state has."""
+    parts = dict(host.named_modules())
+    part = parts.get(prefix.removesuffix("."))
+    if part is None:
+        raise BadInput(f"the host has no module {prefix[:-1]!r}.")
+    if grown_part(part) is not None:
+        raise BadInput("the host has grown already; pass a plain one.")
+    topology = read_topology(state, prefix)
+    assert topology is not None
+    used = {seed.slot.rpartition("#")[0] for seed in topology.seeds}
+    modules = dict(part.named_modules())
+    places = tuple(
+        _saved_place(place, modules, used=place.name in used)
+        for place in topology.places
+    )
+    kinds = [*dict.fromkeys(find(seed.blueprint) for seed in topology.seeds)]
+    grown = Grown(part, places, topology.slots, kinds)
+    grown.traced = False
+    return grown
+
+
+def save(model: nn.Module, path: str | Path) -> None:
+    """Write a network, grown or not, to a safetensors file; whole or not at all."""
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"save takes a module, got {type(model).__name__}.")
+    path = Path(path)
+    state = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
+    _refuse_unmerged(state)
+    for part in model.modules():
+        if isinstance(part, Grown) and len(part):
+            _refuse_unsaved(part.topology())
+    data = pack(state, finite=False)
+    # What is written can be read.
+    verify(path.name, BytesIO(data), sealed=False, limit=len(data))
+    publish(Disk(), path, data)
+
+
+def _refuse_unsaved(topology: SavedTopology) -> None:
+    """Refuse seeds where the host calls what no file may call."""
+    steps = {place.name: place.middle for place in topology.places}
+    for seed in topology.seeds:
+        if function := unsaved_function(steps[seed.slot.rpartition("#")[0]]):
+            raise BadInput(
+                f"slot {seed.slot!r} has a seed where the host calls {function!r}, "
+                "which no file may call; let an nn.Module of the host call it, or save "
+                "what export() returns with torch.save."
+            )
+
+
+def load(path: str | Path, host: nn.Module) -> nn.Module:
+    """The network that `save` has written, grown on a plain host."""
+    # A grown network is some times as large as its host.
+    own = sum(tensor.nbytes for tensor in (*host.parameters(), *host.buffers()))
+    limit = MAX_BYTES + 64 * own
+    state, _ = read_safetensors(Path(path), sealed=False, finite=False, limit=limit)
+    return rebuild(host, state)
+
+
+def _saved_place(
+    saved: SavedPlace, modules: Mapping[str, nn.Module], *, used: bool
+) -> InsertionPoint:
+    """A place as a file describes it, if it is one of the host's."""
+    site = parse(saved.name)
+    try:
+        if site.name != saved.name or not {site.inlet, site.outlet} <= modules.keys():
+            raise BadInput("names modules that the host does not have")
+        # What is between the layers of a place without seeds has no part in the answer.
+        unsaved = not used and unsaved_function(saved.middle)
+        middle = () if unsaved else restore_middle(saved.middle, modules)
+        joins = [module.layer for module in middle if isinstance(module, Join)]
+        known = {} if unsaved else layer_facts(site, modules, "".join(joins[:1]))
+        layers = all(is_layer(modules[end]) for end in (site.inlet, site.outlet))
+        at = saved.geometry
+        if replace(at, **known) != at or len(joins) > 1 or (at.spans and not layers):
+            raise BadInput("has other layers")
+    except BadInput as error:
+        raise BadInput(
+            f"the host does not fit the saved network: {saved.name!r} {error}."
+        ) from error
+    return InsertionPoint(
+        site=site,
+        geometry=saved.geometry,
+        inlet=modules[site.inlet],
+        outlet=modules[site.outlet],
+        middle=middle,
+        recipe=saved.middle,
+        depth=saved.depth,
+    )

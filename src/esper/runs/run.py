@@ -1,0 +1,374 @@
+"""A run's folder: one name, one configuration, one process at a time.
+
+    runs/<name>/config.toml      what was asked for, resolved
+                versions.json    what it was made with
+                events.sqlite    all that happened
+                checkpoints/
+                recordings/      of its start, until that is in a checkpoint
+                start.json       what the start took, if it was fitted to recordings
+                lock             who is at work in it
+                finished.json    there once the run is complete
+
+A folder appears whole or not at all, and a name is never used twice. The lock is free
+as soon as its process is gone, however it went.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import platform
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final
+
+from esper import __version__
+from esper.contracts.errors import BadInput, CallOrder, RunTaken
+from esper.contracts.messages import checked_name, one_line, quoted, short
+from esper.runs.checkpoint import CheckpointFolder
+from esper.runs.lock import Lock, is_locked
+from esper.files import (
+    Disk,
+    beside,
+    discard,
+    discard_leftovers,
+    publish,
+    read_json,
+    read_text,
+    storage,
+)
+
+CONFIG, VERSIONS, FINISHED = "config.toml", "versions.json", "finished.json"
+TRAINING: Final = "training"
+"""The kind of run that has a controller."""
+CHECKPOINTS: Final = "checkpoints"
+STORE: Final = "events.sqlite"
+OWN_RECORDINGS: Final = "recordings"
+"""Folder of what a run recorded to start from."""
+START: Final = "start.json"
+OCCUPIED: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+FIRST: Final = ("amber", "bold", "calm", "deep", "fair", "green", "keen", "mild")
+LAST: Final = ("alder", "birch", "cedar", "fern", "hazel", "larch", "maple", "reed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """One line of a list of runs."""
+
+    name: str
+    state: str
+    """running, finished, stopped or damaged."""
+    step: int | None
+    """Of the newest checkpoint."""
+    score: float | None
+    """Of the newest checkpoint that has one."""
+    size: int
+    """Bytes on disk."""
+    trouble: str = ""
+    """What is wrong with a damaged run."""
+
+
+class Run:
+    """A run that this process may write, until it is closed.
+
+    Made by `create`, `open` or, without the lock and for reading only, `read`.
+    """
+
+    def __init__(self, path: Path, disk: Disk, lock: Lock | None) -> None:
+        self.path, self.name = path, path.name
+        self._disk, self._lock = disk, lock
+
+    @classmethod
+    def create(
+        cls,
+        root: Path,
+        name: str | None,
+        config_toml: str,
+        facts: Mapping[str, Any],
+        *,
+        disk: Disk | None = None,
+    ) -> "Run":
+        """Begin a run that is not there, and lock it.
+
+        Args:
+            root: Where runs are; it is made if its parent is there.
+            name: What it is called; None for a name made of date and time.
+            config_toml: The resolved configuration.
+            facts: What else `versions.json` should say, such as the random seed.
+            disk: What writes.
+        """
+        disk = disk or Disk()
+        name = invented_name() if name is None else checked_name(name)
+        path = root / name
+        temporary = beside(path)
+        files = {
+            CONFIG: config_toml.encode(),
+            VERSIONS: _json_bytes(
+                {**versions_now(config_toml), "run": secrets.token_hex(8), **facts}
+            ),
+        }
+        with storage(path, "create"):
+            if not root.exists():
+                if not root.parent.is_dir():
+                    raise BadInput(
+                        f"{short(root.parent)} does not exist; create it first."
+                    )
+                with suppress(FileExistsError):  # another run began just now
+                    disk.mkdir(root)
+                disk.sync_folder(root.parent)
+            if not root.is_dir():
+                raise BadInput(f"{short(root)} is not a folder; runs need one.")
+            discard_leftovers(disk, root)
+            disk.mkdir(temporary)
+            lock = Lock(temporary, path)
+            try:
+                disk.mkdir(temporary / CHECKPOINTS)
+                for file, data in files.items():
+                    disk.create(temporary / file, data)
+                    disk.sync_file(temporary / file)
+                disk.sync_folder(temporary)
+                try:  # an empty folder may be replaced, nothing else
+                    disk.rename(temporary, path)
+                except OSError as error:
+                    if error.errno not in OCCUPIED:
+                        raise
+                    raise RunTaken(
+                        f"{short(path)} exists; choose another name, or resume it."
+                    ) from error
+                disk.sync_folder(root)
+            except (OSError, RunTaken):
+                lock.close()
+                with suppress(OSError):
+                    discard(disk, temporary)
+                raise
+        return cls(path, disk, lock)
+
+    @classmethod
+    def open(cls, path: Path, *, disk: Disk | None = None) -> "Run":
+        """Go on with a run that is there, and lock it."""
+        run = cls.read(path, disk=disk)
+        run._lock = Lock(path)
+        return run
+
+    @classmethod
+    def read(cls, path: Path, *, disk: Disk | None = None) -> "Run":
+        """Look at a run, also while another process is at work in it."""
+        if not path.is_dir():
+            raise BadInput(
+                f"{short(path)} is no run; expected a folder. See esper runs."
+            )
+        if not (path / CONFIG).is_file():
+            raise BadInput(f"{short(path)} is no run: it has no {CONFIG}.")
+        return cls(path, disk or Disk(), None)
+
+    @staticmethod
+    def list(root: Path) -> Sequence[RunSummary]:
+        """Every run of a folder, by name; with what is wrong with damaged ones."""
+        if not os.path.isdir(root):  # also of what may not be looked at
+            return []
+        with storage(root, "list"):
+            paths = sorted(path for path in root.iterdir() if path.name[0] != ".")
+        return [_summary(path) for path in paths if os.path.isdir(path)]
+
+    @property
+    def config_toml(self) -> str:
+        """The configuration it was begun with."""
+        return read_text(self.path / CONFIG, disk=self._disk)
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        """What it was begun with: versions, machine, facts of the caller."""
+        return self.facts(VERSIONS)
+
+    @property
+    def kind(self) -> str:
+        """What it does: training, evaluation or ppo."""
+        return str(self.versions.get("kind", TRAINING))
+
+    @property
+    def id(self) -> str | None:
+        """What its store must name; None in runs of older versions."""
+        found = self.versions.get("run")
+        return found if isinstance(found, str) else None
+
+    @property
+    def finished(self) -> dict[str, Any] | None:
+        """The facts given when it was complete, or None."""
+        if not (self.path / FINISHED).exists():
+            return None
+        return self.facts(FINISHED)
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """The facts that `write` put into a file."""
+        return read_json(self.path / name, self._disk)
+
+    @property
+    def seconds(self) -> float:
+        """From its beginning to its end, with everything in between."""
+        began = datetime.fromisoformat(str(self.versions["began"]))
+        return (self.path / FINISHED).stat().st_mtime - began.timestamp()
+
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        """Mark this run as complete."""
+        self.write(FINISHED, facts)
+
+    def write(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Put a file of facts into the run, whole or not at all."""
+        if self._lock is None:
+            raise CallOrder(f"{short(self.path)} is only read here; use Run.open.")
+        publish(self._disk, self.path / name, _json_bytes(facts))
+
+    def checkpoints(self, *, keep: int = 3) -> CheckpointFolder:
+        """Its checkpoints, of which so many of the newest are kept, and the best."""
+        return CheckpointFolder(self.path / CHECKPOINTS, self._disk, keep=keep)
+
+    def close(self) -> None:
+        """Let another process have it."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def find_run(text: str, root: Path) -> Path:
+    """The folder of a run.
+
+    Args:
+        text: Its name in `root`, or its folder.
+        root: Where runs are.
+    """
+    if not text.isprintable() or not text:
+        raise BadInput(f"expected the name or folder of a run, got {quoted(text)}.")
+    # os.path says no of what cannot be looked at; Path would raise.
+    there = [path for path in (root / text, Path(text)) if os.path.isdir(path)]
+    for path in there:
+        if os.path.isfile(path / CONFIG):
+            return path if path.name not in ("", "..") else path.resolve()
+    if there:
+        raise BadInput(f"{short(there[0])} is no run: it has no {CONFIG}.")
+    names = [each.name for each in Run.list(root)]
+    near = get_close_matches(text, names, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ". See esper runs."
+    raise BadInput(f"there is no run {quoted(text)} in {short(root)}{hint}")
+
+
+def invented_name(now: datetime | None = None) -> str:
+    """A name that sorts by time and can be pronounced."""
+    now = now or datetime.now(UTC)
+    words = f"{secrets.choice(FIRST)}-{secrets.choice(LAST)}"
+    return f"{now:%Y%m%d-%H%M%S}-{words}"
+
+
+def versions_now(config_toml: str) -> dict[str, Any]:
+    """All that must be equal for a resumed run to go on to the bit."""
+    import numba
+    import numpy as np
+    import torch
+
+    from esper.kernels import compiled_for
+
+    return {
+        "esper": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "numba": numba.__version__,
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "kernels": compiled_for(),
+        "denormals": bool(torch.tensor(1e-40) * 1 != 0),
+        "threads": torch.get_num_threads(),
+        "config_sha256": hashlib.sha256(config_toml.encode()).hexdigest(),
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def checkout_commit(folder: Path | None = None) -> str | None:
+    """The Git commit that this package is checked out at; None if it is installed.
+
+    Args:
+        folder: Of the checkout; None: the one that this file is in, if it is.
+    """
+    git = (folder or Path(__file__).parents[3]) / ".git"
+    try:
+        if git.is_file():  # of a work tree beside others
+            git = git.parent / git.read_text().removeprefix("gitdir:").strip()
+        head = (git / "HEAD").read_text().strip()
+        name = head.removeprefix("ref: ")
+        if name == head:
+            return head
+        shared = git / "commondir"
+        places = [git, git / shared.read_text().strip() if shared.exists() else git]
+        for place in places:
+            if (place / name).is_file():
+                return (place / name).read_text().strip()
+        for line in (places[1] / "packed-refs").read_text().splitlines():
+            if line.endswith(f" {name}"):
+                return line.split()[0]
+    except (OSError, UnicodeDecodeError):
+        pass
+    return None
+
+
+def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What is not as it was, of all that must be equal to go on to the bit."""
+    return [
+        f"{name} was {quoted(str(before.get(name)))} and is {quoted(str(value))}"
+        for name, value in now.items()
+        if name != "began" and before.get(name) != value
+    ]
+
+
+def _json_bytes(facts: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps(dict(facts), allow_nan=False, indent=1)}\n".encode()
+
+
+def _summary(path: Path) -> RunSummary:
+    state, trouble = "stopped", ""
+    try:
+        run = Run.read(path)
+        _ = run.config_toml, run.versions
+        if is_locked(path):
+            state = "running"
+        elif run.finished is not None:
+            state = "finished"
+        manifests = run.checkpoints().manifests()
+        if len(manifests) != len(run.checkpoints().steps()):
+            trouble = "a checkpoint is damaged"
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # ours too; the others are listed all the same
+        state, trouble, manifests = "damaged", one_line(str(error)), []
+    scores = [entry.score for entry in manifests if entry.score is not None]
+    if state == "finished":
+        judged = (run.finished or {}).get("mean")  # an agent, at the end
+        scores += [judged] if isinstance(judged, float) else []
+    return RunSummary(
+        name=short(Path(path.name)),
+        state=state,
+        step=manifests[-1].step if manifests else None,
+        score=scores[-1] if scores else None,
+        size=_size(path),
+        trouble=trouble,
+    )
+
+
+def _size(path: Path) -> int:
+    total = 0
+    for folder, _, files in os.walk(path):
+        for file in files:
+            with suppress(OSError):  # removed since it was listed
+                total += os.lstat(Path(folder) / file).st_size
+    return total

@@ -1,0 +1,409 @@
+"""The event store of a run: one SQLite database, written by one process, read by any.
+
+Every row but those of `attempts` has (attempt, seq): seq counts the rows of an attempt
+over all tables, from 1 and without holes. `round` is the round that a row belongs to.
+A run that resumes after round r begins another attempt; what earlier attempts wrote of
+rounds beyond r stays, but no longer counts: `live_NAME` shows what counts of NAME.
+
+Rows are queued and written in one transaction when `flush` is called or a thousand of
+them wait; while the database cannot be written they go on waiting. After a durable
+flush they survive a loss of power, so that a checkpoint that is published after it
+never knows more than the store.
+
+SQLite has no NaN: it stores NULL. So NULL means missing, unless `nans`, the names of
+columns parted by spaces, has the column's name: then the number was NaN.
+"""
+
+import json
+import os
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from datetime import UTC, datetime
+from importlib import import_module
+from operator import ne
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.contracts.errors import BadInput, CallOrder, StorageTrouble
+from esper.contracts.messages import one_line, short
+from esper.runs.database import (
+    COMPANIONS,
+    DEADLINE,
+    TABLES,
+    DamagedStore,
+    columns_of,
+    open_store,
+    open_writer,
+    patiently,
+    rows,
+    transaction,
+)
+from esper.runs.records import Judged, RoundRecord
+from esper.files import storage
+
+BATCH: Final = 1_000
+"""Rows that wait before they are written unasked."""
+MAX_TEXT: Final = 10_000
+"""Characters of a text that are kept."""
+DUCKDB_TYPES: Final = {"INTEGER": "BIGINT", "REAL": "DOUBLE", "TEXT": "VARCHAR"}
+
+Format = Literal["parquet", "csv"]
+Column = Tensor | NDArray[Any] | Sequence[Any] | str | float | int | None
+"""One value for each row, or one for all."""
+Row = tuple[Any, ...]
+
+
+class Store:
+    """Writes what a run does; `begin_attempt` comes first.
+
+    Args:
+        path: The database; it is made if there is none.
+        run: Id of the run that it belongs to.
+    """
+
+    def __init__(self, path: Path | str, run: str | None = None) -> None:
+        self.path, self._run = Path(path), run
+        self.warnings: list[str] = []
+        """What a user should know of it, one line each."""
+        self._queue: list[tuple[str, list[Row]]] = []
+        self._waiting, self._retry_at = 0, BATCH
+        self._attempt = self._seq = 0
+        self._db = open_writer(self.path, run)
+        self._file = os.stat(self.path).st_ino
+        self._columns = {name: columns_of(self._db, name) for name in TABLES}
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def begin_attempt(
+        self,
+        resume_round: int | None = None,
+        versions: Mapping[str, str] | None = None,
+    ) -> int:
+        """Start to write; what others wrote beyond `resume_round` no longer counts.
+
+        Args:
+            resume_round: The round that the run goes on from; None: from the start.
+            versions: What it runs on.
+
+        Returns:
+            The number of the attempt, from 1.
+        """
+        if self._attempt:
+            raise CallOrder("begin_attempt() was called before; open another Store.")
+        keeps = -1 if resume_round is None else resume_round
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        about = {**(versions or {})} | ({"run": self._run} if self._run else {})
+
+        def begin() -> tuple[int, int]:
+            self._db.execute("PRAGMA synchronous = FULL")
+            with transaction(self._db):
+                self._db.execute(
+                    "UPDATE attempts SET last_round = min(ifnull(last_round, ?1), ?1)",
+                    (keeps,),
+                )
+                found = self._db.execute(
+                    "INSERT INTO attempts (started, resumed_after, rows, versions) "
+                    "VALUES (?, ?, 0, ?) RETURNING attempt",
+                    (started, resume_round, json.dumps(about, sort_keys=True)),
+                ).fetchall()
+                known = self._db.execute("SELECT count(*) FROM live_rounds").fetchone()
+                return int(found[0][0]), int(known[0])
+
+        try:
+            self._attempt, known = patiently(begin)
+        except sqlite3.DatabaseError as error:
+            raise self._trouble(error) from None
+        if (lost := keeps - known) > 0:
+            text = f"{lost} of the rounds 1 to {keeps} are not in this store"
+            self.add_note(keeps, "gap", text)
+            self.warnings.append(f"{text}; they will be missing in the report.")
+        return self._attempt
+
+    def add(self, table: str, **columns: Column) -> None:
+        """Queue rows of one table; refuses before anything is changed.
+
+        Args:
+            table: One of `database.TABLES`.
+            columns: `round` and others of the table's columns: a value for each row,
+                or one for all; None, like a column that is left out, is missing.
+        """
+        if not self._attempt:
+            raise CallOrder("rows came before begin_attempt(); call that first.")
+        unknown = columns.keys() - self._columns[table].keys()
+        if unknown:
+            raise BadInput(f"the table {table} has no column {min(unknown)!r}.")
+        rows = self._rows(table, columns)
+        self._queue.append((table, rows))
+        self._waiting += len(rows)
+        if self._waiting >= self._retry_at:
+            self.flush(durable=False)
+
+    def add_round(self, record: RoundRecord) -> None:
+        """One round and its update, head by head."""
+        figures = asdict(record)
+        del figures["rounds"]
+        update = figures.pop("update")
+        heads: Mapping[str, Mapping[str, float]] = update.pop("heads")
+        self.add("rounds", **figures, **update)
+        if heads:
+            names = next(iter(heads.values()))
+            each = {name: [head[name] for head in heads.values()] for name in names}
+            self.add("heads", round=record.round, head=[*heads], **each)
+
+    def add_evaluation(
+        self, judged: Judged, *, round: int, stage: str, controller: str, task: str
+    ) -> None:
+        """What became of every host under one controller."""
+        figures = {item.name: getattr(judged, item.name) for item in fields(judged)}
+        figures["return"] = figures.pop("returns")
+        del figures["stops"]
+        self.add(
+            "evaluations",
+            host=range(len(judged.returns)),
+            round=round,
+            stage=stage,
+            controller=controller,
+            task=task,
+            **figures,
+        )
+
+    def add_note(self, round: int, kind: str, text: str) -> None:
+        """Something worth saying in words."""
+        self.add("notes", round=round, kind=kind, text=text)
+
+    def add_note_once(self, round: int, kind: str, text: str) -> None:
+        """The same, durably, unless an interrupted attempt has written it."""
+        query = "SELECT count(*) FROM live_notes WHERE kind = ?"
+        try:
+            known = patiently(lambda: self._db.execute(query, (kind,)).fetchone()[0])
+        except sqlite3.DatabaseError as error:
+            raise self._trouble(error) from None
+        if not known:
+            self.add_note(round, kind, text)
+            self.flush()
+
+    def flush(self, *, durable: bool = True) -> int:
+        """Write all that waits.
+
+        Args:
+            durable: Whether it must survive a loss of power. Raises StorageTrouble if
+                it cannot; nothing is lost then, and may be tried again. If not durable,
+                the rows go on waiting.
+
+        Returns:
+            Rows of this attempt that are written.
+        """
+        if not self._attempt:
+            raise CallOrder("flush() before begin_attempt(); call that first.")
+        try:
+            if durable:
+                patiently(lambda: self._write(durable=True))
+            else:
+                self._write(durable=False)
+        except sqlite3.IntegrityError:
+            raise
+        except (sqlite3.DatabaseError, OSError) as error:
+            self._retry_at = self._waiting + BATCH
+            if durable:
+                raise self._trouble(error) from None
+        return self._seq
+
+    def close(self) -> None:
+        """Write all that waits, durably, and let go of the file."""
+        try:
+            if self._attempt:
+                self.flush()
+        finally:
+            self._db.close()
+
+    def _rows(self, table: str, columns: Mapping[str, Column]) -> list[Row]:
+        """Rows in the order of the table's columns, but for attempt and seq."""
+        given = {name: _listed(name, value) for name, value in columns.items()}
+        counts = [len(value) for value in given.values() if isinstance(value, list)]
+        count = counts[0] if counts else 1
+        marks: list[list[str]] = [[] for _ in range(count)]
+        for name, values in given.items():
+            if not isinstance(values, list):
+                given[name] = values = [values] * count
+            if len(values) != count:
+                raise BadInput(f"{name} must have {count} values, got {len(values)}.")
+            if any(map(ne, values, values)):  # only NaN differs from itself
+                for mark, value in zip(marks, values, strict=True):
+                    if value != value:
+                        mark.append(name)
+        given["nans"] = [" ".join(mark) or None for mark in marks]
+        missing = [None] * count
+        _, _, *names = self._columns[table]
+        return [*zip(*(given.get(name, missing) for name in names), strict=True)]
+
+    def _write(self, *, durable: bool) -> None:
+        """One transaction with all that waits; a full sync makes it durable."""
+        if durable and os.stat(self.path).st_ino != self._file:
+            raise OSError("it was replaced by another file")
+        rows: dict[str, list[Row]] = {}
+        seq = self._seq
+        for table, batch in self._queue:
+            lines = rows.setdefault(table, [])
+            for row in batch:
+                seq += 1
+                lines.append((self._attempt, seq, *row))
+        # In WAL mode FULL syncs the log at every commit, NORMAL does not.
+        self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+        with transaction(self._db):
+            for table, lines in rows.items():
+                marks = ", ".join("?" * len(self._columns[table]))
+                self._db.executemany(f"INSERT INTO {table} VALUES ({marks})", lines)
+            # Changes a page even if nothing waits: no commit, no sync.
+            self._db.execute(
+                "UPDATE attempts SET rows = ? WHERE attempt = ?", (seq, self._attempt)
+            )
+        self._seq = seq
+        self._queue.clear()
+        self._waiting, self._retry_at = 0, BATCH
+
+    def _trouble(self, error: Exception) -> StorageTrouble:
+        return StorageTrouble(
+            f"cannot write {self.path}: {error}; {self._waiting} rows wait. Free disk "
+            "space, or stop other processes that use the file."
+        )
+
+
+def _listed(name: str, value: Column) -> Any:  # noqa: ANN401
+    """A list with a value for each row, or the one value of all."""
+    if isinstance(value, str):
+        return _clean(value)
+    if isinstance(value, Tensor | np.ndarray):
+        if value.ndim != 1:
+            raise BadInput(f"{name} must have one axis, got shape {(*value.shape,)}.")
+        return value.tolist()
+    if isinstance(value, Sequence):
+        return [_clean(each) if isinstance(each, str) else each for each in value]
+    return value
+
+
+def _clean(text: str) -> str:
+    # SQLite takes no lone surrogates, and nobody reads a novel in a column.
+    if len(text) <= MAX_TEXT and text.isascii():
+        return text
+    return text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8")
+
+
+def usable_store(path: Path, run: str | None) -> Store:
+    """The store of a run that goes on; one that is damaged is moved aside.
+
+    Args:
+        path: The database.
+        run: Id of the run.
+    """
+    try:
+        return Store(path, run)
+    except DamagedStore as error:
+        number = 1
+        while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
+            number += 1
+        with storage(path, "move"):
+            for end in ("", *COMPANIONS):
+                if os.path.lexists(f"{path}{end}"):
+                    os.replace(f"{path}{end}", f"{aside}{end}")
+        store = Store(path, run)
+        text = f"{error} It was renamed to {aside.name}; a new store was started."
+        store.warnings.append(text)
+        return store
+
+
+def export(
+    path: Path | str, folder: Path | str, kind: Format = "parquet"
+) -> list[Path]:
+    """Write what counts of every table to a file of its own.
+
+    Args:
+        path: The database of a run.
+        folder: Where to; it is made, and must not hold files of these names.
+        kind: "parquet" (needs DuckDB) or "csv".
+
+    Returns:
+        The files.
+    """
+    if kind not in ("parquet", "csv"):
+        raise BadInput(f"kind must be 'parquet' or 'csv', got {kind!r}.")
+    duckdb = _duckdb() if kind == "parquet" else None
+    folder, db = Path(folder), open_store(path, seconds=DEADLINE)
+    try:
+        files = [folder / f"{table}.{kind}" for table in TABLES]
+        taken = [file.name for file in files if file.exists()]
+        if taken:
+            raise BadInput(f"{folder} already has {taken[0]}; name another folder.")
+        folder.mkdir(parents=True, exist_ok=True)
+        db.execute("BEGIN")  # all tables as of one moment
+        for table, file in zip(TABLES, files, strict=True):
+            draft = folder / f".{table}.csv"
+            types = _write_csv(db, table, draft)
+            if duckdb is not None:
+                packed = folder / f".{table}.parquet"
+                _pack(duckdb, draft, packed, types)
+                draft.unlink()
+                draft = packed
+            os.replace(draft, file)
+    except OSError as error:
+        why = error.strerror or error
+        raise StorageTrouble(f"cannot export to {folder}: {why}.") from None
+    except (sqlite3.Error, ValueError) as error:
+        if isinstance(error, BadInput):
+            raise
+        why = one_line(str(error), 99)
+        raise StorageTrouble(f"cannot read {short(Path(path))}: {why}.") from None
+    finally:
+        db.close()
+    return files
+
+
+def _write_csv(db: sqlite3.Connection, table: str, file: Path) -> dict[str, str]:
+    """Write one table; return its columns with their types."""
+    types = columns_of(db, table)
+    del types["nans"]
+    with file.open("w", encoding="utf-8", newline="") as out:
+        out.write(",".join(types) + "\n")
+        for row in rows(db, f"live_{table}"):
+            out.write(",".join(map(_cell, row.values())) + "\n")
+    return types
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, str):
+        return '"' + value.replace('"', '""') + '"'
+    return "" if value is None else repr(value)
+
+
+def _pack(duckdb: Any, csv: Path, parquet: Path, types: dict[str, str]) -> None:  # noqa: ANN401
+    """Have DuckDB read one file and write the other."""
+    kinds = ", ".join(f"'{name}': '{DUCKDB_TYPES[t]}'" for name, t in types.items())
+    source, target = (str(file).replace("'", "''") for file in (csv, parquet))
+    try:
+        duckdb.sql(
+            f"COPY (SELECT * FROM read_csv('{source}', header=true, auto_detect=false, "
+            f"delim=',', quote='\"', escape='\"', nullstr='', "
+            f"allow_quoted_nulls=false, columns={{{kinds}}})) "
+            f"TO '{target}' (FORMAT parquet)",
+            connection=duckdb.connect(),
+        )
+    except duckdb.Error as error:
+        why = str(error).splitlines()[0]
+        raise StorageTrouble(f"cannot write {parquet}: {why}") from None
+
+
+def _duckdb() -> Any:  # noqa: ANN401
+    try:
+        return import_module("duckdb")
+    except ImportError:
+        raise BadInput(
+            "Parquet needs DuckDB: pip install 'esper-lite[query]', or export CSV."
+        ) from None

@@ -1,0 +1,415 @@
+"""The settings of a training, and presets of them.
+
+    TrainConfig(tasks=("letter",), budget=Budget(minutes=5))
+    resolve({"preset": "quick", "learner.ppo.learning_rate": "1e-3"})
+
+`resolve` layers a preset, files on top of it and options on top of both.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Collection, Mapping
+from dataclasses import field, fields
+from math import ceil, isfinite
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import Field
+
+from esper.contracts.actions import HEAD_NAMES
+from esper.contracts.messages import (
+    checked_name,
+    quoted,
+    refusal,
+    short,
+    unknown,
+)
+from esper.environment.settings import WorldSettings
+from esper.runs.records import ENDLESS, LADDER, STATIC
+from esper.runs.settings import (
+    NONE,
+    Count,
+    RngSeed,
+    Text,
+    as_flat,
+    as_toml,
+    construct,
+    one_of,
+    parsed_options,
+    settings,
+    table_of,
+)
+from esper.files import read_text
+from esper.simic.agent.memory import MEMORIES
+from esper.simic.agent.ppo import PPOConfig
+from esper.tamiyo.policy.network import PolicyConfig
+
+World = WorldSettings
+
+FAMILY: Final = "family"
+"""The task that is many: each drawn at random, see `esper.tasks.family`."""
+SIMULATED: Final = "simulated"
+"""The task that is no network: a formula, a thousand times as fast."""
+WARM: Final = "warm"
+"""Start from a policy pretrained on the simulated world."""
+RECORDINGS: Final = "recordings"
+"""Start from a policy fitted to recordings of the run's own tasks."""
+LIMITS: Final = {
+    "learning_rate": 1,
+    "epochs": 1_000,
+    "minibatches": 65_536,
+    "width": 4_096,
+    "slot_width": 4_096,
+    "offer_width": 4_096,
+    "layers": 16,
+    "horizon": 10_000,
+    "decision_every": 10_000,
+    "first": 10_000,
+    "ratio": 16,
+    "tick": 10_000,
+    "seeds_per_slot": 64,
+    "slots": 256,
+    "group_size": 65_536,
+}
+"""Largest values of some settings that time and memory allow."""
+
+
+def _tasks() -> Collection[str]:
+    from esper.tasks.catalogue import TASKS
+
+    return (SIMULATED, FAMILY, *TASKS)
+
+
+def _rule_based() -> Collection[str]:
+    from esper.tamiyo.registry import CONTROLLERS
+
+    return CONTROLLERS
+
+
+def _blueprints() -> Collection[str]:
+    from esper.growth.blueprints.registry import blueprints
+
+    return blueprints()
+
+
+TaskName = Annotated[str, one_of("task", _tasks)]
+ArmName = Annotated[
+    str, one_of("controller", lambda: (*_rule_based(), *STATIC, *LADDER))
+]
+BlueprintName = Annotated[str, one_of("blueprint", _blueprints)]
+Rounds = Annotated[int, Field(ge=1, le=1_000_000)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+@settings
+class Budget:
+    """When training ends: at the first limit that is reached."""
+
+    rounds: Rounds | None = None
+    """Maximum number of rounds. A round is one episode per environment and one PPO
+    update."""
+    minutes: Annotated[float, Field(gt=0, le=525_600)] | None = None
+    """Maximum training time in minutes."""
+    env_steps: Annotated[int, Field(ge=1, le=10**12)] | None = None
+    """Maximum number of decisions, summed over all environments."""
+
+    def __post_init__(self) -> None:
+        """Refuse a training without an end."""
+        if self.rounds is None and self.minutes is None and self.env_steps is None:
+            raise refusal("set at least one of rounds, minutes and env_steps.")
+
+    def rounds_of(self, env_steps: int) -> int:
+        """Rounds that it allows for, time aside, if each takes so many decisions."""
+        rounds = ENDLESS if self.rounds is None else self.rounds
+        if self.env_steps is not None:
+            rounds = min(rounds, ceil(self.env_steps / env_steps))
+        return rounds
+
+
+@settings
+class Learner:
+    """The policy and how it learns."""
+
+    gamma: Fraction = 1.0
+    """Discount factor per decision. With 1, the return is the final score minus
+    rent."""
+    gae_lambda: Fraction = 0.95
+    """GAE lambda: 0 is one-step TD, 1 is Monte Carlo."""
+    final_share: Fraction = 0.1
+    """Learning rate and entropy coefficients fall linearly to this fraction."""
+    ppo: PPOConfig = field(
+        default_factory=lambda: PPOConfig(
+            # What a decision is worth is small against the noise of a training: few
+            # and small steps on all episodes at once, or the policy drifts away.
+            learning_rate=1e-3,
+            epochs=2,
+            minibatches=1,
+            max_grad_norm=1.0,
+            entropy=5e-4,
+            head_entropy={"op": 2e-3, "blueprint": 1e-3},
+        )
+    )
+    """How the policy is improved from one rollout."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """The size and kind of the policy."""
+
+    def __post_init__(self) -> None:
+        """Refuse what the learner's own classes let through."""
+        check_limits("ppo", self.ppo)
+        check_limits("policy", self.policy)
+        self.ppo.require_heads(*HEAD_NAMES)
+        if (memory := self.policy.memory) not in MEMORIES:
+            raise unknown("policy.memory: there is no", memory, MEMORIES)
+
+
+@settings
+class Judging:
+    """How the policy is compared with controllers that do not learn."""
+
+    every: Rounds = 20
+    """Rounds between two evaluations of the policy on the validation hosts."""
+    hosts: Count = 16
+    """Hosts per task in each evaluation."""
+    controllers: tuple[ArmName, ...] = field(
+        default_factory=lambda: (*_rule_based(), "static")
+    )
+    """Controllers and static networks that the final evaluation compares with the
+    policy. An empty list skips the final evaluation."""
+
+    def __post_init__(self) -> None:
+        """Refuse a controller that is named twice."""
+        if self.controllers:
+            require_distinct("controllers", self.controllers)
+
+
+@settings
+class Keeping:
+    """Checkpoints and logs of a run."""
+
+    every: Rounds = 10
+    """Rounds between two checkpoints."""
+    last: Annotated[int, Field(ge=1, le=1_000)] = 3
+    """Number of recent checkpoints to keep. The best one is always kept."""
+    tensorboard: bool = False
+    """Also write TensorBoard logs."""
+
+
+@settings
+class TrainConfig:
+    """A training of Tamiyo."""
+
+    tasks: tuple[TaskName, ...] = ("teacher", "mnist1d")
+    """Tasks to train on; "family" and "simulated" must be the only task."""
+    envs: Count = 16
+    """Environments per task."""
+    variants: Count = 7
+    """Number of tasks drawn per round if tasks is "family"."""
+    rng_seed: RngSeed = 0
+    """Random seed of the run. esper train draws one if you give none."""
+    name: Text | None = None
+    """Name of the run; none: a generated name."""
+    runs: Text = "runs"
+    """Folder that contains the runs."""
+    start_from: Text | None = WARM
+    """Initial policy. A run: its best policy; "warm": pretrain on the simulated world
+    for half a minute; "recordings": fit it to recordings of the run's tasks (requires
+    world.at_once); a folder from esper record: fit it to these; none: random."""
+    recordings: Count = 300
+    """Number of tasks to record if start_from is "recordings"."""
+    budget: Budget = field(default_factory=lambda: Budget(rounds=150))
+    """When training ends."""
+    learner: Learner = field(default_factory=Learner)
+    """The policy and how it learns."""
+    world: World = field(default_factory=World)
+    """How real networks grow."""
+    judging: Judging = field(default_factory=Judging)
+    """How the policy is compared with controllers that do not learn."""
+    keeping: Keeping = field(default_factory=Keeping)
+    """Checkpoints and logs of a run."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that contradict each other."""
+        require_distinct("tasks", self.tasks)
+        if self.name is not None:
+            checked_name(self.name)
+        check_limits("world", self.world)
+        for name in self.world.blueprints or ():
+            if name not in (known := _blueprints()):
+                raise unknown("world.blueprints: there is no", name, known)
+        for alone in (SIMULATED, FAMILY):
+            if alone in self.tasks and len(self.tasks) > 1:
+                raise refusal(
+                    f"tasks has {alone!r} and others. Give {alone!r} alone, or leave "
+                    "it out."
+                )
+        if self.simulated:
+            self._require_default_world()
+        if self.start_from == RECORDINGS and not self.world.at_once:
+            raise refusal(
+                "start_from is 'recordings', which requires world.at_once and tasks "
+                "other than 'simulated'. Set world.at_once to true."
+            )
+        count = self.variants if self.family else len(self.tasks)
+        total, minibatches = self.envs * count, self.learner.ppo.minibatches
+        if minibatches > total:
+            raise refusal(
+                f"learner.ppo.minibatches is {minibatches}, but there are only {total} "
+                f"environments (envs {self.envs} x tasks {count}). Lower it."
+            )
+        if self.envs % self.world.group_size:
+            raise refusal(
+                f"world.group_size is {self.world.group_size}, which does not divide "
+                f"envs {self.envs}. Make envs a multiple of it."
+            )
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the world is a formula, without hosts."""
+        return SIMULATED in self.tasks
+
+    @property
+    def family(self) -> bool:
+        """Whether tasks are drawn."""
+        return FAMILY in self.tasks
+
+    def _require_default_world(self) -> None:
+        for item in fields(self.world):
+            value = getattr(self.world, item.name)
+            if value != item.default:
+                raise refusal(
+                    f"world.{item.name} is {quoted(value)}, but the simulated world "
+                    "has no such setting. Leave it out."
+                )
+
+
+def require_distinct(what: str, names: Collection[Any]) -> None:
+    """Refuse an empty list and one with repetitions."""
+    if not names:
+        raise refusal(f"{what} is empty; name at least one.")
+    seen = set()
+    for name in names:
+        if name in seen:
+            raise refusal(f"{what} has {quoted(name)} twice; name it once.")
+        seen.add(name)
+
+
+def check_limits(where: str, config: object) -> None:
+    """Refuse values that time and memory do not allow, and numbers that are none."""
+    for item in fields(config):  # type: ignore[arg-type]
+        name, value = f"{where}.{item.name}", getattr(config, item.name)
+        limit = LIMITS.get(item.name)
+        if limit is not None and value is not None and value > limit:
+            raise refusal(f"{name} must be at most {limit}; got {quoted(value)}.")
+        numbers = value.values() if isinstance(value, Mapping) else [value]
+        floats = [number for number in numbers if isinstance(number, float)]
+        # An infinite target_kl never stops an update.
+        if item.name != "target_kl" and not all(map(isfinite, floats)):
+            raise refusal(f"{name} must be finite; got {quoted(value)}.")
+
+
+DEFAULT: Final = "default"
+MAX_BYTES: Final = 1 << 16
+"""Of a file of settings."""
+_CHANGES: Final[Mapping[str, dict[str, Any]]] = {
+    "quick": {
+        "start_from": None,
+        "budget.rounds": 16,
+        "judging.every": 8,
+        "judging.hosts": 8,
+        "judging.controllers": ("never", "random", "early"),
+        "keeping.every": 8,
+    },
+    DEFAULT: {},
+    "thorough": {
+        "tasks": ("teacher", "mnist1d", "letter"),
+        "budget.rounds": 400,
+        "judging.every": 50,
+        "judging.hosts": 64,
+        "keeping.every": 25,
+    },
+    FAMILY: {
+        "tasks": (FAMILY,),
+        "envs": 8,
+        "start_from": RECORDINGS,
+        "recordings": 270,
+        "budget.rounds": 30,
+        # The right answer differs from episode to episode, and can be seen.
+        "world.slots": 6,
+        "world.rent": (0.001, 0.1),
+        "world.budget": (0.5, 15.0),
+        "world.rate": (0.5, 2.0),
+        "world.at_once": True,
+        "world.relative": True,
+        "world.group_size": 4,
+        "judging.every": 15,
+        "keeping.every": 15,
+    },
+    SIMULATED: {
+        "tasks": (SIMULATED,),
+        "envs": 256,
+        "start_from": None,
+        "budget.rounds": 420,
+        "learner.gae_lambda": 0.85,
+        "learner.final_share": 0.03,
+        "learner.ppo.learning_rate": 3e-3,
+        "learner.ppo.epochs": 4,
+        "learner.ppo.minibatches": 4,
+        "learner.ppo.entropy": 0.02,
+        # Most random sentences do harm, so waiting looks best before the others are
+        # learned: op and blueprint must be tried for longer.
+        "learner.ppo.head_entropy": {"op": 0.15, "blueprint": 0.1},
+        "keeping.every": 70,
+    },
+}
+"""What presets change of the defaults."""
+PRESETS: Final[Mapping[str, TrainConfig]] = {
+    name: construct(TrainConfig, as_flat(TrainConfig()) | changes)
+    for name, changes in _CHANGES.items()
+}
+"""On two cores about a minute; five; half an hour; ten on a family of drawn tasks;
+three on the simulated world."""
+
+
+def preset(name: str) -> TrainConfig:
+    """The configuration of this name."""
+    if name not in PRESETS:
+        raise unknown("there is no preset", name, PRESETS)
+    return PRESETS[name]
+
+
+def from_toml(text: str) -> TrainConfig:
+    """The configuration that a text describes; what it leaves out has its default."""
+    return construct(TrainConfig, table_of(text, TrainConfig))
+
+
+def digest(config: TrainConfig) -> str:
+    """SHA-256: equal for equal configurations, and only for them."""
+    return hashlib.sha256(as_toml(config).encode()).hexdigest()
+
+
+def resolve(options: Mapping[str, Any], *, draw_seed: bool = False) -> TrainConfig:
+    """Layer preset, files and options.
+
+    Args:
+        options: Texts by dotted names of settings; "preset" is the name of one and
+            "config" a list of files.
+        draw_seed: Whether to draw a random seed if none is given.
+    """
+    texts = dict(options)
+    below = as_flat(preset(texts.pop("preset", DEFAULT)))
+    given: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for file in texts.pop("config", ()):
+        prefix = f"{short(Path(file))}: "
+        table = table_of(read_text(Path(file), MAX_BYTES), TrainConfig, prefix)
+        given |= table
+        origins |= dict.fromkeys(table, prefix)
+    values, flags = parsed_options(TrainConfig, texts)
+    given, origins = given | values, origins | flags
+    # Whoever asks for minutes or steps does not mean the preset's rounds too.
+    others = (given.get("budget.minutes"), given.get("budget.env_steps"))
+    if "budget.rounds" not in given and any(o not in (None, NONE) for o in others):
+        given["budget.rounds"] = None
+    if draw_seed and "rng_seed" not in given:
+        given["rng_seed"] = secrets.randbelow(2**32)
+    return construct(TrainConfig, {**below, **given}, origins)

@@ -1,0 +1,1 @@
+"""A simulated world for tests and quick checks of the learner."""

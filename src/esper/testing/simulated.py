@@ -1,0 +1,491 @@
+r"""An analytic growth world: two slots per host, all hosts one tensor program.
+
+    phi    = sum over slots of worth(life) * gain[blueprint]  -  rent * parameters
+    reward = phi' - phi - damage
+
+The return is the last phi minus the first, minus the damage of choices that did not
+suit their slot. Damage is never observed and changes nothing else; hidden gains and the
+tempo of a training seed are not observed either. A step is a few table lookups
+(`slot_life`); an episode is decided by its instance, so the best return is known
+exactly. The horizon terminates; nothing is truncated.
+
+*Visible* instances show gains as promises. A quarter of the hosts punish all growth,
+and a slot may inherit a seed: good or harmful, at the right or the wrong alpha.
+
+*Hidden* instances show no promise. One slot is fossilised; in the other a seed of the
+first large blueprint fades away, and while its alpha is not 0 its contribution shows
+whether that one is good here and the second bad, or the reverse. Nothing that can be
+done meanwhile, and nothing that is seen later, carries this over: only memory does. The
+small blueprint is safe and poor.
+
+Everything that adds up is drawn on a grid of powers of two, so sums are exact.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Generator, Tensor
+
+from esper.contracts.actions import HEAD, RELEVANT, Op
+from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.slots import SlotStates
+from esper.contracts.stages import Stage
+from esper.contracts.state import Stateful
+from esper.contracts.world import (
+    BlueprintOffers,
+    HostStates,
+    Observation,
+    StepResult,
+    VectorWorld,
+)
+from esper.environment.settings import check_actions, check_count
+from esper.testing.slot_life import (
+    EMPTY,
+    LIFE,
+    NATURES,
+    NO_ACT,
+    SPEC,
+    SlotTables,
+    cooling,
+    mature,
+    slot_tables,
+)
+
+HORIZON: Final = 12
+"""Steps of every episode."""
+BARREN_SHARE: Final = 0.25
+"""Share of visible instances in which no gain is positive."""
+INHERITED_SHARE: Final = 0.4
+"""Share of visible slots that start with a seed."""
+SIZES: Final = ((6, 10), (12, 20), (24, 40))
+"""Parameters of each blueprint, in 64ths of the host's: least and most."""
+SAFE, GOOD, BAD = 0.125, 0.5625, -0.25
+"""Gains in hidden instances: of the small blueprint, and of the two large ones."""
+WRONG_ALPHA_SHARE: Final = 0.75
+"""Share of inherited seeds whose alpha does not suit their slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instances:
+    """What decides an episode, for many environments."""
+
+    hidden: Bool[Tensor, " env"]
+    """Whether gains are shown only by a contribution."""
+    gain: Float[Tensor, "env slot blueprint"]
+    """Score that a mature, fossilised seed at the best alpha adds."""
+    fits: Bool[Tensor, "env slot blueprint"]
+    parameters: Float[Tensor, "env slot blueprint"]
+    """Parameters as a multiple of the host's."""
+    budget: Float[Tensor, " env"]
+    """Parameters that all seeds together may have."""
+    rent: Float[Tensor, " env"]
+    """Score charged per parameter."""
+    depth: Float[Tensor, "env slot"]
+    """Above one half, SCALE suits; below, ADD."""
+    capacity: Float[Tensor, "env slot"]
+    """Below one half, a one-step blend or fade does damage."""
+    liveness: Float[Tensor, "env slot"]
+    """Above one half, LINEAR suits; below, SIGMOID."""
+    gradient_share: Float[Tensor, "env slot"]
+    """Above one half, full alpha is best; below, half."""
+    life: Int64[Tensor, "env slot"]
+    """Life of each slot at the start."""
+    blueprint: Int64[Tensor, "env slot"]
+    """Blueprint of each slot at the start; -1 when empty."""
+    style: Int64[Tensor, "env slot"]
+    """Style of each slot at the start."""
+    clock: Int64[Tensor, " env"]
+    """Steps of the horizon that have passed at the start; 0 in every drawn instance."""
+
+    def __len__(self) -> int:
+        """How many instances there are."""
+        return self.hidden.shape[0]
+
+    @property
+    def promise_known(self) -> Bool[Tensor, "env slot blueprint"]:
+        """Whether gains are shown."""
+        return ~self.hidden.view(-1, 1, 1).expand_as(self.gain)
+
+    @property
+    def promise(self) -> Float[Tensor, "env slot blueprint"]:
+        """Gains as far as they are shown; 0 elsewhere."""
+        return torch.where(self.promise_known, self.gain, 0.0)
+
+    @property
+    def nature(self) -> Int64[Tensor, "env slot"]:
+        """Index into `NATURES`."""
+        deep, fragile = self.depth > 0.5, self.capacity < 0.5
+        return 4 * deep + 2 * fragile + 1 * (self.liveness > 0.5)
+
+    @property
+    def wants_half(self) -> Int64[Tensor, "env slot"]:
+        """1 where alpha is best at one half."""
+        return (self.gradient_share < 0.5).to(torch.int64)
+
+    def select(self, index: Tensor) -> "Instances":
+        """The instances at an index or where a mask is set."""
+        return self._each(lambda _, mine: mine[index])
+
+    def to(self, device: str) -> "Instances":
+        """The same instances on another device."""
+        return self._each(lambda _, mine: mine.to(device))
+
+    def replaced(self, where: Bool[Tensor, " env"], others: "Instances") -> "Instances":
+        """These instances, or the others where the mask is set."""
+
+        def pick(name: str, mine: Tensor) -> Tensor:
+            mask = where.view(-1, *[1] * (mine.dim() - 1))
+            return torch.where(mask, getattr(others, name), mine)
+
+        return self._each(pick)
+
+    def _each(self, change: Callable[[str, Tensor], Tensor]) -> "Instances":
+        names = [field.name for field in fields(self)]
+        return Instances(**{name: change(name, getattr(self, name)) for name in names})
+
+
+def draw_instances(
+    num: int, generator: Generator, hidden: Bool[Tensor, " env"]
+) -> Instances:
+    """Draw so many instances on the CPU, hidden where asked."""
+    visible = draw_visible(num, generator)
+    if not hidden.any():
+        return visible
+    return visible.replaced(hidden, hide(visible, generator))
+
+
+def draw_visible(num: int, generator: Generator) -> Instances:
+    """Instances that show everything the optimum uses."""
+    slots = SPEC.slots.max_slots
+    pairs = (num, slots, len(SPEC.blueprints))
+
+    def coin(share: float, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator) < share
+
+    def grid(low: int, high: int, unit: int, *shape: int) -> Tensor:
+        return torch.randint(low, high + 1, shape, generator=generator) / unit
+
+    low = 0.1 + 0.3 * torch.rand(4, num, slots, generator=generator)
+    traits = low + 0.5 * coin(0.5, 4, num, slots)  # clearly on one side
+    barren = coin(BARREN_SHARE, num, 1, 1)
+    gain = torch.where(barren, grid(-112, 0, 256, *pairs), grid(-80, 160, 256, *pairs))
+    parameters = torch.stack([grid(*s, 64, num, slots) for s in SIZES], dim=2)
+
+    starts = torch.tensor(
+        [
+            [LIFE[mature(stage, alpha)] for alpha in (0.5, 1.0)]
+            for stage in (Stage.BLENDING, Stage.HOLDING)
+        ]
+    )
+    inherits = coin(INHERITED_SHARE, num, slots)
+    is_full = (traits[3] > 0.5) ^ coin(WRONG_ALPHA_SHARE, num, slots)
+    start = starts[coin(0.5, num, slots).long(), is_full.long()]
+    planted = torch.where(coin(0.5, num, slots), gain.argmax(2), gain.argmin(2))
+    style = torch.randint(2, (num, slots), generator=generator)
+    added = (parameters.gather(2, planted.unsqueeze(2)).squeeze(2) * inherits).sum(1)
+
+    return Instances(
+        hidden=torch.zeros(num, dtype=torch.bool),
+        gain=gain,
+        fits=coin(0.75, *pairs),
+        parameters=parameters,
+        budget=grid(24, 80, 64, num).maximum(added),
+        rent=grid(4, 20, 64, num),
+        depth=traits[0],
+        capacity=traits[1],
+        liveness=traits[2],
+        gradient_share=traits[3],
+        life=torch.where(inherits, start, EMPTY),
+        blueprint=torch.where(inherits, planted, -1),
+        style=torch.where(inherits, style, 0),
+        clock=torch.zeros(num, dtype=torch.int64),
+    )
+
+
+def hide(instances: Instances, generator: Generator) -> Instances:
+    """Hidden instances with the traits, sizes and rents of these."""
+    num = len(instances)
+    draws = torch.randint(2, (num, 5), generator=generator)
+    usable, one_is_good, late, style, full = draws.unbind(1)
+    here = usable.unsqueeze(1) == torch.arange(SPEC.slots.max_slots)  # [env, slot]
+
+    gain = torch.full_like(instances.gain, SAFE)
+    gain[:, :, 1] = torch.where(one_is_good == 1, GOOD, BAD).unsqueeze(1)
+    gain[:, :, 2] = torch.where(one_is_good == 1, BAD, GOOD).unsqueeze(1)
+    gain = torch.where(here.unsqueeze(2), gain, SAFE)
+
+    fading = torch.tensor([LIFE[cooling(4)], LIFE[cooling(3)]])[late]
+    kept = torch.tensor([LIFE[mature(Stage.FOSSILIZED, alpha)] for alpha in (0.5, 1.0)])
+    return replace(
+        instances,
+        hidden=torch.ones(num, dtype=torch.bool),
+        gain=gain,
+        fits=torch.ones_like(instances.fits),
+        parameters=instances.parameters[:, :, [0, 1, 1]],  # neither is the cheaper bet
+        budget=torch.full_like(instances.budget, 2.0),
+        life=torch.where(here, fading.unsqueeze(1), kept[full].unsqueeze(1)),
+        blueprint=here.long(),
+        style=style.unsqueeze(1).expand(num, SPEC.slots.max_slots),
+    )
+
+
+def exchanged(instances: Instances) -> Instances:
+    """The same hidden instances with the good and the bad blueprint exchanged."""
+    swapped = instances.gain[:, :, [0, 2, 1]]
+    gain = torch.where(instances.hidden.view(-1, 1, 1), swapped, instances.gain)
+    return replace(instances, gain=gain)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedState:
+    """State of every environment, and its phi."""
+
+    instances: Instances
+    life: Int64[Tensor, "env slot"]
+    blueprint: Int64[Tensor, "env slot"]
+    style: Int64[Tensor, "env slot"]
+    contribution: Float[Tensor, "env slot"]
+    parameters: Float[Tensor, "env slot"]
+    added: Float[Tensor, " env"]
+    budget_left: Float[Tensor, " env"]
+    plantable: Bool[Tensor, "env slot blueprint"]
+    """What fits and can be afforded, whether or not the slot is empty."""
+    phi: Float[Tensor, " env"]
+
+    @classmethod
+    def of(
+        cls, instances: Instances, slots: tuple[Tensor, Tensor, Tensor], worth: Tensor
+    ) -> "SimulatedState":
+        """Value and cost of slots with this life, blueprint and style."""
+        life, blueprint, _ = slots
+        planted, kind = blueprint >= 0, blueprint.clamp(min=0).unsqueeze(2)
+        gain = instances.gain.gather(2, kind).squeeze(2)
+        share = worth.take(2 * life + instances.wants_half)
+        contribution = torch.where(planted, share * gain, 0.0)
+        parameters = instances.parameters.gather(2, kind).squeeze(2)
+        parameters = torch.where(planted, parameters, 0.0)
+        added = parameters.sum(dim=1)
+        left = instances.budget - added
+        return cls(
+            instances,
+            *slots,
+            contribution=contribution,
+            parameters=parameters,
+            added=added,
+            budget_left=left,
+            plantable=instances.fits & (instances.parameters <= left[:, None, None]),
+            phi=contribution.sum(dim=1) - instances.rent * added,
+        )
+
+    def observe(
+        self,
+        tables: SlotTables,
+        progress: Float[Tensor, " env"],
+        first: Bool[Tensor, " env"],
+    ) -> Observation:
+        """The observation; nothing of the host's own training is simulated."""
+        instances, life = self.instances, self.life
+        measured = tables.measured.take(life)
+        zero = torch.zeros_like(instances.rent)
+        return Observation(
+            first=first,
+            host=HostStates(
+                progress=progress,
+                end_known=torch.ones_like(first),
+                compute=torch.log2(1 + HORIZON * progress),
+                budget_left=self.budget_left,
+                rent=instances.rent,
+                added=self.added,
+                score=zero + 0.5,
+                score_slope=zero,
+                loss=zero + 1.0,
+                loss_slope=zero,
+                plateau=zero,
+            ),
+            slots=SlotStates(
+                stage=tables.stage.take(life),
+                age=tables.age.take(life),
+                alpha=tables.alpha.take(life),
+                alpha_target=tables.target.take(life),
+                alpha_settled=tables.settled.take(life),
+                blueprint=self.blueprint,
+                style=self.style,
+                parameters=self.parameters,
+                depth=instances.depth,
+                capacity=instances.capacity,
+                units=torch.zeros_like(instances.capacity),
+                liveness=instances.liveness,
+                gradient_share=instances.gradient_share,
+                contribution=torch.where(measured, self.contribution, 0.0),
+                contribution_measured=measured,
+            ),
+            offers=BlueprintOffers(
+                fits=instances.fits,
+                parameters=instances.parameters,
+                macs=instances.parameters,
+                promise=instances.promise,
+                promise_known=instances.promise_known,
+            ),
+        )
+
+
+class SimulatedWorld(Stateful, VectorWorld):
+    """Many analytic hosts that step together.
+
+    An illegal action is a WAIT and is flagged; heads that the op does not use are
+    ignored.
+
+    Args:
+        num_envs: How many environments step together.
+        rng_seed: Decides all instances, one after the other.
+        hidden_share: Share of hidden instances: 0 none, 1 all.
+        device: Where the tensors live. Instances are drawn on the CPU, so a world is
+            the same on every device.
+    """
+
+    STATE = ("_generator", "_state", "_clock")
+
+    def __init__(
+        self,
+        num_envs: int,
+        rng_seed: int = 0,
+        *,
+        hidden_share: float = 0.0,
+        device: str = "cpu",
+    ) -> None:
+        check_count("num_envs", num_envs, 1)
+        if not 0.0 <= hidden_share <= 1.0:
+            raise BadInput(f"hidden_share must lie in [0, 1], got {hidden_share}.")
+        self.spec, self.num_envs = SPEC, num_envs
+        self._hidden_share = hidden_share
+        self._device = device
+        self._generator = Generator().manual_seed(rng_seed)
+        self._given: Instances | None = None
+        self._tables = slot_tables().to(device)
+        self._last = torch.tensor(SPEC.sizes, device=device) - 1
+        self._zero = torch.zeros_like(self._last)
+        self._slots = torch.arange(SPEC.slots.max_slots, device=device)
+        self._restyles = RELEVANT[:, HEAD["style"]].to(device)
+        self._state: SimulatedState | None = None
+
+    @classmethod
+    def from_instances(
+        cls, instances: Instances, *, device: str = "cpu"
+    ) -> "SimulatedWorld":
+        """A world whose environment i plays instance i, again in every episode."""
+        if (instances.clock >= HORIZON).any():
+            raise BadInput(
+                f"an instance must start before step {HORIZON}, got one that starts at "
+                f"{int(instances.clock.max())}."
+            )
+        world = cls(len(instances), device=device)
+        world._given = instances.to("cpu")
+        return world
+
+    @property
+    def instances(self) -> Instances:
+        """What decides the episodes that are being played."""
+        return self._current().instances
+
+    @property
+    def rest(self) -> Instances:
+        """What is left of the episodes, as instances that start here and now."""
+        state = self._current()
+        return replace(
+            state.instances,
+            life=state.life,
+            blueprint=state.blueprint,
+            style=state.style,
+            clock=self._clock.to(self._device),
+        )
+
+    def reset(self) -> Observation:
+        """Start a new episode everywhere."""
+        instances = self._draw()
+        self._clock = instances.clock  # on the CPU: ends are known without a read
+        instances = instances.to(self._device)
+        slots = (instances.life, instances.blueprint, instances.style)
+        self._state = SimulatedState.of(instances, slots, self._tables.worth)
+        first = torch.ones(self.num_envs, dtype=torch.bool, device=self._device)
+        return self._state.observe(self._tables, self._progress(), first)
+
+    def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
+        """Act everywhere; ended environments start anew in the same step."""
+        before = self._current()
+        check_actions(actions, self.num_envs)
+        slots, damage, legal = self._act(before, actions)
+        instances, worth = before.instances, self._tables.worth
+        state = SimulatedState.of(instances, slots, worth)
+        reward = state.phi - before.phi - damage
+
+        clock = self._clock + 1
+        ended = clock == HORIZON
+        terminated = ended.to(self._device)
+        if ended.any():
+            fresh = self._draw()
+            clock = torch.where(ended, fresh.clock, clock)
+            instances = instances.replaced(terminated, fresh.to(self._device))
+            at = terminated.unsqueeze(1)
+            life, blueprint, style = (
+                torch.where(at, getattr(instances, name), now)
+                for name, now in zip(("life", "blueprint", "style"), slots, strict=True)
+            )
+            slots = (life, blueprint, style)
+            state = SimulatedState.of(instances, slots, worth)
+        self._state, self._clock = state, clock
+        return StepResult(
+            observation=state.observe(self._tables, self._progress(), terminated),
+            reward=reward,
+            terminated=terminated,
+            truncated=torch.zeros_like(terminated),
+            illegal=~legal,
+        )
+
+    def legal(self, actions: Int64[Tensor, "env head"]) -> Bool[Tensor, " env"]:
+        """Whether each environment could carry its action out now."""
+        return self._act(self._current(), actions)[2]
+
+    def _act(
+        self, state: SimulatedState, actions: Int64[Tensor, "env head"]
+    ) -> tuple[
+        tuple[Tensor, Tensor, Tensor], Float[Tensor, " env"], Bool[Tensor, " env"]
+    ]:
+        """Slots one step later, the damage done on the way, and what was legal."""
+        tables, known = self._tables, actions.clamp(self._zero, self._last)
+        op, slot, planted, chosen_style = known[:, :4, None].unbind(1)
+        code = (known * tables.strides).sum(dim=1, keepdim=True)
+        act = tables.act.take(code)
+        legal = (known == actions).all(dim=1, keepdim=True)
+        legal &= tables.legal.take(state.life.gather(1, slot) * (NO_ACT + 1) + act)
+        planting = op == Op.GERMINATE
+        pair = slot * len(SPEC.blueprints) + planted
+        legal &= ~planting | state.plantable.flatten(1).gather(1, pair)
+        is_here = (self._slots == slot) & legal  # [env, slot]
+        life = tables.following.take(state.life * (NO_ACT + 1) + act * is_here)
+        blueprint = torch.where(is_here & planting, planted, state.blueprint)
+        restyled = is_here & self._restyles.take(op)
+        style = torch.where(restyled, chosen_style, state.style)
+        empty = life == EMPTY
+        nature = state.instances.nature.gather(1, slot)
+        damage = tables.damage.take(code * len(NATURES) + nature) * legal
+        slots = (life, blueprint.masked_fill(empty, -1), style.masked_fill(empty, 0))
+        return slots, damage.squeeze(1), legal.squeeze(1)
+
+    def _draw(self) -> Instances:
+        """Instances for all environments, whether they are needed or not."""
+        if self._given is not None:
+            return self._given
+        drawn = torch.rand(self.num_envs, generator=self._generator)
+        hidden = drawn < self._hidden_share
+        return draw_instances(self.num_envs, self._generator, hidden)
+
+    def _progress(self) -> Float[Tensor, " env"]:
+        return (self._clock / HORIZON).to(self._device)
+
+    def _current(self) -> SimulatedState:
+        if self._state is None:
+            raise CallOrder("the world has no episode yet; call reset() first.")
+        return self._state

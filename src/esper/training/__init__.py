@@ -1,0 +1,1 @@
+"""Training: one loop with callbacks, shards, recordings and pretraining."""

@@ -1,0 +1,200 @@
+"""Shards: the worlds of a training, each played on its own, here or elsewhere.
+
+`play_shard` turns what is known before a round into what is known after it:
+
+    weights, state of the world, random stream  ->  rollout, rows, state of the world
+
+It depends on nothing else, so a shard that is lost is played again by any worker and
+gives the same bits. The random stream is keyed by run, shard and round.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from esper.contracts.errors import BadInput
+from esper.contracts.slots import SlotStates
+from esper.contracts.state import Tensors, load
+from esper.contracts.world import VectorWorld
+from esper.environment.mixture import Mixture
+from esper.runs.seed_events import events_between
+from esper.runs.streams import stream
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
+from esper.tamiyo.rollout import Finished, Live, Transition, collect, start
+
+FIGURES = ("score", "test", "added", "macs", "panicked")
+"""Of an episode's network, as the store has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Where one world of a training stands between two rounds."""
+
+    episodes: Int64[Tensor, " env"]
+    """Episodes that were begun and stepped in."""
+    live: Live | None = None
+    """None if every round begins anew."""
+    world: Tensors | None = None
+    """The state of the world; None if it keeps none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardJob:
+    """All that a shard's rollout depends on, but for the weights."""
+
+    mixture: Mixture = field(repr=False)
+    number: int
+    round: int
+    """From 0."""
+    shard: Shard = field(repr=False)
+    policy: PolicyConfig
+    steps: int
+    rng_seed: int
+    rollbacks: int
+    """Another number of them gives another random stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What came of it."""
+
+    shard: Shard
+    columns: Mapping[str, Tensor]
+    """The rollout; see `TamiyoRolloutBuffer.columns`."""
+    rows: Mapping[str, Mapping[str, Any]]
+    """Columns of the store's tables, with `index`: the step within the rollout."""
+    finished: Finished
+
+
+def first_shard(mixture: Mixture, number: int, policy: TamiyoPolicy) -> Shard:
+    """Where a world stands before the first round."""
+    episodes = torch.zeros(mixture.counts[number], dtype=torch.int64)
+    if mixture.redrawn:
+        return Shard(episodes)
+    world = mixture.world(number)
+    live = start(world, policy)
+    return Shard(episodes, live, mixture.keep(number, world))
+
+
+def play_shard(weights: Tensors, job: ShardJob) -> Played:
+    """Play one world for a round.
+
+    Args:
+        weights: Of the policy.
+        job: Everything else.
+    """
+    shard, mixture, number = job.shard, job.mixture, job.number
+    with torch.random.fork_rng(devices=[]):  # first weights are drawn, and lost
+        policy = TamiyoPolicy(mixture.spec, job.policy)
+    load(policy, weights)
+    world = mixture.world(number, job.round, shard.world)
+    live = shard.live or start(world, policy)
+    buffer = TamiyoRolloutBuffer(
+        world.num_envs, job.steps, world.spec, state_shape=policy.state_shape
+    )
+    choices = f"choices, {number}, {job.round}, {job.rollbacks}"
+    steps: list[Transition] = []
+    live, finished = collect(
+        world,
+        policy,
+        buffer,
+        live,
+        stream(job.rng_seed, choices),
+        policy_version=0,
+        on_step=steps.append,
+    )
+    first = torch.stack([step.observation.first for step in steps])
+    episode = shard.episodes + first.cumsum(dim=0)
+    after = Shard(
+        episode[-1],
+        None if mixture.redrawn else live,
+        mixture.keep(number, world),
+    )
+    return Played(after, buffer.columns(), rows_of(steps, episode, world), finished)
+
+
+def require_played(job: ShardJob, buffer: TamiyoRolloutBuffer, played: object) -> None:
+    """Refuse an answer that cannot be one."""
+    if not isinstance(played, Played):
+        raise BadInput(f"expected a rollout, got {type(played).__name__}.")
+    buffer.require_columns(played.columns, job.mixture.counts[job.number])
+
+
+def rows_of(
+    steps: Sequence[Transition],
+    episode: Int64[Tensor, "time env"],
+    world: VectorWorld,
+) -> dict[str, dict[str, Any]]:
+    """Rows of the store about the steps of a rollout, by table.
+
+    Args:
+        steps: In order.
+        episode: Number of the episode, from 1, in every step.
+        world: Where they were taken.
+    """
+
+    def flat(values: Sequence[Tensor]) -> Tensor:
+        """Of all steps, `[time * env, ...]`."""
+        return torch.stack([*values]).flatten(0, 1)
+
+    def where(cells: Tensor) -> dict[str, Tensor]:
+        """The columns that say which step of which episode each row is about."""
+        return {
+            "index": cells // world.num_envs,
+            "env": cells % world.num_envs,
+            "episode": episode.flatten()[cells],
+        }
+
+    results = [step.result for step in steps]
+    host = [step.observation.host for step in steps]
+    returns = flat([step.returns for step in steps])
+    ended = flat([result.terminated | result.truncated for result in results])
+    rows: dict[str, dict[str, Any]] = {
+        "steps": {
+            **where(torch.arange(len(returns))),
+            "reward": flat([result.reward for result in results]),
+            "score": flat([each.score for each in host]),
+            "loss": flat([each.loss for each in host]),
+            "added": flat([each.added for each in host]),
+            "budget_left": flat([each.budget_left for each in host]),
+        }
+    }
+    illegal = [result.illegal for result in results if result.illegal is not None]
+    before, after = (
+        SlotStates(
+            **{
+                name: flat([getattr(each, name) for each in seen])
+                for name in SlotStates.__dataclass_fields__
+            }
+        )
+        for seen in (
+            [step.observation.slots for step in steps],
+            [result.observation.slots for result in results],
+        )
+    )
+    changes = events_between(
+        before,
+        after,
+        ended=ended,
+        actions=flat([step.actions for step in steps]),
+        illegal=flat(illegal) if len(illegal) == len(steps) else None,
+    )
+    if changes["env"]:
+        names = [*(each.name for each in world.spec.blueprints), None]
+        changes["blueprint"] = [names[kind] for kind in changes["blueprint"]]
+        rows["events"] = {**changes, **where(torch.tensor(changes["env"]))}
+    if bool(ended.any()):
+        cells = ended.nonzero().flatten()
+        rows["episodes"] = {**where(cells), "return": returns[cells]}
+        reports = [result.report for result in results if result.report is not None]
+        if reports:  # of all ends, in the same order
+            rows["episodes"] |= {
+                name: torch.cat([getattr(each, name) for each in reports])
+                for name in FIGURES
+            }
+    return rows

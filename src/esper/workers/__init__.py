@@ -1,0 +1,1 @@
+"""Workers: jobs that run here, in processes or on a Ray cluster."""

@@ -1,0 +1,213 @@
+"""Jobs for the machines of a Ray cluster: one that is started here, or one to join.
+
+Every job is a Ray task; Ray starts, watches and replaces processes, on any node. What
+all jobs share goes out once, through the object store. A task that is late is cancelled
+by force, which ends its process even if that is stopped.
+
+A cluster executes whatever it is sent, so it must ask for a token
+(https://docs.ray.io/en/latest/ray-security/token-auth.html). One that is started here
+listens on the loopback interface only, has a token of its own and no dashboard.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import secrets
+import signal
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from threading import current_thread, main_thread
+from typing import Any, Final
+
+import numba
+import numpy as np
+import torch
+
+import esper
+from esper.contracts.errors import BadInput, EsperError, WorkersTrouble
+from esper.contracts.messages import one_line, quoted
+from esper.kernels import compiled_for
+from esper.workers.jobs import (
+    DEADLINE,
+    PAUSE,
+    START,
+    TRIES,
+    Lost,
+    Pool,
+    do_job,
+)
+
+LOCAL: Final = "local"
+"""The address of a cluster that is started here."""
+LOOPBACK: Final = ("127.0.0.1", "::1")
+"""The node addresses for which all servers of Ray listen on the loopback interface."""
+STORE: Final = 256 << 20
+"""Bytes of the object store of a cluster that is started here."""
+QUIET: Final = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # A busy machine takes its time.
+    "RAY_agent_register_timeout_ms": "120000",
+    "RAY_worker_niceness": "0",  # they do the work
+    # Ray's default on macOS and Windows: the address of a node is one of LOOPBACK.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
+"""Environment of a cluster that is started here. Ray reads it when it is imported."""
+
+
+class RayWorkers(Pool[Any]):
+    """Workers that Ray finds.
+
+    Args:
+        count: Jobs at the same time; 0: one for each core of the cluster.
+        address: Of a cluster; "local": one that is started, and ended, here.
+        deadline: Seconds that a job may take.
+    """
+
+    def __init__(
+        self, count: int, address: str = LOCAL, deadline: float = DEADLINE
+    ) -> None:
+        self._ray = _connected(address, count)
+        found = int(self._ray.cluster_resources().get("CPU", 0))
+        super().__init__(count or found, deadline)
+        self._do = self._ray.remote(num_cpus=1, max_retries=0)(do_checked_job)
+        self._mine, self._done = versions(), 0
+
+    def _share(self, shared: object) -> object:
+        try:
+            return self._ray.put(shared)
+        except self._ray.exceptions.RayError as error:
+            raise self._trouble(error) from error
+
+    def _give(
+        self, function: Callable[..., Any], shared: object, job: object
+    ) -> tuple[Any, float]:
+        # Ray starts a process for each of the first jobs, and after each loss.
+        more = START if self._done < self.count else 0.0
+        return self._do.remote(self._mine, function, shared, job), more
+
+    def _ended(self, given: Collection[Any]) -> Sequence[Any]:
+        try:
+            ended: list[Any] = self._ray.wait([*given], timeout=PAUSE)[0]
+        except self._ray.exceptions.RayError as error:
+            raise self._trouble(error) from error
+        return ended
+
+    def _result(self, handle: Any) -> object:  # noqa: ANN401
+        errors = self._ray.exceptions
+        try:
+            result = self._ray.get(handle)
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, EsperError):
+                raise error.cause from None
+            kind = type(error.cause).__name__
+            raise Lost(f"{kind}: {error.cause}") from error
+        except errors.RayError as error:
+            self._done = 0
+            first = str(error).partition("\n")[0]
+            raise Lost(f"{type(error).__name__}: {first}") from error
+        self._done += 1
+        return result
+
+    def _abandon(self, handle: Any) -> None:  # noqa: ANN401
+        self._done = 0
+        self._ray.cancel(handle, force=True)
+
+    def close(self) -> None:
+        """End the cluster if it was started here, or leave it."""
+        self._ray.shutdown()
+
+    def _trouble(self, error: Exception) -> WorkersTrouble:
+        first = str(error).partition("\n")[0]
+        return WorkersTrouble(one_line(f"Ray: {type(error).__name__}: {first}"))
+
+
+def _connected(address: str, count: int) -> Any:  # noqa: ANN401
+    """Ray's module, connected to a cluster."""
+    # It would tell of dead workers on the standard output, among our data.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
+    if address == LOCAL:
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    _require_token()
+    try:
+        ray = import_module("ray")
+    except ImportError:
+        raise BadInput("Ray is not installed: pip install 'esper-lite[ray]'.") from None
+    if address == LOCAL and (found := ray.util.get_node_ip_address()) not in LOOPBACK:
+        raise BadInput(
+            f"Ray would use the address {quoted(found)}, which other machines can "
+            "reach. Set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before Ray is imported."
+        )
+    own = {
+        "num_cpus": count or None,
+        "include_dashboard": False,
+        "object_store_memory": STORE,
+    }
+    last, in_main = None, current_thread() is main_thread()
+    terminated = signal.getsignal(signal.SIGTERM)  # Ray sets a handler of its own
+    for _ in range(TRIES if address == LOCAL else 1):  # it has half a minute to start
+        try:
+            ray.init(
+                address=address,
+                namespace="esper",
+                logging_level=logging.CRITICAL,
+                log_to_driver=False,
+                **(own if address == LOCAL else {}),
+            )
+            if in_main:
+                signal.signal(signal.SIGTERM, terminated)
+            return ray
+        except Exception as error:  # Ray has no class of its own for it
+            last = error
+            ray.shutdown()
+    first = str(last).partition("\n")[0]
+    text = f"Ray at {quoted(address)} cannot be reached: {first}"
+    raise WorkersTrouble(one_line(text)) from last
+
+
+def _require_token() -> None:
+    """Refuse if this process, of a driver or a node, asks for no token."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        raise BadInput(
+            f"{platform.node()}: without a token, anyone who reaches the cluster can "
+            "run code. Set RAY_AUTH_MODE=token on every node and where Esper starts."
+        )
+
+
+@cache
+def versions() -> dict[str, str]:
+    """All that must be equal on two machines for a job to have one result."""
+    sources = hashlib.sha256()
+    package = Path(esper.__file__).parent
+    for file in sorted(package.rglob("*.py")):
+        sources.update(f"{file.relative_to(package)}\n".encode())
+        sources.update(file.read_bytes())
+    return {
+        "Esper": f"{esper.__version__}, sources {sources.hexdigest()[:12]}",
+        "Python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "numba": numba.__version__,
+        "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "kernels": str(compiled_for()),
+    }
+
+
+def do_checked_job(
+    expected: dict[str, str], function: Callable[..., Any], shared: object, job: object
+) -> object:
+    """A job, if it is done here as it would be by whoever gave it."""
+    _require_token()
+    for name, version in versions().items():
+        if expected[name] != version:
+            raise BadInput(
+                f"node {platform.node()} has {name} {quoted(version)}, this machine "
+                f"has {quoted(expected[name])}; install the same on both."
+            )
+    return do_job(function, shared, job)

@@ -1,0 +1,20 @@
+"""One finished run, which all tests read and none changes."""
+
+from dataclasses import replace
+
+import pytest
+
+from esper.runs.train_config import Judging
+from esper.training.train import begin_run
+from tests.training.training_script import ROUNDS, Log, config
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """The folder of a run that nobody disturbed, and what it said."""
+    judging = Judging(every=3, hosts=3, controllers=("never", "early", "static"))
+    own = replace(config(tmp_path_factory.mktemp("runs"), "whole"), judging=judging)
+    log = Log()
+    result = begin_run(own, [log])
+    assert (result.rounds, result.signal) == (ROUNDS, None)
+    return result.path, log
