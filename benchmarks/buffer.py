@@ -106,7 +106,7 @@ def _reading(envs: int) -> tuple[float | int, ...]:
         full.add(**step)
         ragged.add(**step, acted=everyone)
     for buffer in (full, ragged):
-        buffer.cut(torch.zeros(envs))
+        buffer.finish(torch.zeros(envs))
         buffer.compute_advantages_and_returns()
     took = alternate(
         {
@@ -139,7 +139,7 @@ def _step(envs: int) -> dict[str, Any]:
             offers=torch.rand(envs, slots, blueprints, len(OFFER_COLUMNS)),
         ),
         "first": nobody,
-        "rows": SPEC.allowed.expand(envs, -1, -1).clone(),
+        "masks": SPEC.allowed.expand(envs, -1, -1).clone(),
         "actions": torch.zeros(envs, NUM_HEADS, dtype=torch.int64),
         "log_probs": distribution[:, :, 0],  # of the first choice
         "distribution": distribution,

@@ -92,7 +92,7 @@ class Cohorts:
               (self.alpha, self.training))
         )  # fmt: skip
         self.features = torch.randn(EXAMPLES, *host.shape, generator=chance)
-        self.labels = torch.randint(0, host.classes, (EXAMPLES,), generator=chance)
+        self.labels = torch.randint(0, host.num_outputs, (EXAMPLES,), generator=chance)
         self.picked = torch.randint(
             0, EXAMPLES, (case.envs, case.steps, case.batch), generator=chance
         )

@@ -178,7 +178,7 @@ def _filled(by_time: dict[str, Tensor]) -> TamiyoRolloutBuffer:
             slots=torch.zeros(envs, 1, len(SLOT_COLUMNS)),
             offers=torch.zeros(envs, 1, 1, len(OFFER_COLUMNS)),
         ),
-        "rows": SPEC.allowed.expand(envs, -1, -1).clone(),
+        "masks": SPEC.allowed.expand(envs, -1, -1).clone(),
         "actions": torch.zeros(envs, NUM_HEADS, dtype=torch.int64),
         "log_probs": torch.zeros(envs, NUM_HEADS),
         "distribution": torch.zeros(envs, NUM_HEADS, SPEC.width),
@@ -188,7 +188,7 @@ def _filled(by_time: dict[str, Tensor]) -> TamiyoRolloutBuffer:
         dones, truncated = by_time["dones"][t], by_time["truncated"][t]
         buffer.add(
             **blank,
-            first=first,
+            episode_start=first,
             rewards=by_time["rewards"][t],
             values=by_time["values"][t],
             terminated=dones & ~truncated,
@@ -196,5 +196,5 @@ def _filled(by_time: dict[str, Tensor]) -> TamiyoRolloutBuffer:
             final_values=by_time["final_values"][t],
         )
         first = dones
-    buffer.cut(by_time["last_values"])
+    buffer.finish(by_time["last_values"])
     return buffer

@@ -41,7 +41,7 @@ class Kept:
 def run() -> Report:
     """Time the rounds of two checkpoints."""
     config = preset(DEFAULT)
-    rounds = Budget(rounds=1 + CYCLES * config.keeping.every)
+    rounds = Budget(rounds=1 + CYCLES * config.checkpoint.every)
     config = SMALL if timing.QUICK else replace(config, budget=rounds)
     return as_report(config, measure(config))
 
@@ -82,10 +82,10 @@ def as_report(config: TrainConfig, found: Kept) -> Report:
     rounds, total = len(found.kept), sum(found.parts.values())
     tasks = " and ".join(config.tasks)
     report = Report(
-        f"Keeping a run: {tasks}, {config.envs} environments each",
+        f"CheckpointConfig a run: {tasks}, {config.envs} environments each",
         ("what", "ms per round", "% of the run"),
         notes=[
-            f"{rounds} rounds, a checkpoint after every {config.keeping.every}.",
+            f"{rounds} rounds, a checkpoint after every {config.checkpoint.every}.",
             f"Allowed are {MOST:g} % for store and checkpoints together.",
             "The difference is noisy: compare it with the two above it.",
         ],

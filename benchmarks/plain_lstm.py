@@ -57,14 +57,17 @@ class PlainLSTM:
         self.agent = Agent(space.shape[0], int(actions.nvec[0]), 64)
         self.optimizer = torch.optim.Adam(self.agent.parameters(), 3e-4, eps=1e-5)
         self.seen = self.envs.reset(seed=0)[0]
-        self.first = np.ones(envs, np.float32)
+        self.episode_start = np.ones(envs, np.float32)
         self.state: State = (torch.zeros(1, envs, 64), torch.zeros(1, envs, 64))
 
     def round(self) -> None:
         """One rollout and four epochs."""
         start, rows = self.state, []
         for _ in range(self.steps):
-            seen, first = torch.from_numpy(self.seen), torch.from_numpy(self.first)
+            seen, first = (
+                torch.from_numpy(self.seen),
+                torch.from_numpy(self.episode_start),
+            )
             with torch.no_grad():
                 chances, value, self.state = self.agent(
                     seen[None], first[None], self.state
@@ -72,7 +75,7 @@ class PlainLSTM:
                 action = chances.sample()
             found = self.envs.step(action.numpy())
             self.seen, ended = found[0], found[2] | found[3]
-            self.first = ended.astype(np.float32)
+            self.episode_start = ended.astype(np.float32)
             reward = torch.from_numpy(found[1]).float()
             log_prob = chances.log_prob(action)
             rows.append((seen.clone(), first, action, log_prob, value, reward))
@@ -86,7 +89,7 @@ class PlainLSTM:
     def _advantages(self, columns: list[Tensor]) -> list[Tensor]:
         """Advantages and returns by a loop over time."""
         _, first, _, _, values, rewards = columns
-        seen, fresh = torch.from_numpy(self.seen), torch.from_numpy(self.first)
+        seen, fresh = torch.from_numpy(self.seen), torch.from_numpy(self.episode_start)
         with torch.no_grad():
             following = self.agent(seen[None], fresh[None], self.state)[1]
         advantages, trace, is_first = torch.zeros_like(values), 0.0, fresh

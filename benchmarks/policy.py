@@ -35,7 +35,7 @@ def run() -> Report:
         features = compute_features(observation, SPEC)
         masks = compute_masks(observation, SPEC)
         state = policy.initial_state(envs)
-        arguments = (features, masks, observation.first, state, generator)
+        arguments = (features, masks, observation.episode_start, state, generator)
         sides = {
             "ours": lambda arguments=arguments: policy.act(*arguments),
             "naive": lambda arguments=arguments: act_with_categoricals(

@@ -146,7 +146,14 @@ def measure(sides: dict[str, Side]) -> dict[str, float]:
 def _ours(make: Source, memory: str, kind: str = "sync") -> Side:
     envs, steps = size()
     config = PPOConfig(minibatches=PARTS, learning_rate=3e-4, target_kl=math.inf)
-    agent = PPO(make, memory=memory, envs=envs, steps=steps, kind=kind, ppo=config)
+    agent = PPO(
+        make,
+        memory=memory,
+        num_envs=envs,
+        rollout_steps=steps,
+        vectorization=kind,
+        ppo=config,
+    )
     return lambda: agent.learn(envs * steps)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks import timing
 from benchmarks.timing import Cell, Report, sizes
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.rl.training import PPORunConfig
 from esper.runs.run import Run
 from esper.runs.train_config import TrainConfig
@@ -67,7 +67,7 @@ def run(kills: int = 50) -> list[Report]:
         kills: Runs that are killed at random moments, some of them several times.
     """
     if kills < 1:
-        raise BadInput(f"kills must be at least 1, got {kills}.")
+        raise InvalidInputError(f"kills must be at least 1, got {kills}.")
     warm_up()
     with TemporaryDirectory() as folder:
         rounds = 6 if timing.QUICK else 10

@@ -33,7 +33,7 @@ def random_observation(
         contribution_measured=torch.rand(shape, generator=generator) < 0.5,
     )
     first = torch.rand(envs, generator=generator) < 0.05
-    return replace(blank, slots=slots, first=first)
+    return replace(blank, slots=slots, episode_start=first)
 
 
 @torch.inference_mode()
@@ -53,23 +53,23 @@ def filled_buffer(
         decision = policy.act(
             features,
             compute_masks(observation, policy.spec),
-            observation.first,
+            observation.episode_start,
             state,
             generator,
         )
         following = random_observation(envs, generator, policy.spec)
         buffer.add(
             features=features,
-            first=observation.first,
-            rows=decision.rows,
+            episode_start=observation.episode_start,
+            masks=decision.masks,
             actions=decision.actions,
             log_probs=decision.log_probs,
             distribution=decision.distribution,
             values=decision.values,
             rewards=torch.randn(envs, generator=generator),
-            terminated=following.first,
-            truncated=torch.zeros_like(following.first),
+            terminated=following.episode_start,
+            truncated=torch.zeros_like(following.episode_start),
         )
         observation, state = following, decision.state
-    buffer.cut(torch.zeros(envs))
+    buffer.finish(torch.zeros(envs))
     return buffer

@@ -24,7 +24,13 @@ from esper.environment.growing import GrowingWorld
 from esper.runs.checkpoint import CheckpointFolder
 from esper.runs.records import RoundRecord
 from esper.runs.store import Store
-from esper.runs.train_config import Budget, Judging, Keeping, TrainConfig, World
+from esper.runs.train_config import (
+    Budget,
+    CheckpointConfig,
+    EvalConfig,
+    TrainConfig,
+    World,
+)
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo import rollout
@@ -80,10 +86,10 @@ ROWS = {
 """Rows of the table, and the parts that each of them sums up."""
 SMALL = TrainConfig(
     tasks=("teacher",),
-    envs=2,
+    num_envs=2,
     budget=Budget(rounds=3),
     world=World(horizon=4, decision_every=1),
-    keeping=Keeping(every=1),
+    checkpoint=CheckpointConfig(every=1),
 )
 """The run that `--quick` times."""
 BARS = {
@@ -153,7 +159,7 @@ class Rounds:
 def run() -> list[Report]:
     """Time the rounds between two checkpoints."""
     config = TrainConfig(tasks=("letter",))
-    rounds = Budget(rounds=1 + config.keeping.every)
+    rounds = Budget(rounds=1 + config.checkpoint.every)
     config = SMALL if timing.QUICK else replace(config, budget=rounds)
     return reports(config, measure(config))
 
@@ -181,9 +187,9 @@ def measure(config: TrainConfig) -> Rounds:
 
 def unjudged(config: TrainConfig, folder: Path) -> TrainConfig:
     """The same run in a folder of its own, with nothing but rounds."""
-    judging = Judging(every=NEVER, hosts=1, controllers=())
+    judging = EvalConfig(every=NEVER, hosts=1, controllers=())
     return replace(
-        config, name="timed", runs=str(folder), start_from=None, judging=judging
+        config, name="timed", runs=str(folder), start_from=None, evaluation=judging
     )
 
 

@@ -103,7 +103,7 @@ def run(rounds: int = 6, count: int = 2, ray: bool = False) -> list[Report]:
     config = replace(preset(FAMILY), start_from=None)
     if timing.QUICK:
         world = replace(config.world, horizon=3, decision_every=2, group_size=2)
-        config = replace(config, envs=2, variants=2, world=world)
+        config = replace(config, num_envs=2, variants=2, world=world)
         rounds = 1
     timed = Timed()
     with workers(count, ray="local" if ray else None) as others:

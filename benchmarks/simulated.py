@@ -93,7 +93,7 @@ def make_world(envs: int) -> SimulatedWorld:
 def some_legal(observation: Observation, generator: Generator) -> Tensor:
     """Uniformly random legal actions, head by head."""
     masks = compute_masks(observation, SPEC)
-    rows = torch.arange(observation.first.shape[0])
+    rows = torch.arange(observation.episode_start.shape[0])
     actions = torch.zeros(len(rows), len(HEAD_NAMES), dtype=torch.int64)
     for head, name in enumerate(HEAD_NAMES):
         legal = {

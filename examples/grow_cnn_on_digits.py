@@ -85,9 +85,9 @@ def main(*, quick: bool = False) -> dict[str, float]:
     epochs, shares = (8, (0.2, 0.1, 0.7)) if quick else (20, (0.6, 0.2, 0.2))
     parts = split(digits(), rng_seed=0, shares=shares)
     print("never grown:")
-    never = train("never", parts.train, parts.decisions, epochs)
+    never = train("never", parts.train, parts.val, epochs)
     print("grown early:")
-    grower = train("early", parts.train, parts.decisions, epochs)
+    grower = train("early", parts.train, parts.val, epochs)
     print(f"\n{grower.summary()}")  # esper
     figures = compare(
         "accuracy",

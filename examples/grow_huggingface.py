@@ -91,7 +91,7 @@ def main(*, quick: bool = False) -> dict[str, float]:
     epochs, count = (6, 512) if quick else (10, 3072)
     parts = text()
     data = cut(parts.train, count)
-    held_out, test = cut(parts.decisions, count // 3), cut(parts.test, count // 3)
+    held_out, test = cut(parts.val, count // 3), cut(parts.test, count // 3)
     print("never grown:")
     never = train("never", data, held_out, epochs)
     print("grown early:")

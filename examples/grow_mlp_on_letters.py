@@ -78,9 +78,9 @@ def main(*, quick: bool = False) -> dict[str, float]:
     epochs, shares = (8, (0.1, 0.1, 0.8)) if quick else (16, (0.6, 0.2, 0.2))
     parts = split(letter(), rng_seed=0, shares=shares)
     print("never grown:")
-    never = train("never", parts.train, parts.decisions, epochs)
+    never = train("never", parts.train, parts.val, epochs)
     print("grown early:")
-    grower = train("early", parts.train, parts.decisions, epochs)
+    grower = train("early", parts.train, parts.val, epochs)
     print(f"\n{grower.summary()}")  # esper
     figures = compare(
         "accuracy",

@@ -102,9 +102,9 @@ def main(*, quick: bool = False) -> dict[str, float]:
     often = (6, 8) if quick else (20, 40)  # epochs, and steps of each
     parts = text()
     print("never grown:")
-    never = train("never", parts.train, parts.decisions, *often)
+    never = train("never", parts.train, parts.val, *often)
     print("grown early:")
-    grower = train("early", parts.train, parts.decisions, *often)
+    grower = train("early", parts.train, parts.val, *often)
     print(f"\n{grower.summary()}")  # esper
     figures = compare(
         "bits per character",

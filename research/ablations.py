@@ -21,7 +21,7 @@ from rich.console import Console
 
 from benchmarks import timing
 from benchmarks.timing import Report
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.evaluation.evaluation import judge
 from esper.evaluation.statistics import crossed_interval
 from esper.runs.controllers import load_controller
@@ -70,12 +70,12 @@ class Size:
     rounds: int = 10
     tasks: int = 24
     hosts: int = 6
-    more: tuple[tuple[str, str], ...] = (("judging.hosts", "8"),)
+    more: tuple[tuple[str, str], ...] = (("evaluation.hosts", "8"),)
     """Other settings of the trainings."""
 
 
 TINY: Final = Size(
-    1, 1, 1, 2, (("judging.hosts", "1"), ("variants", "1"), ("envs", "8"))
+    1, 1, 1, 2, (("evaluation.hosts", "1"), ("variants", "1"), ("envs", "8"))
 )
 
 
@@ -148,14 +148,16 @@ def trained(shared: tuple[Size, Path], job: tuple[str, int]) -> Trained:
             "start_from": str(recordings),
             "recordings": str(size.recordings),
             "budget.rounds": str(size.rounds),
-            "judging.every": str(size.rounds),
-            "judging.controllers": "never",
-            "keeping.every": str(size.rounds),
+            "evaluation.every": str(size.rounds),
+            "evaluation.controllers": "never",
+            "checkpoint.every": str(size.rounds),
         }
         own = {"rng_seed": str(seed), "runs": runs, "name": "one"}
         ended = begin_run(resolve(options | VARIANTS[variant] | own | dict(size.more)))
         if ended.signal is not None:  # half a training is none
-            raise BadInput("a training was interrupted; run the command again.")
+            raise InvalidInputError(
+                "a training was interrupted; run the command again."
+            )
         controller = load_controller(Path(runs) / "one")
     world = preset("family").world
     shares = [

@@ -24,13 +24,13 @@ from rich.console import Console
 
 from benchmarks import timing
 from benchmarks.timing import Report
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.environment.settings import WorldSettings
 from esper.evaluation.evaluation import judge, judge_plain, times_as_wide, widened
 from esper.files import Disk, publish, storage
 from esper.runs.controllers import load_controller
 from esper.runs.progress import Progress
-from esper.runs.records import LADDER, Judged
+from esper.runs.records import LADDER, EvalResult
 from esper.tamiyo.registry import SHIPPED, Maker
 from esper.tamiyo.shipped import shipped
 from esper.tasks.catalogue import task as find_task
@@ -285,9 +285,11 @@ def _read_part(file: Path, part: Part) -> Row | None:
         source = data.pop("part")
         row = Row.from_data(data)
     except (ValueError, KeyError, TypeError):
-        raise BadInput(f"{file} is damaged; delete it to count it again.") from None
+        raise InvalidInputError(
+            f"{file} is damaged; delete it to count it again."
+        ) from None
     if source != part.source():
-        raise BadInput(
+        raise InvalidInputError(
             f"{file} is of another protocol, controller or number of hosts; name "
             "another folder for the parts."
         )
@@ -331,13 +333,13 @@ def _charged(part: Part) -> float:
     return 1.0 if part.rent is None or part.parameters else part.rent
 
 
-def judged(part: Part, rate: float, hosts: int, rng_seed: int) -> Judged:
+def judged(part: Part, rate: float, hosts: int, rng_seed: int) -> EvalResult:
     """Some hosts of a part's task at a learning rate."""
     settings = replace(
         WORLDS[part.question],
         rent=_charged(part),
         rate=rate,
-        charge_looks=part.looks,
+        charge_eval=part.looks,
     )
     task = task_of(part.task)
     where = (task, hosts, rng_seed, settings)
@@ -419,7 +421,9 @@ def read_ledger(file: Path) -> list[Row]:
     """The rows of a ledger; refuses one of another protocol."""
     rows, made_under = _ledger(file)
     if made_under != protocol():
-        raise BadInput(f"{file} was counted under another wording of {PROTOCOL.name}.")
+        raise InvalidInputError(
+            f"{file} was counted under another wording of {PROTOCOL.name}."
+        )
     return rows
 
 
@@ -436,7 +440,7 @@ def _ledger(file: Path) -> tuple[list[Row], str]:
             rows.append(Row(**facts, **own))
             begin = end
     except (OSError, ValueError, KeyError, TypeError, BadZipFile) as error:
-        raise BadInput(f"{file} is no ledger, or damaged.") from error
+        raise InvalidInputError(f"{file} is no ledger, or damaged.") from error
     return rows, str(about["protocol"])
 
 
@@ -493,7 +497,7 @@ def verified(
         )
     mean = float(np.mean(np.abs(differences))) if differences else 0.0
     if mean > TOLERANCE:
-        raise BadInput(
+        raise InvalidInputError(
             f"the ledger differs from what is trained here by {100 * mean:.2f} points "
             f"of the test score in the mean, more than {100 * TOLERANCE:g}."
         )

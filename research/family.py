@@ -36,7 +36,7 @@ COLUMNS: Final = (
     "for its price",
     "seconds",
 )
-BY_COMPUTE: Final = WorldSettings(clock="compute", charge_looks=False)
+BY_COMPUTE: Final = WorldSettings(clock="compute", charge_eval=False)
 
 
 def run(tasks: int = 6, hosts: int = 3, rng_seed: int = 0) -> Report:

@@ -110,7 +110,7 @@ def run(
         envs: Environments that step together.
         processes: Trainings at the same time.
     """
-    own = replace(preset(SIMULATED), envs=envs, budget=Budget(rounds=rounds))
+    own = replace(preset(SIMULATED), num_envs=envs, budget=Budget(rounds=rounds))
     variants = list(VARIANTS) if ablations else ["Tamiyo"]
     jobs = [(name, rng_seed + n) for n in range(repeats) for name in variants]
     configs = []

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEADS, RELEVANT, Op
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.stages import Stage
 from esper.kernels import kernel
 from esper.testing.simulated import HORIZON, Instances, exchanged
@@ -89,7 +89,7 @@ def best_memoryless_plans(instances: Instances) -> Plans:
     instances = instances.to("cpu")
     if not instances.hidden.all():
         env = int(instances.hidden.logical_not().nonzero()[0])
-        raise BadInput(
+        raise InvalidInputError(
             f"instance {env} is visible; memoryless plans are for hidden instances."
         )
     rows = np.arange(len(instances))

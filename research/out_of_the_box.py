@@ -30,7 +30,7 @@ from torch.nn.functional import cross_entropy, max_pool2d
 
 from benchmarks.timing import Report
 from esper import Grower
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.evaluation.statistics import mean_interval
 from esper.growth.analysis.tracing import Example
 from esper.runs.progress import Progress
@@ -218,8 +218,7 @@ def _loop(
 ) -> Loop:
     """A network that takes its rows as they are."""
     train, decisions, test = (
-        (part.features, part.labels)
-        for part in (splits.train, splits.decisions, splits.test)
+        (part.features, part.labels) for part in (splits.train, splits.val, splits.test)
     )
     return Loop(
         model=model,
@@ -254,7 +253,9 @@ def bert(seed: int, width: int) -> Loop:
     try:
         from transformers import BertConfig, BertForSequenceClassification
     except ImportError:
-        raise BadInput("the BERT needs transformers; pip install it.") from None
+        raise InvalidInputError(
+            "the BERT needs transformers; pip install it."
+        ) from None
     torch.manual_seed(seed)
     model = BertForSequenceClassification(
         BertConfig(
@@ -280,7 +281,7 @@ def bert(seed: int, width: int) -> Loop:
         slots="auto",
         example={"input_ids": train[0][:8]},
         train=train,
-        decisions=cut(parts.decisions, 512),
+        decisions=cut(parts.val, 512),
         test=cut(parts.test, 2048),
         batch=64,
         epochs=16,

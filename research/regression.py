@@ -27,7 +27,7 @@ from torch import Generator, Tensor
 from benchmarks import timing
 from benchmarks.timing import Report
 from esper.contracts.actions import HEAD, NUM_HEADS, ActionMasks, ActionSpec, Op
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.world import ControllerState, Observation
 from esper.environment.clock import stop_weights
 from esper.evaluation.statistics import mean_interval
@@ -69,7 +69,9 @@ def models() -> Mapping[str, Any]:
         from sklearn.pipeline import make_pipeline
         from sklearn.preprocessing import PolynomialFeatures, StandardScaler
     except ImportError:
-        raise BadInput("regressions need scikit-learn; pip install it.") from None
+        raise InvalidInputError(
+            "regressions need scikit-learn; pip install it."
+        ) from None
     return {
         "ridge": make_pipeline(
             StandardScaler(),
@@ -104,7 +106,7 @@ def run(recordings: str | None = None, held_out: float = 0.25) -> Report:
         found = read_recordings(Path(recordings))
     first = len(found) - max(1, int(held_out * len(found)))
     if first < 1:
-        raise BadInput("there is one recording; give at least two.")
+        raise InvalidInputError("there is one recording; give at least two.")
     report = Report(
         f"fitted to {first} recordings, tried on {len(found) - first}: share of errors",
         ("model", *(f"rent {rent:g} [95 %]" for rent in JUDGED)),

@@ -89,7 +89,7 @@ TITLES: Final = {"end": "end known", "anytime": "end unknown"}
 
 
 @dataclass(frozen=True)
-class Grown:
+class SeedModules:
     """What became of the hosts of one task, the mean over its stops: `[plan]`."""
 
     score: Floats
@@ -137,7 +137,7 @@ def run(tasks: int = 144, processes: int = 2) -> list[Report]:
     return [_report(stop, _grown(stop, tasks, processes)) for stop in PLANS]
 
 
-def _grown(stop: str, tasks: int, processes: int) -> list[Grown]:
+def _grown(stop: str, tasks: int, processes: int) -> list[SeedModules]:
     grow = partial(grown, stop)
     if processes == 1:
         return [*map(grow, range(tasks))]
@@ -145,7 +145,7 @@ def _grown(stop: str, tasks: int, processes: int) -> list[Grown]:
         return [*pool.map(grow, range(tasks))]
 
 
-def grown(stop: str, number: int) -> Grown:
+def grown(stop: str, number: int) -> SeedModules:
     """One host of a drawn task under every timetable, and every size of `by-rent`."""
     torch.set_num_threads(1)
     task, plans = drawn_task(FAMILY, number), [*PLANS[stop].values()]
@@ -165,10 +165,10 @@ def grown(stop: str, number: int) -> Grown:
             (stops.weights @ stops.score, stops.weights @ (stops.score - stops.worth))
         )
     score, added = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return Grown(score, added)
+    return SeedModules(score, added)
 
 
-def _report(stop: str, found: Sequence[Grown]) -> Report:
+def _report(stop: str, found: Sequence[SeedModules]) -> Report:
     names = [*PLANS[stop]]
     shares = np.array([[one.shares(rent) for rent in RENTS] for one in found])
     means = shares.mean(axis=0).T  # [plan, rent]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from benchmarks import timing
 from benchmarks.timing import Report
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.evaluation.statistics import mean_interval
 from esper.tasks.datasets import digits, stored
 
@@ -94,7 +94,9 @@ def run(seeds: int = 5, first_seed: int = 0) -> Report:
     try:
         import sklearn  # noqa: F401
     except ImportError:
-        raise BadInput("the tables need scikit-learn; pip install it.") from None
+        raise InvalidInputError(
+            "the tables need scikit-learn; pip install it."
+        ) from None
     names = [*TABLES][:1] if timing.QUICK else [*TABLES]
     if timing.QUICK:
         seeds = 1

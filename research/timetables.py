@@ -126,7 +126,7 @@ def world_of(what: Episodes) -> GrowingWorld:
         budget=4.0 * ceil(large.parameters / small.parameters),
         seeds_per_slot=12,
         rent=0.0,
-        charge_looks=False,
+        charge_eval=False,
     )
     if study.stop == "anytime":
         compute = study.batches * large.macs / small.macs

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks import timing
 from benchmarks.timing import Report
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.evaluation.statistics import mean_interval
 from esper.evaluation.summary import watched_returns
 from esper.runs.database import open_store, rows
@@ -38,7 +38,9 @@ def run(runs: str = "", plot: str = "") -> Report:
     if timing.QUICK:
         found = {"example": {0: [np.zeros(3)], 1: [np.arange(3.0)]}}
     if not found:
-        raise BadInput("name at least one training: --runs runs/NAME,runs/OTHER.")
+        raise InvalidInputError(
+            "name at least one training: --runs runs/NAME,runs/OTHER."
+        )
     if plot:
         draw([*found.values()], Path(plot))
     report = Report(
@@ -58,7 +60,7 @@ def read(folder: Path) -> Training:
     with closing(open_store(folder / STORE)) as db:
         found = watched_returns(rows(db, "live_evaluations"))
     if len(found) < 2:
-        raise BadInput(
+        raise InvalidInputError(
             f"{folder} was not watched at two rounds; wait, or train longer."
         )
     return {number: _by_task(found[number]) for number in sorted(found)}

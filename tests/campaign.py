@@ -52,8 +52,8 @@ from esper.runs.settings import as_toml
 from esper.runs.store import Store, export
 from esper.runs.train_config import (
     PRESETS,
-    Judging,
-    Keeping,
+    CheckpointConfig,
+    EvalConfig,
     World,
     from_toml,
     resolve,
@@ -213,7 +213,7 @@ def signals(count, seed, folder):
     outcome, chance = Outcome(), random.Random(seed)
     for number in range(count):
         name, once = f"run{number}", chance.random() < 0.5
-        size = ["--budget.rounds", "6", "--envs", "4", "--keeping.every", "1"]
+        size = ["--budget.rounds", "6", "--num_envs", "4", "--checkpoint.every", "1"]
         begin = ["train", "--preset", "simulated", "--runs", str(folder), *size]
         path = folder / name
         process = subprocess.Popen(
@@ -669,8 +669,8 @@ def soak(count, seed, folder):
     config = replace(
         small_run(folder, "soak", count),
         world=World(horizon=12, decision_every=1),
-        judging=Judging(every=count, controllers=()),
-        keeping=Keeping(every=1),
+        evaluation=EvalConfig(every=count, controllers=()),
+        checkpoint=CheckpointConfig(every=1),
         rng_seed=seed,
     )
     begin_run(config, [measure])

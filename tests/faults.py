@@ -36,11 +36,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from esper.contracts.errors import EsperError, WorkersTrouble
+from esper.contracts.errors import EsperError, WorkersError
 from esper.environment.growing import GrowingWorld
 from esper.runs.run import Run
 from esper.runs.settings import as_toml
-from esper.runs.train_config import Judging, Keeping
+from esper.runs.train_config import CheckpointConfig, EvalConfig
 from esper.training.loop import OnRoundEnd
 from esper.training.recordings import RecordConfig, record
 from esper.training.shards import play_shard
@@ -71,8 +71,8 @@ def training(folder, name, rounds=ROUNDS):
     """Two real tasks; judged twice on the way and at the end."""
     return replace(
         small_run(folder, name, rounds),
-        judging=Judging(every=rounds // 2, hosts=1, controllers=("never",)),
-        keeping=Keeping(every=1),
+        evaluation=EvalConfig(every=rounds // 2, hosts=1, controllers=("never",)),
+        checkpoint=CheckpointConfig(every=1),
     )
 
 
@@ -359,7 +359,7 @@ def lived_through(fault, pool, path, whole):
     try:
         with harm(fault, pool, mark) as callback:
             begin_run(training(path.parent, path.name), [callback], pool)
-    except WorkersTrouble as error:
+    except WorkersError as error:
         ended, note = "resumable", str(error)
         resume_run(path, [], pool)
     if fault.phase in ("rollout", "judging") and not mark.exists():

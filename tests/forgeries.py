@@ -111,7 +111,7 @@ def flipped(chance, data):
 @cache
 def agent(memory):
     """The bytes of a small saved agent."""
-    made = PPO(Chance, envs=2, memory=memory, width=8, steps=4).learn(8)
+    made = PPO(Chance, num_envs=2, memory=memory, width=8, rollout_steps=4).learn(8)
     with TemporaryDirectory() as folder:
         file = Path(folder) / "agent"
         made.save(file)

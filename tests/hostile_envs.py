@@ -370,9 +370,18 @@ def run_hostile(name, command, folder, *more):
     if command == "doctor":
         words += ["--steps", "100", "--timeout", deadline]
     else:
-        words += ["--steps", "128", "--envs", "2", "--rollout", "16", "--width", "8"]
+        words += [
+            "--total_steps",
+            "128",
+            "--num_envs",
+            "2",
+            "--rollout_steps",
+            "16",
+            "--width",
+            "8",
+        ]
         words += ["--episodes", "2", "--env_timeout", deadline]
-        words += ["--keeping.every", "1", "--runs", str(folder), "--name", name]
+        words += ["--checkpoint.every", "1", "--runs", str(folder), "--name", name]
     began = time.monotonic()
     if name in IN_PROCESS_OF_ITS_OWN:
         words = [sys.executable, "-c", PROCESS, *words]

@@ -120,21 +120,21 @@ MUTANTS = (
     Mutant(
         "the learner ignores the masks",
         "simic/agent/distribution.py",
-        "legal = torch.where(rows, logits.movedim(-1, 0), lowest)",
+        "legal = torch.where(masks, logits.movedim(-1, 0), lowest)",
         "legal = logits.movedim(-1, 0)",
         CHOICE,
     ),
     Mutant(
         "the KL counts illegal choices",
         "simic/agent/distribution.py",
-        "torch.where(rows, old.exp() * (old - new), 0.0)",
+        "torch.where(masks, old.exp() * (old - new), 0.0)",
         "(old.exp() * (old - new))",
         GUARD,
     ),
     Mutant(
         "illegal choices can be drawn",
         "simic/agent/distribution.py",
-        "torch.where(rows, noisy, -torch.inf).argmax(dim=-1)",
+        "torch.where(masks, noisy, -torch.inf).argmax(dim=-1)",
         "noisy.argmax(dim=-1)",
         CHOICE,
     ),
@@ -148,8 +148,8 @@ MUTANTS = (
     Mutant(
         "memory is carried into the next episode",
         "simic/agent/memory.py",
-        "gated_scan(gates(inputs), first, state[:, layer])",
-        "gated_scan(gates(inputs), first & False, state[:, layer])",
+        "gated_scan(gates(inputs), episode_start, state[:, layer])",
+        "gated_scan(gates(inputs), episode_start & False, state[:, layer])",
         "tests/simic/test_memory.py",
     ),
     Mutant(
@@ -182,7 +182,7 @@ MUTANTS = (
     ),
     Mutant(
         "an ended episode keeps its return",
-        "experiment/rollout.py",
+        "tamiyo/rollout.py",
         "returns = torch.where(ended, 0.0, returns)",
         "returns = returns + 0.0",
         "tests/tamiyo/test_rollout.py",
@@ -277,7 +277,7 @@ MUTANTS = (
     ),
     Mutant(
         "p-values of several tests are not kept in order",
-        "experiment/statistics.py",
+        "evaluation/statistics.py",
         "np.maximum.accumulate(np.minimum(steps, 1.0))",
         "np.minimum(steps, 1.0)",
         "tests/evaluation/test_statistics.py",
@@ -298,7 +298,7 @@ MUTANTS = (
     ),
     Mutant(
         "alpha is forgotten when a seed is folded into its layer",
-        "growth/export.py",
+        "growth/saving/export.py",
         "weight[:rows, :columns] += alpha * matrix",
         "weight[:rows, :columns] += matrix",
         "tests/growth/test_export.py",
@@ -312,7 +312,7 @@ MUTANTS = (
     ),
     Mutant(
         "a younger seed's units flow into an older one's at birth",
-        "growth/grown.py",
+        "growth/seed_modules.py",
         'if key.startswith("from"):',
         "if key:",
         "tests/growth/test_cross.py",
@@ -333,7 +333,7 @@ MUTANTS = (
     ),
     Mutant(
         "recordings are scored without rent",
-        "experiment/record.py",
+        "training/recordings.py",
         "net = score - rent[:, None] * added",
         "net = score",
         "tests/training/test_recordings.py",
@@ -347,14 +347,14 @@ MUTANTS = (
     ),
     Mutant(
         "the ladder of static networks has one size",
-        "experiment/judging.py",
+        "evaluation/evaluation.py",
         "times_as_wide(job.task.host, LADDER[job.arm]), *hosts",
         "job.task.host, *hosts",
         "tests/evaluation/test_static.py",
     ),
     Mutant(
         "halving keeps the sizes that do worst",
-        "experiment/sizes.py",
+        "evaluation/sizes.py",
         "key=lambda size: -shown[size, stop, host]",
         "key=lambda size: shown[size, stop, host]",
         "tests/evaluation/test_sizes.py",
@@ -368,7 +368,7 @@ MUTANTS = (
     ),
     Mutant(
         "p-values are adjusted each by itself",
-        "experiment/statistics.py",
+        "evaluation/statistics.py",
         "np.maximum.accumulate(np.minimum(steps, 1.0))",
         "np.minimum(steps, 1.0)",
         "tests/evaluation/test_statistics.py",

@@ -27,7 +27,7 @@ def random_observation(
     generator: Generator,
     *,
     density: float = 0.7,
-    first: Tensor | None = None,
+    episode_start: Tensor | None = None,
 ) -> Observation:
     """Hosts in any state; `density` is how much of what masks ask for is true."""
     slots, kinds = spec.slots.max_slots, len(spec.blueprints)
@@ -65,7 +65,9 @@ def random_observation(
         "promise_known": flag(0.5, slots, kinds),
     }
     return Observation(
-        first=torch.zeros(envs, dtype=torch.bool) if first is None else first,
+        episode_start=torch.zeros(envs, dtype=torch.bool)
+        if episode_start is None
+        else episode_start,
         host=HostStates(**host),
         slots=SlotStates(**state),
         offers=BlueprintOffers(**offers),
@@ -116,7 +118,7 @@ class HashWorld(PlainWorld):
             self.spec,
             self._generator,
             density=self.density,
-            first=first,
+            episode_start=first,
         )
         self.shown.append(seen)
         return seen
@@ -202,7 +204,7 @@ def fill_ragged(
     buffer.begin(state, policy_version)
     for _ in range(buffer.max_steps):
         observation = random_observation(
-            envs, policy.spec, generator, density=density, first=first
+            envs, policy.spec, generator, density=density, episode_start=first
         )
         features = compute_features(observation, policy.spec)
         masks = compute_masks(observation, policy.spec)
@@ -211,8 +213,8 @@ def fill_ragged(
         terminated, truncated = random_ends(envs, ends, generator)
         buffer.add(
             features=features,
-            first=first,
-            rows=decision.rows,
+            episode_start=first,
+            masks=decision.masks,
             actions=decision.actions,
             log_probs=decision.log_probs,
             distribution=decision.distribution,
@@ -225,7 +227,7 @@ def fill_ragged(
         )
         first = torch.where(who, terminated | truncated, first)
         state = torch.where(who[:, None, None], decision.state, state)
-    buffer.cut(torch.randn(envs, generator=generator))
+    buffer.finish(torch.randn(envs, generator=generator))
     return first, state
 
 
@@ -237,12 +239,17 @@ def take(buffer: TamiyoRolloutBuffer) -> SequenceBatch:
 
 def evaluate(policy, features, rows, actions, first, state) -> Evaluation:
     """The current policy's view of choices made before."""
-    logits, values = policy.scores(features, actions, first, state)
+    logits, values = policy.evaluate_actions(features, actions, first, state)
     return evaluate_choices(logits, values, rows, actions)
 
 
 def evaluate_batch(policy: TamiyoPolicy, batch: SequenceBatch) -> Evaluation:
     """The same of a whole batch."""
     return evaluate(
-        policy, batch.features, batch.rows, batch.actions, batch.first, batch.state
+        policy,
+        batch.features,
+        batch.masks,
+        batch.actions,
+        batch.episode_start,
+        batch.state,
     )

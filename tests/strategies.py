@@ -101,7 +101,7 @@ def observations(draw, spec, envs=None, values=None):
     prices = tensors(shape, costs, np.float32)
     special = {"fits": flags, "promise_known": flags, "parameters": prices}
     return Observation(
-        first=draw(tensors((envs,), st.booleans(), np.bool_)),
+        episode_start=draw(tensors((envs,), st.booleans(), np.bool_)),
         host=draw_record(draw, HostStates, host, budgets),
         slots=draw(slot_states(envs, spec, values)),
         offers=draw_record(draw, BlueprintOffers, offers, special),

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from esper.contracts.errors import BadInput, StorageTrouble
+from esper.contracts.errors import InvalidInputError, StorageError
 from esper.contracts.messages import short
 from esper.files import (
     Disk,
@@ -81,7 +81,7 @@ def test_power_loss_anywhere_leaves_the_old_or_the_new_file(
 )
 def test_what_the_system_says_becomes_one_line(tmp_path, code):
     with (
-        pytest.raises(StorageTrouble, match=r"cannot write .*x: ") as error,
+        pytest.raises(StorageError, match=r"cannot write .*x: ") as error,
         storage(tmp_path / "x", "write"),
     ):
         raise OSError(code, os.strerror(code))
@@ -108,7 +108,9 @@ def test_nothing_but_a_regular_file_is_read(tmp_path, kind):
         odd.symlink_to(tmp_path / "secret")
     else:
         odd.mkdir()
-    with pytest.raises(BadInput, match=r"odd is not a regular file|odd is a link"):
+    with pytest.raises(
+        InvalidInputError, match=r"odd is not a regular file|odd is a link"
+    ):
         Disk().read(odd, 9)
 
 

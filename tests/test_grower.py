@@ -11,10 +11,10 @@ from torch import nn
 from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.errors import (
-    BadInput,
     EsperWarning,
-    IllegalAction,
-    NumericsTrouble,
+    IllegalActionError,
+    InvalidInputError,
+    NumericsError,
 )
 from esper.contracts.stages import Stage
 from esper.grower import Grower
@@ -89,7 +89,7 @@ def test_a_whole_run_with_every_controller(kind, controller):
         assert made.step == decision
         assert made.action
         assert bool(made.why_not) == (made.action == "wait")
-        assert model.parameters_added <= budget * model.survey.parameters
+        assert model.parameters_added <= budget * model.analysis.parameters
         groups = grower._optimizer.param_groups
         trained = [id(p) for group in groups for p in group["params"]]
         assert sorted(trained) == sorted(id(p) for p in model.parameters())
@@ -279,7 +279,7 @@ def test_a_run_in_which_no_batch_is_let_through_is_refused_at_its_decision():
     grower.step(metric=0.5)  # a few may be chance
     grown = len(grower.model.seeds)
     broken_batches(grower, 3)
-    with pytest.raises(NumericsTrouble, match="the last 12 batches were all") as error:
+    with pytest.raises(NumericsError, match="the last 12 batches were all") as error:
         grower.step(metric=0.5)
     assert "\n" not in str(error.value)
     assert len(grower.model.seeds) == grown
@@ -458,7 +458,7 @@ def test_with_an_unknown_end_nothing_depends_on_one(controller):
 
 
 def test_an_amount_that_rounds_to_nothing_is_refused():
-    with pytest.raises(BadInput, match=r"adds -0\.5 of a layer's width"):
+    with pytest.raises(InvalidInputError, match=r"adds -0\.5 of a layer's width"):
         Blueprint("less", Form.WIDEN, 0, merges=True, share=-0.5)
     assert [find(f"widen_x{x}").units(1) for x in (1.25, 1.5, 2, 4)] == [1, 1, 1, 3]
 
@@ -486,12 +486,12 @@ def test_a_metric_that_is_none_is_refused_and_nothing_happens():
     train(grower, range(2))
     before, track = everything(grower.model, grower._optimizer), grower._track
     for metric in (math.inf, math.nan, "good"):
-        with pytest.raises(BadInput, match="metric must") as refused:
+        with pytest.raises(InvalidInputError, match="metric must") as refused:
             grower.step(metric=lambda metric=metric: metric)
         assert "\n" not in str(refused.value)
     low = begin(mode="min")
     for metric in (math.inf, math.nan):
-        with pytest.raises(BadInput, match="the metric must be finite"):
+        with pytest.raises(InvalidInputError, match="the metric must be finite"):
             low.step(metric=metric)
     assert before == everything(grower.model, grower._optimizer)
     assert grower._track is track
@@ -531,7 +531,7 @@ def test_a_closure_that_raises_or_returns_many_numbers_changes_nothing():
     assert not state.shadow
     assert all(p.requires_grad for p in host.parameters())
     x = make_batch("vector")[0]
-    with pytest.raises(BadInput, match="must return one number"):
+    with pytest.raises(InvalidInputError, match="must return one number"):
         grower.loss(lambda: host(x))
     assert all(math.isfinite(loss) for loss in train(grower, range(3)))
 
@@ -566,7 +566,7 @@ def test_what_masks_forbid_is_refused_and_changes_nothing(said):
     grower = begin(controller=FixedAction(**said), budget=10)
     train(grower, range(2))
     track = grower._track
-    with pytest.raises(IllegalAction, match="chose what its masks forbid"):
+    with pytest.raises(IllegalActionError, match="chose what its masks forbid"):
         grower.step(metric=0.5)
     assert not grower.model.seeds
     assert grower.history == []

@@ -10,7 +10,12 @@ from torch import nn
 
 import esper
 from esper.contracts.actions import NUM_HEADS
-from esper.contracts.errors import BadInput, CallOrder, EsperError, EsperWarning
+from esper.contracts.errors import (
+    EsperError,
+    EsperWarning,
+    InvalidInputError,
+    InvalidStateError,
+)
 from esper.contracts.stages import Stage
 from esper.grower import UNSEEN, Grower
 from esper.growth.analysis.slot_search import suggest_slots
@@ -167,7 +172,7 @@ def test_what_is_raised_while_a_state_is_loaded_changes_nothing(how, monkeypatch
         return copy_in(self, *given)
 
     monkeypatch.setattr(torch.Tensor, "copy_", fail)
-    with pytest.raises((MemoryError, BadInput, RuntimeError)):
+    with pytest.raises((MemoryError, InvalidInputError, RuntimeError)):
         esper.rebuild(host, state) if how == "rebuild" else host.load_state_dict(state)
     monkeypatch.undo()
     assert before == bits(dict(host.state_dict()))
@@ -282,7 +287,7 @@ def test_a_damaged_state_is_refused_in_one_line_and_nothing_changes(how, two_gro
     saved, other = two_growers
     train(other, range(1))
     before = state(other)
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(InvalidInputError) as refused:
         other.load_state_dict(spoil(saved, how))
     assert "\n" not in str(refused.value)
     assert before == state(other)
@@ -296,7 +301,7 @@ def test_a_foreign_optimiser_is_refused_at_its_first_step():
     other = torch.optim.SGD(host.parameters(), 0.1)
     train(grower, range(1))
     before = state(grower)
-    with pytest.raises(CallOrder, match="another optimiser") as refused:
+    with pytest.raises(InvalidStateError, match="another optimiser") as refused:
         other.step()
     assert "\n" not in str(refused.value)
     assert before == state(grower)
@@ -314,7 +319,9 @@ def test_a_loss_that_passes_the_seeds_by_is_refused():
     train(grower, range(1))  # a host may leave layers out sometimes
     for _ in range(UNSEEN - 1):
         grower.loss(closure)
-    with pytest.raises(CallOrder, match="no seed took part in the last 20 batches"):
+    with pytest.raises(
+        InvalidStateError, match="no seed took part in the last 20 batches"
+    ):
         grower.loss(closure)
 
 
@@ -362,7 +369,7 @@ def test_wrong_arguments_are_refused_in_one_line():
     grower = begin()
     x, y = make_batch("vector", 16)
     loss = nn.functional.cross_entropy(grower.model.host(x), y)
-    with pytest.raises(BadInput, match="takes a function"):
+    with pytest.raises(InvalidInputError, match="takes a function"):
         grower.loss(loss)
     for wrong, line in (
         ({"slots": ["second->first"]}, "write 'first->second'"),
@@ -371,7 +378,7 @@ def test_wrong_arguments_are_refused_in_one_line():
     ):
         host = make_host("vector")
         options = {"slots": HOSTS["vector"].slots, "example": x, **wrong}
-        with pytest.raises(BadInput, match=line) as refused:
+        with pytest.raises(InvalidInputError, match=line) as refused:
             Grower(host, torch.optim.SGD(host.parameters(), 0.1), **options)
         assert "\n" not in str(refused.value)
         assert not any(m._forward_hooks for m in host.modules())
@@ -430,9 +437,9 @@ def test_automatic_slots_say_why_a_host_cannot_be_grown(how):
         host = nn.DataParallel(host)
     line = "DataParallel" if how == "parallel" else "compiled"
     optimizer = torch.optim.SGD(host.parameters(), 0.1)
-    with pytest.raises(BadInput, match=line):
+    with pytest.raises(InvalidInputError, match=line):
         Grower(host, optimizer, "auto", example=x)
-    with pytest.raises(BadInput, match=line):
+    with pytest.raises(InvalidInputError, match=line):
         suggest_slots(host, x)
 
 
@@ -455,7 +462,9 @@ def test_a_state_of_a_grower_with_other_settings_is_refused(options, line):
 
     saved, other = build().state_dict(), build(**options)
     before = state(other)
-    with pytest.raises(BadInput, match=f"the saved Grower's {line}") as refused:
+    with pytest.raises(
+        InvalidInputError, match=f"the saved Grower's {line}"
+    ) as refused:
         other.load_state_dict(saved)
     assert "\n" not in str(refused.value)
     assert before == state(other)
@@ -523,7 +532,9 @@ def test_a_second_grower_takes_the_first_ones_seeds_over(optimizer, forgotten):
         lambda: grower.plant("first->second#1", "widen_8"),
         lambda: grower.load_state_dict(grower.state_dict()),
     ):
-        with pytest.raises(CallOrder, match="a newer Grower has taken this host over"):
+        with pytest.raises(
+            InvalidStateError, match="a newer Grower has taken this host over"
+        ):
             use()
     grower.detach()
     if forgotten:
@@ -586,7 +597,7 @@ def test_a_host_that_cannot_be_grown_keeps_its_seeds_too():
     before = state(grower)
     with torch.no_grad():
         grower.model.host.first.bias[0] = torch.nan
-    with pytest.raises(BadInput, match="not finite"):
+    with pytest.raises(InvalidInputError, match="not finite"):
         again(grower, torch.optim.SGD(host_parameters(grower.model.host).values(), 0.1))
     with torch.no_grad():
         grower.model.host.first.bias[0] = 0.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.stages import Stage
 from tests.growth.hosts import bits
 from tests.resume_script import BATCHES, CASES, Training
@@ -68,10 +68,12 @@ def test_what_belongs_to_another_host_or_to_nobody_is_not_loaded():
     training.run(6)
     saved = training.grower.state_dict()
     before = training.state_dict()
-    with pytest.raises(BadInput, match="this is no saved Grower") as refused:
+    with pytest.raises(InvalidInputError, match="this is no saved Grower") as refused:
         training.grower.load_state_dict({"weights": 1})
     assert "\n" not in str(refused.value)
     model = {**saved["model"], "host.first.weight": torch.zeros(3, 8)}
-    with pytest.raises(BadInput, match=r"first.weight was \[3, 8\] and is \[12, 8\]"):
+    with pytest.raises(
+        InvalidInputError, match=r"first.weight was \[3, 8\] and is \[12, 8\]"
+    ):
         training.grower.load_state_dict({**saved, "model": model})
     assert bits(before) == bits(training.state_dict())

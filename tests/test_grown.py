@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import esper
-from esper.contracts.errors import BadInput, EsperWarning
+from esper.contracts.errors import EsperWarning, InvalidInputError
 from esper.contracts.stages import Stage
 from esper.grower import Grower
 from esper.growth.blueprints.registry import forget
@@ -105,16 +105,16 @@ def test_a_plain_host_refuses_a_grown_state_and_says_what_to_do(tmp_path):
         RuntimeError, match=re.escape("esper.rebuild(host, state_dict)")
     ):
         make_host("vector").load_state_dict(state)
-    with pytest.raises(BadInput, match="does not fit the saved network"):
+    with pytest.raises(InvalidInputError, match="does not fit the saved network"):
         esper.rebuild(make_host("signal"), state | {})
     empty = begin().model.host
     make_host("vector").load_state_dict(empty.state_dict())  # nothing grew
     empty.load_state_dict(make_host("vector", rng_seed=4).state_dict())
     part = {n: t for n, t in make_host("vector").state_dict().items() if "last" in n}
-    with pytest.raises(BadInput, match="was absent and is here"):
+    with pytest.raises(InvalidInputError, match="was absent and is here"):
         grown().model.host.load_state_dict(part, strict=False)
     (tmp_path / "no").write_text("no network")
-    with pytest.raises(BadInput, match="no is damaged, or no file of Esper"):
+    with pytest.raises(InvalidInputError, match="no is damaged, or no file of Esper"):
         esper.load(tmp_path / "no", make_host("vector"))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import esper
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.growth.analysis.tracing import eval_outputs
 from esper.growth.model import GrowingModel
 from tests.growth.hosts import Vectors, everything, make_batch, shake
@@ -107,7 +107,7 @@ def test_their_mlps_widen_without_a_trace_and_are_saved_as_their_own(kind, tmp_p
     )
     model = grower.model
     before = model.example_outputs()
-    for slot in model.slots[: len(model.survey.places)]:
+    for slot in model.slots[: len(model.analysis.places)]:
         grower.plant(slot, "widen_x1.5", tempo="AT_ONCE")
     assert all(map(torch.equal, before, model.example_outputs()))
     shake(model)
@@ -116,7 +116,7 @@ def test_their_mlps_widen_without_a_trace_and_are_saved_as_their_own(kind, tmp_p
     rebuilt = esper.rebuild(make(), host.state_dict())
     assert torch.equal(eval_outputs(rebuilt, example)[0], after[0])
     if kind not in SIZES:
-        with pytest.raises(BadInput, match="ConvNextConfig has no word for"):
+        with pytest.raises(InvalidInputError, match="ConvNextConfig has no word for"):
             merge_into_model(grower)
         assert type(grower.export()) is type(host)
         return
@@ -252,7 +252,9 @@ def test_a_checkpoint_holds_what_has_grown_and_is_resumed_to_the_bit(kept, tmp_p
     output = tmp_path / "whole"
     if kept == "moved":
         output = tmp_path / "other"
-        with pytest.raises(BadInput, match=r"name its folder: GrowCallback\(check"):
+        with pytest.raises(
+            InvalidInputError, match=r"name its folder: GrowCallback\(check"
+        ):
             train(output, growing(), gpt2(2), resume=str(saved))
         part.checkpoint = saved
     second = train(output, part, gpt2(2), resume=str(saved))
@@ -321,10 +323,14 @@ def test_a_model_that_keeps_its_seeds_is_not_saved_without_them(merge, tmp_path)
     callback = GrowCallback(controller="early", tick=2, seeds_per_slot=1, merge=merge)
     trainer = train(tmp_path, callback, model, data=Labelled)
     for save in (model.save_pretrained, trainer.save_model):
-        with pytest.raises(BadInput, match=r"write it with esper.save\(model, path\)"):
+        with pytest.raises(
+            InvalidInputError, match=r"write it with esper.save\(model, path\)"
+        ):
             save(tmp_path / "grown")
     copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    with pytest.raises(BadInput, match="from_pretrained would not load what has grown"):
+    with pytest.raises(
+        InvalidInputError, match="from_pretrained would not load what has grown"
+    ):
         copied.save_pretrained(tmp_path / "grown")
     callback.grower.detach()
     model.save_pretrained(tmp_path / "plain")
@@ -352,11 +358,11 @@ def test_a_training_seed_leaves_the_model_as_it_would_be_without(tmp_path):
 
 def test_what_the_callback_cannot_do_is_refused_in_one_line(tmp_path):
     plain = {"save_strategy": "no"}
-    with pytest.raises(BadInput, match="decides after evaluations"):
+    with pytest.raises(InvalidInputError, match="decides after evaluations"):
         train(tmp_path, growing(), gpt2(), eval_strategy="no", **plain)
-    with pytest.raises(BadInput, match="a compiled model does not grow"):
+    with pytest.raises(InvalidInputError, match="a compiled model does not grow"):
         train(tmp_path, growing(), gpt2(), torch_compile=True, **plain)
-    with pytest.raises(BadInput, match="'eval_f1' was not measured; there is"):
+    with pytest.raises(InvalidInputError, match="'eval_f1' was not measured; there is"):
         train(tmp_path, growing(monitor="eval_f1"), gpt2(), **plain)
     grown = gpt2()
     slot = "transformer.h.0.mlp.c_fc->transformer.h.0.mlp.c_proj"
@@ -370,14 +376,14 @@ def test_what_the_callback_cannot_do_is_refused_in_one_line(tmp_path):
         callbacks=[callback],
     )
     model.load_state_dict(grown.state_dict())
-    with pytest.raises(BadInput, match=r"give the Trainer esper\.rebuild"):
+    with pytest.raises(InvalidInputError, match=r"give the Trainer esper\.rebuild"):
         trainer.train()
     with pytest.raises(RuntimeError, match=r"esper\.rebuild\(host, state_dict\)"):
         model.load_state_dict(grown.state_dict())
     done = growing(controller="never")
     trainer = train(tmp_path, done, gpt2(), num_train_epochs=1, **plain)
     assert not hasattr(trainer.model, "esper_seeds")  # nothing has grown
-    with pytest.raises(BadInput, match="has grown a network already"):
+    with pytest.raises(InvalidInputError, match="has grown a network already"):
         trainer.train()
 
 

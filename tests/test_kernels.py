@@ -9,7 +9,7 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 
 import esper
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.environment.cohort import Cohort
 from esper.kernels import fused_with, kernel, summed_with
 from esper.tasks.hosts import MlpHost
@@ -80,7 +80,7 @@ def test_code_that_cannot_be_written_is_compiled_all_the_same(loops):
 def test_hosts_are_refused_where_numba_does_not_compile(monkeypatch):
     monkeypatch.setattr("numba.config.DISABLE_JIT", True)
     assert kernel(written())(np.ones(3), 3) == 3
-    with pytest.raises(BadInput, match="NUMBA_DISABLE_JIT is set"):
+    with pytest.raises(InvalidInputError, match="NUMBA_DISABLE_JIT is set"):
         Cohort(1, MlpHost((2, 3, 2)))
     Cohort(1, MlpHost((2, 3, 2)), engine="tensors")
 

@@ -59,12 +59,12 @@ def test_public_names_can_be_imported_without_posix():
     script = (
         "import sys; sys.modules.update(fcntl=None, resource=None)\n"
         "import esper\n"
-        "from esper.contracts.errors import BadInput\n"
+        "from esper.contracts.errors import InvalidInputError\n"
         "from esper.runs.run import Run\n"
         "from pathlib import Path\n"
         "for name in esper.__all__: getattr(esper, name)\n"
         "try:\n    Run.create(Path(sys.argv[1]), 'one', '', {})\n"
-        "except BadInput as error:\n    print(error)"
+        "except InvalidInputError as error:\n    print(error)"
     )
     with TemporaryDirectory() as folder:
         run = [sys.executable, "-c", script, folder]

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper import scan as module
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.scan import gae, gated_scan, scan
 from tests.references.recurrence import (
     gae_reference,
@@ -237,8 +237,8 @@ def test_an_empty_gated_scan_gives_empty_results_and_gradients(size):
     [
         ({"gates": torch.ones(2, 3, 5)}, "2 . hidden"),
         ({"gates": torch.ones(2, 3, 4).half()}, "gates .* got .*16"),
-        ({"first": torch.ones(2, 4, dtype=BOOL)}, "first"),
-        ({"first": torch.ones(2, 3)}, "first must be torch.bool"),
+        ({"episode_start": torch.ones(2, 4, dtype=BOOL)}, "episode_start"),
+        ({"episode_start": torch.ones(2, 3)}, "episode_start must be torch.bool"),
         ({"initial": torch.ones(2, 4)}, "initial"),
         ({"initial": torch.ones(2, 2, device="meta")}, "on cpu.* on meta"),
     ],
@@ -246,10 +246,10 @@ def test_an_empty_gated_scan_gives_empty_results_and_gradients(size):
 def test_a_gated_scan_refuses_what_does_not_fit(changes, message):
     given = {
         "gates": torch.ones(2, 3, 4),
-        "first": torch.zeros(2, 3, dtype=BOOL),
+        "episode_start": torch.zeros(2, 3, dtype=BOOL),
         "initial": torch.ones(2, 2),
     } | changes
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(InvalidInputError, match=message):
         bare_gated_scan(**given)
 
 
@@ -270,7 +270,7 @@ def test_a_gated_scan_refuses_what_does_not_fit(changes, message):
 )
 def test_scan_refuses_what_does_not_fit(shape, changes, message):
     given = {"decay": torch.ones(shape), "inputs": torch.ones(shape)} | changes
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(InvalidInputError, match=message):
         bare_scan(**given)
 
 
@@ -549,7 +549,7 @@ def test_shapes_are_known_on_a_device_without_numbers():
 )
 def test_gae_refuses_what_does_not_fit(changes, message):
     steps = rollout(0, 3, 5, dtype=torch.float32) | {"gamma": 0.9, "lam": 0.8}
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(InvalidInputError, match=message):
         bare_gae(**(steps | changes))
 
 

@@ -42,7 +42,7 @@ def blank_observation(envs: int, spec: ActionSpec = PROBE_SPEC) -> Observation:
     shape = (envs, spec.slots.max_slots, len(spec.blueprints))
     yes, unlimited = torch.ones(shape) > 0, torch.full((envs,), torch.inf)
     return Observation(
-        first=torch.zeros(envs, dtype=torch.bool),
+        episode_start=torch.zeros(envs, dtype=torch.bool),
         host=HostStates(
             **zeros(HostStates, (envs,))
             | {"budget_left": unlimited, "end_known": unlimited > 0}
@@ -129,4 +129,4 @@ class ProbeWorld(PlainWorld):
             score=self.show(self.time, self.bit).float(),
             progress=progress,
         )
-        return replace(blank, first=self.time == 0, host=host, offers=offers)
+        return replace(blank, episode_start=self.time == 0, host=host, offers=offers)

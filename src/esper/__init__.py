@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from esper.contracts.slots import SlotConfig as SlotConfig
     from esper.contracts.world import Controller as Controller
     from esper.contracts.world import VectorWorld as VectorWorld
-    from esper.fit import fit as fit
+    from esper.fitting import fit as fit
     from esper.grower import Grower as Grower
     from esper.growth.analysis.slot_search import suggest_slots as suggest_slots
     from esper.growth.blueprints.checks import check_blueprint as check_blueprint
@@ -55,7 +55,7 @@ _HOMES: Final = {
     "blueprint": "esper.growth.blueprints.registry",
     "check_blueprint": "esper.growth.blueprints.checks",
     "collect": "esper.tamiyo.rollout",
-    "fit": "esper.fit",
+    "fit": "esper.fitting",
     "load": "esper.growth.saving.serialization",
     "load_controller": "esper.runs.controllers",
     "play": "esper.tamiyo.rollout",

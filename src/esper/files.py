@@ -39,7 +39,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as validated
 
 from esper import __version__
-from esper.contracts.errors import BadInput, NotFinite, StorageTrouble
+from esper.contracts.errors import InvalidInputError, NotFiniteError, StorageError
 from esper.contracts.messages import one_line, quoted, short
 
 if TYPE_CHECKING:  # headers can be read without torch, so a list of runs is quick
@@ -245,7 +245,9 @@ def discard(disk: Disk, path: Path) -> None:
 def require_no_link(folder: Path) -> None:
     """Refuse a folder of a run that leads out of it."""
     if folder.is_symlink():
-        raise BadInput(f"{short(folder)} is a link, which could lead anywhere.")
+        raise InvalidInputError(
+            f"{short(folder)} is a link, which could lead anywhere."
+        )
 
 
 @contextmanager
@@ -259,10 +261,10 @@ def storage(path: Path, verb: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, StorageTrouble):
+        if isinstance(error, StorageError):
             raise
         why = error.strerror or type(error).__name__
-        raise StorageTrouble(
+        raise StorageError(
             f"cannot {verb} {short(path)}: {why}; check space and permissions of "
             "the disk. What was saved before is intact."
         ) from error
@@ -272,27 +274,29 @@ def open_regular(file: Path) -> BufferedReader:
     """A regular file, to be read and closed; a pipe would block, a link lead away."""
     kind = file.lstat().st_mode
     if stat.S_ISLNK(kind):
-        raise BadInput(f"{short(file)} is a link; name the file that it points to.")
+        raise InvalidInputError(
+            f"{short(file)} is a link; name the file that it points to."
+        )
     if not stat.S_ISREG(kind):
-        raise BadInput(f"{short(file)} is not a regular file; name another.")
+        raise InvalidInputError(f"{short(file)} is not a regular file; name another.")
     # Windows has neither flag.
     safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     binary = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     number = os.open(file, os.O_RDONLY | safe | binary)
     if not stat.S_ISREG(os.fstat(number).st_mode):  # replaced just now
         os.close(number)
-        raise BadInput(f"{short(file)} is not a regular file; remove it.")
+        raise InvalidInputError(f"{short(file)} is not a regular file; remove it.")
     return open(number, "rb")
 
 
 def read_bytes(file: Path, limit: int = MAX_TEXT, disk: Disk | None = None) -> bytes:
     """All bytes of a regular file; refuses one with more than a limit."""
     if not os.path.lexists(file):
-        raise BadInput(f"{short(file)} does not exist.")
+        raise InvalidInputError(f"{short(file)} does not exist.")
     with storage(file, "read"):
         data = (disk or Disk()).read(file, limit + 1)
     if len(data) > limit:
-        raise BadInput(f"{short(file)} has more than {limit:,} bytes.")
+        raise InvalidInputError(f"{short(file)} has more than {limit:,} bytes.")
     return data
 
 
@@ -301,7 +305,7 @@ def read_text(file: Path, limit: int = MAX_TEXT, disk: Disk | None = None) -> st
     try:
         return read_bytes(file, limit, disk).decode()
     except UnicodeDecodeError as error:
-        raise BadInput(
+        raise InvalidInputError(
             f"{short(file)} must be text in UTF-8; byte {error.start} is not."
         ) from None
 
@@ -322,7 +326,7 @@ def parse_json(text: str | bytes, name: str) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):
         found = json.loads(text) if len(text) <= MAX_TEXT else None
     if not isinstance(found, dict):
-        raise BadInput(f"{name} is damaged: expected a JSON object.")
+        raise InvalidInputError(f"{name} is damaged: expected a JSON object.")
     return found
 
 
@@ -338,7 +342,7 @@ def read_safetensors(
 ) -> tuple["Tensors", Manifest | None]:
     """The tensors of a file, on the CPU, and its manifest; see `read_tensors`."""
     if not os.path.lexists(file):
-        raise BadInput(f"{short(file)} does not exist; name another file.")
+        raise InvalidInputError(f"{short(file)} does not exist; name another file.")
     with storage(file, "read"), (disk or Disk()).open(file) as stream:
         return read_tensors(
             short(file), stream, fit, within, sealed=sealed, finite=finite, limit=limit
@@ -376,7 +380,9 @@ def read_tensors(
         if entry.bytes:
             room: Any = tensors[key].reshape(-1).view(torch.uint8).numpy()
             if stream.readinto(room) != entry.bytes:
-                raise BadInput(f"{name} was changed while it was read; try again.")
+                raise InvalidInputError(
+                    f"{name} was changed while it was read; try again."
+                )
     if why := _strange(tensors, finite):
         raise _untrusted(name, why)
     return tensors, header.manifest
@@ -409,8 +415,8 @@ def verify(
         meta = {key: _tensor(entry, "meta") for key, entry in entries.items()}
         try:
             fit(meta, header.manifest)
-        except BadInput as error:
-            raise BadInput(one_line(f"{name}: {error}")) from error
+        except InvalidInputError as error:
+            raise InvalidInputError(one_line(f"{name}: {error}")) from error
     if header.manifest is not None:
         _verify_digest(name, header, stream)
     return header, entries
@@ -442,7 +448,7 @@ def read_header(name: str, stream: BufferedIOBase, *, sealed: bool = True) -> He
             return Header(manifest=manifest or None, entries=entries, raw=raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
-    raise BadInput(f"{name} is {why}; use another file.")
+    raise InvalidInputError(f"{name} is {why}; use another file.")
 
 
 _MANIFEST: Final = TypeAdapter(Manifest)
@@ -462,7 +468,7 @@ def require_explained(sizes: Mapping[str, int], tensors: Iterable["Tensor"]) -> 
     most = max([len(shapes), *(size for shape in shapes for size in shape)])
     for name, size in sizes.items():
         if type(size) is not int or not 0 <= size <= most:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{quoted(name)} is {quoted(size)}, which no tensor of the file has."
             )
 
@@ -488,12 +494,12 @@ def _entries(name: str, header: Header, size: int) -> dict[str, Entry]:
         end += entry.bytes
     if len(header.raw) + end != size:
         expected = f"{len(header.raw) + end:,} bytes, it has {size:,}"
-        raise BadInput(f"{name} is damaged: its tensors take {expected}.")
+        raise InvalidInputError(f"{name} is damaged: its tensors take {expected}.")
     return entries
 
 
-def _untrusted(name: str, why: str) -> BadInput:
-    return BadInput(f"{name} cannot be trusted: {why}; use another file.")
+def _untrusted(name: str, why: str) -> InvalidInputError:
+    return InvalidInputError(f"{name} cannot be trusted: {why}; use another file.")
 
 
 def _tensor(entry: Entry, device: str = "cpu") -> "Tensor":
@@ -513,7 +519,9 @@ def _verify_digest(name: str, header: Header, stream: BufferedIOBase) -> None:
         for chunk in iter(partial(stream.read, CHUNK), b""):
             digest.update(chunk)
     if found is None or digest.hexdigest().encode() != found[1]:
-        raise BadInput(f"{name} is damaged: its content is not what was saved.")
+        raise InvalidInputError(
+            f"{name} is damaged: its content is not what was saved."
+        )
 
 
 def pack(
@@ -537,7 +545,9 @@ def pack(
         for name, part in tensors.items()
     }
     if strange := _strange(ready, finite):
-        raise NotFinite(f"{strange} and is not saved; go back to a good checkpoint.")
+        raise NotFiniteError(
+            f"{strange} and is not saved; go back to a good checkpoint."
+        )
     header: dict[str, Any] = {}
     if manifest is not None:
         text = json.dumps(asdict(manifest), sort_keys=True, allow_nan=False)
@@ -548,7 +558,7 @@ def pack(
     for name in sorted(ready, key=lambda name: (-ready[name].itemsize, name)):
         part = ready[name]
         if part.dtype not in (names := _dtype_names()):
-            raise BadInput(
+            raise InvalidInputError(
                 f"{quoted(name)} is of {part.dtype}, which has no file format."
             )
         place = [end, end := end + part.nbytes]
@@ -558,7 +568,7 @@ def pack(
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     if len(raw) > MAX_HEADER or len(ready) > MAX_TENSORS:
-        raise BadInput(f"{len(ready):,} tensors are too many for one file.")
+        raise InvalidInputError(f"{len(ready):,} tensors are too many for one file.")
     data = b"".join((len(raw).to_bytes(8, "little"), raw, *parts))
     if found := SEAL.search(data, 0, MAX_HEADER) if manifest else None:
         digest = hashlib.sha256(data).hexdigest().encode()

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from esper.contracts.actions import HEAD, ActionMasks, Op
-from esper.contracts.errors import BadInput, CallOrder, EsperWarning
+from esper.contracts.errors import EsperWarning, InvalidInputError, InvalidStateError
 from esper.contracts.stages import Stage
 from esper.contracts.world import Controller, ControllerState, Observation
 from esper.environment.clock import ENDS, Stop
@@ -41,7 +41,7 @@ from esper.growth.blueprints.registry import first_line
 from esper.growth.blueprints.seed import misfit
 from esper.growth.distributed import unwrapped
 from esper.growth.history import PLAIN, GrowthDecision, summary
-from esper.growth.hooks import Follower, attach_gradients, shadow_gradients
+from esper.growth.hooks import TopologyListener, attach_gradients, shadow_gradients
 from esper.growth.measurements import MetricScorer, Mode, Track, observe
 from esper.growth.model import GrowingModel, NamedOps
 from esper.growth.safety import GovernorConfig, Safety
@@ -143,7 +143,7 @@ class Grower(NamedOps[Receipt]):
         wrapper: DistributedDataParallel | None = None,
     ) -> None:
         if stop not in ENDS:
-            raise BadInput(f"stop must be 'end' or 'anytime', got {stop!r}.")
+            raise InvalidInputError(f"stop must be 'end' or 'anytime', got {stop!r}.")
         _refuse_unless_whole("seeds_per_slot", seeds_per_slot, least=1)
         _refuse_unless_whole("decisions", 1 if decisions is None else decisions, 1)
         _refuse_unless_whole("tick", tick, least=1)
@@ -152,11 +152,11 @@ class Grower(NamedOps[Receipt]):
         _refuse_unless_number("rent", rent, most=1e30)
         _refuse_unless_number("budget", budget, most=inf)
         if not isinstance(governor, GovernorConfig | None):
-            raise BadInput(
+            raise InvalidInputError(
                 f"governor must be a GovernorConfig or None, got {governor!r}."
             )
         if not (isinstance(controller, str | Controller) or callable(controller)):
-            raise BadInput(
+            raise InvalidInputError(
                 f"controller must be a name, a Controller or what makes one, got "
                 f"{controller!r}; 'never' leaves all to you."
             )
@@ -166,7 +166,7 @@ class Grower(NamedOps[Receipt]):
             optimizer = inner
         groups = getattr(optimizer, "param_groups", ())
         held = {parameter for group in groups for parameter in group["params"]}
-        with _unfollowed(model) as former:
+        with _without_listener(model) as former:
             self.model = GrowingModel(
                 model,
                 slots,
@@ -196,14 +196,14 @@ class Grower(NamedOps[Receipt]):
                     surgery.detach()
                 raise
             former.give_up(self.topology)
-        if type(former) is not Follower:
+        if type(former) is not TopologyListener:
             warnings.warn(
                 "the host had a Grower already. This one has taken over its seeds, "
                 "with its own settings and an empty history; do not use the other one.",
                 EsperWarning,
                 stacklevel=2,
             )
-        host = self.model.survey.parameters
+        host = self.model.analysis.parameters
         self.budget: float = budget if isinstance(budget, float) else budget / host
         self.decisions = None if stop == "anytime" else decisions or DECISIONS
         self.rent = rent
@@ -263,7 +263,7 @@ class Grower(NamedOps[Receipt]):
         than torch's own.
         """
         if not callable(closure):
-            raise BadInput(
+            raise InvalidInputError(
                 "grower.loss takes a function, since it may call it twice: "
                 "grower.loss(lambda: criterion(model(x), y))."
             )
@@ -276,7 +276,7 @@ class Grower(NamedOps[Receipt]):
         if learning:
             # First: one graph is held at a time, and what the closure or the host
             # keeps of its last call is of the host's own pass.
-            with self._ranks.alone():
+            with self._ranks.no_sync():
                 _, gradients = shadow_gradients(
                     lambda: self._passed(closure),
                     self.model.flow,
@@ -341,7 +341,7 @@ class Grower(NamedOps[Receipt]):
             torch.tensor([score]), torch.tensor([loss], dtype=torch.float32)
         )
         self.safety.remove_broken_seeds()
-        macs = self.model.macs / max(self.model.survey.macs, 1)
+        macs = self.model.macs / max(self.model.analysis.macs, 1)
         self._compute += self._batches * macs
         self._batches = 0
         if not self._used_loss:
@@ -473,7 +473,7 @@ class Grower(NamedOps[Receipt]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where another process stopped; all of it, or nothing changes."""
         if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-            raise BadInput(
+            raise InvalidInputError(
                 "this is no saved Grower, or one of another version; pass what "
                 "state_dict() returned."
             )
@@ -493,9 +493,11 @@ class Grower(NamedOps[Receipt]):
                 for undo in put_back:
                     undo()
                 self._put(before)
-                if isinstance(error, BadInput) or not isinstance(error, Exception):
+                if isinstance(error, InvalidInputError) or not isinstance(
+                    error, Exception
+                ):
                     raise
-                raise BadInput(
+                raise InvalidInputError(
                     f"this saved Grower cannot be loaded: {first_line(error)}"
                 ) from error
 
@@ -504,7 +506,7 @@ class Grower(NamedOps[Receipt]):
         missing = [*_SAVED.keys() - state.keys()]
         odd = [name for name, kind in _SAVED.items() if not kind(state.get(name))]
         if missing or odd:
-            raise BadInput(
+            raise InvalidInputError(
                 f"this saved Grower is damaged: its {(missing or odd)[0]!r} is "
                 f"{'missing' if missing else 'none'}."
             )
@@ -514,17 +516,19 @@ class Grower(NamedOps[Receipt]):
         for name in own & state["model"].keys():
             value = state["model"][name]
             if not isinstance(value, Tensor) or not value.isfinite().all():
-                raise BadInput(f"{name} of the saved Grower is not finite.")
+                raise InvalidInputError(f"{name} of the saved Grower is not finite.")
 
     def _refuse_other_settings(self, saved: Mapping[str, Any]) -> None:
         """Refuse a run that was begun otherwise; older states do not say how."""
         if not isinstance(saved, Mapping):
-            raise BadInput("this saved Grower is damaged: its 'settings' is none.")
+            raise InvalidInputError(
+                "this saved Grower is damaged: its 'settings' is none."
+            )
         for name, own in self._settings.items():
             was = saved.get(name, own)
             unnamed = name == "controller" and "" in (was, own)
             if was != own and not unnamed:
-                raise BadInput(
+                raise InvalidInputError(
                     f"the saved Grower's {name} was {was!r} and this one's is {own!r}; "
                     "build it as at the first time."
                 )
@@ -563,7 +567,7 @@ class Grower(NamedOps[Receipt]):
 
     def _warn_of_tiny(self, budget: int) -> None:
         """Warn of a number of parameters that was meant as a multiple of the host."""
-        places, kinds = len(self.model.survey.places), self.model.spec.blueprints
+        places, kinds = len(self.model.analysis.places), self.model.spec.blueprints
         prices = [self.model.price(p, kind) for p in range(places) for kind in kinds]
         cheapest = min((price.parameters for price in prices if price), default=0)
         if 0 < budget < cheapest:
@@ -607,7 +611,7 @@ class Grower(NamedOps[Receipt]):
 
     def _why_barren(self) -> str:
         """Why the controller can plant nothing in these slots; empty if it can."""
-        places, kinds = self.model.survey.places, self.model.spec.blueprints
+        places, kinds = self.model.analysis.places, self.model.spec.blueprints
         wanted = [k for k, planted in zip(kinds, self._plants, strict=True) if planted]
         slots = range(len(places))
         if any(self.model.price(slot, kind) for slot in slots for kind in wanted):
@@ -672,7 +676,7 @@ class Grower(NamedOps[Receipt]):
     def _after_step(self) -> None:
         """One batch more: seeds train, blend and fade by their tempos."""
         self._batches += 1
-        if self.model.seeds.wait():
+        if self.model.seeds.count_batch():
             return
         before = self.model.states
         self.topology.tick(1, decision=False)
@@ -695,7 +699,7 @@ class Grower(NamedOps[Receipt]):
     def _refuse_replaced(self) -> None:
         own = host_parameters(self.model.host).values()
         if self._own != [id(parameter) for parameter in own]:
-            raise CallOrder(
+            raise InvalidStateError(
                 "the host's parameters are other objects than when the Grower was "
                 "built; load weights into them in place (without assign=True)."
             )
@@ -705,7 +709,7 @@ class Grower(NamedOps[Receipt]):
         self._unseen = 0 if self.model.flow.ran else self._unseen + 1
         if self._unseen >= UNSEEN:
             self._unseen = 0
-            raise CallOrder(
+            raise InvalidStateError(
                 f"no seed took part in the last {UNSEEN} batches: the loss calls a "
                 "copy of the host, or a compiled graph that leaves its hooks out; call "
                 "the host itself, and compile what export() returns."
@@ -713,48 +717,50 @@ class Grower(NamedOps[Receipt]):
 
     def _refuse_given_up(self) -> None:
         if self.topology.is_replaced:
-            raise CallOrder("a newer Grower has taken this host over; use that one.")
+            raise InvalidStateError(
+                "a newer Grower has taken this host over; use that one."
+            )
 
     def _refuse_moved(self) -> None:
         self._refuse_given_up()
         like = self._like
         if (like.device, like.dtype) != self._home:
-            raise CallOrder(
+            raise InvalidStateError(
                 f"the host was {self._home[1]} on {self._home[0]} and is {like.dtype} "
                 f"on {like.device} now; move it before building the Grower."
             )
 
 
 @contextmanager
-def _unfollowed(host: nn.Module) -> Iterator[Follower]:
+def _without_listener(host: nn.Module) -> Iterator[TopologyListener]:
     """Gives what follows a host, which it does not in the block.
 
     It does again if the block fails.
     """
     before = grown_part(host)
     if before is None:
-        yield Follower()
+        yield TopologyListener()
         return
-    former, link = before.flow.following, before.flow.follower
-    before.flow.follower = None
+    former, link = before.flow.following, before.flow.listener
+    before.flow.listener = None
     try:
         yield former
     except BaseException:
-        before.flow.follower = link
+        before.flow.listener = link
         raise
 
 
 def _one_number(loss: Tensor) -> Tensor:
     """What a closure has returned, if that is a loss."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise BadInput("the closure must return one number, as a tensor.")
+        raise InvalidInputError("the closure must return one number, as a tensor.")
     return loss
 
 
 def _refuse_unless_whole(name: str, value: object, least: int) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < least:  # type: ignore[operator]
-        raise BadInput(
+        raise InvalidInputError(
             f"{name} must be a whole number of at least {least}, got {value!r}."
         )
 
@@ -762,4 +768,6 @@ def _refuse_unless_whole(name: str, value: object, least: int) -> None:
 def _refuse_unless_number(name: str, value: object, most: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= most:  # type: ignore[operator]
-        raise BadInput(f"{name} must be a number of at least 0, got {value!r}.")
+        raise InvalidInputError(
+            f"{name} must be a number of at least 0, got {value!r}."
+        )

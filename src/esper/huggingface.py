@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.files import Disk, open_regular, publish
 from esper.grower import Grower
 from esper.growth.analysis.tracing import Example, kept_randomness
@@ -43,7 +43,7 @@ try:
     from transformers import TrainerCallback
     from transformers.utils.logging import get_logger
 except ImportError as error:  # pragma: no cover
-    raise BadInput(
+    raise InvalidInputError(
         "esper.huggingface needs transformers: pip install 'esper-lite[huggingface]'."
     ) from error
 
@@ -138,7 +138,7 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
         """Build the Grower, and go on where a checkpoint stopped."""
         _refuse_arguments(args, state)
         if self.grower is not None:
-            raise BadInput(
+            raise InvalidInputError(
                 "this GrowCallback has grown a network already; make a new one for "
                 "another training."
             )
@@ -146,7 +146,7 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
             self._handle.remove()
         model.__dict__.pop("save_pretrained", None)  # of a training before this one
         if self._dropped and not state.global_step:
-            raise BadInput(
+            raise InvalidInputError(
                 "a grown state was loaded into the model after the Trainer was built; "
                 "give the Trainer esper.rebuild(model, state) instead."
             )
@@ -181,7 +181,9 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
             return
         if self.monitor not in metrics:
             known = ", ".join(sorted(metrics)) or "nothing"
-            raise BadInput(f"{self.monitor!r} was not measured; there is {known}.")
+            raise InvalidInputError(
+                f"{self.monitor!r} was not measured; there is {known}."
+            )
         self.grower.step(metric=float(metrics[self.monitor]))
 
     def on_save(
@@ -221,9 +223,9 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
             return
         try:
             if not self.merge:
-                raise BadInput(f"merge=False was given, so {INSTEAD}.")
+                raise InvalidInputError(f"merge=False was given, so {INSTEAD}.")
             merge_into_model(self.grower)
-        except BadInput as error:
+        except InvalidInputError as error:
             if self.merge:
                 log.warning(str(error))
             if hasattr(model, "save_pretrained"):
@@ -245,12 +247,12 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
             with open_regular(folder / FILE) as stream:
                 saved = torch.load(stream, weights_only=True)
         except Exception as error:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{FILE} of the checkpoint cannot be read ({first_line(error)}); name "
                 "its folder: GrowCallback(checkpoint=...)."
             ) from error
         if saved.pop("step", None) != step:
-            raise BadInput(f"{FILE} in {folder.name!r} is not of step {step}.")
+            raise InvalidInputError(f"{FILE} in {folder.name!r} is not of step {step}.")
         now = self.grower.state_dict()["model"]
         host = {n: t for n, t in now.items() if not n.startswith(f"host.{NAME}.")}
         self.grower.load_state_dict({**saved, "model": {**host, **saved["model"]}})
@@ -265,12 +267,14 @@ def merge_into_model(grower: Grower) -> nn.Module:
     model, plain = grower.model.host, grower.export()
     apart = plain._modules.get(NAME)
     if isinstance(apart, Branches):
-        raise BadInput(f"some seeds do not merge ({apart.reasons[0]}), so {INSTEAD}.")
+        raise InvalidInputError(
+            f"some seeds do not merge ({apart.reasons[0]}), so {INSTEAD}."
+        )
     config: Any = getattr(model, "config", None)  # any module can have a Trainer
     try:
         sized = None if config is None else sized_config(plain)
-    except BadInput as error:
-        raise BadInput(f"{error}, so {INSTEAD}.") from error
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{error}, so {INSTEAD}.") from error
     grower.detach()
     modules = dict(model.named_modules())
     for name, module in plain.named_modules():
@@ -287,7 +291,7 @@ def merge_into_model(grower: Grower) -> nn.Module:
 def _save(model: Any, why: str, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
     """What `save_pretrained` does for a model that has kept seeds."""
     if grown_part(model):
-        raise BadInput(f"from_pretrained would not load what has grown: {why}")
+        raise InvalidInputError(f"from_pretrained would not load what has grown: {why}")
     type(model).save_pretrained(model, *args, **kwargs)
 
 
@@ -310,14 +314,16 @@ def sized_config(model: Any) -> Any:  # noqa: ANN401
         }
         if len(sizes) > 1:
             found = ", ".join(map(str, sorted(sizes)))
-            raise BadInput(
+            raise InvalidInputError(
                 f"layers have grown to different sizes ({found}) and "
                 f"{type(config).__name__} has one {key}"
             )
         if sizes:
             setattr(config, key, sizes.pop())
     if _shapes(_built(model, config)) != wanted:
-        raise BadInput(f"{type(config).__name__} has no word for the layers that grew")
+        raise InvalidInputError(
+            f"{type(config).__name__} has no word for the layers that grew"
+        )
     return config
 
 
@@ -333,16 +339,20 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _refuse_arguments(args: Any, state: Any) -> None:  # noqa: ANN401
     if state.is_hyper_param_search:
-        raise BadInput("GrowCallback grows one model; it takes no part in a search.")
+        raise InvalidInputError(
+            "GrowCallback grows one model; it takes no part in a search."
+        )
     if args.world_size > 1 or args.n_gpu > 1 or args.fsdp or args.deepspeed:
-        raise BadInput(
+        raise InvalidInputError(
             "GrowCallback trains on one device; on several use esper.Grower with a "
             "DistributedDataParallel model."
         )
     if args.torch_compile:
-        raise BadInput("a compiled model does not grow; leave torch_compile out.")
+        raise InvalidInputError(
+            "a compiled model does not grow; leave torch_compile out."
+        )
     if args.eval_strategy == "no":
-        raise BadInput(
+        raise InvalidInputError(
             "GrowCallback decides after evaluations; set eval_strategy and give the "
             "Trainer an eval_dataset."
         )

@@ -34,7 +34,7 @@ from llvmlite import binding as llvm  # type: ignore[import-untyped]
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 
 Function = Callable[..., Any]
 Decorator = Callable[[Function], Function]
@@ -72,7 +72,7 @@ def compiled_for() -> str:
 def require_compiler() -> None:
     """Refuse to train hosts where numba is told not to compile."""
     if getattr(numba.config, "DISABLE_JIT", 0):
-        raise BadInput(
+        raise InvalidInputError(
             "NUMBA_DISABLE_JIT is set, but hosts are trained by compiled loops; unset "
             "it, or use engine 'tensors'."
         )

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.grower import Grower
 from esper.growth.analysis.tracing import Example
 from esper.growth.measurements import Mode
@@ -29,7 +29,7 @@ from esper.growth.seed_modules import grown_part
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError as error:  # pragma: no cover
-    raise BadInput(
+    raise InvalidInputError(
         "esper.lightning needs Lightning: pip install 'esper-lite[lightning]'."
     ) from error
 
@@ -76,17 +76,17 @@ class GrowCallback(Callback):
                 names = ("blueprints", "seeds_per_slot", "merge_only")
                 some = {n: self.options[n] for n in names if n in self.options}
                 model = GrowingModel(host, self.slots, self.example, **some)
-                model.flow.follower = None  # the Grower takes it over
+                model.flow.listener = None  # the Grower takes it over
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the Grower over module and optimiser."""
         if not pl_module.automatic_optimization:
-            raise BadInput(
+            raise InvalidInputError(
                 "GrowCallback needs automatic optimisation; in a manual one, use "
                 "esper.Grower yourself."
             )
         if len(trainer.optimizers) != 1:
-            raise BadInput(
+            raise InvalidInputError(
                 f"GrowCallback needs one optimiser, the module has "
                 f"{len(trainer.optimizers)}."
             )
@@ -104,7 +104,7 @@ class GrowCallback(Callback):
                 **{"decisions": _decisions(trainer), **self.options},
             )
         elif trainer.optimizers[0] is not self.grower.topology.optimizer:
-            raise BadInput(
+            raise InvalidInputError(
                 "this GrowCallback has grown a network already; make a new one for "
                 "another fit."
             )
@@ -126,7 +126,7 @@ class GrowCallback(Callback):
             return  # what is logged is of an earlier epoch
         found = trainer.callback_metrics
         if self.monitor not in found:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{self.monitor!r} was not logged; there is "
                 f"{', '.join(sorted(found)) or 'nothing'}."
             )

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.kernels import kernel
 
 Array = NDArray[Any]
@@ -70,7 +70,7 @@ def scan(
 
 def gated_scan(
     gates: Float[Tensor, "env time twice_hidden"],
-    first: Bool[Tensor, "env time"],
+    episode_start: Bool[Tensor, "env time"],
     initial: Float[Tensor, "env hidden"],
 ) -> Float[Tensor, "env time hidden"]:
     """The recurrence of a MinGRU, differentiable in gates and initial.
@@ -82,23 +82,23 @@ def gated_scan(
 
     Args:
         gates: Gates and, in the second half of the last axis, candidates.
-        first: Where nothing of before is kept, not even NaN or inf.
+        episode_start: Where nothing of before is kept, not even NaN or inf.
         initial: The y before the first step.
     """
-    _require_gates(gates, first, initial)
+    _require_gates(gates, episode_start, initial)
     if gates.device.type != "cpu" or torch.compiler.is_compiling():
-        return _gated_by_scan(gates, first, initial)
+        return _gated_by_scan(gates, episode_start, initial)
     if torch.is_grad_enabled():
-        return _gated(gates, first, initial)
-    return _gated_forward(gates, first, initial)[1]
+        return _gated(gates, episode_start, initial)
+    return _gated_forward(gates, episode_start, initial)[1]
 
 
-def _gated_by_scan(gates: Tensor, first: Tensor, initial: Tensor) -> Tensor:
+def _gated_by_scan(gates: Tensor, episode_start: Tensor, initial: Tensor) -> Tensor:
     """`gated_scan` as whole-tensor operations."""
     gate, candidate = gates.chunk(2, dim=-1)
     update = torch.sigmoid(gate)
     # Select, do not multiply: a stale state may hold anything.
-    decay = torch.where(first.unsqueeze(-1), 0.0, 1.0 - update)
+    decay = torch.where(episode_start.unsqueeze(-1), 0.0, 1.0 - update)
     size = (update * (2.0 - update)).clamp(min=LEAST_WRITE)
     return scan(decay, size.sqrt() * candidate, initial)
 
@@ -216,10 +216,15 @@ class _Gated(torch.autograd.Function):
     """`gated_scan` on the CPU, and its gradient in one pass."""
 
     @staticmethod
-    def forward(ctx: Any, gates: Tensor, first: Tensor, initial: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        gates: Tensor,
+        episode_start: Tensor,
+        initial: Tensor,
+    ) -> Tensor:
         """Return y, and keep what its gradient needs."""
-        update, y = _gated_forward(gates, first, initial)
-        ctx.save_for_backward(gates, first, initial, update, y)
+        update, y = _gated_forward(gates, episode_start, initial)
+        ctx.save_for_backward(gates, episode_start, initial, update, y)
         return y
 
     @staticmethod
@@ -237,12 +242,14 @@ _gated: Final[Callable[..., Tensor]] = _Gated.apply
 
 
 def _gated_forward(
-    gates: Tensor, first: Tensor, initial: Tensor
+    gates: Tensor, episode_start: Tensor, initial: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Updates z and results y."""
     update = torch.sigmoid(gates[..., : gates.shape[-1] // 2]).contiguous()
     y = torch.empty_like(update)
-    given = (x.detach().contiguous() for x in (update, gates, first, initial, y))
+    given = (
+        x.detach().contiguous() for x in (update, gates, episode_start, initial, y)
+    )
     _gated_rows(*(x.numpy() for x in given))
     return update, y
 
@@ -304,14 +311,14 @@ def _recur_gradients(
 
 @kernel
 def _gated_rows(
-    update: Array, gates: Array, first: Array, initial: Array, y: Array
+    update: Array, gates: Array, episode_start: Array, initial: Array, y: Array
 ) -> None:
     """`gated_scan` on `[row, time, lane]`."""
     rows, time, lanes = update.shape
     for row in range(rows):
         before = initial[row]
         for now in range(time):
-            candidate, fresh = gates[row, now, lanes:], first[row, now]
+            candidate, fresh = gates[row, now, lanes:], episode_start[row, now]
             _gated_lanes(update[row, now], candidate, fresh, before, y[row, now])
             before = y[row, now]
 
@@ -334,7 +341,7 @@ def _gated_lanes(
 @kernel
 def _gated_gradients(
     gates: Array,
-    first: Array,
+    episode_start: Array,
     initial: Array,
     update: Array,
     y: Array,
@@ -351,7 +358,7 @@ def _gated_gradients(
             _gated_lane_gradients(
                 update[row, now],
                 gates[row, now, lanes:],
-                first[row, now],
+                episode_start[row, now],
                 y[row, now - 1] if now else initial[row],
                 grad[row, now],
                 grad_gates[row, now, :lanes],
@@ -502,7 +509,7 @@ def _require_recurrence(decay: Tensor, inputs: Tensor, initial: Tensor | None) -
     """Refuse tensors that `scan` cannot mean."""
     shape = inputs.shape
     if len(shape) not in (2, 3):
-        raise BadInput(
+        raise InvalidInputError(
             "inputs must be [env, time] or [env, time, hidden], got shape "
             f"{tuple(shape)}: reshape them."
         )
@@ -512,15 +519,15 @@ def _require_recurrence(decay: Tensor, inputs: Tensor, initial: Tensor | None) -
         _require_kind("initial", initial, inputs, shape[:1] + shape[2:], inputs.dtype)
 
 
-def _require_gates(gates: Tensor, first: Tensor, initial: Tensor) -> None:
+def _require_gates(gates: Tensor, episode_start: Tensor, initial: Tensor) -> None:
     """Refuse tensors that `gated_scan` cannot mean."""
     shape = gates.shape
     if len(shape) != 3 or shape[2] % 2:
-        raise BadInput(
+        raise InvalidInputError(
             f"gates must be [env, time, 2 * hidden], got shape {tuple(shape)}."
         )
     _require_kind("gates", gates, gates, shape, *FLOATS)
-    _require_kind("first", first, gates, shape[:2], torch.bool)
+    _require_kind("episode_start", episode_start, gates, shape[:2], torch.bool)
     row = (shape[0], shape[2] // 2)
     _require_kind("initial", initial, gates, row, gates.dtype)
 
@@ -533,7 +540,9 @@ def _require_rollout(
     require_share("lam", lam)
     values, shape = rollout.values, rollout.values.shape
     if len(shape) != 2:
-        raise BadInput(f"values must be [env, time], got shape {tuple(shape)}.")
+        raise InvalidInputError(
+            f"values must be [env, time], got shape {tuple(shape)}."
+        )
     _require_kind("values", values, values, shape, *FLOATS)
     row, kind = shape[:1], values.dtype
     _require_kind("rewards", rollout.rewards, values, shape, kind)
@@ -549,7 +558,7 @@ def _require_rollout(
         start, end = _extent(tensor)
         overlaps = any(start < other_end and other < end for other, other_end in taken)
         if overlaps or 0 < end - start < tensor.nbytes:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{name} shares memory with another tensor, or its own elements do; "
                 "pass a tensor of its own."
             )
@@ -560,7 +569,9 @@ def require_share(name: str, value: object) -> None:
     """Refuse what is no number in [0, 1]."""
     kinds = int | float | np.integer | np.floating
     if not isinstance(value, kinds) or not 0.0 <= value <= 1.0:
-        raise BadInput(f"{name} must lie in [0, 1], got {value!r}; give a number.")
+        raise InvalidInputError(
+            f"{name} must lie in [0, 1], got {value!r}; give a number."
+        )
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
@@ -584,7 +595,7 @@ def _require_kind(
     fits = tensor.dtype in dtypes and tensor.shape == shape
     if not fits or tensor.device != like.device:
         wanted = " or ".join(map(str, dtypes))
-        raise BadInput(
+        raise InvalidInputError(
             f"{name} must be {wanted} {tuple(shape)} on {like.device}, got "
             f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: convert it."
         )

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.grower import Grower
 from esper.growth.model import GrowingModel
 from esper.growth.saving.export import export
@@ -38,7 +38,7 @@ try:
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, validate_data
 except ImportError as error:  # pragma: no cover
-    raise BadInput(
+    raise InvalidInputError(
         "esper.sklearn needs scikit-learn: pip install 'esper-lite[sklearn]'."
     ) from error
 
@@ -111,7 +111,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         for name in WHOLE:
             value = getattr(self, name)
             if not isinstance(value, Integral) or value < 1:
-                raise BadInput(
+                raise InvalidInputError(
                     f"{name} must be a whole number of at least 1, got {value!r}."
                 )
         random = check_random_state(self.random_state)

@@ -59,11 +59,27 @@ def test_an_evaluation_is_judged_listed_exported_and_reported(capsys, here):
     for again, code, message in (
         ((*EVALUATE, *arguments), 3, "runs/first exists"),
         (("report", "first", "--out", "no/page.html"), 2, "no is not a folder"),
-        (("report", "first", "--out", "file/page.html"), 2, "file is not a folder"),
-        (("report", "first", "--out", "."), 2, "expected a file, got folder '.'"),
+        (
+            ("report", "first", "--out", "file/page.html"),
+            2,
+            "file is not a folder",
+        ),
+        (
+            ("report", "first", "--out", "."),
+            2,
+            "expected a file, got folder '.'",
+        ),
         (("report", "first", "--out", "runs"), 2, "got folder 'runs'"),
-        (("export", "first", "--format", "csv", "--out", "file"), 5, "export to file"),
-        (("export", "first", "--format", "csv", "--out", "tables"), 2, "another fold"),
+        (
+            ("export", "first", "--format", "csv", "--out", "file"),
+            5,
+            "export to file",
+        ),
+        (
+            ("export", "first", "--format", "csv", "--out", "tables"),
+            2,
+            "another fold",
+        ),
     ):
         assert message in refused(capsys, *again, code=code)
         assert contents(here) == before

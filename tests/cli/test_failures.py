@@ -9,12 +9,12 @@ import pytest
 
 from esper.cli.output import report_failure
 from esper.contracts.errors import (
-    BadInput,
-    CallOrder,
-    IllegalAction,
-    NumericsTrouble,
-    RunTaken,
-    StorageTrouble,
+    IllegalActionError,
+    InvalidInputError,
+    InvalidStateError,
+    NumericsError,
+    RunLockedError,
+    StorageError,
 )
 from esper.contracts.messages import one_line
 from tests.cli.calls import assert_one_line, environment
@@ -23,12 +23,12 @@ from tests.workers.test_jobs import gone
 
 def test_every_kind_of_trouble_has_its_exit_code(capsys):
     for error, code in (
-        (BadInput("wrong"), 2),
-        (IllegalAction("wrong"), 2),
-        (CallOrder("too early"), 2),
-        (RunTaken("taken"), 3),
-        (NumericsTrouble("not finite"), 4),
-        (StorageTrouble("full"), 5),
+        (InvalidInputError("wrong"), 2),
+        (IllegalActionError("wrong"), 2),
+        (InvalidStateError("too early"), 2),
+        (RunLockedError("taken"), 3),
+        (NumericsError("not finite"), 4),
+        (StorageError("full"), 5),
     ):
         assert report_failure(error) == code
         assert capsys.readouterr().err == f"esper: {error}\n"
@@ -95,7 +95,7 @@ def test_a_bug_is_told_of_even_if_no_file_can_be_written(capsys, monkeypatch):
 
 
 def test_lines_of_others_are_cut_and_cleaned(capsys):
-    assert report_failure(BadInput("a\x1b[2J\r\n" + "b" * 500)) == 2
+    assert report_failure(InvalidInputError("a\x1b[2J\r\n" + "b" * 500)) == 2
     result = capsys.readouterr().err
     assert_one_line(result)
     assert result.startswith("esper: a?[2J??bbb")

@@ -40,7 +40,7 @@ WORDS = (
     *("gae", "bash", "zsh", "csv", "parquet", "grown.pt2", "runs", "runs/x", "missing"),
 )
 IMPOSSIBLE = {
-    "train": [["--runs", "missing/parent/runs"], ["--envs", "0"], ["--nothing"]],
+    "train": [["--runs", "missing/parent/runs"], ["--num_envs", "0"], ["--nothing"]],
     "grow": [["--out", "missing/parent/x.pt2"], ["--rng-seed", "-1"]],
     "record": [["--tasks", "0"], ["--stop", "never"]],
     "evaluate": [["--task", "nothing"], ["--hosts", "0"], ["--rent", "inf"]],

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from esper.cli.output import report_failure
-from esper.contracts.errors import StorageTrouble
-from esper.fit import write
+from esper.contracts.errors import StorageError
+from esper.fitting import write
 from tests.cli.calls import assert_one_line
 from tests.evaluation.test_evaluation import tiny
 
@@ -13,7 +13,7 @@ from tests.evaluation.test_evaluation import tiny
 def test_a_folder_that_went_away_is_told_of(capsys, tmp_path):
     task = tiny()
     model = task.host.build(torch.Generator().manual_seed(0))
-    with pytest.raises(StorageTrouble) as trouble:
+    with pytest.raises(StorageError) as trouble:
         write(model, task, tmp_path / "gone" / "grown.pt2")
     assert report_failure(trouble.value) == 5
     result = capsys.readouterr().err

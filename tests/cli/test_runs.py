@@ -44,7 +44,7 @@ LINES = (
     ("train", "--start_from", "{}"),
     ("train", "--config", "{}"),
     ("train", "--{}", "1"),
-    ("train", "--envs", "{}"),
+    ("train", "--num_envs", "{}"),
 )
 """Where a name can be given; none of them can be carried out."""
 

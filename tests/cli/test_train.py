@@ -21,7 +21,7 @@ from tests.cli.calls import (
     refused,
 )
 
-SIMULATED = TrainConfig(tasks=("simulated",), envs=4, budget=Budget(rounds=1))
+SIMULATED = TrainConfig(tasks=("simulated",), num_envs=4, budget=Budget(rounds=1))
 
 
 @pytest.fixture
@@ -32,18 +32,21 @@ def here(tmp_path, monkeypatch):
 
 
 REFUSED = [
-    (("--env", "4"), "did you mean '--envs'"),
-    (("--envs", "-1"), "--envs must be greater than or equal to 1; got -1."),
-    (("--envs",), "--envs: expected one argument"),
-    (("--envs=--",), "--envs: expected one argument"),
+    (("--num_env", "4"), "did you mean '--num_envs'"),
+    (("--num_envs", "-1"), "--num_envs must be greater than or equal to 1; got -1."),
+    (("--num_envs",), "--num_envs: expected one argument"),
+    (("--num_envs=--",), "--num_envs: expected one argument"),
     (("more",), "unrecognized arguments: more"),
     (("--rng-seed", "-1"), "--rng_seed must be greater than or equal to 0"),
     (("--device", "cuda"), "there is no option '--device'; did you mean '--"),
     (("--rounds", "3"), "did you mean '--budget.rounds'"),
-    (("--keeping.tensorboard=1",), "must be a valid boolean; got 1"),
+    (("--checkpoint.tensorboard=1",), "must be a valid boolean; got 1"),
     (("--start_from", "nothing"), "there is no run 'nothing' in runs"),
     (("--start_from", "x" * 300), "there is no run 'xxx"),
-    (("--ray", "nowhere:1", "--envs", "0"), "--envs must be greater than or equal"),
+    (
+        ("--ray", "nowhere:1", "--num_envs", "0"),
+        "--num_envs must be greater than or equal",
+    ),
     (("--name", ""), "--name: expected 1 to 1000 printable"),
     (("--resume",), "--resume: expected one argument"),
     (("--resume", ""), "expected the name or folder of a run, got ''"),
@@ -51,7 +54,10 @@ REFUSED = [
     (("--resume", "x" * 300), "there is no run 'xxx"),
     (("--resume", "a\0b"), "expected the name or folder of a run"),
     (("--resume", "a", "--runs", "b"), "there is no run 'a' in b"),
-    (("--resume", "x", "--envs", "3"), "--envs cannot be combined with --resume"),
+    (
+        ("--resume", "x", "--num_envs", "3"),
+        "--num_envs cannot be combined with --resume",
+    ),
     (
         ("--learner.gamma=1", "--resume=x"),
         "--learner.gamma cannot be combined with --resume",
@@ -123,7 +129,7 @@ def test_a_run_in_use_is_left_alone(capsys, here):
 def test_damaged_runs_are_refused(capsys, here):
     for number, (file, data, message) in enumerate(
         (
-            ("config.toml", b"envs = -1", "envs must be"),
+            ("config.toml", b"num_envs = -1", "num_envs must be"),
             ("config.toml", b"\xff", "must be text"),
             ("config.toml", None, "it has no config.toml"),
             ("versions.json", b"[]", "a JSON object"),
@@ -148,10 +154,11 @@ def test_a_random_seed_that_is_not_given_is_drawn():
 
 
 TINY = (
-    "train --tasks teacher --envs 2 --budget.rounds 4 --world.horizon 4 --name tiny "
-    "--start_from none "
-    "--world.decision_every 2 --judging.every 4 --judging.hosts 2 --keeping.every 2 "
-    "--judging.controllers []"
+    "train --tasks teacher --num_envs 2 --budget.rounds 4 --world.horizon 4 "
+    "--name tiny --start_from none "
+    "--world.decision_every 2 --evaluation.every 4 --evaluation.hosts 2 "
+    "--checkpoint.every 2 "
+    "--evaluation.controllers []"
 )
 
 

@@ -17,7 +17,7 @@ from esper.contracts.actions import (
     Op,
 )
 from esper.contracts.blueprints import BLUEPRINTS, NUM_BLUEPRINTS, Blueprint, Form
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage
 from tests.strategies import action_specs
@@ -83,7 +83,7 @@ def test_what_the_caller_does_to_its_arguments_changes_no_action_space():
     assert len({spec, same, copy.deepcopy(spec), ActionSpec()}) == 2
     with pytest.raises(TypeError):
         spec.narrowed["style"] = ("SCALE",)
-    with pytest.raises(BadInput, match="for reading; narrow a head"):
+    with pytest.raises(InvalidInputError, match="for reading; narrow a head"):
         spec.allowed[0] = False
 
 
@@ -132,5 +132,5 @@ def test_an_action_space_describes_itself_in_plain_data():
 )
 def test_what_cannot_be_meant_is_refused(arguments, message):
     kind = SlotConfig if {*arguments} & {"max_slots", "min_age"} else ActionSpec
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(InvalidInputError, match=message):
         kind(**arguments)

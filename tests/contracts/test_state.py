@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.state import Stateful, load, save
 
 
@@ -103,19 +103,21 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(change, words)
     outer = Outer(4)
     saved, before = save(Outer(7)), save(outer)
     change(saved)
-    with pytest.raises(BadInput, match=words):
+    with pytest.raises(InvalidInputError, match=words):
         load(outer, saved)
     after = save(outer)
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def test_only_the_first_three_differences_are_listed():
-    with pytest.raises(BadInput, match=r"missing; .*missing; .*missing and \d+ more"):
+    with pytest.raises(
+        InvalidInputError, match=r"missing; .*missing; .*missing and \d+ more"
+    ):
         load(Outer(4), {})
 
 
 def test_what_is_no_number_cannot_be_saved():
     outer = Outer(1)
     outer.share = "a third"
-    with pytest.raises(BadInput, match="share is str, which cannot be saved"):
+    with pytest.raises(InvalidInputError, match="share is str, which cannot be saved"):
         save(outer)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.environment.clock import STOPS, Clock
 
 
@@ -63,5 +63,5 @@ def test_with_an_unknown_end_the_rate_falls_with_compute_wherever_the_end_is():
     ],
 )
 def test_moments_at_which_nothing_can_happen_are_refused(given, words):
-    with pytest.raises(BadInput, match=words):
+    with pytest.raises(InvalidInputError, match=words):
         Clock(*given)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Generator
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.state import load, save
 from esper.environment.cohort import Cohort, SeedSchedule
 from esper.environment.engine import adamw
@@ -48,8 +48,8 @@ class Garden:
         chance = Generator().manual_seed(77)
         shape = (1, EXAMPLES, torch.Size(host.shape).numel())
         self.x = torch.randn(shape, generator=chance).to(options["dtype"])
-        self.y = torch.randint(0, host.classes, (1, EXAMPLES), generator=chance)
-        if host.classes == 1:
+        self.y = torch.randint(0, host.num_outputs, (1, EXAMPLES), generator=chance)
+        if host.num_outputs == 1:
             self.y = self.x[..., 0].sin() + self.x[..., 1]
         self.alpha = torch.zeros(envs, self.cohort.slots)
         self.training = torch.zeros_like(self.alpha, dtype=torch.bool)
@@ -167,7 +167,7 @@ def test_both_engines_score_the_same(kind):
     (garden, _), few = gardens, slice(None, 5)
     alone = garden.cohort.score(garden.x[:, few], garden.y[:, few], garden.alpha)
     assert found[0][2] == alone[2]
-    with pytest.raises(BadInput, match="wanted must lie in 0"):
+    with pytest.raises(InvalidInputError, match="wanted must lie in 0"):
         garden.cohort.score(
             garden.x, garden.y, garden.alpha, 1 + 0 * wanted + wanted[0]
         )
@@ -200,7 +200,7 @@ def test_a_target_that_is_missed_by_more_than_its_variance_scores_zero(engine):
     assert garden.cohort.score(garden.x, still, garden.alpha).tolist() == [0, 0, 0]
     garden.cohort.values[1] = torch.nan
     assert garden.cohort.score(garden.x, garden.y, garden.alpha)[1] == 0
-    with pytest.raises(BadInput, match="targets in floating point"):
+    with pytest.raises(InvalidInputError, match="targets in floating point"):
         garden.cohort.score(garden.x, garden.y.long(), garden.alpha)
 
 
@@ -353,7 +353,7 @@ def test_what_a_kernel_would_read_out_of_bounds_is_refused(message):
     } | BAD_CALLS[message]
     alpha = given.pop("alpha")
     seeds = SeedSchedule(alpha, torch.zeros_like(alpha, dtype=torch.bool))
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(InvalidInputError, match=message):
         garden.cohort.train(seeds=seeds, **given)
 
 
@@ -365,9 +365,9 @@ def test_seeds_that_cannot_be_planted_are_refused():
         (1, torch.zeros(2, 9, 1), r"shape \[2, 10, 1\]"),
         (1, torch.zeros(9999, 10, 1), "capacity"),
     ):
-        with pytest.raises(BadInput, match=message):
+        with pytest.raises(InvalidInputError, match=message):
             garden.cohort.plant(0, slot, weight, torch.zeros(len(weight)))
-    with pytest.raises(BadInput, match="engine must be one of"):
+    with pytest.raises(InvalidInputError, match="engine must be one of"):
         Garden(1, engine="fast")
-    with pytest.raises(BadInput, match="runs on the CPU"):
+    with pytest.raises(InvalidInputError, match="runs on the CPU"):
         Garden(1, engine="kernels", device="meta")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from esper.contracts.actions import HEAD, NUM_HEADS, Op
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.contracts.stages import Stage
 from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
@@ -122,7 +122,7 @@ def test_rewards_of_an_episode_add_up_to_what_the_network_gained():
     world = make(penalty=0.25)
     for time, (observation, _, result) in enumerate(play(world, 3 * HORIZON)):
         last = time % HORIZON == HORIZON - 1
-        assert observation.first.tolist() == [time % HORIZON == 0] * 3
+        assert observation.episode_start.tolist() == [time % HORIZON == 0] * 3
         assert result.terminated.tolist() == [last] * 3
         assert not result.truncated.any()
         assert not result.illegal.any()
@@ -239,7 +239,9 @@ def test_a_number_that_gives_fewer_rows_than_the_first_is_refused():
         x, y = parts.test.features[cut:], parts.test.labels[cut:]
         return parts._replace(test=replace(parts.test, features=x, labels=y))
 
-    with pytest.raises(BadInput, match=r"\(30, 5\)\] whatever .* \(29, 5\)\]; give"):
+    with pytest.raises(
+        InvalidInputError, match=r"\(30, 5\)\] whatever .* \(29, 5\)\]; give"
+    ):
         make(task=replace(VARIED, data=fewer)).reset()
 
 
@@ -267,7 +269,7 @@ def test_a_broken_host_ends_its_own_episode_and_touches_no_neighbour():
             assert result.report.env.tolist() == [1]
             assert result.report.panicked.tolist() == [True]
             torch.testing.assert_close(result.reward[1], -1 - worth(seen)[1], **EXACT)
-            assert result.observation.first.tolist() == [False, True, False]
+            assert result.observation.episode_start.tolist() == [False, True, False]
             compute_features(result.observation, broken.spec)
         for env in others.tolist():
             assert same_weights(sound, broken, env)
@@ -361,10 +363,10 @@ def test_looks_between_stops_are_short_and_paid_for_exactly():
 def many(rng_seed):
     """More decision rows than a host is scored on."""
     parts = blobs(rng_seed)
-    held = parts.decisions
+    held = parts.val
     rows = torch.arange(SCORED_ROWS + 40) % len(held)
     held = replace(held, features=held.features[rows], labels=held.labels[rows])
-    return parts._replace(decisions=held)
+    return parts._replace(val=held)
 
 
 def test_an_interval_without_a_batch_leaves_the_loss_as_it_was():
@@ -453,7 +455,7 @@ def test_a_budget_is_for_all_seeds_together_and_can_be_spent_whole():
 def test_a_score_is_the_share_of_decision_rows_that_the_host_gets_right():
     world, chance = make(2), torch.Generator().manual_seed(0)
     world.reset()
-    rows, networks = blobs(0).decisions, [TINY.host.build(chance) for _ in range(2)]
+    rows, networks = blobs(0).val, [TINY.host.build(chance) for _ in range(2)]
     for env, network in enumerate(networks):
         world.cohort.set_host(env, network)
     shown = world._score(torch.full((2,), len(rows)))
@@ -474,7 +476,10 @@ SETTINGS = [
     ({"tick": 1.5}, r"tick must be .* got 1\.5"),
     ({"clock": "sundial"}, "clock must be one of compute, batches, got 'sundial'"),
     ({"stop": "never"}, "stop must be one of end, anytime, got 'never'"),
-    ({"clock": "compute", "first": 0.5}, "first interval must be at least one batch"),
+    (
+        {"clock": "compute", "first": 0.5},
+        "first interval must be at least one batch",
+    ),
     ({"clock": "compute", "ratio": 1.0}, "ratio must be more than 1"),
     ({"group_size": 0}, "group_size must be a whole number of at least 1"),
     ({"seeds_per_slot": 0}, "seeds_per_slot must be a whole number"),
@@ -521,7 +526,7 @@ ACTIONS = [
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_one_line(call, words):
-    with pytest.raises(BadInput, match=words) as caught:
+    with pytest.raises(InvalidInputError, match=words) as caught:
         call()
     assert "\n" not in str(caught.value)
 
@@ -535,7 +540,7 @@ def test_terms_may_be_free_and_rent_may_be_paid_back():
 def test_a_wait_may_name_anything_in_the_heads_it_does_not_use():
     world = make(2)
     actions = [action(Op.WAIT, slot=-1), action(Op.WAIT, blueprint=99)]
-    with pytest.raises(CallOrder, match="reset"):
+    with pytest.raises(InvalidStateError, match="reset"):
         say(world, *actions)
     world.reset()
     assert not say(world, *actions).illegal.any()

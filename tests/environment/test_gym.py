@@ -21,7 +21,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_checker import check_env as sb3_check_env
 
 from esper.contracts.actions import HEAD, ActionSpec, Op
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.environment.gym import (
     FlatActions,
     GrowEnv,
@@ -220,11 +220,11 @@ def test_what_is_no_action_is_refused_and_changes_nothing(make, action):
     env, untouched = make(task=TINY), make(task=TINY)
     single = make is GrowEnv
     for early in (lambda: env.step(1 if single else [1]), env.action_masks):
-        with pytest.raises(CallOrder, match="before reset"):
+        with pytest.raises(InvalidStateError, match="before reset"):
             early()
     env.reset(seed=1)
     untouched.reset(seed=1)
-    with pytest.raises(BadInput, match=r"a whole number in 0\.\.12, got"):
+    with pytest.raises(InvalidInputError, match=r"a whole number in 0\.\.12, got"):
         env.step(action if single else [action])
     assert_same(*(one.step(1 if single else [1]) for one in (env, untouched)))
 
@@ -233,7 +233,7 @@ def test_a_step_after_the_last_one_is_refused():
     env = GrowEnv(task=TINY)
     assert len([*play(env, 0, HORIZON - 1)]) == HORIZON
     env.step(0)
-    with pytest.raises(CallOrder, match="after the last one; call reset"):
+    with pytest.raises(InvalidStateError, match="after the last one; call reset"):
         env.step(0)
 
 
@@ -269,15 +269,15 @@ SETTINGS = [
 def test_what_cannot_be_meant_is_refused_and_the_run_goes_on(make):
     env, untouched = make(task=TINY), make(task=TINY)
     for given, _ in RESETS:
-        with pytest.raises(BadInput):
+        with pytest.raises(InvalidInputError):
             env.reset(**given)
-    with pytest.raises(CallOrder):
+    with pytest.raises(InvalidStateError):
         env.action_masks()
     for one in (env, untouched):
         one.reset(seed=1)
     for call, cases in ((env.reset, RESETS), (make, SETTINGS)):
         for given, words in cases:
-            with pytest.raises(BadInput, match=words) as caught:
+            with pytest.raises(InvalidInputError, match=words) as caught:
                 call(**given)
             assert "\n" not in str(caught.value)
     assert_same(env.reset(), untouched.reset())
@@ -290,7 +290,7 @@ def test_rendering_describes_the_host():
     line = env.render()
     assert line.startswith("25% score 0.")
     assert line.endswith("slots training dormant")
-    with pytest.raises(BadInput, match="render_mode must be None or 'ansi'"):
+    with pytest.raises(InvalidInputError, match="render_mode must be None or 'ansi'"):
         GrowEnv(task=TINY, render_mode="human")
 
 
@@ -443,9 +443,9 @@ def test_gymnasium_is_asked_for_only_by_its_own_module():
     script = (
         "import sys; sys.modules['gymnasium'] = None\n"
         "import esper.environment, esper.environment.settings\n"
-        "from esper.contracts.errors import BadInput\n"
+        "from esper.contracts.errors import InvalidInputError\n"
         "try:\n    import esper.environment.gym\n"
-        "except BadInput as error:\n    print(error)\n"
+        "except InvalidInputError as error:\n    print(error)\n"
     )
     ran = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

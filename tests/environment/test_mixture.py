@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.state import save
 from esper.environment.growing import GrowingWorld
 from esper.environment.mixture import Mixture
@@ -60,9 +60,11 @@ def test_a_world_that_is_as_it_was_left_is_not_filled_again():
 
 def test_worlds_in_which_other_things_can_be_said_are_refused():
     other = GrowingWorld(TINY, 2, settings=WorldSettings(blueprints=("widen_8",)))
-    with pytest.raises(BadInput, match="number 1 differs from the first: 4 slots and"):
+    with pytest.raises(
+        InvalidInputError, match="number 1 differs from the first: 4 slots and"
+    ):
         Mixture.of([make(0, 0), other])
-    with pytest.raises(BadInput, match="at least one world, got none"):
+    with pytest.raises(InvalidInputError, match="at least one world, got none"):
         Mixture.of([])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from esper.contracts.errors import BadInput, RunTaken
+from esper.contracts.errors import InvalidInputError, RunLockedError
 from esper.evaluation.evaluate import EvaluateConfig, evaluate, run_evaluation
 from esper.evaluation.evaluation import judge, judge_static
 from esper.evaluation.summary import summary_of
@@ -20,7 +20,7 @@ from esper.runs.database import open_store, rows
 from esper.runs.records import is_learned
 from esper.runs.run import STORE, Run
 from esper.runs.settings import as_toml, construct, table_of
-from esper.runs.train_config import Budget, Judging, TrainConfig, World
+from esper.runs.train_config import Budget, EvalConfig, TrainConfig, World
 from esper.tamiyo.shipped import shipped
 from esper.tasks import catalogue
 from esper.tasks.catalogue import register_task
@@ -174,7 +174,7 @@ TWO = ("static-x1", "static-x2")
 )
 def test_nothing_is_written_if_an_argument_is_bad(tmp_path, changes, message):
     before = sorted(Path().iterdir())
-    with pytest.raises(BadInput, match=message) as caught:
+    with pytest.raises(InvalidInputError, match=message) as caught:
         evaluate(config(tmp_path, **changes), quiet())
     assert "\n" not in str(caught.value)
     assert not [*tmp_path.iterdir()]
@@ -183,7 +183,9 @@ def test_nothing_is_written_if_an_argument_is_bad(tmp_path, changes, message):
 
 def test_nothing_left_to_judge_is_an_error_with_the_reasons(tmp_path):
     del catalogue._BUILDERS["tiny"]
-    with pytest.raises(BadInput, match="lost: expected a package; pip install"):
+    with pytest.raises(
+        InvalidInputError, match="lost: expected a package; pip install"
+    ):
         evaluate(config(tmp_path, tasks=()), quiet())
     assert not [*tmp_path.iterdir()]
 
@@ -193,7 +195,7 @@ def test_a_name_is_used_once_and_arms_named_twice_are_judged_once(tmp_path):
     path, _ = evaluate(made, quiet())
     assert len(stored(path)) == 2
     before = (path / STORE).read_bytes()
-    with pytest.raises(RunTaken):
+    with pytest.raises(RunLockedError):
         evaluate(config(tmp_path, controllers=("never",)), quiet())
     assert (path / STORE).read_bytes() == before
 
@@ -219,7 +221,7 @@ def trained(tmp_path_factory):
     """A run of one round in the simulated world."""
     settings = TrainConfig(
         tasks=("simulated",),
-        envs=2,
+        num_envs=2,
         name="fern",
         runs=str(tmp_path_factory.mktemp("trained") / "runs"),
         budget=Budget(rounds=1),
@@ -245,7 +247,7 @@ def test_a_checkpoint_is_an_arm_too_and_none_is_named_twice(tmp_path, trained):
     path, _ = evaluate(config(tmp_path, controllers=(str(one),)), quiet())
     assert {row["controller"] for row in stored(path)} == {f"fern@{one.stem}"}
     twice = (str(trained), f"{trained}/")
-    with pytest.raises(BadInput, match="'fern' twice"):
+    with pytest.raises(InvalidInputError, match="'fern' twice"):
         evaluate(config(tmp_path, controllers=twice, name="two"), quiet())
 
 
@@ -289,4 +291,4 @@ def test_the_shipped_controller_is_judged_by_name_and_only_if_it_is_named(tmp_pa
     found = [row["return"] for row in sorted(rows, key=lambda row: row["host"])]
     np.testing.assert_array_equal(found, expected.returns)
     assert is_learned("tamiyo")
-    assert "tamiyo" not in (*Judging().controllers, *EvaluateConfig().controllers)
+    assert "tamiyo" not in (*EvalConfig().controllers, *EvaluateConfig().controllers)

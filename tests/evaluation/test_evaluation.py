@@ -1,4 +1,4 @@
-"""Judging: everybody grows the same hosts, and each host counts once."""
+"""EvalConfig: everybody grows the same hosts, and each host counts once."""
 
 from dataclasses import fields, replace
 
@@ -8,7 +8,7 @@ import torch
 from numpy.testing import assert_allclose, assert_array_equal
 
 from esper.contracts.actions import HEAD, Op
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.evaluation.evaluation import (
     judge,
     judge_plain,
@@ -16,7 +16,7 @@ from esper.evaluation.evaluation import (
     judged_world,
     times_as_wide,
 )
-from esper.runs.records import Judged
+from esper.runs.records import EvalResult
 from esper.runs.train_config import World
 from esper.tamiyo.rule_based import Never
 from esper.tamiyo.schedule import EARLY, Scheduled
@@ -56,7 +56,7 @@ def often_too_large(rng_seed: int) -> Splits:
 
 
 def missing(rng_seed: int) -> Splits:
-    raise BadInput("expected a package; pip install something[extra]")
+    raise InvalidInputError("expected a package; pip install something[extra]")
 
 
 def lost() -> Task:
@@ -76,9 +76,9 @@ class Watched:
         return said
 
 
-def assert_same(one: Judged, other: Judged) -> None:
+def assert_same(one: EvalResult, other: EvalResult) -> None:
     """All but the time that it took."""
-    for field in fields(Judged):
+    for field in fields(EvalResult):
         if field.name in ("seconds", "stops"):
             continue
         assert_array_equal(getattr(one, field.name), getattr(other, field.name))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.environment.clock import Clock
 from esper.environment.settings import WorldSettings
 from esper.evaluation.evaluation import Job, results_of
@@ -18,7 +18,7 @@ from esper.evaluation.sizes import (
     size_control,
     survivors,
 )
-from esper.runs.records import Judged, StopFigures
+from esper.runs.records import EvalResult, StopFigures
 from esper.workers.jobs import workers
 from tests.evaluation.test_evaluation import tiny
 
@@ -41,7 +41,7 @@ def arm(worth, *, start=0.1, cost=1.0, test=0.5):
         test=both + test,
         spent=cost * np.outer(TIMES[: len(worth)], hosts),
     )
-    return Judged(
+    return EvalResult(
         returns=weights @ both - start,
         score=stops.score[-1],
         test=stops.test[-1],
@@ -130,7 +130,7 @@ def test_the_return_of_halving_counts_the_compute_of_all_sizes():
     ids=["batches", "a known end", "too short", "a stop too few"],
 )
 def test_halving_is_refused_where_sizes_cannot_end_at_equal_compute(clock):
-    with pytest.raises(BadInput, match=r"Set world\.clock to compute"):
+    with pytest.raises(InvalidInputError, match=r"Set world\.clock to compute"):
         check_halving(clock)
 
 
@@ -162,5 +162,5 @@ def world_return():
 
     task = tiny()
     wide = replace(task, host=times_as_wide(task.host, 4), unit_host=task.unit)
-    terms = replace(WORLD, charge_looks=False)
+    terms = replace(WORLD, charge_eval=False)
     return play_and_judge(judged_world(wide, 2, 0, terms), Never(), 0).returns

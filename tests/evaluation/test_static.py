@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.environment.settings import LOOKED_ROWS, SCORED_ROWS
 from esper.evaluation.evaluation import (
     Job,
@@ -36,7 +36,7 @@ def early():
 
 def cost(host, decisions):
     """Multiply-adds of an episode with its looks: the last is at all scored rows."""
-    scored = min(SCORED_ROWS, len(TASK.splits(0).decisions))
+    scored = min(SCORED_ROWS, len(TASK.splits(0).val))
     trained = TASK.decision_every * TASK.batch
     looked = min(LOOKED_ROWS, scored) * (decisions - 1) + scored
     return (trained * 3 * decisions + looked) * host.macs
@@ -110,7 +110,7 @@ def test_longer_costs_what_the_reference_cost(early):
 
 def test_plain_networks_do_not_pay_for_looks_that_nobody_takes(early):
     world = World(clock="compute", stop="anytime", horizon=12)
-    free = replace(world, charge_looks=False)
+    free = replace(world, charge_eval=False)
     charged, uncharged, expected = (
         judge_static("static", TASK, HOSTS, 0, early, world),
         judge_static("static", TASK, HOSTS, 0, early, free),
@@ -165,7 +165,9 @@ def test_who_static_arms_are_measured_by():
 
 
 def test_an_unknown_static_arm_is_refused(early):
-    with pytest.raises(BadInput, match="no static arm 'wide'; there are static, long"):
+    with pytest.raises(
+        InvalidInputError, match="no static arm 'wide'; there are static, long"
+    ):
         judge_static("wide", TASK, HOSTS, 0, early)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.evaluation.statistics import (
     Interval,
     bootstrap,
@@ -274,6 +274,6 @@ GOOD, BAD = np.ones((2, 3)), np.array([[1.0, 2.0, 3.0], [1.0, np.nan, 3.0]])
     ],
 )
 def test_what_cannot_be_judged_is_refused_in_one_line(call, message):
-    with pytest.raises(BadInput, match=message) as caught:
+    with pytest.raises(InvalidInputError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)

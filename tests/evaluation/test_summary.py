@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.evaluation.statistics import paired_wilcoxon
 from esper.evaluation.summary import (
     headline,
@@ -257,7 +257,7 @@ def test_one_host_has_no_interval_and_shows_nothing():
 
 def test_figures_that_are_no_numbers_are_refused():
     first, *others = rows_of()
-    with pytest.raises(BadInput, match="finite"):
+    with pytest.raises(InvalidInputError, match="finite"):
         summarise([{**first, "return": nan}, *others])
 
 

@@ -139,7 +139,7 @@ def every_planting() -> list[tuple[str, str, str]]:
     found = []
     for kind in HOSTS:
         model = grow(kind)
-        for slot in range(len(model.survey.places)):
+        for slot in range(len(model.analysis.places)):
             geometry = model.place(slot).geometry
             found += [
                 (kind, model.slots[slot], blueprint.name)

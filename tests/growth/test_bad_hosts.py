@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper.contracts.errors import BadInput, CallOrder, EsperError
+from esper.contracts.errors import EsperError, InvalidInputError, InvalidStateError
 from esper.grower import Grower
 from esper.growth.blueprints.seed import misfit
 from tests.growth.hosts import Vectors, make_batch, make_host
@@ -269,7 +269,7 @@ def test_two_growers_over_overlapping_hosts_are_refused_until_the_first_is_detac
     inner = make_host("vector")
     outer = nn.Sequential(inner)
     first = attach(inner, ["second", "last"])
-    with pytest.raises(BadInput, match="has slots of another Grower"):
+    with pytest.raises(InvalidInputError, match="has slots of another Grower"):
         attach(outer, ["0.first", "0.second"])
     assert len(inner.first._forward_hooks) == 0
     first.detach()
@@ -409,15 +409,17 @@ def test_a_host_that_was_moved_or_replaced_is_noticed():
     host = make_host("vector")
     grower = attach(host, ["second"])
     host.double()
-    with pytest.raises(CallOrder, match=r"float32 on cpu and is torch\.float64"):
+    with pytest.raises(
+        InvalidStateError, match=r"float32 on cpu and is torch\.float64"
+    ):
         grower.loss(lambda: host(X.double()).sum())
     host.float()
     host.load_state_dict(make_host("vector", 3).state_dict())  # in place is fine
-    with pytest.raises(BadInput, match="without assign=True"):
+    with pytest.raises(InvalidInputError, match="without assign=True"):
         host.load_state_dict(make_host("vector", 4).state_dict(), assign=True)
     trains(grower)
     host.first.weight = nn.Parameter(host.first.weight.detach().clone())
-    with pytest.raises(CallOrder, match="other objects than when"):
+    with pytest.raises(InvalidStateError, match="other objects than when"):
         grower.step(metric=0.5)
 
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import esper
 from benchmarks.zoo import ARCHITECTURES, CLASSES, ROWS, Mlp
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.grower import Grower
 from esper.growth.analysis.macs import count_macs
 from esper.growth.model import GrowingModel
@@ -105,7 +105,9 @@ def test_the_state_of_another_host_is_refused_and_nothing_changes(
     host = make(4, 8, 3)
     shapes = {name: p.shape for name, p in host.named_parameters()}
     esper.save(make(*sizes), tmp_path / "other.safetensors")
-    with pytest.raises(BadInput, match=f"the saved host is another one: {line}"):
+    with pytest.raises(
+        InvalidInputError, match=f"the saved host is another one: {line}"
+    ):
         esper.load(tmp_path / "other.safetensors", host)
     assert shapes == {name: p.shape for name, p in host.named_parameters()}
     assert esper.rebuild(host, make(4, 16, 3).state_dict())[0].out_features == 16
@@ -113,7 +115,7 @@ def test_the_state_of_another_host_is_refused_and_nothing_changes(
 
 def test_a_norm_that_grew_alone_is_of_another_host():
     host, state = nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(6, affine=False)
-    with pytest.raises(BadInput, match="has 4 channels here and 6 there"):
+    with pytest.raises(InvalidInputError, match="has 4 channels here and 6 there"):
         esper.rebuild(nn.Sequential(host), nn.Sequential(state).state_dict())
 
 
@@ -124,14 +126,16 @@ def test_the_state_of_an_export_that_does_not_fit_is_refused_and_nothing_changes
     host = Mlp()
     shapes = {name: p.shape for name, p in host.named_parameters()}
     spoilt = {**state, "fc3.weight": torch.zeros(CLASSES - 1, 16)}
-    with pytest.raises(BadInput, match=r"fc3\.weight was \[3, 16\] and is \[4, 16\]"):
+    with pytest.raises(
+        InvalidInputError, match=r"fc3\.weight was \[3, 16\] and is \[4, 16\]"
+    ):
         esper.rebuild(host, spoilt)
     assert shapes == {name: p.shape for name, p in host.named_parameters()}
     assert (host.fc1.out_features, host.fc2.in_features) == (16, 16)
     esper.rebuild(host, state)
     assert (host.fc1.out_features, host.fc2.in_features) == (24, 24)
     model.plant("fc2#0", "squeeze_excite", tempo="AT_ONCE")
-    with pytest.raises(BadInput, match="not all seeds were merged"):
+    with pytest.raises(InvalidInputError, match="not all seeds were merged"):
         esper.rebuild(Mlp(), export(model).state_dict())
 
 
@@ -139,7 +143,7 @@ def test_an_export_with_seeds_that_nothing_could_load_is_not_saved(tmp_path):
     model = GrowingModel(Mlp(), ["fc2"], {"x": torch.randn(4, 6)})
     model.plant("fc2#0", "squeeze_excite", tempo="AT_ONCE")
     with pytest.raises(
-        BadInput, match=r"not all seeds were merged; save .* esper\.save"
+        InvalidInputError, match=r"not all seeds were merged; save .* esper\.save"
     ):
         esper.save(export(model), tmp_path / "net.safetensors")
     assert not [*tmp_path.iterdir()]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from esper.contracts.blueprints import BLUEPRINTS, Form
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.contracts.stages import Stage
 from esper.growth.blueprints.registry import blueprint
 from esper.growth.blueprints.seed import misfit
@@ -213,7 +213,7 @@ def folds(name, place):
 )
 def test_every_blueprint_is_exported_wherever_it_fits(host, slot):
     model = host_of(host, [slot])
-    place = model.survey.places[0]
+    place = model.analysis.places[0]
     names = [one.name for one in BLUEPRINTS if not misfit(one, place.geometry)]
     assert names
     for name in names:
@@ -237,7 +237,7 @@ def test_every_blueprint_is_exported_wherever_it_fits(host, slot):
 
 
 def expected_parameters(model, place, name):
-    host = model.survey.parameters
+    host = model.analysis.parameters
     if name in SPANNING:
         return parameters(model) == model.count().parameters and parameters(model)
     made = place.outlet.weight.shape[0] if place.outlet.bias is None else 0
@@ -321,7 +321,7 @@ def test_a_merged_norm_trains_as_the_branch_did():
     assert plain.training
     x = torch.randn(6, 2, 6, 6, dtype=torch.float64)
     torch.testing.assert_close(plain(x), model(x), rtol=1e-9, atol=1e-9)
-    seed = model.seeds["slot_0"].middle[0]
+    seed = model.seeds["slot_0"].interlayer[0]
     merged = torch.cat([model.host.norm.running_var, seed.running_var])
     torch.testing.assert_close(plain.norm.running_var, merged, rtol=1e-9, atol=1e-9)
 
@@ -443,7 +443,7 @@ def test_a_failed_call_is_raised_and_leaves_nothing_behind(broken):
     if broken == "host":
         plain.fc3.weight = nn.Parameter(torch.ones(3, 3).double())
     else:
-        plain.esper_seeds["slot_0"].middle = nn.Linear(3, 3).double()
+        plain.esper_seeds["slot_0"].interlayer = nn.Linear(3, 3).double()
     with pytest.raises(RuntimeError):
         plain(model.example)
     copy.deepcopy(plain)  # a tensor with a history could not be copied
@@ -546,9 +546,9 @@ def outside():
 @pytest.mark.parametrize(
     ("make", "error", "reason"),
     [
-        (detached, CallOrder, "detach"),
-        (outside, BadInput, "does not answer like the host"),
-        (uncopyable, BadInput, "cannot be copied"),
+        (detached, InvalidStateError, "detach"),
+        (outside, InvalidInputError, "does not answer like the host"),
+        (uncopyable, InvalidInputError, "cannot be copied"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_and_unchanged(make, error, reason):

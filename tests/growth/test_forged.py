@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import esper
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.files import pack
 from esper.grower import Grower
 from esper.growth.analysis.interlayer import FUNCTIONS, GROWING, JOINS, FunctionModule
@@ -36,7 +36,10 @@ def refused(state, match=None):
     """The line in which a state is refused; the host has not changed."""
     host = make_host("vector")
     before = everything(host)
-    with exploits.Allocated() as allocated, pytest.raises(BadInput, match=match) as one:
+    with (
+        exploits.Allocated() as allocated,
+        pytest.raises(InvalidInputError, match=match) as one,
+    ):
         esper.rebuild(host, state)
     assert "\n" not in str(one.value)
     assert len(str(one.value)) < 600
@@ -63,7 +66,7 @@ def test_a_chain_of_functions_to_exec_writes_no_file(how, form, state, tmp_path)
         "rebuild": lambda: esper.rebuild(host, torch.load(saved, weights_only=True)),
         "load": lambda: esper.load(file, host),
     }
-    with pytest.raises(BadInput):
+    with pytest.raises(InvalidInputError):
         grow[how]()(x)
     assert not marker.exists()
 
@@ -78,14 +81,14 @@ def test_no_function_of_torch_can_be_named(every, state, tmp_path, monkeypatch):
     text = bytes(forged[TOPOLOGY].tolist())
     host, file = make_host("vector"), tmp_path / "net.safetensors"
     built = []
-    monkeypatch.setattr("esper.growth.saving.serialization.Grown", built.append)
+    monkeypatch.setattr("esper.growth.saving.serialization.SeedModules", built.append)
     for index, name in enumerate([*names, *sorted(bare)]):
         made = written(state, text.replace(b"THE NAME", name.encode()))
-        with pytest.raises(BadInput, match="which no file may call"):
+        with pytest.raises(InvalidInputError, match="which no file may call"):
             esper.rebuild(host, made)
         if index % every == 0:
             file.write_bytes(pack(made))
-            with pytest.raises(BadInput, match="which no file may call"):
+            with pytest.raises(InvalidInputError, match="which no file may call"):
                 esper.load(file, host)
     assert not built
 
@@ -202,7 +205,7 @@ def widened(function):
 def test_all_names_of_a_function_are_saved_as_one(function, name, tmp_path):
     _, host, x = widened(function)
     (place,) = read(host.state_dict())["places"]
-    assert name in [one["name"] for one in place["middle"]]
+    assert name in [one["name"] for one in place["interlayer"]]
     esper.save(host, tmp_path / "net")
     loaded = esper.load(tmp_path / "net", Calls(function)).eval()
     assert torch.equal(loaded(x), host(x))
@@ -215,16 +218,16 @@ def test_what_the_table_does_not_hold_grows_in_memory_and_cannot_be_saved(tmp_pa
     grower, host, x = widened(function)
     wanted = host(x)
     assert torch.equal(copy.deepcopy(host)(x), wanted)
-    middle = host.esper_seeds["slot_0"].middle
+    middle = host.esper_seeds["slot_0"].interlayer
     assert torch.equal(pickle.loads(pickle.dumps(middle))(wanted), middle(wanted))
     assert torch.allclose(grower.export()(x), wanted, atol=1e-5)
     line = "slot 'first->second#0' has a seed where the host calls 'torch.special.log"
-    with pytest.raises(BadInput, match=line) as one:
+    with pytest.raises(InvalidInputError, match=line) as one:
         esper.save(host, tmp_path / "net")
     assert "let an nn.Module of the host call it" in str(one.value)
     assert not [*tmp_path.iterdir()]
     state, whole = host.state_dict(), grower.state_dict()
-    with pytest.raises(BadInput, match="'first->second' calls 'torch"):
+    with pytest.raises(InvalidInputError, match="'first->second' calls 'torch"):
         esper.rebuild(Calls(function), state)
     other, same, _ = widened(function)
     other.load_state_dict(whole)
@@ -312,7 +315,7 @@ def test_a_topology_that_grows_when_it_is_read_does_not(kind, state):
     assert len(forged[TOPOLOGY]) <= 2**20
     tracemalloc.start()
     try:
-        with pytest.raises(BadInput) as one:
+        with pytest.raises(InvalidInputError) as one:
             esper.rebuild(make_host("vector"), forged)
         assert tracemalloc.get_traced_memory()[1] < MOST
     finally:
@@ -371,7 +374,7 @@ def test_a_module_of_a_user_is_not_built_at_the_size_that_a_file_says():
         topology = read(state)
         geometry = topology["places"][0]["geometry"]
         geometry["inlet_shape"] = geometry["outlet_shape"] = [2**20]
-        with exploits.Allocated() as allocated, pytest.raises(BadInput):
+        with exploits.Allocated() as allocated, pytest.raises(InvalidInputError):
             esper.rebuild(plain(), written(state, topology))
         assert made[-1] == 2**20
         assert allocated.bytes < 2**20
@@ -400,7 +403,7 @@ def test_what_is_no_saved_network_is_refused_in_one_line(kind, tmp_path):
         path.write_text("no network")
     host = make_host("vector", rng_seed=3)
     before = everything(host)
-    with pytest.raises(BadInput) as one:
+    with pytest.raises(InvalidInputError) as one:
         esper.load(path, host)
     assert "\n" not in str(one.value)
     assert before == everything(host)

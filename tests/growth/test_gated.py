@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import esper
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.growth.analysis.host_layers import KINDS, LayerKind
 from esper.growth.analysis.slot_search import suggest_slots
 from esper.growth.model import GrowingModel
@@ -191,7 +191,7 @@ def test_one_gated_pair_has_one_slot():
         "it is widened together with gate->down"
     )
     GrowingModel(host, ["up->down"], ROWS).detach()
-    with pytest.raises(BadInput, match="both widen 'up'; name one of them"):
+    with pytest.raises(InvalidInputError, match="both widen 'up'; name one of them"):
         GrowingModel(host, ["gate->down", "up->down"], ROWS)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import esper
-from esper.contracts.errors import CallOrder
+from esper.contracts.errors import InvalidStateError
 from esper.grower import Grower
 from esper.growth.hooks import shadow_gradients
 from tests.growth.hosts import Vectors, grow, make_batch, move_to, shake
@@ -98,7 +98,9 @@ def test_a_slot_across_two_checkpointed_segments_is_refused(reentrant):
     grower = Grower(host, torch.optim.SGD(host.parameters(), 0.1), ["0->2"], example=x)
     grower.plant("0->2#0", "widen_8", tempo="AT_ONCE")
     answer = checkpoint_sequential(host, 3, x.requires_grad_(), use_reentrant=reentrant)
-    with pytest.raises(CallOrder, match="'2' was computed again without '0'; put both"):
+    with pytest.raises(
+        InvalidStateError, match="'2' was computed again without '0'; put both"
+    ):
         answer.sum().backward()
 
 
@@ -140,15 +142,21 @@ def test_parts_that_are_called_one_by_one_give_the_hosts_answer_or_none(
     whole = host(x)
     code = host.encode(x)
     assert torch.equal(host.decode(code), whole)
-    with pytest.raises(CallOrder, match="'back' was called without 'code', whose"):
+    with pytest.raises(
+        InvalidStateError, match="'back' was called without 'code', whose"
+    ):
         host.decode(code)
     host.encode(x + 1)
     host.encode(x)  # twice by itself is no fault
-    with pytest.raises(CallOrder, match="'code' was called twice before 'back'") as one:
+    with pytest.raises(
+        InvalidStateError, match="'code' was called twice before 'back'"
+    ) as one:
         host.decode(code)
     assert "\n" not in str(one.value)
     host.encode(x[:2])
-    with pytest.raises(CallOrder, match=r"given \[2, 8\] and 'back' gave \[5, 8\]"):
+    with pytest.raises(
+        InvalidStateError, match=r"given \[2, 8\] and 'back' gave \[5, 8\]"
+    ):
         host.decode(code)
     assert not grower.model.flow.failed
     host.encode(x)
@@ -160,7 +168,7 @@ def test_a_loss_of_parts_begins_anew_and_leaves_the_codes_of_others_alone(halves
     host.encode(x)
     loss = grower.loss(lambda: host.decode(host.encode(x)).square().mean())
     assert torch.equal(loss, host(x).square().mean())
-    with pytest.raises(CallOrder, match="was called twice before"):
+    with pytest.raises(InvalidStateError, match="was called twice before"):
         grower.loss(
             lambda: host.decode(host.encode(x) + host.encode(x + 1)).square().mean()
         )

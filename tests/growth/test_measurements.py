@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.growth.measurements import (
     MEMORY,
     MetricScorer,
@@ -61,7 +61,7 @@ def test_an_observation_shows_budget_slots_and_offers():
     move_to(model, "first->second#0", "widen_8", "HOLDING", alpha_target="MOST")
     track = Track.fresh(1).after(torch.tensor([0.4]), torch.tensor([1.5]))
     seen = observe(model, track, horizon=10, compute=3.0, budget=2.0, rent=0.1)
-    share = model.parameters_added / model.survey.parameters
+    share = model.parameters_added / model.analysis.parameters
     assert float(seen.host.budget_left) == pytest.approx(2.0 - share)
     assert float(seen.host.added) == pytest.approx(share)
     assert float(seen.slots.parameters[0, 0]) == pytest.approx(share)
@@ -78,7 +78,7 @@ def test_an_observation_shows_budget_slots_and_offers():
     assert seen.slots.capacity[0].tolist() == pytest.approx([1.0, 0.6, 0.6, 0.6] * 2)
     assert float(seen.offers.parameters[0, 0, widen]) == pytest.approx(share)
     assert float(seen.slots.depth[0, 0]) < float(seen.slots.depth[0, 1])
-    assert bool(seen.first)
+    assert bool(seen.episode_start)
 
 
 def test_scores_of_losses_begin_at_a_half_and_rise_as_the_loss_falls():
@@ -87,7 +87,7 @@ def test_scores_of_losses_begin_at_a_half_and_rise_as_the_loss_falls():
     assert scorer.score(1.0, [4.0]) == pytest.approx(0.8)
     assert scorer.score(0.0, [4.0, 1.0]) == 1.0
     assert MetricScorer(grow("vector"), "max").score(0.3) == 0.3
-    with pytest.raises(BadInput, match="must be a number, got None"):
+    with pytest.raises(InvalidInputError, match="must be a number, got None"):
         scorer.measure(lambda: None)
 
 
@@ -106,7 +106,7 @@ def test_any_finite_metric_becomes_a_score_that_keeps_its_order(mode, metrics):
     ranked = [scores[at] for at in (order if mode == "max" else order[::-1])]
     assert ranked == sorted(ranked)
     for wrong in (float("nan"), float("inf")):
-        with pytest.raises(BadInput, match="the metric must be finite"):
+        with pytest.raises(InvalidInputError, match="the metric must be finite"):
             scorer.score(wrong, metrics)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from esper.contracts.actions import Op
 from esper.contracts.blueprints import BLUEPRINTS
-from esper.contracts.errors import BadInput, IllegalAction
+from esper.contracts.errors import IllegalActionError, InvalidInputError
 from esper.contracts.stages import Stage
 from esper.growth.hooks import attach_gradients, shadow_gradients
 from esper.growth.model import GrowingModel
@@ -145,15 +145,15 @@ def test_the_modules_of_training_seeds_are_known_after_every_change():
 
 def test_what_is_not_possible_is_refused_and_changes_nothing():
     model = grow("vector")
-    with pytest.raises(IllegalAction, match="ADVANCE is not possible in slot"):
+    with pytest.raises(IllegalActionError, match="ADVANCE is not possible in slot"):
         model.advance("second#0")
-    with pytest.raises(BadInput, match="did you mean 'second#0'"):
+    with pytest.raises(InvalidInputError, match="did you mean 'second#0'"):
         model.advance("secnd#0")
-    with pytest.raises(BadInput, match="did you mean 'widen_8'"):
+    with pytest.raises(InvalidInputError, match="did you mean 'widen_8'"):
         model.plant("first->second#0", "widen_9")
-    with pytest.raises(BadInput, match="does not fit slot 'second#0'"):
+    with pytest.raises(InvalidInputError, match="does not fit slot 'second#0'"):
         model.plant("second#0", "widen_8")
-    with pytest.raises(BadInput, match="did you mean 'STANDARD'"):
+    with pytest.raises(InvalidInputError, match="did you mean 'STANDARD'"):
         model.plant("first->second#0", "widen_8", tempo="standrd")
     assert not model.seeds
     assert not bool(model.states.stage.any())
@@ -171,7 +171,7 @@ def test_parameters_and_macs_are_what_was_declared():
     declared = model.cost(0, model.spec.blueprints[5])
     model.plant(model.slots[0], model.spec.blueprints[5].name)
     assert declared.parameters == model.parameters_added
-    assert model.macs == model.survey.macs  # not felt yet
+    assert model.macs == model.analysis.macs  # not felt yet
 
 
 @pytest.mark.parametrize("kind", HOSTS)
@@ -197,9 +197,9 @@ def test_a_model_with_other_slots_is_not_loaded():
     model.plant("first->second#1", "widen_8")
     saved = model.state_dict()
     other = grow("vector", seeds_per_slot=1)
-    with pytest.raises(BadInput, match="other slots: first->second#1"):
+    with pytest.raises(InvalidInputError, match="other slots: first->second#1"):
         other.load_state_dict(saved)
-    with pytest.raises(BadInput, match="no saved GrowingModel"):
+    with pytest.raises(InvalidInputError, match="no saved GrowingModel"):
         other.load_state_dict(other.host.state_dict())
 
 
@@ -244,13 +244,15 @@ def test_merge_only_plants_nothing_that_stays_a_branch():
         assert known == offered
     assert model.spec.narrowed["style"] == ("ADD",)
     for wrong in (("residual_mlp", "ADD"), ("widen_8", "SCALE")):
-        with pytest.raises(BadInput, match="would not merge, and merge_only is set"):
+        with pytest.raises(
+            InvalidInputError, match="would not merge, and merge_only is set"
+        ):
             model.plant("up->down#0", wrong[0], style=wrong[1])
     model.plant("up->down#0", "widen_8", tempo="AT_ONCE")
-    with pytest.raises(BadInput, match="it scales its outlet"):
+    with pytest.raises(InvalidInputError, match="it scales its outlet"):
         model.set_alpha("up->down#0", "HALF", style="SCALE")
     model.detach()
-    with pytest.raises(BadInput, match="slot 'act': no seed there merges"):
+    with pytest.raises(InvalidInputError, match="slot 'act': no seed there merges"):
         GrowingModel(host, ["act"], example, merge_only=True)
 
 
@@ -284,7 +286,9 @@ def test_merge_only_skips_places_whose_width_the_host_computes_with():
     model = GrowingModel(host, "auto", x, seeds_per_slot=1, merge_only=True)
     assert model.slots == ("b->c#0",)
     model.detach()
-    with pytest.raises(BadInput, match="no seed there merges, it would answer differ"):
+    with pytest.raises(
+        InvalidInputError, match="no seed there merges, it would answer differ"
+    ):
         GrowingModel(host, ["a->b"], x, merge_only=True)
     assert before == (everything(host), {n: str(m) for n, m in host.named_modules()})
     assert all(p is q for p, q in zip(own, host.parameters(), strict=True))

@@ -6,7 +6,7 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler as schedules
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.growth.optimiser import OptimizerSurgery as Surgery
 from tests.growth.hosts import bits
 
@@ -69,7 +69,10 @@ def host_and_optimiser(build):
     torch.manual_seed(3)
     host = Host()
     groups = [
-        {"params": [*host.first.parameters(), host.frozen], "weight_decay": 0.01},
+        {
+            "params": [*host.first.parameters(), host.frozen],
+            "weight_decay": 0.01,
+        },
         {"params": host.second.parameters(), "lr": 0.02},
     ]
     return host, build(groups)
@@ -214,7 +217,7 @@ def test_names_given_to_the_optimiser_are_kept_in_step():
 
 
 def refusal(call):
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(InvalidInputError) as caught:
         call()
     message = str(caught.value)
     assert "\n" not in message

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn, optim
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.growth.safety import (
     RENEWAL,
     WARM_UP,
@@ -194,7 +194,7 @@ def test_reasons_are_one_line_and_the_same_after_loading(batch, wanted):
     reason = monitor.describe(verdict, loss, norm, finite=finite)
     assert wanted in reason
     assert "\n" not in reason
-    with pytest.raises(BadInput, match="not of this window"):
+    with pytest.raises(InvalidInputError, match="not of this window"):
         monitor.load_state_dict({**saved, "recent": [[1.0, 1.0]] * 10})
     for field, value in (
         ("spike", 1.0),
@@ -202,7 +202,7 @@ def test_reasons_are_one_line_and_the_same_after_loading(batch, wanted):
         ("window", 7),
         ("patience", 0),
     ):
-        with pytest.raises(BadInput, match=f"^{field} must be"):
+        with pytest.raises(InvalidInputError, match=f"^{field} must be"):
             GovernorConfig(**{field: value})
 
 

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from pydantic import TypeAdapter
 from torch import nn
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.growth.analysis import slot_search as suggestions
-from esper.growth.analysis.interlayer import SavedSteps, new_middle, restore_middle
+from esper.growth.analysis.interlayer import SavedSteps, new_interlayer, restore_middle
 from esper.growth.analysis.slot_search import choose_slots, suggest_slots
-from esper.growth.analysis.slots import survey
+from esper.growth.analysis.slots import analyse_host
 from esper.growth.blueprints.geometry import Layout
 from tests.growth.hosts import HOSTS, make_batch, make_host
 
@@ -38,7 +38,7 @@ class Fork(Between):
 
 
 def look(host, *slots, example=X):
-    return survey(host, slots, example)
+    return analyse_host(host, slots, example)
 
 
 def place(host, slot="first->second", example=X):
@@ -63,7 +63,7 @@ def test_channel_wise_work_between_two_layers_lets_units_in(between):
     assert found.geometry.why_no_span == ""
     assert found.geometry.spans
     assert found.geometry.hidden_shape == (12,)
-    units = new_middle(found.middle, 3, 12)
+    units = new_interlayer(found.interlayer, 3, 12)
     assert units(torch.randn(4, 3)).shape == (4, 3)
 
 
@@ -106,7 +106,9 @@ class Modes(Between):
 )
 def test_a_pair_is_refused_if_its_way_differs_in_training_mode(between, how):
     host = Modes(between)
-    with pytest.raises(BadInput, match="'first->second' works in eval mode only") as e:
+    with pytest.raises(
+        InvalidInputError, match="'first->second' works in eval mode only"
+    ) as e:
         place(host)
     assert f"in training mode {how}" in str(e.value).replace("the hidden tensor f", "f")
     assert "\n" not in str(e.value)
@@ -131,7 +133,9 @@ def test_a_layer_that_training_leaves_out_at_random_is_found_and_others_are_not(
         assert suggest_slots(host, X) == ("first->second",)
         assert torch.equal(streams, torch.get_rng_state())
     host.share = 1.0
-    with pytest.raises(BadInput, match="in training mode 'first' is never called"):
+    with pytest.raises(
+        InvalidInputError, match="in training mode 'first' is never called"
+    ):
         place(host)
 
 
@@ -146,8 +150,8 @@ def test_a_layer_that_training_leaves_out_at_random_is_found_and_others_are_not(
 def test_dropout_that_only_training_calls_is_in_new_units_too(between):
     host = Modes(between)
     found = place(host)
-    for middle in (found.middle, saved_and_read(found.recipe, host)):
-        units, ones = new_middle(middle, 6, 12), torch.ones(4, 6)
+    for middle in (found.interlayer, saved_and_read(found.recipe, host)):
+        units, ones = new_interlayer(middle, 6, 12), torch.ones(4, 6)
         assert {*units.train()(ones).flatten().tolist()} == {0.0, 2.0}
         assert torch.equal(units.eval()(ones), ones)
 
@@ -173,7 +177,11 @@ class Image(nn.Module):
 
     def __init__(self, between, second):
         super().__init__()
-        self.first, self.second, self.between = nn.Conv2d(3, 8, 3), second, between
+        self.first, self.second, self.between = (
+            nn.Conv2d(3, 8, 3),
+            second,
+            between,
+        )
 
     def forward(self, x):
         return self.second(self.between(torch.relu(self.first(x)), self.training))
@@ -193,7 +201,10 @@ def test_pooling_and_flattening_let_units_in_however_they_are_written(between):
     found = place(Image(between, nn.Linear(8, 5)), example=x)
     assert found.geometry.why_no_span == ""
     assert found.geometry.unit_inputs == 1
-    assert new_middle(found.middle, 3, 8)(torch.randn(2, 3, 4, 4)).shape == (2, 3)
+    assert new_interlayer(found.interlayer, 3, 8)(torch.randn(2, 3, 4, 4)).shape == (
+        2,
+        3,
+    )
 
 
 def test_a_number_of_rows_is_not_taken_for_a_constant():
@@ -204,17 +215,17 @@ def test_a_number_of_rows_is_not_taken_for_a_constant():
     found = place(host, example=torch.randn(4, 3, 6, 6))
     assert found.geometry.spans
     again = saved_and_read(found.recipe, host)
-    for middle in (found.middle, again):
+    for middle in (found.interlayer, again):
         given = torch.randn(2, 3, 4, 4)
-        assert torch.equal(new_middle(middle, 3, 8)(given), torch.relu(given))
+        assert torch.equal(new_interlayer(middle, 3, 8)(given), torch.relu(given))
 
 
 def test_functional_dropouts_are_dropouts_in_new_units_too():
     host = Image(lambda h, training: F.dropout2d(h, 0.5, training), nn.Conv2d(8, 4, 1))
     found = place(host, example=torch.randn(4, 3, 6, 6))
     again = saved_and_read(found.recipe, host)
-    for middle in (found.middle, again):
-        units, ones = new_middle(middle, 6, 8), torch.ones(4, 6, 4, 4)
+    for middle in (found.interlayer, again):
+        units, ones = new_interlayer(middle, 6, 8), torch.ones(4, 6, 4, 4)
         assert {*units.train()(ones).flatten().tolist()} == {0.0, 2.0}
         assert torch.equal(units.eval()(ones), ones)
 
@@ -250,7 +261,11 @@ def test_looking_leaves_no_trace():
 
 def test_depths_rise_and_parameters_and_macs_are_counted():
     seen = look(
-        make_host("vector"), "first", "second", "last", example=make_batch("vector")[0]
+        make_host("vector"),
+        "first",
+        "second",
+        "last",
+        example=make_batch("vector")[0],
     )
     depths = [found.depth for found in seen.places]
     assert depths == sorted(depths)
@@ -275,7 +290,7 @@ def test_places_between_layers_are_suggested_from_input_to_output(kind, slots):
 def test_a_host_without_such_places_is_offered_those_beside_its_layers():
     host = Between(lambda h: torch.softmax(h, dim=1))
     assert suggest_slots(host, X) == ("first->first", "second->second")
-    with pytest.raises(BadInput, match="name slots by hand"):
+    with pytest.raises(InvalidInputError, match="name slots by hand"):
         suggest_slots(nn.Sequential(nn.Embedding(4, 3)), torch.zeros(2, 3).long())
 
 
@@ -380,7 +395,7 @@ def test_recurrent_layers_count_their_products():
 
     example = torch.randn(2, 6, 5)
     host = Recurrent()
-    seen = survey(host, ["first->last"], example)
+    seen = analyse_host(host, ["first->last"], example)
     cells = 6 * 2 * 4 * 7 * ((5 + 7) + (14 + 7))
     assert seen.macs == cells + 14 * 6 + 6 * 3
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from esper.contracts.actions import HEAD, Op
-from esper.contracts.errors import BadInput, IllegalAction
+from esper.contracts.errors import IllegalActionError, InvalidInputError
 from esper.contracts.stages import Stage, StageChanged
 from esper.growth.history import PLAIN, GrowthDecision, summary
 from esper.growth.model import encode_action
@@ -82,7 +82,7 @@ def test_actions_go_to_numbers_and_to_words():
         (prune, "prune a#0 (INSTANT, COSINE)"),
     ):
         assert action_text(action, slots, spec) == words
-    with pytest.raises(BadInput, match="did you mean 'SLOW'"):
+    with pytest.raises(InvalidInputError, match="did you mean 'SLOW'"):
         encode_action(Op.PRUNE, alpha_speed="SLOWW")
 
 
@@ -113,9 +113,9 @@ def test_what_is_refused_leaves_the_optimiser_alone():
     topology = Topology(model, optimizer)
     before = len(optimizer.param_groups[0]["params"])
     slot = "second#0"
-    with pytest.raises(IllegalAction):
+    with pytest.raises(IllegalActionError):
         topology.act(model.encode(Op.ADVANCE, slot))
-    with pytest.raises(BadInput):
+    with pytest.raises(InvalidInputError):
         topology.act(model.encode(Op.GERMINATE, slot, blueprint="widen_8"))
     assert len(optimizer.param_groups[0]["params"]) == before
     assert topology.collect() == ((), ())
@@ -128,7 +128,7 @@ def test_an_optimiser_that_cannot_train_a_seed_gives_its_slot_back():
         parameter.requires_grad_(parameter.ndim == 2)
     topology = Topology(model, torch.optim.Muon(matrices))
     slot = "second#0"
-    with pytest.raises(BadInput, match="Muon trains matrices only"):
+    with pytest.raises(InvalidInputError, match="Muon trains matrices only"):
         topology.act(model.encode(Op.GERMINATE, slot, blueprint="residual_mlp"))
     assert model.stage(slot) is Stage.DORMANT
     assert not model.seeds

@@ -39,7 +39,7 @@ def values(world, policy):
     with torch.inference_mode():
         return policy.value(
             compute_features(observation, world.spec),
-            observation.first,
+            observation.episode_start,
             policy.initial_state(world.num_envs),
         )
 

@@ -20,7 +20,7 @@ BOLD = PPOConfig(
     learning_rate=3e-3,
     minibatches=2,
     max_grad_norm=1.0,
-    entropy=0.01,
+    entropy_coef=0.01,
     head_entropy={"op": 0.03, "blueprint": 0.02},
 )
 """Settings for a task on which growing pays at once."""

@@ -31,7 +31,7 @@ class NaiveRolloutBuffer:
         sizes = dict(zip(HEAD_NAMES, spec.sizes, strict=True))
         self.step_counts = [0] * num_envs
         self.observations = torch.zeros(*shape, observation_width)
-        self.first = torch.zeros(shape, dtype=torch.bool)
+        self.episode_start = torch.zeros(shape, dtype=torch.bool)
         self.values = torch.zeros(shape)
         self.rewards = torch.zeros(shape)
         self.dones = torch.zeros(shape, dtype=torch.bool)
@@ -51,7 +51,7 @@ class NaiveRolloutBuffer:
         env: int,
         *,
         observation: Tensor,
-        first: bool,
+        episode_start: bool,
         actions: Mapping[str, int],
         log_probs: Mapping[str, float],
         masks: Mapping[str, Tensor],
@@ -66,7 +66,7 @@ class NaiveRolloutBuffer:
         """Store one step of one environment."""
         t = self.step_counts[env]
         self.observations[env, t] = observation
-        self.first[env, t] = first
+        self.episode_start[env, t] = episode_start
         for head in HEAD_NAMES:
             self.actions[head][env, t] = actions[head]
             self.log_probs[head][env, t] = log_probs[head]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from esper.contracts.stages import Stage
-from esper.runs.records import Judged
+from esper.runs.records import EvalResult
 from esper.runs.run import Run
 from esper.runs.store import Store
 from tests.runs.stores import record
@@ -42,7 +42,7 @@ HISTORY = (
 
 def config(tasks=TASKS):
     names = ", ".join(f'"{task}"' for task in tasks)
-    return f"tasks = [{names}]\nenvs = {ENVS}\n"
+    return f"tasks = [{names}]\nnum_envs = {ENVS}\n"
 
 
 def make_run(
@@ -104,9 +104,9 @@ def judge(store, tasks, arms, last):
 
 
 def judged(returns):
-    figures = {item.name: returns + 0.1 for item in fields(Judged)}
+    figures = {item.name: returns + 0.1 for item in fields(EvalResult)}
     panicked = np.zeros(len(returns), dtype=bool)
-    return Judged(**(figures | {"returns": returns, "panicked": panicked}))
+    return EvalResult(**(figures | {"returns": returns, "panicked": panicked}))
 
 
 def _episode(store, number, task, blueprints):

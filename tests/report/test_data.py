@@ -8,7 +8,7 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.evaluation.summary import summarise
 from esper.report.data import POINTS, SHOWN_ENVS, read_run
 from esper.report.plots import swimlanes
@@ -137,7 +137,7 @@ def test_no_number_of_a_store_decides_how_much_is_drawn(
     db.close()
     try:
         run = read_run(path)
-    except BadInput:
+    except InvalidInputError:
         return
     summarise(run.evaluations, resamples=10)
     for episodes in run.last_episodes.values():

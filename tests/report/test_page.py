@@ -7,7 +7,7 @@ from html import unescape
 
 import pytest
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.report import write_report
 from esper.report.page import SECTIONS
 from esper.rl.training import begin_ppo
@@ -296,7 +296,7 @@ def test_what_is_no_run_is_refused_in_one_line_and_nothing_is_written(
     path = make_run(tmp_path, rounds=1, arms=())
     harm(path)
     before = everything(tmp_path)
-    with pytest.raises(BadInput, match=message) as caught:
+    with pytest.raises(InvalidInputError, match=message) as caught:
         write_report(path)
     assert "\n" not in str(caught.value)
     assert everything(tmp_path) == before
@@ -312,7 +312,7 @@ def test_what_is_no_regular_file_in_place_of_the_page_is_refused(tmp_path, kind)
         page.symlink_to(other)
     if kind == "link":
         other.write_text("esper report")
-    with pytest.raises(BadInput, match=r"is not a regular file|is a link"):
+    with pytest.raises(InvalidInputError, match=r"is not a regular file|is a link"):
         write_report(path)
     assert not other.exists() or other.read_text() == "esper report"
 
@@ -324,7 +324,7 @@ def test_a_folder_or_file_in_the_way_is_refused(tmp_path, name):
         (path / name).write_text("mine")
     else:
         (path / name).mkdir()
-    with pytest.raises(BadInput, match=r"is a folder|is not a folder"):
+    with pytest.raises(InvalidInputError, match=r"is a folder|is not a folder"):
         write_report(path)
 
 
@@ -343,7 +343,7 @@ def test_nothing_but_a_report_is_overwritten(reported, tmp_path):
         (tmp_path / "nowhere" / "page.html", "create it first"),
         (tmp_path / "page.html", "Plots go there"),
     ):
-        with pytest.raises(BadInput, match=message):
+        with pytest.raises(InvalidInputError, match=message):
             write_report(reported, out)
     assert mine.read_text() == "my thesis"
     assert not (tmp_path / "page.html").exists()

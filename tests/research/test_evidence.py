@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.evaluation.statistics import Interval
 from esper.training.recordings import RecordConfig, record
 from research import evidence
@@ -126,10 +126,12 @@ def test_parts_that_are_there_are_not_counted_again(parts, tmp_path, monkeypatch
     assert static.parameters == round(task_of(TASK).host.parameters * size)
 
     other = replace(parts[0], hosts=3)
-    with pytest.raises(BadInput, match="another protocol, controller or number"):
+    with pytest.raises(
+        InvalidInputError, match="another protocol, controller or number"
+    ):
         counted([other], tmp_path, 1, "other")
     (tmp_path / parts[0].file).write_text("{")
-    with pytest.raises(BadInput, match="is damaged; delete it"):
+    with pytest.raises(InvalidInputError, match="is damaged; delete it"):
         counted(parts, tmp_path, 1, "damaged")
 
 
@@ -151,10 +153,12 @@ def test_the_ledger_keeps_all_rows_and_a_sample_is_trained_again(parts, tmp_path
     report = verified([*read, strange], arms, 9, 1)
     assert [line[-1] for line in report.rows] == ["2 of 2"] * 2
     wrong = [replace(each, test=each.test + 0.05) for each in read]
-    with pytest.raises(BadInput, match=r"differs from what is trained here by 5\.00"):
+    with pytest.raises(
+        InvalidInputError, match=r"differs from what is trained here by 5\.00"
+    ):
         verified(wrong, arms, 9, 1)
     file.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(BadInput, match="is no ledger, or damaged"):
+    with pytest.raises(InvalidInputError, match="is no ledger, or damaged"):
         read_ledger(file)
 
 
@@ -197,12 +201,12 @@ def test_recordings_of_another_end_than_the_question_s_are_refused(
     record(RecordConfig(stop=other, tasks=1, scripts=2), tmp_path / "recorded")
     options = {"known": "", "unknown": "", question: "tamiyo"}
     options[f"recordings_{question}"] = str(tmp_path / "recorded")
-    with pytest.raises(BadInput, match=f"was recorded with stop '{other}'"):
+    with pytest.raises(InvalidInputError, match=f"was recorded with stop '{other}'"):
         evidence.run(**options, tasks="letter", parts=str(tmp_path))
 
 
 def test_a_ledger_of_another_wording_is_refused(parts, tmp_path, monkeypatch):
     write_ledger([row("never", [0.5, 0.7])], tmp_path / "ledger.npz")
     monkeypatch.setattr(evidence, "protocol", lambda: "another")
-    with pytest.raises(BadInput, match="another wording"):
+    with pytest.raises(InvalidInputError, match="another wording"):
         read_ledger(tmp_path / "ledger.npz")

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD, HEAD_NAMES, RELEVANT, Op
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.stages import Stage
 from esper.testing.simulated import (
     HORIZON,
@@ -179,7 +179,7 @@ def test_memory_is_worth_much_in_hidden_instances(hidden):
 
 def observations_equal(ours, theirs):
     """Whether two observations show the same, for each environment."""
-    equal = torch.ones(ours.first.shape, dtype=torch.bool)
+    equal = torch.ones(ours.episode_start.shape, dtype=torch.bool)
     for record, other in ((ours.host, theirs.host), (ours.slots, theirs.slots)):
         for field in dataclasses.fields(record):
             one, two = getattr(record, field.name), getattr(other, field.name)
@@ -280,5 +280,5 @@ def test_states_that_look_the_same_allow_the_same_moves():
 
 
 def test_memoryless_plans_are_refused_for_visible_instances(visible):
-    with pytest.raises(BadInput, match="instance 0 is visible"):
+    with pytest.raises(InvalidInputError, match="instance 0 is visible"):
         best_memoryless_plans(visible)

@@ -34,7 +34,7 @@ class Chance(gymnasium.Env):
     action_space = spaces.MultiDiscrete(SIZES)
 
     def __init__(self, masks: str = "info", relevant: Any = None) -> None:
-        self.masks, self.relevant = masks, relevant
+        self.masks, self.head_relevance = masks, relevant
         vector = spaces.Box(-np.inf, np.inf, (4,), np.float32)
         self.observation_space = vector
         if masks == "observation":
@@ -58,8 +58,8 @@ class Chance(gymnasium.Env):
     def step(self, action):
         if self.masks != "none":
             fine = legal(self.seen)[np.add(action, STARTS)]
-            if self.relevant is not None:  # what is not used may be anything
-                fine |= ~np.array(self.relevant)[action[0]]
+            if self.head_relevance is not None:  # what is not used may be anything
+                fine |= ~np.array(self.head_relevance)[action[0]]
             assert fine.all(), "illegal"
         reward = float(self.np_random.standard_normal())
         ends = self.np_random.random(2) < 0.15
@@ -239,7 +239,9 @@ class Factored(gymnasium.Env):
         need=spaces.Discrete(3), digit=spaces.Discrete(4), worn=spaces.Discrete(3)
     )
     action_space = spaces.Dict(
-        tool=spaces.Discrete(3), first=spaces.Discrete(4), second=spaces.Discrete(4)
+        tool=spaces.Discrete(3),
+        first=spaces.Discrete(4),
+        second=spaces.Discrete(4),
     )
     HEADS = ("first", "second", "tool")
 

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from esper.cli import main
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.rl.doctor import examine
 from tests.hostile_envs import Tame
 from tests.rl.environments import Chance, Factored, Native, Remembered, Tabled, vector
@@ -381,5 +381,5 @@ def test_the_command_prints_findings_and_tells_them_by_its_exit_code(capsys):
     shown = capsys.readouterr().out
     assert re.search("^note, step 600: .*\n.*no faults found in 600 steps", shown)
     assert main(["doctor", "Nonsense-v0"]) == 2
-    with pytest.raises(BadInput, match="Nonsense-v0 cannot be made"):
+    with pytest.raises(InvalidInputError, match="Nonsense-v0 cannot be made"):
         examine("Nonsense-v0")

@@ -10,7 +10,7 @@ import gymnasium
 import pytest
 
 from esper import PPO
-from esper.contracts.errors import BadInput, EsperWarning, WorkersTrouble
+from esper.contracts.errors import EsperWarning, InvalidInputError, WorkersError
 from esper.rl.doctor import examine
 from esper.rl.vector import Vector
 from esper.workers.deadline import Watch, timed
@@ -99,17 +99,17 @@ def test_a_command_outlives_what_no_signal_can_interrupt(tmp_path, name, words):
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
-        ("step_sleeps", WorkersTrouble, r"environment 0 of .*: step\(\) at step 0 did"),
-        ("reset_sleeps", WorkersTrouble, r"reset\(\) at step 0 did not return in 0.5"),
-        ("mask_method_sleeps", WorkersTrouble, r"action_masks\(\) at step 0 did not"),
-        ("step_exits", BadInput, "SystemExit: 0"),
-        ("step_local", BadInput, "Local: local"),
-        ("mask_method_raises", BadInput, r"RuntimeError: \?\[2J"),
+        ("step_sleeps", WorkersError, r"environment 0 of .*: step\(\) at step 0 did"),
+        ("reset_sleeps", WorkersError, r"reset\(\) at step 0 did not return in 0.5"),
+        ("mask_method_sleeps", WorkersError, r"action_masks\(\) at step 0 did not"),
+        ("step_exits", InvalidInputError, "SystemExit: 0"),
+        ("step_local", InvalidInputError, "Local: local"),
+        ("mask_method_raises", InvalidInputError, r"RuntimeError: \?\[2J"),
     ],
 )
 def test_a_process_of_an_environment_has_a_deadline(name, error, words, capfd):
-    agent = PPO(made(name), envs=2, steps=4, width=8, kind="async")
-    if error is WorkersTrouble:
+    agent = PPO(made(name), num_envs=2, rollout_steps=4, width=8, vectorization="async")
+    if error is WorkersError:
         agent.world._seconds = 0.5
     processes = agent.world.env.processes
     with pytest.raises(error, match=words):
@@ -126,18 +126,18 @@ class Once(Tame):
     hangs = False
 
     def __init__(self):
-        if os.getpid() != Once.first:
+        if os.getpid() != Once.episode_start:
             time.sleep(600 if Once.hangs else 0)
             raise SystemExit(0)
 
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_an_environment_that_cannot_be_made_in_its_process_is_one_line(hangs, capfd):
-    Once.first, Once.hangs = os.getpid(), hangs
+    Once.episode_start, Once.hangs = os.getpid(), hangs
     kind, words = (
-        (WorkersTrouble, "did not return in 0.5 s")
+        (WorkersError, "did not return in 0.5 s")
         if hangs
-        else (BadInput, "Once cannot be made: SystemExit: 0")
+        else (InvalidInputError, "Once cannot be made: SystemExit: 0")
     )
     with pytest.raises(kind, match=words):
         Vector(Once, 2, "async", env_timeout=0.5)
@@ -179,7 +179,7 @@ def test_a_library_installs_no_signal_handler():
         signal.getsignal(signal.SIGALRM),
         signal.getitimer(signal.ITIMER_REAL),
     )
-    agent = PPO(Tame, envs=1, steps=4, width=8)
+    agent = PPO(Tame, num_envs=1, rollout_steps=4, width=8)
     agent.learn(8)
     assert signal.getsignal(signal.SIGALRM) == before
     with Watch():
@@ -200,7 +200,7 @@ def test_a_real_interrupt_is_one():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            PPO(Interrupted, envs=1, steps=4, width=8).learn(8)
+            PPO(Interrupted, num_envs=1, rollout_steps=4, width=8).learn(8)
         with pytest.raises(KeyboardInterrupt):
             examine(Interrupted, steps=10)
     finally:
@@ -209,7 +209,7 @@ def test_a_real_interrupt_is_one():
 
 def test_an_environment_that_cannot_be_closed_is_a_warning():
     for kind in (made("close_raises"), made("close_exits")):
-        agent = PPO(kind, envs=3, steps=4, width=8)
+        agent = PPO(kind, num_envs=3, rollout_steps=4, width=8)
         with pytest.warns(EsperWarning, match="failed in close") as told:
             agent.close()
         assert len(told) == 1
@@ -217,5 +217,5 @@ def test_an_environment_that_cannot_be_closed_is_a_warning():
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_deadline_that_cannot_be_meant_is_refused(seconds):
-    with pytest.raises(BadInput, match="env_timeout must be finite"):
+    with pytest.raises(InvalidInputError, match="env_timeout must be finite"):
         Vector(Tame, 1, env_timeout=seconds)

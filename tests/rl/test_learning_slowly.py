@@ -42,5 +42,5 @@ def test_a_number_in_the_units_of_its_space():
 def test_a_factored_causal_masked_action():
     """The op is the first head; each tool reads one setting, resting reads none."""
 
-    agent = learnt(Tools, 60_000, relevant=Tools.RELEVANT)
+    agent = learnt(Tools, 60_000, head_relevance=Tools.RELEVANT)
     assert agent.evaluate(32).mean > 15

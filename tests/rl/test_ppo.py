@@ -18,11 +18,11 @@ from gymnasium.vector import AutoresetMode
 
 from esper import PPO, PPOConfig
 from esper.contracts.errors import (
-    BadInput,
-    CallOrder,
     EsperWarning,
-    NoLegalAction,
-    NotFinite,
+    InvalidInputError,
+    InvalidStateError,
+    NoLegalActionError,
+    NotFiniteError,
 )
 from esper.contracts.state import save
 from esper.files import pack, read_safetensors
@@ -42,7 +42,7 @@ from tests.rl.environments import (
 
 MODES = tuple(AutoresetMode)
 ONCE = PPOConfig(epochs=1, minibatches=1)
-SMALL = {"width": 8, "steps": 12}
+SMALL = {"width": 8, "rollout_steps": 12}
 USED = ((True, False, True), (True, True, False), (True, True, True))
 """Heads of `Chance` that each choice of the first one uses."""
 
@@ -96,7 +96,7 @@ def test_the_first_minibatch_sees_the_policy_that_acted(memory, masks):
 def test_the_same_with_other_networks_and_with_a_causal_table(options):
     table = [[True, True, False], [True, False, True], [True, False, False]]
     env = chance(relevant=table)
-    agent = PPO(env, memory="gru", relevant=table, ppo=ONCE, **SMALL, **options)
+    agent = PPO(env, memory="gru", head_relevance=table, ppo=ONCE, **SMALL, **options)
     for record in learnt(agent, 3 * 96):
         assert abs(record.update.kl) < 1e-6
         shares = [head.openness for head in record.update.heads.values()]
@@ -119,25 +119,27 @@ def test_masks_that_depend_on_the_first_choice_and_heads_that_see_earlier_ones(
 
 def test_an_autoregressive_head_sees_what_was_chosen_before_it():
     for chained in (False, True):
-        agent = PPO(chance("none"), autoregressive=chained, envs=2, **SMALL)
+        agent = PPO(chance("none"), autoregressive=chained, num_envs=2, **SMALL)
         with torch.no_grad():
             agent.policy.head_out.weight.mul_(100)
         seen = {"vector": torch.ones(1, 2, 4)}
         actions = torch.tensor([[[0, 0, 0], [1, 1, 0]]])
         first, state = torch.zeros(1, 2, dtype=torch.bool), torch.zeros(1, 1, 1)
-        logits, _ = agent.policy.scores(seen, actions, first, state)
+        logits, _ = agent.policy.evaluate_actions(seen, actions, first, state)
         changed = (logits[0, 0] - logits[0, 1]).abs().amax(dim=1) > 1e-3
         assert changed.tolist() == [False, chained, chained]
 
 
 def test_a_table_that_leaves_nothing_names_the_choice():
-    spec = PPO(chance("none"), envs=1, **SMALL).spec
+    spec = PPO(chance("none"), num_envs=1, **SMALL).spec
     table = np.ones((1, 3, 10), bool)
     table[0, 1, 5:] = False
-    with pytest.raises(NoLegalAction, match=r"'action.2' with choice 1 of 'action.0'"):
-        spec.rows(table, 1)
+    with pytest.raises(
+        NoLegalActionError, match=r"'action.2' with choice 1 of 'action.0'"
+    ):
+        spec.head_masks(table, 1)
     table[0, 1, 1] = False  # then the first head cannot choose it
-    assert spec.rows(table, 1).shape == (1, 3, 3, 5)
+    assert spec.head_masks(table, 1).shape == (1, 3, 3, 5)
 
 
 def rollout(agent):
@@ -150,7 +152,7 @@ def rollout(agent):
         [getattr(buffer, n)[env, :c] for n in names] for env, c in enumerate(counts)
     ]
     buffer.compute_advantages_and_returns()
-    first = buffer.get_batched_sequences().first
+    first = buffer.get_batched_sequences().episode_start
     return [
         (*row, first[env, :c])
         for env, (row, c) in enumerate(zip(rows, counts, strict=True))
@@ -163,7 +165,9 @@ def test_t19_t20_all_autoreset_modes_store_the_same_transitions(memory):
     found = []
     for mode in MODES:
         env = vector(chance(), 3, mode)
-        agent = PPO(env, memory=memory, normalize=False, width=8, steps=40, seed=4)
+        agent = PPO(
+            env, memory=memory, normalize=False, width=8, rollout_steps=40, seed=4
+        )
         with torch.no_grad():
             agent.policy.value_out.weight.normal_(generator=torch.manual_seed(0))
         found.append(rollout(agent))
@@ -198,7 +202,9 @@ def test_t20_a_truncated_episode_is_valued_with_the_memory_of_its_last_step(mode
             return observation, info
 
     env = vector(lambda: Recorded("none"), 1, mode)
-    agent = PPO(env, memory="mingru", normalize=False, width=8, steps=60, seed=1)
+    agent = PPO(
+        env, memory="mingru", normalize=False, width=8, rollout_steps=60, seed=1
+    )
     with torch.no_grad():
         agent.policy.value_out.weight.normal_(generator=torch.manual_seed(0))
     ((_, _, dones, truncated, final_values, _),) = rollout(agent)
@@ -210,7 +216,7 @@ def test_t20_a_truncated_episode_is_valued_with_the_memory_of_its_last_step(mode
         seen = {"vector": torch.from_numpy(np.stack(episode))[None]}
         first = torch.arange(len(episode))[None] == 0
         state = agent.policy.initial_state(1)
-        _, values = agent.policy.scores(seen, None, first, state)
+        _, values = agent.policy.evaluate_actions(seen, None, first, state)
         assert final_values[end].item() == pytest.approx(values[0, -1].item(), abs=1e-5)
         checked += 1
     assert checked > 2
@@ -218,10 +224,10 @@ def test_t20_a_truncated_episode_is_valued_with_the_memory_of_its_last_step(mode
 
 @pytest.mark.parametrize("masks", ["info", "observation"])
 def test_sync_async_and_native_vectors_are_the_same_to_the_bit(masks):
-    ours = {"memory": "mingru", "seed": 3, "width": 8, "steps": 10}
+    ours = {"memory": "mingru", "seed": 3, "width": 8, "rollout_steps": 10}
     agents = [
-        PPO(chance(masks), envs=2, **ours),
-        PPO(chance(masks), envs=2, kind="async", **ours),
+        PPO(chance(masks), num_envs=2, **ours),
+        PPO(chance(masks), num_envs=2, vectorization="async", **ours),
         PPO(Native(chance(masks), 2), **ours),
     ]
     for agent in agents:
@@ -233,15 +239,17 @@ def test_sync_async_and_native_vectors_are_the_same_to_the_bit(masks):
 
 @pytest.mark.parametrize("masks", ["method", "none"])
 def test_processes_are_asked_for_masks_only_if_they_have_some(masks):
-    ours = {"envs": 2, "seed": 3, "width": 8, "steps": 10}
-    here, there = (PPO(chance(masks), kind=kind, **ours) for kind in ("sync", "async"))
+    ours = {"num_envs": 2, "seed": 3, "width": 8, "rollout_steps": 10}
+    here, there = (
+        PPO(chance(masks), vectorization=kind, **ours) for kind in ("sync", "async")
+    )
     assert_same_agents(here.learn(40), there.learn(40))
     there.close()
 
 
 def test_the_seed_decides_everything_and_another_gives_another_agent():
     one, two, three = (
-        PPO(chance(), envs=2, seed=seed, **SMALL).learn(48) for seed in (0, 0, 1)
+        PPO(chance(), num_envs=2, seed=seed, **SMALL).learn(48) for seed in (0, 0, 1)
     )
     assert_same_agents(one, two)
     assert not torch.equal(one.policy.head_out.weight, three.policy.head_out.weight)
@@ -253,7 +261,7 @@ def test_a_saved_agent_is_the_same_and_learns_on_the_same(memory, tmp_path):
     config = PPOConfig(
         minibatches=2, target_kl=math.inf, head_entropy={"action.1": 0.1}
     )
-    agent = PPO(chance(), memory=memory, envs=2, ppo=config, **SMALL).learn(48)
+    agent = PPO(chance(), memory=memory, num_envs=2, ppo=config, **SMALL).learn(48)
     agent.save(file)
     twins = [PPO.load(file, env=chance()) for _ in range(2)]
     for twin in twins:
@@ -273,7 +281,7 @@ def test_a_saved_agent_is_the_same_and_learns_on_the_same(memory, tmp_path):
         assert action.shape == (3,)
         assert mask[action + np.array(STARTS)].all()
         assert (action == again).all()
-    with pytest.raises(CallOrder, match="no environment to learn in"):
+    with pytest.raises(InvalidStateError, match="no environment to learn in"):
         without.learn(1)
 
 
@@ -282,14 +290,14 @@ def test_a_saved_agent_is_the_same_and_learns_on_the_same(memory, tmp_path):
 @pytest.mark.parametrize(
     ("memory", "options"),
     [
-        ("mingru", {"relevant": USED}),
+        ("mingru", {"head_relevance": USED}),
         ("mingru", {"autoregressive": True}),
         ("lstm", {}),
     ],
 )
 def test_an_exported_agent_chooses_and_remembers_the_same(memory, options, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
-    agent = PPO(chance("info", USED), memory=memory, envs=2, **options, **SMALL)
+    agent = PPO(chance("info", USED), memory=memory, num_envs=2, **options, **SMALL)
     learnt(agent, 48)
     agent.export(tmp_path / "agent.onnx")
     session = runtime.InferenceSession(tmp_path / "agent.onnx")
@@ -304,22 +312,22 @@ def test_an_exported_agent_chooses_and_remembers_the_same(memory, options, tmp_p
         chosen, _, _, state = session.run(None, given)
         assert (chosen == action).all()
         np.testing.assert_allclose(state, memories, atol=1e-5)
-    with pytest.raises(BadInput, match=r"must end in \.onnx"):
+    with pytest.raises(InvalidInputError, match=r"must end in \.onnx"):
         agent.export(tmp_path / "agent")
 
 
 def test_a_file_that_is_missing_is_named(tmp_path):
-    with pytest.raises(BadInput, match="nope does not exist"):
+    with pytest.raises(InvalidInputError, match="nope does not exist"):
         PPO.load(tmp_path / "nope")
 
 
 def test_a_damaged_file_is_refused_in_one_line(tmp_path):
     file = tmp_path / "agent.safetensors"
-    PPO(chance(), envs=2, **SMALL).save(file)
+    PPO(chance(), num_envs=2, **SMALL).save(file)
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
-    with pytest.raises(BadInput, match="is damaged") as caught:
+    with pytest.raises(InvalidInputError, match="is damaged") as caught:
         PPO.load(file)
     assert "\n" not in str(caught.value)
 
@@ -329,7 +337,7 @@ def test_a_file_is_refused_by_its_header_before_the_rest_is_read(tmp_path):
     with file.open("wb") as stream:  # 1 TB, of which the disk has a few bytes
         stream.write((2**20).to_bytes(8, "little") + b"{}")
         stream.truncate(2**40)
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(InvalidInputError) as caught:
         PPO.load(file)
     assert "\n" not in str(caught.value)
 
@@ -343,7 +351,7 @@ def test_without_gymnasium_one_line_says_what_to_install():
 
 
 def test_memory_is_carried_by_predict_and_dropped_where_an_episode_starts():
-    agent = PPO(chance("none"), memory="mingru", envs=2, normalize=False, **SMALL)
+    agent = PPO(chance("none"), memory="mingru", num_envs=2, normalize=False, **SMALL)
     batch = np.ones((2, 4), np.float32)
     _, one = agent.predict(batch)
     _, two = agent.predict(batch, one)
@@ -357,7 +365,7 @@ def test_memory_is_carried_by_predict_and_dropped_where_an_episode_starts():
 
 
 def test_evaluation_plays_whole_episodes_with_masks_and_changes_nothing():
-    agent = PPO(chance("method"), memory="gru", envs=3, **SMALL).learn(36)
+    agent = PPO(chance("method"), memory="gru", num_envs=3, **SMALL).learn(36)
     before = weights(agent)
     drawn = [agent.evaluate(7, deterministic=False, seed=s).returns for s in (1, 1, 2)]
     assert (drawn[0] == drawn[1]).all()
@@ -371,10 +379,10 @@ def test_evaluation_plays_whole_episodes_with_masks_and_changes_nothing():
 
 def test_spaces_of_another_order_are_refused(tmp_path):
     two, four = spaces.Discrete(2), spaces.Discrete(4)
-    PPO(lambda: Odd(BOX, spaces.Dict(a=two, b=four)), envs=2, **SMALL).save(
+    PPO(lambda: Odd(BOX, spaces.Dict(a=two, b=four)), num_envs=2, **SMALL).save(
         tmp_path / "agent"
     )
-    with pytest.raises(BadInput, match="action_space is Dict"):
+    with pytest.raises(InvalidInputError, match="action_space is Dict"):
         PPO.load(tmp_path / "agent", env=lambda: Odd(BOX, spaces.Dict(b=four, a=two)))
 
 
@@ -395,34 +403,43 @@ def test_a_space_comes_back_from_plain_data(space):
 
 
 def test_settings_of_the_update_are_laid_over_the_usual_ones():
-    agent = PPO(chance(), ppo={"entropy": 0.02}, envs=2, **SMALL)
-    assert agent.settings.ppo == replace(DEFAULTS, entropy=0.02)
-    with pytest.raises(BadInput, match="no setting 'entrophy'; did you mean 'entropy'"):
-        PPO(chance(), ppo={"entrophy": 0.02})
+    agent = PPO(chance(), ppo={"entropy_coef": 0.02}, num_envs=2, **SMALL)
+    assert agent.settings.ppo == replace(DEFAULTS, entropy_coef=0.02)
+    with pytest.raises(
+        InvalidInputError,
+        match="no setting 'entropy_coeff'; did you mean 'entropy_coef'",
+    ):
+        PPO(chance(), ppo={"entropy_coeff": 0.02})
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_schedule_in_the_update_is_refused_in_one_line():
     for given in (None, "1e-3", lambda progress: 1e-3):
-        with pytest.raises(BadInput, match="learning_rate must be a number, got"):
+        with pytest.raises(
+            InvalidInputError, match="learning_rate must be a number, got"
+        ):
             PPOConfig(learning_rate=given)
 
 
 def test_without_a_seed_one_is_drawn_and_kept():
-    agents = [PPO(chance(), seed=None, envs=2, **SMALL) for _ in range(2)]
+    agents = [PPO(chance(), seed=None, num_envs=2, **SMALL) for _ in range(2)]
     drawn, other = (agent.settings.seed for agent in agents)
     assert drawn != other
-    again = PPO(chance(), seed=drawn, envs=2, **SMALL)
+    again = PPO(chance(), seed=drawn, num_envs=2, **SMALL)
     assert_same_agents(agents[0].learn(24), again.learn(24))
 
 
 def test_numbers_of_numpy_are_settings_too(tmp_path):
-    given = {"envs": np.int64(2), "steps": np.int32(8), "gamma": np.float32(0.9)}
+    given = {
+        "num_envs": np.int64(2),
+        "rollout_steps": np.int32(8),
+        "gamma": np.float32(0.9),
+    }
     given |= {"seed": np.int64(3), "normalize": np.True_, "width": np.int64(8)}
     ppo = {"learning_rate": np.float32(1e-3), "epochs": np.int64(1)}
     PPO(chance(), ppo=ppo, **given).learn(16).save(tmp_path / "agent")
     loaded = PPO.load(tmp_path / "agent").settings
-    assert (loaded.seed, loaded.envs, loaded.normalize) == (3, 2, True)
+    assert (loaded.seed, loaded.num_envs, loaded.normalize) == (3, 2, True)
     assert loaded.ppo.learning_rate == np.float32(1e-3)
 
 
@@ -438,8 +455,8 @@ def test_numbers_of_numpy_are_settings_too(tmp_path):
     ],
 )
 def test_an_observation_of_another_shape_is_refused(make, observation, words):
-    agent = PPO(make, envs=2, **SMALL)
-    with pytest.raises(BadInput, match=words):
+    agent = PPO(make, num_envs=2, **SMALL)
+    with pytest.raises(InvalidInputError, match=words):
         agent.predict(observation)
 
 
@@ -454,13 +471,13 @@ def test_an_observation_of_another_shape_is_refused(make, observation, words):
     ],
 )
 def test_an_observation_outside_its_space_is_not_rounded(space, observation, words):
-    agent = PPO(lambda: Odd(space, TWO), envs=2, **SMALL)
-    with pytest.raises(BadInput, match=words):
+    agent = PPO(lambda: Odd(space, TWO), num_envs=2, **SMALL)
+    with pytest.raises(InvalidInputError, match=words):
         agent.predict(observation)
 
 
 def test_arguments_of_other_kinds_are_refused_in_one_line():
-    agent = PPO(chance("none"), memory="gru", envs=2, **SMALL)
+    agent = PPO(chance("none"), memory="gru", num_envs=2, **SMALL)
     seen = np.zeros((3, 4), np.float32)
     _, state = agent.predict(seen)
     for call, words in (
@@ -469,7 +486,7 @@ def test_arguments_of_other_kinds_are_refused_in_one_line():
         (lambda: agent.learn("10"), "total_steps must be at least 1, got '10'"),
         (lambda: agent.evaluate(2.5), r"episodes must be a whole number .*got 2\.5"),
     ):
-        with pytest.raises(BadInput, match=words):
+        with pytest.raises(InvalidInputError, match=words):
             call()
     first = np.ones((3, 1), bool)
     np.testing.assert_array_equal(agent.predict(seen, state, first)[1], state)
@@ -490,7 +507,12 @@ class Paying(Seen):
 def test_an_array_of_one_number_is_a_reward(kind):
     for paid in (np.array([2.0]), [[2.0]]):
         paying = iter([2.0, paid, paid]) if kind == "sync" else iter([paid] * 3)
-        agent = PPO(lambda each=paying: Paying(next(each)), kind=kind, envs=2, **SMALL)
+        agent = PPO(
+            lambda each=paying: Paying(next(each)),
+            vectorization=kind,
+            num_envs=2,
+            **SMALL,
+        )
         records = learnt(agent, 24)
         agent.close()
         assert records[-1].mean_return == 2.0
@@ -507,11 +529,11 @@ def test_an_array_of_one_number_is_a_reward(kind):
 )
 def test_what_is_no_reward_is_refused_with_its_place(paid, words):
     amounts = iter([1.0, paid])
-    with pytest.raises(BadInput, match=words):
-        PPO(lambda: Paying(next(amounts)), envs=2, **SMALL).learn(24)
+    with pytest.raises(InvalidInputError, match=words):
+        PPO(lambda: Paying(next(amounts)), num_envs=2, **SMALL).learn(24)
     amounts = iter([1.0, paid])
-    agent = PPO(Seen, envs=2, **SMALL)
-    with pytest.raises(BadInput, match=words):
+    agent = PPO(Seen, num_envs=2, **SMALL)
+    with pytest.raises(InvalidInputError, match=words):
         agent.evaluate(2, env=lambda: Paying(next(amounts)))
 
 
@@ -525,7 +547,7 @@ def test_learning_goes_on_after_an_interruption_in_a_rollout():
                 raise KeyboardInterrupt
             return super().step(action)
 
-    agent = PPO(Interrupted, envs=2, **SMALL)
+    agent = PPO(Interrupted, num_envs=2, **SMALL)
     with pytest.raises(KeyboardInterrupt):
         agent.learn(1e3)
     # The environments stand elsewhere now: an illegal action would raise.
@@ -533,7 +555,7 @@ def test_learning_goes_on_after_an_interruption_in_a_rollout():
 
 
 def test_a_step_that_was_interrupted_in_processes_is_waited_for():
-    agent = PPO(chance("none"), kind="async", envs=2, **SMALL).learn(24)
+    agent = PPO(chance("none"), vectorization="async", num_envs=2, **SMALL).learn(24)
     agent.world.env.step_async(agent.world.env.action_space.sample())
     agent.forget_episodes()
     assert agent.learn(24).rounds == 2
@@ -547,8 +569,10 @@ def test_infinity_in_an_observation_is_told_before_it_is_learnt():
         def show(self):
             return np.array([0.0, np.inf if self.time == 15 else 1.0], np.float32)
 
-    agent = PPO(Far, envs=2, **SMALL)
-    with pytest.raises(NotFinite, match="environment 0 of Far at step 15 holds NaN or"):
+    agent = PPO(Far, num_envs=2, **SMALL)
+    with pytest.raises(
+        NotFiniteError, match="environment 0 of Far at step 15 holds NaN or"
+    ):
         agent.learn(480)
     assert np.isfinite(agent.observations.mean).all()
 
@@ -561,45 +585,49 @@ def test_nan_is_told_where_an_agent_plays_too(memory):
         def show(self):
             return np.full(2, np.nan if Failing.blind else 1.0, np.float32)
 
-    agent = PPO(Failing, memory=memory, envs=2, **SMALL).learn(24)
+    agent = PPO(Failing, memory=memory, num_envs=2, **SMALL).learn(24)
     Failing.blind = True
-    with pytest.raises(NotFinite, match="environment 0 of Failing at step 0 holds NaN"):
+    with pytest.raises(
+        NotFiniteError, match="environment 0 of Failing at step 0 holds NaN"
+    ):
         agent.evaluate(2)
     broken = np.array([[0.0, 1.0], [0.0, np.inf]], np.float32)
-    with pytest.raises(NotFinite, match="environment 1 holds NaN or infinity"):
+    with pytest.raises(NotFiniteError, match="environment 1 holds NaN or infinity"):
         agent.predict(broken)
-    with pytest.raises(NotFinite, match="environment 0 holds NaN or infinity"):
+    with pytest.raises(NotFiniteError, match="environment 0 holds NaN or infinity"):
         agent.predict(broken[1])
 
 
 @pytest.mark.parametrize("source", ["info", "method"])
 def test_an_agent_that_learnt_with_masks_needs_them(source, tmp_path):
-    agent = PPO(chance(source), envs=2, **SMALL).learn(24)
+    agent = PPO(chance(source), num_envs=2, **SMALL).learn(24)
     agent.save(tmp_path / "agent.safetensors")
     seen, mask = np.zeros((2, 4), np.float32), np.ones(sum(SIZES), bool)
     for each in (agent, PPO.load(tmp_path / "agent.safetensors")):
-        with pytest.raises(BadInput, match=r"learnt with masks; give predict\(action"):
+        with pytest.raises(
+            InvalidInputError, match=r"learnt with masks; give predict\(action"
+        ):
             each.predict(seen)
         assert each.predict(seen[0], action_masks=mask)[0].shape == (3,)
 
 
 def test_an_agent_that_learnt_with_masks_does_not_play_without(tmp_path):
-    agent = PPO(chance("info"), envs=2, **SMALL).learn(24)
+    agent = PPO(chance("info"), num_envs=2, **SMALL).learn(24)
     words = "learnt with masks, and there are none of .* at step 0"
-    with pytest.raises(BadInput, match=words):
+    with pytest.raises(InvalidInputError, match=words):
         agent.evaluate(2, env=chance("none"))
     agent.save(tmp_path / "agent")
-    with pytest.raises(BadInput, match=words):
+    with pytest.raises(InvalidInputError, match=words):
         PPO.load(tmp_path / "agent", env=chance("none")).learn(24)
     PPO.load(tmp_path / "agent", env=chance("none"), masks=None).learn(24)
 
 
 def test_agents_without_masks_or_with_masks_in_what_they_see_need_none(tmp_path):
     for source in ("none", "observation"):
-        agent = PPO(chance(source), envs=2, **SMALL).learn(24)
+        agent = PPO(chance(source), num_envs=2, **SMALL).learn(24)
         agent.predict(agent.world.reset(0).observation)
     older = tmp_path / "older.safetensors"
-    agent = PPO(chance("info"), envs=2, **SMALL).learn(24)
+    agent = PPO(chance("info"), num_envs=2, **SMALL).learn(24)
     agent.save(older)
     tensors, manifest = read_safetensors(older)
     facts = {name: fact for name, fact in manifest.facts.items() if name != "masked"}
@@ -662,7 +690,7 @@ def test_small_codes_in_images_are_not_taken_for_black(
         )
         return env
 
-    agent = PPO(make, envs=2, ppo=ONCE, **SMALL)
+    agent = PPO(make, num_envs=2, ppo=ONCE, **SMALL)
     for record in learnt(agent, 72):
         assert abs(record.update.kl) < 1e-6
     assert agent.policy.image_scale.item() == pytest.approx(1 / divisor)
@@ -671,7 +699,7 @@ def test_small_codes_in_images_are_not_taken_for_black(
     twin = PPO.load(tmp_path / "agent")
     assert torch.equal(twin.policy.image_scale, agent.policy.image_scale)
     assert twin.predict(frame)[0] == agent.predict(frame)[0]
-    plain = PPO(make, envs=2, normalize=False, **SMALL).learn(24)
+    plain = PPO(make, num_envs=2, normalize=False, **SMALL).learn(24)
     expected = 1 if bound == np.inf else 1 / bound
     assert plain.policy.image_scale.item() == pytest.approx(expected)
 
@@ -688,7 +716,7 @@ def test_an_image_that_becomes_brighter_is_scaled_after_the_update():
         env.observation_space = spaces.Box(0, 255, (1, 6, 6), np.uint8)
         return env
 
-    agent, divisors = PPO(make, envs=2, ppo=ONCE, **SMALL), []
+    agent, divisors = PPO(make, num_envs=2, ppo=ONCE, **SMALL), []
 
     def note(record):
         assert abs(record.update.kl) < 1e-6
@@ -705,12 +733,12 @@ def test_nan_in_an_image_is_refused():
             self.frame[:] = np.nan
             return found
 
-    with pytest.raises(NotFinite, match=r"environment 0 of .* holds NaN or"):
-        PPO(lambda: Blind(1.0, np.float32), envs=2, **SMALL).learn(24)
+    with pytest.raises(NotFiniteError, match=r"environment 0 of .* holds NaN or"):
+        PPO(lambda: Blind(1.0, np.float32), num_envs=2, **SMALL).learn(24)
 
 
 def test_callbacks_stop_learning_and_a_log_folder_has_rows_and_the_agent(tmp_path):
-    agent = PPO(chance(), envs=2, **SMALL)
+    agent = PPO(chance(), num_envs=2, **SMALL)
     agent.learn(10_000, callback=lambda record: record.steps < 48, log=tmp_path / "run")
     assert agent.steps_done == 48
     lines = (tmp_path / "run" / "progress.csv").read_text().splitlines()
@@ -719,13 +747,13 @@ def test_callbacks_stop_learning_and_a_log_folder_has_rows_and_the_agent(tmp_pat
     assert_same_agents(agent, PPO.load(tmp_path / "run" / "agent.safetensors"))
     agent.learn(10_000, callback=lambda record: np.float64(record.steps) < 96)
     assert agent.steps_done == 96
-    with pytest.raises(BadInput, match="has the columns of another agent"):
-        PPO("CartPole-v1", envs=2, **SMALL).learn(24, log=tmp_path / "run")
+    with pytest.raises(InvalidInputError, match="has the columns of another agent"):
+        PPO("CartPole-v1", num_envs=2, **SMALL).learn(24, log=tmp_path / "run")
     assert (tmp_path / "run" / "progress.csv").read_text().splitlines() == lines
 
 
 def test_a_further_call_of_learn_does_not_raise_the_learning_rate_again(tmp_path):
-    agent, seen = PPO(chance(), envs=2, final_share=0.25, **SMALL), []
+    agent, seen = PPO(chance(), num_envs=2, end_factor=0.25, **SMALL), []
 
     def learn(agent, rounds, **options):
         def note(record):
@@ -759,7 +787,7 @@ def test_records_have_the_mean_of_the_last_hundred_episodes():
             return float(Counted.paid)
 
     records = []
-    agent = PPO(Counted, envs=2, **SMALL).learn(72, callback=records.append)
+    agent = PPO(Counted, num_envs=2, **SMALL).learn(72, callback=records.append)
     found = [(r.episodes, r.mean_return, r.mean_length) for r in records]
     assert np.isnan(found[0][1:]).all()
     assert found[1:] == [(2, 1.5, 20.0), (0, 1.5, 20.0)]
@@ -823,7 +851,7 @@ def test_every_space_is_learnt_in_saved_and_predicted(seen, chosen, tmp_path):
     def make():
         return Odd(OBSERVATIONS[seen], ACTIONS[chosen])
 
-    agent = PPO(make, envs=2, memory="mingru", ppo=ONCE, **SMALL)
+    agent = PPO(make, num_envs=2, memory="mingru", ppo=ONCE, **SMALL)
     records = learnt(agent, 48)
     assert all(abs(r.update.kl) < 1e-6 for r in records)
     assert records[-1].mean_return == 3.0
@@ -867,7 +895,7 @@ def test_text_in_a_dict_is_left_out_with_one_warning(text, kind, tmp_path):
         inner = spaces.Dict(text=text(), n=spaces.Discrete(3))
         return Odd(spaces.Dict(mission=text(), numbers=BOX, inner=inner), TWO)
 
-    env, options = make, {"kind": kind, "envs": 2}
+    env, options = make, {"vectorization": kind, "num_envs": 2}
     if kind == "vector":
         env, options = vector(make, 2, AutoresetMode.NEXT_STEP), {}
     with pytest.warns(EsperWarning, match="is text and is left out") as warned:
@@ -905,8 +933,8 @@ def bad_mask(mask):
         ("Nonsense-v0", {}, "Nonsense-v0 cannot be made"),
         (7, {}, "must be an id, a function .* got int"),
         (chance(), {"memory": "gruu"}, "no memory 'gruu'"),
-        (chance(), {"kind": "threads"}, "kind must be one of sync"),
-        (chance(), {"envs": 0}, "envs must be at least 1"),
+        (chance(), {"vectorization": "threads"}, "vectorization must be one of sync"),
+        (chance(), {"num_envs": 0}, "num_envs must be at least 1"),
         (chance(), {"gamma": 1.5}, r"gamma must lie in \[0, 1\]"),
         (chance(), {"gamma": None}, "gamma must be a valid number, got None"),
         (chance(), {"seed": 1.5}, r"seed must be a valid integer.* got 1\.5"),
@@ -917,9 +945,21 @@ def bad_mask(mask):
         (chance(), {"ppo": {"head_entropy": {"a": ""}}}, "a must be a valid number"),
         (chance(), {"ppo": 3}, "ppo must be a PPOConfig or a mapping, got 3"),
         (chance(), {"masks": "somewhere"}, "masks must be auto"),
-        (chance(), {"relevant": [[True]]}, r"relevant must be .* here \[3, 3\]"),
-        (chance(), {"relevant": [[1, 2, 1]] * 3}, "relevant holds 2; give 1 or True"),
-        (chance(), {"relevant": [True]}, r"relevant must be \[op, head\], got \[1\]"),
+        (
+            chance(),
+            {"head_relevance": [[True]]},
+            r"head_relevance must be .* here \[3, 3\]",
+        ),
+        (
+            chance(),
+            {"head_relevance": [[1, 2, 1]] * 3},
+            "head_relevance holds 2; give 1 or True",
+        ),
+        (
+            chance(),
+            {"head_relevance": [True]},
+            r"head_relevance must be \[op, head\], got \[1\]",
+        ),
         (lambda: Native(Seen, 2), {}, "makes a VectorEnv; pass what it makes"),
         (lambda: Odd(spaces.Text(4), BOX), {}, "is a Text, which is not supported"),
         (lambda: Odd(spaces.Dict(a=spaces.Text(4)), BOX), {}, "holds no numbers"),
@@ -929,7 +969,7 @@ def bad_mask(mask):
     ],
 )
 def test_what_cannot_be_learnt_is_refused_in_one_line(env, options, match):
-    with pytest.raises(BadInput, match=match) as caught:
+    with pytest.raises(InvalidInputError, match=match) as caught:
         PPO(env, **options)
     assert "\n" not in str(caught.value)
 
@@ -937,13 +977,21 @@ def test_what_cannot_be_learnt_is_refused_in_one_line(env, options, match):
 @pytest.mark.parametrize(
     ("mask", "error", "match"),
     [
-        (np.ones(9, bool), BadInput, r"Bad at step 0: .* 10 entries.* got \[9\]"),
-        (np.zeros(10, bool), NoLegalAction, "environment 0 allows nothing for head"),
-        ([True, False], BadInput, r"must have 10 entries"),
+        (
+            np.ones(9, bool),
+            InvalidInputError,
+            r"Bad at step 0: .* 10 entries.* got \[9\]",
+        ),
+        (
+            np.zeros(10, bool),
+            NoLegalActionError,
+            "environment 0 allows nothing for head",
+        ),
+        ([True, False], InvalidInputError, r"must have 10 entries"),
     ],
 )
 def test_masks_of_the_wrong_width_or_empty_are_refused(mask, error, match):
-    agent = PPO(bad_mask(mask), envs=2, **SMALL)
+    agent = PPO(bad_mask(mask), num_envs=2, **SMALL)
     with pytest.raises(error, match=match):
         agent.learn(24)
 
@@ -997,24 +1045,24 @@ class Flawed(gymnasium.Env):
 )
 def test_a_mask_that_is_not_0_or_1_is_refused_with_its_place(source, entry):
     entries = iter([0, entry])
-    agent = PPO(lambda: Flawed(source, next(entries)), envs=2, **SMALL)
+    agent = PPO(lambda: Flawed(source, next(entries)), num_envs=2, **SMALL)
     words = f"at step 2: the mask of environment 1 holds {entry:g}; give 1 or True"
-    with pytest.raises(BadInput, match=words):
+    with pytest.raises(InvalidInputError, match=words):
         agent.learn(24)
     findings = examine(lambda: Flawed(source, entry), steps=20)
     assert f"environment 0 holds {entry:g}" in " ".join(map(str, findings))
 
 
 def test_a_mask_is_refused_where_an_agent_plays_too():
-    agent = PPO(chance(), envs=2, **SMALL).learn(24)
+    agent = PPO(chance(), num_envs=2, **SMALL).learn(24)
     seen, mask = np.zeros((2, 4), np.float32), np.zeros((2, 10))
     mask[1, 3] = -np.inf
     heads = tuple(np.split(mask, STARTS[1:], axis=1))
     for each in (mask, heads, list(mask)):
-        with pytest.raises(BadInput, match="mask of environment 1 holds -inf"):
+        with pytest.raises(InvalidInputError, match="mask of environment 1 holds -inf"):
             agent.predict(seen, action_masks=each)
     for each in (mask[1], [*mask[1]], ["yes"] * 10, [None] * 10):
-        with pytest.raises(BadInput, match="mask of environment 0 holds"):
+        with pytest.raises(InvalidInputError, match="mask of environment 0 holds"):
             agent.predict(seen[0], action_masks=each)
     for kind in (bool, np.int64, np.uint8, np.float32, object):
         ones = np.ones(10, kind)
@@ -1045,18 +1093,18 @@ def test_masks_of_nested_lists_arrays_and_tuples_are_obeyed(mask, mode):
         return Strict(BOX, heads)
 
     if mode is None:
-        PPO(make, envs=2, **SMALL).learn(24)
+        PPO(make, num_envs=2, **SMALL).learn(24)
     else:
         PPO(vector(make, 2, mode), **SMALL).learn(24)
 
 
 def test_a_tuple_of_one_mask_per_environment_is_not_taken_for_heads():
     """It is what `call("action_masks")` of Gymnasium's vectors returns."""
-    agent = PPO(Seen, envs=2, **SMALL)
+    agent = PPO(Seen, num_envs=2, **SMALL)
     masks = np.array([[True, False], [True, False]])  # as large when transposed
     actions, _ = agent.predict(np.zeros((2, 2), np.float32), action_masks=(*masks,))
     assert actions.tolist() == [0, 0]
-    agent = PPO(chance("none"), envs=2, **SMALL)
+    agent = PPO(chance("none"), num_envs=2, **SMALL)
     heads = tuple(np.arange(size) == size - 1 for size in SIZES)
     actions, _ = agent.predict(np.zeros((2, 4)), action_masks=(heads, heads))
     assert actions.tolist() == [[2, 1, 4]] * 2
@@ -1068,18 +1116,18 @@ def test_a_method_without_a_mask_is_refused():
             return None
 
     words = "at step 0: the mask of environment 0 is None"
-    with pytest.raises(BadInput, match=words):
-        PPO(lambda: Silent("none"), envs=2, **SMALL).learn(24)
+    with pytest.raises(InvalidInputError, match=words):
+        PPO(lambda: Silent("none"), num_envs=2, **SMALL).learn(24)
 
 
 def test_masks_of_nested_heads_are_found_by_their_path():
     two = spaces.Discrete(2)
     space = spaces.Dict(a=spaces.Dict(x=two), b=spaces.Dict(x=two))
-    agent = PPO(lambda: Odd(BOX, space), envs=2, **SMALL)
+    agent = PPO(lambda: Odd(BOX, space), num_envs=2, **SMALL)
     mask = {"a": {"x": np.array([0, 1])}, "b": {"x": np.array([1, 0])}}
     action, _ = agent.predict(np.zeros(3, np.float32), action_masks=mask)
     assert (int(action["a"]["x"]), int(action["b"]["x"])) == (1, 0)
-    with pytest.raises(BadInput, match=r"must name a\.x, b\.x, got x"):
+    with pytest.raises(InvalidInputError, match=r"must name a\.x, b\.x, got x"):
         agent.predict(np.zeros(3, np.float32), action_masks={"x": np.array([0, 1])})
 
 
@@ -1114,8 +1162,8 @@ class Forgets(Chance):
 )
 def test_a_mask_that_is_missing_is_never_taken_for_a_free_choice(whens, match):
     names = iter(whens)
-    with pytest.raises(BadInput, match=match):
-        PPO(lambda: Forgets(next(names)), envs=3, **SMALL).learn(240)
+    with pytest.raises(InvalidInputError, match=match):
+        PPO(lambda: Forgets(next(names)), num_envs=3, **SMALL).learn(240)
 
 
 def test_what_a_method_for_masks_raises_is_told():
@@ -1123,8 +1171,10 @@ def test_what_a_method_for_masks_raises_is_told():
         def action_masks(self):
             return self.no_such_thing
 
-    with pytest.raises(BadInput, match=r"raised in action_masks.*: AttributeError"):
-        PPO(lambda: Wrong("none"), envs=2, **SMALL).learn(24)
+    with pytest.raises(
+        InvalidInputError, match=r"raised in action_masks.*: AttributeError"
+    ):
+        PPO(lambda: Wrong("none"), num_envs=2, **SMALL).learn(24)
 
 
 def test_wrapped_vectors_are_asked_for_masks_too():
@@ -1152,8 +1202,8 @@ def test_what_environments_raise_or_give_becomes_one_line():
         (Unknown, "Unknown gave the reward nan in environment 0 at step 0"),
         (Blind, "the observation of environment 0 of Blind at step 0 holds NaN"),
     ):
-        with pytest.raises(BadInput, match=match) as caught:
-            PPO(make, envs=2, **SMALL).learn(24)
+        with pytest.raises(InvalidInputError, match=match) as caught:
+            PPO(make, num_envs=2, **SMALL).learn(24)
         assert "\n" not in str(caught.value)
 
 
@@ -1163,13 +1213,13 @@ def test_masks_head_by_head_are_the_same_as_after_each_other():
     padded = np.zeros((3, 5), bool)
     for index, head in enumerate(heads):
         padded[index, : len(head)] = head
-    spec = PPO(chance("none"), envs=1, **SMALL).spec
+    spec = PPO(chance("none"), num_envs=1, **SMALL).spec
     expected = torch.from_numpy(padded)
     for mask in (flat, flat.astype(np.int8), padded, heads, tuple(heads), [*flat]):
-        rows = spec.rows(spec.mask_row(mask)[None], 1)
+        rows = spec.head_masks(spec.mask_row(mask)[None], 1)
         assert torch.equal(rows[0], expected)
     by_head = tuple(np.stack([head, head]) for head in heads)
-    assert torch.equal(spec.rows(by_head, 2)[1], expected)
+    assert torch.equal(spec.head_masks(by_head, 2)[1], expected)
 
 
 @pytest.mark.parametrize(("scale", "shift"), [*product([1e-3, 1.0, 1e4], [0.0, 50.0])])
@@ -1183,7 +1233,7 @@ def test_observation_statistics_are_those_of_all_rows_seen(scale, shift):
         kept: list = []  # noqa: RUF012
 
     Scaled.kept = []
-    agent = PPO(lambda: Scaled("none"), envs=1, **SMALL).learn(120)
+    agent = PPO(lambda: Scaled("none"), num_envs=1, **SMALL).learn(120)
     # The last observation is shown but was not acted upon.
     rows, moments = np.array(Scaled.kept), agent.observations
     ends = len(rows) - 1 - 120  # final observations were not acted upon either
@@ -1225,7 +1275,7 @@ HUGE_BOX = {"kind": "Box", "low": "0", "high": "1", "shape": [10**9], "dtype": "
         ({"settings__policy__layers": 1.0}, "valid integer"),
         ({"settings__policy__memory": "os.system"}, "no memory"),
         ({"settings__girth": 1}, "girth"),
-        ({"settings__envs": "16"}, "envs"),
+        ({"settings__num_envs": "16"}, "num_envs"),
         ({"settings": []}, "TypeError"),
         ({"action_space__n": 10**10}, "a space has"),
         ({"action_space__n": 1 << 19}, "does not fit"),
@@ -1237,15 +1287,15 @@ HUGE_BOX = {"kind": "Box", "low": "0", "high": "1", "shape": [10**9], "dtype": "
         ({"observation_space__low": [["x"]]}, "ValueError"),
         ({"observation_space__shape": [4, -1]}, "a space has the size"),
         ({"observation_space": {"kind": "Tuple", "spaces": []}}, "is empty"),
-        ({"relevant": [[True] * 3]}, "relevant must be"),
-        ({"relevant": 5}, "TypeError"),
+        ({"head_relevance": [[True] * 3]}, "head_relevance must be"),
+        ({"head_relevance": 5}, "TypeError"),
     ],
 )
 def test_a_file_does_not_decide_how_much_memory_is_taken(tmp_path, changes, words):
-    agent = PPO("CartPole-v1", envs=2, memory="mingru", **SMALL)
+    agent = PPO("CartPole-v1", num_envs=2, memory="mingru", **SMALL)
     file = forged(agent, tmp_path / "agent.safetensors", **changes)
     tracemalloc.start()
-    with pytest.raises(BadInput, match=words) as refused:
+    with pytest.raises(InvalidInputError, match=words) as refused:
         PPO.load(file)
     assert tracemalloc.get_traced_memory()[1] < 16 << 20
     tracemalloc.stop()
@@ -1254,7 +1304,7 @@ def test_a_file_does_not_decide_how_much_memory_is_taken(tmp_path, changes, word
 
 
 def test_a_rollout_takes_no_memory_without_environments(tmp_path):
-    agent = PPO("CartPole-v1", envs=2, memory="mingru", **SMALL)
-    sizes = {"settings__envs": 65_536, "settings__steps": 65_536}
+    agent = PPO("CartPole-v1", num_envs=2, memory="mingru", **SMALL)
+    sizes = {"settings__num_envs": 65_536, "settings__rollout_steps": 65_536}
     file = forged(agent, tmp_path / "agent.safetensors", **sizes)
     assert PPO.load(file).agent.buffer.nbytes < 1 << 20

@@ -12,11 +12,11 @@ import pytest
 from esper import PPO
 from esper.cli import main
 from esper.cli.commands import _interrupted
-from esper.contracts.errors import BadInput, WorkersTrouble
+from esper.contracts.errors import InvalidInputError, WorkersError
 from esper.rl.training import AGENT, PPORunConfig, begin_ppo, resume_ppo
 from esper.runs.run import Run
 from esper.runs.settings import construct
-from esper.runs.train_config import Keeping
+from esper.runs.train_config import CheckpointConfig
 from esper.training.loop import Callback, OnRoundEnd
 from tests.rl.environments import Probe
 from tests.training.killed_runs import rows_of, small_ppo, state_of
@@ -113,7 +113,7 @@ def test_an_agent_that_cannot_be_judged_is_kept_and_the_run_is_complete(
 
 def test_an_interruption_says_what_will_be_played_again(tmp_path, capsys):
     config = replace(
-        small_ppo(tmp_path / "my runs", "run", 5), keeping=Keeping(every=9)
+        small_ppo(tmp_path / "my runs", "run", 5), checkpoint=CheckpointConfig(every=9)
     )
 
     def interrupt(record):
@@ -128,10 +128,14 @@ def test_an_interruption_says_what_will_be_played_again(tmp_path, capsys):
 
 
 def test_groups_of_settings_keep_what_is_not_given():
-    given = {"env": "CartPole-v1", "ppo.entropy": 0.02, "keeping.tensorboard": False}
+    given = {
+        "env": "CartPole-v1",
+        "ppo.entropy_coef": 0.02,
+        "checkpoint.tensorboard": False,
+    }
     made, usual = construct(PPORunConfig, given), PPORunConfig(env="CartPole-v1")
-    assert made.ppo == replace(usual.ppo, entropy=0.02)
-    assert made.keeping == usual.keeping
+    assert made.ppo == replace(usual.ppo, entropy_coef=0.02)
+    assert made.checkpoint == usual.checkpoint
 
 
 def test_what_a_death_left_of_old_checkpoints_is_removed(tmp_path):
@@ -154,10 +158,10 @@ def test_what_a_death_left_of_old_checkpoints_is_removed(tmp_path):
 def test_a_process_that_dies_ends_a_run_that_can_be_resumed(fragile, tmp_path):
     settings = small_ppo(tmp_path, "run", 3)
     fields = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
-    settings = type(settings)(**fields | {"env": FRAGILE, "kind": "async"})
+    settings = type(settings)(**fields | {"env": FRAGILE, "vectorization": "async"})
     fragile.touch()
     words = r"environment \d of .*Fragile-v0 died in step\(\) at step \d+.*--resume"
-    with pytest.raises(WorkersTrouble, match=words) as caught:
+    with pytest.raises(WorkersError, match=words) as caught:
         begin_ppo(settings)
     assert "\n" not in str(caught.value)
     fragile.unlink()
@@ -167,7 +171,16 @@ def test_a_process_that_dies_ends_a_run_that_can_be_resumed(fragile, tmp_path):
 
 def test_the_command_learns_reports_and_refuses(capsys, tmp_path):
     runs = ["--runs", str(tmp_path)]
-    given = ["--steps", "64", "--envs", "2", "--rollout", "16", "--name", "one"]
+    given = [
+        "--total_steps",
+        "64",
+        "--num_envs",
+        "2",
+        "--rollout_steps",
+        "16",
+        "--name",
+        "one",
+    ]
     assert main(["ppo", "CartPole-v1", *given, *runs, "--episodes", "2"]) == 0
     shown = capsys.readouterr().out
     assert "return of 2 episodes" in shown
@@ -179,7 +192,10 @@ def test_the_command_learns_reports_and_refuses(capsys, tmp_path):
         (["ppo", *runs], "expected the id of an environment"),
         (["ppo", "Nonsense-v0", *runs], "Nonsense-v0 cannot be made"),
         (["ppo", "CartPole-v1", "--memory", "gruu", *runs], "gruu"),
-        (["ppo", "--resume", "one", "--envs", "3", *runs], "--envs cannot be combined"),
+        (
+            ["ppo", "--resume", "one", "--num_envs", "3", *runs],
+            "--num_envs cannot be combined",
+        ),
         (["train", "--resume", "one", *runs], "was not started by esper train"),
     ):
         assert main(bad) == 2
@@ -234,7 +250,7 @@ def test_a_module_that_a_run_names_is_not_imported_without_consent(
         error = capsys.readouterr().err
         assert words in error
         assert error.count("\n") == 1
-    with pytest.raises(BadInput, match="planted_module"):
+    with pytest.raises(InvalidInputError, match="planted_module"):
         resume_ppo(path)
     assert "planted_module" not in sys.modules
     assert main([*resume, "--env", planted]) == 0

@@ -7,7 +7,7 @@ them, whole, and none older than one whose save had returned.
 
 import shutil
 
-from esper.contracts.errors import BadInput, StorageTrouble
+from esper.contracts.errors import InvalidInputError, StorageError
 from esper.runs.checkpoint import CheckpointFolder
 from esper.files import Manifest, discard, pack
 from tests.runs.disks import (
@@ -124,7 +124,7 @@ class Saves:
         kept = CheckpointFolder(path / "checkpoints", CountingDisk())
         try:
             found = kept.latest()
-        except (BadInput, StorageTrouble):
+        except (InvalidInputError, StorageError):
             return None
         step = None if found is None else self._digests.get(digest(found.tensors))
         return step if step is not None and step >= safe else None

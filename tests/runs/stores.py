@@ -9,7 +9,7 @@ import torch
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.stages import Stage
 from esper.runs.database import open_store, rows
-from esper.runs.records import Judged, RoundRecord
+from esper.runs.records import EvalResult, RoundRecord
 from esper.runs.store import Store
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 
@@ -141,10 +141,10 @@ def fill(path):
         add_end(store, 2, step=6)
         store.add_round(record(2))
         figures = np.array([0.1, 0.2])
-        judged = Judged(
+        judged = EvalResult(
             **{
                 field.name: figures
-                for field in fields(Judged)
+                for field in fields(EvalResult)
                 if field.name != "panicked"
             },
             panicked=np.array([False, True]),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from esper.contracts.errors import BadInput, StorageTrouble
+from esper.contracts.errors import InvalidInputError, StorageError
 from esper.runs.checkpoint import CheckpointFolder
 from esper.files import (
     BLANK,
@@ -74,7 +74,7 @@ def filled(path, *steps, **options):
 
 def refused(why, call, *arguments):
     """The refusal, which must be one short line."""
-    with pytest.raises(BadInput, match=why) as error:
+    with pytest.raises(InvalidInputError, match=why) as error:
         call(*arguments)
     line = str(error.value)
     assert len(line) <= 200
@@ -242,7 +242,7 @@ def test_every_changed_bit_shows():
         for bit in range(8):
             bad = bytearray(data)
             bad[place] ^= 1 << bit
-            with pytest.raises(BadInput):
+            with pytest.raises(InvalidInputError):
                 read_tensors("file", BytesIO(bad))
 
 
@@ -455,7 +455,7 @@ def test_a_disk_that_refuses_any_call_leaves_the_last_state(tmp_path, code):
 def disk_is_fine(made, disk):
     try:
         made.publish(2, state(2), FACTS)
-    except StorageTrouble as error:
+    except StorageError as error:
         told = str(error)
     else:
         return disk.met is None
@@ -467,7 +467,7 @@ def disk_is_fine(made, disk):
 def test_room_is_given_back_as_soon_as_a_disk_is_full(tmp_path):
     made = filled(tmp_path, 1)
     full = RefusingDisk(0, errno.ENOSPC)
-    with pytest.raises(StorageTrouble):
+    with pytest.raises(StorageError):
         CheckpointFolder(made.path, full).publish(2, state(2), FACTS)
     assert full.met == "create"
     assert unfinished(made.path) == []
@@ -482,7 +482,7 @@ class LyingDisk(CountingDisk):
 
 def test_nothing_old_is_removed_when_the_new_one_does_not_read_back(tmp_path):
     made = filled(tmp_path, 1, 2, keep=2)
-    with pytest.raises(StorageTrouble, match="does not read back"):
+    with pytest.raises(StorageError, match="does not read back"):
         CheckpointFolder(made.path, LyingDisk(), keep=1).publish(3, state(3), FACTS)
     assert made.steps() == [1, 2, 3]
     assert same(made.latest().tensors, state(2))

@@ -12,10 +12,10 @@ from torch import Generator, nn
 import esper
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.blueprints import BLUEPRINTS
-from esper.contracts.errors import BadInput, StorageTrouble
+from esper.contracts.errors import InvalidInputError, StorageError
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import OPS, WorldSettings
-from esper.runs.train_config import Judging, from_toml
+from esper.runs.train_config import EvalConfig, from_toml
 from esper.runs.controllers import (
     export_controller,
     find_controller,
@@ -92,9 +92,9 @@ def test_what_was_learned_chooses_among_what_it_was_trained_with(ending):
 
 def test_a_run_without_a_controller_is_refused_and_passed_over(ending, tmp_path):
     agent = begin_ppo(small_ppo(tmp_path, "agent", 2)).path
-    with pytest.raises(BadInput, match="run agent has no trained controller"):
+    with pytest.raises(InvalidInputError, match="run agent has no trained controller"):
         load_controller(agent)
-    with pytest.raises(BadInput, match="no finished training"):
+    with pytest.raises(InvalidInputError, match="no finished training"):
         newest_controller(tmp_path)
     (found,) = Run.list(tmp_path)
     assert found.score is not None
@@ -133,7 +133,7 @@ def test_what_was_learned_grows_a_users_own_network(ending):
 
 
 def test_a_folder_without_a_finished_training_says_what_to_do(tmp_path):
-    with pytest.raises(BadInput, match="run esper train first"):
+    with pytest.raises(InvalidInputError, match="run esper train first"):
         newest_controller(tmp_path)
 
 
@@ -155,7 +155,7 @@ def test_the_end_of_a_run_is_told_with_its_figures(ending):
 def test_who_was_judged_before_an_interruption_is_not_judged_again(ending):
     settings = config(ending.path.parent, "whole")
     settings = replace(
-        settings, judging=Judging(controllers=("never", "early", "static"))
+        settings, evaluation=EvalConfig(controllers=("never", "early", "static"))
     )
     best = load_controller(ending.path)
     everybody = {
@@ -229,7 +229,7 @@ def test_an_exported_controller_is_found_by_its_folder(ending, tmp_path, monkeyp
     manifest.write_text(json.dumps({**body, "training": {}}))
     assert load_controller(tmp_path / "mine").round == 0
     (tmp_path / "mine" / WEIGHTS).write_bytes(b"other")
-    with pytest.raises(BadInput, match="is not what was exported"):
+    with pytest.raises(InvalidInputError, match="is not what was exported"):
         find_controller("mine", tmp_path / "runs")
 
 
@@ -269,7 +269,7 @@ def test_the_commit_of_a_checkout_is_read_wherever_git_keeps_it(tmp_path):
 
 def test_a_run_that_is_not_finished_is_refused_and_nothing_is_written(tmp_path):
     path = make_run(tmp_path, "young")
-    with pytest.raises(BadInput, match="young is not finished; resume it first"):
+    with pytest.raises(InvalidInputError, match="young is not finished; resume it first"):
         export_controller(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -282,11 +282,11 @@ def test_files_are_whole_or_as_they_were(ending, tmp_path):
         def create(self, file, data):
             raise OSError(28, "No space left on device")
 
-    with pytest.raises(StorageTrouble, match="No space left"):
+    with pytest.raises(StorageError, match="No space left"):
         export_controller(ending.path, tmp_path, disk=Full())
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert after == before
-    with pytest.raises(StorageTrouble, match="cannot make"):
+    with pytest.raises(StorageError, match="cannot make"):
         export_controller(ending.path, tmp_path / "no" / "where")
 
 

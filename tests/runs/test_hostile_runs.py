@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from esper.contracts.errors import BadInput, EsperWarning
+from esper.contracts.errors import InvalidInputError, EsperWarning
 from esper.runs.controllers import load_controller
 from esper.runs.database import open_store
 from esper.runs.run import Run
@@ -128,11 +128,11 @@ def test_a_bad_store_is_refused_by_readers_and_replaced_by_resume(run, damage):
     with closing(sqlite3.connect(store)) as db:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     damage(store)
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(InvalidInputError) as error:
         write_report(run)
     assert str(error.value).isprintable()
     if damage is not another_runs:  # a file alone does not tell whose it is
-        with pytest.raises(BadInput):
+        with pytest.raises(InvalidInputError):
             export(store, run / "out", "csv")
     first, second = resumed(run)
     assert first.endswith("events.sqlite.damaged-1; a new store was started.")
@@ -156,7 +156,7 @@ def test_slots_that_no_plot_can_show_are_refused(run):
         db.execute("UPDATE events SET slot = 10000000")
         db.commit()
     with pytest.raises(
-        BadInput, match="it has slot 10,000,000, 0 to 1,000 are the limits"
+        InvalidInputError, match="it has slot 10,000,000, 0 to 1,000 are the limits"
     ):
         write_report(run)
 
@@ -223,7 +223,7 @@ def test_folders_that_lead_out_of_a_run_are_not_followed(run, name):
     before = sorted(os.listdir(outside))
     (run / name).symlink_to(outside)
     use = resume_run if name == "checkpoints" else write_report
-    with pytest.raises(BadInput, match=f"{name} is a link, which could lead anywhere"):
+    with pytest.raises(InvalidInputError, match=f"{name} is a link, which could lead anywhere"):
         use(run)
     assert sorted(os.listdir(outside)) == before
 
@@ -253,7 +253,7 @@ def test_a_training_that_does_not_fit_into_memory_is_refused(
     sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 18}
     monkeypatch.setattr("os.sysconf", lambda name: sizes[name])
     monkeypatch.chdir(tmp_path)
-    for given in (["--envs", "65536"], ["--learner.policy.width", "4096"]):
+    for given in (["--num_envs", "65536"], ["--learner.policy.width", "4096"]):
         line = refused(capsys, "train", "--preset", "simulated", *given)
         assert "GB of memory, this machine has 1 GB; lower envs or" in line
     assert os.listdir(tmp_path) == []
@@ -265,7 +265,7 @@ def test_sizes_of_a_policy_are_judged_before_it_is_made(run):
     assert "width = 8" in text
     config.write_text(text.replace("width = 8", "width = 4096"))
     for use in (load_controller, resume_run):
-        with pytest.raises(BadInput, match=r"none of 3 .*, expected float32\[4096"):
+        with pytest.raises(InvalidInputError, match=r"none of 3 .*, expected float32\[4096"):
             use(run)
 
 

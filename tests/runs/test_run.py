@@ -10,12 +10,12 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from esper.contracts.errors import BadInput, CallOrder, RunTaken, StorageTrouble
+from esper.contracts.errors import InvalidInputError, InvalidStateError, RunLockedError, StorageError
 from esper.runs.lock import Lock, is_locked
 from esper.runs.run import (
     Run,
     changes_since,
-    checked_name,
+    validate_name,
     invented_name,
     versions_now,
 )
@@ -63,7 +63,7 @@ def test_what_is_already_there_is_not_overwritten(tmp_path, kind):
         (tmp_path / "elsewhere").mkdir()
         place.symlink_to(tmp_path / "elsewhere")
     before = contents(tmp_path)
-    with pytest.raises(RunTaken, match="one exists; choose another name, or resume it"):
+    with pytest.raises(RunLockedError, match="one exists; choose another name, or resume it"):
         create(tmp_path)
     assert contents(tmp_path) == before
 
@@ -77,13 +77,13 @@ UNSAFE = (
 
 def test_names_are_safe_on_every_system_or_refused_in_one_line(tmp_path):
     for name in UNSAFE:
-        with pytest.raises(BadInput, match="a run cannot be called") as error:
+        with pytest.raises(InvalidInputError, match="a run cannot be called") as error:
             create(tmp_path, name)
         assert len(str(error.value)) <= 200
         assert str(error.value).isprintable()
     assert os.listdir(tmp_path) == []
     for name in ("a", "Letter-3.2_b", "x" * 64, "7", "console"):
-        assert checked_name(name) == name
+        assert validate_name(name) == name
 
 
 def test_invented_names_are_safe_and_sort_by_time(tmp_path):
@@ -91,7 +91,7 @@ def test_invented_names_are_safe_and_sort_by_time(tmp_path):
     names = [invented_name(start + timedelta(seconds=n)) for n in range(5)]
     assert names == sorted(names)
     for name in names:
-        assert re.fullmatch(r"\d{8}-\d{6}-[a-z]+-[a-z]+", checked_name(name))
+        assert re.fullmatch(r"\d{8}-\d{6}-[a-z]+-[a-z]+", validate_name(name))
     with Run.create(tmp_path, None, CONFIG, {}) as run:
         assert os.listdir(tmp_path) == [run.name]
 
@@ -117,7 +117,7 @@ def test_a_disk_that_refuses_while_a_run_is_begun_leaves_nothing(tmp_path):
         disk = RefusingDisk(at, errno.ENOSPC)
         try:
             create(root, disk=disk).close()
-        except StorageTrouble:
+        except StorageError:
             assert [row.name for row in Run.list(root)] in ([], ["one"])
             assert not root.exists() or os.listdir(root) in ([], ["one"])
             assert len(os.listdir("/proc/self/fd")) == open_files
@@ -130,16 +130,16 @@ def test_only_runs_are_opened_and_only_their_holder_finishes_them(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "other").mkdir()
     for name in ("missing", "file"):
-        with pytest.raises(BadInput, match=f"{name} is no run; expected a folder"):
+        with pytest.raises(InvalidInputError, match=f"{name} is no run; expected a folder"):
             Run.open(tmp_path / name)
-    with pytest.raises(BadInput, match=r"other is no run: it has no config\.toml"):
+    with pytest.raises(InvalidInputError, match=r"other is no run: it has no config\.toml"):
         Run.open(tmp_path / "other")
     assert os.listdir(tmp_path / "other") == []
     run = create(tmp_path)
-    with pytest.raises(CallOrder, match="one is only read here"):
+    with pytest.raises(InvalidStateError, match="one is only read here"):
         Run.read(run.path).finish({})
     run.close()
-    with pytest.raises(CallOrder):
+    with pytest.raises(InvalidStateError):
         run.finish({})
 
 
@@ -158,7 +158,7 @@ def test_a_second_process_is_told_who_is_there_until_that_one_is_killed(tmp_path
     holder.start()
     try:
         assert here.recv() == "held"
-        with pytest.raises(RunTaken) as error:
+        with pytest.raises(RunLockedError) as error:
             Run.open(path)
         assert f"one is in use by process {holder.pid} on '" in str(error.value)
         assert re.search(r" since '20\d\d-", str(error.value))
@@ -180,11 +180,11 @@ def test_a_lock_is_held_until_it_is_released(tmp_path, monkeypatch):
     lock = Lock(tmp_path)
     assert is_locked(tmp_path)
     assert json.loads(file.read_text())["pid"] == os.getpid()
-    with pytest.raises(RunTaken, match=f"in use by process {os.getpid()} on"):
+    with pytest.raises(RunLockedError, match=f"in use by process {os.getpid()} on"):
         Lock(tmp_path)
     for text in (b"", b"{", b"[1]", b'{"pid": "x"}', b"[" * 4096):
         file.write_bytes(text)
-        with pytest.raises(RunTaken, match="in use by another process"):
+        with pytest.raises(RunLockedError, match="in use by another process"):
             Lock(tmp_path)
     lock.close()
     lock.close()
@@ -204,7 +204,7 @@ def test_a_moment_of_looking_keeps_nobody_out(tmp_path):
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(BadInput, match="lock is not a regular file"):
+    with pytest.raises(InvalidInputError, match="lock is not a regular file"):
         Lock(tmp_path)
     assert (tmp_path / "precious").read_text() == "mine"
 

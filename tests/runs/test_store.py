@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper.contracts.errors import BadInput, CallOrder, StorageTrouble
+from esper.contracts.errors import InvalidInputError, InvalidStateError, StorageError
 from esper.contracts.stages import Stage
 from esper.runs.database import (
     TABLES,
@@ -168,10 +168,10 @@ def test_an_attempt_from_the_start_leaves_nothing_and_gaps_are_noted(path):
 def test_calls_that_cannot_be_meant_are_refused_and_nothing_is_stored(path):
     with Store(path) as store:
         for early in (lambda: store.add_note(1, "host", "when?"), store.flush):
-            with pytest.raises(CallOrder, match=r"begin_attempt\(\)"):
+            with pytest.raises(InvalidStateError, match=r"begin_attempt\(\)"):
                 early()
         store.begin_attempt()
-        with pytest.raises(CallOrder, match="called before"):
+        with pytest.raises(InvalidStateError, match="called before"):
             store.begin_attempt()
         episodes = torch.zeros(2, dtype=torch.int64)
         for table, columns, why in (
@@ -180,7 +180,7 @@ def test_calls_that_cannot_be_meant_are_refused_and_nothing_is_stored(path):
             ("heads", {"kl": torch.zeros(2, 2)}, "kl must have one axis"),
             ("heads", {"mood": 1}, "no column 'mood'"),
         ):
-            with pytest.raises(BadInput, match=why):
+            with pytest.raises(InvalidInputError, match=why):
                 store.add(table, round=1, **columns)
     assert seqs(path, 1) == []
 
@@ -212,7 +212,7 @@ def test_what_is_no_store_of_ours_is_refused_and_left_alone(path, make, message)
     make(path)
     before = path.read_bytes()
     for opened in (Store, open_store):
-        with pytest.raises(BadInput, match=message) as caught:
+        with pytest.raises(InvalidInputError, match=message) as caught:
             opened(path)
         assert "\n" not in str(caught.value)
     assert path.read_bytes() == before
@@ -220,9 +220,9 @@ def test_what_is_no_store_of_ours_is_refused_and_left_alone(path, make, message)
 
 def test_places_where_no_store_can_be_are_refused(tmp_path):
     for place in (tmp_path, tmp_path / "missing" / "events.sqlite"):
-        with pytest.raises(BadInput, match="folder that exists"):
+        with pytest.raises(InvalidInputError, match="folder that exists"):
             Store(place)
-        with pytest.raises(BadInput, match=r"no store at|not a regular file"):
+        with pytest.raises(InvalidInputError, match=r"no store at|not a regular file"):
             open_store(place)
 
 
@@ -357,17 +357,17 @@ def test_parquet_holds_what_the_store_holds(stored, tmp_path):
 def test_exports_that_cannot_be_are_refused(stored, tmp_path, monkeypatch):
     export(stored, tmp_path / "out", "csv")
     (tmp_path / "out" / "rounds.csv").write_text("mine")
-    with pytest.raises(BadInput, match=r"already has rounds\.csv"):
+    with pytest.raises(InvalidInputError, match=r"already has rounds\.csv"):
         export(stored, tmp_path / "out", "csv")
     assert (tmp_path / "out" / "rounds.csv").read_text() == "mine"
-    with pytest.raises(StorageTrouble, match="cannot export to"):
+    with pytest.raises(StorageError, match="cannot export to"):
         export(stored, stored, "csv")
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    with pytest.raises(BadInput, match=r"esper-lite\[query\]"):
+    with pytest.raises(InvalidInputError, match=r"esper-lite\[query\]"):
         export(stored, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     with closing(open_store(stored)) as db:
-        with pytest.raises(BadInput, match="no table 'wallet'; known: rounds"):
+        with pytest.raises(InvalidInputError, match="no table 'wallet'; known: rounds"):
             [*rows(db, "wallet")]
         with pytest.raises(sqlite3.OperationalError, match="readonly"):
             db.execute("DELETE FROM steps")

@@ -11,7 +11,7 @@ from time import sleep
 
 import pytest
 
-from esper.contracts.errors import StorageTrouble
+from esper.contracts.errors import StorageError
 from esper.contracts.stages import Stage
 from esper.runs import store as store_module
 from esper.runs.database import open_store
@@ -61,10 +61,10 @@ def test_a_locked_store_stops_nobody_and_loses_nothing(path, impatient, small_ba
             add_steps(store, number)
         with (
             Store(path) as late,
-            pytest.raises(StorageTrouble, match=r"is locked; 0 rows"),
+            pytest.raises(StorageError, match=r"is locked; 0 rows"),
         ):
             late.begin_attempt()
-        with pytest.raises(StorageTrouble, match=rf"is locked; {5 * ENVS} rows wait"):
+        with pytest.raises(StorageError, match=rf"is locked; {5 * ENVS} rows wait"):
             store.flush()
         other.execute("ROLLBACK")
     store.close()
@@ -98,12 +98,12 @@ def test_a_store_that_was_replaced_is_noticed_before_a_checkpoint(path):
     store.begin_attempt()
     add_steps(store, 1)
     path.rename(path.with_suffix(".moved"))
-    with pytest.raises(StorageTrouble, match=r"cannot write .*No such file"):
+    with pytest.raises(StorageError, match=r"cannot write .*No such file"):
         store.flush()
     path.touch()
-    with pytest.raises(StorageTrouble, match="replaced by another file"):
+    with pytest.raises(StorageError, match="replaced by another file"):
         store.flush()
-    with pytest.raises(StorageTrouble):
+    with pytest.raises(StorageError):
         store.close()
 
 
@@ -114,7 +114,7 @@ def test_a_full_disk_loses_nothing_that_waits(path):
     store._db.execute(f"PRAGMA max_page_count = {pages}")
     for number in range(200):
         store.add_note(number, "long", "x" * 1_000)
-    with pytest.raises(StorageTrouble, match="database or disk is full; 200 rows wait"):
+    with pytest.raises(StorageError, match="database or disk is full; 200 rows wait"):
         store.flush()
     assert seqs(path, 1) == []
     store._db.execute("PRAGMA max_page_count = 1000000")

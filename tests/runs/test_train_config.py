@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.blueprints import BLUEPRINTS
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.runs.train_config import (
     PRESETS,
     Budget,
-    Judging,
-    Keeping,
+    EvalConfig,
+    CheckpointConfig,
     Learner,
     TrainConfig,
     World,
@@ -68,7 +68,7 @@ learners = st.builds(
         PPOConfig,
         learning_rate=numbers(0, 1),
         minibatches=st.integers(1, 4),
-        clip=numbers(0, 1e300),
+        clip_range=numbers(0, 1e300),
         clip_mode=st.sampled_from(("joint", "per_head", "mixed")),
         target_kl=numbers(0, 9) | st.just(inf),
         head_entropy=st.dictionaries(st.sampled_from(HEAD_NAMES), st.floats(0, 9)),
@@ -87,7 +87,7 @@ worlds = st.builds(
 configs = st.builds(
     TrainConfig,
     tasks=names(TASKS, 1),
-    envs=st.integers(4, 65_536),
+    num_envs=st.integers(4, 65_536),
     rng_seed=st.integers(0, 2**32 - 1),
     name=maybe(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,9}x", fullmatch=True)),
     runs=texts,
@@ -100,14 +100,14 @@ configs = st.builds(
     ),
     learner=learners,
     world=worlds,
-    judging=st.builds(Judging, controllers=names(list(CONTROLLERS))),
-    keeping=st.builds(Keeping, tensorboard=st.booleans()),
+    evaluation=st.builds(EvalConfig, controllers=names(list(CONTROLLERS))),
+    checkpoint=st.builds(CheckpointConfig, tensorboard=st.booleans()),
 )
 
 
 def refused(call, *arguments):
     """The error message, which must be one short line."""
-    with pytest.raises(BadInput) as stop:
+    with pytest.raises(InvalidInputError) as stop:
         call(*arguments)
     line = str(stop.value)
     assert len(line) <= 200
@@ -124,11 +124,11 @@ def test_written_settings_are_read_back(config):
 
 def test_options_hide_files_which_hide_presets(tmp_path):
     first, second = tmp_path / "first.toml", tmp_path / "second.toml"
-    first.write_text("envs = 3\nrng_seed = 3\n[judging]\nhosts = 3\n")
-    second.write_text("rng_seed = 4\n[judging]\nhosts = 4\n")
+    first.write_text("num_envs = 3\nrng_seed = 3\n[evaluation]\nhosts = 3\n")
+    second.write_text("rng_seed = 4\n[evaluation]\nhosts = 4\n")
     quick = preset("quick")
-    wanted = replace(quick, envs=3, rng_seed=4, judging=replace(quick.judging, hosts=5))
-    options = {"judging.hosts": "5", "preset": "quick", "config": [first, second]}
+    wanted = replace(quick, num_envs=3, rng_seed=4, evaluation=replace(quick.evaluation, hosts=5))
+    options = {"evaluation.hosts": "5", "preset": "quick", "config": [first, second]}
     assert resolve(options) == wanted
 
 
@@ -163,9 +163,9 @@ def test_presets_are_valid_differ_and_take_longer_and_longer():
         ("world.rent", "-1", -1.0),
         ("world.blueprints", "none", None),
         ("world.blueprints", "conv", ("conv",)),
-        ("judging.controllers", "[]", ()),
-        ("keeping.tensorboard", "true", True),
-        ("keeping.tensorboard", "false", False),
+        ("evaluation.controllers", "[]", ()),
+        ("checkpoint.tensorboard", "true", True),
+        ("checkpoint.tensorboard", "false", False),
         ("learner.ppo.target_kl", "inf", inf),
         ("learner.ppo.value_clip", "none", None),
         ("learner.policy.memory", "none", "none"),
@@ -184,24 +184,24 @@ def test_minutes_replace_the_rounds_of_a_preset():
     assert resolve({"budget.minutes": "none"}).budget == Budget(rounds=150)
 
 
-INTEGER = "--envs must be a valid integer; got "
+INTEGER = "--num_envs must be a valid integer; got "
 REFUSED_OPTIONS = [
-    *(("envs", text, INTEGER) for text in ("4.0", "1e9", "٤", "", "nan", "true")),
-    *(("envs", text, INTEGER) for text in ("9" * 5_000, "[" * 3_000, "'4'")),
-    ("envs", "1\nrng_seed=2", INTEGER),
-    ("envs", "0", "--envs must be greater than or equal to 1; got 0"),
-    ("envs", "-1", "--envs must be greater than or equal to 1; got -1"),
-    ("envs", "65537", "--envs must be less than or equal to 65536"),
-    ("env", "4", "no option '--env'; did you mean '--envs'"),
-    ("envs.more", "4", "no option '--envs.more'; did you mean '--envs'"),
+    *(("num_envs", text, INTEGER) for text in ("4.0", "1e9", "٤", "", "nan", "true")),
+    *(("num_envs", text, INTEGER) for text in ("9" * 5_000, "[" * 3_000, "'4'")),
+    ("num_envs", "1\nrng_seed=2", INTEGER),
+    ("num_envs", "0", "--num_envs must be greater than or equal to 1; got 0"),
+    ("num_envs", "-1", "--num_envs must be greater than or equal to 1; got -1"),
+    ("num_envs", "65537", "--num_envs must be less than or equal to 65536"),
+    ("num_env", "4", "no option '--num_env'; did you mean '--num_envs'"),
+    ("num_envs.more", "4", "no option '--num_envs.more'; did you mean '--num_envs'"),
     ("learning_rate", "1", "did you mean '--learner.ppo.learning_rate'"),
     ("learner", "{}", "no option '--learner'"),
     ("tasks", "lettr", "--tasks: there is no task 'lettr'; did you mean 'letter'"),
     ("tasks", "letter,letter", "--tasks has 'letter' twice"),
     ("tasks", "[]", "--tasks is empty"),
     ("tasks", "simulated,letter", "tasks has 'simulated' and others"),
-    ("judging.controllers", "erly", "did you mean 'early'"),
-    ("judging.controllers", "early,early", "'early' twice"),
+    ("evaluation.controllers", "erly", "did you mean 'early'"),
+    ("evaluation.controllers", "early,early", "'early' twice"),
     ("world.blueprints", "widen8", "did you mean 'widen_8'"),
     ("world.rent", "[2, 1]", "--world.rent must be"),
     ("world.rent", "[1, 2, 3]", "--world.rent must be a valid number or Tuple"),
@@ -213,7 +213,7 @@ REFUSED_OPTIONS = [
     ("learner.gamma", '"0.9"', "got '0.9'"),
     ("learner.ppo.learning_rate", "0", "--learner.ppo.learning_rate must be"),
     ("learner.ppo.learning_rate", "2", "must be at most 1; got 2"),
-    ("learner.ppo.entropy", "inf", "--learner.ppo.entropy must be finite"),
+    ("learner.ppo.entropy_coef", "inf", "--learner.ppo.entropy_coef must be finite"),
     (
         "learner.ppo.clip_mode",
         "joints",
@@ -229,8 +229,8 @@ REFUSED_OPTIONS = [
     ),
     ("learner.policy.memory", "rnn", "--learner.policy.memory"),
     ("learner.policy.width", "5000", "must be at most 4096"),
-    ("keeping.tensorboard", "yes", "must be a valid boolean; got 'yes'"),
-    ("keeping.every", "0", "--keeping.every must be greater than or equal to 1"),
+    ("checkpoint.tensorboard", "yes", "must be a valid boolean; got 'yes'"),
+    ("checkpoint.every", "0", "--checkpoint.every must be greater than or equal to 1"),
     ("rng_seed", "-1", "--rng_seed must be greater than or equal to 0"),
     ("rng_seed", str(2**64), "--rng_seed must be less than or equal to 4294967295"),
     ("name", "../x", "a run cannot be called '../x'"),
@@ -255,7 +255,7 @@ def test_contradictions_are_refused_in_one_line():
     for options, message in (
         ({"tasks": "simulated", "world.horizon": "3"}, "world.horizon is 3"),
         (
-            {"tasks": "text", "envs": "1", "learner.ppo.minibatches": "2"},
+            {"tasks": "text", "num_envs": "1", "learner.ppo.minibatches": "2"},
             "minibatches is 2",
         ),
         (
@@ -268,19 +268,19 @@ def test_contradictions_are_refused_in_one_line():
 
 REFUSED_FILES = [
     ("learning_rte = 1", "no setting 'learning_rte'; did you mean 'learner"),
-    ("Envs = 4", "no setting 'Envs'; did you mean 'envs'"),
+    ("Envs = 4", "no setting 'Envs'; did you mean 'num_envs'"),
     ("[learner.ppo]\nlearning_rte = 1", "did you mean 'learner.ppo.learning_rate'"),
-    ("envs = 4\nenvs = 4", "expected TOML; got Cannot overwrite"),
+    ("num_envs = 4\nnum_envs = 4", "expected TOML; got Cannot overwrite"),
     ("[budget]\n[budget]", "expected TOML; got Cannot declare"),
-    ('envs = "4"', "envs must be a valid integer; got '4'"),
-    ("envs = true", "got True"),
-    ("envs = 4.0", "got 4.0"),
-    (f"envs = {'9' * 4_000}", "envs must be less than or equal to 65536"),
-    (f"envs = {'9' * 5_000}", "expected TOML"),
+    ('num_envs = "4"', "num_envs must be a valid integer; got '4'"),
+    ("num_envs = true", "got True"),
+    ("num_envs = 4.0", "got 4.0"),
+    (f"num_envs = {'9' * 4_000}", "num_envs must be less than or equal to 65536"),
+    (f"num_envs = {'9' * 5_000}", "expected TOML"),
     (f"learner.gamma = {'9' * 4_000}", "learner.gamma must be a finite number"),
-    ("envs = 1979-05-27", "envs must be a valid integer"),
+    ("num_envs = 1979-05-27", "num_envs must be a valid integer"),
     ("runs = 1979-05-27", "runs must be a valid string"),
-    ("envs = {}", "got {}"),
+    ("num_envs = {}", "got {}"),
     ("learner = 3", "learner must be a table of settings; got 3"),
     ("budget = []", "budget must be a table of settings; got []"),
     ("tasks = 'letter'", "tasks must be a valid array; got 'letter'"),
@@ -291,15 +291,15 @@ REFUSED_FILES = [
     ('runs = "a\\u202eb"', "printable"),
     ("learner.ppo.max_grad_norm = nan", "learner.ppo.max_grad_norm must be"),
     ("x = " + "[" * 60_000, "brackets too deep"),
-    ("envs" + ".a" * 30_000 + " = 1", "too many dots"),
+    ("num_envs" + ".a" * 30_000 + " = 1", "too many dots"),
     ("learner.ppo.head_entropy" + ".a" * 900 + " = 1", "too many dots"),
     ("= 3", "expected TOML"),
     ("\x00", "expected TOML"),
 ]
 REFUSED_BYTES = [
-    ("\ufeffenvs = 4".encode(), "expected TOML"),
-    ("envs = 4".encode("utf-16"), "must be text in UTF-8; byte 0"),
-    ("envs = 4".encode("utf-16-le"), "expected TOML"),
+    ("\ufeffnum_envs = 4".encode(), "expected TOML"),
+    ("num_envs = 4".encode("utf-16"), "must be text in UTF-8; byte 0"),
+    ("num_envs = 4".encode("utf-16-le"), "expected TOML"),
     ("# é\nenvs = 4".encode("latin-1"), "must be text in UTF-8; byte 2"),
     (bytes(range(256)), "must be text in UTF-8; byte 128"),
     (b"#" * 2**20, "has more than 65,536 bytes"),
@@ -316,7 +316,7 @@ def test_a_text_is_parsed_within_limits():
         ("a" + ".a" * 30_000 + " = 1", "mine: expected TOML; got a line of too many"),
         ("a = " + "[" * 30_000, "mine: expected TOML; got brackets too deep"),
     ):
-        with pytest.raises(BadInput, match=message):
+        with pytest.raises(InvalidInputError, match=message):
             parse_toml(text, "mine: ")
 
 
@@ -334,16 +334,16 @@ def test_files_are_refused_in_one_line_with_their_name(tmp_path):
 
 def test_python_is_refused_as_files_are():
     for make, message in (
-        (lambda: TrainConfig(envs=0), "envs must be greater than or equal to 1"),
-        (lambda: TrainConfig(envs="4"), "envs must be a valid integer"),
+        (lambda: TrainConfig(num_envs=0), "num_envs must be greater than or equal to 1"),
+        (lambda: TrainConfig(num_envs="4"), "num_envs must be a valid integer"),
         (lambda: TrainConfig(tasks=()), "tasks is empty"),
         (lambda: Budget(rounds=None), "at least one of rounds"),
         (lambda: Learner(gamma=float("nan")), "gamma must be a finite number"),
         (lambda: Learner(ppo=PPOConfig(learning_rate=2.0)), "learning_rate must be"),
         (lambda: World(rate=(2.0, 1.0)), "rate must be"),
         (lambda: World(blueprints=()), "at least one name"),
-        (lambda: Judging(hosts=0), "hosts must be"),
-        (lambda: Keeping(every=0), "every must be"),
+        (lambda: EvalConfig(hosts=0), "hosts must be"),
+        (lambda: CheckpointConfig(every=0), "every must be"),
     ):
         assert message in refused(make)
 
@@ -355,7 +355,7 @@ def test_the_digest_depends_on_every_setting():
     assert digest(TrainConfig(world=World(rent=-0.0))) == digest(
         TrainConfig(world=World(rent=0.0))
     )
-    changed = [("envs", "17"), ("learner.ppo.clip", "0.3"), ("world.rent", "[0, 0.02]")]
+    changed = [("num_envs", "17"), ("learner.ppo.clip_range", "0.3"), ("world.rent", "[0, 0.02]")]
     found |= {digest(resolve({name: text})) for name, text in changed}
     assert len(found) == len(PRESETS) + len(changed)
 
@@ -418,7 +418,7 @@ def test_damaged_files_are_read_or_refused(tmp_path, count):
         file.write_bytes(mutated(chance, chance.choice(texts)))
         try:
             config = resolve({"config": [file]})
-        except BadInput as error:
+        except InvalidInputError as error:
             lines.append(str(error))
         else:
             assert from_toml(as_toml(config)) == config

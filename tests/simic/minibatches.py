@@ -23,7 +23,7 @@ def weights(mode="joint", value=0.5, value_clip=None, entropy=0.01, clip=0.2):
     if not isinstance(entropy, torch.Tensor):
         entropy = entropy * (1.0 + torch.arange(NUM_HEADS))
     return PPOConfig(
-        clip=clip, clip_mode=mode, value=value, value_clip=value_clip
+        clip_range=clip, clip_mode=mode, value_coef=value, value_clip=value_clip
     ), entropy
 
 
@@ -39,7 +39,7 @@ class Case:
 
         legal = torch.rand(shape, generator=generator) < 0.6
         forced = torch.rand(shape[:3], generator=generator) > open_share
-        legal = fixed.get("rows", legal & ~forced.unsqueeze(-1))
+        legal = fixed.get("masks", legal & ~forced.unsqueeze(-1))
         nothing = ~legal.any(dim=-1)
         place = torch.randint(CHOICES, shape[:3], generator=generator)
         legal = legal | torch.nn.functional.one_hot(place, CHOICES).bool() & (
@@ -53,8 +53,8 @@ class Case:
         valid = torch.rand(envs, time, generator=generator) < 0.8
         self.batch = SequenceBatch(
             features=Features(noise(1), noise(1, 1), noise(1, 1, 1)),
-            first=torch.zeros(envs, time, dtype=torch.bool),
-            rows=legal,
+            episode_start=torch.zeros(envs, time, dtype=torch.bool),
+            masks=legal,
             actions=actions,
             log_probs=chosen(old, actions),
             distribution=old,
@@ -67,7 +67,7 @@ class Case:
 
     def terms(self, settings, logits=None, values=None):
         logits = self.logits if logits is None else logits
-        distribution = masked_log_softmax(logits, self.batch.rows)
+        distribution = masked_log_softmax(logits, self.batch.masks)
         new = Evaluation(
             logits=logits,
             distribution=distribution,
@@ -88,7 +88,7 @@ class Case:
         for env, time in batch.valid_mask.nonzero().tolist():
             here, choices = (env, time), []
             for head in range(NUM_HEADS):
-                row = batch.rows[env, time, head]
+                row = batch.masks[env, time, head]
                 legal = [i for i in range(CHOICES) if row[i]]
                 if len(legal) > 1:
                     new = self.logits[env, time, head, legal].tolist()
@@ -100,9 +100,9 @@ class Case:
         return reference.objective(
             steps,
             heads=NUM_HEADS,
-            clip=settings[0].clip,
+            clip=settings[0].clip_range,
             mode=settings[0].clip_mode,
             value_clip=settings[0].value_clip,
-            value_weight=settings[0].value,
+            value_weight=settings[0].value_coef,
             entropy_weights=settings[1].tolist(),
         )

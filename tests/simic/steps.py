@@ -20,7 +20,7 @@ from esper.tamiyo.policy.features import (
 SPEC = ActionSpec(slots=SlotConfig(max_slots=2), blueprints=BLUEPRINTS[:3])
 STATE = (2, 3)
 SEEN = ("host", "slots", "offers")
-COPIED = ("first", "rows", "actions", "log_probs", "distribution", "values")
+COPIED = ("episode_start", "masks", "actions", "log_probs", "distribution", "values")
 
 
 def make_buffer(envs: int = 2, steps: int = 4, **settings: Any) -> TamiyoRolloutBuffer:
@@ -43,7 +43,7 @@ class Steps:
     def __init__(self, envs: int = 2, rng_seed: int = 0) -> None:
         self.envs = envs
         self.generator = Generator().manual_seed(rng_seed)
-        self.first = torch.ones(envs, dtype=torch.bool)
+        self.episode_start = torch.ones(envs, dtype=torch.bool)
 
     def __call__(self, **changes: Any) -> dict[str, Any]:
         envs, width = self.envs, SPEC.width
@@ -59,8 +59,8 @@ class Steps:
                 slots=self.normal(slots, len(SLOT_COLUMNS)),
                 offers=self.normal(slots, blueprints, len(OFFER_COLUMNS)),
             ),
-            "first": self.first,
-            "rows": rows,
+            "episode_start": self.episode_start,
+            "masks": rows,
             "actions": actions,
             "log_probs": distribution.gather(-1, actions[..., None])[..., 0],
             "distribution": distribution,
@@ -72,7 +72,9 @@ class Steps:
         }
         ended = step["terminated"] | step["truncated"]
         acted = step.get("acted")
-        self.first = ended if acted is None else torch.where(acted, ended, self.first)
+        self.episode_start = (
+            ended if acted is None else torch.where(acted, ended, self.episode_start)
+        )
         return step
 
     def normal(self, *axes: int) -> Tensor:
@@ -115,5 +117,5 @@ def fill(buffer: TamiyoRolloutBuffer, *, ragged: bool) -> SequenceBatch:
             acted=acted,
         )
         buffer.add(**step)
-    buffer.cut(torch.ones(2))
+    buffer.finish(torch.ones(2))
     return take(buffer)

@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from esper.contracts.actions import HEAD
-from esper.contracts.errors import BadInput, IllegalAction, NoLegalAction
+from esper.contracts.errors import (
+    IllegalActionError,
+    InvalidInputError,
+    NoLegalActionError,
+)
 from tests.simic.steps import (
     STATE,
     Steps,
@@ -36,8 +40,8 @@ def zeros(*axes: int, **kind: object) -> torch.Tensor:
         ("log_probs", zeros(8, 2), r"must be .* got .* \(8, 2\)"),
         ("values", zeros(2, dtype=torch.float64), "got torch.float64"),
         ("actions", zeros(2, 8, dtype=torch.int32), "got torch.int32"),
-        ("rows", zeros(2, 8, 6), "must be torch.bool .* got torch.float32"),
-        ("rows", zeros(1, 8, 6, dtype=torch.bool), r"\(1, 8, 6\)"),
+        ("masks", zeros(2, 8, 6), "must be torch.bool .* got torch.float32"),
+        ("masks", zeros(1, 8, 6, dtype=torch.bool), r"\(1, 8, 6\)"),
         ("terminated", zeros(2, dtype=torch.uint8), "must be torch.bool"),
         ("truncated", zeros(2), "must be torch.bool"),
         ("final_values", zeros(2, 1), "must be"),
@@ -53,7 +57,7 @@ def zeros(*axes: int, **kind: object) -> torch.Tensor:
 )
 def test_the_wrong_kind_of_tensor_is_refused(name, value, match):
     buffer = make_buffer()
-    with pytest.raises(BadInput, match=f"^{name} .*{match}") as raised:
+    with pytest.raises(InvalidInputError, match=f"^{name} .*{match}") as raised:
         buffer.add(**a_step(**{name: value}))
     assert "\n" not in str(raised.value)
     assert_untouched(buffer, [a_step()])
@@ -79,15 +83,15 @@ def with_value(name: str, value: float, head: int = -1, env: int = 1):
 
 
 def forbid(step: dict) -> None:
-    step["rows"] = torch.ones_like(step["rows"]) & make_buffer().spec.allowed
-    step["rows"][1, HEAD["op"], 4] = False
+    step["masks"] = torch.ones_like(step["masks"]) & make_buffer().spec.allowed
+    step["masks"][1, HEAD["op"], 4] = False
     step["actions"] = step["actions"].clone()
     step["actions"][1, HEAD["op"]] = 4
 
 
 def allow_padding(step: dict) -> None:
-    step["rows"] = step["rows"].clone()
-    step["rows"][1, HEAD["blueprint"], 3] = True
+    step["masks"] = step["masks"].clone()
+    step["masks"][1, HEAD["blueprint"], 3] = True
 
 
 def truncate(final_values):
@@ -107,7 +111,11 @@ TORN = "first must be True after the end of an episode"
     ("change", "error", "match"),
     [
         *[
-            (with_value(name, value), BadInput, f"{name} {HERE} .*finite, got {value}")
+            (
+                with_value(name, value),
+                InvalidInputError,
+                f"{name} {HERE} .*finite, got {value}",
+            )
             for name in (
                 *("features.host", "features.slots", "features.offers"),
                 *("rewards", "values", "log_probs", "distribution"),
@@ -117,7 +125,7 @@ TORN = "first must be True after the end of an episode"
         *[
             (
                 with_value("actions", x, HEAD["style"]),
-                IllegalAction,
+                IllegalActionError,
                 f"{OUTSIDE} {HERE}",
             )
             for x in (-1, 2, 6, 2**40)
@@ -125,20 +133,36 @@ TORN = "first must be True after the end of an episode"
         *[
             (
                 with_value("log_probs", x, HEAD["tempo"]),
-                BadInput,
+                InvalidInputError,
                 f"{CONTRADICTED} {HERE}",
             )
             for x in (1e-3, -7.0)
         ],
-        (with_value("rows", False, HEAD["slot"]), NoLegalAction, f"{NOTHING} {HERE}"),
-        (forbid, IllegalAction, f"its row forbids.*; head 'op' {HERE}, choice 4"),
-        (allow_padding, BadInput, f"more choices than .*; head 'blueprint' {HERE}"),
+        (
+            with_value("masks", False, HEAD["slot"]),
+            NoLegalActionError,
+            f"{NOTHING} {HERE}",
+        ),
+        (forbid, IllegalActionError, f"its row forbids.*; head 'op' {HERE}, choice 4"),
+        (
+            allow_padding,
+            InvalidInputError,
+            f"more choices than .*; head 'blueprint' {HERE}",
+        ),
         *[
-            (truncate(given), BadInput, f"{LOST}.*{HERE}")
+            (truncate(given), InvalidInputError, f"{LOST}.*{HERE}")
             for given in (None, [0.0, NAN], [0.0, INF])
         ],
-        (lambda s: s.update(first=flags(2)), BadInput, f"{TORN}.*environment 0"),
-        (lambda s: s.update(first=flags(2, 0, 1)), BadInput, f"{TORN}.*{HERE}"),
+        (
+            lambda s: s.update(episode_start=flags(2)),
+            InvalidInputError,
+            f"{TORN}.*environment 0",
+        ),
+        (
+            lambda s: s.update(episode_start=flags(2, 0, 1)),
+            InvalidInputError,
+            f"{TORN}.*{HERE}",
+        ),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused_with_its_place(change, error, match):
@@ -178,24 +202,28 @@ def test_last_values_and_memory_must_be_finite(value):
     buffer = make_buffer()
     state = torch.zeros(2, *STATE)
     state[1, 0, 2] = value
-    with pytest.raises(BadInput, match="state of environment 1 at step 0 must be fin"):
+    with pytest.raises(
+        InvalidInputError, match="state of environment 1 at step 0 must be fin"
+    ):
         buffer.begin(state, policy_version=3)
     assert buffer.policy_version == 0
 
     buffer.add(**a_step(terminated=flags(2, 0)))
-    with pytest.raises(BadInput, match=f"last_values {HERE} must be finite"):
-        buffer.cut(torch.tensor([value, value]))
-    buffer.cut(torch.tensor([value, 0.0]))
+    with pytest.raises(InvalidInputError, match=f"last_values {HERE} must be finite"):
+        buffer.finish(torch.tensor([value, value]))
+    buffer.finish(torch.tensor([value, 0.0]))
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_last_values_and_memory_must_be_of_the_right_kind():
     buffer = make_buffer()
-    with pytest.raises(BadInput, match=r"state must be .* shape \(2, 2, 3\)"):
+    with pytest.raises(InvalidInputError, match=r"state must be .* shape \(2, 2, 3\)"):
         buffer.begin(torch.zeros(2, 3, 2))
     buffer.add(**a_step())
-    with pytest.raises(BadInput, match=r"last_values must be .* got .* shape \(2, 1\)"):
-        buffer.cut(torch.zeros(2, 1))
+    with pytest.raises(
+        InvalidInputError, match=r"last_values must be .* got .* shape \(2, 1\)"
+    ):
+        buffer.finish(torch.zeros(2, 1))
 
 
 def assert_untouched(buffer, steps):
@@ -206,5 +234,5 @@ def assert_untouched(buffer, steps):
     assert torch.equal(buffer.step_counts, twin.step_counts)
     for each in (buffer, twin):
         each.add(**steps[-1])
-        each.cut(torch.zeros(2))
+        each.finish(torch.zeros(2))
     assert_same(take(buffer), take(twin))

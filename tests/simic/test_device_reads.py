@@ -59,7 +59,14 @@ def agent_without_data(memory: str, *, ragged: bool):
     agent = PPOAgent(policy, buffer, PPOConfig(epochs=2, minibatches=2))
     acted = torch.ones(4, dtype=torch.bool, device="meta") if ragged else None
     for time in range(6):
-        names = ["first", "rows", "actions", "log_probs", "distribution", "values"]
+        names = [
+            "episode_start",
+            "masks",
+            "actions",
+            "log_probs",
+            "distribution",
+            "values",
+        ]
         step = {name: batch[name][:, time].to("meta") for name in names}
         seen = map_tensors(lambda x, at=time: x[:, at].to("meta"), batch.features)
         ended = torch.zeros(4, dtype=torch.bool, device="meta")
@@ -71,7 +78,7 @@ def agent_without_data(memory: str, *, ragged: bool):
             truncated=ended,
             acted=acted,
         )
-    buffer.cut(torch.zeros(4, device="meta"))
+    buffer.finish(torch.zeros(4, device="meta"))
     return agent
 
 

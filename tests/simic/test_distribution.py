@@ -11,7 +11,7 @@ from torch.distributions import Normal
 from torch.distributions import kl_divergence as kl_of
 from torch.testing import assert_close
 
-from esper.contracts.errors import NoLegalAction
+from esper.contracts.errors import NoLegalActionError
 from esper.simic.agent.distribution import (
     NUMBERS,
     choose,
@@ -114,7 +114,9 @@ def test_t3_a_row_with_nothing_to_choose_names_environment_and_head():
     names = [*"abcdefgh"]
     require_choice(rows, names, "look.")
     rows[2, 3] = False
-    with pytest.raises(NoLegalAction, match=r"'d' of environment 2 .* choice; look"):
+    with pytest.raises(
+        NoLegalActionError, match=r"'d' of environment 2 .* choice; look"
+    ):
         require_choice(rows, names, "look.")
 
 

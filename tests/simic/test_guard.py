@@ -68,7 +68,9 @@ def fail_at(call, count, error):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
-@pytest.mark.parametrize("which", ["scores", "optimiser", "clipping", "record"])
+@pytest.mark.parametrize(
+    "which", ["evaluate_actions", "optimiser", "clipping", "record"]
+)
 def test_an_update_that_fails_changes_nothing_and_can_be_tried_again(
     which, error, monkeypatch
 ):
@@ -79,7 +81,7 @@ def test_an_update_that_fails_changes_nothing_and_can_be_tried_again(
         fill_ragged(agent.policy, agent.buffer, policy_version=1, rng_seed=5)
     agent, undisturbed = agents
     holder, name, count = {
-        "scores": (agent.policy, "scores", 3),
+        "evaluate_actions": (agent.policy, "evaluate_actions", 3),
         "optimiser": (agent.optimizer, "step", 3),
         "clipping": (torch.nn.utils, "clip_grad_norm_", 3),
         "record": (ppo, "read_record", 1),
@@ -103,7 +105,7 @@ def test_what_is_stored_of_illegal_choices_does_not_change_the_stop(filler):
     for fill in (0.0, filler):
         agent = agent_with_rollout(learning_rate=0.01)
         storage = agent.buffer._storage
-        storage["distribution"][~storage["rows"]] = fill
+        storage["distribution"][~storage["masks"]] = fill
         records.append(agent.update())
     assert records[0].stopped_at is not None
     assert not changed(*records)

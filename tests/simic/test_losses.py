@@ -59,7 +59,7 @@ def test_t11_steps_on_which_a_head_is_closed_weigh_its_gain_and_entropy_alike():
     lone = Case(0, envs=3, time=20, open_share=0.9, valid=torch.ones(3, 20) > 0)
     both = Case(0, envs=3, time=20, open_share=0.9, valid=torch.ones(3, 20) > 0)
     both.twice()
-    both.batch.rows[3:, :, 4] = torch.arange(CHOICES) == 0
+    both.batch.masks[3:, :, 4] = torch.arange(CHOICES) == 0
     grads, terms = [], []
     for case in (lone, both):
         logits = case.logits.requires_grad_()
@@ -74,7 +74,7 @@ def test_t11_steps_on_which_a_head_is_closed_weigh_its_gain_and_entropy_alike():
 
 def test_t16_heads_forced_on_every_step_give_finite_terms_and_no_gradient():
     rows = (torch.arange(CHOICES) == 0).expand(2, 3, NUM_HEADS, CHOICES)
-    case = Case(3, envs=2, time=3, scale=2.0, rows=rows)
+    case = Case(3, envs=2, time=3, scale=2.0, masks=rows)
     logits = case.logits.requires_grad_()
     terms = case.terms(weights(), logits, case.values.requires_grad_())
     terms.loss.backward()
@@ -92,7 +92,7 @@ def test_t33_exact_kl_is_positive_zero_without_a_change_and_k3_agrees():
     moved = case.terms(weights())
     assert (moved.kl >= 0).all()
     draws, generator = 40_000, Generator().manual_seed(1)
-    old, rows = case.batch.distribution[0, 0], case.batch.rows[0, 0]
+    old, rows = case.batch.distribution[0, 0], case.batch.masks[0, 0]
     new = masked_log_softmax(case.logits[0, 0], rows)
     actions = sample(old.expand(draws, -1, -1), rows.expand(draws, -1, -1), generator)
     d = chosen((new - old).expand(draws, -1, -1), actions).double()
@@ -123,7 +123,7 @@ def test_t37_ratios_beyond_float32_stay_finite_and_are_counted(mode, size, likel
 def test_t37_a_joint_ratio_that_had_to_be_clamped_is_counted_too():
     """Eight heads that moved by four each: exp(32) although no head is extreme."""
     rows = torch.ones(1, 1, NUM_HEADS, CHOICES) > 0
-    case = Case(8, envs=1, time=1, rows=rows, valid=torch.ones(1, 1) > 0)
+    case = Case(8, envs=1, time=1, masks=rows, valid=torch.ones(1, 1) > 0)
     towards = torch.nn.functional.one_hot(case.batch.actions, CHOICES) * 40.0
     low = replace(case.batch, log_probs=torch.full((1, 1, NUM_HEADS), -4.0))
     case.batch = low

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.simic.agent.memory import (
     LSTM,
     MEMORIES,
@@ -151,7 +151,9 @@ def test_every_name_that_editors_complete_is_a_memory():
 
 
 def test_an_unknown_memory_is_refused_by_name():
-    with pytest.raises(BadInput, match=r"no memory 'gruu'; choose one of mingru, gru"):
+    with pytest.raises(
+        InvalidInputError, match=r"no memory 'gruu'; choose one of mingru, gru"
+    ):
         make_memory("gruu", 4, 1)
     assert isinstance(make_memory("lstm", 4, 2), LSTM)
     assert make_memory("mingru", 4, 2).state_shape == (2, 4)

@@ -9,7 +9,7 @@ from torch import Generator
 from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD, HEAD_NAMES
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.simic.agent.losses import ppo_terms
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, explained_variance
 from esper.tamiyo.policy.network import TamiyoPolicy
@@ -83,10 +83,13 @@ def test_a_frozen_policy_stays_while_its_value_is_learnt_and_can_be_unfrozen():
 def test_an_update_without_gradients_is_refused_in_words(off):
     agent = agent_with_rollout()
     before = snapshot(agent)
-    with off(), pytest.raises(CallOrder, match=r"needs gradients, which are off"):
+    with (
+        off(),
+        pytest.raises(InvalidStateError, match=r"needs gradients, which are off"),
+    ):
         agent.update()
     agent.policy.requires_grad_(False)
-    with pytest.raises(CallOrder, match=r"nothing in the loss requires grad"):
+    with pytest.raises(InvalidStateError, match=r"nothing in the loss requires grad"):
         agent.update()
     assert not unequal(before, snapshot(agent))
     agent.policy.requires_grad_()
@@ -180,7 +183,7 @@ def test_t29_the_unit_of_the_reward_does_not_matter_to_the_bit():
 
 
 def test_t31_equal_advantages_teach_the_policy_nothing_and_stay_finite():
-    agent = agent_with_rollout(entropy=0.0, value=0.0)
+    agent = agent_with_rollout(entropy_coef=0.0, value_coef=0.0)
     agent.buffer.rewards.zero_()
     agent.buffer.values.zero_()
     agent.buffer.dones.fill_(True)
@@ -200,7 +203,7 @@ def test_t31_equal_advantages_teach_the_policy_nothing_and_stay_finite():
 
 def test_advantages_that_are_written_by_hand_are_learnt_from():
     """Once they are computed, an update takes them as they are."""
-    agent = agent_with_rollout(entropy=0.0, value=0.0)
+    agent = agent_with_rollout(entropy_coef=0.0, value_coef=0.0)
     agent.buffer.compute_advantages_and_returns()
     agent.buffer.advantages.zero_()
     assert agent.update().grad_norm == 0.0
@@ -215,7 +218,7 @@ def test_t35_a_heads_entropy_is_the_mean_over_the_steps_on_which_it_was_open():
     for index, name in enumerate(HEAD_NAMES):
         expected = float(terms.entropy[index])
         assert record.heads[name].entropy == pytest.approx(expected, rel=1e-4)
-    opened = (batch.rows.sum(dim=-1) > 1).any(dim=1)
+    opened = (batch.masks.sum(dim=-1) > 1).any(dim=1)
     assert (opened.any(dim=0) & ~opened.all(dim=0)).any()
 
 
@@ -268,16 +271,19 @@ def test_annealing_scales_learning_rate_and_entropy_of_the_configuration():
         ({"learning_rate": 0.0}, r"learning_rate must be in \(0, 1e4\], got 0.0"),
         ({"learning_rate": math.nan}, "learning_rate must be in .*, got nan"),
         ({"learning_rate": 1e5}, "learning_rate must be in .*, got 100000.0"),
-        ({"clip": -0.1}, "clip must be positive"),
+        ({"clip_range": -0.1}, "clip_range must be positive"),
         ({"target_kl": 0.0}, "target_kl must be positive"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
         ({"epochs": 1.5}, "epochs must be a whole number from 1, got 1.5"),
         ({"epochs": 0}, "epochs must be a whole number from 1, got 0"),
         ({"minibatches": 0}, "minibatches must be a whole number from 1, got 0"),
-        ({"entropy": math.inf}, "entropy must be finite, not negative, got inf"),
-        ({"entropy": -0.1}, "entropy must be finite, not negative, got -0.1"),
-        ({"value": math.nan}, "value must be finite, not negative, got nan"),
-        ({"value_fading": 1.5}, r"value_fading must lie in \[0, 1\], got 1.5"),
+        (
+            {"entropy_coef": math.inf},
+            "entropy_coef must be finite, not negative, got inf",
+        ),
+        ({"entropy_coef": -0.1}, "entropy_coef must be finite, not negative, got -0.1"),
+        ({"value_coef": math.nan}, "value_coef must be finite, not negative, got nan"),
+        ({"value_norm_decay": 1.5}, r"value_norm_decay must lie in \[0, 1\], got 1.5"),
         ({"value_clip": 0.0}, "value_clip must be positive, or None: off, got 0.0"),
         ({"clip_mode": "both"}, "clip_mode must be one of .*joint.*, got 'both'"),
         ({"head_entropy": {"op": -1.0}}, "head_entropy must be finite, not negative"),
@@ -287,7 +293,7 @@ def test_settings_that_cannot_be_meant_are_refused(bad, match):
     config = PPOConfig()
     for name, value in bad.items():  # past the type checks of the tests
         object.__setattr__(config, name, value)
-    with pytest.raises(BadInput, match=match):
+    with pytest.raises(InvalidInputError, match=match):
         config.__post_init__()
 
 
@@ -300,13 +306,17 @@ def test_a_buffer_that_is_not_the_policys_and_no_share_are_refused():
         (narrower, 1, r"state of \(1, 8\), the policy's is \(1, 16\)"),
         (other, 1, "different action spaces"),
     ):
-        with pytest.raises(BadInput, match=match):
+        with pytest.raises(InvalidInputError, match=match):
             PPOAgent(policy, make_buffer(maker, 3, 2), PPOConfig(minibatches=parts))
     config = PPOConfig(minibatches=1, head_entropy={"ops": 0.1})
-    with pytest.raises(BadInput, match=r"head_entropy must name heads of .*'op'"):
+    with pytest.raises(
+        InvalidInputError, match=r"head_entropy must name heads of .*'op'"
+    ):
         PPOAgent(policy, make_buffer(policy, 3, 2), config)
     for share in (math.nan, math.inf, -0.1):
-        with pytest.raises(BadInput, match="share must be finite and not negative"):
+        with pytest.raises(
+            InvalidInputError, match="share must be finite and not negative"
+        ):
             agent_with_rollout().anneal(share)
 
 
@@ -335,7 +345,7 @@ def test_steps_of_another_policy_version_are_refused_and_nothing_changes():
     agent.buffer.policy_version = 3
     before = snapshot(agent)
     with pytest.raises(
-        CallOrder, match="steps of policy version 3, this policy is vers"
+        InvalidStateError, match="steps of policy version 3, this policy is vers"
     ):
         agent.update()
     assert not unequal(before, snapshot(agent))

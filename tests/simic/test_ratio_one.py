@@ -61,7 +61,7 @@ def require_ratio_one(policy, batch):
     assert anything < 10 * TOLERANCE
     size = batch.values[batch.valid_mask].abs().max().clamp(min=1.0)
     assert values < TOLERANCE * size  # rounding grows with what is rounded
-    opened = (batch.rows.sum(-1) > 1) & batch.valid_mask.unsqueeze(-1)
+    opened = (batch.masks.sum(-1) > 1) & batch.valid_mask.unsqueeze(-1)
     return opened.sum(dim=(0, 1))
 
 
@@ -80,8 +80,8 @@ def test_t17_t22_every_memory_over_rows_that_start_in_mid_episode(memory, layers
     opened += require_ratio_one(policy, batch)
     assert (opened > 0).all()
     assert buffer.step_counts.unique().numel() > 2
-    assert not batch.first[:, 0].all()
-    assert batch.first[:, 1:].any()
+    assert not batch.episode_start[:, 0].all()
+    assert batch.episode_start[:, 1:].any()
 
 
 @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
@@ -109,7 +109,7 @@ def test_t15_strong_weights_so_that_every_choice_hangs_on_those_before(memory):
     fill_ragged(policy, buffer)
     batch = take(buffer)
     heads, _, values = differences(policy, batch)
-    certain = batch.distribution[batch.rows].min()
+    certain = batch.distribution[batch.masks].min()
     assert certain < -50
     assert (heads < 5e-4).all()
     assert values < 5e-4
@@ -153,18 +153,18 @@ def test_t23_after_an_update_memory_has_drifted_a_little_and_only_a_little():
     live, _ = collect(world, policy, buffer, live, generator, policy_version=0)
     batch, stored = take(buffer), live.state.clone()
     with torch.no_grad():
-        _, same = policy.encode(batch.features, batch.first, batch.state)
+        _, same = policy.encode(batch.features, batch.episode_start, batch.state)
     assert_close(same, stored, rtol=1e-5, atol=1e-5)
     record = agent.update()
     assert record.steps_taken > 0
     with torch.no_grad():
-        _, fresh = policy.encode(batch.features, batch.first, batch.state)
+        _, fresh = policy.encode(batch.features, batch.episode_start, batch.state)
     drift = (fresh - stored).norm() / stored.norm()
     assert 1e-4 < drift < 0.1
 
 
 def draw_ops_again(batch):
-    rows, distribution = batch.rows[..., 0, :], batch.distribution[..., 0, :]
+    rows, distribution = batch.masks[..., 0, :], batch.distribution[..., 0, :]
     again = batch.actions.clone()
     again[..., 0] = sample(distribution, rows, Generator().manual_seed(9))
     return {"actions": again}
@@ -174,10 +174,10 @@ def draw_ops_again(batch):
     ("change", "heads", "value"),
     [
         (lambda b: {"state": torch.zeros_like(b.state)}, any, True),
-        (lambda b: {"first": b.first.roll(-1, dims=1)}, any, True),
-        (lambda b: {"first": b.first.roll(1, dims=1)}, any, True),
-        (lambda b: {"first": torch.zeros_like(b.first)}, any, True),
-        (lambda b: {"rows": SPEC.allowed.expand_as(b.rows)}, all, False),
+        (lambda b: {"episode_start": b.episode_start.roll(-1, dims=1)}, any, True),
+        (lambda b: {"episode_start": b.episode_start.roll(1, dims=1)}, any, True),
+        (lambda b: {"episode_start": torch.zeros_like(b.episode_start)}, any, True),
+        (lambda b: {"masks": SPEC.allowed.expand_as(b.masks)}, all, False),
         (draw_ops_again, lambda moved: all(moved[1:]), False),
         (lambda b: {"values": 1.5 * b.values}, None, True),
     ],

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD_NAMES
-from esper.contracts.errors import CallOrder
+from esper.contracts.errors import InvalidStateError
 from esper.simic.agent.rollout_buffer import RESULTS
 from tests.references.recurrence import gae_reference
 from tests.references.rollout_buffer import NaiveRolloutBuffer
@@ -69,12 +69,12 @@ def test_any_pattern_of_actors_equals_plain_lists(pattern):
             if acts[env]:
                 rows[env].append({k: v[env] for k, v in flat(step).items()})
     last = steps.normal()
-    buffer.cut(last)
+    buffer.finish(last)
     counts = [len(row) for row in rows]
     assert buffer.step_counts.tolist() == counts
     assert buffer.is_full == (min(counts) == max_steps)
     if not any(counts):
-        with pytest.raises(CallOrder, match="nothing to compute"):
+        with pytest.raises(InvalidStateError, match="nothing to compute"):
             buffer.compute_advantages_and_returns()
         return
 
@@ -105,7 +105,7 @@ def flat(step):
 
 
 def assert_is_padding(here):
-    legal = here.pop("rows")
+    legal = here.pop("masks")
     assert legal[:, 0].all()
     assert not legal[:, 1:].any()
     assert not any(value.any() for value in here.values())
@@ -150,7 +150,7 @@ def test_views_that_are_not_contiguous_are_stored_and_no_reward_is_edited():
     buffer = make_buffer(steps=1, gamma=0.9)
     final = torch.full((2,), 9.0)
     buffer.add(**a_step(rewards=rewards, truncated=flags(2, 0), final_values=final))
-    buffer.cut(final)
+    buffer.finish(final)
     buffer.compute_advantages_and_returns()
     assert buffer.rewards[:, 0].tolist() == [1.0, 2.0]
 
@@ -167,13 +167,13 @@ def test_the_naive_twin_of_the_benchmark_stores_the_same():
             naive.add(
                 env,
                 observation=step["features"].host[env, :1],
-                first=bool(step["first"][env]),
+                episode_start=bool(step["episode_start"][env]),
                 actions=dict(zip(sizes, step["actions"][env].tolist(), strict=True)),
                 log_probs=dict(
                     zip(sizes, step["log_probs"][env].tolist(), strict=True)
                 ),
                 masks={
-                    head: step["rows"][env, index, : sizes[head]]
+                    head: step["masks"][env, index, : sizes[head]]
                     for index, head in enumerate(sizes)
                 },
                 value=float(step["values"][env]),
@@ -184,12 +184,12 @@ def test_the_naive_twin_of_the_benchmark_stores_the_same():
                 hidden_h=torch.zeros(1),
                 hidden_c=torch.zeros(1),
             )
-    ours.cut(torch.zeros(3))
+    ours.finish(torch.zeros(3))
     batch, twin = take(ours), naive.get_batched_sequences()
     valid = batch.valid_mask
     assert torch.equal(twin["valid_mask"], valid)
     assert torch.equal(twin["observations"][valid], batch.features.host[..., :1][valid])
-    for name in ("first", "values"):
+    for name in ("episode_start", "values"):
         assert torch.equal(twin[name][valid], batch[name][valid])
     for name in ("rewards", "dones", "truncated"):
         assert torch.equal(twin[name][valid], getattr(ours, name)[valid])
@@ -197,7 +197,7 @@ def test_the_naive_twin_of_the_benchmark_stores_the_same():
         for name in ("actions", "log_probs"):
             assert torch.equal(twin[name][head][valid], batch[name][..., index][valid])
         assert torch.equal(
-            twin["masks"][head][valid], batch.rows[..., index, :size][valid]
+            twin["masks"][head][valid], batch.masks[..., index, :size][valid]
         )
 
 
@@ -214,7 +214,7 @@ def test_terminated_truncated_and_cut_have_three_different_futures():
             final_values=torch.tensor([torch.nan, 8.0, torch.nan, 8.0]),
         )
     )
-    buffer.cut(torch.tensor([torch.nan, torch.inf, 6.0, 6.0]))
+    buffer.finish(torch.tensor([torch.nan, torch.inf, 6.0, 6.0]))
     buffer.compute_advantages_and_returns()
     assert buffer.dones[:, 0].tolist() == [True, True, False, True]
     assert buffer.truncated[:, 0].tolist() == [False, True, False, False]
@@ -230,7 +230,7 @@ def test_terminated_truncated_and_cut_have_three_different_futures():
 def test_a_cut_of_an_earlier_rollout_is_forgotten():
     buffer = make_buffer(envs=1, steps=1)
     buffer.add(**a_step(1))
-    buffer.cut(torch.tensor([1e6]))
+    buffer.finish(torch.tensor([1e6]))
     buffer.compute_advantages_and_returns()
     buffer.reset()
     buffer.add(**a_step(1, terminated=flags(1, 0), rewards=torch.ones(1)))

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.simic.agent.rollout_buffer import VIEWS, TamiyoRolloutBuffer
 from tests.device_reads import count_device_reads
 from tests.simic.steps import (
@@ -32,7 +32,7 @@ def test_t24_leftovers_in_storage_change_nothing(ragged, poison):
     if poison is None:
         for _ in range(3):
             buffer.add(**steps(rewards=torch.full((2,), 1e30)))
-        buffer.cut(torch.full((2,), 1e30))
+        buffer.finish(torch.full((2,), 1e30))
         buffer.compute_advantages_and_returns()
         buffer.reset()
         assert buffer.step_counts.tolist() == [0, 0]
@@ -48,7 +48,7 @@ def test_a_batch_is_a_copy_whatever_its_shape(envs, steps):
     buffer, source = make_buffer(envs, steps), Steps(envs)
     for _ in range(steps):
         buffer.add(**source())
-    buffer.cut(torch.zeros(envs))
+    buffer.finish(torch.zeros(envs))
     batch = take(buffer)
     before = {name: field.clone() for name, field in fields(batch).items()}
     buffer.reset()
@@ -69,7 +69,7 @@ def filled(*calls) -> TamiyoRolloutBuffer:
 
 
 def cut(buffer):
-    buffer.cut(torch.zeros(2))
+    buffer.finish(torch.zeros(2))
 
 
 def compute(buffer):
@@ -77,7 +77,7 @@ def compute(buffer):
 
 
 def add(buffer):
-    buffer.add(**a_step(first=flags(2)))
+    buffer.add(**a_step(episode_start=flags(2)))
 
 
 @pytest.mark.parametrize(
@@ -100,19 +100,19 @@ def add(buffer):
     ],
 )
 def test_a_call_at_the_wrong_moment_is_refused(make, call, match):
-    with pytest.raises(CallOrder, match=match):
+    with pytest.raises(InvalidStateError, match=match):
         call(make())
 
 
 def test_a_full_row_is_named_and_the_others_may_go_on():
     buffer, steps = make_buffer(envs=3, steps=1), Steps(3)
     buffer.add(**steps(acted=flags(3, 1, 2)))
-    with pytest.raises(CallOrder, match="row of environment 1 is full"):
+    with pytest.raises(InvalidStateError, match="row of environment 1 is full"):
         buffer.add(**steps(acted=flags(3, 0, 1)))
     assert not buffer.is_full
     buffer.add(**Steps(3)(acted=flags(3, 0)))
     assert buffer.is_full
-    with pytest.raises(CallOrder, match="row of environment 0 is full"):
+    with pytest.raises(InvalidStateError, match="row of environment 0 is full"):
         buffer.add(**steps())
     assert buffer.step_counts.tolist() == [1, 1, 1]
 
@@ -121,9 +121,9 @@ def test_a_row_that_goes_on_is_named_before_advantages_are_computed():
     buffer, steps = make_buffer(envs=3, steps=2), Steps(3)
     buffer.add(**steps(terminated=flags(3, 0, 1), acted=flags(3, 0, 1)))
     buffer.add(**steps(terminated=flags(3, 0), acted=flags(3, 0, 1)))
-    with pytest.raises(CallOrder, match="environment 1 goes on"):
+    with pytest.raises(InvalidStateError, match="environment 1 goes on"):
         buffer.compute_advantages_and_returns()
-    buffer.cut(torch.zeros(3))
+    buffer.finish(torch.zeros(3))
     assert take(buffer).valid_mask.tolist() == [[True, True]] * 2 + [[False, False]]
 
 
@@ -148,10 +148,12 @@ def test_a_row_that_goes_on_is_named_before_advantages_are_computed():
     ],
 )
 def test_a_buffer_that_cannot_be_meant_is_refused(envs, steps, settings, match):
-    with pytest.raises(BadInput, match=match) as caught:
+    with pytest.raises(InvalidInputError, match=match) as caught:
         make_buffer(envs, steps, **settings)
     assert "\n" not in str(caught.value)
-    with pytest.raises(BadInput, match="spec must be an ActionSpec, got NoneType"):
+    with pytest.raises(
+        InvalidInputError, match="spec must be an ActionSpec, got NoneType"
+    ):
         TamiyoRolloutBuffer(2, 4, None, state_shape=(1, 1))
 
 
@@ -190,7 +192,9 @@ def test_what_is_written_into_a_view_or_assigned_to_it_is_stored(name):
         setattr(buffer, name, values)
         assert torch.equal(stored, ones)
         assert getattr(buffer, name) is view
-    with pytest.raises(BadInput, match=rf"{name} must be .* \(3, 4\), got .* \(2,\)"):
+    with pytest.raises(
+        InvalidInputError, match=rf"{name} must be .* \(3, 4\), got .* \(2,\)"
+    ):
         setattr(buffer, name, ones[0, :2])
 
 
@@ -199,7 +203,7 @@ def test_bytes_are_those_of_the_storage():
     stored = sum(field.nbytes for field in buffer._storage.values())
     stored += buffer._state.nbytes
     assert make_buffer(3, 4, max_bytes=stored).nbytes == stored
-    with pytest.raises(BadInput, match=f"{stored:,} bytes"):
+    with pytest.raises(InvalidInputError, match=f"{stored:,} bytes"):
         make_buffer(3, 4, max_bytes=stored - 1)
 
 
@@ -242,7 +246,7 @@ def test_steps_taken_in_inference_mode_can_be_learned_from():
         buffer = make_buffer()
         buffer.begin(torch.ones(2, *STATE))
         buffer.add(**a_step(acted=flags(2, 0)))
-        buffer.cut(torch.zeros(2))
+        buffer.finish(torch.zeros(2))
     for field in fields(take(buffer)).values():
         assert not field.is_inference()
     buffer.reset()
@@ -256,5 +260,5 @@ def test_a_rollout_says_how_many_environments_share_their_random_streams():
     assert batch.group_size == 2
     assert batch.select(torch.tensor([1])).group_size == 1
     buffer.reset()
-    with pytest.raises(BadInput, match="group_size is 3 but the buffer has 2"):
+    with pytest.raises(InvalidInputError, match="group_size is 3 but the buffer has 2"):
         buffer.begin(group_size=3)

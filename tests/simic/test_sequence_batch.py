@@ -3,7 +3,7 @@ import torch
 from torch import Generator
 from torch.testing import assert_close
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.simic.agent.rollout_buffer import SequenceBatch
 from tests.simic.steps import Steps, fields, make_buffer
 
@@ -13,7 +13,7 @@ def make_batch(envs: int = 5, steps: int = 3) -> SequenceBatch:
     buffer, source = make_buffer(envs, steps), Steps(envs)
     for t in range(steps):
         buffer.add(**source(values=10.0 * torch.arange(envs) + t))
-    buffer.cut(torch.zeros(envs))
+    buffer.finish(torch.zeros(envs))
     buffer.compute_advantages_and_returns()
     return buffer.get_batched_sequences()
 
@@ -26,7 +26,9 @@ def test_fields_are_found_by_name():
     batch = make_batch()
     assert batch["valid_mask"] is batch.valid_mask
     assert batch["features"] is batch.features
-    with pytest.raises(KeyError, match="no field 'valid'; there are features, first"):
+    with pytest.raises(
+        KeyError, match="no field 'valid'; there are features, episode_start"
+    ):
         batch["valid"]
 
 
@@ -76,6 +78,8 @@ def test_minibatches_depend_on_the_generator_alone():
 def test_a_count_of_minibatches_that_cannot_be_is_refused_at_the_call(count):
     generator = Generator().manual_seed(0)
     before = generator.get_state()
-    with pytest.raises(BadInput, match=rf"count must lie in 1..5, .* got {count}"):
+    with pytest.raises(
+        InvalidInputError, match=rf"count must lie in 1..5, .* got {count}"
+    ):
         make_batch().minibatches(count, generator)
     assert torch.equal(generator.get_state(), before)

@@ -10,7 +10,7 @@ from tests.rollouts import require_legal
 from tests.worlds import blank_observation
 
 
-def observed(spec, envs=1, *, first=False, host=None, offers=None, **slots):
+def observed(spec, envs=1, *, episode_start=False, host=None, offers=None, **slots):
     """Hosts with empty slots and nothing measured, apart from what is given.
 
     Values of hosts are broadcast to [env], of slots to [env, slot], of offers to
@@ -29,7 +29,7 @@ def observed(spec, envs=1, *, first=False, host=None, offers=None, **slots):
 
     return replace(
         blank,
-        first=torch.as_tensor(first).expand(envs),
+        episode_start=torch.as_tensor(episode_start).expand(envs),
         host=changed(blank.host, host or {}),
         offers=changed(blank.offers, offers or {}),
         slots=changed(blank.slots, slots),

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD, HEADS, ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS, NUM_BLUEPRINTS
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
 from esper.contracts.stages import Stage
 from esper.tamiyo.policy import action_masks
@@ -80,7 +80,7 @@ def test_masks_of_arrays_are_those_of_plain_rules(data):
     spec = data.draw(action_specs())
     observation = data.draw(observations(spec))
     masks = compute_masks(observation, spec)
-    for env in range(len(observation.first)):
+    for env in range(len(observation.episode_start)):
         assert_says(masks, env, masks_of(*slots_from(observation, env), spec))
     assert_close(masks.fixed, spec.allowed.expand_as(masks.fixed))
 
@@ -151,9 +151,9 @@ def test_masks_are_their_owners_and_written_by_name():
 def test_masks_that_are_unions_refuse_to_be_written_into(head):
     masks = compute_batch_masks([[None] * 3] * 2, SlotConfig())
     before = masks[head].tolist()
-    with pytest.raises(BadInput, match=rf"write into masks\.{head}\[env, "):
+    with pytest.raises(InvalidInputError, match=rf"write into masks\.{head}\[env, "):
         masks[head][0, 1] = False
-    with pytest.raises(BadInput, match="for reading"):
+    with pytest.raises(InvalidInputError, match="for reading"):
         masks[head][1] &= False
     assert masks[head].tolist() == before
     getattr(masks, head)[:, :, 0] = False
@@ -236,7 +236,7 @@ batch_masks = unwrap(compute_batch_masks)
     ],
 )
 def test_rows_that_are_no_slots_are_refused(rows, message):
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(InvalidInputError, match=message):
         batch_masks(rows, SlotConfig())
 
 
@@ -260,7 +260,9 @@ def test_a_slot_state_that_cannot_be_is_named(field, value):
     object.__setattr__(seed, field, value)
     rows = [[seed] * 3] if value is True else [[None] * 3, [None, None, seed]]
     place = "slot 0 of environment 0" if value is True else "slot 2 of environment 1"
-    with pytest.raises(BadInput, match=f"{place} must have a Stage.*{field}={value!r}"):
+    with pytest.raises(
+        InvalidInputError, match=f"{place} must have a Stage.*{field}={value!r}"
+    ):
         batch_masks(rows, SlotConfig())
 
 
@@ -287,16 +289,20 @@ def test_states_and_offers_of_a_wrong_kind_are_refused(field, spoil, message):
     else:
         states = arguments["batch_slot_states"]
         object.__setattr__(states, field, spoil(getattr(states, field)))
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(InvalidInputError, match=message):
         batch_masks(slot_config=SlotConfig(), **arguments)
 
 
 @pytest.mark.parametrize("config", [None, {"max_slots": 3}])
 def test_a_slot_config_that_is_none_is_refused(config):
-    with pytest.raises(BadInput, match="slot_config must be a SlotConfig, got"):
+    with pytest.raises(
+        InvalidInputError, match="slot_config must be a SlotConfig, got"
+    ):
         batch_masks([[None] * 3], config)
 
 
 def test_a_slot_config_that_contradicts_the_spec_is_refused():
-    with pytest.raises(BadInput, match=r"max_slots=3.* and .*max_slots=2.*spec\.slots"):
+    with pytest.raises(
+        InvalidInputError, match=r"max_slots=3.* and .*max_slots=2.*spec\.slots"
+    ):
         compute_batch_masks([[None] * 2], SlotConfig(max_slots=2), spec=ActionSpec())

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.world import Controller
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import CONTROLLERS, NAMES, controller_for, make_controller
@@ -48,9 +48,12 @@ def test_every_action_is_legal(data):
     spec = data.draw(action_specs())
     values = data.draw(st.sampled_from([None, floats()]))
     seen = data.draw(observations(spec, values=values))
-    later, generator = replace(seen, first=~seen.first), Generator().manual_seed(0)
+    later, generator = (
+        replace(seen, episode_start=~seen.episode_start),
+        Generator().manual_seed(0),
+    )
     for make in MAKERS.values():
-        controller, state = make(spec, len(seen.first)), None
+        controller, state = make(spec, len(seen.episode_start)), None
         assert isinstance(controller, Controller)
         for observation in (seen, later, seen):
             _, state = decide(controller, observation, spec, state, generator)
@@ -101,5 +104,5 @@ def test_a_controller_is_given_as_itself_its_class_or_its_name():
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest_one(name, match):
-    with pytest.raises(BadInput, match=match):
+    with pytest.raises(InvalidInputError, match=match):
         make_controller(name, SPEC)

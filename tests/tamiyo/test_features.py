@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.slots import SlotConfig, SlotStates
 from esper.contracts.world import BlueprintOffers, HostStates, Observation
 from esper.tamiyo.policy.features import (
@@ -67,7 +67,7 @@ def mapped(observation: Observation, function) -> Observation:
         return {f.name: function(getattr(record, f.name)) for f in fields(record)}
 
     return Observation(
-        first=function(observation.first),
+        episode_start=function(observation.episode_start),
         host=HostStates(**each(observation.host)),
         slots=SlotStates(**each(observation.slots)),
         offers=BlueprintOffers(**each(observation.offers)),
@@ -135,7 +135,7 @@ def test_a_batch_is_its_environments_bit_for_bit(data):
     spec = data.draw(action_specs())
     observation = data.draw(observations(spec))
     batch = compute_features(observation, spec)
-    for env in range(len(observation.first)):
+    for env in range(len(observation.episode_start)):
         single = compute_features(
             mapped(observation, lambda x, env=env: x[[env]]), spec
         )
@@ -210,7 +210,7 @@ def test_a_blueprint_is_described_by_form_size_and_whether_it_merges():
     ],
 )
 def test_an_observation_of_another_action_space_is_refused(spec, message):
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(InvalidInputError, match=message):
         compute_features(quiet(), spec)
 
 
@@ -227,5 +227,5 @@ def test_a_field_unlike_its_neighbours_is_named(record, field, message):
     seen = quiet()
     short = getattr(getattr(seen, record), field)[:1]
     object.__setattr__(getattr(seen, record), field, short)
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(InvalidInputError, match=message):
         compute_features(seen, SPEC)

@@ -5,7 +5,7 @@ import torch
 from torch import Generator
 
 from esper.contracts.actions import HEAD, NUM_HEADS, RELEVANT, Op
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.heads import legal_rows, relevant, require_masks
 from tests.device_reads import count_device_reads
@@ -71,7 +71,7 @@ def test_masks_of_another_kind_are_refused_even_if_they_would_broadcast(
     require_masks(masks, 5, SPEC)
     # Past the type checks of the test run.
     object.__setattr__(masks, name, spoil(getattr(masks, name)))
-    with pytest.raises(BadInput, match=f"mask '{name}' must be {message}"):
+    with pytest.raises(InvalidInputError, match=f"mask '{name}' must be {message}"):
         require_masks(masks, 5, SPEC)
 
 

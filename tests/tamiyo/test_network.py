@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD, HEAD_NAMES, ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS
-from esper.contracts.errors import BadInput, NoLegalAction
+from esper.contracts.errors import InvalidInputError, NoLegalActionError
 from esper.contracts.slots import SlotConfig
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
@@ -54,7 +54,7 @@ def sequence(policy, rng_seed=0):
     for time, (_, one, masks) in enumerate(steps):
         decision = policy.act(one, masks, first[:, time], here, generator)
         here = decision.state
-        rows.append(decision.rows)
+        rows.append(decision.masks)
         actions.append(decision.actions)
     return features, torch.stack(rows, 1), torch.stack(actions, 1), first, state
 
@@ -73,7 +73,7 @@ def test_acting_is_evaluating_a_sequence_of_length_one(memory):
     acted = policy.act(features, masks, first, state, Generator().manual_seed(1))
     one = Features(*(getattr(features, f.name)[:, None] for f in fields(Features)))
     new = evaluate(
-        policy, one, acted.rows[:, None], acted.actions[:, None], first[:, None], state
+        policy, one, acted.masks[:, None], acted.actions[:, None], first[:, None], state
     )
     close = {"rtol": 1e-6, "atol": 1e-6}
     assert_close(new.log_probs[:, 0], acted.log_probs, **close)
@@ -215,7 +215,9 @@ def test_t3_a_head_without_a_legal_choice_is_refused(head, op):
     masks.op[2] = torch.arange(6) == (-1 if op is None else op)
     masks.slot[2] = head == "blueprint"
     masks.blueprint[2] = False
-    with pytest.raises(NoLegalAction, match=f"head '{head}' of environment 2 has no"):
+    with pytest.raises(
+        NoLegalActionError, match=f"head '{head}' of environment 2 has no"
+    ):
         policy.decide(observation, masks, None, Generator())
 
 
@@ -269,7 +271,7 @@ def score_a_foreign_choice(head, choice):
     ],
 )
 def test_what_is_not_the_policys_is_refused(call, match):
-    with pytest.raises(BadInput, match=match):
+    with pytest.raises(InvalidInputError, match=match):
         call()
 
 
@@ -296,7 +298,7 @@ def test_features_that_are_not_the_policys_are_refused_in_one_line(spoil, match)
         lambda state: policy.act(spoil(features), masks, first, state, None),
         lambda state: policy.value(spoil(features), first, state),
     ):
-        with pytest.raises(BadInput, match=match) as caught:
+        with pytest.raises(InvalidInputError, match=match) as caught:
             call(policy.initial_state(ENVS))
         assert "\n" not in str(caught.value)
 
@@ -304,7 +306,7 @@ def test_features_that_are_not_the_policys_are_refused_in_one_line(spoil, match)
 def situation(policy, envs):
     generator = Generator().manual_seed(0)
     first = torch.rand(envs, generator=generator) < 0.3
-    _, features, masks = seen(envs=envs, first=first)
+    _, features, masks = seen(envs=envs, episode_start=first)
     return features, masks, first, torch.randn(envs, *policy.state_shape)
 
 
@@ -315,5 +317,5 @@ def test_nan_features_show_in_the_value_and_lead_to_no_illegal_choice(greedy):
     features.host[1] = torch.nan
     chance = None if greedy else Generator()
     decision = policy.act(features, masks, first, state, chance)
-    assert decision.rows.gather(2, decision.actions.unsqueeze(2)).all()
+    assert decision.masks.gather(2, decision.actions.unsqueeze(2)).all()
     assert decision.values.isnan().tolist() == [False, True, False, False]

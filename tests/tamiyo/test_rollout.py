@@ -8,7 +8,7 @@ from torch import Generator
 from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD, Op
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
 from esper.tamiyo.policy.sampling import GreedyPolicy
@@ -39,7 +39,7 @@ def test_t7_what_is_stored_belongs_to_one_observation():
     """The mask is a function of the observation; both must be of the same step."""
     _, world, buffer, *_ = collected()
     batch = take(buffer)
-    assert batch.first[:, 1:].any()
+    assert batch.episode_start[:, 1:].any()
     for time in range(STEPS):
         shown = world.shown[time]
         seen, masks = (
@@ -49,13 +49,13 @@ def test_t7_what_is_stored_belongs_to_one_observation():
         for field in fields(Features):
             stored = getattr(batch.features, field.name)[:, time]
             assert torch.equal(stored, getattr(seen, field.name))
-        assert torch.equal(batch.rows[:, time, 0, :6], masks.op)
+        assert torch.equal(batch.masks[:, time, 0, :6], masks.op)
         said = batch.actions[:, time]
         assert torch.equal(said, world.said[time])
-        assert torch.equal(batch.first[:, time], shown.first)
+        assert torch.equal(batch.episode_start[:, time], shown.episode_start)
         used = said[:, 0] != Op.WAIT
         slots = masks.slot[torch.arange(ENVS), said[:, 0]]
-        assert torch.equal(batch.rows[used, time, 1, :3], slots[used])
+        assert torch.equal(batch.masks[used, time, 1, :3], slots[used])
         assert torch.equal(buffer.rewards[:, time], world.results[time].reward)
         ended = world.results[time].terminated | world.results[time].truncated
         assert torch.equal(buffer.dones[:, time], ended)
@@ -108,7 +108,9 @@ def value_of(policy, batch, state, env, time, last):
             for field in fields(Features)
         )
     )
-    first = torch.cat((batch.first[env, : time + 1], torch.tensor([False])))[None]
+    first = torch.cat((batch.episode_start[env, : time + 1], torch.tensor([False])))[
+        None
+    ]
     waits = torch.zeros(1, time + 2, 8, dtype=torch.int64)
     rows = torch.ones(1, time + 2, 8, policy.spec.width, dtype=torch.bool)
     new = evaluate(policy, row, rows, waits, first, state[env][None])
@@ -142,7 +144,7 @@ def test_t21_two_rollouts_equal_one_of_twice_the_length(memory):
     _, _, whole, _, end, _ = collected(memory, steps=20)
     once = take(whole)
     assert torch.equal(late.actions, once.actions[:, 10:])
-    assert torch.equal(late.first, once.first[:, 10:])
+    assert torch.equal(late.episode_start, once.episode_start[:, 10:])
     for name in ("log_probs", "values", "distribution"):
         assert torch.equal(late[name], once[name][:, 10:])
     assert torch.equal(live.state, end.state)
@@ -171,7 +173,12 @@ def test_t18_a_shout_in_an_episodes_last_observation_leaves_no_bit_in_the_next(m
     with torch.no_grad():
         for features in (batch.features, shout):
             new = evaluate(
-                policy, features, batch.rows, batch.actions, batch.first, batch.state
+                policy,
+                features,
+                batch.masks,
+                batch.actions,
+                batch.episode_start,
+                batch.state,
             )
             outcomes.append((new.distribution, new.normalized_values))
     for plain, loud in zip(*outcomes, strict=True):
@@ -212,14 +219,14 @@ def test_mean_return_of_no_episode_is_not_a_number():
 def test_collecting_goes_on_after_an_update_refused_the_old_version():
     policy, world, buffer, *_ = collected()
     live = start(world, policy)
-    with pytest.raises(CallOrder, match="begin"):
+    with pytest.raises(InvalidStateError, match="begin"):
         collect(world, policy, buffer, live, Generator(), policy_version=1)
 
 
 def test_a_world_of_another_size_than_the_buffer_is_refused():
     policy, world = make_policy(), HashWorld(3)
     buffer = make_buffer(policy, 4, 2)
-    with pytest.raises(BadInput, match="state"):
+    with pytest.raises(InvalidInputError, match="state"):
         collect(
             world, policy, buffer, start(world, policy), Generator(), policy_version=0
         )
@@ -230,7 +237,7 @@ def test_a_world_with_another_action_space_is_refused():
     world = ProbeWorld(2, pay=lambda time, bit, actions: bit)
     buffer = make_buffer(policy, 2, 2)
     live = start(world, policy)
-    with pytest.raises(BadInput, match="mask 'slot' must be"):
+    with pytest.raises(InvalidInputError, match="mask 'slot' must be"):
         collect(world, policy, buffer, live, Generator(), policy_version=0)
 
 
@@ -263,7 +270,7 @@ def first_episodes(world):
 
 def test_playing_ends_with_an_error_if_an_episode_does_not():
     world = HashWorld(ENVS, ends=0.0)
-    with pytest.raises(CallOrder, match="did not end within 5 steps"):
+    with pytest.raises(InvalidStateError, match="did not end within 5 steps"):
         play(world, Never(), Generator(), max_steps=5)
 
 

@@ -11,7 +11,7 @@ from torch import Generator
 
 from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage
 from esper.tamiyo.policy.action_masks import compute_masks
@@ -168,7 +168,7 @@ def test_without_a_widening_the_offer_with_most_parameters_is_preferred():
 
 
 def test_offers_of_another_action_space_are_refused():
-    with pytest.raises(BadInput, match=rf"{KINDS} blueprints .* got 2"):
+    with pytest.raises(InvalidInputError, match=rf"{KINDS} blueprints .* got 2"):
         SizePreference(SPEC).scores(observed(PAIR).offers)
 
 
@@ -272,7 +272,9 @@ def test_plateau_plants_when_the_score_stands_still_and_no_seed_is_on_its_way(
 
 @pytest.mark.parametrize("patience", [nan, 1.5])
 def test_a_patience_that_is_no_share_is_refused(patience):
-    with pytest.raises(BadInput, match=r"patience must be a share in \[0, 1\]"):
+    with pytest.raises(
+        InvalidInputError, match=r"patience must be a share in \[0, 1\]"
+    ):
         Plateau(PAIR, patience)
 
 
@@ -295,7 +297,9 @@ def test_by_rent_widens_as_far_as_the_rent_for_all_that_is_added_allows(
 
 
 def test_a_limit_that_is_no_score_is_refused():
-    with pytest.raises(BadInput, match="limit must be a score from 0, got nan"):
+    with pytest.raises(
+        InvalidInputError, match="limit must be a score from 0, got nan"
+    ):
         ByRent(PAIR, nan)
 
 

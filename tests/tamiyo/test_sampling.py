@@ -22,10 +22,12 @@ def test_every_head_is_as_much_surer_as_its_temperature_says():
     features = compute_features(seen, world.spec)
     masks = compute_masks(seen, world.spec)
     state = policy.initial_state(32)
-    plain = policy.act(features, masks, seen.first, state, None)
-    sure = with_temperature(policy, 0.5).act(features, masks, seen.first, state, None)
+    plain = policy.act(features, masks, seen.episode_start, state, None)
+    sure = with_temperature(policy, 0.5).act(
+        features, masks, seen.episode_start, state, None
+    )
     assert torch.equal(plain.actions, sure.actions)
-    rows = plain.rows & (plain.rows.sum(dim=-1, keepdim=True) > 1)
+    rows = plain.masks & (plain.masks.sum(dim=-1, keepdim=True) > 1)
     expected = torch.where(rows, 2.0 * plain.distribution, -torch.inf).log_softmax(-1)
     assert rows.any()
     assert_close(sure.distribution[rows], expected[rows], rtol=1e-4, atol=1e-5)

@@ -10,7 +10,7 @@ from torch import Generator
 
 from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage
 from esper.tamiyo.schedule import (
@@ -115,7 +115,11 @@ def test_what_is_due_at_a_decision_is_planted_at_it_whatever_rounding_does():
 
 def test_what_could_not_be_planted_is_made_up_for():
     plan = Schedule(count=2, start=0.1, every=0.1)
-    episode = [at(0.2, stage=Stage.FOSSILIZED), *[at(0.3)] * 3, at(0.1, first=True)]
+    episode = [
+        at(0.2, stage=Stage.FOSSILIZED),
+        *[at(0.3)] * 3,
+        at(0.1, episode_start=True),
+    ]
     assert play(Scheduled(SPEC, plan), episode, SPEC)[:, 0, 0].tolist() == [
         *(Op.WAIT, Op.GERMINATE, Op.GERMINATE, Op.WAIT),
         Op.GERMINATE,  # a new episode starts at none
@@ -161,7 +165,7 @@ def test_a_blueprint_above_the_budget_waits_but_the_largest_becomes_smaller():
 def test_a_cut_prunes_the_youngest_until_so_many_are_left_at_every_place():
     stages, pruned = [Stage.HOLDING] * 4, []
     for progress in (0.4, 0.5, 0.6, 0.7):
-        seen = at(progress, stage=[stages], age=1, depth=TWO_PLACES, first=True)
+        seen = at(progress, stage=[stages], age=1, depth=TWO_PLACES, episode_start=True)
         (action,), _ = decide(Scheduled(SPEC, LARGE_THEN_CUT), seen, SPEC)
         pruned.append(int(action[1]) if action[0] == Op.PRUNE else None)
         if pruned[-1] is not None:
@@ -249,5 +253,5 @@ def test_the_rent_and_whether_the_end_is_known_choose_the_schedule():
     ],
 )
 def test_what_cannot_be_followed_is_refused(make, words):
-    with pytest.raises(BadInput, match=words):
+    with pytest.raises(InvalidInputError, match=words):
         make()

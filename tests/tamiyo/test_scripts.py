@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from torch import Generator
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.environment.growing import GrowingWorld
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.scripts import PRUNE, Scripted, draw_scripts
@@ -41,5 +41,5 @@ def test_scripts_are_for_as_many_environments():
     scripted = Scripted(world.spec, np.zeros((2, 4), dtype=np.int64), 1)
     seen = world.reset()
     masks = compute_masks(seen, world.spec)
-    with pytest.raises(BadInput, match="scripts for 2 environments, got 3"):
+    with pytest.raises(InvalidInputError, match="scripts for 2 environments, got 3"):
         scripted.decide(seen, masks, None, Generator())

@@ -16,7 +16,7 @@ from torch import Generator, nn
 import esper
 from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.slots import SlotConfig
 from esper.tamiyo.registry import make_controller
 from esper.tamiyo.shipped import MANIFEST, WEIGHTS, read, shipped
@@ -45,7 +45,7 @@ def rewrite(folder, tensors=None, weights=None, **changes):
 
 
 def refusal(folder):
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(InvalidInputError) as error:
         read(folder)
     text = str(error.value)
     assert text.isprintable()
@@ -84,7 +84,9 @@ def test_actions_are_legal_for_any_number_of_slots_and_blueprints(slots, bluepri
     generator = Generator().manual_seed(0)
     for first in (True, False, False):
         begins = torch.full((16,), first)
-        seen = random_observation(16, spec, generator, first=begins, density=0.9)
+        seen = random_observation(
+            16, spec, generator, episode_start=begins, density=0.9
+        )
         _, state = decide(controller, seen, spec, state, generator)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Generator
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.tasks import catalogue
 from esper.tasks.catalogue import TASKS, register_task, table, task
 from esper.tasks.data import Data, Splits
@@ -23,7 +23,7 @@ def loaded(name, rng_seed=0):
     made = task(name)
     try:
         return made, made.splits(rng_seed)
-    except BadInput as error:
+    except InvalidInputError as error:
         if "pip install" in str(error):
             pytest.skip(str(error))
         raise
@@ -72,7 +72,7 @@ def test_no_column_of_a_table_is_drowned_by_another(name):
 
 def test_the_table_shows_sizes_and_what_is_missing(monkeypatch):
     def missing(rng_seed):
-        raise BadInput("expected rows; pip install something")
+        raise InvalidInputError("expected rows; pip install something")
 
     host = MlpHost((64, 8, 8, 10))
     lost = Task(name="digits", description="none", data=missing, host=host)

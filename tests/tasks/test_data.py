@@ -47,7 +47,7 @@ def test_other_rows_do_not_change_the_statistics():
     loud[before.test.labels] *= 1000
     after = split(Data("loud", loud, data.labels, 100), 5)
     torch.testing.assert_close(after.train.features, before.train.features)
-    torch.testing.assert_close(after.decisions.features, before.decisions.features)
+    torch.testing.assert_close(after.val.features, before.val.features)
 
 
 def test_a_nearly_constant_column_stays_small():

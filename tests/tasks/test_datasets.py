@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.tasks import datasets
 from esper.tasks.datasets import (
     DIGESTS,
@@ -62,7 +62,7 @@ def test_letters_are_those_of_the_original():
 
 
 def refused(call, match):
-    with pytest.raises(BadInput, match=match) as caught:
+    with pytest.raises(InvalidInputError, match=match) as caught:
         call()
     assert "\n" not in str(caught.value)
 

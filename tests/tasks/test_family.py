@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Generator
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import WorldSettings
 from esper.tamiyo.registry import make_controller
@@ -146,7 +146,7 @@ def test_held_out_kinds_come_by_name_only():
     assert not {*HELD_OUT_KINDS} & {*KINDS}
     drawn = {drawn_task(0, number, HELD_OUT_KINDS).description for number in range(3)}
     assert drawn == {*HELD_OUT_KINDS}
-    with pytest.raises(BadInput, match="'paritty'; did you mean 'parity'"):
+    with pytest.raises(InvalidInputError, match="'paritty'; did you mean 'parity'"):
         drawn_task(0, 0, ("paritty",))
 
 

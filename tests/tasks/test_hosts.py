@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, nn
 
-from esper.growth.analysis.slots import survey
+from esper.growth.analysis.slots import analyse_host
 from esper.tasks.hosts import CnnHost, MlpHost
 
 MLP = MlpHost((16, 12, 10, 26))
@@ -54,7 +54,7 @@ def test_slots_span_consecutive_layers():
 @EACH
 def test_parameters_macs_and_spans_are_those_that_growing_sees(host):
     built = host.build(Generator())
-    seen = survey(built, host.slots, torch.rand(2, *host.shape))
+    seen = analyse_host(built, host.slots, torch.rand(2, *host.shape))
     assert (host.parameters, host.macs) == (seen.parameters, seen.macs)
     assert all(place.geometry.spans for place in seen.places)
 

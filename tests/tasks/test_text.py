@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.tasks.text import (
     ALPHABET,
     CHARACTER_CLASSES,
@@ -46,7 +46,7 @@ def test_the_stretches_follow_one_another_and_leave_nothing_out():
     whole = text()
     joined = torch.cat(whole)
     assert len(whole.train) == round(0.6 * len(joined))
-    assert len(whole.decisions) == pytest.approx(0.2 * len(joined), abs=1)
+    assert len(whole.val) == pytest.approx(0.2 * len(joined), abs=1)
     source = encode("".join(topics[name] for name in sorted(topics)))
     assert decode(joined[:1000]) == decode(source[:1000])
     assert paragraphs(joined) == list(dict.fromkeys(paragraphs(source)))
@@ -67,7 +67,7 @@ STRETCHES = Text(ALPHABETICAL, ALPHABETICAL, ALPHABETICAL)
 def test_missing_help_texts_are_named_in_one_line(monkeypatch):
     for name in ("pydoc_data", "pydoc_data.topics"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(BadInput, match="full standard library") as caught:
+    with pytest.raises(InvalidInputError, match="full standard library") as caught:
         text()
     assert "\n" not in str(caught.value)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD, Op
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.contracts.stages import Stage
 from esper.contracts.state import save
 from esper.tamiyo.policy.action_masks import compute_masks
@@ -139,13 +139,13 @@ def test_one_rng_seed_gives_the_same_episodes_and_another_gives_others():
 def test_an_ended_episode_is_followed_by_a_fresh_first_observation():
     world = SimulatedWorld(16, 1)
     start = world.reset()
-    assert start.first.all()
+    assert start.episode_start.all()
     for step in range(1, 2 * HORIZON + 1):
         before = world.instances
         result = world.step(WAIT.expand(16, -1))
         ended = step % HORIZON == 0
         assert result.terminated.tolist() == [ended] * 16
-        assert result.observation.first.tolist() == [ended] * 16
+        assert result.observation.episode_start.tolist() == [ended] * 16
         assert not result.truncated.any()
         assert result.final is None
         assert torch.equal(world.instances.gain, before.gain) != ended
@@ -185,7 +185,8 @@ def test_the_rest_of_an_episode_is_an_instance_that_goes_on_the_same_way():
         observation = world.step(some_legal(world, generator)).observation
     rest = SimulatedWorld.from_instances(world.rest)
     assert_same_bits(
-        dataclasses.replace(observation, first=rest.reset().first), rest.reset()
+        dataclasses.replace(observation, episode_start=rest.reset().episode_start),
+        rest.reset(),
     )
     for _ in range(5, HORIZON):
         actions = some_legal(world, generator)
@@ -308,18 +309,22 @@ def test_what_does_not_fit_or_cannot_be_afforded_is_illegal():
 
 
 def test_calls_and_arguments_that_cannot_be_meant_are_refused():
-    with pytest.raises(CallOrder, match=r"call reset\(\) first"):
+    with pytest.raises(InvalidStateError, match=r"call reset\(\) first"):
         SimulatedWorld(1).step(WAIT.expand(1, -1))
-    with pytest.raises(BadInput, match=r"num_envs .* at least 1, got 0"):
+    with pytest.raises(InvalidInputError, match=r"num_envs .* at least 1, got 0"):
         SimulatedWorld(0)
-    with pytest.raises(BadInput, match=r"hidden_share must lie in \[0, 1\], got 1.5"):
+    with pytest.raises(
+        InvalidInputError, match=r"hidden_share must lie in \[0, 1\], got 1.5"
+    ):
         SimulatedWorld(1, hidden_share=1.5)
     late = dataclasses.replace(drawn(1), clock=torch.tensor([HORIZON]))
-    with pytest.raises(BadInput, match=r"must start before step 12, got .* at 12"):
+    with pytest.raises(
+        InvalidInputError, match=r"must start before step 12, got .* at 12"
+    ):
         SimulatedWorld.from_instances(late)
     world = SimulatedWorld(2)
     world.reset()
-    with pytest.raises(BadInput, match=r"shape \(2, 8\), got .* \(3, 8\)"):
+    with pytest.raises(InvalidInputError, match=r"shape \(2, 8\), got .* \(3, 8\)"):
         world.step(WAIT.expand(3, -1))
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from esper.runs.train_config import Judging
+from esper.runs.train_config import EvalConfig
 from esper.training.train import begin_run
 from tests.training.training_script import ROUNDS, Log, config
 
@@ -12,8 +12,8 @@ from tests.training.training_script import ROUNDS, Log, config
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
     """The folder of a run that nobody disturbed, and what it said."""
-    judging = Judging(every=3, hosts=3, controllers=("never", "early", "static"))
-    own = replace(config(tmp_path_factory.mktemp("runs"), "whole"), judging=judging)
+    judging = EvalConfig(every=3, hosts=3, controllers=("never", "early", "static"))
+    own = replace(config(tmp_path_factory.mktemp("runs"), "whole"), evaluation=judging)
     log = Log()
     result = begin_run(own, [log])
     assert (result.rounds, result.signal) == (ROUNDS, None)

@@ -27,8 +27,8 @@ from esper.runs.run import STORE, Run
 from esper.runs.store import Store
 from esper.runs.train_config import (
     Budget,
-    Judging,
-    Keeping,
+    CheckpointConfig,
+    EvalConfig,
     Learner,
     TrainConfig,
     World,
@@ -49,7 +49,7 @@ def small_run(folder, name, rounds=10):
     """Two real tasks, all that a run has, and about two seconds."""
     return TrainConfig(
         tasks=("teacher", "mnist1d"),
-        envs=ENVS,
+        num_envs=ENVS,
         name=name,
         runs=str(folder),
         budget=Budget(rounds=rounds),
@@ -59,8 +59,8 @@ def small_run(folder, name, rounds=10):
             policy=PolicyConfig(width=16, slot_width=8, offer_width=8),
         ),
         start_from=None,
-        judging=Judging(every=5, hosts=1, controllers=("never",)),
-        keeping=Keeping(every=2),
+        evaluation=EvalConfig(every=5, hosts=1, controllers=("never",)),
+        checkpoint=CheckpointConfig(every=2),
     )
 
 
@@ -69,12 +69,12 @@ def small_ppo(folder, name, rounds=10):
     return PPORunConfig(
         env="CartPole-v1",
         memory="mingru",
-        envs=4,
-        rollout=24,
-        steps=4 * 24 * rounds,
+        num_envs=4,
+        rollout_steps=24,
+        total_steps=4 * 24 * rounds,
         width=16,
         ppo=PPOConfig(epochs=2, minibatches=2),
-        keeping=Keeping(every=2),
+        checkpoint=CheckpointConfig(every=2),
         episodes=1,
         name=name,
         runs=str(folder),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.environment.growing import GrowingWorld
 from esper.environment.mixture import Mixture
 from esper.environment.settings import OFFERED
@@ -109,7 +109,7 @@ def test_figures_have_names_and_what_is_not_known_is_left_out():
 
 def test_without_tensorboard_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(BadInput, match=r"esper-lite\[tensorboard\]"):
+    with pytest.raises(InvalidInputError, match=r"esper-lite\[tensorboard\]"):
         summary_writer()
 
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from esper.runs.progress import Progress
-from esper.runs.records import Judged
+from esper.runs.records import EvalResult
 from esper.runs.train_config import TrainConfig, World
 from esper.training.callbacks import ConsoleProgress, time_left
 from tests.runs.stores import record
@@ -17,8 +17,8 @@ from tests.runs.stores import record
 
 def evaluation():
     figures = np.array([0.25, 0.75])
-    names = [each.name for each in fields(Judged) if each.name != "panicked"]
-    return Judged(**dict.fromkeys(names, figures), panicked=figures > 1)
+    names = [each.name for each in fields(EvalResult) if each.name != "panicked"]
+    return EvalResult(**dict.fromkeys(names, figures), panicked=figures > 1)
 
 
 def printed(terminal, width=120, *, relative=False, **given):

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD, Op
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import WorldSettings
 from esper.runs.train_config import RECORDINGS, Budget, TrainConfig, preset
@@ -67,8 +67,8 @@ def test_the_worth_of_a_tree_is_that_of_the_recursion(recording, policy):
     trees = draw_trees(recording, policy, TERMS, np.random.default_rng(1))
     state = policy.initial_state(recording.envs)
     with torch.no_grad():
-        logits, values = policy.scores(
-            trees.features, trees.actions, trees.first, state
+        logits, values = policy.evaluate_actions(
+            trees.features, trees.actions, trees.episode_start, state
         )
         chosen = evaluate_choices(logits, values, trees.rows, trees.actions).log_probs
     roots = [
@@ -120,7 +120,7 @@ def test_a_policy_learns_the_better_choice(recording, policy, gain, monkeypatch)
 
 def test_recordings_need_a_world_in_which_seeds_take_part_at_once():
     for tasks in (("simulated",), ("teacher",)):
-        with pytest.raises(BadInput, match=r"world\.at_once"):
+        with pytest.raises(InvalidInputError, match=r"world\.at_once"):
             TrainConfig(tasks=tasks, start_from=RECORDINGS, budget=Budget(rounds=1))
 
 
@@ -156,10 +156,12 @@ def test_trainings_share_the_recordings_of_a_folder(folder, monkeypatch):
 def test_recordings_of_another_end_are_refused_before_a_run_is_made(folder):
     before = sorted(folder.iterdir())
     world = replace(preset("family").world, stop="anytime", clock="compute")
-    with pytest.raises(BadInput, match=r"recorded with stop 'end', but world.stop is"):
+    with pytest.raises(
+        InvalidInputError, match=r"recorded with stop 'end', but world.stop is"
+    ):
         begin_run(family(folder, world=world))
     world = replace(preset("family").world, at_once=False)
-    with pytest.raises(BadInput, match=r"world\.at_once"):
+    with pytest.raises(InvalidInputError, match=r"world\.at_once"):
         begin_run(family(folder, world=world))
     assert sorted(folder.iterdir()) == before
 
@@ -171,9 +173,9 @@ def test_recordings_of_another_clock_or_smaller_budgets_are_refused(folder):
         ({"budget": (0.5, 60.0)}, "up to 60, but recordings only cover 31 times"),
     ):
         config = family(folder, world=replace(usual, **changes))
-        with pytest.raises(BadInput, match=words) as refused:
+        with pytest.raises(InvalidInputError, match=words) as refused:
             train._check(config)
         assert "\n" not in str(refused.value)
     own = replace(config, start_from=RECORDINGS)
-    with pytest.raises(BadInput, match=r"world\.budget is up to 60"):
+    with pytest.raises(InvalidInputError, match=r"world\.budget is up to 60"):
         train._check(own)

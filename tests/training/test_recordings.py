@@ -11,7 +11,12 @@ import torch
 from torch import Generator
 from torch.testing import assert_close
 
-from esper.contracts.errors import BadInput, EsperWarning, NotFinite, RunTaken
+from esper.contracts.errors import (
+    EsperWarning,
+    InvalidInputError,
+    NotFiniteError,
+    RunLockedError,
+)
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import LEAST_ERROR
 from esper.files import manifest_of
@@ -69,7 +74,7 @@ def test_observations_under_other_terms_are_those_of_a_world_with_them(recorded)
     shown = GrowingWorld(LONG, 2 * SCRIPTS, 7, settings=other).reset()
     terms = (torch.full((recording.envs,), value) for value in (0.05, 3.0))
     seen = recording.observed(*terms)
-    first = seen.first.nonzero().flatten()
+    first = seen.episode_start.nonzero().flatten()
     assert len(first) == recording.envs
     for part in ("host", "slots", "offers"):
         for name in (own := getattr(shown, part)).__dataclass_fields__:
@@ -115,7 +120,7 @@ def test_ages_beyond_127_are_kept():
 @pytest.mark.parametrize("name", ["warm", "recordings", "none"])
 def test_folders_that_no_training_would_read_are_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadInput, match=f"'{name}' is a reserved name"):
+    with pytest.raises(InvalidInputError, match=f"'{name}' is a reserved name"):
         record(RecordConfig(stop="end", tasks=1), Path(name))
     assert not [*tmp_path.iterdir()]
 
@@ -157,11 +162,11 @@ def test_damaged_or_foreign_files_are_refused_in_one_line(recorded, tmp_path):
         (pack_tensors(tensors, manifest), "the recording is damaged"),
     ):
         file.write_bytes(bytes_)
-        with pytest.raises(BadInput, match=words) as refused:
+        with pytest.raises(InvalidInputError, match=words) as refused:
             read_recording(file)
         assert "000001.safetensors" in str(refused.value)
         assert "\n" not in str(refused.value)
-    with pytest.raises(NotFinite, match=r"'host.score' holds NaN"):
+    with pytest.raises(NotFiniteError, match=r"'host.score' holds NaN"):
         pack(bad)
 
 
@@ -174,7 +179,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, kind):
         file.symlink_to("/dev/zero")
     else:
         file.mkdir()
-    with pytest.raises(BadInput, match=r"is not a regular file|is a link"):
+    with pytest.raises(InvalidInputError, match=r"is not a regular file|is a link"):
         read_recordings(tmp_path)
 
 
@@ -192,7 +197,7 @@ def test_a_damaged_file_is_recorded_again(tmp_path):
 
 def test_two_processes_do_not_record_in_one_folder(tmp_path):
     config = RecordConfig(stop="end", tasks=1, scripts=2)
-    with closing(Lock(tmp_path)), pytest.raises(RunTaken, match="is in use"):
+    with closing(Lock(tmp_path)), pytest.raises(RunLockedError, match="is in use"):
         record(config, tmp_path)
     record(config, tmp_path)
 
@@ -208,12 +213,12 @@ def test_an_interrupted_recording_goes_on_with_the_same_bytes(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         record(config, broken, report=interrupt)
-    with pytest.raises(BadInput, match="has 1 of 2 recordings; go on with"):
+    with pytest.raises(InvalidInputError, match="has 1 of 2 recordings; go on with"):
         read_recordings(broken)
     record(config, broken)
     for file in sorted(whole.glob("*[0-9g].*")):
         assert file.read_bytes() == (broken / file.name).read_bytes()
-    with pytest.raises(BadInput, match="other settings"):
+    with pytest.raises(InvalidInputError, match="other settings"):
         record(replace(config, tasks=3), broken)
-    with pytest.raises(BadInput, match="no recordings"):
+    with pytest.raises(InvalidInputError, match="no recordings"):
         read_recordings(tmp_path)

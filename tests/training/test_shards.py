@@ -8,7 +8,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.state import leaves, load, save
 from esper.training.loop import Callback, Trainer
 from esper.training.shards import require_played
@@ -119,11 +119,14 @@ def test_what_cannot_be_a_rollout_is_refused():
         ({**good, "rewards": good["rewards"][:1]}, "rewards must be"),
         ({**good, "actions": good["actions"].float()}, "actions must be"),
         ({**good, "values": good["values"] * torch.nan}, "values .* must be finite"),
-        ({name: good[name] for name in good if name != "first"}, "other columns"),
+        (
+            {name: good[name] for name in good if name != "episode_start"},
+            "other columns",
+        ),
     ):
-        with pytest.raises(BadInput, match=words):
+        with pytest.raises(InvalidInputError, match=words):
             require_played(jobs[0], buffer, replace(played[0], columns=bad))
-    with pytest.raises(BadInput, match="expected a rollout, got int"):
+    with pytest.raises(InvalidInputError, match="expected a rollout, got int"):
         require_played(jobs[0], buffer, 7)
 
 

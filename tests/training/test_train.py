@@ -12,7 +12,12 @@ from shutil import rmtree
 import pytest
 import torch
 
-from esper.contracts.errors import BadInput, NumericsTrouble, RunTaken, StorageTrouble
+from esper.contracts.errors import (
+    InvalidInputError,
+    NumericsError,
+    RunLockedError,
+    StorageError,
+)
 from esper.contracts.state import load, save
 from esper.environment.cohort import Cohort
 from esper.environment.growing import GrowingWorld
@@ -21,8 +26,8 @@ from esper.runs.database import open_store, rows
 from esper.runs.run import STORE, VERSIONS, Run
 from esper.runs.train_config import (
     Budget,
-    Judging,
-    Keeping,
+    CheckpointConfig,
+    EvalConfig,
     Learner,
     TrainConfig,
     World,
@@ -57,10 +62,10 @@ def simulated(folder, name="run", **changed):
         own,
         name=name,
         runs=str(folder),
-        envs=4,
+        num_envs=4,
         budget=Budget(rounds=4),
         learner=replace(own.learner, policy=SMALL, ppo=ppo),
-        keeping=Keeping(every=1),
+        checkpoint=CheckpointConfig(every=1),
     )
 
 
@@ -110,7 +115,7 @@ def test_a_training_goes_on_to_the_bit_from_what_was_saved(kind):
 @pytest.fixture(scope="module")
 def trainer():
     """A training that has played a round: whatever is filled once is filled."""
-    trainer = trainer_of(replace(config("nowhere", "run", 6), envs=2))
+    trainer = trainer_of(replace(config("nowhere", "run", 6), num_envs=2))
     trainer.play_round()
     return trainer
 
@@ -166,7 +171,7 @@ def test_time_ends_a_training_and_lowers_the_learning_rate_on_the_way(tmp_path):
     assert trainer.done == pytest.approx(0.5)
     assert not trainer.over
     rate = trainer.play_round().learning_rate
-    share = timed.learner.final_share
+    share = timed.learner.end_factor
     assert rate == pytest.approx(timed.learner.ppo.learning_rate * (1 + share) / 2)
     trainer.seconds = 120.0
     assert (trainer.done, trainer.over) == (1.0, True)
@@ -219,14 +224,14 @@ def test_a_run_says_what_it_was_made_of_and_is_not_begun_again(finished):
     run, before = Run.read(whole), state(whole)
     own = from_toml(run.config_toml)
     usual = config(whole.parent, "whole")
-    assert replace(own, judging=usual.judging) == usual
+    assert replace(own, evaluation=usual.evaluation) == usual
     steps = ROUNDS * 4 * 4
     expected = {"rounds": ROUNDS, "env_steps": steps, "recorded_steps": 0}
     assert run.finished == expected
     assert before[0] == ROUNDS
-    with pytest.raises(BadInput, match="run whole is complete"):
+    with pytest.raises(InvalidInputError, match="run whole is complete"):
         resume_run(whole)
-    with pytest.raises(RunTaken):
+    with pytest.raises(RunLockedError):
         begin_run(own)
     assert_equal(state(whole)[1], before[1])
 
@@ -277,7 +282,7 @@ def test_a_disk_that_refuses_is_tried_again_and_training_goes_on(tmp_path):
 
 def test_a_disk_that_refuses_three_times_in_a_row_ends_the_run(tmp_path):
     blocked = Blocked(tmp_path / "run", until=100)
-    with pytest.raises(StorageTrouble):
+    with pytest.raises(StorageError):
         begin_run(simulated(tmp_path), [OnRoundEnd(blocked)])
     assert blocked.rounds == [1, 2, 3]
     assert [row["round"] for row in read(tmp_path / "run", "live_rounds")] == [1, 2, 3]
@@ -285,9 +290,9 @@ def test_a_disk_that_refuses_three_times_in_a_row_ends_the_run(tmp_path):
 
 def test_updates_that_are_never_finite_take_the_run_back_and_then_end_it(tmp_path):
     played = []
-    with pytest.raises(NumericsTrouble, match=r"Lower its ppo\.learning_rate"):
+    with pytest.raises(NumericsError, match=r"Lower its ppo\.learning_rate"):
         begin_run(
-            simulated(tmp_path, value=3e38),
+            simulated(tmp_path, value_coef=3e38),
             [OnRoundEnd(lambda each: played.append((each.round, each.mean_return)))],
         )
     assert [number for number, _ in played] == 4 * [1, 2, 3]
@@ -340,7 +345,7 @@ def test_a_run_starts_from_what_another_one_learnt(tmp_path):
 
 
 def test_a_start_that_is_not_there_is_refused_before_anything_is_made(tmp_path):
-    with pytest.raises(BadInput, match="there is no run 'nowhere'"):
+    with pytest.raises(InvalidInputError, match="there is no run 'nowhere'"):
         begin_run(replace(simulated(tmp_path), start_from="nowhere"))
     assert list(tmp_path.iterdir()) == []
     short = replace(simulated(tmp_path), budget=Budget(rounds=None, env_steps=150))
@@ -350,7 +355,7 @@ def test_a_start_that_is_not_there_is_refused_before_anything_is_made(tmp_path):
 def test_evaluation_changes_nothing_of_the_training(tmp_path):
     found = []
     for every in (1, 100):
-        judging = Judging(every=every, hosts=2, controllers=())
-        asked = replace(config(tmp_path, f"every-{every}", 2), judging=judging)
+        judging = EvalConfig(every=every, hosts=2, controllers=())
+        asked = replace(config(tmp_path, f"every-{every}", 2), evaluation=judging)
         found.append(state(begin_run(asked).path)[1])
     assert_equal(*found)

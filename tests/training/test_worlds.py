@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from esper.cli.commands import _interrupted
-from esper.contracts.errors import BadInput, EsperWarning
+from esper.contracts.errors import EsperWarning, InvalidInputError
 from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
-from esper.runs.records import WATCHED
+from esper.runs.records import VALIDATION
 from esper.runs.run import STORE, Run
-from esper.runs.train_config import Budget, Judging, TrainConfig, World, preset
+from esper.runs.train_config import Budget, EvalConfig, TrainConfig, World, preset
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tasks.catalogue import task as find_task
 from esper.training import pretraining
@@ -35,7 +35,7 @@ def family():
     small = PolicyConfig(width=16, slot_width=8, offer_width=8)
     return replace(
         base,
-        envs=2,
+        num_envs=2,
         variants=2,
         start_from=None,
         budget=Budget(rounds=4),
@@ -69,7 +69,7 @@ def test_a_training_that_was_saved_goes_on_to_the_bit_in_worlds_of_its_own():
 
 def test_watched_families_are_the_same_for_every_run_and_never_trained_on():
     runs = [replace(family(), rng_seed=seed) for seed in (0, 1)]
-    watched = [[str(task) for task in tasks_of(run, WATCHED)] for run in runs]
+    watched = [[str(task) for task in tasks_of(run, VALIDATION)] for run in runs]
     assert watched[0] == watched[1]
     trained = [
         str(task) for run in runs for n in range(9) for task in tasks_of(run, drawing=n)
@@ -80,7 +80,7 @@ def test_watched_families_are_the_same_for_every_run_and_never_trained_on():
 
 def test_a_family_is_redrawn_and_other_tasks_are_not():
     assert mixture_for(family()).redrawn
-    plain = TrainConfig(tasks=("digits",), envs=2, world=World(horizon=2))
+    plain = TrainConfig(tasks=("digits",), num_envs=2, world=World(horizon=2))
     assert not mixture_for(plain).redrawn
 
 
@@ -88,11 +88,11 @@ def test_a_family_is_redrawn_and_other_tasks_are_not():
     ("changes", "words"),
     [
         ({"tasks": ("family", "letter")}, "tasks has 'family' and others"),
-        ({"envs": 3}, "group_size is 2, which does not divide envs 3"),
+        ({"num_envs": 3}, "group_size is 2, which does not divide num_envs 3"),
     ],
 )
 def test_families_that_cannot_be_are_refused(changes, words):
-    with pytest.raises(BadInput, match=words):
+    with pytest.raises(InvalidInputError, match=words):
         replace(family(), **changes)
 
 
@@ -100,7 +100,7 @@ def test_slots_are_shared_out_over_the_places_of_a_host():
     digits = find_task("digits")  # two places
     terms = World(slots=6, blueprints=("widen_8",))
     assert GrowingWorld(digits, 1, 0, settings=terms).spec.slots.max_slots == 6
-    with pytest.raises(BadInput, match="2 places"):
+    with pytest.raises(InvalidInputError, match="2 places"):
         GrowingWorld(digits, 1, 0, settings=replace(terms, slots=5))
 
 
@@ -133,7 +133,7 @@ def recorded(tmp_path, monkeypatch):
         start_from="recordings",
         recordings=2,
         budget=Budget(rounds=3),
-        judging=Judging(every=2, hosts=1, controllers=()),
+        evaluation=EvalConfig(every=2, hosts=1, controllers=()),
         runs=str(tmp_path),
         name="small",
     )
@@ -217,5 +217,5 @@ def test_recordings_may_be_gone_once_the_policy_was_fitted(recorded, tmp_path):
 def test_a_family_without_a_package_is_refused_before_anything_trains(monkeypatch):
     for name in ("sklearn", "sklearn.datasets"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(BadInput, match="pip install scikit-learn"):
+    with pytest.raises(InvalidInputError, match="pip install scikit-learn"):
         check_worlds(preset("family"))

@@ -9,7 +9,13 @@ from pathlib import Path
 import torch
 
 from esper.runs.records import mean_return
-from esper.runs.train_config import Budget, Judging, Keeping, TrainConfig, World
+from esper.runs.train_config import (
+    Budget,
+    CheckpointConfig,
+    EvalConfig,
+    TrainConfig,
+    World,
+)
 from esper.training.loop import Callback, OnRoundEnd
 from esper.training.train import begin_run, resume_run
 
@@ -19,14 +25,14 @@ ROUNDS = 6
 def config(folder, name, rounds=ROUNDS):
     return TrainConfig(
         tasks=("teacher", "digits"),
-        envs=2,
+        num_envs=2,
         name=name,
         runs=str(folder),
         start_from=None,
         budget=Budget(rounds=rounds),
         world=World(horizon=4, decision_every=2),
-        judging=Judging(every=3, hosts=2, controllers=()),
-        keeping=Keeping(every=2),
+        evaluation=EvalConfig(every=3, hosts=2, controllers=()),
+        checkpoint=CheckpointConfig(every=2),
     )
 
 

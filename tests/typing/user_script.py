@@ -49,10 +49,10 @@ def reinforcement_learning(folder: Path) -> None:
     agent = PPO(
         "CartPole-v1",
         memory="mingru",
-        envs=2,
-        kind="sync",
+        num_envs=2,
+        vectorization="sync",
         masks=None,
-        steps=8,
+        rollout_steps=8,
         ppo={"epochs": 1},
     )
     assert_type(agent, PPO)
@@ -64,7 +64,9 @@ def reinforcement_learning(folder: Path) -> None:
     assert_type(agent.evaluate(episodes=2, seed=1).mean, float)
     agent.save(folder / "agent.safetensors")
     agent.close()
-    again = PPO.load(folder / "agent.safetensors", env="CartPole-v1", kind="sync")
+    again = PPO.load(
+        folder / "agent.safetensors", env="CartPole-v1", vectorization="sync"
+    )
     assert_type(again, PPO)
     again.close()
     PPO("CartPole-v1", ppo=PPOConfig(learning_rate=1e-3, minibatches=2)).close()
@@ -198,7 +200,7 @@ def refused_by_type_checkers() -> None:
     """Names and values that Esper does not have."""
     esper.Tamyio  # type: ignore[attr-defined]  # noqa: B018
     PPO("CartPole-v1", memory="mingur")  # type: ignore[arg-type]
-    PPO("CartPole-v1", kind="asink")  # type: ignore[arg-type]
+    PPO("CartPole-v1", vectorization="asink")  # type: ignore[arg-type]
     PPO("CartPole-v1", masks="inof")  # type: ignore[arg-type]
     PPOConfig(clip_mode="both")  # type: ignore[arg-type]
     model, x = network(), torch.randn(4, 4)

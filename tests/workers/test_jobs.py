@@ -11,7 +11,7 @@ from time import sleep
 import pytest
 import torch
 
-from esper.contracts.errors import BadInput, WorkersTrouble
+from esper.contracts.errors import InvalidInputError, WorkersError
 from esper.workers.jobs import Processes, Workers, packed, unpacked, workers
 
 
@@ -51,7 +51,7 @@ DEEDS = {
 
 def require_number(job, result):
     if result != job[0]:
-        raise BadInput("a result is the number of its job.")
+        raise InvalidInputError("a result is the number of its job.")
 
 
 def signal_of(shared, job):
@@ -59,7 +59,7 @@ def signal_of(shared, job):
 
 
 def refuse(shared, job):
-    raise BadInput(f"job {job} is refused.")
+    raise InvalidInputError(f"job {job} is refused.")
 
 
 def rest(shared, job):
@@ -146,19 +146,19 @@ def test_a_worker_that_died_while_it_was_idle_is_replaced(two):
 def test_a_worker_has_no_more_memory_than_its_share():
     with Processes(2, memory=2 << 30) as pool:
         assert [*pool.run(hoard, [1, 2], None)] == [1, 2]
-        with pytest.raises(WorkersTrouble, match=r"^8589934592: tried 3 .*allocate"):
+        with pytest.raises(WorkersError, match=r"^8589934592: tried 3 .*allocate"):
             [*pool.run(hoard, [1, 8 << 30], None)]
 
 
 def test_a_job_that_is_lost_three_times_is_trouble_in_one_line(two, tmp_path):
     jobs = [(n, "die", 3 if n == 1 else 0) for n in range(3)]
     words = "^job 1: tried 3 times; the worker process died, .*fewer workers"
-    with pytest.raises(WorkersTrouble, match=words):
+    with pytest.raises(WorkersError, match=words):
         [*two.run(misbehave, jobs, str(tmp_path), about=lambda job: f"job {job[0]}")]
 
 
 def test_a_refusal_is_no_fault_of_the_worker(two):
-    with pytest.raises(BadInput, match="job 1 is refused"):
+    with pytest.raises(InvalidInputError, match="job 1 is refused"):
         [*two.run(refuse, [1, 2], None)]
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from esper.contracts.errors import BadInput, WorkersTrouble
+from esper.contracts.errors import InvalidInputError, WorkersError
 from esper.workers.jobs import Workers, workers
 from esper.workers.ray import do_checked_job, versions
 from tests.training.test_shards import assert_same, trained
@@ -26,7 +26,9 @@ from tests.workers.test_jobs import Pair, halved, misbehave, require_number
 @pytest.mark.parametrize("mode", ["", "disabled"])
 def test_a_cluster_without_a_token_is_refused_in_one_line(mode, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
-    refused = pytest.raises(BadInput, match=r"Set RAY_AUTH_MODE=token on every")
+    refused = pytest.raises(
+        InvalidInputError, match=r"Set RAY_AUTH_MODE=token on every"
+    )
     for address in ("192.0.2.1:6379", "local"):
         with refused:
             workers(2, ray=address)
@@ -37,14 +39,16 @@ def test_a_cluster_without_a_token_is_refused_in_one_line(mode, monkeypatch):
 def test_a_cluster_that_would_listen_to_the_network_is_not_started(monkeypatch):
     util = SimpleNamespace(get_node_ip_address=lambda: "192.0.2.1")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(util=util))
-    with pytest.raises(BadInput, match=r"address '192\.0\.2\.1'.* Set .*=0 before"):
+    with pytest.raises(
+        InvalidInputError, match=r"address '192\.0\.2\.1'.* Set .*=0 before"
+    ):
         workers(2, ray="local")
 
 
 def test_another_version_on_a_node_is_refused_before_anything_is_done(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     other = versions() | {"torch": "1.0"}
-    with pytest.raises(BadInput, match=r"this machine has '1\.0'; install"):
+    with pytest.raises(InvalidInputError, match=r"this machine has '1\.0'; install"):
         do_checked_job(other, halved, None, None)
 
 
@@ -89,10 +93,10 @@ def test_a_worker_of_ray_that_is_stopped_is_replaced(cluster, tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_refusals_and_trouble_are_one_line_each(cluster, tmp_path):
-    with pytest.raises(BadInput, match="job 1 is refused"):
+    with pytest.raises(InvalidInputError, match="job 1 is refused"):
         [*cluster.run(test_workers.refuse, [1, 2], None)]
     jobs = [(n, "die", 3 if n == 1 else 0) for n in range(3)]
-    with pytest.raises(WorkersTrouble, match="tried 3 times; WorkerCrashedError"):
+    with pytest.raises(WorkersError, match="tried 3 times; WorkerCrashedError"):
         [*cluster.run(misbehave, jobs, str(tmp_path))]
 
 

@@ -25,7 +25,7 @@ from esper.cli.arguments import (
     positive,
     whole,
 )
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.workers.deadline import TIMEOUT
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def grow_options(parser: ArgumentParser) -> None:
 
 def grow(options: Namespace) -> None:
     """Grow one network, write it and print its history."""
-    from esper.fit import check_free, free_name, grow, summary_lines, write
+    from esper.fitting import check_free, free_name, grow, summary_lines, write
     from esper.tasks.catalogue import task as find_task
 
     if options.out is not None:
@@ -247,9 +247,9 @@ def _controller(name: str, runs: Path) -> "Maker | str":
         return newest_controller(runs)
     try:
         return find_controller(name, runs)
-    except BadInput as error:
+    except InvalidInputError as error:
         known = ", ".join((*NAMES, NEWEST))
-        raise BadInput(f"{error} Other controllers: {known}.") from None
+        raise InvalidInputError(f"{error} Other controllers: {known}.") from None
 
 
 def evaluate_options(parser: ArgumentParser) -> None:
@@ -303,7 +303,7 @@ def record(options: Namespace) -> None:
     with _workers(vars(options))() as workers, Progress(unit="task") as progress:
 
         def show(done: int, total: int) -> None:
-            progress.update("recording", done, total, "done", workers.doing)
+            progress.update("recording", done, total, "done", workers.active_jobs)
 
         record(settings, options.folder, workers, show)
     _say(f"{options.tasks} tasks are in {options.folder}.")
@@ -642,7 +642,7 @@ examples:
         examples="""\
 examples:
   esper ppo CartPole-v1
-  esper ppo CartPole-v1 --memory mingru --steps 300000 --envs 64
+  esper ppo CartPole-v1 --memory mingru --total_steps 300000 --num_envs 64
   esper ppo my_package:Mine-v0
   esper ppo --resume RUN
   esper ppo --resume RUN --env my_package:Mine-v0

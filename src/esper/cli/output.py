@@ -22,10 +22,10 @@ from typing import Any, Final, TextIO
 from esper.contracts.errors import (
     EsperError,
     EsperWarning,
-    NumericsTrouble,
-    RunTaken,
-    StorageTrouble,
-    WorkersTrouble,
+    NumericsError,
+    RunLockedError,
+    StorageError,
+    WorkersError,
 )
 from esper.contracts.messages import one_line, quoted
 from esper.workers.deadline import TICK, Watch
@@ -38,10 +38,10 @@ CRASHES: Final = (
 STORAGE: Final = 5
 WORKERS: Final = 6
 CODES: Final = {
-    RunTaken: 3,
-    NumericsTrouble: 4,
-    StorageTrouble: STORAGE,
-    WorkersTrouble: WORKERS,
+    RunLockedError: 3,
+    NumericsError: 4,
+    StorageError: STORAGE,
+    WorkersError: WORKERS,
     EsperError: 2,
 }
 

@@ -17,7 +17,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint
-from esper.contracts.errors import BadInput, unknown
+from esper.contracts.errors import InvalidInputError, unknown
 from esper.contracts.features import Features, Leaf, feature_leaves
 from esper.contracts.readonly import read_only
 from esper.contracts.slots import SlotConfig
@@ -95,37 +95,41 @@ class ActionSpec:
     def __post_init__(self) -> None:
         """Keep copies; refuse a space in which a head has no or unknown choices."""
         if not isinstance(self.slots, SlotConfig):
-            raise BadInput(
+            raise InvalidInputError(
                 f"slots must be a SlotConfig, got {type(self.slots).__name__}."
             )
         try:
             narrowed = {head: tuple(names) for head, names in self.narrowed.items()}
         except (AttributeError, TypeError):
-            raise BadInput(
+            raise InvalidInputError(
                 "narrowed must be a dict of heads and the names of their choices, got "
                 f"{self.narrowed!r}."
             ) from None
         object.__setattr__(self, "narrowed", MappingProxyType(narrowed))
         object.__setattr__(self, "blueprints", tuple(self.blueprints))
         if not self.blueprints:
-            raise BadInput("blueprints is empty; name at least one blueprint.")
+            raise InvalidInputError("blueprints is empty; name at least one blueprint.")
         names = [blueprint.name for blueprint in self.blueprints]
         if len(set(names)) != len(names):
-            raise BadInput(f"blueprints has a name twice: {', '.join(names)}.")
+            raise InvalidInputError(f"blueprints has a name twice: {', '.join(names)}.")
         for name, chosen in self.narrowed.items():
             if name not in HEAD or not HEADS[HEAD[name]].choices:
                 known = [head.name for head in HEADS if head.choices]
-                raise BadInput(
+                raise InvalidInputError(
                     f"cannot narrow {name!r}; narrow one of {', '.join(known)}."
                 )
             choices = HEADS[HEAD[name]].choices
             if not chosen:
-                raise BadInput(f"{name!r} is narrowed to nothing; leave one choice.")
+                raise InvalidInputError(
+                    f"{name!r} is narrowed to nothing; leave one choice."
+                )
             for choice in chosen:
                 if choice not in choices:
                     raise unknown(f"head {name!r} has no choice", choice, choices)
         if "WAIT" not in self.narrowed.get("op", ("WAIT",)):
-            raise BadInput("the op head must keep WAIT, which is always legal.")
+            raise InvalidInputError(
+                "the op head must keep WAIT, which is always legal."
+            )
 
     def __hash__(self) -> int:
         """Equal spaces have equal hashes; a mapping has none of its own."""

@@ -11,7 +11,7 @@ from enum import IntEnum
 from math import isfinite
 from typing import Final
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 
 
 class Form(IntEnum):
@@ -44,7 +44,7 @@ class Blueprint:
     def __post_init__(self) -> None:
         """Refuse a share that is none."""
         if not (isfinite(self.share) and self.share >= 0.0):
-            raise BadInput(
+            raise InvalidInputError(
                 f"blueprint {self.name!r} adds {self.share} of a layer's width; give "
                 "a share above 0."
             )

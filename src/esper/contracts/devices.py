@@ -2,7 +2,7 @@
 
 import torch
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 
 
 def usable_device(device: torch.device | str) -> torch.device:
@@ -11,4 +11,6 @@ def usable_device(device: torch.device | str) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise BadInput(f"device '{device}' cannot be used here: {reason}") from None
+        raise InvalidInputError(
+            f"device '{device}' cannot be used here: {reason}"
+        ) from None

@@ -1,16 +1,14 @@
 """Error messages of one line that fits on a screen, whatever a value holds."""
 
-import re
 from collections.abc import Collection
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 
 LONGEST: Final = 200
 """Characters of an error message."""
-RESERVED: Final = frozenset({"latest", "best", "con", "prn", "aux", "nul"})
 
 
 def printable(text: str) -> str:
@@ -24,9 +22,9 @@ def one_line(text: str, length: int = LONGEST) -> str:
     return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
-def refusal(text: str) -> BadInput:
+def refusal(text: str) -> InvalidInputError:
     """An error of one line."""
-    return BadInput(one_line(text))
+    return InvalidInputError(one_line(text))
 
 
 def quoted(value: object) -> str:
@@ -54,7 +52,7 @@ def short(path: Path) -> str:
     return text if len(text) <= 72 else f"…{text[-71:]}"
 
 
-def unknown(what: str, name: str, known: Collection[str]) -> BadInput:
+def unknown(what: str, name: str, known: Collection[str]) -> InvalidInputError:
     """An error about a name that is not one of some.
 
     Args:
@@ -75,17 +73,3 @@ def nearest(name: str, names: Collection[str]) -> str:
     same_end = [known for known in names if known.rpartition(".")[2] == word]
     found = same_end or get_close_matches(name[:99].lower(), exact, n=1, cutoff=0.0)
     return exact[found[0].lower()]
-
-
-def checked_name(name: str) -> str:
-    """A name that is one safe word of a path on every system, or an error."""
-    if (
-        not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name)
-        or name.endswith(".")
-        or name.split(".")[0].lower() in RESERVED
-    ):
-        raise BadInput(
-            f"a run cannot be called {quoted(name)}; use 1 to 64 of a-z, 0-9, '_', "
-            "'-', '.', beginning with a letter or digit."
-        )
-    return name

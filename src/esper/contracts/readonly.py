@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 
 WRITES: Final = frozenset({"__setitem__", "__set__"})
 READS: Final = frozenset({"__int__", "__index__", "__invert__"})
@@ -38,7 +38,9 @@ class ReadOnly(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             for tensor in tree_leaves(written):
                 if isinstance(tensor, ReadOnly):
-                    raise BadInput(f"this tensor is for reading; {tensor.instead}")
+                    raise InvalidInputError(
+                        f"this tensor is for reading; {tensor.instead}"
+                    )
             result = func(*args, **kwargs)
             own = [x for x in tree_leaves(args) if isinstance(x, ReadOnly)]
             return tree_map(lambda value: _guarded(value, own), result)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.stages import Stage
 
 
@@ -25,9 +25,13 @@ class SlotConfig:
     def __post_init__(self) -> None:
         """Refuse a host without slots."""
         if self.max_slots < 1:
-            raise BadInput(f"max_slots must be at least 1, got {self.max_slots}.")
+            raise InvalidInputError(
+                f"max_slots must be at least 1, got {self.max_slots}."
+            )
         if self.min_age < 0:
-            raise BadInput(f"min_age must not be negative, got {self.min_age}.")
+            raise InvalidInputError(
+                f"min_age must not be negative, got {self.min_age}."
+            )
 
 
 @dataclass(frozen=True, slots=True)

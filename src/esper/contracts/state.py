@@ -19,7 +19,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.messages import printable
 
 Tensors = dict[str, Tensor]
@@ -61,7 +61,9 @@ def load(value: object, tensors: Mapping[str, Tensor], path: str = "") -> None:
             try:
                 Generator(leaf.device).set_state(tensors[name])
             except RuntimeError:
-                raise BadInput(f"{name} is no state of a random generator.") from None
+                raise InvalidInputError(
+                    f"{name} is no state of a random generator."
+                ) from None
     _fill(value, tensors, path)
 
 
@@ -129,7 +131,9 @@ def _as_tensor(value: Any, path: str) -> Tensor:  # noqa: ANN401
     if isinstance(value, Generator):
         return value.get_state()
     if not isinstance(value, Tensor | np.ndarray | int | float):
-        raise BadInput(f"{path} is {type(value).__name__}, which cannot be saved.")
+        raise InvalidInputError(
+            f"{path} is {type(value).__name__}, which cannot be saved."
+        )
     exact = torch.float64 if isinstance(value, float) else None
     return torch.as_tensor(value, dtype=exact)
 
@@ -164,4 +168,4 @@ def check_fit(there: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         text = f"This state does not fit: {'; '.join(sorted(wrong)[:3])}{more}."
-        raise BadInput(printable(text))
+        raise InvalidInputError(printable(text))

@@ -65,7 +65,7 @@ class BlueprintOffers:
 class Observation:
     """One decision's view of every environment."""
 
-    first: Bool[Tensor, " env"]
+    episode_start: Bool[Tensor, " env"]
     """Whether this is the first observation of an episode: memory starts anew."""
     host: HostStates
     slots: SlotStates

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 
 ClockKind = Literal["compute", "batches"]
 CLOCKS: Final = get_args(ClockKind)
@@ -71,16 +71,16 @@ class Clock:
             ("stop", self.stop, ENDS),
         ):
             if value not in known:
-                raise BadInput(
+                raise InvalidInputError(
                     f"{name} must be one of {', '.join(known)}, got {value!r}."
                 )
         if not (isfinite(self.first) and self.first >= 1):
-            raise BadInput(
+            raise InvalidInputError(
                 f"the first interval must be at least one batch of the starting host, "
                 f"got {self.first}; give first = 1 or more."
             )
         if self.kind == "compute" and not (isfinite(self.ratio) and self.ratio > 1):
-            raise BadInput(
+            raise InvalidInputError(
                 f"ratio must be more than 1, so that moments follow each other, got "
                 f"{self.ratio}."
             )

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Float32, Float64, Int64, Num
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.state import Stateful
 from esper.environment import engine, torch_engine
 from esper.environment.network_layout import (
@@ -85,12 +85,14 @@ class Cohort(Stateful):
         engine: str = "auto",
     ) -> None:
         if engine not in ENGINES:
-            raise BadInput(
+            raise InvalidInputError(
                 f"engine must be one of {', '.join(ENGINES)}; got {engine!r}."
             )
         on_cpu = torch.device(device).type == "cpu"
         if engine == "kernels" and not on_cpu:
-            raise BadInput(f"engine 'kernels' runs on the CPU, the device is {device}.")
+            raise InvalidInputError(
+                f"engine 'kernels' runs on the CPU, the device is {device}."
+            )
         self.kernels = engine == "kernels" or (engine == "auto" and on_cpu)
         if self.kernels:
             require_compiler()
@@ -157,14 +159,14 @@ class Cohort(Stateful):
         place, layout = slot % self.places, self.layouts[env]
         shape = (len(bias), *self.inputs(env, place))
         if self.units[env, slot] or tuple(weight.shape) != shape:
-            raise BadInput(
+            raise InvalidInputError(
                 f"slot {slot} of environment {env} takes weights of shape {[*shape]} "
                 f"if it is free, got {[*weight.shape]}."
             )
         seeds = (*layout.seeds, Widening(slot, place, len(bias)))
         grown = NetworkLayout(self.shapes, seeds)
         if grown.parameters > self.capacity:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{len(bias)} units at place {place} make {grown.parameters:,} "
                 f"parameters, more than the cohort's capacity of {self.capacity:,}."
             )
@@ -377,14 +379,14 @@ class Cohort(Stateful):
         """Refuse rows that a kernel would read out of bounds."""
         sets, examples = labels.shape if labels.dim() == 2 else (0, 0)
         if sets not in (1, self.envs):
-            raise BadInput(
+            raise InvalidInputError(
                 f"labels must be [1 or {self.envs}, example], got {[*labels.shape]}."
             )
         width = self.shapes[0].inputs * self.shapes[0].positions
         _check("features", features, (sets, examples, width), self.values.dtype)
         if self.shapes[-1].outputs == 1:
             if not labels.is_floating_point():
-                raise BadInput(
+                raise InvalidInputError(
                     f"labels must be targets in floating point, as these hosts have "
                     f"one output, got {labels.dtype}."
                 )
@@ -408,7 +410,7 @@ def _check(
 ) -> None:
     """Refuse another shape or dtype; compiled loops read memory unchecked."""
     if value.shape != shape or (dtype is not None and value.dtype is not dtype):
-        raise BadInput(
+        raise InvalidInputError(
             f"{name} must be {[*shape]} {dtype or 'float'} in this cohort, got "
             f"{[*value.shape]} {value.dtype}."
         )
@@ -418,6 +420,6 @@ def _check_indices(name: str, value: Tensor, count: int) -> None:
     if value.numel():
         low, high = (int(end) for end in torch.aminmax(value))
         if low < 0 or high >= count:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{name} must lie in 0..{count - 1}, got {low}..{high} in this cohort."
             )

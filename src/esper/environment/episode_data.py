@@ -14,7 +14,7 @@ from jaxtyping import Float, Int64, Num
 from numpy.typing import NDArray
 from torch import Generator, Tensor
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.state import Stateful
 from esper.environment.settings import TERMS, WorldSettings
 from esper.tasks.task import Task
@@ -149,7 +149,7 @@ class EpisodeData(Stateful):
         wanted = [tuple(x.shape[1:]) for x, _ in self.rows]
         found = [tuple(x.shape) for x, _ in drawn]
         if found != wanted:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{splits.train.name}: expected train, decision and test rows of "
                 f"shapes {wanted} whatever the number; got {found}; give every number "
                 "as many"

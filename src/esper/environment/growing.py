@@ -30,7 +30,7 @@ from torch import Tensor
 from esper.contracts.actions import HEAD, RELEVANT, ActionSpec, Op
 from esper.contracts.blueprints import Blueprint
 from esper.contracts.devices import usable_device
-from esper.contracts.errors import CallOrder
+from esper.contracts.errors import InvalidStateError
 from esper.contracts.slots import SlotConfig, SlotStates
 from esper.contracts.stages import Stage
 from esper.contracts.state import Stateful
@@ -166,7 +166,7 @@ class GrowingWorld(Stateful, VectorWorld):
     @torch.inference_mode(False)
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
-        self._begin(range(self.num_envs))
+        self._reset_envs(range(self.num_envs))
         return self._observe()
 
     @torch.inference_mode(False)
@@ -174,7 +174,7 @@ class GrowingWorld(Stateful, VectorWorld):
     def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
         """Act and train until the next decision; ended episodes start anew."""
         if not self._episodes.begun.all():
-            raise CallOrder("step() before reset(); call reset() first.")
+            raise InvalidStateError("step() before reset(); call reset() first.")
         check_actions(actions, self.num_envs)
         illegal = self._act(actions.clone().to(self._device))
         trained = self._train()
@@ -197,7 +197,7 @@ class GrowingWorld(Stateful, VectorWorld):
         report = None
         if bool(over.any()):
             report = self._report(over, score, ~finite)
-            self._begin(torch.nonzero(over).flatten().tolist())
+            self._reset_envs(torch.nonzero(over).flatten().tolist())
         return StepResult(
             observation=self._observe(),
             reward=reward,
@@ -211,7 +211,7 @@ class GrowingWorld(Stateful, VectorWorld):
         """Nothing has been trained yet."""
         self.trained_lives = None
 
-    def _begin(self, envs: Iterable[int]) -> None:
+    def _reset_envs(self, envs: Iterable[int]) -> None:
         """Start new episodes: data, host, order of batches and terms are drawn anew."""
         fresh = torch.zeros(self.num_envs, dtype=torch.bool, device=self._device)
         for env in envs:
@@ -350,7 +350,7 @@ class GrowingWorld(Stateful, VectorWorld):
         self.looked_rows = torch.where(stops, self._scored_rows, few)
         # A look is a forward pass.
         looks = self.looked_rows.double() / (self.task.batch * (1 + BACKWARD))
-        passes = steps + trains.minimum(steps) + looks * self.settings.charge_looks
+        passes = steps + trains.minimum(steps) + looks * self.settings.charge_eval
         self._compute = self._compute + compute * passes
         self.last_compute = self._compute.clone()
         self.trained_lives, self.trained_steps = lives, steps
@@ -450,7 +450,7 @@ class GrowingWorld(Stateful, VectorWorld):
         widths = self.cohort.widths().float()
         none = torch.zeros_like(lives.alpha)
         return Observation(
-            first=self._track.decisions <= 1,
+            episode_start=self._track.decisions <= 1,
             host=host_states(
                 self._track,
                 horizon=self.task.horizon if self.clock.stop == "end" else None,

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
-from esper.contracts.errors import BadInput, CallOrder, unknown
+from esper.contracts.errors import InvalidInputError, InvalidStateError, unknown
 from esper.contracts.features import (
     HOST_COLUMNS,
     OFFER_COLUMNS,
@@ -56,7 +56,7 @@ try:
     from gymnasium.vector import AutoresetMode, VectorEnv
     from gymnasium.vector.utils import batch_space
 except ModuleNotFoundError as error:
-    raise BadInput(
+    raise InvalidInputError(
         "esper/Grow-v0 needs gymnasium, which is not installed; "
         "pip install esper-lite[rl]"
     ) from error
@@ -213,9 +213,9 @@ class _World(GrowingWorld):
     final: Observation | None = None
     """Every environment just before episodes began anew."""
 
-    def _begin(self, envs: Iterable[int]) -> None:
+    def _reset_envs(self, envs: Iterable[int]) -> None:
         self.final = self._observe()
-        super()._begin(envs)
+        super()._reset_envs(envs)
 
 
 class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
@@ -249,7 +249,9 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
 
             task = find_task(task)
         if not isinstance(task, Task):
-            raise BadInput(f"task must be a Task or the name of one, got {task!r:.99}.")
+            raise InvalidInputError(
+                f"task must be a Task or the name of one, got {task!r:.99}."
+            )
         self._task = task
         self._settings = WorldSettings(**settings)
         self.world = self._new_world(0)
@@ -293,14 +295,14 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
     ) -> tuple[Row, NDArray[Any], NDArray[Any], NDArray[Any], Info]:
         """Carry out an action everywhere and train until the next decision."""
         if self.observation is None:
-            raise CallOrder("step() before reset(); call reset() first.")
+            raise InvalidStateError("step() before reset(); call reset() first.")
         numbers = np.asarray(actions)
         if not (
             numbers.shape == (self.num_envs,)
             and numbers.dtype.kind in "iu"
             and bool(((numbers >= 0) & (numbers < len(self.actions))).all())
         ):
-            raise BadInput(
+            raise InvalidInputError(
                 f"expected for each of {self.num_envs} environments a whole number in "
                 f"0..{len(self.actions) - 1}, got {actions!r:.99}."
             )
@@ -330,15 +332,19 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
     def action_masks(self) -> NDArray[np.bool_]:
         """Which actions are possible now, bool [env, action]."""
         if self.observation is None:
-            raise CallOrder("action_masks() before reset(); call reset() first.")
+            raise InvalidStateError(
+                "action_masks() before reset(); call reset() first."
+            )
         return _numpy(self.actions.legal(self.observation))
 
     def _new_world(self, run: int, options: Mapping[str, Any] | None = None) -> _World:
         """A world that was not reset yet; options replace rent, budget and rate."""
         if not isinstance(options, Mapping | None):
-            raise BadInput(f"options must be a dict of terms, got {options!r:.99}.")
+            raise InvalidInputError(
+                f"options must be a dict of terms, got {options!r:.99}."
+            )
         if others := {*(options or {})} - {*TERMS}:
-            raise BadInput(
+            raise InvalidInputError(
                 f"options may have {', '.join(TERMS)}; got {min(map(repr, others))}."
             )
         settings = replace(self._settings, **(options or {}))
@@ -372,7 +378,9 @@ class GrowEnv(gymnasium.Env[Row, object]):
         **settings: Any,  # noqa: ANN401
     ) -> None:
         if render_mode not in (None, "ansi"):
-            raise BadInput(f"render_mode must be None or 'ansi', got {render_mode!r}.")
+            raise InvalidInputError(
+                f"render_mode must be None or 'ansi', got {render_mode!r}."
+            )
         self.render_mode = render_mode
         self._vector = GrowVectorEnv(1, **settings)
         self.actions = self._vector.actions
@@ -400,7 +408,7 @@ class GrowEnv(gymnasium.Env[Row, object]):
     def step(self, action: object) -> tuple[Row, float, bool, bool, Info]:
         """Carry out an action and train until the next decision."""
         if self._next is not None:
-            raise CallOrder("step() after the last one; call reset() first.")
+            raise InvalidStateError("step() after the last one; call reset() first.")
         rows, rewards, over, _, info = self._vector.step([action])
         seen = rows[0], _of_first(info)
         self._now = self._vector.observation
@@ -413,7 +421,9 @@ class GrowEnv(gymnasium.Env[Row, object]):
     def action_masks(self) -> NDArray[np.bool_]:
         """Which actions are possible now."""
         if self._now is None:
-            raise CallOrder("action_masks() before reset(); call reset() first.")
+            raise InvalidStateError(
+                "action_masks() before reset(); call reset() first."
+            )
         return _numpy(self.actions.legal(self._now)[0])
 
     def render(self) -> str | None:

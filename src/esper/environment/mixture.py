@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from esper.contracts.actions import ActionSpec
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.state import Stateful, Tensors, load, save
 from esper.contracts.world import VectorWorld
 
@@ -34,10 +34,10 @@ class Mixture:
     ) -> None:
         worlds = [make(number, 0) for number in range(count)]
         if not worlds:
-            raise BadInput("a mixture needs at least one world, got none.")
+            raise InvalidInputError("a mixture needs at least one world, got none.")
         for number, world in enumerate(worlds):
             if world.spec != worlds[0].spec:
-                raise BadInput(
+                raise InvalidInputError(
                     f"all worlds of a mixture must have one action space; number "
                     f"{number} differs from the first: {_describe(world.spec)}, not "
                     f"{_describe(worlds[0].spec)}."

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from esper.contracts.actions import NUM_HEADS
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
-from esper.contracts.errors import BadInput, unknown
+from esper.contracts.errors import InvalidInputError, unknown
 from esper.environment.clock import Clock, ClockKind, Stop
 from esper.tasks.task import Task
 
@@ -79,7 +79,7 @@ class WorldSettings:
     stop: Stop = "end"
     """When to score an episode: end, or anytime (at seven times, a factor of two
     apart)."""
-    charge_looks: bool = True
+    charge_eval: bool = True
     """Count validation passes as compute. Use false for static networks and for
     controllers that do not read the validation score."""
     tick: int = 16
@@ -109,17 +109,17 @@ class WorldSettings:
             self.range_of(name)
         penalty, names = self.penalty, self.blueprints
         if not (_is_number(penalty) and 0 <= penalty <= LARGEST):
-            raise BadInput(
+            raise InvalidInputError(
                 f"penalty must be a finite number from 0, got {penalty!r:.99}."
             )
         if names is None:
             return
         if not isinstance(names, tuple | list) or not names:
-            raise BadInput(
+            raise InvalidInputError(
                 f"blueprints must be at least one name in a tuple, got {names!r:.99}."
             )
         if len({*names}) != len(names):
-            raise BadInput(f"blueprints has a name twice: {', '.join(names)}.")
+            raise InvalidInputError(f"blueprints has a name twice: {', '.join(names)}.")
         object.__setattr__(self, "blueprints", tuple(names))
 
     def range_of(self, name: str) -> tuple[float, float]:
@@ -165,7 +165,7 @@ class WorldSettings:
             return self.seeds_per_slot
         places = len(task.host.slots)
         if self.slots % places:
-            raise BadInput(
+            raise InvalidInputError(
                 f"world.slots is {self.slots}, but {task.host} has {places} places, "
                 "which share them evenly; give a multiple."
             )
@@ -188,7 +188,7 @@ def as_range(name: str, term: Any) -> tuple[float, float]:  # noqa: ANN401
     known = len(ends) == 2 and all(map(_is_number, ends))
     if known and max(least, -LARGEST) <= ends[0] <= ends[1] <= LARGEST:
         return float(ends[0]), float(ends[1])
-    raise BadInput(
+    raise InvalidInputError(
         f"{name} must be a finite number{words} or a range (low, high) up to "
         f"{LARGEST:g}; got {term!r:.99}."
     )
@@ -198,7 +198,7 @@ def check_count(name: str, count: Any, least: int) -> None:  # noqa: ANN401
     """Refuse what is no whole number, or too small a one."""
     whole = isinstance(count, Integral) and not isinstance(count, bool)
     if not whole or count < least:
-        raise BadInput(
+        raise InvalidInputError(
             f"{name} must be a whole number of at least {least}, got {count!r:.99}."
         )
 
@@ -206,9 +206,11 @@ def check_count(name: str, count: Any, least: int) -> None:  # noqa: ANN401
 def check_actions(actions: Any, envs: int) -> None:  # noqa: ANN401
     """Refuse what is not one action per environment, whatever its values."""
     if not isinstance(actions, Tensor):
-        raise BadInput(f"actions must be a tensor, got {type(actions).__name__}.")
+        raise InvalidInputError(
+            f"actions must be a tensor, got {type(actions).__name__}."
+        )
     if actions.dtype != torch.int64 or actions.shape != (envs, NUM_HEADS):
-        raise BadInput(
+        raise InvalidInputError(
             f"actions must be int64 of shape {(envs, NUM_HEADS)}, got {actions.dtype} "
             f"of shape {tuple(actions.shape)}."
         )

@@ -15,13 +15,13 @@ from typing import Annotated, Final
 
 from rich.console import Console
 
-from esper.contracts.errors import BadInput
-from esper.contracts.messages import checked_name, refusal, unknown
+from esper.contracts.errors import InvalidInputError
+from esper.contracts.messages import refusal, unknown
 from esper.environment.settings import WorldSettings
 from esper.evaluation.summary import print_summary, summary_of
 from esper.runs.progress import Progress, print_line
 from esper.runs.records import LADDER, SIZES, STATIC, reference_of
-from esper.runs.run import STORE, Run, versions_now
+from esper.runs.run import STORE, Run, validate_name, versions_now
 from esper.runs.settings import (
     Count,
     RngSeed,
@@ -66,7 +66,7 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         """Refuse arms that do not exist, and worlds that are too large."""
         if self.name is not None:
-            checked_name(self.name)
+            validate_name(self.name)
         check_limits("world", self.world)
         if not self.controllers:
             raise refusal("controllers is empty; name at least one.")
@@ -141,7 +141,7 @@ def evaluate(
                 f"{job.arm}: return {judged.returns.mean():.4f}, test score "
                 f"{100 * judged.test.mean():.1f} %"
             )
-            progress.update(task, done[task], len(arms), text, workers.doing)
+            progress.update(task, done[task], len(arms), text, workers.active_jobs)
         for name, reason in skipped.items():
             store.add_note(0, "skipped", f"{name}: {reason}")
         for arm, text in notes_on(arms, config.world).items():
@@ -170,7 +170,7 @@ def _ready(config: EvaluateConfig) -> tuple[dict[str, Task], dict[str, str]]:
             if "halving" in config.controllers:
                 check_halving(clock)
             task.splits(config.rng_seed)
-        except BadInput as error:
+        except InvalidInputError as error:
             if config.tasks:
                 raise
             skipped[task.name] = str(error)
@@ -178,7 +178,7 @@ def _ready(config: EvaluateConfig) -> tuple[dict[str, Task], dict[str, str]]:
         ready[task.name] = task
     if not ready:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
-        raise BadInput(f"no task can be evaluated: {reasons}")
+        raise InvalidInputError(f"no task can be evaluated: {reasons}")
     return ready, skipped
 
 

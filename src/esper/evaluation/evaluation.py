@@ -41,19 +41,19 @@ import torch
 from torch import Tensor
 
 from esper.contracts.actions import NUM_HEADS, ActionSpec
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.world import Controller, StepResult
 from esper.environment.clock import STOPS
 from esper.environment.settings import LOOKED_ROWS, SCORED_ROWS, WorldSettings
 from esper.evaluation.sizes import size_control
 from esper.growth.analysis.macs import step_macs
 from esper.runs.records import (
-    JUDGED,
     LADDER,
     SIZES,
     STATIC,
+    TEST,
+    EvalResult,
     Floats,
-    Judged,
     StopFigures,
     reference_of,
 )
@@ -85,9 +85,9 @@ class Job:
     world: WorldSettings
     maker: Maker | None = None
     """Of a learned controller."""
-    stage: str = JUDGED
+    stage: str = TEST
     """Another stage stands for other hosts."""
-    reference: Judged | None = None
+    reference: EvalResult | None = None
     """What a static arm is measured by."""
 
     def about(self) -> str:
@@ -97,7 +97,7 @@ class Job:
 
 def results_of(
     jobs: Sequence[Job], workers: Workers, stop: Callable[[], bool] = lambda: False
-) -> Generator[tuple[Job, Judged], None, None]:
+) -> Generator[tuple[Job, EvalResult], None, None]:
     """The result of each job, in an order that does not depend on the workers.
 
     Args:
@@ -107,7 +107,7 @@ def results_of(
     """
     ready = [job for job in jobs if job.arm not in (*STATIC, *SIZES)]
     reference = reference_of(job.arm for job in jobs)
-    found: dict[tuple[str, str], Judged] = {}
+    found: dict[tuple[str, str], EvalResult] = {}
     for job, judged in _done(ready, workers, stop):
         found[job.task.name, job.arm] = judged
         yield job, judged
@@ -125,14 +125,14 @@ def results_of(
 
 def _done(
     jobs: Sequence[Job], workers: Workers, stop: Callable[[], bool]
-) -> Iterator[tuple[Job, Judged]]:
+) -> Iterator[tuple[Job, EvalResult]]:
     results = workers.run(_run_job, jobs, None, about=Job.about, stop=stop)
     return zip(jobs, results, strict=False)  # fewer if it is stopped
 
 
 def _choices(
-    task: str, jobs: Sequence[Job], found: Mapping[tuple[str, str], Judged]
-) -> Iterator[tuple[Job, Judged]]:
+    task: str, jobs: Sequence[Job], found: Mapping[tuple[str, str], EvalResult]
+) -> Iterator[tuple[Job, EvalResult]]:
     """Choices among the sizes of a task, once all of them are judged."""
     same = [job for job in jobs if job.task.name == task]
     ladder = [found.get((task, job.arm)) for job in same if job.arm in LADDER]
@@ -151,7 +151,7 @@ def stored_results(
     round: int = 0,
     stop: Callable[[], bool] = lambda: False,
     known: Collection[tuple[str, str]] = (),
-) -> Generator[tuple[Job, Judged], None, None]:
+) -> Generator[tuple[Job, EvalResult], None, None]:
     """The same, with rows that are durable before a result is given.
 
     Args:
@@ -167,13 +167,13 @@ def stored_results(
             task = job.task.name
             if (task, job.arm) not in known:
                 store.add_evaluation(
-                    judged, round=round, stage=JUDGED, controller=job.arm, task=task
+                    judged, round=round, stage=TEST, controller=job.arm, task=task
                 )
                 store.flush()
             yield job, judged
 
 
-def _run_job(shared: None, job: Job) -> Judged:
+def _run_job(shared: None, job: Job) -> EvalResult:
     compile_engine(job.task)
     hosts = (job.task, job.hosts, job.rng_seed)
     if job.arm in LADDER:
@@ -185,7 +185,7 @@ def _run_job(shared: None, job: Job) -> Judged:
     return judge_static(job.arm, *hosts, job.reference, job.world)
 
 
-def watch_job(maker: Maker, job: Job) -> Judged:
+def watch_job(maker: Maker, job: Job) -> EvalResult:
     """Judge a learned controller on the hosts of a stage."""
     hosts = (job.task, job.hosts, job.rng_seed)
     return judge(maker, *hosts, job.world, stage=job.stage)
@@ -209,14 +209,14 @@ def judged_world(
     rng_seed: int,
     settings: WorldSettings | None = None,
     *,
-    stage: str = JUDGED,
+    stage: str = TEST,
 ) -> "GrowingWorld":
     """The hosts of a task that a number and a stage stand for."""
     # The engine is compiled; only what trains hosts waits for it.
     from esper.environment.growing import GrowingWorld
 
     number = stream_seed(rng_seed, f"{stage}, {task.name}")
-    # Judged hosts differ from each other, whatever the training groups.
+    # EvalResult hosts differ from each other, whatever the training groups.
     settings = replace(settings or WorldSettings(), group_size=1)
     return GrowingWorld(task, hosts, number, settings=settings)
 
@@ -228,8 +228,8 @@ def judge(
     rng_seed: int,
     settings: WorldSettings | None = None,
     *,
-    stage: str = JUDGED,
-) -> Judged:
+    stage: str = TEST,
+) -> EvalResult:
     """One episode of a controller on every host.
 
     Args:
@@ -271,12 +271,14 @@ def judge_static(
     task: Task,
     hosts: int,
     rng_seed: int,
-    reference: Judged,
+    reference: EvalResult,
     settings: WorldSettings | None = None,
-) -> Judged:
+) -> EvalResult:
     """One of the `STATIC` arms on the hosts that the reference was judged on."""
     if name not in STATIC:
-        raise BadInput(f"no static arm {name!r}; there are {', '.join(STATIC)}.")
+        raise InvalidInputError(
+            f"no static arm {name!r}; there are {', '.join(STATIC)}."
+        )
     where = (task, hosts, rng_seed, settings)
     if name == "static":
         size = task.host.parameters * (1.0 + float(reference.added.mean()))
@@ -295,8 +297,8 @@ def judge_plain(
     *,
     spend: float | None = None,
     least: int = 1,
-    stage: str = JUDGED,
-) -> Judged:
+    stage: str = TEST,
+) -> EvalResult:
     """A network that does not grow, on the data of the hosts that a number stands for.
 
     Args:
@@ -316,8 +318,8 @@ def judge_plain(
         horizon = _decisions_for(spend, host, own, settings, rng_seed)
         horizon = min(max(horizon, least), LONGEST)
     # Nobody looks at a plain network: by that clock it would train less for it.
-    charged = settings.charge_looks and settings.clock != "compute"
-    terms = replace(settings, horizon=horizon, relative=False, charge_looks=charged)
+    charged = settings.charge_eval and settings.clock != "compute"
+    terms = replace(settings, horizon=horizon, relative=False, charge_eval=charged)
     trained = replace(task, host=host, unit_host=task.unit)
     # All arms begin with the worth of the same plain host, whatever they are.
     plain, wide = (
@@ -332,14 +334,14 @@ def judge_plain(
 
 
 def relative(
-    judged: Judged,
+    judged: EvalResult,
     task: Task,
     hosts: int,
     rng_seed: int,
     settings: WorldSettings,
     *,
     stage: str,
-) -> Judged:
+) -> EvalResult:
     """Results against the same hosts that never grow, if rewards are relative."""
     if not settings.relative:
         return judged
@@ -359,10 +361,10 @@ def _decisions_for(
     spend: float, host: Host, task: Task, settings: WorldSettings, rng_seed: int
 ) -> int:
     """Decisions of a plain network that cost so many multiply-adds, to the nearest."""
-    available = len(task.splits(rng_seed).decisions)
+    available = len(task.splits(rng_seed).val)
     trained = task.decision_every * task.batch * step_macs(host.macs)
     between, at_stop = (
-        trained + settings.charge_looks * min(rows, available) * host.macs
+        trained + settings.charge_eval * min(rows, available) * host.macs
         for rows in (LOOKED_ROWS, SCORED_ROWS)
     )
     stops = 1 if settings.stop == "end" else STOPS
@@ -397,7 +399,7 @@ def _hidden(host: Host) -> tuple[int, ...]:
 
 def play_and_judge(
     world: "GrowingWorld", controller: Controller, rng_seed: int
-) -> Judged:
+) -> EvalResult:
     """Results of one episode of a controller in every environment."""
     hosts = world.num_envs
     final = {
@@ -426,7 +428,7 @@ def play_and_judge(
     returns = play(world, controller, stream(rng_seed, "judging"), on_step=add)
     seconds = (perf_counter() - began) / hosts
     figures = {name: values.numpy() for name, values in final.items()}
-    return Judged(
+    return EvalResult(
         returns=returns.double().numpy(),
         area=area.numpy() / world.task.horizon,
         seconds=np.full(hosts, seconds),

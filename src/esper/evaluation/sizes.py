@@ -18,9 +18,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.environment.clock import STOPS, Clock
-from esper.runs.records import Floats, Judged
+from esper.runs.records import EvalResult, Floats
 
 HALVING: Final = ((5, 2), (2, 4), (1, 5))
 """Of successive halving: how many sizes are left, and up to which stop from the first.
@@ -33,7 +33,7 @@ def check_halving(clock: Clock) -> None:
     """Refuse an episode within whose compute the sizes cannot be trained."""
     stops = int((clock.weights() > 0).sum())
     if clock.kind != "compute" or clock.stop != "anytime" or stops < STOPS:
-        raise BadInput(
+        raise InvalidInputError(
             f"'halving' needs {STOPS} stops; clock {clock.kind!r} has {stops} here. "
             "Set world.clock to compute, world.stop to anytime and a longer horizon."
         )
@@ -67,7 +67,7 @@ def halved(figure: Floats, shown: Floats) -> Floats:
     return np.array([figure[survivors(shown, h)[-1][0], stop, h] for h in hosts])
 
 
-def size_control(name: str, ladder: Sequence[Judged]) -> Judged:
+def size_control(name: str, ladder: Sequence[EvalResult]) -> EvalResult:
     """One of the `SIZES` controls of a task.
 
     Args:
@@ -84,7 +84,7 @@ def size_control(name: str, ladder: Sequence[Judged]) -> Judged:
     unmeasured = np.full(len(start), np.nan)
     if name == "envelope":
         best = best_sizes(worth)
-        last: Judged = replace(
+        last: EvalResult = replace(
             ladder[int(best[-1])],
             returns=weights @ worth[best, np.arange(len(best))] - start,
             area=unmeasured,
@@ -106,7 +106,7 @@ def size_control(name: str, ladder: Sequence[Judged]) -> Judged:
         chosen: NDArray[Any] = own[size, [*hosts]]
         return chosen
 
-    return Judged(
+    return EvalResult(
         returns=np.array(courses) @ weights - start,
         score=at_end("score"),
         test=at_end("test"),

@@ -19,7 +19,7 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -97,7 +97,7 @@ def bootstrap(
         resamples: How often all groups are drawn.
     """
     if resamples < 1:
-        raise BadInput(f"resamples must be at least 1, got {resamples}.")
+        raise InvalidInputError(f"resamples must be at least 1, got {resamples}.")
     estimate = float(statistic(*(np.ones((1, size), np.int64) for size in sizes))[0])
     if min(sizes) < 2:
         return Interval(estimate, nan, nan)
@@ -242,7 +242,9 @@ def holm(p_values: Sequence[float] | Floats) -> list[float]:
     """P-values of m tests, adjusted: the running maximum of (m - j) p_j in order."""
     values = np.asarray(p_values, dtype=np.float64)
     if not values.size or not ((values >= 0.0) & (values <= 1.0)).all():
-        raise BadInput(f"p-values must be some numbers in [0, 1], got {[*p_values]}.")
+        raise InvalidInputError(
+            f"p-values must be some numbers in [0, 1], got {[*p_values]}."
+        )
     order = np.argsort(values, kind="stable")
     steps = np.arange(values.size, 0, -1) * values[order]
     adjusted = np.empty_like(values)
@@ -257,9 +259,11 @@ def _tasks(sample: Sample) -> list[Floats]:
     tasks = [np.asarray(task, dtype=np.float64) for task in sample]
     if not tasks or any(task.ndim != 1 or not task.size for task in tasks):
         shapes = [task.shape for task in tasks]
-        raise BadInput(f"expected scores of some seeds for each task, got {shapes}.")
+        raise InvalidInputError(
+            f"expected scores of some seeds for each task, got {shapes}."
+        )
     if not all(np.isfinite(task).all() for task in tasks):
-        raise BadInput(
+        raise InvalidInputError(
             "scores must be finite; give a failed run the score that it earned."
         )
     return tasks
@@ -269,7 +273,7 @@ def _pair(x: Sample, y: Sample) -> tuple[list[Floats], list[Floats]]:
     """Two samples of the same tasks and seeds."""
     ours, theirs = _tasks(x), _tasks(y)
     if _sizes(ours) != _sizes(theirs):
-        raise BadInput(
+        raise InvalidInputError(
             f"paired scores must have the same tasks and seeds, got {_sizes(ours)} and "
             f"{_sizes(theirs)} seeds; judge both on the same random seeds."
         )

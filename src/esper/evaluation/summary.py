@@ -35,7 +35,7 @@ from esper.runs.database import open_store, rows
 from esper.runs.progress import print_line, sparkline
 from esper.runs.records import (
     STATIC,
-    WATCHED,
+    VALIDATION,
     Floats,
     is_learned,
     reference_of,
@@ -67,7 +67,7 @@ class ArmSummary:
 
     name: str
     returns: Interval
-    """See `Judged.returns`."""
+    """See `EvalResult.returns`."""
     mean: Interval
     """The plain mean of the returns, which disasters on a few hosts enter."""
     test: Interval
@@ -218,7 +218,7 @@ def watched_returns(
     """Returns on the watched hosts: by round, and there by task and host."""
     found: dict[int, dict[tuple[str, int], float]] = {}
     for row in evaluations:
-        if row["stage"] == WATCHED and row["return"] is not None:
+        if row["stage"] == VALIDATION and row["return"] is not None:
             own = found.setdefault(row["round"], {})
             own[row["task"], row["host"]] = row["return"]
     return found

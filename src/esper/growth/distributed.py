@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.autograd.variable import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.growth.analysis.slots import check_host
 from esper.growth.saving.saved_topology import NAME
 
 
-class Ranks:
+class DistributedContext:
     """The ranks that a wrapper connects; this one alone without a wrapper."""
 
     def __init__(self, wrapper: DistributedDataParallel | None = None) -> None:
@@ -83,11 +83,13 @@ class Ranks:
         if not bool(answer[0]):
             if self.is_first and problem is not None:
                 raise problem
-            raise CallOrder("the metric failed on the first rank; see its error.")
+            raise InvalidStateError(
+                "the metric failed on the first rank; see its error."
+            )
         return float(answer[1])
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Passes through the wrapper in the block are this rank's own affair."""
         if self.wrapper is None:
             yield
@@ -154,7 +156,7 @@ class Ranks:
         found = [torch.zeros_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine, self.group)
         if len({int(one) for one in found}) > 1:
-            raise CallOrder(
+            raise InvalidStateError(
                 "the ranks hold different weights; build the same model everywhere, "
                 "call the DistributedDataParallel model in the loss, and plant by "
                 "hand on all ranks."
@@ -184,19 +186,19 @@ def digest(model: nn.Module) -> int:
 def unwrapped(
     model: Any,  # noqa: ANN401
     wrapper: DistributedDataParallel | None = None,
-) -> tuple[nn.Module, Ranks]:
+) -> tuple[nn.Module, DistributedContext]:
     """A host that may be wrapped in `DistributedDataParallel`, and its ranks.
 
     Or the host is a part of what the wrapper holds.
     """
     if isinstance(model, DistributedDataParallel):
         model, wrapper = model.module, model
-    ranks = Ranks(wrapper)
+    ranks = DistributedContext(wrapper)
     if wrapper is None:
         check_host(model)
         here = dist.is_available() and dist.is_initialized()
         if here and dist.get_world_size() > 1:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{dist.get_world_size()} ranks train together; give the Grower the "
                 "DistributedDataParallel model itself, so that all grow the same seeds."
             )
@@ -205,7 +207,7 @@ def unwrapped(
         named = [name for name, _ in wrapper.module.named_parameters()]
         known = {*named} - {*wrapper.parameters_to_ignore}
         if any(name.startswith(seeds) or f".{seeds}" in name for name in known):
-            raise BadInput(
+            raise InvalidInputError(
                 "the network in DistributedDataParallel has seeds already; wrap the "
                 "plain host and load the state when the Grower is there."
             )

@@ -58,7 +58,7 @@ def summary(
     model: GrowingModel, history: Sequence[GrowthDecision], notes: Sequence[str] = ()
 ) -> str:
     """One page: what grew, what it cost, and why nothing grew when nothing did."""
-    host, grown, active = model.survey, model.count(), model.count(active=True)
+    host, grown, active = model.analysis, model.count(), model.count(active=True)
     exported = model.count(exported=True)
     lines = [
         f"{len(history)} decisions; parameters {host.parameters:,} -> "

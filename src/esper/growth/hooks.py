@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
 
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.growth.analysis.slots import InsertionPoint
 from esper.growth.analysis.tracing import first_tensor, kept_randomness, swapped_buffers
 from esper.growth.blueprints.geometry import Layout
@@ -59,7 +59,7 @@ class Branch:
     """Whether the seed is in TRAINING: active in shadow passes only."""
 
 
-class Follower:
+class TopologyListener:
     """What must follow when a state is loaded into a host; here nothing."""
 
     removes_failed = False
@@ -72,7 +72,7 @@ class Follower:
     def loaded(self) -> None:
         """The weights have been loaded too."""
 
-    def give_up(self, successor: "Follower") -> None:
+    def give_up(self, successor: "TopologyListener") -> None:
         """Another one follows the host from now on."""
 
 
@@ -91,7 +91,7 @@ class Flow:
     """A slot whose seed is active at alpha 1 in this pass."""
     failed: dict[int, str] = field(default_factory=dict)
     """Slots whose seeds raised, and how: they are inactive."""
-    follower: "ref[Follower] | None" = None
+    listener: "ref[TopologyListener] | None" = None
     """What follows changes of the host, such as a Grower; no copy has one."""
     ran: bool = False
     """Whether a place with seeds was passed since this was last cleared."""
@@ -103,12 +103,12 @@ class Flow:
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         """For copies and pickles, which nothing follows."""
         state = {one.name: getattr(self, one.name) for one in fields(self)}
-        return None, state | {"follower": None}
+        return None, state | {"listener": None}
 
     @property
-    def following(self) -> "Follower":
+    def following(self) -> "TopologyListener":
         """What follows changes, if it still exists; else nothing does."""
-        return (self.follower() if self.follower else None) or Follower()
+        return (self.listener() if self.listener else None) or TopologyListener()
 
     @contextmanager
     def using(self, **changes: bool | int) -> Iterator[None]:
@@ -194,7 +194,7 @@ class SlotHooks:
         outlet, place = self.place.outlet, self.place
         other = outlet.__dict__.get(MARK)
         if other is not None and other is not self.flow:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{place.site.outlet!r} has slots of another Grower; call its "
                 "detach() first."
             )
@@ -286,7 +286,7 @@ class SlotHooks:
                 f"{outlet} was called without {inlet}, whose input a seed reads; call "
                 "both in turn, or the whole host."
             )
-        raise CallOrder(what)
+        raise InvalidStateError(what)
 
     def _refuse_another_batch(self, inputs: Tensor, output: Tensor) -> None:
         """Refuse an inlet and an outlet that cannot be of one batch."""
@@ -297,7 +297,7 @@ class SlotHooks:
         read, written = (_positions(*side) for side in shapes)
         if read[0] != written[0] or (alike and read != written):
             site = self.place.site
-            raise CallOrder(
+            raise InvalidStateError(
                 f"{site.inlet!r} was given {[*inputs.shape]} and {site.outlet!r} gave "
                 f"{[*output.shape]}, which are two batches; call both in turn, or the "
                 "whole host."

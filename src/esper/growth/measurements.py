@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
 from esper.contracts.world import BlueprintOffers, HostStates, Observation
@@ -42,7 +42,7 @@ class MetricScorer:
 
     def __init__(self, model: GrowingModel, mode: str) -> None:
         if mode not in MODES:
-            raise BadInput(f"mode must be 'max' or 'min', got {mode!r}.")
+            raise InvalidInputError(f"mode must be 'max' or 'min', got {mode!r}.")
         self._model, self._mode = model, mode
 
     def measure(self, metric: Metric) -> float:
@@ -54,7 +54,9 @@ class MetricScorer:
         try:
             return float(value)
         except (TypeError, ValueError) as error:
-            raise BadInput(f"the metric must be a number, got {value!r}.") from error
+            raise InvalidInputError(
+                f"the metric must be a number, got {value!r}."
+            ) from error
 
     def score(self, metric: float, earlier: Sequence[float] = ()) -> float:
         """The metric as a score; refuses one that is not finite.
@@ -64,7 +66,7 @@ class MetricScorer:
             earlier: All before it, which decide on the scale with it.
         """
         if not isfinite(metric):
-            raise BadInput(f"the metric must be finite, got {metric}.")
+            raise InvalidInputError(f"the metric must be finite, got {metric}.")
         return self.scores([*earlier, metric])[-1]
 
     def scores(self, metrics: Sequence[float]) -> list[float]:
@@ -117,7 +119,9 @@ class Track:
         for field in fields(cls):
             value, like = saved.get(field.name), getattr(fresh, field.name)
             if not isinstance(value, Tensor) or value.shape != like.shape:
-                raise BadInput(f"the saved track has no {field.name!r} of one host.")
+                raise InvalidInputError(
+                    f"the saved track has no {field.name!r} of one host."
+                )
         return cls(**saved)
 
     def after(
@@ -195,10 +199,10 @@ def observe(
     rent: float,
 ) -> Observation:
     """One model before a decision; budget and rent are per multiple of the host."""
-    host = model.survey.parameters
+    host = model.analysis.parameters
     added = model.parameters_added / host
     return Observation(
-        first=track.decisions <= 1,
+        episode_start=track.decisions <= 1,
         host=host_states(
             track,
             horizon=horizon,
@@ -234,7 +238,7 @@ def slot_states(model: GrowingModel) -> SlotStates:
         alpha_settled=states.settled,
         blueprint=states.blueprint,
         style=states.style,
-        parameters=row([seeds.get(s, 0) / model.survey.parameters for s in count]),
+        parameters=row([seeds.get(s, 0) / model.analysis.parameters for s in count]),
         depth=row(_depths(model)),
         capacity=row([width / max(units) for width in units]),
         units=row(units),
@@ -247,8 +251,8 @@ def slot_states(model: GrowingModel) -> SlotStates:
 
 
 def _depths(model: GrowingModel) -> list[float]:
-    """Ranks of the places by depth, in (0, 1], as where controllers are trained."""
-    places = model.survey.places
+    """Ranks of the places by depth, in (0, 1]."""
+    places = model.analysis.places
     order = sorted(range(len(places)), key=lambda place: places[place].depth)
     ranks = [(order.index(place) + 1) / len(places) for place in range(len(places))]
     return ranks * (len(model.slots) // len(places))
@@ -265,7 +269,7 @@ def offers(model: GrowingModel) -> BlueprintOffers:
     The first free slot of every place is offered, as where controllers are trained:
     slots of a place are all the same.
     """
-    host, kinds = model.survey, model.spec.blueprints
+    host, kinds = model.analysis, model.spec.blueprints
     prices = [
         model.price(place, kind) for place in range(len(host.places)) for kind in kinds
     ]
@@ -290,14 +294,14 @@ def offers(model: GrowingModel) -> BlueprintOffers:
     )
 
 
-def together(records: Sequence[Any]) -> Any:  # noqa: ANN401
+def concat(records: Sequence[Any]) -> Any:  # noqa: ANN401
     """Records of several models with equally many slots, field by field as a batch."""
     if not is_dataclass(records[0]):
         return torch.cat([*records])
     kind: Any = type(records[0])
     return kind(
         **{
-            field.name: together([getattr(record, field.name) for record in records])
+            field.name: concat([getattr(record, field.name) for record in records])
             for field in fields(records[0])
         }
     )

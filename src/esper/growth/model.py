@@ -21,23 +21,23 @@ from torch import Tensor, nn
 
 from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
-from esper.contracts.errors import BadInput, IllegalAction, unknown
+from esper.contracts.errors import IllegalActionError, InvalidInputError, unknown
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage
 from esper.growth import lifecycle
 from esper.growth.analysis.host_layers import units_of
 from esper.growth.analysis.slot_search import choose_slots
-from esper.growth.analysis.slots import InsertionPoint, Survey, survey
+from esper.growth.analysis.slots import HostAnalysis, InsertionPoint, analyse_host
 from esper.growth.analysis.tracing import Example, eval_outputs
 from esper.growth.blueprints.layers import Layer
 from esper.growth.blueprints.registry import find
 from esper.growth.blueprints.seed import Cost, FormSeed, cost, misfit
-from esper.growth.hooks import ADD, Change, Flow, Follower, SlotHooks
+from esper.growth.hooks import ADD, Change, Flow, SlotHooks, TopologyListener
 from esper.growth.lifecycle import SeedStates
 from esper.growth.saving.export import why_units_do_not_fold
 from esper.growth.saving.merge_rules import why_no_merge
 from esper.growth.saving.saved_topology import NAME
-from esper.growth.seed_modules import Grown, grown_part, seed_middle
+from esper.growth.seed_modules import SeedModules, grown_part, seed_middle
 
 OPS: Final = tuple(op.name for op in Op if op is not Op.ADVANCE)
 """What a controller decides; seeds advance by themselves, or by hand."""
@@ -118,7 +118,7 @@ class NamedOps(Generic[Done]):
         raise NotImplementedError
 
 
-class GrowingModel(nn.Module, NamedOps[None], Follower):
+class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
     """A host and the seeds in its slots.
 
     Args:
@@ -137,7 +137,7 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
             own layers; places without such seeds are refused, or not found.
     """
 
-    seeds: Grown
+    seeds: SeedModules
 
     def __init__(
         self,
@@ -154,11 +154,15 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
     ) -> None:
         super().__init__()
         if seeds_per_slot < 1:
-            raise BadInput(f"seeds_per_slot must be at least 1, got {seeds_per_slot}.")
+            raise InvalidInputError(
+                f"seeds_per_slot must be at least 1, got {seeds_per_slot}."
+            )
         if tick < 1:
-            raise BadInput(f"tick must be at least 1 batch, got {tick}.")
+            raise InvalidInputError(f"tick must be at least 1 batch, got {tick}.")
         if isinstance(blueprints, str):
-            raise BadInput(f"blueprints must be a list of names, got {blueprints!r}.")
+            raise InvalidInputError(
+                f"blueprints must be a list of names, got {blueprints!r}."
+            )
         chosen = BLUEPRINTS if blueprints is None else tuple(map(find, blueprints))
         before = grown_part(host)
         put_back: Change | None = None
@@ -176,20 +180,20 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
                 )
 
             names = choose_slots(host, slots, example, reject)
-            self.survey: Survey = survey(host, names, example)
-            for place in self.survey.places:
+            self.analysis: HostAnalysis = analyse_host(host, names, example)
+            for place in self.analysis.places:
                 if why := reject(place):
-                    raise BadInput(f"slot {place.site.name!r}: {why}.")
+                    raise InvalidInputError(f"slot {place.site.name!r}: {why}.")
             # Slots of one place lie apart, so that filling them in order spreads.
             numbered = tuple(
                 f"{place.site.name}#{index}"
                 for index in range(seeds_per_slot)
-                for place in self.survey.places
+                for place in self.analysis.places
             )
             slot_config = SlotConfig(len(numbered), min_age)
             narrowed = {"op": OPS, **({"style": ("ADD",)} if merge_only else {})}
             self.spec = ActionSpec(slot_config, chosen, narrowed)
-            grown = Grown(host, self.survey.places, numbered, chosen, rng_seed)
+            grown = SeedModules(host, self.analysis.places, numbered, chosen, rng_seed)
             if before is not None:
                 grown.adopt(before)
             grown.attach()
@@ -198,7 +202,7 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
             raise
         self.host = host
         self.__dict__["seeds"] = grown  # a submodule of the host, not of this
-        grown.flow.follower = ref(self)
+        grown.flow.listener = ref(self)
         self.example: Example = example
         self.batches_per_tick = tick
         self._prices: dict[tuple[str, Blueprint, tuple[Layer, ...]], Cost] = {}
@@ -248,7 +252,7 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
             names = [blueprint.name for blueprint in self.spec.blueprints]
             name = find(choices["blueprint"]).name  # refuses an unknown one
             if name not in names:
-                raise BadInput(
+                raise InvalidInputError(
                     f"blueprint {name!r} is not among this model's: {', '.join(names)}."
                 )
             numbers["blueprint"] = names.index(name)
@@ -263,7 +267,7 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
             self.states, actions, self.spec.slots.min_age, self.batches_per_tick
         )
         if not bool(done):
-            raise IllegalAction(self._why_not(op, index))
+            raise IllegalActionError(self._why_not(op, index))
         if op is Op.GERMINATE:
             blueprint = self.spec.blueprints[int(actions[0, HEAD["blueprint"]])]
             self.seeds.grow(index, blueprint)
@@ -276,13 +280,13 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
         A seed trains for the ticks of its tempo, blends for as many, and holds.
         """
         passed = torch.tensor([batches])
-        self.seeds.put(lifecycle.after(self.states, passed, decision=decision))
+        self.seeds.apply_states(lifecycle.after(self.states, passed, decision=decision))
 
     def remove(self, slot: int) -> None:
         """Take a seed out at once, whatever its stage: for one that failed."""
         gone = torch.zeros_like(self.states.stage, dtype=torch.bool)
         gone[0, slot] = True
-        self.seeds.put(
+        self.seeds.apply_states(
             lifecycle.select(gone, SeedStates.empty(*gone.shape), self.states)
         )
 
@@ -354,7 +358,7 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
             for slot, branch in hooks.branches.items()
             if not (active or exported) or (branch.alpha > 0 and not branch.shadow)
         }
-        total = Cost(self.survey.parameters, self.survey.macs)
+        total = Cost(self.analysis.parameters, self.analysis.macs)
         folded = {slot for slot in counted if exported and self._is_linear(slot)}
         new_biases = {
             self.place(slot).outlet
@@ -383,7 +387,7 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
         if not isinstance(seed, FormSeed):
             kind = self.spec.blueprints[int(self.states.blueprint[0, slot])]
             return Cost(_size(seed), cost(kind, at).macs)
-        own = cost(seed.blueprint, at) + Cost(_size(seed.middle), 0)
+        own = cost(seed.blueprint, at) + Cost(_size(seed.interlayer), 0)
         blocks = self.seeds.blocks(slot, seed.blueprint).items()
         shared = [
             _block_cost(block)
@@ -396,7 +400,7 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
     @property
     def parameters_added(self) -> int:
         """Parameters of all seeds."""
-        return self.count().parameters - self.survey.parameters
+        return self.count().parameters - self.analysis.parameters
 
     @property
     def macs(self) -> int:
@@ -422,7 +426,7 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
         try:
             fits = not misfit(blueprint, place.geometry)
             return self.cost(slot, blueprint) if fits else None
-        except BadInput:  # a user's own that does not know where it fits
+        except InvalidInputError:  # a user's own that does not know where it fits
             return None
 
     def example_outputs(self) -> list[Tensor]:
@@ -458,11 +462,11 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
             assign: Must be False.
         """
         if assign or not strict:
-            raise BadInput("a growing model loads strictly and in place only.")
+            raise InvalidInputError("a growing model loads strictly and in place only.")
         if not isinstance(state_dict, Mapping) or not any(
             str(name).startswith("host.") for name in state_dict
         ):
-            raise BadInput(
+            raise InvalidInputError(
                 "this is no saved GrowingModel; pass what state_dict() returned."
             )
         self.seeds.validated(state_dict, "host.")
@@ -487,7 +491,7 @@ class GrowingModel(nn.Module, NamedOps[None], Follower):
             kind = self.spec.blueprints[int(actions[0, HEAD["blueprint"]])]
             why = why_no_merge(self.place(slot), self.seeds.sized(slot, kind))
         if why:
-            raise BadInput(
+            raise InvalidInputError(
                 f"the seed in slot {self.slots[slot]!r} would not merge, and "
                 f"merge_only is set: {why}."
             )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Muon, Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import InvalidInputError, InvalidStateError
 
 StepCall = tuple[tuple[Any, ...], dict[str, Any]]
 """How `step` is called: with the optimiser itself and perhaps a closure."""
@@ -113,7 +113,7 @@ class OptimizerSurgery:
         known = {**self._host, **self.joined, **self._outside}
         groups = [group["params"] for group in self._optimizer.param_groups]
         for parameter in (p for group in groups for p in group if p not in known):
-            raise BadInput(
+            raise InvalidInputError(
                 f"the optimiser holds a parameter of shape {tuple(parameter.shape)} "
                 "that was added from outside; let it join instead."
             )
@@ -161,20 +161,22 @@ class OptimizerSurgery:
                     wrong = "is not finite"
                 else:
                     continue
-                raise BadInput(f"{key} of {known[parameter]!r} as saved {wrong}.")
+                raise InvalidInputError(
+                    f"{key} of {known[parameter]!r} as saved {wrong}."
+                )
 
     def _before_step(self, _: object, args: Any, kwargs: Any) -> StepCall | None:  # noqa: ANN401
         if self.joined and isinstance(self._optimizer, SGD):
             self._complete_buffers(self._optimizer)
         given = [*args[1:], *kwargs.values()]
         if not any(map(callable, given)):
-            self._judge()
+            self._verify()
             return None
 
         def judged(closure: Callable[[], Any]) -> Callable[[], Any]:
             def call() -> Any:  # noqa: ANN401
                 loss = closure()
-                self._judge()
+                self._verify()
                 return loss
 
             return call
@@ -184,7 +186,7 @@ class OptimizerSurgery:
         own, named = wrapped[: len(args) - 1], wrapped[len(args) - 1 :]
         return (args[0], *own), dict(zip(kwargs, named, strict=True))
 
-    def _judge(self) -> None:
+    def _verify(self) -> None:
         for call in (self.reduce, self.before_step):
             if call is not None:
                 call()
@@ -194,7 +196,7 @@ class OptimizerSurgery:
         for parameter in (p for g in optimizer.param_groups for p in g["params"]):
             name = self._host.get(parameter) or self.joined.get(parameter)
             if name:
-                raise CallOrder(
+                raise InvalidStateError(
                     f"another optimiser than the Grower's steps {name!r}; build the "
                     "Grower with the one that is used, or call detach() first."
                 )
@@ -239,7 +241,7 @@ class OptimizerSurgery:
     def _refuse_untrainable(self, named: Mapping[str, nn.Parameter]) -> None:
         for name, parameter in named.items():
             if isinstance(self._optimizer, Muon) and parameter.ndim != 2:
-                raise BadInput(
+                raise InvalidInputError(
                     f"Muon trains matrices only, {name!r} has shape "
                     f"{tuple(parameter.shape)}; use another optimiser."
                 )
@@ -272,7 +274,7 @@ class OptimizerSurgery:
                 "load into the optimiser that was saved"
             )
         if problem:
-            raise BadInput(f"{problem}.")
+            raise InvalidInputError(f"{problem}.")
         wanted = {name: named_parameters[name] for name in saved}
         self._refuse_untrainable(wanted)
         return [[wanted[name] for name in group] for group in names]
@@ -296,17 +298,17 @@ def _check_optimizer(
 ) -> Optimizer:
     """The optimiser, if it trains the host's parameters, and each of all once."""
     if not isinstance(optimizer, Optimizer):
-        raise BadInput(
+        raise InvalidInputError(
             f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
             "build one over the host's parameters first."
         )
     if isinstance(optimizer, LBFGS):
-        raise BadInput(
+        raise InvalidInputError(
             "LBFGS keeps one flat history of all parameters, so none can join or "
             "leave; use a first-order optimiser such as AdamW."
         )
     if isinstance(optimizer, SparseAdam):
-        raise BadInput(
+        raise InvalidInputError(
             "SparseAdam takes sparse gradients only and newborns have dense ones; "
             "use Adam."
         )
@@ -314,11 +316,13 @@ def _check_optimizer(
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter in seen:
             name = host.get(parameter) or seeds.get(parameter) or "a parameter"
-            raise BadInput(f"{name!r} is in the optimiser twice; give it once.")
+            raise InvalidInputError(
+                f"{name!r} is in the optimiser twice; give it once."
+            )
         seen.add(parameter)
     for parameter, name in host.items():
         if parameter.requires_grad and parameter not in seen:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{name!r} is trainable but not in the optimiser; add it, or freeze "
                 "it with requires_grad_(False)."
             )

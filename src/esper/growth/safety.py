@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper.contracts.errors import BadInput, EsperWarning, NumericsTrouble
+from esper.contracts.errors import EsperWarning, InvalidInputError, NumericsError
 from esper.contracts.stages import Stage
 from esper.growth.analysis.tracing import random_state, set_random_state
 from esper.growth.topology import Topology
@@ -80,11 +80,17 @@ class GovernorConfig:
         for name in ("spike", "loss_spike"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 1.0):
-                raise BadInput(f"{name} must be finite and above 1, got {value}.")
+                raise InvalidInputError(
+                    f"{name} must be finite and above 1, got {value}."
+                )
         if self.window < WARM_UP:
-            raise BadInput(f"window must be at least {WARM_UP}, got {self.window}.")
+            raise InvalidInputError(
+                f"window must be at least {WARM_UP}, got {self.window}."
+            )
         if self.patience < 1:
-            raise BadInput(f"patience must be at least 1, got {self.patience}.")
+            raise InvalidInputError(
+                f"patience must be at least 1, got {self.patience}."
+            )
 
 
 class HealthMonitor:
@@ -163,7 +169,7 @@ class HealthMonitor:
         added = {name: known[name] for name in ("spikes", "rare")}  # not in old ones
         state = {**added, **state}
         if state.keys() != known.keys() or len(state["recent"]) > self.config.window:
-            raise BadInput(
+            raise InvalidInputError(
                 "the governor's statistics are not of this window; load a state that "
                 "was saved with the same configuration."
             )
@@ -220,16 +226,16 @@ class HealthMonitor:
         for row, factor in enumerate(factors):
             if self._known(row) < WARM_UP:
                 continue
-            low, middle, high = self._quartiles(row)
+            low, interlayer, high = self._quartiles(row)
             if math.isnan(self.first[row]):
-                self.first[row] = middle
-            usual = abs(middle), high - low, abs(self.first[row]), self.rare[row]
-            self.limits[row] = middle + (factor - 1) * max(usual)
+                self.first[row] = interlayer
+            usual = abs(interlayer), high - low, abs(self.first[row]), self.rare[row]
+            self.limits[row] = interlayer + (factor - 1) * max(usual)
         if self._known(0) == self.config.window:
-            middle = self._quartiles(0)[1]
+            interlayer = self._quartiles(0)[1]
             if math.isnan(self.first_window):
-                self.first_window = middle
-            self.best = min(self.best, middle)
+                self.first_window = interlayer
+            self.best = min(self.best, interlayer)
 
     def _known(self, row: int) -> int:
         """How many of the losses (row 0) or norms (row 1) that are held are known."""
@@ -321,7 +327,7 @@ class Safety:
             return
         for name, parameter in self._model.host.named_parameters():
             if not all_finite([parameter], LARGEST):
-                raise BadInput(
+                raise InvalidInputError(
                     f"{name!r} is not finite; a host must be healthy to be grown."
                 )
         self.monitor = HealthMonitor(config)
@@ -404,7 +410,7 @@ class Safety:
         if self.monitor is None:
             return
         if self._refused > FORGIVEN * self.monitor.config.patience:
-            raise NumericsTrouble(
+            raise NumericsError(
                 f"the last {self._refused} batches were all refused, so nothing is "
                 f"learnt: {self._last_reason}. Look for NaN in the data and at the "
                 "learning rate; governor=None switches the checks off."

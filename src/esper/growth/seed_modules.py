@@ -4,8 +4,9 @@
     host.state_dict()          their weights, and the topology as JSON in a byte tensor
 
 So `parameters`, `state_dict`, `to`, `deepcopy`, pickling and averaging see what grew.
-Loading a grown state into a host that has a `Grown` first rebuilds the topology; all of
-it is validated before anything changes. `growth.rebuilding` does so for a plain host.
+Loading a grown state into a host that has `SeedModules` first rebuilds the topology;
+all of it is validated before anything changes. `growth.saving.serialization` does so
+for a plain host.
 """
 
 import signal
@@ -23,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from esper.contracts.blueprints import Blueprint, Form
-from esper.contracts.errors import BadInput, unknown
+from esper.contracts.errors import InvalidInputError, unknown
 from esper.contracts.stages import Stage
 from esper.growth import lifecycle
 from esper.growth.analysis.host_layers import units_of
-from esper.growth.analysis.interlayer import new_middle
+from esper.growth.analysis.interlayer import new_interlayer
 from esper.growth.analysis.slots import InsertionPoint
 from esper.growth.blueprints.forms import FORMS, cross_layer
 from esper.growth.blueprints.layers import Layer
@@ -47,7 +48,7 @@ from esper.growth.saving.saved_topology import (
 )
 
 
-class Grown(nn.ModuleDict):
+class SeedModules(nn.ModuleDict):
     """The seeds of a host by slot, oldest first, with their hooks and their stages."""
 
     def __init__(
@@ -82,7 +83,7 @@ class Grown(nn.ModuleDict):
         """Whether a state that was validated is being loaded into its seeds."""
         self.training = host.training
         self._handles: list[Any] = []
-        self.copies: list[ref[Grown]] = []
+        self.copies: list[ref[SeedModules]] = []
         """Deep copies of it, in copies of the host."""
 
     @property
@@ -106,7 +107,7 @@ class Grown(nn.ModuleDict):
         left = torch.where(training, states.length - states.moved, 1)[going]
         self._still = int(left.min()) if len(left) else inf
 
-    def wait(self) -> bool:
+    def count_batch(self) -> bool:
         """Let a batch pass, if it only brings training seeds nearer to their ends.
 
         Most batches do no more, so they are counted and not computed. Returns whether
@@ -148,12 +149,12 @@ class Grown(nn.ModuleDict):
 
     def refuse_followed(self) -> None:
         """Refuse a host that something grows already."""
-        if self.flow.follower is not None and self.flow.follower() is not None:
-            raise BadInput(
+        if self.flow.listener is not None and self.flow.listener() is not None:
+            raise InvalidInputError(
                 "the host has slots of another Grower; call its detach() first."
             )
 
-    def adopt(self, other: "Grown") -> None:
+    def adopt(self, other: "SeedModules") -> None:
         """Take the seeds of a host that was rebuilt or copied, as they are."""
         topology = other.topology()
         self.check_slots(topology)
@@ -174,7 +175,7 @@ class Grown(nn.ModuleDict):
         stream = self.generator.get_state()
         return {**self.__dict__, "generator": stream, "copies": None}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Grown":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SeedModules":
         """A copy, which this one remembers as long as it lives."""
         made = memo[id(self)] = type(self).__new__(type(self))
         made.__setstate__(deepcopy(self.__getstate__(), memo))
@@ -245,14 +246,14 @@ class Grown(nn.ModuleDict):
                 blocks[f"into_{other}"] = cross_layer(here.geometry, size, units)
         return blocks
 
-    def put(self, states: SeedStates) -> None:
+    def apply_states(self, states: SeedStates) -> None:
         """Give the seeds the alphas of the next batch; remove those of free slots."""
         alphas, training = lifecycle.schedule(states, 1)
         self.states = states
         for slot in range(len(self.slots)):
             hooks = self.hooks_of(slot)
             if int(states.stage[0, slot]) == Stage.DORMANT:
-                self.uproot(slot)
+                self.remove_seed(slot)
             elif slot in hooks.branches:
                 branch = hooks.branches[slot]
                 branch.alpha = float(alphas[0, 0, slot])
@@ -271,15 +272,15 @@ class Grown(nn.ModuleDict):
         """A seed as it is planted in a slot now; for `gated` see `build`."""
         place, blueprint = self.place(slot), self.sized(slot, blueprint)
         self._refuse_misfit(slot, blueprint)
-        middle = seed_middle(place, blueprint)
-        seed = build(blueprint, place.geometry, self.generator, middle, gated)
+        interlayer = seed_middle(place, blueprint)
+        seed = build(blueprint, place.geometry, self.generator, interlayer, gated)
         if isinstance(seed, FormSeed) and seed.widens:
             layers = {"first": place.inlet}
             if place.gate:
                 layers["gate"] = self.host.get_submodule(place.gate)
             for name, layer in layers.items():
                 own = None if place.in_mlp else layer.get_parameter("weight")
-                _begin(seed.weights, name, own)
+                _init_weight(seed.weights, name, own)
             self._add_blocks(slot, seed)
         near = (place.outlet, place.inlet, self.host)
         like = next(p for m in near for p in m.parameters() if p.is_floating_point())
@@ -292,20 +293,20 @@ class Grown(nn.ModuleDict):
         place = self.place(slot)
         custom = blueprint.form is Form.CUSTOM
         with torch.device("cpu" if custom and self.traced else "meta"):
-            middle = seed_middle(place, blueprint)
+            interlayer = seed_middle(place, blueprint)
             if custom:
                 at = place.geometry
-                return build(blueprint, at, self.generator, middle, gated)
+                return build(blueprint, at, self.generator, interlayer, gated)
             shapes = FORMS[blueprint.form].shapes(place.geometry, blueprint.size)
             params = {name: torch.empty(shape) for name, shape in shapes.items()}
-            seed = FormSeed(blueprint, place.geometry, params, middle)
+            seed = FormSeed(blueprint, place.geometry, params, interlayer)
             for key, block in self.blocks(slot, blueprint).items():
                 seed.cross[key] = nn.Parameter(torch.empty(block.weight_shape))
         return seed
 
     def _refuse_misfit(self, slot: int, blueprint: Blueprint) -> None:
         if reason := misfit(blueprint, self.place(slot).geometry):
-            raise BadInput(
+            raise InvalidInputError(
                 f"blueprint {blueprint.name!r} does not fit slot "
                 f"{self.slots[slot]!r}: {reason}."
             )
@@ -316,7 +317,7 @@ class Grown(nn.ModuleDict):
         self[f"slot_{slot}"] = seed
         hooks.branches = {**hooks.branches, slot: Branch(seed)}
 
-    def uproot(self, slot: int) -> None:
+    def remove_seed(self, slot: int) -> None:
         """Take a seed and its blocks out, if there is one."""
         if f"slot_{slot}" in self:
             del self[f"slot_{slot}"]
@@ -375,7 +376,7 @@ class Grown(nn.ModuleDict):
 
         return put_back
 
-    def mirror(self, other: "Grown", twins: dict[str, nn.Module]) -> None:
+    def mirror(self, other: "SeedModules", twins: dict[str, nn.Module]) -> None:
         """Have the seeds and stages of another; new seeds begin as copies of its own.
 
         Args:
@@ -386,12 +387,12 @@ class Grown(nn.ModuleDict):
             n for n, seed in twins.items() if other._modules.get(n) is not seed
         ]:
             del twins[name]
-            self.uproot(slot_number(name))
+            self.remove_seed(slot_number(name))
         for name, seed in other.items():
             if name not in twins:
                 twins[name] = seed
                 self.insert(slot_number(name), deepcopy(seed))
-        self.put(other.states)
+        self.apply_states(other.states)
 
     # Saving.
 
@@ -407,7 +408,7 @@ class Grown(nn.ModuleDict):
                 SavedPlace(
                     name=place.site.name,
                     geometry=place.geometry,
-                    middle=place.recipe,
+                    interlayer=place.recipe,
                     depth=place.depth,
                 )
                 for place in self.places
@@ -469,7 +470,7 @@ class Grown(nn.ModuleDict):
             return
         topology = self.validated(state, prefix)
         if (metadata or {}).get("assign_to_params_buffers"):
-            raise BadInput(
+            raise InvalidInputError(
                 "a host that grows loads in place only, without assign=True."
             )
 
@@ -504,19 +505,19 @@ class Grown(nn.ModuleDict):
             )
         if topology.slots != self.slots:
             gone = [name for name in topology.slots if name not in self.slots]
-            raise BadInput(
+            raise InvalidInputError(
                 f"the saved model has other slots: "
                 f"{', '.join(gone or topology.slots)}; build this one with the same."
             )
         self.check_slots(topology)
-        aside = Grown(self.host, self.places, self.slots, self.blueprints)
+        aside = SeedModules(self.host, self.places, self.slots, self.blueprints)
         aside.traced = self.traced
         try:
             aside.rebuild(topology, outlines=True)
-        except BadInput:
+        except InvalidInputError:
             raise
         except Exception as error:
-            raise BadInput(
+            raise InvalidInputError(
                 f"the saved seeds cannot be built: {first_line(error)}"
             ) from error
         check_tensors(self.host, aside, state, prefix)
@@ -528,18 +529,18 @@ class Grown(nn.ModuleDict):
         places = {place.name: place.geometry for place in topology.places}
         for seed in topology.seeds:
             if seed.slot not in self.slots:
-                raise BadInput(
+                raise InvalidInputError(
                     f"the saved model has a seed in {seed.slot}, and this one has "
                     "no such slot; build it with the same slots."
                 )
             if seed.blueprint not in names:
-                raise BadInput(
+                raise InvalidInputError(
                     f"the saved model has a seed {seed.blueprint}, which is not "
                     "among this model's blueprints; build it with the same."
                 )
             here = self.place(self.slots.index(seed.slot))
             if places[here.site.name] != here.geometry:
-                raise BadInput(
+                raise InvalidInputError(
                     f"the host's shapes at {here.site.name} are not those that were "
                     "saved; build the same host with an example of the same shape."
                 )
@@ -564,7 +565,7 @@ class Grown(nn.ModuleDict):
         here = [replace(seed, state={}) for seed in self._saved_seeds()]
         stay = seeds is None and here == there
         for slot in range(len(self.slots) if not stay else 0):
-            self.uproot(slot)
+            self.remove_seed(slot)
         empty = asdict(SeedStates.empty(1, len(self.slots)))
         states = {name: values.clone() for name, values in empty.items()}
         names = [blueprint.name for blueprint in self.blueprints]
@@ -582,7 +583,7 @@ class Grown(nn.ModuleDict):
         if topology.generator:
             stream = bytearray.fromhex(topology.generator)
             self.generator.set_state(torch.frombuffer(stream, dtype=torch.uint8))
-        self.put(SeedStates(**states))
+        self.apply_states(SeedStates(**states))
 
     def extra_repr(self) -> str:
         """Slots and stages."""
@@ -626,10 +627,10 @@ def uninterrupted() -> Iterator[None]:
             before(*waiting[0])
 
 
-def grown_part(host: nn.Module) -> Grown | None:
+def grown_part(host: nn.Module) -> SeedModules | None:
     """What has grown in a host."""
     found = getattr(host, "_modules", {}).get(NAME)
-    return found if isinstance(found, Grown) else None
+    return found if isinstance(found, SeedModules) else None
 
 
 def host_parameters(host: nn.Module) -> dict[str, nn.Parameter]:
@@ -647,11 +648,11 @@ def seed_middle(place: InsertionPoint, blueprint: Blueprint) -> nn.Module:
     """What a seed of this blueprint has between its two layers."""
     if blueprint.form is not Form.WIDEN:
         return nn.Identity()
-    return new_middle(place.middle, blueprint.size, units_of(place.inlet))
+    return new_interlayer(place.interlayer, blueprint.size, units_of(place.inlet))
 
 
 @torch.no_grad()
-def _begin(weights: nn.ParameterDict, name: str, host: Tensor | None) -> None:
+def _init_weight(weights: nn.ParameterDict, name: str, host: Tensor | None) -> None:
     """Scale the first weights of new units.
 
     In an MLP (no `host`) as where controllers are trained: He's deviation, sqrt(2 /

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionMasks, ActionSpec, Op
-from esper.contracts.errors import BadInput, IllegalAction
+from esper.contracts.errors import IllegalActionError, InvalidInputError
 from esper.contracts.stages import Stage, StageChanged
-from esper.growth.distributed import Ranks
-from esper.growth.hooks import Change, Follower
+from esper.growth.distributed import DistributedContext
+from esper.growth.hooks import Change, TopologyListener
 from esper.growth.model import GrowingModel
 from esper.growth.optimiser import OptimizerSurgery
 from esper.growth.saving.saved_topology import NAME
 from esper.growth.seed_modules import (
-    Grown,
+    SeedModules,
     grown_part,
     host_parameters,
     slot_number,
@@ -61,16 +61,19 @@ class Receipt:
         return f"{self.op} {self.slot}{what}: output changed by {self.jump:.3g}"
 
 
-class Topology(Follower):
+class Topology(TopologyListener):
     """A growing model and the optimiser that follows its changes."""
 
     removes_failed = True
 
     def __init__(
-        self, model: GrowingModel, optimizer: Optimizer, ranks: Ranks | None = None
+        self,
+        model: GrowingModel,
+        optimizer: Optimizer,
+        ranks: DistributedContext | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self.ranks = ranks or Ranks()
+        self.ranks = ranks or DistributedContext()
         self.surgery = OptimizerSurgery(
             optimizer, host_parameters(model.host), model.seed_parameters()
         )
@@ -81,12 +84,12 @@ class Topology(Follower):
             put_back()
             self.surgery.detach()
             raise
-        model.flow.follower = ref(self)
+        model.flow.listener = ref(self)
         self.is_replaced = False
         """Whether another one follows the host now."""
         self.after_load: Callable[[], None] | None = None
         """Called when a state has been loaded into the host."""
-        self._copies: list[tuple[ref[Grown], dict[str, nn.Module]]] = []
+        self._copies: list[tuple[ref[SeedModules], dict[str, nn.Module]]] = []
         """Copies of the host that grow with it, and whose seeds they have."""
         self.step = 0
         """The decision that events are recorded under."""
@@ -158,17 +161,19 @@ class Topology(Follower):
 
     def add_copy(self, module: nn.Module) -> None:
         """Let a copy of the host, as averaging makes one, grow with it from now on."""
-        found = [part for part in module.modules() if isinstance(part, Grown)]
+        found = [part for part in module.modules() if isinstance(part, SeedModules)]
         if len(found) != 1 or found[0].slots != self.model.slots:
-            raise BadInput(
+            raise InvalidInputError(
                 "only a copy of the host can follow it; make it after the Grower."
             )
         (copy,) = found
         if [*copy] != [*self.model.seeds]:
-            raise BadInput("the host has grown since the copy was made; copy it again.")
+            raise InvalidInputError(
+                "the host has grown since the copy was made; copy it again."
+            )
         self._copies.append((ref(copy), dict(self.model.seeds.items())))
 
-    def give_up(self, successor: Follower) -> None:
+    def give_up(self, successor: TopologyListener) -> None:
         """Leave host, seeds, optimiser and averages to another one."""
         self.is_replaced = True
         self.surgery.detach()
@@ -179,7 +184,7 @@ class Topology(Follower):
             successor._copies = self._copies
         self._copies = []
 
-    def lagging_copies(self) -> list[Grown]:
+    def lagging_copies(self) -> list[SeedModules]:
         """Living copies of the host that do not grow with it and have other seeds."""
         followed = [copy() for copy, _ in self._copies]
         living = [copy() for copy in self.model.seeds.copies]
@@ -266,7 +271,7 @@ def action_text(
 def refuse_illegal(actions: Int64[Tensor, "env head"], masks: ActionMasks) -> None:
     """Refuse an action that its masks forbid: a controller may be anyone's code."""
     if actions.shape != (1, NUM_HEADS):
-        raise IllegalAction(
+        raise IllegalActionError(
             f"a decision must be int64 [1, {NUM_HEADS}], got {[*actions.shape]}."
         )
     op, slot, kind = actions[0, : HEAD["blueprint"] + 1].tolist()
@@ -277,7 +282,7 @@ def refuse_illegal(actions: Int64[Tensor, "env head"], masks: ActionMasks) -> No
         kinds = masks.blueprint.shape[2]
         legal = 0 <= kind < kinds and bool(masks.blueprint[0, slot, kind])
     if not legal:
-        raise IllegalAction(
+        raise IllegalActionError(
             f"the controller chose what its masks forbid: op {op}, slot {slot}, "
             f"blueprint {kind}."
         )

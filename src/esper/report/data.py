@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from esper.contracts.errors import BadInput, StorageTrouble
+from esper.contracts.errors import InvalidInputError, StorageError
 from esper.contracts.messages import short
 from esper.evaluation.statistics import Floats
 from esper.runs.database import DEADLINE, VIEWS, open_store, rows
@@ -126,11 +126,11 @@ def read_run(path: Path) -> RunData:
             db.execute("BEGIN")  # all answers as of one moment
             _require_few(db)
             found = _query(db, _configured_tasks(run.config_toml))
-    except (BadInput, StorageTrouble):
+    except (InvalidInputError, StorageError):
         raise
     except (sqlite3.Error, ValueError, OverflowError) as error:
         why = str(error).splitlines()[0][:80] if str(error) else "no reason given"
-        raise BadInput(
+        raise InvalidInputError(
             f"{short(store)} is damaged or of another version: {why}; report another "
             "run."
         ) from None
@@ -169,7 +169,7 @@ def _require_few(db: sqlite3.Connection) -> None:
 def _configured_tasks(toml: str) -> list[str]:
     try:
         tasks = parse_toml(toml).get("tasks", [])
-    except BadInput:
+    except InvalidInputError:
         return []
     names = tasks if isinstance(tasks, list) else [tasks]
     return [name for name in names if isinstance(name, str)]

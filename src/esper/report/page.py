@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from esper import __version__
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.messages import short
 from esper.evaluation.statistics import Interval, iqm_interval
 from esper.evaluation.summary import (
@@ -71,7 +71,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
         The page.
     """
     if out is not None and not out.name:
-        raise BadInput(f"expected a file for the page, got {str(out)!r:.60}.")
+        raise InvalidInputError(f"expected a file for the page, got {str(out)!r:.60}.")
     data = read_run(run)
     file = run / PAGE if out is None else out
     folder = run / PLOTS if out is None else out.with_name(f"{out.stem}-plots")
@@ -79,7 +79,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     summary, trouble = Summary(tasks=(), aggregate=None, conclusions=()), ""
     try:
         summary = summarise(data.evaluations)
-    except BadInput as error:
+    except InvalidInputError as error:
         trouble = str(error)
     # Tables in the order of the configuration.
     order = {name: index for index, name in enumerate(data.tasks)}
@@ -124,17 +124,23 @@ def write_report(run: Path, out: Path | None = None) -> Path:
 def _require_writable(file: Path, folder: Path) -> None:
     """Refuse to write over anything but a report."""
     if not file.parent.is_dir():
-        raise BadInput(f"{short(file.parent)} is not a folder; create it first.")
+        raise InvalidInputError(
+            f"{short(file.parent)} is not a folder; create it first."
+        )
     require_no_link(folder)
     if folder.exists() and not folder.is_dir():
-        raise BadInput(f"{short(folder)} is not a folder; remove it. Plots go there.")
+        raise InvalidInputError(
+            f"{short(folder)} is not a folder; remove it. Plots go there."
+        )
     if file.is_dir():
-        raise BadInput(f"{short(file)} is a folder; name a file for the page.")
+        raise InvalidInputError(f"{short(file)} is a folder; name a file for the page.")
     if os.path.lexists(file):
         with storage(file, "read"):
             opening = Disk().read(file, 1_024)
         if opening and MARK.encode() not in opening:
-            raise BadInput(f"{short(file)} is no report of Esper; name another file.")
+            raise InvalidInputError(
+                f"{short(file)} is no report of Esper; name another file."
+            )
 
 
 def _environment() -> Environment:

@@ -27,7 +27,7 @@ from gymnasium import Env, Space, spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 
-from esper.contracts.errors import BadInput, EsperError, WorkersTrouble
+from esper.contracts.errors import EsperError, InvalidInputError, WorkersError
 from esper.contracts.messages import described, one_line, quoted
 from esper.rl.nested import first_of
 from esper.rl.spaces import MASK, Part, SpaceSpec, parts_of, require_sizes
@@ -98,7 +98,7 @@ class Examination:
             return timed(call, what, self.timeout, OPTION)
         except KeyboardInterrupt:
             raise
-        except WorkersTrouble as error:
+        except WorkersError as error:
             hung = f"{what} did not return in {self.timeout:g} s"
             self.add(kind, hung, f"Let it return, or raise {OPTION}")
             raise _Broken from error
@@ -115,7 +115,7 @@ def examine(
     source: str | Maker,
     steps: int = 2_000,
     rng_seed: int = 0,
-    relevant: Sequence[Sequence[bool]] | None = None,
+    head_relevance: Sequence[Sequence[bool]] | None = None,
     timeout: float = TIMEOUT,
 ) -> list[Finding]:
     """Play an environment and say what will hurt learning.
@@ -124,10 +124,14 @@ def examine(
         source: An id, or a function that makes an environment or vector environment.
         steps: How long to play.
         rng_seed: Of resets and random actions.
-        relevant: As for `PPO`: which heads a choice of the first one uses.
+        head_relevance: As for `PPO`: which heads a choice of the first one uses.
         timeout: Seconds that a call of the environment may take, in the command.
     """
-    table = None if relevant is None else tuple(tuple(map(bool, r)) for r in relevant)
+    table = (
+        None
+        if head_relevance is None
+        else tuple(tuple(map(bool, r)) for r in head_relevance)
+    )
     make = source if callable(source) else _maker(source)
     notes, name = Examination(timeout=timeout), one_line(str(source), 80)
     try:
@@ -137,7 +141,7 @@ def examine(
     except (EsperError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise BadInput(f"{name} cannot be made: {described(error)}") from error
+        raise InvalidInputError(f"{name} cannot be made: {described(error)}") from error
     try:
         if isinstance(env, VectorEnv):
             _play_vector(env, steps, rng_seed, notes)
@@ -402,8 +406,8 @@ def _action(
     if mask is None or spec is None:
         return space.sample()
     try:
-        rows = spec.rows(spec.mask_row(mask)[None], 1)[0].numpy()
-    except BadInput as error:
+        rows = spec.head_masks(spec.mask_row(mask)[None], 1)[0].numpy()
+    except InvalidInputError as error:
         notes.add("mask", f"{where}: {str(error).rstrip('.')}", "Mend the mask")
         raise _Broken from error
     picked = _picked(spec, rows, chance)
@@ -416,7 +420,11 @@ def _picked(spec: SpaceSpec, rows: Array, chance: np.random.Generator) -> list[i
     first = rows[0, 0] if is_table else rows[0]
     op = int(chance.choice(np.flatnonzero(first)))
     later = rows[op, 1:] if is_table else rows[1:]
-    used = [True] * len(later) if spec.relevant is None else spec.relevant[op][1:]
+    used = (
+        [True] * len(later)
+        if spec.head_relevance is None
+        else spec.head_relevance[op][1:]
+    )
     picks = zip(later, used, strict=True)
     return [op, *(int(chance.choice(np.flatnonzero(r))) if u else 0 for r, u in picks)]
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.rl.moments import CLIP
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Step(nn.Module):
     def __init__(self, agent: "PPO") -> None:
         super().__init__()
         self.policy, self.spec = agent.policy, agent.spec
-        self.names = (*agent.spec.observation, "state", "first")
+        self.names = (*agent.spec.observation, "state", "episode_start")
         if not agent.spec.is_continuous:
             self.names = (*self.names, "mask")
         columns = len(agent.spec.normalised)
@@ -50,7 +50,7 @@ class Step(nn.Module):
     def forward(self, *given: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Action, distribution, value and state."""
         named = dict(zip(self.names, given, strict=True))
-        state, first = named.pop("state"), named.pop("first")
+        state, episode_start = named.pop("state"), named.pop("episode_start")
         mask, rows = named.pop("mask", None), None
         if mask is not None:
             blank = torch.zeros_like(mask[:, :1])
@@ -63,7 +63,7 @@ class Step(nn.Module):
         if "vector" in named:
             vector = (named["vector"] - self.shift) * self.scale
             named["vector"] = vector.clamp(-self.limit, self.limit)
-        decision = self.policy.act(named, rows, first, state, None)
+        decision = self.policy.act(named, rows, episode_start, state, None)
         return (
             decision.actions,
             decision.distribution,
@@ -76,7 +76,7 @@ def export_onnx(agent: "PPO", path: str | Path) -> None:
     """Write an agent as an ONNX file; see the head of this file for its inputs."""
     file = Path(path)
     if file.suffix != ".onnx":
-        raise BadInput(f"path must end in .onnx, got {str(path)!r}.")
+        raise InvalidInputError(f"path must end in .onnx, got {str(path)!r}.")
     step = Step(agent).eval()
     leaves = agent.spec.observation
     batch = 2
@@ -95,7 +95,7 @@ def export_onnx(agent: "PPO", path: str | Path) -> None:
             dynamic_shapes=(tuple({0: torch.export.Dim.DYNAMIC} for _ in example),),
         )
     except ModuleNotFoundError as error:
-        raise BadInput(
+        raise InvalidInputError(
             f"ONNX needs {error.name}; pip install 'esper-lite[onnx]'."
         ) from error
     assert program is not None

@@ -8,7 +8,7 @@ import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.messages import quoted
 
 Array = NDArray[Any]
@@ -72,7 +72,7 @@ def space_data(space: Space[Any]) -> dict[str, Any]:
                 "shape": [*space.shape],
                 "dtype": str(space.dtype),
             }
-    raise BadInput(f"a space of {type(space).__name__} cannot be saved.")
+    raise InvalidInputError(f"a space of {type(space).__name__} cannot be saved.")
 
 
 def space_of(data: Mapping[str, Any]) -> Space[Any]:
@@ -103,7 +103,7 @@ def space_of(data: Mapping[str, Any]) -> Space[Any]:
                 for name in ("low", "high")
             )
             return spaces.Box(low, high, shape, dtype=kind.type)
-    raise BadInput(f"there is no space {quoted(data['kind'])}.")
+    raise InvalidInputError(f"there is no space {quoted(data['kind'])}.")
 
 
 def _require_size(data: Mapping[str, Any]) -> None:
@@ -111,16 +111,16 @@ def _require_size(data: Mapping[str, Any]) -> None:
     sizes = data["shape"] if "shape" in data else data.get("n", 0)
     sizes = sizes if isinstance(sizes, list) else [sizes]
     if any(type(size) is not int or size < 0 for size in sizes):
-        raise BadInput(f"a space has the size {quoted(sizes)}.")
+        raise InvalidInputError(f"a space has the size {quoted(sizes)}.")
     if prod(sizes) > MAX_NUMBERS:
-        raise BadInput(
+        raise InvalidInputError(
             f"a space has {quoted(sizes)} numbers, {MAX_NUMBERS:,} are the limit."
         )
 
 
 def _dtype(data: Mapping[str, Any]) -> np.dtype[Any]:
     if data["dtype"] not in DTYPES:
-        raise BadInput(f"a space has the dtype {quoted(data['dtype'])}.")
+        raise InvalidInputError(f"a space has the dtype {quoted(data['dtype'])}.")
     return np.dtype(str(data["dtype"]))
 
 

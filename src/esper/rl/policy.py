@@ -6,9 +6,9 @@ r"""A policy for any spaces: encoder, memory, heads and a value.
 
 Heads are drawn independently of each other, with two exceptions:
 
-    relevant[op, head]  the first head is the op: the others are drawn given its choice,
-                        and those that the op does not use are forced to choice 0, so
-                        they have no part in ratio, entropy, KL and gradient
+    head_relevance[op, head]  the first head is the op: the others are drawn given its
+                        choice, and those that the op does not use are forced to choice
+                        0, so they have no part in ratio, entropy, KL and gradient
     autoregressive      every head is drawn given the choices of all heads before it
 
 A choice is given by adding its embedding to what the hidden layer of a head puts out.
@@ -91,7 +91,7 @@ class Trunk(nn.Module):
     def forward(
         self,
         features: Features,
-        first: Bool[Tensor, "env time"],
+        episode_start: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "row hidden"], Float[Tensor, "env layer state"]]:
         """The hidden layer before its activation, and the last state.
@@ -107,7 +107,9 @@ class Trunk(nn.Module):
             parts.append(encoder(image.reshape(-1, *image.shape[-3:])))
         core = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
         core = tanh(core)
-        core, state = self.memory(core.view(*first.shape, -1), first, state)
+        core, state = self.memory(
+            core.view(*episode_start.shape, -1), episode_start, state
+        )
         return self.hidden(core.flatten(0, 1)), state
 
 
@@ -144,9 +146,9 @@ class SpacePolicy(nn.Module):
         )
         chained = config.autoregressive and not spec.is_continuous
         self.choice_embedding = None
-        if chained or spec.relevant is not None:
+        if chained or spec.head_relevance is not None:
             self.choice_embedding = nn.Embedding(sum(spec.sizes), width)
-        self.stages = heads if chained else 1 + (spec.relevant is not None)
+        self.stages = heads if chained else 1 + (spec.head_relevance is not None)
         """How many groups of heads are drawn one after the other."""
         self._start_even()
         self.register_buffer("value_mean", torch.zeros(()))
@@ -159,7 +161,9 @@ class SpacePolicy(nn.Module):
         if not chained:
             earlier[:, 1:] = 0.0
         for name, table in {
-            "_relevant": None if spec.relevant is None else torch.tensor(spec.relevant),
+            "_relevant": None
+            if spec.head_relevance is None
+            else torch.tensor(spec.head_relevance),
             "_allowed": spec.allowed,
             "_places": spec.allowed.flatten().nonzero().squeeze(1),
             "_starts": sizes.cumsum(0) - sizes,
@@ -198,7 +202,7 @@ class SpacePolicy(nn.Module):
         self,
         features: Features,
         masks: Bool[Tensor, "env *op head choice"] | None,
-        first: Bool[Tensor, " env"],
+        episode_start: Bool[Tensor, " env"],
         state: Float[Tensor, "env layer state"],
         generator: Generator | None,
     ) -> Decision:
@@ -207,8 +211,8 @@ class SpacePolicy(nn.Module):
         `masks` are the legal choices of each head, or of each head for every choice of
         the first one; None allows all.
         """
-        envs = first.shape[0]
-        hidden, seen, state = self.encode(features, first.unsqueeze(1), state)
+        envs = episode_start.shape[0]
+        hidden, seen, state = self.encode(features, episode_start.unsqueeze(1), state)
         rows = self._allowed.expand(envs, -1, -1) if masks is None else masks
         if self.spec.is_continuous:
             distribution = self.head_outputs(hidden, None)
@@ -227,7 +231,7 @@ class SpacePolicy(nn.Module):
         return Decision(
             actions=actions,
             log_probs=log_probs,
-            rows=rows,
+            masks=rows,
             distribution=distribution,
             values=torch.addcmul(self.value_mean, self.value_scale, self._values(seen)),
             state=state,
@@ -268,34 +272,34 @@ class SpacePolicy(nn.Module):
             rows = (uses & rows) | (~uses & first_choice(rows.shape[2], rows.device))
         return rows
 
-    def scores(
+    def evaluate_actions(
         self,
         features: Features,
         actions: Shaped[Tensor, "env time head"],
-        first: Bool[Tensor, "env time"],
+        episode_start: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time head choice"], Float[Tensor, "env time"]]:
         """Logits of every head given the stored choices, and normalised values."""
-        hidden, seen, _ = self.encode(features, first, state)
+        hidden, seen, _ = self.encode(features, episode_start, state)
         given = None if self.choice_embedding is None else actions.flatten(0, 1)
-        outputs = self.head_outputs(hidden, given).unflatten(0, first.shape)
-        return outputs, self._values(seen).view(first.shape)
+        outputs = self.head_outputs(hidden, given).unflatten(0, episode_start.shape)
+        return outputs, self._values(seen).view(episode_start.shape)
 
     @torch.no_grad()
     def value(
         self,
         features: Features,
-        first: Bool[Tensor, " env"],
+        episode_start: Bool[Tensor, " env"],
         state: Float[Tensor, "env layer state"],
     ) -> Float[Tensor, " env"]:
         """V(s) of one more observation; memory is read, not advanced."""
-        _, seen, _ = self.encode(features, first.unsqueeze(1), state)
+        _, seen, _ = self.encode(features, episode_start.unsqueeze(1), state)
         return torch.addcmul(self.value_mean, self.value_scale, self._values(seen))
 
     def encode(
         self,
         features: Features,
-        first: Bool[Tensor, "env time"],
+        episode_start: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Tensor, Tensor, Float[Tensor, "env layer state"]]:
         """The hidden layers of heads and value `[row, hidden]`, and the last state.
@@ -311,15 +315,15 @@ class SpacePolicy(nn.Module):
             }
             features = {**features, **scaled}
         if len(self.trunks) == 1:
-            both, state = self.trunks[0](features, first, state)
+            both, state = self.trunks[0](features, episode_start, state)
             if not is_conditional:  # one call for both takes less time
                 hidden, seen = tanh(both).chunk(2, dim=1)
                 return hidden, seen, state
             hidden, seen = both.chunk(2, dim=1)
             return hidden, tanh(seen), state
         ours, values = state.chunk(2, dim=1)
-        hidden, ours = self.trunks[0](features, first, ours)
-        seen, values = self.trunks[1](features, first, values)
+        hidden, ours = self.trunks[0](features, episode_start, ours)
+        seen, values = self.trunks[1](features, episode_start, values)
         hidden = hidden if is_conditional else tanh(hidden)
         return hidden, tanh(seen), torch.cat((ours, values), dim=1)
 

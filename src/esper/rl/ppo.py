@@ -1,6 +1,6 @@
 """PPO on any Gymnasium environment, with memory, masks and several heads.
 
-    agent = PPO("CartPole-v1", memory="mingru", envs=64, seed=0)
+    agent = PPO("CartPole-v1", memory="mingru", num_envs=64, seed=0)
     agent.learn(300_000, progress=True)
     action, state = agent.predict(observation, state, episode_start=first)
     agent.save("agent.safetensors")
@@ -31,10 +31,10 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from esper.contracts.errors import (
-    BadInput,
-    CallOrder,
     EsperWarning,
-    NotFinite,
+    InvalidInputError,
+    InvalidStateError,
+    NotFiniteError,
     unknown,
 )
 from esper.contracts.messages import one_line, quoted
@@ -53,7 +53,7 @@ from esper.rl.moments import ObservationMoments
 from esper.rl.nested import batch_of_one, first_of
 from esper.rl.policy import SpacePolicy, SpacePolicyConfig
 from esper.rl.spaces import SpaceSpec, flags, parts_of
-from esper.rl.vector import EnvKind, MaskSource, Source, Vector, View
+from esper.rl.vector import MaskSource, Source, Vector, Vectorization, View
 from esper.runs.progress import Progress
 from esper.runs.streams import stream, stream_seed
 from esper.simic.agent.memory import MemoryName
@@ -69,7 +69,7 @@ DEFAULTS: Final = PPOConfig(
     learning_rate=2e-3,
     epochs=4,
     minibatches=8,
-    entropy=0.01,
+    entropy_coef=0.01,
     target_kl=0.03,
 )
 """One set for all tasks."""
@@ -82,15 +82,15 @@ SCALARS: Final = ("kl", "policy_loss", "value_loss", "explained_variance")
 class PPOSettings:
     """Everything that was chosen about an agent, apart from its spaces."""
 
-    envs: int = 16
+    num_envs: int = 16
     """Environments that are stepped together."""
-    steps: int = 128
+    rollout_steps: int = 128
     """Steps of each environment between two updates."""
     gamma: float = 0.99
     """Discount per step."""
     gae_lambda: float = 0.95
     """Trace decay of the advantages: 0 is one-step TD, 1 is Monte Carlo."""
-    final_share: float = 0.1
+    end_factor: float = 0.1
     """Share of learning rate and entropy weight that is left at the end of learn()."""
     normalize: bool = True
     """Whether numbers of observations are normalised by running statistics."""
@@ -101,14 +101,20 @@ class PPOSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
-        for name in ("envs", "steps"):
+        for name in ("num_envs", "rollout_steps"):
             if getattr(self, name) < 1:
-                raise BadInput(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("gamma", "gae_lambda", "final_share"):
+                raise InvalidInputError(
+                    f"{name} must be at least 1, got {getattr(self, name)}."
+                )
+        for name in ("gamma", "gae_lambda", "end_factor"):
             if not 0.0 <= getattr(self, name) <= 1.0:
-                raise BadInput(f"{name} must lie in [0, 1], got {getattr(self, name)}.")
+                raise InvalidInputError(
+                    f"{name} must lie in [0, 1], got {getattr(self, name)}."
+                )
         if not 0 <= self.seed < 2**32:
-            raise BadInput(f"seed must lie in 0..{2**32 - 1}, got {self.seed}.")
+            raise InvalidInputError(
+                f"seed must lie in 0..{2**32 - 1}, got {self.seed}."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,15 +180,15 @@ class PPO(Stateful):
     Args:
         env: The id of an environment, a function that makes one, or a VectorEnv.
         memory: Memory type: "mingru", "gru", "lstm" or "none".
-        envs: How many environments to make.
-        kind: Where environments run. "sync": in this process; "async": each in its own
-            process; "native": the vector environment that the id registers.
+        num_envs: How many environments to make.
+        vectorization: Where environments run. "sync": in this process; "async": each in
+            its own process; "native": the vector environment that the id registers.
         seed: Seed of weights, choices, minibatches and environments. None draws one,
             which `settings.seed` keeps.
-        steps: Steps of each environment between two updates.
+        rollout_steps: Steps of each environment between two updates.
         gamma: Discount per step.
         gae_lambda: Trace decay of the advantages.
-        final_share: Share of learning rate and entropy left at the end of `learn`; 1
+        end_factor: Share of learning rate and entropy left at the end of `learn`; 1
             keeps them constant, for many short calls.
         width: Hidden layer width.
         layers: Number of memory layers.
@@ -191,7 +197,8 @@ class PPO(Stateful):
         normalize: Normalise observations by running statistics. Images are divided by
             their largest bound, or by the largest number seen if that is below a
             quarter of it; without `normalize`, always by the bound.
-        relevant: Whether a choice of the first head uses each head, bool [op, head].
+        head_relevance: Whether a choice of the first head uses each head,
+            bool [op, head].
         masks: Source of action masks: "observation", "info", "method", or None for no
             masks; "auto" detects it.
         ppo: Settings of the update; a mapping changes some of the defaults.
@@ -207,19 +214,19 @@ class PPO(Stateful):
         env: Source,
         *,
         memory: MemoryName = "none",
-        envs: int = 16,
-        kind: EnvKind = "sync",
+        num_envs: int = 16,
+        vectorization: Vectorization = "sync",
         seed: int | None = 0,
-        steps: int = 128,
+        rollout_steps: int = 128,
         gamma: float = 0.99,
         gae_lambda: float = 0.95,
-        final_share: float = 0.1,
+        end_factor: float = 0.1,
         width: int = 64,
         layers: int = 1,
         separate_value: bool = False,
         autoregressive: bool = False,
         normalize: bool = True,
-        relevant: Any = None,  # noqa: ANN401
+        head_relevance: Any = None,  # noqa: ANN401
         masks: MaskSource | None = "auto",
         ppo: PPOConfig | Mapping[str, Any] = DEFAULTS,
         env_timeout: float = TIMEOUT,
@@ -233,24 +240,26 @@ class PPO(Stateful):
         }
         settings = _settings(
             {
-                "envs": envs,
-                "steps": steps,
+                "num_envs": num_envs,
+                "rollout_steps": rollout_steps,
                 "gamma": gamma,
                 "gae_lambda": gae_lambda,
-                "final_share": final_share,
+                "end_factor": end_factor,
                 "normalize": normalize,
                 "seed": secrets.randbelow(2**32) if seed is None else seed,
                 "policy": policy,
                 "ppo": asdict(ppo) if isinstance(ppo, PPOConfig) else _full(ppo),
             }
         )
-        envs = settings.envs
-        world = Vector(env, envs, kind, _table(relevant), masks, env_timeout)
+        envs = settings.num_envs
+        world = Vector(
+            env, envs, vectorization, _table(head_relevance), masks, env_timeout
+        )
         self._env_timeout = env_timeout
         self._source: Source | None = env
-        self._kind, self._masks = kind, masks
+        self._vectorization, self._masks = vectorization, masks
         try:
-            self._build(world.spec, replace(settings, envs=world.num_envs), world)
+            self._build(world.spec, replace(settings, num_envs=world.num_envs), world)
         except BaseException:
             if not isinstance(env, VectorEnv):
                 world.close()
@@ -271,7 +280,7 @@ class PPO(Stateful):
             torch.manual_seed(stream_seed(settings.seed, "weights"))
             self.policy = SpacePolicy(spec, settings.policy)
         # Without environments nothing is collected.
-        envs, steps = (settings.envs, settings.steps) if world else (1, 1)
+        envs, steps = (settings.num_envs, settings.rollout_steps) if world else (1, 1)
         buffer = TamiyoRolloutBuffer(
             envs,
             steps,
@@ -310,9 +319,9 @@ class PPO(Stateful):
     ) -> Self:
         """Learn for some more steps, counted over all environments.
 
-        Learning rate and entropy weight fall linearly to `final_share` of their
+        Learning rate and entropy weight fall linearly to `end_factor` of their
         settings. A further call starts from the share that the last one reached, so
-        that they never rise; after a complete call they stay at `final_share`.
+        that they never rise; after a complete call they stay at `end_factor`.
 
         Args:
             total_steps: Number of steps; rounded up to whole rollouts.
@@ -327,16 +336,16 @@ class PPO(Stateful):
             not isinstance(total_steps, float | int | np.number)
             or not 1 <= total_steps < math.inf
         ):
-            raise BadInput(
+            raise InvalidInputError(
                 f"total_steps must be at least 1, got {quoted(total_steps)}."
             )
         world, settings, began = self._world(), self.settings, monotonic()
-        each = settings.envs * settings.steps
+        each = settings.num_envs * settings.rollout_steps
         rounds = math.ceil(total_steps / each)
         if reset_num_timesteps:
             self.steps_done, self.share = 0, 1.0
             self._recent.clear()
-        start, end = self.share, settings.final_share
+        start, end = self.share, settings.end_factor
         rows = None if log is None else LogFile(Path(log))
         bar = Progress(unit="update") if progress else None
         try:
@@ -389,7 +398,7 @@ class PPO(Stateful):
         """Fill the buffer; returns every episode that ended."""
         policy, buffer, at = self.policy, self.agent.buffer, self._stand(world)
         view, state = at.view, at.state
-        self.masked |= view.rows is not None
+        self.masked |= view.masks is not None
         ended: list[Episode] = []
         # An interrupted rollout leaves environments anywhere: then all begin anew.
         self._standing = None
@@ -400,8 +409,8 @@ class PPO(Stateful):
             self._scale_images()
         for time in range(buffer.max_steps):
             features = self.features(view, learn=True, check=True)
-            first, acts = torch.from_numpy(view.first), view.acts
-            decision = policy.act(features, view.rows, first, state, self.generator)
+            first, acts = torch.from_numpy(view.episode_start), view.acts
+            decision = policy.act(features, view.masks, first, state, self.generator)
             step = world.step(self.spec.to_env(decision.actions))
             final_values = None
             if (step.truncated & ~step.terminated & acts).any():
@@ -410,8 +419,8 @@ class PPO(Stateful):
                 final_values = policy.value(final, going_on, decision.state)
             buffer.add(
                 features=features,
-                first=first,
-                rows=decision.rows,
+                episode_start=first,
+                masks=decision.masks,
                 actions=decision.actions,
                 log_probs=decision.log_probs,
                 distribution=decision.distribution,
@@ -431,8 +440,8 @@ class PPO(Stateful):
             at.returns[over], at.lengths[over] = 0.0, 0
             self.steps_done += int(acts.sum())
             view, state = step.view, decision.state
-        first = torch.from_numpy(view.first)
-        buffer.cut(policy.value(self.features(view), first, state))
+        first = torch.from_numpy(view.episode_start)
+        buffer.finish(policy.value(self.features(view), first, state))
         at.view, at.state = view, state
         self._standing = at
         self.observations.settle()
@@ -448,7 +457,7 @@ class PPO(Stateful):
             learn: Whether the statistics count what is shown.
             check: Whether NaN and infinity are refused.
         """
-        envs, spec = len(view.first), self.spec
+        envs, spec = len(view.episode_start), self.spec
         features = spec.images(view.observation, envs)
         for image in features.values():
             if check and image.is_floating_point():
@@ -517,16 +526,16 @@ class PPO(Stateful):
         if action_masks is None and spec.has_mask:
             action_masks = observation["action_mask"]
         if action_masks is None and self.masked:
-            raise BadInput(
+            raise InvalidInputError(
                 "this agent learnt with masks; give predict(action_masks=...), ones "
                 "where everything is legal."
             )
-        rows = None if action_masks is None else spec.rows(action_masks, envs)
+        rows = None if action_masks is None else spec.head_masks(action_masks, envs)
         first = np.full(envs, state is None)
         if episode_start is not None:
             starts = np.asarray(episode_start, bool)
             if starts.size not in (1, envs):
-                raise BadInput(
+                raise InvalidInputError(
                     f"episode_start must be one bool or {envs}, got {starts.size}."
                 )
             first = np.broadcast_to(starts.reshape(-1), (envs,)).copy()
@@ -534,12 +543,12 @@ class PPO(Stateful):
         if state is not None:
             memory = torch.as_tensor(np.asarray(state), dtype=torch.float32)
             if memory.shape != (envs, *self.policy.state_shape):
-                raise BadInput(
+                raise InvalidInputError(
                     f"state must be {[envs, *self.policy.state_shape]}, got "
                     f"{[*memory.shape]}; give what the call before returned, or None."
                 )
             if not memory.isfinite().all():
-                raise NotFinite(
+                raise NotFiniteError(
                     "state holds NaN or infinity; give None to start again."
                 )
         view = View(observation, rows, first, np.ones(envs, bool))
@@ -577,16 +586,18 @@ class PPO(Stateful):
             max_steps: Steps within which all episodes must end.
         """
         if not isinstance(episodes, int | np.integer) or episodes < 1:
-            raise BadInput(
+            raise InvalidInputError(
                 f"episodes must be a whole number from 1, got {quoted(episodes)}."
             )
         source = self._source if env is None else env
         if source is None:
-            raise CallOrder("there is no environment; give evaluate(env=...).")
-        count = min(episodes, self.settings.envs)
-        kind = "sync" if self._kind == "async" else self._kind
+            raise InvalidStateError("there is no environment; give evaluate(env=...).")
+        count = min(episodes, self.settings.num_envs)
+        kind = "sync" if self._vectorization == "async" else self._vectorization
         seconds = self._env_timeout
-        world = Vector(source, count, kind, self.spec.relevant, self._masks, seconds)
+        world = Vector(
+            source, count, kind, self.spec.head_relevance, self._masks, seconds
+        )
         try:
             return self._evaluate(world, episodes, env, deterministic, seed, max_steps)
         finally:
@@ -612,15 +623,15 @@ class PPO(Stateful):
         view, state = world.reset(seed), self.policy.initial_state(envs)
         self._require_masks(view)
         if env is None:
-            self.masked |= view.rows is not None
+            self.masked |= view.masks is not None
         returns, lengths = np.zeros(envs), np.zeros(envs, np.int64)
         found: list[tuple[float, int]] = []
         for _ in range(max_steps):
             with torch.inference_mode():
                 decision = self.policy.act(
                     self.features(view, check=True),
-                    view.rows,
-                    torch.from_numpy(view.first),
+                    view.masks,
+                    torch.from_numpy(view.episode_start),
                     state,
                     generator,
                 )
@@ -637,7 +648,7 @@ class PPO(Stateful):
                 break
             view, state = step.view, decision.state
         else:
-            raise BadInput(
+            raise InvalidInputError(
                 f"some episode did not end within {max_steps} steps; set a time limit: "
                 "gymnasium.make(..., max_episode_steps=1000)."
             )
@@ -672,7 +683,7 @@ class PPO(Stateful):
         path: str | Path,
         env: Source | None = None,
         *,
-        kind: EnvKind = "sync",
+        vectorization: Vectorization = "sync",
         masks: MaskSource | None = "auto",
     ) -> Self:
         """The agent that `save` wrote; it can learn on if it gets an environment.
@@ -680,18 +691,20 @@ class PPO(Stateful):
         Args:
             path: The file.
             env: Where to learn on and evaluate; not needed to predict.
-            kind: As in `PPO`.
+            vectorization: As in `PPO`.
             masks: As in `PPO`.
         """
         tensors, manifest = read_safetensors(Path(path), _fit_agent)
         assert manifest is not None  # sealed files have one
         spec, settings = _described(manifest)
         agent = cls.__new__(cls)
-        agent._source, agent._kind, agent._masks = env, kind, masks
+        agent._source, agent._vectorization, agent._masks = env, vectorization, masks
         world = None
         if env is not None:
-            world = Vector(env, settings.envs, kind, spec.relevant, masks)
-            settings = replace(settings, envs=world.num_envs)
+            world = Vector(
+                env, settings.num_envs, vectorization, spec.head_relevance, masks
+            )
+            settings = replace(settings, num_envs=world.num_envs)
         agent._build(spec, settings, world)
         if world is not None:
             agent._require_spaces(world)
@@ -709,13 +722,15 @@ class PPO(Stateful):
 
     def _world(self) -> Vector:
         if self.world is None:
-            raise CallOrder("there is no environment to learn in; PPO.load(env=...).")
+            raise InvalidStateError(
+                "there is no environment to learn in; PPO.load(env=...)."
+            )
         return self.world
 
     def _require_masks(self, view: View) -> None:
         """Refuse environments without masks if the agent learnt with them."""
-        if self.masked and view.rows is None and self._masks is not None:
-            raise BadInput(
+        if self.masked and view.masks is None and self._masks is not None:
+            raise InvalidInputError(
                 f"this agent learnt with masks, and there are none{view.where}; give "
                 "them, or PPO.load(masks=None) to do without."
             )
@@ -728,7 +743,7 @@ class PPO(Stateful):
                 [part.path for part in parts_of(space)] for space in (mine, other)
             ]
             if mine != other or orders[0] != orders[1]:
-                raise BadInput(
+                raise InvalidInputError(
                     f"the agent's {name} is {mine}, that of {world.name} is {other}."
                 )
 
@@ -755,7 +770,7 @@ class LogFile:
             stream.seek(0)
             there = next(csv.reader(stream), None)
             if there not in (None, [*row]):
-                raise BadInput(
+                raise InvalidInputError(
                     f"{self._path} has the columns of another agent; give another log."
                 )
             writer = csv.DictWriter(stream, [*row])
@@ -771,13 +786,13 @@ def _settings(values: Mapping[str, Any]) -> PPOSettings:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         own = first.get("ctx", {}).get("error")
-        if isinstance(own, BadInput):
+        if isinstance(own, InvalidInputError):
             raise own from None
         name = ".".join(map(str, first["loc"]))
         why = first["msg"].removeprefix("Input should be ")
         more = " Schedules are not supported." if callable(first["input"]) else ""
         text = f"{name} must be {why}, got {quoted(first['input'])}.{more}"
-        raise BadInput(text) from None
+        raise InvalidInputError(text) from None
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401
@@ -790,7 +805,9 @@ def _plain(value: Any) -> Any:  # noqa: ANN401
 def _full(given: Mapping[str, Any]) -> dict[str, Any]:
     """Some settings of the update, laid over the usual ones."""
     if not isinstance(given, Mapping):
-        raise BadInput(f"ppo must be a PPOConfig or a mapping, got {quoted(given)}.")
+        raise InvalidInputError(
+            f"ppo must be a PPOConfig or a mapping, got {quoted(given)}."
+        )
     usual = asdict(DEFAULTS)
     for name in given:
         if name not in usual:
@@ -798,13 +815,15 @@ def _full(given: Mapping[str, Any]) -> dict[str, Any]:
     return usual | {**given}
 
 
-def _table(relevant: Any) -> tuple[tuple[bool, ...], ...] | None:  # noqa: ANN401
+def _table(head_relevance: Any) -> tuple[tuple[bool, ...], ...] | None:  # noqa: ANN401
     """A table as nested tuples."""
-    if relevant is None:
+    if head_relevance is None:
         return None
-    table = flags(np.atleast_1d(relevant), what="relevant")
+    table = flags(np.atleast_1d(head_relevance), what="head_relevance")
     if table.ndim != 2:
-        raise BadInput(f"relevant must be [op, head], got {list(table.shape)}.")
+        raise InvalidInputError(
+            f"head_relevance must be [op, head], got {list(table.shape)}."
+        )
     return tuple(map(tuple, table.tolist()))
 
 
@@ -813,22 +832,22 @@ def _require_memory(spec: SpaceSpec, settings: PPOSettings) -> None:
     leaves = spec.observation.values()
     seen = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     choices = len(spec.sizes) * spec.width
-    rollout = settings.envs * settings.steps * (seen + choices)
+    rollout = settings.num_envs * settings.rollout_steps * (seen + choices)
     columns = sum(leaf.shape[0] for leaf in leaves if len(leaf.shape) == 1)
     # Weights, gradients and two moments, in float32.
     layers = 16 * settings.policy.width * (columns + choices)
     needed, there = rollout + layers, machine_memory()
     if needed > there:
-        raise BadInput(
+        raise InvalidInputError(
             f"learning here needs {needed / 1e9:,.0f} GB, this machine has "
-            f"{there / 1e9:,.0f}; use fewer envs or steps, or smaller spaces."
+            f"{there / 1e9:,.0f}; lower num_envs or rollout_steps, or smaller spaces."
         )
 
 
 def _require_finite(rows: Array, view: View) -> None:
     broken = ~np.isfinite(rows).all(axis=1) & view.acts
     if broken.any():
-        raise NotFinite(
+        raise NotFiniteError(
             f"the observation of environment {int(broken.argmax())}{view.where} holds "
             "NaN or infinity; clip it there."
         )
@@ -868,14 +887,14 @@ def _described(manifest: Manifest) -> tuple[SpaceSpec, PPOSettings]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    except BadInput as error:
+    except InvalidInputError as error:
         why = str(error).rstrip(".")
     # Gymnasium asserts; numbers of a thousand digits overflow.
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as e:
         why = type(e).__name__
     except AssertionError:
         why = "its spaces are none of Gymnasium's"
-    raise BadInput(one_line(f"this is not an agent that PPO saved: {why}."))
+    raise InvalidInputError(one_line(f"this is not an agent that PPO saved: {why}."))
 
 
 _SETTINGS: Final = TypeAdapter(PPOSettings)

@@ -24,7 +24,7 @@ from jaxtyping import Bool
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.contracts.errors import BadInput, NoLegalAction
+from esper.contracts.errors import InvalidInputError, NoLegalActionError
 from esper.contracts.features import Leaf
 from esper.contracts.messages import quoted
 from esper.rl.nested import MAX_NUMBERS, space_data, space_of, without_text
@@ -110,13 +110,13 @@ class SpaceSpec:
     Args:
         observation_space: Of a single environment; texts of a Dict are left out.
         action_space: Of a single environment.
-        relevant: Whether a choice of the first head uses each head, bool [op, head];
-            None if every head always matters. Given as nested tuples.
+        head_relevance: Whether a choice of the first head uses each head,
+            bool [op, head]; None if every head always matters. Given as nested tuples.
     """
 
     observation_space: Space[Any]
     action_space: Space[Any]
-    relevant: tuple[tuple[bool, ...], ...] | None = None
+    head_relevance: tuple[tuple[bool, ...], ...] | None = None
     observation_type: type = field(default=dict, init=False)
     dropped: tuple[str, ...] = field(default=(), init=False, compare=False)
     """Texts that are left out."""
@@ -127,35 +127,41 @@ class SpaceSpec:
         object.__setattr__(self, "observation_space", space)
         object.__setattr__(self, "dropped", tuple(dropped))
         if not self._seen:
-            raise BadInput("the observation space is empty: it holds no numbers.")
+            raise InvalidInputError(
+                "the observation space is empty: it holds no numbers."
+            )
         for part in self._seen:
             _require_observation(part)
         if not self._acted:
-            raise BadInput("the action space is empty; there is nothing to choose.")
+            raise InvalidInputError(
+                "the action space is empty; there is nothing to choose."
+            )
         kinds = {isinstance(part.space, spaces.Box) for part in self._acted}
         for part in self._acted:
             _require_action(part)
         if len(kinds) > 1:
-            raise BadInput(
+            raise InvalidInputError(
                 "the action space mixes a Box with choices; make the numbers Discrete, "
                 "or the choices numbers."
             )
         if len(self.sizes) * self.width > MAX_NUMBERS:
-            raise BadInput(
+            raise InvalidInputError(
                 f"the action has {len(self.sizes):,} heads of up to {self.width:,} "
                 "choices, which is too many; choose in several steps."
             )
-        if self.relevant is None:
+        if self.head_relevance is None:
             return
         shape = (self.sizes[0], len(self.sizes))
-        table = np.array(self.relevant)
+        table = np.array(self.head_relevance)
         if self.is_continuous or table.shape != shape:
-            raise BadInput(
-                f"relevant must be [op, head], here {list(shape)}, for an action of "
-                f"choices, got {list(table.shape)}."
+            raise InvalidInputError(
+                f"head_relevance must be [op, head], here {list(shape)}, for an action "
+                f"of choices, got {list(table.shape)}."
             )
         if not table[:, 0].all():
-            raise BadInput("relevant must be True for the first head: the op itself.")
+            raise InvalidInputError(
+                "head_relevance must be True for the first head: the op itself."
+            )
 
     @cached_property
     def _seen(self) -> list[Part]:
@@ -257,17 +263,21 @@ class SpaceSpec:
             try:
                 shape = np.shape(part.of(observation))
             except (LookupError, TypeError, ValueError):
-                raise BadInput(f"the observation has no {part.name}.") from None
+                raise InvalidInputError(
+                    f"the observation has no {part.name}."
+                ) from None
             if shape != own and (shape[1:] != own or not shape[0]):
                 what = part.name if part.path else "the observation"
                 several = ", ".join(map(str, ("n", *own))) + ("" if own else ",")
-                raise BadInput(
+                raise InvalidInputError(
                     f"{what} must have the shape {own}, or ({several}) for n "
                     f"observations, got {tuple(shape)}."
                 )
             rows.append(None if shape == own else shape[0])
         if len({*rows}) > 1:
-            raise BadInput("the observation mixes one observation with several.")
+            raise InvalidInputError(
+                "the observation mixes one observation with several."
+            )
         return rows[0]
 
     def vector(self, observations: Any, envs: int) -> Array:  # noqa: ANN401
@@ -291,7 +301,9 @@ class SpaceSpec:
             if kind is np.uint8 and array.dtype != np.uint8 and (copied != array).any():
                 wrong = array[copied != array].flat[0]
                 what = part.name if part.path else "the observation"
-                raise BadInput(f"{what} holds {wrong:g}; give whole numbers 0..255.")
+                raise InvalidInputError(
+                    f"{what} holds {wrong:g}; give whole numbers 0..255."
+                )
             found[f"image{index}"] = torch.from_numpy(copied)
         return found
 
@@ -312,7 +324,7 @@ class SpaceSpec:
             )
         return _assembled(self.action_space, values)
 
-    def rows(
+    def head_masks(
         self,
         masks: Any,  # noqa: ANN401
         envs: int,
@@ -333,11 +345,15 @@ class SpaceSpec:
             needed: Whose masks matter; elsewhere everything is legal. None: all.
         """
         if self.is_continuous:
-            raise BadInput("masks are for choices; this action is numbers of a Box.")
+            raise InvalidInputError(
+                "masks are for choices; this action is numbers of a Box."
+            )
         flat = self._stacked(masks, envs, needed)
         if flat.shape[:1] != (envs,):
             count = len(flat) if flat.ndim else 0
-            raise BadInput(f"{envs} environments need {envs} masks, got {count}.")
+            raise InvalidInputError(
+                f"{envs} environments need {envs} masks, got {count}."
+            )
         flat = flags(flat, needed)
         total, shape = sum(self.sizes), (len(self.sizes), self.width)
         if len(self.sizes) > 1 and flat.shape[1:] == (self.sizes[0], total):
@@ -350,7 +366,7 @@ class SpaceSpec:
         elif flat.shape[1:] == shape:
             rows = flat & self.allowed.numpy()
         else:
-            raise BadInput(
+            raise InvalidInputError(
                 f"an action mask must have {total} entries, all heads after each "
                 f"other, or be {list(shape)}, or a table "
                 f"{[self.sizes[0], total]}; got {list(flat.shape[1:])}."
@@ -360,7 +376,7 @@ class SpaceSpec:
         possible = rows.any(axis=2)
         if not possible.all():
             env, head = (int(index) for index in np.argwhere(~possible)[0])
-            raise NoLegalAction(
+            raise NoLegalActionError(
                 f"the mask of environment {env} allows nothing for head "
                 f"{self.head_names[head]!r}; let it allow one choice at least."
             )
@@ -378,14 +394,14 @@ class SpaceSpec:
             rows[~needed] = self.allowed.numpy()
         legal = rows[:, 0, 0, :ops]
         used = np.ones((ops, len(self.sizes)), bool)
-        if self.relevant is not None:
-            used = np.array(self.relevant)
+        if self.head_relevance is not None:
+            used = np.array(self.head_relevance)
         stuck = legal[:, :, None] & used & ~rows.any(axis=3)
         stuck[~legal.any(axis=1), 0, 0] = True
         if stuck.any():
             env, op, head = (int(index) for index in np.argwhere(stuck)[0])
             given = f" with choice {op} of {self.head_names[0]!r}" if head else ""
-            raise NoLegalAction(
+            raise NoLegalActionError(
                 f"the mask of environment {env} allows nothing for head "
                 f"{self.head_names[head]!r}{given}; let it allow one choice at least."
             )
@@ -419,7 +435,9 @@ class SpaceSpec:
             return np.array([*masks])
         for env, mask in enumerate(masks):
             if mask is None and (needed is None or needed[env]):
-                raise BadInput(f"the mask of environment {env} is None; give one.")
+                raise InvalidInputError(
+                    f"the mask of environment {env} is None; give one."
+                )
         each = [None if m is None else self.mask_row(m) for m in masks]
         known = next((m for m in each if m is not None), self.allowed.numpy())
         full = np.ones_like(known)
@@ -445,7 +463,7 @@ class SpaceSpec:
             return [part.of(masks) for part in self._acted]
         except (LookupError, TypeError):
             names = ", ".join(part.name for part in self._acted)
-            raise BadInput(
+            raise InvalidInputError(
                 f"an action mask by head must name {names}, got "
                 f"{', '.join(map(str, masks))}."
             ) from None
@@ -455,13 +473,13 @@ class SpaceSpec:
         return {
             "observation_space": space_data(self.observation_space),
             "action_space": space_data(self.action_space),
-            "relevant": self.relevant,
+            "head_relevance": self.head_relevance,
         }
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "SpaceSpec":
         """What `describe` wrote."""
-        table = data["relevant"]
+        table = data["head_relevance"]
         return cls(
             space_of(data["observation_space"]),
             space_of(data["action_space"]),
@@ -475,7 +493,7 @@ def require_sizes(space: Space[Any]) -> None:
         count = prod(part.space.shape or ())
         if count > MAX_NUMBERS:
             where = ".".join(map(str, part.path)) or "the observation"
-            raise BadInput(
+            raise InvalidInputError(
                 f"{where} has {count:,} numbers, more than {MAX_NUMBERS:,}; make it "
                 "smaller."
             )
@@ -499,7 +517,7 @@ def flags(masks: Array, needed: Array | None = None, what: str = "") -> Array:
         env, at = (int(index) for index in np.argwhere(wrong)[0])
         value = np.asarray(masks.reshape(len(masks), -1)[env, at]).item()
         number = f"{value:g}" if isinstance(value, int | float) else quoted(value)
-        raise BadInput(
+        raise InvalidInputError(
             f"{what or f'the mask of environment {env}'} holds {number}; give 1 or "
             "True for what is legal, 0 or False for the rest."
         )
@@ -516,33 +534,37 @@ def _require_observation(part: Part) -> None:
     space, known = part.space, (spaces.Discrete, spaces.MultiDiscrete, spaces.Box)
     where = ".".join(map(str, part.path)) or "the observation"
     if not isinstance(space, (*known, spaces.MultiBinary)):
-        raise BadInput(
+        raise InvalidInputError(
             f"{where} is a {type(space).__name__}, which is not supported; use Box, "
             "Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of them."
         )
     if max(part.sizes, default=0) > LARGEST:
-        raise BadInput(
+        raise InvalidInputError(
             f"{where} has {max(part.sizes):,} values, more than {LARGEST:,}; give its "
             "digits or an embedding as a Box."
         )
     if isinstance(space, spaces.Box) and len(space.shape) not in (0, 1, 2, 3):
-        raise BadInput(f"{where} is a Box of shape {space.shape}; flatten it first.")
+        raise InvalidInputError(
+            f"{where} is a Box of shape {space.shape}; flatten it first."
+        )
     if not _columns(part):
-        raise BadInput(f"{where} is empty; leave it out.")
+        raise InvalidInputError(f"{where} is empty; leave it out.")
 
 
 def _require_action(part: Part) -> None:
     known = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box)
     if not isinstance(part.space, known):
-        raise BadInput(
+        raise InvalidInputError(
             f"{part.name} is a {type(part.space).__name__}, which is not supported; "
             "use Discrete, MultiDiscrete, MultiBinary, a Dict or Tuple of them, or Box."
         )
     if not part.sizes and 0 in (part.space.shape or ()):
-        raise BadInput(f"{part.name} is empty; there is nothing to choose.")
+        raise InvalidInputError(f"{part.name} is empty; there is nothing to choose.")
     real = np.dtype(part.space.dtype).kind
     if isinstance(part.space, spaces.Box) and real != "f":
-        raise BadInput(f"{part.name} is a Box of whole numbers; use MultiDiscrete.")
+        raise InvalidInputError(
+            f"{part.name} is a Box of whole numbers; use MultiDiscrete."
+        )
 
 
 def _channels_first(shape: tuple[int, ...]) -> bool:
@@ -552,7 +574,7 @@ def _channels_first(shape: tuple[int, ...]) -> bool:
 def _checked(part: Part, array: Array, envs: int) -> Array:
     shape = (envs, *(part.space.shape or ()))
     if array.shape != shape:
-        raise BadInput(
+        raise InvalidInputError(
             f"{part.name if part.path else 'the observation'} must have the shape "
             f"{list(shape)}, got {list(array.shape)}."
         )
@@ -573,7 +595,7 @@ def _encoded(part: Part, value: Any, envs: int) -> Array:  # noqa: ANN401
         outside |= index + part.start != array
     if outside.any():
         env = int(outside.any(axis=1).argmax())
-        raise BadInput(
+        raise InvalidInputError(
             f"{part.name if part.path else 'the observation'} of environment {env} is "
             f"{array[env].tolist()}, outside {part.space}."
         )

@@ -19,13 +19,13 @@ from typing import Annotated, Any, Final
 import numpy as np
 from pydantic import Field
 
-from esper.contracts.errors import BadInput, EsperError
-from esper.contracts.messages import checked_name, one_line, quoted, refusal
+from esper.contracts.errors import EsperError, InvalidInputError
+from esper.contracts.messages import one_line, quoted, refusal
 from esper.contracts.state import leaves
 from esper.rl.ppo import DEFAULTS, PPO, Episode
-from esper.rl.vector import EnvKind
+from esper.rl.vector import Vectorization
 from esper.runs.records import RoundRecord
-from esper.runs.run import STORE, Run
+from esper.runs.run import STORE, Run, validate_name
 from esper.runs.settings import (
     Count,
     RngSeed,
@@ -37,7 +37,7 @@ from esper.runs.settings import (
 )
 from esper.runs.store import Store, usable_store
 from esper.runs.streams import stream_seed
-from esper.runs.train_config import Budget, Keeping, check_limits
+from esper.runs.train_config import Budget, CheckpointConfig, check_limits
 from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.ppo import PPOConfig
 from esper.training.callbacks import Checkpoint, TensorBoard, summary_writer
@@ -58,15 +58,15 @@ class PPORunConfig:
 
     env: Text = "CartPole-v1"
     """Gymnasium id of the environment."""
-    steps: Annotated[int, Field(ge=1, le=10**12)] = 100_000
+    total_steps: Annotated[int, Field(ge=1, le=10**12)] = 100_000
     """Total environment steps, summed over all environments."""
     memory: MemoryName = "none"
     """Memory type: mingru, gru, lstm or none."""
-    envs: Count = 16
+    num_envs: Count = 16
     """Number of parallel environments."""
-    rollout: Count = 128
+    rollout_steps: Count = 128
     """Steps per environment between two updates."""
-    kind: EnvKind = "sync"
+    vectorization: Vectorization = "sync"
     """Vectorization: sync (one process), async (a process per environment) or native
     (the environment's own)."""
     env_timeout: Annotated[float, Field(gt=0, le=10**6)] = TIMEOUT
@@ -75,7 +75,7 @@ class PPORunConfig:
     """Discount factor per step."""
     gae_lambda: Fraction = 0.95
     """GAE lambda: 0 is one-step TD, 1 is Monte Carlo."""
-    final_share: Fraction = 0.1
+    end_factor: Fraction = 0.1
     """Learning rate and entropy coefficients fall linearly to this fraction."""
     width: Count = 64
     """Width of the hidden layers and of the memory."""
@@ -89,7 +89,9 @@ class PPORunConfig:
     """Normalise numeric observations with running statistics."""
     ppo: PPOConfig = DEFAULTS
     """Hyperparameters of the PPO update."""
-    keeping: Keeping = field(default_factory=lambda: Keeping(every=20))
+    checkpoint: CheckpointConfig = field(
+        default_factory=lambda: CheckpointConfig(every=20)
+    )
     """Checkpoints and logs; every checkpoint starts new episodes."""
     episodes: Count = 20
     """Episodes of the final evaluation."""
@@ -104,20 +106,20 @@ class PPORunConfig:
         """Refuse what the fields alone let through."""
         check_limits("ppo", self.ppo)
         if self.name is not None:
-            checked_name(self.name)
+            validate_name(self.name)
 
     def make(self) -> PPO:
         """The agent in its environments."""
         return PPO(
             self.env,
             memory=self.memory,
-            envs=self.envs,
-            kind=self.kind,
+            num_envs=self.num_envs,
+            vectorization=self.vectorization,
             seed=self.rng_seed,
-            steps=self.rollout,
+            rollout_steps=self.rollout_steps,
             gamma=self.gamma,
             gae_lambda=self.gae_lambda,
-            final_share=self.final_share,
+            end_factor=self.end_factor,
             width=self.width,
             layers=self.layers,
             separate_value=self.separate_value,
@@ -149,10 +151,12 @@ class PPOTrainer(TrainingLoop):
         callbacks: Sequence[Callback] = (),
         signals: Sequence[int] = (),
     ) -> None:
-        rounds = Budget(env_steps=config.steps).rounds_of(config.envs * config.rollout)
+        rounds = Budget(env_steps=config.total_steps).rounds_of(
+            config.num_envs * config.rollout_steps
+        )
         super().__init__(rounds, None, callbacks, signals)
         self.ppo, self.config, self._store = ppo, config, store
-        self.episodes = np.zeros(config.envs, np.int64)
+        self.episodes = np.zeros(config.num_envs, np.int64)
         """Episodes that ended in each environment."""
 
     @property
@@ -163,7 +167,7 @@ class PPOTrainer(TrainingLoop):
     @property
     def begins_anew(self) -> bool:
         """Whether all environments begin new episodes with the next round."""
-        return self.round % self.config.keeping.every == 0
+        return self.round % self.config.checkpoint.every == 0
 
     @property
     def sound(self) -> bool:
@@ -175,7 +179,7 @@ class PPOTrainer(TrainingLoop):
         began, ppo = monotonic(), self.ppo
         if self.begins_anew:
             ppo.forget_episodes()
-        share = 1.0 - (1.0 - self.config.final_share) * self.done
+        share = 1.0 - (1.0 - self.config.end_factor) * self.done
         ppo.anneal(share)
         ended, update = ppo.play_round()
         self.round += 1
@@ -201,7 +205,7 @@ class PPOTrainer(TrainingLoop):
         for episode in ended:
             self.episodes[episode.env] += 1
             numbers.append(int(self.episodes[episode.env]))
-        before = (self.round - 1) * self.config.rollout
+        before = (self.round - 1) * self.config.rollout_steps
         return {
             "step": [before + episode.step + 1 for episode in ended],
             "env": [episode.env for episode in ended],
@@ -226,11 +230,13 @@ def begin_ppo(config: PPORunConfig, callbacks: Sequence[Callback] = ()) -> RunRe
         callbacks: Called besides those that record and save.
     """
     config.make().close()  # refuse what cannot be learnt before there is a folder
-    if config.keeping.tensorboard:
+    if config.checkpoint.tensorboard:
         summary_writer()
     facts = {"kind": KIND, "rng_seed": config.rng_seed, "tasks": [config.env]}
     with Run.create(Path(config.runs), config.name, as_toml(config), facts) as run:
-        what = f"{config.env}, {config.envs} environments, rng_seed {config.rng_seed}"
+        what = (
+            f"{config.env}, {config.num_envs} environments, rng_seed {config.rng_seed}"
+        )
         first = (f"Learning {what}.", f"The run is in {run.path}.")
         attempt = partial(_attempt, config, run, callbacks)
         return train_to_end(run, callbacks, first, attempt)
@@ -256,7 +262,7 @@ def resume_ppo(
     """
     with Run.open(path) as run:
         if run.finished is not None:
-            raise BadInput(f"run {run.name} is complete; begin another one.")
+            raise InvalidInputError(f"run {run.name} is complete; begin another one.")
         config = ppo_settings_of(run)
         if env not in (None, config.env):
             raise refusal(
@@ -285,7 +291,9 @@ def resume_command(path: Path, env: str) -> str:
 def ppo_settings_of(run: Run) -> PPORunConfig:
     """The settings that a run was begun with."""
     if run.kind != KIND:
-        raise BadInput(f"run {run.name} is not one of esper ppo; see esper runs.")
+        raise InvalidInputError(
+            f"run {run.name} is not one of esper ppo; see esper runs."
+        )
     return construct(PPORunConfig, table_of(run.config_toml, PPORunConfig))
 
 
@@ -298,14 +306,14 @@ def _attempt(
     rollbacks: int,
 ) -> Attempt:
     """Learn from the newest checkpoint, if there is one, to an end."""
-    checkpoints = run.checkpoints(keep=config.keeping.last)
+    checkpoints = run.checkpoints(keep=config.checkpoint.last)
     facts = {"config": hashlib.sha256(run.config_toml.encode()).hexdigest()}
     agent = config.make()
     with usable_store(run.path / STORE, run.id) as store:
         own: list[Callback] = [*callbacks]
-        if config.keeping.tensorboard:
+        if config.checkpoint.tensorboard:
             own.append(TensorBoard(run.path / "tensorboard"))
-        own.append(Checkpoint(store, checkpoints, config.keeping.every, facts))
+        own.append(Checkpoint(store, checkpoints, config.checkpoint.every, facts))
         trainer = PPOTrainer(agent, config, store, own, signals)
         try:
             found = checkpoints.latest(leaves(trainer))
@@ -332,7 +340,7 @@ def _finish(run: Run, store: Store, trainer: PPOTrainer) -> None:
     figures: dict[str, float] = {}
     try:
         found = agent.evaluate(episodes=episodes)
-    except BadInput as error:  # such as an episode that does not end
+    except InvalidInputError as error:  # such as an episode that does not end
         text = f"not judged: {error}"
     else:
         figures = {"mean": found.mean, "std": found.std}

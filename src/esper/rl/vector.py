@@ -40,11 +40,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.errors import (
-    BadInput,
     EsperError,
     EsperWarning,
-    NotFinite,
-    WorkersTrouble,
+    InvalidInputError,
+    NotFiniteError,
+    WorkersError,
 )
 from esper.contracts.messages import described, one_line
 from esper.rl.spaces import MASK, SpaceSpec, require_sizes
@@ -53,8 +53,8 @@ from esper.workers.deadline import TIMEOUT, late, timed
 T = TypeVar("T")
 Array = NDArray[Any]
 Source = str | Callable[[], Env[Any, Any]] | VectorEnv[Any, Any, Any]
-EnvKind = Literal["sync", "async", "native"]
-KINDS: Final = get_args(EnvKind)
+Vectorization = Literal["sync", "async", "native"]
+KINDS: Final = get_args(Vectorization)
 MaskSource = Literal["auto", "observation", "info", "method"]
 MASK_SOURCES: Final = get_args(MaskSource)
 METHOD: Final = "action_masks"
@@ -70,9 +70,9 @@ class View:
 
     observation: Any
     """As the batched observation space has it."""
-    rows: Bool[Tensor, "env *op head choice"] | None
-    """What each head may choose, as `SpaceSpec.rows` says; None is everything."""
-    first: Array
+    masks: Bool[Tensor, "env *op head choice"] | None
+    """What each head may choose, as `SpaceSpec.head_masks` says; None is everything."""
+    episode_start: Array
     """Whether the observation is the first of an episode."""
     acts: Array
     """Whether the next action counts: False where an environment is about to reset."""
@@ -213,7 +213,7 @@ def close_all(closes: Sequence[Callable[[], object]], seconds: float) -> None:
             raise
         except BaseException as error:
             failure = failure or error
-            if isinstance(error, WorkersTrouble):  # the others would hang too
+            if isinstance(error, WorkersError):  # the others would hang too
                 break
     if failure is not None:
         what = f"an environment failed in close(): {described(failure)}"
@@ -299,7 +299,7 @@ class Vector:
         envs: How many to make; a vector environment has its own number.
         kind: "sync" steps them in this process, "async" each in a process of its own;
             "native" is the id's own vector environment.
-        relevant: As in `SpaceSpec`.
+        head_relevance: As in `SpaceSpec`.
         masks: Where masks come from: "observation", "info", "method", None for
             nowhere; "auto" finds out.
         env_timeout: Seconds that one call of all environments may take. It holds for
@@ -311,44 +311,50 @@ class Vector:
         self,
         source: Source,
         envs: int = 8,
-        kind: EnvKind = "sync",
-        relevant: tuple[tuple[bool, ...], ...] | None = None,
+        kind: Vectorization = "sync",
+        head_relevance: tuple[tuple[bool, ...], ...] | None = None,
         masks: MaskSource | None = "auto",
         env_timeout: float = TIMEOUT,
     ) -> None:
         if not 0.0 < env_timeout < float("inf"):
-            raise BadInput(f"env_timeout must be finite and above 0: {env_timeout}.")
+            raise InvalidInputError(
+                f"env_timeout must be finite and above 0: {env_timeout}."
+            )
         self.name, self._seconds = _name(source), env_timeout
         self.steps = 0
         """Steps since the environments were made."""
         if isinstance(source, VectorEnv):
             self.env: VectorEnv[Any, Any, Any] = source
-            self._begin(relevant, masks)
+            self._reset_envs(head_relevance, masks)
             return
         self.env = _made(source, envs, kind, env_timeout)
         try:
-            self._begin(relevant, masks)
+            self._reset_envs(head_relevance, masks)
         except BaseException:
             self.close()
             raise
 
-    def _begin(
-        self, relevant: tuple[tuple[bool, ...], ...] | None, masks: MaskSource | None
+    def _reset_envs(
+        self,
+        head_relevance: tuple[tuple[bool, ...], ...] | None,
+        masks: MaskSource | None,
     ) -> None:
         """Learn what the environments are like."""
         self.num_envs = int(self.env.num_envs)
         mode = self.env.metadata.get("autoreset_mode")
         if mode is None:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{self.name} does not say how it resets; set its "
                 "metadata['autoreset_mode'] to a gymnasium.vector.AutoresetMode."
             )
         self.mode = AutoresetMode(mode)
         self.spec = SpaceSpec(
-            self.env.single_observation_space, self.env.single_action_space, relevant
+            self.env.single_observation_space,
+            self.env.single_action_space,
+            head_relevance,
         )
         if masks not in (*MASK_SOURCES, None):
-            raise BadInput(
+            raise InvalidInputError(
                 f"masks must be auto, observation, info, method or None, got {masks!r}."
             )
         self._base = self.env.unwrapped
@@ -404,7 +410,7 @@ class Vector:
         """Rewards `[env]`; refuses NaN and infinity where an action counted."""
         found, step = np.asarray(rewards), self.steps - 1
         if found.size != self.num_envs:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{self.name} gave rewards of the shape {found.shape} at step {step}; "
                 f"give {self.num_envs} numbers."
             )
@@ -414,7 +420,7 @@ class Vector:
         broken = ~np.isfinite(numbers) & acted
         if broken.any():
             env = int(broken.argmax())
-            raise NotFinite(
+            raise NotFiniteError(
                 f"{self.name} gave the reward {found[env]} in environment {env} at "
                 f"step {step}; rewards must be finite."
             )
@@ -464,28 +470,28 @@ class Vector:
             if isinstance(error, WaitTimeout):
                 what = f"environment {[*slow, 0][0]} of {self.name}: {call}() at step"
                 text = late(f"{what} {self.steps}", self._seconds, OPTION)
-                return WorkersTrouble(text)
+                return WorkersError(text)
             if lost:
                 which = f" {dead[0]}" if dead else ""
-                return WorkersTrouble(
+                return WorkersError(
                     f"the process of environment{which} of {self.name} died {when}."
                 )
         who = f" of environment {self.env.at}" if isinstance(self.env, SyncEnvs) else ""
         what = str(error) if isinstance(error, RaisedInWorker) else described(error)
-        return BadInput(f"{self.name} {verb} {when}{who}: {what.rstrip('.')}.")
+        return InvalidInputError(f"{self.name} {verb} {when}{who}: {what.rstrip('.')}.")
 
     def _view(
         self,
         observation: Any,  # noqa: ANN401
         info: Mapping[str, Any],
-        first: Array,
+        episode_start: Array,
         acts: Array,
     ) -> View:
-        rows = self._rows(observation, info, acts)
+        masks = self._masks_now(observation, info, acts)
         where = f" of {self.name} at step {self.steps}"
-        return View(observation, rows, first, acts, where)
+        return View(observation, masks, episode_start, acts, where)
 
-    def _rows(
+    def _masks_now(
         self,
         observation: Any,  # noqa: ANN401
         info: Mapping[str, Any],
@@ -494,7 +500,7 @@ class Vector:
         """The masks of this moment; all is legal where the action is ignored."""
         if self._masks is None:
             if self._finds_masks and MASK in info and not self.spec.is_continuous:
-                raise BadInput(
+                raise InvalidInputError(
                     f"{self.name} gave info['{MASK}'] at step {self.steps}, but none "
                     "at reset; give one at every reset and step."
                 )
@@ -505,15 +511,15 @@ class Vector:
             masks, there = info.get(MASK), info.get(f"_{MASK}", acts)
             if masks is None or (acts & ~np.asarray(there)).any():
                 env = 0 if masks is None else int((acts & ~np.asarray(there)).argmax())
-                raise BadInput(
+                raise InvalidInputError(
                     f"{self.name} gave no info['{MASK}'] in environment {env} at step "
                     f"{self.steps}; give one at every reset and step."
                 )
         else:
-            masks = self._ask()
+            masks = self._query_masks()
         try:
-            return self.spec.rows(masks, self.num_envs, acts)
-        except BadInput as error:
+            return self.spec.head_masks(masks, self.num_envs, acts)
+        except InvalidInputError as error:
             what = f"{self.name} at step {self.steps}: {error}"
             raise type(error)(what) from None
 
@@ -535,7 +541,7 @@ class Vector:
             found = hasattr(self._base, METHOD)
         return "method" if found else None
 
-    def _ask(self) -> Any:  # noqa: ANN401
+    def _query_masks(self) -> Any:  # noqa: ANN401
         """What the method says: one mask per environment."""
         if self._method is None:  # looking through wrappers takes long
             self._method = self._guarded(METHOD, self._mask_method)
@@ -557,7 +563,7 @@ class Vector:
         finals = info.get("final_obs")
         there = np.asarray(info.get("_final_obs", ended))
         if finals is None or (ended & ~there).any():
-            raise BadInput(
+            raise InvalidInputError(
                 f"{self.name} resets in the same step but gave no info['final_obs'] at "
                 f"step {self.steps}; without it a truncated episode cannot be valued."
             )
@@ -580,11 +586,13 @@ def _made(
 ) -> VectorEnv[Any, Any, Any]:
     """A vector environment of that kind, resetting in the same step if it can."""
     if kind not in KINDS:
-        raise BadInput(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
+        raise InvalidInputError(
+            f"vectorization must be one of {', '.join(KINDS)}, got {kind!r}."
+        )
     if not 1 <= envs <= 65_536:
-        raise BadInput(f"envs must lie in 1..65536, got {envs}.")
+        raise InvalidInputError(f"envs must lie in 1..65536, got {envs}.")
     if not callable(source) and not isinstance(source, str):
-        raise BadInput(
+        raise InvalidInputError(
             "env must be an id, a function that makes an environment, or a VectorEnv, "
             f"got {type(source).__name__}."
         )
@@ -593,7 +601,9 @@ def _made(
     make: Any = source
     if kind == "native":
         if not isinstance(source, str):
-            raise BadInput("kind 'native' needs an id; or pass a VectorEnv itself.")
+            raise InvalidInputError(
+                "kind 'native' needs an id; or pass a VectorEnv itself."
+            )
         mode = "vector_entry_point"
         make = partial(gymnasium.make_vec, source, envs, vectorization_mode=mode)
         return _guarded(lambda: timed(make, what, seconds, OPTION), name)
@@ -607,13 +617,13 @@ def _made(
     try:
         return _guarded(lambda: AsyncEnvs([worker] * envs, seconds), name)
     except WaitTimeout:
-        raise WorkersTrouble(late(what, seconds, OPTION)) from None
+        raise WorkersError(late(what, seconds, OPTION)) from None
 
 
 def _one(make: Callable[[], Any]) -> Any:  # noqa: ANN401
     env = make()
     if isinstance(env, VectorEnv):
-        raise BadInput("the function makes a VectorEnv; pass what it makes.")
+        raise InvalidInputError("the function makes a VectorEnv; pass what it makes.")
     require_sizes(env.observation_space)
     return env
 
@@ -657,7 +667,7 @@ def _guarded(
         raise
     except BaseException as error:
         what = str(error) if isinstance(error, RaisedInWorker) else described(error)
-        raise BadInput(f"{name} cannot be made: {what}") from error
+        raise InvalidInputError(f"{name} cannot be made: {what}") from error
 
 
 def _replaced(space: Space[Any], batch: Any, finals: Any, at: Array) -> Any:  # noqa: ANN401

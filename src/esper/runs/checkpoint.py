@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from esper.contracts.errors import BadInput, StorageTrouble
+from esper.contracts.errors import InvalidInputError, StorageError
 from esper.contracts.messages import one_line, short
 from esper.files import (
     Disk,
@@ -94,8 +94,8 @@ class CheckpointFolder:
             publish(self._disk, target, data)
             try:
                 self.verify(step, tensors)
-            except BadInput as error:
-                raise StorageTrouble(
+            except InvalidInputError as error:
+                raise StorageError(
                     f"{short(target)} does not read back as it was written; nothing "
                     "older was removed. Check the disk."
                 ) from error
@@ -166,7 +166,7 @@ class CheckpointFolder:
                 if manifest is None or manifest.step != step:
                     raise _misplaced(file, manifest)
                 found.append(manifest)
-            except (BadInput, StorageTrouble) as error:
+            except (InvalidInputError, StorageError) as error:
                 rejected.append(str(error))
         return found, rejected
 
@@ -187,18 +187,18 @@ class CheckpointFolder:
             try:
                 found = self.load(step, like, within)
                 return replace(found, rejected=tuple(rejected))
-            except (BadInput, StorageTrouble) as error:
+            except (InvalidInputError, StorageError) as error:
                 rejected.append(str(error))
         if rejected:
             line = f"none of {len(rejected)} checkpoints verifies: {rejected[0]}"
-            raise BadInput(one_line(line))
+            raise InvalidInputError(one_line(line))
         return None
 
     def _require_later(self, step: int, like: Like) -> None:
         """Refuse to go back behind a good checkpoint; others are replaced."""
         for later in [there for there in self.steps() if there >= step]:
             if self._is_good(later, like):
-                raise BadInput(
+                raise InvalidInputError(
                     f"{short(self.path)} has another state at step {later}, so step "
                     f"{step} cannot be saved. Resume from it, or start a new run."
                 )
@@ -206,7 +206,7 @@ class CheckpointFolder:
     def _is_good(self, step: int, like: Like) -> bool:
         try:
             self.verify(step, like)
-        except BadInput:
+        except InvalidInputError:
             return False
         return True
 
@@ -238,9 +238,9 @@ def _fit(like: Like) -> Fit | None:
     return lambda tensors, manifest: check_fit(like, tensors)
 
 
-def _misplaced(file: Path, manifest: Manifest | None) -> BadInput:
+def _misplaced(file: Path, manifest: Manifest | None) -> InvalidInputError:
     step = "no step" if manifest is None else f"step {manifest.step}"
-    return BadInput(
+    return InvalidInputError(
         f"{short(file)} holds {step}; files were renamed or mixed up. "
         "Use another checkpoint."
     )

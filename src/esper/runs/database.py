@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Final, TypeVar
 
-from esper.contracts.errors import BadInput, StorageTrouble
+from esper.contracts.errors import InvalidInputError, StorageError
 from esper.contracts.messages import one_line, quoted, short
 
 TIMEOUT: Final = 1.0
@@ -160,7 +160,7 @@ ORDER BY min(step), task, env, slot""",
 """What people ask, by name; each can be read like a table."""
 
 
-class DamagedStore(BadInput):
+class DamagedStore(InvalidInputError):
     """A store that is damaged, tampered with, or another run's."""
 
 
@@ -179,9 +179,9 @@ def open_writer(path: Path, run: str | None = None) -> sqlite3.Connection:
     """The connection that writes; the store is made if there is none."""
     if sqlite3.sqlite_version_info < OLDEST:
         needed, got = ".".join(map(str, OLDEST)), sqlite3.sqlite_version
-        raise BadInput(f"SQLite {needed} or later is needed, got {got}; update Python.")
+        raise InvalidInputError(f"SQLite {needed} or later is needed, got {got}; update Python.")
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise BadInput(
+        raise InvalidInputError(
             f"{path} cannot be a store: name a file in a folder that exists."
         )
 
@@ -208,7 +208,7 @@ def open_store(
     """
     path = Path(path).absolute()
     if not os.path.lexists(path):
-        raise BadInput(f"there is no store at {path}; name the database of a run.")
+        raise InvalidInputError(f"there is no store at {path}; name the database of a run.")
     return _opened(path, READ_ONLY, lambda db: None, run, seconds)
 
 
@@ -229,18 +229,18 @@ def _opened(
         db.execute("PRAGMA trusted_schema = OFF")
         _limit_time(db, DEADLINE)
         patiently(lambda: make(db))
-        _judge(db, path, run)
+        _verify(db, path, run)
         if mode != READ_ONLY:
             patiently(lambda: db.execute("PRAGMA journal_mode = WAL"))
         _limit_time(db, seconds)
     except (sqlite3.Error, ValueError) as error:  # also text that is no UTF-8
         if db is not None:
             db.close()
-        if isinstance(error, BadInput):
+        if isinstance(error, InvalidInputError):
             raise
         why = one_line(str(error), 99)
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in DISK_TROUBLE:
-            raise StorageTrouble(f"cannot use {short(path)}: {why}.") from None
+            raise StorageError(f"cannot use {short(path)}: {why}.") from None
         raise DamagedStore(
             f"{short(path)} cannot be used as a store: {why}; name another file."
         ) from None
@@ -255,7 +255,7 @@ def _require_files(path: Path) -> None:
             raise DamagedStore(f"{short(file)} is not a regular file; remove it.")
 
 
-def _judge(db: sqlite3.Connection, path: Path, run: str | None) -> None:
+def _verify(db: sqlite3.Connection, path: Path, run: str | None) -> None:
     """Refuse a database that is no whole store of this schema and run."""
     name = short(path)
     (application,) = db.execute("PRAGMA application_id").fetchone()
@@ -264,7 +264,7 @@ def _judge(db: sqlite3.Connection, path: Path, run: str | None) -> None:
         raise DamagedStore(f"{name} is a database but no store of Esper; name another.")
     if version != VERSION:
         age = "a newer Esper" if version > VERSION else "the Esper that wrote it"
-        raise BadInput(
+        raise InvalidInputError(
             f"{name} has schema {version}, this Esper reads {VERSION}; use {age}."
         )
     if _schema(db) != _own_schema():
@@ -330,7 +330,7 @@ def rows(db: sqlite3.Connection, table: str) -> Iterator[dict[str, Any]]:
         table: A table of the store, or `live_` and its name.
     """
     if table.removeprefix("live_") not in TABLES:
-        raise BadInput(f"the store has no table {table!r}; known: {', '.join(TABLES)}.")
+        raise InvalidInputError(f"the store has no table {table!r}; known: {', '.join(TABLES)}.")
     names = [*columns_of(db, table)]
     for values in db.execute(f"SELECT * FROM {table} ORDER BY attempt, seq"):
         row = dict(zip(names, values, strict=True))

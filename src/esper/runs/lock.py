@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from filelock import FileLock, Timeout
 
-from esper.contracts.errors import BadInput, EsperError, RunTaken
+from esper.contracts.errors import InvalidInputError, EsperError, RunLockedError
 from esper.contracts.messages import quoted, short
 from esper.files import open_regular, read_json, storage
 
@@ -37,12 +37,12 @@ class Lock:
     def __init__(self, folder: Path, name: Path | None = None) -> None:
         name, file = name or folder, folder / LOCK
         if fcntl is None:
-            raise BadInput(
+            raise InvalidInputError(
                 "runs need the file locks of Linux or macOS; use one of them."
             )
         self._lock = FileLock(file, timeout=LOCK_TIMEOUT, thread_local=False)
         if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
-            raise BadInput(f"{short(file)} is not a regular file; remove it.")
+            raise InvalidInputError(f"{short(file)} is not a regular file; remove it.")
         with storage(name, "lock"):
             try:
                 self._lock.acquire(poll_interval=0.02)
@@ -50,7 +50,7 @@ class Lock:
                 owner = {"pid": os.getpid(), "host": socket.gethostname()}
                 file.write_text(json.dumps({**owner, "since": since}))
             except Timeout:
-                raise RunTaken(
+                raise RunLockedError(
                     f"{short(name)} is in use by {_owner(file)}; stop it first."
                 ) from None
             except BaseException:

@@ -22,9 +22,9 @@ LADDER: Final[Mapping[str, int]] = {f"static-x{n}": n for n in (1, 2, 4, 8, 16)}
 SIZES: Final = ("best-size", "envelope", "halving")
 """Choices among them, computed from their results."""
 
-WATCHED: Final = "watched"
+VALIDATION: Final = "watched"
 """Stage of the periodic evaluation: hosts that choose the best checkpoint."""
-JUDGED: Final = "judged"
+TEST: Final = "judged"
 """Stage of a final evaluation: hosts that decided nothing so far."""
 
 Floats = NDArray[np.float64]
@@ -116,7 +116,7 @@ class StopFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class EvalResult:
     """The results of one controller, host by host."""
 
     returns: Floats
@@ -142,7 +142,7 @@ class Judged:
     """Not stored."""
 
 
-Results = Mapping[str, Judged]
+Results = Mapping[str, EvalResult]
 """Results of the policy by task."""
 
 

@@ -17,6 +17,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import platform
 import secrets
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from esper import __version__
-from esper.contracts.errors import BadInput, CallOrder, RunTaken
-from esper.contracts.messages import checked_name, one_line, quoted, short
+from esper.contracts.errors import InvalidInputError, InvalidStateError, RunLockedError
+from esper.contracts.messages import one_line, quoted, short
 from esper.runs.checkpoint import CheckpointFolder
 from esper.runs.lock import Lock, is_locked
 from esper.files import (
@@ -44,6 +45,7 @@ from esper.files import (
 )
 
 CONFIG, VERSIONS, FINISHED = "config.toml", "versions.json", "finished.json"
+RESERVED: Final = frozenset({"latest", "best", "con", "prn", "aux", "nul"})
 TRAINING: Final = "training"
 """The kind of run that has a controller."""
 CHECKPOINTS: Final = "checkpoints"
@@ -103,7 +105,7 @@ class Run:
             disk: What writes.
         """
         disk = disk or Disk()
-        name = invented_name() if name is None else checked_name(name)
+        name = invented_name() if name is None else validate_name(name)
         path = root / name
         temporary = beside(path)
         files = {
@@ -115,14 +117,14 @@ class Run:
         with storage(path, "create"):
             if not root.exists():
                 if not root.parent.is_dir():
-                    raise BadInput(
+                    raise InvalidInputError(
                         f"{short(root.parent)} does not exist; create it first."
                     )
                 with suppress(FileExistsError):  # another run began just now
                     disk.mkdir(root)
                 disk.sync_folder(root.parent)
             if not root.is_dir():
-                raise BadInput(f"{short(root)} is not a folder; runs need one.")
+                raise InvalidInputError(f"{short(root)} is not a folder; runs need one.")
             discard_leftovers(disk, root)
             disk.mkdir(temporary)
             lock = Lock(temporary, path)
@@ -137,11 +139,11 @@ class Run:
                 except OSError as error:
                     if error.errno not in OCCUPIED:
                         raise
-                    raise RunTaken(
+                    raise RunLockedError(
                         f"{short(path)} exists; choose another name, or resume it."
                     ) from error
                 disk.sync_folder(root)
-            except (OSError, RunTaken):
+            except (OSError, RunLockedError):
                 lock.close()
                 with suppress(OSError):
                     discard(disk, temporary)
@@ -159,11 +161,11 @@ class Run:
     def read(cls, path: Path, *, disk: Disk | None = None) -> "Run":
         """Look at a run, also while another process is at work in it."""
         if not path.is_dir():
-            raise BadInput(
+            raise InvalidInputError(
                 f"{short(path)} is no run; expected a folder. See esper runs."
             )
         if not (path / CONFIG).is_file():
-            raise BadInput(f"{short(path)} is no run: it has no {CONFIG}.")
+            raise InvalidInputError(f"{short(path)} is no run: it has no {CONFIG}.")
         return cls(path, disk or Disk(), None)
 
     @staticmethod
@@ -220,7 +222,7 @@ class Run:
     def write(self, name: str, facts: Mapping[str, Any]) -> None:
         """Put a file of facts into the run, whole or not at all."""
         if self._lock is None:
-            raise CallOrder(f"{short(self.path)} is only read here; use Run.open.")
+            raise InvalidStateError(f"{short(self.path)} is only read here; use Run.open.")
         publish(self._disk, self.path / name, _json_bytes(facts))
 
     def checkpoints(self, *, keep: int = 3) -> CheckpointFolder:
@@ -248,18 +250,18 @@ def find_run(text: str, root: Path) -> Path:
         root: Where runs are.
     """
     if not text.isprintable() or not text:
-        raise BadInput(f"expected the name or folder of a run, got {quoted(text)}.")
+        raise InvalidInputError(f"expected the name or folder of a run, got {quoted(text)}.")
     # os.path says no of what cannot be looked at; Path would raise.
     there = [path for path in (root / text, Path(text)) if os.path.isdir(path)]
     for path in there:
         if os.path.isfile(path / CONFIG):
             return path if path.name not in ("", "..") else path.resolve()
     if there:
-        raise BadInput(f"{short(there[0])} is no run: it has no {CONFIG}.")
+        raise InvalidInputError(f"{short(there[0])} is no run: it has no {CONFIG}.")
     names = [each.name for each in Run.list(root)]
     near = get_close_matches(text, names, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ". See esper runs."
-    raise BadInput(f"there is no run {quoted(text)} in {short(root)}{hint}")
+    raise InvalidInputError(f"there is no run {quoted(text)} in {short(root)}{hint}")
 
 
 def invented_name(now: datetime | None = None) -> str:
@@ -372,3 +374,17 @@ def _size(path: Path) -> int:
             with suppress(OSError):  # removed since it was listed
                 total += os.lstat(Path(folder) / file).st_size
     return total
+
+
+def validate_name(name: str) -> str:
+    """A name that is one safe word of a path on every system, or an error."""
+    if (
+        not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name)
+        or name.endswith(".")
+        or name.split(".")[0].lower() in RESERVED
+    ):
+        raise InvalidInputError(
+            f"a run cannot be called {quoted(name)}; use 1 to 64 of a-z, 0-9, '_', "
+            "'-', '.', beginning with a letter or digit."
+        )
+    return name

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, TypeVar, cast, dataclass_transform
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.messages import nearest, quoted, refusal, unknown
 
 T = TypeVar("T")
@@ -196,7 +196,7 @@ def _parsed(kind: str, text: str) -> object:
         return text
     try:
         return parse_toml(f"value = {text}")["value"]
-    except BadInput:
+    except InvalidInputError:
         return text
 
 
@@ -296,7 +296,7 @@ def _refusal(
     cls: type,
     error: ValidationError,
     origins: Mapping[str, str] = MappingProxyType({}),
-) -> BadInput:
+) -> InvalidInputError:
     """The first thing that is wrong, in one line."""
     known = known_settings(cls)
     errors = error.errors(include_url=False)

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.contracts.errors import BadInput, CallOrder, StorageTrouble
+from esper.contracts.errors import InvalidInputError, InvalidStateError, StorageError
 from esper.contracts.messages import one_line, short
 from esper.runs.database import (
     COMPANIONS,
@@ -43,7 +43,7 @@ from esper.runs.database import (
     rows,
     transaction,
 )
-from esper.runs.records import Judged, RoundRecord
+from esper.runs.records import EvalResult, RoundRecord
 from esper.files import storage
 
 BATCH: Final = 1_000
@@ -98,7 +98,7 @@ class Store:
             The number of the attempt, from 1.
         """
         if self._attempt:
-            raise CallOrder("begin_attempt() was called before; open another Store.")
+            raise InvalidStateError("begin_attempt() was called before; open another Store.")
         keeps = -1 if resume_round is None else resume_round
         started = datetime.now(UTC).isoformat(timespec="seconds")
         about = {**(versions or {})} | ({"run": self._run} if self._run else {})
@@ -137,10 +137,10 @@ class Store:
                 or one for all; None, like a column that is left out, is missing.
         """
         if not self._attempt:
-            raise CallOrder("rows came before begin_attempt(); call that first.")
+            raise InvalidStateError("rows came before begin_attempt(); call that first.")
         unknown = columns.keys() - self._columns[table].keys()
         if unknown:
-            raise BadInput(f"the table {table} has no column {min(unknown)!r}.")
+            raise InvalidInputError(f"the table {table} has no column {min(unknown)!r}.")
         rows = self._rows(table, columns)
         self._queue.append((table, rows))
         self._waiting += len(rows)
@@ -160,7 +160,7 @@ class Store:
             self.add("heads", round=record.round, head=[*heads], **each)
 
     def add_evaluation(
-        self, judged: Judged, *, round: int, stage: str, controller: str, task: str
+        self, judged: EvalResult, *, round: int, stage: str, controller: str, task: str
     ) -> None:
         """What became of every host under one controller."""
         figures = {item.name: getattr(judged, item.name) for item in fields(judged)}
@@ -195,7 +195,7 @@ class Store:
         """Write all that waits.
 
         Args:
-            durable: Whether it must survive a loss of power. Raises StorageTrouble if
+            durable: Whether it must survive a loss of power. Raises StorageError if
                 it cannot; nothing is lost then, and may be tried again. If not durable,
                 the rows go on waiting.
 
@@ -203,7 +203,7 @@ class Store:
             Rows of this attempt that are written.
         """
         if not self._attempt:
-            raise CallOrder("flush() before begin_attempt(); call that first.")
+            raise InvalidStateError("flush() before begin_attempt(); call that first.")
         try:
             if durable:
                 patiently(lambda: self._write(durable=True))
@@ -235,7 +235,7 @@ class Store:
             if not isinstance(values, list):
                 given[name] = values = [values] * count
             if len(values) != count:
-                raise BadInput(f"{name} must have {count} values, got {len(values)}.")
+                raise InvalidInputError(f"{name} must have {count} values, got {len(values)}.")
             if any(map(ne, values, values)):  # only NaN differs from itself
                 for mark, value in zip(marks, values, strict=True):
                     if value != value:
@@ -270,8 +270,8 @@ class Store:
         self._queue.clear()
         self._waiting, self._retry_at = 0, BATCH
 
-    def _trouble(self, error: Exception) -> StorageTrouble:
-        return StorageTrouble(
+    def _trouble(self, error: Exception) -> StorageError:
+        return StorageError(
             f"cannot write {self.path}: {error}; {self._waiting} rows wait. Free disk "
             "space, or stop other processes that use the file."
         )
@@ -283,7 +283,7 @@ def _listed(name: str, value: Column) -> Any:  # noqa: ANN401
         return _clean(value)
     if isinstance(value, Tensor | np.ndarray):
         if value.ndim != 1:
-            raise BadInput(f"{name} must have one axis, got shape {(*value.shape,)}.")
+            raise InvalidInputError(f"{name} must have one axis, got shape {(*value.shape,)}.")
         return value.tolist()
     if isinstance(value, Sequence):
         return [_clean(each) if isinstance(each, str) else each for each in value]
@@ -334,14 +334,14 @@ def export(
         The files.
     """
     if kind not in ("parquet", "csv"):
-        raise BadInput(f"kind must be 'parquet' or 'csv', got {kind!r}.")
+        raise InvalidInputError(f"kind must be 'parquet' or 'csv', got {kind!r}.")
     duckdb = _duckdb() if kind == "parquet" else None
     folder, db = Path(folder), open_store(path, seconds=DEADLINE)
     try:
         files = [folder / f"{table}.{kind}" for table in TABLES]
         taken = [file.name for file in files if file.exists()]
         if taken:
-            raise BadInput(f"{folder} already has {taken[0]}; name another folder.")
+            raise InvalidInputError(f"{folder} already has {taken[0]}; name another folder.")
         folder.mkdir(parents=True, exist_ok=True)
         db.execute("BEGIN")  # all tables as of one moment
         for table, file in zip(TABLES, files, strict=True):
@@ -355,12 +355,12 @@ def export(
             os.replace(draft, file)
     except OSError as error:
         why = error.strerror or error
-        raise StorageTrouble(f"cannot export to {folder}: {why}.") from None
+        raise StorageError(f"cannot export to {folder}: {why}.") from None
     except (sqlite3.Error, ValueError) as error:
-        if isinstance(error, BadInput):
+        if isinstance(error, InvalidInputError):
             raise
         why = one_line(str(error), 99)
-        raise StorageTrouble(f"cannot read {short(Path(path))}: {why}.") from None
+        raise StorageError(f"cannot read {short(Path(path))}: {why}.") from None
     finally:
         db.close()
     return files
@@ -397,13 +397,13 @@ def _pack(duckdb: Any, csv: Path, parquet: Path, types: dict[str, str]) -> None:
         )
     except duckdb.Error as error:
         why = str(error).splitlines()[0]
-        raise StorageTrouble(f"cannot write {parquet}: {why}") from None
+        raise StorageError(f"cannot write {parquet}: {why}") from None
 
 
 def _duckdb() -> Any:  # noqa: ANN401
     try:
         return import_module("duckdb")
     except ImportError:
-        raise BadInput(
+        raise InvalidInputError(
             "Parquet needs DuckDB: pip install 'esper-lite[query]', or export CSV."
         ) from None

@@ -18,7 +18,6 @@ from pydantic import Field
 
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.messages import (
-    checked_name,
     quoted,
     refusal,
     short,
@@ -26,6 +25,7 @@ from esper.contracts.messages import (
 )
 from esper.environment.settings import WorldSettings
 from esper.runs.records import ENDLESS, LADDER, STATIC
+from esper.runs.run import validate_name
 from esper.runs.settings import (
     NONE,
     Count,
@@ -135,7 +135,7 @@ class Learner:
     rent."""
     gae_lambda: Fraction = 0.95
     """GAE lambda: 0 is one-step TD, 1 is Monte Carlo."""
-    final_share: Fraction = 0.1
+    end_factor: Fraction = 0.1
     """Learning rate and entropy coefficients fall linearly to this fraction."""
     ppo: PPOConfig = field(
         default_factory=lambda: PPOConfig(
@@ -145,7 +145,7 @@ class Learner:
             epochs=2,
             minibatches=1,
             max_grad_norm=1.0,
-            entropy=5e-4,
+            entropy_coef=5e-4,
             head_entropy={"op": 2e-3, "blueprint": 1e-3},
         )
     )
@@ -163,7 +163,7 @@ class Learner:
 
 
 @settings
-class Judging:
+class EvalConfig:
     """How the policy is compared with controllers that do not learn."""
 
     every: Rounds = 20
@@ -183,7 +183,7 @@ class Judging:
 
 
 @settings
-class Keeping:
+class CheckpointConfig:
     """Checkpoints and logs of a run."""
 
     every: Rounds = 10
@@ -200,7 +200,7 @@ class TrainConfig:
 
     tasks: tuple[TaskName, ...] = ("teacher", "mnist1d")
     """Tasks to train on; "family" and "simulated" must be the only task."""
-    envs: Count = 16
+    num_envs: Count = 16
     """Environments per task."""
     variants: Count = 7
     """Number of tasks drawn per round if tasks is "family"."""
@@ -222,16 +222,16 @@ class TrainConfig:
     """The policy and how it learns."""
     world: World = field(default_factory=World)
     """How real networks grow."""
-    judging: Judging = field(default_factory=Judging)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
     """How the policy is compared with controllers that do not learn."""
-    keeping: Keeping = field(default_factory=Keeping)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints and logs of a run."""
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other."""
         require_distinct("tasks", self.tasks)
         if self.name is not None:
-            checked_name(self.name)
+            validate_name(self.name)
         check_limits("world", self.world)
         for name in self.world.blueprints or ():
             if name not in (known := _blueprints()):
@@ -250,16 +250,16 @@ class TrainConfig:
                 "other than 'simulated'. Set world.at_once to true."
             )
         count = self.variants if self.family else len(self.tasks)
-        total, minibatches = self.envs * count, self.learner.ppo.minibatches
+        total, minibatches = self.num_envs * count, self.learner.ppo.minibatches
         if minibatches > total:
             raise refusal(
                 f"learner.ppo.minibatches is {minibatches}, but there are only {total} "
-                f"environments (envs {self.envs} x tasks {count}). Lower it."
+                f"environments (num_envs {self.num_envs} x tasks {count}). Lower it."
             )
-        if self.envs % self.world.group_size:
+        if self.num_envs % self.world.group_size:
             raise refusal(
                 f"world.group_size is {self.world.group_size}, which does not divide "
-                f"envs {self.envs}. Make envs a multiple of it."
+                f"num_envs {self.num_envs}. Make num_envs a multiple of it."
             )
 
     @property
@@ -314,22 +314,22 @@ _CHANGES: Final[Mapping[str, dict[str, Any]]] = {
     "quick": {
         "start_from": None,
         "budget.rounds": 16,
-        "judging.every": 8,
-        "judging.hosts": 8,
-        "judging.controllers": ("never", "random", "early"),
-        "keeping.every": 8,
+        "evaluation.every": 8,
+        "evaluation.hosts": 8,
+        "evaluation.controllers": ("never", "random", "early"),
+        "checkpoint.every": 8,
     },
     DEFAULT: {},
     "thorough": {
         "tasks": ("teacher", "mnist1d", "letter"),
         "budget.rounds": 400,
-        "judging.every": 50,
-        "judging.hosts": 64,
-        "keeping.every": 25,
+        "evaluation.every": 50,
+        "evaluation.hosts": 64,
+        "checkpoint.every": 25,
     },
     FAMILY: {
         "tasks": (FAMILY,),
-        "envs": 8,
+        "num_envs": 8,
         "start_from": RECORDINGS,
         "recordings": 270,
         "budget.rounds": 30,
@@ -341,24 +341,24 @@ _CHANGES: Final[Mapping[str, dict[str, Any]]] = {
         "world.at_once": True,
         "world.relative": True,
         "world.group_size": 4,
-        "judging.every": 15,
-        "keeping.every": 15,
+        "evaluation.every": 15,
+        "checkpoint.every": 15,
     },
     SIMULATED: {
         "tasks": (SIMULATED,),
-        "envs": 256,
+        "num_envs": 256,
         "start_from": None,
         "budget.rounds": 420,
         "learner.gae_lambda": 0.85,
-        "learner.final_share": 0.03,
+        "learner.end_factor": 0.03,
         "learner.ppo.learning_rate": 3e-3,
         "learner.ppo.epochs": 4,
         "learner.ppo.minibatches": 4,
-        "learner.ppo.entropy": 0.02,
+        "learner.ppo.entropy_coef": 0.02,
         # Most random sentences do harm, so waiting looks best before the others are
         # learned: op and blueprint must be tried for longer.
         "learner.ppo.head_entropy": {"op": 0.15, "blueprint": 0.1},
-        "keeping.every": 70,
+        "checkpoint.every": 70,
     },
 }
 """What presets change of the defaults."""

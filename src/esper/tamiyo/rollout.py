@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Generator, Tensor
 
-from esper.contracts.errors import CallOrder
+from esper.contracts.errors import InvalidStateError
 from esper.contracts.world import (
     Controller,
     ControllerState,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class RolloutState:
     """Where every environment stands between two rollouts."""
 
     observation: Observation
@@ -52,7 +52,7 @@ class Transition:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class EpisodeStats:
     """The episodes that ended in one rollout."""
 
     episodes: Float[Tensor, ""]
@@ -71,20 +71,20 @@ class Finished:
         return float(torch.cat([getattr(each, name) for each in self.reports]).mean())
 
 
-def together(parts: Sequence[Finished]) -> Finished:
+def concat(parts: Sequence[EpisodeStats]) -> EpisodeStats:
     """The episodes of several rollouts."""
-    return Finished(
+    return EpisodeStats(
         torch.stack([part.episodes for part in parts]).sum(),
         torch.stack([part.total_return for part in parts]).sum(),
         tuple(report for part in parts for report in part.reports),
     )
 
 
-def start(world: VectorWorld, policy: "TamiyoPolicy") -> Live:
+def start(world: VectorWorld, policy: "TamiyoPolicy") -> RolloutState:
     """Begin a new episode everywhere, with empty memory."""
     observation = world.reset()
-    device = observation.first.device
-    return Live(
+    device = observation.episode_start.device
+    return RolloutState(
         observation,
         policy.initial_state(world.num_envs),
         torch.zeros(world.num_envs, device=device),
@@ -96,12 +96,12 @@ def collect(
     world: VectorWorld,
     policy: "TamiyoPolicy",
     buffer: "TamiyoRolloutBuffer",
-    live: Live,
+    live: RolloutState,
     generator: Generator,
     *,
     policy_version: int,
     on_step: Callable[[Transition], None] | None = None,
-) -> tuple[Live, Finished]:
+) -> tuple[RolloutState, EpisodeStats]:
     """Fill a buffer with steps of a policy.
 
     Args:
@@ -124,7 +124,9 @@ def collect(
     for _ in range(buffer.max_steps):
         features = compute_features(observation, spec)
         masks = compute_masks(observation, spec)
-        decision = policy.act(features, masks, observation.first, state, generator)
+        decision = policy.act(
+            features, masks, observation.episode_start, state, generator
+        )
         result = world.step(decision.actions)
         returns = returns + result.reward
         if on_step is not None:
@@ -133,13 +135,13 @@ def collect(
         if result.final is not None:
             final_values = policy.value(
                 compute_features(result.final, spec),
-                torch.zeros_like(observation.first),
+                torch.zeros_like(observation.episode_start),
                 decision.state,
             )
         buffer.add(
             features=features,
-            first=observation.first,
-            rows=decision.rows,
+            episode_start=observation.episode_start,
+            masks=decision.masks,
             actions=decision.actions,
             log_probs=decision.log_probs,
             distribution=decision.distribution,
@@ -156,11 +158,13 @@ def collect(
         if result.report is not None:
             reports.append(result.report)
         observation, state = result.observation, decision.state
-    last = policy.value(compute_features(observation, spec), observation.first, state)
-    buffer.cut(last)
+    last = policy.value(
+        compute_features(observation, spec), observation.episode_start, state
+    )
+    buffer.finish(last)
     return (
-        Live(observation, state, returns),
-        Finished(episodes, total, tuple(reports)),
+        RolloutState(observation, state, returns),
+        EpisodeStats(episodes, total, tuple(reports)),
     )
 
 
@@ -183,8 +187,8 @@ def play(
         on_step: Called after every step with the actions and their result.
     """
     observation = world.reset()
-    returns = torch.zeros(world.num_envs, device=observation.first.device)
-    running = torch.ones_like(observation.first)
+    returns = torch.zeros(world.num_envs, device=observation.episode_start.device)
+    running = torch.ones_like(observation.episode_start)
     state: ControllerState = None
     for _ in range(max_steps):
         masks = compute_masks(observation, world.spec)
@@ -197,4 +201,4 @@ def play(
         observation = result.observation
         if not bool(running.any()):
             return returns
-    raise CallOrder(f"some episode did not end within {max_steps} steps.")
+    raise InvalidStateError(f"some episode did not end within {max_steps} steps.")

@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionMasks, ActionSpec, Op
 from esper.contracts.blueprints import NOMINAL_WIDTH, Form
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.stages import Stage
 from esper.contracts.world import BlueprintOffers, ControllerState, Observation
 from esper.simic.agent.distribution import sample
@@ -74,7 +74,9 @@ class Plateau:
 
     def __init__(self, spec: ActionSpec, patience: float = 0.1) -> None:
         if not 0.0 <= patience <= 1.0:
-            raise BadInput(f"patience must be a share in [0, 1], got {patience}.")
+            raise InvalidInputError(
+                f"patience must be a share in [0, 1], got {patience}."
+            )
         self.patience = patience
         self._preference = SizePreference(spec)
 
@@ -103,7 +105,7 @@ class ByRent:
 
     def __init__(self, spec: ActionSpec, limit: float = 0.02) -> None:
         if not limit >= 0.0:
-            raise BadInput(f"limit must be a score from 0, got {limit}.")
+            raise InvalidInputError(f"limit must be a score from 0, got {limit}.")
         self.limit = limit
         self._preference = SizePreference(spec)
 
@@ -118,7 +120,7 @@ class ByRent:
         host, offers = observation.host, observation.offers
         size = host.added[:, None, None] + offers.parameters
         affordable = host.rent[:, None, None] * size <= self.limit
-        due = torch.ones_like(observation.first)
+        due = torch.ones_like(observation.episode_start)
         scores = self._preference.scores(offers, due)
         scores = torch.where(affordable, scores, -torch.inf)
         return next_actions(observation, masks, scores, blending=BLEND_AT_ONCE), None
@@ -144,7 +146,7 @@ class SizePreference:
         """Scores in (-1, 2); -inf where planting is not due."""
         size, kinds = offers.parameters, len(self._widening)
         if size.shape[2] != kinds:
-            raise BadInput(
+            raise InvalidInputError(
                 f"offers must have the {kinds} blueprints of this controller's action "
                 f"space, got {size.shape[2]}; pass the same spec."
             )
@@ -238,8 +240,8 @@ def episode_count(
 ) -> Int64[Tensor, " env"]:
     """The counter kept in a state, 0 where an episode begins."""
     if not isinstance(state, Tensor):
-        return torch.zeros_like(observation.first, dtype=torch.int64)
-    return torch.where(observation.first, 0, state)
+        return torch.zeros_like(observation.episode_start, dtype=torch.int64)
+    return torch.where(observation.episode_start, 0, state)
 
 
 def explain_no_planting(observation: Observation, masks: ActionMasks) -> str:

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int64
 from torch import Generator, Tensor
 
 from esper.contracts.actions import HEAD, ActionMasks, ActionSpec, Op
-from esper.contracts.errors import BadInput, unknown
+from esper.contracts.errors import InvalidInputError, unknown
 from esper.contracts.stages import Stage
 from esper.contracts.world import ControllerState, Observation
 from esper.tamiyo.rule_based import (
@@ -62,13 +62,15 @@ class Schedule:
         for name in ("count", "keep"):
             count = getattr(self, name)
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-                raise BadInput(f"{name} must be a whole number from 0, got {count!r}.")
+                raise InvalidInputError(
+                    f"{name} must be a whole number from 0, got {count!r}."
+                )
         for name in ("start", "every", "until", "cut"):
             time = getattr(self, name)
             if isnan(time) or time < 0:
-                raise BadInput(f"{name} must be a time from 0, got {time}.")
+                raise InvalidInputError(f"{name} must be a time from 0, got {time}.")
         if self.scale not in SCALES:
-            raise BadInput(
+            raise InvalidInputError(
                 f"scale must be one of {', '.join(SCALES)}; got {self.scale!r}."
             )
 
@@ -130,9 +132,9 @@ class Scheduled:
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
         """Follow the rules, and plant what is due."""
-        envs = len(observation.first)
+        envs = len(observation.episode_start)
         if len(self._plan) not in (1, envs):
-            raise BadInput(
+            raise InvalidInputError(
                 f"there are schedules for {len(self._plan)} environments, got {envs}; "
                 "give as many, or one for all."
             )
@@ -162,7 +164,7 @@ class ScheduledByRent:
         known, unknown = plans[True], plans[False]
         for limits in ([*known], [*unknown]):
             if limits != sorted(limits):
-                raise BadInput(f"rents must ascend, got {limits}.")
+                raise InvalidInputError(f"rents must ascend, got {limits}.")
         nothing = Schedule(blueprint=LARGEST, count=0)
         given = [*known.values(), nothing, *unknown.values(), nothing]
         self._table = Timetable(spec, [playable(spec, plan) for plan in given])
@@ -205,7 +207,7 @@ class Timetable:
 
     def __init__(self, spec: ActionSpec, schedules: Sequence[Schedule]) -> None:
         if not schedules:
-            raise BadInput("expected at least one schedule, got none.")
+            raise InvalidInputError("expected at least one schedule, got none.")
         self._preference = SizePreference(spec)
         wanted = [_wanted(spec, s.blueprint) for s in schedules]
         self._flags = torch.tensor(

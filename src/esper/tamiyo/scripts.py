@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from esper.contracts.actions import HEAD, NUM_HEADS, ActionMasks, ActionSpec, Op
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.world import ControllerState, Observation
 from esper.tamiyo.policy.heads import relevant
 from esper.tamiyo.rule_based import episode_count
@@ -110,9 +110,9 @@ class Scripted:
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
         """What the scripts say; the state is the number of the decision."""
-        envs, device = len(observation.first), masks.op.device
+        envs, device = len(observation.episode_start), masks.op.device
         if envs != len(self._codes):
-            raise BadInput(
+            raise InvalidInputError(
                 f"there are scripts for {len(self._codes)} environments, got {envs}."
             )
         decision = episode_count(state, observation)

@@ -14,7 +14,7 @@ from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, Final
 
-from esper.contracts.errors import BadInput, unknown
+from esper.contracts.errors import InvalidInputError, unknown
 from esper.tasks.data import LEAST_DEVIATION, Data, Splits, split
 from esper.tasks.datasets import MIXED_UNITS, digits, mnist5k, stored
 from esper.tasks.hosts import CnnHost, MlpHost
@@ -38,7 +38,7 @@ def task(name: str) -> Task:
     made = _BUILDERS[name]()
     if not isinstance(made, Task) or made.name != name:
         found = f"named {made.name!r}" if isinstance(made, Task) else ""
-        raise BadInput(
+        raise InvalidInputError(
             f"expected the function registered as {name!r} to return a Task of that "
             f"name; got {type(made).__name__} {found}".rstrip()
         )
@@ -54,7 +54,7 @@ def register_task(name: str) -> Callable[[Builder], Builder]:
     def register(builder: Builder) -> Builder:
         known = _BUILDERS.get(name)
         if known is not None and _place(known) != _place(builder):
-            raise BadInput(
+            raise InvalidInputError(
                 f"expected a name that is not taken; got {name!r}, which is that of "
                 f"{'.'.join(_place(known))}; choose another"
             )
@@ -62,7 +62,7 @@ def register_task(name: str) -> Callable[[Builder], Builder]:
         return builder
 
     if not isinstance(name, str) or not name:
-        raise BadInput(f"expected a task's name; got {name!r}")
+        raise InvalidInputError(f"expected a task's name; got {name!r}")
     return register
 
 
@@ -73,7 +73,7 @@ def table() -> list[dict[str, Any]]:
         rows, missing = None, ""
         try:
             rows = sum(map(len, made.splits(0)))
-        except BadInput as error:
+        except InvalidInputError as error:
             missing = str(error)
         found.append({**made.summary(), "rows": rows, "missing": missing})
     return found

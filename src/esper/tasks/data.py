@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Num
 from torch import Tensor
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.tasks.hosts import Loss, loss_of
 
 SHARES: Final = (0.6, 0.2, 0.2)
@@ -81,7 +81,7 @@ class Data:
                 )
 
     def _refuse(self, wanted: str) -> Never:
-        raise BadInput(f"{self.name}: expected {wanted}")
+        raise InvalidInputError(f"{self.name}: expected {wanted}")
 
     @property
     def loss(self) -> Loss:
@@ -108,7 +108,7 @@ class Splits(NamedTuple):
 
     train: Data
     """The rows a network learns from."""
-    decisions: Data
+    val: Data
     """The rows that decide whether and how it grows."""
     test: Data
     """The rows that are looked at once, at the end."""
@@ -120,17 +120,17 @@ def check_data(data: Data, *, batch: int = 1) -> Data:
     A class without a row is allowed: it can only be guessed wrongly.
     """
     if len(data) < batch:
-        raise BadInput(
+        raise InvalidInputError(
             f"{data.name}: expected at least one batch of {batch} rows; got "
             f"{len(data)}; choose a smaller batch or find more rows"
         )
     if bool((data.labels == data.labels[0]).all()):
         if data.loss == "regression":
-            raise BadInput(
+            raise InvalidInputError(
                 f"{data.name}: expected targets that differ; all {len(data)} are "
                 f"{float(data.labels[0])}; there is nothing to predict"
             )
-        raise BadInput(
+        raise InvalidInputError(
             f"{data.name}: expected rows of at least two classes; all {len(data)} are "
             f"of class {int(data.labels[0])}; accuracy would mean nothing"
         )
@@ -154,7 +154,7 @@ def split(
             all columns; 0 where columns are of different units.
     """
     if not 0 <= least_deviation <= 1:
-        raise BadInput(
+        raise InvalidInputError(
             f"expected least_deviation between 0 and 1; got {least_deviation}"
         )
     first, second = borders(len(data), shares)
@@ -175,23 +175,23 @@ def split(
     variance, mean = torch.var_mean(parts[0].features.double(), dim=0, correction=0)
     deviation = variance.sqrt().maximum(least_deviation * variance.mean().sqrt())
     deviation = torch.where(deviation > 0, deviation, 1.0)
-    train, decisions, test = (
+    train, val, test = (
         replace(part, features=((part.features - mean) / deviation).float())
         for part in parts
     )
-    return Splits(train, decisions, test)
+    return Splits(train, val, test)
 
 
 def borders(count: int, shares: Sequence[float]) -> tuple[int, int]:
     """Where the second and the third of three parts begin."""
     if len(shares) != 3 or min(shares) <= 0 or abs(fsum(shares) - 1) > 1e-6:
-        raise BadInput(
+        raise InvalidInputError(
             f"expected three positive shares that add up to 1; got {tuple(shares)}"
         )
     first = round(count * shares[0])
     second = round(count * (shares[0] + shares[1]))
     if not 0 < first < second < count:
-        raise BadInput(
+        raise InvalidInputError(
             f"expected enough rows for every share of {tuple(shares)}; got {count}"
         )
     return first, second
@@ -200,7 +200,7 @@ def borders(count: int, shares: Sequence[float]) -> tuple[int, int]:
 def random_source(rng_seed: int, purpose: str) -> np.random.Generator:
     """A random source of its own: one for each number and each purpose."""
     if rng_seed < 0:
-        raise BadInput(f"expected rng_seed to be 0 or more; got {rng_seed}")
+        raise InvalidInputError(f"expected rng_seed to be 0 or more; got {rng_seed}")
     mixed = np.random.SeedSequence([rng_seed, crc32(purpose.encode())])
     return np.random.default_rng(mixed)
 

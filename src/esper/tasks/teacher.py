@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from jaxtyping import Float64, Int64
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.tasks.data import Data, Splits, check_data, random_source, split
 
 INPUTS: Final = 16
@@ -60,7 +60,7 @@ class Teacher:
         """Refuse a network without units and labels that are only noise."""
         most = 1 - 1 / self.classes
         if self.width < 1 or self.depth < 0 or not 0 <= self.noise <= most:
-            raise BadInput(
+            raise InvalidInputError(
                 f"expected width >= 1, depth >= 0 and noise in 0..{most}; "
                 f"got width {self.width}, depth {self.depth} and noise {self.noise}"
             )
@@ -69,7 +69,9 @@ class Teacher:
 def teacher(rng_seed: int, rows: int = ROWS, *, kind: Teacher | None = None) -> Splits:
     """The rows of one teacher; without a kind, of the one that the number draws."""
     if rows < 10 * CLASSES:
-        raise BadInput(f"expected rows to be at least {10 * CLASSES}; got {rows}")
+        raise InvalidInputError(
+            f"expected rows to be at least {10 * CLASSES}; got {rows}"
+        )
     data = taught(random_source(rng_seed, "teacher"), rows, kind or drawn(rng_seed))
     return split(data, rng_seed)
 
@@ -108,7 +110,7 @@ def _labels(features: Rows, kind: Teacher, random: np.random.Generator) -> Label
         labels: Labels = (outputs + _bias(outputs[:SAMPLE])).argmax(1)
         if _shares(labels, kind.classes).min() >= LEAST_SHARE / kind.classes:
             return labels
-    raise BadInput(
+    raise InvalidInputError(
         f"expected a teacher that tells {kind.classes} classes apart; got {TRIES} of "
         f"{kind} that do not; make it wider or less deep"
     )

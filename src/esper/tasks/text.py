@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Generator, Tensor
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.tasks.data import (
     SHARES,
     Data,
@@ -52,7 +52,7 @@ class Text(NamedTuple):
 
     train: Ids
     """What a model learns from."""
-    decisions: Ids
+    val: Ids
     """What decides whether and how it grows."""
     test: Ids
     """What is looked at once, at the end."""
@@ -63,7 +63,7 @@ def text(shares: Sequence[float] = SHARES) -> Text:
     try:
         topics: dict[str, str] = import_module("pydoc_data.topics").topics
     except ImportError as error:
-        raise BadInput(
+        raise InvalidInputError(
             f"expected Python's help texts; got {error}; install Python's full "
             f"standard library"
         ) from error
@@ -78,7 +78,7 @@ def windows(
     """Cut windows at random places: characters, and the character after each."""
     places = len(ids) - length
     if count < 1 or length < 1 or places < 1:
-        raise BadInput(
+        raise InvalidInputError(
             f"expected count and length to be at least 1 and length below the "
             f"{len(ids)} characters; got count {count} and length {length}"
         )
@@ -145,7 +145,7 @@ def _table(
     """Windows at random places of one stretch."""
     places = len(ids) - CONTEXT
     if not 1 <= count <= places:
-        raise BadInput(
+        raise InvalidInputError(
             f"expected a count of windows in 1..{max(places, 0)}, as the stretch has "
             f"{len(ids)} characters; got {count}"
         )

@@ -30,7 +30,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor
 
 from esper.contracts.actions import HEAD, RELEVANT, Op
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
 from esper.contracts.state import Stateful
@@ -291,7 +291,7 @@ class SimulatedState:
         measured = tables.measured.take(life)
         zero = torch.zeros_like(instances.rent)
         return Observation(
-            first=first,
+            episode_start=first,
             host=HostStates(
                 progress=progress,
                 end_known=torch.ones_like(first),
@@ -358,7 +358,9 @@ class SimulatedWorld(Stateful, VectorWorld):
     ) -> None:
         check_count("num_envs", num_envs, 1)
         if not 0.0 <= hidden_share <= 1.0:
-            raise BadInput(f"hidden_share must lie in [0, 1], got {hidden_share}.")
+            raise InvalidInputError(
+                f"hidden_share must lie in [0, 1], got {hidden_share}."
+            )
         self.spec, self.num_envs = SPEC, num_envs
         self._hidden_share = hidden_share
         self._device = device
@@ -377,7 +379,7 @@ class SimulatedWorld(Stateful, VectorWorld):
     ) -> "SimulatedWorld":
         """A world whose environment i plays instance i, again in every episode."""
         if (instances.clock >= HORIZON).any():
-            raise BadInput(
+            raise InvalidInputError(
                 f"an instance must start before step {HORIZON}, got one that starts at "
                 f"{int(instances.clock.max())}."
             )
@@ -487,5 +489,5 @@ class SimulatedWorld(Stateful, VectorWorld):
 
     def _current(self) -> SimulatedState:
         if self._state is None:
-            raise CallOrder("the world has no episode yet; call reset() first.")
+            raise InvalidStateError("the world has no episode yet; call reset() first.")
         return self._state

@@ -15,13 +15,13 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from esper.contracts.errors import BadInput, StorageTrouble
+from esper.contracts.errors import InvalidInputError, StorageError
 from esper.contracts.state import save
 from esper.runs.checkpoint import CheckpointFolder
 from esper.runs.progress import Progress, print_line, sparkline
 from esper.runs.records import (
     ENDLESS,
-    WATCHED,
+    VALIDATION,
     Results,
     RoundRecord,
     mean_return,
@@ -30,7 +30,7 @@ from esper.runs.store import Store
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 from esper.tamiyo.policy.network import TamiyoPolicy
 from esper.training.loop import PATIENCE, Callback, Trainer, TrainingLoop
-from esper.training.shards import Played
+from esper.training.shards import ShardRollout
 
 LINES: Final = 16
 """Lines about rounds, where there is no terminal."""
@@ -51,7 +51,7 @@ class Record(Callback):
     def __init__(self, store: Store, tasks: Sequence[str]) -> None:
         self._store, self._tasks = store, tasks
 
-    def on_rollout(self, trainer: Trainer, rollout: Sequence[Played]) -> None:
+    def on_rollout(self, trainer: Trainer, rollout: Sequence[ShardRollout]) -> None:
         """The rows of all steps."""
         before = trainer.round * trainer.steps
         for task, played in zip(self._tasks, rollout, strict=True):
@@ -71,7 +71,7 @@ class Record(Callback):
             self._store.add_evaluation(
                 judged,
                 round=trainer.round,
-                stage=WATCHED,
+                stage=VALIDATION,
                 controller=LEARNED,
                 task=task,
             )
@@ -238,7 +238,7 @@ class Checkpoint(Callback):
     def on_train_start(self, trainer: TrainingLoop, *, resumed: bool) -> None:
         """Save where it starts from, or remove what a death left behind."""
         if resumed:
-            with suppress(StorageTrouble):
+            with suppress(StorageError):
                 self._folder.prune(trainer.round)
         elif not trainer.stopping:
             self._save(trainer, last=False)
@@ -257,7 +257,7 @@ class Checkpoint(Callback):
             self._store.flush()
             self._folder.publish(trainer.round, save(trainer), self._facts, score=score)
             self._failures = 0
-        except StorageTrouble as trouble:
+        except StorageError as trouble:
             self._failures += 1
             if last or self._failures == PATIENCE:
                 raise
@@ -288,6 +288,6 @@ def summary_writer() -> Any:  # noqa: ANN401
     try:
         return import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError:
-        raise BadInput(
+        raise InvalidInputError(
             "TensorBoard is not installed: pip install 'esper-lite[tensorboard]'."
         ) from None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from esper.contracts.errors import BadInput, NotFinite
+from esper.contracts.errors import InvalidInputError, NotFiniteError
 from esper.contracts.state import Stateful, leaves
 from esper.contracts.world import VectorWorld
 from esper.environment.mixture import Mixture
@@ -22,10 +22,10 @@ from esper.runs.streams import stream_seed
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import TamiyoPolicy
-from esper.tamiyo.rollout import together
+from esper.tamiyo.rollout import concat
 from esper.training.shards import (
-    Played,
     ShardJob,
+    ShardRollout,
     first_shard,
     play_shard,
     require_played,
@@ -54,7 +54,7 @@ class Callback:
     def on_train_start(self, trainer: "TrainingLoop", *, resumed: bool) -> None:
         """Before the first round; `resumed`: from a checkpoint."""
 
-    def on_rollout(self, trainer: "Trainer", rollout: Sequence[Played]) -> None:
+    def on_rollout(self, trainer: "Trainer", rollout: Sequence[ShardRollout]) -> None:
         """After every rollout, before the update; one part for each world."""
 
     def on_round_end(self, trainer: "TrainingLoop", record: RoundRecord) -> None:
@@ -201,7 +201,7 @@ class Trainer(TrainingLoop):
         workers: Workers | None = None,
     ) -> None:
         if steps < 1:
-            raise BadInput(f"steps must be at least 1, got {steps}.")
+            raise InvalidInputError(f"steps must be at least 1, got {steps}.")
         mixture = world if isinstance(world, Mixture) else Mixture.of([world])
         rounds = config.budget.rounds_of(steps * mixture.num_envs)
         super().__init__(rounds, config.budget.minutes, callbacks, signals)
@@ -235,7 +235,7 @@ class Trainer(TrainingLoop):
     def play_round(self) -> RoundRecord:
         """Collect a rollout and learn from it."""
         began, learner, agent = time.monotonic(), self.config.learner, self.agent
-        share = 1.0 - (1.0 - learner.final_share) * self.done
+        share = 1.0 - (1.0 - learner.end_factor) * self.done
         agent.anneal(share)
         rollout = self.play_shards()
         self.shards = [played.shard for played in rollout]
@@ -244,7 +244,7 @@ class Trainer(TrainingLoop):
             agent.version,
             self.mixture.group_size,
         )
-        finished = together([played.finished for played in rollout])
+        finished = concat([played.finished for played in rollout])
         self.call("on_rollout", self, rollout)
         self.require_finite()  # NaN in a moment would reach the weights
         update = agent.update()
@@ -279,7 +279,7 @@ class Trainer(TrainingLoop):
             for number, shard in enumerate(self.shards)
         ]
 
-    def play_shards(self) -> list[Played]:
+    def play_shards(self) -> list[ShardRollout]:
         """The rollouts of all worlds, by the present policy."""
         results = self.workers.run(
             play_shard,
@@ -299,7 +299,7 @@ class Trainer(TrainingLoop):
         }
         for name, tensor in found.items():
             if tensor.is_floating_point() and not bool((tensor.abs() < LARGEST).all()):
-                raise NotFinite(
+                raise NotFiniteError(
                     f"{name} holds NaN, infinity or as good as that in round "
                     f"{self.round}"
                 )

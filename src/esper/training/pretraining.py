@@ -30,7 +30,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from esper.contracts.actions import ActionSpec
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.environment.clock import stop_weights
 from esper.environment.settings import WorldSettings
 from esper.files import Disk, publish, storage
@@ -134,7 +134,7 @@ def require_recorded_terms(world: WorldSettings) -> None:
     """Refuse budgets beyond what hosts may grow to while they are recorded."""
     most = world.range_of("budget")[1]
     if most > MOST:
-        raise BadInput(
+        raise InvalidInputError(
             f"world.budget is up to {most:g}, but recordings only cover {MOST:g} times "
             "the host's size. Lower it."
         )
@@ -144,7 +144,7 @@ def given_recordings(config: TrainConfig, spec: ActionSpec) -> list[Recording]:
     """Recordings of the folder that a run starts from; refuses what does not fit it."""
     world = config.world
     if not world.at_once:
-        raise BadInput("recordings require world.at_once; set it to true.")
+        raise InvalidInputError("recordings require world.at_once; set it to true.")
     folder = Path(str(config.start_from))
     return read_recordings(folder, spec, world.stop, world.clock)
 
@@ -219,7 +219,7 @@ class Trees:
     features: Features
     rows: Bool[Tensor, "env time head choice"]
     actions: Int64[Tensor, "env time head"]
-    first: Bool[Tensor, "env time"]
+    episode_start: Bool[Tensor, "env time"]
     worth: Float[Tensor, "env moment"]
     """Phi before every decision and at the end, less that of the host never grown."""
     same: Bool[Tensor, "tree script other moment"]
@@ -279,7 +279,7 @@ def draw_trees(
         features=Features(*map(cut, (features.host, features.slots, features.offers))),
         rows=cut(rows),
         actions=actions[:, :last],
-        first=cut(observation.first),
+        episode_start=cut(observation.episode_start),
         worth=worth.flatten(0, 1),
         same=same,
         used=within.unflatten(0, (trees, scripts)),
@@ -292,7 +292,9 @@ def tree_loss(
     """The loss over all nodes of some trees, and the mean worth of their roots."""
     count, scripts = trees.used.shape
     state = policy.initial_state(count * scripts)
-    logits, values = policy.scores(trees.features, trees.actions, trees.first, state)
+    logits, values = policy.evaluate_actions(
+        trees.features, trees.actions, trees.episode_start, state
+    )
     chosen = evaluate_choices(logits, values, trees.rows, trees.actions).log_probs
     own = chosen.sum(dim=-1).unflatten(0, (count, scripts))  # [tree, script, time]
     used = trees.used[:, :, None]

@@ -34,7 +34,7 @@ from pydantic.dataclasses import dataclass as validated
 from torch import Generator, Tensor
 
 from esper.contracts.actions import HEADS, ActionSpec
-from esper.contracts.errors import BadInput, EsperWarning, unknown
+from esper.contracts.errors import EsperWarning, InvalidInputError, unknown
 from esper.contracts.messages import quoted, short
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
@@ -136,7 +136,7 @@ class Recording:
             parts[part] = kind(**{k: v.flatten(0, 1) for k, v in given.items()})
         first = torch.zeros(self.envs, decisions, dtype=torch.bool)
         first[:, 0] = True
-        return Observation(first=first.flatten(), **parts)
+        return Observation(episode_start=first.flatten(), **parts)
 
     def objective(
         self,
@@ -292,7 +292,7 @@ def record(
         report: Called with how many tasks are done, of how many.
     """
     if str(folder) in RESERVED:
-        raise BadInput(
+        raise InvalidInputError(
             f"{str(folder)!r} is a reserved name of --start_from. Use another folder, "
             f"such as {folder}/{config.stop}."
         )
@@ -302,7 +302,7 @@ def record(
         folder.mkdir(parents=True, exist_ok=True)
     with closing(Lock(folder)):
         if os.path.lexists(about) and read_text(about) != mine:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{short(folder)} holds recordings with other settings. Use another "
                 "folder, or the same settings to continue it."
             )
@@ -403,25 +403,25 @@ def _facts(manifest: Manifest | None) -> Facts:
     facts = manifest.facts if manifest is not None else {}
     version = facts.get("version")
     if "clock" not in facts or "scripts" not in facts:
-        raise BadInput("this is no recording; record it again.")
+        raise InvalidInputError("this is no recording; record it again.")
     if version != VERSION:
-        raise BadInput(
+        raise InvalidInputError(
             f"this is a recording of version {quoted(version)}, this Esper reads "
             f"{VERSION}; record it again."
         )
     try:
         return _FACTS.validate_json(json.dumps(facts))
     except ValueError:
-        raise BadInput("the recording is damaged; record it again.") from None
+        raise InvalidInputError("the recording is damaged; record it again.") from None
 
 
 def _fit(spec: ActionSpec | None, tensors: Tensors, manifest: Manifest | None) -> None:
     """Refuse a file that does not hold a recording of this action space."""
     facts = _facts(manifest)
     if tensors.keys() != KINDS.keys():
-        raise BadInput("it was recorded with other inputs; record it again.")
+        raise InvalidInputError("it was recorded with other inputs; record it again.")
     if spec is not None and facts.actions != spec.describe():
-        raise BadInput("it has another action space than the policy.")
+        raise InvalidInputError("it has another action space than the policy.")
     envs, decisions = (*tensors["score"].shape, 0, 0)[:2]
     offers = tensors["offers.fits"].shape[2:]
     tails = {"host": (), "slots": offers[:1], "offers": offers}
@@ -430,10 +430,12 @@ def _fit(spec: ActionSpec | None, tensors: Tensors, manifest: Manifest | None) -
         kind = str(tensor.dtype).removeprefix("torch.")
         right = kind.startswith(PREFIXES[KINDS[name]])
         if tensor.shape != (envs, decisions, *tail) or not right:
-            raise BadInput(f"{name} is {kind}{[*tensor.shape]}; record it again.")
+            raise InvalidInputError(
+                f"{name} is {kind}{[*tensor.shape]}; record it again."
+            )
     whole = envs > 0 and envs % facts.scripts == 0 and len(offers) == 2
     if not whole or facts.clock[1] != decisions:
-        raise BadInput("its sizes contradict each other; record it again.")
+        raise InvalidInputError("its sizes contradict each other; record it again.")
     Clock(*facts.clock)
 
 
@@ -458,7 +460,9 @@ def read_recording(file: Path, spec: ActionSpec | None = None) -> Recording:
         least = -1 if name == "slots.blueprint" else 0
         found = tensors[name].long()
         if bool(((found < least) | (found > limit)).any()):
-            raise BadInput(f"{short(file)}: {name} has choices that do not exist.")
+            raise InvalidInputError(
+                f"{short(file)}: {name} has choices that do not exist."
+            )
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     return Recording(arrays, Clock(*facts.clock), facts.scripts, manifest.facts)
 
@@ -469,7 +473,7 @@ def kept_recording(file: Path, spec: ActionSpec | None = None) -> Recording | No
         return None
     try:
         return read_recording(file, spec)
-    except BadInput as error:
+    except InvalidInputError as error:
         warnings.warn(f"{error} It is recorded again.", EsperWarning, stacklevel=2)
         return None
 
@@ -495,15 +499,15 @@ def read_recordings(
     """
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if not files:
-        raise BadInput(
+        raise InvalidInputError(
             f"{short(folder)} has no recordings; make some with esper record."
         )
     about = read_json(folder / ABOUT) if holds_recordings(folder) else {}
     wanted = about.get("tasks", 0)
     if not isinstance(wanted, int):
-        raise BadInput(f"{short(folder / ABOUT)} is damaged; record again.")
+        raise InvalidInputError(f"{short(folder / ABOUT)} is damaged; record again.")
     if len(files) < wanted:
-        raise BadInput(
+        raise InvalidInputError(
             f"{short(folder)} has {len(files)} of {wanted} recordings; go on with "
             "esper record."
         )
@@ -512,12 +516,12 @@ def read_recordings(
         found.append(read_recording(file, spec))
         own = found[-1].clock
         if stop is not None and own.stop != stop:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{folder} was recorded with stop {own.stop!r}, but world.stop is "
                 f"{stop!r}; make others with esper record --stop {stop}."
             )
         if clock is not None and own.kind != clock:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{folder} was recorded with clock {own.kind!r}, but world.clock is "
                 f"{clock!r}; set world.clock {own.kind}."
             )

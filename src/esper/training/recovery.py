@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from esper.contracts.errors import BadInput, NotFinite, NumericsTrouble
+from esper.contracts.errors import InvalidInputError, NotFiniteError, NumericsError
 from esper.contracts.state import leaves, load
 from esper.runs.checkpoint import CheckpointFolder, Loaded
 from esper.runs.run import Run, changes_since, versions_now
@@ -68,7 +68,7 @@ def train_to_end(
                 return RunResult(run.path, trainer.round, signal)
             rollbacks = trainer.rollbacks + 1
             starts.append(start)
-    raise NumericsTrouble(
+    raise NumericsError(
         f"run {run.name}: numbers were not finite, even after {PATIENCE} returns to a "
         f"checkpoint. Lower its ppo.learning_rate; see {DIAGNOSIS} in its folder."
     )
@@ -107,7 +107,7 @@ def train_on(
     else:
         for name, value in facts.items():
             if found.manifest.facts.get(name) != value:
-                raise BadInput(
+                raise InvalidInputError(
                     f"the {name} of run {run.name} changed since its last checkpoint; "
                     "restore it, or start a new run."
                 )
@@ -132,7 +132,7 @@ def train_on(
     try:
         last = trainer.run()
         trouble = BROKEN if trainer.diverged else None
-    except NotFinite as error:
+    except NotFiniteError as error:
         trouble = str(error).rstrip(".")
     if trouble is not None:
         run.write(DIAGNOSIS, {"trouble": trouble, "last": str(last)})

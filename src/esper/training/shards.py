@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.slots import SlotStates
 from esper.contracts.state import Tensors, load
 from esper.contracts.world import VectorWorld
@@ -25,7 +25,7 @@ from esper.runs.seed_events import events_between
 from esper.runs.streams import stream
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
-from esper.tamiyo.rollout import Finished, Live, Transition, collect, start
+from esper.tamiyo.rollout import EpisodeStats, RolloutState, Transition, collect, start
 
 FIGURES = ("score", "test", "added", "macs", "panicked")
 """Of an episode's network, as the store has them."""
@@ -37,7 +37,7 @@ class Shard:
 
     episodes: Int64[Tensor, " env"]
     """Episodes that were begun and stepped in."""
-    live: Live | None = None
+    live: RolloutState | None = None
     """None if every round begins anew."""
     world: Tensors | None = None
     """The state of the world; None if it keeps none."""
@@ -60,7 +60,7 @@ class ShardJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ShardRollout:
     """What came of it."""
 
     shard: Shard
@@ -68,7 +68,7 @@ class Played:
     """The rollout; see `TamiyoRolloutBuffer.columns`."""
     rows: Mapping[str, Mapping[str, Any]]
     """Columns of the store's tables, with `index`: the step within the rollout."""
-    finished: Finished
+    finished: EpisodeStats
 
 
 def first_shard(mixture: Mixture, number: int, policy: TamiyoPolicy) -> Shard:
@@ -81,7 +81,7 @@ def first_shard(mixture: Mixture, number: int, policy: TamiyoPolicy) -> Shard:
     return Shard(episodes, live, mixture.keep(number, world))
 
 
-def play_shard(weights: Tensors, job: ShardJob) -> Played:
+def play_shard(weights: Tensors, job: ShardJob) -> ShardRollout:
     """Play one world for a round.
 
     Args:
@@ -108,20 +108,22 @@ def play_shard(weights: Tensors, job: ShardJob) -> Played:
         policy_version=0,
         on_step=steps.append,
     )
-    first = torch.stack([step.observation.first for step in steps])
+    first = torch.stack([step.observation.episode_start for step in steps])
     episode = shard.episodes + first.cumsum(dim=0)
     after = Shard(
         episode[-1],
         None if mixture.redrawn else live,
         mixture.keep(number, world),
     )
-    return Played(after, buffer.columns(), rows_of(steps, episode, world), finished)
+    return ShardRollout(
+        after, buffer.columns(), rows_of(steps, episode, world), finished
+    )
 
 
 def require_played(job: ShardJob, buffer: TamiyoRolloutBuffer, played: object) -> None:
     """Refuse an answer that cannot be one."""
-    if not isinstance(played, Played):
-        raise BadInput(f"expected a rollout, got {type(played).__name__}.")
+    if not isinstance(played, ShardRollout):
+        raise InvalidInputError(f"expected a rollout, got {type(played).__name__}.")
     buffer.require_columns(played.columns, job.mixture.counts[job.number])
 
 

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.state import leaves, load
 from esper.contracts.world import VectorWorld
 from esper.evaluation.evaluation import (
@@ -28,7 +28,7 @@ from esper.runs.controllers import (
     policy_shapes,
 )
 from esper.runs.database import open_store
-from esper.runs.records import JUDGED, STATIC, WATCHED, Results
+from esper.runs.records import STATIC, TEST, VALIDATION, Results
 from esper.runs.run import (
     OWN_RECORDINGS,
     START,
@@ -100,7 +100,7 @@ def resume_run(
     """Go on with a run from its newest good checkpoint; with any workers."""
     with Run.open(path) as run:
         if run.finished is not None:
-            raise BadInput(f"run {run.name} is complete; start a new one.")
+            raise InvalidInputError(f"run {run.name} is complete; start a new one.")
         config = settings_of(run)
         check_memory(config, check_worlds(config))
         first = (f"Resuming {run.name}: {_describe(config)}.",)
@@ -111,7 +111,7 @@ def resume_run(
 def settings_of(run: Run) -> TrainConfig:
     """The settings that a training was begun with."""
     if run.kind != TRAINING:
-        raise BadInput(
+        raise InvalidInputError(
             f"run {run.name} was not started by esper train; it cannot be resumed."
         )
     return from_toml(run.config_toml)
@@ -119,7 +119,7 @@ def settings_of(run: Run) -> TrainConfig:
 
 def _describe(config: TrainConfig) -> str:
     return (
-        f"{', '.join(config.tasks)}, {config.envs} environments each, "
+        f"{', '.join(config.tasks)}, {config.num_envs} environments each, "
         f"rng_seed {config.rng_seed}"
     )
 
@@ -135,11 +135,11 @@ def _check(config: TrainConfig) -> None:
     elif config.start_from not in (None, WARM):
         learned = find_controller(str(config.start_from), Path(config.runs))
         if learned.config != config.learner.policy:
-            raise BadInput(
+            raise InvalidInputError(
                 f"start_from is {learned.name!r:.60}, whose policy has other sizes "
                 "than learner.policy. Use the same sizes."
             )
-    if config.keeping.tensorboard:
+    if config.checkpoint.tensorboard:
         summary_writer()
 
 
@@ -168,10 +168,10 @@ def check_memory(config: TrainConfig, worlds: Sequence[VectorWorld]) -> None:
     rollout = TamiyoRolloutBuffer(envs, 1, spec, state_shape=shape).nbytes * steps
     memories = 4 * prod(shape) * envs * steps
     each = 5 * (state + rollout) + 8 * memories // config.learner.ppo.minibatches
-    needed = 16 * learner + config.envs * each
+    needed = 16 * learner + config.num_envs * each
     there = machine_memory()
     if needed > there:
-        raise BadInput(
+        raise InvalidInputError(
             f"this training needs about {needed / 1e9:,.0f} GB of memory, this machine "
             f"has {there / 1e9:,.0f} GB; lower envs or learner.policy."
         )
@@ -197,7 +197,7 @@ def _attempt(
         trouble: What was not finite and ended the attempt before this one.
         rollbacks: How often the run went back for that.
     """
-    checkpoints = run.checkpoints(keep=config.keeping.last)
+    checkpoints = run.checkpoints(keep=config.checkpoint.last)
     # Whether it fits is judged before anything is made as large as settings say.
     found = checkpoints.latest(policy_shapes(config.learner.policy), POLICY)
     mixture = mixture_for(config)
@@ -205,13 +205,13 @@ def _attempt(
     names = config.tasks if config.simulated else [t.name for t in tasks_of(config)]
     with usable_store(run.path / STORE, run.id) as store:
         own: list[Callback] = [Record(store, names)]
-        if config.keeping.tensorboard:
+        if config.checkpoint.tensorboard:
             own.append(TensorBoard(run.path / "tensorboard"))
         own += callbacks
         if not config.simulated:  # which has no hosts
             watch = partial(_watch, config, workers)
-            own.append(Evaluate(config.judging.every, watch))
-        own.append(Checkpoint(store, checkpoints, config.keeping.every, facts))
+            own.append(Evaluate(config.evaluation.every, watch))
+        own.append(Checkpoint(store, checkpoints, config.checkpoint.every, facts))
         trainer = Trainer(mixture, config, steps_of(config), own, signals, workers)
         try:
             start, trouble = train_on(
@@ -231,7 +231,7 @@ def _attempt(
             if trouble is not None:
                 return start, trainer, trouble
             if not trainer.interrupted():
-                _judge(config, run, store, trainer)
+                _evaluate_test(config, run, store, trainer)
             if not trainer.interrupted():
                 run.finish(
                     {
@@ -289,8 +289,8 @@ def _watch(config: TrainConfig, workers: Workers, policy: TamiyoPolicy) -> Resul
     """Results of the policy on the hosts that choose the best checkpoint."""
     learned = Learned(LEARNED, config.learner.policy, dict(policy.state_dict()))
     jobs = [
-        Job(LEARNED, task, config.judging.hosts, 0, config.world, stage=WATCHED)
-        for task in tasks_of(config, WATCHED)
+        Job(LEARNED, task, config.evaluation.hosts, 0, config.world, stage=VALIDATION)
+        for task in tasks_of(config, VALIDATION)
     ]
     results = workers.run(watch_job, jobs, learned, about=Job.about)
     return {job.task.name: judged for job, judged in zip(jobs, results, strict=True)}
@@ -300,36 +300,38 @@ def jobs_left(
     config: TrainConfig, best: Learned, done: Collection[tuple[str, str]]
 ) -> list[Job]:
     """What is left to evaluate, and the policy again if static arms wait for it."""
-    arms, jobs = (LEARNED, *config.judging.controllers), []
-    for task in tasks_of(config, JUDGED):
+    arms, jobs = (LEARNED, *config.evaluation.controllers), []
+    for task in tasks_of(config, TEST):
         left = {arm for arm in arms if (task.name, arm) not in done}
         if left & {*STATIC}:
             left.add(LEARNED)
         for arm in arms:
             if arm in left:
                 maker = best if arm == LEARNED else None
-                hosts = config.judging.hosts
+                hosts = config.evaluation.hosts
                 jobs.append(Job(arm, task, hosts, FINAL_HOSTS, config.world, maker))
     return jobs
 
 
-def _judge(config: TrainConfig, run: Run, store: Store, trainer: Trainer) -> None:
+def _evaluate_test(
+    config: TrainConfig, run: Run, store: Store, trainer: Trainer
+) -> None:
     """Evaluate the best policy and all other arms on hosts that are new to all.
 
     Results are stored arm by arm; a signal ends it. What was evaluated before an
     interruption is in the store and is not done again.
     """
-    if config.simulated or not config.judging.controllers:
+    if config.simulated or not config.evaluation.controllers:
         return
     with closing(open_store(run.path / STORE, run.id)) as db:
         query = "SELECT DISTINCT task, controller FROM live_evaluations WHERE stage = ?"
-        done = {(task, arm) for task, arm in db.execute(query, [JUDGED])}
+        done = {(task, arm) for task, arm in db.execute(query, [TEST])}
     best = load_controller(run.path)
     jobs = jobs_left(config, best, done)
     if not jobs:
         return
     text = f"the final evaluation uses the best checkpoint, of round {best.round}"
-    store.add_note_once(trainer.round, JUDGED, text)
+    store.add_note_once(trainer.round, TEST, text)
     for arm, text in notes_on([job.arm for job in jobs], config.world).items():
         trainer.call("on_message", f"{arm}: {text}")
     results = stored_results(

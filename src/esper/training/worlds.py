@@ -36,12 +36,12 @@ def world_of(config: "TrainConfig", number: int, drawing: int = 0) -> VectorWorl
         from esper.testing.simulated import SimulatedWorld
 
         seed = stream_seed(config.rng_seed, "world")
-        return SimulatedWorld(config.envs, seed, hidden_share=HIDDEN_SHARE)
+        return SimulatedWorld(config.num_envs, seed, hidden_share=HIDDEN_SHARE)
     again = f", {drawing}" if drawing else ""
     task = _task(config, number, TRAINING, drawing)
     return GrowingWorld(
         task,
-        config.envs,
+        config.num_envs,
         stream_seed(config.rng_seed, f"world, {task.name}{again}"),
         settings=config.world,
     )

@@ -17,7 +17,7 @@ from struct import Struct
 from threading import current_thread, main_thread
 from typing import Any, Final, TypeVar
 
-from esper.contracts.errors import WorkersTrouble
+from esper.contracts.errors import WorkersError
 from esper.contracts.messages import one_line
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class Watch:
 
 
 def timed(call: Callable[[], T], what: str, seconds: float, option: str) -> T:
-    """The result of a call, or `WorkersTrouble` if it takes too long.
+    """The result of a call, or `WorkersError` if it takes too long.
 
     Args:
         call: What may hang.
@@ -127,7 +127,7 @@ def timed(call: Callable[[], T], what: str, seconds: float, option: str) -> T:
     try:
         return call()
     except TimedOut:
-        raise WorkersTrouble(line) from None
+        raise WorkersError(line) from None
     finally:
         watch.end()
 

@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.contracts.errors import EsperError, WorkersTrouble
+from esper.contracts.errors import EsperError, WorkersError
 from esper.contracts.messages import one_line
 
 Shared = TypeVar("Shared")
@@ -56,7 +56,7 @@ class Workers:
     """Does jobs; this one does them here, one after the other."""
 
     @property
-    def doing(self) -> Sequence[str]:
+    def active_jobs(self) -> Sequence[str]:
         """What each other process is doing now."""
         return ()
 
@@ -151,7 +151,7 @@ class _Given:
     """When it is late."""
 
 
-class Lost(Exception):  # noqa: N818
+class JobFailed(Exception):  # noqa: N818
     """Why there is no result."""
 
 
@@ -168,7 +168,7 @@ class Pool(Workers, Generic[Handle]):
         self._given: dict[Handle, _Given] = {}
 
     @property
-    def doing(self) -> Sequence[str]:
+    def active_jobs(self) -> Sequence[str]:
         """What each worker is doing now."""
         return [each.what for each in self._given.values()]
 
@@ -188,7 +188,7 @@ class Pool(Workers, Generic[Handle]):
 
     @abstractmethod
     def _result(self, handle: Handle) -> object:
-        """The result of a job that has ended, or its error; `Lost` if it has none."""
+        """The result of a job that has ended, or its error; `JobFailed` if none."""
 
     @abstractmethod
     def _abandon(self, handle: Handle) -> None:
@@ -216,7 +216,7 @@ class Pool(Workers, Generic[Handle]):
         def give_again(number: int, why: str) -> None:
             lost[number] += 1
             if lost[number] == TRIES:
-                raise WorkersTrouble(
+                raise WorkersError(
                     one_line(f"{about(jobs[number])}: tried {TRIES} times; {why}")
                 )
             waiting.appendleft(number)
@@ -225,7 +225,7 @@ class Pool(Workers, Generic[Handle]):
             number = given.pop(handle).number
             try:
                 result: Any = unpacked(self._result(handle))
-            except Lost as error:
+            except JobFailed as error:
                 give_again(number, str(error))
                 return
             except EsperError as error:  # on any worker; raised in its turn
@@ -322,11 +322,11 @@ class Processes(Pool[Future[Any]]):
         if isinstance(error, BrokenProcessPool):
             process.end()
             why = "the worker process died, perhaps out of memory"
-            raise Lost(f"{why}; try fewer workers or hosts.")
+            raise JobFailed(f"{why}; try fewer workers or hosts.")
         self._idle.append(process)
         if error is None or isinstance(error, EsperError):
             return handle.result()
-        raise Lost(f"{type(error).__name__}: {error}") from error
+        raise JobFailed(f"{type(error).__name__}: {error}") from error
 
     def _abandon(self, handle: Future[Any]) -> None:
         self._busy.pop(handle).end()
@@ -350,7 +350,7 @@ class _Process:
         self.pool = ProcessPoolExecutor(
             1,
             mp_context=get_context("spawn"),
-            initializer=_begin,
+            initializer=_start_worker,
             initargs=(memory,),
         )
         # It inherits that Ctrl-C is ignored.
@@ -368,7 +368,7 @@ class _Process:
         self.process.join()
 
 
-def _begin(memory: int) -> None:
+def _start_worker(memory: int) -> None:
     end_with_parent()
     if sys.platform == "linux":
         import resource  # Windows has none

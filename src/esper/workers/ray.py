@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 import esper
-from esper.contracts.errors import BadInput, EsperError, WorkersTrouble
+from esper.contracts.errors import EsperError, InvalidInputError, WorkersError
 from esper.contracts.messages import one_line, quoted
 from esper.kernels import compiled_for
 from esper.workers.jobs import (
@@ -35,7 +35,7 @@ from esper.workers.jobs import (
     PAUSE,
     START,
     TRIES,
-    Lost,
+    JobFailed,
     Pool,
     do_job,
 )
@@ -104,11 +104,11 @@ class RayWorkers(Pool[Any]):
             if isinstance(error.cause, EsperError):
                 raise error.cause from None
             kind = type(error.cause).__name__
-            raise Lost(f"{kind}: {error.cause}") from error
+            raise JobFailed(f"{kind}: {error.cause}") from error
         except errors.RayError as error:
             self._done = 0
             first = str(error).partition("\n")[0]
-            raise Lost(f"{type(error).__name__}: {first}") from error
+            raise JobFailed(f"{type(error).__name__}: {first}") from error
         self._done += 1
         return result
 
@@ -120,9 +120,9 @@ class RayWorkers(Pool[Any]):
         """End the cluster if it was started here, or leave it."""
         self._ray.shutdown()
 
-    def _trouble(self, error: Exception) -> WorkersTrouble:
+    def _trouble(self, error: Exception) -> WorkersError:
         first = str(error).partition("\n")[0]
-        return WorkersTrouble(one_line(f"Ray: {type(error).__name__}: {first}"))
+        return WorkersError(one_line(f"Ray: {type(error).__name__}: {first}"))
 
 
 def _connected(address: str, count: int) -> Any:  # noqa: ANN401
@@ -137,9 +137,11 @@ def _connected(address: str, count: int) -> Any:  # noqa: ANN401
     try:
         ray = import_module("ray")
     except ImportError:
-        raise BadInput("Ray is not installed: pip install 'esper-lite[ray]'.") from None
+        raise InvalidInputError(
+            "Ray is not installed: pip install 'esper-lite[ray]'."
+        ) from None
     if address == LOCAL and (found := ray.util.get_node_ip_address()) not in LOOPBACK:
-        raise BadInput(
+        raise InvalidInputError(
             f"Ray would use the address {quoted(found)}, which other machines can "
             "reach. Set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before Ray is imported."
         )
@@ -167,13 +169,13 @@ def _connected(address: str, count: int) -> Any:  # noqa: ANN401
             ray.shutdown()
     first = str(last).partition("\n")[0]
     text = f"Ray at {quoted(address)} cannot be reached: {first}"
-    raise WorkersTrouble(one_line(text)) from last
+    raise WorkersError(one_line(text)) from last
 
 
 def _require_token() -> None:
     """Refuse if this process, of a driver or a node, asks for no token."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-        raise BadInput(
+        raise InvalidInputError(
             f"{platform.node()}: without a token, anyone who reaches the cluster can "
             "run code. Set RAY_AUTH_MODE=token on every node and where Esper starts."
         )
@@ -206,7 +208,7 @@ def do_checked_job(
     _require_token()
     for name, version in versions().items():
         if expected[name] != version:
-            raise BadInput(
+            raise InvalidInputError(
                 f"node {platform.node()} has {name} {quoted(version)}, this machine "
                 f"has {quoted(expected[name])}; install the same on both."
             )

@@ -8,7 +8,7 @@ from torch import nn
 
 import esper
 from esper.contracts.blueprints import BLUEPRINTS
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.growth.blueprints import checks as checks
 from esper.growth.blueprints import registry
 from esper.growth.blueprints.checks import SEED_CHECKS, SeedTrial, check_blueprint
@@ -150,14 +150,16 @@ def test_the_first_failed_check_is_named(make, reason):
         return "" if len(geometry.inlet_shape) == 1 and square else "it serves vectors"
 
     esper.blueprint("mine", fits=only_vectors)(lambda geometry: make())
-    with pytest.raises(BadInput, match=reason) as caught:
+    with pytest.raises(InvalidInputError, match=reason) as caught:
         check_blueprint("mine")
     assert "\n" not in str(caught.value)
 
 
 def test_half_a_host_and_no_place_are_refused():
-    with pytest.raises(BadInput, match="model, slots and example together"):
+    with pytest.raises(InvalidInputError, match="model, slots and example together"):
         check_blueprint("conv", nn.Linear(2, 2))
     esper.blueprint("mine", fits=lambda geometry: "is never right")(lambda _: None)
-    with pytest.raises(BadInput, match="none of the places: it is never right"):
+    with pytest.raises(
+        InvalidInputError, match="none of the places: it is never right"
+    ):
         check_blueprint("mine")

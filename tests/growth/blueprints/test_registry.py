@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.growth.blueprints import registry
 from esper.growth.blueprints.geometry import Layout
 from esper.growth.blueprints.registry import (
@@ -160,7 +160,7 @@ REFUSED = [
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_what_cannot_be_planted_is_refused_in_one_line(make, reason):
     before = torch.get_rng_state()
-    with pytest.raises(BadInput, match=reason) as caught:
+    with pytest.raises(InvalidInputError, match=reason) as caught:
         raised(lambda _: make())
     assert "'mine'" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -182,7 +182,7 @@ def test_names_that_are_unknown_taken_or_impossible_are_refused():
         ),
         (lambda: forget("gone"), "no registered blueprint 'gone'"),
     ):
-        with pytest.raises(BadInput, match=reason):
+        with pytest.raises(InvalidInputError, match=reason):
             call()
     assert make_module("mine", VECTOR, torch.Generator()).module.out_features == 6
     forget("mine")
@@ -203,5 +203,5 @@ def test_the_same_definition_may_be_run_twice_unless_it_closes_over_values():
         return factory
 
     blueprint("closed")(closing(5))
-    with pytest.raises(BadInput, match="another factory"):
+    with pytest.raises(InvalidInputError, match="another factory"):
         blueprint("closed")(closing(6))

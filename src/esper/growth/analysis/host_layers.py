@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.growth.blueprints.geometry import Kernel
 
 
@@ -184,7 +184,7 @@ def _refuse_another_host(host: nn.Module, state: Mapping[str, Any]) -> None:
     ):
         for name, (here, there) in sizes.items():
             if there > here and name not in known:
-                raise BadInput(
+                raise InvalidInputError(
                     f"the saved host is another one: {name!r} has {here} {what} here "
                     f"and {there} there, and nothing beside it grew with them."
                 )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 
 NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm)
 """Norms that can be given units of their own."""
@@ -88,14 +88,16 @@ class Function:
             what = (
                 f"{'passes' if odd else 'lacks'} argument {min(odd or missing)[:80]!r}"
             )
-            raise BadInput(what)
+            raise InvalidInputError(what)
         try:
             return {
                 name: self.arguments[name].validate_python(value, strict=True)
                 for name, value in given.items()
             }
         except ValidationError as error:
-            raise BadInput(f"passes wrong arguments {str(given)[:80]!r}") from error
+            raise InvalidInputError(
+                f"passes wrong arguments {str(given)[:80]!r}"
+            ) from error
 
 
 _WINDOW: Final = {"kernel_size": SIZES, "stride": SIZES, "padding": MARGINS}
@@ -218,7 +220,7 @@ MOST_GROWING: Final = 2
 """Of what a file may put between two layers."""
 
 
-class Middle(nn.Sequential):
+class Interlayer(nn.Sequential):
     """What lies between two layers, one step after the other."""
 
     def forward(self, h: Tensor, other: Tensor | None = None) -> Tensor:
@@ -302,7 +304,7 @@ def called(
             for key, value in named.items()
             if value is not None and key not in unused
         }
-        with suppress(BadInput):
+        with suppress(InvalidInputError):
             return FunctionModule(name, entry.checked(plain))
     return FunctionModule(resolve_name(function) or "", given, args, function)
 
@@ -342,9 +344,9 @@ class Join(nn.Module):
         return Join(self.function, self.layer, branch, swapped=self.swapped)
 
 
-def every_step(middle: Iterable[nn.Module]) -> Iterator[nn.Module]:
+def every_step(interlayer: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """All modules between two layers, those of a second branch included."""
-    for module in middle:
+    for module in interlayer:
         yield from module.branch if isinstance(module, Join) else (module,)
 
 
@@ -417,7 +419,7 @@ def restore_middle(
     """
     growing = sum(step.name in GROWING for step in steps)
     if len(steps) > MOST_STEPS or growing > MOST_GROWING:
-        raise BadInput(
+        raise InvalidInputError(
             f"has {len(steps)} steps, of which {growing} make tensors larger, and "
             f"{MOST_STEPS} and {MOST_GROWING} are the limits"
         )
@@ -427,17 +429,19 @@ def restore_middle(
 def _restored(step: SavedStep, modules: Mapping[str, nn.Module]) -> nn.Module:
     wanted = {"module": step.name, "join": step.layer}.get(step.kind, "")
     if wanted not in modules:
-        raise BadInput(f"has {wanted[:80]!r}, which the host does not have")
+        raise InvalidInputError(f"has {wanted[:80]!r}, which the host does not have")
     if step.kind == "module":
         own = modules[step.name]
         if isinstance(own, (*NORMS, *DROPOUTS.values())):
             return own
         if any(True for _ in own.children()) or any(True for _ in own.parameters()):
-            raise BadInput(f"has {step.name!r}, whose weights are not saved with it")
+            raise InvalidInputError(
+                f"has {step.name!r}, whose weights are not saved with it"
+            )
         return deepcopy(own)
     table = JOINS if step.kind == "join" else FUNCTIONS
     if step.kind == "unsaved" or step.name not in table:
-        raise BadInput(
+        raise InvalidInputError(
             f"calls {step.name[:80]!r}, which no file may call; let an nn.Module of "
             "the host call it"
         )
@@ -448,7 +452,7 @@ def _restored(step: SavedStep, modules: Mapping[str, nn.Module]) -> nn.Module:
     if step.kind == "function":
         return function
     if any(inner.kind == "join" for inner in step.branch):
-        raise BadInput("joins more than two layers")
+        raise InvalidInputError("joins more than two layers")
     branch = restore_middle(step.branch, modules)
     return Join(function, step.layer, branch, swapped=step.swapped)
 
@@ -456,9 +460,11 @@ def _restored(step: SavedStep, modules: Mapping[str, nn.Module]) -> nn.Module:
 # New units.
 
 
-def new_middle(middle: Iterable[nn.Module], units: int, width: int) -> Middle:
+def new_interlayer(
+    interlayer: Iterable[nn.Module], units: int, width: int
+) -> Interlayer:
     """What lies between two layers, for new units with norms of their own."""
-    return Middle(*(_for_units(module, units, width) for module in middle))
+    return Interlayer(*(_for_units(module, units, width) for module in interlayer))
 
 
 def _for_units(module: nn.Module, units: int, width: int) -> nn.Module:
@@ -482,5 +488,5 @@ def _for_units(module: nn.Module, units: int, width: int) -> nn.Module:
             elementwise_affine=module.elementwise_affine,
         )
     if isinstance(module, Join):
-        return module.with_branch(new_middle(module.branch, units, width))
+        return module.with_branch(new_interlayer(module.branch, units, width))
     return deepcopy(module)

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.growth.analysis.host_layers import is_layer, why_no_layer
 from esper.growth.analysis.slots import (
     ARROW,
@@ -86,7 +86,7 @@ def suggest_slots(
     for name in called:
         try:
             found.append(_span_from(model, name, trace, found))
-        except BadInput as error:
+        except InvalidInputError as error:
             skipped[name] = str(error).removesuffix(".")
         except Exception as error:  # code of others: one layer less, not the whole host
             skipped[name] = f"it cannot be looked at, {first_line(error)}"
@@ -95,7 +95,7 @@ def suggest_slots(
         beside = [*_beside(model, called, trace)]
         found = _wanted(model, beside, example, reject, {})
     if not found:
-        raise BadInput(
+        raise InvalidInputError(
             "no linear or convolution layer of the host can be grown; name slots by "
             "hand."
         )
@@ -116,7 +116,9 @@ def choose_slots(
         return suggest_slots(model, example, reject=reject)
     listed = isinstance(slots, Sequence) and not isinstance(slots, str)
     if not listed or not all(isinstance(slot, str) for slot in slots):
-        raise BadInput(f"slots must be a list of names or 'auto', got {slots!r}.")
+        raise InvalidInputError(
+            f"slots must be a list of names or 'auto', got {slots!r}."
+        )
     if not any(WILDCARDS & {*slot} for slot in slots):
         return tuple(slots)
     suggested = suggest_slots(model, example, reject=reject)
@@ -125,7 +127,7 @@ def choose_slots(
         pattern = bool(WILDCARDS & {*slot})
         matching = [s for s in suggested if _matches(s, slot)] if pattern else [slot]
         if not matching:
-            raise BadInput(
+            raise InvalidInputError(
                 f"no slot matches {slot!r}; print(esper.suggest_slots(model, example)) "
                 "shows which there are and what was skipped."
             )
@@ -150,22 +152,22 @@ def _span_from(
     modules, calls = trace.modules, trace.records[name].calls
     path = trace.tracer.paths.get(modules[name])
     if path is None or calls != 1:
-        raise BadInput(f"it is called {calls} times in one pass")
+        raise InvalidInputError(f"it is called {calls} times in one pass")
     if path.problem:
-        raise BadInput(path.problem)
+        raise InvalidInputError(path.problem)
     if path.reader is None or not name:
-        raise BadInput("no other layer reads what it gives")
+        raise InvalidInputError("no other layer reads what it gives")
     outlet = trace.tracer.names[path.reader]
     if why := why_no_layer(path.reader):
-        raise BadInput(f"{outlet!r} {why}")
+        raise InvalidInputError(f"{outlet!r} {why}")
     place = insertion_point(Site(name, outlet, residual=False), trace)
     if not place.geometry.spans:
-        raise BadInput(place.geometry.why_no_span)
+        raise InvalidInputError(place.geometry.why_no_span)
     for end in filter(None, (name, outlet, place.gate)):
         check_not_shared(model, end, modules[end])
     taken = next((p.site.name for p in before if p.gate == name), None)
     if taken is not None:
-        raise BadInput(f"it is widened together with {taken}")
+        raise InvalidInputError(f"it is widened together with {taken}")
     return place
 
 
@@ -178,7 +180,7 @@ def _beside(
         try:
             check_not_shared(model, name, modules[name])
             yield insertion_point(Site(name, name, residual=False), trace)
-        except BadInput:
+        except InvalidInputError:
             continue
 
 

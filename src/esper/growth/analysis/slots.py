@@ -22,7 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from esper.contracts.errors import BadInput, unknown
+from esper.contracts.errors import InvalidInputError, unknown
 from esper.growth.analysis.host_layers import (
     is_layer,
     kernel_of,
@@ -86,7 +86,7 @@ class InsertionPoint:
     geometry: Geometry
     inlet: nn.Module
     outlet: nn.Module
-    middle: tuple[nn.Module, ...]
+    interlayer: tuple[nn.Module, ...]
     """What lies between the two layers of a span."""
     recipe: SavedSteps
     """The same as plain data, to be saved."""
@@ -98,11 +98,11 @@ class InsertionPoint:
     @property
     def gate(self) -> str:
         """Name of the layer beside the inlet's whose output meets its own, if any."""
-        return next((m.layer for m in self.middle if isinstance(m, Join)), "")
+        return next((m.layer for m in self.interlayer if isinstance(m, Join)), "")
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class HostAnalysis:
     """A host's places and size, as one example shows them."""
 
     places: tuple[InsertionPoint, ...]
@@ -115,29 +115,33 @@ def parse(slot: str) -> Site:
     """A site from its name."""
     ends = [end.strip() for end in slot.split(ARROW)]
     if len(ends) > 2 or not all(ends):
-        raise BadInput(
+        raise InvalidInputError(
             f"slot {slot!r} must be a module name, or two joined by '->' as in "
             "'fc1->fc2'."
         )
     return Site(ends[0], ends[-1], residual=len(ends) == 1)
 
 
-def survey(host: nn.Module, slots: Iterable[str], example: Example) -> Survey:
+def analyse_host(
+    host: nn.Module, slots: Iterable[str], example: Example
+) -> HostAnalysis:
     """Find slots of a host by an example; refuses those that cannot be grown."""
     sites = _find_sites(host, slots)
     if torch.is_inference_mode_enabled():
-        raise BadInput("a host cannot be surveyed in inference mode; leave it first.")
+        raise InvalidInputError(
+            "a host cannot be surveyed in inference mode; leave it first."
+        )
     with isolated(host, training=False), torch.no_grad():
         trace = trace_host(host, sites, example)
         again = tensors_of(_call(host, example))
         macs = count_macs(lambda: call(host, example))
     if not trace.outputs:
-        raise BadInput("the host's answer holds no floating-point tensor.")
+        raise InvalidInputError("the host's answer holds no floating-point tensor.")
     if any(
         not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
         for a, b in zip(trace.outputs, again, strict=True)
     ):
-        raise BadInput(
+        raise InvalidInputError(
             "two calls of the host in eval mode disagree; its forward must not be "
             "random or change with every call."
         )
@@ -147,8 +151,10 @@ def survey(host: nn.Module, slots: Iterable[str], example: Example) -> Survey:
         check_not_shared(host, gate, trace.modules[gate])
     _refuse_overlap(places)
     for name in without_gradient(host, places, example):
-        raise BadInput(f"no gradient reaches {name!r}; a seed there could not learn.")
-    return Survey(
+        raise InvalidInputError(
+            f"no gradient reaches {name!r}; a seed there could not learn."
+        )
+    return HostAnalysis(
         places,
         parameters=sum(p.numel() for p in host.parameters()),
         macs=macs // max(1, batch_size(example)),
@@ -160,13 +166,13 @@ def _find_sites(host: nn.Module, slots: Iterable[str]) -> tuple[Site, ...]:
     check_host(host)
     sites = tuple(parse(slot) for slot in slots)
     if not sites:
-        raise BadInput(
+        raise InvalidInputError(
             "slots is empty; name a place, or let esper.suggest_slots(model, example) "
             "find some."
         )
     doubled = [site for site, count in Counter(sites).items() if count > 1]
     if doubled:
-        raise BadInput(
+        raise InvalidInputError(
             f"slot {doubled[0].name!r} is named twice; a place holds several seeds "
             "by itself (seeds_per_slot)."
         )
@@ -182,7 +188,9 @@ def _find_sites(host: nn.Module, slots: Iterable[str]) -> tuple[Site, ...]:
 def check_host(host: nn.Module) -> None:
     """Refuse a host that cannot grow, whatever its slots."""
     if not isinstance(host, nn.Module):
-        raise BadInput(f"the host must be an nn.Module, got {type(host).__name__}.")
+        raise InvalidInputError(
+            f"the host must be an nn.Module, got {type(host).__name__}."
+        )
     kind, parameters = type(host), [*host.parameters()]
     compiled = (
         name
@@ -229,7 +237,7 @@ def check_host(host: nn.Module) -> None:
         ),
     ):
         if wrong:
-            raise BadInput(f"the host {line}.")
+            raise InvalidInputError(f"the host {line}.")
 
 
 def check_not_shared(host: nn.Module, name: str, module: nn.Module) -> None:
@@ -240,14 +248,14 @@ def check_not_shared(host: nn.Module, name: str, module: nn.Module) -> None:
         if found is module
     ]
     if len(aliases) > 1:
-        raise BadInput(
+        raise InvalidInputError(
             f"module {name!r} is shared with {aliases[aliases[0] == name]!r}; a slot "
             "needs a module of its own."
         )
     mine = {id(parameter): key for key, parameter in module.named_parameters()}
     for other, parameter in host.named_parameters(remove_duplicate=False):
         if id(parameter) in mine and not f"{other}.".startswith(f"{name}."):
-            raise BadInput(
+            raise InvalidInputError(
                 f"{name}.{mine[id(parameter)]} is tied to {other}; a slot needs "
                 "weights of its own."
             )
@@ -349,7 +357,7 @@ def _call(host: nn.Module, example: Example) -> Any:  # noqa: ANN401
     try:
         return call(host, example)
     except Exception as error:
-        raise BadInput(
+        raise InvalidInputError(
             f"the host cannot be called with the example: {first_line(error)}"
         ) from error
 
@@ -360,7 +368,7 @@ def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
         calls = trace.records[end].calls
         if calls != 1:
             often = "never called" if calls == 0 else f"called {calls} times"
-            raise BadInput(
+            raise InvalidInputError(
                 f"module {end!r} is {often} in one pass of the host; a slot needs a "
                 "module that is called once."
             )
@@ -370,17 +378,17 @@ def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
     if not site.residual:
         inlet = _tensor(read.inputs, f"module {site.inlet!r} is given")
         if site.outlet not in read.version_after:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{site.outlet!r} comes before {site.inlet!r} in a pass of the host; "
                 f"write '{site.outlet}{ARROW}{site.inlet}'."
             )
         if read.version_after[site.outlet] != read.given_version:
-            raise BadInput(
+            raise InvalidInputError(
                 f"what {site.inlet!r} reads is changed in place before "
                 f"{site.outlet!r} returns; use the out-of-place operation."
             )
         if inlet.shape[0] != outlet.shape[0]:
-            raise BadInput(
+            raise InvalidInputError(
                 f"slot {site.name!r} reads {inlet.shape[0]} rows and writes "
                 f"{outlet.shape[0]}; inlet and outlet must share the batch."
             )
@@ -409,7 +417,7 @@ def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
         ),
         inlet=first,
         outlet=second,
-        middle=span.middle,
+        interlayer=span.interlayer,
         recipe=span.recipe,
         depth=min(1.0, written.order / max(1, trace.leaves)),
         in_mlp=_is_mlp(trace),
@@ -433,7 +441,7 @@ class _Span:
     """What lies between two layers, or why no units fit there."""
 
     problem: str = ""
-    middle: tuple[nn.Module, ...] = ()
+    interlayer: tuple[nn.Module, ...] = ()
     recipe: SavedSteps = ()
     gate: str = ""
     """Name of the layer that joins it."""
@@ -451,18 +459,18 @@ def _span(site: Site, trace: Trace, layout: Layout) -> _Span:
     if path is None:
         return _Span(f"{site.inlet!r} does not give one tensor")
     units = units_of(first)
-    middle, problem = path_modules(path, units, layout)
+    interlayer, problem = path_modules(path, units, layout)
     reader = path.reader and trace.tracer.names[path.reader]
     if not problem and reader != site.outlet:
         problem = "no channel-wise way leads from the first layer to the second"
         problem = f"{reader!r} reads what the first layer gives" if reader else problem
-    gate = next((m.layer for m in middle if isinstance(m, Join)), "")
+    gate = next((m.layer for m in interlayer if isinstance(m, Join)), "")
     if gate and trace.records[gate].calls != 1:
         problem = f"{gate!r}, which joins it, is called more than once"
     if problem:
         return _Span(problem)
     if differs := path.differs or (path.joined.differs if path.joined else ""):
-        raise BadInput(
+        raise InvalidInputError(
             f"slot {site.name!r} works in eval mode only: in training mode {differs}, "
             "and new units would go around that."
         )
@@ -473,7 +481,7 @@ def _span(site: Site, trace: Trace, layout: Layout) -> _Span:
     elif width(shape, layout) != units:
         return _Span("the channels of the first layer do not reach the second")
     return _Span(
-        middle=middle,
+        interlayer=interlayer,
         recipe=describe_middle(
             [step.module for step in path.steps], trace.tracer.names
         ),
@@ -518,7 +526,7 @@ def _refuse_overlap(places: Iterable[InsertionPoint]) -> None:
         name = place.site.name
         for layer in (place.site.inlet, place.gate) if place.geometry.spans else ():
             if layer and layer in taken:
-                raise BadInput(
+                raise InvalidInputError(
                     f"slots {taken[layer]!r} and {name!r} both widen {layer!r}; name "
                     "one of them."
                 )
@@ -527,12 +535,14 @@ def _refuse_overlap(places: Iterable[InsertionPoint]) -> None:
 
 def _tensor(value: object, what: str) -> Tensor:
     if not isinstance(value, Tensor):
-        raise BadInput(
+        raise InvalidInputError(
             f"{what} {type(value).__name__}; name a module inside it that works on "
             "one tensor."
         )
     if not value.is_floating_point():
-        raise BadInput(f"{what} {value.dtype}; a slot needs floating-point tensors.")
+        raise InvalidInputError(
+            f"{what} {value.dtype}; a slot needs floating-point tensors."
+        )
     return value
 
 
@@ -547,7 +557,7 @@ def _layout(
     layout = layouts.get(tensor.dim())
     if layout is None or (tensor.dim() == 4 and last):
         # After a layer with channels last they may have been moved to the front.
-        raise BadInput(
+        raise InvalidInputError(
             f"the tensor at {name!r} is {[*tensor.shape]}; seeds serve [B, D], "
             "[B, T, D], [B, C, L], [B, C, H, W], and [B, H, W, D] at a linear layer."
         )
@@ -589,7 +599,7 @@ def without_gradient(
                     total = torch.stack([a.float().sum() for a in answers]).sum()
                     found = _gradients(total, offsets)
             except RuntimeError as error:
-                raise BadInput(
+                raise InvalidInputError(
                     f"nothing flows back through the host: {first_line(error)}"
                 ) from error
             reached |= {name: found[name] is not None for name in found}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from esper.contracts.blueprints import Form
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.growth.analysis.macs import count_macs
 from esper.growth.analysis.tracing import (
     Example,
@@ -70,7 +70,9 @@ def check_blueprint(
         example: What that host is called with.
     """
     if (model is None) != (example is None) or (model is None) == bool(slots):
-        raise BadInput("pass model, slots and example together, or none of them.")
+        raise InvalidInputError(
+            "pass model, slots and example together, or none of them."
+        )
     with seeded_random_state(torch.Generator().manual_seed(0)):
         hosts: Sequence[tuple[nn.Module, Sequence[str], Example]] = _hosts()
         if model is not None and example is not None:
@@ -81,7 +83,9 @@ def check_blueprint(
             for place in places
         ]
     if all(misfits):
-        raise BadInput(f"blueprint {name!r} fits none of the places: {misfits[0]}")
+        raise InvalidInputError(
+            f"blueprint {name!r} fits none of the places: {misfits[0]}"
+        )
 
 
 def _check_place(name: str, host: nn.Module, slot: str, example: Example) -> str:
@@ -94,13 +98,13 @@ def _check_place(name: str, host: nn.Module, slot: str, example: Example) -> str
             return f"it {reason}."
         declared = model.cost(0, blueprint)
         blueprint = model.seeds.sized(0, blueprint)
-    except BadInput as error:  # a user's own that does not know where it fits
+    except InvalidInputError as error:  # a user's own that does not know where it fits
         return str(error)
 
     def make(rng_seed: int) -> nn.Module:
         generator = torch.Generator().manual_seed(rng_seed)
-        middle = seed_middle(place, blueprint)
-        return build(blueprint, place.geometry, generator, middle).float()
+        interlayer = seed_middle(place, blueprint)
+        return build(blueprint, place.geometry, generator, interlayer).float()
 
     counted = blueprint.form not in ELEMENTWISE
     trial = SeedTrial(make, place.geometry, declared, counted)
@@ -110,7 +114,7 @@ def _check_place(name: str, host: nn.Module, slot: str, example: Example) -> str
         check_in_host(model, name)
     except UnsuitableError as error:
         where = f"(in {slot!r} of {type(host).__name__})"
-        raise BadInput(f"blueprint {name!r} {error} {where}.") from error
+        raise InvalidInputError(f"blueprint {name!r} {error} {where}.") from error
     return ""
 
 

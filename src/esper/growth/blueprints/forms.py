@@ -4,8 +4,8 @@ r"""The forms: families of functions of the tensor at a slot's inlet.
     SQUEEZE_EXCITE   h (2 sigmoid(W2 relu(W1 pool(h) + b1) + b2) - 1)
     LOW_RANK         B (A h)                     beside a layer, an adapter of it
     DEPTHWISE        each channel's neighbours, weighted
-    WIDEN            B middle(A h + a)           new hidden units between two layers
-                     B middle(A h + a, C h + c)  where a gate joins them
+    WIDEN            B interlayer(A h + a)           new hidden units between two layers
+                     B interlayer(A h + a, C h + c)  where a gate joins them
     RESIDUAL_MLP     B gelu(A h + a) + b
     BOTTLENECK       up(gelu(mix(gelu(down(h)))))
     CONV             a convolution of gelu(h)
@@ -40,7 +40,7 @@ from esper.growth.blueprints.geometry import (
 from esper.growth.blueprints.layers import Layer, Params, neighbours, pointwise
 
 Layers = dict[str, Layer]
-Middle = Callable[..., Tensor]
+Between = Callable[..., Tensor]
 Run = Callable[[str, Tensor], Tensor]
 """Applies one of a form's layers, by name."""
 BOTTLENECK_KERNEL: Final = 3
@@ -56,14 +56,14 @@ class FormSpec:
     """Empty if it fits there, else why it does not."""
     layers: Callable[[Geometry, int], Layers]
     """Its layers by name; the one called `last` begins at zero."""
-    join: Callable[[Run, Tensor, Geometry, Middle], Tensor]
+    join: Callable[[Run, Tensor, Geometry, Between], Tensor]
     """From the inlet to a tensor shaped like the outlet, by way of the layers and, for
     a widening seed, of what the host does between its two layers."""
     further_macs: Callable[[Geometry], int] = lambda at: 0
     """Multiply-adds per sample outside its layers."""
 
     def apply(
-        self, params: Params, h: Tensor, at: Geometry, size: int, middle: Middle
+        self, params: Params, h: Tensor, at: Geometry, size: int, interlayer: Between
     ) -> Tensor:
         """What the form gives with these parameters."""
         layers = _layers(self.layers, at, size)
@@ -71,7 +71,7 @@ class FormSpec:
         def run(name: str, x: Tensor) -> Tensor:
             return layers[name].apply(x, params[name], params.get(f"{name}_bias"))
 
-        return self.join(run, h, at, middle)
+        return self.join(run, h, at, interlayer)
 
     def shapes(self, at: Geometry, size: int) -> dict[str, tuple[int, ...]]:
         """Parameter shapes by name; a layer's bias is called `<layer>_bias`."""
@@ -319,13 +319,13 @@ def attention_layers(at: Geometry, size: int) -> Layers:
 # How they are joined, where that takes more than a line.
 
 
-def widen(run: Run, h: Tensor, at: Geometry, middle: Middle) -> Tensor:
+def widen(run: Run, h: Tensor, at: Geometry, interlayer: Between) -> Tensor:
     """Through new units, and through those of the gate if there is one."""
     gates = [] if at.gate is None else [run("gate", h)]
-    return run("last", middle(run("first", h), *gates))
+    return run("last", interlayer(run("first", h), *gates))
 
 
-def squeeze_excite(run: Run, h: Tensor, at: Geometry, _middle: Middle) -> Tensor:
+def squeeze_excite(run: Run, h: Tensor, at: Geometry, _middle: Between) -> Tensor:
     """Each channel, scaled by a function of all channels' means."""
     hidden = run("first", pool(h, at.outlet_layout)).relu()
     gate = 2 * run("last", hidden).sigmoid() - 1
@@ -342,7 +342,7 @@ def pool(h: Float[Tensor, "..."], layout: Layout) -> Float[Tensor, "..."]:
     return h.mean(-1) if layout is Layout.SIGNAL else h.mean((-2, -1))
 
 
-def attention(run: Run, h: Tensor, at: Geometry, _middle: Middle) -> Tensor:
+def attention(run: Run, h: Tensor, at: Geometry, _middle: Between) -> Tensor:
     """Self-attention over positions; the norm is over channels, without weights."""
     behind = at.outlet_layout.axes_behind
     # [..., positions, channels]

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
-from esper.contracts.errors import BadInput, unknown
+from esper.contracts.errors import InvalidInputError, unknown
 from esper.growth.blueprints.geometry import Geometry, Layout
 from esper.growth.blueprints.layers import per_channel
 
@@ -65,17 +65,17 @@ def blueprint(name: str, *, fits: Fits | None = None) -> Callable[[Factory], Fac
     does. A module of one's own stays a branch when the model is exported.
     """
     if not name.isidentifier():
-        raise BadInput(
+        raise InvalidInputError(
             f"A blueprint's name must be made of letters, digits and underscores, "
             f"got {name!r}."
         )
     if name in _BUILT_IN:
-        raise BadInput(f"Blueprint {name!r} is built in; choose another name.")
+        raise InvalidInputError(f"Blueprint {name!r} is built in; choose another name.")
 
     def register(factory: Factory) -> Factory:
         known = _REGISTERED.get(name)
         if known is not None and not _same(known.factory, factory):
-            raise BadInput(
+            raise InvalidInputError(
                 f"Blueprint {name!r} is already registered with another factory; "
                 f"choose another name or call forget({name!r}) first."
             )
@@ -110,7 +110,7 @@ def forget(name: str) -> None:
 def registered(name: str) -> Registered:
     """A user's own blueprint by name."""
     if name not in _REGISTERED:
-        raise BadInput(
+        raise InvalidInputError(
             f"Blueprint {name!r} is not registered in this process; import the module "
             "that registers it first."
         )
@@ -142,7 +142,7 @@ def make_module(
             if gated is None:
                 gated = not _try_all(module, geometry)
         except UnsuitableError as error:
-            raise BadInput(f"Blueprint {name!r} {error}.") from error
+            raise InvalidInputError(f"Blueprint {name!r} {error}.") from error
     if not gated:
         return module
     return Gated(module, geometry.outlet_width, geometry.outlet_layout)

@@ -28,13 +28,13 @@ class FormSeed(nn.Module):
         blueprint: Blueprint,
         geometry: Geometry,
         params: dict[str, Tensor],
-        middle: nn.Module,
+        interlayer: nn.Module,
     ) -> None:
         super().__init__()
         self.blueprint = blueprint
         self.geometry = geometry
         self.weights = nn.ParameterDict(params)
-        self.middle = middle
+        self.interlayer = interlayer
         self.cross = nn.ParameterDict()
         """Blocks between its units and those of older seeds at neighbouring places,
         `from_<slot>` and `into_<slot>`."""
@@ -59,16 +59,16 @@ class FormSeed(nn.Module):
         """
         weights, size = dict(self.weights.items()), self.blueprint.size
 
-        def middle(hidden: Tensor, *gates: Tensor) -> Tensor:
+        def interlayer(hidden: Tensor, *gates: Tensor) -> Tensor:
             for more in fed:
                 hidden = hidden + more
-            units: Tensor = self.middle(hidden, *gates)
+            units: Tensor = self.interlayer(hidden, *gates)
             if kept is not None:
                 kept.append(units)
             return units
 
         form = FORMS[self.blueprint.form]
-        return form.apply(weights, h, self.geometry, size, middle)
+        return form.apply(weights, h, self.geometry, size, interlayer)
 
     def feed(
         self, slot: int, above: Mapping[int, tuple["FormSeed", Tensor]]
@@ -111,18 +111,19 @@ def build(
     blueprint: Blueprint,
     geometry: Geometry,
     generator: torch.Generator,
-    middle: nn.Module,
+    interlayer: nn.Module,
     gated: bool | None = None,
 ) -> nn.Module:
     """A new seed for a place that it fits: zero at birth, from `generator` alone.
 
-    Only a widening seed uses `middle`, what the host does between the two layers of a
-    span; it must be the seed's own where it has state. For `gated` see `make_module`.
+    Only a widening seed uses `interlayer`, what the host does between the two layers
+    of a span; it must be the seed's own where it has state. For `gated` see
+    `make_module`.
     """
     if blueprint.form is Form.CUSTOM:
         return make_module(blueprint.name, geometry, generator, gated)
     params = FORMS[blueprint.form].init(geometry, blueprint.size, generator)
-    return FormSeed(blueprint, geometry, params, middle)
+    return FormSeed(blueprint, geometry, params, interlayer)
 
 
 def misfit(blueprint: Blueprint, geometry: Geometry) -> str:

@@ -29,9 +29,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map
 
 from esper.contracts.blueprints import Blueprint, Form
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.growth.analysis.host_layers import kernel_of, turned, units_of, write_sizes
-from esper.growth.analysis.interlayer import NORMS, every_step, new_middle
+from esper.growth.analysis.interlayer import NORMS, every_step, new_interlayer
 from esper.growth.analysis.slots import InsertionPoint
 from esper.growth.analysis.tracing import Example, eval_outputs
 from esper.growth.blueprints.geometry import Geometry
@@ -106,7 +106,7 @@ def export(model: "GrowingModel", *, merge: bool = True) -> nn.Module:
             refused = {**fewer, name: trouble} if trouble else fewer
         module, trouble = attempt(refused)
     if trouble:
-        raise BadInput(
+        raise InvalidInputError(
             f"a copy of the host does not answer like the host ({trouble}); its "
             "modules must find each other as attributes, never from outside."
         )
@@ -122,15 +122,15 @@ def why_units_do_not_fold(
     answer. The host is left as it was.
     """
     names = {module: name for name, module in host.named_modules()}
-    norms = [step for step in every_step(place.middle) if step in names]
+    norms = [step for step in every_step(place.interlayer) if step in names]
     gates = [host.get_submodule(place.gate)] if place.gate else []
     before = [
         (module, dict(vars(module)), dict(module._parameters), dict(module._buffers))
         for module in (place.inlet, place.outlet, *gates, *norms)
     ]
     sized = replace(blueprint, size=blueprint.units(units_of(place.inlet)), share=0.0)
-    middle = new_middle(place.middle, sized.size, units_of(place.inlet))
-    seed = build(sized, place.geometry, torch.Generator().manual_seed(0), middle)
+    interlayer = new_interlayer(place.interlayer, sized.size, units_of(place.inlet))
+    seed = build(sized, place.geometry, torch.Generator().manual_seed(0), interlayer)
     one = ActiveSeed(0, place.site.name, place, Branch(seed, alpha=1.0, shadow=False))
     expected = eval_outputs(host, example)
     try:
@@ -178,7 +178,9 @@ def _copy_host(
     try:
         host = deepcopy(model.host)
     except Exception as error:
-        raise BadInput(f"the host cannot be copied: {first_line(error)}.") from error
+        raise InvalidInputError(
+            f"the host cannot be copied: {first_line(error)}."
+        ) from error
     grown = grown_part(host)
     assert grown is not None
     copies = grown.hooks
@@ -222,7 +224,7 @@ def _active_seeds(model: "GrowingModel") -> list[ActiveSeed]:
             if branch.shadow or branch.alpha == 0.0:
                 continue
             if hooks.write not in hooks.place.outlet._forward_hooks.values():
-                raise CallOrder(
+                raise InvalidStateError(
                     f"the hooks of slot {name!r} were taken off the host; export "
                     "before detach()."
                 )
@@ -354,7 +356,7 @@ def merge_into(
                 at[one.slot] = _widen(
                     firsts, outlet, params, seed.geometry, one.branch.alpha
                 )
-                for norm, own in _pairs(one.place.middle, seed):
+                for norm, own in _pairs(one.place.interlayer, seed):
                     if isinstance(norm, NORMS):
                         _more_units(host.get_submodule(names[norm]), own)
             else:
@@ -477,11 +479,11 @@ def _put(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _pairs(
-    middle: Sequence[nn.Module], seed: FormSeed
+    interlayer: Sequence[nn.Module], seed: FormSeed
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
     """What lies between the layers, the host's and the seed's own."""
-    own = every_step(seed.middle.children())
-    return zip(every_step(middle), own, strict=True)
+    own = every_step(seed.interlayer.children())
+    return zip(every_step(interlayer), own, strict=True)
 
 
 def _read(module: nn.Module) -> tuple[Tensor, Tensor | None]:

@@ -28,7 +28,7 @@ def why_no_merge(place: InsertionPoint, blueprint: Blueprint) -> str:
 
 
 def _why_no_units(place: InsertionPoint, units: int) -> str:
-    for norm in every_step(place.middle):
+    for norm in every_step(place.interlayer):
         if isinstance(norm, nn.LayerNorm):
             return "LayerNorm between the layers runs over all units at once"
         if isinstance(norm, nn.GroupNorm):

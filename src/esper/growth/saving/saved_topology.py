@@ -15,7 +15,7 @@ import torch
 from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.stages import Stage
 from esper.growth import lifecycle
 from esper.growth.analysis.interlayer import SavedSteps
@@ -44,7 +44,7 @@ class SavedPlace:
 
     name: Text
     geometry: Geometry
-    middle: SavedSteps
+    interlayer: SavedSteps
     depth: Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -93,27 +93,31 @@ def read_topology(state: Mapping[str, Any], prefix: str = "") -> SavedTopology |
     if raw is None:
         lost = [name for name in state if name.startswith(f"{prefix}{NAME}.")]
         if lost:
-            raise BadInput(f"the state has {lost[0]!r} but no topology; it is damaged.")
+            raise InvalidInputError(
+                f"the state has {lost[0]!r} but no topology; it is damaged."
+            )
         return None
     check_tensor("the topology", raw)
     if raw.dtype != torch.uint8 or raw.dim() != 1 or raw.numel() > MAX_BYTES:
-        raise BadInput(
+        raise InvalidInputError(
             f"the topology of the saved network must be at most {MAX_BYTES:,} bytes, "
             f"it is {raw.dtype} {[*raw.shape]}."
         )
     text = raw.cpu().numpy().tobytes()
     if text.count(b",") > MAX_COMMAS:  # each may take hundreds of bytes when read
-        raise BadInput("the topology of the saved network has too many values.")
+        raise InvalidInputError(
+            "the topology of the saved network has too many values."
+        )
     try:
         found = _HEADER.validate_json(text, strict=True).format
         if found != FORMAT:
-            raise BadInput(
+            raise InvalidInputError(
                 f"the saved network has format {found} and this version of Esper reads "
                 f"{FORMAT}; load it with the version that saved it."
             )
         topology = _ADAPTER.validate_json(text, strict=True)
     except ValidationError as error:
-        raise BadInput(
+        raise InvalidInputError(
             f"the topology of the saved network is damaged: {_first(error)}."
         ) from None
     _check_topology(topology)
@@ -137,7 +141,9 @@ def _check_topology(topology: SavedTopology) -> None:
     rounds = len(topology.slots) // max(1, len(places))
     slots = tuple(f"{place}#{n}" for n in range(rounds) for place in places)
     if topology.slots != slots or len({*slots}) < len(slots):
-        raise BadInput("the slots of the saved network are not those of its places.")
+        raise InvalidInputError(
+            "the slots of the saved network are not those of its places."
+        )
     free = {*topology.slots}
     for seed in topology.seeds:
         slot, state = seed.slot, seed.state
@@ -157,7 +163,9 @@ def _check_topology(topology: SavedTopology) -> None:
         elif state["style"] > 1 or state["curve"] >= len(lifecycle.CURVES):
             wrong = "has a style or curve that does not exist"
         if wrong:
-            raise BadInput(f"the seed in {slot!r} of the saved network {wrong}.")
+            raise InvalidInputError(
+                f"the seed in {slot!r} of the saved network {wrong}."
+            )
         free.discard(slot)
         find(seed.blueprint)
 
@@ -179,7 +187,7 @@ def check_tensors(
         for name in alike
     }
     for name in sorted(({*own} ^ kept) - tied):
-        raise BadInput(
+        raise InvalidInputError(
             f"the saved host is another one: {name} was "
             f"{'absent and is here' if name in own else 'there and is absent'}."
         )
@@ -197,7 +205,7 @@ def check_tensors(
     odd = sorted({*seeds} ^ {*found})
     if odd:
         missing = odd[0] in seeds
-        raise BadInput(
+        raise InvalidInputError(
             f"the saved seeds {'lack' if missing else 'have an unknown'} {odd[0]!r}."
         )
     for name, mine in {**own, **seeds}.items():
@@ -206,15 +214,17 @@ def check_tensors(
             continue
         check_tensor(name, value, own.get(name))
         if value.shape != mine.shape:
-            raise BadInput(
+            raise InvalidInputError(
                 f"the saved host is another one: {name} was {[*value.shape]} and is "
                 f"{[*mine.shape]}."
             )
         if value.is_floating_point() and name in seeds and not value.isfinite().all():
-            raise BadInput(f"{name} of the saved network is not finite.")
+            raise InvalidInputError(f"{name} of the saved network is not finite.")
     tensors = [value for value in found.values() if isinstance(value, Tensor)]
     if _bytes_held(tensors) < sum(value.nbytes for value in tensors):
-        raise BadInput("the saved seeds share their numbers; copy the tensors.")
+        raise InvalidInputError(
+            "the saved seeds share their numbers; copy the tensors."
+        )
 
 
 def check_tensor(name: str, value: object, like: Tensor | None = None) -> None:
@@ -226,10 +236,12 @@ def check_tensor(name: str, value: object, like: Tensor | None = None) -> None:
         like: The host's own, whose shape takes no more memory.
     """
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
-        raise BadInput(f"{name} of the saved network is no tensor.")
+        raise InvalidInputError(f"{name} of the saved network is no tensor.")
     known = like is not None and like.shape == value.shape
     if value.is_meta or (not known and _bytes_held([value]) < value.nbytes):
-        raise BadInput(f"{name} of the saved network has fewer numbers than its shape.")
+        raise InvalidInputError(
+            f"{name} of the saved network has fewer numbers than its shape."
+        )
 
 
 def _bytes_held(tensors: Iterable[Tensor]) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.files import MAX_BYTES, Disk, pack, publish, read_safetensors, verify
 from esper.growth.analysis.host_layers import fit_sizes, is_layer
 from esper.growth.analysis.interlayer import Join, restore_middle, unsaved_function
@@ -29,7 +29,12 @@ from esper.growth.saving.saved_topology import (
     read_topology,
     tied_names,
 )
-from esper.growth.seed_modules import Grown, grown_part, restore_tensors, uninterrupted
+from esper.growth.seed_modules import (
+    SeedModules,
+    grown_part,
+    restore_tensors,
+    uninterrupted,
+)
 
 MAX_PARTS: Final = 16
 """Grown parts of one host."""
@@ -44,9 +49,9 @@ def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
             get its sizes), or of a plain one.
     """
     if not isinstance(host, nn.Module) or not isinstance(state_dict, Mapping):
-        raise BadInput("rebuild takes the plain host and a state_dict.")
+        raise InvalidInputError("rebuild takes the plain host and a state_dict.")
     if not all(isinstance(name, str) and name.isprintable() for name in state_dict):
-        raise BadInput("the names in a state_dict must be printable strings.")
+        raise InvalidInputError("the names in a state_dict must be printable strings.")
     state_dict = _with_tied(host, state_dict)
     _refuse_unmerged(state_dict)
     own = host_tensors(host)
@@ -55,7 +60,9 @@ def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
             check_tensor(name, value, own.get(name))
     prefixes = [n.removesuffix(TOPOLOGY) for n in state_dict if n.endswith(TOPOLOGY)]
     if len(prefixes) > MAX_PARTS:
-        raise BadInput(f"the state has {len(prefixes)} topologies; it is damaged.")
+        raise InvalidInputError(
+            f"the state has {len(prefixes)} topologies; it is damaged."
+        )
     grown = [(_empty(host, state_dict, prefix), prefix) for prefix in prefixes]
     topologies = [part.validated(state_dict, prefix) for part, prefix in grown]
     with uninterrupted():
@@ -84,7 +91,7 @@ def _refuse_unmerged(state: Mapping[str, Any]) -> None:
     """Refuse seeds without a topology: nothing says how they are built."""
     grown = any(name.endswith(TOPOLOGY) for name in state)
     if not grown and any(name.startswith(f"{NAME}.") for name in state):
-        raise BadInput(
+        raise InvalidInputError(
             "this is the state of an export in which not all seeds were merged; save "
             "that one whole with torch.save(module, path), or the host with esper.save."
         )
@@ -102,14 +109,14 @@ def _with_tied(host: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, **tied}
 
 
-def _empty(host: nn.Module, state: Mapping[str, Any], prefix: str) -> Grown:
+def _empty(host: nn.Module, state: Mapping[str, Any], prefix: str) -> SeedModules:
     """The places of a host, or of a part of it by its prefix, that a state has."""
     parts = dict(host.named_modules())
     part = parts.get(prefix.removesuffix("."))
     if part is None:
-        raise BadInput(f"the host has no module {prefix[:-1]!r}.")
+        raise InvalidInputError(f"the host has no module {prefix[:-1]!r}.")
     if grown_part(part) is not None:
-        raise BadInput("the host has grown already; pass a plain one.")
+        raise InvalidInputError("the host has grown already; pass a plain one.")
     topology = read_topology(state, prefix)
     assert topology is not None
     used = {seed.slot.rpartition("#")[0] for seed in topology.seeds}
@@ -119,7 +126,7 @@ def _empty(host: nn.Module, state: Mapping[str, Any], prefix: str) -> Grown:
         for place in topology.places
     )
     kinds = [*dict.fromkeys(find(seed.blueprint) for seed in topology.seeds)]
-    grown = Grown(part, places, topology.slots, kinds)
+    grown = SeedModules(part, places, topology.slots, kinds)
     grown.traced = False
     return grown
 
@@ -127,12 +134,12 @@ def _empty(host: nn.Module, state: Mapping[str, Any], prefix: str) -> Grown:
 def save(model: nn.Module, path: str | Path) -> None:
     """Write a network, grown or not, to a safetensors file; whole or not at all."""
     if not isinstance(model, nn.Module):
-        raise BadInput(f"save takes a module, got {type(model).__name__}.")
+        raise InvalidInputError(f"save takes a module, got {type(model).__name__}.")
     path = Path(path)
     state = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
     _refuse_unmerged(state)
     for part in model.modules():
-        if isinstance(part, Grown) and len(part):
+        if isinstance(part, SeedModules) and len(part):
             _refuse_unsaved(part.topology())
     data = pack(state, finite=False)
     # What is written can be read.
@@ -142,10 +149,10 @@ def save(model: nn.Module, path: str | Path) -> None:
 
 def _refuse_unsaved(topology: SavedTopology) -> None:
     """Refuse seeds where the host calls what no file may call."""
-    steps = {place.name: place.middle for place in topology.places}
+    steps = {place.name: place.interlayer for place in topology.places}
     for seed in topology.seeds:
         if function := unsaved_function(steps[seed.slot.rpartition("#")[0]]):
-            raise BadInput(
+            raise InvalidInputError(
                 f"slot {seed.slot!r} has a seed where the host calls {function!r}, "
                 "which no file may call; let an nn.Module of the host call it, or save "
                 "what export() returns with torch.save."
@@ -168,18 +175,18 @@ def _saved_place(
     site = parse(saved.name)
     try:
         if site.name != saved.name or not {site.inlet, site.outlet} <= modules.keys():
-            raise BadInput("names modules that the host does not have")
+            raise InvalidInputError("names modules that the host does not have")
         # What is between the layers of a place without seeds has no part in the answer.
-        unsaved = not used and unsaved_function(saved.middle)
-        middle = () if unsaved else restore_middle(saved.middle, modules)
-        joins = [module.layer for module in middle if isinstance(module, Join)]
+        unsaved = not used and unsaved_function(saved.interlayer)
+        interlayer = () if unsaved else restore_middle(saved.interlayer, modules)
+        joins = [module.layer for module in interlayer if isinstance(module, Join)]
         known = {} if unsaved else layer_facts(site, modules, "".join(joins[:1]))
         layers = all(is_layer(modules[end]) for end in (site.inlet, site.outlet))
         at = saved.geometry
         if replace(at, **known) != at or len(joins) > 1 or (at.spans and not layers):
-            raise BadInput("has other layers")
-    except BadInput as error:
-        raise BadInput(
+            raise InvalidInputError("has other layers")
+    except InvalidInputError as error:
+        raise InvalidInputError(
             f"the host does not fit the saved network: {saved.name!r} {error}."
         ) from error
     return InsertionPoint(
@@ -187,7 +194,7 @@ def _saved_place(
         geometry=saved.geometry,
         inlet=modules[site.inlet],
         outlet=modules[site.outlet],
-        middle=middle,
-        recipe=saved.middle,
+        interlayer=interlayer,
+        recipe=saved.interlayer,
         depth=saved.depth,
     )

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Generator, Tensor, nn
 
-from esper.contracts.errors import NoLegalAction
+from esper.contracts.errors import NoLegalActionError
 from esper.contracts.features import Leaf
 
 
@@ -73,7 +73,7 @@ class Decision:
     actions: Shaped[Tensor, "env head"]
     log_probs: Float[Tensor, "env head"]
     """Log-probability of each choice given the heads before it."""
-    rows: Bool[Tensor, "env head choice"]
+    masks: Bool[Tensor, "env head choice"]
     """The exact mask rows the choices were drawn from."""
     distribution: Float[Tensor, "env head choice"]
     """Log-probabilities of all choices; 0 where illegal."""
@@ -97,12 +97,12 @@ class Evaluation:
 def evaluate_choices(
     logits: Float[Tensor, "env time head choice"],
     values: Float[Tensor, "env time"],
-    rows: Bool[Tensor, "env time head choice"],
+    masks: Bool[Tensor, "env time head choice"],
     actions: Shaped[Tensor, "env time head"],
 ) -> Evaluation:
     """The distribution of some logits and what it says of stored actions."""
     family = family_of(actions.dtype)
-    distribution = family.distribution(logits, rows)
+    distribution = family.distribution(logits, masks)
     return Evaluation(
         logits=logits,
         distribution=distribution,
@@ -144,18 +144,18 @@ class Policy(Protocol):
         self,
         features: Any,  # noqa: ANN401
         masks: Any,  # noqa: ANN401
-        first: Bool[Tensor, " env"],
+        episode_start: Bool[Tensor, " env"],
         state: Float[Tensor, "env layer state"],
         generator: Generator | None,
     ) -> Decision:
         """Decide for every environment; greedily without a generator."""
         ...
 
-    def scores(
+    def evaluate_actions(
         self,
         features: Any,  # noqa: ANN401
         actions: Any,  # noqa: ANN401
-        first: Bool[Tensor, "env time"],
+        episode_start: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time head choice"], Float[Tensor, "env time"]]:
         """Logits of every head given the stored choices, and normalised values."""
@@ -164,7 +164,7 @@ class Policy(Protocol):
     def value(
         self,
         features: Any,  # noqa: ANN401
-        first: Bool[Tensor, " env"],
+        episode_start: Bool[Tensor, " env"],
         state: Float[Tensor, "env layer state"],
     ) -> Float[Tensor, " env"]:
         """V(s) of one more observation; memory is read, not advanced."""
@@ -172,17 +172,17 @@ class Policy(Protocol):
 
 
 def masked_log_softmax(
-    logits: Float[Tensor, "*batch choice"], rows: Bool[Tensor, "*batch choice"]
+    logits: Float[Tensor, "*batch choice"], masks: Bool[Tensor, "*batch choice"]
 ) -> Float[Tensor, "*batch choice"]:
     """Log-probabilities in at least float32; 0 where illegal."""
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     lowest = 0.5 * torch.finfo(logits.dtype).min
     # Choices are few: torch is seven times as fast along an outer axis.
-    rows = rows.movedim(-1, 0).contiguous()
-    legal = torch.where(rows, logits.movedim(-1, 0), lowest)
+    masks = masks.movedim(-1, 0).contiguous()
+    legal = torch.where(masks, logits.movedim(-1, 0), lowest)
     outer = torch.log_softmax(legal.contiguous(), dim=0)
-    return (outer * rows).movedim(0, -1)  # finite, so that 0 times one is 0
+    return (outer * masks).movedim(0, -1)  # finite, so that 0 times one is 0
 
 
 def entropy(log_probs: Float[Tensor, "*batch choice"]) -> Float[Tensor, " *batch"]:
@@ -193,10 +193,10 @@ def entropy(log_probs: Float[Tensor, "*batch choice"]) -> Float[Tensor, " *batch
 def kl_divergence(
     old: Float[Tensor, "*batch choice"],
     new: Float[Tensor, "*batch choice"],
-    rows: Bool[Tensor, "*batch choice"],
+    masks: Bool[Tensor, "*batch choice"],
 ) -> Float[Tensor, " *batch"]:
     """Exact KL(old || new) over the legal choices, whatever stands elsewhere."""
-    return torch.where(rows, old.exp() * (old - new), 0.0).sum(dim=-1)
+    return torch.where(masks, old.exp() * (old - new), 0.0).sum(dim=-1)
 
 
 def chosen(
@@ -207,7 +207,7 @@ def chosen(
 
 
 def normal_parameters(
-    parameters: Float[Tensor, "*batch two"], rows: Bool[Tensor, "*batch two"]
+    parameters: Float[Tensor, "*batch two"], masks: Bool[Tensor, "*batch two"]
 ) -> Float[Tensor, "*batch two"]:
     """Mean and log standard deviation as they are; nothing of them is masked."""
     return parameters
@@ -232,7 +232,7 @@ def normal_entropy(
 def normal_kl(
     old: Float[Tensor, "*batch two"],
     new: Float[Tensor, "*batch two"],
-    rows: Bool[Tensor, "*batch two"],
+    masks: Bool[Tensor, "*batch two"],
 ) -> Float[Tensor, " *batch"]:
     """Exact KL(old || new); nothing of it is masked."""
     (old_mean, old_log), (new_mean, new_log) = old.unbind(-1), new.unbind(-1)
@@ -266,26 +266,26 @@ def family_of(dtype: torch.dtype) -> Family:
 
 def sample(
     logits: Float[Tensor, "*batch choice"],
-    rows: Bool[Tensor, "*batch choice"],
+    masks: Bool[Tensor, "*batch choice"],
     generator: Generator | None,
 ) -> Int64[Tensor, " *batch"]:
     """Draw one legal choice per row; the likeliest one if `generator` is None."""
     noise = None
     if generator is not None:
-        noise = gumbel(rows.shape, generator).to(logits.device)
-    return choose(logits, rows, noise)
+        noise = gumbel(masks.shape, generator).to(logits.device)
+    return choose(logits, masks, noise)
 
 
 def choose(
     logits: Float[Tensor, "*batch choice"],
-    rows: Bool[Tensor, "*batch choice"],
+    masks: Bool[Tensor, "*batch choice"],
     noise: Float[Tensor, "*batch choice"] | None,
 ) -> Int64[Tensor, " *batch"]:
     """The legal choice of the largest noisy logit: with Gumbel noise, a fair draw."""
     noisy = logits if noise is None else logits + noise
     # Even a legal logit of -inf stays above what is illegal; NaN counts as largest.
     noisy = noisy.clamp(min=torch.finfo(noisy.dtype).min)
-    return torch.where(rows, noisy, -torch.inf).argmax(dim=-1)
+    return torch.where(masks, noisy, -torch.inf).argmax(dim=-1)
 
 
 def gumbel(shape: Sequence[int], generator: Generator) -> Float[Tensor, "*shape"]:
@@ -296,7 +296,7 @@ def gumbel(shape: Sequence[int], generator: Generator) -> Float[Tensor, "*shape"
 
 def draw(
     logits: Float[Tensor, "*batch choice"],
-    rows: Bool[Tensor, "*batch choice"],
+    masks: Bool[Tensor, "*batch choice"],
     generator: Generator,
 ) -> tuple[
     Int64[Tensor, " *batch"],
@@ -307,8 +307,8 @@ def draw(
 
     Returns the choices, their log-probabilities, and those of all choices.
     """
-    actions = sample(logits, rows, generator)
-    distribution = masked_log_softmax(logits, rows)
+    actions = sample(logits, masks, generator)
+    distribution = masked_log_softmax(logits, masks)
     return actions, chosen(distribution, actions), distribution
 
 
@@ -321,12 +321,12 @@ def first_choice(width: int, device: torch.device) -> Bool[Tensor, " choice"]:
 
 
 def require_choice(
-    rows: Bool[Tensor, "env head choice"], names: Sequence[str], hint: str
+    masks: Bool[Tensor, "env head choice"], names: Sequence[str], hint: str
 ) -> None:
     """Refuse rows in which a head has nothing to choose (reads the device)."""
-    possible = rows.any(dim=-1)
+    possible = masks.any(dim=-1)
     if not bool(possible.all()):
         env, head = (int(index) for index in (~possible).nonzero()[0])
-        raise NoLegalAction(
+        raise NoLegalActionError(
             f"head {names[head]!r} of environment {env} has no legal choice; {hint}"
         )

@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.messages import quoted
 from esper.simic.agent.distribution import Evaluation, family_of
 from esper.simic.agent.metrics import Terms
@@ -54,21 +54,21 @@ class PPOConfig:
     """Passes over each rollout."""
     minibatches: int = 4
     """Minibatches per pass. Environments are split into them; sequences are not."""
-    clip: float = 0.2
+    clip_range: float = 0.2
     """Clip range of the probability ratio."""
     clip_mode: ClipMode = "joint"
     """Ratio to clip: joint (all heads), per_head, or mixed (mean of both losses)."""
     target_kl: float = 0.03
     """Stop the update when KL(old || new) exceeds this; inf disables the check."""
-    entropy: float = 0.01
+    entropy_coef: float = 0.01
     """Entropy coefficient of each head; entropies are normalised."""
     head_entropy: Mapping[str, float] = field(default_factory=dict)
-    """Entropy coefficients by head name, in place of entropy."""
-    value: float = 0.5
+    """Entropy coefficients by head name, in place of entropy_coef."""
+    value_coef: float = 0.5
     """Value loss coefficient."""
     value_clip: float | None = None
     """Clip range of the value in normalised units; none disables clipping."""
-    value_fading: float = 0.95
+    value_norm_decay: float = 0.95
     """Decay of the running return statistics per update."""
     max_grad_norm: float = 0.5
     """Maximum gradient norm."""
@@ -78,34 +78,46 @@ class PPOConfig:
         for item in fields(self):
             value = getattr(self, item.name)
             if item.type is float and not isinstance(value, Real):
-                raise BadInput(f"{item.name} must be a number, got {quoted(value)}.")
+                raise InvalidInputError(
+                    f"{item.name} must be a number, got {quoted(value)}."
+                )
         weights = self.head_entropy.values()
         near = math.inf if self.value_clip is None else self.value_clip
         for name, fine, rule in (
             ("learning_rate", 0.0 < self.learning_rate <= 1e4, "be in (0, 1e4]"),
             ("epochs", _counts(self.epochs), "be a whole number from 1"),
             ("minibatches", _counts(self.minibatches), "be a whole number from 1"),
-            ("clip", self.clip > 0.0, "be positive"),
+            ("clip_range", self.clip_range > 0.0, "be positive"),
             ("clip_mode", self.clip_mode in CLIP_MODES, f"be one of {CLIP_MODES}"),
             ("target_kl", self.target_kl > 0.0, "be positive"),
-            ("entropy", 0.0 <= self.entropy < math.inf, "be finite, not negative"),
+            (
+                "entropy_coef",
+                0.0 <= self.entropy_coef < math.inf,
+                "be finite, not negative",
+            ),
             (
                 "head_entropy",
                 all(0.0 <= weight < math.inf for weight in weights),
                 "be finite, not negative",
             ),
-            ("value", 0.0 <= self.value < math.inf, "be finite, not negative"),
+            (
+                "value_coef",
+                0.0 <= self.value_coef < math.inf,
+                "be finite, not negative",
+            ),
             ("value_clip", near > 0.0, "be positive, or None: off"),
-            ("value_fading", 0.0 <= self.value_fading <= 1.0, "lie in [0, 1]"),
+            ("value_norm_decay", 0.0 <= self.value_norm_decay <= 1.0, "lie in [0, 1]"),
             ("max_grad_norm", self.max_grad_norm > 0.0, "be positive"),
         ):
             if not fine:
-                raise BadInput(f"{name} must {rule}, got {getattr(self, name)!r}.")
+                raise InvalidInputError(
+                    f"{name} must {rule}, got {getattr(self, name)!r}."
+                )
 
     def require_heads(self, *heads: str) -> None:
         """Refuse weights of heads that there are not."""
         if not self.head_entropy.keys() <= {*heads}:
-            raise BadInput(
+            raise InvalidInputError(
                 f"head_entropy must name heads of {heads}, got "
                 f"{dict(self.head_entropy)!r}."
             )
@@ -134,7 +146,7 @@ def ppo_terms(
         entropy_weights: Of each head.
     """
     valid = batch.valid_mask
-    legal = batch.rows.sum(dim=-1)
+    legal = batch.masks.sum(dim=-1)
     is_open = (legal > 1) & valid.unsqueeze(-1)
     raw = torch.where(is_open, new.log_probs - batch.log_probs, 0.0)
     log_ratio = raw.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
@@ -150,11 +162,11 @@ def ppo_terms(
     share = torch.where(is_open, nats / legal.clamp(min=2).log(), 0.0)
     steps = valid.sum().clamp(min=1)
     bonus = (entropy_weights * share.sum(dim=(0, 1))).sum() / steps
-    loss = policy_loss + config.value * value_loss - bonus
+    loss = policy_loss + config.value_coef * value_loss - bonus
 
     with torch.no_grad():
         open_steps = is_open.sum(dim=(0, 1))
-        kl = family.kl(batch.distribution, new.distribution, batch.rows)
+        kl = family.kl(batch.distribution, new.distribution, batch.masks)
         return Terms(
             loss=loss,
             policy_loss=policy_loss.detach(),
@@ -175,12 +187,12 @@ def surrogate(
     """Clipped gain of every step, and whether its (joint) ratio left the range."""
     joint = log_ratio.sum(dim=-1).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     joint_ratio = joint.exp()
-    outside = ((joint_ratio - 1.0).abs() > config.clip).to(joint_ratio.dtype)
-    whole = _clipped_gain(joint_ratio, advantages, config.clip)
+    outside = ((joint_ratio - 1.0).abs() > config.clip_range).to(joint_ratio.dtype)
+    whole = _clipped_gain(joint_ratio, advantages, config.clip_range)
     if config.clip_mode == "joint":
         return whole, outside
     # The gain of a head at ratio one is a constant; without it, one head is the joint.
-    parts = _clipped_gain(log_ratio.exp(), advantages.unsqueeze(-1), config.clip)
+    parts = _clipped_gain(log_ratio.exp(), advantages.unsqueeze(-1), config.clip_range)
     constant = advantages.unsqueeze(-1)
     per_head = (parts - constant).sum(dim=-1) + advantages
     if config.clip_mode == "per_head":

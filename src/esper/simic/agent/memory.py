@@ -8,7 +8,7 @@ where the paper writes z_t W_h x_t, which fades as spans grow. The gates do not 
 so a whole sequence is two matrix products and one `scan`; an episode boundary is a
 decay of 0. GRU and LSTM are stepped one decision at a time. Every memory maps `inputs
 [env, time, width]`, `first [env, time]` and `state [env, layer, state]` to outputs and
-the next state; where `first` is set the state is dropped *before* use.
+the next state; where `episode_start` is set the state is dropped *before* use.
 """
 
 import math
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.scan import gated_scan
 
 LONGEST_SPAN: Final = 32.0  # about the decisions of one episode
@@ -39,13 +39,13 @@ class MinGRU(nn.Module):
     def forward(
         self,
         inputs: Float[Tensor, "env time width"],
-        first: Bool[Tensor, "env time"],
+        episode_start: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
         """Run over `inputs` from `state`."""
         last = []
         for layer, gates in enumerate(self.gates):
-            hidden = gated_scan(gates(inputs), first, state[:, layer])
+            hidden = gated_scan(gates(inputs), episode_start, state[:, layer])
             inputs = inputs + hidden
             last.append(hidden[:, -1])
         return inputs, torch.stack(last, dim=1)
@@ -64,7 +64,7 @@ class Stepped(nn.Module):
     def forward(
         self,
         inputs: Float[Tensor, "env time width"],
-        first: Bool[Tensor, "env time"],
+        episode_start: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
         """Run over `inputs` from `state`."""
@@ -73,7 +73,7 @@ class Stepped(nn.Module):
             held, outputs = state[:, layer].chunk(self.parts, dim=-1), []
             for time in range(inputs.shape[1]):
                 # Select, do not multiply: a stale state may hold anything.
-                fresh = first[:, time, None]
+                fresh = episode_start[:, time, None]
                 held = tuple(torch.where(fresh, 0.0, part) for part in held)
                 after = cell(inputs[:, time], held if self.parts > 1 else held[0])
                 held = after if self.parts > 1 else (after,)
@@ -116,7 +116,7 @@ class NoMemory(nn.Module):
     def forward(
         self,
         inputs: Float[Tensor, "env time width"],
-        first: Bool[Tensor, "env time"],
+        episode_start: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
         """Return the inputs as they are."""
@@ -145,7 +145,9 @@ MEMORIES: Final[dict[str, type[AnyMemory]]] = {
 def make_memory(name: str, width: int, layers: int) -> AnyMemory:
     """The memory of that name."""
     if name not in MEMORIES:
-        raise BadInput(f"no memory {name!r}; choose one of {', '.join(MEMORIES)}.")
+        raise InvalidInputError(
+            f"no memory {name!r}; choose one of {', '.join(MEMORIES)}."
+        )
     return MEMORIES[name](width, layers)
 
 
@@ -158,4 +160,4 @@ def require_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         most = MAX_LAYERS if name == "layers" else MAX_WIDTH
         if not 1 <= size <= most:
-            raise BadInput(f"{name} must lie in 1..{most}, got {size}.")
+            raise InvalidInputError(f"{name} must lie in 1..{most}, got {size}.")

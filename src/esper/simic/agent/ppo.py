@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
 
-from esper.contracts.errors import BadInput, CallOrder
+from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.contracts.state import Stateful, leaves, load
 from esper.simic.agent.distribution import Policy, evaluate_choices
 from esper.simic.agent.losses import (
@@ -176,7 +176,7 @@ class PPOAgent(Stateful):
         heads = policy.spec.head_names
         config.require_heads(*heads)
         if config.minibatches > buffer.num_envs:
-            raise BadInput(
+            raise InvalidInputError(
                 f"minibatches is {config.minibatches} but the buffer has "
                 f"{buffer.num_envs} environments; sequences are not split."
             )
@@ -196,14 +196,16 @@ class PPOAgent(Stateful):
         self.moments = ReturnMoments.none(self.device)
         self.version = 0
         self._full_entropy = self._entropy = torch.tensor(
-            [config.head_entropy.get(name, config.entropy) for name in heads],
+            [config.head_entropy.get(name, config.entropy_coef) for name in heads],
             device=self.device,
         )
 
     def anneal(self, share: float) -> None:
         """Use this share of the configured learning rate and entropy weights."""
         if not 0.0 <= share < math.inf:
-            raise BadInput(f"share must be finite and not negative, got {share}.")
+            raise InvalidInputError(
+                f"share must be finite and not negative, got {share}."
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = share * self.config.learning_rate
         self._entropy = share * self._full_entropy
@@ -216,7 +218,7 @@ class PPOAgent(Stateful):
         nothing: the same update can be tried again.
         """
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            raise CallOrder(
+            raise InvalidStateError(
                 "update() needs gradients, which are off here; call it outside of "
                 "torch.no_grad() and torch.inference_mode()."
             )
@@ -263,7 +265,7 @@ class PPOAgent(Stateful):
 
     def _take_rollout(self) -> SequenceBatch:
         if self.buffer.policy_version != self.version:
-            raise CallOrder(
+            raise InvalidStateError(
                 f"the buffer holds steps of policy version "
                 f"{self.buffer.policy_version}, this policy is version {self.version}; "
                 "collect again."
@@ -280,16 +282,18 @@ class PPOAgent(Stateful):
     def step(self, part: SequenceBatch, guard: Guard) -> Float[Tensor, " metric"]:
         """One optimiser step, or none if the guard refuses."""
         mean, scale = self.policy.value_mean, self.policy.value_scale
-        logits, values = self.policy.scores(
-            part.features, part.actions, part.first, part.state
+        logits, values = self.policy.evaluate_actions(
+            part.features, part.actions, part.episode_start, part.state
         )
         targets, old = ((x - mean) / scale for x in (part.returns, part.values))
         if logits.requires_grad:  # else all that leads to them is frozen
             logits.retain_grad()
-        new = evaluate_choices(logits, values, part.rows, part.actions)
+        new = evaluate_choices(logits, values, part.masks, part.actions)
         terms = ppo_terms(new, part, targets, old, self.config, self._entropy)
         if not terms.loss.requires_grad:
-            raise CallOrder("nothing in the loss requires grad; unfreeze parameters.")
+            raise InvalidStateError(
+                "nothing in the loss requires grad; unfreeze parameters."
+            )
         self.optimizer.zero_grad(set_to_none=True)
         terms.loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
@@ -307,7 +311,7 @@ class PPOAgent(Stateful):
         policy, head = self.policy, self.policy.value_out
         known = (self.moments.weight > 0) | head.weight.ne(0).any()
         self.moments = self.moments.with_returns(
-            batch.returns, batch.valid_mask, self.config.value_fading
+            batch.returns, batch.valid_mask, self.config.value_norm_decay
         )
         new = self.moments.mean, self.moments.scale()
         # A new value has no prediction to preserve: it begins at the mean of the
@@ -339,16 +343,16 @@ def rescale_head(
 def _require_match(policy: Policy, buffer: TamiyoRolloutBuffer) -> None:
     """Refuse a policy that cannot have filled, or cannot read, the buffer."""
     if not isinstance(policy, Policy):
-        raise BadInput(
+        raise InvalidInputError(
             f"policy must have what simic's Policy names, got {type(policy).__name__}."
         )
     if buffer.state_shape != tuple(policy.state_shape):
-        raise BadInput(
+        raise InvalidInputError(
             f"the buffer has room for a state of {buffer.state_shape}, the policy's is "
             f"{tuple(policy.state_shape)}; pass state_shape=policy.state_shape."
         )
     if buffer.spec != policy.spec:
-        raise BadInput(
+        raise InvalidInputError(
             "buffer and policy have different action spaces; make both from one spec."
         )
 

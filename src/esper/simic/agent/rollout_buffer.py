@@ -27,11 +27,11 @@ from torch import Generator, Tensor
 
 from esper.contracts.devices import usable_device
 from esper.contracts.errors import (
-    BadInput,
-    CallOrder,
-    IllegalAction,
-    NoLegalAction,
-    NotFinite,
+    IllegalActionError,
+    InvalidInputError,
+    InvalidStateError,
+    NoLegalActionError,
+    NotFiniteError,
 )
 from esper.contracts.readonly import read_only
 from esper.kernels import kernel
@@ -42,9 +42,9 @@ Array = NDArray[Any]
 Record = TypeVar("Record")
 RESULTS: Final = ("advantages", "returns")
 VIEWS: Final = ("dones", "truncated", "rewards", "values", "final_values", *RESULTS)
-CHOSEN: Final = ("rows", "actions", "log_probs", "distribution")
+CHOSEN: Final = ("masks", "actions", "log_probs", "distribution")
 """What `_first_bad_choice` reads."""
-ENDED: Final = ("first", "dones", "truncated", "final_values")
+ENDED: Final = ("episode_start", "dones", "truncated", "final_values")
 """What `_first_bad_end` reads."""
 TOLERANCE: Final = 1e-4  # between a log-probability and its distribution
 
@@ -59,9 +59,9 @@ class SequenceBatch:
 
     features: Any
     """What was seen before each choice: a dataclass or dict of tensors."""
-    first: Bool[Tensor, "env time"]
+    episode_start: Bool[Tensor, "env time"]
     """Whether the step is the first of an episode: memory starts anew before it."""
-    rows: Bool[Tensor, "env time head choice"]
+    masks: Bool[Tensor, "env time head choice"]
     """The mask rows the choices were drawn from."""
     actions: Shaped[Tensor, "env time head"]
     """int64 choices, or float32 numbers."""
@@ -108,7 +108,7 @@ class SequenceBatch:
                 when this returns, however many parts are taken.
         """
         if not 1 <= count <= self.num_envs:
-            raise BadInput(
+            raise InvalidInputError(
                 f"count must lie in 1..{self.num_envs}, the number of environments, "
                 f"got {count}."
             )
@@ -163,7 +163,7 @@ class StoredField:
 class TamiyoRolloutBuffer:
     """What happened since the last update, one row per environment.
 
-    Calls come in this order: `begin` (optional), `add` for every step, `cut` unless
+    Calls come in this order: `begin` (optional), `add` for every step, `finish` unless
     every row ends with its episode, `compute_advantages_and_returns`,
     `get_batched_sequences`, `reset`. Instead of the first three, `join` takes over what
     other buffers hold.
@@ -212,17 +212,19 @@ class TamiyoRolloutBuffer:
     ) -> None:
         for name, count in (("num_envs", num_envs), ("max_steps", max_steps)):
             if not _is_count(count):
-                raise BadInput(f"{name} must be at least 1 and whole, got {count!r}.")
+                raise InvalidInputError(
+                    f"{name} must be at least 1 and whole, got {count!r}."
+                )
         require_share("gamma", gamma)
         require_share("gae_lambda", gae_lambda)
         pair = isinstance(state_shape, Sequence) and len(state_shape) == 2
         if not pair or not all(map(_is_count, state_shape)):
-            raise BadInput(
+            raise InvalidInputError(
                 "state_shape must be two whole numbers from 1, layers and width, got "
                 f"{state_shape!r}; pass policy.state_shape."
             )
         if not isinstance(spec, PolicySpec):
-            raise BadInput(
+            raise InvalidInputError(
                 f"spec must be an ActionSpec, got {type(spec).__name__}; anything that "
                 "has what simic's PolicySpec names will do."
             )
@@ -239,7 +241,7 @@ class TamiyoRolloutBuffer:
         self.nbytes = sum(columns * prod(f.shape) * f.dtype.itemsize for f in stored)
         self.nbytes += prod(self._state_field.shape) * 4
         if self.nbytes > max_bytes:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{num_envs} environments x {max_steps} steps need {self.nbytes:,} "
                 f"bytes, more than max_bytes = {max_bytes:,}."
             )
@@ -306,11 +308,11 @@ class TamiyoRolloutBuffer:
             group_size: How many environments in a row have the same random streams.
         """
         if self._adds:
-            raise CallOrder(
+            raise InvalidStateError(
                 f"begin() after {self._adds} steps: rows start once; reset() first."
             )
         if group_size < 1 or self.num_envs % group_size:
-            raise BadInput(
+            raise InvalidInputError(
                 f"group_size is {group_size} but the buffer has {self.num_envs} "
                 "environments; give a divisor."
             )
@@ -326,8 +328,8 @@ class TamiyoRolloutBuffer:
         self,
         *,
         features: Any,  # noqa: ANN401
-        first: Bool[Tensor, " env"],
-        rows: Bool[Tensor, "env head choice"],
+        episode_start: Bool[Tensor, " env"],
+        masks: Bool[Tensor, "env head choice"],
         actions: Shaped[Tensor, "env head"],
         log_probs: Float32[Tensor, "env head"],
         distribution: Float32[Tensor, "env head choice"],
@@ -342,9 +344,9 @@ class TamiyoRolloutBuffer:
 
         Args:
             features: What the policy read.
-            first: Whether an observation is the first of an episode. Inside a row this
-                holds exactly after a step that ended one.
-            rows: The mask rows that the choices were drawn from.
+            episode_start: Whether an observation is the first of an episode. Inside a
+                row this holds exactly after a step that ended one.
+            masks: The mask rows that the choices were drawn from.
             actions: The choice of every head.
             log_probs: Log-probability of each choice, given the heads before it.
             distribution: Log-probabilities of all choices; not used where illegal.
@@ -360,8 +362,8 @@ class TamiyoRolloutBuffer:
         self._require_open("add")
         given = (
             *self._leaves(features),
-            first,
-            rows,
+            episode_start,
+            masks,
             actions,
             log_probs,
             distribution,
@@ -376,7 +378,7 @@ class TamiyoRolloutBuffer:
         step = (*given[:-3], terminated | truncated, cut_short, given[-1])
         if self._is_level and acted is None:
             if self._adds == self.max_steps:
-                raise CallOrder(
+                raise InvalidStateError(
                     f"the buffer is full, every row has {self.max_steps} steps: "
                     "reset() first."
                 )
@@ -387,7 +389,7 @@ class TamiyoRolloutBuffer:
             self._add_ragged(step, acted)
         self._adds += 1
 
-    def cut(self, last_values: Float32[Tensor, " env"]) -> None:
+    def finish(self, last_values: Float32[Tensor, " env"]) -> None:
         """End the rollout where it stands.
 
         Args:
@@ -396,7 +398,7 @@ class TamiyoRolloutBuffer:
         """
         self._require_open("cut")
         if not self._adds:
-            raise CallOrder("cut() of an empty buffer: add() first.")
+            raise InvalidStateError("finish() of an empty buffer: add() first.")
         self._require([Field("last_values", (self.num_envs,))], [last_values])
         used = torch.where(self._unfinished(), last_values, 0.0)
         self._require_known("last_values", used)
@@ -406,7 +408,9 @@ class TamiyoRolloutBuffer:
     def columns(self) -> dict[str, Tensor]:
         """A rollout that is full and cut, as `join` takes it; not copied."""
         if not (self._is_cut and self._is_level and self._adds == self.max_steps):
-            raise CallOrder("columns() of a rollout that goes on: fill and cut() it.")
+            raise InvalidStateError(
+                "columns() of a rollout that goes on: fill and finish() it."
+            )
         stored = {name: self._storage[name][:-1] for name in self._joined}
         return stored | {"state": self._state, "last_values": self._last_values}
 
@@ -425,13 +429,15 @@ class TamiyoRolloutBuffer:
         wanted.append(Field("state", (num_envs, *self.state_shape)))
         wanted.append(Field("last_values", (num_envs,)))
         if columns.keys() != {field.name for field in wanted}:
-            raise BadInput(f"a rollout has other columns, got {', '.join(columns)}.")
+            raise InvalidInputError(
+                f"a rollout has other columns, got {', '.join(columns)}."
+            )
         self._require(wanted, [columns[field.name] for field in wanted])
         for name, values in columns.items():
             assert isinstance(values, Tensor)
             known = name == "final_values" or not values.is_floating_point()
             if self._looks and not known and not bool(values.isfinite().all()):
-                raise NotFinite(f"{name} of a rollout must be finite.")
+                raise NotFiniteError(f"{name} of a rollout must be finite.")
 
     def join(
         self,
@@ -454,18 +460,18 @@ class TamiyoRolloutBuffer:
             storage[:-1] = torch.cat([part[name] for part in parts], dim=1)
         self._counts.fill_(self.max_steps)
         self._adds = self.max_steps
-        self.cut(torch.cat([part["last_values"] for part in parts]))
+        self.finish(torch.cat([part["last_values"] for part in parts]))
 
     def compute_advantages_and_returns(self) -> None:
         """Fill `advantages` and `returns` (lambda-returns), in place; 0 on padding."""
         if not self._longest():
-            raise CallOrder("nothing to compute: add() first.")
+            raise InvalidStateError("nothing to compute: add() first.")
         if not self._is_cut:
             unfinished = self._unfinished().cpu().numpy()
             if unfinished.any():
-                raise CallOrder(
+                raise InvalidStateError(
                     f"the episode of environment {int(unfinished.argmax())} goes on "
-                    "after its last step: cut() first."
+                    "after its last step: finish() first."
                 )
         if self._looks:
             gae_time_major(*self._arrays, self.gamma, self.gae_lambda)
@@ -480,7 +486,7 @@ class TamiyoRolloutBuffer:
     ) -> SequenceBatch:
         """Copy the rollout to a device, as one padded sequence per environment."""
         if not self.is_computed:
-            raise CallOrder(
+            raise InvalidStateError(
                 "the advantages are missing: compute_advantages_and_returns() first."
             )
         device, length = usable_device(device), self._longest()
@@ -495,15 +501,22 @@ class TamiyoRolloutBuffer:
                 whole.masked_fill_(beyond, 0)
             return whole
 
-        rows = sequences("rows")
+        masks = sequences("masks")
         if padding:
-            rows[..., 0] |= ~valid[..., None]
-        copied = ("first", "actions", "log_probs", "distribution", "values", *RESULTS)
+            masks[..., 0] |= ~valid[..., None]
+        copied = (
+            "episode_start",
+            "actions",
+            "log_probs",
+            "distribution",
+            "values",
+            *RESULTS,
+        )
         return SequenceBatch(
             features=self.spec.observation_type(
                 **{name: sequences(f"features.{name}") for name in self._names}
             ),
-            rows=rows,
+            masks=masks,
             **{name: sequences(name) for name in copied},
             valid_mask=valid,
             state=self._state.to(device).clone(),
@@ -522,19 +535,21 @@ class TamiyoRolloutBuffer:
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied: a rollout belongs to its policy's update."""
-        raise CallOrder("a rollout buffer cannot be pickled; collect a rollout anew.")
+        raise InvalidStateError(
+            "a rollout buffer cannot be pickled; collect a rollout anew."
+        )
 
     def _leaves(self, features: Any) -> list[Tensor]:  # noqa: ANN401
         """The tensors of an observation, in the order of the spec."""
         kind: type[Any] = self.spec.observation_type
         if not isinstance(features, kind):
-            raise BadInput(
+            raise InvalidInputError(
                 f"features must be {kind.__name__}, got {type(features).__name__}."
             )
         if kind is not dict:
             return [getattr(features, name) for name in self._names]
         if features.keys() != self.spec.observation.keys():
-            raise BadInput(
+            raise InvalidInputError(
                 f"features must have {', '.join(self._names)}, got "
                 f"{', '.join(features)}."
             )
@@ -543,7 +558,7 @@ class TamiyoRolloutBuffer:
     def _require_open(self, call: str) -> None:
         if self.is_computed or self._is_cut:
             after = "compute" if self.is_computed else "cut"
-            raise CallOrder(f"{call}() after {after}: reset() first.")
+            raise InvalidStateError(f"{call}() after {after}: reset() first.")
 
     def _add_ragged(self, step: tuple[Tensor, ...], acted: Tensor | None) -> None:
         """Some rows grow, each at its own end."""
@@ -554,7 +569,7 @@ class TamiyoRolloutBuffer:
         if self._adds >= self.max_steps:
             full = (acted & (self._counts == self.max_steps)).cpu().numpy()
             if full.any():
-                raise CallOrder(
+                raise InvalidStateError(
                     f"the row of environment {int(full.argmax())} is full, it has "
                     f"{self.max_steps} steps: reset() first."
                 )
@@ -584,7 +599,7 @@ class TamiyoRolloutBuffer:
                 problem = "requires grad; detach it, or act under torch.no_grad()"
             else:
                 continue
-            raise BadInput(f"{name} {problem}.")
+            raise InvalidInputError(f"{name} {problem}.")
 
     def _require_known(self, name: str, values: Float[Tensor, "env ..."]) -> None:
         if self._looks:
@@ -596,7 +611,7 @@ class TamiyoRolloutBuffer:
         env = _first_infinite(array, at)
         if env >= 0:
             row = array[at[env], env]
-            raise NotFinite(
+            raise NotFiniteError(
                 f"{name} of environment {env} at step {int(self._counts[env])} must be "
                 f"finite, got {row[~np.isfinite(row)][0]}; leave the environment out."
             )
@@ -653,8 +668,8 @@ def step_fields(num_envs: int, spec: PolicySpec) -> tuple[Field, ...]:
             Field(f"features.{name}", (*env, *leaf.shape), leaf.dtype)
             for name, leaf in spec.observation.items()
         ),
-        Field("first", env, torch.bool),
-        Field("rows", choices, torch.bool),
+        Field("episode_start", env, torch.bool),
+        Field("masks", choices, torch.bool),
         Field("actions", choices[:2], spec.action_dtype),
         Field("log_probs", choices[:2]),
         Field("distribution", choices),
@@ -671,13 +686,25 @@ def step_fields(num_envs: int, spec: PolicySpec) -> tuple[Field, ...]:
 
 PADDED, NOTHING, OUTSIDE, FORBIDDEN, CONTRADICTED, LOST, TORN = range(1, 8)
 PROBLEMS: Final = (
-    (BadInput, "rows allow more choices than the head has"),
-    (NoLegalAction, "rows allow nothing: let a head that is not used have choice 0"),
-    (IllegalAction, "actions has a choice that the head does not have"),
-    (IllegalAction, "actions has a choice that its row forbids: store the rows used"),
-    (BadInput, "log_probs contradict their distribution: store both as they were used"),
-    (NotFinite, "final_values must be finite where an episode is truncated"),
-    (BadInput, "first must be True after the end of an episode and nowhere else"),
+    (InvalidInputError, "rows allow more choices than the head has"),
+    (
+        NoLegalActionError,
+        "rows allow nothing: let a head that is not used have choice 0",
+    ),
+    (IllegalActionError, "actions has a choice that the head does not have"),
+    (
+        IllegalActionError,
+        "actions has a choice that its row forbids: store the rows used",
+    ),
+    (
+        InvalidInputError,
+        "log_probs contradict their distribution: store both as they were used",
+    ),
+    (NotFiniteError, "final_values must be finite where an episode is truncated"),
+    (
+        InvalidInputError,
+        "first must be True after the end of an episode and nowhere else",
+    ),
 )
 
 
@@ -698,7 +725,7 @@ def _first_infinite(values: Array, at: Array) -> int:
 
 @kernel
 def _first_bad_choice(
-    rows: Array,
+    masks: Array,
     actions: Array,
     log_probs: Array,
     distribution: Array,
@@ -709,13 +736,13 @@ def _first_bad_choice(
 
     Returns the problem, the environment and the head; (0, 0, 0) if there is none.
     """
-    for env in range(rows.shape[1]):
+    for env in range(masks.shape[1]):
         now = at[env]
-        if now == rows.shape[0] - 1:
+        if now == masks.shape[0] - 1:
             continue
-        for head in range(rows.shape[2]):
+        for head in range(masks.shape[2]):
             row, size, action = (
-                rows[now, env, head],
+                masks[now, env, head],
                 sizes[head],
                 actions[now, env, head],
             )
@@ -736,18 +763,18 @@ def _first_bad_choice(
 
 @kernel
 def _first_bad_end(
-    first: Array, dones: Array, truncated: Array, final_values: Array, at: Array
+    episode_start: Array, dones: Array, truncated: Array, final_values: Array, at: Array
 ) -> tuple[int, int]:
     """The first truncation without a value, or beginning that follows no end.
 
     Returns the problem and the environment; (0, 0) if there is none.
     """
-    for env in range(first.shape[1]):
+    for env in range(episode_start.shape[1]):
         now = at[env]
-        if now == first.shape[0] - 1:
+        if now == episode_start.shape[0] - 1:
             continue
         if truncated[now, env] and not np.isfinite(final_values[now, env]):
             return LOST, env
-        if now > 0 and first[now, env] != dones[now - 1, env]:
+        if now > 0 and episode_start[now, env] != dones[now - 1, env]:
             return TORN, env
     return 0, 0

@@ -21,7 +21,7 @@ from torch import Tensor
 from esper.contracts.actions import HEAD, ActionMasks, ActionSpec, Op
 from esper.contracts.blueprints import NUM_BLUEPRINTS
 from esper.contracts.devices import usable_device
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
 from esper.contracts.stages import LEGAL, Stage
 from esper.contracts.world import Observation
@@ -81,18 +81,20 @@ def compute_batch_masks(
         budget_left: What may still be spent; unlimited if None.
     """
     if not isinstance(slot_config, SlotConfig):
-        raise BadInput(
+        raise InvalidInputError(
             f"slot_config must be a SlotConfig, got {type(slot_config).__name__}."
         )
     if spec is None:
         spec = _whole_spec(slot_config)
     elif spec.slots != slot_config:
-        raise BadInput(
+        raise InvalidInputError(
             f"spec and slot_config must agree, got {spec.slots} and {slot_config}; "
             "pass slot_config=spec.slots."
         )
     if budget_left is not None and costs is None:
-        raise BadInput("budget_left needs costs to be compared with; pass both.")
+        raise InvalidInputError(
+            "budget_left needs costs to be compared with; pass both."
+        )
     if isinstance(batch_slot_states, SlotStates):
         states = batch_slot_states
         slots = (states.stage, states.age, states.alpha_settled)
@@ -138,7 +140,7 @@ def _masks(
             or value.device != device
             or (dtype is not None and value.dtype is not dtype)
         ):
-            raise BadInput(
+            raise InvalidInputError(
                 f"{name} must be {[*shape]} {dtype or 'float'} on {device} in this "
                 f"action space, got {[*value.shape]} {value.dtype} on {value.device}."
             )
@@ -154,7 +156,7 @@ def _masks(
     try:
         slot = torch.embedding(rules.table, state)  # [env, slot, op]
     except IndexError as error:  # known at once on the CPU only
-        raise BadInput(
+        raise InvalidInputError(
             f"stage must lie in 0..{len(Stage) - 1}, got {stage.min()}..{stage.max()}."
         ) from error
     torch.any(blueprint, dim=2, out=slot.select(2, GERMINATE))
@@ -214,19 +216,19 @@ def _from_rows(
     try:
         lengths = [len(row) for row in rows]
     except TypeError:
-        raise BadInput(
+        raise InvalidInputError(
             f"slot states must be one row of slots per environment, got {rows!r:.99}."
         ) from None
     for env, length in enumerate(lengths):
         if length != max_slots:
-            raise BadInput(
+            raise InvalidInputError(
                 f"environment {env} has {length} slots, expected {max_slots}; give "
                 "every slot, None where it is empty."
             )
     flat = list(chain.from_iterable(rows))
     if unknown := {*map(type, flat)} - {SlotMaskState, NoneType}:
         index = next(i for i, state in enumerate(flat) if type(state) in unknown)
-        raise BadInput(
+        raise InvalidInputError(
             f"slot {index % max_slots} of environment {index // max_slots} must be a "
             f"SlotMaskState or None, got {flat[index]!r}."
         )
@@ -242,7 +244,7 @@ def _from_rows(
         stage.min() < 0 or stage.max() >= len(Stage) or age.min() < 0
     ):
         index = next(i for i, state in enumerate(states) if not _is_sound(state))
-        raise BadInput(
+        raise InvalidInputError(
             f"slot {index % max_slots} of environment {index // max_slots} must have "
             "a Stage, an age that is not negative and a bool alpha_settled, got "
             f"{states[index]!r}."

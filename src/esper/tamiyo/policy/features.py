@@ -25,7 +25,7 @@ from torch import Tensor
 
 from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import Form
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.features import (
     BLUEPRINT_COLUMNS,
     HOST_COLUMNS,
@@ -62,7 +62,7 @@ def compute_features(observation: Observation, spec: ActionSpec) -> Features:
         spec: How many slots and blueprints there must be.
     """
     host, slots, offers = observation.host, observation.slots, observation.offers
-    envs, places = observation.first.shape[0], spec.slots.max_slots
+    envs, places = observation.episode_start.shape[0], spec.slots.max_slots
     blueprints = len(spec.blueprints)
     for name, value, shape in (
         ("host.rent", host.rent, (envs,)),
@@ -70,7 +70,7 @@ def compute_features(observation: Observation, spec: ActionSpec) -> Features:
         ("offers.fits", offers.fits, (envs, places, blueprints)),
     ):
         if value.shape != shape:
-            raise BadInput(
+            raise InvalidInputError(
                 f"{name} must be {list(shape)} in this action space, got "
                 f"{list(value.shape)}; take observation and spec from one world."
             )
@@ -222,7 +222,7 @@ def _refuse_uneven(see: Observation, cause: RuntimeError) -> None:
         for field in fields(record):
             value = getattr(record, field.name)
             if value.shape != model.shape or value.device != model.device:
-                raise BadInput(
+                raise InvalidInputError(
                     f"{type(record).__name__}.{field.name} must be "
                     f"{list(model.shape)} on {model.device}, got "
                     f"{list(value.shape)} on {value.device}."

@@ -22,7 +22,7 @@ from esper.contracts.actions import (
     ActionSpec,
     Op,
 )
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.simic.agent.distribution import first_choice
 
 NO_CHOICE: Final = "WAIT must always be legal and an op needs a slot: check the masks."
@@ -118,9 +118,9 @@ def require_masks(masks: ActionMasks, envs: int, spec: ActionSpec) -> None:
     for name, shape in shapes.items():
         mask = getattr(masks, name)
         if mask.dtype != torch.bool:
-            raise BadInput(f"mask {name!r} must be bool, got {mask.dtype}.")
+            raise InvalidInputError(f"mask {name!r} must be bool, got {mask.dtype}.")
         if mask.shape != shape:
-            raise BadInput(
+            raise InvalidInputError(
                 f"mask {name!r} must be {list(shape)} for this action space, got "
                 f"{list(mask.shape)}."
             )

@@ -9,9 +9,9 @@ r"""Tamiyo's policy and value: any number of slots, any set of blueprints.
 
 One shared encoder per slot and one per (slot, blueprint) offer, whose input are the
 offer's observed and the blueprint's declared properties: no weight knows how many
-there are. Acting is training with a sequence of length one: `act` and `scores` run
-the same encoder and the same heads, the first drawing the actions that the second is
-given.
+there are. Acting is training with a sequence of length one: `act` and
+`evaluate_actions` run the same encoder and the same heads; `act` draws the actions,
+`evaluate_actions` is given them.
 """
 
 import math
@@ -31,7 +31,7 @@ from esper.contracts.actions import (
     ActionSpec,
     Op,
 )
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.world import ControllerState, Observation
 from esper.simic.agent.distribution import (
     Decision,
@@ -103,7 +103,9 @@ class TamiyoPolicy(nn.Module):
     def __init__(self, spec: ActionSpec, config: PolicyConfig | None = None) -> None:
         super().__init__()
         if not isinstance(spec, ActionSpec):
-            raise BadInput(f"spec must be an ActionSpec, got {type(spec).__name__}.")
+            raise InvalidInputError(
+                f"spec must be an ActionSpec, got {type(spec).__name__}."
+            )
         self.spec = spec
         self.config = config = config or PolicyConfig()
         core, slot, offer = config.width, config.slot_width, config.offer_width
@@ -147,7 +149,7 @@ class TamiyoPolicy(nn.Module):
         self,
         features: Features,
         masks: ActionMasks,
-        first: Bool[Tensor, " env"],
+        episode_start: Bool[Tensor, " env"],
         state: Float[Tensor, "env layer state"],
         generator: Generator | None,
     ) -> Decision:
@@ -156,14 +158,14 @@ class TamiyoPolicy(nn.Module):
         Args:
             features: What `compute_features` returned.
             masks: What `compute_masks` returned.
-            first: Whether the observation is the first of an episode; memory is empty
-                there.
+            episode_start: Whether the observation is the first of an episode; memory is
+                empty there.
             state: Memory before the decision.
             generator: Source of randomness; None takes the likeliest choices.
         """
-        envs = first.shape[0]
+        envs = episode_start.shape[0]
         require_masks(masks, envs, self.spec)
-        context, state = self.encode(features, first.unsqueeze(1), state)
+        context, state = self.encode(features, episode_start.unsqueeze(1), state)
         logits, rows = list[Tensor](), list[Tensor]()
         picked = list[Tensor]()
         scores_of = self.head_logits(context)
@@ -182,17 +184,17 @@ class TamiyoPolicy(nn.Module):
         return Decision(
             actions=actions,
             log_probs=chosen(distribution, actions),
-            rows=legal,
+            masks=legal,
             distribution=distribution,
             values=self.value_mean + self.value_scale * self._values(context.core),
             state=state,
         )
 
-    def scores(
+    def evaluate_actions(
         self,
         features: Features,
         actions: Int64[Tensor, "env time head"],
-        first: Bool[Tensor, "env time"],
+        episode_start: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time head choice"], Float[Tensor, "env time"]]:
         """Logits of every head given the stored choices, and normalised values.
@@ -200,34 +202,34 @@ class TamiyoPolicy(nn.Module):
         Args:
             features: What was read at every step.
             actions: What was chosen at every step.
-            first: Whether the observation is the first of an episode; memory is empty
-                there.
+            episode_start: Whether the observation is the first of an episode; memory is
+                empty there.
             state: Memory before the first step.
         """
         self._require_actions(actions)
-        context, _ = self.encode(features, first, state)
+        context, _ = self.encode(features, episode_start, state)
         groups = self.head_logits(context)
         choices = actions.flatten(0, 1).unbind(1)
         parts = [next(groups), *map(groups.send, choices[: len(HEAD_GROUPS) - 1])]
-        logits = join_groups(parts, self.spec.width).unflatten(0, first.shape)
-        return logits, self._values(context.core).view(first.shape)
+        logits = join_groups(parts, self.spec.width).unflatten(0, episode_start.shape)
+        return logits, self._values(context.core).view(episode_start.shape)
 
     @torch.no_grad()
     def value(
         self,
         features: Features,
-        first: Bool[Tensor, " env"],
+        episode_start: Bool[Tensor, " env"],
         state: Float[Tensor, "env layer state"],
     ) -> Float[Tensor, " env"]:
         """V(s) of one more observation; memory is read, not advanced.
 
         Args:
             features: What `compute_features` returned.
-            first: Whether the observation is the first of an episode; memory is empty
-                there.
+            episode_start: Whether the observation is the first of an episode; memory is
+                empty there.
             state: Memory before the observation.
         """
-        context, _ = self.encode(features, first.unsqueeze(1), state)
+        context, _ = self.encode(features, episode_start.unsqueeze(1), state)
         return self.value_mean + self.value_scale * self._values(context.core)
 
     def decide(
@@ -246,33 +248,37 @@ class TamiyoPolicy(nn.Module):
             generator: Source of randomness; None takes the likeliest choices.
         """
         if state is None:
-            state = self.initial_state(observation.first.shape[0])
+            state = self.initial_state(observation.episode_start.shape[0])
         if not isinstance(state, Tensor):
-            raise BadInput(f"state must be a tensor or None, got {type(state)}.")
+            raise InvalidInputError(
+                f"state must be a tensor or None, got {type(state)}."
+            )
         with torch.inference_mode():
             features = compute_features(observation, self.spec)
-            decision = self.act(features, masks, observation.first, state, generator)
+            decision = self.act(
+                features, masks, observation.episode_start, state, generator
+            )
         return decision.actions, decision.state
 
     def encode(
         self,
         features: Features,
-        first: Bool[Tensor, "env time"],
+        episode_start: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Context, Float[Tensor, "env layer state"]]:
         """Read whole sequences.
 
         Args:
             features: What is read at every step.
-            first: Whether the observation is the first of an episode; memory is empty
-                there.
+            episode_start: Whether the observation is the first of an episode; memory is
+                empty there.
             state: Memory before the first step.
 
         Returns:
             Encodings, whose rows are environments x steps, and the last state.
         """
-        self._require_state(state, first.shape[0])
-        self._require_features(features, first)
+        self._require_state(state, episode_start.shape[0])
+        self._require_features(features, episode_start)
         # All rows in two dimensions: what a layer returns is then no view, and relu
         # can be applied in place without a copy.
         places, _, columns = features.offers.shape[-3:]
@@ -288,7 +294,9 @@ class TamiyoPolicy(nn.Module):
         pooled = torch.cat((slots.mean(dim=1), slots.amax(dim=1)), dim=1)
         core = self.host_in(features.host.reshape(-1, features.host.shape[-1]))
         core = self.core_out((core + self.pooled_slots(pooled)).relu_()).relu_()
-        core, state = self.memory(core.view(*first.shape, -1), first, state)
+        core, state = self.memory(
+            core.view(*episode_start.shape, -1), episode_start, state
+        )
         return Context(core.flatten(0, 1), slots, offers), state
 
     def _noise(self, envs: int, generator: Generator | None) -> list[Tensor | None]:
@@ -306,16 +314,18 @@ class TamiyoPolicy(nn.Module):
     def _require_state(self, state: Tensor, envs: int) -> None:
         shape = (envs, *self.state_shape)
         if state.shape != shape:
-            raise BadInput(
+            raise InvalidInputError(
                 f"state must be {list(shape)} for {envs} environments, got "
                 f"{list(state.shape)}; start from initial_state({envs})."
             )
 
-    def _require_features(self, features: Features, first: Tensor) -> None:
+    def _require_features(self, features: Features, episode_start: Tensor) -> None:
         """Refuse features of other steps, slots or columns, and another dtype."""
         if not isinstance(features, Features):
-            raise BadInput(f"features must be Features, got {type(features).__name__}.")
-        like, steps = self.value_mean, tuple(first.shape)
+            raise InvalidInputError(
+                f"features must be Features, got {type(features).__name__}."
+            )
+        like, steps = self.value_mean, tuple(episode_start.shape)
         # Acting leaves out the axis of time, whose length is 1.
         leading = (steps, steps[:1]) if steps[1:] == (1,) else (steps,)
         for name, leaf in self.spec.observation.items():
@@ -323,7 +333,7 @@ class TamiyoPolicy(nn.Module):
             wanted = [(*axes, *leaf.shape) for axes in leading]
             kind = (value.dtype, value.device)
             if tuple(value.shape) not in wanted or kind != (like.dtype, like.device):
-                raise BadInput(
+                raise InvalidInputError(
                     f"features.{name} must be {like.dtype} {list(wanted[-1])} on "
                     f"{like.device}, got {kind[0]} {list(value.shape)} on {kind[1]}; "
                     "use compute_features()."
@@ -337,7 +347,7 @@ class TamiyoPolicy(nn.Module):
         low, high = array.min(axis=0), array.max(axis=0)
         for head, size in enumerate(self.spec.sizes):
             if low[head] < 0 or high[head] >= size:
-                raise BadInput(
+                raise InvalidInputError(
                     f"actions of head {HEAD_NAMES[head]!r} must lie in 0..{size - 1}, "
                     f"got {low[head]}..{high[head]}."
                 )

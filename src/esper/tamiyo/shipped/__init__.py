@@ -21,7 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from esper.contracts.actions import ActionSpec
-from esper.contracts.errors import BadInput
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.messages import one_line, quoted, short
 from esper.contracts.state import Tensors, check_fit, leaves, load
 from esper.contracts.world import Controller
@@ -99,7 +99,7 @@ def read(folder: Path) -> ShippedController:
     body, weights = read_json(folder / MANIFEST), folder / WEIGHTS
     name = short(folder)
     if body.get("format") != FORMAT:
-        raise BadInput(
+        raise InvalidInputError(
             f"{name} is a controller of format {quoted(body.get('format'))}, this "
             f"Esper reads {FORMAT}; export it again."
         )
@@ -108,12 +108,14 @@ def read(folder: Path) -> ShippedController:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise BadInput(
+        raise InvalidInputError(
             one_line(f"{name}/{MANIFEST} is damaged: {where}: {first['msg']}.")
         ) from None
     data = read_bytes(weights, MAX_BYTES)
     if sha256(data).hexdigest() != about.sha256:
-        raise BadInput(f"{name} is damaged: {WEIGHTS} is not what was exported.")
+        raise InvalidInputError(
+            f"{name} is damaged: {WEIGHTS} is not what was exported."
+        )
     config = about.policy
     fit = partial(_fit, config)
     tensors, _ = read_tensors(short(weights), BytesIO(data), fit, sealed=False)

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from esper.contracts.errors import BadInput
-from esper.fit import (
+from esper.contracts.errors import InvalidInputError
+from esper.fitting import (
     ShuffledBatches,
     check_free,
     grow,
@@ -75,7 +75,7 @@ def test_every_row_is_seen_once_before_one_is_seen_again():
 )
 def test_a_file_that_cannot_be_written_is_refused(tmp_path, name, words):
     (tmp_path / "there.pt2").write_text("precious")
-    with pytest.raises(BadInput, match=words):
+    with pytest.raises(InvalidInputError, match=words):
         check_free(tmp_path / name)
     assert (tmp_path / "there.pt2").read_text() == "precious"
 
@@ -112,5 +112,5 @@ def test_a_story_is_short_and_says_what_was_done(grown):
 
 
 def test_targets_are_not_grown_by_name():
-    with pytest.raises(BadInput, match=r"is a regression task; .* esper\.fit"):
+    with pytest.raises(InvalidInputError, match=r"is a regression task; .* esper\.fit"):
         grow(drawn_task(0, 0, ("steps-target",)), progress=False)

@@ -10,8 +10,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import esper
-from esper.contracts.errors import BadInput
-from esper.fit import accuracy, fit
+from esper.contracts.errors import InvalidInputError
+from esper.fitting import accuracy, fit
 from esper.tasks.data import split
 from esper.tasks.datasets import digits
 
@@ -65,7 +65,7 @@ def test_it_learns_grows_and_returns_a_plain_module_after_the_last_epoch(fitted)
     assert homes == {"torch"}
     assert not any(module._forward_hooks for module in result.model.modules())
     grown = sum(p.numel() for p in result.model.parameters())
-    assert grown > result.grower.model.survey.parameters
+    assert grown > result.grower.model.analysis.parameters
     host = result.grower.model.host.eval()
     torch.testing.assert_close(
         result.model(test.features), host(test.features), rtol=1e-4, atol=1e-4
@@ -215,7 +215,7 @@ def test_bad_input_is_refused_in_one_line_and_changes_nothing(name):
     options, message = BAD[name]
     model = options.get("model", net())
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(BadInput, match=re.escape(message)) as refused:
+    with pytest.raises(InvalidInputError, match=re.escape(message)) as refused:
         short(**{**options, "model": model})
     assert "\n" not in str(refused.value)
     after = [*model.parameters()]

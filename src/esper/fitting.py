@@ -30,7 +30,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from esper.contracts.errors import BadInput, StorageTrouble, unknown
+from esper.contracts.errors import InvalidInputError, StorageError, unknown
 from esper.contracts.messages import short
 from esper.grower import Grower
 from esper.growth.analysis.tracing import Example, isolated
@@ -109,7 +109,7 @@ def fit(
         options: Whatever else `Grower` takes.
     """
     if epochs < 1:
-        raise BadInput(f"epochs must be at least 1, got {epochs}.")
+        raise InvalidInputError(f"epochs must be at least 1, got {epochs}.")
     _refuse_unknown(options, own_metric=metric is not None)
     x, y = _first(train_loader, "train_loader", model)
     classes = _try(model, loss, x, y, "train_loader")
@@ -118,11 +118,13 @@ def fit(
     schedule = None
     if optimizer is None:
         if not learning_rate > 0.0:
-            raise BadInput(f"learning_rate must be positive, got {learning_rate}.")
+            raise InvalidInputError(
+                f"learning_rate must be positive, got {learning_rate}."
+            )
         try:
             steps = epochs * len(train_loader)  # type: ignore[arg-type]
         except TypeError:
-            raise BadInput(
+            raise InvalidInputError(
                 "train_loader has no length, which the learning-rate schedule needs; "
                 "pass an optimizer of your own."
             ) from None
@@ -212,7 +214,7 @@ def _batches(
             what = f"{type(batch).__name__}"
             if isinstance(batch, tuple | list):
                 what += f" of {', '.join(type(part).__name__ for part in batch)}"
-            raise BadInput(
+            raise InvalidInputError(
                 f"{who} must give pairs (x, y) of tensors, got {what}; write your own "
                 "loop around esper.Grower for anything else."
             )
@@ -223,20 +225,22 @@ def _batches(
 def _first(loader: Batches, who: str, model: nn.Module) -> tuple[Tensor, Tensor]:
     """The first pair of a loader that can be walked through again."""
     if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
-        raise BadInput(
+        raise InvalidInputError(
             f"the model must be an nn.Module with parameters, got "
             f"{type(model).__name__}."
         )
     if not isinstance(loader, Iterable) or isinstance(loader, Iterator):
-        raise BadInput(
+        raise InvalidInputError(
             f"{who} must be a DataLoader or a list of batches, got "
             f"{type(loader).__name__}. It is iterated over once per epoch."
         )
     for x, y in _batches(loader, who, model):
         if not len(x):
-            raise BadInput(f"{who} must give rows, got an empty batch {[*x.shape]}.")
+            raise InvalidInputError(
+                f"{who} must give rows, got an empty batch {[*x.shape]}."
+            )
         return x, y
-    raise BadInput(f"{who} is empty; pass at least one batch (x, y).")
+    raise InvalidInputError(f"{who} is empty; pass at least one batch (x, y).")
 
 
 def _try(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, who: str) -> bool:
@@ -245,7 +249,7 @@ def _try(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, who: str) -> bool:
         try:
             answer = model(x)
         except Exception as error:
-            raise BadInput(
+            raise InvalidInputError(
                 f"the model cannot be called with the x {[*x.shape]} of {who}: "
                 f"{first_line(error)}."
             ) from error
@@ -253,13 +257,13 @@ def _try(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, who: str) -> bool:
         try:
             value = loss(answer, y)
         except Exception as error:
-            raise BadInput(
+            raise InvalidInputError(
                 f"the loss failed on the model's output {shape} and y {[*y.shape]} "
                 f"({y.dtype}) of {who}: {first_line(error)}."
             ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = [*value.shape] if isinstance(value, Tensor) else type(value).__name__
-        raise BadInput(f"the loss must be one number, as a tensor, got {got}.")
+        raise InvalidInputError(f"the loss must be one number, as a tensor, got {got}.")
     whole = not y.is_floating_point() and y.dtype is not torch.bool
     return isinstance(answer, Tensor) and whole and answer.ndim == y.ndim + 1
 
@@ -268,9 +272,13 @@ def _refuse_unknown(options: dict[str, Any], *, own_metric: bool) -> None:
     known = {*signature(Grower).parameters} - {"model", "decisions"}
     for option in options:
         if option == "decisions":
-            raise BadInput("fit makes one decision per epoch; leave decisions out.")
+            raise InvalidInputError(
+                "fit makes one decision per epoch; leave decisions out."
+            )
         if option == "mode" and not own_metric:
-            raise BadInput("mode goes with a metric of your own; pass one, or neither.")
+            raise InvalidInputError(
+                "mode goes with a metric of your own; pass one, or neither."
+            )
         if option not in known:
             raise unknown("fit has no option", option, known)
 
@@ -340,7 +348,7 @@ def grow(
     from esper.environment.settings import OFFERED
 
     if task.loss == "regression":
-        raise BadInput(
+        raise InvalidInputError(
             f"{task.name} is a regression task; only classification is supported here. "
             "Call esper.fit with your own loss."
         )
@@ -350,7 +358,7 @@ def grow(
         ShuffledBatches(
             splits.train, task.batch, task.decision_every, stream(rng_seed, "rows")
         ),
-        _parts(splits.decisions),
+        _parts(splits.val),
         loss=cross_entropy,
         epochs=task.horizon,
         slots=list(task.host.slots),
@@ -378,7 +386,7 @@ def write(model: nn.Module, task: "Task", out: Path) -> None:
         os.replace(beside, out)
     except (OSError, RuntimeError) as error:  # torch writes some files by itself
         why = getattr(error, "strerror", None) or str(error).split("\n")[0]
-        raise StorageTrouble(f"cannot write {short(out)}: {why:.99}.") from None
+        raise StorageError(f"cannot write {short(out)}: {why:.99}.") from None
     finally:
         with suppress(OSError):
             beside.unlink()
@@ -397,8 +405,10 @@ def free_name(stem: str) -> Path:
 def check_free(out: Path) -> None:
     """Refuse a file that is there or cannot be written, before any work."""
     if out.suffix != ".pt2":
-        raise BadInput(f"the network's file must end in .pt2, got {out.name!r:.99}.")
+        raise InvalidInputError(
+            f"the network's file must end in .pt2, got {out.name!r:.99}."
+        )
     if os.path.lexists(out):
-        raise BadInput(f"{short(out)} is there already; choose another name.")
+        raise InvalidInputError(f"{short(out)} is there already; choose another name.")
     if not os.path.isdir(out.parent) or not os.access(out.parent, os.W_OK):
-        raise BadInput(f"{short(out.parent)} is not a writable folder.")
+        raise InvalidInputError(f"{short(out.parent)} is not a writable folder.")
