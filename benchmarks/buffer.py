@@ -138,7 +138,7 @@ def _step(envs: int) -> dict[str, Any]:
             slots=torch.rand(envs, slots, len(SLOT_COLUMNS)),
             offers=torch.rand(envs, slots, blueprints, len(OFFER_COLUMNS)),
         ),
-        "first": nobody,
+        "episode_start": nobody,
         "masks": SPEC.allowed.expand(envs, -1, -1).clone(),
         "actions": torch.zeros(envs, NUM_HEADS, dtype=torch.int64),
         "log_probs": distribution[:, :, 0],  # of the first choice
@@ -156,7 +156,7 @@ def _parts(envs: int) -> list[dict[str, Any]]:
     return [
         {
             "observation": torch.rand(OBSERVATION),
-            "first": False,
+            "episode_start": False,
             "actions": dict.fromkeys(HEAD_NAMES, 0),
             "log_probs": dict.fromkeys(HEAD_NAMES, -1.0),
             "masks": {

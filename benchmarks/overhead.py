@@ -82,7 +82,7 @@ def as_report(config: TrainConfig, found: Kept) -> Report:
     rounds, total = len(found.kept), sum(found.parts.values())
     tasks = " and ".join(config.tasks)
     report = Report(
-        f"CheckpointConfig a run: {tasks}, {config.envs} environments each",
+        f"Keeping a run: {tasks}, {config.num_envs} environments each",
         ("what", "ms per round", "% of the run"),
         notes=[
             f"{rounds} rounds, a checkpoint after every {config.checkpoint.every}.",

@@ -44,7 +44,7 @@ PARTS = {
     "_train": "training",
     "_score": "score",
     "_act": "acting",
-    "_begin": "beginning",
+    "_reset_envs": "beginning",
     "_report": "reporting",
     "_observe": "showing",
 }
@@ -68,7 +68,7 @@ PLAYING: Calls = (
     (TamiyoPolicy, "act", "policy"),
     (TamiyoPolicy, "value", "policy"),
     (TamiyoRolloutBuffer, "add", "buffer"),
-    (TamiyoRolloutBuffer, "cut", "buffer"),
+    (TamiyoRolloutBuffer, "finish", "buffer"),
     (PPOAgent, "update", "update"),
 )
 """The same: rollout and update."""
@@ -207,7 +207,7 @@ def reports(config: TrainConfig, rounds: Rounds) -> list[Report]:
     """The table of parts and that of bars."""
     tasks, core = " and ".join(config.tasks), 100 * rounds.computed / rounds.total
     parts = Report(
-        f"A round of {config.envs} environments on {tasks}",
+        f"A round of {config.num_envs} environments on {tasks}",
         ("part", "ms per round", "%"),
         notes=[
             f"{rounds.count} rounds, with {core:.0f} % of a core; trust no time far "

@@ -42,7 +42,7 @@ VARIANTS: Final[Mapping[str, Mapping[str, str]]] = {
     "without groups of equal luck": {"world.group_size": "1"},
     "with one kind of task (teacher)": {
         "tasks": "teacher",
-        "envs": "56",
+        "num_envs": "56",
         "start_from": "recordings",
     },
 }
@@ -124,7 +124,7 @@ def _train(
         for number, each in enumerate(found, start=1):
             with ledger.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(asdict(each)) + "\n")
-            progress.update(title, number, len(left), each.variant, pool.doing)
+            progress.update(title, number, len(left), each.variant, pool.active_jobs)
 
 
 def _about(job: tuple[str, int]) -> str:

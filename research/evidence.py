@@ -255,7 +255,7 @@ def counted(
             rows[part.file] = row
             done = sum(found is not None for found in rows.values())
             text = f"{part.task}: {part.arm}"
-            progress.update(title, done, len(rows), text, pool.doing)
+            progress.update(title, done, len(rows), text, pool.active_jobs)
     return [row for row in rows.values() if row is not None]
 
 

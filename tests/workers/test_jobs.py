@@ -113,9 +113,9 @@ def test_a_worker_is_busy_while_a_result_is_used():
     with workers(1) as pool:  # of two, one may be faster than the other starts
         results = pool.run(misbehave, jobs, "", about=lambda job: f"job {job[0]}")
         assert next(results) == 0
-        assert pool.doing == ["job 1"]
+        assert pool.active_jobs == ["job 1"]
         assert [*results] == [1, 2]
-        assert pool.doing == []
+        assert pool.active_jobs == []
 
 
 def test_a_lost_job_is_done_again_by_another(two, tmp_path):
