@@ -156,7 +156,7 @@ def measured(
 ) -> Report:
     """The table of rounds, with the model beside."""
     report = Report(
-        f"{FAMILY}: {config.variants} shards of {config.num_envs} hosts, {count} workers",
+        f"{FAMILY}: {config.variants} x {config.num_envs} hosts, {count} workers",
         ("round", "here, s", "workers, s", "ratio", "model, s", "error, %"),
         notes=["The model knows nothing of the rounds of the workers."],
     )

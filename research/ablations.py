@@ -75,7 +75,7 @@ class Size:
 
 
 TINY: Final = Size(
-    1, 1, 1, 2, (("evaluation.hosts", "1"), ("variants", "1"), ("envs", "8"))
+    1, 1, 1, 2, (("evaluation.hosts", "1"), ("variants", "1"), ("num_envs", "8"))
 )
 
 
