@@ -8,8 +8,8 @@ them, whole, and none older than one whose save had returned.
 import shutil
 
 from esper.contracts.errors import InvalidInputError, StorageError
-from esper.runs.checkpoint import CheckpointFolder
 from esper.files import Manifest, discard, pack
+from esper.runs.checkpoint import CheckpointFolder
 from tests.runs.disks import (
     CountingDisk,
     Died,

@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import save
 
 from esper.contracts.errors import InvalidInputError, StorageError
-from esper.runs.checkpoint import CheckpointFolder
 from esper.files import (
     BLANK,
     SCHEMA,
@@ -27,6 +26,7 @@ from esper.files import (
     read_tensors,
     unfinished,
 )
+from esper.runs.checkpoint import CheckpointFolder
 from tests.runs.crash_points import InPlace, Saves
 from tests.runs.disks import (
     CountingDisk,

@@ -15,7 +15,9 @@ from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import InvalidInputError, StorageError
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import OPS, WorldSettings
-from esper.runs.train_config import EvalConfig, from_toml
+from esper.evaluation.summary import print_training
+from esper.files import Disk
+from esper.rl.training import begin_ppo
 from esper.runs.controllers import (
     export_controller,
     find_controller,
@@ -23,18 +25,16 @@ from esper.runs.controllers import (
     newest_controller,
 )
 from esper.runs.run import Run, checkout_commit
-from esper.evaluation.summary import print_training
-from esper.training.train import jobs_left
-from esper.files import Disk
-from esper.rl.training import begin_ppo
+from esper.runs.train_config import EvalConfig, from_toml
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.shipped import MANIFEST, WEIGHTS, read
+from esper.training.train import jobs_left
 from tests.cli.calls import call, make_run, refused
 from tests.environment.test_growing import TINY
-from tests.training.killed_runs import small_ppo
-from tests.training.training_script import config
 from tests.rollouts import SPEC, random_observation
 from tests.test_grower import begin
+from tests.training.killed_runs import small_ppo
+from tests.training.training_script import config
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +269,9 @@ def test_the_commit_of_a_checkout_is_read_wherever_git_keeps_it(tmp_path):
 
 def test_a_run_that_is_not_finished_is_refused_and_nothing_is_written(tmp_path):
     path = make_run(tmp_path, "young")
-    with pytest.raises(InvalidInputError, match="young is not finished; resume it first"):
+    with pytest.raises(
+        InvalidInputError, match="young is not finished; resume it first"
+    ):
         export_controller(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

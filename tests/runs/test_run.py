@@ -10,13 +10,18 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from esper.contracts.errors import InvalidInputError, InvalidStateError, RunLockedError, StorageError
+from esper.contracts.errors import (
+    InvalidInputError,
+    InvalidStateError,
+    RunLockedError,
+    StorageError,
+)
 from esper.runs.lock import Lock, is_locked
 from esper.runs.run import (
     Run,
     changes_since,
-    validate_name,
     invented_name,
+    validate_name,
     versions_now,
 )
 from tests.cli.calls import contents
@@ -63,7 +68,9 @@ def test_what_is_already_there_is_not_overwritten(tmp_path, kind):
         (tmp_path / "elsewhere").mkdir()
         place.symlink_to(tmp_path / "elsewhere")
     before = contents(tmp_path)
-    with pytest.raises(RunLockedError, match="one exists; choose another name, or resume it"):
+    with pytest.raises(
+        RunLockedError, match="one exists; choose another name, or resume it"
+    ):
         create(tmp_path)
     assert contents(tmp_path) == before
 
@@ -130,9 +137,13 @@ def test_only_runs_are_opened_and_only_their_holder_finishes_them(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "other").mkdir()
     for name in ("missing", "file"):
-        with pytest.raises(InvalidInputError, match=f"{name} is no run; expected a folder"):
+        with pytest.raises(
+            InvalidInputError, match=f"{name} is no run; expected a folder"
+        ):
             Run.open(tmp_path / name)
-    with pytest.raises(InvalidInputError, match=r"other is no run: it has no config\.toml"):
+    with pytest.raises(
+        InvalidInputError, match=r"other is no run: it has no config\.toml"
+    ):
         Run.open(tmp_path / "other")
     assert os.listdir(tmp_path / "other") == []
     run = create(tmp_path)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.stages import SETTLES_TO, TRANSITIONS, Stage
 from esper.environment.growing import GrowingWorld
-from esper.testing.simulated import SimulatedWorld
 from esper.runs.seed_events import events_between
 from esper.runs.streams import stream
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.rule_based import Random
 from esper.tasks.catalogue import task
+from esper.testing.simulated import SimulatedWorld
 from tests.worlds import blank_slots
 
 

@@ -14,11 +14,18 @@ from hypothesis import strategies as st
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import InvalidInputError
+from esper.runs.settings import (
+    as_flat,
+    as_toml,
+    known_settings,
+    parse_toml,
+    toml_value,
+)
 from esper.runs.train_config import (
     PRESETS,
     Budget,
-    EvalConfig,
     CheckpointConfig,
+    EvalConfig,
     Learner,
     TrainConfig,
     World,
@@ -26,13 +33,6 @@ from esper.runs.train_config import (
     from_toml,
     preset,
     resolve,
-)
-from esper.runs.settings import (
-    as_flat,
-    as_toml,
-    known_settings,
-    parse_toml,
-    toml_value,
 )
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
@@ -127,7 +127,9 @@ def test_options_hide_files_which_hide_presets(tmp_path):
     first.write_text("num_envs = 3\nrng_seed = 3\n[evaluation]\nhosts = 3\n")
     second.write_text("rng_seed = 4\n[evaluation]\nhosts = 4\n")
     quick = preset("quick")
-    wanted = replace(quick, num_envs=3, rng_seed=4, evaluation=replace(quick.evaluation, hosts=5))
+    wanted = replace(
+        quick, num_envs=3, rng_seed=4, evaluation=replace(quick.evaluation, hosts=5)
+    )
     options = {"evaluation.hosts": "5", "preset": "quick", "config": [first, second]}
     assert resolve(options) == wanted
 
@@ -334,7 +336,10 @@ def test_files_are_refused_in_one_line_with_their_name(tmp_path):
 
 def test_python_is_refused_as_files_are():
     for make, message in (
-        (lambda: TrainConfig(num_envs=0), "num_envs must be greater than or equal to 1"),
+        (
+            lambda: TrainConfig(num_envs=0),
+            "num_envs must be greater than or equal to 1",
+        ),
         (lambda: TrainConfig(num_envs="4"), "num_envs must be a valid integer"),
         (lambda: TrainConfig(tasks=()), "tasks is empty"),
         (lambda: Budget(rounds=None), "at least one of rounds"),
@@ -355,7 +360,11 @@ def test_the_digest_depends_on_every_setting():
     assert digest(TrainConfig(world=World(rent=-0.0))) == digest(
         TrainConfig(world=World(rent=0.0))
     )
-    changed = [("num_envs", "17"), ("learner.ppo.clip_range", "0.3"), ("world.rent", "[0, 0.02]")]
+    changed = [
+        ("num_envs", "17"),
+        ("learner.ppo.clip_range", "0.3"),
+        ("world.rent", "[0, 0.02]"),
+    ]
     found |= {digest(resolve({name: text})) for name, text in changed}
     assert len(found) == len(PRESETS) + len(changed)
 

@@ -28,17 +28,17 @@ import torch
 
 from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS
-from esper.contracts.errors import InvalidInputError, EsperWarning
+from esper.contracts.errors import EsperWarning, InvalidInputError
 from esper.contracts.messages import quoted, short
 from esper.contracts.state import Tensors, leaves, load
 from esper.contracts.world import Controller
+from esper.files import Disk, pack, publish, storage
 from esper.runs.checkpoint import CheckpointFolder, Loaded
-from esper.runs.train_config import from_toml
 from esper.runs.database import open_store
 from esper.runs.records import TEST
 from esper.runs.run import CHECKPOINTS, CONFIG, STORE, TRAINING, Run, find_run
 from esper.runs.settings import as_toml
-from esper.files import Disk, pack, publish, storage
+from esper.runs.train_config import from_toml
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from esper.tamiyo.policy.sampling import with_temperature
 from esper.tamiyo.restricted import Restricted
@@ -119,7 +119,9 @@ def load_controller(path: Path | str) -> Learned:
     one = folder.parent.name == CHECKPOINTS and folder.is_file()
     run = Run.read(folder.parent.parent if one else folder)
     if run.kind != TRAINING:
-        raise InvalidInputError(f"run {run.name} has no trained controller; see esper runs.")
+        raise InvalidInputError(
+            f"run {run.name} has no trained controller; see esper runs."
+        )
     checkpoints = run.checkpoints()
     config = from_toml(run.config_toml).learner.policy
     like = policy_shapes(config)
@@ -159,7 +161,9 @@ def policy_shapes(config: PolicyConfig) -> Tensors:
 def _best(checkpoints: CheckpointFolder, folder: Path, like: Tensors) -> Loaded:
     found = checkpoints.best(like, POLICY)
     if found is None:
-        raise InvalidInputError(f"{short(folder)} has no checkpoint yet; let it train first.")
+        raise InvalidInputError(
+            f"{short(folder)} has no checkpoint yet; let it train first."
+        )
     if found.rejected:
         text = f"{found.rejected[0]} Round {found.manifest.step} is used instead."
         warnings.warn(text, EsperWarning, stacklevel=3)
@@ -177,7 +181,9 @@ def newest_controller(root: Path) -> Learned:
         and any((path / CHECKPOINTS).iterdir())
     ]
     if not ended:
-        raise InvalidInputError(f"no finished training in {short(root)}; run esper train first.")
+        raise InvalidInputError(
+            f"no finished training in {short(root)}; run esper train first."
+        )
     return load_controller(max(ended)[1])
 
 
@@ -225,7 +231,9 @@ def _blueprints(learned: Learned) -> list[str]:
     table = {each.name for each in BLUEPRINTS}
     names = learned.actions.get("blueprints", ())
     if not names:
-        raise InvalidInputError(f"{learned.name} has no list of blueprints; train it again.")
+        raise InvalidInputError(
+            f"{learned.name} has no list of blueprints; train it again."
+        )
     if strange := [name for name in names if name not in table]:
         raise InvalidInputError(
             f"{learned.name} uses blueprint {quoted(strange[0])}, which is not built "

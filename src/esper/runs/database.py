@@ -160,7 +160,7 @@ ORDER BY min(step), task, env, slot""",
 """What people ask, by name; each can be read like a table."""
 
 
-class DamagedStore(InvalidInputError):
+class DamagedStoreError(InvalidInputError):
     """A store that is damaged, tampered with, or another run's."""
 
 
@@ -179,7 +179,9 @@ def open_writer(path: Path, run: str | None = None) -> sqlite3.Connection:
     """The connection that writes; the store is made if there is none."""
     if sqlite3.sqlite_version_info < OLDEST:
         needed, got = ".".join(map(str, OLDEST)), sqlite3.sqlite_version
-        raise InvalidInputError(f"SQLite {needed} or later is needed, got {got}; update Python.")
+        raise InvalidInputError(
+            f"SQLite {needed} or later is needed, got {got}; update Python."
+        )
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise InvalidInputError(
             f"{path} cannot be a store: name a file in a folder that exists."
@@ -208,7 +210,9 @@ def open_store(
     """
     path = Path(path).absolute()
     if not os.path.lexists(path):
-        raise InvalidInputError(f"there is no store at {path}; name the database of a run.")
+        raise InvalidInputError(
+            f"there is no store at {path}; name the database of a run."
+        )
     return _opened(path, READ_ONLY, lambda db: None, run, seconds)
 
 
@@ -241,7 +245,7 @@ def _opened(
         why = one_line(str(error), 99)
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in DISK_TROUBLE:
             raise StorageError(f"cannot use {short(path)}: {why}.") from None
-        raise DamagedStore(
+        raise DamagedStoreError(
             f"{short(path)} cannot be used as a store: {why}; name another file."
         ) from None
     return db
@@ -252,7 +256,7 @@ def _require_files(path: Path) -> None:
     for end in ("", *COMPANIONS):
         file = Path(f"{path}{end}")
         if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
-            raise DamagedStore(f"{short(file)} is not a regular file; remove it.")
+            raise DamagedStoreError(f"{short(file)} is not a regular file; remove it.")
 
 
 def _verify(db: sqlite3.Connection, path: Path, run: str | None) -> None:
@@ -261,23 +265,23 @@ def _verify(db: sqlite3.Connection, path: Path, run: str | None) -> None:
     (application,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION:
-        raise DamagedStore(f"{name} is a database but no store of Esper; name another.")
+        raise DamagedStoreError(f"{name} is a database but no store of Esper; name another.")
     if version != VERSION:
         age = "a newer Esper" if version > VERSION else "the Esper that wrote it"
         raise InvalidInputError(
             f"{name} has schema {version}, this Esper reads {VERSION}; use {age}."
         )
     if _schema(db) != _own_schema():
-        raise DamagedStore(
+        raise DamagedStoreError(
             f"{name} has other tables than a store; it was tampered with."
         )
     if (found := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-        raise DamagedStore(f"{name} is damaged: {quoted(found)}; use another.")
+        raise DamagedStoreError(f"{name} is damaged: {quoted(found)}; use another.")
     if run is not None:
         query = "SELECT DISTINCT json_extract(versions, '$.run') FROM attempts"
         strange = {known for (known,) in db.execute(query)} - {None, run}
         if strange:
-            raise DamagedStore(f"{name} belongs to another run; put its own back.")
+            raise DamagedStoreError(f"{name} belongs to another run; put its own back.")
 
 
 def _limit_time(db: sqlite3.Connection, seconds: float | None) -> None:
@@ -330,7 +334,9 @@ def rows(db: sqlite3.Connection, table: str) -> Iterator[dict[str, Any]]:
         table: A table of the store, or `live_` and its name.
     """
     if table.removeprefix("live_") not in TABLES:
-        raise InvalidInputError(f"the store has no table {table!r}; known: {', '.join(TABLES)}.")
+        raise InvalidInputError(
+            f"the store has no table {table!r}; known: {', '.join(TABLES)}."
+        )
     names = [*columns_of(db, table)]
     for values in db.execute(f"SELECT * FROM {table} ORDER BY attempt, seq"):
         row = dict(zip(names, values, strict=True))

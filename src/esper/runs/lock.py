@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from filelock import FileLock, Timeout
 
-from esper.contracts.errors import InvalidInputError, EsperError, RunLockedError
+from esper.contracts.errors import EsperError, InvalidInputError, RunLockedError
 from esper.contracts.messages import quoted, short
 from esper.files import open_regular, read_json, storage
 

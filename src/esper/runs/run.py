@@ -17,8 +17,8 @@ import errno
 import hashlib
 import json
 import os
-import re
 import platform
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -31,8 +31,6 @@ from typing import Any, Final
 from esper import __version__
 from esper.contracts.errors import InvalidInputError, InvalidStateError, RunLockedError
 from esper.contracts.messages import one_line, quoted, short
-from esper.runs.checkpoint import CheckpointFolder
-from esper.runs.lock import Lock, is_locked
 from esper.files import (
     Disk,
     beside,
@@ -43,6 +41,8 @@ from esper.files import (
     read_text,
     storage,
 )
+from esper.runs.checkpoint import CheckpointFolder
+from esper.runs.lock import Lock, is_locked
 
 CONFIG, VERSIONS, FINISHED = "config.toml", "versions.json", "finished.json"
 RESERVED: Final = frozenset({"latest", "best", "con", "prn", "aux", "nul"})
@@ -124,7 +124,9 @@ class Run:
                     disk.mkdir(root)
                 disk.sync_folder(root.parent)
             if not root.is_dir():
-                raise InvalidInputError(f"{short(root)} is not a folder; runs need one.")
+                raise InvalidInputError(
+                    f"{short(root)} is not a folder; runs need one."
+                )
             discard_leftovers(disk, root)
             disk.mkdir(temporary)
             lock = Lock(temporary, path)
@@ -222,7 +224,9 @@ class Run:
     def write(self, name: str, facts: Mapping[str, Any]) -> None:
         """Put a file of facts into the run, whole or not at all."""
         if self._lock is None:
-            raise InvalidStateError(f"{short(self.path)} is only read here; use Run.open.")
+            raise InvalidStateError(
+                f"{short(self.path)} is only read here; use Run.open."
+            )
         publish(self._disk, self.path / name, _json_bytes(facts))
 
     def checkpoints(self, *, keep: int = 3) -> CheckpointFolder:
@@ -250,7 +254,9 @@ def find_run(text: str, root: Path) -> Path:
         root: Where runs are.
     """
     if not text.isprintable() or not text:
-        raise InvalidInputError(f"expected the name or folder of a run, got {quoted(text)}.")
+        raise InvalidInputError(
+            f"expected the name or folder of a run, got {quoted(text)}."
+        )
     # os.path says no of what cannot be looked at; Path would raise.
     there = [path for path in (root / text, Path(text)) if os.path.isdir(path)]
     for path in there:

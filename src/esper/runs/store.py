@@ -31,11 +31,12 @@ from torch import Tensor
 
 from esper.contracts.errors import InvalidInputError, InvalidStateError, StorageError
 from esper.contracts.messages import one_line, short
+from esper.files import storage
 from esper.runs.database import (
     COMPANIONS,
     DEADLINE,
     TABLES,
-    DamagedStore,
+    DamagedStoreError,
     columns_of,
     open_store,
     open_writer,
@@ -44,7 +45,6 @@ from esper.runs.database import (
     transaction,
 )
 from esper.runs.records import EvalResult, RoundRecord
-from esper.files import storage
 
 BATCH: Final = 1_000
 """Rows that wait before they are written unasked."""
@@ -98,7 +98,9 @@ class Store:
             The number of the attempt, from 1.
         """
         if self._attempt:
-            raise InvalidStateError("begin_attempt() was called before; open another Store.")
+            raise InvalidStateError(
+                "begin_attempt() was called before; open another Store."
+            )
         keeps = -1 if resume_round is None else resume_round
         started = datetime.now(UTC).isoformat(timespec="seconds")
         about = {**(versions or {})} | ({"run": self._run} if self._run else {})
@@ -137,10 +139,14 @@ class Store:
                 or one for all; None, like a column that is left out, is missing.
         """
         if not self._attempt:
-            raise InvalidStateError("rows came before begin_attempt(); call that first.")
+            raise InvalidStateError(
+                "rows came before begin_attempt(); call that first."
+            )
         unknown = columns.keys() - self._columns[table].keys()
         if unknown:
-            raise InvalidInputError(f"the table {table} has no column {min(unknown)!r}.")
+            raise InvalidInputError(
+                f"the table {table} has no column {min(unknown)!r}."
+            )
         rows = self._rows(table, columns)
         self._queue.append((table, rows))
         self._waiting += len(rows)
@@ -235,7 +241,9 @@ class Store:
             if not isinstance(values, list):
                 given[name] = values = [values] * count
             if len(values) != count:
-                raise InvalidInputError(f"{name} must have {count} values, got {len(values)}.")
+                raise InvalidInputError(
+                    f"{name} must have {count} values, got {len(values)}."
+                )
             if any(map(ne, values, values)):  # only NaN differs from itself
                 for mark, value in zip(marks, values, strict=True):
                     if value != value:
@@ -283,7 +291,9 @@ def _listed(name: str, value: Column) -> Any:  # noqa: ANN401
         return _clean(value)
     if isinstance(value, Tensor | np.ndarray):
         if value.ndim != 1:
-            raise InvalidInputError(f"{name} must have one axis, got shape {(*value.shape,)}.")
+            raise InvalidInputError(
+                f"{name} must have one axis, got shape {(*value.shape,)}."
+            )
         return value.tolist()
     if isinstance(value, Sequence):
         return [_clean(each) if isinstance(each, str) else each for each in value]
@@ -306,7 +316,7 @@ def usable_store(path: Path, run: str | None) -> Store:
     """
     try:
         return Store(path, run)
-    except DamagedStore as error:
+    except DamagedStoreError as error:
         number = 1
         while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
             number += 1
@@ -341,7 +351,9 @@ def export(
         files = [folder / f"{table}.{kind}" for table in TABLES]
         taken = [file.name for file in files if file.exists()]
         if taken:
-            raise InvalidInputError(f"{folder} already has {taken[0]}; name another folder.")
+            raise InvalidInputError(
+                f"{folder} already has {taken[0]}; name another folder."
+            )
         folder.mkdir(parents=True, exist_ok=True)
         db.execute("BEGIN")  # all tables as of one moment
         for table, file in zip(TABLES, files, strict=True):

@@ -24,6 +24,7 @@ from esper.contracts.messages import (
     unknown,
 )
 from esper.environment.settings import WorldSettings
+from esper.files import read_text
 from esper.runs.records import ENDLESS, LADDER, STATIC
 from esper.runs.run import validate_name
 from esper.runs.settings import (
@@ -39,7 +40,6 @@ from esper.runs.settings import (
     settings,
     table_of,
 )
-from esper.files import read_text
 from esper.simic.agent.memory import MEMORIES
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
