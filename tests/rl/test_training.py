@@ -11,7 +11,7 @@ import pytest
 
 from esper import PPO
 from esper.cli import main
-from esper.cli.commands import _interrupted
+from esper.cli.resume import report_interruption
 from esper.contracts.errors import InvalidInputError, WorkersError
 from esper.rl.training import AGENT, PPORunConfig, begin_ppo, resume_ppo
 from esper.runs.run import Run
@@ -122,7 +122,7 @@ def test_an_interruption_says_what_will_be_played_again(tmp_path, capsys):
 
     (tmp_path / "my runs").mkdir()
     result = begin_ppo(config, [OnRoundEnd(interrupt)])
-    assert _interrupted(result, "ppo") == 128 + signal.SIGTERM
+    assert report_interruption(result, "ppo") == 128 + signal.SIGTERM
     words = "rounds after 0 will be repeated. Resume with: esper ppo"
     assert f"{words} --resume '" in capsys.readouterr().out
 
@@ -235,7 +235,7 @@ def test_a_module_that_a_run_names_is_not_imported_without_consent(
 
     config = replace(small_ppo(tmp_path, "run", 4), env=planted)
     path = begin_ppo(config, [OnRoundEnd(interrupt)]).path
-    _interrupted(
+    report_interruption(
         begin_ppo(replace(config, name="other"), [OnRoundEnd(interrupt)]), "ppo"
     )
     assert f"--env {planted}" in capsys.readouterr().out

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from esper.cli.commands import _interrupted
+from esper.cli.resume import report_interruption
 from esper.contracts.errors import EsperWarning, InvalidInputError
 from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
@@ -173,7 +173,7 @@ def test_a_start_that_is_interrupted_goes_on_with_what_was_recorded(
     result = begin_run(recorded, [Interrupted(when)])
     assert (result.rounds, result.signal) == (0, signal.SIGTERM)
     assert len([*(result.path / "recordings").glob("*.safetensors")]) == kept
-    _interrupted(result, "train")
+    report_interruption(result, "train")
     said = f"before round 1; {kept} recordings are kept, pretraining will be"
     assert said in capsys.readouterr().out
 

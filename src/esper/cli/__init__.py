@@ -12,8 +12,10 @@ from textwrap import fill
 from typing import Final
 
 from esper import __version__
-from esper.cli.arguments import Parser
-from esper.cli.commands import COMMANDS
+from esper.cli.arguments import Command, Parser
+from esper.cli.completion import COMPLETION
+from esper.cli.evaluate import EVALUATE, RECORD
+from esper.cli.grow import BLUEPRINTS, GROW, TASKS
 from esper.cli.output import (
     SafeStream,
     explain_output,
@@ -23,8 +25,26 @@ from esper.cli.output import (
     safe_streams,
     sudden_interrupts,
 )
+from esper.cli.ppo import DOCTOR, PPO
+from esper.cli.runs import EXPORT, REPORT, RUNS
+from esper.cli.train import CONFIG, TRAIN
 from esper.workers.deadline import Watch
 
+COMMANDS: Final[dict[str, Command]] = {
+    "train": TRAIN,
+    "grow": GROW,
+    "evaluate": EVALUATE,
+    "ppo": PPO,
+    "doctor": DOCTOR,
+    "record": RECORD,
+    "report": REPORT,
+    "runs": RUNS,
+    "export": EXPORT,
+    "config": CONFIG,
+    "tasks": TASKS,
+    "blueprints": BLUEPRINTS,
+    "completion": COMPLETION,
+}
 EXAMPLES: Final = """\
 examples:
   esper train                          train a controller (about five minutes)
@@ -129,7 +149,3 @@ def _wrapped(text: str) -> str:
 
 
 __all__ = ["COMMANDS", "main", "parser"]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,12 +4,17 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import inf, nan
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from esper.contracts.messages import nearest, one_line, quoted
+
+if TYPE_CHECKING:
+    from esper.workers.jobs import Workers
 
 MAX_NAME: Final = 255
 """Bytes that every file system lets a name have."""
@@ -20,6 +25,26 @@ METAVARS: Final = {
     "boolean": "true|false",
     "array": "LIST",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command of `esper`."""
+
+    run: Callable[[argparse.Namespace], object]
+    """Runs it; returns an exit code, or None for 0."""
+    help: str
+    examples: str
+    options: Callable[[argparse.ArgumentParser], None] | None = None
+    """Adds its options."""
+    description: str = ""
+    """Replaces `help` in the help of the command itself."""
+    settings: bool = False
+    """Whether `options` adds settings, whose import is slow."""
+    torch: bool = True
+    """Whether it needs torch."""
+    environments: bool = False
+    """Whether it calls environments, which may hang or crash."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -73,7 +98,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"esper: {text} (see {self.prog} --help)\n")
 
 
-def whole(low: int, high: int) -> Callable[[str], int]:
+def integer(low: int, high: int) -> Callable[[str], int]:
     """Parses a whole number in a range, in plain ASCII digits."""
 
     def parse(text: str) -> int:
@@ -84,10 +109,10 @@ def whole(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-RNG_SEED: Final = whole(0, 2**32 - 1)
+RNG_SEED: Final = integer(0, 2**32 - 1)
 
 
-def positive(text: str) -> float:
+def positive_float(text: str) -> float:
     """A finite number above 0."""
     try:
         number = float(text)
@@ -106,14 +131,14 @@ def path_text(text: str) -> str:
     return text
 
 
-def folder(text: str) -> Path:
+def folder_path(text: str) -> Path:
     """A folder that exists or can be made."""
     return Path(path_text(text))
 
 
-def file(text: str) -> Path:
+def file_path(text: str) -> Path:
     """A file that exists or can be made."""
-    path = folder(text)
+    path = folder_path(text)
     if path.name in ("", "..") or os.path.isdir(path):
         raise argparse.ArgumentTypeError(f"expected a file, got folder {quoted(text)}")
     return path
@@ -154,7 +179,7 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("parallel work (does not change the results)")
     group.add_argument(
         "--workers",
-        type=whole(0, 1_024),
+        type=integer(0, 1_024),
         default=None,
         metavar="N",
         help="number of worker processes; 0: use only this process (default: one per "
@@ -171,12 +196,26 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--deadline",
-        type=positive,
+        type=positive_float,
         default=None,
         metavar="X",
         help="seconds to wait for a worker; after that it is replaced and its work is "
         "repeated (default: 600)",
     )
+
+
+def worker_starter(given: dict[str, Any]) -> Callable[[], "Workers"]:
+    """Removes the options of `add_workers`; returns a function that starts workers.
+
+    Call it after everything else was checked, because starting a cluster is slow.
+    """
+    from esper.workers.jobs import DEADLINE, available_cores, workers
+
+    count, ray = given.pop("workers"), given.pop("ray")
+    if count is None:
+        count = 0 if ray else available_cores()
+    deadline = given.pop("deadline") or DEADLINE
+    return partial(workers, count, ray=ray, deadline=deadline)
 
 
 def add_settings(
@@ -217,6 +256,11 @@ def add_settings(
             help=f"{text} (default: {default})".replace("%", "%%"),
             **more,
         )
+
+
+def given_options(options: argparse.Namespace) -> dict[str, Any]:
+    """All parsed options but the name of the command."""
+    return {name: value for name, value in vars(options).items() if name != "command"}
 
 
 def _expected(what: str, text: str) -> argparse.ArgumentTypeError:

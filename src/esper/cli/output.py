@@ -15,7 +15,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TextIO
 
@@ -27,7 +27,7 @@ from esper.contracts.errors import (
     StorageError,
     WorkersError,
 )
-from esper.contracts.messages import one_line, quoted
+from esper.contracts.messages import one_line, printable, quoted
 from esper.workers.deadline import TICK, Watch
 
 CRASHES: Final = (
@@ -75,6 +75,27 @@ def explain_output(failed: OSError | None, code: int) -> int:
 def _print(text: str, code: int) -> int:
     print(f"esper: {one_line(text, 190)}", file=sys.stderr)
     return code
+
+
+def print_line(text: str) -> None:
+    """Print one line, with a question mark for every unprintable character."""
+    print(printable(text))
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int
+) -> None:
+    """Print a table of plain text; the first `left` columns are left-aligned."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < left else "right")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)
 
 
 @contextmanager

@@ -1,0 +1,119 @@
+"""`esper train` and `esper config`."""
+
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from typing import Final
+
+from esper.cli.arguments import (
+    Command,
+    add_settings,
+    add_workers,
+    given_options,
+    worker_starter,
+)
+from esper.cli.output import print_line
+from esper.cli.resume import add_resume, report_interruption, unfinished_run
+
+
+def add_train_options(parser: ArgumentParser) -> None:
+    """Add the options of `esper train`."""
+    add_resume(parser)
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="also show KL divergence, entropy and speed of every round",
+    )
+    add_workers(parser)
+    add_config_options(parser)
+
+
+def add_config_options(parser: ArgumentParser) -> None:
+    """Add `--preset`, `--config` and every setting of a training run."""
+    from esper.runs.train_config import DEFAULT, PRESETS
+
+    parser.add_argument(
+        "--preset",
+        default=SUPPRESS,
+        metavar="NAME",
+        help=f"base settings: {', '.join(PRESETS)} (default: {DEFAULT})",
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=SUPPRESS,
+        metavar="FILE",
+        help="TOML file with settings that override the preset; can be repeated",
+    )
+    add_settings(parser, PRESETS[DEFAULT])
+
+
+def train(options: Namespace) -> int:
+    """Start or resume a run, then print its results and write its report."""
+    from esper.runs.train_config import resolve
+    from esper.training.callbacks import ConsoleProgress
+    from esper.training.train import begin_run, resume_run, settings_of
+
+    given = given_options(options)
+    console = ConsoleProgress(details=given.pop("verbose"))
+    start_workers = worker_starter(given)
+    if "resume" in given:
+        advice = "Omit it, or start a new run with --start_from RUN."
+        path = unfinished_run(given, settings_of, advice)
+        if path is None:
+            return 0
+        with start_workers() as workers:
+            result = resume_run(path, [console], workers)
+    else:
+        settings = resolve(given, draw_seed=True)
+        with start_workers() as workers:
+            result = begin_run(settings, [console], workers)
+    if result.signal is not None:
+        return report_interruption(result, "train")
+    from esper.evaluation.summary import print_training
+    from esper.report import write_report
+
+    print_training(result.path)
+    print_line(f"The report is in {write_report(result.path)}.")
+    return 0
+
+
+def config(options: Namespace) -> None:
+    """Print the resolved settings of a training run."""
+    from esper.runs.settings import as_toml
+    from esper.runs.train_config import resolve
+
+    print(as_toml(resolve(given_options(options)), explain=True), end="")
+
+
+TRAIN: Final = Command(
+    run=train,
+    options=add_train_options,
+    settings=True,
+    help="train a controller and compare it with rules, or resume a run",
+    description="""\
+Train Tamiyo, the controller that decides when and where networks grow. Then compare it
+with rule-based controllers and static networks, and write a report.""",
+    examples="""\
+Write values as in TOML. Text needs no quotes. A list of names needs no brackets.
+Write a range as [low, high], and no value as none.
+
+examples:
+  esper train                          default settings, about five minutes
+  esper train --preset quick           about one minute
+  esper train --tasks letter,digits --budget.minutes 10
+  esper train --tasks letter --world.rent "[0.0, 0.05]"
+  esper train --config mine.toml --learner.ppo.learning_rate 1e-3
+""",
+)
+
+CONFIG: Final = Command(
+    run=config,
+    options=add_config_options,
+    settings=True,
+    help="print all training settings with descriptions",
+    examples="""\
+examples:
+  esper config > mine.toml             then: esper train --config mine.toml
+  esper config --preset thorough --tasks letter
+""",
+)
