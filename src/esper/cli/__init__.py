@@ -1,6 +1,6 @@
-"""The command line: parses, refuses in one line, and runs one command.
+"""The command line: parses the arguments and runs one command.
 
-Nothing heavy is imported before a command is known, so `esper --help` is instant.
+Commands import heavy modules when they run, so `esper --help` is fast.
 """
 
 import os
@@ -60,9 +60,7 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code.
 
-    Args:
-        arguments: Of the command; None: this process is the command, and Ctrl-C may
-            end it.
+    Without `arguments`, use those of this process; Ctrl-C then ends the process.
     """
     if arguments is not None:
         return _main([*arguments])
@@ -72,12 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(given: list[str], *, outlive: bool = False) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if not os.environ.get("COLUMNS", "1").strip("0"):  # a terminal of unknown width
+    if not os.environ.get("COLUMNS", "1").strip("0"):  # unknown width
         del os.environ["COLUMNS"]
     with safe_streams() as stdout, printed_warnings():
         try:
             options = parser(given[:1]).parse_args(given)
-        except SystemExit as stop:  # a parser that helped or refused
+        except SystemExit as stop:  # after help or an error
             code = stop.code if isinstance(stop.code, int) else 0
             return _flushed(stdout, code)
         watch = Watch() if COMMANDS[options.command].environments else None
@@ -87,7 +85,7 @@ def _main(given: list[str], *, outlive: bool = False) -> int:
 
 
 def _flushed(stdout: SafeStream, code: int) -> int:
-    """The exit code of a command whose output is complete."""
+    """Flush the output; returns the exit code, which is an error if that failed."""
     stdout.flush()
     return explain_output(stdout.failed, code)
 
@@ -105,17 +103,16 @@ def _run(options: Namespace, watch: Watch | None) -> int:
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         return 130
-    except BaseException as error:  # SystemExit too: no command ends by it
+    except BaseException as error:  # no command raises SystemExit itself
         return report_failure(error)
 
 
 def parser(complete: Collection[str] = ()) -> Parser:
-    """Every command with its options.
+    """Returns the parser of all commands.
 
-    Args:
-        complete: Commands whose settings are options too; it takes long to import them.
+    Adds settings as options only for the commands in `complete`: their import is slow.
     """
-    whole = Parser(
+    main_parser = Parser(
         prog="esper",
         description="Grow neural networks while they train, and train controllers that "
         "decide when.",
@@ -123,8 +120,12 @@ def parser(complete: Collection[str] = ()) -> Parser:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    whole.add_argument("--version", action="version", version=f"esper {__version__}")
-    commands = whole.add_subparsers(dest="command", required=True, metavar="command")
+    main_parser.add_argument(
+        "--version", action="version", version=f"esper {__version__}"
+    )
+    commands = main_parser.add_subparsers(
+        dest="command", required=True, metavar="command"
+    )
     for name, command in COMMANDS.items():
         own = commands.add_parser(
             name,
@@ -138,11 +139,11 @@ def parser(complete: Collection[str] = ()) -> Parser:
             own.usage = f"esper {name} [--help] [--SETTING VALUE]"
         if command.options and (name in complete or not command.settings):
             command.options(own)
-    return whole
+    return main_parser
 
 
 def _wrapped(text: str) -> str:
-    """Paragraphs that no terminal of 80 columns breaks."""
+    """Paragraphs wrapped for a terminal of 80 columns."""
     return "\n\n".join(
         fill(part, 79, break_on_hyphens=False) for part in text.split("\n\n")
     )

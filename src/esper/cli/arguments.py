@@ -1,4 +1,7 @@
-"""Arguments of commands: types, and refusals in one line with the nearest name."""
+"""Commands and their arguments.
+
+A wrong argument is an error of one line, with the nearest valid name.
+"""
 
 import argparse
 import os
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from esper.workers.jobs import Workers
 
 MAX_NAME: Final = 255
-"""Bytes that every file system lets a name have."""
+"""Maximum length of a file name in bytes, on any file system."""
 METAVARS: Final = {
     "integer": "N",
     "number": "X",
@@ -48,14 +51,14 @@ class Command:
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in one line, with the nearest known option or choice, exit code 2."""
+    """Reports errors in one line with the nearest valid name; exit code 2."""
 
     def parse_known_args(  # type: ignore[override]
         self,
         args: Sequence[str] | None = None,
         namespace: argparse.Namespace | None = None,
     ) -> tuple[Any, list[str]]:
-        """Refuse unknown options before asking for missing ones."""
+        """Report unknown options before missing ones."""
         words = [] if args is None else list(args)
         known = self._option_string_actions
         for index, word in enumerate(words):
@@ -64,20 +67,18 @@ class Parser(argparse.ArgumentParser):
             name, equals, value = word.partition("=")
             if not re.match("--[^-]", name):
                 continue
-            if value == "--":  # argparse would take it for the end of the options
+            if value == "--":  # argparse would end the options here
                 self.error(f"argument {name}: expected one argument")
+            word = name[2:]
             spellings = (
                 name,
-                f"--{name[2:].replace('-', '_')}",
-                f"--{name[2:].replace('_', '-')}",
+                f"--{word.replace('-', '_')}",
+                f"--{word.replace('_', '-')}",
             )
             found = next((option for option in spellings if option in known), None)
             if found is None:
-                options = [option for option in known if option.startswith("--")]
-                self._refuse(
-                    f"there is no option {quoted(name)}; did you mean "
-                    f"{nearest(name, options)!r}?"
-                )
+                near = nearest(name, [each for each in known if each.startswith("--")])
+                self._exit(f"there is no option {quoted(name)}; did you mean {near!r}?")
             words[index] = f"{found}{equals}{value}"
         parsed, rest = super().parse_known_args(words, namespace)
         if rest:
@@ -85,21 +86,21 @@ class Parser(argparse.ArgumentParser):
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
-        """Refuse, with the nearest choice if there are choices."""
+        """Exit with a message, and with the nearest choice if there are choices."""
         hint = ""
         if choice := re.search(r"invalid choice: '(.*?)'", message):
             choices = [
                 str(name) for action in self._actions for name in action.choices or ()
             ]
             hint = f"; did you mean {nearest(choice[1], choices)!r}?"
-        self._refuse(one_line(" ".join(message.split()), 120) + hint)
+        self._exit(one_line(" ".join(message.split()), 120) + hint)
 
-    def _refuse(self, text: str) -> NoReturn:
+    def _exit(self, text: str) -> NoReturn:
         self.exit(2, f"esper: {text} (see {self.prog} --help)\n")
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
-    """Parses a whole number in a range, in plain ASCII digits."""
+    """Returns a parser of whole numbers from `low` to `high`, in ASCII digits."""
 
     def parse(text: str) -> int:
         if re.fullmatch("-?[0-9]{1,19}", text) and low <= int(text) <= high:
@@ -113,7 +114,7 @@ RNG_SEED: Final = integer(0, 2**32 - 1)
 
 
 def positive_float(text: str) -> float:
-    """A finite number above 0."""
+    """Parses a finite number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -124,7 +125,7 @@ def positive_float(text: str) -> float:
 
 
 def path_text(text: str) -> str:
-    """A path whose names a file system can hold."""
+    """Checks that a path is printable and that no name in it is too long."""
     longest = max(len(name.encode(errors="replace")) for name in text.split("/"))
     if not text or not text.isprintable() or longest > MAX_NAME:
         raise _expected(f"a path of printable names of at most {MAX_NAME} bytes", text)
@@ -132,12 +133,12 @@ def path_text(text: str) -> str:
 
 
 def folder_path(text: str) -> Path:
-    """A folder that exists or can be made."""
+    """Parses the path of a folder."""
     return Path(path_text(text))
 
 
 def file_path(text: str) -> Path:
-    """A file that exists or can be made."""
+    """Parses a path that is not a folder."""
     path = folder_path(text)
     if path.name in ("", "..") or os.path.isdir(path):
         raise argparse.ArgumentTypeError(f"expected a file, got folder {quoted(text)}")
@@ -145,14 +146,14 @@ def file_path(text: str) -> Path:
 
 
 def add_option(
-    parser: argparse.ArgumentParser,
+    parser: "argparse._ActionsContainer",
     name: str,
     kind: Callable[[str], object],
     default: object,
     metavar: str,
     text: str,
 ) -> None:
-    """An option with one value; its default, unless None, is added to the help."""
+    """Add an option with one value; the help shows its default unless it is None."""
     if default is not None:
         shown = f"{default:g}" if isinstance(default, float) else default
         text = f"{text} (default: {shown})"
@@ -160,7 +161,7 @@ def add_option(
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """The run that a command is about, and the folder of runs."""
+    """Add the positional argument RUN, and `--runs`."""
     parser.add_argument(
         "run", type=path_text, metavar="RUN", help="name or folder of a run"
     )
@@ -168,40 +169,26 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    """The folder of runs."""
-    add_option(
-        parser, "--runs", path_text, "runs", "FOLDER", "folder that contains the runs"
-    )
+    """Add `--runs`."""
+    text = "folder that contains the runs"
+    add_option(parser, "--runs", path_text, "runs", "FOLDER", text)
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
-    """Options for parallel work."""
+    """Add the options for parallel work."""
     group = parser.add_argument_group("parallel work (does not change the results)")
-    group.add_argument(
-        "--workers",
-        type=integer(0, 1_024),
-        default=None,
-        metavar="N",
-        help="number of worker processes; 0: use only this process (default: one per "
-        "core)",
-    )
+    workers = "worker processes; 0: use only this process (default: one per core)"
+    deadline = "maximum seconds per job; then another worker repeats it (default: 600)"
+    add_option(group, "--workers", integer(0, 1_024), None, "N", workers)
     group.add_argument(
         "--ray",
         nargs="?",
         const="local",
-        default=None,
         metavar="ADDRESS",
         help="use the Ray cluster at ADDRESS; without ADDRESS, start a local cluster "
         "(requires ray, see docs/scaling.md)",
     )
-    group.add_argument(
-        "--deadline",
-        type=positive_float,
-        default=None,
-        metavar="X",
-        help="seconds to wait for a worker; after that it is replaced and its work is "
-        "repeated (default: 600)",
-    )
+    add_option(group, "--deadline", positive_float, None, "X", deadline)
 
 
 def worker_starter(given: dict[str, Any]) -> Callable[[], "Workers"]:
@@ -223,15 +210,10 @@ def add_settings(
     defaults: object,
     short: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Every setting by its dotted name.
+    """Add an option for every setting, named by its dotted path.
 
-    Options that are not given are not in the parsed namespace; those that are, are
-    texts, which `settings.parsed_options` reads.
-
-    Args:
-        parser: Gets the options.
-        defaults: A tree of settings.
-        short: Another name for some.
+    The namespace has only the options that were given, as text for
+    `settings.parsed_options`. `short` has second names of some settings.
     """
     from esper.runs.settings import as_flat, known_settings, toml_value
 
@@ -246,7 +228,7 @@ def add_settings(
         more: dict[str, Any] = {}
         if setting.type == "boolean":
             more = {"nargs": "?", "const": "true"}
-        elif setting.type == "array":  # names with commas between, or one by one
+        elif setting.type == "array":  # comma-separated, or repeated
             more = {"action": "append"}
         groups[title].add_argument(
             *[f"--{each}" for each in (name, short.get(name)) if each],

@@ -21,7 +21,9 @@ def add_evaluate_options(parser: ArgumentParser) -> None:
     """Add the settings of an evaluation, some with a second, shorter name."""
     from esper.evaluation.evaluate import EvaluateConfig
 
-    parser.add_argument("--json", action="store_true", help="print JSON, not tables")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead of tables"
+    )
     add_workers(parser)
     short = {"tasks": "task", "controllers": "controller", "world.rent": "rent"}
     add_settings(parser, EvaluateConfig(), short)
@@ -50,10 +52,16 @@ def add_record_options(parser: ArgumentParser) -> None:
     )
     number = integer(1, 1_000_000)
     for name, kind, default, metavar, text in (
-        ("--stop", str, "anytime", "WHEN", "when episodes are scored: end or anytime"),
+        ("--stop", str, "anytime", "WHEN", "when to score episodes: end or anytime"),
         ("--tasks", number, 100, "N", "number of tasks to draw"),
-        ("--hosts", number, 1, "N", "hosts per task"),
-        ("--scripts", integer(2, 1_000), 20, "N", "growth scripts per host"),
+        ("--hosts", number, 1, "N", "number of hosts per task"),
+        (
+            "--scripts",
+            integer(2, 1_000),
+            20,
+            "N",
+            "number of growth schedules per host",
+        ),
         ("--rng_seed", RNG_SEED, 0, "N", "random seed of the tasks"),
     ):
         add_option(parser, name, kind, default, metavar, text)
@@ -82,20 +90,24 @@ EVALUATE: Final = Command(
     settings=True,
     help="compare controllers and static networks on the same hosts",
     description="""\
-Compare controllers on real tasks. All of them grow the same hosts (initial networks).
+Compare controllers on tasks. All of them start from the same hosts (initial networks).
 
 The return is the gain in validation score minus rent for added parameters. With
---world.relative true, it is the fraction of the errors without growth that was removed,
-minus rent. The test score uses rows that decisions and rewards do not use.
+--world.relative true, the gain is relative: the fraction of errors that growth removed.
+The test score uses rows that no decision and no reward used.
 
 Rules: never, random, early, periodic, doubling, large-then-cut, plateau, by-rent,
-timetable-by-rent. Trained controllers: tamiyo (comes with Esper), a run, or the folder
-of an exported controller. Controls: static (a plain network of the final size of the
-reference) and longer (no growth, but as much training compute as the reference). The
-reference is the first trained controller, otherwise early.""",
+timetable-by-rent.
+
+Trained controllers: tamiyo (comes with Esper), a run, or the folder of an exported
+controller.
+
+Controls: static is a network that has the reference's final size from the start. longer
+does not grow, but trains with as much compute as the reference. The reference is the
+first trained controller, or early if there is none.""",
     examples="""\
 examples:
-  esper evaluate                       all tasks, all rules, static
+  esper evaluate                       all tasks, all rules and static
   esper evaluate --task letter,digits --hosts 32
   esper evaluate --controller never,early,static,tamiyo
   esper evaluate --controller never,early,static,runs/NAME
@@ -106,10 +118,13 @@ examples:
 RECORD: Final = Command(
     run=record,
     options=add_record_options,
-    help="record how random hosts grow, to pretrain a controller",
-    description="Grow each randomly drawn host under many fixed scripts that share "
-    "random numbers, and save the observations and scores. Pretrain on them with "
-    "esper train --start_from FOLDER. If interrupted, run the same command again.",
+    help="record how networks grow on random tasks, to pretrain a controller",
+    description="""\
+Draw random tasks, grow each host by many fixed schedules, and save the observations and
+scores. All schedules of a host use common random numbers.
+
+Pretrain on the result with esper train --start_from FOLDER. To continue after an
+interruption, run the same command again.""",
     examples="""\
 examples:
   esper record recordings/anytime --tasks 200

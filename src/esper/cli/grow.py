@@ -28,17 +28,24 @@ def add_grow_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--task", required=True, metavar="NAME", help="task to learn (see esper tasks)"
     )
-    deciders = (
-        "a rule such as never or early (see esper evaluate --help), tamiyo (trained, "
-        "comes with Esper), latest (from the newest finished run), a run, or the "
-        "folder of an exported controller"
+    names = (
+        "a rule such as early (see esper evaluate --help); tamiyo: the controller that "
+        "comes with Esper; latest: the one of the newest finished run; or a run, or "
+        "the folder of an exported controller"
     )
-    added = "maximum added parameters, as a multiple of the network's"
-    out = "output file, NAME.pt2 (default: TASK-CONTROLLER.pt2)"
-    add_option(parser, "--controller", path_text, "early", "NAME", deciders)
+    added = "maximum added parameters, as a multiple of the initial network's"
+    out = "output file, must end in .pt2 (default: TASK-CONTROLLER.pt2)"
+    add_option(parser, "--controller", path_text, "early", "NAME", names)
     add_option(parser, "--budget", positive_float, 4.0, "X", added)
     add_option(parser, "--out", file_path, None, "FILE", out)
-    add_option(parser, "--rng-seed", RNG_SEED, 0, "N", "random seed")
+    add_option(
+        parser,
+        "--rng-seed",
+        RNG_SEED,
+        0,
+        "N",
+        "random seed of the network and its training",
+    )
     add_runs(parser)
 
 
@@ -61,7 +68,7 @@ def grow(options: Namespace) -> None:
     print(*summary_lines(fitted.history), sep="\n")
     before = task.host.parameters
     print(f"Test score {test:.1%}; {before:,} parameters became {after:,}.")
-    print_line(f"The network is in {out}; it loads without Esper: torch.export.load.")
+    print_line(f"The network is in {out}. Load it with torch.export.load.")
 
 
 def _controller(name: str, runs: Path) -> "Maker | str":
@@ -123,7 +130,7 @@ examples:
   esper grow --task letter --controller tamiyo
   esper grow --task mnist1d --controller runs/NAME --out grown.pt2
 
-The file loads without Esper: torch.export.load("grown.pt2").module()
+To load the file, Esper is not needed: torch.export.load("grown.pt2").module()
 """,
 )
 

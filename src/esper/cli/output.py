@@ -1,11 +1,11 @@
-"""What a command writes, whatever happens: safe streams, and one line for every error.
+"""Output of commands: streams that never raise, and one line for every error.
 
 Exit codes:
 
-2 bad input   3 a run is in use   4 numbers gave up   5 storage gave up
-6 workers gave up   70 a bug of ours   130 interrupted   143 terminated
+2 invalid input   3 run in use   4 non-finite numbers   5 storage error
+6 worker error   70 bug in Esper   130 interrupted   143 terminated
 
-The reader of a pipe may go away (`esper tasks | head`): a training must not end for it.
+A training run continues when the reader of its pipe exits (`esper train | head`).
 """
 
 import errno
@@ -34,7 +34,7 @@ CRASHES: Final = (
     *(signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL),
     *(signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
 )
-"""Signals that end a process which did not want to."""
+"""Signals of a process that crashed or was killed."""
 STORAGE: Final = 5
 WORKERS: Final = 6
 CODES: Final = {
@@ -47,7 +47,10 @@ CODES: Final = {
 
 
 def report_failure(error: BaseException) -> int:
-    """Print one line and return the exit code; a bug's traceback goes to a file."""
+    """Print an error in one line; returns the exit code.
+
+    The traceback of a bug is written to a file.
+    """
     for kind, code in CODES.items():
         if isinstance(error, kind):
             return _print(str(error), code)
@@ -66,7 +69,7 @@ def report_failure(error: BaseException) -> int:
 
 
 def explain_output(failed: OSError | None, code: int) -> int:
-    """The exit code of a command whose output failed; a closed pipe is no failure."""
+    """The exit code of a command whose output failed; a closed pipe is no error."""
     if code or failed is None or failed.errno in (errno.EPIPE, errno.EBADF):
         return code
     return _print(f"cannot write output: {failed}", STORAGE)
@@ -100,7 +103,7 @@ def print_table(
 
 @contextmanager
 def printed_warnings() -> Iterator[None]:
-    """Print each warning of ours in one line; others as Python does."""
+    """Print each warning of Esper once, in one line; others as Python does."""
     with warnings.catch_warnings():
         python_shows, shown = warnings.showwarning, set[str]()
 
@@ -111,7 +114,7 @@ def printed_warnings() -> Iterator[None]:
             **more: Any,  # noqa: ANN401
         ) -> None:
             if issubclass(category, EsperWarning):
-                if str(message) not in shown:  # once in a command
+                if str(message) not in shown:
                     shown.add(str(message))
                     _print(f"warning: {message}", 0)
             else:
@@ -124,11 +127,10 @@ def printed_warnings() -> Iterator[None]:
 
 @contextmanager
 def sudden_interrupts() -> Iterator[None]:
-    """Let Ctrl-C end this process at once, in one line.
+    """Let Ctrl-C end this process at once, with one line of output.
 
-    An exception could come in the middle of a write, a callback or an error, and leave
-    a traceback. Whatever is written is whole or absent without any cleaning up, and a
-    training catches the first Ctrl-C itself.
+    KeyboardInterrupt could be raised inside a callback and leave a traceback. Files
+    are written atomically, so no cleanup is needed. Training handles the first Ctrl-C.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -147,15 +149,11 @@ def sudden_interrupts() -> Iterator[None]:
 
 
 def outlived(command: Callable[[], int], watch: Watch | None = None) -> int:
-    """Run a command in a process of its own, and say so if that ends without a word.
+    """Run a command in a child process and report it if that process crashes.
 
-    As Ray ends it when the node that it is connected to is gone, or an environment
-    that crashes. Signals that come here are passed on, but for those of a terminal,
-    which come to both.
-
-    Args:
-        command: What to run.
-        watch: Of its calls of environments; a call that hangs ends the process.
+    Ray ends the process if its node is gone, and an environment may crash it. Signals
+    are forwarded, except those of the terminal, which the child also receives. If
+    `watch` finds an environment call that hangs, the child is killed.
     """
     if sys.platform != "linux":
         return command()
@@ -188,7 +186,7 @@ def outlived(command: Callable[[], int], watch: Watch | None = None) -> int:
     if hung:
         return _print(hung, WORKERS)
     crashed = -code in CRASHES
-    # The handler of Ctrl-C ends a process with 130.
+    # After Ctrl-C the code is 130.
     lost = watch is not None and not watch.done and code >= 0 and code != 130
     if lost or (watch is not None and crashed):
         text = "the environment or the system ended this process, perhaps out of memory"
@@ -200,10 +198,9 @@ def outlived(command: Callable[[], int], watch: Watch | None = None) -> int:
 
 
 class SafeStream:
-    """Forwards to a text stream until that fails; then discards what comes.
+    """Forwards to a text stream until that fails, then discards all output.
 
-    Args:
-        stream: Where to; None: it was closed before the process began.
+    The stream is None if it was closed before the process started.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -234,7 +231,7 @@ class SafeStream:
     def _fail(self, error: OSError | ValueError) -> None:
         closed = OSError(errno.EBADF, "closed")  # a closed file raises ValueError
         self.failed = error if isinstance(error, OSError) else closed
-        try:  # what waits in the buffer cannot be written at exit either
+        try:  # else Python fails to flush the buffer at exit
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
             os.close(null)
@@ -247,7 +244,7 @@ class SafeStream:
 
 @contextmanager
 def safe_streams() -> Iterator[SafeStream]:
-    """Replace standard output and error by safe ones; yields the former."""
+    """Replace standard output and error by safe streams; yields the first."""
     before = sys.stdout, sys.stderr
     streams = [SafeStream(stream) for stream in before]
     sys.stdout, sys.stderr = streams

@@ -23,15 +23,18 @@ def add_ppo_options(parser: ArgumentParser) -> None:
     from esper.rl.training import PPORunConfig
 
     parser.add_argument(
-        "env_id", nargs="?", default=SUPPRESS, metavar="ENV_ID", help="Gymnasium id"
+        "env_id",
+        nargs="?",
+        default=SUPPRESS,
+        metavar="ENV_ID",
+        help="Gymnasium id of the environment",
     )
     add_resume(parser)
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="with --resume: allow the import of the module in the run's environment "
-        "id (module:Id-v0). Alternatively, repeat --env. A run folder alone cannot "
-        "import code",
+        help="with --resume: import the module that the run names in its environment "
+        "id (module:Id-v0). Use it only for runs that you trust, or give --env instead",
     )
     add_settings(parser, PPORunConfig())
 
@@ -77,8 +80,12 @@ def ppo(options: Namespace) -> int:
 
 def add_doctor_options(parser: ArgumentParser) -> None:
     """Add the options of `esper doctor`."""
-    parser.add_argument("env", type=path_text, metavar="ENV_ID", help="Gymnasium id")
-    add_option(parser, "--steps", integer(1, 10**9), 2_000, "N", "number of steps")
+    parser.add_argument(
+        "env", type=path_text, metavar="ENV_ID", help="Gymnasium id of the environment"
+    )
+    add_option(
+        parser, "--steps", integer(1, 10**9), 2_000, "N", "number of steps to take"
+    )
     add_option(
         parser, "--rng-seed", RNG_SEED, 0, "N", "random seed of resets and actions"
     )
@@ -124,7 +131,7 @@ DOCTOR: Final = Command(
     help="find problems in a Gymnasium environment",
     description="""\
 Step an environment with random legal actions and report problems that prevent learning.
-Each finding names the step and a fix. The exit code is 1 if there are findings.""",
+Each finding names the step and a fix. The exit code is 1 if a fault was found.""",
     examples="""\
 examples:
   esper doctor CartPole-v1

@@ -20,7 +20,9 @@ from esper.cli.output import print_line, print_table
 def add_runs_options(parser: ArgumentParser) -> None:
     """Add the options of `esper runs`."""
     add_runs(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead of a table"
+    )
 
 
 def runs(options: Namespace) -> None:
@@ -69,8 +71,8 @@ def add_export_options(parser: ArgumentParser) -> None:
         "--format",
         choices=("parquet", "csv", "controller"),
         default="parquet",
-        help="tables of the run as parquet (requires DuckDB) or csv, or the trained "
-        "controller (default: parquet)",
+        help="parquet (requires DuckDB) and csv export the tables of the run, "
+        "controller its trained controller (default: parquet)",
     )
     out = "output folder (default: export in the folder of the run)"
     add_option(parser, "--out", folder_path, None, "FOLDER", out)
@@ -96,7 +98,7 @@ RUNS: Final = Command(
     run=runs,
     torch=False,
     options=add_runs_options,
-    help="list runs with state, rounds, return and size",
+    help="list all runs with state, rounds, return and size",
     examples="""\
 examples:
   esper runs
@@ -125,7 +127,7 @@ examples:
   esper export NAME --format csv --out tables
   esper export NAME --format controller --out tamiyo
 
-An exported controller is two files: the policy of the best checkpoint, and a
-manifest with its training settings.
+An exported controller is a folder with two files: the policy of the best
+checkpoint, and a manifest with its training settings.
 """,
 )

@@ -94,7 +94,7 @@ TRAIN: Final = Command(
 Train Tamiyo, the controller that decides when and where networks grow. Then compare it
 with rule-based controllers and static networks, and write a report.""",
     examples="""\
-Write values as in TOML. Text needs no quotes. A list of names needs no brackets.
+Values are TOML. Text needs no quotes. A list of names needs no brackets.
 Write a range as [low, high], and no value as none.
 
 examples:
