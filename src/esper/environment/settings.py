@@ -58,45 +58,47 @@ class WorldSettings:
     decision_every: int | None = None
     """Batches between two decisions; none: the task's default."""
     seeds_per_slot: int = 2
-    """Maximum number of seeds per layer that can grow."""
+    """Maximum number of seeds in each layer that can grow."""
     slots: int | None = None
-    """Maximum number of seeds per host, divided evenly over the layers that can grow;
-    none: seeds_per_slot for each."""
+    """Maximum number of seeds per host. Layers that can grow share it equally. none:
+    seeds_per_slot applies."""
     rent: Term = 0.01
-    """Score subtracted per added multiple of the host's parameters; or a range."""
+    """Cost of added parameters: score subtracted per multiple of the host's parameters.
+    A number or a range."""
     budget: Term = 4.0
-    """Maximum added parameters, as a multiple of the host's; or a range."""
+    """Maximum added parameters, as a multiple of the host's. A number or a range."""
     rate: Term = 1.0
-    """Host learning rate, as a multiple of the task's default; or a range."""
+    """Host learning rate, as a multiple of the task's default. A number or a range."""
     clock: ClockKind = "batches"
-    """Time unit of decisions: batches or compute."""
+    """Unit of time between decisions: batches or compute (multiply-adds)."""
     first: float = 4.0
-    """Compute before the second decision, in batches of the initial host (clock
+    """Compute between the first two decisions, in batches of the initial host (clock
     compute only)."""
     ratio: float = 2 ** (1 / 3)
-    """Factor by which compute grows from each later decision to the next (clock
-    compute only)."""
+    """Ratio of total compute at one decision to that at the decision before, from the
+    third decision on (clock compute only)."""
     stop: Stop = "end"
-    """When to score an episode: end, or anytime (at seven times, a factor of two
-    apart)."""
+    """When to score an episode: end, or anytime (seven times, each at twice the
+    compute of the one before)."""
     charge_eval: bool = True
-    """Count validation passes as compute. Use false for static networks and for
-    controllers that do not read the validation score."""
+    """Whether validation passes count as compute. Use false for static networks and
+    for controllers that do not use the validation score."""
     tick: int = 16
-    """Batches per tick. Seed tempos and blending speeds are counted in ticks."""
+    """Batches per tick, the unit of seed tempos and blending speeds."""
     penalty: float = 0.01
     """Reward subtracted for an illegal action."""
     blueprints: tuple[str, ...] | None = None
     """Blueprints that can be planted; none: the defaults for the host."""
     relative: bool = False
-    """Measure rewards against the same host without growth, as fractions of its final
-    error. This makes rewards of different tasks comparable."""
+    """Compare with the same host without growth: the return is the fraction of its
+    errors that growth removed, minus rent. This makes tasks comparable."""
     at_once: bool = False
-    """Seeds take effect with the next batch and pruning removes them at once. The
-    policy then only decides when, where and how much to grow."""
+    """Seeds take effect in the next batch, without a training and blending stage.
+    Pruning removes them at once. The policy decides only when, where and how much to
+    grow."""
     group_size: int = 1
-    """Number of consecutive environments that share data, host, batches, rent, budget
-    and rate."""
+    """Number of environments that share task data, host, batches, rent, budget and
+    rate (common random numbers)."""
 
     def __post_init__(self) -> None:
         """Refuse what no world can be made of."""

@@ -136,7 +136,8 @@ class Learner:
     gae_lambda: Fraction = 0.95
     """GAE lambda: 0 is one-step TD, 1 is Monte Carlo."""
     end_factor: Fraction = 0.1
-    """Learning rate and entropy coefficients fall linearly to this fraction."""
+    """The learning rate and entropy coefficients decay linearly to this fraction of
+    their initial value."""
     ppo: PPOConfig = field(
         default_factory=lambda: PPOConfig(
             # What a decision is worth is small against the noise of a training: few
@@ -167,14 +168,15 @@ class EvalConfig:
     """How the policy is compared with controllers that do not learn."""
 
     every: Rounds = 20
-    """Rounds between two evaluations of the policy on the validation hosts."""
+    """Rounds between two evaluations on the validation hosts, which select the best
+    checkpoint."""
     hosts: Count = 16
-    """Hosts per task in each evaluation."""
+    """Number of hosts per task in each evaluation."""
     controllers: tuple[ArmName, ...] = field(
         default_factory=lambda: (*_rule_based(), "static")
     )
-    """Controllers and static networks that the final evaluation compares with the
-    policy. An empty list skips the final evaluation."""
+    """Controllers and static networks to compare with the policy at the end. An empty
+    list skips the final evaluation."""
 
     def __post_init__(self) -> None:
         """Refuse a controller that is named twice."""
@@ -199,23 +201,25 @@ class TrainConfig:
     """A training of Tamiyo."""
 
     tasks: tuple[TaskName, ...] = ("teacher", "mnist1d")
-    """Tasks to train on; "family" and "simulated" must be the only task."""
+    """Tasks to train on (see esper tasks). Or "family": random tasks; or "simulated": a
+    fast formula instead of networks. These two cannot be combined with other tasks."""
     num_envs: Count = 16
-    """Environments per task."""
+    """Number of environments per task."""
     variants: Count = 7
-    """Number of tasks drawn per round if tasks is "family"."""
+    """Number of random tasks per round (tasks "family" only)."""
     rng_seed: RngSeed = 0
-    """Random seed of the run. esper train draws one if you give none."""
+    """Random seed of the run. If it is not given, esper train draws one."""
     name: Text | None = None
     """Name of the run; none: a generated name."""
     runs: Text = "runs"
     """Folder that contains the runs."""
     start_from: Text | None = WARM
-    """Initial policy. A run: its best policy; "warm": pretrain on the simulated world
-    for half a minute; "recordings": fit it to recordings of the run's tasks (requires
-    world.at_once); a folder from esper record: fit it to these; none: random."""
+    """Initial policy. RUN: the best policy of that run. FOLDER: pretrained on
+    recordings of esper record. "warm": pretrained on the simulated world (half a
+    minute). "recordings": pretrained on new recordings of this run's tasks (requires
+    world.at_once). none: random weights."""
     recordings: Count = 300
-    """Number of tasks to record if start_from is "recordings"."""
+    """Number of tasks to record (start_from "recordings" only)."""
     budget: Budget = field(default_factory=lambda: Budget(rounds=150))
     """When training ends."""
     learner: Learner = field(default_factory=Learner)

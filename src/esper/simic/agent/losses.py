@@ -53,25 +53,25 @@ class PPOConfig:
     epochs: int = 4
     """Passes over each rollout."""
     minibatches: int = 4
-    """Minibatches per pass. Environments are split into them; sequences are not."""
+    """Minibatches per pass. Each has whole sequences of some environments."""
     clip_range: float = 0.2
     """Clip range of the probability ratio."""
     clip_mode: ClipMode = "joint"
-    """Ratio to clip: joint (all heads), per_head, or mixed (mean of both losses)."""
+    """Ratio to clip: joint (of all heads), per_head, or mixed (mean of both losses)."""
     target_kl: float = 0.03
     """Stop the update when KL(old || new) exceeds this; inf disables the check."""
     entropy_coef: float = 0.01
-    """Entropy coefficient of each head; entropies are normalised."""
+    """Entropy coefficient of each head. Entropies are scaled to a maximum of 1."""
     head_entropy: Mapping[str, float] = field(default_factory=dict)
-    """Entropy coefficients by head name, in place of entropy_coef."""
+    """Entropy coefficients of single heads, which override entropy_coef."""
     value_coef: float = 0.5
     """Value loss coefficient."""
     value_clip: float | None = None
-    """Clip range of the value in normalised units; none disables clipping."""
+    """Clip range of the value, in standard deviations of returns. none: no clipping."""
     value_norm_decay: float = 0.95
-    """Decay of the running return statistics per update."""
+    """Decay per update of the running mean and variance of returns."""
     max_grad_norm: float = 0.5
-    """Maximum gradient norm."""
+    """Maximum norm of the gradient; larger gradients are scaled down."""
 
     def __post_init__(self) -> None:
         """Refuse values that PPO cannot mean."""
