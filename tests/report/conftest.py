@@ -1,4 +1,4 @@
-"""One run and its report, which all tests read and none changes."""
+"""One run and its report, which tests only read."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.report.runs import make_run
 
 @pytest.fixture(scope="session")
 def reported(tmp_path_factory):
-    """The folder of a run whose report is written."""
+    """The folder of a run with a report."""
     path = make_run(tmp_path_factory.mktemp("runs"))
     write_report(path)
     return path

@@ -1,4 +1,4 @@
-"""Small runs to report on: every round is one episode of every environment.
+"""Small runs for reports: every round is one episode of every environment.
 
 In each episode environment 0 plants the first blueprint in slot 0 at decision 1 and
 keeps it at decision 4, and plants the second in slot 1, which it prunes at decision 3.
@@ -57,14 +57,14 @@ def make_run(
     toml=None,
     finished=True,
 ):
-    """A run with all that a report shows; returns its folder."""
+    """Create a run with data for every section of a report; returns its folder."""
     folder.mkdir(exist_ok=True)
     text = config(tasks) if toml is None else toml
     with Run.create(folder, name, text, {"rng_seed": 0}) as run:
         with Store(run.path / "events.sqlite") as store:
             store.begin_attempt(versions={"esper": "0.1", "torch": "2.10"})
             play(store, tasks, blueprints, range(1, rounds + 1))
-            judge(store, tasks, arms, rounds)
+            evaluate(store, tasks, arms, rounds)
             for kind, line in notes:
                 store.add_note(rounds, kind, line)
         if finished:
@@ -79,14 +79,14 @@ def play(store, tasks, blueprints, numbers):
         store.add_round(record(number))
 
 
-def judge(store, tasks, arms, last):
-    """Everybody at the end, and the learned arm in between."""
+def evaluate(store, tasks, arms, last):
+    """Add the final evaluation of all arms and periodic ones of the first arm."""
     stream = np.random.default_rng(0)
     for task in tasks:
-        luck = stream.normal(0.0, 0.01, 12)
+        noise = stream.normal(0.0, 0.01, 12)
         for index, arm in enumerate(arms):
             store.add_evaluation(
-                judged(0.5 - 0.05 * index + luck + stream.normal(0, 0.01, 12)),
+                results(0.5 - 0.05 * index + noise + stream.normal(0, 0.01, 12)),
                 round=last,
                 stage="judged",
                 controller=arm,
@@ -95,7 +95,7 @@ def judge(store, tasks, arms, last):
         if arms and last:
             for number in range(2, last + 1, 2):
                 store.add_evaluation(
-                    judged(0.3 + 0.02 * number + luck),
+                    results(0.3 + 0.02 * number + noise),
                     round=number,
                     stage="watched",
                     controller=arms[0],
@@ -103,7 +103,7 @@ def judge(store, tasks, arms, last):
                 )
 
 
-def judged(returns):
+def results(returns):
     figures = {item.name: returns + 0.1 for item in fields(EvalResult)}
     panicked = np.zeros(len(returns), dtype=bool)
     return EvalResult(**(figures | {"returns": returns, "panicked": panicked}))

@@ -1,4 +1,4 @@
-"""What is read from a run's folder and store."""
+"""Data that a report reads from the folder and store of a run."""
 
 import shutil
 import sqlite3
@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose
 
 from esper.contracts.errors import InvalidInputError
 from esper.evaluation.summary import summarise
-from esper.report.data import POINTS, SHOWN_ENVS, read_run
+from esper.report.data import MAX_BINS, SHOWN_ENVS, read_run
 from esper.report.plots import swimlanes
 from esper.report.style import plot_style
 from esper.runs.run import Run
@@ -100,7 +100,7 @@ def test_rounds_that_no_longer_count_are_left_out(tmp_path):
 
 
 def test_very_many_rounds_come_in_bins_that_lose_nothing(tmp_path):
-    rounds = POINTS + 100
+    rounds = MAX_BINS + 100
     with Run.create(tmp_path, "long", config(), {}) as run:
         with Store(run.path / "events.sqlite") as store:
             store.begin_attempt()
@@ -109,7 +109,7 @@ def test_very_many_rounds_come_in_bins_that_lose_nothing(tmp_path):
         data = read_run(run.path)
         assert data.state == "running"
     at = data.rounds["round"]
-    assert POINTS / 2 < len(at) <= POINTS < rounds
+    assert MAX_BINS / 2 < len(at) <= MAX_BINS < rounds
     assert (np.diff(at) > 0).all()
     assert data.rounds["refused"].sum() == rounds == data.refused
     assert data.rounds["env_steps"][-1] == data.env_steps == 4 * rounds

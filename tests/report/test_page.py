@@ -15,7 +15,7 @@ from esper.runs.database import VERSION
 from esper.runs.run import Run
 from esper.runs.store import Store
 from tests.browser import browse, open_browser
-from tests.report.runs import config, judge, make_run
+from tests.report.runs import config, evaluate, make_run
 from tests.training.killed_runs import small_ppo
 
 TRICKS = (
@@ -45,16 +45,8 @@ NAMES = [
     f"{before}{trick}{after}"
     for trick in TRICKS
     for before, after in (
-        ("", ""),
-        ("a", "b"),
-        ('"', '"'),
-        ("'", ""),
-        (">", "<"),
-        ("&lt;", "&#60;"),
-        ("\n", "\t"),
-        ("-->", "<!--"),
-        ("</pre>", ""),
-        ("</td>", "<td>"),
+        *(("", ""), ("a", "b"), ('"', '"'), ("'", ""), (">", "<"), ("\n", "\t")),
+        *(("&lt;", "&#60;"), ("-->", "<!--"), ("</pre>", ""), ("</td>", "<td>")),
     )
 ]
 """Two hundred names that would be programs if they were not escaped."""
@@ -73,7 +65,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
-    """A run whose every name is hostile, its folder's too."""
+    """A run in which every name is hostile."""
     path = make_run(
         tmp_path_factory.mktemp("runs"),
         tasks=(TRICKS[0], TRICKS[7]),
@@ -89,9 +81,7 @@ def hostile(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)])
-def test_the_page_is_quiet_whole_and_as_wide_as_the_window(
-    browser, reported, width, dark
-):
+def test_the_page_is_complete_and_fits_the_window(browser, reported, width, dark):
     file = reported / "report.html"
     visit = browse(browser, file, width=width, dark=dark)
     page = visit.page
@@ -176,12 +166,12 @@ def test_a_page_and_every_plot_are_written(reported, page):
     assert "https://" not in page
 
 
-def test_the_top_says_what_the_run_is_and_what_is_shown(page):
+def test_the_top_summarises_the_run(page):
     assert (
         "Tamiyo was trained on letter and digits for 6 rounds: 24 decisions in 6 s. "
         "The run is complete." in page
     )
-    # Arms are 0.05 apart with a luck of 0.01, and Tamiyo is the best by far.
+    # Arms differ by 0.05 with a noise of 0.01; Tamiyo is the best.
     assert "Return of 'Tamiyo' on 12 unseen hosts of each of " in page
     assert "; above 'never' (+" in page
     for table in page.split('<table class="numbers"')[1:4]:
@@ -205,15 +195,15 @@ def test_a_report_made_again_elsewhere_is_the_same(reported, page, tmp_path):
     assert not [file for file in tmp_path.rglob(".*")]
 
 
-def test_evaluations_alone_and_nothing_at_all_are_reports(tmp_path):
+def test_reports_of_an_evaluation_and_of_an_empty_run(tmp_path):
     with Run.create(tmp_path, "judged", config(), {}) as run:
         with Store(run.path / "events.sqlite") as store:
             store.begin_attempt()
-            judge(store, ("letter",), ("never", "random", "early"), 0)
+            evaluate(store, ("letter",), ("never", "random", "early"), 0)
         page = write_report(run.path).read_text()
         assert write_report(run.path).read_text() == page
-    assert "Controllers were judged on letter; none was trained." in page
-    assert "still going on" in page
+    assert "Controllers were evaluated on letter; none was trained." in page
+    assert "in progress" in page
     assert "Return on 12 unseen hosts of letter: " in page
     assert page.count('class="none"') == 6  # five sections, and no notes
     assert page.count("<svg") == 1
@@ -221,31 +211,31 @@ def test_evaluations_alone_and_nothing_at_all_are_reports(tmp_path):
         with Store(run.path / "events.sqlite"):
             pass
         page = write_report(run.path).read_text()
-    assert "have not been judged yet" in page
+    assert "have not been evaluated yet" in page
     assert page.count("<svg") == 0
     assert page.count('class="none"') == 8
 
 
-def test_a_run_of_ppo_and_a_cut_off_evaluation_are_told_as_what_they_are(tmp_path):
+def test_reports_of_ppo_and_of_a_stopped_evaluation(tmp_path):
     path = begin_ppo(small_ppo(tmp_path, "agent", 2)).path
     page = write_report(path).read_text()
-    assert "PPO learnt CartPole-v1 for 2 rounds: 192 steps in" in page
+    assert "PPO was trained on CartPole-v1 for 2 rounds: 192 steps in" in page
     assert "return of 1 episodes: " in page.partition("<main>")[0]
     assert "Tamiyo" not in page.partition("Configuration")[0]
     assert "planted" not in page
     with Run.create(tmp_path, "cut", config(), {"kind": "evaluation"}) as run:
         Store(run.path / "events.sqlite").close()
-    assert "begin another one" in write_report(run.path).read_text()
+    assert "start a new one" in write_report(run.path).read_text()
 
 
-def test_one_round_and_figures_that_cannot_be_compared_are_a_report(tmp_path):
+def test_report_of_one_round_with_a_missing_return(tmp_path):
     path = make_run(tmp_path, tasks=("letter",), rounds=1, finished=False)
     with sqlite3.connect(path / "events.sqlite") as db:
         db.execute('UPDATE evaluations SET "return" = NULL WHERE host = 0')
     db.close()
     page = unescape(write_report(path).read_text())
     assert "for 1 round:" in page
-    assert "Nothing can be compared: scores must be finite" in page
+    assert "Controllers cannot be compared: scores must be finite" in page
 
 
 # --- What is refused
@@ -338,10 +328,10 @@ def test_nothing_but_a_report_is_overwritten(reported, tmp_path):
     mine.write_text("my thesis")
     (tmp_path / "page-plots").write_text("mine")
     for out, message in (
-        (mine, "no report of Esper"),
+        (mine, "not a report of Esper"),
         (tmp_path, "is a folder"),
-        (tmp_path / "nowhere" / "page.html", "create it first"),
-        (tmp_path / "page.html", "Plots go there"),
+        (tmp_path / "nowhere" / "page.html", "Create it"),
+        (tmp_path / "page.html", "plots are written there"),
     ):
         with pytest.raises(InvalidInputError, match=message):
             write_report(reported, out)

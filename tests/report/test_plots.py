@@ -1,4 +1,4 @@
-"""Plots as the page and as files have them."""
+"""Plots as elements of the page and as files."""
 
 import re
 from math import nan
@@ -13,13 +13,7 @@ from numpy.testing import assert_allclose
 from esper.contracts.messages import one_line
 from esper.evaluation.statistics import Interval
 from esper.report.plots import TaskResults, learning_curve, smoothed
-from esper.report.style import (
-    COLOURS,
-    LIGHT,
-    new_figure,
-    plot_style,
-    render,
-)
+from esper.report.style import COLOURS, LIGHT, new_figure, plot_style, render
 
 HOSTILE = '<script>alert(1)</script> & "x" id="q" #0072b2 $\\frac{ $x^2$ ☃'
 
@@ -114,4 +108,4 @@ def test_one_round_and_one_host_without_an_interval_can_be_drawn():
     with plot_style():
         plot = learning_curve("some", "letter", columns, results)
     assert "unknown" in plot.alt
-    assert "Tamiyo, same hosts" in plot.inline
+    assert "Tamiyo, validation hosts" in plot.inline

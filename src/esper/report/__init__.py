@@ -1,4 +1,4 @@
-"""One page that shows a run: what it did, what it grew, and how controllers compare."""
+"""The report of a run: one HTML page with learning curves, seeds and comparisons."""
 
 from esper.report.page import write_report
 

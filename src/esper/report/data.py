@@ -1,8 +1,8 @@
-"""All that a report shows of a run, read from its folder and its event store.
+"""Reads the data of a report from the folder of a run and its event store.
 
-SQLite does the sums, so reading hardly grows with the run: rounds come in at most
-`POINTS` bins, and seeds only of the last episodes. All queries see the store as of one
-moment, also while a run writes.
+SQLite aggregates rounds into at most `MAX_BINS` bins and returns seeds of the last
+episodes only, so memory does not grow with the run. All queries are one transaction,
+so a run can be read while it writes.
 """
 
 import json
@@ -23,14 +23,14 @@ from esper.runs.lock import is_locked
 from esper.runs.run import STORE, Run
 from esper.runs.settings import parse_toml
 
-POINTS: Final = 600
-"""Bins of rounds, and so points of a curve, at most."""
+MAX_BINS: Final = 600
+"""Maximum number of points of a curve."""
 SHOWN_ENVS: Final = 16
-"""Environments of a task whose seeds are shown, at most."""
-MOST: Final = 1_000
-"""Slots, tasks and controllers of a run at most."""
-LARGEST: Final = 10**15
-"""Number of a round or decision at most."""
+"""Maximum number of environments per task whose seeds are shown."""
+MAX_NAMES: Final = 1_000
+"""Maximum number of slots, tasks and controllers of a run."""
+MAX_INDEX: Final = 10**15
+"""Maximum index of a round or decision."""
 BOUNDED: Final = {
     "rounds": ("round", "env_steps"),
     "heads": ("round",),
@@ -39,18 +39,18 @@ BOUNDED: Final = {
     "evaluations": ("round",),
     "notes": ("round",),
 }
-"""Columns whose numbers have limits."""
+"""Columns whose range is checked."""
 THIRDS: Final = ("early", "middle", "late")
 MEANS: Final = ("clip_fraction", "explained_variance", "steps_planned", "steps_taken")
 ACTIONS: Final = ("planted", "blending", "aimed", "pruned", "kept")
-"""Events that a controller causes; the others follow by themselves."""
+"""Events that a controller causes."""
 
 Columns = Mapping[str, Floats]
-"""Figures by name, one for each bin; NaN is missing."""
+"""Values by column name, one per bin; NaN is missing."""
 
 
 class StageSpan(NamedTuple):
-    """One stage of a seed, in decisions since its episode began."""
+    """One stage of a seed, in decisions since the start of its episode."""
 
     env: int
     slot: int
@@ -62,7 +62,7 @@ class StageSpan(NamedTuple):
 
 
 class SeedCounts(NamedTuple):
-    """What became of the seeds of one blueprint in one slot, in a third of the run."""
+    """Outcomes of the seeds of one blueprint in one slot, in a third of the run."""
 
     third: str
     blueprint: str
@@ -74,18 +74,18 @@ class SeedCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastEpisodes:
-    """The seeds of the last complete episode of each environment of a task."""
+    """Seeds of the last complete episode of each environment of a task."""
 
     spans: tuple[StageSpan, ...]
     lengths: Mapping[int, int]
-    """Decisions of that episode, by environment."""
+    """Number of decisions, by environment."""
     envs: int
-    """Environments of the task, shown or not."""
+    """Number of environments, including those that are not shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """All that a page shows of a run."""
+    """All data of a report."""
 
     name: str
     state: str
@@ -93,16 +93,16 @@ class RunData:
     config_toml: str
     versions: Mapping[str, Any]
     attempts: tuple[Mapping[str, Any], ...]
-    """Rows of the store: processes that wrote the run."""
+    """Processes that wrote the run: rows of the store."""
     notes: tuple[tuple[int, str, str], ...]
-    """Round, kind and text of each."""
+    """Round, kind and text."""
     tasks: tuple[str, ...]
     last_round: int
-    """0: nothing was trained."""
+    """0 if nothing was trained."""
     env_steps: int
     seconds: float
     refused: int
-    """Optimiser steps that were refused, over the whole run."""
+    """Number of optimiser steps that were skipped in the whole run."""
     rounds: Columns
     """`round`, `env_steps`, `seconds`, `refused` and `MEANS`."""
     heads: Mapping[str, Columns]
@@ -110,29 +110,28 @@ class RunData:
     returns: Mapping[str, Columns]
     """`round`, `return` and `added` of each task's training episodes."""
     actions: Columns
-    """Each of `ACTIONS` per hundred decisions, and `round`."""
+    """`round`, and each of `ACTIONS` per hundred decisions."""
     last_episodes: Mapping[str, LastEpisodes]
     seed_counts: Mapping[str, tuple[SeedCounts, ...]]
     evaluations: tuple[Mapping[str, Any], ...]
-    """Rows of the store that count."""
+    """Rows of the store, without discarded attempts."""
 
 
 def read_run(path: Path) -> RunData:
-    """Read a run, also while another process is at work in it."""
+    """Read a run, which another process may be writing."""
     run, store = Run.read(path), path / STORE
     state = "stopped" if run.finished is None else "finished"
     try:
         with closing(open_store(store, run.id, seconds=DEADLINE)) as db:
-            db.execute("BEGIN")  # all answers as of one moment
-            _require_few(db)
+            db.execute("BEGIN")
+            _check_limits(db)
             found = _query(db, _configured_tasks(run.config_toml))
     except (InvalidInputError, StorageError):
         raise
     except (sqlite3.Error, ValueError, OverflowError) as error:
         why = str(error).splitlines()[0][:80] if str(error) else "no reason given"
         raise InvalidInputError(
-            f"{short(store)} is damaged or of another version: {why}; report another "
-            "run."
+            f"{short(store)} is damaged or of another version: {why}. Use another run."
         ) from None
     return RunData(
         name=path.resolve().name,
@@ -143,18 +142,16 @@ def read_run(path: Path) -> RunData:
     )
 
 
-def _require_few(db: sqlite3.Connection) -> None:
-    """Refuse numbers that no run has and no plot can show."""
+def _check_limits(db: sqlite3.Connection) -> None:
+    """Raise ValueError for numbers that are too large to plot."""
     for table, names in BOUNDED.items():
         asked = ", ".join(f"min({name}), max({name})" for name in names)
         ends = iter(db.execute(f"SELECT {asked} FROM live_{table}").fetchone())
         for name, low, high in zip(names, ends, ends, strict=True):
-            limit = MOST if name == "slot" else LARGEST
+            limit = MAX_NAMES if name == "slot" else MAX_INDEX
             for end in (low or 0, high or 0):
                 if not 0 <= end <= limit:
-                    raise ValueError(
-                        f"it has {name} {end:,}, 0 to {limit:,} are the limits"
-                    )
+                    raise ValueError(f"{name} is {end:,}, expected 0 to {limit:,}")
     for what, table in (
         ("task", "episodes"),
         ("task", "evaluations"),
@@ -162,8 +159,8 @@ def _require_few(db: sqlite3.Connection) -> None:
     ):
         query = f"SELECT count(DISTINCT {what}) FROM live_{table}"
         (count,) = db.execute(query).fetchone()
-        if count > MOST:
-            raise ValueError(f"it has {count:,} {what}s, {MOST:,} are the limit")
+        if count > MAX_NAMES:
+            raise ValueError(f"{count:,} {what}s, expected at most {MAX_NAMES:,}")
 
 
 def _configured_tasks(toml: str) -> list[str]:
@@ -176,7 +173,7 @@ def _configured_tasks(toml: str) -> list[str]:
 
 
 def _query(db: sqlite3.Connection, configured: list[str]) -> dict[str, Any]:
-    """All fields of `RunData` that come from the store."""
+    """All fields of `RunData` that are read from the store."""
     last, steps, seconds, refused = db.execute(
         "SELECT ifnull(max(round), 0), ifnull(max(env_steps), 0), "
         "ifnull(max(seconds), 0.0), ifnull(sum(refused), 0) FROM live_rounds"
@@ -188,7 +185,7 @@ def _query(db: sqlite3.Connection, configured: list[str]) -> dict[str, Any]:
     }
     tasks = [name for name in configured if name in seen]
     tasks += sorted(seen - {*configured})
-    bin_of = f"(round - 1) * {POINTS} / {max(last, POINTS)}"
+    bin_of = f"(round - 1) * {MAX_BINS} / {max(last, MAX_BINS)}"
     means = ", ".join(f"avg({name}) AS {name}" for name in MEANS)
     rounds = _columns(
         db,
@@ -205,7 +202,7 @@ def _query(db: sqlite3.Connection, configured: list[str]) -> dict[str, Any]:
     )
     decisions = np.diff(rounds["env_steps"], prepend=0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        shares = {name: 100.0 * count / decisions for name, count in actions.items()}
+        rates = {name: 100.0 * count / decisions for name, count in actions.items()}
     attempts = db.execute(
         "SELECT attempt, started, resumed_after, last_round, rows, versions "
         "FROM attempts ORDER BY attempt"
@@ -221,7 +218,7 @@ def _query(db: sqlite3.Connection, configured: list[str]) -> dict[str, Any]:
         "rounds": rounds,
         "heads": _grouped(db, "head", ("entropy", "kl"), "live_heads", bin_of),
         "returns": _grouped(db, "task", ("return", "added"), "live_episodes", bin_of),
-        "actions": {"round": rounds["round"], **shares},
+        "actions": {"round": rounds["round"], **rates},
         "last_episodes": _last_episodes(db),
         "seed_counts": _seed_counts(db, last),
         "evaluations": tuple(rows(db, "live_evaluations")),
@@ -233,7 +230,7 @@ def _query(db: sqlite3.Connection, configured: list[str]) -> dict[str, Any]:
 
 
 def _columns(db: sqlite3.Connection, query: str, *values: object) -> dict[str, Floats]:
-    """The rows of a query as one array for each column; NULL is NaN."""
+    """The result of a query as one array per column; NULL becomes NaN."""
     cursor = db.execute(query, values)
     names = [column[0] for column in cursor.description]
     table = np.array(cursor.fetchall(), dtype=np.float64).reshape(-1, len(names))
@@ -241,10 +238,10 @@ def _columns(db: sqlite3.Connection, query: str, *values: object) -> dict[str, F
 
 
 def _grouped(
-    db: sqlite3.Connection, key: str, figures: tuple[str, ...], table: str, bin_of: str
+    db: sqlite3.Connection, key: str, columns: tuple[str, ...], table: str, bin_of: str
 ) -> dict[str, Columns]:
-    """Means of some figures in each bin, for each value of a column."""
-    means = ", ".join(f'avg("{figure}") AS "{figure}"' for figure in figures)
+    """Means of some columns in each bin, for each value of `key`."""
+    means = ", ".join(f'avg("{column}") AS "{column}"' for column in columns)
     return {
         value: _columns(
             db,
@@ -253,13 +250,13 @@ def _grouped(
             value,
         )
         for (value,) in db.execute(
-            f"SELECT DISTINCT {key} FROM {table} ORDER BY 1 LIMIT {MOST}"
+            f"SELECT DISTINCT {key} FROM {table} ORDER BY 1 LIMIT {MAX_NAMES}"
         )
     }
 
 
 def _last_episodes(db: sqlite3.Connection) -> dict[str, LastEpisodes]:
-    # The view, but only over the episodes that are shown: else all of a long run.
+    # The view `seed_lives`, restricted to the last episodes for speed.
     lives = VIEWS["seed_lives"].replace("live_events", "last_events")
     found = db.execute(
         f"""WITH ends AS (

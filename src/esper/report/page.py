@@ -1,9 +1,8 @@
-"""The report of a run: one page, and every plot as PNG and SVG.
+"""Writes the report of a run: one HTML page, and every plot as PNG and SVG.
 
-The page is a Jinja2 template in which every value is escaped; styles and plots are in
-it, there is no script, and its content security policy forbids the browser to load or
-run anything. Everything is drawn before anything is written, and every file is replaced
-as a whole, so that a report can be made again at any time, also while a run goes on.
+The page is a Jinja2 template that escapes every value. Styles and plots are inline,
+there is no script, and the content security policy forbids loading anything. Files are
+replaced atomically, so a report can be written again while the run continues.
 """
 
 import os
@@ -21,57 +20,46 @@ from esper import __version__
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.messages import short
 from esper.evaluation.statistics import Interval, iqm_interval
-from esper.evaluation.summary import (
-    Summary,
-    TaskSummary,
-    headline,
-    summarise,
-)
+from esper.evaluation.summary import Summary, TaskSummary, headline, summarise
 from esper.files import Disk, publish, require_no_link, storage
 from esper.report.data import SHOWN_ENVS, RunData, read_run
 from esper.report.plots import STAGES, TaskResults, draw_plots
 from esper.report.style import DARK, LIGHT
-from esper.runs.records import is_learned
+from esper.runs.records import VALIDATION, is_learned
 
 PAGE: Final = "report.html"
 PLOTS: Final = "plots"
 MARK: Final = "esper report"
-"""In the first bytes of every page, by which a report is recognised."""
-PERIODIC: Final = 60
-"""Evaluations during training that a curve shows, at most."""
+"""Identifies a report; in the first bytes of every page."""
+MAX_EVALUATIONS: Final = 60
+"""Maximum number of periodic evaluations in a learning curve."""
 SECTIONS: Final = (
     ("comparison", "Comparison of controllers"),
     ("learning", "Learning curves"),
     ("seeds", "Seeds of the last episodes"),
     ("blueprints", "Blueprints, slots and outcomes"),
-    ("heads", "Entropy and KL of each head"),
-    ("updates", "Health of the updates"),
-    ("run", "The run itself"),
+    ("heads", "Entropy and KL per head"),
+    ("updates", "PPO updates"),
+    ("run", "Run details"),
 )
 STATES: Final = {
     "finished": "The run is complete.",
-    "running": "The run is still going on; this is what it has written so far.",
-    "stopped": "The run stopped before its end; it can be resumed.",
+    "running": "The run is in progress; the report shows its results so far.",
+    "stopped": "The run stopped early; it can be resumed.",
 }
-"""Where a run stands, in words."""
-CUT_OFF: Final = "The evaluation stopped before its end; begin another one."
+CUT_OFF: Final = "The evaluation stopped early; start a new one."
 PPO_SECTIONS: Final = ("learning", "heads", "updates", "run")
-"""Those of an agent in an environment, which plants nothing."""
+"""Sections of the report of `esper ppo`."""
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
-    """Write a page about a run, also while the run goes on.
+    """Write the report of a run, which may be in progress; returns the path.
 
-    Args:
-        run: The run's folder.
-        out: Where to; None: `report.html` in the run's folder. Plots are put in the
-            folder `plots` of the run, or for `NAME.html` elsewhere in `NAME-plots`.
-
-    Returns:
-        The page.
+    The default of `out` is `report.html` in the folder of the run, with plots in
+    `plots`. For any other `NAME.html`, plots are in the folder `NAME-plots` next to it.
     """
     if out is not None and not out.name:
-        raise InvalidInputError(f"expected a file for the page, got {str(out)!r:.60}.")
+        raise InvalidInputError(f"out must be a file, got {str(out)!r:.60}.")
     data = read_run(run)
     file = run / PAGE if out is None else out
     folder = run / PLOTS if out is None else out.with_name(f"{out.stem}-plots")
@@ -81,13 +69,12 @@ def write_report(run: Path, out: Path | None = None) -> Path:
         summary = summarise(data.evaluations)
     except InvalidInputError as error:
         trouble = str(error)
-    # Tables in the order of the configuration.
     order = {name: index for index, name in enumerate(data.tasks)}
     tables = sorted(summary.tasks, key=lambda t: order.get(t.task, len(order)))
     plots = draw_plots(data, _results(data, tables))
     is_ppo = data.versions.get("kind") == "ppo"
     is_cut_off = data.versions.get("kind") == "evaluation" and data.state == "stopped"
-    judged = [text for _, kind, text in data.notes if kind == "judged"]
+    results = [text for _, kind, text in data.notes if kind == "judged"]
     page = (
         _environment()
         .get_template("report.html")
@@ -104,7 +91,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
             state=CUT_OFF if is_cut_off else STATES[data.state],
             stages=STAGES.values(),
             shown_envs=SHOWN_ENVS,
-            outcome=judged if is_ppo else headline(summary),
+            outcome=results if is_ppo else headline(summary),
             tables=[*filter(None, [summary.aggregate]), *tables],
             conclusions=summary.conclusions,
             light=LIGHT,
@@ -122,24 +109,22 @@ def write_report(run: Path, out: Path | None = None) -> Path:
 
 
 def _require_writable(file: Path, folder: Path) -> None:
-    """Refuse to write over anything but a report."""
+    """Raise InvalidInputError if the page would overwrite anything but a report."""
     if not file.parent.is_dir():
-        raise InvalidInputError(
-            f"{short(file.parent)} is not a folder; create it first."
-        )
+        raise InvalidInputError(f"{short(file.parent)} is not a folder. Create it.")
     require_no_link(folder)
     if folder.exists() and not folder.is_dir():
         raise InvalidInputError(
-            f"{short(folder)} is not a folder; remove it. Plots go there."
+            f"{short(folder)} is not a folder, but plots are written there. Remove it."
         )
     if file.is_dir():
-        raise InvalidInputError(f"{short(file)} is a folder; name a file for the page.")
+        raise InvalidInputError(f"{short(file)} is a folder. Name a file.")
     if os.path.lexists(file):
         with storage(file, "read"):
             opening = Disk().read(file, 1_024)
         if opening and MARK.encode() not in opening:
             raise InvalidInputError(
-                f"{short(file)} is no report of Esper; name another file."
+                f"{short(file)} is not a report of Esper. Name another file."
             )
 
 
@@ -164,10 +149,7 @@ def _environment() -> Environment:
 
 
 def _visible(value: object) -> object:
-    """Values as visible text, before they are escaped.
-
-    Invisible characters could turn the direction of a line, or end a file for a reader.
-    """
+    """Replace unprintable characters: they could reverse or hide text."""
     if isinstance(value, Markup):
         return value
     return "".join(
@@ -176,10 +158,10 @@ def _visible(value: object) -> object:
 
 
 def _results(run: RunData, tables: Sequence[TaskSummary]) -> dict[str, TaskResults]:
-    """Evaluations of each task, as plots show them."""
+    """Periodic and final evaluations of each task."""
     returns: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in run.evaluations:
-        if row["stage"] == "watched" and is_learned(row["controller"]):
+        if row["stage"] == VALIDATION and is_learned(row["controller"]):
             value = nan if row["return"] is None else row["return"]
             returns[row["task"]][row["round"]].append(value)
     arms = {table.task: table.arms for table in tables}
@@ -191,7 +173,7 @@ def _results(run: RunData, tables: Sequence[TaskSummary]) -> dict[str, TaskResul
 
 def _periodic(returns: dict[int, list[float]]) -> list[tuple[int, Interval]]:
     known = sorted(returns)
-    at = np.linspace(0, len(known) - 1, min(len(known), PERIODIC)).round()
+    at = np.linspace(0, len(known) - 1, min(len(known), MAX_EVALUATIONS)).round()
     return [
         (number, iqm_interval(np.array(returns[number]), resamples=1_000))
         for number in (known[int(index)] for index in at)
@@ -216,7 +198,7 @@ def _engineering(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Time in the two largest units."""
+    """Time in hours and minutes, minutes and seconds, or seconds."""
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     if hours:
@@ -225,6 +207,6 @@ def _duration(seconds: float) -> str:
 
 
 def _listed(names: Sequence[object]) -> str:
-    """Names in a sentence."""
+    """Names as "a, b and c"."""
     texts = [str(name) for name in names]
     return " and ".join([*filter(None, [", ".join(texts[:-1])]), *texts[-1:]])

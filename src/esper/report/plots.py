@@ -1,4 +1,4 @@
-"""All plots of a report; what a run has no numbers for is not drawn."""
+"""Draws all plots of a report; a plot without data is left out."""
 
 import re
 from collections import Counter
@@ -17,7 +17,7 @@ from esper.evaluation.summary import ArmSummary
 from esper.report.data import Columns, LastEpisodes, RunData, SeedCounts, StageSpan
 from esper.report.style import (
     LIGHT,
-    LINES,
+    LINE_COLOURS,
     WIDTH,
     Plot,
     new_figure,
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLUEPRINTS: Final = 14
-"""Blueprints that are shown; the others are added up."""
+MAX_BLUEPRINTS: Final = 14
+"""Number of blueprints with a row of their own; the others share one."""
 OTHERS: Final = "all others"
-ROW: Final = 26
-"""Pixels of one row of a chart of arms or blueprints."""
-LANE: Final = 11
-"""Pixels of a slot's lane; half of them are between two environments."""
-LETTER: Final = 4.6
-"""Pixels of a letter on a bar, about."""
+ROW_HEIGHT: Final = 26
+"""Pixels per controller or blueprint."""
+LANE_HEIGHT: Final = 11
+"""Pixels per slot; the gap between two environments is half of it."""
+LETTER_WIDTH: Final = 4.6
+"""Approximate pixels per letter on a bar."""
 STAGES: Final[Mapping[str, tuple[str, str]]] = {
-    Stage.TRAINING.name: ("training", "training beside the host"),
-    Stage.BLENDING.name: ("blending", "blending in"),
+    Stage.TRAINING.name: ("training", "training"),
+    Stage.BLENDING.name: ("blending", "blending"),
     Stage.HOLDING.name: ("holding", "holding"),
-    Stage.FOSSILIZED.name: ("kept", "kept for good"),
-    Stage.COOLING.name: ("cooling", "cooling, pruned"),
+    Stage.FOSSILIZED.name: ("kept", "kept"),
+    Stage.COOLING.name: ("cooling", "pruned, fading out"),
 }
 """Colour and label of each stage."""
-SIMPLE: Final = {"never": "amber", "random": "purple"}
-"""Colours of the simplest baselines."""
+BASELINES: Final = {"never": "amber", "random": "purple"}
+"""Colours of the baselines that every learning curve shows."""
 ACTION_LABELS: Final = {
     "planted": "plant",
-    "blending": "blend in",
+    "blending": "blend",
     "aimed": "set alpha",
     "pruned": "prune",
     "kept": "keep",
@@ -62,25 +62,25 @@ class TaskResults:
     """Evaluations of one task."""
 
     periodic: Sequence[tuple[int, Interval]] = ()
-    """Round and return of the policy during training, always on the same hosts."""
+    """Round and return of the policy on the validation hosts."""
     arms: Sequence[ArmSummary] = ()
-    """All arms at the end, lowest return first."""
+    """All arms in the final evaluation, lowest return first."""
 
     @property
     def best(self) -> ArmSummary | None:
-        """The highest of those that do not learn."""
+        """The arm with the highest return that is not learned."""
         return next((arm for arm in reversed(self.arms) if not arm.learned), None)
 
     def colour(self, arm: ArmSummary) -> str:
-        """Of one arm in all plots."""
+        """The colour of an arm in all plots."""
         other = "green" if arm is self.best else "grey"
-        return LIGHT["blue" if arm.learned else SIMPLE.get(arm.name, other)]
+        return LIGHT["blue" if arm.learned else BASELINES.get(arm.name, other)]
 
 
 def draw_plots(
     run: RunData, results: Mapping[str, TaskResults]
 ) -> dict[str, list[Plot]]:
-    """All plots of a run, by section of the page."""
+    """Returns all plots of a run, by section of the page."""
     tasks = [*run.tasks, *(task for task in results if task not in run.tasks)]
     sections: dict[str, list[Plot]] = {
         name: [] for name in ("comparison", "learning", "seeds", "blueprints", "heads")
@@ -114,12 +114,12 @@ def draw_plots(
             }
             sections["blueprints"] += [
                 line_plot("actions", "Actions per hundred decisions", actions),
-                line_plot("grown", "Parameters added by the end, in multiples", grown),
+                line_plot("grown", "Added parameters, multiple of the host", grown),
             ]
         heads = [h for h in dict.fromkeys((*HEAD_NAMES, *run.heads)) if h in run.heads]
         for figure, title in (
-            ("entropy", "Entropy of each head"),
-            ("kl", "KL of each head in an update"),
+            ("entropy", "Entropy per head"),
+            ("kl", "KL divergence per head"),
         ):
             lines = {h: (run.heads[h]["round"], run.heads[h][figure]) for h in heads}
             if lines:
@@ -142,21 +142,21 @@ def _update_plots(run: RunData) -> list[Plot]:
     return [
         line_plot(name, title, {title: (at, values)}, healthy)
         for name, title, values, healthy in (
-            ("clipped", "Share of steps that were clipped", clipped, (0.02, 0.3)),
-            ("explained", "Explained variance of returns", explained, None),
-            ("taken", "Share of planned optimiser steps taken", taken, None),
+            ("clipped", "Clip fraction", clipped, (0.02, 0.3)),
+            ("explained", "Explained variance", explained, None),
+            ("taken", "Fraction of planned optimiser steps", taken, None),
             ("speed", "Decisions per second", speed, None),
-            ("refused", "Refused steps", rounds["refused"], None),
+            ("refused", "Skipped optimiser steps", rounds["refused"], None),
         )
         if name != "refused" or run.refused
     ]
 
 
 def forest_plot(name: str, task: str, results: TaskResults) -> Plot:
-    """Return, test score and size of every arm, the best on top."""
+    """Return, test score and size of every arm, best arm first."""
     ordered = results.arms[::-1]
     title = f"Controllers on {one_line(task, 24)}, 95 % intervals"
-    figure = new_figure(title, 84 + ROW * len(ordered))
+    figure = new_figure(title, 84 + ROW_HEIGHT * len(ordered))
     returns, test, size = figure.subplots(1, 3, sharey=True)
     for row, arm in enumerate(ordered):
         colour = results.colour(arm)
@@ -182,25 +182,27 @@ def forest_plot(name: str, task: str, results: TaskResults) -> Plot:
 def learning_curve(
     name: str, task: str, returns: Columns, results: TaskResults
 ) -> Plot:
-    """Returns of a task over rounds, beside what others reach."""
+    """Return on a task over rounds, with the levels of baselines."""
     figure = new_figure(f"Return on {one_line(task, 32)}", 290)
     axes = figure.subplots()
     rounds, mean = returns["round"], returns["return"]
     axes.plot(rounds, mean, ".", color=LIGHT["grey"], alpha=0.45, mew=0)
     axes.plot(rounds, smoothed(mean), color=LIGHT["muted"], label="training")
-    levels = [arm for arm in results.arms if arm.name in SIMPLE or arm is results.best]
+    levels = [
+        arm for arm in results.arms if arm.name in BASELINES or arm is results.best
+    ]
     for arm in levels:
         level, colour = arm.returns, results.colour(arm)
         axes.axhspan(level.low, level.high, color=colour, alpha=0.07, lw=0)
-        label = one_line(arm.name, 18) + ", best" * (arm.name not in SIMPLE)
+        label = one_line(arm.name, 18) + ", best" * (arm.name not in BASELINES)
         axes.axhline(level.estimate, color=colour, lw=1.2, ls="--", label=label)
     points = [(number, at, "o", 5) for number, at in results.periodic]
     final = [arm.returns for arm in results.arms if arm.learned][-1:]
-    # A little to the right, so that it does not hide the last round.
+    # Shifted to the right, so that it does not hide the last round.
     points += [(rounds.max(initial=1.0) * 1.03, at, "D", 7) for at in final]
     for number, at, marker, size in points:
         axes.plot([number] * 2, [at.low, at.high], color=LIGHT["blue"], lw=1.3)
-        label = "Tamiyo, at the end" if final else "Tamiyo, same hosts"
+        label = "Tamiyo, test hosts" if final else "Tamiyo, validation hosts"
         axes.plot(
             number,
             at.estimate,
@@ -212,8 +214,8 @@ def learning_curve(
     _round_axis(figure, axes)
     alt = (
         f"Learning curve on {one_line(task)}: mean return of training episodes from "
-        f"{_first(mean)} to {_first(mean[::-1])}; {len(results.periodic)} evaluations "
-        f"in between; levels of "
+        f"{_first(mean)} to {_first(mean[::-1])}; {len(results.periodic)} periodic "
+        f"evaluations; levels of "
         f"{', '.join(one_line(arm.name) for arm in levels) or 'no other arm'}."
     )
     return render(figure, name, alt)
@@ -225,13 +227,10 @@ def line_plot(
     lines: Mapping[str, tuple[Floats, Floats]],
     healthy: tuple[float, float] | None = None,
 ) -> Plot:
-    """Curves over rounds, smoothed, with the rounds themselves as dots.
+    """Smoothed curves over rounds, with a dot for each round.
 
-    Args:
-        name: Of the files.
-        title: What is drawn.
-        lines: Rounds and values by name; one alone is what the title says.
-        healthy: The usual range, a green band.
+    `lines` has rounds and values by label; a single line gets no legend. `healthy` is
+    the usual range, drawn as a green band.
     """
     figure = new_figure(title, 170 if len(lines) == 1 else 290)
     axes = figure.subplots()
@@ -239,25 +238,25 @@ def line_plot(
         axes.axhspan(*healthy, color=LIGHT["green"], alpha=0.1, lw=0)
     ends = []
     for index, (label, (rounds, values)) in enumerate(lines.items()):
-        colour, line = LIGHT[LINES[index % len(LINES)]], smoothed(values)
+        colour, line = LIGHT[LINE_COLOURS[index % len(LINE_COLOURS)]], smoothed(values)
         axes.plot(rounds, values, ".", color=colour, ms=4, alpha=0.3, mew=0)
         axes.plot(rounds, line, color=colour, label=one_line(label, 18))
         ends.append(f"{one_line(label)} {_first(values)} to {_first(line[::-1])}")
     low, high = axes.get_ylim()
-    if low >= 0.0 or name != "explained":  # the only figure that may be negative
+    if low >= 0.0 or name != "explained":  # only this can be negative
         axes.set_ylim(bottom=0.0)
-    elif high - low < 1e-6:  # do not zoom in on the rounding of a constant
+    elif high - low < 1e-6:  # a constant and its rounding errors
         axes.set_ylim(low - 0.1, high + 0.1)
     _round_axis(figure, axes, legend=len(lines) > 1)
     return render(figure, name, f"{title} over rounds: {', '.join(ends)}.")
 
 
 def planted_heatmap(name: str, task: str, counts: Sequence[SeedCounts]) -> Plot:
-    """Share of seeds by blueprint and slot, in the first and the last rounds."""
+    """Percentage of seeds by blueprint and slot, in the first and last third."""
     order = _blueprint_rows(counts)
     slots = sorted({count.slot for count in counts})
-    title = f"Planted on {one_line(task, 32)}, in % by slot"
-    figure = new_figure(title, 84 + ROW * len(order))
+    title = f"Seeds on {one_line(task, 32)}, % by slot"
+    figure = new_figure(title, 84 + ROW_HEIGHT * len(order))
     most = []
     for axes, third, label in zip(
         figure.subplots(1, 2, sharey=True),
@@ -273,7 +272,7 @@ def planted_heatmap(name: str, task: str, counts: Sequence[SeedCounts]) -> Plot:
         for (row, slot), planted in cells.items():
             if planted:
                 x, y = slots.index(slot), order.index(row)
-                # Behind text: at full strength it could not be read.
+                # Lighter than the text on it.
                 alpha = 0.06 + 0.6 * planted / largest
                 axes.barh(y, 0.94, 0.9, x - 0.47, color=LIGHT["blue"], alpha=alpha)
                 share = f"{100 * planted / total:.0f}"
@@ -285,15 +284,15 @@ def planted_heatmap(name: str, task: str, counts: Sequence[SeedCounts]) -> Plot:
         for (row, slot), planted in cells.most_common(1):
             share = f"{100 * planted / total:.0f} %"
             most.append(f"{label}: most often {row} in slot {slot}, {share}")
-    alt = f"Share of seeds planted on {one_line(task)}; {'; '.join(most)}."
+    alt = f"Percentage of seeds planted on {one_line(task)}; {'; '.join(most)}."
     return render(figure, name, alt)
 
 
 def outcome_bars(name: str, task: str, counts: Sequence[SeedCounts]) -> Plot:
-    """Shares of each blueprint's seeds that were kept, pruned, or neither."""
+    """Percentage of seeds that were kept, pruned or neither, by blueprint."""
     order = _blueprint_rows(counts)
-    title = f"Outcome of seeds on {one_line(task, 24)}, in %"
-    figure = new_figure(title, 84 + ROW * len(order))
+    title = f"Outcome of seeds on {one_line(task, 24)}, %"
+    figure = new_figure(title, 84 + ROW_HEIGHT * len(order))
     axes = figure.subplots()
     numbers = np.zeros((3, len(order)))
     for count in counts:
@@ -322,11 +321,11 @@ def outcome_bars(name: str, task: str, counts: Sequence[SeedCounts]) -> Plot:
 
 
 def swimlanes(name: str, task: str, episodes: LastEpisodes) -> Plot:
-    """Stages of every seed: one lane for each slot of each environment."""
+    """Stages of every seed, with one lane per slot and environment."""
     slots = 1 + max((span.slot for span in episodes.spans), default=0)
     envs = sorted(episodes.lengths)
     height, longest = slots + 0.5, max([1, *episodes.lengths.values()])
-    figure = new_figure(one_line(task, 40), 80 + len(envs) * height * LANE)
+    figure = new_figure(one_line(task, 40), 80 + len(envs) * height * LANE_HEIGHT)
     axes = figure.subplots()
     axes.set_xlim(0, longest)
     axes.set_ylim(max(1, len(envs)) * height, 0)
@@ -351,7 +350,7 @@ def swimlanes(name: str, task: str, episodes: LastEpisodes) -> Plot:
         spans, seeds = [*one], seeds + 1
         first = spans[0]
         share = (spans[-1].end - first.start) / longest
-        letters = int((share * (WIDTH - 44) - 4) / LETTER)
+        letters = int((share * (WIDTH - 44) - 4) / LETTER_WIDTH)
         if letters >= min(4, len(first.blueprint)):
             text, at = one_line(first.blueprint, letters), top[first.env] + first.slot
             axes.text(first.start, at, f" {text}", size=8, va="center_baseline")
@@ -364,7 +363,7 @@ def swimlanes(name: str, task: str, episodes: LastEpisodes) -> Plot:
 
 
 def smoothed(values: Floats) -> Floats:
-    """Mean of the rounds around each, about a tenth of them, without missing ones."""
+    """Centred moving average over a tenth of the values; NaN is ignored."""
     if not len(values):
         return values
     window = np.ones(2 * (len(values) // 20) + 1)
@@ -394,20 +393,20 @@ def _round_axis(figure: "Figure", axes: "Axes", *, legend: bool = True) -> None:
 
 
 def _rows(axes: "Axes", labels: Sequence[str]) -> None:
-    """One row for each label, the first on top."""
+    """Label the rows of a chart from top to bottom."""
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.grid(visible=False)
 
 
 def _blueprint_rows(counts: Sequence[SeedCounts]) -> list[str]:
-    """Blueprints, the most planted first."""
+    """Labels of blueprints, most frequent first."""
     planted: Counter[str] = Counter()
     for count in sorted(counts, key=lambda count: count.blueprint):
         planted[count.blueprint] += count.planted
     names = [name for name, _ in planted.most_common()]
-    rows = [one_line(name, 16) for name in names[:BLUEPRINTS]]
-    return [*dict.fromkeys(rows), *([OTHERS] if len(names) > BLUEPRINTS else [])]
+    rows = [one_line(name, 16) for name in names[:MAX_BLUEPRINTS]]
+    return [*dict.fromkeys(rows), *([OTHERS] if len(names) > MAX_BLUEPRINTS else [])]
 
 
 def _row(count: SeedCounts, order: Sequence[str]) -> str:
@@ -421,5 +420,5 @@ def _first(values: Floats) -> str:
 
 
 def _slug(task: str) -> str:
-    """A task's name as part of the name of a file; the number before it is enough."""
+    """The name of a task as part of a file name."""
     return re.sub("[^a-z0-9]+", "-", task.lower()).strip("-")[:32] or "task"

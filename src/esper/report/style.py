@@ -1,8 +1,8 @@
-"""How plots look: sizes, fonts, and colours that follow the page into dark mode.
+"""Style of plots: sizes, fonts, and colours for light and dark mode.
 
-Plots are drawn in the colours of light mode. In an SVG of the page each of them becomes
-`var(--name)`, which the page's CSS sets for both modes; text stays text in the page's
-own font. Line colours differ for any kind of colour vision (after Okabe and Ito 2008).
+Plots are drawn in the colours of light mode. In the SVG elements of the page, each
+colour becomes `var(--name)`, which the CSS defines for both modes. Line colours suit
+colour-blind readers (Okabe and Ito 2008).
 """
 
 import io
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DPI: Final = 72
 WIDTH: Final = 456
-"""Pixels of a plot, of which two stand side by side on a wide screen."""
+"""Pixels of a plot; a wide screen shows two in a row."""
 
 COLOURS: Final[Mapping[str, tuple[str, str]]] = {
     "background": ("#ffffff", "#15191d"),
@@ -39,10 +39,19 @@ COLOURS: Final[Mapping[str, tuple[str, str]]] = {
     "kept": ("#74cdb0", "#0b654c"),
     "cooling": ("#c6ccd2", "#474f57"),
 }
-"""Every colour in light and dark mode; text stands on the last five."""
+"""Colours in light and dark mode; the last five are behind text."""
 LIGHT: Final = {name: pair[0] for name, pair in COLOURS.items()}
 DARK: Final = {name: pair[1] for name, pair in COLOURS.items()}
-LINES: Final = ("blue", "orange", "green", "purple", "amber", "sky", "grey", "text")
+LINE_COLOURS: Final = (
+    "blue",
+    "orange",
+    "green",
+    "purple",
+    "amber",
+    "sky",
+    "grey",
+    "text",
+)
 STYLE: Any = {
     "font.size": 10.5,
     "text.color": LIGHT["text"],
@@ -81,28 +90,28 @@ class Plot:
     """A rendered figure."""
 
     name: str
-    """Of its files, without an ending."""
+    """Name of its files, without the suffix."""
     alt: str
-    """What it shows, for screen readers."""
+    """Description for screen readers."""
     inline: str
-    """SVG element whose colours are the page's."""
+    """SVG element with CSS colours."""
     svg: bytes
     png: bytes
 
 
 @contextmanager
 def plot_style() -> Iterator[None]:
-    """Draw and render figures in this style."""
+    """Use this style for all figures drawn and rendered inside."""
     import matplotlib as mpl
 
     with mpl.rc_context(STYLE), warnings.catch_warnings():
-        # A name may hold characters that the font lacks: a box stands for each.
+        # Characters that the font lacks are drawn as boxes.
         warnings.filterwarnings("ignore", message=".*[Gg]lyph")
         yield
 
 
 def new_figure(title: str, height: float, width: float = WIDTH) -> "Figure":
-    """A figure with nothing but its title; sizes in pixels."""
+    """An empty figure with a title; sizes in pixels."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width / DPI, height / DPI), layout="constrained")
@@ -113,18 +122,11 @@ def new_figure(title: str, height: float, width: float = WIDTH) -> "Figure":
 def render(
     figure: "Figure", name: str, alt: str, tooltips: Mapping[str, str] | None = None
 ) -> Plot:
-    """A figure as SVG for the page and as bytes for files.
-
-    Args:
-        figure: Drawn within `plot_style`.
-        name: Of its files, without an ending.
-        alt: What it shows, for screen readers.
-        tooltips: Text by the `gid` of the artist.
-    """
+    """Render a figure drawn inside `plot_style`; `tooltips` are by `gid` of artists."""
     vector, raster = io.BytesIO(), io.BytesIO()
     no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(vector, format="svg", metadata=no_metadata)
-    figure.set_layout_engine("none")  # it is laid out, and stays so
+    figure.set_layout_engine("none")  # keep the layout
     paper = LIGHT["background"]
     figure.savefig(
         raster, dpi=2 * DPI, facecolor=paper, pil_kwargs={"compress_level": 4}
@@ -132,7 +134,7 @@ def render(
     text = vector.getvalue().decode()
     start = text.index("<svg")
     head, (opening, body) = text[:start], text[start:].split(">", 1)
-    # On white, for programs that show transparency as black.
+    # A white background, since some programs show transparency as black.
     ground = f'<rect width="100%" height="100%" fill="{paper}"/>'
     return Plot(
         name=name,
@@ -146,21 +148,18 @@ def render(
 def _inline(
     opening: str, body: str, name: str, alt: str, tooltips: Mapping[str, str]
 ) -> str:
-    """An SVG file as an element of the page.
-
-    Ids get the figure's name in front, since those of two figures may be equal.
-    """
+    """The SVG as an element of the page, with ids that are unique on the page."""
     box = re.search(r'viewBox="([^"]*)"', opening)
     assert box is not None
     body = re.sub(r"<style[^>]*>.*?</style>", "", body, count=1, flags=re.DOTALL)
-    # Only tags are changed: between them are names, which must stay as they are.
+    # Change only tags, not the text between them.
     body = re.sub(r"<[^>]+>", lambda found: _tag(found[0], name, tooltips), body)
     body = re.sub(r"\s*\n\s*", "\n", body).strip()
     return f'<svg viewBox="{box[1]}" role="img" aria-label="{escape(alt)}">{body}'
 
 
 def _tag(tag: str, name: str, tooltips: Mapping[str, str]) -> str:
-    """One tag in the page's colours and font."""
+    """One tag with CSS colours and the font of the page."""
     group = re.match(r'<g id="([^"]*)"', tag)
     if group is not None:
         tooltip = tooltips.get(group[1])
