@@ -1,4 +1,4 @@
-"""Runs command lines in this process, or in one with streams of its own."""
+"""Runs command lines in this process, or in a process of their own."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def call(capsys, *arguments):
 
 
 def refused(capsys, *arguments, code=2):
-    """The one line that refuses a command."""
+    """Run a wrong command; returns its error, which is one line."""
     result = call(capsys, *arguments)
     assert result.code == code, result
     assert_one_line(result.err)
@@ -68,8 +68,20 @@ def process(*arguments, cwd=None, env=None, **streams):
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 
+def run_python(script, *arguments, **options):
+    """Run a Python program in a process of its own, to its end."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
 def make_run(root, name, config=None, kind="training", finished=False):
-    """The folder of a run that nothing was trained in."""
+    """Create a run without any training; returns its folder."""
     config = config or TrainConfig(name=name)
     with Run.create(root, name, as_toml(config), {"kind": kind}) as run:
         if finished:
@@ -78,7 +90,7 @@ def make_run(root, name, config=None, kind="training", finished=False):
 
 
 def contents(folder):
-    """All there is in a folder, to see whether something was written."""
+    """All files of a folder, to detect changes."""
     return {
         str(path): path.read_bytes() if path.is_file() else path.lstat().st_mode
         for path in sorted(folder.rglob("*"))

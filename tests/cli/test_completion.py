@@ -1,4 +1,4 @@
-"""The scripts for shells are scripts, and finish arguments as a person would."""
+"""Shell completion scripts complete commands and options."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""From a command line to figures: judged, listed, exported and made a page of."""
+"""`esper evaluate`, and the list, export and report of its run."""
 
 import json
 
@@ -15,9 +15,9 @@ EVALUATE = ("evaluate", "--hosts", "2", "--workers", "0")
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder to be in, and tasks of a moment: one is fine, one has no data."""
+    """An empty working directory, and two tasks, of which one has no data."""
     monkeypatch.chdir(tmp_path)
-    assert preset(DEFAULT).tasks  # made on import, of tasks that are there
+    assert preset(DEFAULT).tasks  # created before the tasks are replaced
     before = dict(catalogue._BUILDERS)
     catalogue._BUILDERS.clear()
     register_task("tiny")(tiny)
@@ -27,15 +27,8 @@ def here(tmp_path, monkeypatch):
     catalogue._BUILDERS.update(before)
 
 
-def test_an_evaluation_is_judged_listed_exported_and_reported(capsys, here):
-    arguments = [
-        "--controller",
-        "never,early",
-        "--controller",
-        "static",
-        "--name",
-        "first",
-    ]
+def test_an_evaluation_is_run_listed_exported_and_reported(capsys, here):
+    arguments = ("--controller=never,early", "--controller=static", "--name=first")
     result = call(capsys, *EVALUATE, *arguments)
     assert (result.code, result.err) == (0, "")
     assert "tiny: 2 unseen hosts" in result.out
@@ -47,8 +40,8 @@ def test_an_evaluation_is_judged_listed_exported_and_reported(capsys, here):
     result = call(capsys, "export", "first", "--format", "csv", "--out", "tables")
     assert (result.code, result.err) == (0, "")
     assert result.out.endswith("tables are in tables.\n")
-    judged = (here / "tables" / "evaluations.csv").read_text()
-    assert judged.count("\n") == 1 + 3 * 2
+    table = (here / "tables" / "evaluations.csv").read_text()
+    assert table.count("\n") == 1 + 3 * 2
 
     result = call(capsys, "report", "runs/first", "--out", "page.html")
     assert (result.code, result.out) == (0, "The report is in page.html.\n")
@@ -59,27 +52,11 @@ def test_an_evaluation_is_judged_listed_exported_and_reported(capsys, here):
     for again, code, message in (
         ((*EVALUATE, *arguments), 3, "runs/first exists"),
         (("report", "first", "--out", "no/page.html"), 2, "no is not a folder"),
-        (
-            ("report", "first", "--out", "file/page.html"),
-            2,
-            "file is not a folder",
-        ),
-        (
-            ("report", "first", "--out", "."),
-            2,
-            "expected a file, got folder '.'",
-        ),
+        (("report", "first", "--out", "file/page.html"), 2, "file is not a folder"),
+        (("report", "first", "--out", "."), 2, "expected a file, got folder '.'"),
         (("report", "first", "--out", "runs"), 2, "got folder 'runs'"),
-        (
-            ("export", "first", "--format", "csv", "--out", "file"),
-            5,
-            "export to file",
-        ),
-        (
-            ("export", "first", "--format", "csv", "--out", "tables"),
-            2,
-            "another fold",
-        ),
+        (("export", "first", "--format", "csv", "--out", "file"), 5, "export to file"),
+        (("export", "first", "--format", "csv", "--out", "tables"), 2, "another fold"),
     ):
         assert message in refused(capsys, *again, code=code)
         assert contents(here) == before

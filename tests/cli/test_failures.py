@@ -1,4 +1,4 @@
-"""Every kind of trouble has its exit code and one line; a bug leaves its trace."""
+"""Exit codes and messages of errors, crashes and signals."""
 
 import errno
 import subprocess
@@ -17,7 +17,7 @@ from esper.contracts.errors import (
     StorageError,
 )
 from esper.contracts.messages import one_line
-from tests.cli.calls import assert_one_line, environment
+from tests.cli.calls import Outcome, assert_one_line, environment, run_python
 from tests.workers.test_jobs import gone
 
 
@@ -42,7 +42,7 @@ ENDLESS = """
 import signal
 from esper.cli.output import sudden_interrupts
 from esper.workers.jobs import caught_signals
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a shell
 with sudden_interrupts(), caught_signals() as caught:
     try:
         1 / 0
@@ -57,18 +57,8 @@ with sudden_interrupts(), caught_signals() as caught:
 
 
 def test_the_second_interrupt_ends_a_command_at_once_and_in_one_line():
-    """Also in the middle of an error, where an exception would leave a traceback."""
-    done = subprocess.run(
-        [sys.executable, "-c", ENDLESS],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (
-        130,
-        "[2]\n",
-        "esper: interrupted\n",
-    )
+    """Also while an error is handled, where an exception would leave a traceback."""
+    assert run_python(ENDLESS) == Outcome(130, "[2]\n", "esper: interrupted\n")
 
 
 def failing():
@@ -88,7 +78,7 @@ def test_a_bug_of_ours_leaves_its_traceback_in_a_file(capsys, tmp_path, monkeypa
     assert "in failing" in file.read_text()
 
 
-def test_a_bug_is_told_of_even_if_no_file_can_be_written(capsys, monkeypatch):
+def test_a_bug_is_reported_even_if_no_file_can_be_written(capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
     assert report_failure(ZeroDivisionError("by\nzero")) == 70
     assert "ZeroDivisionError; by?zero" in capsys.readouterr().err
@@ -103,8 +93,11 @@ def test_lines_of_others_are_cut_and_cleaned(capsys):
     assert one_line("abcd", 3) == "ab…"
 
 
+linux = pytest.mark.skipif(sys.platform != "linux", reason="no child elsewhere")
+
+
 def outliving(command):
-    """A process that outlives a command, given as Python."""
+    """Start a Python expression with `outlived`."""
     text = (
         "import os, signal, sys, time\n"
         "from esper.cli.output import outlived\n"
@@ -126,19 +119,19 @@ def test_a_command_that_is_outlived_ends_as_it_would(end, code):
     assert process.returncode == code
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only there a child is watched")
+@linux
 @pytest.mark.parametrize(
     "end", ["os._exit(1)", "os.abort()", "os.kill(os.getpid(), 9)"]
 )
-def test_a_command_that_ray_ends_without_a_word_is_one_line(end):
+def test_a_command_that_ray_ends_is_reported_in_one_line(end):
     process = outliving(end)
-    told = process.communicate()[1]
+    error = process.communicate()[1]
     assert process.returncode == 6
-    assert_one_line(told)
-    assert "Check that the Ray node runs here, then resume" in told
+    assert_one_line(error)
+    assert "Check that the Ray node runs here, then resume" in error
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only there a child is watched")
+@linux
 def test_signals_are_passed_on_to_the_command():
     wait = "print(os.getpid(), flush=True) or time.sleep(60) or 0"
     for command in (f"(signal.signal(15, lambda *_: os._exit(7)), {wait})[1]", wait):
@@ -149,7 +142,7 @@ def test_signals_are_passed_on_to_the_command():
         assert process.returncode == (143 if command == wait else 7)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only there a child is watched")
+@linux
 def test_a_command_ends_with_the_process_that_outlives_it():
     process = outliving("print(os.getpid(), flush=True) or time.sleep(600)")
     child = int(process.stdout.readline())

@@ -1,4 +1,4 @@
-"""A network that cannot be written is trouble of storage, and leaves nothing behind."""
+"""A network that cannot be written is a storage error and leaves no file."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from tests.cli.calls import assert_one_line
 from tests.evaluation.test_evaluation import tiny
 
 
-def test_a_folder_that_went_away_is_told_of(capsys, tmp_path):
+def test_a_missing_folder_is_reported(capsys, tmp_path):
     task = tiny()
     model = task.host.build(torch.Generator().manual_seed(0))
-    with pytest.raises(StorageError) as trouble:
+    with pytest.raises(StorageError) as caught:
         write(model, task, tmp_path / "gone" / "grown.pt2")
-    assert report_failure(trouble.value) == 5
+    assert report_failure(caught.value) == 5
     result = capsys.readouterr().err
     assert_one_line(result)
     assert "cannot write " in result

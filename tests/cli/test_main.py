@@ -1,7 +1,5 @@
-"""Every command has help, and refuses wrong arguments in one line."""
+"""Help of every command, and errors about wrong arguments."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,7 @@ from esper.cli import COMMANDS
 from esper.runs.checkpoint import CheckpointFolder
 from esper.runs.train_config import resolve
 from esper.training.worlds import check_worlds
-from tests.cli.calls import call, make_run, refused
+from tests.cli.calls import call, make_run, refused, run_python
 
 REFUSED = [
     ((), "the following arguments are required: command"),
@@ -108,11 +106,9 @@ def test_what_needs_nothing_imports_nothing_heavy(arguments):
         "heavy = {'torch', 'numpy', 'numba', 'rich', 'scipy', 'pydantic'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout or done.stderr.startswith("esper: ")
+    done = run_python(script)
+    assert done.code == 0, done.err
+    assert done.out or done.err.startswith("esper: ")
 
 
 def test_runs_are_listed_without_torch(tmp_path):
@@ -124,12 +120,10 @@ def test_runs_are_listed_without_torch(tmp_path):
         f"assert esper.cli.main(['runs', '--runs', {str(tmp_path)!r}]) == 0\n"
         "assert not {'torch', 'numba', 'scipy'} & set(sys.modules)\n"
     )
-    listed = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert listed.returncode == 0, listed.stderr
-    assert "mine" in listed.stdout
-    assert "0.2500" in listed.stdout
+    listed = run_python(script)
+    assert listed.code == 0, listed.err
+    assert "mine" in listed.out
+    assert "0.2500" in listed.out
 
 
 def test_tasks_and_blueprints_are_listed(capsys):

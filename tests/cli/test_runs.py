@@ -1,4 +1,4 @@
-"""Names are text: nothing that a folder is called reaches a terminal as it is."""
+"""Control characters in names never reach the terminal."""
 
 import json
 from itertools import cycle
@@ -46,7 +46,7 @@ LINES = (
     ("train", "--{}", "1"),
     ("train", "--num_envs", "{}"),
 )
-"""Where a name can be given; none of them can be carried out."""
+"""Commands with a name in them; all of them fail."""
 
 
 def test_no_name_reaches_the_terminal_as_it_is(capsys, tmp_path, monkeypatch):
@@ -66,7 +66,7 @@ def test_no_name_reaches_the_terminal_as_it_is(capsys, tmp_path, monkeypatch):
 
 
 def odd_folders(root):
-    """Runs and other folders whose names are made to harm."""
+    """Create runs and other folders with hostile names; returns their number."""
     whole = make_run(root, "whole")
     for number, name in enumerate(HOSTILE):
         if "/" in name or "\0" in name or len(name.encode(errors="replace")) > 200:

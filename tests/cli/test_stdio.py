@@ -1,4 +1,4 @@
-"""Streams that are closed, full or cannot spell do no harm: no traceback, ever."""
+"""Closed or full streams and narrow encodings never cause a traceback."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from tests.cli.calls import command, environment, process
 
 
 def piped_to_head(*arguments):
-    """Exit code and errors of a command whose reader leaves after a line."""
+    """Exit code and errors of a command whose pipe is closed."""
     reading, writing = os.pipe()
     with subprocess.Popen(
         command(*arguments),
@@ -25,7 +25,7 @@ def piped_to_head(*arguments):
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("blueprints",)])
-def test_a_reader_that_left_is_no_error(arguments):
+def test_a_closed_pipe_is_no_error(arguments):
     assert piped_to_head(*arguments) == (0, "")
 
 
@@ -51,14 +51,9 @@ def test_output_that_does_not_fit_is_an_error_of_storage():
     ],
 )
 def test_streams_may_be_closed_before_we_begin(tmp_path, closed, arguments, code):
-    done = subprocess.run(
-        ["sh", "-c", f'"{sys.executable}" -m esper.cli {arguments} {closed}'],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    script = f'"{sys.executable}" -m esper.cli {arguments} {closed}'
+    options = {"cwd": tmp_path, "env": environment(), "capture_output": True}
+    done = subprocess.run(["sh", "-c", script], **options, text=True, check=False)
     assert done.returncode == code
     assert "Traceback" not in done.stderr
     assert done.stdout == "" or arguments == "--help"
@@ -74,14 +69,14 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_every_place_is_good_enough(tmp_path, place):
+def test_no_environment_variable_is_needed(tmp_path, place):
     result = process("blueprints", cwd=tmp_path, env=place)
     assert (result.code, result.err) == (0, "")
     assert result.out.count("\n") > 10
     assert "Traceback" not in result.out
 
 
-def test_what_cannot_be_spelt_is_replaced(tmp_path):
+def test_characters_that_cannot_be_encoded_are_replaced(tmp_path):
     place = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
     result = process("report", "é" * 300, cwd=tmp_path, env=place)
     assert result.code == 2

@@ -1,10 +1,8 @@
-"""Runs are begun and resumed where possible, and existing ones are never harmed."""
+"""`esper train`: starting, resuming and interrupting runs."""
 
 import os
 import re
 import signal
-import subprocess
-import sys
 import tomllib
 
 import pytest
@@ -19,6 +17,7 @@ from tests.cli.calls import (
     make_run,
     process,
     refused,
+    run_python,
 )
 
 SIMULATED = TrainConfig(tasks=("simulated",), num_envs=4, budget=Budget(rounds=1))
@@ -26,7 +25,7 @@ SIMULATED = TrainConfig(tasks=("simulated",), num_envs=4, budget=Budget(rounds=1
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder to be in, without runs."""
+    """An empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -174,7 +173,7 @@ class Stdout(io.TextIOWrapper):
         if "round 2/4" in text and not self.interrupted:
             self.interrupted = True
             self.flush()
-            reading, writing = os.pipe()  # nobody reads any more
+            reading, writing = os.pipe()  # the reader is gone
             os.close(reading)
             os.dup2(writing, 1)
             signal.raise_signal(signal.SIGTERM)
@@ -221,16 +220,9 @@ def test_a_run_is_interrupted_and_completed(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("default_signals")
-def test_a_training_minds_a_signal_but_not_that_nobody_listens(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, *TINY.split()],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (143, ""), done.stdout
+def test_a_training_stops_at_a_signal_but_not_at_a_closed_pipe(tmp_path):
+    done = run_python(INTERRUPTED, *TINY.split(), cwd=tmp_path, env=environment())
+    assert (done.code, done.err) == (143, ""), done.out
     run = tmp_path / "runs" / "tiny"
     assert not (run / "finished.json").exists()
     reading, writing = os.pipe()

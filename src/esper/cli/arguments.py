@@ -60,7 +60,8 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """Report unknown options before missing ones."""
         words = [] if args is None else list(args)
-        known = self._option_string_actions
+        # An option can be written with hyphens or underscores.
+        known = {name.replace("_", "-"): name for name in self._option_string_actions}
         for index, word in enumerate(words):
             if word == "--" or (self._subparsers and not word.startswith("-")):
                 break
@@ -69,15 +70,10 @@ class Parser(argparse.ArgumentParser):
                 continue
             if value == "--":  # argparse would end the options here
                 self.error(f"argument {name}: expected one argument")
-            word = name[2:]
-            spellings = (
-                name,
-                f"--{word.replace('-', '_')}",
-                f"--{word.replace('_', '-')}",
-            )
-            found = next((option for option in spellings if option in known), None)
+            found = known.get(name.replace("_", "-"))
             if found is None:
-                near = nearest(name, [each for each in known if each.startswith("--")])
+                options = [each for each in known.values() if each.startswith("--")]
+                near = nearest(name, options)
                 self._exit(f"there is no option {quoted(name)}; did you mean {near!r}?")
             words[index] = f"{found}{equals}{value}"
         parsed, rest = super().parse_known_args(words, namespace)
@@ -153,8 +149,8 @@ def add_option(
     metavar: str,
     text: str,
 ) -> None:
-    """Add an option with one value; the help shows its default unless it is None."""
-    if default is not None:
+    """Add an option with one value; the help shows a default unless it is None."""
+    if default not in (None, argparse.SUPPRESS):
         shown = f"{default:g}" if isinstance(default, float) else default
         text = f"{text} (default: {shown})"
     parser.add_argument(name, type=kind, default=default, metavar=metavar, help=text)

@@ -22,12 +22,9 @@ def add_ppo_options(parser: ArgumentParser) -> None:
     """Add the environment, every setting of a run, and `--resume`."""
     from esper.rl.training import PPORunConfig
 
+    text = "Gymnasium id of the environment"
     parser.add_argument(
-        "env_id",
-        nargs="?",
-        default=SUPPRESS,
-        metavar="ENV_ID",
-        help="Gymnasium id of the environment",
+        "env_id", nargs="?", default=SUPPRESS, metavar="ENV_ID", help=text
     )
     add_resume(parser)
     parser.add_argument(

@@ -6,6 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from esper.cli.arguments import add_option
 from esper.cli.output import print_line
 
 if TYPE_CHECKING:
@@ -15,12 +16,8 @@ if TYPE_CHECKING:
 
 def add_resume(parser: ArgumentParser) -> None:
     """Add `--resume`."""
-    parser.add_argument(
-        "--resume",
-        default=SUPPRESS,
-        metavar="RUN",
-        help="resume an interrupted run, given by name or folder",
-    )
+    text = "resume an interrupted run, given by name or folder"
+    add_option(parser, "--resume", str, SUPPRESS, "RUN", text)
 
 
 def unfinished_run(

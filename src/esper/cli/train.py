@@ -5,6 +5,7 @@ from typing import Final
 
 from esper.cli.arguments import (
     Command,
+    add_option,
     add_settings,
     add_workers,
     given_options,
@@ -31,12 +32,8 @@ def add_config_options(parser: ArgumentParser) -> None:
     """Add `--preset`, `--config` and every setting of a training run."""
     from esper.runs.train_config import DEFAULT, PRESETS
 
-    parser.add_argument(
-        "--preset",
-        default=SUPPRESS,
-        metavar="NAME",
-        help=f"base settings: {', '.join(PRESETS)} (default: {DEFAULT})",
-    )
+    presets = f"base settings: {', '.join(PRESETS)} (default: {DEFAULT})"
+    add_option(parser, "--preset", str, SUPPRESS, "NAME", presets)
     parser.add_argument(
         "--config",
         action="append",
