@@ -17,8 +17,7 @@ from esper.cli.completion import COMPLETION
 from esper.cli.evaluate import EVALUATE, RECORD
 from esper.cli.grow import BLUEPRINTS, GROW, TASKS
 from esper.cli.output import (
-    SafeStream,
-    explain_output,
+    finish_output,
     outlived,
     printed_warnings,
     report_failure,
@@ -77,17 +76,11 @@ def _main(given: list[str], *, outlive: bool = False) -> int:
             options = parser(given[:1]).parse_args(given)
         except SystemExit as stop:  # after help or an error
             code = stop.code if isinstance(stop.code, int) else 0
-            return _flushed(stdout, code)
+            return finish_output(stdout, code)
         watch = Watch() if COMMANDS[options.command].environments else None
         if outlive and (watch or getattr(options, "ray", None) is not None):
-            return outlived(lambda: _flushed(stdout, _run(options, watch)), watch)
-        return _flushed(stdout, _run(options, watch))
-
-
-def _flushed(stdout: SafeStream, code: int) -> int:
-    """Flush the output; returns the exit code, which is an error if that failed."""
-    stdout.flush()
-    return explain_output(stdout.failed, code)
+            return outlived(lambda: finish_output(stdout, _run(options, watch)), watch)
+        return finish_output(stdout, _run(options, watch))
 
 
 def _run(options: Namespace, watch: Watch | None) -> int:

@@ -68,8 +68,10 @@ def report_failure(error: BaseException) -> int:
     return _print(f"a bug in Esper: {type(error).__name__}; {where}", 70)
 
 
-def explain_output(failed: OSError | None, code: int) -> int:
-    """The exit code of a command whose output failed; a closed pipe is no error."""
+def finish_output(stdout: "SafeStream", code: int) -> int:
+    """Flush the output; returns the exit code. A closed pipe is no error."""
+    stdout.flush()
+    failed = stdout.failed
     if code or failed is None or failed.errno in (errno.EPIPE, errno.EBADF):
         return code
     return _print(f"cannot write output: {failed}", STORAGE)
@@ -213,18 +215,17 @@ class SafeStream:
 
     def write(self, text: str) -> int:
         """Write, unless the stream has failed."""
-        if self.failed is None:
-            try:
-                return self._stream.write(text)
-            except (OSError, ValueError) as error:
-                self._fail(error)
+        self._try(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
         """Flush, unless the stream has failed."""
+        self._try(self._stream.flush)
+
+    def _try(self, call: Callable[[], object]) -> None:
         if self.failed is None:
             try:
-                self._stream.flush()
+                call()
             except (OSError, ValueError) as error:
                 self._fail(error)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from esper import __version__
@@ -64,39 +64,33 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     file = run / PAGE if out is None else out
     folder = run / PLOTS if out is None else out.with_name(f"{out.stem}-plots")
     _require_writable(file, folder)
-    summary, trouble = Summary(tasks=(), aggregate=None, conclusions=()), ""
     try:
-        summary = summarise(data.evaluations)
+        summary, problem = summarise(data.evaluations), ""
     except InvalidInputError as error:
-        trouble = str(error)
+        summary = Summary(tasks=(), aggregate=None, conclusions=())
+        problem = str(error)
     order = {name: index for index, name in enumerate(data.tasks)}
     tables = sorted(summary.tasks, key=lambda t: order.get(t.task, len(order)))
     plots = draw_plots(data, _results(data, tables))
     is_ppo = data.versions.get("kind") == "ppo"
     is_cut_off = data.versions.get("kind") == "evaluation" and data.state == "stopped"
     results = [text for _, kind, text in data.notes if kind == "judged"]
-    page = (
-        _environment()
-        .get_template("report.html")
-        .render(
-            run=data,
-            plots=plots,
-            trouble=trouble,
-            version=__version__,
-            mark=MARK,
-            is_ppo=is_ppo,
-            sections=[
-                each for each in SECTIONS if not is_ppo or each[0] in PPO_SECTIONS
-            ],
-            state=CUT_OFF if is_cut_off else STATES[data.state],
-            stages=STAGES.values(),
-            shown_envs=SHOWN_ENVS,
-            outcome=results if is_ppo else headline(summary),
-            tables=[*filter(None, [summary.aggregate]), *tables],
-            conclusions=summary.conclusions,
-            light=LIGHT,
-            dark=DARK,
-        )
+    page = _template().render(
+        run=data,
+        plots=plots,
+        problem=problem,
+        version=__version__,
+        mark=MARK,
+        is_ppo=is_ppo,
+        sections=[s for s in SECTIONS if not is_ppo or s[0] in PPO_SECTIONS],
+        state=CUT_OFF if is_cut_off else STATES[data.state],
+        stages=STAGES.values(),
+        shown_envs=SHOWN_ENVS,
+        outcome=results if is_ppo else headline(summary),
+        tables=[*filter(None, [summary.aggregate]), *tables],
+        conclusions=summary.conclusions,
+        light=LIGHT,
+        dark=DARK,
     )
     disk = Disk()
     with storage(folder, "make"):
@@ -128,7 +122,7 @@ def _require_writable(file: Path, folder: Path) -> None:
             )
 
 
-def _environment() -> Environment:
+def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("esper.report"),
         autoescape=True,
@@ -145,7 +139,7 @@ def _environment() -> Environment:
         "engineering": _engineering,
         "duration": _duration,
     }
-    return environment
+    return environment.get_template("report.html")
 
 
 def _visible(value: object) -> object:
