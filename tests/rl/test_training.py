@@ -262,4 +262,4 @@ def test_the_help_explains_trust(capsys):
     assert main(["ppo", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "--trust" in shown
-    assert "allow the import of the module in the run's environment id" in shown
+    assert "import the module that the run names in its environment id" in shown
