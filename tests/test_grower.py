@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from esper.contracts.actions import HEAD, NUM_HEADS, Op
-from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.errors import (
     EsperWarning,
     IllegalActionError,
@@ -457,9 +456,7 @@ def test_with_an_unknown_end_nothing_depends_on_one(controller):
     assert seen[1][8:] == [1.0] * 92
 
 
-def test_an_amount_that_rounds_to_nothing_is_refused():
-    with pytest.raises(InvalidInputError, match=r"adds -0\.5 of a layer's width"):
-        Blueprint("less", Form.WIDEN, 0, merges=True, share=-0.5)
+def test_a_relative_width_adds_at_least_one_unit():
     assert [find(f"widen_x{x}").units(1) for x in (1.25, 1.5, 2, 4)] == [1, 1, 1, 3]
 
 
