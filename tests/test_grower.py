@@ -719,7 +719,7 @@ def test_a_broken_model_with_a_broken_metric_is_healed_at_the_decision():
 
 
 def test_a_budget_of_a_few_parameters_is_warned_of_and_others_are_not():
-    with pytest.warns(EsperWarning, match=r"^budget=4 is a number .* write 4\.0 for 4"):
+    with pytest.warns(EsperWarning, match=r"^budget=4 is a number .* Use 4\.0 for 4"):
         begin(budget=4)
     for budget in (0, 400, 4.0, 0.001):
         begin(budget=budget)

@@ -17,7 +17,7 @@ from esper.contracts.errors import (
     InvalidStateError,
 )
 from esper.contracts.stages import Stage
-from esper.grower import UNSEEN, Grower
+from esper.grower import MAX_BATCHES_WITHOUT_SEEDS, Grower
 from esper.growth.analysis.slot_search import suggest_slots
 from esper.growth.blueprints.registry import blueprint, forget
 from esper.growth.seed_modules import host_parameters
@@ -87,7 +87,13 @@ def test_an_interrupt_at_any_line_leaves_all_or_nothing(
     op, moments, answered_interrupts
 ):
     """Ctrl-C in the code that changes the topology, at some of its lines."""
-    files = ("grower.py", "topology.py", "optimiser.py", "grown.py", "growth/model.py")
+    files = (
+        "grower.py",
+        "topology.py",
+        "optimiser.py",
+        "seed_modules.py",
+        "growth/model.py",
+    )
     grower = grown()
     grower.step(metric=0.5)
     start = copy.deepcopy(grower.state_dict())
@@ -114,7 +120,7 @@ def test_an_interrupt_while_a_state_is_loaded_leaves_all_or_nothing(
     how, moments, answered_interrupts
 ):
     """Ctrl-C in our code or in torch's own loop over the modules."""
-    files = ("growth/grown.py", "growth/rebuilding.py", "nn/modules/module.py")
+    files = ("seed_modules.py", "serialization.py", "nn/modules/module.py")
     state = copy.deepcopy(grown(rng_seed=4).model.host.state_dict())
     before = copy.deepcopy(grown().model.host.state_dict())
     if how == "rebuild":
@@ -314,10 +320,10 @@ def test_a_loss_that_passes_the_seeds_by_is_refused():
     grower = grown()
     copied, (x, y) = copy.deepcopy(grower.model.host), make_batch("vector", 16)
     closure = lambda: nn.functional.cross_entropy(copied(x), y)  # noqa: E731
-    for _ in range(UNSEEN - 1):
+    for _ in range(MAX_BATCHES_WITHOUT_SEEDS - 1):
         grower.loss(closure)
     train(grower, range(1))  # a host may leave layers out sometimes
-    for _ in range(UNSEEN - 1):
+    for _ in range(MAX_BATCHES_WITHOUT_SEEDS - 1):
         grower.loss(closure)
     with pytest.raises(
         InvalidStateError, match="no seed took part in the last 20 batches"
