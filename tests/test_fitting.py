@@ -163,19 +163,19 @@ class Endless(IterableDataset):
 
 BAD = {
     "epochs": (dict(epochs=0), "epochs must be at least 1, got 0."),
-    "empty": (dict(train=[]), "train_loader is empty; pass at least one batch (x, y)."),
+    "empty": (dict(train=[]), "train_loader is empty. Pass at least one batch (x, y)."),
     "empty val": (dict(val=[]), "val_loader is empty"),
     "no rows": (
         dict(train=[(torch.zeros(0, 3), torch.zeros(0).long())]),
-        "train_loader must give rows, got an empty batch [0, 3].",
+        "train_loader yields an empty batch [0, 3].",
     ),
     "dictionary": (
         dict(train=[{"x": torch.ones(2, 3)}]),
-        "train_loader must give pairs (x, y) of tensors, got dict; write your own",
+        "train_loader must yield pairs (x, y) of tensors, got dict. Use esper.Grower",
     ),
     "three": (
         dict(val=[(torch.ones(2, 3), 1, 2)]),
-        "val_loader must give pairs (x, y) of tensors, got tuple of Tensor, int, int",
+        "val_loader must yield pairs (x, y) of tensors, got tuple of Tensor, int, int",
     ),
     "iterator": (
         dict(train=iter([])),
@@ -204,7 +204,7 @@ BAD = {
         "fit has no option 'blueprint'; did you mean 'blueprints'?",
     ),
     "decisions": (dict(decisions=5), "fit makes one decision per epoch"),
-    "mode": (dict(mode="min"), "mode goes with a metric of your own"),
+    "mode": (dict(mode="min"), "mode belongs to your own metric"),
     "rate": (dict(learning_rate=0.0), "learning_rate must be positive, got 0.0."),
     "no model": (dict(model=nn.ReLU()), "an nn.Module with parameters, got ReLU"),
 }

@@ -69,7 +69,7 @@ def test_every_row_is_seen_once_before_one_is_seen_again():
     ("name", "words"),
     [
         ("grown.bin", "must end in .pt2, got 'grown.bin'"),
-        ("there.pt2", "there.pt2 is there already"),
+        ("there.pt2", "there.pt2 exists already"),
         ("nowhere/grown.pt2", "is not a writable folder"),
     ],
 )
