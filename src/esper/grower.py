@@ -509,8 +509,8 @@ class Grower(NamedOps[Receipt]):
                     "Build it with the same settings."
                 )
         self.model.seeds.validated(state["model"], "host.")
-        own = {f"host.{name}" for name in host_parameters(self.model.host)}
-        for name in own & state["model"].keys():
+        names = {f"host.{name}" for name in host_parameters(self.model.host)}
+        for name in names & state["model"].keys():
             value = state["model"][name]
             if not isinstance(value, Tensor) or not value.isfinite().all():
                 raise InvalidInputError(f"{name} of the saved Grower is not finite.")
