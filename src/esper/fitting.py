@@ -198,19 +198,15 @@ def _batches(
     """The pairs (x, y) of a loader, on the device of the model."""
     device = next(model.parameters()).device
     for batch in loader:
-        if (
-            not isinstance(batch, tuple | list)
-            or len(batch) != 2
-            or not all(isinstance(part, Tensor) for part in batch)
-        ):
-            what = type(batch).__name__
-            if isinstance(batch, tuple | list):
-                what += f" of {', '.join(type(part).__name__ for part in batch)}"
+        parts = batch if isinstance(batch, tuple | list) else ()
+        if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
+            kinds = ", ".join(type(part).__name__ for part in parts)
+            what = type(batch).__name__ + (f" of {kinds}" if kinds else "")
             raise InvalidInputError(
                 f"{who} must yield pairs (x, y) of tensors, got {what}. Use "
                 "esper.Grower in your own loop for other data."
             )
-        x, y = batch
+        x, y = parts
         yield x.to(device), y.to(device)
 
 

@@ -74,7 +74,6 @@ _STATE_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     ),
     "generator": lambda x: isinstance(x, Tensor),
     "random": lambda x: isinstance(x, Mapping) and "cpu" in x,
-    "first_metric": lambda x: isinstance(x, float),
     "losses": lambda x: all(isinstance(y, Tensor) and y.numel() == 1 for y in x or ()),
     "flags": lambda x: isinstance(x, list) and [*map(type, x)] == [bool] * 3,
     "compute": lambda x: isinstance(x, list) and len(x) == 2 and min(x) >= 0,
@@ -142,13 +141,13 @@ class Grower(NamedOps[Receipt]):
     ) -> None:
         if stop not in ENDS:
             raise InvalidInputError(f"stop must be 'end' or 'anytime', got {stop!r}.")
-        _check_count("seeds_per_slot", seeds_per_slot, least=1)
-        _check_count("decisions", 1 if decisions is None else decisions, 1)
-        _check_count("tick", tick, least=1)
-        _check_count("min_age", min_age, least=0)
-        _check_count("rng_seed", rng_seed, least=0)
-        _check_number("rent", rent, most=1e30)
-        _check_number("budget", budget, most=inf)
+        _check_number("seeds_per_slot", seeds_per_slot, least=1)
+        _check_number("decisions", 1 if decisions is None else decisions, least=1)
+        _check_number("tick", tick, least=1)
+        _check_number("min_age", min_age, least=0)
+        _check_number("rng_seed", rng_seed, least=0)
+        _check_number("rent", rent, least=0, most=1e30, whole=False)
+        _check_number("budget", budget, least=0, whole=False)
         if not isinstance(governor, GovernorConfig | None):
             raise InvalidInputError(
                 f"governor must be a GovernorConfig or None, got {governor!r}."
@@ -163,7 +162,7 @@ class Grower(NamedOps[Receipt]):
         if isinstance(inner, Optimizer):  # wrapped by accelerate
             optimizer = inner
         groups = getattr(optimizer, "param_groups", ())
-        held = {parameter for group in groups for parameter in group["params"]}
+        before = {parameter for group in groups for parameter in group["params"]}
         with _without_listener(model) as former:
             self.model = GrowingModel(
                 model,
@@ -190,7 +189,7 @@ class Grower(NamedOps[Receipt]):
                 self.model.undo()
                 if hasattr(self, "topology"):
                     surgery = self.topology.surgery
-                    surgery.leave([p for p in surgery.joined if p not in held])
+                    surgery.leave([p for p in surgery.joined if p not in before])
                     surgery.detach()
                 raise
             former.give_up(self.topology)
@@ -449,7 +448,6 @@ class Grower(NamedOps[Receipt]):
             "controller": self._controller_state,
             "generator": self._generator.get_state(),
             "random": random_state(self.model),
-            "first_metric": self.history[0].metric if self.history else nan,
             "losses": [*self._losses],
             "flags": [self._used_loss, self._skipped_training, self._moved],
             "compute": [self._batches, self._compute],
@@ -718,17 +716,13 @@ def _without_listener(host: nn.Module) -> Iterator[TopologyListener]:
         raise
 
 
-def _check_count(name: str, value: object, least: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < least:  # type: ignore[operator]
+def _check_number(
+    name: str, value: object, least: int, *, most: float = inf, whole: bool = True
+) -> None:
+    kind = int if whole else int | float
+    is_kind = isinstance(value, kind) and not isinstance(value, bool)
+    if not is_kind or not least <= value <= most:  # type: ignore[operator]
+        what = "whole number" if whole else "number"
         raise InvalidInputError(
-            f"{name} must be a whole number of at least {least}, got {value!r}."
-        )
-
-
-def _check_number(name: str, value: object, most: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value <= most:  # type: ignore[operator]
-        raise InvalidInputError(
-            f"{name} must be a number of at least 0, got {value!r}."
+            f"{name} must be a {what} of at least {least}, got {value!r}."
         )

@@ -37,7 +37,6 @@ class SlotMaskState:
     """State of one occupied slot that decides which ops are legal."""
 
     stage: Stage
-    """Stage of the seed."""
     age: int
     """Steps spent in this stage."""
     alpha_settled: bool
@@ -77,4 +76,3 @@ class SlotStates:
     contribution: Float[Tensor, "env slot"]
     """Drop of the score without the seed; meaningful only where measured."""
     contribution_measured: Bool[Tensor, "env slot"]
-    """Whether `contribution` was measured."""

@@ -23,7 +23,6 @@ class HostStates:
     progress: Float[Tensor, " env"]
     """Elapsed fraction of the horizon, in [0, 1]; 0 if there is no horizon."""
     end_known: Bool[Tensor, " env"]
-    """Whether there is a horizon."""
     compute: Float[Tensor, " env"]
     """Compute so far: log2(1 + equivalent batches of the initial host)."""
     budget_left: Float[Tensor, " env"]
@@ -51,7 +50,6 @@ class BlueprintOffers:
     """Blueprints that each slot can take, as `[env, slot, blueprint]` tensors."""
 
     fits: Bool[Tensor, "env slot blueprint"]
-    """Whether the blueprint fits the slot."""
     parameters: Float[Tensor, "env slot blueprint"]
     """Parameters that it adds, as a multiple of the host's."""
     macs: Float[Tensor, "env slot blueprint"]
@@ -59,7 +57,6 @@ class BlueprintOffers:
     promise: Float[Tensor, "env slot blueprint"]
     """First-order estimate of its gain; meaningful only where known."""
     promise_known: Bool[Tensor, "env slot blueprint"]
-    """Whether `promise` was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
