@@ -107,7 +107,7 @@ def test_numbers_are_measured_by_the_loss_on_the_validation_batches():
     assert result.history[-1].metric < result.history[0].metric
 
 
-def test_a_metric_of_ones_own_is_asked_in_eval_mode_without_gradients():
+def test_a_custom_metric_is_called_in_eval_mode_without_gradients():
     seen = []
 
     def metric(model):
@@ -136,7 +136,7 @@ def test_without_an_optimizer_the_learning_rate_rises_and_falls_once():
     assert rates[-1] < 1e-5
 
 
-def test_an_optimizer_of_ones_own_keeps_its_learning_rate():
+def test_a_custom_optimizer_keeps_its_learning_rate():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     short(model, optimizer=optimizer)

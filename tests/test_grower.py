@@ -100,7 +100,7 @@ def test_a_whole_run_with_every_controller(kind, controller):
     assert len(page.splitlines()) < 60
     assert f"{RUN} decisions" in page
     stages = {slot: Stage.DORMANT for slot in range(len(model.slots))}
-    for event in changes:  # the history tells every slot's whole life
+    for event in changes:  # the history holds every change of stage
         assert stages[event.slot] is event.before
         stages[event.slot] = event.after
     assert stages == {s: model.stage(n) for s, n in enumerate(model.slots)}
@@ -539,9 +539,9 @@ def test_a_closure_that_raises_or_returns_many_numbers_changes_nothing():
 class FixedAction:
     """A controller that always takes the same action."""
 
-    def __init__(self, **said):
+    def __init__(self, **choices):
         self.row = torch.zeros(1, NUM_HEADS, dtype=torch.int64)
-        for head, choice in said.items():
+        for head, choice in choices.items():
             self.row[0, HEAD[head]] = choice
 
     def decide(self, observation, masks, state, generator):
@@ -549,7 +549,7 @@ class FixedAction:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "choices",
     [
         {"op": Op.ADVANCE, "slot": 0},
         {"op": Op.GERMINATE, "slot": 99},
@@ -559,8 +559,8 @@ class FixedAction:
     ],
 )
 @pytest.mark.filterwarnings("ignore:budget=10 is a number of parameters")
-def test_what_masks_forbid_is_refused_and_changes_nothing(said):
-    grower = begin(controller=FixedAction(**said), budget=10)
+def test_what_masks_forbid_is_refused_and_changes_nothing(choices):
+    grower = begin(controller=FixedAction(**choices), budget=10)
     train(grower, range(2))
     track = grower._track
     with pytest.raises(IllegalActionError, match="chose what its masks forbid"):

@@ -387,7 +387,7 @@ def test_what_the_callback_cannot_do_is_refused_in_one_line(tmp_path):
         trainer.train()
 
 
-def test_a_module_of_ones_own_grows_too(tmp_path):
+def test_a_plain_module_grows_too(tmp_path):
     class Plain(nn.Module):
         """No config, and a tuple for an answer."""
 
