@@ -107,7 +107,7 @@ def test_numbers_are_measured_by_the_loss_on_the_validation_batches():
     assert result.history[-1].metric < result.history[0].metric
 
 
-def test_a_metric_of_ones_own_is_asked_in_eval_mode_without_gradients():
+def test_a_custom_metric_is_called_in_eval_mode_without_gradients():
     seen = []
 
     def metric(model):
@@ -136,7 +136,7 @@ def test_without_an_optimizer_the_learning_rate_rises_and_falls_once():
     assert rates[-1] < 1e-5
 
 
-def test_an_optimizer_of_ones_own_keeps_its_learning_rate():
+def test_a_custom_optimizer_keeps_its_learning_rate():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     short(model, optimizer=optimizer)
@@ -163,19 +163,19 @@ class Endless(IterableDataset):
 
 BAD = {
     "epochs": (dict(epochs=0), "epochs must be at least 1, got 0."),
-    "empty": (dict(train=[]), "train_loader is empty; pass at least one batch (x, y)."),
+    "empty": (dict(train=[]), "train_loader is empty. Pass at least one batch (x, y)."),
     "empty val": (dict(val=[]), "val_loader is empty"),
     "no rows": (
         dict(train=[(torch.zeros(0, 3), torch.zeros(0).long())]),
-        "train_loader must give rows, got an empty batch [0, 3].",
+        "train_loader yields an empty batch [0, 3].",
     ),
     "dictionary": (
         dict(train=[{"x": torch.ones(2, 3)}]),
-        "train_loader must give pairs (x, y) of tensors, got dict; write your own",
+        "train_loader must yield pairs (x, y) of tensors, got dict. Use esper.Grower",
     ),
     "three": (
         dict(val=[(torch.ones(2, 3), 1, 2)]),
-        "val_loader must give pairs (x, y) of tensors, got tuple of Tensor, int, int",
+        "val_loader must yield pairs (x, y) of tensors, got tuple of Tensor, int, int",
     ),
     "iterator": (
         dict(train=iter([])),
@@ -204,7 +204,7 @@ BAD = {
         "fit has no option 'blueprint'; did you mean 'blueprints'?",
     ),
     "decisions": (dict(decisions=5), "fit makes one decision per epoch"),
-    "mode": (dict(mode="min"), "mode goes with a metric of your own"),
+    "mode": (dict(mode="min"), "mode belongs to your own metric"),
     "rate": (dict(learning_rate=0.0), "learning_rate must be positive, got 0.0."),
     "no model": (dict(model=nn.ReLU()), "an nn.Module with parameters, got ReLU"),
 }

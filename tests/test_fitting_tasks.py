@@ -69,7 +69,7 @@ def test_every_row_is_seen_once_before_one_is_seen_again():
     ("name", "words"),
     [
         ("grown.bin", "must end in .pt2, got 'grown.bin'"),
-        ("there.pt2", "there.pt2 is there already"),
+        ("there.pt2", "there.pt2 exists already"),
         ("nowhere/grown.pt2", "is not a writable folder"),
     ],
 )
@@ -99,15 +99,15 @@ def test_a_network_with_seeds_that_do_not_fold_in_is_written_too(tmp_path):
         torch.testing.assert_close(program(rows), model(rows), rtol=1e-5, atol=1e-6)
 
 
-def test_a_story_is_short_and_says_what_was_done(grown):
+def test_the_summary_has_at_most_eight_lines(grown):
     history = grown[0].history
     lines = summary_lines(history)
     assert 1 <= len(lines) <= 8
     assert "plant" in lines[0]
     many = [each for each in history if each.action.startswith("plant")] * 12
-    told = summary_lines(many)
-    assert len(told) == 8
-    assert told[-1].endswith(f"{len(many) - 7} x plant.")
+    short = summary_lines(many)
+    assert len(short) == 8
+    assert short[-1].endswith(f"{len(many) - 7} x plant.")
     assert summary_lines(()) == ["Nothing was planted."]
 
 

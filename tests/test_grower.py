@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from esper.contracts.actions import HEAD, NUM_HEADS, Op
-from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.errors import (
     EsperWarning,
     IllegalActionError,
@@ -101,7 +100,7 @@ def test_a_whole_run_with_every_controller(kind, controller):
     assert len(page.splitlines()) < 60
     assert f"{RUN} decisions" in page
     stages = {slot: Stage.DORMANT for slot in range(len(model.slots))}
-    for event in changes:  # the history tells every slot's whole life
+    for event in changes:  # the history holds every change of stage
         assert stages[event.slot] is event.before
         stages[event.slot] = event.after
     assert stages == {s: model.stage(n) for s, n in enumerate(model.slots)}
@@ -457,9 +456,7 @@ def test_with_an_unknown_end_nothing_depends_on_one(controller):
     assert seen[1][8:] == [1.0] * 92
 
 
-def test_an_amount_that_rounds_to_nothing_is_refused():
-    with pytest.raises(InvalidInputError, match=r"adds -0\.5 of a layer's width"):
-        Blueprint("less", Form.WIDEN, 0, merges=True, share=-0.5)
+def test_a_relative_width_adds_at_least_one_unit():
     assert [find(f"widen_x{x}").units(1) for x in (1.25, 1.5, 2, 4)] == [1, 1, 1, 3]
 
 
@@ -542,9 +539,9 @@ def test_a_closure_that_raises_or_returns_many_numbers_changes_nothing():
 class FixedAction:
     """A controller that always takes the same action."""
 
-    def __init__(self, **said):
+    def __init__(self, **choices):
         self.row = torch.zeros(1, NUM_HEADS, dtype=torch.int64)
-        for head, choice in said.items():
+        for head, choice in choices.items():
             self.row[0, HEAD[head]] = choice
 
     def decide(self, observation, masks, state, generator):
@@ -552,7 +549,7 @@ class FixedAction:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "choices",
     [
         {"op": Op.ADVANCE, "slot": 0},
         {"op": Op.GERMINATE, "slot": 99},
@@ -562,8 +559,8 @@ class FixedAction:
     ],
 )
 @pytest.mark.filterwarnings("ignore:budget=10 is a number of parameters")
-def test_what_masks_forbid_is_refused_and_changes_nothing(said):
-    grower = begin(controller=FixedAction(**said), budget=10)
+def test_what_masks_forbid_is_refused_and_changes_nothing(choices):
+    grower = begin(controller=FixedAction(**choices), budget=10)
     train(grower, range(2))
     track = grower._track
     with pytest.raises(IllegalActionError, match="chose what its masks forbid"):
@@ -722,7 +719,7 @@ def test_a_broken_model_with_a_broken_metric_is_healed_at_the_decision():
 
 
 def test_a_budget_of_a_few_parameters_is_warned_of_and_others_are_not():
-    with pytest.warns(EsperWarning, match=r"^budget=4 is a number .* write 4\.0 for 4"):
+    with pytest.warns(EsperWarning, match=r"^budget=4 is a number .* Use 4\.0 for 4"):
         begin(budget=4)
     for budget in (0, 400, 4.0, 0.001):
         begin(budget=budget)

@@ -17,7 +17,7 @@ from esper.contracts.errors import (
     InvalidStateError,
 )
 from esper.contracts.stages import Stage
-from esper.grower import UNSEEN, Grower
+from esper.grower import MAX_BATCHES_WITHOUT_SEEDS, Grower
 from esper.growth.analysis.slot_search import suggest_slots
 from esper.growth.blueprints.registry import blueprint, forget
 from esper.growth.seed_modules import host_parameters
@@ -53,7 +53,7 @@ def consistent(grower):
 
 @pytest.fixture
 def answered_interrupts():
-    """Ctrl-C raises, also where whoever runs the tests ignores it, as a shell does."""
+    """Ctrl-C raises KeyboardInterrupt, also if the parent process ignores SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -87,7 +87,13 @@ def test_an_interrupt_at_any_line_leaves_all_or_nothing(
     op, moments, answered_interrupts
 ):
     """Ctrl-C in the code that changes the topology, at some of its lines."""
-    files = ("grower.py", "topology.py", "optimiser.py", "grown.py", "growth/model.py")
+    files = (
+        "grower.py",
+        "topology.py",
+        "optimiser.py",
+        "seed_modules.py",
+        "growth/model.py",
+    )
     grower = grown()
     grower.step(metric=0.5)
     start = copy.deepcopy(grower.state_dict())
@@ -114,7 +120,7 @@ def test_an_interrupt_while_a_state_is_loaded_leaves_all_or_nothing(
     how, moments, answered_interrupts
 ):
     """Ctrl-C in our code or in torch's own loop over the modules."""
-    files = ("growth/grown.py", "growth/rebuilding.py", "nn/modules/module.py")
+    files = ("seed_modules.py", "serialization.py", "nn/modules/module.py")
     state = copy.deepcopy(grown(rng_seed=4).model.host.state_dict())
     before = copy.deepcopy(grown().model.host.state_dict())
     if how == "rebuild":
@@ -208,61 +214,59 @@ def test_what_is_raised_while_a_seed_is_planted_changes_nothing():
         forget("late")
 
 
+SEED, WEIGHT = "host.esper_seeds.slot_0.weights.first", "host.first.weight"
+TOPOLOGY = "host.esper_seeds._extra_state"
+DELETED = object()
+
+
+def edited(old, new):
+    """Replaces text in a saved topology."""
+
+    def edit(saved):
+        text = bytes(saved.tolist()).decode()
+        assert old in text
+        return torch.tensor([*text.replace(old, new, 1).encode()], dtype=torch.uint8)
+
+    return edit
+
+
+DAMAGE = {
+    "stage 99": ("model", TOPOLOGY, edited('"stage":3', '"stage":99')),
+    "no json": ("model", TOPOLOGY, edited("{", "")),
+    "size -1": ("model", TOPOLOGY, edited('"size":8', '"size":-1')),
+    "alpha 7": ("model", TOPOLOGY, edited('"alpha":1.0', '"alpha":7.0')),
+    "no blueprint": ("model", TOPOLOGY, edited('t":"widen_8"', 't":"widen_9"')),
+    "nan seed": ("model", SEED, (0, 0), torch.nan),
+    "nan host": ("model", WEIGHT, (0, 0), torch.nan),
+    "lost seed": ("model", SEED, DELETED),
+    "lost host": ("model", WEIGHT, DELETED),
+    "shape": ("model", SEED, lambda old: old[:-1]),
+    "text": ("model", WEIGHT, "weights"),
+    "groups": ("groups", [["first.weight"]]),
+    "moments": ("optimizer", "state", 0, "exp_avg", torch.zeros(3)),
+    "nan moments": ("optimizer", "state", 0, "exp_avg", ..., torch.nan),
+    "optimizer": ("optimizer", "param_groups", lambda old: [*old, {"params": [99]}]),
+    "governor": ("governor", {"ring": torch.zeros(2, 3)}),
+    "track": ("track", {"score": torch.zeros(3)}),
+    "generator": ("generator", torch.zeros(3, dtype=torch.uint8)),
+    "random": ("random", {"cpu": torch.zeros(3, dtype=torch.uint8)}),
+    "history": ("history", [{"step": "one"}]),
+    "flags": ("flags", [True]),
+    "missing": ("compute", DELETED),
+}
+"""The path of an entry of a saved Grower, and its new value."""
+
+
 def spoil(saved, how):
     """A saved Grower with one thing wrong with it."""
-    made = copy.deepcopy(saved)
-    model, name = made["model"], "host.esper_seeds.slot_0.weights.first"
-    text = bytes(model["host.esper_seeds._extra_state"].tolist()).decode()
-
-    def topology(old, new):
-        assert old in text
-        raw = text.replace(old, new, 1).encode()
-        model["host.esper_seeds._extra_state"] = torch.tensor([*raw], dtype=torch.uint8)
-
-    if how == "stage 99":
-        topology('"stage":3', '"stage":99')
-    elif how == "no json":
-        topology("{", "")
-    elif how == "size -1":
-        topology('"size":8', '"size":-1')
-    elif how == "alpha 7":
-        topology('"alpha":1.0', '"alpha":7.0')
-    elif how == "no blueprint":
-        topology('"blueprint":"widen_8"', '"blueprint":"widen_9"')
-    elif how == "nan seed":
-        model[name][0, 0] = torch.nan
-    elif how == "nan host":
-        model["host.first.weight"][0, 0] = torch.nan
-    elif how == "lost seed":
-        del model[name]
-    elif how == "lost host":
-        del model["host.first.weight"]
-    elif how == "shape":
-        model[name] = model[name][:-1]
-    elif how == "text":
-        model["host.first.weight"] = "weights"
-    elif how == "groups":
-        made["groups"] = [["first.weight"]]
-    elif how == "moments":
-        made["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
-    elif how == "nan moments":
-        made["optimizer"]["state"][0]["exp_avg"].fill_(torch.nan)
-    elif how == "optimizer":
-        made["optimizer"]["param_groups"].append({"params": [99]})
-    elif how == "governor":
-        made["governor"] = {"ring": torch.zeros(2, 3)}
-    elif how == "track":
-        made["track"] = {"score": torch.zeros(3)}
-    elif how == "generator":
-        made["generator"] = torch.zeros(3, dtype=torch.uint8)
-    elif how == "random":
-        made["random"] = {"cpu": torch.zeros(3, dtype=torch.uint8)}
-    elif how == "history":
-        made["history"] = [{"step": "one"}]
-    elif how == "flags":
-        made["flags"] = [True]
-    elif how == "missing":
-        del made["compute"]
+    made = part = copy.deepcopy(saved)
+    *path, last, value = DAMAGE[how]
+    for key in path:
+        part = part[key]
+    if value is DELETED:
+        del part[last]
+    else:
+        part[last] = value(part[last]) if callable(value) else value
     return made
 
 
@@ -274,15 +278,7 @@ def two_growers():
     return copy.deepcopy(grown().state_dict()), other
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        *("stage 99", "no json", "size -1", "alpha 7", "no blueprint", "nan seed"),
-        *("nan host", "lost seed", "lost host", "shape", "text", "groups", "moments"),
-        *("nan moments", "optimizer", "governor", "track", "generator", "random"),
-        *("history", "flags", "missing"),
-    ],
-)
+@pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_state_is_refused_in_one_line_and_nothing_changes(how, two_growers):
     saved, other = two_growers
     train(other, range(1))
@@ -314,10 +310,10 @@ def test_a_loss_that_passes_the_seeds_by_is_refused():
     grower = grown()
     copied, (x, y) = copy.deepcopy(grower.model.host), make_batch("vector", 16)
     closure = lambda: nn.functional.cross_entropy(copied(x), y)  # noqa: E731
-    for _ in range(UNSEEN - 1):
+    for _ in range(MAX_BATCHES_WITHOUT_SEEDS - 1):
         grower.loss(closure)
     train(grower, range(1))  # a host may leave layers out sometimes
-    for _ in range(UNSEEN - 1):
+    for _ in range(MAX_BATCHES_WITHOUT_SEEDS - 1):
         grower.loss(closure)
     with pytest.raises(
         InvalidStateError, match="no seed took part in the last 20 batches"
@@ -326,7 +322,7 @@ def test_a_loss_that_passes_the_seeds_by_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:a batch was refused")
-def test_a_step_with_a_closure_is_judged_like_any_other():
+def test_a_step_with_a_closure_is_checked_like_any_other():
     ends = []
     for with_closure in (False, True):
         torch.manual_seed(0)
@@ -559,7 +555,7 @@ def test_an_average_follows_the_second_grower_too():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"controller": "nobody"},
+        {"controller": "unknown"},
         {"mode": "most"},
         {"slots": ["first->second"]},
         {"slots": ["nowhere"]},

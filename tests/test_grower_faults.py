@@ -3,7 +3,7 @@
 A small host with dropout and batch norm trains with seeds in three stages. One number
 is spoilt at one site at one moment. The fault is contained if after the next decision
 everything is finite; a refused batch changed no bit; after going back everything is the
-snapshot's, to the bit; a fault in a seed that trains beside the host changed no bit of
+snapshot's, to the bit; a fault in a seed in training changed no bit of
 anything else; active seeds stay, decisions go on, and the loss is soon about that of
 the run without a fault (after a spike, which may be too small to be seen, not worse
 than guessing); and what was not finite is in the history. The same faults without a

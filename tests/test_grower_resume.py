@@ -63,7 +63,7 @@ def test_loading_twice_from_one_state_gives_the_same_run():
     assert bits(before) != bits(after)
 
 
-def test_what_belongs_to_another_host_or_to_nobody_is_not_loaded():
+def test_a_state_of_another_host_or_of_no_grower_is_not_loaded():
     training = Training("never")
     training.run(6)
     saved = training.grower.state_dict()

@@ -303,7 +303,7 @@ def test_a_rebuilt_network_goes_on_growing(optimizer):
     assert torch.equal(answer(again), answer(host))
 
 
-def test_fifty_steps_beside_a_training_seed_and_its_pruning_change_no_bit():
+def test_fifty_steps_with_a_training_seed_and_its_pruning_change_no_bit():
     ends = []
     for plant in (False, True):
         torch.manual_seed(3)

@@ -116,7 +116,7 @@ def test_their_mlps_widen_without_a_trace_and_are_saved_as_their_own(kind, tmp_p
     rebuilt = esper.rebuild(make(), host.state_dict())
     assert torch.equal(eval_outputs(rebuilt, example)[0], after[0])
     if kind not in SIZES:
-        with pytest.raises(InvalidInputError, match="ConvNextConfig has no word for"):
+        with pytest.raises(InvalidInputError, match="ConvNextConfig has no field for"):
             merge_into_model(grower)
         assert type(grower.export()) is type(host)
         return
@@ -253,7 +253,7 @@ def test_a_checkpoint_holds_what_has_grown_and_is_resumed_to_the_bit(kept, tmp_p
     if kept == "moved":
         output = tmp_path / "other"
         with pytest.raises(
-            InvalidInputError, match=r"name its folder: GrowCallback\(check"
+            InvalidInputError, match=r"Pass its folder: GrowCallback\(check"
         ):
             train(output, growing(), gpt2(2), resume=str(saved))
         part.checkpoint = saved
@@ -324,12 +324,12 @@ def test_a_model_that_keeps_its_seeds_is_not_saved_without_them(merge, tmp_path)
     trainer = train(tmp_path, callback, model, data=Labelled)
     for save in (model.save_pretrained, trainer.save_model):
         with pytest.raises(
-            InvalidInputError, match=r"write it with esper.save\(model, path\)"
+            InvalidInputError, match=r"Save it with esper.save\(model, path\)"
         ):
             save(tmp_path / "grown")
     copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     with pytest.raises(
-        InvalidInputError, match="from_pretrained would not load what has grown"
+        InvalidInputError, match="from_pretrained would not load the seeds"
     ):
         copied.save_pretrained(tmp_path / "grown")
     callback.grower.detach()
@@ -362,7 +362,7 @@ def test_what_the_callback_cannot_do_is_refused_in_one_line(tmp_path):
         train(tmp_path, growing(), gpt2(), eval_strategy="no", **plain)
     with pytest.raises(InvalidInputError, match="a compiled model does not grow"):
         train(tmp_path, growing(), gpt2(), torch_compile=True, **plain)
-    with pytest.raises(InvalidInputError, match="'eval_f1' was not measured; there is"):
+    with pytest.raises(InvalidInputError, match="'eval_f1' was not measured"):
         train(tmp_path, growing(monitor="eval_f1"), gpt2(), **plain)
     grown = gpt2()
     slot = "transformer.h.0.mlp.c_fc->transformer.h.0.mlp.c_proj"
@@ -376,7 +376,7 @@ def test_what_the_callback_cannot_do_is_refused_in_one_line(tmp_path):
         callbacks=[callback],
     )
     model.load_state_dict(grown.state_dict())
-    with pytest.raises(InvalidInputError, match=r"give the Trainer esper\.rebuild"):
+    with pytest.raises(InvalidInputError, match=r"Give the Trainer esper\.rebuild"):
         trainer.train()
     with pytest.raises(RuntimeError, match=r"esper\.rebuild\(host, state_dict\)"):
         model.load_state_dict(grown.state_dict())
@@ -387,7 +387,7 @@ def test_what_the_callback_cannot_do_is_refused_in_one_line(tmp_path):
         trainer.train()
 
 
-def test_a_module_of_ones_own_grows_too(tmp_path):
+def test_a_plain_module_grows_too(tmp_path):
     class Plain(nn.Module):
         """No config, and a tuple for an answer."""
 

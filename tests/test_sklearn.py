@@ -41,14 +41,14 @@ def digits(rows=300):
 @pytest.mark.parametrize("kind", [GrowingClassifier, GrowingRegressor])
 def test_counts_below_one_are_refused_in_one_line(kind, name, value):
     x, y = np.ones((30, 2)), np.arange(30) % 2
-    line = f"^{name} must be a whole number of at least 1, got {value}\\.$"
+    line = f"^{name} must be an integer of at least 1, got {value}\\.$"
     with pytest.raises(ValueError, match=line):
         kind(**{name: value}).fit(x, y)
 
 
 def test_a_fit_that_max_iter_ends_is_warned_of_as_in_scikit_learn():
     x, y = digits(60)
-    with pytest.warns(ConvergenceWarning, match="max_iter=2 passes are over"):
+    with pytest.warns(ConvergenceWarning, match="max_iter=2 was reached"):
         GrowingClassifier(max_iter=2, random_state=0).fit(x, y)
     with pytest.warns(ConvergenceWarning):
         MLPClassifier(max_iter=2, random_state=0).fit(x, y)

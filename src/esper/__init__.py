@@ -1,6 +1,6 @@
-"""Esper: a controller that watches a neural network train and grows it.
+"""Esper: a controller that grows a neural network while it trains.
 
-The public names are imported when first used, so `import esper` costs nothing.
+Public names are imported on first use, which keeps `import esper` fast.
 """
 
 from importlib import import_module
@@ -65,11 +65,11 @@ _HOMES: Final = {
     "suggest_slots": "esper.growth.analysis.slot_search",
 }
 
-if not TYPE_CHECKING:  # type checkers read the imports above and refuse other names
+if not TYPE_CHECKING:  # type checkers read the imports above
     __all__ = [*_HOMES, "__version__"]
 
     def __getattr__(name: str) -> object:
-        """Import a public name from its home on first use."""
+        """Import a public name on first use."""
         if name in _HOMES:
             return getattr(import_module(_HOMES[name]), name)
         raise AttributeError(f"module 'esper' has no attribute {name!r}")

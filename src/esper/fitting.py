@@ -1,16 +1,11 @@
-"""Training and growing in one call, for people without a loop of their own.
+"""Train and grow a network in one call.
 
     fitted = esper.fit(model, train_loader, val_loader, loss=F.cross_entropy, epochs=20)
     fitted.model(x)
 
-Loaders give pairs (x, y) of tensors; the model is called as `model(x)` and the loss as
-`loss(model(x), y)`. One decision is made after each epoch. What is returned is the
-network as it is after the last epoch, not the best one on the way.
-
-`esper grow` does the same with a host of a task, with a decision after every few
-batches, and writes the network as a `torch.export` program, which loads without Esper:
-
-    torch.export.load("grown.pt2").module()(x)
+Loaders yield pairs (x, y) of tensors; the loss is `loss(model(x), y)`. One decision
+follows each epoch. The result is the network after the last epoch. `esper grow` does
+the same for a task and writes a `torch.export` program, which loads without Esper.
 """
 
 import os
@@ -44,30 +39,28 @@ if TYPE_CHECKING:
     from esper.tasks.data import Data
     from esper.tasks.task import Task
 
-EXAMPLE: Final = 32
-"""Rows of the first training batch that the model is traced with, at most."""
-LINES: Final = 8
-"""About decisions of `esper grow`, at most; two more give the result."""
-ROWS: Final = 512
-"""Rows of a batch that is only evaluated."""
+MAX_EXAMPLE_ROWS: Final = 32
+"""Rows of the first training batch that are used as the example."""
+MAX_SUMMARY_LINES: Final = 8
+EVAL_BATCH_SIZE: Final = 512
 
 Batches = Iterable[Any]
-"""Pairs (x, y), as often as they are asked for: a `DataLoader`, or a list."""
+"""Pairs (x, y) that can be iterated over repeatedly: a `DataLoader` or a list."""
 Loss = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A fitted model."""
+    """Result of `fit`."""
 
     model: nn.Module
     """The grown network as a plain module, in eval mode, after the last epoch."""
     history: tuple[GrowthDecision, ...]
-    """One entry for each epoch."""
+    """One decision per epoch."""
     summary: str
-    """What was done, on one page."""
+    """One-page report."""
     grower: Grower
-    """For going on by hand; its model is the one that was passed in."""
+    """For further training; its host is the model that was passed in."""
 
 
 def fit(
@@ -87,34 +80,33 @@ def fit(
     progress: bool = True,
     **options: Any,  # noqa: ANN401
 ) -> Fitted:
-    """Train a model and grow it meanwhile.
+    """Train a model and grow it.
 
     Args:
-        model: The network; it is trained in place, on the device it lies on.
-        train_loader: Batches (x, y) to learn from.
-        val_loader: Batches (x, y) that decide how it grows.
-        loss: One number from the model's answer and y.
-        epochs: Passes over the training batches, with a decision after each.
-        slots: Where it may grow, by module name; "auto" finds places.
-        example: What the model is traced with; rows of the first batch if None.
-        optimizer: Trains the model at its own learning rates. If None: AdamW, with
-            a learning rate that rises and falls once.
-        learning_rate: The highest one of that cycle.
+        model: The network; it is trained in place, on its own device.
+        train_loader: Training batches (x, y).
+        val_loader: Validation batches (x, y) that the decisions are based on.
+        loss: Function of the model's output and y that returns one number.
+        epochs: Passes over the training batches; one decision follows each.
+        slots: Where to grow, by module name, or "auto".
+        example: Input to trace the model with; rows of the first batch if None.
+        optimizer: Optimizer of the model. If None: AdamW with `OneCycleLR`.
+        learning_rate: Maximum learning rate of that schedule.
         controller: See `Grower`.
-        metric: Measures the model, in eval mode and without gradients, where more is
-            better unless mode="min" is passed too. If None: the accuracy on the
-            validation batches if y holds classes, else the loss on them.
-        budget: How much may be added; see `Grower`.
+        metric: Function of the model that returns a metric, called in eval mode
+            without gradients. Larger is better unless mode="min". If None: validation
+            accuracy if y holds classes, else validation loss.
+        budget: Limit of added parameters; see `Grower`.
         progress: Whether to show progress.
-        options: Whatever else `Grower` takes.
+        options: Other arguments of `Grower`.
     """
     if epochs < 1:
         raise InvalidInputError(f"epochs must be at least 1, got {epochs}.")
     _refuse_unknown(options, own_metric=metric is not None)
     x, y = _first(train_loader, "train_loader", model)
-    classes = _try(model, loss, x, y, "train_loader")
+    classes = _has_classes(model, loss, x, y, "train_loader")
     held_out = _first(val_loader, "val_loader", model)
-    _try(model, loss, *held_out, "val_loader")
+    _has_classes(model, loss, *held_out, "val_loader")
     schedule = None
     if optimizer is None:
         if not learning_rate > 0.0:
@@ -125,8 +117,8 @@ def fit(
             steps = epochs * len(train_loader)  # type: ignore[arg-type]
         except TypeError:
             raise InvalidInputError(
-                "train_loader has no length, which the learning-rate schedule needs; "
-                "pass an optimizer of your own."
+                "train_loader has no length, which the learning-rate schedule needs. "
+                "Pass your own optimizer."
             ) from None
         optimizer = AdamW(model.parameters(), lr=learning_rate)
         schedule = OneCycleLR(
@@ -140,7 +132,7 @@ def fit(
         model,
         optimizer,
         slots,
-        example=x[:EXAMPLE] if example is None else example,
+        example=x[:MAX_EXAMPLE_ROWS] if example is None else example,
         controller=controller,
         budget=budget,
         decisions=epochs,
@@ -183,7 +175,7 @@ def fit(
 
 
 def accuracy(model: nn.Module, batches: Batches) -> float:
-    """Share of the targets whose class the model names first."""
+    """Fraction of the targets that are predicted correctly."""
     right, count = 0.0, 0
     for x, y in _batches(batches, "val_loader", model):
         right += float((model(x).argmax(dim=1) == y).sum())
@@ -192,7 +184,7 @@ def accuracy(model: nn.Module, batches: Batches) -> float:
 
 
 def mean_loss(model: nn.Module, batches: Batches, loss: Loss) -> float:
-    """Mean loss of a row."""
+    """Mean loss per row."""
     total, count = 0.0, 0
     for x, y in _batches(batches, "val_loader", model):
         total += float(loss(model(x), y)) * len(x)
@@ -203,31 +195,26 @@ def mean_loss(model: nn.Module, batches: Batches, loss: Loss) -> float:
 def _batches(
     loader: Batches, who: str, model: nn.Module
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The pairs of a loader, where the model lies."""
+    """The pairs (x, y) of a loader, on the device of the model."""
     device = next(model.parameters()).device
     for batch in loader:
-        if (
-            not isinstance(batch, tuple | list)
-            or len(batch) != 2
-            or not all(isinstance(part, Tensor) for part in batch)
-        ):
-            what = f"{type(batch).__name__}"
-            if isinstance(batch, tuple | list):
-                what += f" of {', '.join(type(part).__name__ for part in batch)}"
+        parts = batch if isinstance(batch, tuple | list) else ()
+        if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
+            kinds = ", ".join(type(part).__name__ for part in parts)
+            what = type(batch).__name__ + (f" of {kinds}" if kinds else "")
             raise InvalidInputError(
-                f"{who} must give pairs (x, y) of tensors, got {what}; write your own "
-                "loop around esper.Grower for anything else."
+                f"{who} must yield pairs (x, y) of tensors, got {what}. Use "
+                "esper.Grower in your own loop for other data."
             )
-        x, y = batch
+        x, y = parts
         yield x.to(device), y.to(device)
 
 
 def _first(loader: Batches, who: str, model: nn.Module) -> tuple[Tensor, Tensor]:
-    """The first pair of a loader that can be walked through again."""
+    """The first pair (x, y) of a loader."""
     if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
         raise InvalidInputError(
-            f"the model must be an nn.Module with parameters, got "
-            f"{type(model).__name__}."
+            f"model must be an nn.Module with parameters, got {type(model).__name__}."
         )
     if not isinstance(loader, Iterable) or isinstance(loader, Iterator):
         raise InvalidInputError(
@@ -236,36 +223,38 @@ def _first(loader: Batches, who: str, model: nn.Module) -> tuple[Tensor, Tensor]
         )
     for x, y in _batches(loader, who, model):
         if not len(x):
-            raise InvalidInputError(
-                f"{who} must give rows, got an empty batch {[*x.shape]}."
-            )
+            raise InvalidInputError(f"{who} yields an empty batch {[*x.shape]}.")
         return x, y
-    raise InvalidInputError(f"{who} is empty; pass at least one batch (x, y).")
+    raise InvalidInputError(f"{who} is empty. Pass at least one batch (x, y).")
 
 
-def _try(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, who: str) -> bool:
-    """Whether y holds classes of the answer; refuses what no loss comes from."""
+def _has_classes(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, who: str) -> bool:
+    """Try model and loss on a batch; whether y holds classes."""
     with isolated(model, training=False), torch.no_grad():
         try:
-            answer = model(x)
+            output = model(x)
         except Exception as error:
             raise InvalidInputError(
                 f"the model cannot be called with the x {[*x.shape]} of {who}: "
                 f"{first_line(error)}."
             ) from error
-        shape = [*answer.shape] if isinstance(answer, Tensor) else type(answer).__name__
         try:
-            value = loss(answer, y)
+            value = loss(output, y)
         except Exception as error:
             raise InvalidInputError(
-                f"the loss failed on the model's output {shape} and y {[*y.shape]} "
-                f"({y.dtype}) of {who}: {first_line(error)}."
+                f"the loss failed on the model's output {_shape(output)} and y "
+                f"{[*y.shape]} ({y.dtype}) of {who}: {first_line(error)}."
             ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
-        got = [*value.shape] if isinstance(value, Tensor) else type(value).__name__
-        raise InvalidInputError(f"the loss must be one number, as a tensor, got {got}.")
-    whole = not y.is_floating_point() and y.dtype is not torch.bool
-    return isinstance(answer, Tensor) and whole and answer.ndim == y.ndim + 1
+        raise InvalidInputError(
+            f"the loss must be one number, as a tensor, got {_shape(value)}."
+        )
+    integers = not y.is_floating_point() and y.dtype is not torch.bool
+    return isinstance(output, Tensor) and integers and output.ndim == y.ndim + 1
+
+
+def _shape(value: object) -> str:
+    return f"{[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _refuse_unknown(options: dict[str, Any], *, own_metric: bool) -> None:
@@ -273,25 +262,18 @@ def _refuse_unknown(options: dict[str, Any], *, own_metric: bool) -> None:
     for option in options:
         if option == "decisions":
             raise InvalidInputError(
-                "fit makes one decision per epoch; leave decisions out."
+                "fit makes one decision per epoch. Leave decisions out."
             )
         if option == "mode" and not own_metric:
             raise InvalidInputError(
-                "mode goes with a metric of your own; pass one, or neither."
+                "mode belongs to your own metric. Pass both or neither."
             )
         if option not in known:
             raise unknown("fit has no option", option, known)
 
 
 class ShuffledBatches:
-    """The batches until the next decision, on and on through shuffled rows.
-
-    Args:
-        data: Rows to train on.
-        batch: Rows of a batch.
-        count: Batches until the next decision.
-        generator: Decides the order.
-    """
+    """Iterates over `count` shuffled batches; the next iteration continues there."""
 
     def __init__(
         self, data: "Data", batch: int, count: int, generator: Generator
@@ -313,9 +295,9 @@ class ShuffledBatches:
 
 
 def summary_lines(history: Sequence[GrowthDecision]) -> list[str]:
-    """What was planted, kept and pruned, in eight lines at most."""
+    """What was planted, kept and pruned, in at most eight lines."""
     acts = [d for d in history if d.action.split()[0] in ("plant", "keep", "prune")]
-    shown = acts if len(acts) <= LINES else acts[: LINES - 1]
+    shown = acts if len(acts) <= MAX_SUMMARY_LINES else acts[: MAX_SUMMARY_LINES - 1]
     lines = [f"decision {d.step:>3}, score {d.metric:.3f}: {d.action}" for d in shown]
     if len(shown) < len(acts):
         rest = Counter(d.action.split()[0] for d in acts[len(shown) :])
@@ -332,19 +314,7 @@ def grow(
     rng_seed: int = 0,
     progress: bool = True,
 ) -> tuple[Fitted, float]:
-    """Train a host of the task from scratch and let a controller grow it.
-
-    Args:
-        task: What it learns.
-        controller: What decides.
-        budget: Parameters that may be added, as a multiple of the host's.
-        rng_seed: Decides everything.
-        progress: Whether to show how it goes.
-
-    Returns:
-        What was fitted, and the share of test rows that the exported network guesses
-        right.
-    """
+    """Train and grow the host of a task; returns the result and its test accuracy."""
     from esper.environment.settings import OFFERED
 
     if task.loss == "regression":
@@ -373,42 +343,43 @@ def grow(
 
 
 def write(model: nn.Module, task: "Task", out: Path) -> None:
-    """Write a network that loads without Esper; whole or not at all."""
+    """Write a network as a program that loads without Esper, atomically."""
     rows = torch.export.Dim("rows", min=1)
     example, shapes = torch.zeros(2, *task.host.shape), ({0: rows},)
     kinds = [each.kind for each in signature(model.forward).parameters.values()]
-    # Seeds that cannot be folded in leave a module that takes whatever its host takes.
+    # With seeds that cannot be merged, `forward` takes *args.
     given = (shapes,) if Parameter.VAR_POSITIONAL in kinds else shapes
     program = torch.export.export(model, (example,), dynamic_shapes=given)
-    beside = out.with_name(f".esper-{os.getpid()}.pt2")
+    temporary = out.with_name(f".esper-{os.getpid()}.pt2")
     try:
-        torch.export.save(program, beside)
-        os.replace(beside, out)
-    except (OSError, RuntimeError) as error:  # torch writes some files by itself
+        torch.export.save(program, temporary)
+        os.replace(temporary, out)
+    except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError
         why = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise StorageError(f"cannot write {short(out)}: {why:.99}.") from None
     finally:
         with suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
 
 
 def _parts(data: "Data") -> list[tuple[Tensor, Tensor]]:
-    return list(zip(data.features.split(ROWS), data.labels.split(ROWS), strict=True))
+    parts = (x.split(EVAL_BATCH_SIZE) for x in (data.features, data.labels))
+    return [*zip(*parts, strict=True)]
 
 
 def free_name(stem: str) -> Path:
-    """A file here that is not there yet."""
+    """A path in the current folder that does not exist."""
     names = (f"{stem}{'' if n == 1 else f'-{n}'}.pt2" for n in count(1))
     return next(path for path in map(Path, names) if not path.exists())
 
 
 def check_free(out: Path) -> None:
-    """Refuse a file that is there or cannot be written, before any work."""
+    """Raise an error if a file exists or cannot be written."""
     if out.suffix != ".pt2":
         raise InvalidInputError(
-            f"the network's file must end in .pt2, got {out.name!r:.99}."
+            f"the file name must end in .pt2, got {out.name!r:.99}."
         )
     if os.path.lexists(out):
-        raise InvalidInputError(f"{short(out)} is there already; choose another name.")
+        raise InvalidInputError(f"{short(out)} exists already. Choose another name.")
     if not os.path.isdir(out.parent) or not os.access(out.parent, os.W_OK):
         raise InvalidInputError(f"{short(out.parent)} is not a writable folder.")

@@ -1,4 +1,4 @@
-"""Growing a network inside the user's own training loop.
+"""Grow a network in your own training loop.
 
     grower = esper.Grower(model, optimizer, slots=["fc1->fc2"], example=x)
     for epoch in range(epochs):
@@ -10,9 +10,9 @@
         grower.step(metric=accuracy())
     grown = grower.export()
 
-`Grower` is a `GrowingModel` with a controller, an optimiser whose state follows every
-change of topology, and checks that keep broken numbers out of the weights. It reports
-what it did, and why it did not grow when it did not.
+`Grower` combines a `GrowingModel`, a controller and your optimizer. It updates the
+optimizer state when the topology changes and keeps non-finite values out of the
+weights. The history records every decision and why nothing was planted.
 """
 
 import warnings
@@ -58,66 +58,63 @@ from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import ControllerChoice, controller_for
 from esper.tamiyo.rule_based import explain_no_planting
 
-FORMAT: Final = 8
-"""Version of what `state_dict` holds."""
-UNSEEN: Final = 20
-"""Batches without any seed, one after the other, from which a loss is refused."""
-DECISIONS: Final = 30
-"""Decisions of a run whose end is known but was not given."""
-PLAIN_MEMORY: Final = (Tensor, tuple, list, dict, int, float)
-"""What a controller may remember."""
-_SAVED: Final[Mapping[str, Callable[[Any], bool]]] = {
+STATE_FORMAT: Final = 8
+"""Version of the format of `state_dict`."""
+MAX_BATCHES_WITHOUT_SEEDS: Final = 20
+"""Consecutive batches that bypass all seeds before `loss` raises an error."""
+DEFAULT_DECISIONS: Final = 30
+_STATE_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "model": lambda x: isinstance(x, Mapping),
     "groups": lambda x: isinstance(x, list),
     "optimizer": lambda x: isinstance(x, Mapping),
     "governor": lambda x: x is None or isinstance(x, Mapping),
     "track": lambda x: isinstance(x, Mapping),
-    "controller": lambda x: x is None or isinstance(x, PLAIN_MEMORY),
+    "controller": lambda x: (
+        x is None or isinstance(x, Tensor | tuple | list | dict | int | float)
+    ),
     "generator": lambda x: isinstance(x, Tensor),
     "random": lambda x: isinstance(x, Mapping) and "cpu" in x,
-    "first_metric": lambda x: isinstance(x, float),
     "losses": lambda x: all(isinstance(y, Tensor) and y.numel() == 1 for y in x or ()),
     "flags": lambda x: isinstance(x, list) and [*map(type, x)] == [bool] * 3,
     "compute": lambda x: isinstance(x, list) and len(x) == 2 and min(x) >= 0,
     "by_hand": lambda x: isinstance(x, list),
     "history": lambda x: isinstance(x, list) and len(x) > 0,
 }
-"""What a saved Grower holds, and how that looks."""
+"""Entries of a saved state, and whether a value is valid."""
 
 
 class Grower(NamedOps[Receipt]):
-    """Grows a host while the user trains it.
+    """Grows a host while you train it.
 
     Args:
-        model: The host, uncompiled; it stays the user's own module. A host that is
-            trained on several ranks comes as its `DistributedDataParallel` model. If it
-            has a Grower, this one takes over its seeds.
-        optimizer: Trains the host; seeds join and leave its groups.
-        slots: Places by module name: "fc1->fc2" for new hidden units between two
-            layers, "fc2->fc2" beside one layer, "block" for residual seeds; patterns
-            such as "*.mlp"; or "auto" for all that `suggest_slots` finds.
-        example: What the model is called with: a tensor, a tuple or a dictionary.
+        model: The host, not compiled. For several ranks, pass the
+            `DistributedDataParallel` model. A new Grower takes over existing seeds.
+        optimizer: Optimizer of the host; parameters of seeds join and leave its groups.
+        slots: Module names: "fc1->fc2" for new hidden units between two layers,
+            "fc2->fc2" for a parallel branch of one layer, "block" for residual seeds;
+            patterns such as "*.mlp"; or "auto" for the result of `suggest_slots`.
+        example: Input of the model: a tensor, a tuple or a dictionary.
         controller: "never", "random", "early", "periodic", "plateau", "tamiyo" (the
-            trained one that comes with Esper), or any `Controller`, or what makes
-            one: `load_controller(run)`.
-        budget: How much may be added: a float is a multiple of the host's
-            parameters, an int a number of parameters.
-        decisions: How often `step` will be called; with stop="anytime" it is not used.
-        stop: "end" if what counts is the end, after so many decisions; "anytime" if
-            training may end at any moment: then nothing that is seen depends on it.
-        rent: Score that one more multiple of the host's parameters must earn.
-        blueprints: Names of what may be planted; all built-in ones if None.
-        seeds_per_slot: How many seeds a place can hold.
-        governor: Limits of what counts as healthy; None switches the checks off.
-        mode: "max" if a larger metric is better, "min" if it is a loss. An accuracy
-            in [0, 1] and a loss above 0 are what controllers know best.
-        min_age: Decisions a seed spends in a stage before it may be moved by hand.
-        tick: Batches in which the tempos of seeds are counted: they train for 0
-            (AT_ONCE) to 4 ticks (SLOW), blend in for as many, and hold.
-        rng_seed: Where the seeds' weights and the controller's chances come from.
-        merge_only: Whether only seeds are planted that `export` folds into the host's
-            own layers, so that it has the host's own class.
-        wrapper: The `DistributedDataParallel` model that a host is only a part of.
+            trained controller of Esper), a `Controller` or a factory of one, such as
+            `load_controller(run)`.
+        budget: Limit of added parameters: a float is a multiple of the host's
+            parameters, an int a parameter count.
+        decisions: Planned number of calls of `step`; unused with stop="anytime".
+        stop: "end" if only the final model counts; "anytime" if training can end at
+            any time. Observations then do not depend on a horizon.
+        rent: Score charged per added multiple of the host's parameters.
+        blueprints: Names of the blueprints to use; all built-in ones if None.
+        seeds_per_slot: Maximum number of seeds per place.
+        governor: Limits of the safety checks; None disables them.
+        mode: "max" if a larger metric is better, "min" for a loss. Controllers are
+            trained on accuracies in [0, 1] and positive losses.
+        min_age: Decisions that a seed must spend in a stage before you can move it.
+        tick: Batches per tick. Seeds train for 0 (AT_ONCE) to 4 (SLOW) ticks and
+            blend for as many.
+        rng_seed: Random seed of the seeds' weights and of the controller.
+        merge_only: Whether to plant only seeds that `export` can merge into the
+            host's own layers.
+        wrapper: The `DistributedDataParallel` model, if `model` is a part of it.
     """
 
     def __init__(
@@ -144,28 +141,28 @@ class Grower(NamedOps[Receipt]):
     ) -> None:
         if stop not in ENDS:
             raise InvalidInputError(f"stop must be 'end' or 'anytime', got {stop!r}.")
-        _refuse_unless_whole("seeds_per_slot", seeds_per_slot, least=1)
-        _refuse_unless_whole("decisions", 1 if decisions is None else decisions, 1)
-        _refuse_unless_whole("tick", tick, least=1)
-        _refuse_unless_whole("min_age", min_age, least=0)
-        _refuse_unless_whole("rng_seed", rng_seed, least=0)
-        _refuse_unless_number("rent", rent, most=1e30)
-        _refuse_unless_number("budget", budget, most=inf)
+        _check_number("seeds_per_slot", seeds_per_slot, least=1)
+        _check_number("decisions", 1 if decisions is None else decisions, least=1)
+        _check_number("tick", tick, least=1)
+        _check_number("min_age", min_age, least=0)
+        _check_number("rng_seed", rng_seed, least=0)
+        _check_number("rent", rent, least=0, most=1e30, whole=False)
+        _check_number("budget", budget, least=0, whole=False)
         if not isinstance(governor, GovernorConfig | None):
             raise InvalidInputError(
                 f"governor must be a GovernorConfig or None, got {governor!r}."
             )
         if not (isinstance(controller, str | Controller) or callable(controller)):
             raise InvalidInputError(
-                f"controller must be a name, a Controller or what makes one, got "
-                f"{controller!r}; 'never' leaves all to you."
+                f"controller must be a name, a Controller or a factory, got "
+                f"{controller!r}. Use 'never' to plant by hand."
             )
         model, ranks = unwrapped(model, wrapper)
         inner = getattr(optimizer, "optimizer", None)
-        if isinstance(inner, Optimizer):  # accelerate's stands before torch's own
+        if isinstance(inner, Optimizer):  # wrapped by accelerate
             optimizer = inner
         groups = getattr(optimizer, "param_groups", ())
-        held = {parameter for group in groups for parameter in group["params"]}
+        before = {parameter for group in groups for parameter in group["params"]}
         with _without_listener(model) as former:
             self.model = GrowingModel(
                 model,
@@ -192,31 +189,32 @@ class Grower(NamedOps[Receipt]):
                 self.model.undo()
                 if hasattr(self, "topology"):
                     surgery = self.topology.surgery
-                    surgery.leave([p for p in surgery.joined if p not in held])
+                    surgery.leave([p for p in surgery.joined if p not in before])
                     surgery.detach()
                 raise
             former.give_up(self.topology)
         if type(former) is not TopologyListener:
             warnings.warn(
-                "the host had a Grower already. This one has taken over its seeds, "
-                "with its own settings and an empty history; do not use the other one.",
+                "the host had a Grower already. This one has taken over its seeds "
+                "with its own settings and an empty history. Do not use the old one.",
                 EsperWarning,
                 stacklevel=2,
             )
         host = self.model.analysis.parameters
         self.budget: float = budget if isinstance(budget, float) else budget / host
-        self.decisions = None if stop == "anytime" else decisions or DECISIONS
+        self.decisions = None if stop == "anytime" else decisions or DEFAULT_DECISIONS
         self.rent = rent
         if isinstance(budget, int):
-            self._warn_of_tiny(budget)
-        self._plants = torch.tensor(self._planted_kinds())
-        """Whether the controller ever plants each blueprint."""
-        self._barren = self._why_barren()
-        """Why the controller can plant nothing in these slots; empty if it can."""
-        if self._barren:
+            self._warn_if_too_small(budget)
+        names = getattr(self.controller, "plants", None)
+        kinds = self.model.spec.blueprints
+        self._plants = torch.tensor([names is None or k.name in names for k in kinds])
+        """Whether the controller uses each blueprint."""
+        self._never_grows = self._why_never()
+        if self._never_grows:
             warnings.warn(
-                f"{self._barren}. esper.suggest_slots(model, example) prints what was "
-                "skipped and why; controller='plateau' plants whatever fits.",
+                f"{self._never_grows}. esper.suggest_slots(model, example) prints what "
+                "was skipped and why. controller='plateau' plants whatever fits.",
                 EsperWarning,
                 stacklevel=2,
             )
@@ -236,49 +234,46 @@ class Grower(NamedOps[Receipt]):
         self._used_loss = False
         self._skipped_training = False
         self._moved = False
-        """Whether an alpha has moved since the last decision."""
+        """Whether an alpha has changed since the last decision."""
         self._batches = 0
         """Since the last decision."""
-        self._unseen = 0
-        """Batches in a row in which no seed took part."""
+        self._batches_without_seeds = 0
+        """Consecutive batches that bypassed all seeds."""
         self._compute = 0.0
-        """Batches of the host as it was given that cost as much as training so far."""
-        self._like = next(model.parameters())
-        self._home = (self._like.device, self._like.dtype)
+        """Compute so far in batches of the initial host."""
+        self._first_parameter = next(model.parameters())
+        self._home = (self._first_parameter.device, self._first_parameter.dtype)
         self._own = [id(p) for p in host_parameters(model).values()]
         self._lagging: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()
-        """What copies of the host were when they were first seen to lag behind it."""
+        """Checksums of copies of the host that have not grown with it."""
         self._has_warned = False
         self._by_hand: set[int] = set()
-        """Slots with seeds that were planted by hand: the controller leaves them."""
-
-    # In the batch loop.
+        """Slots with seeds planted by hand, which the controller must not change."""
 
     def loss(self, closure: Callable[[], Tensor]) -> Tensor:
-        """The loss of one batch; walk it backwards as usual.
+        """Return the loss of one batch; call `backward` on it as usual.
 
-        While seeds train, the closure is called twice, first with them in place.
-        Their gradients come with this loss; the host's are what they would be
-        without the seeds, to the bit. The closure must not draw random numbers other
-        than torch's own.
+        While seeds train, the closure is called twice, first with the seeds in place.
+        The loss gives seeds their gradients; gradients of the host are bitwise the
+        same as without seeds. The closure must use no random numbers but torch's.
         """
         if not callable(closure):
             raise InvalidInputError(
-                "grower.loss takes a function, since it may call it twice: "
+                "grower.loss takes a function, because it can call it twice. Write "
                 "grower.loss(lambda: criterion(model(x), y))."
             )
-        self._refuse_moved()
+        self._check_home()
         self.safety.before_batch()
         learning: Sequence[nn.Parameter] = ()
         gradients: Sequence[Tensor] = ()
         if len(self.model.seeds) and torch.is_grad_enabled():
             learning = self.model.training_parameters()
         if learning:
-            # First: one graph is held at a time, and what the closure or the host
-            # keeps of its last call is of the host's own pass.
+            # First, so that only one graph is in memory and the closure's last call
+            # is the host's own pass.
             with self._ranks.no_sync():
                 _, gradients = shadow_gradients(
-                    lambda: self._passed(closure),
+                    lambda: self._call(closure),
                     self.model.flow,
                     self.model,
                     learning,
@@ -288,9 +283,9 @@ class Grower(NamedOps[Receipt]):
         has_seeds = len(self.model.seeds) > 0
         if has_seeds:
             self.model.flow.ran = False
-        loss = self._passed(closure)
+        loss = self._call(closure)
         if has_seeds:
-            self._refuse_unseen()
+            self._check_seeds_ran()
             self.safety.remove_failed_seeds()
         if not torch.is_grad_enabled():
             return loss
@@ -304,35 +299,33 @@ class Grower(NamedOps[Receipt]):
         return attach_gradients(loss, learning, gradients) if learning else loss
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of the host and of every seed that is active in it.
+        """Parameters of the host and of all active seeds.
 
-        Clip the gradients of these, and seeds in training have no part in the norm;
-        `model.parameters()` has them too.
+        Use them for gradient clipping: seeds in training do not change the norm.
         """
         skip = {id(p) for p in self.model.training_parameters()}
         return (p for p in self.model.parameters() if id(p) not in skip)
 
-    # Once per decision.
-
     def step(self, metric: float | Callable[[], float]) -> GrowthDecision:
-        """Let the controller decide.
+        """Take one decision and return it; it is true if the network changed.
 
-        Args:
-            metric: How well the host does, on data it is not trained on; a number,
-                or a function that measures it; what the function changes of the host
-                is put back. Of several ranks, the first one's counts.
-
-        Returns:
-            What was decided; true if anything changed.
+        `metric` is a validation metric of the host, or a function that measures it and
+        whose changes to the host are undone. With several ranks, the first one's is
+        used.
         """
-        self._refuse_moved()
-        self._refuse_replaced()
+        self._check_home()
+        own = host_parameters(self.model.host).values()
+        if self._own != [id(parameter) for parameter in own]:
+            raise InvalidStateError(
+                "the host's parameters are other objects than when the Grower was "
+                "built. Load weights into them in place (without assign=True)."
+            )
         self.safety.refuse_untrained()
-        self._warn_of_average()
+        self._warn_of_outdated_copy()
         healed = self.safety.check_decision()
         measured = self._ranks.value_of_first(lambda: self._scorer.measure(metric))
         if healed and not callable(metric) and not isfinite(measured) and self.history:
-            measured = self.history[-1].metric  # this one was of the broken model
+            measured = self.history[-1].metric  # measured before the rollback
         earlier = [decision.metric for decision in self.history]
         score = self._scorer.score(measured, earlier)
         self.safety.remove_failed_seeds(together=True)
@@ -345,7 +338,7 @@ class Grower(NamedOps[Receipt]):
         self._compute += self._batches * macs
         self._batches = 0
         if not self._used_loss:
-            self._pass_training()
+            self._skip_training()
         observation = observe(
             self.model,
             track,
@@ -392,29 +385,26 @@ class Grower(NamedOps[Receipt]):
             self.safety.topology_changed()
             return decision
 
-    # What came of it.
-
     def export(self, *, merge: bool = True) -> nn.Module:
-        """A plain module that computes what the grown host computes."""
+        """Return a plain module with the same outputs as the grown host."""
         return export(self.model, merge=merge)
 
     def follow(self, average: nn.Module) -> None:
-        """Let an average of the host, such as an `AveragedModel`, grow with it.
+        """Grow an average of the host, such as an `AveragedModel`, with the host.
 
-        Make it after the Grower and update it as usual. A plain copy of a host does
-        not follow: it stays what it was.
+        Create it after the Grower and update it as usual.
         """
         self.topology.add_copy(average)
 
     def summary(self) -> str:
-        """What grew, what it cost and why nothing grew, on one page."""
+        """A one-page report: what grew, what it cost and why nothing grew."""
         notes: list[str] = [*getattr(self.controller, "notes", ())]
-        if self._barren:
-            notes.append(f"{self._barren}.")
+        if self._never_grows:
+            notes.append(f"{self._never_grows}.")
         if self._skipped_training:
             notes.append(
-                "grower.loss was not used, so seeds were not trained beside the host "
-                "before they were blended in."
+                "grower.loss was not used, so seeds were not trained before they were "
+                "blended in."
             )
         if not self.history:
             notes.append("grower.step was not called yet, so nothing was decided.")
@@ -425,7 +415,7 @@ class Grower(NamedOps[Receipt]):
         return self.summary()
 
     def detach(self) -> None:
-        """Take seeds and hooks off the host and the optimiser."""
+        """Remove seeds and hooks from the host and the optimizer."""
         if self.topology.is_replaced:
             return
         with uninterrupted():
@@ -433,14 +423,11 @@ class Grower(NamedOps[Receipt]):
             self.topology.surgery.detach()
             self.model.detach()
 
-    # Saving and resuming.
-
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on to the bit, as plain data and tensors.
+        """Everything needed to resume bitwise, as plain data and tensors.
 
-        Build the same model, optimiser and Grower from your own factory in the new
-        process, then `load_state_dict`. A scheduler and a data loader are yours. The
-        snapshot to roll back to is not saved: after loading, one is taken.
+        To resume, build the same model, optimizer and Grower, then call
+        `load_state_dict`. Save schedulers and data loaders yourself.
         """
         monitor = self.safety.monitor
         pending = GrowthDecision(
@@ -452,7 +439,7 @@ class Grower(NamedOps[Receipt]):
             incidents=tuple(self.safety.incidents),
         )
         return {
-            "format": FORMAT,
+            "format": STATE_FORMAT,
             "model": self.model.state_dict(),
             "groups": self.topology.surgery.names(),
             "optimizer": self._optimizer.state_dict(),
@@ -461,7 +448,6 @@ class Grower(NamedOps[Receipt]):
             "controller": self._controller_state,
             "generator": self._generator.get_state(),
             "random": random_state(self.model),
-            "first_metric": self.history[0].metric if self.history else nan,
             "losses": [*self._losses],
             "flags": [self._used_loss, self._skipped_training, self._moved],
             "compute": [self._batches, self._compute],
@@ -471,28 +457,26 @@ class Grower(NamedOps[Receipt]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where another process stopped; all of it, or nothing changes."""
-        if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        """Restore the result of `state_dict`; an error changes nothing."""
+        if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
             raise InvalidInputError(
-                "this is no saved Grower, or one of another version; pass what "
-                "state_dict() returned."
+                "this is no saved Grower, or one of another version. Pass the result "
+                "of state_dict()."
             )
-        self._refuse_given_up()
-        self._refuse_damaged(state)
+        self._check_current()
+        self._check_state(state)
         before = tree_map(
             lambda x: x.clone() if isinstance(x, Tensor) else x, self.state_dict()
         )
         with uninterrupted():
-            put_back = (
-                self.model.seeds.restore_point(),
-                self.topology.surgery.restore_point(),
-            )
+            undo_seeds = self.model.seeds.restore_point()
+            undo_optimizer = self.topology.surgery.restore_point()
             try:
-                self._put(state)
+                self._restore(state)
             except BaseException as error:
-                for undo in put_back:
-                    undo()
-                self._put(before)
+                undo_seeds()
+                undo_optimizer()
+                self._restore(before)
                 if isinstance(error, InvalidInputError) or not isinstance(
                     error, Exception
                 ):
@@ -501,40 +485,35 @@ class Grower(NamedOps[Receipt]):
                     f"this saved Grower cannot be loaded: {first_line(error)}"
                 ) from error
 
-    def _refuse_damaged(self, state: Mapping[str, Any]) -> None:
-        """Refuse what would be taken as it is, but is none of a Grower's states."""
-        missing = [*_SAVED.keys() - state.keys()]
-        odd = [name for name, kind in _SAVED.items() if not kind(state.get(name))]
-        if missing or odd:
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise an error if a saved state is damaged or has other settings."""
+        settings = state.get("settings", {})  # older states have none
+        damaged = [
+            key
+            for key, is_valid in _STATE_CHECKS.items()
+            if key not in state or not is_valid(state[key])
+        ]
+        if damaged or not isinstance(settings, Mapping):
             raise InvalidInputError(
-                f"this saved Grower is damaged: its {(missing or odd)[0]!r} is "
-                f"{'missing' if missing else 'none'}."
+                f"this saved Grower is damaged: {[*damaged, 'settings'][0]!r} is "
+                "missing or invalid."
             )
-        self._refuse_other_settings(state.get("settings", {}))
+        for name, own in self._settings.items():
+            was = settings.get(name, own)
+            unnamed = name == "controller" and "" in (was, own)
+            if was != own and not unnamed:
+                raise InvalidInputError(
+                    f"the saved Grower's {name} was {was!r} and this one's is {own!r}. "
+                    "Build it with the same settings."
+                )
         self.model.seeds.validated(state["model"], "host.")
-        own = {f"host.{name}" for name in host_parameters(self.model.host)}
-        for name in own & state["model"].keys():
+        names = {f"host.{name}" for name in host_parameters(self.model.host)}
+        for name in names & state["model"].keys():
             value = state["model"][name]
             if not isinstance(value, Tensor) or not value.isfinite().all():
                 raise InvalidInputError(f"{name} of the saved Grower is not finite.")
 
-    def _refuse_other_settings(self, saved: Mapping[str, Any]) -> None:
-        """Refuse a run that was begun otherwise; older states do not say how."""
-        if not isinstance(saved, Mapping):
-            raise InvalidInputError(
-                "this saved Grower is damaged: its 'settings' is none."
-            )
-        for name, own in self._settings.items():
-            was = saved.get(name, own)
-            unnamed = name == "controller" and "" in (was, own)
-            if was != own and not unnamed:
-                raise InvalidInputError(
-                    f"the saved Grower's {name} was {was!r} and this one's is {own!r}; "
-                    "build it as at the first time."
-                )
-
-    def _put(self, state: Mapping[str, Any]) -> None:
-        """Be as a state says."""
+    def _restore(self, state: Mapping[str, Any]) -> None:
         self.topology.after_load = None
         try:
             self.model.load_state_dict(state["model"])
@@ -542,7 +521,7 @@ class Grower(NamedOps[Receipt]):
             self.topology.after_load = self._after_load
         named = dict(self.model.host.named_parameters())
         self.topology.surgery.restore(state["groups"], named)
-        # Torch's optimisers go on in the very tensors that they are given.
+        # Optimizers keep and change the tensors that they are given.
         self._optimizer.load_state_dict(deepcopy(state["optimizer"]))
         self.topology.surgery.refuse_damaged_state()
         if self.safety.monitor is not None and state["governor"] is not None:
@@ -560,26 +539,27 @@ class Grower(NamedOps[Receipt]):
         self.topology.events = [*unfinished.events]
         self.safety.incidents = [*unfinished.incidents]
         set_random_state(state["random"])
+        self._snapshot()
+
+    def _snapshot(self) -> None:
         if not self.safety.take_snapshot():
             self.safety.topology_changed()
 
-    # Inside.
-
-    def _warn_of_tiny(self, budget: int) -> None:
-        """Warn of a number of parameters that was meant as a multiple of the host."""
+    def _warn_if_too_small(self, budget: int) -> None:
+        """Warn if a budget in parameters is too small for any seed."""
         places, kinds = len(self.model.analysis.places), self.model.spec.blueprints
         prices = [self.model.price(p, kind) for p in range(places) for kind in kinds]
         cheapest = min((price.parameters for price in prices if price), default=0)
         if 0 < budget < cheapest:
             warnings.warn(
-                f"budget={budget} is a number of parameters, and the smallest seed "
-                f"takes {cheapest}; write {budget}.0 for {budget} times the host's.",
+                f"budget={budget} is a number of parameters, but the smallest seed "
+                f"has {cheapest}. Use {budget}.0 for {budget} times the host's.",
                 EsperWarning,
                 stacklevel=3,
             )
 
-    def _warn_of_average(self) -> None:
-        """Warn once of a copy of the host that is updated and does not grow with it."""
+    def _warn_of_outdated_copy(self) -> None:
+        """Warn once if a copy of the host is updated but does not grow with it."""
         for copy in () if self._has_warned else self.topology.lagging_copies():
             own = [*host_parameters(copy.host).values()]
             sums = [float(p.detach().sum()) for p in (own[0], own[-1])]
@@ -587,14 +567,14 @@ class Grower(NamedOps[Receipt]):
                 self._has_warned = True
                 warnings.warn(
                     "a copy of the host is updated but does not grow with it. Call "
-                    "grower.follow(copy) when it is made, or copy the host again.",
+                    "grower.follow(copy) when you make it, or copy the host again.",
                     EsperWarning,
                     stacklevel=3,
                 )
                 return
 
     def _scored_track(self, metric: float, earlier: Sequence[float]) -> Track:
-        """The track so far, from the start if a metric has changed the scale."""
+        """The track so far, computed again if the metric has changed the scale."""
         scores = self._scorer.scores([*earlier, metric])[:-1]
         if not earlier or scores == self._scorer.scores(earlier):
             return self._track
@@ -603,13 +583,7 @@ class Grower(NamedOps[Receipt]):
             track = track.after(torch.tensor([score]), torch.tensor([decision.loss]))
         return track
 
-    def _planted_kinds(self) -> list[bool]:
-        """Whether the controller ever plants each blueprint; true where unknown."""
-        names = getattr(self.controller, "plants", None)
-        kinds = self.model.spec.blueprints
-        return [names is None or kind.name in names for kind in kinds]
-
-    def _why_barren(self) -> str:
+    def _why_never(self) -> str:
         """Why the controller can plant nothing in these slots; empty if it can."""
         places, kinds = self.model.analysis.places, self.model.spec.blueprints
         wanted = [k for k, planted in zip(kinds, self._plants, strict=True) if planted]
@@ -624,9 +598,9 @@ class Grower(NamedOps[Receipt]):
         )
 
     def _why_not(self, observation: Observation, masks: ActionMasks) -> str:
-        """Why nothing was planted, by what the controller ever plants."""
-        if self._barren:
-            return self._barren
+        """Why nothing was planted, considering the controller's blueprints only."""
+        if self._never_grows:
+            return self._never_grows
         kinds = masks.blueprint & self._plants
         slot, op = masks.slot.clone(), masks.op.clone()
         slot[:, Op.GERMINATE] &= kinds.any(dim=2)
@@ -636,15 +610,18 @@ class Grower(NamedOps[Receipt]):
         offers = replace(offers, fits=offers.fits & self._plants)
         return explain_no_planting(replace(observation, offers=offers), masks)
 
-    def _passed(self, closure: Callable[[], Tensor]) -> Tensor:
-        """The loss of a closure, which has no part in what was called before it."""
+    def _call(self, closure: Callable[[], Tensor]) -> Tensor:
+        """The loss of a closure, after resetting the hooks."""
         if len(self.model.seeds):
             for hooks in self.model.hooks:
                 hooks.begin()
-        return _one_number(closure())
+        loss = closure()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise InvalidInputError("the closure must return one number, as a tensor.")
+        return loss
 
     def _op(self, op: Op, slot: str, **choices: str) -> Receipt:
-        self._refuse_given_up()
+        self._check_current()
         with uninterrupted():
             receipt = self.topology.act(self.model.encode(op, slot, **choices))
             if op is Op.GERMINATE:
@@ -653,13 +630,13 @@ class Grower(NamedOps[Receipt]):
         return receipt
 
     def _slots_by_hand(self) -> set[int]:
-        """Slots whose seeds were planted by hand and are still there."""
+        """Slots whose seeds were planted by hand and still exist."""
         stages = self.model.states.stage[0]
         self._by_hand = {s for s in self._by_hand if int(stages[s]) != Stage.DORMANT}
         return self._by_hand
 
     def _mean_loss(self) -> float:
-        """Of the batches since the last decision that gave a number."""
+        """Mean of the finite losses since the last decision."""
         none = [torch.zeros(0)]
         losses = torch.cat([x.float().reshape(1) for x in self._losses] or none)
         known = losses[losses.isfinite()]
@@ -668,13 +645,12 @@ class Grower(NamedOps[Receipt]):
         return float(known.mean())
 
     def _after_load(self) -> None:
-        """The user has loaded a state into the host."""
+        """Called after a state was loaded into the host."""
         self._own = [id(p) for p in host_parameters(self.model.host).values()]
-        if not self.safety.take_snapshot():
-            self.safety.topology_changed()
+        self._snapshot()
 
     def _after_step(self) -> None:
-        """One batch more: seeds train, blend and fade by their tempos."""
+        """Called after each optimizer step: advance seeds by their tempos."""
         self._batches += 1
         if self.model.seeds.count_batch():
             return
@@ -688,55 +664,45 @@ class Grower(NamedOps[Receipt]):
             self._skipped_training |= bool(trained.any()) and not self._used_loss
             self.safety.topology_changed()
 
-    def _pass_training(self) -> None:
-        """Without `grower.loss` a seed cannot train beside the host."""
+    def _skip_training(self) -> None:
+        """Advance seeds in training, which cannot train without `grower.loss`."""
         for slot, name in enumerate(self.model.slots):
-            grown = int(self.model.states.age[0, slot]) >= self.model.spec.slots.min_age
-            if self.model.stage(name) is Stage.TRAINING and grown:
+            age = int(self.model.states.age[0, slot])
+            old_enough = age >= self.model.spec.slots.min_age
+            if self.model.stage(name) is Stage.TRAINING and old_enough:
                 self._skipped_training = True
                 self.advance(name)
 
-    def _refuse_replaced(self) -> None:
-        own = host_parameters(self.model.host).values()
-        if self._own != [id(parameter) for parameter in own]:
+    def _check_seeds_ran(self) -> None:
+        """Raise an error if the loss bypasses the seeds, as some compiled graphs do."""
+        missed = 0 if self.model.flow.ran else self._batches_without_seeds + 1
+        self._batches_without_seeds = missed % MAX_BATCHES_WITHOUT_SEEDS
+        if missed >= MAX_BATCHES_WITHOUT_SEEDS:
             raise InvalidStateError(
-                "the host's parameters are other objects than when the Grower was "
-                "built; load weights into them in place (without assign=True)."
+                f"no seed took part in the last {missed} batches: the loss calls a "
+                "copy of the host or a compiled graph without its hooks. Call the host "
+                "itself, and compile the result of export()."
             )
 
-    def _refuse_unseen(self) -> None:
-        """Refuse a loss that passes the seeds by, as some compiled graphs do."""
-        self._unseen = 0 if self.model.flow.ran else self._unseen + 1
-        if self._unseen >= UNSEEN:
-            self._unseen = 0
-            raise InvalidStateError(
-                f"no seed took part in the last {UNSEEN} batches: the loss calls a "
-                "copy of the host, or a compiled graph that leaves its hooks out; call "
-                "the host itself, and compile what export() returns."
-            )
-
-    def _refuse_given_up(self) -> None:
+    def _check_current(self) -> None:
         if self.topology.is_replaced:
             raise InvalidStateError(
-                "a newer Grower has taken this host over; use that one."
+                "a newer Grower has taken this host over. Use that one."
             )
 
-    def _refuse_moved(self) -> None:
-        self._refuse_given_up()
-        like = self._like
-        if (like.device, like.dtype) != self._home:
+    def _check_home(self) -> None:
+        self._check_current()
+        now = self._first_parameter
+        if (now.device, now.dtype) != self._home:
             raise InvalidStateError(
-                f"the host was {self._home[1]} on {self._home[0]} and is {like.dtype} "
-                f"on {like.device} now; move it before building the Grower."
+                f"the host was {self._home[1]} on {self._home[0]} and is {now.dtype} "
+                f"on {now.device} now. Move it before you build the Grower."
             )
 
 
 @contextmanager
 def _without_listener(host: nn.Module) -> Iterator[TopologyListener]:
-    """Gives what follows a host, which it does not in the block.
-
-    It does again if the block fails.
-    """
+    """Detach and yield the listener of a host; attach it again after an error."""
     before = grown_part(host)
     if before is None:
         yield TopologyListener()
@@ -750,24 +716,13 @@ def _without_listener(host: nn.Module) -> Iterator[TopologyListener]:
         raise
 
 
-def _one_number(loss: Tensor) -> Tensor:
-    """What a closure has returned, if that is a loss."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise InvalidInputError("the closure must return one number, as a tensor.")
-    return loss
-
-
-def _refuse_unless_whole(name: str, value: object, least: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < least:  # type: ignore[operator]
+def _check_number(
+    name: str, value: object, least: int, *, most: float = inf, whole: bool = True
+) -> None:
+    kind = int if whole else int | float
+    is_kind = isinstance(value, kind) and not isinstance(value, bool)
+    if not is_kind or not least <= value <= most:  # type: ignore[operator]
+        what = "whole number" if whole else "number"
         raise InvalidInputError(
-            f"{name} must be a whole number of at least {least}, got {value!r}."
-        )
-
-
-def _refuse_unless_number(name: str, value: object, most: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value <= most:  # type: ignore[operator]
-        raise InvalidInputError(
-            f"{name} must be a number of at least 0, got {value!r}."
+            f"{name} must be a {what} of at least {least}, got {value!r}."
         )

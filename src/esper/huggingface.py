@@ -1,16 +1,15 @@
-"""Growing a network that the Trainer of Hugging Face trains.
+"""Grow a model with the Trainer of Hugging Face.
 
     trainer = Trainer(model, args, train_dataset=..., eval_dataset=...,
                       callbacks=[GrowCallback()])
     trainer.train()
     trainer.save_model("grown")
 
-The callback builds a `Grower` over the model and the Trainer's optimiser, computes the
-loss of every batch through it and takes a decision after every evaluation. Checkpoints
-of the Trainer hold what has grown, and resume from them. When training ends, what has
-grown is folded into the model's own layers and the config gets their sizes, so that
-`from_pretrained` loads it. Where the config has no word for them, `save_pretrained` is
-refused with one line that says what to do instead.
+The callback builds a `Grower` for the model and the Trainer's optimizer, computes the
+loss of every batch with it and takes a decision after every evaluation. The Trainer's
+checkpoints include the seeds. After training, seeds are merged into the model's layers
+and the config gets the new sizes, so that `from_pretrained` loads the model. If the
+config cannot describe the sizes, `save_pretrained` raises an error.
 """
 
 import inspect
@@ -40,19 +39,23 @@ from esper.growth.saving.serialization import save
 from esper.growth.seed_modules import grown_part
 
 try:
-    from transformers import TrainerCallback
+    from transformers import (
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
     from transformers.utils.logging import get_logger
 except ImportError as error:  # pragma: no cover
     raise InvalidInputError(
         "esper.huggingface needs transformers: pip install 'esper-lite[huggingface]'."
     ) from error
 
-FILE: Final = "esper.pt"
-"""What a checkpoint of the Trainer holds beside its own files."""
-WEIGHTS: Final = "model.safetensors"
-ROWS: Final = 2
-"""Rows of the training data that make an example."""
-WIDTHS: Final = (
+STATE_FILE: Final = "esper.pt"
+"""State of the Grower in a checkpoint of the Trainer."""
+WEIGHTS_FILE: Final = "model.safetensors"
+EXAMPLE_ROWS: Final = 2
+WIDTH_FIELDS: Final = (
     "intermediate_size",
     "n_inner",
     "ffn_dim",
@@ -61,30 +64,31 @@ WIDTHS: Final = (
     "encoder_ffn_dim",
     "decoder_ffn_dim",
 )
-"""What configs call the width of the layers that grow."""
+"""Names that configs use for the width of MLPs."""
 
-INSTEAD: Final = (
-    "it keeps its seeds: write it with esper.save(model, path), read it with "
+KEEPS_SEEDS: Final = (
+    "the model keeps its seeds. Save it with esper.save(model, path) and load it with "
     "esper.load(path, model)"
 )
+
+SEEDS: Final = f"host.{NAME}."
+"""Prefix of the seeds' names in the state of a Grower."""
 
 log = get_logger(__name__)
 
 
 class GrowCallback(TrainerCallback):  # type: ignore[misc]
-    """Grows the model of a Trainer while it is trained.
+    """Grows the model of a Trainer.
 
     Args:
-        slots: Places by module name, patterns such as "*.mlp", or "auto"; see
-            `esper.Grower`.
-        example: What the model is called with; the first rows of the training data
-            if None.
-        monitor: The metric of the evaluations that decisions see.
-        mode: "min" for a loss, "max" for an accuracy or another gain.
-        checkpoint: Folder of the checkpoint that is resumed, if it does not lie in
-            the Trainer's output folder.
-        merge: Whether what has grown is folded into the model when training ends.
-        options: Whatever else `Grower` takes.
+        slots: Module names, patterns such as "*.mlp", or "auto"; see `esper.Grower`.
+        example: Input of the model; the first rows of the training data if None.
+        monitor: Name of the evaluation metric that decisions use.
+        mode: "min" for a loss, "max" if a larger metric is better.
+        checkpoint: Folder of the checkpoint to resume, if it is not in the Trainer's
+            output folder.
+        merge: Whether to merge seeds into the model's layers after training.
+        options: Other arguments of `Grower`.
     """
 
     def __init__(
@@ -103,52 +107,43 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
         self.checkpoint, self.merge = checkpoint, merge
         self.options = {"merge_only": merge, **options}
         self.grower: Grower | None = None
-        """What grows the network, once training has begun."""
+        """Set when training begins."""
         self._unwrap: Callable[[], None] | None = None
-        """Gives the model its own forward back; None before and after training."""
+        """Restores the model's own forward; None before and after training."""
         self._handle: Any = None
         self._dropped = False
-        """Whether seeds of a state wait to be loaded."""
-
-    # What the Trainer calls.
+        """Whether seeds were removed from a state that the model loaded."""
 
     def on_init_end(
-        self,
-        args: Any,  # noqa: ANN401
-        state: Any,  # noqa: ANN401
-        control: Any,  # noqa: ANN401
-        model: nn.Module | None = None,
-        **_: object,
+        self, *_: object, model: nn.Module | None = None, **__: object
     ) -> None:
-        """Seeds of a checkpoint are loaded later, when the optimiser is there."""
+        """Load seeds of a checkpoint later, when the optimizer exists."""
         if model is not None and grown_part(model) is None:
-            hook = model.register_load_state_dict_pre_hook(self._drop_seeds)
-            self._handle = hook
+            self._handle = model.register_load_state_dict_pre_hook(self._drop_seeds)
 
     def on_train_begin(
         self,
-        args: Any,  # noqa: ANN401
-        state: Any,  # noqa: ANN401
-        control: Any,  # noqa: ANN401
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
         model: nn.Module,
         optimizer: Any = None,  # noqa: ANN401
         train_dataloader: Any = None,  # noqa: ANN401
         **_: object,
     ) -> None:
-        """Build the Grower, and go on where a checkpoint stopped."""
-        _refuse_arguments(args, state)
+        """Build the Grower and resume from a checkpoint."""
+        _check_arguments(args, state)
         if self.grower is not None:
             raise InvalidInputError(
-                "this GrowCallback has grown a network already; make a new one for "
-                "another training."
+                "this GrowCallback has grown a network already. Create a new one."
             )
         if self._handle is not None:
             self._handle.remove()
-        model.__dict__.pop("save_pretrained", None)  # of a training before this one
+        model.__dict__.pop("save_pretrained", None)  # set by an earlier training
         if self._dropped and not state.global_step:
             raise InvalidInputError(
-                "a grown state was loaded into the model after the Trainer was built; "
-                "give the Trainer esper.rebuild(model, state) instead."
+                "a state with seeds was loaded into the model after the Trainer was "
+                "built. Give the Trainer esper.rebuild(model, state) instead."
             )
         torch_optimizer = getattr(optimizer, "optimizer", optimizer)
         example = self.example
@@ -169,51 +164,38 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
         self._unwrap = _wrap_forward(model, self.grower)
 
     def on_evaluate(
-        self,
-        args: Any,  # noqa: ANN401
-        state: Any,  # noqa: ANN401
-        control: Any,  # noqa: ANN401
-        metrics: Mapping[str, float],
-        **_: object,
+        self, *_: object, metrics: Mapping[str, float], **__: object
     ) -> None:
-        """One decision."""
+        """Take one decision."""
         if self.grower is None or self._unwrap is None:
             return
         if self.monitor not in metrics:
-            known = ", ".join(sorted(metrics)) or "nothing"
             raise InvalidInputError(
-                f"{self.monitor!r} was not measured; there is {known}."
+                f"{self.monitor!r} was not measured. Measured were: "
+                f"{', '.join(sorted(metrics)) or 'nothing'}."
             )
         self.grower.step(metric=float(metrics[self.monitor]))
 
     def on_save(
         self,
-        args: Any,  # noqa: ANN401
-        state: Any,  # noqa: ANN401
-        control: Any,  # noqa: ANN401
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
         model: nn.Module,
         **_: object,
     ) -> None:
-        """Put beside the Trainer's files what they do not hold."""
+        """Save the part of the Grower's state that the Trainer does not save."""
         assert self.grower is not None
         saved = self.grower.state_dict()
-        own = f"host.{NAME}."
-        seeds = {n: t for n, t in saved["model"].items() if n.startswith(own)}
+        seeds = {n: t for n, t in saved["model"].items() if n.startswith(SEEDS)}
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        _keep_names(folder / WEIGHTS, model)
+        _keep_names(folder / WEIGHTS_FILE, model)
         data = BytesIO()
         torch.save({**saved, "model": seeds, "step": state.global_step}, data)
-        publish(Disk(), folder / FILE, data.getvalue())
+        publish(Disk(), folder / STATE_FILE, data.getvalue())
 
-    def on_train_end(
-        self,
-        args: Any,  # noqa: ANN401
-        state: Any,  # noqa: ANN401
-        control: Any,  # noqa: ANN401
-        model: nn.Module,
-        **_: object,
-    ) -> None:
-        """Give the model its own forward back and fold in what has grown."""
+    def on_train_end(self, *_: object, model: nn.Module, **__: object) -> None:
+        """Restore the model's own forward and merge the seeds."""
         assert self.grower is not None
         assert self._unwrap is not None
         self._unwrap()
@@ -223,7 +205,7 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
             return
         try:
             if not self.merge:
-                raise InvalidInputError(f"merge=False was given, so {INSTEAD}.")
+                raise InvalidInputError(f"merge=False was given, so {KEEPS_SEEDS}.")
             merge_into_model(self.grower)
         except InvalidInputError as error:
             if self.merge:
@@ -231,78 +213,76 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
             if hasattr(model, "save_pretrained"):
                 model.__dict__["save_pretrained"] = partial(_save, model, str(error))
 
-    # Inside.
-
     def _drop_seeds(self, model: nn.Module, state: dict[str, Any], *_: object) -> None:
-        """Take the seeds out of a state that a plain model is about to load."""
+        """Remove seeds from a state that a plain model is about to load."""
         for name in [name for name in state if name.startswith(f"{NAME}.")]:
             del state[name]
             self._dropped = True
 
     def _resume(self, output: Path, step: int) -> None:
-        """Load what `on_save` has written."""
+        """Load the state that `on_save` has written."""
         assert self.grower is not None
         folder = Path(self.checkpoint or output / f"checkpoint-{step}")
         try:
-            with open_regular(folder / FILE) as stream:
+            with open_regular(folder / STATE_FILE) as stream:
                 saved = torch.load(stream, weights_only=True)
         except Exception as error:
             raise InvalidInputError(
-                f"{FILE} of the checkpoint cannot be read ({first_line(error)}); name "
-                "its folder: GrowCallback(checkpoint=...)."
+                f"{STATE_FILE} of the checkpoint cannot be read ({first_line(error)}). "
+                "Pass its folder: GrowCallback(checkpoint=...)."
             ) from error
         if saved.pop("step", None) != step:
-            raise InvalidInputError(f"{FILE} in {folder.name!r} is not of step {step}.")
+            raise InvalidInputError(
+                f"{STATE_FILE} in {folder.name!r} is not of step {step}."
+            )
         now = self.grower.state_dict()["model"]
-        host = {n: t for n, t in now.items() if not n.startswith(f"host.{NAME}.")}
+        host = {n: t for n, t in now.items() if not n.startswith(SEEDS)}
         self.grower.load_state_dict({**saved, "model": {**host, **saved["model"]}})
 
 
 def merge_into_model(grower: Grower) -> nn.Module:
-    """Fold what a Grower has grown into its host, whose config gets the new sizes.
+    """Merge seeds into the host, set the new sizes in its config and detach the Grower.
 
-    The Grower ends with that. Refuses a network that its config cannot describe; then
-    nothing has changed.
+    Raises an error and changes nothing if the config cannot describe the network.
     """
     model, plain = grower.model.host, grower.export()
-    apart = plain._modules.get(NAME)
-    if isinstance(apart, Branches):
+    unmerged = plain._modules.get(NAME)
+    if isinstance(unmerged, Branches):
         raise InvalidInputError(
-            f"some seeds do not merge ({apart.reasons[0]}), so {INSTEAD}."
+            f"some seeds do not merge ({unmerged.reasons[0]}), so {KEEPS_SEEDS}."
         )
-    config: Any = getattr(model, "config", None)  # any module can have a Trainer
+    config: Any = getattr(model, "config", None)  # a plain nn.Module has none
     try:
         sized = None if config is None else sized_config(plain)
     except InvalidInputError as error:
-        raise InvalidInputError(f"{error}, so {INSTEAD}.") from error
+        raise InvalidInputError(f"{error}, so {KEEPS_SEEDS}.") from error
     grower.detach()
     modules = dict(model.named_modules())
     for name, module in plain.named_modules():
         own = modules[name]
         own._parameters, own._buffers = module._parameters, module._buffers
-        sizes = {k: v for k, v in vars(module).items() if type(v) is int}
-        own.__dict__.update(sizes)
-    for key in WIDTHS:
+        own.__dict__.update({k: v for k, v in vars(module).items() if type(v) is int})
+    for key in WIDTH_FIELDS:
         if hasattr(sized, key):
             setattr(config, key, getattr(sized, key))
     return model
 
 
 def _save(model: Any, why: str, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-    """What `save_pretrained` does for a model that has kept seeds."""
+    """`save_pretrained` of a model that keeps its seeds."""
     if grown_part(model):
-        raise InvalidInputError(f"from_pretrained would not load what has grown: {why}")
+        raise InvalidInputError(f"from_pretrained would not load the seeds: {why}")
     type(model).save_pretrained(model, *args, **kwargs)
 
 
 def sized_config(model: Any) -> Any:  # noqa: ANN401
-    """A config that builds layers of the sizes that a model has; refuses if none does.
+    """The config of a model with the sizes that its layers have.
 
-    What a width of the config decides is found by changing it and looking which shapes
-    change.
+    A field sets the sizes that change when the field changes. Raises an error if no
+    config describes the model.
     """
     config, wanted = deepcopy(model.config), _shapes(model)
-    for key in [key for key in WIDTHS if hasattr(config, key)]:
+    for key in [key for key in WIDTH_FIELDS if hasattr(config, key)]:
         probe = deepcopy(config)
         setattr(probe, key, (getattr(config, key) or 0) + 1)
         before, after = (_shapes(_built(model, one)) for one in (config, probe))
@@ -322,7 +302,7 @@ def sized_config(model: Any) -> Any:  # noqa: ANN401
             setattr(config, key, sizes.pop())
     if _shapes(_built(model, config)) != wanted:
         raise InvalidInputError(
-            f"{type(config).__name__} has no word for the layers that grew"
+            f"{type(config).__name__} has no field for the layers that grew"
         )
     return config
 
@@ -337,37 +317,36 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def _refuse_arguments(args: Any, state: Any) -> None:  # noqa: ANN401
-    if state.is_hyper_param_search:
-        raise InvalidInputError(
-            "GrowCallback grows one model; it takes no part in a search."
-        )
-    if args.world_size > 1 or args.n_gpu > 1 or args.fsdp or args.deepspeed:
-        raise InvalidInputError(
-            "GrowCallback trains on one device; on several use esper.Grower with a "
-            "DistributedDataParallel model."
-        )
-    if args.torch_compile:
-        raise InvalidInputError(
-            "a compiled model does not grow; leave torch_compile out."
-        )
-    if args.eval_strategy == "no":
-        raise InvalidInputError(
-            "GrowCallback decides after evaluations; set eval_strategy and give the "
-            "Trainer an eval_dataset."
-        )
+def _check_arguments(args: TrainingArguments, state: TrainerState) -> None:
+    distributed = args.world_size > 1 or args.n_gpu > 1 or args.fsdp or args.deepspeed
+    for unsupported, message in (
+        (state.is_hyper_param_search, "GrowCallback does not support searches."),
+        (
+            distributed,
+            "GrowCallback supports one device. For several, use esper.Grower with a "
+            "DistributedDataParallel model.",
+        ),
+        (args.torch_compile, "a compiled model does not grow. Omit torch_compile."),
+        (
+            args.eval_strategy == "no",
+            "GrowCallback decides after evaluations. Set eval_strategy and pass an "
+            "eval_dataset to the Trainer.",
+        ),
+    ):
+        if unsupported:
+            raise InvalidInputError(message)
 
 
-def _evaluations(args: Any, state: Any) -> int:  # noqa: ANN401
-    """How often the Trainer will evaluate."""
+def _evaluations(args: TrainingArguments, state: TrainerState) -> int:
+    """Planned number of evaluations."""
     if args.eval_strategy == "epoch":
         return max(1, round(float(state.num_train_epochs)))
     return max(1, int(state.max_steps) // max(1, int(state.eval_steps)))
 
 
 def _first_rows(loader: Any, model: nn.Module, device: Any) -> Example:  # noqa: ANN401
-    """An example from the training data, as the Trainer would collate it."""
-    rows = [*islice(iter(loader.dataset), ROWS)]
+    """The first rows of the training data, collated as by the Trainer."""
+    rows = [*islice(iter(loader.dataset), EXAMPLE_ROWS)]
     with kept_randomness(model):
         batch: Mapping[str, Any] = dict(loader.collate_fn(rows))
     moved: Mapping[str, Any] = tree_map(
@@ -377,9 +356,9 @@ def _first_rows(loader: Any, model: nn.Module, device: Any) -> Example:  # noqa:
 
 
 def _plain_state(optimizer: Optimizer) -> Callable[[], dict[str, Any]]:
-    """What the Trainer saves of the optimiser: groups without seeds, and no state.
+    """A `state_dict` that a new Trainer's optimizer can load: no seeds and no state.
 
-    A new Trainer's optimiser can load it. All of the state is in our own file.
+    The state itself is in `STATE_FILE`.
     """
     sizes = [len(group["params"]) for group in optimizer.param_groups]
 
@@ -394,10 +373,10 @@ def _plain_state(optimizer: Optimizer) -> Callable[[], dict[str, Any]]:
 
 
 def _keep_names(file: Path, model: nn.Module) -> None:
-    """Write a model's weights anew if the Trainer has given them other names.
+    """Save the weights again if the Trainer has renamed them.
 
-    It saves some models, such as ViT, under the names of former versions, and does not
-    find these when it resumes.
+    It saves some models, such as ViT, with names of former versions, which it does not
+    find when it resumes.
     """
     if file.exists():
         with safe_open(file, "pt") as saved:
@@ -407,13 +386,13 @@ def _keep_names(file: Path, model: nn.Module) -> None:
 
 
 class _NoLoss(Exception):  # noqa: N818
-    """The model has answered without a loss."""
+    """The model returned no loss."""
 
 
 def _wrap_forward(model: nn.Module, grower: Grower) -> Callable[[], None]:
-    """Compute the loss of every training batch through a Grower; returns the undoing.
+    """Compute the loss of every training batch with a Grower; returns an undo function.
 
-    Not by a hook, since the Grower must begin before the batch does.
+    A hook would not do: the Grower must call the forward itself.
     """
     own: Callable[..., Any] = model.forward
     before = model.__dict__.get("forward")  # mixed precision wraps it too
@@ -434,7 +413,7 @@ def _wrap_forward(model: nn.Module, grower: Grower) -> Callable[[], None]:
 
         try:
             loss = grower.loss(closure)
-        except _NoLoss:  # the Trainer computes one; seeds then train as they blend in
+        except _NoLoss:  # the Trainer computes it; seeds then train while blending
             return answers[0] if answers else own(*args, **kwargs)
         (first,) = answers
         if isinstance(first, Mapping):

@@ -1,12 +1,12 @@
-"""Growing a network that Lightning trains.
+"""Grow a network with the Trainer of Lightning.
 
     trainer = Trainer(callbacks=[GrowCallback(["fc1->fc2"], example=x, monitor="acc")])
     trainer.fit(module, train_loader, val_loader)
 
-The callback builds a `Grower` over the module and its one optimiser, computes the loss
-of every `training_step` through it and takes a decision at the end of every epoch.
-Automatic optimisation and accumulated gradients stay Lightning's. Its checkpoints hold
-what has grown, and resume from them.
+The callback builds a `Grower` for the module and its only optimizer, computes the loss
+of every `training_step` with it and takes a decision at the end of every epoch.
+Lightning's checkpoints include the seeds and resume with them. Manual optimization is
+not supported.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,22 +33,22 @@ except ImportError as error:  # pragma: no cover
         "esper.lightning needs Lightning: pip install 'esper-lite[lightning]'."
     ) from error
 
-APART = ("model", "optimizer")
-"""Parts of a Grower's state that Lightning saves itself."""
-COUNTED = ("_update_count", "_computed")
-"""What a metric remembers besides its own states."""
+SAVED_BY_LIGHTNING = ("model", "optimizer")
+"""Entries of a Grower's state that Lightning saves itself."""
+METRIC_CACHE = ("_update_count", "_computed")
+"""Attributes of a torchmetrics metric that are not in its declared states."""
 
 
 class GrowCallback(Callback):
-    """Grows the module, or a part of it, while a Trainer fits it.
+    """Grows the module, or a submodule, while a Trainer fits it.
 
     Args:
-        slots: Places by module name, or "auto"; see `esper.Grower`.
-        example: What the host is called with.
-        monitor: The logged metric that decisions see; of the first rank.
-        mode: "max" for an accuracy or another gain, "min" for a loss.
-        host: Name of the submodule that grows; the whole module if empty.
-        options: Whatever else `Grower` takes.
+        slots: Module names, or "auto"; see `esper.Grower`.
+        example: Input of the host.
+        monitor: Name of the logged metric that decisions use.
+        mode: "max" if a larger metric is better, "min" for a loss.
+        host: Name of the submodule to grow; the whole module if empty.
+        options: Other arguments of `Grower`.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class GrowCallback(Callback):
         self.monitor, self.mode, self.host = monitor, mode, host
         self.options = options
         self.grower: Grower | None = None
-        """What grows the network, once training has begun."""
+        """Set when training begins."""
         self._saved: Mapping[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Prepare the host for a checkpoint of a grown one."""
+        """Prepare the host to load a checkpoint with seeds."""
         if stage == "fit" and self.grower is None:
             host = pl_module.get_submodule(self.host)
             if grown_part(host) is None:
@@ -79,99 +79,94 @@ class GrowCallback(Callback):
                 model.flow.listener = None  # the Grower takes it over
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Build the Grower over module and optimiser."""
+        """Build the Grower."""
         if not pl_module.automatic_optimization:
             raise InvalidInputError(
-                "GrowCallback needs automatic optimisation; in a manual one, use "
-                "esper.Grower yourself."
+                "GrowCallback needs automatic optimization. Use esper.Grower in your "
+                "own loop instead."
             )
         if len(trainer.optimizers) != 1:
             raise InvalidInputError(
-                f"GrowCallback needs one optimiser, the module has "
-                f"{len(trainer.optimizers)}."
+                f"GrowCallback needs one optimizer, got {len(trainer.optimizers)}."
             )
         wrapped = trainer.strategy.model
         ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
         if self.grower is None:
-            host = pl_module.get_submodule(self.host)
             self.grower = Grower(
-                host,
+                pl_module.get_submodule(self.host),
                 trainer.optimizers[0],
                 self.slots,
-                example=self._moved(pl_module),
+                example=pl_module.transfer_batch_to_device(
+                    self.example, pl_module.device, 0
+                ),
                 mode=self.mode,
                 wrapper=ddp,
                 **{"decisions": _decisions(trainer), **self.options},
             )
         elif trainer.optimizers[0] is not self.grower.topology.optimizer:
             raise InvalidInputError(
-                "this GrowCallback has grown a network already; make a new one for "
-                "another fit."
+                "this GrowCallback was used in another fit. Create a new one."
             )
         self._wrap(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on where a checkpoint stopped; Lightning has loaded its part."""
+        """Restore the state of a checkpoint; Lightning has loaded its part."""
         if self._saved and self.grower is not None:
             now = self.grower.state_dict()
             self.grower.load_state_dict(
-                {**self._saved, **{name: now[name] for name in APART}}
+                {**self._saved, **{name: now[name] for name in SAVED_BY_LIGHTNING}}
             )
             self._saved = {}
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """One decision."""
+        """Take one decision."""
         assert self.grower is not None
         if (trainer.current_epoch + 1) % _epochs_between(trainer):
-            return  # what is logged is of an earlier epoch
+            return  # no validation in this epoch
         found = trainer.callback_metrics
         if self.monitor not in found:
             raise InvalidInputError(
-                f"{self.monitor!r} was not logged; there is "
+                f"{self.monitor!r} was not logged. Logged were: "
                 f"{', '.join(sorted(found)) or 'nothing'}."
             )
         decision = self.grower.step(metric=float(found[self.monitor]))
         pl_module.log("grown_parameters", float(decision.parameters))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the module its own training_step back."""
+        """Restore the module's own `training_step`."""
         pl_module.__dict__.pop("training_step", None)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """The same."""
+        """Restore the module's own `training_step`."""
         pl_module.__dict__.pop("training_step", None)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that Lightning does not save itself."""
+        """The part of the Grower's state that Lightning does not save."""
         if self.grower is None:
             return {}
         state = self.grower.state_dict()
-        return {name: part for name, part in state.items() if name not in APART}
+        return {
+            name: part for name, part in state.items() if name not in SAVED_BY_LIGHTNING
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep it until the optimiser is there."""
+        """Keep the state until the Grower exists."""
         self._saved = state_dict
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Seeds are reduced by the Grower, not by the wrapper to come."""
-        ignored = [n for n, _ in pl_module.named_parameters() if f"{NAME}." in n]
-        ignored += [n for n, _ in pl_module.named_buffers() if f"{NAME}." in n]
+        """Exclude seeds from DDP; the Grower reduces their gradients."""
+        tensors = [*pl_module.named_parameters(), *pl_module.named_buffers()]
+        ignored = [name for name, _ in tensors if f"{NAME}." in name]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
             pl_module, ignored
         )
 
-    def _moved(self, pl_module: LightningModule) -> Example:
-        moved: Example = pl_module.transfer_batch_to_device(
-            self.example, pl_module.device, 0
-        )
-        return moved
-
     def _wrap(self, pl_module: LightningModule) -> None:
-        """Compute the loss of every training step through the Grower."""
+        """Compute the loss of every training step with the Grower."""
         own: Callable[..., Any] = pl_module.training_step
 
         def training_step(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -198,11 +193,11 @@ class GrowCallback(Callback):
 
 
 class _Skipped(Exception):  # noqa: N818
-    """A training step has answered None: Lightning leaves the batch out."""
+    """A training step returned None: Lightning skips the batch."""
 
 
 def _decisions(trainer: Trainer) -> int | None:
-    """How many there will be; None if nothing but time ends the training."""
+    """Planned number of decisions; None if unknown."""
     epochs = inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
     if trainer.max_steps > 0:
         trainer.fit_loop.setup_data()
@@ -217,21 +212,18 @@ def _decisions(trainer: Trainer) -> int | None:
 
 
 def _epochs_between(trainer: Trainer) -> int:
-    """Epochs from one decision to the next: those without validation are passed."""
+    """Epochs from one validation to the next."""
     every = trainer.check_val_every_n_epoch or 1
     return every if trainer.enable_validation else 1
 
 
 @contextmanager
 def _silent(pl_module: LightningModule) -> Iterator[None]:
-    """A step with seeds in training comes before the host's own and is not logged.
-
-    Metrics of torchmetrics count it neither.
-    """
+    """Disable logging and torchmetrics, for the extra pass with seeds in training."""
     names = ("log", "log_dict")
     metrics: list[Any] = [m for m in pl_module.modules() if hasattr(m, "update_count")]
     kept = [
-        deepcopy({name: m.__dict__[name] for name in (*m._defaults, *COUNTED)})
+        deepcopy({name: m.__dict__[name] for name in (*m._defaults, *METRIC_CACHE)})
         for m in metrics
     ]
     for name in names:

@@ -1,16 +1,14 @@
-"""Classifier and regressor of scikit-learn whose network grows while it is fitted.
+"""Scikit-learn classifier and regressor with an MLP that grows during `fit`.
 
     GrowingClassifier().fit(X, y).predict(X)
 
-No size is guessed: an MLP begins small, its hidden layers double whenever training has
-cost four times as much as before (`controller="doubling"`), and training ends when the
-loss on rows that were set aside has stopped to fall. The best network seen on the way
-is what remains, as a plain module. Inputs, and targets of a regression, are
-standardised inside.
+The MLP starts small. By default its hidden layers double whenever the compute spent has
+grown fourfold (`controller="doubling"`). Training stops when the validation loss stops
+falling, and the best network is kept as a plain module. Inputs and regression targets
+are standardized.
 """
 
 import warnings
-from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise
@@ -44,40 +42,38 @@ except ImportError as error:  # pragma: no cover
 
 Floats = NDArray[np.float64]
 Rows = Any
-"""Whatever scikit-learn takes for an array."""
+"""Array-like."""
 
-FEWEST: Final = 20
-"""Rows below which none are set aside: decisions then see the training rows."""
-SLOWER: Final = 0.1
-"""Share of the learning rate that the second half of the training has."""
-EXAMPLE: Final = 8
-"""Rows that the network is surveyed with."""
-ROOM: Final = 1e6
-"""The budget of the Grower: as much as it likes."""
-WHOLE: Final = ("hidden_layers", "start", "batch_size", "max_iter", "n_iter_no_change")
-"""Arguments that count something."""
-SEEDS: Final[dict[str, Any]] = {
+MIN_ROWS_TO_SPLIT: Final = 20
+"""With fewer rows, the validation split is the training split."""
+LR_DECAY: Final = 0.1
+"""Factor of the learning rate after the first plateau."""
+EXAMPLE_ROWS: Final = 8
+UNLIMITED_BUDGET: Final = 1e6
+COUNTS: Final = ("hidden_layers", "start", "batch_size", "max_iter", "n_iter_no_change")
+"""Arguments that must be positive integers."""
+SEED_OPTIONS: Final[dict[str, Any]] = {
     "blueprints": ["widen_x1.25", "widen_x1.5", "widen_x2", "widen_x4"],
     "seeds_per_slot": 8,
 }
 
 
 class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
-    """What classifier and regressor share.
+    """Base class of the classifier and the regressor.
 
     Args:
-        hidden_layers: Number of hidden layers; their sizes are found.
-        start: Units of each at the beginning.
-        controller: Who decides when to grow; see `esper.Grower`.
-        learning_rate: Of AdamW; a tenth of it at the end.
-        weight_decay: Of AdamW.
-        batch_size: Rows of a batch.
-        max_iter: Passes over the rows, at most.
-        n_iter_no_change: Passes without improvement after which the learning rate
-            falls, and then training ends.
-        tol: Share of the loss that counts as improvement.
-        validation_fraction: Share of the rows that are set aside for decisions.
-        random_state: Where all chance comes from.
+        hidden_layers: Number of hidden layers.
+        start: Initial units of each hidden layer.
+        controller: Controller that decides when to grow; see `esper.Grower`.
+        learning_rate: Learning rate of AdamW; it falls to a tenth at the end.
+        weight_decay: Weight decay of AdamW.
+        batch_size: Rows per batch.
+        max_iter: Maximum number of epochs.
+        n_iter_no_change: Epochs without improvement after which the learning rate
+            falls, and then training stops.
+        tol: Minimum relative improvement of the loss.
+        validation_fraction: Fraction of the rows in the validation split.
+        random_state: Seed or `RandomState` of all random numbers.
     """
 
     def __init__(
@@ -107,12 +103,12 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
 
     def _fit(self, X: Floats, y: NDArray[Any], outputs: int) -> None:  # noqa: N803
-        """Grow a network on standardised rows; `y` is as the loss takes it."""
-        for name in WHOLE:
+        """Standardize the inputs and grow a network; `y` is the target of the loss."""
+        for name in COUNTS:
             value = getattr(self, name)
             if not isinstance(value, Integral) or value < 1:
                 raise InvalidInputError(
-                    f"{name} must be a whole number of at least 1, got {value!r}."
+                    f"{name} must be an integer of at least 1, got {value!r}."
                 )
         random = check_random_state(self.random_state)
         rng_seed = int(random.randint(2**31 - 1))
@@ -131,20 +127,22 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
             host,
             optimizer,
             "auto",
-            example=inputs[:EXAMPLE],
+            example=inputs[:EXAMPLE_ROWS],
             controller=self.controller,
-            budget=ROOM,
+            budget=UNLIMITED_BUDGET,
             stop="anytime",
             mode="min",
             rng_seed=rng_seed,
-            **SEEDS,
+            **SEED_OPTIONS,
         )
         generator = torch.Generator().manual_seed(rng_seed)
         best = self._train(
             grower, [x[train] for x in data], [x[held] for x in data], generator
         )
-        plain = export(GrowingModel(best, "auto", inputs[:EXAMPLE], **SEEDS))
-        # In double precision, a row's prediction does not depend on its batch.
+        plain = export(
+            GrowingModel(best, "auto", inputs[:EXAMPLE_ROWS], **SEED_OPTIONS)
+        )
+        # In double precision, predictions do not depend on the batch.
         self.network_: nn.Module = plain.double().eval()
         self.hidden_layer_sizes_ = tuple(
             layer.out_features
@@ -160,10 +158,9 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         held: list[Tensor],
         generator: torch.Generator,
     ) -> nn.Module:
-        """Train until the loss on the rows set aside has stopped to fall, twice.
+        """Train until the validation loss has stopped falling twice.
 
-        Returns:
-            A copy of the network at its best.
+        Returns a copy of the network with the lowest validation loss.
         """
         host = grower.model.host
         optimizer = grower.topology.optimizer
@@ -172,7 +169,8 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         self.validation_losses_: list[float] = []
         while self.n_iter_ < self.max_iter:
             self.n_iter_ += 1
-            for rows in _batches(len(train[0]), self.batch_size, generator):
+            order = torch.randperm(len(train[0]), generator=generator)
+            for rows in order.split(self.batch_size):
                 batch = [part[rows] for part in train]
                 loss = grower.loss(partial(self._loss_of, host, *batch))
                 optimizer.zero_grad()
@@ -189,31 +187,31 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
                 if last:
                     return best
                 for group in optimizer.param_groups:
-                    group["lr"] *= SLOWER
+                    group["lr"] *= LR_DECAY
                 waited, last = 0, True
         warnings.warn(
-            f"max_iter={self.max_iter} passes are over and the loss still falls; "
-            "raise max_iter.",
+            f"max_iter={self.max_iter} was reached before the loss converged. "
+            "Increase max_iter.",
             ConvergenceWarning,
             stacklevel=4,
         )
         return best
 
     def _split(self, y: NDArray[Any], random: Any) -> tuple[Any, Any]:  # noqa: ANN401
-        """Rows to train on and rows set aside."""
+        """Rows of the training split and of the validation split."""
         rows = np.arange(len(y))
-        if len(rows) < FEWEST:
+        if len(rows) < MIN_ROWS_TO_SPLIT:
             return rows, rows
         classes, counts = np.unique(y, return_counts=True)
         held = ceil(self.validation_fraction * len(rows))
-        alike = y.dtype.kind == "i" and counts.min() > 1 and held >= len(classes)
+        stratify = y.dtype.kind == "i" and counts.min() > 1 and held >= len(classes)
         train, held = train_test_split(
-            rows, test_size=held, random_state=random, stratify=y if alike else None
+            rows, test_size=held, random_state=random, stratify=y if stratify else None
         )
         return train, held
 
     def _outputs(self, X: Rows) -> Tensor:  # noqa: N803
-        """What the network gives for rows."""
+        """Outputs of the network."""
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, dtype=np.float64)  # noqa: N806
         with torch.no_grad():
@@ -228,10 +226,10 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
 
 
 class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc]
-    """A classifier that finds its size; arguments as in `GrowingEstimator`."""
+    """A classifier that grows; arguments as in `GrowingEstimator`."""
 
     def fit(self, X: Rows, y: Rows) -> "GrowingClassifier":  # noqa: N803
-        """Grow a network on rows and their classes."""
+        """Fit and grow the network."""
         X, y = validate_data(self, X, y, dtype=np.float64)  # noqa: N806
         check_classification_targets(y)
         self.classes_, targets = np.unique(y, return_inverse=True)
@@ -241,14 +239,13 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
         return self
 
     def predict_proba(self, X: Rows) -> Floats:  # noqa: N803
-        """The probability of each class."""
+        """Class probabilities."""
         found: Floats = self._outputs(X).softmax(dim=1).numpy()
         return found
 
     def predict(self, X: Rows) -> NDArray[Any]:  # noqa: N803
-        """The most probable class."""
-        chosen = self._outputs(X).argmax(dim=1).numpy()
-        found: NDArray[Any] = self.classes_[chosen]
+        """Most probable classes."""
+        found: NDArray[Any] = self.classes_[self._outputs(X).argmax(dim=1).numpy()]
         return found
 
     def _loss(self, output: Tensor, y: Tensor) -> Tensor:
@@ -256,10 +253,10 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
 
 
 class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
-    """A regressor that finds its size; arguments as in `GrowingEstimator`."""
+    """A regressor that grows; arguments as in `GrowingEstimator`."""
 
     def fit(self, X: Rows, y: Rows) -> "GrowingRegressor":  # noqa: N803
-        """Grow a network on rows and their targets."""
+        """Fit and grow the network."""
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)  # noqa: N806
         y = np.asarray(y, dtype=np.float64)
         self._target_mean, scale = y.mean(), y.std()
@@ -269,7 +266,7 @@ class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
         return self
 
     def predict(self, X: Rows) -> Floats:  # noqa: N803
-        """The expected target."""
+        """Predicted targets."""
         output = self._outputs(X)[:, 0].numpy()
         found: Floats = output * self._target_scale + self._target_mean
         return found
@@ -285,8 +282,3 @@ def _mlp(inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential:
     for before, after in pairwise(sizes):
         modules += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*modules[:-1])
-
-
-def _batches(rows: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """All rows in random order."""
-    return iter(torch.randperm(rows, generator=generator).split(size))

@@ -79,7 +79,7 @@ def test_a_file_that_is_there_is_not_grown_over(capsys, tmp_path):
     there = tmp_path / "there.pt2"
     there.write_text("mine")
     arguments = ("grow", "--task", "letter", "--out", str(there))
-    assert "there.pt2 is there already" in refused(capsys, *arguments)
+    assert "there.pt2 exists already" in refused(capsys, *arguments)
     assert there.read_text() == "mine"
 
 

@@ -83,7 +83,7 @@ def test_what_the_caller_does_to_its_arguments_changes_no_action_space():
     assert len({spec, same, copy.deepcopy(spec), ActionSpec()}) == 2
     with pytest.raises(TypeError):
         spec.narrowed["style"] = ("SCALE",)
-    with pytest.raises(InvalidInputError, match="for reading; narrow a head"):
+    with pytest.raises(InvalidInputError, match="read-only; narrow a head"):
         spec.allowed[0] = False
 
 
@@ -116,18 +116,18 @@ def test_an_action_space_describes_itself_in_plain_data():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"blueprints": ()}, "blueprints is empty; name at least one"),
+        ({"blueprints": ()}, "blueprints is empty. Name at least one"),
         ({"blueprints": BLUEPRINTS[:1] * 2}, "name twice: scale_shift, scale_shift"),
-        ({"narrowed": {"slot": ("0",)}}, "cannot narrow 'slot'; narrow one of op, "),
+        ({"narrowed": {"slot": ("0",)}}, "cannot narrow 'slot'. Narrow one of op, "),
         ({"narrowed": {"speed": ("FAST",)}}, "cannot narrow 'speed'"),
         ({"narrowed": {"style": ()}}, "'style' is narrowed to nothing"),
         ({"narrowed": {"style": ("SCALED",)}}, "no choice 'SCALED'.*mean 'SCALE'"),
         ({"narrowed": {"op": ("PRUNE",)}}, "must keep WAIT"),
-        ({"narrowed": {"style": 3}}, "narrowed must be a dict of heads .*'style': 3"),
+        ({"narrowed": {"style": 3}}, "narrowed must map heads to names .*'style': 3"),
         ({"slots": None}, "slots must be a SlotConfig, got NoneType"),
-        ({"narrowed": None}, "narrowed must be a dict of heads .* got None"),
+        ({"narrowed": None}, "narrowed must map heads to names .* got None"),
         ({"max_slots": 0}, "max_slots must be at least 1, got 0"),
-        ({"min_age": -1}, "min_age must not be negative, got -1"),
+        ({"min_age": -1}, "min_age must be at least 0, got -1"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments, message):

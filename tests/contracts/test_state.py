@@ -87,7 +87,7 @@ def test_an_optimiser_still_moves_the_weights_it_was_made_for():
     ("change", "words"),
     [
         (lambda s: s.pop("chance"), "chance is missing"),
-        (lambda s: s.update(more=torch.ones(1)), "more is not known here"),
+        (lambda s: s.update(more=torch.ones(1)), "more is unknown"),
         (
             lambda s: s.update({"pair/one": torch.ones(3)}),
             r"pair/one is float32\[3\], expected float32\[2\]",

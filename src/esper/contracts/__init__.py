@@ -1,1 +1,1 @@
-"""The shared vocabulary: types, tables and protocols of all packages, without logic."""
+"""Types, tables and protocols that all packages share."""

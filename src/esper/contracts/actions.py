@@ -1,10 +1,9 @@
 """The action space: ops, heads, choices, and which op uses which head.
 
-One action is eight choices: *do this, in that slot, with this blueprint, blended in
-this way*. `HEADS` is the one table: a head's name, its choices with their meaning
-as numbers, and the ops that use it. `RELEVANT[op, head]` is derived from it; masks,
-log-probabilities, entropy, KL and telemetry all read it. `ActionSpec` is what one run
-may choose.
+One action has eight heads: an op, a slot, a blueprint and how to blend it. The table
+`HEADS` holds the name of each head, its choices as numbers, and the ops that use it.
+`RELEVANT[op, head]` is derived from it; masks, log-probabilities, entropy, KL and
+metrics use it. `ActionSpec` is the action space of one run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from esper.contracts.readonly import read_only
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Op as Op
 
-if TYPE_CHECKING:  # Pyright takes no cached property for a property of a protocol
+if TYPE_CHECKING:  # Pyright rejects a cached_property as a protocol's property
     from builtins import property as cached_property
 else:
     from functools import cached_property
@@ -36,11 +35,11 @@ FADE: Final = frozenset({Op.SET_ALPHA, Op.PRUNE})
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """One choice of an action.
+    """One head of an action.
 
-    `choices` maps a name to its meaning as a number: a style's or curve's index, a
-    tempo's or speed's length in ticks, a target's alpha. It is empty for `slot` and
-    `blueprint`, whose choices a run declares.
+    `choices` maps names to numbers: an index for styles and curves, ticks for tempos
+    and speeds, alpha for targets. It is empty for `slot` and `blueprint`, whose
+    choices depend on the run.
     """
 
     name: str
@@ -64,7 +63,7 @@ NUM_HEADS: Final = len(HEADS)
 HEAD: Final[Mapping[str, int]] = MappingProxyType(
     {name: index for index, name in enumerate(HEAD_NAMES)}
 )
-"""Where a head stands on the head axis."""
+"""Index of each head on the head axis."""
 
 RELEVANT: Final[Tensor] = torch.tensor(
     [[op in head.used_by for head in HEADS] for op in Op]
@@ -74,16 +73,16 @@ RELEVANT: Final[Tensor] = torch.tensor(
 
 @dataclass(frozen=True)
 class ActionSpec:
-    """The action space of one run; stored in every checkpoint.
+    """The action space of one run; saved in every checkpoint.
 
     Args:
-        slots: How many slots there are, and how long seeds must live before ops.
-        blueprints: What can be planted; indices of the blueprint head.
-        narrowed: For some heads, the only choices allowed. A head narrowed to one
-            choice costs nothing: log-probability 0, entropy 0, no gradient.
+        slots: Number of slots and minimum age of seeds.
+        blueprints: Choices of the blueprint head, in order.
+        narrowed: The allowed choices of some heads; other heads allow all. A head
+            with one choice has log-probability 0, entropy 0 and no gradient.
     """
 
-    # Without annotations, since fields of a protocol are no ClassVar.
+    # Without annotations: protocol attributes must not be ClassVar.
     head_names = HEAD_NAMES
     action_dtype = torch.int64
     observation_type = Features
@@ -93,7 +92,7 @@ class ActionSpec:
     narrowed: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Keep copies; refuse a space in which a head has no or unknown choices."""
+        """Copy and validate the fields."""
         if not isinstance(self.slots, SlotConfig):
             raise InvalidInputError(
                 f"slots must be a SlotConfig, got {type(self.slots).__name__}."
@@ -102,13 +101,13 @@ class ActionSpec:
             narrowed = {head: tuple(names) for head, names in self.narrowed.items()}
         except (AttributeError, TypeError):
             raise InvalidInputError(
-                "narrowed must be a dict of heads and the names of their choices, got "
+                "narrowed must map heads to names of their choices, got "
                 f"{self.narrowed!r}."
             ) from None
         object.__setattr__(self, "narrowed", MappingProxyType(narrowed))
         object.__setattr__(self, "blueprints", tuple(self.blueprints))
         if not self.blueprints:
-            raise InvalidInputError("blueprints is empty; name at least one blueprint.")
+            raise InvalidInputError("blueprints is empty. Name at least one blueprint.")
         names = [blueprint.name for blueprint in self.blueprints]
         if len(set(names)) != len(names):
             raise InvalidInputError(f"blueprints has a name twice: {', '.join(names)}.")
@@ -116,12 +115,12 @@ class ActionSpec:
             if name not in HEAD or not HEADS[HEAD[name]].choices:
                 known = [head.name for head in HEADS if head.choices]
                 raise InvalidInputError(
-                    f"cannot narrow {name!r}; narrow one of {', '.join(known)}."
+                    f"cannot narrow {name!r}. Narrow one of {', '.join(known)}."
                 )
             choices = HEADS[HEAD[name]].choices
             if not chosen:
                 raise InvalidInputError(
-                    f"{name!r} is narrowed to nothing; leave one choice."
+                    f"{name!r} is narrowed to nothing. Leave one choice."
                 )
             for choice in chosen:
                 if choice not in choices:
@@ -132,35 +131,32 @@ class ActionSpec:
             )
 
     def __hash__(self) -> int:
-        """Equal spaces have equal hashes; a mapping has none of its own."""
+        """Hash the fields; a mapping has no hash of its own."""
         return hash((self.slots, self.blueprints, frozenset(self.narrowed.items())))
 
     def __reduce__(self) -> tuple[type["ActionSpec"], tuple[Any, ...]]:
-        """Be pickled and copied as what it was made from."""
+        """Pickle and copy by the constructor's arguments."""
         return ActionSpec, (self.slots, self.blueprints, dict(self.narrowed))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many choices each head has, narrowed or not."""
-        declared = {
-            "slot": self.slots.max_slots,
-            "blueprint": len(self.blueprints),
-        }
+        """Number of choices of each head, narrowed or not."""
+        declared = {"slot": self.slots.max_slots, "blueprint": len(self.blueprints)}
         return tuple(declared.get(head.name, len(head.choices)) for head in HEADS)
 
     @cached_property
     def width(self) -> int:
-        """Choices of the largest head: the length of a padded mask row."""
+        """Number of choices of the largest head: the length of a mask row."""
         return max(self.sizes)
 
     @cached_property
     def observation(self) -> Mapping[str, Leaf]:
-        """What a policy reads in one environment, by the names of `Features`."""
+        """Shapes of the tensors in `Features`, in one environment."""
         return feature_leaves(self.slots.max_slots, len(self.blueprints))
 
     @cached_property
     def allowed(self) -> Tensor:
-        """What the run ever allows, bool [head, choice], False on padding; to read."""
+        """Allowed choices, bool [head, choice], False on padding; read-only."""
         rows = torch.zeros(NUM_HEADS, self.width, dtype=torch.bool)
         for index, (head, size) in enumerate(zip(HEADS, self.sizes, strict=True)):
             names = self.narrowed.get(head.name)
@@ -191,25 +187,25 @@ class ActionSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActionMasks(Mapping[str, Tensor]):
-    """What is possible now, as a mapping from each head to its legal choices.
+    """Legal choices of each head, as a mapping from head names to masks.
 
     `op`, `slot` and `blueprint` depend on each other, so their masks are tables; the
-    other heads are rows of `fixed`. No write is lost: `masks["slot"]` and
-    `masks["blueprint"]` are unions over the tables and refuse to be written into, so
-    write into `masks.slot` and `masks.blueprint`; every other `masks[name]` is a view.
+    other heads are rows of `fixed`. `masks["slot"]` and `masks["blueprint"]` are
+    read-only unions: write into `masks.slot` and `masks.blueprint`. Every other
+    `masks[name]` is a view.
     """
 
     op: Bool[Tensor, "env op"]
-    """Legal ops; WAIT always is."""
+    """Legal ops; WAIT is always legal."""
     slot: Bool[Tensor, "env op slot"]
     """Slots legal for each op."""
     blueprint: Bool[Tensor, "env slot blueprint"]
     """Blueprints that can be planted in each slot; all False if none can."""
     fixed: Bool[Tensor, "env head choice"]
-    """What the run allows each head, padded to the width of the largest head."""
+    """Choices that the run allows, padded to the width of the largest head."""
 
     def __getitem__(self, head: str) -> Tensor:  # bool [env, choice]
-        """The legal choices of one head, whatever the other heads choose."""
+        """Legal choices of one head for any choice of the other heads."""
         if head == "op":
             return self.op
         if head == "slot":
@@ -220,11 +216,11 @@ class ActionMasks(Mapping[str, Tensor]):
         return self.fixed[:, index, : len(HEADS[index].choices)]
 
     def __iter__(self) -> Iterator[str]:
-        """The names of the heads, in order."""
+        """Iterate over the names of the heads."""
         return iter(HEAD_NAMES)
 
     def __len__(self) -> int:
-        """How many heads there are."""
+        """Number of heads."""
         return len(HEAD_NAMES)
 
     def to(self, device: torch.device | str) -> "ActionMasks":
@@ -234,6 +230,6 @@ class ActionMasks(Mapping[str, Tensor]):
 
 
 def _union(name: str, table: Tensor, axes: str) -> Tensor:
-    """What is legal with any choice before it, for reading."""
-    instead = f"masks[{name!r}] is a union: write into masks.{name}[env, {axes}]."
+    """Choices that are legal in any row of a table, read-only."""
+    instead = f"masks[{name!r}] is a union; write into masks.{name}[env, {axes}]."
     return read_only(table.any(dim=1), instead)

@@ -1,21 +1,17 @@
-"""What can be planted: one line per blueprint.
+"""The built-in blueprints: one line for each module that can be planted.
 
-A blueprint is a form at a size, or at a share of the layer's present width. The table
-declares what a controller may know of it without building it; parameters and
-multiply-adds depend on the place and are observed per slot. Adding a blueprint is one
-line here.
+A blueprint is a form at a size, or at a fraction of the layer's current width. The
+table holds what a controller can know without building the module. Parameters and
+multiply-adds depend on the slot and are observed there.
 """
 
 from dataclasses import dataclass
 from enum import IntEnum
-from math import isfinite
 from typing import Final
-
-from esper.contracts.errors import InvalidInputError
 
 
 class Form(IntEnum):
-    """The family of functions a blueprint belongs to."""
+    """Family of functions of a blueprint."""
 
     SCALE_SHIFT = 0
     SQUEEZE_EXCITE = 1
@@ -31,26 +27,18 @@ class Form(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """A form at a size, and whether it folds into the host's own weights."""
+    """A form at a size, and whether it can be merged into the host's weights."""
 
     name: str
     form: Form
     size: int
-    """Units, rank or kernel; 0 if it depends on the layer."""
+    """Units, rank or kernel size; 0 if it depends on the layer."""
     merges: bool
     share: float = 0.0
-    """Units as a share of the layer's present width, living seeds included."""
-
-    def __post_init__(self) -> None:
-        """Refuse a share that is none."""
-        if not (isfinite(self.share) and self.share >= 0.0):
-            raise InvalidInputError(
-                f"blueprint {self.name!r} adds {self.share} of a layer's width; give "
-                "a share above 0."
-            )
+    """Units as a fraction of the layer's current width, including its seeds."""
 
     def units(self, width: int) -> int:
-        """Its size at a layer of this width: at least one."""
+        """Size at a layer of this width; at least 1."""
         return max(1, round(self.share * width)) if self.share else self.size
 
 
@@ -75,4 +63,4 @@ BLUEPRINTS: Final[tuple[Blueprint, ...]] = (
 
 NUM_BLUEPRINTS: Final = len(BLUEPRINTS)
 NOMINAL_WIDTH: Final = 32
-"""Width of a layer at which relative sizes compare with absolute ones."""
+"""Layer width that is assumed when relative and absolute sizes are compared."""

@@ -1,4 +1,4 @@
-"""Devices that this machine has."""
+"""Devices that are available on this machine."""
 
 import torch
 
@@ -6,7 +6,7 @@ from esper.contracts.errors import InvalidInputError
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """The device, refused in one line if this machine cannot use it."""
+    """Return the device; raise an error if this machine cannot use it."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:

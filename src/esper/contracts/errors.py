@@ -1,18 +1,17 @@
-"""The errors a caller may want to catch.
+"""The errors that Esper raises.
 
     EsperError
-    ├── InvalidInputError (ValueError)     a value that cannot be meant
-    │   ├── NoLegalActionError             a head with nothing to choose
-    │   ├── NotFiniteError                 a number that is NaN or infinite
-    │   └── IllegalActionError             a choice its mask forbids
-    ├── InvalidStateError (RuntimeError)   the right call at the wrong moment
-    ├── NumericsError (ArithmeticError)    training cannot go on in numbers
+    ├── InvalidInputError (ValueError)     an invalid argument
+    │   ├── NoLegalActionError             a head without a legal choice
+    │   ├── NotFiniteError                 a value that is NaN or infinite
+    │   └── IllegalActionError             a choice that its mask forbids
+    ├── InvalidStateError (RuntimeError)   a valid call at the wrong time
+    ├── NumericsError (ArithmeticError)    training diverged
     ├── RunLockedError (RuntimeError)      a run's name or folder is in use
     ├── WorkersError (RuntimeError)        workers died or hung
-    └── StorageError (OSError)             the disk refused; what was saved is intact
+    └── StorageError (OSError)             a write failed; saved files are intact
 
-Every message is one line: what was expected, what came, what to do. `EsperWarning` is
-the category of warnings.
+Every message is one line. It states what was wrong and what to do.
 """
 
 from collections.abc import Iterable
@@ -20,51 +19,51 @@ from difflib import get_close_matches
 
 
 class EsperError(Exception):
-    """Base of every error that Esper raises on purpose."""
+    """Base class of the errors that Esper raises."""
 
 
 class EsperWarning(UserWarning):
-    """Something was done, but not as one would expect."""
+    """Category of the warnings that Esper issues."""
 
 
 class InvalidInputError(EsperError, ValueError):
-    """An argument that cannot be meant; nothing was changed."""
+    """An argument is invalid; nothing was changed."""
 
 
 class NoLegalActionError(InvalidInputError):
-    """A mask row in which no choice is legal."""
+    """A mask row allows no choice."""
 
 
 class NotFiniteError(InvalidInputError):
-    """A number that is NaN or infinite where none may be."""
+    """A value is NaN or infinite."""
 
 
 class IllegalActionError(InvalidInputError):
-    """An action outside its head or forbidden by its mask."""
+    """An action is outside its head or forbidden by its mask."""
 
 
 class InvalidStateError(EsperError, RuntimeError):
-    """A call that comes too early, too late or twice; nothing was changed."""
+    """A call came too early, too late or twice; nothing was changed."""
 
 
 class NumericsError(EsperError, ArithmeticError):
-    """Updates were refused again and again; what was saved before is still there."""
+    """Updates were refused repeatedly; saved files are intact."""
 
 
 class RunLockedError(EsperError, RuntimeError):
-    """A run of this name exists, or another process is at work in it."""
+    """A run of this name exists, or another process uses it."""
 
 
 class WorkersError(EsperError, RuntimeError):
-    """Workers failed again and again; what was stored is there."""
+    """Workers failed repeatedly; stored results are intact."""
 
 
 class StorageError(EsperError, OSError):
-    """The disk refused or lied; what was saved before is still there."""
+    """A read or write failed; files that were saved before are intact."""
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> InvalidInputError:
-    """A refusal of a name, with the nearest one that is known."""
+    """An error about an unknown name; it suggests the nearest known one."""
     near = get_close_matches(name, [*known], n=1, cutoff=0.0)
     hint = f"did you mean {near[0]!r}?" if near else "there is none."
     return InvalidInputError(f"{what} {name!r}; {hint}")

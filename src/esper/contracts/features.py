@@ -1,4 +1,4 @@
-"""What a policy reads: the columns of its three tables, by name."""
+"""Columns of the three tables that a policy reads."""
 
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -12,7 +12,7 @@ from esper.contracts.stages import Stage
 
 
 class Leaf(NamedTuple):
-    """A tensor of an observation, in one environment."""
+    """Shape and dtype of one tensor of an observation, in one environment."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -20,11 +20,11 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One feature, read from the field of its name or computed from several."""
+    """One feature, read from the field of the same name or computed."""
 
     name: str
     half: float | None = None
-    """The size that reads 1/2; None for shares and flags."""
+    """Raw value that is scaled to 1/2; None for fractions and flags."""
 
 
 HOST_COLUMNS: Final = (
@@ -80,14 +80,14 @@ BLUEPRINT_COLUMNS: Final = (
     Column("log2_size", half=3.0),
     Column("share", half=1.0),
     Column("merges"),
-    # A user's own form is none of these: no column says nothing of it.
+    # A custom form has no column: all form columns are 0.
     *(Column(f"form_{form.name.lower()}") for form in Form if form is not Form.CUSTOM),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What the policy reads; `[env]` when acting, `[env, time]` in training."""
+    """Input of the policy: `[env]` when acting, `[env, time]` in training."""
 
     host: Float[Tensor, "*batch host"]
     """`HOST_COLUMNS` of every environment."""
@@ -98,7 +98,7 @@ class Features:
 
 
 def feature_leaves(slots: int, blueprints: int) -> dict[str, Leaf]:
-    """The tables of `Features` in one environment."""
+    """Shapes of the tables of `Features` in one environment."""
     return {
         "host": Leaf((len(HOST_COLUMNS),)),
         "slots": Leaf((slots, len(SLOT_COLUMNS))),

@@ -1,4 +1,4 @@
-"""Tensors that are handed out to be read: writing into them is refused, not lost."""
+"""Read-only tensors: a write raises an error instead of being lost."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -12,17 +12,14 @@ from esper.contracts.errors import InvalidInputError
 
 WRITES: Final = frozenset({"__setitem__", "__set__"})
 READS: Final = frozenset({"__int__", "__index__", "__invert__"})
-"""Methods that are named like `__iadd__` but change nothing."""
+"""Methods that are named like `__iadd__` but do not write."""
 
 
 class ReadOnly(Tensor):
-    """A tensor that refuses to be written into; copies and results are plain tensors.
-
-    Views of it refuse, too: what is written into them would be lost as well.
-    """
+    """A read-only tensor. Its views are read-only; copies and results are not."""
 
     instead: str
-    """What to do instead of writing; the end of the refusal."""
+    """What to do instead of writing; the end of the error message."""
 
     @classmethod
     def __torch_function__(
@@ -32,35 +29,30 @@ class ReadOnly(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Refuse what writes into one of these; let the rest run as on any tensor."""
+        """Raise an error for functions that write; run the others as usual."""
         kwargs = kwargs or {}
         written = (args[:1] if _writes(func.__name__) else (), kwargs.get("out"))
         with torch._C.DisableTorchFunctionSubclass():
             for tensor in tree_leaves(written):
                 if isinstance(tensor, ReadOnly):
                     raise InvalidInputError(
-                        f"this tensor is for reading; {tensor.instead}"
+                        f"this tensor is read-only; {tensor.instead}"
                     )
             result = func(*args, **kwargs)
             own = [x for x in tree_leaves(args) if isinstance(x, ReadOnly)]
             return tree_map(lambda value: _guarded(value, own), result)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        """A plain tensor."""
+        """Copy to a plain tensor."""
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401
-        """Be pickled as a plain tensor."""
+        """Pickle as a plain tensor."""
         return self.clone().__reduce_ex__(protocol)
 
 
 def read_only(tensor: Tensor, instead: str) -> Tensor:
-    """The same tensor for reading, in the same memory.
-
-    Args:
-        tensor: What is handed out.
-        instead: What to do instead of writing into it; the end of the refusal.
-    """
+    """A read-only view of a tensor; `instead` ends the error message."""
     shown = tensor.detach().as_subclass(ReadOnly)
     shown.instead = instead
     return shown
@@ -74,12 +66,12 @@ def _writes(name: str) -> bool:
 
 
 def _guarded(value: object, own: Sequence[ReadOnly]) -> object:
-    """A result; for reading, if it shares the memory of one of these."""
+    """The value, read-only if it shares memory with one of these tensors."""
     if isinstance(value, np.ndarray):
         value.flags.writeable = False
     if isinstance(value, Tensor) and not isinstance(value, ReadOnly):
-        place = value.untyped_storage().data_ptr()
+        memory = value.untyped_storage().data_ptr()
         for tensor in own:
-            if tensor.untyped_storage().data_ptr() == place:
+            if tensor.untyped_storage().data_ptr() == memory:
                 return read_only(value, tensor.instead)
     return value

@@ -1,14 +1,14 @@
-r"""Stages of a seed, ops, and the one table of which op is legal where.
+r"""Stages of a seed, ops, and the table of legal ops in each stage.
 
     DORMANT -> TRAINING -> BLENDING -> HOLDING -> FOSSILIZED
        ^           \___________\__________\
        |                                   v
        +------------------------------- COOLING
 
-An empty slot is DORMANT. A seed in TRAINING is not part of the forward pass, in
-BLENDING its alpha rises, in HOLDING alpha has arrived, FOSSILIZED is final. A pruned
-seed is COOLING while its alpha fades to 0. Masks, lifecycle, simulated world and
-refusals all read `TRANSITIONS`.
+An empty slot is DORMANT. A seed in TRAINING is not part of the forward pass. In
+BLENDING its alpha rises; in HOLDING alpha is at its target; FOSSILIZED is final. A
+pruned seed is COOLING while its alpha falls to 0. Masks, lifecycle and simulated world
+all read `TRANSITIONS`.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 class Stage(IntEnum):
-    """Stage of the seed in a slot; the value is its one-hot index."""
+    """Stage of the seed in a slot."""
 
     DORMANT = 0
     TRAINING = 1
@@ -34,7 +34,7 @@ class Stage(IntEnum):
 
 
 class Op(IntEnum):
-    """What a decision does."""
+    """Operation of a decision."""
 
     WAIT = 0
     GERMINATE = 1
@@ -46,11 +46,11 @@ class Op(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StageTransition:
-    """Where an op leads from a stage, and what the seed needs for it."""
+    """Next stage of an op, and its conditions."""
 
     next: Stage
     min_age: bool = False
-    """Whether the seed must have spent its minimum age in the stage."""
+    """Whether the seed must have reached the minimum age in its stage."""
     settled: bool = True
     """Whether alpha must have reached its target."""
 
@@ -68,23 +68,23 @@ TRANSITIONS: Final[Mapping[tuple[Op, Stage], StageTransition]] = MappingProxyTyp
         (Op.FOSSILIZE, Stage.HOLDING): StageTransition(Stage.FOSSILIZED),
     }
 )
-"""Every legal (op, stage) pair; any other pair is illegal.
+"""All legal (op, stage) pairs.
 
-GERMINATE also needs a blueprint that fits and is within budget; WAIT needs no slot and
-is always legal.
+GERMINATE also needs a blueprint that fits the slot and the budget. WAIT needs no slot
+and is always legal.
 """
 
 SETTLES_TO: Final[Mapping[Stage, Stage]] = MappingProxyType(
     {Stage.COOLING: Stage.DORMANT}
 )
-"""Where a seed goes without an op once its alpha has settled."""
+"""Stage that follows without an op once alpha has reached its target."""
 
 LIVING: Final = tuple(stage for stage in Stage if (Op.PRUNE, stage) in TRANSITIONS)
-"""Stages of a seed that can still be pruned or kept."""
+"""Stages in which a seed can be pruned."""
 
 
 def is_legal(op: Op, stage: Stage, *, old_enough: bool, settled: bool) -> bool:
-    """Whether a slot in this stage allows the op."""
+    """Whether the op is legal for a slot in this stage."""
     rule = TRANSITIONS.get((op, stage))
     return (
         rule is not None
@@ -110,12 +110,12 @@ NEXT_STAGE: Final[Tensor] = torch.tensor(
         for op in Op
     ]
 )
-"""The stage after an op, int64 [op, stage]; the same stage where it is illegal."""
+"""The stage after an op, int64 [op, stage]; unchanged where the op is illegal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageChanged:
-    """A slot went from one stage to the next."""
+    """A change of a slot's stage."""
 
     env: int
     slot: int
@@ -123,4 +123,4 @@ class StageChanged:
     before: Stage
     after: Stage
     reason: str
-    """Why, in words a user would understand."""
+    """Why, for the user."""

@@ -1,13 +1,13 @@
-"""What must be kept of an object so that it goes on as if nothing had happened.
+"""Saving and loading the state of objects as tensors.
 
-A class that changes while a run goes on names its attributes:
+A `Stateful` class lists the attributes that change during a run:
 
-    STATE     change, and are saved
-    DERIVED   change, and follow from what is saved
+    STATE     saved
+    DERIVED   computed again from STATE after loading
 
-All others never change. `save` turns what is named into tensors by path, such as
-`world/cohort/values`; `load` puts them back into an object that was made in the same
-way. Nothing but numbers is saved, and loading runs nothing.
+`save` returns a flat dict of tensors by path, such as `world/cohort/values`. `load`
+writes them into an object that was constructed with the same arguments. Only numbers
+are saved, and loading executes no code from the file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,35 +26,28 @@ Tensors = dict[str, Tensor]
 
 
 class Stateful:
-    """Something that changes while a run goes on."""
+    """Base class of objects whose state is saved in checkpoints."""
 
     STATE: ClassVar[tuple[str, ...]] = ()
     DERIVED: ClassVar[tuple[str, ...]] = ()
 
     def loaded(self) -> None:
-        """Renew what follows from what was just loaded."""
+        """Compute DERIVED attributes after loading."""
 
 
 def leaves(value: object, path: str = "") -> Tensors:
-    """All numbers that are named, by path; as they are, not copied."""
+    """The state of an object as tensors by path, not copied."""
     return {name: _as_tensor(leaf, name) for name, leaf in _walk(value, path)}
 
 
 def save(value: object, path: str = "") -> Tensors:
-    """Copies of all numbers that are named, by path."""
-    return {
-        n: tensor.detach().cpu().clone() for n, tensor in leaves(value, path).items()
-    }
+    """The state of an object as copied tensors by path."""
+    found = leaves(value, path)
+    return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
 
 
 def load(value: object, tensors: Mapping[str, Tensor], path: str = "") -> None:
-    """Put saved numbers back; refuses before anything is changed.
-
-    Args:
-        value: An object with `STATE`, made as the saved one was.
-        tensors: What `save` gave.
-        path: What every name begins with.
-    """
+    """Write the result of `save` into an object; an error changes nothing."""
     check_fit(leaves(value, path), tensors)
     for name, leaf in _walk(value, path):
         if isinstance(leaf, Generator):
@@ -62,13 +55,13 @@ def load(value: object, tensors: Mapping[str, Tensor], path: str = "") -> None:
                 Generator(leaf.device).set_state(tensors[name])
             except RuntimeError:
                 raise InvalidInputError(
-                    f"{name} is no state of a random generator."
+                    f"{name} is not the state of a random generator."
                 ) from None
     _fill(value, tensors, path)
 
 
 def _parts(value: Any) -> dict[str, Any] | None:  # noqa: ANN401
-    """Named parts of a value; None if it is a number, tensor or generator."""
+    """Children of a value by name; None if it is a leaf."""
     if value is None:
         return {}
     if isinstance(value, dict):
@@ -77,7 +70,7 @@ def _parts(value: Any) -> dict[str, Any] | None:  # noqa: ANN401
         return {name: getattr(value, name) for name in value.STATE}
     if isinstance(value, nn.Module):
         return dict(value.state_dict())
-    if isinstance(value, Optimizer):  # must have taken or made room for a step
+    if isinstance(value, Optimizer):  # has state only after a step
         parameters = [p for group in value.param_groups for p in group["params"]]
         return {
             f"{number}/{name}": kept
@@ -92,7 +85,7 @@ def _parts(value: Any) -> dict[str, Any] | None:  # noqa: ANN401
 
 
 def _walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
-    """Every leaf with its path."""
+    """All leaves with their paths."""
     parts = _parts(value)
     if parts is None:
         yield path, value
@@ -102,7 +95,7 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
 
 
 def _fill(value: Any, tensors: Mapping[str, Tensor], path: str) -> Any:  # noqa: ANN401
-    """The value with saved numbers; objects are filled, plain values made anew."""
+    """The value with saved numbers; objects in place, plain values as copies."""
     parts = _parts(value)
     if parts is None:
         return _like(value, tensors[path])
@@ -149,19 +142,14 @@ def _like(value: Any, saved: Tensor) -> Any:  # noqa: ANN401
     return type(value)(saved.item())
 
 
-def check_fit(there: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Refuse another set of names, shapes or dtypes, and name the first three.
-
-    Args:
-        there: What an object has; see `leaves`.
-        saved: What it is to be given; tensors without memory will do.
-    """
-    wrong = [f"{name} is missing" for name in there.keys() - saved.keys()]
-    wrong += [f"{name} is not known here" for name in saved.keys() - there.keys()]
-    for name in there.keys() & saved.keys():
+def check_fit(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Raise an error if names, shapes or dtypes differ; meta tensors are allowed."""
+    wrong = [f"{name} is missing" for name in own.keys() - saved.keys()]
+    wrong += [f"{name} is unknown" for name in saved.keys() - own.keys()]
+    for name in own.keys() & saved.keys():
         expected, found = (
             f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            for tensor in (there[name], saved[name])
+            for tensor in (own[name], saved[name])
         )
         if found != expected:
             wrong.append(f"{name} is {found}, expected {expected}")

@@ -1,9 +1,9 @@
-"""What passes between worlds and controllers, and the protocols of both.
+"""Protocols of worlds and controllers, and the records they exchange.
 
-A controller sees an `Observation` and decides; a world answers with a `StepResult`.
-`terminated` and `truncated` are two facts: the episode has no future, or it was only
-cut. Worlds reset ended environments in the same step: `observation` is then the first
-of the next episode and `final` the last of the old one.
+A controller maps an `Observation` to actions; a world maps actions to a `StepResult`.
+`terminated` means that the episode has no future; `truncated` means that it was cut.
+Worlds reset ended environments in the same step: `observation` is then the first of
+the next episode and `final` the last of the old one.
 """
 
 from dataclasses import dataclass
@@ -18,55 +18,53 @@ from esper.contracts.slots import SlotStates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostStates:
-    """Every host in one record of `[env]` tensors."""
+    """State of all hosts as `[env]` tensors."""
 
     progress: Float[Tensor, " env"]
-    """Share of the horizon that has passed, in [0, 1]; 0 if the end is not known."""
+    """Elapsed fraction of the horizon, in [0, 1]; 0 if there is no horizon."""
     end_known: Bool[Tensor, " env"]
-    """Whether there is a horizon."""
     compute: Float[Tensor, " env"]
-    """Compute so far: log2(1 + batches of the starting host that cost as much)."""
+    """Compute so far: log2(1 + equivalent batches of the initial host)."""
     budget_left: Float[Tensor, " env"]
-    """Parameters that may still be added, as a multiple of the host's; inf: any."""
+    """Parameters that can still be added, as a multiple of the host's; can be inf."""
     rent: Float[Tensor, " env"]
     """Score charged per added multiple of the host's parameters."""
     added: Float[Tensor, " env"]
     """Parameters added so far as a multiple of the host's."""
     score: Float[Tensor, " env"]
-    """Score on the decision split, in [0, 1]."""
+    """Score on the validation split, in [0, 1]."""
     score_slope: Float[Tensor, " env"]
-    """Change of the score per step, recently."""
+    """Recent change of the score per step."""
     loss: Float[Tensor, " env"]
-    """Training loss against its value at the start (1 at the start)."""
+    """Training loss divided by its initial value."""
     loss_slope: Float[Tensor, " env"]
-    """Relative change of the training loss per step, recently."""
+    """Recent relative change of the training loss per step."""
     plateau: Float[Tensor, " env"]
-    """Share of the horizon since the score last improved, or of what has passed if the
-    end is not known, in [0, 1]."""
+    """Fraction of the horizon since the score last improved, in [0, 1].
+
+    Without a horizon: of the steps so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlueprintOffers:
-    """What each slot could be planted with: `[env, slot, blueprint]` tensors."""
+    """Blueprints that each slot can take, as `[env, slot, blueprint]` tensors."""
 
     fits: Bool[Tensor, "env slot blueprint"]
-    """Whether the blueprint can serve the tensors at this slot."""
     parameters: Float[Tensor, "env slot blueprint"]
-    """Parameters it would add, as a multiple of the host's."""
+    """Parameters that it adds, as a multiple of the host's."""
     macs: Float[Tensor, "env slot blueprint"]
-    """Multiply-adds it would add, as a multiple of the host's."""
+    """Multiply-adds that it adds, as a multiple of the host's."""
     promise: Float[Tensor, "env slot blueprint"]
-    """First-order gain it promises here; meaningful only where known."""
+    """First-order estimate of its gain; meaningful only where known."""
     promise_known: Bool[Tensor, "env slot blueprint"]
-    """Whether `promise` was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One decision's view of every environment."""
+    """What a controller observes at one decision in all environments."""
 
     episode_start: Bool[Tensor, " env"]
-    """Whether this is the first observation of an episode: memory starts anew."""
+    """Whether an episode starts here; reset any memory."""
     host: HostStates
     slots: SlotStates
     offers: BlueprintOffers
@@ -78,64 +76,64 @@ class EpisodeReport:
 
     env: Int64[Tensor, " ended"]
     score: Float[Tensor, " ended"]
-    """On the decision rows."""
+    """On the validation split."""
     test: Float[Tensor, " ended"]
-    """On the test rows, which no decision and no reward ever sees."""
+    """On the test split, which no decision and no reward uses."""
     objective: Float[Tensor, " ended"]
-    """On the test rows: net of rent, weighted over the stops."""
+    """On the test split: score minus rent, weighted over the stops."""
     added: Float[Tensor, " ended"]
     """Parameters added, as a multiple of the host's."""
     macs: Float[Tensor, " ended"]
     """Multiply-adds per row, as a multiple of the host's."""
     training_macs: Float[Tensor, " ended"]
-    """Multiply-adds that training and scoring took, in float64."""
+    """Multiply-adds of training and scoring, float64."""
     panicked: Bool[Tensor, " ended"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One step of every environment."""
+    """Result of one step in all environments."""
 
     observation: Observation
-    """The next observation; of a new episode where the old one ended."""
+    """The next observation; the first of a new episode where one ended."""
     reward: Float[Tensor, " env"]
     terminated: Bool[Tensor, " env"]
     """The episode has no future."""
     truncated: Bool[Tensor, " env"]
     """The episode was cut although it had a future."""
     final: Observation | None = None
-    """The true last observation where truncated; None if nothing was truncated."""
+    """The last observation where truncated; None if nothing was truncated."""
     illegal: Bool[Tensor, " env"] | None = None
-    """Where the action was not possible; None if the world does not report it."""
+    """Where the action was illegal; None if the world does not report it."""
     report: EpisodeReport | None = None
-    """Results of the episodes that ended, if any did and the world has results."""
+    """Results of the episodes that ended; None if there are none."""
 
 
 @runtime_checkable
 class VectorWorld(Protocol):
-    """Many environments that step together."""
+    """Environments that step together."""
 
     spec: ActionSpec
     num_envs: int
     group_size: int = 1
-    """Environments in a row that have the same data, batches and terms."""
+    """Consecutive environments that share data, batches and terms."""
 
     def reset(self) -> Observation:
-        """Start a new episode everywhere."""
+        """Start a new episode in every environment."""
         ...
 
     def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
-        """Act everywhere; ended environments start anew in the same step."""
+        """Take one action per environment; ended environments are reset."""
         ...
 
 
 ControllerState = Tensor | tuple[Tensor, ...] | None
-"""What a controller remembers between decisions; None if nothing."""
+"""Memory of a controller between decisions; None if it has none."""
 
 
 @runtime_checkable
 class Controller(Protocol):
-    """Decides for all environments at once."""
+    """Chooses actions for all environments."""
 
     def decide(
         self,
@@ -147,10 +145,10 @@ class Controller(Protocol):
         """Choose one legal action per environment.
 
         Args:
-            observation: What is seen; where `observation.first` is set, whatever was
-                remembered is of another episode and must not be used.
-            masks: What is possible. Heads that the chosen op does not use are 0.
-            state: What this controller returned at the last decision; None at first.
-            generator: The only source of randomness.
+            observation: Where `observation.episode_start` is set, `state` belongs to
+                another episode and must not be used.
+            masks: Legal choices. Set heads that the chosen op does not use to 0.
+            state: Memory returned by the previous decision; None at the first.
+            generator: The only source of random numbers.
         """
         ...
