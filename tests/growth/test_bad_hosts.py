@@ -187,9 +187,9 @@ HOSTS_REFUSED = [
     (lambda: changed(spoil), SECOND, "'second.weight' is not finite"),
     (lambda: Host(twice), SECOND, "'second' is called 2 times"),
     (lambda: Host(plain), ["norm"], "'norm' is never called"),
-    (lambda: two("tuple"), ["two"], "'two' answers with tuple"),
-    (lambda: two("none"), ["two"], "'two' answers with NoneType"),
-    (lambda: Host(noisy), SECOND, "two calls of the host in eval mode disagree"),
+    (lambda: two("tuple"), ["two"], "'two' returns tuple"),
+    (lambda: two("none"), ["two"], "'two' returns NoneType"),
+    (lambda: Host(noisy), SECOND, "two calls of the host in eval mode differ"),
     (lambda: Host(cut), SECOND, "no gradient reaches 'second'"),
     (lambda: nn.DataParallel(VECTOR()), ["module.second"], "pass model.module"),
     (
@@ -197,14 +197,14 @@ HOSTS_REFUSED = [
         SECOND,
         "pass the module before torch.compile",
     ),
-    (lazy, ["0"], "run it once on an example"),
+    (lazy, ["0"], "call it once first"),
     (lambda: VECTOR().to("meta"), SECOND, "the host is on the meta device"),
     (lambda: VECTOR().to("meta"), "auto", "the host is on the meta device"),
     (lambda: nn.Sequential(nn.ReLU()), ["0"], "nothing to grow"),
     (
         lambda: Host(in_place),
         ["second->last"],
-        "'second' reads is changed in place before 'last' returns",
+        "input of 'second' is changed in place before 'last' returns",
     ),
     (
         lambda: nn.Sequential(Deep(), nn.Flatten(), nn.Linear(12, 5)),
@@ -374,7 +374,7 @@ def test_parametrised_layers_take_residual_seeds_only(wrap):
     grower = attach(host, ["second", "second->second", "first->second"])
     assert not grower.model.place(1).geometry.beside
     why = grower.model.place(2).geometry.why_no_span
-    assert "no plain linear" in why or "computes its weight" in why
+    assert "not a plain linear" in why or "computes its weight" in why
     trains(grower)
 
 

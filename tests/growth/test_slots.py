@@ -8,7 +8,11 @@ from torch import nn
 
 from esper.contracts.errors import InvalidInputError
 from esper.growth.analysis import slot_search as suggestions
-from esper.growth.analysis.interlayer import SavedSteps, new_interlayer, restore_middle
+from esper.growth.analysis.interlayer import (
+    SavedSteps,
+    new_interlayer,
+    restore_interlayer,
+)
 from esper.growth.analysis.slot_search import choose_slots, suggest_slots
 from esper.growth.analysis.slots import analyse_host
 from esper.growth.blueprints.geometry import Layout
@@ -73,7 +77,7 @@ def test_channel_wise_work_between_two_layers_lets_units_in(between):
         (lambda h: torch.softmax(h, dim=1), "mixes channels"),
         (lambda h: h + h.mean(dim=1, keepdim=True), "hidden tensor"),
         (lambda h: h + X.sum(), "mixes the hidden tensor with another"),
-        (nn.Linear(12, 12), "'between' reads what the first layer gives"),
+        (nn.Linear(12, 12), "'between' reads the first layer's output"),
         (lambda h: h.chunk(2, dim=1)[0].repeat(1, 2), "chunk splits the hidden tensor"),
         (lambda h: h.flip(1), "mixes channels"),
         (lambda h: h.cumsum(1), "mixes channels"),
@@ -99,9 +103,9 @@ class Modes(Between):
     [
         (lambda h, t: h + torch.randn_like(h) if t else h, "forks at add"),
         (lambda h, t: h + torch.randn(12) if t else h, "add mixes the hidden tensor"),
-        (lambda h, t: torch.tanh(h) if t else h, "other work is done on it"),
-        (lambda h, t: h if t else torch.tanh(h), "other work is done on it"),
-        (lambda h, t: h * 1.0 if t else h * 2.0, "other work is done on it"),
+        (lambda h, t: torch.tanh(h) if t else h, "the steps are different"),
+        (lambda h, t: h if t else torch.tanh(h), "the steps are different"),
+        (lambda h, t: h * 1.0 if t else h * 2.0, "the steps are different"),
     ],
 )
 def test_a_pair_is_refused_if_its_way_differs_in_training_mode(between, how):
@@ -163,13 +167,13 @@ def test_a_hidden_tensor_that_is_part_of_the_answer_takes_no_units():
             return self.second(hidden), {"hidden": hidden}
 
     why = place(Returned(None)).geometry.why_no_span
-    assert why == "the hidden tensor is part of the host's answer"
+    assert why == "the hidden tensor is part of the host's output"
 
 
 def saved_and_read(steps, host):
     adapter = TypeAdapter(SavedSteps)
     read = adapter.validate_json(adapter.dump_json(steps), strict=True)
-    return restore_middle(read, dict(host.named_modules()))
+    return restore_interlayer(read, dict(host.named_modules()))
 
 
 class Image(nn.Module):
@@ -306,11 +310,11 @@ def test_what_is_skipped_is_named_with_its_reason():
     )
     found = suggest_slots(host, torch.randn(2, 4, 5, 5))
     assert found == ("4->6",)
-    groups = "is a convolution in 2 groups, which tie inputs to outputs"
+    groups = "has 2 groups; new units need a convolution with one"
     assert groups in found.skipped["2"]
     assert found.skipped["0"].startswith(f"'2' {groups}")
-    assert found.skipped["3"] == "pads by 'circular', not by numbers of zeros"
-    assert found.skipped["6"] == "no other layer reads what it gives"
+    assert found.skipped["3"] == "has padding 'circular'; use numbers of zeros"
+    assert found.skipped["6"] == "no other layer reads its output"
     assert str(found).splitlines()[:2] == ["4->6", "skipped:"]
 
 
@@ -334,7 +338,7 @@ def test_a_layer_that_cannot_be_looked_at_is_one_skipped_line(monkeypatch):
     host = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
     found = suggest_slots(host, X)
     assert found == ("1->2",)
-    assert found.skipped["0"] == "it cannot be looked at, RuntimeError: odd module"
+    assert found.skipped["0"] == "analysing it failed, RuntimeError: odd module"
 
 
 def test_a_module_may_be_given_a_view_of_a_parameter():
