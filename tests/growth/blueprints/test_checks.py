@@ -132,7 +132,7 @@ sizes = count(1)
     [
         (
             lambda: Own(lambda m, h: h * (m.weight - m.weight.detach())),
-            r"must learn; it gives zero with any weights \(in '0->3' of Sequential\)",
+            r"its output is zero with any weights \(in '0->3' of Sequential\)",
         ),
         (lambda: Own(uphill), "must learn; its loss went from"),
         (lambda: Own(lambda m, h: m.weight * h.exp()), "values that are not finite"),
@@ -140,7 +140,7 @@ sizes = count(1)
             lambda: nn.Sequential(nn.Linear(8, n := next(sizes)), nn.Linear(n, 8)),
             "declares .* parameters and has",
         ),
-        (lambda: nn.Linear(8, 5), "fits none of the places: .* must give shape"),
+        (lambda: nn.Linear(8, 5), "fits none of the slots: .* must return shape"),
         (lambda: Remembers(8), "with other samples in its batch"),
     ],
 )
@@ -159,7 +159,5 @@ def test_half_a_host_and_no_place_are_refused():
     with pytest.raises(InvalidInputError, match="model, slots and example together"):
         check_blueprint("conv", nn.Linear(2, 2))
     esper.blueprint("mine", fits=lambda geometry: "is never right")(lambda _: None)
-    with pytest.raises(
-        InvalidInputError, match="none of the places: it is never right"
-    ):
+    with pytest.raises(InvalidInputError, match="none of the slots: it is never right"):
         check_blueprint("mine")

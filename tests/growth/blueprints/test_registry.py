@@ -129,15 +129,15 @@ def failing():
 
 REFUSED = [
     (failing, "'mine' failed: KeyError: 'width'"),
-    (lambda: "a string", "must make an nn.Module, it made a str"),
+    (lambda: "a string", "must return an nn.Module, it returned a str"),
     (lambda: nn.Identity(), "without trainable parameters"),
     (lambda: nn.Linear(6, 6).requires_grad_(False), "without trainable parameters"),
     (lambda: nn.LazyLinear(6), "lazy module"),
-    (lambda: nn.Linear(6, 5), r"must give shape \(1, 6\) .* it gave \(1, 5\)"),
-    (lambda: module(lambda m, h: m.weight * h[:1]), r"it gave \(1, 6\)"),
+    (lambda: nn.Linear(6, 5), r"must return shape \(1, 6\) .* it returned \(1, 5\)"),
+    (lambda: module(lambda m, h: m.weight * h[:1]), r"it returned \(1, 6\)"),
     (lambda: nn.Linear(7, 6), r"failed on an input of shape \(1, 6\): RuntimeError"),
-    (lambda: module(lambda m, h: (h,)), "must give a tensor, it gave a tuple"),
-    (lambda: module(lambda m, h: (m.weight * h).double()), "it gave torch.float64"),
+    (lambda: module(lambda m, h: (h,)), "must return a tensor, it returned a tuple"),
+    (lambda: module(lambda m, h: (m.weight * h).double()), "it returned torch.float64"),
     (lambda: module(lambda m, h: m.weight * h / 0.0), "values that are not fin"),
     (
         lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)),
