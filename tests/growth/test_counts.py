@@ -1,4 +1,4 @@
-"""What is counted is what is there: in the network that grows and in its export."""
+"""Counted parameters and multiply-adds equal the real ones, also after an export."""
 
 import warnings
 

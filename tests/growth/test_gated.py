@@ -1,4 +1,4 @@
-"""Two layers that meet, channels last and transposed weights widen like any other."""
+"""Gated pairs, channels last and transposed weights can be widened."""
 
 import pytest
 import torch

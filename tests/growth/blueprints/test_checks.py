@@ -1,4 +1,4 @@
-"""The checks pass what is right and name what is not, alone and in hosts."""
+"""The checks accept correct blueprints and name the error of others."""
 
 from itertools import count
 
@@ -9,8 +9,7 @@ from torch import nn
 import esper
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import InvalidInputError
-from esper.growth.blueprints import checks as checks
-from esper.growth.blueprints import registry
+from esper.growth.blueprints import checks, registry
 from esper.growth.blueprints.checks import SEED_CHECKS, SeedTrial, check_blueprint
 from esper.growth.blueprints.geometry import Layout
 from esper.growth.blueprints.registry import UnsuitableError
@@ -54,7 +53,7 @@ def uphill(m, h):
         (checks.learns, uphill),
     ],
 )
-def test_each_check_alone_catches_its_liar(check, forward):
+def test_each_check_alone_catches_a_wrong_module(check, forward):
     def trial(own):
         return SeedTrial(lambda _: Own(own, 6), VECTOR, Cost(6, 3), counted=False)
 

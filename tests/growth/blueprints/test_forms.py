@@ -1,4 +1,4 @@
-"""The forms against loops, and where they fit."""
+"""The forms against a loop reference, and where they fit."""
 
 from dataclasses import replace
 

@@ -188,38 +188,31 @@ def check_host(host: nn.Module) -> None:
             f"the host must be an nn.Module, got {type(host).__name__}."
         )
     kind, parameters = type(host), [*host.parameters()]
-    compiled = (
+    compiled = [
         name
         for name, module in host.named_modules()
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    ]
+    inside = f" at {compiled[0]!r}" if any(compiled[:1]) else ""
+    wrapped = isinstance(host, DataParallel | DistributedDataParallel)
+    scripted = kind.__module__.startswith("torch.jit")
+    # By name, since importing the classes is slow.
+    sharded = kind.__name__ == "FullyShardedDataParallel" or any(
+        type(p.data).__name__ == "DTensor" for p in parameters
     )
-    inside = next(compiled, None)
+    on_meta = any(p.is_meta for p in parameters if not is_lazy(p))
     devices = sorted({str(p.device) for p in parameters if p.is_floating_point()})
     for wrong, line in (
+        (wrapped, f"is wrapped in {kind.__name__}; pass model.module"),
         (
-            isinstance(host, DataParallel | DistributedDataParallel),
-            f"is wrapped in {kind.__name__}; pass model.module",
+            bool(compiled),
+            f"is compiled{inside}; pass the module before torch.compile, and compile "
+            "the result of export()",
         ),
-        (
-            inside is not None,
-            f"is compiled{f' at {inside!r}' if inside else ''}; pass the module before "
-            "torch.compile, and compile the result of export()",
-        ),
-        (
-            kind.__module__.startswith("torch.jit"),
-            "is a TorchScript module; pass the nn.Module itself",
-        ),
-        (
-            # By name, since importing the class is slow.
-            kind.__name__ == "FullyShardedDataParallel"
-            or any(type(p.data).__name__ == "DTensor" for p in parameters),
-            "is sharded (FSDP); use DistributedDataParallel",
-        ),
+        (scripted, "is a TorchScript module; pass the nn.Module itself"),
+        (sharded, "is sharded (FSDP); use DistributedDataParallel"),
         (not parameters, "has no parameters; there is nothing to grow"),
-        (
-            any(p.is_meta for p in parameters if not is_lazy(p)),
-            "is on the meta device and has no weights; load or initialise them first",
-        ),
+        (on_meta, "is on the meta device and has no weights; load them first"),
         (any(map(is_lazy, parameters)), "has lazy parameters; call it once first"),
         (len(devices) > 1, f"is on several devices ({', '.join(devices)}); use one"),
     ):

@@ -353,11 +353,13 @@ def attention(run: Run, h: Tensor, at: Geometry, _: InterlayerFn) -> Tensor:
     return out.transpose(-1, -2).reshape(h.shape) if behind else out
 
 
+def _last(run: Run, h: Tensor, *_: object) -> Tensor:
+    return run("last", h)
+
+
 FORMS: Final[Mapping[Form, FormSpec]] = MappingProxyType(
     {
-        Form.SCALE_SHIFT: FormSpec(
-            same_shape_fit, scale_shift_layers, lambda run, h, *_: run("last", h)
-        ),
+        Form.SCALE_SHIFT: FormSpec(same_shape_fit, scale_shift_layers, _last),
         Form.SQUEEZE_EXCITE: FormSpec(
             lambda at, size: no_grid_fit(at) or same_shape_fit(at, size),
             squeeze_excite_layers,
@@ -369,9 +371,7 @@ FORMS: Final[Mapping[Form, FormSpec]] = MappingProxyType(
             low_rank_layers,
             lambda run, h, *_: run("last", run("first", h)),
         ),
-        Form.DEPTHWISE: FormSpec(
-            neighbours_fit, depthwise_layers, lambda run, h, *_: run("last", h)
-        ),
+        Form.DEPTHWISE: FormSpec(neighbours_fit, depthwise_layers, _last),
         Form.WIDEN: FormSpec(widen_fit, widen_layers, widen),
         Form.RESIDUAL_MLP: FormSpec(
             channels_fit,
