@@ -1,7 +1,6 @@
-"""Hosts and slots that cannot be grown are refused in one line, and those that can are.
+"""Hosts and slots that cannot grow are refused; all others grow.
 
-Every refusal names the module or the nearest name and leaves the host and its optimiser
-without a hook.
+A refusal names the module and leaves no hook on the host or its optimiser.
 """
 
 import copy
@@ -26,7 +25,7 @@ def attach(host: nn.Module, slots, example=X, optimizer=None, **options) -> Grow
 
 
 def refused(host: nn.Module, slots, example=X, kind=torch.optim.SGD, **options) -> str:
-    """The one line in which a host is refused; nothing stays on it."""
+    """The error message for a host; checks that no hook is left."""
     trained = [*host.parameters()]
     if not trained or any(map(nn.parameter.is_lazy, trained)):
         trained = [nn.Parameter(torch.zeros(1))]
@@ -90,7 +89,7 @@ def plain(host, x):
     return host.last(torch.tanh(host.second(torch.relu(host.first(x)))))
 
 
-# What is refused: how to make the host, its slots, and the line that says so.
+# Refused hosts: how to build them, their slots, and the error message.
 
 
 def changed(change, forward=plain) -> nn.Module:
@@ -181,15 +180,14 @@ HOSTS_REFUSED = [
     (VECTOR, [], "slots is empty"),
     (VECTOR, ["second", "second"], "'second' is named twice"),
     *((VECTOR, [bad], "must be a module name") for bad in ("", "->b", "a->b->c")),
-    (VECTOR, "first->second", "a list of names or 'auto'"),
     (lambda: changed(share), SECOND, "'second' is shared with 'again'"),
     (lambda: changed(tie), SECOND, "second.weight is tied to other.weight"),
     (lambda: changed(spoil), SECOND, "'second.weight' is not finite"),
     (lambda: Host(twice), SECOND, "'second' is called 2 times"),
     (lambda: Host(plain), ["norm"], "'norm' is never called"),
-    (lambda: two("tuple"), ["two"], "'two' answers with tuple"),
-    (lambda: two("none"), ["two"], "'two' answers with NoneType"),
-    (lambda: Host(noisy), SECOND, "two calls of the host in eval mode disagree"),
+    (lambda: two("tuple"), ["two"], "'two' returns tuple"),
+    (lambda: two("none"), ["two"], "'two' returns NoneType"),
+    (lambda: Host(noisy), SECOND, "two calls of the host in eval mode differ"),
     (lambda: Host(cut), SECOND, "no gradient reaches 'second'"),
     (lambda: nn.DataParallel(VECTOR()), ["module.second"], "pass model.module"),
     (
@@ -197,14 +195,14 @@ HOSTS_REFUSED = [
         SECOND,
         "pass the module before torch.compile",
     ),
-    (lazy, ["0"], "run it once on an example"),
+    (lazy, ["0"], "call it once first"),
     (lambda: VECTOR().to("meta"), SECOND, "the host is on the meta device"),
     (lambda: VECTOR().to("meta"), "auto", "the host is on the meta device"),
     (lambda: nn.Sequential(nn.ReLU()), ["0"], "nothing to grow"),
     (
         lambda: Host(in_place),
         ["second->last"],
-        "'second' reads is changed in place before 'last' returns",
+        "input of 'second' is changed in place before 'last' returns",
     ),
     (
         lambda: nn.Sequential(Deep(), nn.Flatten(), nn.Linear(12, 5)),
@@ -255,14 +253,16 @@ def test_settings_that_cannot_be_meant_are_refused(options, line):
     assert line in refused(make_host("vector"), ["second"], **options)
 
 
-def test_surveying_in_inference_mode_is_refused():
+def test_analysis_in_inference_mode_is_refused():
     with torch.inference_mode():
         assert "inference mode" in refused(make_host("vector"), ["second"])
 
 
-@pytest.mark.parametrize("slots", [None, 3, [3], "second"])
+@pytest.mark.parametrize("slots", [None, 3, [3], "first->second"])
 def test_slots_that_are_no_list_of_names_are_refused(slots):
-    assert "slots must be a list of names" in refused(make_host("vector"), slots)
+    assert "slots must be a list of names or 'auto'" in refused(
+        make_host("vector"), slots
+    )
 
 
 def test_two_growers_over_overlapping_hosts_are_refused_until_the_first_is_detached():
@@ -276,7 +276,7 @@ def test_two_growers_over_overlapping_hosts_are_refused_until_the_first_is_detac
     trains(attach(outer, ["0.first", "0.second"]))
 
 
-# Supported, and therefore tried.
+# Supported hosts.
 
 
 def test_frozen_hosts_grow():
@@ -312,7 +312,7 @@ class Mixed(nn.Module):
 
 
 class Masked(Vectors):
-    """A mask of minus infinity is a constant, no sign of trouble."""
+    """A mask of minus infinity is a valid constant."""
 
     def __init__(self):
         super().__init__()
@@ -374,7 +374,7 @@ def test_parametrised_layers_take_residual_seeds_only(wrap):
     grower = attach(host, ["second", "second->second", "first->second"])
     assert not grower.model.place(1).geometry.beside
     why = grower.model.place(2).geometry.why_no_span
-    assert "no plain linear" in why or "computes its weight" in why
+    assert "not a plain linear" in why or "computes its weight" in why
     trains(grower)
 
 

@@ -1,4 +1,4 @@
-"""What is counted is what is there: in the network that grows and in its export."""
+"""Counted parameters and multiply-adds equal the real ones, also after an export."""
 
 import warnings
 
@@ -106,7 +106,7 @@ def test_the_state_of_another_host_is_refused_and_nothing_changes(
     shapes = {name: p.shape for name, p in host.named_parameters()}
     esper.save(make(*sizes), tmp_path / "other.safetensors")
     with pytest.raises(
-        InvalidInputError, match=f"the saved host is another one: {line}"
+        InvalidInputError, match=f"the state is from another host: {line}"
     ):
         esper.load(tmp_path / "other.safetensors", host)
     assert shapes == {name: p.shape for name, p in host.named_parameters()}

@@ -1,4 +1,4 @@
-"""Two layers that meet, channels last and transposed weights widen like any other."""
+"""Gated pairs, channels last and transposed weights can be widened."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 
 import esper
 from esper.contracts.errors import InvalidInputError
-from esper.growth.analysis.host_layers import KINDS, LayerKind
+from esper.growth.analysis.host_layers import LAYER_KINDS, LayerKind
 from esper.growth.analysis.slot_search import suggest_slots
 from esper.growth.model import GrowingModel
 from esper.growth.saving.export import export
@@ -92,9 +92,8 @@ def transposed():
 def known(monkeypatch):
     kind = LayerKind("nf", "nx", transposed=True)
     name = f"{Transposed.__module__}.Transposed"
-    monkeypatch.setattr(
-        "esper.growth.analysis.host_layers.KINDS", {**KINDS, name: kind}, raising=True
-    )
+    kinds = {**LAYER_KINDS, name: kind}
+    monkeypatch.setattr("esper.growth.analysis.host_layers.LAYER_KINDS", kinds)
 
 
 IMAGES = torch.randn(3, 2, 5, 5, generator=torch.Generator().manual_seed(0))
@@ -191,7 +190,7 @@ def test_one_gated_pair_has_one_slot():
         "it is widened together with gate->down"
     )
     GrowingModel(host, ["up->down"], ROWS).detach()
-    with pytest.raises(InvalidInputError, match="both widen 'up'; name one of them"):
+    with pytest.raises(InvalidInputError, match="both widen 'up'; use one of them"):
         GrowingModel(host, ["gate->down", "up->down"], ROWS)
 
 

@@ -1,4 +1,4 @@
-"""Places of a host are seen as they are: layouts, ways between layers, suggestions."""
+"""Analysis of a host: layouts, paths between layers and suggested slots."""
 
 import pytest
 import torch
@@ -7,8 +7,12 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from esper.contracts.errors import InvalidInputError
-from esper.growth.analysis import slot_search as suggestions
-from esper.growth.analysis.interlayer import SavedSteps, new_interlayer, restore_middle
+from esper.growth.analysis import slot_search
+from esper.growth.analysis.interlayer import (
+    SavedSteps,
+    new_interlayer,
+    restore_interlayer,
+)
 from esper.growth.analysis.slot_search import choose_slots, suggest_slots
 from esper.growth.analysis.slots import analyse_host
 from esper.growth.blueprints.geometry import Layout
@@ -17,7 +21,7 @@ from tests.growth.hosts import HOSTS, make_batch, make_host
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
-class Between(nn.Module):
+class TwoLayers(nn.Module):
     """Two layers with something between them."""
 
     def __init__(self, between, width=12):
@@ -29,20 +33,20 @@ class Between(nn.Module):
         return self.second(self.between(self.first(x)))
 
 
-class Fork(Between):
-    """The hidden tensor is also read by another."""
+class Fork(TwoLayers):
+    """The hidden tensor has two readers."""
 
     def forward(self, x):
         hidden = torch.relu(self.first(x))
         return self.second(hidden) + hidden[:, :5]
 
 
-def look(host, *slots, example=X):
+def analyse(host, *slots, example=X):
     return analyse_host(host, slots, example)
 
 
 def place(host, slot="first->second", example=X):
-    return look(host, slot, example=example).places[0]
+    return analyse(host, slot, example=example).places[0]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,7 @@ def place(host, slot="first->second", example=X):
     ],
 )
 def test_channel_wise_work_between_two_layers_lets_units_in(between):
-    found = place(Between(between))
+    found = place(TwoLayers(between))
     assert found.geometry.why_no_span == ""
     assert found.geometry.spans
     assert found.geometry.hidden_shape == (12,)
@@ -73,7 +77,7 @@ def test_channel_wise_work_between_two_layers_lets_units_in(between):
         (lambda h: torch.softmax(h, dim=1), "mixes channels"),
         (lambda h: h + h.mean(dim=1, keepdim=True), "hidden tensor"),
         (lambda h: h + X.sum(), "mixes the hidden tensor with another"),
-        (nn.Linear(12, 12), "'between' reads what the first layer gives"),
+        (nn.Linear(12, 12), "'between' reads the first layer's output"),
         (lambda h: h.chunk(2, dim=1)[0].repeat(1, 2), "chunk splits the hidden tensor"),
         (lambda h: h.flip(1), "mixes channels"),
         (lambda h: h.cumsum(1), "mixes channels"),
@@ -82,13 +86,13 @@ def test_channel_wise_work_between_two_layers_lets_units_in(between):
     ],
 )
 def test_work_that_mixes_channels_does_not(between, reason):
-    found = place(Between(between) if between else Fork(nn.ReLU()))
+    found = place(TwoLayers(between) if between else Fork(nn.ReLU()))
     assert not found.geometry.spans
     assert reason in found.geometry.why_no_span
 
 
-class Modes(Between):
-    """What lies between the layers depends on the mode."""
+class Modes(TwoLayers):
+    """The steps between the layers depend on the mode."""
 
     def forward(self, x):
         return self.second(self.between(torch.relu(self.first(x)), self.training))
@@ -99,9 +103,9 @@ class Modes(Between):
     [
         (lambda h, t: h + torch.randn_like(h) if t else h, "forks at add"),
         (lambda h, t: h + torch.randn(12) if t else h, "add mixes the hidden tensor"),
-        (lambda h, t: torch.tanh(h) if t else h, "other work is done on it"),
-        (lambda h, t: h if t else torch.tanh(h), "other work is done on it"),
-        (lambda h, t: h * 1.0 if t else h * 2.0, "other work is done on it"),
+        (lambda h, t: torch.tanh(h) if t else h, "the steps are different"),
+        (lambda h, t: h if t else torch.tanh(h), "the steps are different"),
+        (lambda h, t: h * 1.0 if t else h * 2.0, "the steps are different"),
     ],
 )
 def test_a_pair_is_refused_if_its_way_differs_in_training_mode(between, how):
@@ -118,7 +122,7 @@ def test_a_pair_is_refused_if_its_way_differs_in_training_mode(between, how):
 
 
 def test_a_layer_that_training_leaves_out_at_random_is_found_and_others_are_not():
-    class Dropped(Between):
+    class Dropped(TwoLayers):
         share = 0.3
 
         def forward(self, x):
@@ -150,26 +154,26 @@ def test_a_layer_that_training_leaves_out_at_random_is_found_and_others_are_not(
 def test_dropout_that_only_training_calls_is_in_new_units_too(between):
     host = Modes(between)
     found = place(host)
-    for middle in (found.interlayer, saved_and_read(found.recipe, host)):
-        units, ones = new_interlayer(middle, 6, 12), torch.ones(4, 6)
+    for interlayer in (found.interlayer, saved_and_read(found.recipe, host)):
+        units, ones = new_interlayer(interlayer, 6, 12), torch.ones(4, 6)
         assert {*units.train()(ones).flatten().tolist()} == {0.0, 2.0}
         assert torch.equal(units.eval()(ones), ones)
 
 
 def test_a_hidden_tensor_that_is_part_of_the_answer_takes_no_units():
-    class Returned(Between):
+    class Returned(TwoLayers):
         def forward(self, x):
             hidden = torch.relu(self.first(x))
             return self.second(hidden), {"hidden": hidden}
 
     why = place(Returned(None)).geometry.why_no_span
-    assert why == "the hidden tensor is part of the host's answer"
+    assert why == "the hidden tensor is part of the host's output"
 
 
 def saved_and_read(steps, host):
     adapter = TypeAdapter(SavedSteps)
     read = adapter.validate_json(adapter.dump_json(steps), strict=True)
-    return restore_middle(read, dict(host.named_modules()))
+    return restore_interlayer(read, dict(host.named_modules()))
 
 
 class Image(nn.Module):
@@ -177,11 +181,7 @@ class Image(nn.Module):
 
     def __init__(self, between, second):
         super().__init__()
-        self.first, self.second, self.between = (
-            nn.Conv2d(3, 8, 3),
-            second,
-            between,
-        )
+        self.first, self.second, self.between = nn.Conv2d(3, 8, 3), second, between
 
     def forward(self, x):
         return self.second(self.between(torch.relu(self.first(x)), self.training))
@@ -201,10 +201,8 @@ def test_pooling_and_flattening_let_units_in_however_they_are_written(between):
     found = place(Image(between, nn.Linear(8, 5)), example=x)
     assert found.geometry.why_no_span == ""
     assert found.geometry.unit_inputs == 1
-    assert new_interlayer(found.interlayer, 3, 8)(torch.randn(2, 3, 4, 4)).shape == (
-        2,
-        3,
-    )
+    units = new_interlayer(found.interlayer, 3, 8)
+    assert units(torch.randn(2, 3, 4, 4)).shape == (2, 3)
 
 
 def test_a_number_of_rows_is_not_taken_for_a_constant():
@@ -215,17 +213,17 @@ def test_a_number_of_rows_is_not_taken_for_a_constant():
     found = place(host, example=torch.randn(4, 3, 6, 6))
     assert found.geometry.spans
     again = saved_and_read(found.recipe, host)
-    for middle in (found.interlayer, again):
+    for interlayer in (found.interlayer, again):
         given = torch.randn(2, 3, 4, 4)
-        assert torch.equal(new_interlayer(middle, 3, 8)(given), torch.relu(given))
+        assert torch.equal(new_interlayer(interlayer, 3, 8)(given), torch.relu(given))
 
 
 def test_functional_dropouts_are_dropouts_in_new_units_too():
     host = Image(lambda h, training: F.dropout2d(h, 0.5, training), nn.Conv2d(8, 4, 1))
     found = place(host, example=torch.randn(4, 3, 6, 6))
     again = saved_and_read(found.recipe, host)
-    for middle in (found.interlayer, again):
-        units, ones = new_interlayer(middle, 6, 8), torch.ones(4, 6, 4, 4)
+    for interlayer in (found.interlayer, again):
+        units, ones = new_interlayer(interlayer, 6, 8), torch.ones(4, 6, 4, 4)
         assert {*units.train()(ones).flatten().tolist()} == {0.0, 2.0}
         assert torch.equal(units.eval()(ones), ones)
 
@@ -244,13 +242,13 @@ def test_layouts_are_distinguished_and_a_flattened_unit_has_all_its_inputs():
     assert found.geometry.unit_inputs == 16
 
 
-def test_looking_leaves_no_trace():
+def test_analysis_has_no_side_effects():
     host = make_host("vector")
     host.train()
     host.norm.eval()
     before = {name: t.clone() for name, t in host.state_dict().items()}
     streams = torch.get_rng_state()
-    look(host, *HOSTS["vector"].slots, example=make_batch("vector", 4)[0])
+    analyse(host, *HOSTS["vector"].slots, example=make_batch("vector", 4)[0])
     assert all(torch.equal(before[n], t) for n, t in host.state_dict().items())
     assert torch.equal(streams, torch.get_rng_state())
     assert host.training
@@ -260,13 +258,8 @@ def test_looking_leaves_no_trace():
 
 
 def test_depths_rise_and_parameters_and_macs_are_counted():
-    seen = look(
-        make_host("vector"),
-        "first",
-        "second",
-        "last",
-        example=make_batch("vector")[0],
-    )
+    names, example = ("first", "second", "last"), make_batch("vector")[0]
+    seen = analyse(make_host("vector"), *names, example=example)
     depths = [found.depth for found in seen.places]
     assert depths == sorted(depths)
     assert 0 < depths[0] < depths[-1] <= 1
@@ -288,7 +281,7 @@ def test_places_between_layers_are_suggested_from_input_to_output(kind, slots):
 
 
 def test_a_host_without_such_places_is_offered_those_beside_its_layers():
-    host = Between(lambda h: torch.softmax(h, dim=1))
+    host = TwoLayers(lambda h: torch.softmax(h, dim=1))
     assert suggest_slots(host, X) == ("first->first", "second->second")
     with pytest.raises(InvalidInputError, match="name slots by hand"):
         suggest_slots(nn.Sequential(nn.Embedding(4, 3)), torch.zeros(2, 3).long())
@@ -306,15 +299,15 @@ def test_what_is_skipped_is_named_with_its_reason():
     )
     found = suggest_slots(host, torch.randn(2, 4, 5, 5))
     assert found == ("4->6",)
-    groups = "is a convolution in 2 groups, which tie inputs to outputs"
+    groups = "has 2 groups; new units need a convolution with one"
     assert groups in found.skipped["2"]
     assert found.skipped["0"].startswith(f"'2' {groups}")
-    assert found.skipped["3"] == "pads by 'circular', not by numbers of zeros"
-    assert found.skipped["6"] == "no other layer reads what it gives"
+    assert found.skipped["3"] == "has padding 'circular'; use numbers of zeros"
+    assert found.skipped["6"] == "no other layer reads its output"
     assert str(found).splitlines()[:2] == ["4->6", "skipped:"]
 
 
-def test_a_layer_that_cannot_be_looked_at_is_one_skipped_line(monkeypatch):
+def test_a_layer_that_cannot_be_analysed_is_skipped_with_a_reason(monkeypatch):
     host = nn.Sequential(
         nn.Conv2d(3, 16, 1),
         nn.PixelShuffle(2),
@@ -330,11 +323,11 @@ def test_a_layer_that_cannot_be_looked_at_is_one_skipped_line(monkeypatch):
         if name == "0":
             raise RuntimeError("odd module")
 
-    monkeypatch.setattr(suggestions, "check_not_shared", broken)
+    monkeypatch.setattr(slot_search, "check_not_shared", broken)
     host = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
     found = suggest_slots(host, X)
     assert found == ("1->2",)
-    assert found.skipped["0"] == "it cannot be looked at, RuntimeError: odd module"
+    assert found.skipped["0"] == "analysing it failed, RuntimeError: odd module"
 
 
 def test_a_module_may_be_given_a_view_of_a_parameter():
@@ -347,7 +340,7 @@ def test_a_module_may_be_given_a_view_of_a_parameter():
         def forward(self, x):
             return self.last(self.first(x + self.norm(self.rel.weight[0:4])).relu())
 
-    assert look(Relative(), "first->last").macs == 8 * 12 + 12 * 3
+    assert analyse(Relative(), "first->last").macs == 8 * 12 + 12 * 3
 
 
 class Blocks(nn.Module):
@@ -406,5 +399,5 @@ def test_fused_attention_is_neither_random_nor_switched_off_for_good():
     example = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
     slots = suggest_slots(host, example)
     assert slots == ("layers.0.linear1->layers.0.linear2",)
-    assert look(host, *slots, example=example).places[0].geometry.spans
+    assert analyse(host, *slots, example=example).places[0].geometry.spans
     assert torch.backends.mha.get_fastpath_enabled()

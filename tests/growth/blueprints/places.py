@@ -1,4 +1,4 @@
-"""Every blueprint at every standard place that it fits, with weights that woke up."""
+"""Every blueprint at every standard geometry that it fits, with random weights."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from tests.references.forms import gelu
 
 
 def place(layout, inlet, outlet=None, *, hidden=(), kernels=(None, None), **more):
-    """Residual without an outlet, a span with a hidden shape, else beside a layer."""
+    """Residual without an outlet, a span with a hidden shape, else a parallel slot."""
     return Geometry(
         **{
             "inlet_layout": layout,

@@ -1,4 +1,4 @@
-"""The checks pass what is right and name what is not, alone and in hosts."""
+"""The checks accept correct blueprints and name the error of others."""
 
 from itertools import count
 
@@ -9,8 +9,7 @@ from torch import nn
 import esper
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import InvalidInputError
-from esper.growth.blueprints import checks as checks
-from esper.growth.blueprints import registry
+from esper.growth.blueprints import checks, registry
 from esper.growth.blueprints.checks import SEED_CHECKS, SeedTrial, check_blueprint
 from esper.growth.blueprints.geometry import Layout
 from esper.growth.blueprints.registry import UnsuitableError
@@ -54,7 +53,7 @@ def uphill(m, h):
         (checks.learns, uphill),
     ],
 )
-def test_each_check_alone_catches_its_liar(check, forward):
+def test_each_check_alone_catches_a_wrong_module(check, forward):
     def trial(own):
         return SeedTrial(lambda _: Own(own, 6), VECTOR, Cost(6, 3), counted=False)
 
@@ -132,7 +131,7 @@ sizes = count(1)
     [
         (
             lambda: Own(lambda m, h: h * (m.weight - m.weight.detach())),
-            r"must learn; it gives zero with any weights \(in '0->3' of Sequential\)",
+            r"its output is zero with any weights \(in '0->3' of Sequential\)",
         ),
         (lambda: Own(uphill), "must learn; its loss went from"),
         (lambda: Own(lambda m, h: m.weight * h.exp()), "values that are not finite"),
@@ -140,7 +139,7 @@ sizes = count(1)
             lambda: nn.Sequential(nn.Linear(8, n := next(sizes)), nn.Linear(n, 8)),
             "declares .* parameters and has",
         ),
-        (lambda: nn.Linear(8, 5), "fits none of the places: .* must give shape"),
+        (lambda: nn.Linear(8, 5), "fits none of the slots: .* must return shape"),
         (lambda: Remembers(8), "with other samples in its batch"),
     ],
 )
@@ -159,7 +158,5 @@ def test_half_a_host_and_no_place_are_refused():
     with pytest.raises(InvalidInputError, match="model, slots and example together"):
         check_blueprint("conv", nn.Linear(2, 2))
     esper.blueprint("mine", fits=lambda geometry: "is never right")(lambda _: None)
-    with pytest.raises(
-        InvalidInputError, match="none of the places: it is never right"
-    ):
+    with pytest.raises(InvalidInputError, match="none of the slots: it is never right"):
         check_blueprint("mine")

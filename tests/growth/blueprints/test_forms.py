@@ -1,4 +1,4 @@
-"""The forms against loops, and where they fit."""
+"""The forms against a loop reference, and where they fit."""
 
 from dataclasses import replace
 
@@ -133,9 +133,9 @@ STRIDED = {"beside": True, "outlet_kernel": Kernel((3,), (2,), (1,), (1,))}
         (Form.ATTENTION, 2, residual(Layout.IMAGE, 7, 4, 4), "width that 2 heads"),
         (Form.ATTENTION, 2, residual(Layout.IMAGE, 8, 33, 32), "at most 1024"),
         (Form.WIDEN, 8, residual(Layout.VECTOR, 8), "two layers"),
-        (Form.RESIDUAL_MLP, 8, STANDARD[7], "differ in channels alone"),
-        (Form.BOTTLENECK, 8, STANDARD[12], "differ in channels alone"),
-        (Form.LOW_RANK, 4, STANDARD[12], "differ in channels alone"),
+        (Form.RESIDUAL_MLP, 8, STANDARD[7], "differ only in channels"),
+        (Form.BOTTLENECK, 8, STANDARD[12], "differ only in channels"),
+        (Form.LOW_RANK, 4, STANDARD[12], "differ only in channels"),
         (Form.WIDEN, 8, replace(VECTOR, why_no_span="a softmax"), "a softmax"),
         (Form.WIDEN, 8, replace(SIGNAL, spans=True), "over channels at its inlet"),
         (Form.LOW_RANK, 4, replace(SIGNAL, **STRIDED), "positions (3,)"),

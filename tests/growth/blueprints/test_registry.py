@@ -1,4 +1,4 @@
-"""A user's own blueprints: registered, tried before planting, gated or refused."""
+"""Custom blueprints: registration, tests before planting, gates and errors."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def _clean(monkeypatch):
     monkeypatch.setattr(registry, "_REGISTERED", {})
 
 
-def raised(factory, geometry=VECTOR, rng_seed=0):
+def built(factory, geometry=VECTOR, rng_seed=0):
     blueprint("mine")(factory)
     return make_module("mine", geometry, torch.Generator().manual_seed(rng_seed))
 
@@ -72,7 +72,7 @@ def test_a_registered_blueprint_is_found_beside_the_built_in_ones_where_it_fits(
     ],
 )
 def test_a_module_that_is_not_zero_is_gated_per_channel(geometry, make):
-    seed = raised(lambda _: make(), geometry)
+    seed = built(lambda _: make(), geometry)
     assert isinstance(seed, Gated)
     h = torch.randn(2, *geometry.inlet_shape)
     assert not seed(h).count_nonzero()
@@ -92,7 +92,7 @@ def test_a_module_that_is_zero_at_birth_is_taken_as_it_is():
         nn.init.zeros_(last.bias)
         return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Dropout(0.5), last)
 
-    assert isinstance(raised(factory), nn.Sequential)
+    assert isinstance(built(factory), nn.Sequential)
 
 
 def test_chance_in_a_factory_comes_from_the_generator_alone():
@@ -100,7 +100,7 @@ def test_chance_in_a_factory_comes_from_the_generator_alone():
         return nn.Linear(6, 6)
 
     before = torch.get_rng_state()
-    one, again, other = raised(factory), raised(factory), raised(factory, rng_seed=1)
+    one, again, other = built(factory), built(factory), built(factory, rng_seed=1)
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(one.module.weight, again.module.weight)
     assert not torch.equal(one.module.weight, other.module.weight)
@@ -114,7 +114,7 @@ def test_trying_a_module_leaves_no_trace_in_it():
     made = module(count)
     made.register_buffer("calls", torch.zeros(()))
     made.train()
-    seed = raised(lambda _: made)
+    seed = built(lambda _: made)
     assert int(seed.module.calls) == 0
     assert made.training
 
@@ -129,15 +129,15 @@ def failing():
 
 REFUSED = [
     (failing, "'mine' failed: KeyError: 'width'"),
-    (lambda: "a string", "must make an nn.Module, it made a str"),
+    (lambda: "a string", "must return an nn.Module, it returned a str"),
     (lambda: nn.Identity(), "without trainable parameters"),
     (lambda: nn.Linear(6, 6).requires_grad_(False), "without trainable parameters"),
     (lambda: nn.LazyLinear(6), "lazy module"),
-    (lambda: nn.Linear(6, 5), r"must give shape \(1, 6\) .* it gave \(1, 5\)"),
-    (lambda: module(lambda m, h: m.weight * h[:1]), r"it gave \(1, 6\)"),
+    (lambda: nn.Linear(6, 5), r"must return shape \(1, 6\) .* it returned \(1, 5\)"),
+    (lambda: module(lambda m, h: m.weight * h[:1]), r"it returned \(1, 6\)"),
     (lambda: nn.Linear(7, 6), r"failed on an input of shape \(1, 6\): RuntimeError"),
-    (lambda: module(lambda m, h: (h,)), "must give a tensor, it gave a tuple"),
-    (lambda: module(lambda m, h: (m.weight * h).double()), "it gave torch.float64"),
+    (lambda: module(lambda m, h: (h,)), "must return a tensor, it returned a tuple"),
+    (lambda: module(lambda m, h: (m.weight * h).double()), "it returned torch.float64"),
     (lambda: module(lambda m, h: m.weight * h / 0.0), "values that are not fin"),
     (
         lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)),
@@ -161,7 +161,7 @@ REFUSED = [
 def test_what_cannot_be_planted_is_refused_in_one_line(make, reason):
     before = torch.get_rng_state()
     with pytest.raises(InvalidInputError, match=reason) as caught:
-        raised(lambda _: make())
+        built(lambda _: make())
     assert "'mine'" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert torch.equal(before, torch.get_rng_state())

@@ -1,4 +1,4 @@
-"""Seeds as modules: built from a blueprint, weighed, moved, copied and refused."""
+"""Seeds as modules: output, cost and where they fit."""
 
 import pytest
 import torch

@@ -1,11 +1,11 @@
-"""The layers of a host that a seed can be put beside, between, and merged into.
+"""The layers of a host that seeds can extend: linear and convolution layers.
 
-Plain linear maps over channels, or over channels and a window. A layer is known by the
-full name of its class, so that no library that defines one is imported here. All read
-and write a weight as `[outputs, inputs, ...]`, however the layer stores it.
+A layer is recognised by the full name of its class, so that no library needs to be
+imported. All functions use weights as `[outputs, inputs, ...]`, also for layers that
+store them transposed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -18,62 +18,54 @@ from esper.growth.blueprints.geometry import Kernel
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """How a class of layers stores its sizes and its weight."""
+    """Attribute names of the sizes of a layer class, and how it stores its weight."""
 
     outputs: str
     inputs: str
-    """The attributes that hold the sizes."""
     convolves: bool = False
     transposed: bool = False
     """Whether the weight is stored as `[inputs, outputs]`."""
 
 
-KINDS: Final[Mapping[str, LayerKind]] = MappingProxyType(
+_CONV: Final = LayerKind("out_channels", "in_channels", convolves=True)
+LAYER_KINDS: Final[Mapping[str, LayerKind]] = MappingProxyType(
     {
         "torch.nn.modules.linear.Linear": LayerKind("out_features", "in_features"),
-        "torch.nn.modules.conv.Conv1d": LayerKind(
-            "out_channels", "in_channels", convolves=True
-        ),
-        "torch.nn.modules.conv.Conv2d": LayerKind(
-            "out_channels", "in_channels", convolves=True
-        ),
+        "torch.nn.modules.conv.Conv1d": _CONV,
+        "torch.nn.modules.conv.Conv2d": _CONV,
         "transformers.pytorch_utils.Conv1D": LayerKind("nf", "nx", transposed=True),
     }
 )
 
 
 def kind_of(module: nn.Module) -> LayerKind | None:
-    """The kind of a layer; None for every other module, subclasses included."""
+    """The kind of a layer; None for every other module, including subclasses."""
     kind = type(module)
-    return KINDS.get(f"{kind.__module__}.{kind.__qualname__}")
+    return LAYER_KINDS.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def why_no_layer(module: nn.Module) -> str:
-    """Why a module is no plain layer, to be said after its name; empty if it is one."""
-    kind = kind_of(module)
-    if kind is None:
-        return f"is no plain linear or convolution layer: {type(module).__name__}"
+    """Why a module is not a supported layer (follows its name); empty if it is one."""
+    if kind_of(module) is None:
+        return f"is not a plain linear or convolution layer: {type(module).__name__}"
     if hasattr(module, "parametrizations") or "weight" not in module._parameters:
         return "computes its weight from other parameters"
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         if module.groups > 1:
-            return (
-                f"is a convolution in {module.groups} groups, which tie inputs to "
-                "outputs; new units need one group"
-            )
+            return f"has {module.groups} groups; new units need a convolution with one"
         if module.padding_mode != "zeros" or isinstance(module.padding, str):
             how = module.padding if module.padding_mode == "zeros" else None
-            return f"pads by {how or module.padding_mode!r}, not by numbers of zeros"
+            return f"has padding {how or module.padding_mode!r}; use numbers of zeros"
     return ""
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether a module is a plain linear map over channels (and a window)."""
+    """Whether a module is a linear or convolution layer that seeds can extend."""
     return not why_no_layer(module)
 
 
 def kernel_of(module: nn.Module) -> Kernel | None:
-    """The window of a convolution; None for anything else."""
+    """The kernel of a convolution; None for other modules."""
     if not isinstance(module, nn.Conv1d | nn.Conv2d) or not is_layer(module):
         return None
     return Kernel(
@@ -84,49 +76,43 @@ def kernel_of(module: nn.Module) -> Kernel | None:
     )
 
 
-def turned(module: nn.Module, weight: Tensor) -> Tensor:
-    """A weight as its layer stores it from `[outputs, inputs, ...]`, or back."""
+def swap_layout(module: nn.Module, weight: Tensor) -> Tensor:
+    """Convert a weight from `[outputs, inputs, ...]` to its layer's layout, or back."""
     kind = kind_of(module)
     return weight.T.contiguous() if kind is not None and kind.transposed else weight
 
 
 def units_of(module: nn.Module) -> int:
-    """Outputs of a layer."""
+    """Number of outputs of a layer."""
     weight = module.get_parameter("weight")
     kind = kind_of(module)
     return int(weight.shape[1 if kind is not None and kind.transposed else 0])
 
 
 def write_sizes(module: nn.Module) -> None:
-    """Let a layer's attributes say the sizes that its weight has."""
+    """Set a layer's size attributes from the shape of its weight."""
     kind = kind_of(module)
     assert kind is not None
-    outputs, inputs = turned(module, module.get_parameter("weight")).shape[:2]
+    outputs, inputs = swap_layout(module, module.get_parameter("weight")).shape[:2]
     setattr(module, kind.outputs, outputs)
     setattr(module, kind.inputs, inputs)
 
 
 SIZED_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm)
-"""Norms that get units with the layer before them."""
+"""Norms that are widened with the layer before them."""
 
 
 def fit_sizes(host: nn.Module, state: Mapping[str, Any]) -> Callable[[], None]:
-    """Give layers and norms the sizes that they have in an exported network's state.
+    """Widen layers and norms to the sizes in an exported state; returns an undo.
 
-    They only become larger; what differs otherwise is left for loading to refuse.
-    Outputs grow with the inputs that read them: others are those of another host.
-
-    Returns:
-        What makes the host as it was.
+    Sizes only become larger; loading refuses every other difference. Refuses outputs
+    that grow without the inputs that read them.
     """
     _refuse_another_host(host, state)
     before = []
-    for name, module in host.named_modules():
-        if kind_of(module) is None and not isinstance(module, SIZED_NORMS):
-            continue
+    for prefix, module in _sized_modules(host):
         tensors = (dict(module._parameters), dict(module._buffers))
         held = (module, dict(vars(module)), *tensors)
-        prefix = f"{name}." if name else ""
         grown = [
             _grow(module, key, state.get(f"{prefix}{key}"))
             for key in ("weight", "bias", "running_mean", "running_var")
@@ -136,36 +122,40 @@ def fit_sizes(host: nn.Module, state: Mapping[str, Any]) -> Callable[[], None]:
             write = _write_norm_sizes if kind_of(module) is None else write_sizes
             write(module)
 
-    def put_back() -> None:
+    def undo() -> None:
         for module, attributes, parameters, buffers in before:
             vars(module).update(attributes)
             module._parameters, module._buffers = parameters, buffers
 
-    return put_back
+    return undo
+
+
+def _sized_modules(host: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Layers and norms that may have grown, with the prefix of their tensors."""
+    for name, module in host.named_modules():
+        if kind_of(module) is not None or isinstance(module, SIZED_NORMS):
+            yield f"{name}." if name else "", module
 
 
 def _refuse_another_host(host: nn.Module, state: Mapping[str, Any]) -> None:
-    """Refuse sizes that no merged seed can have made.
+    """Refuse sizes that merged seeds cannot produce.
 
-    New units add as large a share to the outputs of one layer as to the inputs of
-    another, whose inputs are a multiple of those outputs where a flatten lies between.
+    New units widen the outputs of one layer and the inputs of another by the same
+    factor. After a flatten the inputs are a multiple of those outputs.
     """
     outputs, inputs, norms = (dict[str, tuple[int, int]]() for _ in range(3))
-    for name, module in host.named_modules():
-        is_norm = isinstance(module, SIZED_NORMS)
-        if kind_of(module) is None and not is_norm:
-            continue
-        prefix = f"{name}." if name else ""
+    for prefix, module in _sized_modules(host):
+        name = prefix.removesuffix(".")
         for key in ("weight", "running_mean"):
             own, given = getattr(module, key, None), state.get(f"{prefix}{key}")
             if not (isinstance(own, Tensor) and isinstance(given, Tensor)):
                 continue
             if own.dim() != given.dim():
                 continue
-            if is_norm:
+            if isinstance(module, SIZED_NORMS):
                 norms[name] = len(own), len(given)
             else:
-                shapes = (turned(module, tensor).shape for tensor in (own, given))
+                shapes = (swap_layout(module, tensor).shape for tensor in (own, given))
                 outputs[name], inputs[name], *_ = zip(*shapes, strict=True)
     read = [
         (writer, reader)
@@ -185,19 +175,19 @@ def _refuse_another_host(host: nn.Module, state: Mapping[str, Any]) -> None:
         for name, (here, there) in sizes.items():
             if there > here and name not in known:
                 raise InvalidInputError(
-                    f"the saved host is another one: {name!r} has {here} {what} here "
-                    f"and {there} there, and nothing beside it grew with them."
+                    f"the state is from another host: {name!r} has {here} {what} here "
+                    f"and {there} there. Pass a host of the same architecture."
                 )
 
 
 def _grow(module: nn.Module, key: str, given: object) -> bool:
-    """Give a module's tensor a larger shape; returns whether it got one."""
+    """Enlarge a module's tensor to a given shape; returns whether it changed."""
     own = getattr(module, key, None)
     like = module._parameters.get("weight") if own is None else own
     if like is None or not isinstance(given, Tensor):
         return False
     if own is None:
-        fits = key == "bias" and kind_of(module) is not None  # folding may make one
+        fits = key == "bias" and kind_of(module) is not None  # merging may add a bias
     else:
         larger = zip(given.shape, own.shape, strict=False)
         fits = own.dim() == given.dim() and all(new >= old for new, old in larger)
@@ -211,7 +201,7 @@ def _grow(module: nn.Module, key: str, given: object) -> bool:
 
 
 def _write_norm_sizes(norm: nn.Module) -> None:
-    """Let a norm's attributes say the size that its weight has; groups stay as wide."""
+    """Set a norm's size attributes from its tensors; the group width stays the same."""
     like = norm._buffers.get("running_mean")
     units = len(norm.get_parameter("weight") if like is None else like)
     if isinstance(norm, nn.GroupNorm):

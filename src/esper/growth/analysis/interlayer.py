@@ -1,12 +1,12 @@
-"""What a host does between two layers, as modules that new units can have too.
+"""The computation between two layers of a host, as modules that new units reuse.
 
-A module of the host, or a torch function that it calls directly, works on each channel
-by itself. Where two layers read the same tensor and their outputs meet, as in a gated
-MLP, a `Join` holds the second one's way to the meeting point.
+Each step is a channel-wise module or torch function of the host. Where two layers read
+the same tensor and their outputs are combined, as in a gated MLP, a `Join` holds the
+second branch.
 
-All of it is saved as `SavedStep`s, which name modules of the host and entries of two
-closed tables, `FUNCTIONS` and `JOINS`, with typed arguments. Nothing else is looked up
-when they are read. A function outside the tables works in memory and cannot be saved.
+Steps are saved as `SavedStep`s. They name modules of the host, or entries of two closed
+tables, `FUNCTIONS` and `JOINS`, with typed arguments. Reading looks up nothing else.
+Functions outside the tables work in memory but cannot be saved.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from esper.contracts.errors import InvalidInputError
 
 NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm)
-"""Norms that can be given units of their own."""
+"""Norms that can be built for new units."""
 DROPOUTS: Final = {
     "dropout": nn.Dropout,
     "dropout1d": nn.Dropout1d,
@@ -35,12 +35,12 @@ DROPOUTS: Final = {
     "alpha_dropout": nn.AlphaDropout,
     "feature_alpha_dropout": nn.FeatureAlphaDropout,
 }
-"""Functions of torch that train otherwise than they answer, and modules for them."""
-SHAPING: Final = ("view", "reshape")
-ROWS: Final = "rows"
-"""Stands for the rows of a batch in a shape."""
+"""Torch functions that differ between training and eval mode, and their modules."""
+RESHAPES: Final = ("view", "reshape")
+BATCH_SIZE: Final = "rows"
+"""Placeholder for the batch size in a saved shape."""
 
-# The functions that a file may name, and their arguments behind the tensors.
+# Types of the arguments that a file may pass to a function.
 
 Axis = Annotated[int, Field(ge=-8, le=8)]
 Size = Annotated[int, Field(ge=1, le=1024)]
@@ -50,7 +50,7 @@ Length = Annotated[int, Field(ge=-1, le=2**31)]
 Short = Field(min_length=1, max_length=8)
 FLAG: Final = TypeAdapter[Any](bool)
 NUMBER: Final = TypeAdapter[Any](Annotated[float, Field(ge=-1e30, le=1e30)])
-SHARE: Final = TypeAdapter[Any](Annotated[float, Field(ge=0.0, le=1.0)])
+FRACTION: Final = TypeAdapter[Any](Annotated[float, Field(ge=0.0, le=1.0)])
 AXES: Final = TypeAdapter[Any](Axis | Annotated[list[Axis], Short])
 SIZES: Final = TypeAdapter[Any](Size | Annotated[list[Size], Short])
 MARGINS: Final = TypeAdapter[Any](Margin | Annotated[list[Margin], Short])
@@ -67,43 +67,40 @@ INTERPOLATION: Final = TypeAdapter[Any](
 
 
 def _reshape(h: Tensor, shape: Sequence[int | str]) -> Tensor:
-    return h.reshape([h.shape[0] if n == ROWS else int(n) for n in shape])
+    return h.reshape([h.shape[0] if n == BATCH_SIZE else int(n) for n in shape])
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """An entry of a table: what is called, and the arguments that it takes."""
+    """A table entry: a function and the types of its arguments."""
 
     call: Callable[..., Tensor]
     arguments: Mapping[str, TypeAdapter[Any]] = field(default_factory=dict)
-    """In the order of torch's own."""
+    """In torch's order."""
     required: int = 0
-    """How many of them must be given."""
+    """Number of required arguments."""
 
     def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments as they are passed on; refuses all others."""
+        """Validated arguments; refuses unknown, missing and wrong ones."""
         odd = {*given} - {*self.arguments}
         missing = {*[*self.arguments][: self.required]} - {*given}
         if odd or missing:
-            what = (
-                f"{'passes' if odd else 'lacks'} argument {min(odd or missing)[:80]!r}"
-            )
-            raise InvalidInputError(what)
+            verb, name = "passes" if odd else "lacks", min(odd or missing)
+            raise InvalidInputError(f"{verb} argument {name[:80]!r}")
         try:
             return {
                 name: self.arguments[name].validate_python(value, strict=True)
                 for name, value in given.items()
             }
         except ValidationError as error:
-            raise InvalidInputError(
-                f"passes wrong arguments {str(given)[:80]!r}"
-            ) from error
+            problem = f"passes wrong arguments {str(given)[:80]!r}"
+            raise InvalidInputError(problem) from error
 
 
 _WINDOW: Final = {"kernel_size": SIZES, "stride": SIZES, "padding": MARGINS}
-_MAX: Final = {**_WINDOW, "dilation": SIZES, "ceil_mode": FLAG}
-_MEAN: Final = {**_WINDOW, "ceil_mode": FLAG, "count_include_pad": FLAG}
-_OVER: Final = {"dim": AXES, "keepdim": FLAG}
+_MAX_POOL: Final = {**_WINDOW, "dilation": SIZES, "ceil_mode": FLAG}
+_AVG_POOL: Final = {**_WINDOW, "ceil_mode": FLAG, "count_include_pad": FLAG}
+_REDUCTION: Final = {"dim": AXES, "keepdim": FLAG}
 _OTHER: Final = {"other": NUMBER}
 ALIASES: Final = {
     "absolute": "abs",
@@ -118,16 +115,13 @@ ALIASES: Final = {
     "subtract": "sub",
     "true_divide": "div",
 }
-SPACES: Final = ("torch", "torch.Tensor", "torch.nn.functional", "torch.special")
+NAMESPACES: Final = ("torch", "torch.Tensor", "torch.nn.functional", "torch.special")
 
 
 def table_name(function: Callable[..., Any]) -> str:
-    """What a function of torch is called in the tables, whichever of its names it is.
-
-    In-place functions are called like those that are not.
-    """
-    space, _, last = (resolve_name(function) or "").rpartition(".")
-    name = last.strip("_") if space in SPACES else ""
+    """Table name of a torch function; aliases and in-place versions share one."""
+    namespace, _, last = (resolve_name(function) or "").rpartition(".")
+    name = last.strip("_") if namespace in NAMESPACES else ""
     return ALIASES.get(name, name)
 
 
@@ -158,11 +152,11 @@ GROWING: Final = {
     "interpolate": Function(F.interpolate, _RESIZING),
     "pad": Function(F.pad, {"pad": MARGINS, "mode": PADDING, "value": NUMBER}, 1),
 }
-"""Functions whose result may be larger than what they are given."""
+"""Functions whose result may be larger than their input."""
 FUNCTIONS: Final[Mapping[str, Function]] = {
     **{table_name(function): Function(function) for function in _ELEMENTWISE},
     **GROWING,
-    **{name: Function(F.dropout, {"p": SHARE}) for name in DROPOUTS},
+    **{name: Function(F.dropout, {"p": FRACTION}) for name in DROPOUTS},
     "add": Function(torch.add, {**_OTHER, "alpha": NUMBER}, 1),
     "sub": Function(torch.sub, {**_OTHER, "alpha": NUMBER}, 1),
     "rsub": Function(lambda h, other: other - h, _OTHER, 1),
@@ -186,20 +180,20 @@ FUNCTIONS: Final[Mapping[str, Function]] = {
     "hardshrink": Function(F.hardshrink, {"lambd": NUMBER}),
     "softshrink": Function(F.softshrink, {"lambd": NUMBER}),
     "threshold": Function(F.threshold, {"threshold": NUMBER, "value": NUMBER}, 2),
-    "max_pool1d": Function(F.max_pool1d, _MAX, 1),
-    "max_pool2d": Function(F.max_pool2d, _MAX, 1),
-    "avg_pool1d": Function(F.avg_pool1d, _MEAN, 1),
-    "avg_pool2d": Function(F.avg_pool2d, _MEAN, 1),
-    "mean": Function(torch.mean, _OVER, 1),
-    "sum": Function(torch.sum, _OVER, 1),
-    "amax": Function(torch.amax, _OVER, 1),
-    "amin": Function(torch.amin, _OVER, 1),
+    "max_pool1d": Function(F.max_pool1d, _MAX_POOL, 1),
+    "max_pool2d": Function(F.max_pool2d, _MAX_POOL, 1),
+    "avg_pool1d": Function(F.avg_pool1d, _AVG_POOL, 1),
+    "avg_pool2d": Function(F.avg_pool2d, _AVG_POOL, 1),
+    "mean": Function(torch.mean, _REDUCTION, 1),
+    "sum": Function(torch.sum, _REDUCTION, 1),
+    "amax": Function(torch.amax, _REDUCTION, 1),
+    "amin": Function(torch.amin, _REDUCTION, 1),
     "squeeze": Function(torch.squeeze, {"dim": AXES}, 1),
     "unsqueeze": Function(torch.unsqueeze, {"dim": AXES}, 1),
     "flatten": Function(torch.flatten, {"start_dim": AXES, "end_dim": AXES}),
     "reshape": Function(_reshape, {"shape": SHAPE}, 1),
 }
-"""Functions of one tensor."""
+"""Functions of one tensor that a file may name."""
 JOINS: Final[Mapping[str, Function]] = {
     "add": Function(torch.add, {"alpha": NUMBER}),
     "sub": Function(torch.sub, {"alpha": NUMBER}),
@@ -209,26 +203,24 @@ JOINS: Final[Mapping[str, Function]] = {
     "maximum": Function(torch.maximum),
     "minimum": Function(torch.minimum),
 }
-"""Functions of two tensors."""
+"""Functions of two tensors that a file may name."""
 COPYABLE: Final = (
     *(int, float, str, slice, EllipsisType, type(None)),
     *(torch.dtype, torch.device, torch.memory_format, torch.layout),
 )
-"""Arguments that can be copied and pickled."""
-MOST_STEPS: Final = 64
-MOST_GROWING: Final = 2
-"""Of what a file may put between two layers."""
+"""Types of arguments that can be copied and pickled."""
+MAX_SAVED_STEPS: Final = 64
+MAX_SAVED_GROWING: Final = 2
+"""Limits for the steps between two layers in a file."""
 
 
 class Interlayer(nn.Sequential):
-    """What lies between two layers, one step after the other."""
+    """The steps between two layers."""
 
     def forward(self, h: Tensor, other: Tensor | None = None) -> Tensor:
-        """From what the first layer gives to what the second one reads.
+        """The second layer's input from the first layer's output.
 
-        Args:
-            h: The first layer's output.
-            other: The output of the layer beside it, if there is a `Join`.
+        `other` is the output of the gate layer, if there is a `Join`.
         """
         for module in self:
             h = module(h, other) if isinstance(module, Join) else module(h)
@@ -236,13 +228,9 @@ class Interlayer(nn.Sequential):
 
 
 class FunctionModule(nn.Module):
-    """A torch function that the host called directly, as a module.
+    """A torch function that the host calls directly, as a module.
 
-    Args:
-        name: Of an entry of the table, or torch's own of the function.
-        kwargs: Its arguments by name.
-        args: Its arguments behind the tensors, for a function outside the tables.
-        function: One outside the tables.
+    `name` is a table entry. A function outside the tables passes `function` and `args`.
     """
 
     def __init__(
@@ -257,7 +245,7 @@ class FunctionModule(nn.Module):
         self.function = function
 
     def forward(self, *given: Tensor) -> Tensor:
-        """The same call on other tensors."""
+        """Call the function; refuses two tensors that broadcast to a larger one."""
         if len(given) > 1:
             shapes = [tensor.shape for tensor in given]
             if torch.broadcast_shapes(*shapes) not in shapes:
@@ -273,25 +261,21 @@ class FunctionModule(nn.Module):
 
     @property
     def copyable(self) -> bool:
-        """Whether it can be copied and pickled with its arguments."""
+        """Whether the function and its arguments can be copied and pickled."""
         leaves = tree_leaves([*self.args, self.kwargs])
         return bool(self.name) and all(isinstance(leaf, COPYABLE) for leaf in leaves)
 
 
-def called(
+def function_module(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
     joins: bool = False,
 ) -> FunctionModule:
-    """A call of torch as a module, by its name in a table if there is one.
+    """A torch call as a module, by its table name if it has one.
 
-    Args:
-        function: Any of torch's names for it; in place or not.
-        args: Its arguments behind the tensors.
-        kwargs: Its arguments by name.
-        joins: Whether it is a function of two tensors.
+    `args` are the arguments after the tensors. `joins` is set if there are two tensors.
     """
     given = {key: kwargs[key] for key in kwargs if key != "inplace"}
     name = table_name(function)
@@ -310,7 +294,7 @@ def called(
 
 
 class Join(nn.Module):
-    """Where a second branch, from a layer that reads the same, meets the first."""
+    """Combines a path with a second branch from a layer that reads the same input."""
 
     def __init__(
         self,
@@ -323,29 +307,24 @@ class Join(nn.Module):
         super().__init__()
         self.function = function
         self.layer = layer
-        """Name of the layer that the second branch begins with."""
+        """Name of the first layer of the second branch."""
         self.branch = nn.Sequential(*branch)
         self.swapped = swapped
-        """Whether the function takes the second branch first."""
+        """Whether the second branch is the function's first argument."""
 
     def forward(self, h: Tensor, other: Tensor) -> Tensor:
-        """Both branches together.
-
-        Args:
-            h: The first branch.
-            other: What the layer of the second branch gives.
-        """
+        """Combine both branches; `other` is the output of the second branch's layer."""
         pair = (h, self.branch(other))
         result: Tensor = self.function(*(pair[::-1] if self.swapped else pair))
         return result
 
     def with_branch(self, branch: Iterable[nn.Module]) -> "Join":
-        """The same with other modules on the second branch."""
+        """A copy with other modules on the second branch."""
         return Join(self.function, self.layer, branch, swapped=self.swapped)
 
 
 def every_step(interlayer: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """All modules between two layers, those of a second branch included."""
+    """All modules between two layers, including those of a second branch."""
     for module in interlayer:
         yield from module.branch if isinstance(module, Join) else (module,)
 
@@ -355,33 +334,32 @@ def every_step(interlayer: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedStep:
-    """One step between two layers as plain data."""
+    """One step between two layers as plain data; the last three belong to a `Join`."""
 
     kind: Literal["module", "function", "join", "unsaved"]
     name: str
-    """Of a module of the host, of an entry of a table, or of an unsaved function."""
+    """Name of a host module, of a table entry, or of a function outside the tables."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     layer: str = ""
     branch: Annotated[tuple["SavedStep", ...], FailFast()] = ()
     swapped: bool = False
-    """Those of a `Join`."""
 
 
 SavedSteps = Annotated[tuple[SavedStep, ...], FailFast()]
 
 
 def unsaved_function(steps: Iterable[SavedStep]) -> str:
-    """A function among steps that cannot be saved; empty if there is none."""
+    """Name of the first function that cannot be saved; empty if there is none."""
     found = (
         s.name if s.kind == "unsaved" else unsaved_function(s.branch) for s in steps
     )
     return next(filter(None, found), "")
 
 
-def describe_middle(
+def describe_interlayer(
     modules: Iterable[nn.Module], names: Mapping[nn.Module, str]
 ) -> SavedSteps:
-    """What lies between two layers as plain data; the host's modules by their names."""
+    """The steps between two layers as plain data; host modules by name."""
     return tuple(_described(module, names) for module in modules)
 
 
@@ -400,7 +378,7 @@ def _described(module: nn.Module, names: Mapping[nn.Module, str]) -> SavedStep:
             name=module.function.name,
             kwargs=module.function.kwargs,
             layer=module.layer,
-            branch=describe_middle(module.branch, names),
+            branch=describe_interlayer(module.branch, names),
             swapped=module.swapped,
         )
     assert isinstance(module, tuple(DROPOUTS.values()))
@@ -408,20 +386,15 @@ def _described(module: nn.Module, names: Mapping[nn.Module, str]) -> SavedStep:
     return SavedStep(kind="function", name=kinds[type(module)], kwargs={"p": module.p})
 
 
-def restore_middle(
+def restore_interlayer(
     steps: Sequence[SavedStep], modules: Mapping[str, nn.Module]
 ) -> tuple[nn.Module, ...]:
-    """The modules that `describe_middle` has described.
-
-    Args:
-        steps: From a file of anyone.
-        modules: Those of the host by name.
-    """
+    """Modules from the steps of an untrusted file; `modules` are the host's by name."""
     growing = sum(step.name in GROWING for step in steps)
-    if len(steps) > MOST_STEPS or growing > MOST_GROWING:
+    if len(steps) > MAX_SAVED_STEPS or growing > MAX_SAVED_GROWING:
         raise InvalidInputError(
-            f"has {len(steps)} steps, of which {growing} make tensors larger, and "
-            f"{MOST_STEPS} and {MOST_GROWING} are the limits"
+            f"has {len(steps)} steps, of which {growing} make tensors larger; the "
+            f"limits are {MAX_SAVED_STEPS} and {MAX_SAVED_GROWING}"
         )
     return tuple(_restored(step, modules) for step in steps)
 
@@ -435,15 +408,13 @@ def _restored(step: SavedStep, modules: Mapping[str, nn.Module]) -> nn.Module:
         if isinstance(own, (*NORMS, *DROPOUTS.values())):
             return own
         if any(True for _ in own.children()) or any(True for _ in own.parameters()):
-            raise InvalidInputError(
-                f"has {step.name!r}, whose weights are not saved with it"
-            )
+            raise InvalidInputError(f"has {step.name!r}, which has weights of its own")
         return deepcopy(own)
     table = JOINS if step.kind == "join" else FUNCTIONS
     if step.kind == "unsaved" or step.name not in table:
         raise InvalidInputError(
-            f"calls {step.name[:80]!r}, which no file may call; let an nn.Module of "
-            "the host call it"
+            f"calls {step.name[:80]!r}, which no file may call; move the call into "
+            "an nn.Module of the host"
         )
     kwargs = table[step.name].checked(step.kwargs)
     if step.name in DROPOUTS:
@@ -453,7 +424,7 @@ def _restored(step: SavedStep, modules: Mapping[str, nn.Module]) -> nn.Module:
         return function
     if any(inner.kind == "join" for inner in step.branch):
         raise InvalidInputError("joins more than two layers")
-    branch = restore_middle(step.branch, modules)
+    branch = restore_interlayer(step.branch, modules)
     return Join(function, step.layer, branch, swapped=step.swapped)
 
 
@@ -463,13 +434,13 @@ def _restored(step: SavedStep, modules: Mapping[str, nn.Module]) -> nn.Module:
 def new_interlayer(
     interlayer: Iterable[nn.Module], units: int, width: int
 ) -> Interlayer:
-    """What lies between two layers, for new units with norms of their own."""
+    """The steps between two layers for new units, with norms of their size."""
     return Interlayer(*(_for_units(module, units, width) for module in interlayer))
 
 
 def _for_units(module: nn.Module, units: int, width: int) -> nn.Module:
     if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
-        # After a flatten a unit has several features.
+        # After a flatten, one unit has several features.
         return type(module)(
             units * (module.num_features // width),
             eps=module.eps,

@@ -1,8 +1,8 @@
-"""Multiply-adds: counted in a forward pass, and of training by one rule for every arm.
+"""Multiply-adds of a forward pass, and a rule for those of a training step.
 
-A step costs three times its forward pass: forwards, and backwards to the weights and to
-the activations. While seeds train, a shadow pass comes on top: forwards through the
-network and the seeds, backwards through what lies behind them, and through them.
+A training step costs three forward passes: one forward, one backward to the weights and
+one backward to the activations. While seeds train, a shadow pass is added: forward
+through network and seeds, backward through the seeds and the layers after them.
 """
 
 import warnings
@@ -15,19 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 class _NoModules(nullcontext[None]):
-    """Counts no module by itself: that needs hooks on all that modules are given."""
+    """Replaces the counter's module tracker, which would hook every module."""
 
     parents = ("Global",)
 
-    def __exit__(self, *_: object) -> None:
-        """Nothing; the counter gives no exception."""
-
 
 def count_macs(run: Callable[[], object]) -> int:
-    """Multiply-adds of the matrix products and convolutions of a call."""
+    """Multiply-adds of the matrix products and convolutions in a call."""
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
-    # The counter knows the plain kernels of attention and of LSTMs, not the fused ones.
+    # The counter does not support fused kernels of attention and LSTMs.
     with (
         warnings.catch_warnings(action="ignore"),
         torch.backends.mkldnn.flags(enabled=False),
@@ -45,8 +42,8 @@ def step_macs(active: int, training: int = 0, behind: int = 0) -> int:
 
     Args:
         active: Forward pass of the host with its active seeds.
-        training: Forward pass of the seeds that train in the shadow.
-        behind: Forward pass of all that lies behind the first of those.
+        training: Forward pass of the seeds in shadow training.
+        behind: Forward pass of all layers after the first of those seeds.
     """
     shadow = active + training + 2 * training + behind if training else 0
     return 3 * active + shadow

@@ -1,13 +1,14 @@
-"""Finding the slots of a host: all that can be widened, or those that a pattern names.
+"""Find the slots of a host: all that can be widened, or those that match a pattern.
 
     slots = suggest_slots(model, example)
-    print(slots)                 # what was found, what was skipped, and why
+    print(slots)                 # found slots, and skipped layers with reasons
     Grower(model, optimizer, slots, example=example)
 
-One call of the host on an example shows which layer reads what another one gives.
+A call of the host on the example shows which layer reads the output of which.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -34,25 +35,25 @@ from esper.growth.blueprints.registry import first_line
 WILDCARDS: Final = frozenset("*?[")
 
 Reject = Callable[[InsertionPoint], str]
-"""Why a place is not wanted; empty if it is."""
+"""Returns why an insertion point is not wanted; empty if it is."""
 
 
 class SlotSuggestions(tuple[str, ...]):
-    """Names of slots, input to output, and what was skipped; `print` shows both."""
+    """Names of slots from input to output, and skipped layers; `print` shows both."""
 
     skipped: Mapping[str, str]
-    """Layers that no slot begins with, and why."""
+    """Layers that no slot starts with, and why."""
 
     def __new__(
         cls, found: Iterable[str], skipped: Mapping[str, str]
     ) -> "SlotSuggestions":
-        """The names, with the reasons beside them."""
+        """A tuple of the names, with `skipped` as an attribute."""
         made = super().__new__(cls, found)
         made.skipped = dict(skipped)
         return made
 
     def __str__(self) -> str:
-        """One line for each."""
+        """One line per slot and per skipped layer."""
         left = [f"  {name}: {why}" for name, why in self.skipped.items()]
         return "\n".join([*self, *(["skipped:", *left] if left else [])])
 
@@ -60,15 +61,15 @@ class SlotSuggestions(tuple[str, ...]):
 def suggest_slots(
     model: nn.Module, example: Example, *, reject: Reject = lambda place: ""
 ) -> SlotSuggestions:
-    """Names of slots that can be grown, for `Grower(slots=...)`, input to output.
+    """Names of slots that can grow, from input to output, for `Grower(slots=...)`.
 
-    Pairs of layers with only channel-wise work between them, for new hidden units; the
-    places beside single layers for a host without such pairs.
+    These are pairs of layers with only channel-wise steps between them. A host without
+    such pairs gets slots parallel to single layers.
 
     Args:
         model: The host.
-        example: What it is called with: a tensor, a tuple or a dictionary.
-        reject: Why a place that could be grown is not wanted; "" if it is.
+        example: Input of the host: a tensor, a tuple or a dictionary.
+        reject: Returns why an insertion point is not wanted; "" if it is.
     """
     check_host(model)
     with isolated(model, training=False), torch.no_grad():
@@ -88,16 +89,15 @@ def suggest_slots(
             found.append(_span_from(model, name, trace, found))
         except InvalidInputError as error:
             skipped[name] = str(error).removesuffix(".")
-        except Exception as error:  # code of others: one layer less, not the whole host
-            skipped[name] = f"it cannot be looked at, {first_line(error)}"
+        except Exception as error:  # user code: skip the layer, not the whole host
+            skipped[name] = f"analysing it failed, {first_line(error)}"
     found = _wanted(model, found, example, reject, skipped)
     if not found:
-        beside = [*_beside(model, called, trace)]
-        found = _wanted(model, beside, example, reject, {})
+        parallel = [*_parallel_points(model, called, trace)]
+        found = _wanted(model, parallel, example, reject, {})
     if not found:
         raise InvalidInputError(
-            "no linear or convolution layer of the host can be grown; name slots by "
-            "hand."
+            "no linear or convolution layer of the host can grow; name slots by hand."
         )
     return SlotSuggestions((place.site.name for place in found), skipped)
 
@@ -108,9 +108,9 @@ def choose_slots(
     example: Example,
     reject: Reject = lambda place: "",
 ) -> tuple[str, ...]:
-    """Slots by name: "auto" is every suggested one, a pattern those that it matches.
+    """Names of slots from names and patterns; "auto" is every suggested slot.
 
-    A pattern such as "*.mlp" matches the name of a slot, or of a module that holds it.
+    A pattern such as "*.mlp" matches the name of a slot or of a module around it.
     """
     if isinstance(slots, str) and slots == "auto":
         return suggest_slots(model, example, reject=reject)
@@ -129,14 +129,14 @@ def choose_slots(
         if not matching:
             raise InvalidInputError(
                 f"no slot matches {slot!r}; print(esper.suggest_slots(model, example)) "
-                "shows which there are and what was skipped."
+                "lists the slots."
             )
         chosen += matching
     return tuple(dict.fromkeys(chosen))
 
 
 def _matches(slot: str, pattern: str) -> bool:
-    """Whether a pattern matches a slot, or a module that both of its ends lie in."""
+    """Whether a pattern matches a slot, or a module that contains both its ends."""
     ends = [end.split(".") for end in slot.split(ARROW)]
     shared = 0
     while all(len(end) > shared + 1 and end[shared] == ends[0][shared] for end in ends):
@@ -148,15 +148,15 @@ def _matches(slot: str, pattern: str) -> bool:
 def _span_from(
     model: nn.Module, name: str, trace: Trace, before: Sequence[InsertionPoint]
 ) -> InsertionPoint:
-    """The span that begins with a layer; refuses a layer that none begins with."""
+    """The span that starts with a layer; refuses a layer without a span."""
     modules, calls = trace.modules, trace.records[name].calls
     path = trace.tracer.paths.get(modules[name])
     if path is None or calls != 1:
-        raise InvalidInputError(f"it is called {calls} times in one pass")
+        raise InvalidInputError(f"it is called {calls} times in one forward pass")
     if path.problem:
         raise InvalidInputError(path.problem)
     if path.reader is None or not name:
-        raise InvalidInputError("no other layer reads what it gives")
+        raise InvalidInputError("no other layer reads its output")
     outlet = trace.tracer.names[path.reader]
     if why := why_no_layer(path.reader):
         raise InvalidInputError(f"{outlet!r} {why}")
@@ -171,17 +171,14 @@ def _span_from(
     return place
 
 
-def _beside(
+def _parallel_points(
     model: nn.Module, called: Iterable[str], trace: Trace
 ) -> Iterable[InsertionPoint]:
-    """Places beside single layers."""
-    modules = trace.modules
+    """Insertion points parallel to single layers."""
     for name in filter(None, called):
-        try:
-            check_not_shared(model, name, modules[name])
+        with suppress(InvalidInputError):
+            check_not_shared(model, name, trace.modules[name])
             yield insertion_point(Site(name, name, residual=False), trace)
-        except InvalidInputError:
-            continue
 
 
 def _wanted(
@@ -191,7 +188,7 @@ def _wanted(
     reject: Reject,
     skipped: dict[str, str],
 ) -> list[InsertionPoint]:
-    """Places that are wanted and that gradients reach; the others are noted."""
+    """Insertion points that are wanted and get gradients; others go to `skipped`."""
     cut = {*without_gradient(model, places, example)} if places else set[str]()
     whys = {
         place.site.inlet: f"no gradient reaches {place.site.outlet!r}"
@@ -204,6 +201,6 @@ def _wanted(
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    """Whether a module maps channels to channels by weights of its own."""
+    """Whether a module has its own matrix that maps channels to channels."""
     own = module.parameters(recurse=False)
     return not isinstance(module, nn.Embedding) and any(p.dim() > 1 for p in own)

@@ -1,13 +1,12 @@
-"""Slots of a host: named, found and checked with one example before anything grows.
+"""Slots of a host: parsed from names and checked with one example.
 
     "fc1->fc2"   reads the input of fc1, adds to the output of fc2
-    "fc2->fc2"   beside one layer: reads its input, adds to its output
+    "fc2->fc2"   parallel to one layer: reads its input, adds to its output
     "block"      residual: reads and adds to the output of block
 
-Names are the host's own module names. The host is called twice in eval mode (the
-outputs must agree) and twice in training mode, once of these backwards too. Between two
-layers both modes must do the same but for dropout. What cannot work is refused here in
-one line, by name. The host is left as it was.
+Names are the host's module names. The host is called in eval mode, where outputs must
+be deterministic, and in training mode, with a backward pass. Between two layers the
+modes may differ in dropout only. Slots that cannot grow are refused.
 """
 
 from collections import Counter
@@ -30,7 +29,7 @@ from esper.growth.analysis.host_layers import (
     units_of,
     why_no_layer,
 )
-from esper.growth.analysis.interlayer import Join, SavedSteps, describe_middle
+from esper.growth.analysis.interlayer import Join, SavedSteps, describe_interlayer
 from esper.growth.analysis.macs import count_macs
 from esper.growth.analysis.tracing import (
     Example,
@@ -59,14 +58,14 @@ SIGNAL_LAYERS: Final = (
     nn.GroupNorm,
 )
 CHANNELS_LAST: Final = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding)
-"""Layers whose type says where the channels of their output are."""
-TRIES: Final = 8
-"""Calls in training mode, if some layers are left out at random (LayerDrop)."""
+"""Layers whose type shows where the channels of their output are."""
+MAX_TRAINING_CALLS: Final = 8
+"""Calls in training mode if some layers are skipped at random (LayerDrop)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where seeds of one place read and write, by module name."""
+    """The modules where seeds read and write, by name."""
 
     inlet: str
     outlet: str
@@ -80,30 +79,30 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InsertionPoint:
-    """A site of a host with all that planting needs to know of it."""
+    """A site of a host with everything that planting needs."""
 
     site: Site
     geometry: Geometry
     inlet: nn.Module
     outlet: nn.Module
     interlayer: tuple[nn.Module, ...]
-    """What lies between the two layers of a span."""
+    """The steps between the two layers of a span."""
     recipe: SavedSteps
-    """The same as plain data, to be saved."""
+    """The same steps as plain data."""
     depth: float
-    """Where the outlet lies between the host's input (0) and output (1)."""
+    """Position of the outlet between the host's input (0) and output (1)."""
     in_mlp: bool = False
     """Whether all layers of the host are linear and work on vectors."""
 
     @property
     def gate(self) -> str:
-        """Name of the layer beside the inlet's whose output meets its own, if any."""
+        """Name of the gate layer that joins the path; empty if there is none."""
         return next((m.layer for m in self.interlayer if isinstance(m, Join)), "")
 
 
 @dataclass(frozen=True, slots=True)
 class HostAnalysis:
-    """A host's places and size, as one example shows them."""
+    """The insertion points and the size of a host."""
 
     places: tuple[InsertionPoint, ...]
     parameters: int
@@ -111,13 +110,12 @@ class HostAnalysis:
     """Multiply-adds per example row."""
 
 
-def parse(slot: str) -> Site:
-    """A site from its name."""
+def parse_slot(slot: str) -> Site:
+    """The site of a slot's name."""
     ends = [end.strip() for end in slot.split(ARROW)]
     if len(ends) > 2 or not all(ends):
         raise InvalidInputError(
-            f"slot {slot!r} must be a module name, or two joined by '->' as in "
-            "'fc1->fc2'."
+            f"slot {slot!r} must be a module name, or two such as 'fc1->fc2'."
         )
     return Site(ends[0], ends[-1], residual=len(ends) == 1)
 
@@ -125,25 +123,24 @@ def parse(slot: str) -> Site:
 def analyse_host(
     host: nn.Module, slots: Iterable[str], example: Example
 ) -> HostAnalysis:
-    """Find slots of a host by an example; refuses those that cannot be grown."""
+    """Analyse a host's slots with an example; refuses slots that cannot grow."""
     sites = _find_sites(host, slots)
     if torch.is_inference_mode_enabled():
         raise InvalidInputError(
-            "a host cannot be surveyed in inference mode; leave it first."
+            "a host cannot be analysed in inference mode; leave it first."
         )
     with isolated(host, training=False), torch.no_grad():
         trace = trace_host(host, sites, example)
         again = tensors_of(_call(host, example))
         macs = count_macs(lambda: call(host, example))
     if not trace.outputs:
-        raise InvalidInputError("the host's answer holds no floating-point tensor.")
+        raise InvalidInputError("the host's output has no floating-point tensor.")
     if any(
         not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
         for a, b in zip(trace.outputs, again, strict=True)
     ):
         raise InvalidInputError(
-            "two calls of the host in eval mode disagree; its forward must not be "
-            "random or change with every call."
+            "two calls of the host in eval mode differ; make its forward deterministic."
         )
     compare_training(host, trace, example)
     places = tuple(insertion_point(site, trace) for site in sites)
@@ -152,7 +149,7 @@ def analyse_host(
     _refuse_overlap(places)
     for name in without_gradient(host, places, example):
         raise InvalidInputError(
-            f"no gradient reaches {name!r}; a seed there could not learn."
+            f"no gradient reaches {name!r}, so a seed cannot learn; use another slot."
         )
     return HostAnalysis(
         places,
@@ -162,19 +159,18 @@ def analyse_host(
 
 
 def _find_sites(host: nn.Module, slots: Iterable[str]) -> tuple[Site, ...]:
-    """The sites of a host; refuses names that no slot can have."""
+    """The sites of a host; refuses names that cannot be slots."""
     check_host(host)
-    sites = tuple(parse(slot) for slot in slots)
+    sites = tuple(parse_slot(slot) for slot in slots)
     if not sites:
         raise InvalidInputError(
-            "slots is empty; name a place, or let esper.suggest_slots(model, example) "
-            "find some."
+            "slots is empty; esper.suggest_slots(model, example) finds slots."
         )
     doubled = [site for site, count in Counter(sites).items() if count > 1]
     if doubled:
         raise InvalidInputError(
-            f"slot {doubled[0].name!r} is named twice; a place holds several seeds "
-            "by itself (seeds_per_slot)."
+            f"slot {doubled[0].name!r} is named twice; use seeds_per_slot for several "
+            "seeds in one slot."
         )
     names = {name: module for name, module in host.named_modules() if name}
     for site in sites:
@@ -186,62 +182,46 @@ def _find_sites(host: nn.Module, slots: Iterable[str]) -> tuple[Site, ...]:
 
 
 def check_host(host: nn.Module) -> None:
-    """Refuse a host that cannot grow, whatever its slots."""
+    """Refuse a host that cannot grow with any slots."""
     if not isinstance(host, nn.Module):
         raise InvalidInputError(
             f"the host must be an nn.Module, got {type(host).__name__}."
         )
     kind, parameters = type(host), [*host.parameters()]
-    compiled = (
+    compiled = [
         name
         for name, module in host.named_modules()
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    ]
+    inside = f" at {compiled[0]!r}" if any(compiled[:1]) else ""
+    wrapped = isinstance(host, DataParallel | DistributedDataParallel)
+    scripted = kind.__module__.startswith("torch.jit")
+    # By name, since importing the classes is slow.
+    sharded = kind.__name__ == "FullyShardedDataParallel" or any(
+        type(p.data).__name__ == "DTensor" for p in parameters
     )
-    inside = next(compiled, None)
+    on_meta = any(p.is_meta for p in parameters if not is_lazy(p))
     devices = sorted({str(p.device) for p in parameters if p.is_floating_point()})
     for wrong, line in (
+        (wrapped, f"is wrapped in {kind.__name__}; pass model.module"),
         (
-            isinstance(host, DataParallel | DistributedDataParallel),
-            f"is wrapped in {kind.__name__}; pass model.module",
+            bool(compiled),
+            f"is compiled{inside}; pass the module before torch.compile, and compile "
+            "the result of export()",
         ),
-        (
-            inside is not None,
-            f"is compiled{f' at {inside!r}' if inside else ''}, and a compiled graph "
-            "does not grow; pass the module before torch.compile and compile "
-            "export()'s result",
-        ),
-        (
-            kind.__module__.startswith("torch.jit"),
-            "is a TorchScript module; pass the nn.Module itself",
-        ),
-        (
-            # By name, since importing the class takes long.
-            kind.__name__ == "FullyShardedDataParallel"
-            or any(type(p.data).__name__ == "DTensor" for p in parameters),
-            "is sharded (FSDP), and a sharded host does not grow; use "
-            "DistributedDataParallel",
-        ),
+        (scripted, "is a TorchScript module; pass the nn.Module itself"),
+        (sharded, "is sharded (FSDP); use DistributedDataParallel"),
         (not parameters, "has no parameters; there is nothing to grow"),
-        (
-            any(p.is_meta for p in parameters if not is_lazy(p)),
-            "is on the meta device and has no weights; load them, or call "
-            "to_empty(device=...) and initialise them, before growing",
-        ),
-        (
-            any(is_lazy(parameter) for parameter in parameters),
-            "has lazy parameters; run it once on an example before growing",
-        ),
-        (
-            len(devices) > 1,
-            f"lies on several devices ({', '.join(devices)}); use one",
-        ),
+        (on_meta, "is on the meta device and has no weights; load them first"),
+        (any(map(is_lazy, parameters)), "has lazy parameters; call it once first"),
+        (len(devices) > 1, f"is on several devices ({', '.join(devices)}); use one"),
     ):
         if wrong:
             raise InvalidInputError(f"the host {line}.")
 
 
 def check_not_shared(host: nn.Module, name: str, module: nn.Module) -> None:
-    """Refuse a module that the host holds under two names, or whose weights it ties."""
+    """Refuse a module that has two names in the host, or tied weights."""
     aliases = [
         other
         for other, found in host.named_modules(remove_duplicate=False)
@@ -250,25 +230,25 @@ def check_not_shared(host: nn.Module, name: str, module: nn.Module) -> None:
     if len(aliases) > 1:
         raise InvalidInputError(
             f"module {name!r} is shared with {aliases[aliases[0] == name]!r}; a slot "
-            "needs a module of its own."
+            "needs a module that is used once."
         )
     mine = {id(parameter): key for key, parameter in module.named_parameters()}
     for other, parameter in host.named_parameters(remove_duplicate=False):
         if id(parameter) in mine and not f"{other}.".startswith(f"{name}."):
             raise InvalidInputError(
                 f"{name}.{mine[id(parameter)]} is tied to {other}; a slot needs "
-                "weights of its own."
+                "untied weights."
             )
 
 
 @dataclass(slots=True)
 class _Record:
-    """What was seen at one module in one call of the host."""
+    """Inputs and outputs of one module in one call of the host."""
 
     inputs: Any = None
     given_version: int = 0
     version_after: dict[str, int] = field(default_factory=dict)
-    """Version of what was given, when another module returned."""
+    """Version of the input when another module returned."""
     outputs: Any = None
     calls: int = 0
     last_leaf: nn.Module | None = None
@@ -280,7 +260,7 @@ class Trace:
     """One call of the host."""
 
     records: dict[str, _Record]
-    """Of all layers and all ends of sites, by name."""
+    """Records of all layers and all ends of sites, by name."""
     tracer: PathTracer
     modules: dict[str, nn.Module]
     """All modules of the host by name."""
@@ -289,10 +269,10 @@ class Trace:
 
 
 def compare_training(host: nn.Module, trace: Trace, example: Example) -> None:
-    """Note where a call in training mode goes other ways than this one in eval mode."""
+    """Record where training mode takes other paths than this trace of eval mode."""
     paths, trained = trace.tracer.paths, dict[nn.Module, Path]()
     with isolated(host, training=True), torch.no_grad():
-        for _ in range(TRIES):
+        for _ in range(MAX_TRAINING_CALLS):
             trained = {**trace_host(host, (), example).tracer.paths, **trained}
             if paths.keys() <= trained.keys():
                 break
@@ -301,7 +281,7 @@ def compare_training(host: nn.Module, trace: Trace, example: Example) -> None:
 
 
 def trace_host(host: nn.Module, sites: tuple[Site, ...], example: Example) -> Trace:
-    """Call the host once and record what happens at every site and layer."""
+    """Call the host once and record inputs and outputs of every site and layer."""
     names = {module: name for name, module in host.named_modules()}
     ends = {end for site in sites for end in (site.inlet, site.outlet)}
     ends |= {name for module, name in names.items() if is_layer(module)}
@@ -348,7 +328,7 @@ def trace_host(host: nn.Module, sites: tuple[Site, ...], example: Example) -> Tr
     for path in tracer.paths.values():
         returned = any(one is other for one in path.tensors for other in outputs)
         if path.reader is not None and returned and not path.problem:
-            path.problem = "the hidden tensor is part of the host's answer"
+            path.problem = "the hidden tensor is part of the host's output"
     trace.outputs = [tensor.clone() for tensor in outputs]
     return trace
 
@@ -363,28 +343,31 @@ def _call(host: nn.Module, example: Example) -> Any:  # noqa: ANN401
 
 
 def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
-    """A site as a call of the host shows it; refuses one that no seed can use."""
+    """The insertion point at a site; refuses a site that seeds cannot use."""
     for end in (site.inlet, site.outlet):
         calls = trace.records[end].calls
         if calls != 1:
             often = "never called" if calls == 0 else f"called {calls} times"
             raise InvalidInputError(
-                f"module {end!r} is {often} in one pass of the host; a slot needs a "
-                "module that is called once."
+                f"module {end!r} is {often} in one forward pass; a slot needs a module "
+                "that is called once."
             )
+    modules = trace.modules
+    first, second = modules[site.inlet], modules[site.outlet]
     read, written = trace.records[site.inlet], trace.records[site.outlet]
-    outlet = _tensor(written.outputs, f"module {site.outlet!r} answers with")
-    inlet = outlet
+    outlet = _tensor(written.outputs, f"module {site.outlet!r} returns")
+    outlet_layout = _layout(outlet, second, written.last_leaf, site.outlet)
+    inlet, inlet_layout = outlet, outlet_layout
     if not site.residual:
-        inlet = _tensor(read.inputs, f"module {site.inlet!r} is given")
+        inlet = _tensor(read.inputs, f"module {site.inlet!r} reads")
         if site.outlet not in read.version_after:
             raise InvalidInputError(
-                f"{site.outlet!r} comes before {site.inlet!r} in a pass of the host; "
-                f"write '{site.outlet}{ARROW}{site.inlet}'."
+                f"{site.outlet!r} is called before {site.inlet!r}; write "
+                f"'{site.outlet}{ARROW}{site.inlet}'."
             )
         if read.version_after[site.outlet] != read.given_version:
             raise InvalidInputError(
-                f"what {site.inlet!r} reads is changed in place before "
+                f"the input of {site.inlet!r} is changed in place before "
                 f"{site.outlet!r} returns; use the out-of-place operation."
             )
         if inlet.shape[0] != outlet.shape[0]:
@@ -392,12 +375,6 @@ def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
                 f"slot {site.name!r} reads {inlet.shape[0]} rows and writes "
                 f"{outlet.shape[0]}; inlet and outlet must share the batch."
             )
-    modules = trace.modules
-    first, second = modules[site.inlet], modules[site.outlet]
-    leaf = written.last_leaf
-    outlet_layout = _layout(outlet, second, leaf, site.outlet)
-    inlet_layout = outlet_layout
-    if not site.residual:
         inlet_layout = _layout(inlet, first, first, site.inlet)
     span = _Span(problem="the slot does not span two layers")
     if not site.residual and site.inlet != site.outlet:
@@ -438,13 +415,12 @@ def _is_mlp(trace: Trace) -> bool:
 
 @dataclass(slots=True)
 class _Span:
-    """What lies between two layers, or why no units fit there."""
+    """The steps between two layers, or why units cannot be added."""
 
     problem: str = ""
     interlayer: tuple[nn.Module, ...] = ()
     recipe: SavedSteps = ()
     gate: str = ""
-    """Name of the layer that joins it."""
     hidden_shape: tuple[int, ...] = ()
     unit_inputs: int = 1
 
@@ -457,22 +433,22 @@ def _span(site: Site, trace: Trace, layout: Layout) -> _Span:
     first, second = modules[site.inlet], modules[site.outlet]
     path = trace.tracer.paths.get(first)
     if path is None:
-        return _Span(f"{site.inlet!r} does not give one tensor")
+        return _Span(f"{site.inlet!r} does not return one tensor")
     units = units_of(first)
     interlayer, problem = path_modules(path, units, layout)
     reader = path.reader and trace.tracer.names[path.reader]
     if not problem and reader != site.outlet:
-        problem = "no channel-wise way leads from the first layer to the second"
-        problem = f"{reader!r} reads what the first layer gives" if reader else problem
+        problem = "no channel-wise path leads from the first layer to the second"
+        problem = f"{reader!r} reads the first layer's output" if reader else problem
     gate = next((m.layer for m in interlayer if isinstance(m, Join)), "")
     if gate and trace.records[gate].calls != 1:
-        problem = f"{gate!r}, which joins it, is called more than once"
+        problem = f"the gate {gate!r} is called more than once"
     if problem:
         return _Span(problem)
     if differs := path.differs or (path.joined.differs if path.joined else ""):
         raise InvalidInputError(
-            f"slot {site.name!r} works in eval mode only: in training mode {differs}, "
-            "and new units would go around that."
+            f"slot {site.name!r} works in eval mode only: in training mode {differs}. "
+            "Use the same computation in both modes."
         )
     hidden = trace.records[site.outlet].inputs
     shape, unit_inputs = tuple(hidden.shape[1:]), 1
@@ -482,7 +458,7 @@ def _span(site: Site, trace: Trace, layout: Layout) -> _Span:
         return _Span("the channels of the first layer do not reach the second")
     return _Span(
         interlayer=interlayer,
-        recipe=describe_middle(
+        recipe=describe_interlayer(
             [step.module for step in path.steps], trace.tracer.names
         ),
         gate=gate,
@@ -494,13 +470,7 @@ def _span(site: Site, trace: Trace, layout: Layout) -> _Span:
 def layer_facts(
     site: Site, modules: Mapping[str, nn.Module], gate: str
 ) -> dict[str, Any]:
-    """What the layers at a site say of its geometry.
-
-    Args:
-        site: Where seeds read and write.
-        modules: Those of the host by name.
-        gate: The layer that joins the first one of a span, if any.
-    """
+    """The fields of a site's geometry that follow from its layers."""
     first, second = modules[site.inlet], modules[site.outlet]
     beside = site.inlet == site.outlet and not site.residual
     return {
@@ -520,14 +490,14 @@ def _has_bias(module: nn.Module) -> bool:
 
 
 def _refuse_overlap(places: Iterable[InsertionPoint]) -> None:
-    """Refuse two names for the units of one gated pair of layers."""
+    """Refuse two slots that widen the same layer of a gated pair."""
     taken: dict[str, str] = {}
     for place in places:
         name = place.site.name
         for layer in (place.site.inlet, place.gate) if place.geometry.spans else ():
             if layer and layer in taken:
                 raise InvalidInputError(
-                    f"slots {taken[layer]!r} and {name!r} both widen {layer!r}; name "
+                    f"slots {taken[layer]!r} and {name!r} both widen {layer!r}; use "
                     "one of them."
                 )
             taken[layer] = name
@@ -536,8 +506,7 @@ def _refuse_overlap(places: Iterable[InsertionPoint]) -> None:
 def _tensor(value: object, what: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise InvalidInputError(
-            f"{what} {type(value).__name__}; name a module inside it that works on "
-            "one tensor."
+            f"{what} {type(value).__name__}; name a submodule that works on one tensor."
         )
     if not value.is_floating_point():
         raise InvalidInputError(
@@ -549,16 +518,16 @@ def _tensor(value: object, what: str) -> Tensor:
 def _layout(
     tensor: Tensor, module: nn.Module, leaf: nn.Module | None, name: str
 ) -> Layout:
-    """Where a tensor at a module has its channels, as the last layer tells."""
+    """Layout of a tensor at a module, from the type of the last layer before it."""
     last = isinstance(leaf, CHANNELS_LAST) or _is_matrix(leaf)
     if tensor.dim() >= 4 and leaf is module and last:
         return Layout.GRID
     layouts = {2: Layout.VECTOR, 3: Layout.SEQUENCE, 4: Layout.IMAGE}
     layout = layouts.get(tensor.dim())
     if layout is None or (tensor.dim() == 4 and last):
-        # After a layer with channels last they may have been moved to the front.
+        # Channels may have been moved to the front after a channels-last layer.
         raise InvalidInputError(
-            f"the tensor at {name!r} is {[*tensor.shape]}; seeds serve [B, D], "
+            f"the tensor at {name!r} is {[*tensor.shape]}; supported are [B, D], "
             "[B, T, D], [B, C, L], [B, C, H, W], and [B, H, W, D] at a linear layer."
         )
     if layout is Layout.SEQUENCE and isinstance(leaf, SIGNAL_LAYERS):
@@ -574,7 +543,7 @@ def _is_matrix(leaf: nn.Module | None) -> bool:
 def without_gradient(
     host: nn.Module, places: Iterable[InsertionPoint], example: Example
 ) -> list[str]:
-    """Names of outlets that no gradient reaches in training mode."""
+    """Names of outlets without a gradient in training mode."""
     offsets: dict[str, Tensor] = {}
     reached: dict[str, bool] = {}
 
@@ -591,27 +560,22 @@ def without_gradient(
             handle = outlet.register_forward_hook(add_offset(name))
             stack.callback(handle.remove)
         stack.enter_context(isolated(host, training=True))
-        for _ in range(TRIES):
+        for _ in range(MAX_TRAINING_CALLS):
             offsets.clear()
             try:
                 with torch.enable_grad():
                     answers = tensors_of(_call(host, example))
                     total = torch.stack([a.float().sum() for a in answers]).sum()
-                    found = _gradients(total, offsets)
+                    found: Iterable[Tensor | None] = ()
+                    if offsets:
+                        given = [*offsets.values()]
+                        found = torch.autograd.grad(total, given, allow_unused=True)
             except RuntimeError as error:
                 raise InvalidInputError(
-                    f"nothing flows back through the host: {first_line(error)}"
+                    f"the host's backward pass fails: {first_line(error)}"
                 ) from error
-            reached |= {name: found[name] is not None for name in found}
+            for name, gradient in zip(offsets, found, strict=True):
+                reached[name] = gradient is not None
             if reached.keys() == outlets.keys():
                 break
     return [name for name in outlets if not reached.get(name, False)]
-
-
-def _gradients(
-    total: Tensor, given: Mapping[str, Tensor]
-) -> Mapping[str, Tensor | None]:
-    if not given:
-        return {}
-    found = torch.autograd.grad(total, [*given.values()], allow_unused=True)
-    return dict(zip(given, found, strict=True))

@@ -1,13 +1,11 @@
-"""Calling a host on an example without side effects, and tracing what it does.
+"""Call a host on an example without side effects, and trace the call.
 
-An example is what the host is called with: one tensor, a tuple of arguments or a
-dictionary of keyword arguments. `isolated` restores everything that a call may change.
+An example is a tensor, a tuple of arguments or a dictionary of keyword arguments.
+`isolated` restores everything that a call may change.
 
-New hidden units can be put between two layers if everything between them works on each
-channel by itself: activations, dropout, pooling, flattening, and norms that can be
-given units of their own. `PathTracer` follows every layer's output through modules and
-torch functions to the layer that reads it. What it does not know it tries: a step is
-channel-wise if it gives the same for some of the channels as for all.
+New hidden units fit between two layers if all steps between them are channel-wise.
+`PathTracer` follows every layer's output to the layer that reads it. Unknown steps are
+tested: a channel-wise step gives the same output for a subset of the channels.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,13 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from esper.growth.analysis.host_layers import is_layer, units_of
 from esper.growth.analysis.interlayer import (
+    BATCH_SIZE,
     DROPOUTS,
     NORMS,
-    ROWS,
-    SHAPING,
+    RESHAPES,
     FunctionModule,
     Join,
-    called,
+    function_module,
 )
 from esper.growth.blueprints.geometry import Layout
 
@@ -46,41 +44,38 @@ def call(host: nn.Module, example: Example) -> Any:  # noqa: ANN401
 
 
 def tensors_of(output: object) -> list[Tensor]:
-    """The floating-point tensors in an output, whatever holds them."""
-    if not isinstance(output, Tensor | tuple | list | dict) and hasattr(
-        output, "__dict__"
-    ):
+    """All floating-point tensors in an output of any type."""
+    plain = isinstance(output, Tensor | tuple | list | dict)
+    if not plain and hasattr(output, "__dict__"):
         output = vars(output)
-    return [
-        leaf
-        for leaf in tree_leaves(output)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    ]
+    return [t for t in _all_tensors(output) if t.is_floating_point()]
+
+
+def _all_tensors(values: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def eval_outputs(module: nn.Module, example: Example) -> list[Tensor]:
-    """A module's output tensors on an example in eval mode; nothing changes."""
+    """A module's output tensors on an example in eval mode, without side effects."""
     with isolated(module, training=False), torch.no_grad():
         return [tensor.clone() for tensor in tensors_of(call(module, example))]
 
 
 def batch_size(example: Example) -> int:
-    """Rows of an example: the length of its first tensor that has any."""
-    tensors = (leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor))
-    return next(int(tensor.shape[0]) for tensor in tensors if tensor.dim())
+    """Length of the first tensor of an example that has an axis."""
+    return next(int(t.shape[0]) for t in _all_tensors(example) if t.dim())
 
 
 def first_tensor(values: Iterable[Any]) -> Any:  # noqa: ANN401
-    """The first tensor among the arguments of a module; None if there is none."""
+    """The first tensor among a module's arguments; None if there is none."""
     return next((value for value in values if isinstance(value, Tensor)), None)
 
 
 @contextmanager
 def swapped_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let the block work on copies of the buffers that these modules hold themselves.
+    """Use copies of these modules' own buffers inside the block.
 
-    The buffers themselves are never written, so a graph that saved one can still be
-    walked backwards.
+    The originals are never written, so a graph that saved one can still run backward.
     """
     kept = [
         (module, name, buffer)
@@ -99,7 +94,7 @@ def swapped_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def kept_randomness(module: nn.Module) -> Iterator[None]:
-    """Restore torch's random state after the block, on every device in use."""
+    """Restore torch's random state after the block."""
     streams = random_state(module)
     try:
         yield
@@ -108,18 +103,16 @@ def kept_randomness(module: nn.Module) -> Iterator[None]:
 
 
 def random_state(module: nn.Module) -> dict[str, Tensor]:
-    """Torch's own streams: the CPU's and those of the devices in use."""
+    """Torch's random state on the CPU and on the module's CUDA devices."""
     streams = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         devices = {str(p.device) for p in module.parameters() if p.is_cuda}
-        streams |= {
-            device: torch.cuda.get_rng_state(device) for device in sorted(devices)
-        }
+        streams |= {each: torch.cuda.get_rng_state(each) for each in sorted(devices)}
     return streams
 
 
 def set_random_state(streams: Mapping[str, Tensor]) -> None:
-    """Put torch's own streams back."""
+    """Restore a random state of `random_state`."""
     for device, state in streams.items():
         if device == "cpu":
             torch.set_rng_state(state)
@@ -129,9 +122,9 @@ def set_random_state(streams: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def isolated(host: nn.Module, *, training: bool) -> Iterator[None]:
-    """Run the block in a mode; then restore modes, buffers and random state."""
+    """Run the block in one mode; then restore modes, buffers and random state."""
     modes = {module: module.training for module in host.modules()}
-    # Fused attention rounds otherwise, and is not used where there are hooks.
+    # Fused attention rounds differently and is not used on modules with hooks.
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     host.train(training)
@@ -146,50 +139,45 @@ def isolated(host: nn.Module, *, training: bool) -> Iterator[None]:
 
 @dataclass(slots=True)
 class TraceStep:
-    """One module, or function of the host, on the way from a layer to the next."""
+    """One module or function of the host on the path between two layers."""
 
     module: nn.Module
     name: str
     given: tuple[Tensor, ...]
-    """Copies: the path's own tensor, and that of a second branch where one joins."""
+    """Copies of the inputs: the path's tensor, and that of a joining branch."""
     result: Tensor
     branch: Sequence["TraceStep"] = ()
-    """The steps of that branch."""
+    """The steps of the joining branch."""
 
 
 @dataclass(slots=True, eq=False)
 class Path:
-    """What happens to a layer's output until another layer reads it."""
+    """The steps from a layer's output to the layer that reads it."""
 
     layer: nn.Module
     given: object
-    """The very tensor that the layer has read."""
+    """The tensor object that the layer read."""
     tensors: list[Tensor]
-    """All tensors on the path, the newest last."""
+    """All tensors on the path, newest last."""
     steps: list[TraceStep] = field(default_factory=list)
     joined: "Path | None" = None
-    """The path that has met this one."""
+    """The path that joined this one."""
     inside: nn.Module | None = None
-    """The module without children that works on it now."""
+    """The leaf module that is running on the path."""
     reader: nn.Module | None = None
-    """The module with weights that has read it."""
+    """The module with weights that read the path."""
     problem: str = ""
-    """Why no units can be put on it; empty if nothing is wrong."""
+    """Why units cannot be added; empty if they can."""
     differs: str = ""
-    """How it goes otherwise in training mode; empty if it does not."""
+    """How training mode differs from eval mode; empty if it does not."""
 
     @property
     def tail(self) -> Tensor:
-        """Its newest tensor."""
+        """The newest tensor."""
         return self.tensors[-1]
 
     def compare(self, trained: "Path | None", names: Mapping[nn.Module, str]) -> None:
-        """Note how it goes in training mode; it gets the dropouts that only that has.
-
-        Args:
-            trained: The path of the same layer in training mode; None if there is none.
-            names: Of the modules of the host.
-        """
+        """Compare with the path of training mode, and take over its dropouts."""
         if self.problem:
             return
         if trained is None:
@@ -197,28 +185,27 @@ class Path:
         elif trained.problem or trained.reader is not self.reader:
             other = trained.reader and f"{names[trained.reader]!r} reads it"
             self.differs = trained.problem or other or "nothing reads it"
+        elif (steps := _with_dropouts(self.steps, trained.steps)) is None:
+            self.differs = "the steps are different"
         else:
-            steps = _with_dropouts(self.steps, trained.steps)
-            self.steps = self.steps if steps is None else steps
-            self.differs = "other work is done on it" if steps is None else ""
+            self.steps = steps
 
 
 class PathTracer(TorchFunctionMode):
-    """Follows the outputs of all layers of a host to the layers that read them."""
+    """Follows every layer's output to the layer that reads it."""
 
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
         super().__init__()
         self.names = names
         self.paths: dict[nn.Module, Path] = {}
-        """By the layer that they begin with."""
+        """By first layer."""
         self._on: dict[int, list[Path]] = {}
-        """By the id of every tensor on them."""
+        """By the id of each tensor on them."""
         self._running: list[tuple[nn.Module, object, dict[Path, Tensor]]] = []
-        """Modules without children that are being called, what they were given, and
-        copies of the tails that they work on by path."""
+        """Running leaf modules, their first inputs, and copies of the path tails."""
 
     def enter(self, module: nn.Module, given: Sequence[Tensor]) -> None:
-        """A module without children is being called."""
+        """Record that a leaf module is called."""
         passing: dict[Path, Tensor] = {}
         for path in self._touched(given):
             if path.reader is not None:
@@ -233,7 +220,7 @@ class PathTracer(TorchFunctionMode):
         self._running.append((module, given[0] if given else None, passing))
 
     def leave(self, module: nn.Module, answer: object) -> None:
-        """It has answered; a layer begins a path."""
+        """Record a leaf module's output; a layer starts a new path."""
         _, given, passing = self._running.pop()
         name = type(module).__name__
         for path, before in passing.items():
@@ -242,7 +229,7 @@ class PathTracer(TorchFunctionMode):
                 step = TraceStep(module, name, (before,), _copied(answer))
                 self._extend(path, step, answer)
             else:
-                path.problem = f"{name} between the layers does not give one tensor"
+                path.problem = f"{name} between the layers does not return one tensor"
         if is_layer(module) and isinstance(answer, Tensor):
             self.paths[module] = Path(module, given, [answer])
             self._on.setdefault(id(answer), []).append(self.paths[module])
@@ -254,23 +241,23 @@ class PathTracer(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Run the function and note it on every path that it lies on."""
+        """Run the function and record it on every path that it reads."""
         kwargs = dict(kwargs or {})
-        given = [t for t in tree_leaves([args, kwargs]) if isinstance(t, Tensor)]
-        called = self._running[-1][0] if self._running else None
+        given = _all_tensors([args, kwargs])
+        running = self._running[-1][0] if self._running else None
         touched = {
             # The function may work in place, so its input is copied first.
             path: _copied(path.tail)
             for path in self._touched(given)
-            # What a module does inside is one step of that module.
-            if called is None or called not in (path.inside, path.reader)
+            # Calls inside a module belong to that module's step.
+            if running is None or running not in (path.inside, path.reader)
         }
         result = func(*args, **kwargs)
-        if touched and any(isinstance(x, Tensor) for x in tree_leaves(result)):
-            self._note(func, args, kwargs, given, touched, result)
+        if touched and _all_tensors(result):
+            self._record(func, args, kwargs, given, touched, result)
         return result
 
-    def _note(
+    def _record(
         self,
         func: Callable[..., Any],
         args: tuple[Any, ...],
@@ -279,7 +266,7 @@ class PathTracer(TorchFunctionMode):
         touched: Mapping[Path, Tensor],
         result: object,
     ) -> None:
-        """Put a function of these tensors on the paths that it touches."""
+        """Add a function of these tensors to the paths that it reads."""
         name = getattr(func, "__name__", str(func))
         pair = [path for arg in args[:2] for path in touched if path.tail is arg]
         free = all(path.reader is None for path in touched) and not self._running
@@ -294,7 +281,7 @@ class PathTracer(TorchFunctionMode):
         elif len(given) == len(pair) == 2 and args[0] is not args[1]:
             problem = self._why_no_join(name, *pair)
             if not problem:
-                function = called(func, args[2:], kwargs, joins=True)
+                function = function_module(func, args[2:], kwargs, joins=True)
                 self._join(pair, function, name, touched, result)
                 return
         else:
@@ -305,7 +292,7 @@ class PathTracer(TorchFunctionMode):
             path.problem = f"the hidden tensor forks at {name}" if forks else problem
 
     def _why_no_join(self, name: str, first: Path, second: Path) -> str:
-        """Why two paths cannot go on as one; empty if they can."""
+        """Why two paths cannot be joined; empty if they can."""
         ends = f"{self.names[first.layer]!r} and {self.names[second.layer]!r}"
         if first.given is not second.given:
             return f"{name} joins {ends}, which read different tensors"
@@ -321,7 +308,7 @@ class PathTracer(TorchFunctionMode):
         before: Mapping[Path, Tensor],
         result: Tensor,
     ) -> None:
-        """Let two paths go on as one; each has the other as its second branch."""
+        """Join two paths; each has the other as its second branch."""
         steps = {path: [*path.steps] for path in pair}
         for path, other in (pair, pair[::-1]):
             modules = [step.module for step in steps[other]]
@@ -333,7 +320,7 @@ class PathTracer(TorchFunctionMode):
             self._extend(path, made, result)
 
     def _touched(self, given: Sequence[Tensor]) -> list[Path]:
-        """The paths without a problem that some of these tensors lie on."""
+        """The paths without a problem that contain one of these tensors."""
         found = [path for tensor in given for path in self._on.get(id(tensor), ())]
         return [path for path in dict.fromkeys(found) if not path.problem]
 
@@ -355,26 +342,26 @@ def _function_step(
     before: Tensor,
     after: Tensor,
 ) -> TraceStep:
-    """A function of one tensor; some are better known as modules."""
-    function = called(func, args, kwargs)
+    """A step for a function of one tensor; dropouts and flattens become modules."""
+    function = function_module(func, args, kwargs)
     module: nn.Module = function
     name = getattr(func, "__name__", str(func))
     if function.name in DROPOUTS:
         module = DROPOUTS[function.name](**function.kwargs)
-    elif name in (*SHAPING, "flatten") and after.dim() == 2 and before.dim() > 2:
+    elif name in (*RESHAPES, "flatten") and after.dim() == 2 and before.dim() > 2:
         module = FunctionModule("flatten", {"start_dim": 1})
-    elif name in SHAPING and not kwargs:
+    elif name in RESHAPES and not kwargs:
         shape = [*args[0]] if args and isinstance(args[0], tuple | list) else [*args]
-        if shape[:1] == [before.shape[0]]:  # the next batch may have fewer
-            shape[0] = ROWS
-        module = called(Tensor.reshape, (shape,), {})
+        if shape[:1] == [before.shape[0]]:  # other batches may have another size
+            shape[0] = BATCH_SIZE
+        module = function_module(Tensor.reshape, (shape,), {})
     return TraceStep(module, name, (before,), after)
 
 
 def _with_dropouts(
     steps: Sequence[TraceStep], trained: Sequence[TraceStep]
 ) -> list[TraceStep] | None:
-    """Steps of eval mode with the dropouts of training mode; None if others differ."""
+    """Eval-mode steps with the dropouts of training mode; None if others differ."""
     plain = [step for step in steps if not _is_dropout(step)]
     made: list[TraceStep] = []
     for step in trained:
@@ -399,11 +386,11 @@ def _is_dropout(step: TraceStep) -> bool:
 
 
 def _identity(step: TraceStep) -> object:
-    """What is the same for two calls of one module, or of one function."""
+    """A key that is equal for two calls of one module or function."""
     module = step.module
     if isinstance(module, Join):
-        called = module.function
-        return called.name, called.args, called.kwargs, module.layer, module.swapped
+        join = module.function
+        return join.name, join.args, join.kwargs, module.layer, module.swapped
     if isinstance(module, FunctionModule):
         return module.name, module.args, module.kwargs
     return id(module)
@@ -412,7 +399,7 @@ def _identity(step: TraceStep) -> object:
 def path_modules(
     path: Path, width: int, layout: Layout
 ) -> tuple[tuple[nn.Module, ...], str]:
-    """The path as modules, and why new units cannot be put on it ("" if they can)."""
+    """The path as modules, and why units cannot be added ("" if they can)."""
     problem = path.problem or (path.joined.problem if path.joined else "")
     modules: list[nn.Module] = []
     for step in path.steps:
@@ -423,17 +410,17 @@ def path_modules(
 
 
 def _step_module(step: TraceStep, width: int, layout: Layout) -> tuple[nn.Module, str]:
-    """A step as a module of its own, and why units cannot pass it ("" if they can)."""
+    """A step as a new module, and why units cannot pass it ("" if they can)."""
     module, problem = step.module, ""
     function = module.function if isinstance(module, Join) else module
     if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
-        problem = "runs over more than the channels"
+        problem = "normalizes more than the channels"
     elif isinstance(module, (*NORMS, *DROPOUTS.values())):
         pass
     elif isinstance(function, FunctionModule) and "training" in function.kwargs:
-        problem = "trains otherwise than it answers; call it as a module"
+        problem = "depends on the training mode; call it as a module"
     elif isinstance(function, FunctionModule) and not function.copyable:
-        problem = "is no torch function of plain arguments, so it cannot be copied"
+        problem = "cannot be copied; use a torch function with plain arguments"
     elif isinstance(module, Join):
         made = [_step_module(inner, width, layout) for inner in step.branch]
         problem = next((why for _, why in made if why), "")
@@ -450,7 +437,7 @@ def _step_module(step: TraceStep, width: int, layout: Layout) -> tuple[nn.Module
 def _why_not_channelwise(
     module: nn.Module, step: TraceStep, width: int, layout: Layout
 ) -> str:
-    """Whether a module gives some channels the same as all of them; else why not."""
+    """Why a module is not channel-wise at a step; empty if it is."""
     given = step.given
     if isinstance(step.module, Join) and step.module.swapped:
         given = given[::-1]
@@ -460,9 +447,9 @@ def _why_not_channelwise(
     try:
         with torch.no_grad():
             alike = _is_channelwise(module, given, step.result, width, layout)
-            module(*(t[:1].clone() for t in given))  # as a last batch may be
-    except Exception:  # whatever it cannot do is the answer
-        return "does not take fewer channels, or fewer rows"
+            module(*(t[:1].clone() for t in given))  # a last batch may be smaller
+    except Exception:  # the module is code of others
+        return "fails with fewer channels or fewer rows"
     return "" if alike else "mixes channels"
 
 
@@ -473,7 +460,7 @@ def _is_channelwise(
     width: int,
     layout: Layout,
 ) -> bool:
-    """Whether the first channels, and the last, give alone what they give among all."""
+    """Whether the first half and the last half of the channels give the same alone."""
     some = max(1, width // 2)
     whole = module(*(tensor.clone() for tensor in given))
     ends = [_channels(tensor, width, layout) for tensor in (given[0], whole)]
@@ -487,14 +474,14 @@ def _is_channelwise(
 
 
 def _channels(tensor: Tensor, width: int, layout: Layout) -> tuple[int, int]:
-    """The axis of the channels, and how many numbers there belong to each."""
+    """The channel axis, and the number of entries per channel on it."""
     flat = tensor.dim() == 2
     per = tensor.shape[1] // width if flat and layout is not Layout.VECTOR else 1
     return (1 if layout.channels_first or flat else -1), per
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors agree but for rounding, which may differ by their shape."""
+    """Whether two tensors are equal up to rounding, which depends on their shape."""
     if one.shape != other.shape:
         return False
     size = float(other.nan_to_num().abs().max()) if other.numel() else 0.0

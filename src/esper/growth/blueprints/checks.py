@@ -1,12 +1,11 @@
-"""Checks of a blueprint, to be run on one's own before it is grown.
+"""Checks of a blueprint, for custom ones before they are used.
 
     esper.check_blueprint("my_block")
     esper.check_blueprint("my_block", model, ["fc1->fc2"], example)
 
-It is tried in every place that it fits of a small host of every layout, or of a copy of
-the user's own: first `SEED_CHECKS` of a seed by itself, beginning with those that a
-user's module passes before it is planted, then its life in the host. The first failure
-is raised in one line.
+The blueprint is tested in small hosts of every layout, or in a copy of your own. First
+`SEED_CHECKS` test the seed alone, then its lifecycle is tested in the host. The first
+failure is raised.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,13 +45,13 @@ from esper.growth.seed_modules import host_parameters, seed_middle
 
 SHADOW_STEPS: Final = 5
 EXPORT_TOLERANCE: Final = 1e-6
-"""Relative difference of an exported model in float64."""
+"""Largest relative change of the output by an export in float64."""
 LEARNING_STEPS: Final = 200
 LEARNING_FACTOR: Final = 2.0
 LEARNING_RATE: Final = 0.02
 MACS_TOLERANCE: Final = 0.1
 ELEMENTWISE: Final = frozenset({Form.SCALE_SHIFT, Form.SQUEEZE_EXCITE, Form.CUSTOM})
-"""Forms that may multiply in ways that a count of matrix products does not see."""
+"""Forms with elementwise products, which a count of matrix products misses."""
 
 
 def check_blueprint(
@@ -61,13 +60,13 @@ def check_blueprint(
     slots: Sequence[str] = (),
     example: Example | None = None,
 ) -> None:
-    """Raise the first check that a blueprint fails; silence means it passes all.
+    """Raise an error for the first check that a blueprint fails.
 
     Args:
-        name: Of a built-in or registered blueprint.
-        model: A host of one's own to try it in; small ones of every layout if None.
-        slots: Places of that host.
-        example: What that host is called with.
+        name: Name of a built-in or registered blueprint.
+        model: Host to test in; by default, small hosts of every layout.
+        slots: Slots of that host.
+        example: Input of that host.
     """
     if (model is None) != (example is None) or (model is None) == bool(slots):
         raise InvalidInputError(
@@ -84,12 +83,12 @@ def check_blueprint(
         ]
     if all(misfits):
         raise InvalidInputError(
-            f"blueprint {name!r} fits none of the places: {misfits[0]}"
+            f"blueprint {name!r} fits none of the slots: {misfits[0]}"
         )
 
 
 def _check_place(name: str, host: nn.Module, slot: str, example: Example) -> str:
-    """Run every check in one place; returns why the blueprint does not fit there."""
+    """Run every check in one slot; returns why the blueprint does not fit there."""
     exact = tree_map(_double, example)
     model = GrowingModel(deepcopy(host).double(), [slot], exact, blueprints=[name])
     blueprint, place = find(name), model.place(0)
@@ -98,7 +97,7 @@ def _check_place(name: str, host: nn.Module, slot: str, example: Example) -> str
             return f"it {reason}."
         declared = model.cost(0, blueprint)
         blueprint = model.seeds.sized(0, blueprint)
-    except InvalidInputError as error:  # a user's own that does not know where it fits
+    except InvalidInputError as error:  # a custom one without a complete `fits`
         return str(error)
 
     def make(rng_seed: int) -> nn.Module:
@@ -120,21 +119,21 @@ def _check_place(name: str, host: nn.Module, slot: str, example: Example) -> str
 
 @dataclass(frozen=True, slots=True)
 class SeedTrial:
-    """A kind of seed at a place, as the checks try it."""
+    """A blueprint at a geometry, with what the checks need."""
 
     make: Callable[[int], nn.Module]
-    """A new seed in float32 from a random seed."""
+    """Returns a new seed in float32 for an RNG seed."""
     geometry: Geometry
     declared: Cost
     counted: bool
-    """Whether all its multiply-adds are in products of matrices and convolutions."""
+    """Whether all multiply-adds are matrix products and convolutions."""
 
     def inputs(self, batch: int) -> Tensor:
-        """The same random inputs every time."""
+        """Fixed random inputs."""
         return _normal((batch, *self.geometry.inlet_shape), 0)
 
     def perturbed(self) -> nn.Module:
-        """Another seed, with noise added to its weights."""
+        """A new seed with noise added to its weights."""
         seed = self.make(1)
         with torch.no_grad():
             for index, parameter in enumerate(seed.parameters()):
@@ -143,23 +142,21 @@ class SeedTrial:
 
 
 def zero_at_birth(trial: SeedTrial) -> None:
-    """Not one output differs from zero, in training or evaluation."""
+    """Refuse a new seed with outputs other than zero, in either mode."""
     seed = trial.make(0)
     for training in (True, False):
         largest = float(seed.train(training)(trial.inputs(3)).detach().abs().max())
-        if largest != 0.0:
-            raise UnsuitableError(
-                f"must be zero at birth; its largest output is {largest:g}"
-            )
+        problem = f"must be zero at birth; its largest output is {largest:g}"
+        _require(largest == 0.0, problem)
 
 
 def live_gradients(trial: SeedTrial) -> None:
-    """Some gradients at birth are not zero, and all are finite."""
+    """Refuse a new seed whose gradients are all zero or not finite."""
     try_gradients(trial.make(0), trial.geometry)
 
 
 def sound_outputs(trial: SeedTrial) -> None:
-    """Any batch, size of inputs and size of image gives what the outlet takes."""
+    """Refuse wrong outputs for some batch size, input scale or image size."""
     seed, at = trial.perturbed(), trial.geometry
     places = [at]
     if at.inlet_layout.channels_first and at.keeps_shape:
@@ -172,29 +169,26 @@ def sound_outputs(trial: SeedTrial) -> None:
 
 
 def costs_what_it_declares(trial: SeedTrial) -> None:
-    """Declared parameters and multiply-adds are the real ones."""
+    """Refuse declared parameters and multiply-adds that are wrong."""
     seed, macs = trial.make(0).eval(), trial.declared.macs
     actual = sum(parameter.numel() for parameter in seed.parameters())
-    if actual != trial.declared.parameters:
-        declared = trial.declared.parameters
-        raise UnsuitableError(f"declares {declared} parameters and has {actual}")
+    declared = trial.declared.parameters
+    _require(actual == declared, f"declares {declared} parameters and has {actual}")
     counted = count_macs(lambda: seed(torch.zeros(1, *trial.geometry.inlet_shape)))
-    honest = macs > 0 and macs >= (1.0 - MACS_TOLERANCE) * counted
+    correct = macs > 0 and macs >= (1.0 - MACS_TOLERANCE) * counted
     if trial.counted:
-        honest = honest and macs <= (1.0 + MACS_TOLERANCE) * counted
-    if not honest:
-        raise UnsuitableError(f"declares {macs} multiply-adds and does {counted}")
+        correct = correct and macs <= (1.0 + MACS_TOLERANCE) * counted
+    _require(correct, f"declares {macs} multiply-adds and does {counted}")
 
 
 def learns(trial: SeedTrial) -> None:
-    """A seed halves its distance to another one within a few steps of Adam."""
+    """Refuse a seed that cannot halve its loss to another seed with Adam."""
     inputs = trial.inputs(16)
     target = trial.perturbed()(inputs).detach()
     seed = trial.make(0)
     optimizer = torch.optim.Adam(seed.parameters(), lr=LEARNING_RATE)
     first = float(F.mse_loss(seed(inputs).detach(), target))
-    if first == 0.0:
-        raise UnsuitableError("must learn; it gives zero with any weights")
+    _require(first != 0.0, "must learn; its output is zero with any weights")
     for _ in range(LEARNING_STEPS):
         optimizer.zero_grad()
         loss = F.mse_loss(seed(inputs), target)
@@ -204,7 +198,7 @@ def learns(trial: SeedTrial) -> None:
         optimizer.step()
     raise UnsuitableError(
         f"must learn; its loss went from {first:g} to {float(loss.detach()):g} in "
-        f"{LEARNING_STEPS} steps, less than {LEARNING_FACTOR:g}-fold"
+        f"{LEARNING_STEPS} steps"
     )
 
 
@@ -218,7 +212,7 @@ SEED_CHECKS: Final[tuple[Callable[[SeedTrial], None], ...]] = (
 
 
 def check_in_host(model: GrowingModel, name: str) -> None:
-    """A seed's life in a host disturbs nothing that it should not."""
+    """Refuse a seed that changes the host when it should not."""
     slot, other = model.slots[:2]
     bare, before = model.example_outputs(), _outputs_and_gradients(model)
     model.plant(slot, name, tempo="SLOW", alpha_target="MOST")
@@ -233,14 +227,13 @@ def check_in_host(model: GrowingModel, name: str) -> None:
     model.tick()
     model.prune(other)
     clean = len(model.seeds) == 1 and _equal(bare, model.example_outputs())
-    _require(clean, "leaves something behind when it is pruned")
+    _require(clean, "changes the output when it is pruned")
     model.tick(8)
     before = model.example_outputs()
     model.keep(slot)
     model.tick()
-    _require(
-        _equal(before, model.example_outputs()), "changes the output when it is kept"
-    )
+    kept = _equal(before, model.example_outputs())
+    _require(kept, "changes the output when it is kept")
     exported = eval_outputs(export(model), model.example)
     apart = max(
         float((a - b).abs().max() / a.abs().max().clamp(min=1e-30))
@@ -256,7 +249,7 @@ def _require(fine: bool, problem: str) -> None:
 
 
 def _train(model: GrowingModel) -> list[float]:
-    """A few shadow steps towards a target of the model's own size."""
+    """Losses of a few shadow steps towards a shifted copy of the outputs."""
     model.host.eval()
     learning = model.training_parameters()
     optimizer = torch.optim.Adam(learning, 3e-4)
@@ -305,7 +298,7 @@ def _normal(shape: tuple[int, ...], rng_seed: int) -> Tensor:
 
 
 def _hosts() -> list[tuple[nn.Module, Sequence[str], Example]]:
-    """A host of every layout: spans, a place beside a layer and a residual one."""
+    """A host of every layout, with span, parallel and residual slots."""
 
     def convolutions(conv: type[nn.Module], norm: nn.Module) -> list[nn.Module]:
         first, second = (conv(8, 8, 3, padding=1) for _ in range(2))

@@ -2,19 +2,18 @@ r"""The forms: families of functions of the tensor at a slot's inlet.
 
     SCALE_SHIFT      h a + b
     SQUEEZE_EXCITE   h (2 sigmoid(W2 relu(W1 pool(h) + b1) + b2) - 1)
-    LOW_RANK         B (A h)                     beside a layer, an adapter of it
-    DEPTHWISE        each channel's neighbours, weighted
+    LOW_RANK         B (A h)                     an adapter, parallel to a layer
+    DEPTHWISE        a convolution with one kernel per channel
     WIDEN            B interlayer(A h + a)           new hidden units between two layers
-                     B interlayer(A h + a, C h + c)  where a gate joins them
+                     B interlayer(A h + a, C h + c)  if a gate joins them
     RESIDUAL_MLP     B gelu(A h + a) + b
     BOTTLENECK       up(gelu(mix(gelu(down(h)))))
     CONV             a convolution of gelu(h)
     ATTENTION        softmax(q k' / sqrt(d)) v B + b,   q, k, v = norm(h) W
 
-A form says where it fits, which layers it has, and how they are joined. All are zero at
-birth, by a zero that is their very last operation (`last`), and learn from there. On a
-sequence no form looks ahead: `pool` is the mean up to each position and attention is
-causal. No form looks at other samples of the batch.
+A form defines where it fits, its layers, and its forward pass. The last layer (`last`)
+is initialised to zero, so a new seed outputs zero. On a sequence every form is causal:
+`pool` is the mean up to each position. Samples of a batch are independent.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,41 +39,46 @@ from esper.growth.blueprints.geometry import (
 from esper.growth.blueprints.layers import Layer, Params, neighbours, pointwise
 
 Layers = dict[str, Layer]
-Between = Callable[..., Tensor]
+InterlayerFn = Callable[..., Tensor]
+"""The host's computation between two layers: hidden tensor, and gate if any."""
 Run = Callable[[str, Tensor], Tensor]
 """Applies one of a form's layers, by name."""
 BOTTLENECK_KERNEL: Final = 3
-MOST_POSITIONS: Final = 1024
-"""Positions that attention is offered for."""
+MAX_ATTENTION_POSITIONS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class FormSpec:
-    """A form as pure functions of a place and a size."""
+    """A form as pure functions of a geometry and a size."""
 
     fits: Callable[[Geometry, int], str]
-    """Empty if it fits there, else why it does not."""
+    """Why the form does not fit; empty if it does."""
     layers: Callable[[Geometry, int], Layers]
-    """Its layers by name; the one called `last` begins at zero."""
-    join: Callable[[Run, Tensor, Geometry, Between], Tensor]
-    """From the inlet to a tensor shaped like the outlet, by way of the layers and, for
-    a widening seed, of what the host does between its two layers."""
+    """Layers by name; `last` is initialised to zero."""
+    forward: Callable[[Run, Tensor, Geometry, InterlayerFn], Tensor]
+    """Maps the inlet's tensor to one of the outlet's shape; WIDEN uses the last
+    argument."""
     further_macs: Callable[[Geometry], int] = lambda at: 0
-    """Multiply-adds per sample outside its layers."""
+    """Multiply-adds per sample outside the layers."""
 
     def apply(
-        self, params: Params, h: Tensor, at: Geometry, size: int, interlayer: Between
+        self,
+        params: Params,
+        h: Tensor,
+        at: Geometry,
+        size: int,
+        interlayer: InterlayerFn,
     ) -> Tensor:
-        """What the form gives with these parameters."""
+        """The form's output with these parameters."""
         layers = _layers(self.layers, at, size)
 
         def run(name: str, x: Tensor) -> Tensor:
             return layers[name].apply(x, params[name], params.get(f"{name}_bias"))
 
-        return self.join(run, h, at, interlayer)
+        return self.forward(run, h, at, interlayer)
 
     def shapes(self, at: Geometry, size: int) -> dict[str, tuple[int, ...]]:
-        """Parameter shapes by name; a layer's bias is called `<layer>_bias`."""
+        """Parameter shapes by name."""
         return {
             key: shape
             for name, layer in self.layers(at, size).items()
@@ -89,7 +93,7 @@ class FormSpec:
     def init(
         self, at: Geometry, size: int, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """First parameters, float32 on the CPU, drawn from `generator` alone."""
+        """Initial parameters, float32 on the CPU, drawn from `generator`."""
         return {
             key: value
             for name, layer in self.layers(at, size).items()
@@ -99,42 +103,39 @@ class FormSpec:
 
 @lru_cache(maxsize=1024)
 def _layers(make: Callable[[Geometry, int], Layers], at: Geometry, size: int) -> Layers:
-    """A form's layers at a place; every pass of a seed asks for them."""
+    """A form's layers, cached because every forward pass needs them."""
     return make(at, size)
 
 
-# Where forms fit: empty if they do, else why not.
+# Where forms fit: why not, or empty if they do.
 
 
 def same_shape_fit(at: Geometry, _size: int) -> str:
-    """The outlet must be shaped like the inlet."""
+    """Inlet and outlet must have the same shape."""
+    if at.keeps_shape:
+        return ""
     shapes = f"{at.outlet_shape} and {at.inlet_shape}"
-    wanted = f"needs an outlet shaped like the inlet, they are {shapes}"
-    return "" if at.keeps_shape else wanted
+    return f"needs an outlet shaped like the inlet, they are {shapes}"
 
 
 def no_grid_fit(at: Geometry) -> str:
-    """Positions are mixed along one axis, or behind the channels."""
+    """Positions must be one axis, or come after the channels."""
     grid = at.outlet_layout is Layout.GRID
-    return "needs positions behind the channels, or one axis of them" if grid else ""
+    return "needs positions after the channels, or one axis of them" if grid else ""
 
 
 def channels_fit(at: Geometry, _size: int) -> str:
-    """Inlet and outlet may differ in channels alone."""
-    positions = [
-        spatial_shape(at.inlet_shape, at.inlet_layout),
-        spatial_shape(at.outlet_shape, at.outlet_layout),
-    ]
-    if at.inlet_layout is at.outlet_layout and positions[0] == positions[1]:
+    """Inlet and outlet may differ only in channels."""
+    before = spatial_shape(at.inlet_shape, at.inlet_layout)
+    after = spatial_shape(at.outlet_shape, at.outlet_layout)
+    if at.inlet_layout is at.outlet_layout and before == after:
         return ""
-    return (
-        "needs an inlet and an outlet that differ in channels alone, they are "
-        f"{at.inlet_shape} and {at.outlet_shape}"
-    )
+    shapes = f"{at.inlet_shape} and {at.outlet_shape}"
+    return f"needs inlet and outlet to differ only in channels, they are {shapes}"
 
 
 def neighbours_fit(at: Geometry, size: int) -> str:
-    """There must be positions, which can be mixed in place."""
+    """There must be positions to convolve over."""
     if at.outlet_layout is Layout.VECTOR:
         return "needs positions to mix, the outlet is a vector"
     if reason := no_grid_fit(at) or same_shape_fit(at, size):
@@ -145,26 +146,23 @@ def neighbours_fit(at: Geometry, size: int) -> str:
 
 
 def low_rank_fit(at: Geometry, size: int) -> str:
-    """An adapter must end where its layer ends, and be of lower rank than a matrix."""
+    """The rank must be below full, and the adapter must have its layer's outlet."""
     kernel = adapted_kernel(at)
     most = min(low_rank_layers(at, size)["first"].fan_in, at.outlet_width)
     if size > most:
-        return f"needs a rank of at most {most}, the smaller side there, it is {size}"
+        return f"needs a rank of at most {most} at this layer, it is {size}"
     if kernel is None:
         return channels_fit(at, size)
     after = convolved(spatial_shape(at.inlet_shape, at.inlet_layout), kernel)
     if after == spatial_shape(at.outlet_shape, at.outlet_layout):
         return ""
-    return (
-        f"needs the outlet of the convolution itself, which has positions {after}, "
-        f"the outlet is {at.outlet_shape}"
-    )
+    return f"needs an outlet with positions {after}, it has shape {at.outlet_shape}"
 
 
 def widen_fit(at: Geometry, _size: int) -> str:
-    """Hidden units need two layers over channels with channel-wise work between."""
+    """There must be two layers with only channel-wise steps between them."""
     if not at.spans:
-        return at.why_no_span or "needs two layers to put hidden units between"
+        return at.why_no_span or "needs two layers for hidden units between them"
     for end, layout, kernel in (
         ("inlet", at.inlet_layout, at.inlet_kernel),
         ("outlet", at.outlet_layout, at.outlet_kernel),
@@ -176,22 +174,22 @@ def widen_fit(at: Geometry, _size: int) -> str:
 
 
 def attention_fit(at: Geometry, size: int) -> str:
-    """`size` heads must share the width of not too many positions."""
+    """`size` heads must divide the width, and there may not be too many positions."""
     if reason := neighbours_fit(at, 1):
         return reason
-    if at.outlet_positions > MOST_POSITIONS:
-        found = f"here are {at.outlet_positions}"
-        return f"attends over at most {MOST_POSITIONS} positions, {found}"
+    if at.outlet_positions > MAX_ATTENTION_POSITIONS:
+        most = f"at most {MAX_ATTENTION_POSITIONS} positions"
+        return f"needs {most}, there are {at.outlet_positions}"
     if at.outlet_width % size:
-        return f"needs a width that {size} heads share, it is {at.outlet_width}"
+        return f"needs a width that {size} heads divide, it is {at.outlet_width}"
     return ""
 
 
-# Their layers.
+# Layers.
 
 
 def scale_shift_layers(at: Geometry, _size: int) -> Layers:
-    """Two numbers per channel."""
+    """A scale and a shift per channel."""
     return {
         "last": Layer(
             inputs=at.outlet_width,
@@ -205,7 +203,7 @@ def scale_shift_layers(at: Geometry, _size: int) -> Layers:
 
 
 def squeeze_excite_layers(at: Geometry, size: int) -> Layers:
-    """From the pooled channels to `width / size` and back, once per pool."""
+    """From the pooled channels to `width / size` units and back."""
     width = at.outlet_width
     hidden = max(1, width // size)
     pools = at.outlet_positions if at.outlet_layout is Layout.SEQUENCE else 1
@@ -216,12 +214,12 @@ def squeeze_excite_layers(at: Geometry, size: int) -> Layers:
 
 
 def adapted_kernel(at: Geometry) -> Kernel | None:
-    """The kernel of the convolution that the slot is beside, if there is one."""
+    """The kernel of the convolution that the slot is parallel to, if any."""
     return at.outlet_kernel if at.beside else None
 
 
 def low_rank_layers(at: Geometry, size: int) -> Layers:
-    """Down to `size` channels as the adapted layer does, and up."""
+    """Down to `size` channels with the adapted layer's kernel, and up."""
     first = pointwise(at, at.inlet_width, size, bias=False)
     kernel = adapted_kernel(at)
     return {
@@ -231,10 +229,9 @@ def low_rank_layers(at: Geometry, size: int) -> Layers:
 
 
 def widen_layers(at: Geometry, size: int) -> Layers:
-    """A layer like the host's first to `size` units, and one like its second.
+    """Layers like the host's first and second (and gate), with `size` hidden units.
 
-    A gate gets a layer like its own. A flattened convolution hands each unit to the
-    second layer as `unit_inputs` inputs, side by side.
+    After a flatten the second layer reads `unit_inputs` adjacent inputs per unit.
     """
     positions = at.inlet_positions
     if at.inlet_kernel is not None:
@@ -265,15 +262,15 @@ def widen_layers(at: Geometry, size: int) -> Layers:
 
 
 def cross_layer(at: Geometry, units: int, size: int) -> Layer:
-    """From units of a widening seed at a place to `size` units at the one behind it.
+    """From `units` new units at one span to `size` new units at the next span.
 
-    It is like the layer that the two places share.
+    It is like the layer that both spans share.
     """
     return replace(widen_layers(at, units)["last"], outputs=size)
 
 
 def residual_mlp_layers(at: Geometry, size: int) -> Layers:
-    """Two maps over channels."""
+    """Two layers over channels."""
     return {
         "first": pointwise(at, at.inlet_width, size),
         "last": pointwise(at, size, at.outlet_width, zero=True),
@@ -281,7 +278,7 @@ def residual_mlp_layers(at: Geometry, size: int) -> Layers:
 
 
 def bottleneck_layers(at: Geometry, size: int) -> Layers:
-    """Down to `size` channels, mix them with their neighbours, and up."""
+    """Down to `size` channels, a convolution over positions, and up."""
     vector = at.outlet_layout is Layout.VECTOR
     between = (
         pointwise(at, size, size) if vector else neighbours(at, size, BOTTLENECK_KERNEL)
@@ -316,17 +313,17 @@ def attention_layers(at: Geometry, size: int) -> Layers:
     }
 
 
-# How they are joined, where that takes more than a line.
+# Forward passes of more than one line.
 
 
-def widen(run: Run, h: Tensor, at: Geometry, interlayer: Between) -> Tensor:
-    """Through new units, and through those of the gate if there is one."""
+def widen(run: Run, h: Tensor, at: Geometry, interlayer: InterlayerFn) -> Tensor:
+    """New hidden units, with those of the gate if there is one."""
     gates = [] if at.gate is None else [run("gate", h)]
     return run("last", interlayer(run("first", h), *gates))
 
 
-def squeeze_excite(run: Run, h: Tensor, at: Geometry, _middle: Between) -> Tensor:
-    """Each channel, scaled by a function of all channels' means."""
+def squeeze_excite(run: Run, h: Tensor, at: Geometry, _: InterlayerFn) -> Tensor:
+    """Each channel, scaled by a function of the means of all channels."""
     hidden = run("first", pool(h, at.outlet_layout)).relu()
     gate = 2 * run("last", hidden).sigmoid() - 1
     return h * gate.reshape(*gate.shape, *(1,) * (h.dim() - gate.dim()))
@@ -342,8 +339,8 @@ def pool(h: Float[Tensor, "..."], layout: Layout) -> Float[Tensor, "..."]:
     return h.mean(-1) if layout is Layout.SIGNAL else h.mean((-2, -1))
 
 
-def attention(run: Run, h: Tensor, at: Geometry, _middle: Between) -> Tensor:
-    """Self-attention over positions; the norm is over channels, without weights."""
+def attention(run: Run, h: Tensor, at: Geometry, _: InterlayerFn) -> Tensor:
+    """Self-attention over positions after a layer norm without weights."""
     behind = at.outlet_layout.axes_behind
     # [..., positions, channels]
     x = h.flatten(-behind).transpose(-1, -2) if behind else h
@@ -356,11 +353,13 @@ def attention(run: Run, h: Tensor, at: Geometry, _middle: Between) -> Tensor:
     return out.transpose(-1, -2).reshape(h.shape) if behind else out
 
 
+def _last(run: Run, h: Tensor, *_: object) -> Tensor:
+    return run("last", h)
+
+
 FORMS: Final[Mapping[Form, FormSpec]] = MappingProxyType(
     {
-        Form.SCALE_SHIFT: FormSpec(
-            same_shape_fit, scale_shift_layers, lambda run, h, *_: run("last", h)
-        ),
+        Form.SCALE_SHIFT: FormSpec(same_shape_fit, scale_shift_layers, _last),
         Form.SQUEEZE_EXCITE: FormSpec(
             lambda at, size: no_grid_fit(at) or same_shape_fit(at, size),
             squeeze_excite_layers,
@@ -372,9 +371,7 @@ FORMS: Final[Mapping[Form, FormSpec]] = MappingProxyType(
             low_rank_layers,
             lambda run, h, *_: run("last", run("first", h)),
         ),
-        Form.DEPTHWISE: FormSpec(
-            neighbours_fit, depthwise_layers, lambda run, h, *_: run("last", h)
-        ),
+        Form.DEPTHWISE: FormSpec(neighbours_fit, depthwise_layers, _last),
         Form.WIDEN: FormSpec(widen_fit, widen_layers, widen),
         Form.RESIDUAL_MLP: FormSpec(
             channels_fit,
@@ -395,7 +392,7 @@ FORMS: Final[Mapping[Form, FormSpec]] = MappingProxyType(
             attention_fit,
             attention_layers,
             attention,
-            # Every position with every other, once for weights and once for the sum.
+            # Scores and weighted sums over all pairs of positions.
             lambda at: 2 * at.outlet_positions**2 * at.outlet_width,
         ),
     }

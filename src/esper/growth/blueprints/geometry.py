@@ -1,9 +1,9 @@
-"""Shapes and layouts of the tensors at a place.
+"""Shapes and layouts of the tensors at an insertion point.
 
-A seed reads the tensor at its slot's inlet and writes to the one at its outlet. Five
-layouts are served: vector `[B, D]`, sequence `[B, T, D]`, signal `[B, C, L]`, image
+A seed reads the tensor at its slot's inlet and adds to the tensor at its outlet. There
+are five layouts: vector `[B, D]`, sequence `[B, T, D]`, signal `[B, C, L]`, image
 `[B, C, H, W]` and grid `[B, H, W, D]`, which may have more axes of positions. Width is
-the number of channels, wherever the layout keeps them.
+the number of channels.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from pydantic import FailFast, Field
 Shape = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=8), FailFast()
 ]
-"""Sizes along some axes; the limits hold for those that are read from a file."""
+"""Sizes of some axes; the limits apply to shapes from a file."""
 
 
 class Layout(IntEnum):
-    """How a tensor is laid out; the batch comes first."""
+    """Order of the axes of a tensor; the batch axis is first."""
 
     VECTOR = 0
     SEQUENCE = 1
@@ -41,7 +41,7 @@ class Layout(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The window of a convolution; one number per spatial axis."""
+    """Size, stride, padding and dilation of a convolution, one number per axis."""
 
     size: Shape
     stride: Shape
@@ -50,14 +50,14 @@ class Kernel:
 
     @classmethod
     def same(cls, size: int, axes: int) -> "Kernel":
-        """A kernel that keeps the positions."""
+        """A kernel that keeps the number of positions."""
         one = (1,) * axes
         return cls((size,) * axes, one, (size // 2,) * axes, one)
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A second layer whose output meets the first one's, as in a gated MLP."""
+    """A second layer whose output is combined with the first one's (gated MLP)."""
 
     kernel: Kernel | None
     bias: bool
@@ -65,39 +65,39 @@ class Gate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Where a seed would stand: shapes at its inlet and outlet, without the batch."""
+    """Shapes and layers at the inlet and outlet of a seed, without the batch axis."""
 
     inlet_layout: Layout
     """Layout of the tensor that the seed reads."""
     outlet_layout: Layout
-    """Layout of the tensor that the seed writes to."""
+    """Layout of the tensor that the seed adds to."""
     inlet_shape: Shape
     """Shape of the tensor that the seed reads."""
     outlet_shape: Shape
-    """Shape of the tensor that the seed writes to."""
+    """Shape of the tensor that the seed adds to."""
     residual: bool
     """Whether inlet and outlet are the same tensor."""
     inlet_kernel: Kernel | None = None
-    """Of the convolution that the inlet leads into; None if it is no convolution."""
+    """Kernel of the convolution that reads the inlet; None for other modules."""
     outlet_kernel: Kernel | None = None
-    """Of the convolution that the outlet comes from; None if it is no convolution."""
+    """Kernel of the convolution before the outlet; None for other modules."""
     inlet_bias: bool = True
-    """Whether the layer that the inlet leads into has a bias."""
+    """Whether the layer that reads the inlet has a bias."""
     gate: Gate | None = None
-    """The layer beside the first one of a span, if their outputs meet before the
-    second: it reads the same tensor and gets as many new units."""
+    """The layer that reads the same tensor as the first layer of a span and joins its
+    output, if any; it gets as many new units."""
     beside: bool = False
-    """Whether the slot stands beside one linear or convolution layer."""
+    """Whether the slot is parallel to one linear or convolution layer."""
     spans: bool = False
-    """Whether the slot spans two layers and only channel-wise work between them, so
-    that new hidden units can be put there."""
+    """Whether new hidden units fit: the slot spans two layers with only channel-wise
+    steps between them."""
     hidden_shape: Shape = ()
-    """Shape of the tensor between the two layers of a span, as the second reads it."""
+    """Shape of the second layer's input, if the slot is a span."""
     unit_inputs: Annotated[int, Field(ge=0, lt=2**31)] = 1
-    """Inputs of the second layer that come from one unit of the first (positions that
-    a flatten lines up); 1 unless a convolution is flattened into a linear layer."""
+    """Inputs of the second layer per unit of the first; above 1 if a convolution is
+    flattened into a linear layer."""
     why_no_span: str = ""
-    """What stands in the way of new hidden units, if anything."""
+    """Why new hidden units do not fit; empty if they do."""
 
     @property
     def inlet_width(self) -> int:
@@ -121,34 +121,27 @@ class Geometry:
 
     @property
     def keeps_shape(self) -> bool:
-        """Whether the inlet's tensor can be added to the outlet's as it is."""
-        return (
-            self.inlet_layout is self.outlet_layout
-            and self.inlet_shape == self.outlet_shape
-        )
+        """Whether inlet and outlet have the same layout and shape."""
+        same_layout = self.inlet_layout is self.outlet_layout
+        return same_layout and self.inlet_shape == self.outlet_shape
 
 
 def width(shape: tuple[int, ...], layout: Layout) -> int:
-    """Channels of a tensor of this shape (without its batch axis)."""
+    """Number of channels of a shape without its batch axis."""
     return shape[0] if layout.channels_first else shape[-1]
 
 
 def spatial_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
-    """A shape without its channels: the positions along each axis."""
+    """A shape without its channels."""
     return shape[1:] if layout.channels_first else shape[:-1]
 
 
 def convolved(positions: tuple[int, ...], kernel: Kernel) -> tuple[int, ...]:
-    """Positions along each axis after a convolution."""
-    axes = zip(
-        positions,
-        kernel.size,
-        kernel.stride,
-        kernel.padding,
-        kernel.dilation,
-        strict=True,
-    )
+    """Spatial shape after a convolution."""
+    numbers = (kernel.size, kernel.stride, kernel.padding, kernel.dilation)
     return tuple(
         (length + 2 * padding - dilation * (size - 1) - 1) // stride + 1
-        for length, size, stride, padding, dilation in axes
+        for length, size, stride, padding, dilation in zip(
+            positions, *numbers, strict=True
+        )
     )

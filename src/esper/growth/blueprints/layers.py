@@ -4,9 +4,8 @@ r"""The affine maps that forms are made of.
     convolution   y = W * x + b      W [outputs, inputs / groups, ...], channels first
     diagonal      y = w x + b        w [outputs]
 
-From a `Layer` follow shapes, multiply-adds, first weights and what it computes. On a
-sequence a convolution is padded on the left alone, so that no position reads a later
-one.
+A `Layer` defines parameter shapes, multiply-adds, initial weights and the forward pass.
+On a sequence a convolution is causal: it is padded on the left only.
 """
 
 from collections.abc import Mapping
@@ -26,30 +25,30 @@ CONVOLVE = {1: F.conv1d, 2: F.conv2d}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One affine map, evaluated at some positions of each sample."""
+    """One affine map, applied at some positions of each sample."""
 
     inputs: int
     outputs: int
     positions: int = 1
-    """Positions of one sample at which it gives outputs."""
+    """Output positions per sample."""
     kernel: Kernel | None = None
     """None for a matrix."""
     causal: bool = False
-    """Whether it walks along a sequence, channels last, and looks back only."""
+    """Whether it is a causal convolution over a sequence, channels last."""
     groups: int = 1
     bias: bool = True
     diagonal: bool = False
-    """Each channel is scaled by itself."""
+    """Whether it scales each channel separately."""
     axes_behind: int = 0
-    """Axes behind the channels of what a diagonal is applied to."""
+    """Axes after the channels in the input of a diagonal."""
     split: tuple[int, ...] = ()
-    """How a matrix keeps its outputs apart, such as in heads; they multiply to it."""
+    """Axes that a matrix splits its outputs into, such as heads."""
     zero: bool = False
-    """Whether it begins at zero; the last layer of a form does."""
+    """Whether it is initialised to zero; the last layer of a form is."""
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of its weight."""
+        """Shape of the weight."""
         if self.diagonal:
             return (self.outputs,)
         if self.kernel is None:
@@ -58,11 +57,11 @@ class Layer:
 
     @property
     def fan_in(self) -> int:
-        """Numbers that one output is a sum of."""
+        """Inputs per output."""
         if self.diagonal:
             return 1
-        walked = prod(self.kernel.size) if self.kernel else 1
-        return self.inputs // self.groups * walked
+        window = prod(self.kernel.size) if self.kernel else 1
+        return self.inputs // self.groups * window
 
     @property
     def macs(self) -> int:
@@ -70,12 +69,12 @@ class Layer:
         return self.positions * self.outputs * self.fan_in
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Shapes of its parameters under this name."""
+        """Parameter shapes; the weight is called `name`, the bias `<name>_bias`."""
         bias = {f"{name}_bias": (self.outputs,)} if self.bias else {}
         return {name: self.weight_shape, **bias}
 
     def init(self, name: str, generator: torch.Generator) -> dict[str, Tensor]:
-        """First weights: zero, or uniform as torch begins its own layers."""
+        """Initial parameters: zero, or uniform as in torch's own layers."""
         bound = 0.0 if self.zero else self.fan_in**-0.5
         params = {
             key: torch.zeros(shape, dtype=torch.float32, device="cpu")
@@ -88,7 +87,7 @@ class Layer:
     def apply(
         self, h: Float[Tensor, "..."], weight: Float[Tensor, "..."], bias: Tensor | None
     ) -> Float[Tensor, "..."]:
-        """The map of a tensor; split outputs stay apart on axes of their own."""
+        """Apply the layer to a tensor; `split` adds axes to the output."""
         if self.diagonal:
             h = h * per_channel(weight, self.axes_behind)
             return h if bias is None else h + per_channel(bias, self.axes_behind)
@@ -107,7 +106,7 @@ class Layer:
 def pointwise(
     at: Geometry, inputs: int, outputs: int, *, bias: bool = True, zero: bool = False
 ) -> Layer:
-    """Mixes channels at each position: a matrix, or a convolution of size one."""
+    """A layer that mixes channels at each position: a matrix, or a 1x1 convolution."""
     axes = at.outlet_layout.axes_behind
     return Layer(
         inputs=inputs,
@@ -122,7 +121,7 @@ def pointwise(
 def neighbours(
     at: Geometry, width: int, size: int, *, groups: int = 1, zero: bool = False
 ) -> Layer:
-    """Mixes neighbouring positions and keeps their number."""
+    """A convolution over positions that keeps their number."""
     causal = at.outlet_layout is Layout.SEQUENCE
     unpadded = Kernel((size,), (1,), (0,), (1,))
     return Layer(
@@ -137,5 +136,5 @@ def neighbours(
 
 
 def per_channel(vector: Float[Tensor, " channel"], axes_behind: int) -> Tensor:
-    """A vector shaped to be broadcast over a tensor with axes behind its channels."""
+    """Reshape a vector to broadcast over a tensor with axes after its channels."""
     return vector.reshape(-1, *(1,) * axes_behind)

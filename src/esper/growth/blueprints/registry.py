@@ -1,13 +1,13 @@
-"""All blueprints by name: the built-in ones and a user's own.
+"""Registry of blueprints: the built-in ones and custom ones.
 
     @blueprint("tiny_mlp")
     def tiny_mlp(geometry: Geometry) -> nn.Module:
         return nn.Sequential(nn.Linear(...), nn.GELU(), nn.Linear(...))
 
-A factory makes a plain module for a place. It is tried on random inputs before it is
-planted; one that does not begin at zero is multiplied by a gate that does. It runs as
-code of this process: register only what is trusted. When a saved network is read, it is
-called on torch's meta device first, to compare sizes with the saved tensors.
+A factory returns a module for a geometry. The module is tested on random inputs before
+it is planted; if its output is not zero, a gate that starts at zero is added. A factory
+runs as code of this process: register only trusted ones. Loading a saved network calls
+it on torch's meta device first, to compare sizes.
 """
 
 import copy
@@ -32,7 +32,7 @@ Fits = Callable[[Geometry], str]
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A user's own blueprint."""
+    """A custom blueprint."""
 
     blueprint: Blueprint
     factory: Factory
@@ -40,7 +40,7 @@ class Registered:
 
 
 class Gated(nn.Module):
-    """A module times one number per channel that begins at zero."""
+    """A module times one gate per channel that starts at zero."""
 
     def __init__(self, module: nn.Module, width: int, layout: Layout) -> None:
         super().__init__()
@@ -61,13 +61,12 @@ _REGISTERED: dict[str, Registered] = {}
 def blueprint(name: str, *, fits: Fits | None = None) -> Callable[[Factory], Factory]:
     """Register the decorated factory under a name.
 
-    `fits` says why a place does not suit it, or "" if it does; without it every place
-    does. A module of one's own stays a branch when the model is exported.
+    `fits` returns why the module does not fit a geometry, or "" if it does; by default
+    it fits everywhere. Custom modules are not merged when the model is exported.
     """
     if not name.isidentifier():
         raise InvalidInputError(
-            f"A blueprint's name must be made of letters, digits and underscores, "
-            f"got {name!r}."
+            f"A blueprint's name needs letters, digits and underscores, got {name!r}."
         )
     if name in _BUILT_IN:
         raise InvalidInputError(f"Blueprint {name!r} is built in; choose another name.")
@@ -77,7 +76,7 @@ def blueprint(name: str, *, fits: Fits | None = None) -> Callable[[Factory], Fac
         if known is not None and not _same(known.factory, factory):
             raise InvalidInputError(
                 f"Blueprint {name!r} is already registered with another factory; "
-                f"choose another name or call forget({name!r}) first."
+                f"choose another name or call forget({name!r})."
             )
         record = Blueprint(name, Form.CUSTOM, size=0, merges=False)
         _REGISTERED[name] = Registered(record, factory, fits)
@@ -87,7 +86,7 @@ def blueprint(name: str, *, fits: Fits | None = None) -> Callable[[Factory], Fac
 
 
 def blueprints() -> Mapping[str, Blueprint]:
-    """Every blueprint by name, the built-in ones first."""
+    """All blueprints by name, the built-in ones first."""
     own = {name: entry.blueprint for name, entry in _REGISTERED.items()}
     return MappingProxyType({**_BUILT_IN, **own})
 
@@ -101,18 +100,18 @@ def find(name: str) -> Blueprint:
 
 
 def forget(name: str) -> None:
-    """Take a user's own blueprint out; seeds grown from it stay as they are."""
+    """Remove a custom blueprint; its seeds stay as they are."""
     if name not in _REGISTERED:
         raise unknown("there is no registered blueprint", name, _REGISTERED)
     del _REGISTERED[name]
 
 
 def registered(name: str) -> Registered:
-    """A user's own blueprint by name."""
+    """A custom blueprint by name."""
     if name not in _REGISTERED:
         raise InvalidInputError(
             f"Blueprint {name!r} is not registered in this process; import the module "
-            "that registers it first."
+            "that registers it."
         )
     return _REGISTERED[name]
 
@@ -123,16 +122,10 @@ def make_module(
     generator: torch.Generator,
     gated: bool | None = None,
 ) -> nn.Module:
-    """Make a user's module for a place, try it and gate it if it is not zero.
+    """Build and test a custom module; adds a gate if its output is not zero.
 
-    The factory and the trial draw from torch's global streams as they please; these
-    are seeded from `generator` for the time and put back afterwards.
-
-    Args:
-        name: Of the blueprint.
-        geometry: Of the place.
-        generator: Where random numbers come from.
-        gated: Whether a saved module has a gate: it was tried before it was saved.
+    Torch's global random state is seeded from `generator` and restored afterwards.
+    `gated` is given for a saved module, which was tested before it was saved.
     """
     entry = registered(name)
     with seeded_random_state(generator):
@@ -149,11 +142,11 @@ def make_module(
 
 
 class UnsuitableError(Exception):
-    """Why a module cannot be planted, as what its blueprint does or must do."""
+    """Why a module cannot be planted; the message follows the blueprint's name."""
 
 
 def _attempt(what: str, call: Callable[[Any], Any], given: object) -> Any:  # noqa: ANN401
-    """Call code of others."""
+    """Call user code; its errors become an `UnsuitableError`."""
     try:
         return call(given)
     except Exception as error:
@@ -162,20 +155,18 @@ def _attempt(what: str, call: Callable[[Any], Any], given: object) -> Any:  # no
 
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
-        problem = f"must make an nn.Module, it made a {type(module).__name__}"
-    elif any(isinstance(p, nn.UninitializedParameter) for p in module.parameters()):
-        problem = "made a lazy module; give its layers their sizes from the geometry"
-    elif not any(p.requires_grad and p.numel() for p in module.parameters()):
-        problem = "made a module without trainable parameters; it could never learn"
-    else:
-        return
-    raise UnsuitableError(problem)
+        kind = type(module).__name__
+        raise UnsuitableError(f"must return an nn.Module, it returned a {kind}")
+    if any(isinstance(p, nn.UninitializedParameter) for p in module.parameters()):
+        raise UnsuitableError("returned a lazy module; take sizes from the geometry")
+    if not any(p.requires_grad and p.numel() for p in module.parameters()):
+        raise UnsuitableError("returned a module without trainable parameters")
 
 
 def _try_all(module: nn.Module, geometry: Geometry) -> bool:
-    """Whether a module is zero at birth; refuses one that cannot be planted."""
-    # A copy is tried, since a forward in training may change buffers.
-    what = "made a module that cannot be copied"
+    """Whether a module's output is zero; refuses a module that cannot be planted."""
+    # A forward pass in training mode may change buffers, so a copy is tested.
+    what = "returned a module that cannot be copied"
     trial: nn.Module = _attempt(what, copy.deepcopy, module)
     zero = all([try_out(trial, geometry, training=t) for t in (True, False)])
     if zero:
@@ -186,10 +177,10 @@ def _try_all(module: nn.Module, geometry: Geometry) -> bool:
 def try_out(
     module: nn.Module, geometry: Geometry, *, training: bool, scale: float = 1.0
 ) -> bool:
-    """Whether a module gives nothing but zeros for batches of random inputs.
+    """Whether a module's outputs are all zero for random inputs.
 
-    Refuses outputs that cannot be added to the outlet, that depend on other samples
-    of the batch, or that are random in eval mode.
+    Refuses outputs that cannot be added to the outlet, that depend on other samples of
+    the batch, or that are random in eval mode.
     """
     module.train(training)
     inputs = scale * torch.randn(3, *geometry.inlet_shape)
@@ -201,20 +192,19 @@ def try_out(
     alone = _run(module, inputs, geometry)[0]
     if not training and not torch.equal(seeded, torch.get_rng_state()):
         raise UnsuitableError(
-            "draws random numbers in eval mode; draw them in training only"
+            "draws random numbers in eval mode; draw them only in training mode"
         )
     torch.set_rng_state(seeded)
     if not torch.equal(alone, _run(module, others, geometry)[0]):
         raise UnsuitableError(
-            "gives a sample another output with other samples in its batch "
-            f"({'training' if training else 'eval'} mode); use a norm over channels "
-            "instead of one over the batch"
+            "changes the output of a sample with other samples in its batch "
+            f"({'training' if training else 'eval'} mode); use a norm over channels"
         )
     return zero
 
 
 def try_gradients(module: nn.Module, geometry: Geometry) -> None:
-    """A zero at birth must be one that it can leave."""
+    """Refuse a module whose gradients are all zero or not finite."""
     result = _run(module.train(), torch.randn(3, *geometry.inlet_shape), geometry)
     parameters = [p for p in module.parameters() if p.requires_grad]
     gradients: tuple[Tensor | None, ...] = ()
@@ -226,37 +216,35 @@ def try_gradients(module: nn.Module, geometry: Geometry) -> None:
         raise UnsuitableError("has gradients that are not finite")
     if not any(bool(gradient.count_nonzero()) for gradient in live):
         raise UnsuitableError(
-            "is zero at birth and so are all its gradients; let the zero be its last "
-            "operation"
+            "has zero output and zero for all its gradients; only its last operation "
+            "may be zero"
         )
 
 
 def _run(module: nn.Module, inputs: Tensor, geometry: Geometry) -> Tensor:
     shape, expected = tuple(inputs.shape), (len(inputs), *geometry.outlet_shape)
     result = _attempt(f"failed on an input of shape {shape}", module, inputs.clone())
-    problem = ""
     if not isinstance(result, Tensor):
-        problem = f"must give a tensor, it gave a {type(result).__name__}"
-    elif tuple(result.shape) != expected:
-        problem = (
-            f"must give shape {expected} for an input of shape {shape}, it gave "
-            f"{tuple(result.shape)}"
-        )
-    elif (result.dtype, result.device) != (inputs.dtype, inputs.device):
-        problem = (
-            f"must keep {inputs.dtype} on {inputs.device}, it gave {result.dtype} on "
-            f"{result.device}"
-        )
-    elif not bool(result.isfinite().all()):
-        problem = f"gave values that are not finite for shape {shape}"
-    if problem:
-        raise UnsuitableError(problem)
-    return result  # type: ignore[no-any-return]
+        kind = type(result).__name__
+        raise UnsuitableError(f"must return a tensor, it returned a {kind}")
+    for what, found, wanted in (
+        ("shape", tuple(result.shape), expected),
+        ("dtype", result.dtype, inputs.dtype),
+        ("device", result.device, inputs.device),
+    ):
+        if found != wanted:
+            raise UnsuitableError(
+                f"must return {what} {wanted} for an input of shape {shape}, it "
+                f"returned {found}"
+            )
+    if not bool(result.isfinite().all()):
+        raise UnsuitableError(f"returned values that are not finite for shape {shape}")
+    return result
 
 
 @contextmanager
 def seeded_random_state(generator: torch.Generator) -> Iterator[None]:
-    """Torch's global streams, seeded from a generator for as long as this lasts."""
+    """Seed torch's global random state from a generator inside the block."""
     drawn = torch.randint(2**62, (), generator=generator, device=generator.device)
     with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
         torch.manual_seed(int(drawn))
@@ -264,7 +252,7 @@ def seeded_random_state(generator: torch.Generator) -> Iterator[None]:
 
 
 def _same(one: Factory, other: Factory) -> bool:
-    """Whether a factory is the same, or was only defined a second time."""
+    """Whether two factories are one, or one definition that ran twice."""
     if one is other:
         return True
     codes, defaults, closures = (

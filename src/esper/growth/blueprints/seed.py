@@ -1,8 +1,8 @@
-"""A seed: a blueprint's form with weights of its own, as a module.
+"""A seed: a module with the weights of a blueprint's form.
 
-`build` makes one from a blueprint and a place, `misfit` is the reason why one does not
-fit there, and `cost` what it would add. A seed begins in float32 on the CPU; planting
-moves it to its host.
+`build` returns a seed for a blueprint and a geometry, `misfit` the reason why it does
+not fit, and `cost` its parameters and multiply-adds. A seed is built in float32 on the
+CPU; planting moves it to its host.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from esper.growth.blueprints.registry import Factory, make_module, registered
 
 
 class FormSeed(nn.Module):
-    """Parameters of a form, applied."""
+    """A built-in form as a module."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class FormSeed(nn.Module):
         self.weights = nn.ParameterDict(params)
         self.interlayer = interlayer
         self.cross = nn.ParameterDict()
-        """Blocks between its units and those of older seeds at neighbouring places,
+        """Weights between its units and those of older seeds at neighbouring spans,
         `from_<slot>` and `into_<slot>`."""
 
     @property
@@ -50,12 +50,10 @@ class FormSeed(nn.Module):
         fed: Sequence[Tensor] = (),
         kept: list[Tensor] | None = None,
     ) -> Float[Tensor, "..."]:
-        """What the seed adds to the outlet.
+        """The seed's output from the tensor at the inlet.
 
-        Args:
-            h: The tensor at the inlet.
-            fed: What units of other seeds add to its first layer.
-            kept: Takes its own units, as its last layer reads them.
+        `fed` is added to its hidden units. `kept` collects its units, as the last layer
+        reads them.
         """
         weights, size = dict(self.weights.items()), self.blueprint.size
 
@@ -73,7 +71,7 @@ class FormSeed(nn.Module):
     def feed(
         self, slot: int, above: Mapping[int, tuple["FormSeed", Tensor]]
     ) -> list[Tensor]:
-        """What units of seeds at the place before add to its first layer."""
+        """What units of seeds at the previous span add to its first layer."""
         fed = []
         for other, (seed, units) in above.items():
             sizes = seed.blueprint.size, self.blueprint.size
@@ -82,12 +80,9 @@ class FormSeed(nn.Module):
         return fed
 
     def block(self, slot: int, other: int, above: "FormSeed") -> Tensor:
-        """The block from the units of a seed above; the younger of the two owns it."""
-        own = f"from_{other}" in self.cross
-        weight: Tensor = (
-            self.cross[f"from_{other}"] if own else above.cross[f"into_{slot}"]
-        )
-        return weight
+        """The weights from the units of a seed above; the younger seed owns them."""
+        weight: Tensor | None = self.cross.get(f"from_{other}")
+        return above.cross[f"into_{slot}"] if weight is None else weight
 
     def extra_repr(self) -> str:
         """The blueprint's name."""
@@ -96,14 +91,13 @@ class FormSeed(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a seed adds to its host."""
+    """Parameters and multiply-adds per sample."""
 
     parameters: int
     macs: int
-    """Multiply-adds per sample."""
 
     def __add__(self, other: "Cost") -> "Cost":
-        """Both together."""
+        """The sum of two costs."""
         return Cost(self.parameters + other.parameters, self.macs + other.macs)
 
 
@@ -114,11 +108,10 @@ def build(
     interlayer: nn.Module,
     gated: bool | None = None,
 ) -> nn.Module:
-    """A new seed for a place that it fits: zero at birth, from `generator` alone.
+    """A new seed with zero output, initialised from `generator`.
 
-    Only a widening seed uses `interlayer`, what the host does between the two layers
-    of a span; it must be the seed's own where it has state. For `gated` see
-    `make_module`.
+    Only WIDEN uses `interlayer`, the steps between the two layers of a span; pass a
+    copy if it has state. For `gated` see `make_module`.
     """
     if blueprint.form is Form.CUSTOM:
         return make_module(blueprint.name, geometry, generator, gated)
@@ -127,7 +120,7 @@ def build(
 
 
 def misfit(blueprint: Blueprint, geometry: Geometry) -> str:
-    """Why a blueprint does not fit a place; empty if it does."""
+    """Why a blueprint does not fit a geometry; empty if it does."""
     if blueprint.form is Form.CUSTOM:
         fits = registered(blueprint.name).fits
         return "" if fits is None else fits(geometry)
@@ -137,9 +130,10 @@ def misfit(blueprint: Blueprint, geometry: Geometry) -> str:
 
 
 def cost(blueprint: Blueprint, geometry: Geometry) -> Cost:
-    """Parameters and multiply-adds of a blueprint at a place that it fits."""
+    """Parameters and multiply-adds of a blueprint at a geometry that it fits."""
     if blueprint.form is Form.CUSTOM:
-        return _counted(blueprint.name, registered(blueprint.name).factory, geometry)
+        factory = registered(blueprint.name).factory
+        return _custom_cost(blueprint.name, factory, geometry)
     spec = FORMS[blueprint.form]
     shapes = spec.shapes(geometry, blueprint.size).values()
     parameters = sum(torch.Size(shape).numel() for shape in shapes)
@@ -147,11 +141,11 @@ def cost(blueprint: Blueprint, geometry: Geometry) -> Cost:
 
 
 @lru_cache(maxsize=256)
-def _counted(name: str, factory: Factory, geometry: Geometry) -> Cost:
-    """Cost of a user's module, by building and running one; the factory is a key."""
+def _custom_cost(name: str, factory: Factory, geometry: Geometry) -> Cost:
+    """Cost of a custom module, by building and running it; `factory` is a cache key."""
     del factory
     module = make_module(name, geometry, torch.Generator().manual_seed(0)).eval()
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    # Scaling by a weight is not counted as a product of matrices, but it is work.
+    # Elementwise products are not counted: assume at least one per parameter.
     one = torch.zeros(1, *geometry.inlet_shape)
     return Cost(parameters, max(count_macs(lambda: module(one)), parameters))

@@ -30,7 +30,12 @@ from torch.utils._pytree import tree_map
 
 from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.errors import InvalidInputError, InvalidStateError
-from esper.growth.analysis.host_layers import kernel_of, turned, units_of, write_sizes
+from esper.growth.analysis.host_layers import (
+    kernel_of,
+    swap_layout,
+    units_of,
+    write_sizes,
+)
 from esper.growth.analysis.interlayer import NORMS, every_step, new_interlayer
 from esper.growth.analysis.slots import InsertionPoint
 from esper.growth.analysis.tracing import Example, eval_outputs
@@ -466,7 +471,7 @@ def _linear_map(params: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
 def _put(module: nn.Module, name: str, value: Tensor) -> None:
     """Give a module's tensor other values, and another size if they have one."""
     old = getattr(module, name)
-    value = turned(module, value) if name == "weight" else value
+    value = swap_layout(module, value) if name == "weight" else value
     like = module.get_parameter("weight") if old is None else old
     value = value.to(device=like.device, dtype=like.dtype)
     if old is not None and old.shape == value.shape:
@@ -489,7 +494,7 @@ def _pairs(
 def _read(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Weight and bias."""
     bias = module._parameters.get("bias")
-    weight = turned(module, _exact(module.get_parameter("weight")))
+    weight = swap_layout(module, _exact(module.get_parameter("weight")))
     return weight, None if bias is None else _exact(bias)
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from esper.contracts.errors import InvalidInputError
 from esper.files import MAX_BYTES, Disk, pack, publish, read_safetensors, verify
 from esper.growth.analysis.host_layers import fit_sizes, is_layer
-from esper.growth.analysis.interlayer import Join, restore_middle, unsaved_function
-from esper.growth.analysis.slots import InsertionPoint, layer_facts, parse
+from esper.growth.analysis.interlayer import Join, restore_interlayer, unsaved_function
+from esper.growth.analysis.slots import InsertionPoint, layer_facts, parse_slot
 from esper.growth.blueprints.registry import find
 from esper.growth.saving.saved_topology import (
     NAME,
@@ -172,13 +172,13 @@ def _saved_place(
     saved: SavedPlace, modules: Mapping[str, nn.Module], *, used: bool
 ) -> InsertionPoint:
     """A place as a file describes it, if it is one of the host's."""
-    site = parse(saved.name)
+    site = parse_slot(saved.name)
     try:
         if site.name != saved.name or not {site.inlet, site.outlet} <= modules.keys():
             raise InvalidInputError("names modules that the host does not have")
         # What is between the layers of a place without seeds has no part in the answer.
         unsaved = not used and unsaved_function(saved.interlayer)
-        interlayer = () if unsaved else restore_middle(saved.interlayer, modules)
+        interlayer = () if unsaved else restore_interlayer(saved.interlayer, modules)
         joins = [module.layer for module in interlayer if isinstance(module, Join)]
         known = {} if unsaved else layer_facts(site, modules, "".join(joins[:1]))
         layers = all(is_layer(modules[end]) for end in (site.inlet, site.outlet))
