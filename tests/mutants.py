@@ -341,7 +341,7 @@ MUTANTS = (
     Mutant(
         "all scripts of a node act, none waits",
         "tamiyo/scripts.py",
-        "waiting = max(1, round(WAITING * len(members)))",
+        "waiting = max(1, round(WAIT_FRACTION * len(members)))",
         "waiting = 0",
         "tests/tamiyo/test_scripts.py",
     ),

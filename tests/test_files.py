@@ -12,12 +12,12 @@ from esper.contracts.errors import InvalidInputError, StorageError
 from esper.contracts.messages import short
 from esper.files import (
     Disk,
-    beside,
     discard,
     manifest_of,
     pack,
     publish,
     storage,
+    temporary_name,
 )
 from tests.runs.disks import (
     ForgetfulDisk,
@@ -130,7 +130,7 @@ def test_a_path_is_shown_by_its_end_without_control_characters(tmp_path):
     assert short(tmp_path / "runs" / "a" / "b").endswith("runs/a/b")
     assert short(tmp_path / "\x1b[2J\n") == short(tmp_path / "?[2J?")
     assert len(short(tmp_path / ("x" * 200))) == 72
-    assert beside(tmp_path / "x").parent == tmp_path
+    assert temporary_name(tmp_path / "x").parent == tmp_path
 
 
 def test_what_a_dead_process_left_is_removed(tmp_path):

@@ -114,7 +114,7 @@ def test_a_plain_host_refuses_a_grown_state_and_says_what_to_do(tmp_path):
     with pytest.raises(InvalidInputError, match="was absent and is here"):
         grown().model.host.load_state_dict(part, strict=False)
     (tmp_path / "no").write_text("no network")
-    with pytest.raises(InvalidInputError, match="no is damaged, or no file of Esper"):
+    with pytest.raises(InvalidInputError, match="no is damaged, or not a file"):
         esper.load(tmp_path / "no", make_host("vector"))
 
 

@@ -257,7 +257,7 @@ def test_a_gated_scan_refuses_what_does_not_fit(changes, message):
     ("shape", "changes", "message"),
     [
         ((3,), {}, r"\[env, time\] or .* got shape \(3,\)"),
-        ((1, 2, 3, 4), {}, "reshape"),
+        ((1, 2, 3, 4), {}, "Reshape"),
         ((2, 4), {"decay": torch.ones(2, 3)}, r"decay must be .*\(2, 4\).*\(2, 3\)"),
         ((2, 3), {"initial": torch.ones(3)}, r"initial .*\(2,\).*\(3,\)"),
         ((2, 3, 4), {"initial": torch.ones(2)}, r"initial .*\(2, 4\).*got .*\(2,\)"),

@@ -1,22 +1,13 @@
-"""The one reader and the one writer of files, whoever they come from.
+"""Reading and writing of files, which may come from untrusted sources.
 
-A file is opened without following a link or waiting for a pipe, and only if it is a
-regular file of limited size. A file of tensors is a safetensors file:
+Only regular files of limited size are read; links and pipes are rejected. Tensors are
+in safetensors files: a header with names, dtypes, shapes, offsets, a manifest and a
+SHA-256, then the data without gaps. The header is checked before memory is allocated.
+The digest is that of the file with zeros in the digest's place. It detects damage and
+is not a signature. Nothing in a file is executed or imported.
 
-    header    names, dtypes, shapes and places of the tensors; a manifest; SHA-256
-    data      the numbers, without holes
-
-The header is checked first: tensors must fit what is expected and fill the file. Only
-then memory is taken. The digest is that of the file with zeros in the digest's place,
-so every changed byte is noticed; it is no signature. Nothing that a file holds is
-executed, imported or looked up by name.
-
-A file is written under a temporary name in the same folder, made durable and renamed:
-
-    create -> sync_file -> rename -> sync_folder
-
-Every change is one call of `Disk`, so that a test can stop at each of them. An fsync
-that failed is not repeated on the same file: what it lost is lost.
+Files are written atomically: create -> sync_file -> rename -> sync_folder. Every change
+is one call of `Disk`, so that tests can interrupt each of them.
 """
 
 import hashlib
@@ -42,25 +33,23 @@ from esper import __version__
 from esper.contracts.errors import InvalidInputError, NotFiniteError, StorageError
 from esper.contracts.messages import one_line, quoted, short
 
-if TYPE_CHECKING:  # headers can be read without torch, so a list of runs is quick
+if TYPE_CHECKING:  # headers are read without importing torch, to list runs quickly
     import torch
     from torch import Tensor
 
     from esper.contracts.state import Tensors
 
 TEMPORARY: Final = ".tmp-"
-"""In the names of unfinished files, which also begin with a dot."""
-LEFT_OVER: Final = 600.0
-"""Seconds after which an unfinished file of a dead process is removed: processes of
-other machines, which share a disk, look dead from here."""
+"""Part of the names of unfinished files, which also begin with a dot."""
+LEFTOVER_SECONDS: Final = 600.0
+"""Age at which an unfinished file of a dead process is removed. Processes of other
+machines that share the disk look dead from here."""
 MAX_TEXT: Final = 1 << 20
-"""Bytes of a file of text."""
 MAX_HEADER: Final = 1 << 20
 MAX_TENSORS: Final = 10_000
 MAX_BYTES: Final = 4 << 30
-"""Bytes of a file of tensors."""
-CHUNK: Final = 1 << 20
-"""Bytes that are read at once to verify a digest."""
+"""Maximum size of a file of tensors."""
+DIGEST_CHUNK: Final = 1 << 20
 SCHEMA: Final = "3"
 """Version of the manifest."""
 DTYPES: Final = {
@@ -81,30 +70,30 @@ DTYPES: Final = {
     "F32": ("float32", 4),
     "F64": ("float64", 8),
 }
-"""What tensors may hold, by the names of safetensors: its name in torch, its bytes."""
+"""Name in torch and bytes of each dtype of safetensors."""
 MAY_BE_NAN: Final = "first_loss"
-"""End of the names of tensors that are NaN before the first loss of an episode."""
+"""Suffix of tensors that are NaN before the first loss of an episode."""
 BLANK: Final = b"0" * 64
 SEAL: Final = re.compile(b'"sha256":"([0-9a-f]{64})"')
 
 
 @validated(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
 class Manifest:
-    """What a sealed file says of itself."""
+    """Metadata of a sealed file."""
 
     step: Annotated[int, Field(ge=0)]
-    """How far the training was."""
+    """Training step."""
     score: Annotated[float, Field(allow_inf_nan=False)] | None
-    """How good it was; the checkpoint with the highest is kept."""
+    """Validation score; the checkpoint with the highest is kept."""
     facts: dict[str, Any]
-    """What the reader needs, as JSON can hold it."""
+    """JSON data for the reader."""
     made_by: dict[str, str]
     """Versions of Esper and PyTorch."""
 
 
 @validated(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Entry:
-    """Where a tensor is in a file, and what it is."""
+    """Dtype, shape and offsets of a tensor in a file."""
 
     dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
     shape: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=8)]
@@ -112,55 +101,52 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """How many it takes."""
+        """Size of the tensor."""
         return prod(self.shape) * DTYPES[self.dtype][1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The beginning of a file of tensors."""
+    """Header of a file of tensors."""
 
     manifest: Manifest | None
-    """None: the file is not sealed."""
+    """None if the file is not sealed."""
     entries: Mapping[str, Any] = field(repr=False)
-    """Not yet checked."""
+    """Not checked yet."""
     raw: bytes = field(repr=False)
 
 
 Fit = Callable[["Tensors", Manifest | None], object]
-"""Called with tensors without memory and the manifest; raises if they do not fit."""
+"""Called with meta tensors and the manifest; raises if they are not as expected."""
 
 
 class Disk:
-    """File operations; every method is one thing that can fail.
-
-    Raises `OSError`; `storage` turns it into one line.
-    """
+    """File operations; each method is one operation that can fail with OSError."""
 
     def mkdir(self, folder: Path) -> None:
-        """Make a folder that does not exist."""
+        """Create a new folder."""
         folder.mkdir()
 
     def create(self, file: Path, data: bytes) -> None:
-        """Write a file that does not exist; it may not survive a loss of power."""
+        """Write a new file, which is not durable yet."""
         with file.open("xb") as stream:
             stream.write(data)
 
     def sync_file(self, file: Path) -> None:
-        """Return when a file's content is durable."""
+        """Make a file's content durable."""
         _sync(file, os.O_RDONLY)
 
     def sync_folder(self, folder: Path) -> None:
-        """Return when the names in a folder are durable."""
+        """Make the names in a folder durable."""
         if hasattr(os, "O_DIRECTORY"):  # Windows cannot open folders
             _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Rename a file or folder; replaces a file."""
+        """Rename a file or folder, replacing an existing file."""
         os.replace(old, new)
 
     def unlink(self, file: Path) -> None:
-        """Remove a file, or a link but not its target."""
+        """Remove a file or link."""
         file.unlink()
 
     def rmdir(self, folder: Path) -> None:
@@ -168,19 +154,19 @@ class Disk:
         folder.rmdir()
 
     def read(self, file: Path, limit: int) -> bytes:
-        """The first bytes of a regular file, or all if it has fewer."""
+        """Return at most `limit` bytes of a regular file."""
         with open_regular(file) as stream:
-            # A stream makes room for all it is asked for; a file may be far smaller.
+            # `read` allocates all that it is asked for; the file may be far smaller.
             return stream.read(min(limit, os.fstat(stream.fileno()).st_size))
 
     def open(self, file: Path) -> BufferedReader:
-        """A regular file, to be read and closed."""
+        """Open a regular file for reading."""
         return open_regular(file)
 
 
 def publish(disk: Disk, file: Path, data: bytes) -> None:
-    """Write a file so that it is there whole, as before, or not at all."""
-    temporary = beside(file)
+    """Write a file atomically."""
+    temporary = temporary_name(file)
     with storage(file, "write"):
         discard_leftovers(disk, file.parent)
         try:
@@ -188,19 +174,19 @@ def publish(disk: Disk, file: Path, data: bytes) -> None:
             disk.sync_file(temporary)
             disk.rename(temporary, file)
         except OSError:
-            with suppress(OSError):  # gives back room at once
+            with suppress(OSError):  # frees disk space at once
                 discard(disk, temporary)
             raise
         disk.sync_folder(file.parent)
 
 
-def beside(path: Path) -> Path:
-    """The temporary name of a file or folder while it is made."""
+def temporary_name(path: Path) -> Path:
+    """Return the name of a file or folder while it is being written."""
     return path.with_name(f".{path.name}{TEMPORARY}{os.getpid()}")
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """What was being made or removed in a folder when a process died."""
+    """Return the unfinished files and folders in a folder."""
     return sorted(
         path
         for path in folder.iterdir()
@@ -209,11 +195,11 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def discard_leftovers(disk: Disk, folder: Path) -> None:
-    """Remove what dead processes left unfinished in a folder, and this one before."""
+    """Remove unfinished files of this process and of dead ones."""
     for path in unfinished(folder):
         owner = path.name.rpartition(TEMPORARY)[2]
-        with suppress(FileNotFoundError):  # its process is faster
-            old = time() - path.lstat().st_mtime > LEFT_OVER
+        with suppress(FileNotFoundError):  # removed by its process meanwhile
+            old = time() - path.lstat().st_mtime > LEFTOVER_SECONDS
             if owner == str(os.getpid()) or (old and not _is_alive(owner)):
                 discard(disk, path)
 
@@ -223,13 +209,13 @@ def _is_alive(process: str) -> bool:
         os.kill(int(process), 0)
     except ProcessLookupError:
         return False
-    except (OSError, ValueError, OverflowError):  # somebody else's, or no number
+    except (OSError, ValueError, OverflowError):  # of another user, or not a number
         pass
     return True
 
 
 def discard(disk: Disk, path: Path) -> None:
-    """Remove a file or a folder with all it holds, if it exists; follows no link."""
+    """Remove a file or a folder with its contents, if it exists; follows no link."""
     try:
         kind = path.lstat().st_mode
     except FileNotFoundError:
@@ -243,21 +229,14 @@ def discard(disk: Disk, path: Path) -> None:
 
 
 def require_no_link(folder: Path) -> None:
-    """Refuse a folder of a run that leads out of it."""
+    """Raise an error if a folder is a link."""
     if folder.is_symlink():
-        raise InvalidInputError(
-            f"{short(folder)} is a link, which could lead anywhere."
-        )
+        raise InvalidInputError(f"{short(folder)} is a link. Use the folder itself.")
 
 
 @contextmanager
 def storage(path: Path, verb: str) -> Iterator[None]:
-    """Turn errors of the system about a path into one line.
-
-    Args:
-        path: The file or folder.
-        verb: What is being done to it, such as "write".
-    """
+    """Turn an OSError about a path into a StorageError: "cannot {verb} {path}: ..."."""
     try:
         yield
     except OSError as error:
@@ -265,32 +244,32 @@ def storage(path: Path, verb: str) -> Iterator[None]:
             raise
         why = error.strerror or type(error).__name__
         raise StorageError(
-            f"cannot {verb} {short(path)}: {why}; check space and permissions of "
+            f"cannot {verb} {short(path)}: {why}. Check space and permissions of "
             "the disk. What was saved before is intact."
         ) from error
 
 
 def open_regular(file: Path) -> BufferedReader:
-    """A regular file, to be read and closed; a pipe would block, a link lead away."""
+    """Open a regular file for reading; reject links, pipes and devices."""
     kind = file.lstat().st_mode
     if stat.S_ISLNK(kind):
         raise InvalidInputError(
-            f"{short(file)} is a link; name the file that it points to."
+            f"{short(file)} is a link. Use the file that it points to."
         )
     if not stat.S_ISREG(kind):
-        raise InvalidInputError(f"{short(file)} is not a regular file; name another.")
-    # Windows has neither flag.
+        raise InvalidInputError(f"{short(file)} is not a regular file. Use another.")
+    # Windows does not have these flags.
     safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     binary = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     number = os.open(file, os.O_RDONLY | safe | binary)
-    if not stat.S_ISREG(os.fstat(number).st_mode):  # replaced just now
+    if not stat.S_ISREG(os.fstat(number).st_mode):  # replaced since the first check
         os.close(number)
-        raise InvalidInputError(f"{short(file)} is not a regular file; remove it.")
+        raise InvalidInputError(f"{short(file)} is not a regular file. Remove it.")
     return open(number, "rb")
 
 
 def read_bytes(file: Path, limit: int = MAX_TEXT, disk: Disk | None = None) -> bytes:
-    """All bytes of a regular file; refuses one with more than a limit."""
+    """Return the bytes of a regular file of at most `limit` bytes."""
     if not os.path.lexists(file):
         raise InvalidInputError(f"{short(file)} does not exist.")
     with storage(file, "read"):
@@ -301,27 +280,22 @@ def read_bytes(file: Path, limit: int = MAX_TEXT, disk: Disk | None = None) -> b
 
 
 def read_text(file: Path, limit: int = MAX_TEXT, disk: Disk | None = None) -> str:
-    """The text of a small file in UTF-8."""
+    """Return the text of a small UTF-8 file."""
     try:
         return read_bytes(file, limit, disk).decode()
     except UnicodeDecodeError as error:
         raise InvalidInputError(
-            f"{short(file)} must be text in UTF-8; byte {error.start} is not."
+            f"{short(file)} must be text in UTF-8, but byte {error.start} is not."
         ) from None
 
 
 def read_json(file: Path, disk: Disk | None = None) -> dict[str, Any]:
-    """The JSON object in a small file."""
+    """Return the JSON object in a small file."""
     return parse_json(read_text(file, disk=disk), short(file))
 
 
 def parse_json(text: str | bytes, name: str) -> dict[str, Any]:
-    """The JSON object in a text.
-
-    Args:
-        text: At most `MAX_TEXT` long.
-        name: What it is called in an error.
-    """
+    """Return the JSON object in a text of at most `MAX_TEXT` characters."""
     found = None
     with suppress(ValueError, RecursionError):
         found = json.loads(text) if len(text) <= MAX_TEXT else None
@@ -340,9 +314,9 @@ def read_safetensors(
     limit: int = MAX_BYTES,
     disk: Disk | None = None,
 ) -> tuple["Tensors", Manifest | None]:
-    """The tensors of a file, on the CPU, and its manifest; see `read_tensors`."""
+    """Return the tensors of a file, on the CPU, and its manifest."""
     if not os.path.lexists(file):
-        raise InvalidInputError(f"{short(file)} does not exist; name another file.")
+        raise InvalidInputError(f"{short(file)} does not exist. Check the path.")
     with storage(file, "read"), (disk or Disk()).open(file) as stream:
         return read_tensors(
             short(file), stream, fit, within, sealed=sealed, finite=finite, limit=limit
@@ -359,16 +333,16 @@ def read_tensors(
     finite: bool = True,
     limit: int = MAX_BYTES,
 ) -> tuple["Tensors", Manifest | None]:
-    """Tensors of a file, on the CPU, and its manifest; refuses unless all verifies.
+    """Return the tensors of a verified file, on the CPU, and its manifest.
 
     Args:
-        name: What the file is called in an error.
-        stream: All of the file.
+        name: Name of the file in error messages.
+        stream: The whole file.
         fit: Raises if names, dtypes and shapes are not as expected.
         within: Read only tensors whose names begin with this.
         sealed: Whether the file must have a manifest and a digest.
-        finite: Whether NaN and infinity are refused.
-        limit: Bytes of the file at most.
+        finite: Whether NaN and inf are errors.
+        limit: Maximum size of the file in bytes.
     """
     import torch
 
@@ -381,7 +355,7 @@ def read_tensors(
             room: Any = tensors[key].reshape(-1).view(torch.uint8).numpy()
             if stream.readinto(room) != entry.bytes:
                 raise InvalidInputError(
-                    f"{name} was changed while it was read; try again."
+                    f"{name} was changed while it was read. Try again."
                 )
     if why := _strange(tensors, finite):
         raise _untrusted(name, why)
@@ -397,14 +371,14 @@ def verify(
     sealed: bool = True,
     limit: int = MAX_BYTES,
 ) -> tuple[Header, dict[str, Entry]]:
-    """Header and places of the tensors, if they fit and the digest is right.
+    """Return header and entries of a file whose shapes and digest are correct.
 
-    Takes no memory for tensors. For arguments see `read_tensors`.
+    Allocates no memory for tensors. For the arguments see `read_tensors`.
     """
     size = stream.seek(0, os.SEEK_END)
     stream.seek(0)
     if size > limit:
-        raise _untrusted(name, f"it has {size:,} bytes, {limit:,} are the limit")
+        raise _untrusted(name, f"it has {size:,} bytes, the limit is {limit:,}")
     header = read_header(name, stream, sealed=sealed)
     entries = {
         key: entry
@@ -423,14 +397,8 @@ def verify(
 
 
 def read_header(name: str, stream: BufferedIOBase, *, sealed: bool = True) -> Header:
-    """The header of a file; neither tensors nor digest are verified.
-
-    Args:
-        name: What the file is called in an error.
-        stream: All of the file, at its beginning.
-        sealed: Whether it must have a manifest.
-    """
-    why = "damaged, or no file of Esper"
+    """Return the header of a file; tensors and digest are not verified."""
+    why = "damaged, or not a file of Esper. Use another file"
     first = stream.read(8)
     length = int.from_bytes(first, "little")
     raw = first + stream.read(length if length <= MAX_HEADER else 0)
@@ -440,15 +408,15 @@ def read_header(name: str, stream: BufferedIOBase, *, sealed: bool = True) -> He
         schema = str(about["schema"]) if sealed or "schema" in about else None
         if schema not in (None, SCHEMA):
             why = (
-                f"of schema {quoted(schema)}, Esper {__version__} reads {SCHEMA}; use "
-                "the Esper that wrote it"
+                f"of schema {quoted(schema)}, but Esper {__version__} reads {SCHEMA}. "
+                "Use the version that wrote it"
             )
         elif len(raw) == 8 + length:
             manifest = schema and _MANIFEST.validate_json(about["manifest"])
             return Header(manifest=manifest or None, entries=entries, raw=raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
-    raise InvalidInputError(f"{name} is {why}; use another file.")
+    raise InvalidInputError(f"{name} is {why}.")
 
 
 _MANIFEST: Final = TypeAdapter(Manifest)
@@ -456,13 +424,9 @@ _ENTRIES: Final = TypeAdapter(dict[str, Entry])
 
 
 def require_explained(sizes: Mapping[str, int], tensors: Iterable["Tensor"]) -> None:
-    """Refuse a size that no tensor of the same file has.
+    """Check that the sizes of a configuration occur in the tensors of the same file.
 
-    Whoever wrote a file of a few bytes must not decide how much memory is taken.
-
-    Args:
-        sizes: Numbers of a configuration, such as widths and numbers of layers.
-        tensors: What is in the file.
+    Otherwise a small file could cause a large allocation.
     """
     shapes = [tensor.shape for tensor in tensors]
     most = max([len(shapes), *(size for shape in shapes for size in shape)])
@@ -474,13 +438,7 @@ def require_explained(sizes: Mapping[str, int], tensors: Iterable["Tensor"]) -> 
 
 
 def _entries(name: str, header: Header, size: int) -> dict[str, Entry]:
-    """Where each tensor is; refuses unless they fill the file without holes.
-
-    Args:
-        name: What the file is called in an error.
-        header: Of the file.
-        size: Bytes of the file.
-    """
+    """Return the entries; they must fill the file of `size` bytes without gaps."""
     try:
         entries = _ENTRIES.validate_json(json.dumps(header.entries))
     except ValueError:
@@ -499,7 +457,7 @@ def _entries(name: str, header: Header, size: int) -> dict[str, Entry]:
 
 
 def _untrusted(name: str, why: str) -> InvalidInputError:
-    return InvalidInputError(f"{name} cannot be trusted: {why}; use another file.")
+    return InvalidInputError(f"{name} cannot be trusted: {why}. Use another file.")
 
 
 def _tensor(entry: Entry, device: str = "cpu") -> "Tensor":
@@ -510,13 +468,13 @@ def _tensor(entry: Entry, device: str = "cpu") -> "Tensor":
 
 
 def _verify_digest(name: str, header: Header, stream: BufferedIOBase) -> None:
-    """Refuse unless the digest is that of the header, blanked, and of what follows."""
+    """Check the digest of the file, with zeros in the digest's place."""
     found = SEAL.search(header.raw)
     if found is not None:
         start, stop = found.span(1)
         digest = hashlib.sha256(header.raw[:start] + BLANK + header.raw[stop:])
         stream.seek(len(header.raw))
-        for chunk in iter(partial(stream.read, CHUNK), b""):
+        for chunk in iter(partial(stream.read, DIGEST_CHUNK), b""):
             digest.update(chunk)
     if found is None or digest.hexdigest().encode() != found[1]:
         raise InvalidInputError(
@@ -530,23 +488,17 @@ def pack(
     *,
     finite: bool = True,
 ) -> bytes:
-    """The bytes of a file; with a manifest, sealed by its digest.
-
-    Args:
-        tensors: By name.
-        manifest: Of a sealed file.
-        finite: Whether NaN and infinity are refused.
-    """
+    """Return the bytes of a file; with a manifest, sealed by its digest."""
     import torch
 
-    # A single number may have any stride; a copy has the usual one.
+    # A tensor of one element may have any stride; the copy has the usual one.
     ready = {
         name: part.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, part in tensors.items()
     }
     if strange := _strange(ready, finite):
         raise NotFiniteError(
-            f"{strange} and is not saved; go back to a good checkpoint."
+            f"{strange} and is not saved. Go back to a good checkpoint."
         )
     header: dict[str, Any] = {}
     if manifest is not None:
@@ -554,12 +506,12 @@ def pack(
         about = {"schema": SCHEMA, "manifest": text, "sha256": BLANK.decode()}
         header["__metadata__"] = about
     end, parts = 0, []
-    # Larger numbers first, so that all are aligned.
+    # Larger dtypes first, so that all tensors are aligned.
     for name in sorted(ready, key=lambda name: (-ready[name].itemsize, name)):
         part = ready[name]
         if part.dtype not in (names := _dtype_names()):
             raise InvalidInputError(
-                f"{quoted(name)} is of {part.dtype}, which has no file format."
+                f"{quoted(name)} is {part.dtype}, which cannot be saved."
             )
         place = [end, end := end + part.nbytes]
         entry = {"dtype": names[part.dtype], "shape": [*part.shape]}
@@ -585,20 +537,20 @@ def _dtype_names() -> "dict[torch.dtype, str]":
 def manifest_of(
     facts: Mapping[str, Any], step: int = 0, score: float | None = None
 ) -> Manifest:
-    """A manifest with the versions that are installed; see `Manifest`."""
+    """Return a manifest with the installed versions."""
     made_by = {"esper": __version__, "torch": version("torch")}
-    # Through JSON: tuples become lists, as they will be when it is read.
+    # Through JSON, so that tuples become lists, as in a manifest that is read.
     plain = json.loads(json.dumps(dict(facts), allow_nan=False))
     return Manifest(step=step, score=score, facts=plain, made_by=made_by)
 
 
 def _strange(tensors: Mapping[str, "Tensor"], finite: bool) -> str:
-    """Which tensor holds what no tensor should, or nothing."""
+    """Return what is wrong with the first invalid tensor, or an empty string."""
     import torch
 
     for name, values in tensors.items():
         if values.dtype is torch.bool and bool((values.view(torch.uint8) > 1).any()):
-            return f"{quoted(name)} holds bytes that are no bool"
+            return f"{quoted(name)} holds bytes that are not bool"
         if not finite or not values.is_floating_point() or name.endswith(MAY_BE_NAN):
             continue
         if not bool(values.isfinite().all()):

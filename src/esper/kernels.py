@@ -1,22 +1,14 @@
-"""Plain loops over numpy arrays, compiled to machine code on their first call.
+"""Loops over numpy arrays, compiled with numba on their first call.
 
-    kernel        its bits are those of the loop as it is written
+    kernel        strict floating-point order
     fused_with    products may be fused with sums
-    summed_with   and sums may be split over lanes
+    summed_with   sums may also be reordered
 
-Same input, same bits, in all three. What a fused or summed kernel calls must be a part:
-it is written into its caller. A call by name would find the callee compiled alone in
-the process that compiles both, but the caller's own copy where the caller is loaded
-from disk, and the two may round differently.
-
-Compiled code is kept on disk until the file of its function changes. What else it
-depends on, its flags and the modules that it takes constants or other kernels from, is
-put into a free variable, which is part of its key. Each file ends with the SHA-256 of
-the rest, because nothing syncs them: what a loss of power or a full disk has damaged is
-compiled and written anew. It detects damage, not forgery, like Python's own caches.
-
-With ESPER_DEBUG=1 in the environment every index is checked: an access out of bounds
-raises IndexError instead of reading or writing whatever lies there.
+All three are deterministic. A fused or summed kernel may only call kernels with
+`part=True`, which are inlined; others may round differently when loaded from the cache.
+Compiled code is cached on disk. The cache key includes the flags and the source of the
+given modules, and each file ends with its SHA-256, so damaged files are compiled again.
+With ESPER_DEBUG=1 in the environment, an index out of bounds raises IndexError.
 """
 
 import inspect
@@ -40,40 +32,39 @@ Function = Callable[..., Any]
 Decorator = Callable[[Function], Function]
 FUSED: Final = ("contract",)
 SUMMED: Final = ("contract", "reassoc", "nsz")
-DIGEST: Final = 32
-"""Bytes at the end of a file of compiled code."""
+DIGEST_BYTES: Final = 32
 
 
 def kernel(function: Function) -> Function:
-    """Compile a loop as it is written."""
+    """Compile a loop with strict floating-point order."""
     return _compiled(function, (), ())
 
 
 def fused_with(*modules: ModuleType, part: bool = False) -> Decorator:
-    """Compile a loop that depends on these modules; products may be fused with sums.
+    """Compile a loop; products may be fused with sums.
 
     Args:
-        modules: Where it takes constants or other kernels from.
-        part: Whether other kernels call it.
+        modules: Modules that it imports constants or other kernels from.
+        part: Inline it into the kernels that call it.
     """
     return lambda function: _compiled(function, modules, FUSED, part)
 
 
 def summed_with(*modules: ModuleType, part: bool = False) -> Decorator:
-    """As `fused_with`; and sums may be split over lanes."""
+    """Compile like `fused_with`; sums may also be reordered."""
     return lambda function: _compiled(function, modules, SUMMED, part)
 
 
 def compiled_for() -> str:
-    """The processor that kernels are compiled for; another one may round otherwise."""
+    """Return the processor that kernels are compiled for; rounding depends on it."""
     return str(llvm.get_host_cpu_name())
 
 
 def require_compiler() -> None:
-    """Refuse to train hosts where numba is told not to compile."""
+    """Raise an error if numba's compiler is disabled."""
     if getattr(numba.config, "DISABLE_JIT", 0):
         raise InvalidInputError(
-            "NUMBA_DISABLE_JIT is set, but hosts are trained by compiled loops; unset "
+            "NUMBA_DISABLE_JIT is set, but hosts are trained by compiled loops. Unset "
             "it, or use engine 'tensors'."
         )
 
@@ -91,7 +82,7 @@ def _compiled(
         "forceinline": part,
         "boundscheck": os.environ.get("ESPER_DEBUG", "0") not in ("", "0"),
     }
-    # The test hook wraps annotated functions; the compiler needs what is inside.
+    # Type checks of the tests wrap annotated functions; compile the inner function.
     plain = inspect.unwrap(function)
     assert isinstance(plain, FunctionType)
     source = "".join(inspect.getsource(module) for module in modules)
@@ -106,15 +97,15 @@ def _compiled(
     bound.__module__, bound.__qualname__ = plain.__module__, plain.__qualname__
     bound.__doc__ = plain.__doc__
     compiled: Any = numba.njit(**options)(bound)
-    if isinstance(compiled, Dispatcher):  # else numba is told not to compile
-        with suppress(RuntimeError):  # nowhere to keep it: every process compiles anew
+    if isinstance(compiled, Dispatcher):  # False if the compiler is disabled
+        with suppress(RuntimeError):  # no place for a cache: every process compiles
             compiled._cache = VerifiedCache(bound)  # type: ignore[attr-defined]
     found: Function = compiled
     return found
 
 
 class VerifiedCache(FunctionCache):  # type: ignore[misc]
-    """Compiled code of one function on disk; what is damaged counts as missing."""
+    """Disk cache of one function that ignores damaged files."""
 
     def __init__(self, function: Function) -> None:
         super().__init__(function)
@@ -125,20 +116,20 @@ class VerifiedCache(FunctionCache):  # type: ignore[misc]
         )
 
     def save_overload(self, *what: object) -> None:
-        """Write compiled code, unless the disk refuses."""
+        """Write compiled code; ignore errors of the disk."""
         with suppress(OSError):
             super().save_overload(*what)
 
 
 class VerifiedFiles(IndexDataCacheFile):  # type: ignore[misc]
-    """Files that end with their digest, which unpickling does not reach."""
+    """Cache files that end with their digest, which unpickling ignores."""
 
     def _load_index(self) -> dict[object, str]:
         return super()._load_index() if _is_whole(self._index_path) else {}
 
     def _load_data(self, name: str) -> object:
         if not _is_whole(self._data_path(name)):
-            raise FileNotFoundError  # which is taken for code that is not there
+            raise FileNotFoundError  # numba then compiles again
         return super()._load_data(name)
 
     @contextmanager
@@ -155,4 +146,4 @@ def _is_whole(path: str) -> bool:
         data = Path(path).read_bytes()
     except OSError:
         return False
-    return sha256(data[:-DIGEST]).digest() == data[-DIGEST:]
+    return sha256(data[:-DIGEST_BYTES]).digest() == data[-DIGEST_BYTES:]

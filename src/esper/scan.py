@@ -1,12 +1,11 @@
-"""The one recurrence of the project: y_t = decay_t * y_{t-1} + inputs_t.
+"""The linear recurrence y_t = decay_t * y_{t-1} + inputs_t.
 
-Run forwards it is the memory of the policy (`gated_scan`, with its gates), backwards it
-is generalized advantage estimation (`gae`), and its own gradient is the same recurrence
-the other way round. A boundary between episodes is decay 0: nothing passes it, not even
-NaN or inf.
+Forwards it is the memory of the policy (`gated_scan`), backwards it is generalized
+advantage estimation (`gae`). Its gradient is the same recurrence in reverse. At an
+episode boundary decay is 0, and nothing passes it, not even NaN or inf.
 
-On the CPU the loops are compiled, SIMD across lanes; elsewhere the steps are combined
-in pairs, in a depth of log2(time).
+On the CPU the loops are compiled; on other devices steps are combined in pairs, in
+depth log2(time).
 Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 16; Blelloch 1990.
 """
 
@@ -30,8 +29,7 @@ Rollout = namedtuple(
     "Rollout", "rewards values dones truncated step_counts final_values last_values"
 )
 FLOATS: Final = (torch.float32, torch.float64)
-LEAST_WRITE: Final = 1e-30
-"""Spares a shut gate the infinite slope of the root."""
+LEAST_WRITE: Final = 1e-30  # sqrt has an infinite slope at 0
 
 
 def scan(
@@ -41,22 +39,20 @@ def scan(
     *,
     reverse: bool = False,
 ) -> Float[Tensor, "env time *hidden"]:
-    """y_t = decay_t * y_{t-1} + inputs_t along time, differentiable in all arguments.
+    """Return y_t = decay_t * y_{t-1} + inputs_t; differentiable in all arguments.
 
-    Where decay is exactly 0, y_t is inputs_t whatever came before, and so are its
-    gradients: a NaN or inf neither passes forwards nor comes back. Half precision is
-    refused, since errors add up along the row: call `.float()` first.
+    Where decay is exactly 0, neither values nor gradients pass, not even NaN or inf.
+    Half precision is not supported, because errors add up along time.
 
     Args:
-        decay: What is kept of the y before.
-        inputs: What is added; float32 or float64, `[env, time]` or
-            `[env, time, hidden]`, in any memory layout.
-        initial: The y before the first step taken; None is zero.
+        decay: Factor of the previous y, in the shape of `inputs`.
+        inputs: float32 or float64, `[env, time]` or `[env, time, hidden]`.
+        initial: y before the first step; zeros if None.
         reverse: Run from the last step to the first.
     """
     _require_recurrence(decay, inputs, initial)
     if inputs.numel() == 0:
-        return decay * inputs  # As empty, and still part of the graph.
+        return decay * inputs  # empty, but part of the graph
     if initial is None:
         initial = inputs.new_zeros(inputs.shape[:1] + inputs.shape[2:])
     if inputs.shape[1] == 1 and not torch.is_grad_enabled():
@@ -64,7 +60,7 @@ def scan(
     on_cpu = inputs.device.type == "cpu"
     if inputs.ndim == 3:
         return _recur(decay, inputs, initial, reverse, on_cpu)
-    # Environments become the hidden axis of a single row: that axis is the fast one.
+    # Use environments as the hidden axis of one row, because that axis is fastest.
     return _recur(decay.T[None], inputs.T[None], initial[None], reverse, on_cpu)[0].T
 
 
@@ -73,17 +69,17 @@ def gated_scan(
     episode_start: Bool[Tensor, "env time"],
     initial: Float[Tensor, "env hidden"],
 ) -> Float[Tensor, "env time hidden"]:
-    """The recurrence of a MinGRU, differentiable in gates and initial.
+    """Return the recurrence of a MinGRU; differentiable in gates and initial.
 
-        z_t = sigmoid(gate_t)      keep_t = 0 where first, else 1 - z_t
+        z_t = sigmoid(gate_t)      keep_t = 0 at an episode start, else 1 - z_t
         y_t = keep_t * y_{t-1} + (z_t (2 - z_t))^1/2 * candidate_t
 
-    The write of (1 - keep^2)^1/2 holds the size of y whatever its span.
+    The factor (1 - keep^2)^1/2 keeps the variance of y independent of the time span.
 
     Args:
         gates: Gates and, in the second half of the last axis, candidates.
-        episode_start: Where nothing of before is kept, not even NaN or inf.
-        initial: The y before the first step.
+        episode_start: Where y is reset, even if it is NaN or inf.
+        initial: y before the first step.
     """
     _require_gates(gates, episode_start, initial)
     if gates.device.type != "cpu" or torch.compiler.is_compiling():
@@ -97,7 +93,7 @@ def _gated_by_scan(gates: Tensor, episode_start: Tensor, initial: Tensor) -> Ten
     """`gated_scan` as whole-tensor operations."""
     gate, candidate = gates.chunk(2, dim=-1)
     update = torch.sigmoid(gate)
-    # Select, do not multiply: a stale state may hold anything.
+    # Select, do not multiply: an old state may be NaN.
     decay = torch.where(episode_start.unsqueeze(-1), 0.0, 1.0 - update)
     size = (update * (2.0 - update)).clamp(min=LEAST_WRITE)
     return scan(decay, size.sqrt() * candidate, initial)
@@ -116,26 +112,26 @@ def gae(
     lam: float,
     out: tuple[Float[Tensor, "env time"], Float[Tensor, "env time"]] | None = None,
 ) -> tuple[Float[Tensor, "env time"], Float[Tensor, "env time"]]:
-    """Advantages and returns of rows that hold several episodes; zero on padding.
+    """Return advantages and returns of rows with several episodes; zero on padding.
 
         delta_t = r_t + gamma * next_t - V(s_t)
         A_t     = delta_t + gamma * lam * A_{t+1}, the last term only within an episode
 
     `next_t` is 0 where the episode terminated, `final_values` where it was truncated,
-    `last_values` where the rollout was cut, and V(s_{t+1}) elsewhere. Results are
-    targets: no gradient flows. Physically time-major tensors are fastest.
+    `last_values` after the last step, and V(s_{t+1}) elsewhere. No gradient flows into
+    the results. Time-major memory is fastest.
 
     Args:
-        rewards: Reward received after acting at each step.
-        values: V(s_t) under the policy that collected the rollout.
-        dones: The episode ended at this step, for whatever reason.
-        truncated: It was cut off at this step; never set where it terminated.
-        step_counts: Steps each row holds; what lies behind them is never used.
-        final_values: V of the observation an episode was truncated at; else ignored.
-        last_values: V of the observation after a row's last step, if it did not end.
+        rewards: Reward of each step.
+        values: V(s_t) under the policy that acted.
+        dones: Whether the step ended its episode (terminated or truncated).
+        truncated: Whether the step truncated its episode; False where it terminated.
+        step_counts: Number of steps in each row; later steps are ignored.
+        final_values: V of the final observation where truncated.
+        last_values: V of the observation after a row's last step.
         gamma: Discount factor.
         lam: Trace decay; 0 is one-step TD, 1 is Monte Carlo.
-        out: Tensors to write advantages and returns into, apart from the inputs.
+        out: Tensors for advantages and returns; they must not overlap the inputs.
     """
     rollout = Rollout(
         rewards, values, dones, truncated, step_counts, final_values, last_values
@@ -156,7 +152,7 @@ def gae(
 
 
 class _Scan(torch.autograd.Function):
-    """The recurrence and its gradient: the same recurrence, run the other way."""
+    """The recurrence and its gradient."""
 
     @staticmethod
     def forward(
@@ -167,7 +163,7 @@ class _Scan(torch.autograd.Function):
         reverse: bool,
         compiled: bool,
     ) -> Float[Tensor, "env time hidden"]:
-        """Return y, and keep it."""
+        """Return y."""
         if compiled:
             y = inputs.new_empty(inputs.shape)
             arrays = (x.detach().contiguous() for x in (decay, inputs, initial, y))
@@ -180,13 +176,13 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Gradients:  # noqa: ANN401
-        """Gradients of decay, inputs and initial."""
+        """Return the gradients of decay, inputs and initial."""
         decay, y, initial = ctx.saved_tensors
         reverse, compiled = ctx.reverse, ctx.compiled
         if compiled and not torch.is_grad_enabled():
             return _gradients(decay, y, initial, grad, reverse)
         zero = torch.zeros_like(initial)
-        # As if `initial` had been the input of a step before the first.
+        # `initial` acts as the input of a step before the first one.
         start, gap = initial.unsqueeze(1), zero.unsqueeze(1)
         ahead, sums, before = (decay, gap), (gap, grad), (start, y[:, :-1])
         if reverse:
@@ -205,7 +201,7 @@ _recur: Final[Callable[..., Tensor]] = _Scan.apply
 def _gradients(
     decay: Tensor, y: Tensor, initial: Tensor, grad: Tensor, reverse: bool
 ) -> Gradients:
-    """What `_Scan.backward` returns, in one pass; not differentiable itself."""
+    """Return the gradients of `_Scan` in one pass; not differentiable."""
     given = [x.detach().contiguous() for x in (decay, y, initial, grad)]
     results = [x.new_empty(x.shape) for x in (decay, y, initial)]
     _recur_gradients(*(x.numpy() for x in (*given, *results)), reverse)
@@ -213,7 +209,7 @@ def _gradients(
 
 
 class _Gated(torch.autograd.Function):
-    """`gated_scan` on the CPU, and its gradient in one pass."""
+    """`gated_scan` on the CPU and its gradient."""
 
     @staticmethod
     def forward(
@@ -222,7 +218,7 @@ class _Gated(torch.autograd.Function):
         episode_start: Tensor,
         initial: Tensor,
     ) -> Tensor:
-        """Return y, and keep what its gradient needs."""
+        """Return y."""
         update, y = _gated_forward(gates, episode_start, initial)
         ctx.save_for_backward(gates, episode_start, initial, update, y)
         return y
@@ -230,7 +226,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:  # noqa: ANN401
-        """Gradients of gates and initial."""
+        """Return the gradients of gates and initial."""
         given = [x.detach().contiguous() for x in (*ctx.saved_tensors, grad)]
         grad_gates, grad_initial = map(torch.empty_like, (given[0], given[2]))
         results = (grad_gates, grad_initial)
@@ -244,7 +240,7 @@ _gated: Final[Callable[..., Tensor]] = _Gated.apply
 def _gated_forward(
     gates: Tensor, episode_start: Tensor, initial: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Updates z and results y."""
+    """Return the updates z and the results y."""
     update = torch.sigmoid(gates[..., : gates.shape[-1] // 2]).contiguous()
     y = torch.empty_like(update)
     given = (
@@ -255,7 +251,7 @@ def _gated_forward(
 
 
 def _by_time(x: Tensor) -> Tensor:
-    """`[time, env]` and contiguous, copied only if need be."""
+    """Return contiguous `[time, env]`, copied only if necessary."""
     return (x.T if x.ndim == 2 else x).detach().contiguous()
 
 
@@ -287,7 +283,7 @@ def _recur_gradients(
     grad_initial: Array,
     reverse: bool,
 ) -> None:
-    """Gradients of the recurrence on `[row, time, lane]`, against its direction."""
+    """Gradients of the recurrence on `[row, time, lane]`."""
     rows, time, lanes = y.shape
     start = time - 1 if reverse else 0
     for row in range(rows):
@@ -327,7 +323,7 @@ def _gated_rows(
 def _gated_lanes(
     update: Array, candidate: Array, fresh: bool, before: Array, y: Array
 ) -> None:
-    """One step of one row; a function of its own, or it is not vectorised."""
+    """One step of one row; a separate function, so that it is vectorised."""
     kind = y.dtype.type
     one, two, least = kind(1), kind(2), kind(LEAST_WRITE)
     for lane in range(y.shape[0]):
@@ -349,7 +345,7 @@ def _gated_gradients(
     grad_gates: Array,
     grad_initial: Array,
 ) -> None:
-    """Gradients of `_gated_rows`, against time; `grad_initial` is the trace."""
+    """Gradients of `_gated_rows`; `grad_initial` is also the running gradient."""
     rows, time, lanes = update.shape
     grad_initial[:] = 0
     for row in range(rows):
@@ -378,7 +374,7 @@ def _gated_lane_gradients(
     grad_candidate: Array,
     trace: Array,
 ) -> None:
-    """One step of one row; a function of its own, or it is not vectorised."""
+    """One step of one row; a separate function, so that it is vectorised."""
     kind = grad.dtype.type
     zero, one, two, least = kind(0), kind(1), kind(2), kind(LEAST_WRITE)
     for lane in range(grad.shape[0]):
@@ -395,12 +391,12 @@ def _gated_lane_gradients(
 
 
 def _step(decay: Tensor, before: Tensor, inputs: Tensor) -> Tensor:
-    """One step of the recurrence; selected, so that 0 * NaN is 0."""
+    """Return one step of the recurrence; select where decay is 0, as 0 * NaN is NaN."""
     return torch.where(decay == 0, inputs, decay * before + inputs)
 
 
 def _log_depth(decay: Tensor, inputs: Tensor, initial: Tensor, reverse: bool) -> Tensor:
-    """The recurrence in about 2 log2(time) parallel steps."""
+    """Return the recurrence, in about 2 log2(time) parallel steps."""
     if reverse:
         decay, inputs = decay.flip(1), inputs.flip(1)
     start = _step(decay[:, :1], initial.unsqueeze(1), inputs[:, :1])
@@ -409,7 +405,7 @@ def _log_depth(decay: Tensor, inputs: Tensor, initial: Tensor, reverse: bool) ->
 
 
 def _combine_pairs(decay: Tensor, inputs: Tensor) -> Tensor:
-    """Two steps of the recurrence make one: solve the odd ones, fill in the even."""
+    """Combine pairs of steps, solve for the odd steps, then fill in the even ones."""
     time = inputs.shape[1]
     if time == 1:
         return inputs
@@ -424,7 +420,7 @@ def _combine_pairs(decay: Tensor, inputs: Tensor) -> Tensor:
 
 
 def _gae_log_depth(rollout: Rollout, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """`gae` as whole-tensor operations, without a read to the host."""
+    """`gae` as whole-tensor operations, without a device read."""
     rewards, values, dones, truncated, step_counts, final_values, last_values = rollout
     with torch.no_grad():
         cut_values = last_values.unsqueeze(1)
@@ -456,7 +452,7 @@ def gae_time_major(
     gamma: float,
     lam: float,
 ) -> None:
-    """`gae` on contiguous arrays `[time, env]`, unchecked; writes the last but two."""
+    """`gae` on contiguous arrays `[time, env]`; writes `advantages` and `returns`."""
     time, envs = rewards.shape
     rollout = Rollout(
         rewards, values, dones, truncated, step_counts, final_values, last_values
@@ -467,7 +463,7 @@ def gae_time_major(
         now = time - 1 - step
         _gae_lanes(now, rollout, gamma, lam, following, trace, advantages, returns)
         if now >= shortest:
-            # Padding in some rows: undo the step there, their last one comes next.
+            # Undo the step in rows where it is padding.
             for env in range(envs):
                 if now >= step_counts[env]:
                     following[env] = last_values[env]
@@ -487,7 +483,7 @@ def _gae_lanes(
 ) -> None:
     """One step of all environments `[time, env]`, as if it were valid in all.
 
-    A function of its own and free of branches, or the compiler does not vectorise.
+    A separate function without branches, so that the compiler vectorises it.
     """
     kind = advantages.dtype.type
     scale, fade, zero = kind(gamma), kind(gamma * lam), kind(0)
@@ -506,12 +502,12 @@ def _gae_lanes(
 
 
 def _require_recurrence(decay: Tensor, inputs: Tensor, initial: Tensor | None) -> None:
-    """Refuse tensors that `scan` cannot mean."""
+    """Check the arguments of `scan`."""
     shape = inputs.shape
     if len(shape) not in (2, 3):
         raise InvalidInputError(
             "inputs must be [env, time] or [env, time, hidden], got shape "
-            f"{tuple(shape)}: reshape them."
+            f"{tuple(shape)}. Reshape them."
         )
     _require_kind("inputs", inputs, inputs, shape, *FLOATS)
     _require_kind("decay", decay, inputs, shape, inputs.dtype)
@@ -520,7 +516,7 @@ def _require_recurrence(decay: Tensor, inputs: Tensor, initial: Tensor | None) -
 
 
 def _require_gates(gates: Tensor, episode_start: Tensor, initial: Tensor) -> None:
-    """Refuse tensors that `gated_scan` cannot mean."""
+    """Check the arguments of `gated_scan`."""
     shape = gates.shape
     if len(shape) != 3 or shape[2] % 2:
         raise InvalidInputError(
@@ -535,9 +531,9 @@ def _require_gates(gates: Tensor, episode_start: Tensor, initial: Tensor) -> Non
 def _require_rollout(
     rollout: Rollout, advantages: Tensor, returns: Tensor, gamma: float, lam: float
 ) -> None:
-    """Refuse tensors and factors that `gae` cannot mean."""
-    require_share("gamma", gamma)
-    require_share("lam", lam)
+    """Check the arguments of `gae`."""
+    require_fraction("gamma", gamma)
+    require_fraction("lam", lam)
     values, shape = rollout.values, rollout.values.shape
     if len(shape) != 2:
         raise InvalidInputError(
@@ -545,13 +541,15 @@ def _require_rollout(
         )
     _require_kind("values", values, values, shape, *FLOATS)
     row, kind = shape[:1], values.dtype
-    _require_kind("rewards", rollout.rewards, values, shape, kind)
-    _require_kind("dones", rollout.dones, values, shape, torch.bool)
-    _require_kind("truncated", rollout.truncated, values, shape, torch.bool)
-    counts = rollout.step_counts
-    _require_kind("step_counts", counts, values, row, torch.int64, torch.int32)
-    _require_kind("final_values", rollout.final_values, values, shape, kind)
-    _require_kind("last_values", rollout.last_values, values, row, kind)
+    for name, size, dtypes in (
+        ("rewards", shape, (kind,)),
+        ("dones", shape, (torch.bool,)),
+        ("truncated", shape, (torch.bool,)),
+        ("step_counts", row, (torch.int64, torch.int32)),
+        ("final_values", shape, (kind,)),
+        ("last_values", row, (kind,)),
+    ):
+        _require_kind(name, getattr(rollout, name), values, size, *dtypes)
     taken = [_extent(x) for x in rollout]
     for name, tensor in (("out[0]", advantages), ("out[1]", returns)):
         _require_kind(name, tensor, values, shape, kind)
@@ -559,25 +557,23 @@ def _require_rollout(
         overlaps = any(start < other_end and other < end for other, other_end in taken)
         if overlaps or 0 < end - start < tensor.nbytes:
             raise InvalidInputError(
-                f"{name} shares memory with another tensor, or its own elements do; "
-                "pass a tensor of its own."
+                f"{name} shares memory with another tensor, or its own elements do. "
+                "Pass a separate tensor."
             )
         taken.append((start, end))
 
 
-def require_share(name: str, value: object) -> None:
-    """Refuse what is no number in [0, 1]."""
+def require_fraction(name: str, value: object) -> None:
+    """Check that a value is a number in [0, 1]."""
     kinds = int | float | np.integer | np.floating
     if not isinstance(value, kinds) or not 0.0 <= value <= 1.0:
-        raise InvalidInputError(
-            f"{name} must lie in [0, 1], got {value!r}; give a number."
-        )
+        raise InvalidInputError(f"{name} must lie in [0, 1], got {value!r}.")
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor's memory, and the first one after it."""
+    """Return the first byte of a tensor's memory and the first one after it."""
     start = tensor.data_ptr()
-    if not start or not tensor.numel():  # nothing is stored
+    if not start or not tensor.numel():  # no storage
         return 0, 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((count - 1) * stride for count, stride in steps)
@@ -591,11 +587,11 @@ def _require_kind(
     shape: tuple[int, ...],
     *dtypes: torch.dtype,
 ) -> None:
-    """Refuse a tensor whose dtype, shape or device does not fit its neighbours."""
+    """Check dtype, shape and device of a tensor."""
     fits = tensor.dtype in dtypes and tensor.shape == shape
     if not fits or tensor.device != like.device:
         wanted = " or ".join(map(str, dtypes))
         raise InvalidInputError(
             f"{name} must be {wanted} {tuple(shape)} on {like.device}, got "
-            f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: convert it."
+            f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}. Convert it."
         )

@@ -149,7 +149,7 @@ def test_damaged_checkpoints_are_passed_over_with_one_line(tmp_path):
         (cut,) = [line for line in loaded.rejected if "000002.safetensors" in line]
         (other,) = [line for line in loaded.rejected if "000003.safetensors" in line]
         assert "is damaged: its tensors take" in cut
-        assert "is damaged, or no file of Esper" in other
+        assert "is damaged, or not a file of Esper" in other
     first.write_bytes(b"x")
     for find in (made.latest, made.best):
         refused("none of 3 checkpoints verifies: .*/00000..safe", find)
@@ -175,7 +175,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
         (made.path / f"{name}.safetensors").write_bytes(b"x")
     assert made.steps() == [3]
     for which in (2, tmp_path / "missing"):
-        refused("does not exist; name another", made.load, which)
+        refused("does not exist. Check the path", made.load, which)
     file, other = (made.path / f"00000{step}.safetensors" for step in (3, 9))
     file.rename(other)
     refused("000009.safetensors holds step 3", made.load, 9)
@@ -259,7 +259,7 @@ def test_every_changed_bit_shows():
                 ("more", 1),
             )
         ),
-        (raw({}, schema="2"), r"of schema '2', Esper .* reads 3; use the Esper that"),
+        (raw({}, schema="2"), r"of schema '2', but Esper .* reads 3"),
         (raw({}, manifest="[" * 100_000), "is damaged"),
         (raw({"a": entry()}), "tensors take [0-9]+ bytes, it has [0-9]+"),
         (
@@ -267,7 +267,7 @@ def test_every_changed_bit_shows():
             "not where it should be",
         ),
         (raw({"a": entry(shape=(1 << 40,), stop=1 << 42)}, bytes(4)), "tensors take"),
-        (raw({"a": entry("BOOL", stop=1)}, b"\x02"), "no bool"),
+        (raw({"a": entry("BOOL", stop=1)}, b"\x02"), "not bool"),
         (raw({"a": entry()}, b"\0\0\xc0\x7f"), "holds NaN"),
         (raw({"a": entry(shape=(-1,))}, bytes(4)), "its table of tensors is wrong"),
         (raw({"a": entry(shape=(1,) * 9)}, bytes(4)), "its table of tensors is wrong"),
@@ -276,9 +276,9 @@ def test_every_changed_bit_shows():
         (raw({"a\x1b[2J" + "x" * 300: entry("F99")}), "its table of tensors is wrong"),
         (raw({"a": entry()}, bytes(4)) + b"x", "is damaged"),
         ((2**63).to_bytes(8, "little") + b"{}", "is damaged"),
-        (save({"a": torch.ones(1)}), "is damaged, or no file of Esper"),
+        (save({"a": torch.ones(1)}), "is damaged, or not a file of Esper"),
         *((data, "is damaged") for data in (b"", b"null", b"{}" * 9, b"\xff\xfe{}")),
-        (pickle.dumps([1, 2]), "is damaged, or no file of Esper"),
+        (pickle.dumps([1, 2]), "is damaged, or not a file of Esper"),
     ],
 )
 def test_a_file_that_lies_is_refused_in_one_line(data, why):

@@ -300,10 +300,10 @@ REFUSED_FILES = [
 ]
 REFUSED_BYTES = [
     ("\ufeffnum_envs = 4".encode(), "expected TOML"),
-    ("num_envs = 4".encode("utf-16"), "must be text in UTF-8; byte 0"),
+    ("num_envs = 4".encode("utf-16"), "must be text in UTF-8, but byte 0"),
     ("num_envs = 4".encode("utf-16-le"), "expected TOML"),
-    ("# é\nenvs = 4".encode("latin-1"), "must be text in UTF-8; byte 2"),
-    (bytes(range(256)), "must be text in UTF-8; byte 128"),
+    ("# é\nenvs = 4".encode("latin-1"), "must be text in UTF-8, but byte 2"),
+    (bytes(range(256)), "must be text in UTF-8, but byte 128"),
     (b"#" * 2**20, "has more than 65,536 bytes"),
 ]
 

@@ -52,7 +52,7 @@ def zeros(*axes: int, **kind: object) -> torch.Tensor:
         ("features", zeros(2, 3), "must be Features, got Tensor"),
         ("values", zeros(2, device="meta"), "must be on cpu, got meta"),
         ("values", zeros(2).to_sparse(), "must be dense, got torch.sparse"),
-        ("values", zeros(2, requires_grad=True), "requires grad; detach it"),
+        ("values", zeros(2, requires_grad=True), "requires grad. Detach it"),
     ],
 )
 def test_the_wrong_kind_of_tensor_is_refused(name, value, match):
@@ -100,11 +100,11 @@ def truncate(final_values):
     )
 
 
-OUTSIDE = "actions has a choice that the head does not have; head 'style'"
-CONTRADICTED = "log_probs contradict their distribution.*; head 'tempo'"
-NOTHING = "rows allow nothing.*; head 'slot'"
-LOST = "final_values must be finite where an episode is truncated"
-TORN = "first must be True after the end of an episode"
+OUT_OF_RANGE = "actions are out of range. Head 'style'"
+MISMATCH = "log_probs and distribution do not match. Head 'tempo'"
+EMPTY = "masks allow no choice.*. Head 'slot'"
+NO_FINAL_VALUE = "final_values must be finite where truncated"
+BAD_START = "episode_start must be True exactly after the end of an episode"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ TORN = "first must be True after the end of an episode"
             (
                 with_value("actions", x, HEAD["style"]),
                 IllegalActionError,
-                f"{OUTSIDE} {HERE}",
+                f"{OUT_OF_RANGE} {HERE}",
             )
             for x in (-1, 2, 6, 2**40)
         ],
@@ -134,34 +134,34 @@ TORN = "first must be True after the end of an episode"
             (
                 with_value("log_probs", x, HEAD["tempo"]),
                 InvalidInputError,
-                f"{CONTRADICTED} {HERE}",
+                f"{MISMATCH} {HERE}",
             )
             for x in (1e-3, -7.0)
         ],
         (
             with_value("masks", False, HEAD["slot"]),
             NoLegalActionError,
-            f"{NOTHING} {HERE}",
+            f"{EMPTY} {HERE}",
         ),
-        (forbid, IllegalActionError, f"its row forbids.*; head 'op' {HERE}, choice 4"),
+        (forbid, IllegalActionError, f"are illegal.* Head 'op' {HERE}: action 4"),
         (
             allow_padding,
             InvalidInputError,
-            f"more choices than .*; head 'blueprint' {HERE}",
+            f"more choices than .* Head 'blueprint' {HERE}",
         ),
         *[
-            (truncate(given), InvalidInputError, f"{LOST}.*{HERE}")
+            (truncate(given), InvalidInputError, f"{NO_FINAL_VALUE}.*{HERE}")
             for given in (None, [0.0, NAN], [0.0, INF])
         ],
         (
             lambda s: s.update(episode_start=flags(2)),
             InvalidInputError,
-            f"{TORN}.*environment 0",
+            f"{BAD_START}.*environment 0",
         ),
         (
             lambda s: s.update(episode_start=flags(2, 0, 1)),
             InvalidInputError,
-            f"{TORN}.*{HERE}",
+            f"{BAD_START}.*{HERE}",
         ),
     ],
 )

@@ -115,7 +115,7 @@ def test_t3_a_row_with_nothing_to_choose_names_environment_and_head():
     require_choice(rows, names, "look.")
     rows[2, 3] = False
     with pytest.raises(
-        NoLegalActionError, match=r"'d' of environment 2 .* choice; look"
+        NoLegalActionError, match=r"'d' of environment 2 .* choice. look"
     ):
         require_choice(rows, names, "look.")
 

@@ -171,21 +171,21 @@ def test_a_refused_step_leaves_the_others_their_guard():
     guard = Guard(0.1, torch.device("cpu"))
     steps, one = torch.tensor(10), torch.tensor(1.0)
     nan, small, large = torch.tensor(math.nan), torch.tensor(0.0), torch.tensor(0.3)
-    taken, stopped, finite = guard.judge(nan, steps, nan, nan)
+    taken, stopped, finite = guard.check(nan, steps, nan, nan)
     assert not taken
     assert not stopped
     assert not finite
-    assert guard.judge(small, steps, one, one)[0]
-    taken, stopped, _ = guard.judge(large, steps, one, one)
+    assert guard.check(small, steps, one, one)[0]
+    taken, stopped, _ = guard.check(large, steps, one, one)
     assert not taken
     assert stopped
     guard.start_epoch()
-    assert not guard.judge(small, steps, one, one)[0]
+    assert not guard.check(small, steps, one, one)[0]
 
 
 def test_the_stop_weighs_minibatches_by_their_steps():
     guard = Guard(0.1, torch.device("cpu"))
     one = torch.tensor(1.0)
-    assert guard.judge(torch.tensor(0.0), torch.tensor(90), one, one)[0]
-    assert guard.judge(torch.tensor(0.9), torch.tensor(10), one, one)[0]
-    assert not guard.judge(torch.tensor(0.9), torch.tensor(10), one, one)[0]
+    assert guard.check(torch.tensor(0.0), torch.tensor(90), one, one)[0]
+    assert guard.check(torch.tensor(0.9), torch.tensor(10), one, one)[0]
+    assert not guard.check(torch.tensor(0.9), torch.tensor(10), one, one)[0]

@@ -152,7 +152,7 @@ def test_every_name_that_editors_complete_is_a_memory():
 
 def test_an_unknown_memory_is_refused_by_name():
     with pytest.raises(
-        InvalidInputError, match=r"no memory 'gruu'; choose one of mingru, gru"
+        InvalidInputError, match=r"no memory 'gruu'. Choose one of mingru, gru"
     ):
         make_memory("gruu", 4, 1)
     assert isinstance(make_memory("lstm", 4, 2), LSTM)

@@ -19,11 +19,11 @@ from esper.simic.agent.ppo import (
 HERE = torch.device("cpu")
 
 
-def moments_of(*rollouts, fading=1.0):
+def moments_of(*rollouts, decay=1.0):
     moments = ReturnMoments.none(HERE)
     for returns in rollouts:
         grid = torch.tensor([returns])
-        moments = moments.with_returns(grid, torch.ones_like(grid) > 0, fading)
+        moments = moments.with_returns(grid, torch.ones_like(grid) > 0, decay)
     return moments
 
 
@@ -46,7 +46,7 @@ def test_nothing_fades_moments_are_those_of_all_returns(rng_seed, count, scale):
 @pytest.mark.parametrize("outlier", [1e6, -1e6, 2e19, 3e38, math.inf, math.nan])
 def test_one_absurd_return_counts_as_a_large_one_and_no_more(outlier):
     usual = torch.randn(64, generator=torch.Generator().manual_seed(0)).tolist()
-    before = moments_of(usual, fading=0.95)
+    before = moments_of(usual, decay=0.95)
     odd = torch.tensor([[*usual[:-1], outlier]])
     after = before.with_returns(odd, torch.ones_like(odd) > 0, 0.95)
     assert 0.5 < after.scale() / before.scale() < 2.0
@@ -57,7 +57,7 @@ def test_one_absurd_return_counts_as_a_large_one_and_no_more(outlier):
 
 def test_returns_that_grow_as_a_whole_are_followed_at_once():
     usual = torch.randn(64, generator=torch.Generator().manual_seed(0)).tolist()
-    grown = moments_of(usual, [1e4 * x for x in usual], fading=0.95)
+    grown = moments_of(usual, [1e4 * x for x in usual], decay=0.95)
     assert grown.scale() > 5e3
 
 
@@ -68,7 +68,7 @@ def test_sparse_first_returns_are_no_outliers():
 
 def test_old_returns_fade():
     """Weights 1/4, 1/2, 1 of three rollouts whose returns are constant."""
-    moments = moments_of([0.0, 0.0], [2.0, 2.0], [6.0, 6.0], fading=0.5)
+    moments = moments_of([0.0, 0.0], [2.0, 2.0], [6.0, 6.0], decay=0.5)
     mean = (0.25 * 0 + 0.5 * 2 + 1.0 * 6) / 1.75
     square = (0.25 * 0 + 0.5 * 4 + 1.0 * 36) / 1.75
     assert_close(moments.mean, torch.tensor(mean))

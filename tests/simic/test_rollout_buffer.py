@@ -74,7 +74,7 @@ def test_any_pattern_of_actors_equals_plain_lists(pattern):
     assert buffer.step_counts.tolist() == counts
     assert buffer.is_full == (min(counts) == max_steps)
     if not any(counts):
-        with pytest.raises(InvalidStateError, match="nothing to compute"):
+        with pytest.raises(InvalidStateError, match="buffer is empty"):
             buffer.compute_advantages_and_returns()
         return
 

@@ -9,8 +9,11 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.contracts.errors import InvalidInputError, InvalidStateError
+from esper.rl.ppo import PPOSettings
+from esper.simic.agent.distribution import Decision
 from esper.simic.agent.rollout_buffer import VIEWS, TamiyoRolloutBuffer
 from tests.device_reads import count_device_reads
+from tests.rollouts import make_policy
 from tests.simic.steps import (
     STATE,
     Steps,
@@ -83,18 +86,18 @@ def add(buffer):
 @pytest.mark.parametrize(
     ("make", "call", "match"),
     [
-        (make_buffer, compute, "nothing to compute"),
+        (make_buffer, compute, "buffer is empty"),
         (make_buffer, cut, "empty buffer"),
         (make_buffer, lambda b: b.get_batched_sequences(), "advantages are missing"),
         (filled, add, "every row has 2 steps"),
         (filled, lambda b: b.begin(), r"begin\(\) after 2 steps"),
-        (filled, compute, "environment 0 goes on"),
+        (filled, compute, "environment 0 has not ended"),
         (filled, lambda b: b.get_batched_sequences(), "advantages are missing"),
-        (lambda: filled(cut), add, r"add\(\) after cut"),
-        (lambda: filled(cut), cut, r"cut\(\) after cut"),
+        (lambda: filled(cut), add, r"add\(\) on a finished rollout"),
+        (lambda: filled(cut), cut, r"finish\(\) on a finished rollout"),
         (lambda: filled(cut), lambda b: b.begin(), r"begin\(\) after 2 steps"),
-        (lambda: filled(cut, compute), add, r"add\(\) after compute"),
-        (lambda: filled(cut, compute), cut, r"cut\(\) after compute"),
+        (lambda: filled(cut, compute), add, r"add\(\) on a finished rollout"),
+        (lambda: filled(cut, compute), cut, r"finish\(\) on a finished rollout"),
         (filled, pickle.dumps, "cannot be pickled"),
         (filled, copy.deepcopy, "cannot be pickled"),
     ],
@@ -121,7 +124,7 @@ def test_a_row_that_goes_on_is_named_before_advantages_are_computed():
     buffer, steps = make_buffer(envs=3, steps=2), Steps(3)
     buffer.add(**steps(terminated=flags(3, 0, 1), acted=flags(3, 0, 1)))
     buffer.add(**steps(terminated=flags(3, 0), acted=flags(3, 0, 1)))
-    with pytest.raises(InvalidStateError, match="environment 1 goes on"):
+    with pytest.raises(InvalidStateError, match="environment 1 has not ended"):
         buffer.compute_advantages_and_returns()
     buffer.finish(torch.zeros(3))
     assert take(buffer).valid_mask.tolist() == [[True, True]] * 2 + [[False, False]]
@@ -131,14 +134,14 @@ def test_a_row_that_goes_on_is_named_before_advantages_are_computed():
 @pytest.mark.parametrize(
     ("envs", "steps", "settings", "match"),
     [
-        (0, 1, {}, "num_envs must be at least 1 and whole, got 0"),
-        (2.5, 1, {}, "num_envs must be at least 1 and whole, got 2.5"),
-        (1, -1, {}, "max_steps must be at least 1 and whole, got -1"),
+        (0, 1, {}, "num_envs must be a positive integer, got 0"),
+        (2.5, 1, {}, "num_envs must be a positive integer, got 2.5"),
+        (1, -1, {}, "max_steps must be a positive integer, got -1"),
         (1, 1, {"gamma": 1.5}, r"gamma must lie in \[0, 1\], got 1.5"),
         (1, 1, {"gamma": float("nan")}, "gamma must lie in"),
         (1, 1, {"gamma": torch.tensor(0.9)}, r"gamma must lie in .* got tensor\(0.9"),
         (1, 1, {"state_shape": (-1, 3)}, r"state_shape must be two .*\(-1, 3\)"),
-        (1, 1, {"state_shape": 3}, "state_shape must be two whole numbers .* got 3"),
+        (1, 1, {"state_shape": 3}, "state_shape must be two positive integers.* got 3"),
         (1, 1, {"state_shape": (1, 2, 3)}, r"state_shape must be two .* 3\)"),
         (1, 1, {"gae_lambda": -0.1}, "gae_lambda must lie in"),
         (10**6, 10**3, {}, r"need \d+,\d+,\d+,\d+ bytes, more than max_bytes"),
@@ -233,7 +236,7 @@ def test_a_cut_rollout_never_makes_the_device_wait(ragged):
 @pytest.mark.parametrize("ragged", [False, True])
 def test_other_devices_compute_the_same_without_looking_at_values(ragged):
     buffer = make_buffer(steps=4)
-    buffer._looks = False
+    buffer._checks_values = False
     actual, expected = fill(buffer, ragged=ragged), fill(make_buffer(), ragged=ragged)
     length = expected.valid_mask.shape[1]
     for name, field in fields(actual).items():
@@ -250,6 +253,31 @@ def test_steps_taken_in_inference_mode_can_be_learned_from():
     for field in fields(take(buffer)).values():
         assert not field.is_inference()
     buffer.reset()
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_decision_is_stored_like_its_parts(ragged):
+    names = ("masks", "actions", "log_probs", "distribution", "values")
+    by_name, by_decision, steps = make_buffer(), make_buffer(), Steps()
+    for _ in range(3):
+        step = steps(acted=flags(2, 0) if ragged else None)
+        by_name.add(**step)
+        parts = {name: step.pop(name) for name in names}
+        decision = Decision(**parts, state=torch.zeros(2, *STATE))
+        with pytest.raises(InvalidInputError, match="a decision and parts of one"):
+            by_decision.add(decision, **step, values=parts["values"])
+        by_decision.add(decision, **step)
+    for buffer in (by_name, by_decision):
+        buffer.finish(torch.ones(2))
+    assert_same(take(by_decision), take(by_name))
+
+
+def test_a_buffer_for_a_policy_has_its_spec_and_memory():
+    policy = make_policy()
+    buffer = TamiyoRolloutBuffer.for_policy(policy, 3, 5, gae_lambda=0.5)
+    assert (buffer.num_envs, buffer.max_steps) == (3, 5)
+    assert (buffer.spec, buffer.state_shape) == (policy.spec, policy.state_shape)
+    assert (buffer.gamma, buffer.gae_lambda) == (PPOSettings().gamma, 0.5)
 
 
 def test_a_rollout_says_how_many_environments_share_their_random_streams():

@@ -230,9 +230,9 @@ batch_masks = unwrap(compute_batch_masks)
         ([[None] * 3, [None] * 2], "environment 1 has 2 slots, expected 3"),
         ([[None] * 4], "environment 0 has 4 slots, expected 3"),
         ([[None] * 3, [None, "seed", None]], "slot 1 of environment 1 .* got 'seed'"),
-        ([None], "one row of slots per environment, got \\[None\\]"),
-        (3, "one row of slots per environment, got 3"),
-        ([SlotMaskState(Stage.TRAINING, 1, True)], "one row of slots"),
+        ([None], "one list of slots per environment, got \\[None\\]"),
+        (3, "one list of slots per environment, got 3"),
+        ([SlotMaskState(Stage.TRAINING, 1, True)], "one list of slots"),
     ],
 )
 def test_rows_that_are_no_slots_are_refused(rows, message):

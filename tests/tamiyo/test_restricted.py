@@ -72,8 +72,8 @@ def test_if_it_knows_nothing_that_is_offered_everything_is_allowed_with_a_note()
     restricted = Restricted(anything, spec, KINDS, {})
     assert restricted.spec.blueprints == spec.blueprints
     assert restricted.notes == (
-        "the controller was trained with none of these blueprints, so what it plants "
-        "is a guess; offer widen_16, widen_32, widen_8.",
+        "the controller was trained with none of these blueprints, so its choice is "
+        "a guess. Offer widen_16, widen_32, widen_8.",
     )
     seen = random_observation(64, spec, generator, density=1.0)
     actions, _ = decide(restricted, seen, spec, generator=generator)

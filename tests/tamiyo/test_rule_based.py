@@ -16,8 +16,8 @@ from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.rule_based import (
-    PATIENCE,
     STANDARD_BLEND,
+    TRAINING_STEPS,
     ByRent,
     Plateau,
     Random,
@@ -68,7 +68,7 @@ def reference(observation, spec, scores, env):
                 Op.FOSSILIZE: measured and earns,
                 Op.PRUNE: measured and not earns and stage == Stage.HOLDING,
                 Op.ADVANCE: stage == Stage.BLENDING
-                or slots.age[env, slot].item() >= PATIENCE,
+                or slots.age[env, slot].item() >= TRAINING_STEPS,
             }[op]
             if due and masks.slot[env, op, slot]:
                 return slot
@@ -272,9 +272,7 @@ def test_plateau_plants_when_the_score_stands_still_and_no_seed_is_on_its_way(
 
 @pytest.mark.parametrize("patience", [nan, 1.5])
 def test_a_patience_that_is_no_share_is_refused(patience):
-    with pytest.raises(
-        InvalidInputError, match=r"patience must be a share in \[0, 1\]"
-    ):
+    with pytest.raises(InvalidInputError, match=r"patience must lie in \[0, 1\]"):
         Plateau(PAIR, patience)
 
 
@@ -297,9 +295,7 @@ def test_by_rent_widens_as_far_as_the_rent_for_all_that_is_added_allows(
 
 
 def test_a_limit_that_is_no_score_is_refused():
-    with pytest.raises(
-        InvalidInputError, match="limit must be a score from 0, got nan"
-    ):
+    with pytest.raises(InvalidInputError, match="limit must be at least 0, got nan"):
         ByRent(PAIR, nan)
 
 

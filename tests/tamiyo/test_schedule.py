@@ -231,12 +231,12 @@ def test_the_rent_and_whether_the_end_is_known_choose_the_schedule():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Schedule(count=-1), "count must be a whole number from 0, got -1"),
-        (lambda: Schedule(keep=True), "keep must be a whole number from 0, got True"),
-        (lambda: Schedule(start=-0.1), "start must be a time from 0, got -0.1"),
-        (lambda: Schedule(every=nan), "every must be a time from 0, got nan"),
-        (lambda: Schedule(cut=-1.0), "cut must be a time"),
-        (lambda: Schedule(scale="days"), "one of share, octaves; got 'days'"),
+        (lambda: Schedule(count=-1), "count must be an integer .*, got -1"),
+        (lambda: Schedule(keep=True), "keep must be an integer .*, got True"),
+        (lambda: Schedule(start=-0.1), "start must be at least 0, got -0.1"),
+        (lambda: Schedule(every=nan), "every must be at least 0, got nan"),
+        (lambda: Schedule(cut=-1.0), "cut must be at least 0"),
+        (lambda: Schedule(scale="days"), "one of share, octaves, got 'days'"),
         (lambda: Scheduled(SPEC, []), "at least one schedule"),
         (
             lambda: Scheduled(SPEC, Schedule(blueprint="widen_9")),

@@ -181,7 +181,7 @@ def changed_byte(folder):
                 ({"policy": {"width": 60_000}}, "'width' is 60000, which no tensor"),
                 ({"policy": {"width": 10**9}}, "width must lie in 1..65536"),
                 ({"policy": {"layers": 10**5}}, "layers must lie in 1..64"),
-                ({"weights": b"PK\x03\x04 and so on"}, "is damaged, or no file"),
+                ({"weights": b"PK\x03\x04 and so on"}, "is damaged, or not a file"),
             )
         ],
     ],

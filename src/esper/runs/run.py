@@ -33,7 +33,7 @@ from esper.contracts.errors import InvalidInputError, InvalidStateError, RunLock
 from esper.contracts.messages import one_line, quoted, short
 from esper.files import (
     Disk,
-    beside,
+    temporary_name,
     discard,
     discard_leftovers,
     publish,
@@ -107,7 +107,7 @@ class Run:
         disk = disk or Disk()
         name = invented_name() if name is None else validate_name(name)
         path = root / name
-        temporary = beside(path)
+        temporary = temporary_name(path)
         files = {
             CONFIG: config_toml.encode(),
             VERSIONS: _json_bytes(

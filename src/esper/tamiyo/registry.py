@@ -1,7 +1,7 @@
 """Controllers by name.
 
-`CONTROLLERS` are the rule-based ones; "tamiyo" is the trained one that comes with the
-package, read from its files on first use.
+`CONTROLLERS` are the rule-based ones. "tamiyo" is the trained controller of the
+package, loaded on first use.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ from esper.tamiyo.schedule import (
 )
 
 Maker = Callable[[ActionSpec], Controller]
-"""Makes a controller for an action space."""
+"""Creates a controller for an action space."""
 ControllerName = Literal[
     "never",
     "random",
@@ -38,7 +38,7 @@ ControllerName = Literal[
     "tamiyo",
 ]
 ControllerChoice = ControllerName | str | Controller | Maker
-"""A controller, or what `controller_for` makes one of."""
+"""A controller, its name, or a function that creates it."""
 
 
 def _follow(schedule: Schedule) -> Maker:
@@ -58,25 +58,22 @@ CONTROLLERS: Final[Mapping[str, Maker]] = MappingProxyType(
         "timetable-by-rent": ScheduledByRent,
     }
 )
-"""Makers of the rule-based controllers."""
 
 SHIPPED: Final = "tamiyo"
-"""The trained controller that comes with the package."""
 NAMES: Final = get_args(ControllerName)
-"""All names of controllers."""
 
 
 def controller_for(given: ControllerChoice, spec: ActionSpec) -> Controller:
-    """The controller of an action space, given itself, its maker or its name."""
+    """Return the controller of an action space from itself, its maker or its name."""
     if isinstance(given, str):
         return make_controller(given, spec)
     if isinstance(given, type) or not isinstance(given, Controller):
-        return given(spec)  # a class of controllers has their methods too
+        return given(spec)  # a class also passes the isinstance check
     return given
 
 
 def make_controller(name: str, spec: ActionSpec) -> Controller:
-    """The controller of that name, with its default settings."""
+    """Create the controller of that name with default settings."""
     if name not in NAMES:
         raise unknown("no controller", name, NAMES)
     if name == SHIPPED:

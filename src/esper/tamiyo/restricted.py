@@ -1,10 +1,8 @@
 """A controller restricted to the actions that it was trained with.
 
-A policy can point at any blueprint, also at forms and sizes that it never saw, where
-its choice means nothing. So the blueprints and choices that it was not trained with are
-cut out of observation and masks, and what it chooses is mapped back into the full
-action space. If none of the offered blueprints is known, it sees all of them, and
-`notes` says so; if none of them can be planted now, it waits or moves other seeds on.
+Blueprints and choices outside of its training are removed from observation and masks,
+and its actions are mapped back into the full action space. If none of the offered
+blueprints is known, it sees all of them, and `notes` contains a warning.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -31,10 +29,10 @@ class Restricted:
     """A controller in a larger action space than its own.
 
     Args:
-        make: Makes the controller for the part that it knows.
+        make: Creates the controller for the restricted action space.
         spec: The full action space.
-        names: Blueprints that it knows.
-        choices: For some heads, the choices that it knows; all if a head is left out.
+        names: Blueprints it was trained with.
+        choices: Choices of each head it was trained with; all if a head is missing.
     """
 
     def __init__(
@@ -51,8 +49,8 @@ class Restricted:
         if not known:
             known = [*range(len(offered))]
             self.notes = (
-                "the controller was trained with none of these blueprints, so what it "
-                f"plants is a guess; offer {', '.join(sorted(names))}.",
+                "the controller was trained with none of these blueprints, so its "
+                f"choice is a guess. Offer {', '.join(sorted(names))}.",
             )
         narrowed = dict[str, tuple[str, ...]]()
         for head in (head for head in HEADS if head.choices):
@@ -63,7 +61,7 @@ class Restricted:
             narrowed[head.name] = tuple(both or order)
         blueprints = tuple(spec.blueprints[at] for at in known)
         self.plants = frozenset(blueprint.name for blueprint in blueprints)
-        """Names of the blueprints that it ever plants."""
+        """Names of the blueprints that it may plant."""
         self.spec = ActionSpec(spec.slots, blueprints, narrowed)
         self._controller = make(self.spec)
         self._known = torch.tensor(known)
@@ -77,7 +75,7 @@ class Restricted:
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """One legal action per environment, of those it knows."""
+        """Choose a legal action in every environment, of those it was trained with."""
         device = masks.op.device
         self._known = self._known.to(device)
         self._position = self._position.to(device)
@@ -92,7 +90,7 @@ class Restricted:
         return actions, state
 
     def _observed(self, observation: Observation) -> Observation:
-        """The observation without blueprints that it does not know."""
+        """Return the observation without unknown blueprints."""
         offers, planted = observation.offers, observation.slots.blueprint
         kept = {
             each.name: getattr(offers, each.name).index_select(2, self._known)
@@ -106,7 +104,7 @@ class Restricted:
         )
 
     def _legal(self, masks: ActionMasks) -> ActionMasks:
-        """The masks of the actions that it knows; WAIT is always legal."""
+        """Return the masks without unknown actions; WAIT stays legal."""
         allowed = self.spec.allowed.to(masks.op.device)
         ops = allowed[HEAD["op"], : len(Op)]
         blueprint = masks.blueprint.index_select(2, self._known)

@@ -1,11 +1,10 @@
-"""Rule-based controllers: never, random, plateau.
+"""Rule-based controllers: never, random, plateau, by rent.
 
-All that plant share `next_actions`: one table of scores over (op, slot), the highest
-legal one is taken. Prune a seed in HOLDING whose measured contribution is below its
-rent; advance what has trained or blended long enough, where seeds do not do so by
-themselves; plant the offer of the highest score; keep a seed that is seen to earn its
-rent for good; otherwise wait. Controllers differ in the scores that they give offers,
-float [env, slot, blueprint], -inf where nothing shall be planted.
+All controllers that plant share `next_actions`, which takes the first legal rule:
+prune a HOLDING seed whose measured contribution is below its rent; advance seeds that
+trained or blended long enough; plant the offer with the highest score; fossilize a seed
+that earns its rent; wait. They differ in the scores of the offers,
+float [env, slot, blueprint], -inf where nothing is to be planted.
 """
 
 from typing import Final
@@ -22,10 +21,10 @@ from esper.contracts.world import BlueprintOffers, ControllerState, Observation
 from esper.simic.agent.distribution import sample
 from esper.tamiyo.policy.heads import HEAD_GROUPS, relevant, rows_by_group
 
-PATIENCE: Final = 2
-"""Steps a seed trains before it is blended in."""
+TRAINING_STEPS: Final = 2
+"""Steps that a seed trains before it is blended."""
 BLEND_HEADS: Final = HEADS[HEAD["blueprint"] + 1 :]
-"""The heads that say how a seed is blended."""
+"""Heads that choose how a seed is blended."""
 
 
 class Never:
@@ -38,14 +37,14 @@ class Never:
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """WAIT everywhere."""
+        """Return WAIT everywhere."""
         envs = masks.op.shape[0]
         waits = torch.zeros(envs, NUM_HEADS, dtype=torch.int64, device=masks.op.device)
         return waits, None
 
 
 class Random:
-    """Draws each head uniformly from what is legal given the heads before it."""
+    """Samples each head uniformly from its legal choices."""
 
     def decide(
         self,
@@ -54,7 +53,7 @@ class Random:
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """One uniformly drawn legal action per environment."""
+        """Sample one legal action per environment."""
         groups, picked, choice = rows_by_group(masks), [], None
         for _ in HEAD_GROUPS:
             rows = groups.send(choice)
@@ -65,18 +64,16 @@ class Random:
 
 
 class Plateau:
-    """Plants when the score has not improved for a while and no seed is on its way.
+    """Plants when the score has not improved for a while and no seed is growing.
 
     Args:
         spec: The action space.
-        patience: Share of the horizon without improvement.
+        patience: Fraction of the horizon without improvement.
     """
 
     def __init__(self, spec: ActionSpec, patience: float = 0.1) -> None:
         if not 0.0 <= patience <= 1.0:
-            raise InvalidInputError(
-                f"patience must be a share in [0, 1], got {patience}."
-            )
+            raise InvalidInputError(f"patience must lie in [0, 1], got {patience}.")
         self.patience = patience
         self._preference = SizePreference(spec)
 
@@ -87,7 +84,7 @@ class Plateau:
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Follow the rules, and plant on a plateau."""
+        """Apply the rules; plant on a plateau."""
         stage = observation.slots.stage
         growing = (stage == Stage.TRAINING.value) | (stage == Stage.BLENDING.value)
         due = (observation.host.plateau >= self.patience) & ~growing.any(dim=1)
@@ -96,16 +93,16 @@ class Plateau:
 
 
 class ByRent:
-    """Widens as soon as possible, as far as the rent for all that is added allows.
+    """Widens as soon as possible, as long as the rent stays below a limit.
 
     Args:
         spec: The action space.
-        limit: Score that may be paid for size.
+        limit: Maximum rent of all added parameters, in units of the score.
     """
 
     def __init__(self, spec: ActionSpec, limit: float = 0.02) -> None:
         if not limit >= 0.0:
-            raise InvalidInputError(f"limit must be a score from 0, got {limit}.")
+            raise InvalidInputError(f"limit must be at least 0, got {limit}.")
         self.limit = limit
         self._preference = SizePreference(spec)
 
@@ -116,7 +113,7 @@ class ByRent:
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Plant the largest offer that can be paid for."""
+        """Plant the largest affordable offer."""
         host, offers = observation.host, observation.offers
         size = host.added[:, None, None] + offers.parameters
         affordable = host.rent[:, None, None] * size <= self.limit
@@ -127,10 +124,10 @@ class ByRent:
 
 
 class SizePreference:
-    """Scores offers: widening first, the larger the better; then most parameters."""
+    """Scores offers: widening before all others, then by size."""
 
     def __init__(self, spec: ActionSpec) -> None:
-        # Sizes are squeezed into [1.5, 2), above all parameters in (-1, 1).
+        # Widenings score in [1.5, 2), all other blueprints in (-1, 1).
         self._widening = torch.tensor(
             [
                 2.0 - 1.0 / (1.0 + known.units(NOMINAL_WIDTH))
@@ -143,12 +140,12 @@ class SizePreference:
     def scores(
         self, offers: BlueprintOffers, due: Bool[Tensor, " env"] | None = None
     ) -> Float[Tensor, "env slot blueprint"]:
-        """Scores in (-1, 2); -inf where planting is not due."""
+        """Return scores in (-1, 2); -inf where planting is not due."""
         size, kinds = offers.parameters, len(self._widening)
         if size.shape[2] != kinds:
             raise InvalidInputError(
                 f"offers must have the {kinds} blueprints of this controller's action "
-                f"space, got {size.shape[2]}; pass the same spec."
+                f"space, got {size.shape[2]}. Use the same spec."
             )
         widening = self._widening.to(size.device, size.dtype)
         scores = torch.where(widening > 0.0, widening, size_scores(offers))
@@ -158,12 +155,12 @@ class SizePreference:
 
 
 def size_scores(offers: BlueprintOffers) -> Float[Tensor, "env slot blueprint"]:
-    """A score in (-1, 1) that grows with the parameters of an offer."""
+    """Return a score in (-1, 1) that increases with the parameters of an offer."""
     return offers.parameters / (1.0 + offers.parameters.abs())
 
 
 def blend_distances(*preferred: str) -> Float[Tensor, "head choice"]:
-    """Distance of every choice of the `BLEND_HEADS` from the preferred one."""
+    """Return the distance of every choice of `BLEND_HEADS` to the preferred one."""
     widest = max(len(head.choices) for head in BLEND_HEADS)
     distance = torch.full((len(BLEND_HEADS), widest), torch.inf)
     for row, head, name in zip(distance, BLEND_HEADS, preferred, strict=True):
@@ -180,9 +177,9 @@ def _default_blend() -> Float[Tensor, "head choice"]:
 
 
 STANDARD_BLEND: Final = _default_blend()
-"""At once where that may be, otherwise neither quickly nor slowly; and fully."""
+"""Blend fully: at once if allowed, else with the tempo nearest to STANDARD."""
 BLEND_AT_ONCE: Final = blend_distances("ADD", "AT_ONCE", "FULL", "INSTANT", "LINEAR")
-"""With the next batch, and fully."""
+"""Blend fully with the next batch."""
 
 
 def next_actions(
@@ -192,14 +189,14 @@ def next_actions(
     blending: Float[Tensor, "setting choice"] = STANDARD_BLEND,
     prunes: Bool[Tensor, "env slot"] | None = None,
 ) -> Int64[Tensor, "env head"]:
-    """The legal action of the highest priority in every environment.
+    """Return the legal action of the highest priority in every environment.
 
     Args:
         observation: The observation.
-        masks: The legal actions.
-        scores: Of the offers to plant; -inf or NaN: not at all.
-        blending: `blend_distances`; of the choices that are allowed the nearest.
-        prunes: Seeds that shall be pruned whatever they earn.
+        masks: Legal actions.
+        scores: Scores of the offers; not planted where -inf or NaN.
+        blending: `blend_distances`; the nearest allowed choices are taken.
+        prunes: Seeds to prune regardless of their contribution.
     """
     slots, rent = observation.slots, observation.host.rent
     wanted = masks.blueprint & (scores > -torch.inf)
@@ -210,11 +207,11 @@ def next_actions(
 
     earns = slots.contribution > rent[:, None] * slots.parameters
     holding = slots.stage == Stage.HOLDING.value
-    judged = holding & slots.contribution_measured
-    useless = judged & ~earns
+    measured = holding & slots.contribution_measured
+    useless = measured & ~earns
     if prunes is not None:
         useless = useless | prunes
-    ready = (slots.stage != Stage.TRAINING.value) | (slots.age >= PATIENCE)
+    ready = (slots.stage != Stage.TRAINING.value) | (slots.age >= TRAINING_STEPS)
     never = torch.zeros_like(slots.stage)
     priorities = {
         Op.WAIT: never,
@@ -222,10 +219,10 @@ def next_actions(
         Op.ADVANCE: ready * 3,
         Op.SET_ALPHA: never,
         Op.PRUNE: useless * 4,
-        Op.FOSSILIZE: (judged & ~useless) * 1,
+        Op.FOSSILIZE: (measured & ~useless) * 1,
     }
     table = torch.stack([priorities[op] for op in Op], dim=1) * masks.slot
-    # Where nothing is due, the first of all zeros is WAIT.
+    # Without a rule that applies, argmax returns the first zero, which is WAIT.
     choice = table.flatten(1).argmax(dim=1)
 
     allowed = masks.fixed[:, -len(BLEND_HEADS) :, : blending.shape[1]]
@@ -238,14 +235,14 @@ def next_actions(
 def episode_count(
     state: ControllerState, observation: Observation
 ) -> Int64[Tensor, " env"]:
-    """The counter kept in a state, 0 where an episode begins."""
+    """Return the counter stored in a state; 0 at the start of an episode."""
     if not isinstance(state, Tensor):
         return torch.zeros_like(observation.episode_start, dtype=torch.int64)
     return torch.where(observation.episode_start, 0, state)
 
 
 def explain_no_planting(observation: Observation, masks: ActionMasks) -> str:
-    """Why nothing was planted in the first environment; reads from the device."""
+    """Return why nothing was planted in the first environment; reads the device."""
     if masks.op[0, Op.GERMINATE]:
         return "the controller chose to wait"
     if not masks.fixed[0, HEAD["op"], Op.GERMINATE]:

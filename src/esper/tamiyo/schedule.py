@@ -1,11 +1,9 @@
-"""Growth by a timetable: how much to plant, how often, when and where.
+"""Growth by a schedule: what to plant, how often and when.
 
-The n-th growth of all places is due at start + n * every; one that could not be made is
-made up for later. Times are shares of the horizon or, where the end is not known,
-octaves: log2 of the compute so far. Where it is not known no share but 0 ever comes.
-A schedule is plain data, so that schedules can be searched. `Timetable` holds many of
-them as tensors: every environment may follow one of its own, and all of them are one
-tensor program.
+The n-th growth at every place is due at start + n * every. If it was not possible then,
+it is made later. Times are fractions of the horizon, or octaves: log2 of the compute so
+far. If the end is unknown, progress stays 0. `Timetable` evaluates many schedules as
+tensors; every environment may follow its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +12,7 @@ from math import inf, isnan
 from typing import Final
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Int64
 from torch import Generator, Tensor
 
 from esper.contracts.actions import HEAD, ActionMasks, ActionSpec, Op
@@ -29,68 +27,66 @@ from esper.tamiyo.rule_based import (
 )
 
 LARGEST: Final = "largest"
-"""Stands for the largest widening that can be planted."""
-UNLIMITED: Final = 1 << 40
-"""A count that is never reached."""
-SCALES: Final = ("share", "octaves")
-_ROUNDING: Final = 1e-5  # 0.7 falls short of 7 * 0.1; decisions are further apart
+"""Blueprint name for the largest widening that can be planted."""
+TIME_SCALES: Final = ("share", "octaves")
+_ROUNDING: Final = 1e-5  # 0.7 < 7 * 0.1; decisions are further apart than this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """When to plant how much."""
+    """What to plant and when."""
 
     blueprint: str = "widen_x2"
-    """What is planted; "largest": the largest widening that fits."""
+    """Blueprint to plant; "largest" is the largest widening that fits."""
     count: int = 2
-    """Seeds to plant at every place."""
+    """Number of seeds to plant at every place."""
     start: float = 0.0
-    """When the first is due."""
+    """Time of the first growth."""
     every: float = 0.1
-    """From one to the next."""
+    """Time between growths."""
     until: float = inf
-    """From when on nothing is planted, due or not."""
+    """Time after which nothing is planted."""
     scale: str = "share"
-    """What times are: shares of the horizon, or octaves of compute."""
+    """Unit of times: share (fraction of the horizon) or octaves (log2 of compute)."""
     cut: float = inf
-    """When seeds are pruned, the youngest first; from then on nothing is planted ..."""
+    """Time from which seeds are pruned, the youngest first, and nothing is planted."""
     keep: int = 0
-    """... until so many are left at every place."""
+    """Number of seeds to keep at every place when pruning."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be played."""
+        """Check all values."""
         for name in ("count", "keep"):
             count = getattr(self, name)
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 raise InvalidInputError(
-                    f"{name} must be a whole number from 0, got {count!r}."
+                    f"{name} must be an integer of at least 0, got {count!r}."
                 )
         for name in ("start", "every", "until", "cut"):
             time = getattr(self, name)
             if isnan(time) or time < 0:
-                raise InvalidInputError(f"{name} must be a time from 0, got {time}.")
-        if self.scale not in SCALES:
+                raise InvalidInputError(f"{name} must be at least 0, got {time}.")
+        if self.scale not in TIME_SCALES:
             raise InvalidInputError(
-                f"scale must be one of {', '.join(SCALES)}; got {self.scale!r}."
+                f"scale must be one of {', '.join(TIME_SCALES)}, got {self.scale!r}."
             )
 
     @property
     def needs_end(self) -> bool:
-        """Whether something is due at a share of the horizon, which must be known."""
+        """Whether some time depends on the end of training, which must be known."""
         later = self.start > 0 or (self.every > 0 and self.count > 1)
         return self.scale == "share" and (later or min(self.until, self.cut) < inf)
 
 
 EARLY: Final = Schedule(count=2, every=0.0)
-"""Twice as wide, and again, as soon as possible."""
+"""Doubles the width twice, as soon as possible."""
 PERIODIC: Final = Schedule(blueprint="widen_x1.25", count=8, start=0.1)
-"""A quarter more, every tenth of the horizon."""
+"""Widens by a quarter at every tenth of the horizon."""
 DOUBLING: Final = Schedule(count=6, start=5.0, every=2.0, scale="octaves")
-"""Twice as wide whenever compute has grown fourfold."""
+"""Doubles the width whenever compute has grown fourfold."""
 LARGE_THEN_CUT: Final = Schedule(
     blueprint="widen_x4", count=2, every=0.0, cut=0.5, keep=1
 )
-"""Everything at once, and a part of it removed at half time."""
+"""Widens at the start and removes a part at half of the horizon."""
 BY_RENT: Final[Mapping[bool, Mapping[float, Schedule]]] = {
     True: {
         0.0014: Schedule(count=2, every=0.0),
@@ -99,18 +95,16 @@ BY_RENT: Final[Mapping[bool, Mapping[float, Schedule]]] = {
     },
     False: {0.0113: Schedule(count=1, start=7.0, scale="octaves")},
 }
-"""By whether the end is known: the best schedules on drawn tasks (`python -m benchmarks
-rules`), each with the largest rent at which it is followed; above them nothing."""
+"""Best schedules on generated tasks (`python -m benchmarks rules`): by whether the end
+is known, then by the largest rent at which each is used. Above it nothing is planted."""
 
 
 class Scheduled:
-    """Follows one schedule, or one for each environment.
-
-    The state is the number of seeds planted in the episode.
+    """Follows one schedule, or one per environment.
 
     Args:
         spec: The action space.
-        schedule: One for all environments, or a sequence with one for each.
+        schedule: One for all environments, or a sequence with one per environment.
     """
 
     def __init__(
@@ -119,10 +113,10 @@ class Scheduled:
         given = [schedule] if isinstance(schedule, Schedule) else [*schedule]
         self._table = Timetable(spec, given)
         self.plants = self._table.plants
-        """Names of the blueprints that it ever plants."""
+        """Names of the blueprints that it may plant."""
         self._plan = torch.arange(len(given))
         self.needs_end = any(plan.needs_end for plan in given)
-        """Whether something would never come due where the end is not known."""
+        """Whether a schedule needs to know the end of training."""
 
     def decide(
         self,
@@ -131,12 +125,12 @@ class Scheduled:
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Follow the rules, and plant what is due."""
+        """Plant what is due; the state counts seeds planted in the episode."""
         envs = len(observation.episode_start)
         if len(self._plan) not in (1, envs):
             raise InvalidInputError(
-                f"there are schedules for {len(self._plan)} environments, got {envs}; "
-                "give as many, or one for all."
+                f"there are schedules for {len(self._plan)} environments, got {envs}. "
+                "Pass one per environment, or one for all."
             )
         self._plan = self._plan.to(masks.op.device)
         planted = episode_count(state, observation)
@@ -146,14 +140,12 @@ class Scheduled:
 
 
 class ScheduledByRent:
-    """Follows the schedule that the rent of an environment stands for.
-
-    The state is the number of seeds planted in the episode.
+    """Follows a schedule chosen by the rent of each environment.
 
     Args:
         spec: The action space.
         plans: By whether the end is known: schedules by the largest rent at which each
-            is followed, ascending; above the last of them nothing is planted.
+            is used, ascending. Nothing is planted above the last rent.
     """
 
     def __init__(
@@ -169,7 +161,7 @@ class ScheduledByRent:
         given = [*known.values(), nothing, *unknown.values(), nothing]
         self._table = Timetable(spec, [playable(spec, plan) for plan in given])
         self.plants = self._table.plants
-        """Names of the blueprints that it ever plants."""
+        """Names of the blueprints that it may plant."""
         self._known, self._unknown = (
             torch.tensor([*limits], dtype=torch.float32) for limits in (known, unknown)
         )
@@ -181,7 +173,7 @@ class ScheduledByRent:
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Follow the rules, and plant what is due at this rent."""
+        """Plant what is due; the state counts seeds planted in the episode."""
         host, planted = observation.host, episode_count(state, observation)
         rent = host.rent.float()
         self._known, self._unknown = (
@@ -198,12 +190,7 @@ class ScheduledByRent:
 
 
 class Timetable:
-    """Schedules as tensors over `[plan]`.
-
-    Args:
-        spec: The action space.
-        schedules: The plans, at least one.
-    """
+    """Schedules as tensors over `[plan]`."""
 
     def __init__(self, spec: ActionSpec, schedules: Sequence[Schedule]) -> None:
         if not schedules:
@@ -234,16 +221,14 @@ class Timetable:
         masks: ActionMasks,
         plan: Int64[Tensor, " env"],
         planted: Int64[Tensor, " env"],
-        allowed: Bool[Tensor, " env"] | None = None,
     ) -> Int64[Tensor, "env head"]:
-        """The actions that the plans ask for now.
+        """Return the actions that are due.
 
         Args:
             observation: The observation.
-            masks: The legal actions.
-            plan: Index of the plan of each environment.
-            planted: Seeds that each has planted in this episode.
-            allowed: Where planting is allowed at all; None: everywhere.
+            masks: Legal actions.
+            plan: Index of the schedule of each environment.
+            planted: Number of seeds that each has planted in this episode.
         """
         device = plan.device
         self._flags, self._whole, self._real = (
@@ -255,14 +240,12 @@ class Timetable:
         start, every, until, cut = self._real[plan].unbind(1)
         host, slots = observation.host, observation.slots
         now = torch.where(flags[:, 0], host.compute, host.progress) + _ROUNDING
-        # Slot s stands at place s % places, and places differ in depth.
+        # Slot s is at place s % places, and places differ in depth.
         per_place = (slots.depth == slots.depth[:, :1]).sum(dim=1).clamp(min=1)
         places = slots.depth.shape[1] // per_place
         due = now >= start + every * (planted // places)
-        # What was cut is not planted again, also where seeds are still missing.
+        # After the cut nothing is planted, even if seeds are missing.
         due &= (planted < count * places) & (now < torch.minimum(until, cut))
-        if allowed is not None:
-            due &= allowed
         scores = self._preference.scores(observation.offers, due)
         free = (masks.blueprint & wanted).any(dim=2)
         first = free & (free.cumsum(dim=1) == 1)
@@ -275,13 +258,13 @@ class Timetable:
 
 
 def playable(spec: ActionSpec, schedule: Schedule) -> Schedule:
-    """The schedule, with the largest widening where its own is not offered."""
+    """Return the schedule, with the largest widening if its own is not offered."""
     offered = schedule.blueprint in {known.name for known in spec.blueprints}
     return schedule if offered else replace(schedule, blueprint=LARGEST)
 
 
 def _wanted(spec: ActionSpec, blueprint: str) -> list[bool]:
-    """Which blueprints a schedule may plant."""
+    """Return which blueprints a schedule may plant."""
     names = [known.name for known in spec.blueprints]
     if blueprint != LARGEST and blueprint not in names:
         raise unknown(

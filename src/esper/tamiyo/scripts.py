@@ -1,10 +1,9 @@
-"""Actions written down beforehand: trees of scripts that share their beginnings.
+"""Predefined sequences of actions: trees of scripts with common beginnings.
 
-A script says for every decision what is done: nothing, a widening of some place, or the
-removal of the youngest seed. Scripts of a host form a tree: several of them do the same
-up to a decision and part there. Hosts of the same luck that follow them are, up to that
-decision, the same network to the bit, so what they become afterwards is due to the
-choice alone.
+A script has one action per decision: wait, widen some place, or prune the youngest
+seed. The scripts of a host form a tree: they agree up to a decision and branch there.
+With common random numbers their hosts are equal to the bit up to that decision, so
+later differences are due to the action.
 
     code 0                          wait
     code 1 + place * kinds + kind   plant blueprint `kind` at a place
@@ -26,12 +25,12 @@ from esper.tamiyo.policy.heads import relevant
 from esper.tamiyo.rule_based import episode_count
 
 PRUNE: Final = -1
-WAITING: Final = 0.4
-"""Share of the scripts in a node that wait where the others act."""
-PRUNING: Final = 0.15
-"""Chance that pruning is among the actions of a node in which something grows."""
-NEXT: Final = 0.15
-"""Share of the episode up to which the scripts of a node part, in the mean."""
+WAIT_FRACTION: Final = 0.4
+"""Fraction of the scripts of a node that wait."""
+PRUNE_PROBABILITY: Final = 0.15
+"""Probability that pruning is among the actions of a node with seeds."""
+MEAN_BRANCH_TIME: Final = 0.15
+"""Mean time to the next branch, as a fraction of the episode."""
 Codes = NDArray[np.int64]
 
 
@@ -43,22 +42,22 @@ def draw_scripts(
     slots: int,
     chance: np.random.Generator,
 ) -> Codes:
-    """A tree of scripts, `[script, decision]`; the first of them always waits.
+    """Draw a tree of scripts, `[script, decision]`; the first one always waits.
 
     Args:
-        scripts: How many.
-        decisions: Of an episode.
+        scripts: Number of scripts.
+        decisions: Decisions per episode.
         places: Places of the host.
-        kinds: Blueprints on offer.
-        slots: Seeds that a place can hold.
+        kinds: Number of blueprints.
+        slots: Slots per place.
         chance: The random generator.
     """
     codes = np.zeros((scripts, decisions), dtype=np.int64)
 
     def part(members: Codes, begin: int, grown: tuple[int, ...]) -> None:
-        """Let scripts that agree so far part at some decision, and go on from there."""
-        wait = chance.exponential(NEXT * decisions)
-        # A third part as soon as they can: growing early is what matters most.
+        """Branch scripts that agree so far at some decision, recursively."""
+        wait = chance.exponential(MEAN_BRANCH_TIME * decisions)
+        # A third of the nodes branch at once, because early growth matters most.
         at = begin + (0 if chance.random() < 1 / 3 else int(wait))
         if len(members) < 2 or at >= decisions:
             return
@@ -69,9 +68,9 @@ def draw_scripts(
             if grown[place] < slots
         ]
         chance.shuffle(choices)
-        if sum(grown) and chance.random() < PRUNING:
+        if sum(grown) and chance.random() < PRUNE_PROBABILITY:
             choices.insert(0, PRUNE)
-        waiting = max(1, round(WAITING * len(members)))
+        waiting = max(1, round(WAIT_FRACTION * len(members)))
         acting = members[waiting:]
         part(members[:waiting], at + 1, grown)
         for action, own in zip(
@@ -90,11 +89,11 @@ def draw_scripts(
 
 
 class Scripted:
-    """Follows one script in every environment; what is not possible is a WAIT.
+    """Follows one script per environment; waits where an action is illegal.
 
     Args:
-        spec: The action space; slot s stands at place s % places.
-        codes: `[env, decision]`; after its end nothing is done.
+        spec: The action space; slot s is at place s % places.
+        codes: Scripts `[env, decision]`; after their end it waits.
         places: Places of the host.
     """
 
@@ -109,7 +108,7 @@ class Scripted:
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """What the scripts say; the state is the number of the decision."""
+        """Return the actions of the scripts; the state counts decisions."""
         envs, device = len(observation.episode_start), masks.op.device
         if envs != len(self._codes):
             raise InvalidInputError(
@@ -125,7 +124,6 @@ class Scripted:
         here = slots % self._places == place[:, None]
         rows = torch.arange(envs, device=device)
         free = masks.blueprint[rows, :, kind] & here & (code > 0)[:, None]
-        # Seeds of a slot further on are younger: slots of a place fill in order.
         prunable = masks.slot[:, Op.PRUNE] & (code == PRUNE)[:, None]
         youngest = observation.slots.age.masked_fill(~prunable, 1 << 40).argmin(dim=1)
         plants, prunes = free.any(dim=1), prunable.any(dim=1)
@@ -135,7 +133,7 @@ class Scripted:
             plants, free.int().argmax(dim=1), youngest * prunes
         )
         actions[:, HEAD["blueprint"]] = kind * plants
-        # The other heads have one choice each where seeds take part at once.
+        # The other heads have one legal choice each if seeds are blended at once.
         only = masks.fixed.int().argmax(dim=2)
         rest = slice(HEAD["blueprint"] + 1, None)
         actions[:, rest] = only[:, rest]

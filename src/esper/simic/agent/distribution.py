@@ -1,20 +1,17 @@
 r"""Masked categorical distributions over several heads, as one padded tensor.
 
-Logits, mask rows and log-probabilities of all heads are `[..., head, choice]`, padded
-to the widest head; padding is illegal like any other illegal choice.
+Logits, masks and log-probabilities of all heads are `[..., head, choice]`, padded to
+the widest head; padding is illegal.
 
     log p_i = l_i - log sum_{j legal} exp l_j     where legal, 0 where illegal
     p_i     = exp(log p_i)                        where legal, exactly 0 where illegal
 
-Illegal choices have probability and gradient exactly zero; a single legal choice has
-log-probability 0, entropy 0 and no gradient. Zeroing log p *before* any product keeps
-gradients finite: a product with the untaken -inf branch would be NaN.
+A mask row holds the legal choices of a head *given the heads before it*. A head that
+the action does not use is forced to choice 0: its log-ratio, entropy, KL and gradient
+are 0.
 
-A row is what a head may choose *given the heads before it*. A head that did not matter
-is forced to choice 0, so its log-ratio, entropy, KL and gradient are 0.
-
-Continuous actions use the same tensors: a head is one number, its two "choices" are
-mean and log of the standard deviation of a normal distribution, both always legal.
+Continuous actions use the same tensors: a head is one number, and its two "choices" are
+mean and log standard deviation of a normal distribution.
 """
 
 import math
@@ -33,65 +30,59 @@ from esper.contracts.features import Leaf
 
 @runtime_checkable
 class PolicySpec(Protocol):
-    """What the learner must know of a policy's observations and actions."""
+    """Observation and action space of a policy."""
 
     @property
     def head_names(self) -> tuple[str, ...]:
-        """What the heads are called."""
-        ...
+        """Names of the heads."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many choices each head has."""
-        ...
+        """Number of choices of each head."""
 
     @property
     def width(self) -> int:
-        """Length of a padded row: the choices of the largest head."""
-        ...
+        """Number of choices of the largest head."""
 
     @property
     def action_dtype(self) -> torch.dtype:
-        """int64 for choices; float32 for numbers drawn from normal distributions."""
-        ...
+        """int64 for discrete actions, float32 for continuous ones."""
 
     @property
     def observation(self) -> Mapping[str, Leaf]:
-        """The tensors that a policy reads in one environment, by name."""
-        ...
+        """Tensors of one environment's observation, by name."""
 
     @property
     def observation_type(self) -> type:
-        """What they are put together as: a dataclass with these fields, or dict."""
-        ...
+        """Dataclass with these fields, or dict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What was chosen, and everything needed to learn from it."""
+    """Actions of all environments and what the update needs to know about them."""
 
     actions: Shaped[Tensor, "env head"]
     log_probs: Float[Tensor, "env head"]
-    """Log-probability of each choice given the heads before it."""
+    """Log-probability of each action given the heads before it."""
     masks: Bool[Tensor, "env head choice"]
-    """The exact mask rows the choices were drawn from."""
+    """The masks that the actions were sampled with."""
     distribution: Float[Tensor, "env head choice"]
     """Log-probabilities of all choices; 0 where illegal."""
     values: Float[Tensor, " env"]
     state: Float[Tensor, "env layer state"]
-    """Memory after this decision."""
+    """Memory after this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The current policy's view of choices made before."""
+    """Stored actions under the current policy."""
 
     logits: Float[Tensor, "env time head choice"]
     distribution: Float[Tensor, "env time head choice"]
     """Log-probabilities of all choices; 0 where illegal."""
     log_probs: Float[Tensor, "env time head"]
     normalized_values: Float[Tensor, "env time"]
-    """V(s) in units of the value statistics."""
+    """V(s), normalised by the return statistics."""
 
 
 def evaluate_choices(
@@ -100,7 +91,7 @@ def evaluate_choices(
     masks: Bool[Tensor, "env time head choice"],
     actions: Shaped[Tensor, "env time head"],
 ) -> Evaluation:
-    """The distribution of some logits and what it says of stored actions."""
+    """Evaluate stored actions under the distribution that the logits define."""
     family = family_of(actions.dtype)
     distribution = family.distribution(logits, masks)
     return Evaluation(
@@ -113,32 +104,27 @@ def evaluate_choices(
 
 @runtime_checkable
 class Policy(Protocol):
-    """A recurrent, masked policy over several heads, with a normalised value.
+    """A recurrent, masked policy with several heads and a normalised value.
 
-    `features` and `masks` are whatever the policy reads; the learner stores the first
-    as `spec` describes them and never looks at the second, only at the rows of a
-    decision.
+    `spec` describes `features`. `masks` may be of any type that `act` accepts.
     """
 
     @property
     def spec(self) -> PolicySpec:
-        """Its observations and actions."""
-        ...
+        """Observation and action space."""
 
     state_shape: tuple[int, int]
-    """Layers and width of its memory."""
+    """Layers and width of the memory."""
     value_out: nn.Linear
-    """The last layer of the value, rescaled when the statistics move."""
+    """Last layer of the value; rescaled when the return statistics change."""
     value_mean: Tensor
     value_scale: Tensor
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What is trained."""
-        ...
+        """Return all parameters."""
 
     def initial_state(self, envs: int) -> Float[Tensor, "env layer state"]:
-        """Empty memory."""
-        ...
+        """Return empty memory."""
 
     def act(
         self,
@@ -148,8 +134,7 @@ class Policy(Protocol):
         state: Float[Tensor, "env layer state"],
         generator: Generator | None,
     ) -> Decision:
-        """Decide for every environment; greedily without a generator."""
-        ...
+        """Choose an action in every environment; the likeliest if generator is None."""
 
     def evaluate_actions(
         self,
@@ -158,8 +143,7 @@ class Policy(Protocol):
         episode_start: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time head choice"], Float[Tensor, "env time"]]:
-        """Logits of every head given the stored choices, and normalised values."""
-        ...
+        """Return logits of every head given the stored actions, and the values."""
 
     def value(
         self,
@@ -167,26 +151,25 @@ class Policy(Protocol):
         episode_start: Bool[Tensor, " env"],
         state: Float[Tensor, "env layer state"],
     ) -> Float[Tensor, " env"]:
-        """V(s) of one more observation; memory is read, not advanced."""
-        ...
+        """Return V(s) of an observation without changing the memory."""
 
 
 def masked_log_softmax(
     logits: Float[Tensor, "*batch choice"], masks: Bool[Tensor, "*batch choice"]
 ) -> Float[Tensor, "*batch choice"]:
-    """Log-probabilities in at least float32; 0 where illegal."""
+    """Return log-probabilities in at least float32; 0 where illegal."""
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     lowest = 0.5 * torch.finfo(logits.dtype).min
-    # Choices are few: torch is seven times as fast along an outer axis.
+    # With few choices torch is seven times as fast along an outer axis.
     masks = masks.movedim(-1, 0).contiguous()
     legal = torch.where(masks, logits.movedim(-1, 0), lowest)
     outer = torch.log_softmax(legal.contiguous(), dim=0)
-    return (outer * masks).movedim(0, -1)  # finite, so that 0 times one is 0
+    return (outer * masks).movedim(0, -1)  # `outer` is finite, so this is 0
 
 
 def entropy(log_probs: Float[Tensor, "*batch choice"]) -> Float[Tensor, " *batch"]:
-    """Entropy over the legal choices, in nats; log_probs are 0 where illegal."""
+    """Return the entropy in nats; log_probs are 0 where illegal."""
     return -(log_probs.exp() * log_probs).sum(dim=-1)
 
 
@@ -195,28 +178,28 @@ def kl_divergence(
     new: Float[Tensor, "*batch choice"],
     masks: Bool[Tensor, "*batch choice"],
 ) -> Float[Tensor, " *batch"]:
-    """Exact KL(old || new) over the legal choices, whatever stands elsewhere."""
+    """Return KL(old || new) over the legal choices."""
     return torch.where(masks, old.exp() * (old - new), 0.0).sum(dim=-1)
 
 
 def chosen(
     log_probs: Float[Tensor, "*batch choice"], actions: Int64[Tensor, " *batch"]
 ) -> Float[Tensor, " *batch"]:
-    """Log-probability of the chosen action of every head."""
+    """Return the log-probability of the action of every head."""
     return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
 
 def normal_parameters(
     parameters: Float[Tensor, "*batch two"], masks: Bool[Tensor, "*batch two"]
 ) -> Float[Tensor, "*batch two"]:
-    """Mean and log standard deviation as they are; nothing of them is masked."""
+    """Return mean and log standard deviation unchanged; masks do not apply."""
     return parameters
 
 
 def normal_log_probs(
     distribution: Float[Tensor, "*batch two"], actions: Float[Tensor, " *batch"]
 ) -> Float[Tensor, " *batch"]:
-    """Log-density of the numbers that were drawn."""
+    """Return the log-density of the actions."""
     mean, log_deviation = distribution.unbind(-1)
     distance = (actions - mean) * torch.exp(-log_deviation)
     return -0.5 * (distance.square() + LOG_TWO_PI) - log_deviation
@@ -225,7 +208,7 @@ def normal_log_probs(
 def normal_entropy(
     distribution: Float[Tensor, "*batch two"],
 ) -> Float[Tensor, " *batch"]:
-    """Differential entropy, in nats."""
+    """Return the differential entropy in nats."""
     return distribution[..., 1] + 0.5 * (1.0 + LOG_TWO_PI)
 
 
@@ -234,33 +217,33 @@ def normal_kl(
     new: Float[Tensor, "*batch two"],
     masks: Bool[Tensor, "*batch two"],
 ) -> Float[Tensor, " *batch"]:
-    """Exact KL(old || new); nothing of it is masked."""
+    """Return KL(old || new); masks do not apply."""
     (old_mean, old_log), (new_mean, new_log) = old.unbind(-1), new.unbind(-1)
     squares = (2.0 * old_log).exp() + (old_mean - new_mean).square()
     return new_log - old_log + 0.5 * (squares * (-2.0 * new_log).exp() - 1.0)
 
 
 class Family(NamedTuple):
-    """How what a policy puts out becomes a distribution, and what is asked of it."""
+    """Functions of a family of distributions."""
 
     distribution: Callable[[Tensor, Tensor], Tensor]
-    """From outputs and rows."""
+    """Parameters from logits and masks."""
     log_probs: Callable[[Tensor, Tensor], Tensor]
-    """Of some actions."""
+    """Log-probabilities from parameters and actions."""
     entropy: Callable[[Tensor], Tensor]
     kl: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """KL(old || new), given the rows that both were made with."""
+    """KL(old || new) from old and new parameters and masks."""
 
 
 SMALLEST_UNIFORM: Final = 2.0**-25
-"""Zero is drawn once in 2^24: half of the next number keeps its noise finite."""
+"""torch.rand draws 0 once in 2^24; this keeps the Gumbel noise finite."""
 LOG_TWO_PI: Final = math.log(2.0 * math.pi)
 CHOICES: Final = Family(masked_log_softmax, chosen, entropy, kl_divergence)
 NUMBERS: Final = Family(normal_parameters, normal_log_probs, normal_entropy, normal_kl)
 
 
 def family_of(dtype: torch.dtype) -> Family:
-    """The family of distributions that actions of this dtype are drawn from."""
+    """Return the distributions of actions of this dtype."""
     return NUMBERS if dtype.is_floating_point else CHOICES
 
 
@@ -269,7 +252,7 @@ def sample(
     masks: Bool[Tensor, "*batch choice"],
     generator: Generator | None,
 ) -> Int64[Tensor, " *batch"]:
-    """Draw one legal choice per row; the likeliest one if `generator` is None."""
+    """Sample one legal choice per row; the likeliest one if `generator` is None."""
     noise = None
     if generator is not None:
         noise = gumbel(masks.shape, generator).to(logits.device)
@@ -281,15 +264,15 @@ def choose(
     masks: Bool[Tensor, "*batch choice"],
     noise: Float[Tensor, "*batch choice"] | None,
 ) -> Int64[Tensor, " *batch"]:
-    """The legal choice of the largest noisy logit: with Gumbel noise, a fair draw."""
+    """Return the legal choice with the largest logit plus noise (Gumbel-max trick)."""
     noisy = logits if noise is None else logits + noise
-    # Even a legal logit of -inf stays above what is illegal; NaN counts as largest.
+    # A legal logit of -inf stays above illegal ones; argmax takes NaN as largest.
     noisy = noisy.clamp(min=torch.finfo(noisy.dtype).min)
     return torch.where(masks, noisy, -torch.inf).argmax(dim=-1)
 
 
 def gumbel(shape: Sequence[int], generator: Generator) -> Float[Tensor, "*shape"]:
-    """Standard Gumbel noise on the generator's device."""
+    """Return standard Gumbel noise on the generator's device."""
     uniform = torch.rand(shape, generator=generator, device=generator.device)
     return uniform.clamp_(min=SMALLEST_UNIFORM).log_().neg_().log_().neg_()
 
@@ -303,10 +286,7 @@ def draw(
     Float[Tensor, " *batch"],
     Float[Tensor, "*batch choice"],
 ]:
-    """Draw one legal choice per row.
-
-    Returns the choices, their log-probabilities, and those of all choices.
-    """
+    """Sample one choice per row; return it, its and all choices' log-probabilities."""
     actions = sample(logits, masks, generator)
     distribution = masked_log_softmax(logits, masks)
     return actions, chosen(distribution, actions), distribution
@@ -314,8 +294,8 @@ def draw(
 
 @cache
 def first_choice(width: int, device: torch.device) -> Bool[Tensor, " choice"]:
-    """The row of a head that has nothing to choose: choice 0 alone is legal."""
-    # One copy per device, usable with gradients even if inference asks for it first.
+    """Return the mask of an unused head: only choice 0 is legal."""
+    # The cached tensor must also work outside of inference mode.
     with torch.inference_mode(False):
         return torch.arange(width, device=device) == 0
 
@@ -323,10 +303,10 @@ def first_choice(width: int, device: torch.device) -> Bool[Tensor, " choice"]:
 def require_choice(
     masks: Bool[Tensor, "env head choice"], names: Sequence[str], hint: str
 ) -> None:
-    """Refuse rows in which a head has nothing to choose (reads the device)."""
+    """Check that every head has a legal choice; reads from the device."""
     possible = masks.any(dim=-1)
     if not bool(possible.all()):
         env, head = (int(index) for index in (~possible).nonzero()[0])
         raise NoLegalActionError(
-            f"head {names[head]!r} of environment {env} has no legal choice; {hint}"
+            f"head {names[head]!r} of environment {env} has no legal choice. {hint}"
         )

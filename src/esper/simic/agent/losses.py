@@ -1,26 +1,17 @@
-r"""PPO's settings and objective over padded sequences and masked, factored actions.
+r"""Settings and objective of PPO on padded sequences with masked, factored actions.
 
     d_h   = log π(a_h | a_<h, s) - log π_old(a_h | a_<h, s)     per head
     ratio = exp(Σ_h d_h)                                        joint (default)
     gain  = min(ratio · A, clip(ratio, 1 - ε, 1 + ε) · A)
 
-A head is *open* on a step when its stored row left more than one choice. A head that
-the op does not use was forced to one choice, so open implies relevant, and a head that
-is not open has log-ratio, entropy, KL and gradient exactly 0.
+A head is *open* on a step if its mask allows more than one choice; only open heads
+contribute. Every term is a sum over steps divided by the number of valid steps, so the
+balance of a head's entropy (divided by the log of its legal choices) and advantage does
+not depend on how often it is open. Padding is masked before any arithmetic.
 
-Normalisers: every term is a sum over steps divided by the number of valid steps. So KL
-is Σ_heads Σ_steps kl / Σ_steps 1, and an open head weighs its entropy (in units of the
-log of the legal count) against its advantage in the same way whether it is open
-always or on one step in a thousand: rare heads neither shout nor fall silent.
-Padding is selected away before any arithmetic: NaN times 0 is NaN.
-
-Where environments of a group have the same random streams, what happens to all of them
-at the same step is not due to the action:
-
-    A_i <- A_i - mean of A_j over the others j != i of the group.
-
-What the others do does not depend on what i chose, so this is a baseline: it removes
-the variance of host, data and batches and leaves the policy gradient where it was.
+If the environments of a group share random numbers, the mean advantage of the others in
+the group is subtracted from each advantage. It does not depend on the environment's own
+action, so it is a baseline.
 """
 
 import math
@@ -39,7 +30,7 @@ from esper.simic.agent.distribution import Evaluation, family_of
 from esper.simic.agent.metrics import Terms
 from esper.simic.agent.rollout_buffer import SequenceBatch
 
-LARGEST_LOG_RATIO: Final = 20.0  # exp stays finite in float32; clamped ones are counted
+MAX_LOG_RATIO: Final = 20.0  # exp stays finite in float32; clamped ones are counted
 ClipMode = Literal["joint", "per_head", "mixed"]
 CLIP_MODES: Final = get_args(ClipMode)
 
@@ -74,48 +65,38 @@ class PPOConfig:
     """Maximum norm of the gradient; larger gradients are scaled down."""
 
     def __post_init__(self) -> None:
-        """Refuse values that PPO cannot mean."""
+        """Check all values."""
         for item in fields(self):
             value = getattr(self, item.name)
             if item.type is float and not isinstance(value, Real):
                 raise InvalidInputError(
                     f"{item.name} must be a number, got {quoted(value)}."
                 )
-        weights = self.head_entropy.values()
-        near = math.inf if self.value_clip is None else self.value_clip
-        for name, fine, rule in (
-            ("learning_rate", 0.0 < self.learning_rate <= 1e4, "be in (0, 1e4]"),
-            ("epochs", _counts(self.epochs), "be a whole number from 1"),
-            ("minibatches", _counts(self.minibatches), "be a whole number from 1"),
-            ("clip_range", self.clip_range > 0.0, "be positive"),
-            ("clip_mode", self.clip_mode in CLIP_MODES, f"be one of {CLIP_MODES}"),
-            ("target_kl", self.target_kl > 0.0, "be positive"),
-            (
-                "entropy_coef",
-                0.0 <= self.entropy_coef < math.inf,
-                "be finite, not negative",
-            ),
-            (
-                "head_entropy",
-                all(0.0 <= weight < math.inf for weight in weights),
-                "be finite, not negative",
-            ),
-            (
-                "value_coef",
-                0.0 <= self.value_coef < math.inf,
-                "be finite, not negative",
-            ),
-            ("value_clip", near > 0.0, "be positive, or None: off"),
-            ("value_norm_decay", 0.0 <= self.value_norm_decay <= 1.0, "lie in [0, 1]"),
-            ("max_grad_norm", self.max_grad_norm > 0.0, "be positive"),
+
+        def is_weight(*values: float) -> bool:
+            return all(0.0 <= value < math.inf for value in values)
+
+        weights, clip = self.head_entropy.values(), self.value_clip
+        for name, valid, rule in (
+            ("learning_rate", 0.0 < self.learning_rate <= 1e4, "in (0, 1e4]"),
+            ("epochs", _is_count(self.epochs), "a positive integer"),
+            ("minibatches", _is_count(self.minibatches), "a positive integer"),
+            ("clip_range", self.clip_range > 0.0, "positive"),
+            ("clip_mode", self.clip_mode in CLIP_MODES, f"one of {CLIP_MODES}"),
+            ("target_kl", self.target_kl > 0.0, "positive"),
+            ("entropy_coef", is_weight(self.entropy_coef), "finite, not negative"),
+            ("head_entropy", is_weight(*weights), "finite, not negative"),
+            ("value_coef", is_weight(self.value_coef), "finite, not negative"),
+            ("value_clip", clip is None or clip > 0.0, "positive or None"),
+            ("value_norm_decay", 0.0 <= self.value_norm_decay <= 1.0, "in [0, 1]"),
+            ("max_grad_norm", self.max_grad_norm > 0.0, "positive"),
         ):
-            if not fine:
-                raise InvalidInputError(
-                    f"{name} must {rule}, got {getattr(self, name)!r}."
-                )
+            if not valid:
+                value = getattr(self, name)
+                raise InvalidInputError(f"{name} must be {rule}, got {value!r}.")
 
     def require_heads(self, *heads: str) -> None:
-        """Refuse weights of heads that there are not."""
+        """Check that `head_entropy` names only these heads."""
         if not self.head_entropy.keys() <= {*heads}:
             raise InvalidInputError(
                 f"head_entropy must name heads of {heads}, got "
@@ -123,7 +104,7 @@ class PPOConfig:
             )
 
 
-def _counts(value: object) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and value >= 1
 
 
@@ -135,21 +116,21 @@ def ppo_terms(
     config: PPOConfig,
     entropy_weights: Float[Tensor, " head"],
 ) -> Terms:
-    """PPO's objective of `new` on `batch`.
+    """Return the PPO loss on a minibatch and its diagnostics.
 
     Args:
-        new: The current policy on the stored observations and choices.
-        batch: What was collected; its advantages are normalised already.
-        targets: Returns in the units of the value statistics.
-        old_values: Values at collection in the same units, for value clipping.
-        config: Clips and the weight of the value loss.
-        entropy_weights: Of each head.
+        new: The stored actions under the current policy.
+        batch: The minibatch, with normalised advantages.
+        targets: Normalised returns.
+        old_values: Normalised values at collection, for value clipping.
+        config: Clip ranges and coefficients.
+        entropy_weights: Entropy coefficient of each head.
     """
     valid = batch.valid_mask
     legal = batch.masks.sum(dim=-1)
     is_open = (legal > 1) & valid.unsqueeze(-1)
     raw = torch.where(is_open, new.log_probs - batch.log_probs, 0.0)
-    log_ratio = raw.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    log_ratio = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     gain, clipped = surrogate(log_ratio, batch.advantages, config)
     policy_loss = -masked_mean(gain, valid)
@@ -159,9 +140,9 @@ def ppo_terms(
     )
     family = family_of(batch.actions.dtype)
     nats = family.entropy(new.distribution)
-    share = torch.where(is_open, nats / legal.clamp(min=2).log(), 0.0)
+    entropy = torch.where(is_open, nats / legal.clamp(min=2).log(), 0.0)
     steps = valid.sum().clamp(min=1)
-    bonus = (entropy_weights * share.sum(dim=(0, 1))).sum() / steps
+    bonus = (entropy_weights * entropy.sum(dim=(0, 1))).sum() / steps
     loss = policy_loss + config.value_coef * value_loss - bonus
 
     with torch.no_grad():
@@ -174,7 +155,7 @@ def ppo_terms(
             clip_fraction=masked_mean(clipped, valid),
             clamped=_is_extreme(raw).sum().to(loss.dtype),
             kl=torch.where(is_open, kl, 0.0).sum(dim=(0, 1)) / steps,
-            entropy=share.sum(dim=(0, 1)) / open_steps.clamp(min=1),
+            entropy=entropy.sum(dim=(0, 1)) / open_steps.clamp(min=1),
             openness=open_steps / steps,
         )
 
@@ -184,16 +165,16 @@ def surrogate(
     advantages: Float[Tensor, "env time"],
     config: PPOConfig,
 ) -> tuple[Float[Tensor, "env time"], Float[Tensor, "env time"]]:
-    """Clipped gain of every step, and whether its (joint) ratio left the range."""
-    joint = log_ratio.sum(dim=-1).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    """Return the clipped objective of every step, and 1 where the ratio was clipped."""
+    joint = log_ratio.sum(dim=-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     joint_ratio = joint.exp()
     outside = ((joint_ratio - 1.0).abs() > config.clip_range).to(joint_ratio.dtype)
     whole = _clipped_gain(joint_ratio, advantages, config.clip_range)
     if config.clip_mode == "joint":
         return whole, outside
-    # The gain of a head at ratio one is a constant; without it, one head is the joint.
-    parts = _clipped_gain(log_ratio.exp(), advantages.unsqueeze(-1), config.clip_range)
+    # Subtract the gain at ratio 1, so that one open head equals the joint objective.
     constant = advantages.unsqueeze(-1)
+    parts = _clipped_gain(log_ratio.exp(), constant, config.clip_range)
     per_head = (parts - constant).sum(dim=-1) + advantages
     if config.clip_mode == "per_head":
         return per_head, outside
@@ -206,7 +187,7 @@ def value_error(
     old_values: Float[Tensor, "env time"],
     clip: float | None,
 ) -> Float[Tensor, "env time"]:
-    """Half the squared error; with a clip, the worse of clipped and unclipped."""
+    """Return half the squared error; with a clip, the larger of clipped and plain."""
     error = (values - targets).square()
     if clip is not None:
         near = old_values + (values - old_values).clamp(-clip, clip)
@@ -219,9 +200,9 @@ def subtract_group_baseline(
     valid: Bool[Tensor, "env time"],
     group_size: int,
 ) -> Float[Tensor, "env time"]:
-    """Advantages less the mean of the rest of an environment's group at each step.
+    """Subtract the mean advantage of the other environments of the group at each step.
 
-    Padding is left out of the means; `group_size` environments in a row form a group.
+    A group is `group_size` consecutive environments. Padding is left out of the means.
     """
     if group_size == 1:
         return advantages
@@ -236,16 +217,15 @@ def normalize_advantages(
     valid: Bool[Tensor, "env time"],
     floor: float = 1e-5,
 ) -> Float[Tensor, "env time"]:
-    """Advantages with mean 0 and deviation 1 over valid steps; 0 on padding.
+    """Normalise to mean 0 and standard deviation 1 over valid steps; 0 on padding.
 
-    One valid step, or none, gives zeros; spreads below `floor` are divided by it.
+    The deviation is at least `floor`, so equal advantages become 0.
     """
     count = valid.sum().clamp(min=1)
     centred = torch.where(valid, advantages, 0.0)
-    # Once for the mean, once more for what rounding left of it.
+    # The second pass removes the rounding error of the first.
     for _ in range(2):
         centred = torch.where(valid, centred - centred.sum() / count, 0.0)
-    # The floor: advantages that are all equal become 0, not amplified rounding.
     deviation = (centred.square().sum() / count).sqrt()
     return centred / deviation.clamp(min=floor)
 
@@ -253,14 +233,14 @@ def normalize_advantages(
 def masked_mean(
     values: Float[Tensor, "env time"], valid: Bool[Tensor, "env time"]
 ) -> Float[Tensor, ""]:
-    """Mean over valid steps; 0 if there are none."""
+    """Return the mean over valid steps; 0 if there are none."""
     return torch.where(valid, values, 0.0).sum() / valid.sum().clamp(min=1)
 
 
 def _is_extreme(log_ratio: Tensor) -> Tensor:
-    """Whether a head's log-ratio, or their sum, had to be clamped on a step."""
-    one = (log_ratio.abs() > LARGEST_LOG_RATIO).any(dim=-1)
-    return one | (log_ratio.sum(dim=-1).abs() > LARGEST_LOG_RATIO)
+    """Whether the log-ratio of a head, or their sum, is clamped."""
+    one = (log_ratio.abs() > MAX_LOG_RATIO).any(dim=-1)
+    return one | (log_ratio.sum(dim=-1).abs() > MAX_LOG_RATIO)
 
 
 def _clipped_gain(ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:

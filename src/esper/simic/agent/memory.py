@@ -1,14 +1,14 @@
-r"""Memory of a policy: a recurrence over time with episode resets inside a row.
+r"""Recurrent memory of a policy, with episode resets inside a sequence.
 
 MinGRU (Feng et al. 2024, https://arxiv.org/abs/2410.01201):
 
     z_t = sigmoid(W_z x_t)        h_t = (1 - z_t) h_{t-1} + (z_t (2 - z_t))^½ (W_h x_t)
 
-where the paper writes z_t W_h x_t, which fades as spans grow. The gates do not see h,
-so a whole sequence is two matrix products and one `scan`; an episode boundary is a
-decay of 0. GRU and LSTM are stepped one decision at a time. Every memory maps `inputs
-[env, time, width]`, `first [env, time]` and `state [env, layer, state]` to outputs and
-the next state; where `episode_start` is set the state is dropped *before* use.
+The paper writes z_t W_h x_t, which becomes small for long time spans. The gates do not
+depend on h, so a sequence is two matrix products and one `scan`. GRU and LSTM run step
+by step. Every memory maps `inputs [env, time, width]`, `episode_start [env, time]` and
+`state [env, layer, state]` to outputs and the next state. Where `episode_start` is set,
+the state is reset before use.
 """
 
 import math
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from esper.contracts.errors import InvalidInputError
 from esper.scan import gated_scan
 
-LONGEST_SPAN: Final = 32.0  # about the decisions of one episode
+LONGEST_SPAN: Final = 32.0  # about the steps of one episode
+MAX_WIDTH: Final = 65_536
+MAX_LAYERS: Final = 64
 
 
 class MinGRU(nn.Module):
@@ -52,13 +54,13 @@ class MinGRU(nn.Module):
 
 
 class Stepped(nn.Module):
-    """Recurrent cells, stepped one decision at a time; each layer adds to its input."""
+    """Recurrent cells, run step by step; each layer adds to its input."""
 
     def __init__(self, cells: list[nn.GRUCell] | list[nn.LSTMCell], parts: int) -> None:
         super().__init__()
         self.state_shape = (len(cells), parts * cells[0].hidden_size)
         self.parts = parts
-        """What the state of a cell consists of: outputs alone, or inner values too."""
+        """Tensors in the state of a cell: 1 for GRU, 2 for LSTM."""
         self.cells = nn.ModuleList(cells)
 
     def forward(
@@ -102,12 +104,12 @@ class GRU(Stepped):
         cells = [nn.GRUCell(width, width) for _ in range(layers)]
         with torch.no_grad():
             for cell in cells:
-                cell.bias_ih[width : 2 * width] = _log_spans(width)  # what is kept
+                cell.bias_ih[width : 2 * width] = _log_spans(width)  # update gate
         super().__init__(cells, 1)
 
 
 class NoMemory(nn.Module):
-    """Decides by what is seen now: the ablation."""
+    """Returns its inputs: a policy without memory."""
 
     def __init__(self, width: int, layers: int = 1) -> None:
         super().__init__()
@@ -119,15 +121,15 @@ class NoMemory(nn.Module):
         episode_start: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
-        """Return the inputs as they are."""
+        """Return the inputs."""
         return inputs, torch.zeros_like(state)
 
 
 def _log_spans(width: int) -> Float[Tensor, " width"]:
-    """Gate biases that make units remember for 1 to `LONGEST_SPAN` steps at the start.
+    """Return gate biases for initial time spans of 1 to `LONGEST_SPAN` steps.
 
-    With biases of 0 a MinGRU halves what it knows at every step, and what it has
-    forgotten sends no gradient (Tallec & Ollivier 2018, arXiv:1804.11188).
+    With zero biases the state halves at every step, and gradients vanish
+    (Tallec & Ollivier 2018, arXiv:1804.11188).
     """
     return torch.linspace(0.0, math.log(LONGEST_SPAN), width)
 
@@ -143,20 +145,16 @@ MEMORIES: Final[dict[str, type[AnyMemory]]] = {
 
 
 def make_memory(name: str, width: int, layers: int) -> AnyMemory:
-    """The memory of that name."""
+    """Create the memory of that name."""
     if name not in MEMORIES:
         raise InvalidInputError(
-            f"no memory {name!r}; choose one of {', '.join(MEMORIES)}."
+            f"no memory {name!r}. Choose one of {', '.join(MEMORIES)}."
         )
     return MEMORIES[name](width, layers)
 
 
-MAX_WIDTH: Final = 65_536
-MAX_LAYERS: Final = 64
-
-
 def require_sizes(**sizes: int) -> None:
-    """Refuse sizes of a policy that cannot be meant."""
+    """Check the widths and the number of layers of a policy."""
     for name, size in sizes.items():
         most = MAX_LAYERS if name == "layers" else MAX_WIDTH
         if not 1 <= size <= most:

@@ -1,7 +1,7 @@
-"""What one update did: built on the device, read once, returned as a record.
+"""Diagnostics of one update: collected on the device and read from it once.
 
-Each optimiser step leaves one row of numbers. Means are over the steps that were
-taken, never over those that were planned; a mean over nothing is NaN, not 0.
+Each optimiser step gives one row of numbers. Means are over the steps that were taken;
+the mean over no step is NaN.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,59 +14,53 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-SCALARS: Final = (
-    "policy_loss",
-    "value_loss",
-    "clip_fraction",
-    "clamped",
-    "grad_norm",
-)
+SCALARS: Final = ("policy_loss", "value_loss", "clip_fraction", "clamped", "grad_norm")
 PER_HEAD: Final = ("kl", "entropy", "openness", "grad_norm")
 FLAGS: Final = ("taken", "stopped", "finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """One minibatch's objective and what to report of it, all on the device."""
+    """Loss and diagnostics of one minibatch, on the device."""
 
     loss: Float[Tensor, ""]
     policy_loss: Float[Tensor, ""]
     value_loss: Float[Tensor, ""]
     clip_fraction: Float[Tensor, ""]
     clamped: Float[Tensor, ""]
-    """Steps whose log-ratio was clamped to keep its exponential finite."""
+    """Number of steps whose log-ratio was clamped."""
     kl: Float[Tensor, " head"]
-    """Each head's share of KL(old || new); the sum estimates the joint KL."""
+    """KL(old || new) of each head; the sum estimates the joint KL."""
     entropy: Float[Tensor, " head"]
-    """Mean entropy of each head where open, from 0 (certain) to 1 (uniform)."""
+    """Mean normalised entropy of each head where open: 0 (certain) to 1 (uniform)."""
     openness: Float[Tensor, " head"]
-    """Share of valid steps on which each head had a choice."""
+    """Fraction of valid steps on which each head had more than one choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRecord:
-    """One head in one update."""
+    """Diagnostics of one head in one update."""
 
     kl: float
-    """Its share of KL(old || new)."""
+    """KL(old || new) of this head."""
     entropy: float
-    """Mean entropy where it had a choice, from 0 (certain) to 1 (uniform)."""
+    """Mean normalised entropy where open: 0 (certain) to 1 (uniform)."""
     openness: float
-    """Share of steps on which it mattered and had a choice."""
+    """Fraction of steps on which it had more than one choice."""
     grad_norm: float
-    """Length of the loss gradient at its logits."""
+    """Norm of the loss gradient at its logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRecord:
-    """One update, in numbers."""
+    """Diagnostics of one update."""
 
     policy_loss: float
     value_loss: float
     clip_fraction: float
-    """Share of steps whose joint ratio left the clip range."""
+    """Fraction of steps whose joint ratio left the clip range."""
     clamped: float
-    """Steps per minibatch whose log-ratio had to be clamped; 0 in health."""
+    """Steps per minibatch whose log-ratio was clamped; normally 0."""
     grad_norm: float
     """Gradient norm before clipping."""
     kl: float
@@ -74,17 +68,17 @@ class UpdateRecord:
     last_kl: float
     """KL(old || new) at the minibatch that stopped the update, else at the last one."""
     explained_variance: float
-    """How much of the returns' variance the values at collection explain; 1 is all."""
+    """Fraction of the variance of the returns that the values explain."""
     steps_planned: int
-    """Optimiser steps that the configuration asks for."""
+    """Number of optimiser steps in the configuration."""
     steps_taken: int
-    """Optimiser steps that changed the weights."""
+    """Number of optimiser steps that changed the weights."""
     stopped_at: int | None
-    """The step at which KL passed its target; None if it never did."""
+    """The step at which KL exceeded its target; None if it did not."""
     refused: int
-    """Steps refused because loss or gradient was not finite."""
+    """Number of steps skipped because loss or gradient was not finite."""
     heads: Mapping[str, HeadRecord]
-    """The same, head by head."""
+    """Diagnostics of each head."""
 
 
 def step_row(
@@ -93,19 +87,12 @@ def step_row(
     head_grad_norms: Float[Tensor, " head"],
     flags: tuple[Tensor, Tensor, Tensor],
 ) -> Float[Tensor, " metric"]:
-    """One optimiser step as numbers, in the order of the tables above."""
+    """Return the metrics of one optimiser step, in the order of the tables above."""
     scalars = [getattr(terms, name) for name in SCALARS[:-1]]
-    kind = terms.loss.dtype
-    return torch.cat(
-        (
-            torch.stack([*scalars, grad_norm]),
-            terms.kl,
-            terms.entropy,
-            terms.openness,
-            head_grad_norms,
-            torch.stack([flag.to(kind) for flag in flags]),
-        )
-    ).detach()
+    by_head = [getattr(terms, name) for name in PER_HEAD[:-1]]
+    ends = torch.stack([flag.to(terms.loss.dtype) for flag in flags])
+    row = (torch.stack([*scalars, grad_norm]), *by_head, head_grad_norms, ends)
+    return torch.cat(row).detach()
 
 
 def read_record(
@@ -114,7 +101,7 @@ def read_record(
     steps_planned: int,
     head_names: Sequence[str],
 ) -> UpdateRecord:
-    """Read everything from the device in one copy and name it."""
+    """Read all metrics from the device in one copy."""
     flat = torch.cat([*rows, explained_variance.detach().reshape(1)])
     host = flat.to("cpu", copy=True).numpy()  # the one read of an update
     table, explained = host[:-1].reshape(len(rows), -1), float(host[-1])
@@ -123,7 +110,7 @@ def read_record(
         len(rows), len(PER_HEAD), len(head_names)
     )
     scalars, heads = _mean(table[taken, : len(SCALARS)]), _mean(by_head[taken])
-    # A minibatch in which a head was never open says nothing of its entropy.
+    # Weight a head's entropy by how often the head was open in each minibatch.
     entropies, openness = by_head[taken, 1], by_head[taken, 2]
     opened = openness.sum(axis=0)
     weighted = (entropies * openness).sum(axis=0) / np.where(opened > 0, opened, 1.0)
@@ -147,7 +134,7 @@ def read_record(
 
 
 def _mean(steps: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Mean over the first axis; NaN, without a warning, over nothing."""
+    """Return the mean over the first axis; NaN, without a warning, if it is empty."""
     if not len(steps):
         return np.full(steps.shape[1:], np.nan, dtype=np.float32)
     means: NDArray[np.float32] = steps.mean(axis=0)

@@ -1,11 +1,10 @@
-"""PPO for policies that remember, may only do some things, and choose several at once.
+"""PPO for recurrent policies with masked, multi-head actions.
 
-Whole sequences, minibatches by environment, several epochs (Schulman et al. 2017,
-https://arxiv.org/abs/1707.06347). Before each step the exact KL of the old policy to
-the new one, averaged over the epoch so far, decides whether to go on. A stop or a
-non-finite gradient reaches the fused optimiser as `found_inf`: the refused step changes
-no bit of weights, moments or statistics and nothing is read back to find that out. One
-read per update brings the record home.
+Schulman et al. 2017, https://arxiv.org/abs/1707.06347, on whole sequences, with
+minibatches of environments. Before each step the exact KL(old || new), averaged over
+the epoch so far, is compared with `target_kl`. A KL stop or a non-finite gradient is
+passed to the fused optimiser as `found_inf`: the step changes nothing, and the device
+is read only once per update.
 """
 
 import math
@@ -31,16 +30,16 @@ from esper.simic.agent.rollout_buffer import SequenceBatch, TamiyoRolloutBuffer
 
 __all__ = ["Guard", "PPOAgent", "PPOConfig", "ReturnMoments", "explained_variance"]
 
-SMALLEST_SCALE: Final = 1e-4  # constant returns must not blow up to unit noise
-LIMIT: Final = 10.0
+SMALLEST_SCALE: Final = 1e-4  # constant returns are not scaled up to unit noise
+OUTLIER_LIMIT: Final = 10.0
 """Deviations from the median at which a return is clipped in the statistics."""
-FIRST_LIMIT: Final = 100.0
-"""The same without a history, when sparse returns cannot be told from outliers."""
-MAD_TO_DEVIATION: Final = 1.4826  # of a normal distribution
+FIRST_OUTLIER_LIMIT: Final = 100.0
+"""The same in the first update, where sparse returns look like outliers."""
+MAD_TO_DEVIATION: Final = 1.4826  # for a normal distribution
 
 
 class Guard:
-    """Decides on the device whether each step may be taken."""
+    """Decides on the device whether each optimiser step is taken."""
 
     def __init__(self, target_kl: float, device: torch.device) -> None:
         self._target = target_kl
@@ -49,18 +48,18 @@ class Guard:
         self.start_epoch()
 
     def start_epoch(self) -> None:
-        """Begin a new running mean of the KL."""
+        """Start a new running mean of the KL."""
         self._kl = torch.zeros((), device=self._stopped.device)
         self._steps = torch.zeros((), device=self._stopped.device)
 
-    def judge(
+    def check(
         self, kl: Tensor, steps: Tensor, loss: Tensor, grad_norm: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Whether the step is taken, the update is stopped, everything is finite.
+        """Return whether the step is taken, the update stopped, everything finite.
 
-        A loss can be NaN without its gradient being so: clamping swallows NaN.
-        A KL that is not finite is broken data as long as no step was taken: it must
-        not blind the mean. Afterwards it is a policy that went too far.
+        The loss is checked too, because clamping can hide NaN from the gradient. Before
+        the first step a non-finite KL means bad data and is left out of the mean; later
+        it means that the policy changed too much.
         """
         known = torch.isfinite(kl)
         self._kl = self._kl + torch.where(known, kl * steps, 0.0)
@@ -73,17 +72,16 @@ class Guard:
         return taken, self._stopped, finite
 
     def known_stopped(self) -> bool:
-        """Whether the rest can be skipped, where knowing costs no device read."""
+        """Whether the update is stopped; False where this would need a device read."""
         return self._stopped.device.type == "cpu" and bool(self._stopped.numpy())
 
 
 @dataclass(frozen=True, slots=True)
 class ReturnMoments:
-    """Fading mean and variance of the returns over valid steps, and their weight.
+    """Exponentially weighted mean and variance of the returns.
 
-    The critic predicts normalised returns; `policy.value_mean` and
-    `policy.value_scale` turn them back. The variance is kept as such: a mean square
-    less a squared mean would cancel to noise where returns are large and differ little.
+    The critic predicts normalised returns. The variance itself is stored, because mean
+    square minus squared mean loses precision for large returns that differ little.
     """
 
     weight: Float[Tensor, ""]
@@ -92,74 +90,69 @@ class ReturnMoments:
 
     @classmethod
     def none(cls, device: torch.device) -> "ReturnMoments":
-        """Nothing seen yet."""
+        """Return the moments before the first rollout."""
         return cls(*(torch.zeros((), device=device) for _ in range(3)))
 
     def with_returns(
         self,
         returns: Float[Tensor, "env time"],
         valid: Bool[Tensor, "env time"],
-        fading: float,
+        decay: float,
     ) -> "ReturnMoments":
-        """The moments after one more rollout; unchanged if it has no valid step."""
+        """Return the moments after one more rollout; unchanged without valid steps."""
         valid = valid & returns.isfinite()
         returns = self._clip_outliers(returns, valid)
         count = valid.sum().clamp(min=1)
         mean = torch.where(valid, returns, 0.0).sum() / count
         spread = torch.where(valid, returns - mean, 0.0).square().sum() / count
-        weight = fading * self.weight + 1.0
-        share = 1.0 / weight
+        weight = decay * self.weight + 1.0
+        rate = 1.0 / weight
         gap = mean - self.mean
-        kept = (1.0 - share) * (self.variance + share * gap.square())
-        new = ReturnMoments(weight, self.mean + share * gap, kept + share * spread)
+        kept = (1.0 - rate) * (self.variance + rate * gap.square())
+        new = ReturnMoments(weight, self.mean + rate * gap, kept + rate * spread)
         usable = valid.any() & new.mean.isfinite() & new.variance.isfinite()
         return new.where(usable, self)
 
     def _clip_outliers(
         self, returns: Float[Tensor, "env time"], valid: Bool[Tensor, "env time"]
     ) -> Float[Tensor, "env time"]:
-        """Returns within some deviations of their median.
+        """Clip returns to some deviations around their median.
 
-        One absurd reward reaches the returns of every step before it, and its square
-        would rule the variance for a hundred updates. The deviation is that of all
-        returns so far or, if larger, the robust one of this rollout: so an outlier
-        counts as a large return and nothing more, while returns that grow as a whole
-        are followed at once. If both are 0 nothing is known, and nothing is clipped.
+        Otherwise one extreme reward would dominate the variance for many updates. The
+        deviation is the larger one of all returns so far and of this rollout (robust
+        estimate), so a common change of scale is not clipped.
         """
         known = self.weight > 0
         median = torch.where(valid, returns, torch.nan).nanmedian()
         distance = torch.where(valid, (returns - median).abs(), torch.nan).nanmedian()
-        limit = torch.where(known, LIMIT, FIRST_LIMIT)
+        limit = torch.where(known, OUTLIER_LIMIT, FIRST_OUTLIER_LIMIT)
         deviation = (MAD_TO_DEVIATION * distance).maximum(self.variance.sqrt())
         reach = torch.where(deviation > 0, limit * deviation, torch.inf)
         return returns.clamp(median - reach, median + reach)
 
     def scale(self) -> Float[Tensor, ""]:
-        """Standard deviation of the returns; 1 before any were seen."""
+        """Return the standard deviation of the returns; 1 before the first rollout."""
         floor = SMALLEST_SCALE * (1.0 + self.mean.abs())
         return torch.where(self.weight > 0, self.variance.sqrt().maximum(floor), 1.0)
 
     def where(self, condition: Tensor, other: "ReturnMoments") -> "ReturnMoments":
-        """These moments where `condition` holds, else the other ones."""
-        return ReturnMoments(
-            torch.where(condition, self.weight, other.weight),
-            torch.where(condition, self.mean, other.mean),
-            torch.where(condition, self.variance, other.variance),
-        )
+        """Return these moments where `condition` holds, else the other ones."""
+        pairs = ((getattr(self, n), getattr(other, n)) for n in self.__slots__)
+        return ReturnMoments(*(torch.where(condition, *pair) for pair in pairs))
 
 
 class PPOAgent(Stateful):
-    """Improves a policy on what its buffer holds.
+    """Trains a policy on the rollout in its buffer.
 
     Args:
         policy: The policy to train.
-        buffer: Holds the rollout that `update` learns from.
+        buffer: The buffer that `update` reads.
         config: Settings of the update; the defaults if None.
         rng_seed: Seed of the order of minibatches.
     """
 
     STATE = ("policy", "optimizer", "generator", "moments", "version")
-    DERIVED = ("buffer", "_entropy")  # filled anew and annealed in every round
+    DERIVED = ("buffer", "_entropy")  # set again in every round
 
     def __init__(
         self,
@@ -178,15 +171,15 @@ class PPOAgent(Stateful):
         if config.minibatches > buffer.num_envs:
             raise InvalidInputError(
                 f"minibatches is {config.minibatches} but the buffer has "
-                f"{buffer.num_envs} environments; sequences are not split."
+                f"{buffer.num_envs} environments. Use at most one per environment."
             )
         self.device = policy.value_mean.device
-        # Frozen ones, too: they have no gradient, and may be unfrozen later.
+        # Frozen parameters too, because they may be unfrozen later.
         self.parameters = [*policy.parameters()]
         self.optimizer = torch.optim.Adam(
             self.parameters, lr=config.learning_rate, eps=1e-5, fused=True
         )
-        for parameter in self.parameters:  # so that there is always something to save
+        for parameter in self.parameters:  # so that the state can always be saved
             self.optimizer.state[parameter] = {
                 "step": torch.zeros((), device=self.device),
                 "exp_avg": torch.zeros_like(parameter),
@@ -200,26 +193,25 @@ class PPOAgent(Stateful):
             device=self.device,
         )
 
-    def anneal(self, share: float) -> None:
-        """Use this share of the configured learning rate and entropy weights."""
-        if not 0.0 <= share < math.inf:
+    def anneal(self, factor: float) -> None:
+        """Scale the configured learning rate and entropy coefficients by a factor."""
+        if not 0.0 <= factor < math.inf:
             raise InvalidInputError(
-                f"share must be finite and not negative, got {share}."
+                f"factor must be finite and not negative, got {factor}."
             )
         for group in self.optimizer.param_groups:
-            group["lr"] = share * self.config.learning_rate
-        self._entropy = share * self._full_entropy
+            group["lr"] = factor * self.config.learning_rate
+        self._entropy = factor * self._full_entropy
 
     def update(self) -> UpdateRecord:
-        """Improve the policy on one rollout, empty the buffer, say what happened.
+        """Train the policy on the rollout, reset the buffer and return diagnostics.
 
-        Parameters that do not require grad stay as they are, for instance all but those
-        of the value in a warm-up of the critic. An exception, whatever it is, changes
-        nothing: the same update can be tried again.
+        Parameters that do not require grad are not changed. If an exception is raised,
+        agent and buffer are left as before, so the update can be repeated.
         """
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             raise InvalidStateError(
-                "update() needs gradients, which are off here; call it outside of "
+                "update() needs gradients, but they are disabled. Call it outside of "
                 "torch.no_grad() and torch.inference_mode()."
             )
         kept = {path: tensor.clone() for path, tensor in leaves(self).items()}
@@ -230,7 +222,6 @@ class PPOAgent(Stateful):
             load(self, kept)
             self.buffer.is_computed = was_computed
             raise
-        # The version has moved on: a rollout that stays here is refused from now on.
         self.buffer.reset()
         return record
 
@@ -253,7 +244,7 @@ class PPOAgent(Stateful):
                 rows.append(self.step(part, guard))
             if guard.known_stopped():
                 break
-        # Without a step, the value keeps its old units to the bit.
+        # If no step was taken, restore the old value normalisation bit for bit.
         taken = guard.any_taken
         self.moments = self.moments.where(taken, before)
         with torch.no_grad():
@@ -267,10 +258,10 @@ class PPOAgent(Stateful):
         if self.buffer.policy_version != self.version:
             raise InvalidStateError(
                 f"the buffer holds steps of policy version "
-                f"{self.buffer.policy_version}, this policy is version {self.version}; "
-                "collect again."
+                f"{self.buffer.policy_version}, but this policy is version "
+                f"{self.version}. Collect again and pass policy_version=agent.version."
             )
-        if not self.buffer.is_computed:  # else they may have been written into
+        if not self.buffer.is_computed:  # the user may have changed computed ones
             self.buffer.compute_advantages_and_returns()
         batch = self.buffer.get_batched_sequences(self.device)
         advantages = subtract_group_baseline(
@@ -280,26 +271,26 @@ class PPOAgent(Stateful):
         return replace(batch, advantages=advantages)
 
     def step(self, part: SequenceBatch, guard: Guard) -> Float[Tensor, " metric"]:
-        """One optimiser step, or none if the guard refuses."""
+        """Take one optimiser step unless the guard rejects it; return its metrics."""
         mean, scale = self.policy.value_mean, self.policy.value_scale
         logits, values = self.policy.evaluate_actions(
             part.features, part.actions, part.episode_start, part.state
         )
         targets, old = ((x - mean) / scale for x in (part.returns, part.values))
-        if logits.requires_grad:  # else all that leads to them is frozen
+        if logits.requires_grad:  # False if these parameters are frozen
             logits.retain_grad()
         new = evaluate_choices(logits, values, part.masks, part.actions)
         terms = ppo_terms(new, part, targets, old, self.config, self._entropy)
         if not terms.loss.requires_grad:
             raise InvalidStateError(
-                "nothing in the loss requires grad; unfreeze parameters."
+                "the loss does not require grad. Unfreeze some parameters."
             )
         self.optimizer.zero_grad(set_to_none=True)
         terms.loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         steps, loss = part.valid_mask.sum(), terms.loss.detach()
-        flags = guard.judge(terms.kl.sum(), steps, loss, grad_norm)
-        # Fused Adam leaves weights, moments and step counters alone where this is 1.
+        flags = guard.check(terms.kl.sum(), steps, loss, grad_norm)
+        # Fused Adam changes nothing where this is 1.
         self.optimizer.found_inf = (~flags[0]).to(torch.float32)  # type: ignore[attr-defined]
         self.optimizer.step()
         slopes = torch.zeros_like(logits) if logits.grad is None else logits.grad
@@ -307,15 +298,14 @@ class PPOAgent(Stateful):
         return step_row(terms, grad_norm, lengths, flags)
 
     def _adopt_statistics(self, batch: SequenceBatch) -> None:
-        """Move the value's units to the new returns."""
+        """Update the return statistics and rescale the value head to match."""
         policy, head = self.policy, self.policy.value_out
         known = (self.moments.weight > 0) | head.weight.ne(0).any()
         self.moments = self.moments.with_returns(
             batch.returns, batch.valid_mask, self.config.value_norm_decay
         )
         new = self.moments.mean, self.moments.scale()
-        # A new value has no prediction to preserve: it begins at the mean of the
-        # returns, not as far from it as its size in deviations.
+        # A new value head has no prediction to preserve; it starts at the mean.
         old = (
             torch.where(known, policy.value_mean, new[0]),
             torch.where(known, policy.value_scale, new[1]),
@@ -326,11 +316,9 @@ class PPOAgent(Stateful):
 
 
 def rescale_head(
-    head: nn.Linear,
-    old: tuple[Tensor, Tensor],
-    new: tuple[Tensor, Tensor],
+    head: nn.Linear, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]
 ) -> None:
-    """Change the units of a last layer without changing what it predicts.
+    """Change mean and scale of the outputs without changing the predictions.
 
     PopArt, van Hasselt et al. 2016, https://arxiv.org/abs/1602.07714.
     """
@@ -341,24 +329,25 @@ def rescale_head(
 
 
 def _require_match(policy: Policy, buffer: TamiyoRolloutBuffer) -> None:
-    """Refuse a policy that cannot have filled, or cannot read, the buffer."""
+    """Check that policy and buffer have the same spec and memory shape."""
     if not isinstance(policy, Policy):
         raise InvalidInputError(
-            f"policy must have what simic's Policy names, got {type(policy).__name__}."
+            f"policy must implement the Policy protocol, got {type(policy).__name__}."
         )
     if buffer.state_shape != tuple(policy.state_shape):
         raise InvalidInputError(
-            f"the buffer has room for a state of {buffer.state_shape}, the policy's is "
-            f"{tuple(policy.state_shape)}; pass state_shape=policy.state_shape."
+            f"the buffer has a state of {buffer.state_shape}, the policy's is "
+            f"{tuple(policy.state_shape)}. Use TamiyoRolloutBuffer.for_policy()."
         )
     if buffer.spec != policy.spec:
         raise InvalidInputError(
-            "buffer and policy have different action spaces; make both from one spec."
+            "buffer and policy have different action spaces. Use "
+            "TamiyoRolloutBuffer.for_policy()."
         )
 
 
 def explained_variance(batch: SequenceBatch) -> Float[Tensor, ""]:
-    """1 - Var(returns - values) / Var(returns) over valid steps; NaN if constant."""
+    """Return 1 - Var(returns - values) / Var(returns); NaN if returns are constant."""
     valid = batch.valid_mask
 
     def variance(values: Tensor) -> Tensor:

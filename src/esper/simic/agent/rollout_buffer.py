@@ -1,17 +1,13 @@
-"""One rollout of all environments: stored as it happens, read as whole sequences.
+"""Rollout buffer: one row of steps per environment, read as padded sequences.
 
-Storage is allocated once and time-major, `[time, env, ...]`: a step of all
-environments is one contiguous copy per field, and the advantage recurrence runs over
-environments side by side. Readers see `[env, time, ...]`. A row may hold several
-episodes and may be shorter than its neighbours; memory is kept only where a row starts.
+Storage is allocated once and is time-major, `[time, env, ...]`; readers see
+`[env, time, ...]`. A row may hold several episodes, and rows may differ in length.
+Memory is stored only for the start of a row. A *terminated* episode does not bootstrap,
+a *truncated* one bootstraps from its final observation, and a row that `finish` cuts
+bootstraps from the next observation.
 
-An episode that *terminated* has no future; one that was *truncated* has the future that
-its true final observation promises; a row that is merely *cut*, because the rollout is
-over, has the future of the observation that comes next.
-
-Shapes, dtypes and devices are checked everywhere. Values are checked on the CPU alone:
-elsewhere a look would stall the device, and the update refuses non-finite numbers
-anyway. A refused step is not counted, and the next one is written over it.
+Shapes, dtypes and devices are always checked. Values are checked only on the CPU,
+because a check would stall other devices. A rejected step is not counted.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,41 +31,40 @@ from esper.contracts.errors import (
 )
 from esper.contracts.readonly import read_only
 from esper.kernels import kernel
-from esper.scan import Rollout, gae, gae_time_major, require_share
-from esper.simic.agent.distribution import PolicySpec
+from esper.scan import Rollout, gae, gae_time_major, require_fraction
+from esper.simic.agent.distribution import Decision, Policy, PolicySpec
 
 Array = NDArray[Any]
 Record = TypeVar("Record")
 RESULTS: Final = ("advantages", "returns")
 VIEWS: Final = ("dones", "truncated", "rewards", "values", "final_values", *RESULTS)
-CHOSEN: Final = ("masks", "actions", "log_probs", "distribution")
-"""What `_first_bad_choice` reads."""
-ENDED: Final = ("episode_start", "dones", "truncated", "final_values")
-"""What `_first_bad_end` reads."""
-TOLERANCE: Final = 1e-4  # between a log-probability and its distribution
+CHOICE_FIELDS: Final = ("masks", "actions", "log_probs", "distribution")
+END_FIELDS: Final = ("episode_start", "dones", "truncated", "final_values")
+LOG_PROB_TOLERANCE: Final = 1e-4  # between a log-probability and its distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceBatch:
-    """What an update learns from: one row per environment, padded at its end.
+    """Padded sequences for an update, one row per environment.
 
     Minibatches split environments, never time, so memory can be unrolled from the row's
-    first state. Tensors are contiguous; on padding they are 0, False and legal.
+    first state. Tensors are contiguous. On padding they are 0 or False, and choice 0 is
+    legal.
     """
 
     features: Any
-    """What was seen before each choice: a dataclass or dict of tensors."""
+    """Observations: a dataclass or dict of tensors."""
     episode_start: Bool[Tensor, "env time"]
-    """Whether the step is the first of an episode: memory starts anew before it."""
+    """Whether the step is the first of an episode; memory is reset before it."""
     masks: Bool[Tensor, "env time head choice"]
-    """The mask rows the choices were drawn from."""
+    """Legal choices of each head."""
     actions: Shaped[Tensor, "env time head"]
-    """int64 choices, or float32 numbers."""
+    """int64 for discrete heads, float32 for continuous ones."""
     log_probs: Float[Tensor, "env time head"]
-    """Log-probability of each choice under the policy that made it."""
+    """Log-probability of each action under the policy that acted."""
     distribution: Float[Tensor, "env time head choice"]
-    """Log-probabilities of all legal choices under that policy; of numbers, mean and
-    log standard deviation."""
+    """Log-probabilities of all choices under that policy. For continuous heads: mean
+    and log standard deviation."""
     values: Float[Tensor, "env time"]
     advantages: Float[Tensor, "env time"]
     returns: Float[Tensor, "env time"]
@@ -78,21 +73,21 @@ class SequenceBatch:
     state: Float[Tensor, "env layers width"]
     """Memory before each row's first step."""
     group_size: int = 1
-    """How many rows after each other have the same random streams."""
+    """Number of consecutive rows that share random numbers."""
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401
-        """A field by its name."""
+        """Return a field by name."""
         if name not in self.__slots__:
             raise KeyError(f"no field {name!r}; there are {', '.join(self.__slots__)}.")
         return getattr(self, name)
 
     @property
     def num_envs(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return self.valid_mask.shape[0]
 
     def select(self, index: Int64[Tensor, " chosen"]) -> "SequenceBatch":
-        """The rows of some environments, copied; groups are not kept together."""
+        """Copy the rows of some environments; groups are not kept together."""
         index = index.to(self.valid_mask.device)
         chosen = map_tensors(lambda tensor: tensor.index_select(0, index), self)
         return replace(chosen, group_size=1)
@@ -100,12 +95,9 @@ class SequenceBatch:
     def minibatches(
         self, count: int, generator: Generator
     ) -> Iterator["SequenceBatch"]:
-        """Split the environments at random; each is in exactly one part.
+        """Split the environments at random into `count` parts of nearly equal size.
 
-        Args:
-            count: How many parts; their sizes differ by at most one.
-            generator: A CPU generator; the only source of chance. It has moved on
-                when this returns, however many parts are taken.
+        The order is drawn from `generator`, on the CPU, before this returns.
         """
         if not 1 <= count <= self.num_envs:
             raise InvalidInputError(
@@ -117,7 +109,7 @@ class SequenceBatch:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Record) -> Record:
-    """A record, whose fields may be records or dicts, with every tensor changed."""
+    """Apply a function to every tensor of a dataclass or dict, recursively."""
     if isinstance(value, Tensor):
         return function(value)  # type: ignore[return-value]
     if isinstance(value, dict):
@@ -132,7 +124,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Record) -> Record:
 
 
 class Field(NamedTuple):
-    """What a tensor must be."""
+    """Expected name, shape and dtype of a tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -140,20 +132,20 @@ class Field(NamedTuple):
 
 
 class StoredField:
-    """A field of all steps, `[env, time]`; an assignment writes into the storage."""
+    """A view `[env, time]` of the storage; an assignment copies into it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
-        """Be called what the attribute is called."""
+        """Store the attribute's name."""
         self._name = name
 
     def __get__(self, buffer: "TamiyoRolloutBuffer", owner: type) -> Tensor:
-        """A view of the storage."""
+        """Return the view."""
         return buffer._views[self._name]
 
     def __set__(self, buffer: "TamiyoRolloutBuffer", values: Tensor) -> None:
         """Copy values of all steps into the storage."""
         view = buffer._views[self._name]
-        if values is not view:  # `buffer.rewards *= 2` assigns what it wrote into
+        if values is not view:  # `buffer.rewards *= 2` assigns the view itself
             buffer._require(
                 [Field(self._name, tuple(view.shape), view.dtype)], [values]
             )
@@ -161,43 +153,60 @@ class StoredField:
 
 
 class TamiyoRolloutBuffer:
-    """What happened since the last update, one row per environment.
+    """Stores the steps since the last update, one row per environment.
 
-    Calls come in this order: `begin` (optional), `add` for every step, `finish` unless
-    every row ends with its episode, `compute_advantages_and_returns`,
-    `get_batched_sequences`, `reset`. Instead of the first three, `join` takes over what
-    other buffers hold.
+    Order of calls: `begin` (optional), `add` for every step, `finish` unless every row
+    ends with its episode, `compute_advantages_and_returns`, `get_batched_sequences`,
+    `reset`. `join` replaces the first three calls by the contents of other buffers.
 
-    No write is lost. `dones`, `truncated`, `rewards`, `values`, `final_values`,
-    `advantages` and `returns` are views of the storage: what is written into them, or
-    assigned to them, is stored. `step_counts` is counted by `add` and refuses to be
-    written into. Beyond `step_counts` views show leftovers.
+    `dones`, `truncated`, `rewards`, `values`, `final_values`, `advantages` and
+    `returns` are writable views `[env, time]` of the storage. `step_counts` is
+    read-only. Views hold old data beyond `step_counts`.
 
     Args:
-        num_envs: Environments that step together; rows.
-        max_steps: Steps a row can hold.
-        spec: What is observed and chosen; it decides the shapes.
+        num_envs: Number of environments.
+        max_steps: Maximum number of steps per environment.
+        spec: Observation and action space of the policy.
         state_shape: Layers and width of the policy's memory.
-        gamma: Discount per decision.
+        gamma: Discount factor.
         gae_lambda: Trace decay: 0 is one-step TD, 1 is Monte Carlo.
-        device: Where everything is stored.
-        max_bytes: A buffer larger than this is refused.
+        device: Device of the storage.
+        max_bytes: Maximum size of the storage.
     """
 
     dones = StoredField()
-    """Whether a step ended its episode, for whatever reason."""
+    """Whether the step ended its episode (terminated or truncated)."""
     truncated = StoredField()
-    """Whether a step ended an episode that had a future."""
+    """Whether the step truncated its episode; False where it terminated."""
     rewards = StoredField()
     values = StoredField()
     """V(s) under the policy that acted."""
     final_values = StoredField()
-    """V of the last observation where truncated."""
+    """V of the final observation where truncated."""
     advantages = StoredField()
     returns = StoredField()
-    """Lambda-returns, once computed."""
+    """Lambda-returns."""
 
-    @torch.inference_mode(False)  # storage outlives the mode it is made in
+    @classmethod
+    def for_policy(
+        cls,
+        policy: Policy,
+        num_envs: int,
+        max_steps: int,
+        **settings: Any,  # noqa: ANN401
+    ) -> "TamiyoRolloutBuffer":
+        """Create a buffer with the spec and the memory shape of a policy.
+
+        Args:
+            policy: The policy that will act.
+            num_envs: Number of environments.
+            max_steps: Maximum number of steps per environment.
+            settings: Further arguments of `TamiyoRolloutBuffer`, such as `gamma`.
+        """
+        shape = policy.state_shape
+        return cls(num_envs, max_steps, policy.spec, state_shape=shape, **settings)
+
+    @torch.inference_mode(False)  # the storage is also used outside of this mode
     def __init__(
         self,
         num_envs: int,
@@ -205,7 +214,7 @@ class TamiyoRolloutBuffer:
         spec: PolicySpec,
         *,
         state_shape: tuple[int, int],
-        gamma: float = 1.0,
+        gamma: float = 0.99,
         gae_lambda: float = 0.95,
         device: torch.device | str = "cpu",
         max_bytes: int = 8 * 2**30,
@@ -213,20 +222,20 @@ class TamiyoRolloutBuffer:
         for name, count in (("num_envs", num_envs), ("max_steps", max_steps)):
             if not _is_count(count):
                 raise InvalidInputError(
-                    f"{name} must be at least 1 and whole, got {count!r}."
+                    f"{name} must be a positive integer, got {count!r}."
                 )
-        require_share("gamma", gamma)
-        require_share("gae_lambda", gae_lambda)
+        require_fraction("gamma", gamma)
+        require_fraction("gae_lambda", gae_lambda)
         pair = isinstance(state_shape, Sequence) and len(state_shape) == 2
         if not pair or not all(map(_is_count, state_shape)):
             raise InvalidInputError(
-                "state_shape must be two whole numbers from 1, layers and width, got "
-                f"{state_shape!r}; pass policy.state_shape."
+                "state_shape must be two positive integers, layers and width, got "
+                f"{state_shape!r}. Pass policy.state_shape."
             )
         if not isinstance(spec, PolicySpec):
             raise InvalidInputError(
-                f"spec must be an ActionSpec, got {type(spec).__name__}; anything that "
-                "has what simic's PolicySpec names will do."
+                f"spec must be an ActionSpec, got {type(spec).__name__}. Pass the "
+                "policy's spec."
             )
         self.device = device = usable_device(device)
         self.num_envs, self.max_steps, self.spec = num_envs, max_steps, spec
@@ -235,7 +244,7 @@ class TamiyoRolloutBuffer:
 
         self._fields = step_fields(num_envs, spec)
         self._state_field = Field("state", (num_envs, *state_shape))
-        # One column more: it takes the steps of environments that did not act.
+        # The extra column takes the steps of environments that did not act.
         columns = max_steps + 1
         stored = [*self._fields, *(Field(name, (num_envs,)) for name in RESULTS)]
         self.nbytes = sum(columns * prod(f.shape) * f.dtype.itemsize for f in stored)
@@ -243,10 +252,10 @@ class TamiyoRolloutBuffer:
         if self.nbytes > max_bytes:
             raise InvalidInputError(
                 f"{num_envs} environments x {max_steps} steps need {self.nbytes:,} "
-                f"bytes, more than max_bytes = {max_bytes:,}."
+                f"bytes, more than max_bytes = {max_bytes:,}. Use fewer or raise it."
             )
         self._storage = {
-            # What is given as `terminated` is kept as `dones`.
+            # `add` takes `terminated` and stores `dones`.
             "dones" if f.name == "terminated" else f.name: torch.zeros(
                 (columns, *f.shape), dtype=f.dtype, device=device
             )
@@ -268,13 +277,13 @@ class TamiyoRolloutBuffer:
         self._sizes = np.array(spec.sizes)
         self._names = tuple(spec.observation)
         self._is_continuous = spec.action_dtype.is_floating_point
-        self._looks = device.type == "cpu"
-        if self._looks:
+        self._checks_values = device.type == "cpu"
+        if self._checks_values:
             results = [by_time[name] for name in RESULTS]
             self._count_array = self._counts.numpy()
             self._arrays = [field.numpy() for field in (*self._rollout, *results)]
-            self._chosen = [self._storage[name].numpy() for name in CHOSEN]
-            self._ended = [self._storage[name].numpy() for name in ENDED]
+            self._chosen = [self._storage[name].numpy() for name in CHOICE_FIELDS]
+            self._ended = [self._storage[name].numpy() for name in END_FIELDS]
             self._finite = {
                 f.name: self._storage[f.name].numpy().reshape(columns, num_envs, -1)
                 for f in self._fields
@@ -283,16 +292,16 @@ class TamiyoRolloutBuffer:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything; storage stays as it is and is written over."""
+        """Discard all steps."""
         self._counts.zero_()
         self._state.zero_()
         self.policy_version = 0
         self.group_size = 1
         self._adds = 0
-        self._is_level = True  # Everyone acted in every step: rows are equally long.
-        self._is_cut = False
+        self._is_level = True  # all rows have the same length
+        self._is_finished = False
         self.is_computed = False
-        """Whether `advantages` and `returns` are those of this rollout."""
+        """Whether `advantages` and `returns` belong to this rollout."""
 
     def begin(
         self,
@@ -300,74 +309,82 @@ class TamiyoRolloutBuffer:
         policy_version: int = 0,
         group_size: int = 1,
     ) -> None:
-        """Say where the rows start; without it, with empty memory at version 0.
+        """Set the memory and the policy version at the start of the rows.
 
         Args:
-            state: The policy's memory before the first step; copied.
-            policy_version: Version of the policy that is going to act.
-            group_size: How many environments in a row have the same random streams.
+            state: The policy's memory before the first step; zeros if None.
+            policy_version: `PPOAgent.version` of the policy that will act.
+            group_size: Number of consecutive environments that share random numbers.
         """
         if self._adds:
             raise InvalidStateError(
-                f"begin() after {self._adds} steps: rows start once; reset() first."
+                f"begin() after {self._adds} steps. Call reset() first."
             )
         if group_size < 1 or self.num_envs % group_size:
             raise InvalidInputError(
                 f"group_size is {group_size} but the buffer has {self.num_envs} "
-                "environments; give a divisor."
+                "environments. Use a divisor."
             )
         if state is None:
             self._state.zero_()
         else:
             self._require([self._state_field], [state])
-            self._require_known("state", state)
+            self._require_finite_rows("state", state)
             self._state.copy_(state)
         self.policy_version, self.group_size = policy_version, group_size
 
     def add(
         self,
+        decision: Decision | None = None,
         *,
         features: Any,  # noqa: ANN401
         episode_start: Bool[Tensor, " env"],
-        masks: Bool[Tensor, "env head choice"],
-        actions: Shaped[Tensor, "env head"],
-        log_probs: Float32[Tensor, "env head"],
-        distribution: Float32[Tensor, "env head choice"],
-        values: Float32[Tensor, " env"],
         rewards: Float32[Tensor, " env"],
         terminated: Bool[Tensor, " env"],
         truncated: Bool[Tensor, " env"],
+        masks: Bool[Tensor, "env head choice"] | None = None,
+        actions: Shaped[Tensor, "env head"] | None = None,
+        log_probs: Float32[Tensor, "env head"] | None = None,
+        distribution: Float32[Tensor, "env head choice"] | None = None,
+        values: Float32[Tensor, " env"] | None = None,
         final_values: Float32[Tensor, " env"] | None = None,
         acted: Bool[Tensor, " env"] | None = None,
     ) -> None:
-        """Copy one step of all environments.
+        """Store one step of all environments.
+
+        Pass either `decision`, as `Policy.act` returns it, or its parts: `masks`,
+        `actions`, `log_probs`, `distribution` and `values`.
 
         Args:
-            features: What the policy read.
-            episode_start: Whether an observation is the first of an episode. Inside a
-                row this holds exactly after a step that ended one.
-            masks: The mask rows that the choices were drawn from.
-            actions: The choice of every head.
-            log_probs: Log-probability of each choice, given the heads before it.
-            distribution: Log-probabilities of all choices; not used where illegal.
+            decision: What the policy returned for this step.
+            features: Observation that the policy read.
+            episode_start: Whether the observation is the first of an episode. Within a
+                row it must be True exactly after the end of an episode.
+            rewards: Reward of the step.
+            terminated: Whether the episode reached a terminal state. Takes precedence
+                over `truncated`.
+            truncated: Whether the episode was cut off, for instance by a time limit.
+            masks: Legal choices of each head.
+            actions: Action of each head.
+            log_probs: Log-probability of each action, given the heads before it.
+            distribution: Log-probabilities of all choices; ignored where illegal.
             values: V of the observation.
-            rewards: The rewards of the step.
-            terminated: Whether the episode ended without a future; it counts even
-                where `truncated` is set too.
-            truncated: Whether the episode was cut although it had a future.
-            final_values: V of the true final observation, where only `truncated` is
-                set; None if nothing was truncated.
-            acted: Environments whose rows grow; None is all of them.
+            final_values: V of the final observation; required where truncated.
+            acted: Environments that took this step; all if None.
         """
         self._require_open("add")
-        given = (
+        parts = (masks, actions, log_probs, distribution, values)
+        if decision is not None:
+            if any(part is not None for part in parts):
+                raise InvalidInputError(
+                    "add() got a decision and parts of one. Pass either of them."
+                )
+            chosen = (decision.masks, decision.actions, decision.log_probs)
+            parts = (*chosen, decision.distribution, decision.values)
+        given: tuple[Any, ...] = (
             *self._leaves(features),
             episode_start,
-            masks,
-            actions,
-            log_probs,
-            distribution,
-            values,
+            *parts,
             rewards,
             terminated,
             truncated,
@@ -379,7 +396,7 @@ class TamiyoRolloutBuffer:
         if self._is_level and acted is None:
             if self._adds == self.max_steps:
                 raise InvalidStateError(
-                    f"the buffer is full, every row has {self.max_steps} steps: "
+                    f"the buffer is full, every row has {self.max_steps} steps. Call "
                     "reset() first."
                 )
             torch._foreach_copy_(self._columns[self._adds], step)
@@ -390,37 +407,32 @@ class TamiyoRolloutBuffer:
         self._adds += 1
 
     def finish(self, last_values: Float32[Tensor, " env"]) -> None:
-        """End the rollout where it stands.
+        """End the rollout.
 
         Args:
-            last_values: V of the observation that comes next; not used for a row
-                whose last step ended its episode.
+            last_values: V of the next observation; ignored for rows whose last step
+                ended an episode.
         """
-        self._require_open("cut")
+        self._require_open("finish")
         if not self._adds:
-            raise InvalidStateError("finish() of an empty buffer: add() first.")
+            raise InvalidStateError("finish() on an empty buffer. Call add() first.")
         self._require([Field("last_values", (self.num_envs,))], [last_values])
         used = torch.where(self._unfinished(), last_values, 0.0)
-        self._require_known("last_values", used)
+        self._require_finite_rows("last_values", used)
         self._last_values.copy_(used)
-        self._is_cut = True
+        self._is_finished = True
 
     def columns(self) -> dict[str, Tensor]:
-        """A rollout that is full and cut, as `join` takes it; not copied."""
-        if not (self._is_cut and self._is_level and self._adds == self.max_steps):
+        """Return the storage of a full, finished rollout for `join`; no copy."""
+        if not (self._is_finished and self._is_level and self._adds == self.max_steps):
             raise InvalidStateError(
-                "columns() of a rollout that goes on: fill and finish() it."
+                "columns() on a rollout that is not full. Fill it and call finish()."
             )
         stored = {name: self._storage[name][:-1] for name in self._joined}
         return stored | {"state": self._state, "last_values": self._last_values}
 
     def require_columns(self, columns: Mapping[str, object], num_envs: int) -> None:
-        """Refuse what is no rollout, of so many environments, that fits in here.
-
-        Args:
-            columns: As another buffer of as many steps gave them.
-            num_envs: Environments that they are of.
-        """
+        """Check that `columns` are a full rollout of `num_envs` environments."""
         steps = (self.max_steps, num_envs)
         wanted = [
             Field(name, (*steps, *storage.shape[2:]), storage.dtype)
@@ -430,14 +442,15 @@ class TamiyoRolloutBuffer:
         wanted.append(Field("last_values", (num_envs,)))
         if columns.keys() != {field.name for field in wanted}:
             raise InvalidInputError(
-                f"a rollout has other columns, got {', '.join(columns)}."
+                f"the rollout has unexpected columns: {', '.join(columns)}."
             )
         self._require(wanted, [columns[field.name] for field in wanted])
         for name, values in columns.items():
             assert isinstance(values, Tensor)
-            known = name == "final_values" or not values.is_floating_point()
-            if self._looks and not known and not bool(values.isfinite().all()):
-                raise NotFiniteError(f"{name} of a rollout must be finite.")
+            if name == "final_values" or not values.is_floating_point():
+                continue
+            if self._checks_values and not bool(values.isfinite().all()):
+                raise NotFiniteError(f"{name} of the rollout contains NaN or inf.")
 
     def join(
         self,
@@ -445,12 +458,12 @@ class TamiyoRolloutBuffer:
         policy_version: int = 0,
         group_size: int = 1,
     ) -> None:
-        """Take over full rollouts of some environments each, in order.
+        """Fill the buffer with full rollouts, each of some of the environments.
 
         Args:
-            parts: The `columns` of buffers with as many steps.
-            policy_version: Of the policy that acted.
-            group_size: As for `begin`.
+            parts: `columns()` of other buffers with the same `max_steps`, in order.
+            policy_version: `PPOAgent.version` of the policy that acted.
+            group_size: See `begin`.
         """
         for part in parts:
             self.require_columns(part, len(part["last_values"]))
@@ -463,17 +476,17 @@ class TamiyoRolloutBuffer:
         self.finish(torch.cat([part["last_values"] for part in parts]))
 
     def compute_advantages_and_returns(self) -> None:
-        """Fill `advantages` and `returns` (lambda-returns), in place; 0 on padding."""
+        """Compute `advantages` and `returns` (lambda-returns); 0 on padding."""
         if not self._longest():
-            raise InvalidStateError("nothing to compute: add() first.")
-        if not self._is_cut:
+            raise InvalidStateError("the buffer is empty. Call add() first.")
+        if not self._is_finished:
             unfinished = self._unfinished().cpu().numpy()
             if unfinished.any():
                 raise InvalidStateError(
-                    f"the episode of environment {int(unfinished.argmax())} goes on "
-                    "after its last step: finish() first."
+                    f"the last episode of environment {int(unfinished.argmax())} has "
+                    "not ended. Call finish() first."
                 )
-        if self._looks:
+        if self._checks_values:
             gae_time_major(*self._arrays, self.gamma, self.gae_lambda)
         else:
             views = [x.T if x.ndim == 2 else x for x in self._rollout]
@@ -484,10 +497,11 @@ class TamiyoRolloutBuffer:
     def get_batched_sequences(
         self, device: torch.device | str = "cpu"
     ) -> SequenceBatch:
-        """Copy the rollout to a device, as one padded sequence per environment."""
+        """Copy the rollout to a device as one padded sequence per environment."""
         if not self.is_computed:
             raise InvalidStateError(
-                "the advantages are missing: compute_advantages_and_returns() first."
+                "the advantages are missing. Call compute_advantages_and_returns() "
+                "first."
             )
         device, length = usable_device(device), self._longest()
         valid = (self._steps[:length] < self._counts[:, None]).to(device)
@@ -496,7 +510,7 @@ class TamiyoRolloutBuffer:
         def sequences(name: str) -> Tensor:
             whole = self._storage[name][:length].to(device).transpose(0, 1)
             whole = whole.clone(memory_format=torch.contiguous_format)
-            if padding:  # selected away, never multiplied: NaN times 0 is NaN
+            if padding:  # fill, do not multiply: NaN times 0 is NaN
                 beyond = ~valid.view(*valid.shape, *[1] * (whole.ndim - 2))
                 whole.masked_fill_(beyond, 0)
             return whole
@@ -504,14 +518,7 @@ class TamiyoRolloutBuffer:
         masks = sequences("masks")
         if padding:
             masks[..., 0] |= ~valid[..., None]
-        copied = (
-            "episode_start",
-            "actions",
-            "log_probs",
-            "distribution",
-            "values",
-            *RESULTS,
-        )
+        copied = ("episode_start", *CHOICE_FIELDS[1:], "values", *RESULTS)
         return SequenceBatch(
             features=self.spec.observation_type(
                 **{name: sequences(f"features.{name}") for name in self._names}
@@ -525,22 +532,22 @@ class TamiyoRolloutBuffer:
 
     @property
     def step_counts(self) -> Int64[Tensor, " env"]:
-        """How many steps each row holds; for reading."""
+        """Number of steps in each row; read-only."""
         return read_only(self._counts, "add() counts steps, reset() begins at 0.")
 
     @property
     def is_full(self) -> bool:
-        """Whether no row can take another step (reads the device)."""
+        """Whether every row has `max_steps` steps; reads from the device."""
         return not bool((self._counts < self.max_steps).any())
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied: a rollout belongs to its policy's update."""
+        """Raise an error: a rollout is only valid for its policy's next update."""
         raise InvalidStateError(
-            "a rollout buffer cannot be pickled; collect a rollout anew."
+            "a rollout buffer cannot be pickled or copied. Collect a new rollout."
         )
 
     def _leaves(self, features: Any) -> list[Tensor]:  # noqa: ANN401
-        """The tensors of an observation, in the order of the spec."""
+        """Return the tensors of an observation in the order of the spec."""
         kind: type[Any] = self.spec.observation_type
         if not isinstance(features, kind):
             raise InvalidInputError(
@@ -556,22 +563,23 @@ class TamiyoRolloutBuffer:
         return [features[name] for name in self._names]
 
     def _require_open(self, call: str) -> None:
-        if self.is_computed or self._is_cut:
-            after = "compute" if self.is_computed else "cut"
-            raise InvalidStateError(f"{call}() after {after}: reset() first.")
+        if self.is_computed or self._is_finished:
+            raise InvalidStateError(
+                f"{call}() on a finished rollout. Call reset() first."
+            )
 
     def _add_ragged(self, step: tuple[Tensor, ...], acted: Tensor | None) -> None:
-        """Some rows grow, each at its own end."""
+        """Append a step to the rows of the environments that acted."""
         if acted is None:
             acted = torch.ones_like(self._envs, dtype=torch.bool)
         self._require([Field("acted", (self.num_envs,), torch.bool)], [acted])
-        # No row can be full before so many calls, so the device need not be asked.
+        # No row can be full earlier, so the device is not read.
         if self._adds >= self.max_steps:
             full = (acted & (self._counts == self.max_steps)).cpu().numpy()
             if full.any():
                 raise InvalidStateError(
                     f"the row of environment {int(full.argmax())} is full, it has "
-                    f"{self.max_steps} steps: reset() first."
+                    f"{self.max_steps} steps. Call reset() first."
                 )
         columns = torch.where(acted, self._counts, self.max_steps)
         for storage, values in zip(self._written, step, strict=True):
@@ -581,7 +589,7 @@ class TamiyoRolloutBuffer:
         self._is_level = False
 
     def _require(self, expected: Sequence[Field], given: Sequence[object]) -> None:
-        """Refuse what is not a plain tensor of the right shape, dtype and device."""
+        """Check that tensors are dense and have the right shape, dtype and device."""
         device = self.device
         for (name, shape, dtype), value in zip(expected, given, strict=True):
             if not isinstance(value, Tensor):
@@ -594,31 +602,32 @@ class TamiyoRolloutBuffer:
                     f"{tuple(value.shape)}"
                 )
             elif value.device != device:
-                problem = f"must be on {device}, got {value.device}; move it first"
+                problem = f"must be on {device}, got {value.device}. Move it first"
             elif value.requires_grad:
-                problem = "requires grad; detach it, or act under torch.no_grad()"
+                problem = "requires grad. Detach it, or act under torch.no_grad()"
             else:
                 continue
             raise InvalidInputError(f"{name} {problem}.")
 
-    def _require_known(self, name: str, values: Float[Tensor, "env ..."]) -> None:
-        if self._looks:
+    def _require_finite_rows(self, name: str, values: Float[Tensor, "env ..."]) -> None:
+        if self._checks_values:
             array = values.contiguous().numpy().reshape(1, self.num_envs, -1)
             self._require_finite(name, array, np.zeros(self.num_envs, np.int64))
 
     def _require_finite(self, name: str, array: Array, at: Array) -> None:
-        """Refuse NaN and infinity at each environment's column."""
+        """Check for NaN and inf at column `at[env]` of each environment."""
         env = _first_infinite(array, at)
         if env >= 0:
             row = array[at[env], env]
             raise NotFiniteError(
                 f"{name} of environment {env} at step {int(self._counts[env])} must be "
-                f"finite, got {row[~np.isfinite(row)][0]}; leave the environment out."
+                f"finite, got {row[~np.isfinite(row)][0]}. Fix the environment, or "
+                "leave it out with `acted`."
             )
 
     def _require_values(self, columns: Int64[Tensor, " env"]) -> None:
-        """Refuse a step in which a value cannot be meant; looks on the CPU only."""
-        if not self._looks:
+        """Check the values of the step just written; on the CPU only."""
+        if not self._checks_values:
             return
         at = columns.numpy()
         for name, array in self._finite.items():
@@ -627,31 +636,29 @@ class TamiyoRolloutBuffer:
         if not self._is_continuous:
             problem, env, head = _first_bad_choice(*self._chosen, self._sizes, at)
         if problem:
-            error, text = PROBLEMS[problem - 1]
-            actions, log_probs = (x[at[env], env, head] for x in self._chosen[1:3])
+            error, text = PROBLEMS[problem]
+            action, log_prob = (x[at[env], env, head] for x in self._chosen[1:3])
             raise error(
-                f"{text}; head {self.spec.head_names[head]!r} of environment {env} at "
-                f"step {int(self._counts[env])}, choice {actions} with "
-                f"log-probability {log_probs}."
+                f"{text} Head {self.spec.head_names[head]!r} of environment {env} at "
+                f"step {int(self._counts[env])}: action {action}, log-probability "
+                f"{log_prob}."
             )
         problem, env = _first_bad_end(*self._ended, at)
         if problem:
-            error, text = PROBLEMS[problem - 1]
-            raise error(
-                f"{text}; look at what was added of environment {env} at step "
-                f"{int(self._counts[env])}."
-            )
+            error, text = PROBLEMS[problem]
+            step = int(self._counts[env])
+            raise error(f"{text} Check the data of environment {env} at step {step}.")
 
     def _unfinished(self) -> Bool[Tensor, " env"]:
-        """Rows whose last step did not end its episode."""
+        """Return which rows have a last step that did not end its episode."""
         if self._is_level:
             return ~self._storage["dones"][self._adds - 1]
         ended = self._storage["dones"][self._counts - 1, self._envs]
         return ~ended & (self._counts > 0)
 
     def _longest(self) -> int:
-        """Steps of the longest row, or what is known of it without asking a device."""
-        if self._looks and not self._is_level:
+        """Return the length of the longest row; an upper bound on other devices."""
+        if self._checks_values and not self._is_level:
             return int(self._count_array.max())
         return min(self._adds, self.max_steps)
 
@@ -661,7 +668,7 @@ def _is_count(value: object) -> bool:
 
 
 def step_fields(num_envs: int, spec: PolicySpec) -> tuple[Field, ...]:
-    """What is stored of one step of all environments."""
+    """Return the fields of one step of all environments."""
     env, choices = (num_envs,), (num_envs, len(spec.sizes), spec.width)
     return (
         *(
@@ -681,43 +688,34 @@ def step_fields(num_envs: int, spec: PolicySpec) -> tuple[Field, ...]:
     )
 
 
-# One look at all values of a step, compiled: it runs at every step. Arrays are
-# [time, env, ...], `at` is each environment's column, the last one if it did not act.
+# Checks of the values of one step, compiled because they run at every step. Arrays are
+# [time, env, ...]; `at` is each environment's column, the last one if it did not act.
 
-PADDED, NOTHING, OUTSIDE, FORBIDDEN, CONTRADICTED, LOST, TORN = range(1, 8)
-PROBLEMS: Final = (
-    (InvalidInputError, "rows allow more choices than the head has"),
-    (
-        NoLegalActionError,
-        "rows allow nothing: let a head that is not used have choice 0",
-    ),
-    (IllegalActionError, "actions has a choice that the head does not have"),
-    (
-        IllegalActionError,
-        "actions has a choice that its row forbids: store the rows used",
-    ),
-    (
+PADDING, EMPTY, OUT_OF_RANGE, ILLEGAL, MISMATCH, NO_FINAL_VALUE, BAD_START = range(1, 8)
+PROBLEMS: Final = {
+    PADDING: (InvalidInputError, "masks allow more choices than the head has."),
+    EMPTY: (NoLegalActionError, "masks allow no choice. Allow 0 in unused heads."),
+    OUT_OF_RANGE: (IllegalActionError, "actions are out of range."),
+    ILLEGAL: (IllegalActionError, "actions are illegal. Store the masks used to act."),
+    MISMATCH: (InvalidInputError, "log_probs and distribution do not match."),
+    NO_FINAL_VALUE: (NotFiniteError, "final_values must be finite where truncated."),
+    BAD_START: (
         InvalidInputError,
-        "log_probs contradict their distribution: store both as they were used",
+        "episode_start must be True exactly after the end of an episode.",
     ),
-    (NotFiniteError, "final_values must be finite where an episode is truncated"),
-    (
-        InvalidInputError,
-        "first must be True after the end of an episode and nowhere else",
-    ),
-)
+}
 
 
 @kernel
 def _first_infinite(values: Array, at: Array) -> int:
-    """The first environment with a number that is not finite; -1 if there is none."""
+    """Return the first environment with a NaN or inf; -1 if there is none."""
     last = values.shape[0] - 1
     for env in range(values.shape[1]):
         if at[env] < last or last == 0:
             odd = 0
             for number in range(values.shape[2]):
                 value = values[at[env], env, number]
-                odd += value - value != 0  # NaN of NaN and infinity; vectorised
+                odd += value - value != 0  # true for NaN and inf; vectorised
             if odd:
                 return env
     return -1
@@ -732,32 +730,26 @@ def _first_bad_choice(
     sizes: Array,
     at: Array,
 ) -> tuple[int, int, int]:
-    """The first choice that its row forbids or its distribution contradicts.
-
-    Returns the problem, the environment and the head; (0, 0, 0) if there is none.
-    """
+    """Return the first problem of a choice, its environment and its head, or zeros."""
     for env in range(masks.shape[1]):
         now = at[env]
         if now == masks.shape[0] - 1:
             continue
         for head in range(masks.shape[2]):
-            row, size, action = (
-                masks[now, env, head],
-                sizes[head],
-                actions[now, env, head],
-            )
-            if row[size:].any():
-                return PADDED, env, head
-            if not row.any():
-                return NOTHING, env, head
-            if not 0 <= action < size:
-                return OUTSIDE, env, head
-            if not row[action]:
-                return FORBIDDEN, env, head
+            mask, action = masks[now, env, head], actions[now, env, head]
+            if mask[sizes[head] :].any():
+                return PADDING, env, head
+            if not mask.any():
+                return EMPTY, env, head
+            if not 0 <= action < sizes[head]:
+                return OUT_OF_RANGE, env, head
+            if not mask[action]:
+                return ILLEGAL, env, head
             given = log_probs[now, env, head]
             expected = distribution[now, env, head, action]
-            if given > 0 or abs(given - expected) > TOLERANCE * (1 + abs(expected)):
-                return CONTRADICTED, env, head
+            allowed = LOG_PROB_TOLERANCE * (1 + abs(expected))
+            if given > 0 or abs(given - expected) > allowed:
+                return MISMATCH, env, head
     return 0, 0, 0
 
 
@@ -765,16 +757,13 @@ def _first_bad_choice(
 def _first_bad_end(
     episode_start: Array, dones: Array, truncated: Array, final_values: Array, at: Array
 ) -> tuple[int, int]:
-    """The first truncation without a value, or beginning that follows no end.
-
-    Returns the problem and the environment; (0, 0) if there is none.
-    """
+    """Return the first problem of an end or start of an episode and its environment."""
     for env in range(episode_start.shape[1]):
         now = at[env]
         if now == episode_start.shape[0] - 1:
             continue
         if truncated[now, env] and not np.isfinite(final_values[now, env]):
-            return LOST, env
+            return NO_FINAL_VALUE, env
         if now > 0 and episode_start[now, env] != dones[now - 1, env]:
-            return TORN, env
+            return BAD_START, env
     return 0, 0

@@ -1,9 +1,8 @@
-"""Which actions are possible now; whether they are good ones plays no part.
+"""Masks of the legal actions.
 
-`contracts.stages.TRANSITIONS` has all rules; GERMINATE needs a blueprint that
-fits and can be paid for besides; WAIT needs no slot and is always legal. They are
-unrolled once into a table over every state a slot can be in, so a batch costs a handful
-of tensor operations however many environments it has.
+The rules are in `contracts.stages.TRANSITIONS`. GERMINATE also needs a blueprint that
+fits the slot and the budget; WAIT is always legal. The rules are expanded once into a
+table over all states of a slot, so a batch of any size is a few tensor operations.
 """
 
 from collections.abc import Hashable, Sequence
@@ -37,7 +36,7 @@ __all__ = [
 ]
 
 
-# Plain numbers: torch takes microseconds to see that an enum's member is one.
+# Plain integers, because torch takes microseconds to convert an enum member.
 DORMANT: Final = Stage.DORMANT.value
 GERMINATE: Final = Op.GERMINATE.value
 
@@ -45,7 +44,7 @@ EMPTY: Final = SlotMaskState(Stage.DORMANT, age=0, alpha_settled=True)
 
 
 def compute_masks(observation: Observation, spec: ActionSpec) -> ActionMasks:
-    """What is possible in every environment, on the observation's device."""
+    """Return the legal actions in every environment, on the observation's device."""
     slots, offers = observation.slots, observation.offers
     return _masks(
         slots.stage,
@@ -68,17 +67,17 @@ def compute_batch_masks(
     costs: Float[Tensor, "env slot blueprint"] | None = None,
     budget_left: Float[Tensor, " env"] | None = None,
 ) -> ActionMasks:
-    """What is possible in every environment, from slot states alone.
+    """Return the legal actions in every environment, from slot states.
 
     Args:
-        batch_slot_states: All slots as arrays, or one row of slots per environment,
-            in which an empty slot is None.
-        slot_config: How many slots a row has, and the minimum age.
-        device: Where the masks shall be.
+        batch_slot_states: All slots as arrays, or a list of slots per environment, in
+            which an empty slot is None.
+        slot_config: Number of slots and minimum age.
+        device: Device of the masks.
         spec: The action space; every op and all blueprints if None.
-        fits: Whether a blueprint can serve a slot; everywhere if None.
-        costs: What a blueprint would take of the budget; nothing if None.
-        budget_left: What may still be spent; unlimited if None.
+        fits: Whether a blueprint fits a slot; always if None.
+        costs: Cost of each blueprint; 0 if None.
+        budget_left: Remaining budget; unlimited if None.
     """
     if not isinstance(slot_config, SlotConfig):
         raise InvalidInputError(
@@ -88,13 +87,11 @@ def compute_batch_masks(
         spec = _whole_spec(slot_config)
     elif spec.slots != slot_config:
         raise InvalidInputError(
-            f"spec and slot_config must agree, got {spec.slots} and {slot_config}; "
-            "pass slot_config=spec.slots."
+            f"spec and slot_config must agree, got {spec.slots} and {slot_config}. "
+            "Pass slot_config=spec.slots."
         )
     if budget_left is not None and costs is None:
-        raise InvalidInputError(
-            "budget_left needs costs to be compared with; pass both."
-        )
+        raise InvalidInputError("budget_left needs costs. Pass both.")
     if isinstance(batch_slot_states, SlotStates):
         states = batch_slot_states
         slots = (states.stage, states.age, states.alpha_settled)
@@ -110,7 +107,7 @@ def compute_action_masks(
     slot_config: SlotConfig,
     device: torch.device | str = "cpu",
 ) -> ActionMasks:
-    """What is possible in one environment: a batch of one."""
+    """Return the legal actions in one environment, as a batch of one."""
     return compute_batch_masks([slot_states], slot_config, device)
 
 
@@ -123,7 +120,7 @@ def _masks(
     costs: Tensor | None,
     budget_left: Tensor | None,
 ) -> ActionMasks:
-    """The one implementation; checks what it is given, as it may come from outside."""
+    """Return the masks; all arguments are checked."""
     envs, device = stage.shape[0], stage.device
     places = (envs, spec.slots.max_slots)
     offers = (*places, len(spec.blueprints))
@@ -161,36 +158,35 @@ def _masks(
         ) from error
     torch.any(blueprint, dim=2, out=slot.select(2, GERMINATE))
     op = slot.any(dim=1).logical_or_(rules.always)
-    # Masks belong to who asked for them: what is kept is never handed out.
+    # A copy, because the caller may write into the masks.
     fixed = rules.fixed.expand(envs, -1, -1).clone()
     return ActionMasks(op, slot.transpose(1, 2), blueprint, fixed)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """The rules of one action space on one device."""
+    """Rules of one action space on one device."""
 
     table: Tensor
-    """Legal ops of every slot state, bool [state, op]; GERMINATE depends on more. A
-    state is the number 4 * stage + 2 * (old enough) + settled."""
+    """Legal ops of every slot state except GERMINATE, bool [state, op]. The index of a
+    state is 4 * stage + 2 * (old enough) + settled."""
     always: Tensor
     """Ops that need no slot, bool [op]."""
     germinates: bool
-    """Whether anything can ever be planted."""
+    """Whether GERMINATE is in the action space."""
     fixed: Tensor
-    """What the run ever allows, bool [head, choice]."""
+    """Choices in the action space, bool [head, choice]."""
     all_fit: Tensor
-    """True."""
 
 
 _RULES: Final[dict[Hashable, _Rules]] = {}
 
 
 def _rules(spec: ActionSpec, device: torch.device) -> _Rules:
-    """The rules of an action space, unrolled once per device."""
+    """Return the rules of an action space, cached per device."""
     key = (device, spec.sizes, *spec.narrowed.items())
     if key not in _RULES:
-        with torch.inference_mode(False):  # whoever asks first, gradients may follow
+        with torch.inference_mode(False):  # also used outside of inference mode
             fixed = spec.allowed.clone()
             ops = fixed[HEAD["op"], : len(Op)]
             _RULES[key] = _Rules(
@@ -212,18 +208,18 @@ def _from_rows(
     rows: Any,  # noqa: ANN401
     max_slots: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Stage, age and settledness of a list of rows, as `[env, slot]` tensors."""
+    """Return stage, age and alpha_settled of all slots as `[env, slot]` tensors."""
     try:
         lengths = [len(row) for row in rows]
     except TypeError:
         raise InvalidInputError(
-            f"slot states must be one row of slots per environment, got {rows!r:.99}."
+            f"slot states must be one list of slots per environment, got {rows!r:.99}."
         ) from None
     for env, length in enumerate(lengths):
         if length != max_slots:
             raise InvalidInputError(
-                f"environment {env} has {length} slots, expected {max_slots}; give "
-                "every slot, None where it is empty."
+                f"environment {env} has {length} slots, expected {max_slots}. Use None "
+                "for an empty slot."
             )
     flat = list(chain.from_iterable(rows))
     if unknown := {*map(type, flat)} - {SlotMaskState, NoneType}:
@@ -239,14 +235,14 @@ def _from_rows(
     stage = np.array([state.stage for state in states])
     age = np.array([state.age for state in states])
     settled = np.array([state.alpha_settled for state in states])
-    # A value of a wrong type changes the type of its whole array.
+    # One value of a wrong type changes the dtype of the array.
     if (stage.dtype.kind, age.dtype.kind, settled.dtype.kind) != ("i", "i", "b") or (
         stage.min() < 0 or stage.max() >= len(Stage) or age.min() < 0
     ):
-        index = next(i for i, state in enumerate(states) if not _is_sound(state))
+        index = next(i for i, state in enumerate(states) if not _is_valid(state))
         raise InvalidInputError(
             f"slot {index % max_slots} of environment {index // max_slots} must have "
-            "a Stage, an age that is not negative and a bool alpha_settled, got "
+            "a Stage, an age of at least 0 and a bool alpha_settled, got "
             f"{states[index]!r}."
         )
     shape = (-1, max_slots)
@@ -257,7 +253,7 @@ def _from_rows(
     )
 
 
-def _is_sound(state: SlotMaskState) -> bool:
+def _is_valid(state: SlotMaskState) -> bool:
     return (
         all(
             isinstance(value, int | np.integer) and not isinstance(value, bool)

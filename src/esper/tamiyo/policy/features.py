@@ -1,16 +1,12 @@
-r"""What the policy sees: every number of an observation, bounded and scale-free.
+r"""Features of the policy: all numbers of an observation, bounded and scale-free.
 
-The tables name every column. Shares and flags lie in [0, 1] by nature and are only
-clamped. A size, which has no bounds, becomes
+The column tables are in `contracts.features`. Fractions and flags are clamped to
+[0, 1]. An unbounded quantity x becomes
 
     y = x / (half + |x|),
 
-the logistic function of log(|x| / half) with the sign of x: every doubling is seen,
-most clearly around `half`, and 1e30 is just 1. (tanh is flat soon after its scale, so
-it tells sizes of one decade apart; contributions, promises and rents span two.)
-Gross and net gains have different halves, and so have large and small rents, so that
-both hundredths and halves of a score are told apart. What was not measured reads 0 and
-has a flag beside it.
+the logistic function of log(|x| / half) with the sign of x, which resolves more decades
+than tanh. Unmeasured values are 0 and have a flag in another column.
 """
 
 from collections.abc import Mapping
@@ -49,17 +45,14 @@ __all__ = [
     "compute_features",
 ]
 
-HUGE: Final = 1e8
-"""Rents and budgets are cut here: squashed it is 1, and its products stay finite."""
+OVERFLOW_LIMIT: Final = 1e8
+"""Rents and budgets are clamped to this, so that products stay finite."""
 
 
 def compute_features(observation: Observation, spec: ActionSpec) -> Features:
-    """All features of all environments in one pass, each in [-1, 1].
+    """Return the features of all environments, each in [-1, 1].
 
-    Args:
-        observation: What is seen. Values of any finite size are welcome; NaN in a
-            value that counts stays NaN, for the buffer to refuse.
-        spec: How many slots and blueprints there must be.
+    NaN in a measured value stays NaN, so that the rollout buffer rejects it.
     """
     host, slots, offers = observation.host, observation.slots, observation.offers
     envs, places = observation.episode_start.shape[0], spec.slots.max_slots
@@ -72,16 +65,16 @@ def compute_features(observation: Observation, spec: ActionSpec) -> Features:
         if value.shape != shape:
             raise InvalidInputError(
                 f"{name} must be {list(shape)} in this action space, got "
-                f"{list(value.shape)}; take observation and spec from one world."
+                f"{list(value.shape)}. Take observation and spec from the same world."
             )
     layout = _layout(envs, places, blueprints, host.rent.device)
-    # The tables lie behind each other in one tensor, so that one squash serves all.
+    # All tables are views of one tensor, so that one operation bounds them all.
     flat = torch.empty_like(layout.plain)
     tables = [flat.as_strided(*geometry) for geometry in layout.tables]
     try:
-        rent = host.rent.clamp(-HUGE, HUGE)
+        rent = host.rent.clamp(-OVERFLOW_LIMIT, OVERFLOW_LIMIT)
         values = (
-            _read(HOST_COLUMNS, host, _of_host(host)),
+            _read(HOST_COLUMNS, host, _of_host(host, rent)),
             _read(SLOT_COLUMNS, slots, _of_slots(slots, rent, layout)),
             _read(OFFER_COLUMNS, offers, _of_offers(offers, slots, host, rent, layout)),
         )
@@ -95,7 +88,7 @@ def compute_features(observation: Observation, spec: ActionSpec) -> Features:
 
 
 def blueprint_table(spec: ActionSpec) -> Float[Tensor, "blueprint column"]:
-    """What is declared of each blueprint: `BLUEPRINT_COLUMNS`, on the CPU."""
+    """Return the declared properties of each blueprint, on the CPU."""
     rows = [
         [
             log2(max(1, blueprint.size)),
@@ -110,16 +103,16 @@ def blueprint_table(spec: ActionSpec) -> Float[Tensor, "blueprint column"]:
     return table.div(plain + bend * table.abs())
 
 
-# Host and slot flags become floats here, since stacking columns of one type is much
-# faster; the many offers are stacked faster as they are.
+# Flags of hosts and slots become floats, because stacking columns of one dtype is much
+# faster; the large tables of offers are faster to stack as they are.
 
 
-def _of_host(host: HostStates) -> dict[str, Tensor]:
+def _of_host(host: HostStates, rent: Tensor) -> dict[str, Tensor]:
     return {
-        "budget_left": host.budget_left.clamp(max=HUGE),
+        "budget_left": host.budget_left.clamp(max=OVERFLOW_LIMIT),
         "budget_unlimited": (host.budget_left == inf).float(),
         "end_known": host.end_known.float(),
-        "small_rent": host.rent.clamp(-HUGE, HUGE),
+        "small_rent": rent,
     }
 
 
@@ -166,23 +159,22 @@ def _read(
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the tables lie in the flat tensor, and what squashes each number."""
+    """Positions of the tables in the flat tensor, and constants of each number."""
 
     tables: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
     """Size, stride and offset of the host, slot and offer tables."""
     plain: Tensor
-    """With `bend`: y = x / (plain + bend |x|), where sizes have `half` and 1, the
-    rest 1 and 0."""
+    """y = x / (plain + bend |x|): `half` and 1 if unbounded, else 1 and 0."""
     bend: Tensor
     stages: Tensor
     """Every stage, [stage, 1, 1]."""
     blueprints: Tensor
-    """Every blueprint's index."""
+    """Index of every blueprint."""
     zero: Tensor
 
 
 @lru_cache(maxsize=32)
-@torch.inference_mode(False)  # whoever asks first, gradients may follow
+@torch.inference_mode(False)  # also used outside of inference mode
 def _layout(envs: int, slots: int, blueprints: int, device: torch.device) -> _Layout:
     tables, curves, offset = [], [], 0
     for columns, *leading in (
@@ -213,7 +205,7 @@ def _curve(columns: tuple[Column, ...]) -> Float[Tensor, "2 column"]:
 
 
 def _refuse_uneven(see: Observation, cause: RuntimeError) -> None:
-    """Name the field that does not go with its neighbours, if that was the cause."""
+    """Raise an error that names the field with a wrong shape or device, if any."""
     for record, model in (
         (see.host, see.host.rent),
         (see.slots, see.slots.stage),

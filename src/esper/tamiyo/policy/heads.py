@@ -1,8 +1,7 @@
-"""Tamiyo's heads: in which order they are drawn, and what each may choose.
+"""Order of sampling and legal choices of Tamiyo's heads.
 
-A row is what a head may choose *given the heads before it*: the slot row belongs to the
-op, the blueprint row to the slot. A head that the op does not use is forced to choice
-0.
+A mask row holds the legal choices of a head *given the heads before it*: slots depend
+on the op, blueprints on the slot. A head that the op does not use is forced to choice 0.
 """
 
 from collections.abc import Generator as Coroutine
@@ -25,28 +24,25 @@ from esper.contracts.actions import (
 from esper.contracts.errors import InvalidInputError
 from esper.simic.agent.distribution import first_choice
 
-NO_CHOICE: Final = "WAIT must always be legal and an op needs a slot: check the masks."
-"""What to do when a head has none."""
+NO_CHOICE_HINT: Final = "WAIT must be legal and an op needs a slot: check the masks."
 HEAD_GROUPS: tuple[tuple[int, ...], ...] = (
     (HEAD["op"],),
     (HEAD["slot"],),
     (HEAD["blueprint"],),
     tuple(range(HEAD["blueprint"] + 1, NUM_HEADS)),
 )
-"""The order of sampling: each group is drawn given the groups before it."""
+"""Order of sampling: each group is sampled given the groups before it."""
 
 
 def relevant(actions: Int64[Tensor, "*batch head"]) -> Bool[Tensor, "*batch head"]:
-    """Whether the chosen op uses each head; the op itself always counts."""
-    ops = actions[..., HEAD["op"]]
-    return (
-        _relevant_on(actions.device).index_select(0, ops.reshape(-1)).view_as(actions)
-    )
+    """Return whether the chosen op uses each head; always True for the op."""
+    ops = actions[..., HEAD["op"]].reshape(-1)
+    return _relevant_on(actions.device).index_select(0, ops).view_as(actions)
 
 
 @cache
 def _relevant_on(device: torch.device) -> Tensor:
-    # One copy per device, usable with gradients even if inference asks for it first.
+    # The cached tensor must also work outside of inference mode.
     with torch.inference_mode(False):
         return RELEVANT.to(device)
 
@@ -54,16 +50,11 @@ def _relevant_on(device: torch.device) -> Tensor:
 def rows_by_group(
     masks: ActionMasks, *, causal: bool = True
 ) -> Coroutine[Tensor, Any, None]:
-    """What one group of heads after the other may choose, given the choices before.
+    """Yield the legal choices of one group of heads after the other.
 
-    A coroutine: it yields the rows of op, slot and blueprint `[env, choice]` and is
-    sent their choices `[env]`; last it yields the rows of all other heads
-    `[env, head, choice]`.
-
-    Args:
-        masks: What is possible.
-        causal: Force heads that the op does not use to choice 0. False is the
-            ablation in which such heads are drawn, and counted, all the same.
+    Yields masks of op, slot and blueprint `[env, choice]` and is sent the choices
+    `[env]`; then yields the masks of all other heads `[env, head, choice]`. If `causal`
+    is False (an ablation), heads that the op does not use are not forced to choice 0.
     """
     fixed = masks.fixed
     op = yield masks.op
@@ -83,13 +74,13 @@ def rows_by_group(
 def _of_choice(
     table: Bool[Tensor, "env option choice"], option: Int64[Tensor, " env"]
 ) -> Bool[Tensor, "env choice"]:
-    """The row of each environment's option."""
+    """Return the row of each environment's option."""
     index = option.view(-1, 1, 1).expand(-1, 1, table.shape[2])
     return table.gather(1, index).squeeze(1)
 
 
 def join_groups(groups: Sequence[Tensor], width: int) -> Tensor:
-    """Rows or logits of all groups as `[row, head, choice]`, padded with 0."""
+    """Return masks or logits of all groups as `[row, head, choice]`, padded with 0."""
     *single, rest = groups
     blank = rest.new_zeros(rest.shape[0], width)
     padded = [part for row in single for part in (row, blank[:, row.shape[1] :])]
@@ -100,14 +91,14 @@ def join_groups(groups: Sequence[Tensor], width: int) -> Tensor:
 def legal_rows(
     masks: ActionMasks, actions: Int64[Tensor, "env head"], *, causal: bool = True
 ) -> Bool[Tensor, "env head choice"]:
-    """What every head may choose, given the choices of the heads before it."""
+    """Return the legal choices of every head, given the actions of those before it."""
     groups = rows_by_group(masks, causal=causal)
     rows = [next(groups), *(groups.send(actions[:, head]) for head in range(3))]
     return join_groups(rows, masks.fixed.shape[2])
 
 
 def require_masks(masks: ActionMasks, envs: int, spec: ActionSpec) -> None:
-    """Refuse masks of another type or shape, even if they would broadcast."""
+    """Check dtype and shape of all masks."""
     ops, slots, kinds = len(Op), spec.slots.max_slots, len(spec.blueprints)
     shapes = {
         "op": (envs, ops),

@@ -1,4 +1,4 @@
-r"""Tamiyo's policy and value: any number of slots, any set of blueprints.
+r"""Tamiyo's policy and value network for any number of slots and blueprints.
 
     offers ──encode──┐max
     slots  ──encode──┴──mean, max──┐
@@ -7,11 +7,9 @@ r"""Tamiyo's policy and value: any number of slots, any set of blueprints.
                                         op, slot ──▶ blueprint, pointing at offers
                              op, slot, blueprint ──▶ the rest
 
-One shared encoder per slot and one per (slot, blueprint) offer, whose input are the
-offer's observed and the blueprint's declared properties: no weight knows how many
-there are. Acting is training with a sequence of length one: `act` and
-`evaluate_actions` run the same encoder and the same heads; `act` draws the actions,
-`evaluate_actions` is given them.
+One encoder is shared by all slots and one by all (slot, blueprint) offers, so no weight
+depends on their number. `act` and `evaluate_actions` run the same encoder and heads:
+acting is a sequence of length one.
 """
 
 import math
@@ -53,7 +51,7 @@ from esper.tamiyo.policy.features import (
 )
 from esper.tamiyo.policy.heads import (
     HEAD_GROUPS,
-    NO_CHOICE,
+    NO_CHOICE_HINT,
     join_groups,
     require_masks,
     rows_by_group,
@@ -62,7 +60,7 @@ from esper.tamiyo.policy.heads import (
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Encodings that all heads read; a row is one step of one environment."""
+    """Inputs of the heads; a row is one step of one environment."""
 
     core: Float[Tensor, "row core"]
     slots: Float[Tensor, "row slot slot_width"]
@@ -87,13 +85,13 @@ class PolicyConfig:
     """Sample and train only the heads that the chosen op uses."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that cannot be meant."""
+        """Check all sizes."""
         widths = {"slot_width": self.slot_width, "offer_width": self.offer_width}
         require_sizes(width=self.width, layers=self.layers, **widths)
 
 
 class TamiyoPolicy(nn.Module):
-    """Recurrent, masked, autoregressive policy with a value."""
+    """Recurrent, masked, autoregressive policy with a value head."""
 
     value_mean: Tensor
     value_scale: Tensor
@@ -141,7 +139,7 @@ class TamiyoPolicy(nn.Module):
         self.state_shape = self.memory.state_shape
 
     def initial_state(self, envs: int) -> Float[Tensor, "env layer state"]:
-        """Memory that has seen nothing."""
+        """Return empty memory."""
         return self.value_mean.new_zeros(envs, *self.state_shape)
 
     @torch.no_grad()
@@ -153,14 +151,14 @@ class TamiyoPolicy(nn.Module):
         state: Float[Tensor, "env layer state"],
         generator: Generator | None,
     ) -> Decision:
-        """Decide for every environment.
+        """Choose an action in every environment.
 
         Args:
-            features: What `compute_features` returned.
-            masks: What `compute_masks` returned.
+            features: Result of `compute_features`.
+            masks: Result of `compute_masks`.
             episode_start: Whether the observation is the first of an episode; memory is
-                empty there.
-            state: Memory before the decision.
+                reset before it.
+            state: Memory before the step.
             generator: Source of randomness; None takes the likeliest choices.
         """
         envs = episode_start.shape[0]
@@ -179,7 +177,7 @@ class TamiyoPolicy(nn.Module):
         actions = torch.cat((torch.stack(picked[:-1], dim=1), picked[-1]), dim=1)
         legal = join_groups(rows, self.spec.width)
         if legal.device.type == "cpu":
-            require_choice(legal, HEAD_NAMES, NO_CHOICE)
+            require_choice(legal, HEAD_NAMES, NO_CHOICE_HINT)
         distribution = masked_log_softmax(join_groups(logits, self.spec.width), legal)
         return Decision(
             actions=actions,
@@ -197,13 +195,12 @@ class TamiyoPolicy(nn.Module):
         episode_start: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time head choice"], Float[Tensor, "env time"]]:
-        """Logits of every head given the stored choices, and normalised values.
+        """Return logits of every head given the stored actions, and normalised values.
 
         Args:
-            features: What was read at every step.
-            actions: What was chosen at every step.
-            episode_start: Whether the observation is the first of an episode; memory is
-                empty there.
+            features: Features of every step.
+            actions: Actions of every step.
+            episode_start: Whether the step is the first of an episode.
             state: Memory before the first step.
         """
         self._require_actions(actions)
@@ -221,12 +218,11 @@ class TamiyoPolicy(nn.Module):
         episode_start: Bool[Tensor, " env"],
         state: Float[Tensor, "env layer state"],
     ) -> Float[Tensor, " env"]:
-        """V(s) of one more observation; memory is read, not advanced.
+        """Return V(s) of an observation without changing the memory.
 
         Args:
-            features: What `compute_features` returned.
-            episode_start: Whether the observation is the first of an episode; memory is
-                empty there.
+            features: Result of `compute_features`.
+            episode_start: Whether the observation is the first of an episode.
             state: Memory before the observation.
         """
         context, _ = self.encode(features, episode_start.unsqueeze(1), state)
@@ -239,12 +235,12 @@ class TamiyoPolicy(nn.Module):
         state: ControllerState,
         generator: Generator | None,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Choose one legal action per environment, as `Controller` describes it.
+        """Choose a legal action in every environment; see `Controller`.
 
         Args:
-            observation: The state of every environment.
-            masks: What is legal.
-            state: What the last call returned; None at first.
+            observation: Observation of every environment.
+            masks: Legal actions.
+            state: State that the last call returned; None at first.
             generator: Source of randomness; None takes the likeliest choices.
         """
         if state is None:
@@ -266,21 +262,17 @@ class TamiyoPolicy(nn.Module):
         episode_start: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Context, Float[Tensor, "env layer state"]]:
-        """Read whole sequences.
+        """Encode sequences; return the inputs of the heads and the last state.
 
         Args:
-            features: What is read at every step.
-            episode_start: Whether the observation is the first of an episode; memory is
-                empty there.
+            features: Features of every step.
+            episode_start: Whether the step is the first of an episode.
             state: Memory before the first step.
-
-        Returns:
-            Encodings, whose rows are environments x steps, and the last state.
         """
         self._require_state(state, episode_start.shape[0])
         self._require_features(features, episode_start)
-        # All rows in two dimensions: what a layer returns is then no view, and relu
-        # can be applied in place without a copy.
+        # With two-dimensional inputs a layer returns no view, so that relu can be
+        # applied in place without a copy.
         places, _, columns = features.offers.shape[-3:]
         declared = self.blueprint_in(self._blueprints)
         offers = self.offer_in(features.offers.reshape(-1, columns))
@@ -300,7 +292,7 @@ class TamiyoPolicy(nn.Module):
         return Context(core.flatten(0, 1), slots, offers), state
 
     def _noise(self, envs: int, generator: Generator | None) -> list[Tensor | None]:
-        """What is added to the logits of each group of heads; None is nothing."""
+        """Return the noise for the logits of each group of heads."""
         if generator is None:
             return [None] * len(HEAD_GROUPS)
         noise = gumbel((envs, NUM_HEADS, self.spec.width), generator)
@@ -316,17 +308,17 @@ class TamiyoPolicy(nn.Module):
         if state.shape != shape:
             raise InvalidInputError(
                 f"state must be {list(shape)} for {envs} environments, got "
-                f"{list(state.shape)}; start from initial_state({envs})."
+                f"{list(state.shape)}. Start from initial_state({envs})."
             )
 
     def _require_features(self, features: Features, episode_start: Tensor) -> None:
-        """Refuse features of other steps, slots or columns, and another dtype."""
+        """Check type, shapes, dtype and device of the features."""
         if not isinstance(features, Features):
             raise InvalidInputError(
                 f"features must be Features, got {type(features).__name__}."
             )
         like, steps = self.value_mean, tuple(episode_start.shape)
-        # Acting leaves out the axis of time, whose length is 1.
+        # `act` leaves out the time axis.
         leading = (steps, steps[:1]) if steps[1:] == (1,) else (steps,)
         for name, leaf in self.spec.observation.items():
             value = getattr(features, name)
@@ -335,12 +327,12 @@ class TamiyoPolicy(nn.Module):
             if tuple(value.shape) not in wanted or kind != (like.dtype, like.device):
                 raise InvalidInputError(
                     f"features.{name} must be {like.dtype} {list(wanted[-1])} on "
-                    f"{like.device}, got {kind[0]} {list(value.shape)} on {kind[1]}; "
-                    "use compute_features()."
+                    f"{like.device}, got {kind[0]} {list(value.shape)} on {kind[1]}. "
+                    "Use compute_features()."
                 )
 
     def _require_actions(self, actions: Int64[Tensor, "env time head"]) -> None:
-        """Refuse choices outside their head; on the CPU, where looking is free."""
+        """Check the range of the actions; on the CPU only."""
         if actions.device.type != "cpu" or not actions.numel():
             return
         array = actions.numpy().reshape(-1, NUM_HEADS)
@@ -357,11 +349,10 @@ class TamiyoPolicy(nn.Module):
         return values.squeeze(1)
 
     def head_logits(self, context: Context) -> Coroutine[Tensor, Any, None]:
-        """Logits of one group of heads after the other, given the choices before.
+        """Yield the logits of one group of heads after the other.
 
-        A coroutine: it yields the logits of op, slot and blueprint `[row, choice]` and
-        is sent their choices `[row]`; last it yields the logits of all other heads
-        `[row, head, choice]`, padded to the widest head.
+        Yields logits of op, slot and blueprint `[row, choice]` and is sent the choices
+        `[row]`; then yields the padded logits of all other heads `[row, head, choice]`.
         """
         core, slots = context.core, context.slots
         op = yield self.op_out(self.op_hidden(core).relu_())
@@ -386,11 +377,11 @@ class TamiyoPolicy(nn.Module):
         yield padded.view(-1, heads, self.spec.width)
 
     def logit_layers(self) -> tuple[nn.Linear, ...]:
-        """The last layer of every head."""
+        """Return the last layer of every head."""
         return self.op_out, self.slot_score, self.offer_score, self.rest_out
 
     def _rest_positions(self) -> Int64[Tensor, " choices"]:
-        """Where the choices of the last group stand in their padded rows."""
+        """Return the positions of the choices of the last group in padded rows."""
         return torch.cat(
             [
                 torch.arange(self.spec.sizes[head]) + index * self.spec.width
@@ -399,15 +390,15 @@ class TamiyoPolicy(nn.Module):
         )
 
     def _start_even(self) -> None:
-        """Begin with near-uniform choices and with a value of exactly 0.
+        """Initialise to near-uniform choices and a value of exactly 0.
 
-        A zero value makes the first advantages scale with the rewards, so that the
-        unit of the reward never matters.
+        With a zero value the first advantages scale with the rewards, so that the scale
+        of the reward does not matter.
         """
         with torch.no_grad():
             for module in self.children():
                 if isinstance(module, nn.Linear):
-                    # Relu halves the signal; this gain keeps its size through layers.
+                    # This gain preserves the variance through relu layers.
                     nn.init.orthogonal_(module.weight, gain=math.sqrt(2.0))
                     if module.bias is not None:
                         module.bias.zero_()
@@ -421,14 +412,14 @@ class TamiyoPolicy(nn.Module):
 def _match(
     query: Float[Tensor, "row unit"], keys: Float[Tensor, "key unit"], score: nn.Linear
 ) -> Float[Tensor, "row key_of_row"]:
-    """How well each key of a row answers its query."""
+    """Return a score of each key of a row for the row's query."""
     hidden = keys.view(query.shape[0], -1, keys.shape[1]) + query.unsqueeze(1)
     scores: Tensor = score(hidden.relu_().flatten(0, 1))
     return scores.view(query.shape[0], -1)
 
 
 def _places(index: Int64[Tensor, " row"], count: int) -> Int64[Tensor, " row"]:
-    """Where each row's item stands if all rows of `count` items are one table."""
+    """Return the index of each row's item in a flat table of rows of `count` items."""
     start = torch.arange(0, index.shape[0] * count, count, device=index.device)
     return start.add_(index)
 
@@ -436,7 +427,7 @@ def _places(index: Int64[Tensor, " row"], count: int) -> Int64[Tensor, " row"]:
 def _rows_at(
     items: Float[Tensor, "row item ..."], places: Int64[Tensor, " row"]
 ) -> Float[Tensor, "row ..."]:
-    """One item of every row."""
-    # As a lookup in one table: its gradient adds whole rows, a gather's numbers.
+    """Return one item of every row."""
+    # The gradient of an embedding adds whole rows; that of a gather single numbers.
     table = items.reshape(items.shape[0] * items.shape[1], -1)
     return F.embedding(places, table).view(-1, *items.shape[2:])

@@ -1,11 +1,10 @@
-r"""A trained policy read out with less chance, or none.
+r"""Sampling from a trained policy at a lower temperature, or greedily.
 
     p_i ~ exp(logit_i / temperature)
 
-When to act is a matter of chance to a policy that was trained by sampling: to plant
-with a probability of one in three at every step means to plant soon, while the
-likeliest choice is to wait, for ever. So a policy is judged, and used, as it was
-trained, only with a lower temperature.
+A policy trained by sampling may plant with probability 1/3 at every step; its likeliest
+choice is then to wait forever. So policies are evaluated by sampling, at a lower
+temperature.
 """
 
 from copy import deepcopy
@@ -20,15 +19,15 @@ from esper.contracts.world import ControllerState, Observation
 from esper.tamiyo.policy.network import TamiyoPolicy
 
 TEMPERATURE: Final = 0.25
-"""At which policies are judged and used."""
+"""Temperature of evaluation and use."""
 
 
 def with_temperature(
     policy: TamiyoPolicy, temperature: float = TEMPERATURE
 ) -> TamiyoPolicy:
-    """A copy of the policy that samples at this temperature."""
+    """Return a copy of the policy that samples at this temperature."""
     copy = deepcopy(policy)
-    # Heads end in linear maps, so other weights there are all it takes.
+    # Logits are linear in the last layers, so scaling their weights is enough.
     with torch.no_grad():
         for head in copy.logit_layers():
             for parameter in head.parameters():
@@ -37,7 +36,7 @@ def with_temperature(
 
 
 class GreedyPolicy:
-    """A controller that always takes the likeliest choice of every head."""
+    """A controller that takes the likeliest choice of every head."""
 
     def __init__(self, policy: TamiyoPolicy) -> None:
         self.policy = policy
@@ -49,5 +48,5 @@ class GreedyPolicy:
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """The likeliest legal choices of every environment."""
+        """Return the likeliest legal action of every environment."""
         return self.policy.decide(observation, masks, state, None)

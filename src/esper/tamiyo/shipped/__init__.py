@@ -1,10 +1,8 @@
-"""The trained controller that comes with the package.
+"""The trained controller of the package.
 
-    tamiyo.safetensors   the policy's weights, float32
-    manifest.json        format, policy, SHA-256 of the weights; which blueprints and
-                         choices it was trained with, how, and its results
-
-`esper.files` reads them; the policy's sizes must be those of the tensors.
+tamiyo.safetensors   weights of the policy, float32
+manifest.json        format, policy, SHA-256 of the weights, blueprints and choices
+                     of the training, training settings and results
 """
 
 import json
@@ -35,16 +33,16 @@ FORMAT: Final = 2
 WEIGHTS: Final = "tamiyo.safetensors"
 MANIFEST: Final = "manifest.json"
 MAX_BYTES: Final = 64 << 20
-"""Limit of the weights; ours are far smaller."""
+"""Maximum size of the weights."""
 
 
 @validated(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class ControllerManifest:
-    """What `manifest.json` holds."""
+    """Content of `manifest.json`."""
 
     format: int
     sha256: str
-    """Of the file of weights."""
+    """SHA-256 of the weights."""
     policy: PolicyConfig
     blueprints: list[str]
     choices: dict[str, list[str]]
@@ -57,22 +55,22 @@ _MANIFEST: Final = TypeAdapter(ControllerManifest)
 
 @dataclass(frozen=True, slots=True)
 class ShippedController:
-    """A trained policy; called with an action space it gives a controller."""
+    """A trained policy; called with an action space, it returns a controller."""
 
     config: PolicyConfig
     blueprints: frozenset[str]
-    """Blueprints that it was trained with."""
+    """Blueprints it was trained with."""
     choices: Mapping[str, tuple[str, ...]]
-    """Of every head but slot and blueprint, what it was trained with."""
+    """Choices it was trained with, for every head but slot and blueprint."""
     training: Mapping[str, Any]
-    """How it was trained."""
+    """Settings of the training."""
     figures: Mapping[str, Any]
-    """Its results."""
+    """Results of the evaluation."""
     weights: Tensors = field(repr=False)
     name: str = "tamiyo"
 
     def __call__(self, spec: ActionSpec) -> Controller:
-        """The controller for an action space, at `TEMPERATURE`."""
+        """Return the controller for an action space, at `TEMPERATURE`."""
         return Restricted(
             lambda known: with_temperature(self.policy(known)),
             spec,
@@ -81,7 +79,7 @@ class ShippedController:
         )
 
     def policy(self, spec: ActionSpec) -> TamiyoPolicy:
-        """The policy for an action space, as it was trained."""
+        """Return the policy for an action space."""
         with torch.random.fork_rng(devices=[]):  # initial weights are unused
             policy = TamiyoPolicy(spec, self.config)
         load(policy, self.weights)
@@ -90,18 +88,18 @@ class ShippedController:
 
 @cache
 def shipped() -> ShippedController:
-    """The controller that comes with this package."""
+    """Return the trained controller of the package."""
     return read(Path(__file__).parent)
 
 
 def read(folder: Path) -> ShippedController:
-    """The controller in a folder, if its files are complete and unchanged."""
+    """Load the controller in a folder; its files must be complete and unchanged."""
     body, weights = read_json(folder / MANIFEST), folder / WEIGHTS
     name = short(folder)
     if body.get("format") != FORMAT:
         raise InvalidInputError(
             f"{name} is a controller of format {quoted(body.get('format'))}, this "
-            f"Esper reads {FORMAT}; export it again."
+            f"Esper reads {FORMAT}. Export it again."
         )
     try:
         about = _MANIFEST.validate_json(json.dumps(body), extra="forbid")
@@ -130,13 +128,13 @@ def read(folder: Path) -> ShippedController:
 
 
 def _fit(config: PolicyConfig, tensors: Tensors, _: object) -> None:
-    """Refuse tensors that are not those of a policy of these sizes."""
+    """Check that the tensors are those of a policy of these sizes."""
     sizes = {key: size for key, size in asdict(config).items() if type(size) is int}
     require_explained(sizes, tensors.values())
     check_fit(leaves(weightless_policy(config)), tensors)
 
 
 def weightless_policy(config: PolicyConfig) -> TamiyoPolicy:
-    """A policy whose tensors have shapes but take no memory."""
+    """Return a policy on the meta device, which takes no memory."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         return TamiyoPolicy(ActionSpec(), config)
