@@ -96,7 +96,7 @@ BY_RENT: Final[Mapping[bool, Mapping[float, Schedule]]] = {
     False: {0.0113: Schedule(count=1, start=7.0, scale="octaves")},
 }
 """Best schedules on generated tasks (`python -m benchmarks rules`): by whether the end
-is known, then by the largest rent at which each is used. Above it nothing is planted."""
+is known, then by the largest rent at which each is used. Above it nothing grows."""
 
 
 class Scheduled:

@@ -1,7 +1,7 @@
 """Order of sampling and legal choices of Tamiyo's heads.
 
 A mask row holds the legal choices of a head *given the heads before it*: slots depend
-on the op, blueprints on the slot. A head that the op does not use is forced to choice 0.
+on the op, blueprints on the slot. A head that the op does not use gets choice 0.
 """
 
 from collections.abc import Generator as Coroutine
