@@ -10,14 +10,14 @@ from contextlib import closing
 import pytest
 import torch
 
-from esper.contracts.errors import InvalidInputError, EsperWarning
+from esper.contracts.errors import EsperWarning, InvalidInputError
+from esper.report import write_report
 from esper.runs.controllers import load_controller
 from esper.runs.database import open_store
 from esper.runs.run import Run
 from esper.runs.store import Store, export
-from esper.training.train import begin_run, resume_run
 from esper.training.loop import Callback
-from esper.report import write_report
+from esper.training.train import begin_run, resume_run
 from tests.cli.calls import call, refused
 from tests.runs.stores import fill
 from tests.training.test_train import read, simulated
@@ -265,7 +265,9 @@ def test_sizes_of_a_policy_are_judged_before_it_is_made(run):
     assert "width = 8" in text
     config.write_text(text.replace("width = 8", "width = 4096"))
     for use in (load_controller, resume_run):
-        with pytest.raises(InvalidInputError, match=r"none of 3 .*, expected float32\[4096"):
+        with pytest.raises(
+            InvalidInputError, match=r"none of 3 .*, expected float32\[4096"
+        ):
             use(run)
 
 

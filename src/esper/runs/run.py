@@ -33,13 +33,13 @@ from esper.contracts.errors import InvalidInputError, InvalidStateError, RunLock
 from esper.contracts.messages import one_line, quoted, short
 from esper.files import (
     Disk,
-    temporary_name,
     discard,
     discard_leftovers,
     publish,
     read_json,
     read_text,
     storage,
+    temporary_name,
 )
 from esper.runs.checkpoint import CheckpointFolder
 from esper.runs.lock import Lock, is_locked
