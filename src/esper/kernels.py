@@ -74,7 +74,7 @@ def require_compiler() -> None:
     if getattr(numba.config, "DISABLE_JIT", 0):
         raise InvalidInputError(
             "NUMBA_DISABLE_JIT is set, but hosts are trained by compiled loops; unset "
-            "it, or use engine 'tensors'."
+            "it."
         )
 
 

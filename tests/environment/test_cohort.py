@@ -12,6 +12,7 @@ from esper.environment.cohort import Cohort, SeedSchedule
 from esper.environment.engine import adamw
 from esper.tasks.hosts import CnnHost, MlpHost
 from tests.references.cohort import PlainNetwork
+from tests.references.torch_engine import TorchCohort
 
 MLP, CNN = MlpHost((5, 7, 6, 4)), CnnHost((2, 9, 7), (3, 4), 4)
 """The images have odd sides: pooling leaves a line and a column unread."""
@@ -27,10 +28,10 @@ ROWS, EXAMPLES, RATE = 16, 90, 1e-2
 class Garden:
     """A cohort, with or without the same networks one by one."""
 
-    def __init__(self, envs=3, host=MLP, *, plain=False, **options):
+    def __init__(self, envs=3, host=MLP, *, plain=False, cohort=Cohort, **options):
         self.envs, self.host = envs, host
         options = {"dtype": torch.float64} | options
-        self.cohort = Cohort(
+        self.cohort = cohort(
             envs,
             host,
             slots_per_place=3,
@@ -132,10 +133,10 @@ def near(found, expected, rtol=1e-9):
 
 
 @pytest.mark.parametrize("kind", HOSTS)
-@pytest.mark.parametrize("engine", ["kernels", "tensors"])
-def test_a_cohort_is_separate_trainings(kind, engine):
+@pytest.mark.parametrize("cohort", [Cohort, TorchCohort])
+def test_a_cohort_is_separate_trainings(kind, cohort):
     """Seeds of both places, older and younger, blended, training and removed."""
-    garden = Garden(host=HOSTS[kind], plain=True, engine=engine)
+    garden = Garden(host=HOSTS[kind], plain=True, cohort=cohort)
     last = garden.cohort.places - 1
     garden.plant(1, 0, 3)
     garden.plant(1, last or 1, 2, alpha=0.5)
@@ -156,7 +157,7 @@ def test_a_cohort_is_separate_trainings(kind, engine):
 
 @pytest.mark.parametrize("kind", HOSTS)
 def test_both_engines_score_the_same(kind):
-    gardens = [Garden(host=HOSTS[kind], engine=e) for e in ("kernels", "tensors")]
+    gardens = [Garden(host=HOSTS[kind], cohort=each) for each in (Cohort, TorchCohort)]
     for garden in gardens:
         garden.plant(0, 0, 3, alpha=0.5)
         garden.train(40)
@@ -191,9 +192,9 @@ def variance(garden):
     return garden.y.var(correction=0)
 
 
-@pytest.mark.parametrize("engine", ["kernels", "tensors"])
-def test_a_target_that_is_missed_by_more_than_its_variance_scores_zero(engine):
-    garden = Garden(host=HOSTS["regression"], engine=engine)
+@pytest.mark.parametrize("cohort", [Cohort, TorchCohort])
+def test_a_target_that_is_missed_by_more_than_its_variance_scores_zero(cohort):
+    garden = Garden(host=HOSTS["regression"], cohort=cohort)
     far = garden.y + 100 * variance(garden)
     assert garden.cohort.score(garden.x, far, garden.alpha).tolist() == [0, 0, 0]
     still = torch.ones_like(garden.y)
@@ -367,7 +368,3 @@ def test_seeds_that_cannot_be_planted_are_refused():
     ):
         with pytest.raises(InvalidInputError, match=message):
             garden.cohort.plant(0, slot, weight, torch.zeros(len(weight)))
-    with pytest.raises(InvalidInputError, match="engine must be one of"):
-        Garden(1, engine="fast")
-    with pytest.raises(InvalidInputError, match="runs on the CPU"):
-        Garden(1, engine="kernels", device="meta")

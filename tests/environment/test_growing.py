@@ -24,6 +24,7 @@ from esper.tasks.data import Data, split
 from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
 from tests.census import changed, fixed
+from tests.references.torch_engine import TorchCohort
 
 HORIZON, CLASSES = 4, 3
 EXACT = {"rtol": 0.0, "atol": 1e-5}
@@ -245,12 +246,12 @@ def test_a_number_that_gives_fewer_rows_than_the_first_is_refused():
         make(task=replace(VARIED, data=fewer)).reset()
 
 
-def test_tensors_grow_hosts_as_kernels_do():
+def test_compiled_loops_grow_hosts_as_autograd_does(monkeypatch):
     settings = WorldSettings(**TERMS)
-    runs = (
-        play(GrowingWorld(TINY, 3, settings=settings, engine=engine), HORIZON)
-        for engine in ("kernels", "tensors")
-    )
+    compiled = GrowingWorld(TINY, 3, settings=settings)
+    monkeypatch.setattr("esper.environment.growing.Cohort", TorchCohort)
+    autograd = GrowingWorld(TINY, 3, settings=settings)
+    runs = play(compiled, HORIZON), play(autograd, HORIZON)
     for (_, actions, mine), (_, same, other) in zip(*runs, strict=True):
         assert torch.equal(actions, same)
         torch.testing.assert_close(mine.reward, other.reward, rtol=0, atol=0.05)
@@ -498,9 +499,6 @@ WORLDS = [
     ({"num_envs": 0}, "num_envs must be a whole number of at least 1, got 0"),
     ({"num_envs": True}, "got True"),
     ({"rng_seed": -1}, "rng_seed must be a whole number of at least 0, got -1"),
-    ({"device": "cuda:99"}, "device 'cuda:99' cannot be used here"),
-    ({"device": "abacus"}, "device 'abacus' cannot be used here"),
-    ({"engine": "kernel"}, "engine must be one of auto, kernels, tensors"),
 ]
 ACTIONS = [
     (torch.zeros(3, NUM_HEADS).long(), r"shape \(2, 8\), got .* shape \(3, 8\)"),

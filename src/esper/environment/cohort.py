@@ -1,14 +1,12 @@
 """N hosts of one task that train and grow together.
 
-All weights of an environment are a prefix of its row, and so are the optimiser's
-moments; `NetworkLayout` says what lies where. On the CPU `engine` trains one
-environment after the other, each in cache and as if alone; elsewhere, or if asked,
-`torch_engine` does the same in torch operations. The result is what N separate
-trainings give, and an environment's numbers do not depend on its neighbours.
+Each environment stores its weights as a prefix of its row, and the optimizer moments
+likewise; `NetworkLayout` defines the positions. The compiled `engine` trains one
+environment after the other on the CPU. The result equals N separate trainings and does
+not depend on the other environments.
 """
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.state import Stateful
-from esper.environment import engine, torch_engine
+from esper.environment import engine
 from esper.environment.network_layout import (
     BLOCK,
     LAYER,
@@ -27,9 +25,6 @@ from esper.environment.network_layout import (
 )
 from esper.kernels import require_compiler
 from esper.tasks.hosts import Host
-
-ENGINES: Final = ("auto", "kernels", "tensors")
-"""What can train a cohort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +57,7 @@ class Cohort(Stateful):
         capacity: Parameters that a network can have, seeds included.
         batch: Rows of a minibatch.
         decay: Weight decay.
-        device: Where everything lives.
         dtype: Of the weights.
-        engine: `kernels` on the CPU, `tensors` anywhere; `auto` takes kernels where
-            they can run.
     """
 
     STATE = ("values", "mean", "square", "clocks", "units", "born")
@@ -80,28 +72,15 @@ class Cohort(Stateful):
         capacity: int | None = None,
         batch: int = 64,
         decay: float = 1e-2,
-        device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        engine: str = "auto",
     ) -> None:
-        if engine not in ENGINES:
-            raise InvalidInputError(
-                f"engine must be one of {', '.join(ENGINES)}; got {engine!r}."
-            )
-        on_cpu = torch.device(device).type == "cpu"
-        if engine == "kernels" and not on_cpu:
-            raise InvalidInputError(
-                f"engine 'kernels' runs on the CPU, the device is {device}."
-            )
-        self.kernels = engine == "kernels" or (engine == "auto" and on_cpu)
-        if self.kernels:
-            require_compiler()
+        require_compiler()
         self.envs, self.host, self.batch, self.decay = envs, host, batch, decay
         self.shapes = host.layers
         self.places = len(self.shapes) - 1
         self.slots = self.places * slots_per_place
         self.capacity = max(capacity or 0, host.parameters)
-        self.values = torch.zeros(envs, self.capacity, device=device, dtype=dtype)
+        self.values = torch.zeros(envs, self.capacity, dtype=dtype)
         self.mean, self.square = (torch.zeros_like(self.values) for _ in range(2))
         self.units = np.zeros((envs, self.slots), np.int64)
         """New units of every seed; 0 where there is none."""
@@ -109,7 +88,7 @@ class Cohort(Stateful):
         """Which of the environment's seeds it is, counted from 1."""
         pairs = slots_per_place**2 * max(self.places - 1, 0)
         most = 2 * len(self.shapes) + 3 * self.slots + pairs
-        self.clocks = torch.zeros((envs, most), dtype=torch.int64, device=device)
+        self.clocks = torch.zeros((envs, most), dtype=torch.int64)
         """Optimiser steps of every block."""
         self.layouts = [NetworkLayout(self.shapes)] * envs
         self._layers = np.zeros((envs, len(self.shapes)), LAYER)
@@ -196,11 +175,8 @@ class Cohort(Stateful):
     def layer(self, env: int, index: int) -> tuple[Tensor, Tensor]:
         """Weights `[out, in, tap]` and biases of a whole layer, seeds included."""
         row = self.values[env]
-        weight, bias = (
-            row[torch.from_numpy(at).to(row.device)]
-            for at in self.layouts[env].indices(index)
-        )
-        return weight, bias
+        weight, bias = self.layouts[env].indices(index)
+        return row[torch.from_numpy(weight)], row[torch.from_numpy(bias)]
 
     def parameters(self) -> Int64[Tensor, " env"]:
         """Parameters of every network, living seeds included."""
@@ -236,18 +212,17 @@ class Cohort(Stateful):
         """Bring what both layouts have to where it lies in the new one."""
         old = self.layouts[env]
         kept, there = old.shared_with(layout), layout.shared_with(old)
-        device = self.values.device
         source, target = (
-            torch.from_numpy(own.parameters_of(mask)).to(device)
+            torch.from_numpy(own.parameters_of(mask))
             for own, mask in ((old, kept), (layout, there))
         )
         for rows in (self.values, self.mean, self.square):
             held = rows[env, source]
             rows[env] = 0
             rows[env, target] = held
-        held = self.clocks[env, torch.from_numpy(np.flatnonzero(kept)).to(device)]
+        held = self.clocks[env, torch.from_numpy(np.flatnonzero(kept))]
         self.clocks[env] = 0
-        self.clocks[env, torch.from_numpy(np.flatnonzero(there)).to(device)] = held
+        self.clocks[env, torch.from_numpy(np.flatnonzero(there))] = held
         self._show(env, layout)
 
     def _show(self, env: int, layout: NetworkLayout) -> None:
@@ -288,10 +263,6 @@ class Cohort(Stateful):
             steps = torch.full((self.envs,), most)
         _check("steps", steps, (self.envs,), torch.int64)
         _check_indices("steps", steps, most + 1)
-        if not self.kernels:
-            return torch_engine.train(
-                self, features, labels, picked, steps, seeds, rates
-            )
         _check_indices("picked", picked, features.shape[1])
         kind = self.values.dtype
         buffer, bits = self._buffers()
@@ -337,13 +308,10 @@ class Cohort(Stateful):
         self._check_rows(features, labels)
         _check("alpha", alpha, (self.envs, self.slots))
         if wanted is None:
-            wanted = torch.full((self.envs,), labels.shape[1], device=alpha.device)
+            wanted = torch.full((self.envs,), labels.shape[1])
         _check("wanted", wanted, (self.envs,), torch.int64)
         _check_indices("wanted", wanted, labels.shape[1] + 1)
         alpha = alpha.to(self.values.dtype)
-        if not self.kernels:
-            found = torch_engine.measure(self, features, labels, alpha, wanted)
-            return self._share(found, labels, wanted)
         found = engine.measure(
             features.numpy(),
             labels.to(alpha.dtype).numpy(),
@@ -392,8 +360,7 @@ class Cohort(Stateful):
                 )
             return
         _check("labels", labels, (sets, examples), torch.int64)
-        if self.kernels:
-            _check_indices("labels", labels, self.shapes[-1].outputs)
+        _check_indices("labels", labels, self.shapes[-1].outputs)
 
     def _buffers(self) -> tuple[NDArray[np.floating], NDArray[np.integer]]:
         """Memory for the activations of one environment, and the same as integers."""

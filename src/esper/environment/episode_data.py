@@ -33,7 +33,6 @@ class EpisodeData(Stateful):
         envs: How many environments.
         rng_seed: The run.
         settings: Ranges of rent, budget and rate, and size of groups.
-        device: Where rows and terms live.
     """
 
     STATE = ("begun", "drawn", "rent", "budget", "rate", "streams")
@@ -44,23 +43,16 @@ class EpisodeData(Stateful):
     rate: Float[Tensor, " env"]
 
     def __init__(
-        self,
-        task: Task,
-        envs: int,
-        rng_seed: int,
-        settings: WorldSettings,
-        device: torch.device,
+        self, task: Task, envs: int, rng_seed: int, settings: WorldSettings
     ) -> None:
         self.task, self._envs, self.run = task, envs, rng_seed
-        self._settings, self._device = settings, device
+        self._settings = settings
         self.begun = np.zeros(envs, dtype=np.int64)
         """Episodes that each environment has begun."""
         self.drawn = np.zeros(envs, dtype=np.int64)
         """Minibatches that the running episodes have drawn."""
         self._orders = self._no_orders()
-        self.rent, self.budget, self.rate = (
-            torch.zeros(envs, device=device) for _ in TERMS
-        )
+        self.rent, self.budget, self.rate = (torch.zeros(envs) for _ in TERMS)
         self.streams = [Generator() for _ in range(envs)]
         """Where the weights of each environment come from."""
         self.rows: list[Rows] = []
@@ -102,7 +94,7 @@ class EpisodeData(Stateful):
             rows = self._rows_between(env, start, start + count * batch)
             picked[env, :count] = rows.reshape(count, batch)
             self.drawn[env] += count
-        return torch.from_numpy(picked).to(self._device)
+        return torch.from_numpy(picked)
 
     def rates(self, shares: Float[Tensor, "env step"]) -> Float[Tensor, "env step"]:
         """Learning rates, given what share of them is due."""
@@ -140,11 +132,7 @@ class EpisodeData(Stateful):
         if not self.rows:
             copies = self._envs if varied else 1
             self.rows = [
-                (
-                    x.float().to(self._device).repeat(copies, 1, 1),
-                    y.to(self._device).repeat(copies, 1),
-                )
-                for x, y in drawn
+                (x.float().repeat(copies, 1, 1), y.repeat(copies, 1)) for x, y in drawn
             ]
         wanted = [tuple(x.shape[1:]) for x, _ in self.rows]
         found = [tuple(x.shape) for x, _ in drawn]

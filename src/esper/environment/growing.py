@@ -29,7 +29,6 @@ from torch import Tensor
 
 from esper.contracts.actions import HEAD, RELEVANT, ActionSpec, Op
 from esper.contracts.blueprints import Blueprint
-from esper.contracts.devices import usable_device
 from esper.contracts.errors import InvalidStateError
 from esper.contracts.slots import SlotConfig, SlotStates
 from esper.contracts.stages import Stage
@@ -70,8 +69,6 @@ class GrowingWorld(Stateful, VectorWorld):
         num_envs: How many hosts.
         rng_seed: Decides data, hosts, batches and terms, with environment and episode.
         settings: How they grow; blueprints must be widenings.
-        device: Where everything lives.
-        engine: What trains the hosts, see `Cohort`.
     """
 
     STATE = (
@@ -108,8 +105,6 @@ class GrowingWorld(Stateful, VectorWorld):
         rng_seed: int = 0,
         *,
         settings: WorldSettings | None = None,
-        device: str = "cpu",
-        engine: str = "auto",
     ) -> None:
         check_count("num_envs", num_envs, 1)
         check_count("rng_seed", rng_seed, 0)
@@ -118,8 +113,7 @@ class GrowingWorld(Stateful, VectorWorld):
         self.host, self.clock = task.host, settings.clock_of(task)
         self._weights = self.clock.weights().float()
         self.num_envs, self.group_size = num_envs, settings.group_size
-        self._device = usable_device(device)
-        self._episodes = EpisodeData(task, num_envs, rng_seed, settings, self._device)
+        self._episodes = EpisodeData(task, num_envs, rng_seed, settings)
         chosen = find_blueprints(settings.blueprints or OFFERED)
         per_place = settings.seeds_per_place(task)
         most = 1 + settings.range_of("budget")[1] * (1 + SLACK)
@@ -130,8 +124,6 @@ class GrowingWorld(Stateful, VectorWorld):
             capacity=self.host.parameters + ceil((most - 1) * task.unit.parameters),
             batch=task.batch,
             decay=task.weight_decay,
-            device=device,
-            engine=engine,
         )
         slots = SlotConfig(max_slots=self.cohort.slots, min_age=1)
         self.spec = ActionSpec(slots, chosen, settings.narrowed())
@@ -142,23 +134,23 @@ class GrowingWorld(Stateful, VectorWorld):
         self.trained_macs = torch.zeros(num_envs, dtype=torch.int64)
         self.looked_rows = torch.zeros(num_envs, dtype=torch.int64)
         """Decision rows that were scored after it."""
-        self._lives = SeedStates.empty(num_envs, slots.max_slots, self._device)
-        self._track = Track.fresh(num_envs, self._device)
-        self._phi = torch.zeros(num_envs, device=device)
-        self._banked = torch.zeros(num_envs, device=device)
+        self._lives = SeedStates.empty(num_envs, slots.max_slots)
+        self._track = Track.fresh(num_envs)
+        self._phi = torch.zeros(num_envs)
+        self._banked = torch.zeros(num_envs)
         """Weighted phi of the stops that are past, and their weight."""
-        self._passed = torch.zeros(num_envs, device=device)
-        self.last_test = torch.zeros(num_envs, device=device)
+        self._passed = torch.zeros(num_envs)
+        self.last_test = torch.zeros(num_envs)
         """Test score at the last stop, also where an episode has ended."""
-        self._tested = torch.zeros(num_envs, device=device)
-        self._compute = torch.zeros(num_envs, dtype=torch.float64, device=device)
+        self._tested = torch.zeros(num_envs)
+        self._compute = torch.zeros(num_envs, dtype=torch.float64)
         """Batches of the starting host that cost as much as the episode so far."""
         self.last_phi = self._phi
         """Phi and compute at the last decision, also where an episode has ended."""
         self.last_compute = self._compute.clone()
-        self.unit = torch.ones(num_envs, device=device)
+        self.unit = torch.ones(num_envs)
         """What rewards of the present episodes are divided by."""
-        self.never = torch.zeros(num_envs, task.horizon + 1, device=device)
+        self.never = torch.zeros(num_envs, task.horizon + 1)
         """What Phi of the same hosts would gain up to each decision, never grown."""
         self._courses: dict[int, tuple[Tensor, Tensor]] = {}
         """Those and their errors, by episode, `[group, decision]` and `[group]`."""
@@ -176,7 +168,7 @@ class GrowingWorld(Stateful, VectorWorld):
         if not self._episodes.begun.all():
             raise InvalidStateError("step() before reset(); call reset() first.")
         check_actions(actions, self.num_envs)
-        illegal = self._act(actions.clone().to(self._device))
+        illegal = self._act(actions.to("cpu", copy=True))
         trained = self._train()
         score = self._score(self.looked_rows)
         # The sum is finite only if all weights of host and seeds are.
@@ -213,7 +205,7 @@ class GrowingWorld(Stateful, VectorWorld):
 
     def _reset_envs(self, envs: Iterable[int]) -> None:
         """Start new episodes: data, host, order of batches and terms are drawn anew."""
-        fresh = torch.zeros(self.num_envs, dtype=torch.bool, device=self._device)
+        fresh = torch.zeros(self.num_envs, dtype=torch.bool)
         for env in envs:
             fresh[env] = True
             self._episodes.begin(env)
@@ -223,10 +215,10 @@ class GrowingWorld(Stateful, VectorWorld):
                 self.never[env], self.unit[env] = (
                     x[env // self.group_size] for x in own
                 )
-        none = SeedStates.empty(self.num_envs, self.spec.slots.max_slots, self._device)
+        none = SeedStates.empty(self.num_envs, self.spec.slots.max_slots)
         whole = fresh.unsqueeze(1).expand(self._lives.stage.shape)
         self._lives = select(whole, none, self._lives)
-        unseen = Track.fresh(self.num_envs, self._device)
+        unseen = Track.fresh(self.num_envs)
         self._track = select(fresh, unseen, self._track)
         score = self._score(fresh * self._scored_rows)
         phi = score - self._episodes.rent * self._added()
@@ -249,13 +241,11 @@ class GrowingWorld(Stateful, VectorWorld):
             alone = replace(self.settings, relative=False, group_size=1)
             groups, seed = -(-self.num_envs // self.group_size), self._episodes.run
             task = replace(self.task, host=self.task.unit)
-            world = GrowingWorld(
-                task, groups, seed, settings=alone, device=str(self._device)
-            )
+            world = GrowingWorld(task, groups, seed, settings=alone)
             world._episodes.begun[:] = episode
             first = world.reset().host.score
             waits = torch.zeros(groups, len(self.spec.sizes), dtype=torch.int64)
-            living = torch.ones(groups, dtype=torch.bool, device=self._device)
+            living = torch.ones(groups, dtype=torch.bool)
             course = [torch.zeros_like(first)]
             for _ in range(self.task.horizon):
                 result = world.step(waits)
@@ -268,16 +258,16 @@ class GrowingWorld(Stateful, VectorWorld):
 
     def _act(self, actions: Int64[Tensor, "env head"]) -> Bool[Tensor, " env"]:
         """Carry out what is possible; returns where it was not, which is a WAIT."""
-        sizes = torch.tensor(self.spec.sizes, device=self._device)
+        sizes = torch.tensor(self.spec.sizes)
         known = (actions >= 0) & (actions < sizes)
         actions = torch.where(known, actions, 0)
         op, slot = actions[:, HEAD["op"]], actions[:, HEAD["slot"]]
-        heads = torch.arange(len(sizes), device=self._device)
-        offered = known & self.spec.allowed.to(self._device)[heads, actions]
-        unused = ~RELEVANT.to(self._device)[op]
+        heads = torch.arange(len(sizes))
+        offered = known & self.spec.allowed[heads, actions]
+        unused = ~RELEVANT[op]
         offered = (offered | unused).all(dim=1) & known[:, HEAD["op"]]
         kind = actions[:, HEAD["blueprint"]]
-        envs = torch.arange(self.num_envs, device=self._device)
+        envs = torch.arange(self.num_envs)
         offers = self._offers()
         price = offers.parameters[envs, slot, kind]
         beyond = (price > self._episodes.budget - self._added()) | ~offers.fits[
@@ -328,14 +318,14 @@ class GrowingWorld(Stateful, VectorWorld):
         now = self._compute
         if self.clock.kind == "batches":
             now = torch.from_numpy(self._episodes.drawn).to(now)
-        left = self.clock.times().to(self._device)[decision + 1] - now
+        left = self.clock.times()[decision + 1] - now
         young = lives.stage == Stage.TRAINING
         trains = torch.where(young, lives.length - lives.moved, 0).amax(dim=1)
         # First the batches with a shadow pass, then those without.
         doubled = _whole(left / (cost + shadow)).minimum(trains)
         steps = doubled + _whole((left - doubled * (cost + shadow)) / cost)
         most = int(steps.max())
-        count = torch.arange(most, device=self._device)
+        count = torch.arange(most)
         pass_costs = cost[:, None] + shadow[:, None] * (count < trains[:, None])
         moments = now[:, None] + pass_costs.cumsum(dim=1) - pass_costs
         rates = self._episodes.rates(self.clock.rate(moments))
@@ -345,7 +335,7 @@ class GrowingWorld(Stateful, VectorWorld):
         trained = self.cohort.train(
             x, y, picked, SeedSchedule(alpha, training), rates, steps
         )
-        stops = self._weights.to(self._device)[self._track.decisions] > 0
+        stops = self._weights[self._track.decisions] > 0
         few = min(LOOKED_ROWS, self._scored_rows)
         self.looked_rows = torch.where(stops, self._scored_rows, few)
         # A look is a forward pass.
@@ -374,7 +364,7 @@ class GrowingWorld(Stateful, VectorWorld):
 
     def _stop(self, over: Bool[Tensor, " env"]) -> None:
         """Score every environment that is at a stop; who is over, at all to come."""
-        weight = self._weights.to(self._device)[self._track.decisions]
+        weight = self._weights[self._track.decisions]
         weight = torch.where(over, 1 - self._passed, weight)
         self._banked = self._banked + weight * self._phi
         self._passed = self._passed + weight
@@ -389,13 +379,13 @@ class GrowingWorld(Stateful, VectorWorld):
 
     def _added(self) -> PerEnv:
         """Parameters beyond the starting host's, as a multiple of them."""
-        own = self.cohort.parameters().to(self._device)
+        own = self.cohort.parameters()
         return (own / self.task.unit.parameters - 1).float()
 
     def _report(
         self, over: Bool[Tensor, " env"], score: PerEnv, panicked: Bool[Tensor, " env"]
     ) -> EpisodeReport:
-        macs = self.cohort.macs().to(self._device) / self.task.unit.macs
+        macs = self.cohort.macs() / self.task.unit.macs
         return EpisodeReport(
             env=torch.nonzero(over).flatten(),
             score=score[over],
@@ -425,7 +415,7 @@ class GrowingWorld(Stateful, VectorWorld):
 
         def of_slots(costs: Tensor, unit: int) -> Tensor:
             offered = (costs[..., None] * units / unit).float()
-            return offered.repeat(1, per, 1).to(self._device)
+            return offered.repeat(1, per, 1)
 
         price = of_slots(parameters, self.task.unit.parameters)
         unknown_ = torch.zeros_like(price)

@@ -120,14 +120,12 @@ class FlatActions:
     def legal(self, observation: Observation) -> Bool[Tensor, "env action"]:
         """Which of them would be carried out now; WAIT always is."""
         slots, offers = observation.slots, observation.offers
-        device = slots.stage.device
         op, slot, kind = (
-            self.actions.to(device)[:, HEAD[name]]
-            for name in ("op", "slot", "blueprint")
+            self.actions[:, HEAD[name]] for name in ("op", "slot", "blueprint")
         )
         old = (slots.age[:, slot] >= self.spec.slots.min_age).long()
         settled = slots.alpha_settled[:, slot].long()
-        legal = LEGAL.to(device)[op, slots.stage[:, slot], old, settled]
+        legal = LEGAL[op, slots.stage[:, slot], old, settled]
         left = observation.host.budget_left.unsqueeze(1)
         plantable = offers.fits[:, slot, kind] & (
             offers.parameters[:, slot, kind] <= left
@@ -154,7 +152,7 @@ def flatten(observation: Observation) -> Float[Tensor, "env feature"]:
     """The observation of every environment as one row, each number in [-1, 1]."""
     host, slots, offers = observation.host, observation.slots, observation.offers
     unlimited = torch.isinf(host.budget_left)
-    kinds = torch.arange(offers.fits.shape[2], device=offers.fits.device)
+    kinds = torch.arange(offers.fits.shape[2])
     measured = slots.contribution_measured
     one_hot = F.one_hot(slots.stage, len(Stage))
     return torch.cat(
@@ -202,7 +200,7 @@ def _columns(
     known = {f.name: getattr(record, f.name) for f in fields(record)} | computed
     values = torch.stack([known[c.name].float() for c in columns], dim=-1)
     curves = [(1.0, 0.0) if c.half is None else (c.half, 1.0) for c in columns]
-    plain, bend = torch.tensor(curves, device=values.device).unbind(1)
+    plain, bend = torch.tensor(curves).unbind(1)
     values = values.nan_to_num(nan=0.0).clamp(-HUGE, HUGE)
     return (values / (plain + bend * values.abs())).clamp(-1.0, 1.0).flatten(1)
 
@@ -227,7 +225,7 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
 
     Args:
         num_envs: How many hosts.
-        settings: Fields of `WorldSettings`, `task` (a task or its name) and `device`.
+        settings: Fields of `WorldSettings`, and `task` (a task or its name).
     """
 
     metadata: dict[str, Any] = {  # noqa: RUF012
@@ -236,13 +234,12 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
     }
 
     def __init__(self, num_envs: int = 1, **settings: Any) -> None:  # noqa: ANN401
-        known = ["task", *(field.name for field in fields(WorldSettings)), "device"]
+        known = ["task", *(field.name for field in fields(WorldSettings))]
         for name in settings:
             if name not in known:
                 what = f"expected settings out of {', '.join(known)}; got"
                 raise unknown(what, name, known)
         self.num_envs = num_envs
-        self._device = settings.pop("device", "cpu")
         task = settings.pop("task", "digits")
         if isinstance(task, str):
             from esper.tasks.catalogue import task as find_task  # brings all data sets
@@ -348,9 +345,7 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
                 f"options may have {', '.join(TERMS)}; got {min(map(repr, others))}."
             )
         settings = replace(self._settings, **(options or {}))
-        return _World(
-            self._task, self.num_envs, run, settings=settings, device=self._device
-        )
+        return _World(self._task, self.num_envs, run, settings=settings)
 
     def _info(
         self, see: Observation, where: NDArray[np.bool_], invalid: NDArray[np.bool_]
@@ -367,7 +362,7 @@ class GrowEnv(gymnasium.Env[Row, object]):
 
     Args:
         render_mode: `ansi` for `render()` to describe the host in a line.
-        settings: Fields of `WorldSettings`, `task` (a task or its name) and `device`.
+        settings: Fields of `WorldSettings`, and `task` (a task or its name).
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012
@@ -464,7 +459,7 @@ def _flagged(info: Info, where: NDArray[np.bool_]) -> Info:
 
 
 def _numpy(values: Tensor) -> NDArray[Any]:
-    array: NDArray[Any] = values.detach().cpu().numpy()
+    array: NDArray[Any] = values.numpy()
     return array
 
 
