@@ -15,13 +15,13 @@ from esper.tasks import datasets
 from esper.tasks.datasets import (
     DIGESTS,
     digits,
+    letter,
     mnist5k,
     read_mnist5k,
     read_table,
     stored,
     table_bytes,
 )
-from esper.tasks.letter import letter
 
 SHAPES = {
     "letter": (20_000, 16),

@@ -54,6 +54,15 @@ def stored(name: str) -> Data:
     return read_table(name, table_bytes(name))
 
 
+def letter() -> Data:
+    """Letter Recognition: 20,000 distorted capital letters, A to Z as classes 0 to 25.
+
+    Sixteen integers from 0 to 15 describe each image: its box, moments and edges. The
+    rows are in the order of the original (Slate 1991; Frey & Slate 1991).
+    """
+    return stored("letter")
+
+
 def table_bytes(name: str) -> bytes:
     """The bytes of `arrays/NAME.npz`."""
     file = files("esper.tasks") / "arrays" / f"{name}.npz"
