@@ -6,7 +6,7 @@ r"""An analytic growth world: two slots per host, all hosts one tensor program.
 The return is the last phi minus the first, minus the damage of choices that did not
 suit their slot. Damage is never observed and changes nothing else; hidden gains and the
 tempo of a training seed are not observed either. A step is a few table lookups
-(`slot_life`); an episode is decided by its instance, so the best return is known
+(`slot_tables`); an episode is decided by its instance, so the best return is known
 exactly. The horizon terminates; nothing is truncated.
 
 *Visible* instances show gains as promises. A quarter of the hosts punish all growth,
@@ -42,7 +42,7 @@ from esper.contracts.world import (
     VectorWorld,
 )
 from esper.environment.settings import check_actions, check_count
-from esper.testing.slot_life import (
+from esper.testing.slot_tables import (
     EMPTY,
     LIFE,
     NATURES,
