@@ -236,7 +236,7 @@ MUTANTS = (
     Mutant(
         "the learning rate falls towards an end that nobody knows",
         "environment/clock.py",
-        "return (1 + moment / LEVEL) ** -FALL",
+        "return (1 + time / LEVEL) ** -FALL",
         "pass",
         f"{GROWING}::test_nothing_that_is_seen_depends_on_an_unknown_end",
     ),

@@ -241,7 +241,7 @@ def test_a_number_that_gives_fewer_rows_than_the_first_is_refused():
         return parts._replace(test=replace(parts.test, features=x, labels=y))
 
     with pytest.raises(
-        InvalidInputError, match=r"\(30, 5\)\] whatever .* \(29, 5\)\]; give"
+        InvalidInputError, match=r"\(30, 5\)\] for every seed; .* \(29, 5\)\]"
     ):
         make(task=replace(VARIED, data=fewer)).reset()
 
@@ -479,7 +479,7 @@ SETTINGS = [
     ({"stop": "never"}, "stop must be one of end, anytime, got 'never'"),
     (
         {"clock": "compute", "first": 0.5},
-        "first interval must be at least one batch",
+        "first must be at least one batch",
     ),
     ({"clock": "compute", "ratio": 1.0}, "ratio must be more than 1"),
     ({"group_size": 0}, "group_size must be a whole number of at least 1"),

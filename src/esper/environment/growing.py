@@ -42,7 +42,7 @@ from esper.contracts.world import (
 )
 from esper.environment.clock import BACKWARD
 from esper.environment.cohort import Cohort, SeedSchedule, TrainingResult
-from esper.environment.episode_data import SLACK, EpisodeData
+from esper.environment.episode_data import BUDGET_TOLERANCE, EpisodeData
 from esper.environment.settings import (
     LEAST_ERROR,
     LOOKED_ROWS,
@@ -116,7 +116,7 @@ class GrowingWorld(Stateful, VectorWorld):
         self._episodes = EpisodeData(task, num_envs, rng_seed, settings)
         chosen = find_blueprints(settings.blueprints or OFFERED)
         per_place = settings.seeds_per_place(task)
-        most = 1 + settings.range_of("budget")[1] * (1 + SLACK)
+        most = 1 + settings.range_of("budget")[1] * (1 + BUDGET_TOLERANCE)
         self.cohort = Cohort(
             num_envs,
             self.host,
