@@ -488,7 +488,7 @@ SETTINGS = [
     ({"penalty": nan}, "penalty must be a finite number from 0, got nan"),
     ({"penalty": -0.1}, r"got -0\.1"),
     ({"penalty": "dear"}, "got 'dear'"),
-    ({"blueprints": ()}, r"at least one name in a tuple, got \(\)"),
+    ({"blueprints": ()}, r"tuple of at least one name, got \(\)"),
     ({"blueprints": "widen_8"}, "got 'widen_8'"),
     ({"blueprints": ("widen_8",) * 2}, "blueprints has a name twice"),
     ({"blueprints": ("widen_9",)}, "did you mean 'widen_8'"),

@@ -224,7 +224,7 @@ def test_what_is_no_action_is_refused_and_changes_nothing(make, action):
             early()
     env.reset(seed=1)
     untouched.reset(seed=1)
-    with pytest.raises(InvalidInputError, match=r"a whole number in 0\.\.12, got"):
+    with pytest.raises(InvalidInputError, match=r"integers in 0\.\.12, got"):
         env.step(action if single else [action])
     assert_same(*(one.step(1 if single else [1]) for one in (env, untouched)))
 
@@ -233,7 +233,9 @@ def test_a_step_after_the_last_one_is_refused():
     env = GrowEnv(task=TINY)
     assert len([*play(env, 0, HORIZON - 1)]) == HORIZON
     env.step(0)
-    with pytest.raises(InvalidStateError, match="after the last one; call reset"):
+    with pytest.raises(
+        InvalidStateError, match="after the end of the episode; call reset"
+    ):
         env.step(0)
 
 

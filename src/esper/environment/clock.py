@@ -82,7 +82,9 @@ class Clock:
 
     def decisions_within(self, compute: float) -> int:
         """Return the number of decisions within this compute, at least 1."""
-        return 1 + int(log(max(compute / self.first, 1)) / log(self.ratio) + TIME_TOLERANCE)
+        return 1 + int(
+            log(max(compute / self.first, 1)) / log(self.ratio) + TIME_TOLERANCE
+        )
 
     def weights(self) -> Float[Tensor, " decision"]:
         """Return the weight of each decision in the score; weights sum to 1."""

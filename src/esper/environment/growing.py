@@ -1,22 +1,17 @@
-r"""The real world: many hosts train on a task while controllers grow them.
+r"""An environment in which hosts train on a task while a controller grows them.
 
     phi = score - rent * added size
-    Phi = sum of w_j phi_j over the stops that are past + (the weights to come) phi
+    Phi = sum of w_j phi_j over past stops + (sum of the remaining weights) phi
     reward = Phi' - Phi
 
-A step is one decision: the action is carried out, every host trains until the next
-decision comes by the clock, and the score is taken on the decision rows. The return is
-the weighted mean of phi over the stops less the first phi, and nothing can be farmed.
-Size and compute are in multiples of the task's starting host. The horizon terminates. A
-host or seed whose numbers are no longer finite panics: phi becomes -1, or stays where
-it was if that was less, and the episode ends. An action that is not possible is a WAIT,
-flagged and charged `penalty`. Test rows are read at the stops, for the report.
+A step is one decision: act, train until the next decision, score on the validation
+split. The return is the weighted mean of phi over the stops, minus the first phi. Size
+and compute are in multiples of the task's initial host. If a weight or loss is not
+finite, phi becomes at most -1 and the episode ends. An illegal action becomes WAIT and
+costs `penalty`. The test split is used at the stops, for the report only.
 
-Where rewards are relative, the same host has lived before without growing. What its Phi
-gained at each decision is taken from the rewards, and they are divided by its errors on
-the decision rows over the stops, or by `LEAST_ERROR` if those are fewer. So the return
-is the share of its errors that growing removes, net of rent. Neither depends on what is
-decided.
+Relative rewards compare with the same host without growth: its gain of Phi is
+subtracted, and rewards are divided by its validation error, at least `LEAST_ERROR`.
 """
 
 from collections.abc import Iterable
@@ -65,10 +60,10 @@ class GrowingWorld(Stateful, VectorWorld):
     """Hosts of one task that train and grow together.
 
     Args:
-        task: What the hosts learn.
-        num_envs: How many hosts.
-        rng_seed: Decides data, hosts, batches and terms, with environment and episode.
-        settings: How they grow; blueprints must be widenings.
+        task: Task that the hosts learn.
+        num_envs: Number of hosts.
+        rng_seed: Seed of data, hosts, batches, rents, budgets and rates.
+        settings: Settings of growth; blueprints must be widenings.
     """
 
     STATE = (
@@ -128,32 +123,33 @@ class GrowingWorld(Stateful, VectorWorld):
         slots = SlotConfig(max_slots=self.cohort.slots, min_age=1)
         self.spec = ActionSpec(slots, chosen, settings.narrowed())
         self.trained_lives: SeedStates | None = None
-        """Seeds as they were in the last training, also where an episode ended."""
+        """Seeds during the last training, also of episodes that ended."""
         self.trained_steps = torch.zeros(num_envs, dtype=torch.int64)
-        """Minibatches of that training, and multiply-adds per row of the networks."""
+        """Minibatches of that training."""
         self.trained_macs = torch.zeros(num_envs, dtype=torch.int64)
+        """Multiply-adds per row of the networks in that training."""
         self.looked_rows = torch.zeros(num_envs, dtype=torch.int64)
-        """Decision rows that were scored after it."""
+        """Validation rows that were scored after it."""
         self._lives = SeedStates.empty(num_envs, slots.max_slots)
         self._track = Track.fresh(num_envs)
         self._phi = torch.zeros(num_envs)
         self._banked = torch.zeros(num_envs)
-        """Weighted phi of the stops that are past, and their weight."""
+        """Weighted phi of past stops; `_passed` is their total weight."""
         self._passed = torch.zeros(num_envs)
         self.last_test = torch.zeros(num_envs)
-        """Test score at the last stop, also where an episode has ended."""
+        """Test score at the last stop, also of episodes that ended."""
         self._tested = torch.zeros(num_envs)
         self._compute = torch.zeros(num_envs, dtype=torch.float64)
-        """Batches of the starting host that cost as much as the episode so far."""
+        """Compute of the episode so far, in batches of the initial host."""
         self.last_phi = self._phi
-        """Phi and compute at the last decision, also where an episode has ended."""
+        """phi and compute at the last decision, also of episodes that ended."""
         self.last_compute = self._compute.clone()
         self.unit = torch.ones(num_envs)
-        """What rewards of the present episodes are divided by."""
+        """Divisor of relative rewards."""
         self.never = torch.zeros(num_envs, task.horizon + 1)
-        """What Phi of the same hosts would gain up to each decision, never grown."""
+        """Gain of Phi up to each decision of the same hosts without growth."""
         self._courses: dict[int, tuple[Tensor, Tensor]] = {}
-        """Those and their errors, by episode, `[group, decision]` and `[group]`."""
+        """Gains `[group, decision]` and errors `[group]` without growth, by episode."""
 
     @torch.inference_mode(False)
     def reset(self) -> Observation:
@@ -164,14 +160,14 @@ class GrowingWorld(Stateful, VectorWorld):
     @torch.inference_mode(False)
     @torch.enable_grad()
     def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
-        """Act and train until the next decision; ended episodes start anew."""
+        """Act and train until the next decision; ended episodes restart."""
         if not self._episodes.begun.all():
             raise InvalidStateError("step() before reset(); call reset() first.")
         check_actions(actions, self.num_envs)
         illegal = self._act(actions.to("cpu", copy=True))
         trained = self._train()
         score = self._score(self.looked_rows)
-        # The sum is finite only if all weights of host and seeds are.
+        # The sum is finite only if all weights are.
         sums = (trained.losses, trained.shadow_losses, self.cohort.values.sum(dim=1))
         finite = torch.stack(sums).isfinite().all(dim=0)
         before = self._objective()
@@ -183,7 +179,7 @@ class GrowingWorld(Stateful, VectorWorld):
         gained = self._objective() - before - self._never_gained(over)
         reward = gained / self.unit.clamp(min=LEAST_ERROR)
         reward = reward - self.settings.penalty * illegal
-        # An interval can be too short for a batch of a network that has grown.
+        # An interval can be too short for a batch of a large network.
         losses = torch.where(self.trained_steps > 0, trained.losses, torch.nan)
         self._track = self._track.after(torch.where(finite, score, 0.0), losses)
         report = None
@@ -200,11 +196,11 @@ class GrowingWorld(Stateful, VectorWorld):
         )
 
     def loaded(self) -> None:
-        """Nothing has been trained yet."""
+        """Forget the last training."""
         self.trained_lives = None
 
     def _reset_envs(self, envs: Iterable[int]) -> None:
-        """Start new episodes: data, host, order of batches and terms are drawn anew."""
+        """Start new episodes with new data, hosts, batch order and terms."""
         fresh = torch.zeros(self.num_envs, dtype=torch.bool)
         for env in envs:
             fresh[env] = True
@@ -229,14 +225,14 @@ class GrowingWorld(Stateful, VectorWorld):
         self._track = select(fresh, start, self._track)
 
     def _never_gained(self, over: Bool[Tensor, " env"]) -> PerEnv:
-        """What never-grown hosts gain with this decision; who is over, to the end."""
+        """Gain of hosts without growth at this decision, or to the end if over."""
         now = self._track.decisions
         after = torch.where(over, self.task.horizon, now)
         ends = self.never.gather(1, torch.stack((now - 1, after), dim=1))
         return ends[:, 1] - ends[:, 0]
 
     def _never_grown(self, episode: int) -> tuple[Tensor, Tensor]:
-        """What Phi of hosts of the same luck gains, never grown, and their errors."""
+        """Gains and errors without growth, with common random numbers."""
         if episode not in self._courses:
             alone = replace(self.settings, relative=False, group_size=1)
             groups, seed = -(-self.num_envs // self.group_size), self._episodes.run
@@ -251,13 +247,13 @@ class GrowingWorld(Stateful, VectorWorld):
                 result = world.step(waits)
                 course.append(course[-1] + torch.where(living, result.reward, 0.0))
                 living &= ~(result.terminated | result.truncated)
-            # Rewards add up to the objective less the first score.
+            # Rewards sum to the objective minus the first score.
             errors = (1 - first - course[-1]).clamp(min=LEAST_ERROR)
             self._courses = {episode: (torch.stack(course, dim=1), errors)}
         return self._courses[episode]
 
     def _act(self, actions: Int64[Tensor, "env head"]) -> Bool[Tensor, " env"]:
-        """Carry out what is possible; returns where it was not, which is a WAIT."""
+        """Act where legal; return where the action was illegal, which is a WAIT."""
         sizes = torch.tensor(self.spec.sizes)
         known = (actions >= 0) & (actions < sizes)
         actions = torch.where(known, actions, 0)
@@ -288,17 +284,16 @@ class GrowingWorld(Stateful, VectorWorld):
         return wrong | ~done
 
     def _remove_gone(self, before: SeedStates) -> None:
-        """Take the weights of seeds that have left out of their networks."""
+        """Remove the weights of seeds that have become dormant."""
         gone = (before.stage != Stage.DORMANT) & (self._lives.stage == Stage.DORMANT)
         for env, slot in torch.nonzero(gone).tolist():
             self.cohort.remove(env, slot)
 
     def _plant(self, env: int, slot: int, blueprint: Blueprint) -> None:
-        """Plant new units whose activations are as large as what they read.
+        """Plant new units with He initialization.
 
-        Their deviation is He's, sqrt(2 / inputs), whatever the host's own: as nothing
-        reads them at first, they would otherwise lag behind units that were there
-        from the start (https://arxiv.org/abs/1502.01852, eq. 10).
+        Their outgoing weights start at zero, so smaller incoming weights would make
+        them learn too slowly (https://arxiv.org/abs/1502.01852, eq. 10).
         """
         place = slot % self.cohort.places
         units = blueprint.units(self.cohort.layouts[env].widths[place])
@@ -310,7 +305,7 @@ class GrowingWorld(Stateful, VectorWorld):
         self.cohort.plant(env, slot, weight, torch.zeros(units))
 
     def _train(self) -> TrainingResult:
-        """All minibatches until the next decision."""
+        """Train until the next decision."""
         lives, decision = self._lives, self._track.decisions - 1
         compute = self.cohort.macs().to(self._compute) / self.task.unit.macs
         cost = compute if self.clock.kind == "compute" else torch.ones_like(compute)
@@ -321,7 +316,7 @@ class GrowingWorld(Stateful, VectorWorld):
         left = self.clock.times()[decision + 1] - now
         young = lives.stage == Stage.TRAINING
         trains = torch.where(young, lives.length - lives.moved, 0).amax(dim=1)
-        # First the batches with a shadow pass, then those without.
+        # Batches with a shadow pass come first.
         doubled = _whole(left / (cost + shadow)).minimum(trains)
         steps = doubled + _whole((left - doubled * (cost + shadow)) / cost)
         most = int(steps.max())
@@ -338,7 +333,7 @@ class GrowingWorld(Stateful, VectorWorld):
         stops = self._weights[self._track.decisions] > 0
         few = min(LOOKED_ROWS, self._scored_rows)
         self.looked_rows = torch.where(stops, self._scored_rows, few)
-        # A look is a forward pass.
+        # Validation is a forward pass.
         looks = self.looked_rows.double() / (self.task.batch * (1 + BACKWARD))
         passes = steps + trains.minimum(steps) + looks * self.settings.charge_eval
         self._compute = self._compute + compute * passes
@@ -351,19 +346,19 @@ class GrowingWorld(Stateful, VectorWorld):
 
     @property
     def _scored_rows(self) -> int:
-        """Decision rows that a host is scored on at a stop."""
+        """Validation rows of a score at a stop."""
         return min(SCORED_ROWS, self._episodes.rows[1][1].shape[1])
 
     def _score(self, wanted: Int64[Tensor, " env"]) -> PerEnv:
-        """Score of each host on so many decision rows."""
+        """Score of each host on this many validation rows."""
         return self.cohort.score(*self._episodes.rows[1], self._lives.alpha, wanted)
 
     def _objective(self) -> PerEnv:
-        """Phi: what the stops that are past have brought, and phi for those to come."""
+        """Phi: weighted phi of past stops, and the current phi for the others."""
         return self._banked + (1 - self._passed) * self._phi
 
     def _stop(self, over: Bool[Tensor, " env"]) -> None:
-        """Score every environment that is at a stop; who is over, at all to come."""
+        """Score environments at a stop; an ended episode fills all remaining stops."""
         weight = self._weights[self._track.decisions]
         weight = torch.where(over, 1 - self._passed, weight)
         self._banked = self._banked + weight * self._phi
@@ -378,7 +373,7 @@ class GrowingWorld(Stateful, VectorWorld):
             self._tested = self._tested + torch.where(here, weight * net, 0.0)
 
     def _added(self) -> PerEnv:
-        """Parameters beyond the starting host's, as a multiple of them."""
+        """Added parameters, as a multiple of the initial host's."""
         own = self.cohort.parameters()
         return (own / self.task.unit.parameters - 1).float()
 
@@ -398,11 +393,11 @@ class GrowingWorld(Stateful, VectorWorld):
         )
 
     def batch_macs(self) -> int:
-        """Multiply-adds of one training batch of the starting host."""
+        """Return the multiply-adds of one training batch of the initial host."""
         return self.task.unit.macs * self.task.batch * (1 + BACKWARD)
 
     def _offers(self) -> BlueprintOffers:
-        """What every slot could be planted with, at the networks' present widths."""
+        """Blueprint offers at the current widths."""
         parameters, macs = self.cohort.unit_costs()
         widths = self.cohort.widths()
         units = torch.tensor(
@@ -418,17 +413,17 @@ class GrowingWorld(Stateful, VectorWorld):
             return offered.repeat(1, per, 1)
 
         price = of_slots(parameters, self.task.unit.parameters)
-        unknown_ = torch.zeros_like(price)
+        unmeasured = torch.zeros_like(price)
         return BlueprintOffers(
             fits=self._first_free()[:, :, None].expand_as(price),
             parameters=price,
             macs=of_slots(macs, self.task.unit.macs),
-            promise=unknown_,
-            promise_known=unknown_.bool(),
+            promise=unmeasured,
+            promise_known=unmeasured.bool(),
         )
 
     def _first_free(self) -> Bool[Tensor, "env slot"]:
-        """The first free slot of every place: slots of a place are all the same."""
+        """First free slot of every place, as slots of a place are equivalent."""
         free = self._lives.stage == Stage.DORMANT
         by_place = free.unflatten(1, (-1, self.cohort.places))
         first: Tensor = by_place & (by_place.cumsum(dim=1) == 1)
@@ -446,7 +441,7 @@ class GrowingWorld(Stateful, VectorWorld):
                 horizon=self.task.horizon if self.clock.stop == "end" else None,
                 compute=self._compute,
                 budget_left=self._episodes.budget - self._added(),
-                rent=self._episodes.rent.clone(),  # rewritten when an episode begins
+                rent=self._episodes.rent.clone(),  # changes at the next reset
                 added=self._added(),
             ),
             slots=SlotStates(
@@ -474,5 +469,5 @@ class GrowingWorld(Stateful, VectorWorld):
 
 
 def _whole(batches: Float[Tensor, " env"]) -> Int64[Tensor, " env"]:
-    """Whole batches, whatever an interval rounds to."""
+    """Number of whole batches, up to rounding."""
     return (batches + 1e-9).floor().clamp(min=0).to(torch.int64)
