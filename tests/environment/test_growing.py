@@ -362,7 +362,7 @@ def test_looks_between_stops_are_short_and_paid_for_exactly():
 
 
 def many(rng_seed):
-    """More decision rows than a host is scored on."""
+    """More validation rows than a host is scored on."""
     parts = blobs(rng_seed)
     held = parts.val
     rows = torch.arange(SCORED_ROWS + 40) % len(held)

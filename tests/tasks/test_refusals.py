@@ -5,18 +5,16 @@ from math import inf, nan
 
 import pytest
 import torch
-from torch import Generator
 
 from esper.contracts.errors import InvalidInputError
 from esper.tasks.catalogue import register_task, task
 from esper.tasks.data import Data, Splits, check_data, split
 from esper.tasks.hosts import CnnHost, MlpHost
-from esper.tasks.mnist1d import Distortion, mnist1d
 from esper.tasks.task import Task
 from esper.tasks.teacher import Teacher, teacher
-from esper.tasks.text import ALPHABET, Text, characters, encode, windows
 
 FEW, BITS = torch.zeros(2, 2), torch.tensor([0, 1])
+NARROW = Teacher(width=1, depth=1, noise=0.0)
 
 
 def rows(count, inputs=3, classes=2, kinds=2):
@@ -33,19 +31,6 @@ def rings(name="rings", **changes):
 
 def splits(*parts):
     return rings(data=lambda rng_seed: Splits(*parts)).splits(0)
-
-
-def kind(width=4, depth=1, noise=0.0):
-    return Teacher(width=width, depth=depth, noise=noise)
-
-
-def cut(count, length):
-    return windows(torch.arange(10), count=count, length=length, generator=Generator())
-
-
-def characters_of(count):
-    alphabet = encode(ALPHABET[1:60])
-    return characters(0, (40, count, 40), source=Text(alphabet, alphabet, alphabet))
 
 
 def registered(make):
@@ -109,27 +94,6 @@ CNNS = [
     (((1, 28, 28), (4, -8), 10), r"got \(4, -8\)"),
     (((1, 28, 28), (4, 8), 0), "at least 2, or 1 for regression; got 0"),
 ]
-DRAWN = [
-    *((lambda n=n: mnist1d(rows=n), f"at least 10; got {n}") for n in (9, -5)),
-    (lambda: Distortion(padding=(60, 36)), r"0 <= low .* got padding \(60, 36\)"),
-    (lambda: Distortion(padding=(-1, 60)), r"got padding \(-1, 60\)"),
-    (lambda: Distortion(shifts=0), "shifts 0"),
-    (lambda: Distortion(shifts=73), "shifts 73"),
-    (lambda: kind(width=0), "width must be >= 1.*got width 0"),
-    (lambda: kind(depth=-1), "depth -1"),
-    (lambda: kind(noise=-0.1), r"noise -0\.1"),
-    (lambda: kind(noise=0.9), r"noise 0\.9"),
-    (lambda: teacher(0, kind=kind(width=1)), "width=1.*make it wider"),
-    (lambda: teacher(0, 79), "at least 80; got 79"),
-    *(
-        (lambda c=c, n=n: cut(c, n), f"got count {c} and length {n}")
-        for c, n in ((0, 4), (4, 0), (4, 10))
-    ),
-    *(
-        (lambda n=n: characters_of(n), rf"in 1\.\.47 .* 59 characters; got {n}")
-        for n in (0, 48)
-    ),
-]
 NAMES = [
     (lambda: task("leter"), "got 'leter'; did you mean 'letter'"),
     (lambda: task(""), "did you mean"),
@@ -153,7 +117,7 @@ NAMES = [
             for w in WIDTHS
         ),
         *((lambda sizes=sizes: CnnHost(*sizes), words) for sizes, words in CNNS),
-        *DRAWN,
+        (lambda: teacher(0, kind=NARROW), "width=1.*make it wider"),
         *NAMES,
     ],
 )

@@ -54,20 +54,9 @@ class Teacher:
     fan_in: int | None = None
     """Inputs of each unit in the first layer; none: all."""
 
-    def __post_init__(self) -> None:
-        """Check width, depth and noise."""
-        most = 1 - 1 / self.classes
-        if self.width < 1 or self.depth < 0 or not 0 <= self.noise <= most:
-            raise InvalidInputError(
-                f"width must be >= 1, depth >= 0 and noise in 0..{most}; got width "
-                f"{self.width}, depth {self.depth} and noise {self.noise}."
-            )
-
 
 def teacher(rng_seed: int, rows: int = ROWS, *, kind: Teacher | None = None) -> Splits:
     """Return the data of one teacher; `kind` defaults to a random one."""
-    if rows < 10 * CLASSES:
-        raise InvalidInputError(f"rows must be at least {10 * CLASSES}; got {rows}.")
     data = taught(random_source(rng_seed, "teacher"), rows, kind or drawn(rng_seed))
     return split(data, rng_seed)
 

@@ -71,11 +71,6 @@ def windows(
 ) -> tuple[Int64[Tensor, "window {length}"], Int64[Tensor, "window {length}"]]:
     """Draw random windows; return them and the next character at each position."""
     places = len(ids) - length
-    if count < 1 or length < 1 or places < 1:
-        raise InvalidInputError(
-            f"count and length must be at least 1 and length below the {len(ids)} "
-            f"characters; got count {count} and length {length}."
-        )
     start = torch.randint(
         places, (count, 1), generator=generator, device=generator.device
     ).to(ids.device)
@@ -138,11 +133,6 @@ def _table(
 ) -> Data:
     """Random windows of one part."""
     places = len(ids) - CONTEXT
-    if not 1 <= count <= places:
-        raise InvalidInputError(
-            f"the number of windows must be in 1..{max(places, 0)} for {len(ids)} "
-            f"characters; got {count}."
-        )
     start = torch.from_numpy(random.choice(places, count, replace=False))
     shown = ids[start[:, None] + torch.arange(CONTEXT)]
     features = codes()[shown].flatten(1)
