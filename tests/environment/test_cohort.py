@@ -215,19 +215,19 @@ def split(garden, env):
 @pytest.mark.parametrize(
     ("kind", "dtype"), [*product(HOSTS, (torch.float32, torch.float64))]
 )
-def test_a_host_beside_training_seeds_is_the_host_alone_to_the_bit(kind, dtype):
-    alone, beside = (Garden(1, HOSTS[kind], dtype=dtype) for _ in range(2))
-    beside.plant(0, 0, 3, training=True)
-    beside.plant(0, garden_last(beside), 2, training=True)
+def test_a_host_with_training_seeds_equals_the_host_alone_to_the_bit(kind, dtype):
+    alone, shadowed = (Garden(1, HOSTS[kind], dtype=dtype) for _ in range(2))
+    shadowed.plant(0, 0, 3, training=True)
+    shadowed.plant(0, garden_last(shadowed), 2, training=True)
     for start in range(10):
-        alone.train(5, start), beside.train(5, start)
-    assert torch.equal(split(alone, 0), split(beside, 0))
-    for slot in (0, garden_last(beside)):
-        assert beside.cohort.units[0, slot] > 0
-        beside.remove(0, slot)
-    assert torch.equal(alone.cohort.values, beside.cohort.values)
-    assert torch.equal(alone.cohort.square, beside.cohort.square)
-    assert torch.equal(alone.cohort.clocks, beside.cohort.clocks)
+        alone.train(5, start), shadowed.train(5, start)
+    assert torch.equal(split(alone, 0), split(shadowed, 0))
+    for slot in (0, garden_last(shadowed)):
+        assert shadowed.cohort.units[0, slot] > 0
+        shadowed.remove(0, slot)
+    assert torch.equal(alone.cohort.values, shadowed.cohort.values)
+    assert torch.equal(alone.cohort.square, shadowed.cohort.square)
+    assert torch.equal(alone.cohort.clocks, shadowed.cohort.clocks)
 
 
 def garden_last(garden):

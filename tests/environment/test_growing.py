@@ -342,7 +342,7 @@ def test_a_larger_network_takes_fewer_batches_until_the_same_compute():
     assert (compute - end).abs().max() < 3 * float(macs[0])
 
 
-def test_looks_between_stops_are_short_and_paid_for_exactly():
+def test_evaluations_between_stops_are_short_and_charged_exactly():
     large = replace(LONG, data=lambda n: many(n))
     given = {"clock": "compute", "stop": "anytime", "first": 8.0, "horizon": 22}
     world = make(2, task=large, **given)
@@ -396,7 +396,7 @@ def test_new_units_are_as_large_as_he_s_rule_says_whatever_the_host_s():
         assert float(new.std()) == pytest.approx((2 / inputs) ** 0.5, rel=0.3)
 
 
-def test_equal_luck_sees_prefixes_of_one_sequence():
+def test_hosts_with_common_random_numbers_see_prefixes_of_one_sequence():
     world = compute_world(group_size=2)
     world.reset()
     first = [world._episodes._rows_between(env, 0, 64).tolist() for env in range(2)]
@@ -571,7 +571,7 @@ def test_a_host_that_breaks_in_the_last_minibatch_panics():
     assert result.report.panicked.tolist() == [True]
 
 
-def test_environments_of_a_group_have_the_same_luck():
+def test_environments_of_a_group_share_random_numbers():
     world = make(4, 5, VARIED, group_size=2, rent=(0.01, 0.1))
     world.reset()
     for _ in range(HORIZON + 2):  # into the next episode
@@ -639,7 +639,7 @@ def test_relative_rewards_are_shares_of_the_errors_of_the_host_that_never_grows(
     for world in (plain, shares, never):
         world.reset()
     plants = action(Op.GERMINATE, 0, 2, alpha_target=2)
-    for _ in range(2):  # episodes: luck changes with them
+    for _ in range(2):  # episodes have their own random numbers
         expected, found = [], []
         for step in range(HORIZON):
             rows = [plants] * 4 if step == 0 else []

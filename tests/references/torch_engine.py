@@ -107,12 +107,12 @@ def train(
             if bool(young.any()):
                 scale = torch.where(young, 1.0, scale)
                 loss = _loss(forward(layout, vector, x, scale), y)
-                (beside,) = torch.autograd.grad(loss, vector)
+                (shadow,) = torch.autograd.grad(loss, vector)
                 shadow_losses[env] += loss.detach()
                 shadows += 1
                 learns = (scale[out_owner] > 0) & (scale[in_owner] > 0)
                 learns &= young[out_owner] | young[in_owner]
-                gradient = torch.where(learns, beside, gradient)
+                gradient = torch.where(learns, shadow, gradient)
                 move = move | learns
             clocks = cohort.clocks[env]
             clocks[number[move].unique()] += 1

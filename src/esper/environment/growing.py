@@ -334,8 +334,8 @@ class GrowingWorld(Stateful, VectorWorld):
         few = min(LOOKED_ROWS, self._scored_rows)
         self.looked_rows = torch.where(stops, self._scored_rows, few)
         # Validation is a forward pass.
-        looks = self.looked_rows.double() / (self.task.batch * (1 + BACKWARD))
-        passes = steps + trains.minimum(steps) + looks * self.settings.charge_eval
+        evaluated = self.looked_rows.double() / (self.task.batch * (1 + BACKWARD))
+        passes = steps + trains.minimum(steps) + evaluated * self.settings.charge_eval
         self._compute = self._compute + compute * passes
         self.last_compute = self._compute.clone()
         self.trained_lives, self.trained_steps = lives, steps

@@ -111,11 +111,8 @@ def passed(life: SlotLife) -> SlotLife:
             moved = life.alpha + (life.target - life.alpha) / life.steps
             return replace(older, alpha=moved, steps=life.steps - 1)
         case Stage.COOLING:
-            return (
-                cooling(life.steps - 1)
-                if life.steps > 1
-                else SlotLife(SETTLES_TO[life.stage])
-            )
+            gone = SlotLife(SETTLES_TO[life.stage])
+            return cooling(life.steps - 1) if life.steps > 1 else gone
         case _:
             return life
 
